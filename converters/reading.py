@@ -19,6 +19,7 @@ from ondevice.bundle.layout import (
     gate_file_name,
     neuron_file_name,
 )
+from ondevice.config import MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
 from ondevice.converters.quantize import RoundedRows, SourceCodes, Weights, to_float32
@@ -40,15 +41,16 @@ class Block:
 
     file: the bundle file that they go to. tensor: the resident tensor, without `.codes`, or `records`.
     sources: the checkpoint's names of `rows`. kinds: attention, down, embedding, gate, head or up, for each
-    of a matrix. rows: each (n, columns) in the stored type, or the checkpoint's own codes of n rows, or n
-    rows that are rounded; a vector is (n,) float32. nbytes: checkpoint bytes of them. last: true for the last
-    block of the tensor.
+    of a matrix. formats: how each matrix is stored. rows: each (n, columns) in the stored type, or the
+    checkpoint's own codes of n rows, or n rows that are rounded; a vector is (n,) float32. nbytes: checkpoint
+    bytes of them. last: true for the last block of the tensor.
     """
 
     file: str
     tensor: str
     sources: tuple[str, ...]
     kinds: tuple[str, ...]
+    formats: tuple[RowFormat, ...]
     rows: tuple[Weights | SourceCodes | RoundedRows, ...]
     nbytes: int
     last: bool = True
@@ -57,23 +59,24 @@ class Block:
 def read_blocks(
     checkpoint: Checkpoint,
     wanted: Wanted,
-    bits: int,
+    quant: QuantConfig,
     rounded: Mapping[str, RoundedRows] = NOT_ROUNDED,
 ) -> Generator[Block, None, None]:
     """Neurons and their gates by layer, then the embedding, then the resident tensors.
 
-    bits: bits per weight of the bundle, for which the checkpoint's own codes are taken where they fit.
+    quant: how the bundle stores weights. The checkpoint's own codes are taken where they fit.
     rounded: matrices to take as they are, by their names. A down projection's rows are neurons.
     """
     for layer in range(checkpoint.config.num_layers):
         if wanted(neuron_file_name(layer), RECORDS_TENSOR):
-            yield from _neurons(checkpoint, layer, bits, rounded)
+            yield from _neurons(checkpoint, layer, quant, rounded)
         if checkpoint.config.zeros_gates and wanted(gate_file_name(layer), RECORDS_TENSOR):
             gate = checkpoint.tensors[names.LayerNames(layer).gate]
-            yield from _matrix(gate_file_name(layer), RECORDS_TENSOR, "gate", [gate], bits, rounded)
+            stored = quant.of("feed_forward")
+            yield from _matrix(gate_file_name(layer), RECORDS_TENSOR, "gate", [gate], stored, rounded)
     if wanted(EMBEDDING, RECORDS_TENSOR):
-        embedding = checkpoint.tensors[names.EMBEDDING]
-        yield from _matrix(EMBEDDING, RECORDS_TENSOR, "embedding", [embedding], bits, rounded)
+        embedding, stored = checkpoint.tensors[names.EMBEDDING], quant.of("embedding")
+        yield from _matrix(EMBEDDING, RECORDS_TENSOR, "embedding", [embedding], stored, rounded)
     for tensor, sources in resident_sources(checkpoint):
         if not wanted(RESIDENT, tensor):
             continue
@@ -82,10 +85,12 @@ def read_blocks(
         elif len(sources[0].shape) == 1:
             vector = np.concatenate([source.vector() for source in sources])
             nbytes = sum(source.nbytes for source in sources)
-            yield Block(RESIDENT, tensor, tuple(source.name for source in sources), (), (vector,), nbytes)
+            yield Block(RESIDENT, tensor, tuple(source.name for source in sources), (), (), (vector,), nbytes)
         else:
+            matrix: MatrixKind = "out" if tensor.endswith("out") else "qkv"
+            matrix = "head" if tensor == "head" else matrix
             kind = "head" if tensor == "head" else "attention"
-            yield from _matrix(RESIDENT, tensor, kind, sources, bits, rounded)
+            yield from _matrix(RESIDENT, tensor, kind, sources, quant.of(matrix), rounded)
 
 
 def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceTensor]]]:
@@ -103,6 +108,8 @@ def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceT
         if spec.attention.head_norm != "none":
             for which in "qk":
                 yield f"{prefix}.attention.{which}_norm.weight", [tensors[name.head_norm(which)]]
+                if spec.attention.head_norm_bias:
+                    yield f"{prefix}.attention.{which}_norm.bias", [tensors[name.head_norm_bias(which)]]
         yield f"{prefix}.attention.out", [tensors[name.projection("o")]]
         if spec.attention.output_bias:
             yield f"{prefix}.attention.out.bias", [tensors[name.projection_bias("o")]]
@@ -121,6 +128,8 @@ def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceT
         yield "final_norm.bias", [tensors[names.FINAL_NORM_BIAS]]
     if not config.tie_embeddings:
         yield "head", [tensors[names.HEAD]]
+    if config.head_bias:
+        yield "head.bias", [tensors[names.HEAD_BIAS]]
 
 
 def _norm(
@@ -140,11 +149,12 @@ def held_matrix_bytes(checkpoint: Checkpoint) -> int:
 
 
 def _neurons(
-    checkpoint: Checkpoint, layer: int, bits: int, rounded: Mapping[str, RoundedRows]
+    checkpoint: Checkpoint, layer: int, quant: QuantConfig, rounded: Mapping[str, RoundedRows]
 ) -> Iterator[Block]:
     found = names.LayerNames(layer).neurons(checkpoint.config.layers[layer])
     *by_rows, down = (checkpoint.tensors[name] for name in found)
     sources = (*(source.name for source in by_rows), down.name)
+    stored = quant.of("feed_forward")
     kinds = ("gate", "up", "down") if len(by_rows) == 2 else ("gate", "down")
     neurons = down.shape[1]
     step = _rows_per_block(by_rows[0])
@@ -155,7 +165,7 @@ def _neurons(
         for start in range(first, end, step):
             stop = min(start + step, end)
             rows: tuple[Weights | SourceCodes | RoundedRows, ...] = tuple(
-                _rows(source, start, stop, bits, rounded) for source in by_rows
+                _rows(source, start, stop, stored, rounded) for source in by_rows
             )
             if columns is None:
                 rows += (rounded[down.name].taken(slice(start, stop)),)
@@ -167,6 +177,7 @@ def _neurons(
                 RECORDS_TENSOR,
                 sources,
                 kinds,
+                (*(stored for _ in by_rows), quant.down),
                 rows,
                 nbytes,
                 stop == neurons,
@@ -178,7 +189,7 @@ def _matrix(
     tensor: str,
     kind: str,
     sources: Sequence[SourceTensor],
-    bits: int,
+    stored: RowFormat,
     rounded: Mapping[str, RoundedRows],
 ) -> Iterator[Block]:
     for source in sources:
@@ -187,8 +198,8 @@ def _matrix(
             stop = min(start + step, source.shape[0])
             last = source is sources[-1] and stop == source.shape[0]
             nbytes = _share(source, start, stop, source.shape[0])
-            rows = _rows(source, start, stop, bits, rounded)
-            yield Block(file, tensor, (source.name,), (kind,), (rows,), nbytes, last)
+            rows = _rows(source, start, stop, stored, rounded)
+            yield Block(file, tensor, (source.name,), (kind,), (stored,), (rows,), nbytes, last)
 
 
 def _positions(source: SourceTensor) -> Iterator[Block]:
@@ -198,15 +209,15 @@ def _positions(source: SourceTensor) -> Iterator[Block]:
         stop = min(start + step, count)
         values = to_float32(source.rows(start, stop)).reshape(-1)
         nbytes = _share(source, start, stop, count)
-        yield Block(RESIDENT, POSITIONS, (source.name,), (), (values,), nbytes, stop == count)
+        yield Block(RESIDENT, POSITIONS, (source.name,), (), (), (values,), nbytes, stop == count)
 
 
 def _rows(
-    source: SourceTensor, start: int, stop: int, bits: int, rounded: Mapping[str, RoundedRows]
+    source: SourceTensor, start: int, stop: int, stored: RowFormat, rounded: Mapping[str, RoundedRows]
 ) -> Weights | SourceCodes | RoundedRows:
     if source.name in rounded:
         return rounded[source.name].taken(slice(start, stop))
-    codes = source.quantised_rows(start, stop, bits)
+    codes = source.quantised_rows(start, stop, stored)
     return source.rows(start, stop) if codes is None else codes
 
 

@@ -18,8 +18,9 @@ ZEROING: tuple[Activation, ...] = ("relu", "relu2", "fatrelu")
 """Activations that turn gates into exact zeros, so that their neurons add nothing."""
 ZEROING_NAMES = f"{', '.join(ZEROING[:-1])} or {ZEROING[-1]}"
 UpActivation = Literal["none", "relu"]
-HeadNorm = Literal["none", "head", "projection"]
-"""What is normed between projection and rotary embedding: nothing, each head, or all heads as one vector."""
+HeadNorm = Literal["none", "head", "projection", "layer"]
+"""What is normed before rotary embedding: nothing; each head, or all heads as one vector, by its
+root mean square; or each head by a LayerNorm with weights and biases of its own."""
 NormKind = Literal["rms", "layer"]
 NormPlaces = Literal["before", "after", "both"]
 """Where a block's norms stand: on its input, on its output before it joins the residual, or on both."""
@@ -44,6 +45,11 @@ class RopeSpec:
         if not all(0.0 <= frequency <= 1.0 for frequency in self.frequencies):
             raise UnsupportedModelError("rotary frequencies must be from 0 to 1 radian per position")
         _check_factor("rope magnitude", self.magnitude)
+
+    @property
+    def turning(self) -> int:
+        """Number of a head's dimensions that are turned."""
+        return 2 * sum(frequency > 0 for frequency in self.frequencies)
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class AttentionSpec:
         rope: index into the model's `ropes`.
         window: number of tokens that a query sees, its own included; 0: all.
         soft_cap: if not 0, scores s become soft_cap * tanh(s / soft_cap).
-        head_norm: the RMS norms of queries and keys.
+        head_norm: the norms of queries and keys.
         bias, output_bias: whether the projections of queries, keys and values, and that of the output, have
             one.
     """
@@ -92,6 +98,11 @@ class AttentionSpec:
         _check_choice("head_norm", self.head_norm, get_args(HeadNorm))
         if self.window < 0:
             raise UnsupportedModelError(f"window is {self.window}; it must be 0 or more")
+
+    @property
+    def head_norm_bias(self) -> bool:
+        """Whether the norms of queries and keys have biases."""
+        return self.head_norm == "layer"
 
 
 @dataclass(frozen=True)
@@ -178,7 +189,7 @@ class ModelConfig:
         architecture: the family's name, for people.
         hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size: sizes of all layers.
         max_context: most tokens that the model was made for.
-        norm: the form of all norms but those of heads.
+        norm: the form of all norms but those of heads, which share its eps.
         ropes: the rotary embeddings that layers refer to.
         layers: one description for each layer.
         embedding_multiplier: factor of the embedding, a float32 value.
@@ -186,6 +197,7 @@ class ModelConfig:
         tie_embeddings: whether the head is the embedding table.
         learned_positions: whether the embedding has a learned vector added to it for each position, of which
             there are `max_context`.
+        head_bias: whether the output head has a bias.
     """
 
     architecture: str
@@ -203,6 +215,7 @@ class ModelConfig:
     logit_soft_cap: float = 0.0
     tie_embeddings: bool = False
     learned_positions: bool = False
+    head_bias: bool = False
 
     def __post_init__(self) -> None:
         for name, limit in SIZE_LIMITS.items():
@@ -280,7 +293,7 @@ class ModelConfig:
                 return 0, 0
             case "head":
                 return self.head_dim, self.head_dim
-            case "projection":
+            case "projection" | "layer":
                 return self.query_size, self.kv_size
 
     @property
@@ -291,7 +304,8 @@ class ModelConfig:
     @property
     def vectors_size(self) -> int:
         """Number of values of all norms, biases and learned positions."""
-        return sum(map(self.vector_size, self.layers)) + self.norm_size + self.positions_size
+        others = self.norm_size + self.positions_size + self.head_bias * self.vocab_size
+        return sum(map(self.vector_size, self.layers)) + others
 
     @property
     def positions_size(self) -> int:
@@ -304,7 +318,8 @@ class ModelConfig:
         biases = layer.attention.bias * self.qkv_size + layer.attention.output_bias * self.hidden_size
         feed_forward = layer.feed_forward
         biases += feed_forward.bias * self.intermediate_size + feed_forward.output_bias * self.hidden_size
-        return norms + biases + sum(self.head_norm_sizes(layer))
+        head_norms = sum(self.head_norm_sizes(layer)) * (2 if layer.attention.head_norm_bias else 1)
+        return norms + biases + head_norms
 
 
 SIZE_LIMITS = {

@@ -20,13 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
-from ondevice.config import GROUP_SIZE
+from ondevice.bundle.layout import RowLayout
+from ondevice.config import RowFormat
 from ondevice.converters.checkpoints.base import SourceTensor
 from ondevice.converters.quantize import QuantizedRows, RoundedRows, dequantize, to_float32
 from ondevice.errors import CheckpointError
 from ondevice.kernels import _native
 
-BITS = 4
+DOWN = RowFormat(4)
+"""The format of the rows of a rounded down projection."""
 MOST_INPUTS = 4096
 """Inputs that feed errors back to each other, whose moments are in memory together."""
 DAMPING = 0.01
@@ -104,11 +106,11 @@ def factors(runner: _native.Runner, inputs: Inputs, by_energy: bool = False) -> 
 
 
 def rounded_by_columns(
-    runner: _native.Runner, sources: Sequence[SourceTensor], inputs: Inputs
+    runner: _native.Runner, sources: Sequence[SourceTensor], inputs: Inputs, stored: RowFormat
 ) -> dict[str, RoundedRows]:
     """The matrices, (R, C) each, that all have these inputs, by name.
 
-    Raises CheckpointError for values that can't be stored.
+    stored: a format of 4 bits with stored biases. Raises CheckpointError for values that can't be stored.
     """
     parts: dict[str, list[list[RoundedRows]]] = {source.name: [] for source in sources}
     for factor in factors(runner, inputs):
@@ -121,9 +123,9 @@ def rounded_by_columns(
                     _rounded(
                         runner,
                         to_float32(source.rows(start, min(start + step, source.shape[0])))[:, columns],
+                        stored,
                         factor.values,
                         source.name,
-                        by_row=False,
                     )
                     for start in blocks
                 ]
@@ -144,30 +146,35 @@ def rounded_by_rows(runner: _native.Runner, source: SourceTensor, inputs: Inputs
         for start in range(0, width, step):
             rows = to_float32(source.rows(start, min(start + step, width)))
             down[:, start : start + len(rows)] = rows[:, factor.picks].T
-        pieces.append(_rounded(runner, down, factor.values, source.name, by_row=True))
+        pieces.append(_rounded(runner, down, None, factor.values, source.name))
         order.append(factor.picks)
     return _stacked(pieces).taken(np.argsort(np.concatenate(order)))
 
 
 def _rounded(
-    runner: _native.Runner, weights: Float32, factor: Float32, name: str, by_row: bool
+    runner: _native.Runner, weights: Float32, stored: RowFormat | None, factor: Float32, name: str
 ) -> RoundedRows:
-    """weights (R, C), whose columns or rows are the inputs of `factor`, at 4 bits."""
+    """weights (R, C), rounded in this format: their columns are the inputs of `factor`.
+
+    Without a format they are a down projection's, whose rows are the inputs.
+    """
     weights = np.ascontiguousarray(weights)
-    rows, cols = weights.shape
-    groups = -(-cols // GROUP_SIZE)
-    codes = np.empty((rows, groups * GROUP_SIZE * BITS // 8), np.uint8)
-    scales, biases = (np.empty((rows, groups), np.uint16) for _ in range(2))
-    rounding = _native.round_rows if by_row else _native.round_columns
-    if not rounding(runner, weights, factor, codes, scales, biases):
+    layout = RowLayout(weights.shape[1], *(stored or DOWN))
+    codes = np.empty((len(weights), layout.codes_bytes), np.uint8)
+    scales, biases = (np.empty((len(weights), layout.groups), np.uint16) for _ in range(2))
+    if stored is None:
+        done = _native.round_rows(runner, weights, factor, codes, scales, biases)
+    else:
+        done = _native.round_columns(runner, weights, stored, factor, codes, scales, biases)
+    if not done:
         raise CheckpointError(
             f"{name} holds NaN, infinity, or values beyond float16 (65504); the checkpoint is damaged or was "
             "not saved properly; download it again, or save it again in float32 with finite weights"
         )
     found = QuantizedRows(codes, scales.view(np.float16), biases.view(np.float16))
-    off = dequantize(found, BITS, cols) - weights
+    off = dequantize(found, stored or DOWN, layout.cols) - weights
     squares = [np.einsum("rc,rc->r", values, values, dtype=np.float64) for values in (off, weights)]
-    return RoundedRows(found, cols, np.stack(squares, axis=1))
+    return RoundedRows(found, layout.cols, np.stack(squares, axis=1))
 
 
 def _stacked(parts: Sequence[RoundedRows]) -> RoundedRows:

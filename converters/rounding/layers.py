@@ -18,20 +18,24 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.backends.base import Float32, HeadNorms, Int32, KVLayout, Norm
+from ondevice.backends.base import Float32, Int32, KVLayout, Norm
 from ondevice.backends.cpu import CpuBackend, CpuLinear, native_form
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.config import MatrixKind, QuantConfig
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
 from ondevice.converters.quantize import RoundedRows, quantize, to_float32
 from ondevice.converters.rounding.feedback import READ_BYTES, Inputs, rounded_by_columns, rounded_by_rows
 from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache
+from ondevice.model.loading import head_norms
 from ondevice.model.transformer import Transformer
 from ondevice.model.weights import LayerWeights, ModelWeights
 from ondevice.model_config import FeedForwardSpec, ModelConfig
 
+BITS = 4
+"""Bits of the weights that a text rounds."""
 MOST_TOKENS = 16384
 """Most tokens of a text that a model is run over."""
 INPUT_BYTES = 512 << 20
@@ -50,14 +54,20 @@ def most_tokens(config: ModelConfig) -> int:
 class LayerRounding:
     """Rounds a checkpoint's matrices to 4 bits: `layer` for one layer after another, then `head`.
 
-    pieces: token ids, at most `most_tokens` in all; each piece is run from an empty context. on_step: called
-    with what is done next.
+    quant: how the bundle stores weights. pieces: token ids, at most `most_tokens` in all; each piece is run
+    from an empty context. on_step: called with what is done next.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, pieces: Sequence[Sequence[int]], runner: _native.Runner, on_step: OnStep
+        self,
+        checkpoint: Checkpoint,
+        quant: QuantConfig,
+        pieces: Sequence[Sequence[int]],
+        runner: _native.Runner,
+        on_step: OnStep,
     ) -> None:
         self._checkpoint = checkpoint
+        self._quant = quant
         self._pieces = pieces
         self._runner = runner
         self._on_step = on_step
@@ -67,8 +77,8 @@ class LayerRounding:
     def layer(self, layer: int, wanted: bool = True) -> dict[str, RoundedRows]:
         """The layer's rounded matrices by the checkpoint's names. A down projection's rows are neurons.
 
-        Matrices that keep their checkpoint's codes aren't among them. wanted: false to run the layer alone.
-        Raises CheckpointError for weights that aren't a usable model's.
+        Matrices that keep their checkpoint's codes, or are stored with other bits, aren't among them.
+        wanted: false to run the layer alone. Raises CheckpointError for weights that aren't a usable model's.
         """
         config = self._checkpoint.config
         self._on_step(f"layer {layer + 1} of {config.num_layers}: running the text")
@@ -77,11 +87,11 @@ class LayerRounding:
             return {}
         name = names.LayerNames(layer)
         self._on_step(f"layer {layer + 1} of {config.num_layers}: rounding attention")
-        found = self._by_columns([name.projection(which) for which in "qkv"], inputs["qkv"])
-        found |= self._by_columns([name.projection("o")], inputs["out"])
+        found = self._by_columns([name.projection(which) for which in "qkv"], "qkv", inputs["qkv"])
+        found |= self._by_columns([name.projection("o")], "out", inputs["out"])
         self._on_step(f"layer {layer + 1} of {config.num_layers}: rounding neurons")
         *by_columns, down = name.neurons(config.layers[layer])
-        found |= self._by_columns(by_columns, inputs["gate"])
+        found |= self._by_columns(by_columns, "feed_forward", inputs["gate"])
         found[down] = rounded_by_rows(self._runner, self._checkpoint.tensors[down], inputs["down"])
         return found
 
@@ -92,13 +102,17 @@ class LayerRounding:
         for state in self.states:
             for start in range(0, len(state), CHUNK_TOKENS):
                 inputs.add(_normed(self._runner, state[start : start + CHUNK_TOKENS], norm))
-        head = names.EMBEDDING if self._checkpoint.config.tie_embeddings else names.HEAD
-        return self._by_columns([head], inputs)
+        if self._checkpoint.config.tie_embeddings:
+            return self._by_columns([names.EMBEDDING], "embedding", inputs)
+        return self._by_columns([names.HEAD], "head", inputs)
 
-    def _by_columns(self, found: Sequence[str], inputs: Inputs) -> dict[str, RoundedRows]:
+    def _by_columns(self, found: Sequence[str], kind: MatrixKind, inputs: Inputs) -> dict[str, RoundedRows]:
+        stored = self._quant.of(kind)
+        if stored.bits != BITS or stored.implied_bias:
+            return {}
         sources = [self._checkpoint.tensors[name] for name in found]
-        free = [source for source in sources if source.quantised_rows(0, 1, 4) is None]
-        return rounded_by_columns(self._runner, free, inputs) if free else {}
+        free = [source for source in sources if source.quantised_rows(0, 1, stored) is None]
+        return rounded_by_columns(self._runner, free, inputs, stored) if free else {}
 
     def run(self, layer: int) -> dict[str, Inputs]:
         """Run the layer over every piece's states, which become its output.
@@ -134,10 +148,11 @@ class LayerRounding:
         out_biases = [tensors[name.projection_bias("o")]] if attention.output_bias else []
         gate_bias = _vector([tensors[name.gate_bias]] if block.bias else [])
         down_bias = _vector([tensors[name.down_bias]] if block.output_bias else [])
-        head_norms = None
+        vectors = {}
         if attention.head_norm != "none":
-            q, k = (tensors[name.head_norm(which)].vector() for which in "qk")
-            head_norms = HeadNorms(q, k, checkpoint.config.norm.eps)
+            vectors = {f"{which}_norm": tensors[name.head_norm(which)].vector() for which in "qk"}
+        if attention.head_norm_bias:
+            vectors |= {f"{which}_norm_bias": tensors[name.head_norm_bias(which)].vector() for which in "qk"}
 
         def matrix(which: str, sources: Sequence[str], bias: Float32 | None = None) -> _Watched:
             return _Watched(which, self._half([tensors[source] for source in sources], bias))
@@ -150,7 +165,7 @@ class LayerRounding:
         weights = LayerWeights(
             attention_norm=norms.get("attention_norm"),
             qkv=matrix("qkv", [name.projection(which) for which in "qkv"], _vector(biases)),
-            head_norms=head_norms,
+            head_norms=head_norms(attention, checkpoint.config.norm.eps, vectors),
             out=matrix("out", [name.projection("o")], _vector(out_biases)),
             attention_output_norm=norms.get("attention_output_norm"),
             feed_forward_norm=norms.get("feed_forward_norm"),

@@ -37,7 +37,7 @@ from ondevice.errors import OndeviceError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.loading import NeuronRecords, bundle_files, load_weights
 from ondevice.model.transformer import Transformer
 from ondevice.sparsity.policies import fires
 from ondevice.sparsity.segments import SegmentPool
@@ -328,6 +328,20 @@ def _observed(backend: TrainingBackend, neurons: int) -> ObservedBackend:
     return ObservedMlx(neurons)
 
 
+def gate_shift(bundle: Bundle, layer: int) -> Float32 | None:
+    """(F,) what is added to a layer's gate products so that neurons fire above zero; None: nothing.
+
+    It is the gates' bias less the activation's threshold.
+    """
+    spec = bundle.config.feed_forward
+    if not spec.bias and not spec.threshold:
+        return None
+    with FlashReader(bundle_files(bundle), threads=2) as reader:
+        bias = NeuronRecords(bundle, reader, layer).gate_bias()
+    shift = np.zeros(bundle.config.intermediate_size, np.float32) if bias is None else bias
+    return shift - np.float32(spec.threshold)
+
+
 def gate_rows(bundle: Bundle, layer: int) -> Float32:
     """(F, D) a layer's gate projection, dequantised from its stored rows."""
     layout = bundle.gate_layout
@@ -337,7 +351,5 @@ def gate_rows(bundle: Bundle, layer: int) -> Float32:
     with FlashReader([file], threads=2) as reader:
         records = reader.read(0, file.crc_start, count * stride).reshape(count, stride)
     out = np.empty((count, row.padded_cols), dtype=np.float32)
-    _native.dequantize_rows(
-        make_runner(usable_cores()), bundle.quant.bits, records, bundle.config.hidden_size, out
-    )
+    _native.dequantize_rows(make_runner(usable_cores()), row.stored, records, bundle.config.hidden_size, out)
     return np.ascontiguousarray(out[:, : bundle.config.hidden_size])

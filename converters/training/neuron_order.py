@@ -5,8 +5,8 @@ misses in the cache are then neighbours, and neighbours take one read. Elsewhere
 and those that contribute most come first. What is in memory is a prefix of each layer, and drafts make do
 with it.
 
-Every neuron has one record, in one place. The order is a permutation, applied to a neuron's gate, up row and
-down column alike, so the model is the same function. The CPU kernels round the results of 64 neighbouring
+Every neuron has one record, in one place. The order is a permutation, applied to a neuron's rows and to its
+gate's bias alike, so the model is the same function. The CPU kernels round the results of 64 neighbouring
 records to 8 bits with one scale, and add up in the order of the records. A different order therefore rounds
 differently, neither better nor worse.
 
@@ -30,7 +30,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
-from ondevice.bundle.layout import CHECKSUMS, RecordLayout, gate_file_name, neuron_file_name
+from ondevice.bundle.layout import (
+    CHECKSUMS,
+    RESIDENT,
+    RecordLayout,
+    gate_bias_name,
+    gate_file_name,
+    neuron_file_name,
+    resident_tensors,
+)
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.bundle.writer import BundleWriter
@@ -41,7 +49,8 @@ from ondevice.converters.training.thresholds import LayerGates
 from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
-from ondevice.model.loading import NeuronRecords, bundle_files
+from ondevice.model.loading import RESIDENT_FILE, NeuronRecords, bundle_files
+from ondevice.model.tensor_file import TensorFile
 
 MOST_TOKENS = 8192
 """Most tokens that are counted. Four times as many take four times as long, and save another 0.3 % of the
@@ -186,6 +195,9 @@ def _write_ordered(
             for name, layout in _record_files(bundle, layer):
                 writer.write_records(name, _records(bundle, name, layout, orders[layer]))
     reordered = _reordered_files(bundle)
+    if RESIDENT in reordered:
+        with FlashReader(bundle_files(bundle)) as reader:
+            writer.write_resident(_resident(bundle, reader, orders))
     for name, entry in manifest.files.items():
         if name not in reordered and name != CHECKSUMS:
             writer.adopt(name, bundle.path / name, entry)
@@ -209,6 +221,25 @@ def _records(
             yield records
 
 
+def _resident(
+    bundle: Bundle, reader: FlashReader, orders: Sequence[NDArray[np.int32]]
+) -> Iterator[tuple[str, Iterator[NDArray[np.generic]]]]:
+    """The resident tensors, a few bytes at a time: gate biases in the new order, all others as they are."""
+    source = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE)
+    biases = {gate_bias_name(layer): order for layer, order in enumerate(orders)}
+
+    def chunks(name: str, dtype: np.dtype[np.generic]) -> Iterator[NDArray[np.generic]]:
+        if name in biases:
+            yield source.vector(name)[biases[name]]
+            return
+        span = bundle.tensor_span(name)
+        for start in range(0, span.nbytes, COPIED_BYTES):
+            yield source.read(span.offset + start, min(COPIED_BYTES, span.nbytes - start)).view(dtype)
+
+    for name, spec in resident_tensors(bundle.config, bundle.quant).items():
+        yield name, chunks(name, spec.numpy_dtype)
+
+
 def _record_files(bundle: Bundle, layer: int) -> list[tuple[str, RecordLayout]]:
     """Names and layouts of a layer's files that hold one record per neuron."""
     found = [(neuron_file_name(layer), bundle.neuron_layout)]
@@ -219,7 +250,8 @@ def _record_files(bundle: Bundle, layer: int) -> list[tuple[str, RecordLayout]]:
 
 def _reordered_files(bundle: Bundle) -> set[str]:
     layers = range(bundle.config.num_layers)
-    return {name for layer in layers for name, _ in _record_files(bundle, layer)}
+    names = {name for layer in layers for name, _ in _record_files(bundle, layer)}
+    return names | ({RESIDENT} if bundle.config.feed_forward.bias else set())
 
 
 def _written_bytes(bundle: Bundle) -> int:

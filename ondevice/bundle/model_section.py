@@ -34,7 +34,7 @@ SIZES = (
     "max_context",
 )
 """The fields of ModelConfig that are sizes."""
-FLAGS = ("learned_positions",)
+FLAGS = ("learned_positions", "head_bias")
 """The flags that are absent where they are false."""
 _PLAIN = asdict(FeedForwardSpec("silu"))
 """Values of a feed-forward's keys where they are absent; the activation never is."""

@@ -26,9 +26,9 @@ bool factor_block(double* h, int64_t stride, int64_t count) {
   return true;
 }
 
-struct Group {
+struct Groups {
   uint8_t codes[kRows * kGroup / 2];
-  uint16_t scales[kRows], biases[kRows];
+  uint16_t scales[kRows * 2], biases[kRows * 2];  // of up to two groups, of which one is used
 };
 
 float widened(const KernelTable& kernels, uint16_t half) {
@@ -45,37 +45,41 @@ float code_of(float t, float scale) {
   return (std::min(x > 0.0f ? x : 0.0f, kTop) + whole) - whole;
 }
 
-// One tile of up to 16 rows. `now` (rows, cols) begins as w, `errors` (rows, 64) is scratch.
-bool round_tile(const KernelTable& kernels, const float* w, int64_t rows, int64_t cols, const float* factor,
-                float* now, float* errors, uint8_t* codes, uint16_t* scales, uint16_t* biases) {
-  const int64_t groups = groups_of(cols);
+// One tile of up to 16 rows. `now` (rows, cols) begins as w, `errors` (rows, group) is scratch.
+bool round_tile(const KernelTable& kernels, const float* w, int64_t rows, int64_t cols,
+                const RowFormat& format, const float* factor, float* now, float* errors, uint8_t* codes,
+                uint16_t* scales, uint16_t* biases) {
+  const int64_t size = format.group, codes_bytes = groups_of(cols) * format.codes_bytes(),
+                groups = groups_of(cols) * format.scales();
   std::memcpy(now, w, static_cast<size_t>(rows * cols) * sizeof(float));
+  std::memset(codes, 0, static_cast<size_t>(rows * codes_bytes));
+  std::fill(scales, scales + rows * groups, uint16_t{0});
+  std::fill(biases, biases + rows * groups, uint16_t{0});
   float block[kRows * kGroup];
-  for (int64_t g = 0; g < groups; ++g) {
-    const int64_t first = g * kGroup, n = std::min(kGroup, cols - first);
+  for (int64_t first = 0; first < cols; first += size) {
+    const int64_t n = std::min(size, cols - first), behind = first + n;
     for (int64_t r = 0; r < rows; ++r)
       std::memcpy(block + r * n, now + r * cols + first, static_cast<size_t>(n) * sizeof(float));
-    Group fitted;
-    if (!kernels.quantize_block(4, block, rows, n, fitted.codes, fitted.scales, fitted.biases)) return false;
+    Groups fitted;
+    if (!kernels.quantize_block(format, block, rows, n, fitted.codes, fitted.scales, fitted.biases))
+      return false;
     for (int64_t r = 0; r < rows; ++r) {
-      const float scale = widened(kernels, fitted.scales[r]), bias = widened(kernels, fitted.biases[r]);
-      float *mine = now + r * cols + first, *error = errors + r * kGroup;
-      uint8_t whole[kGroup] = {0};
+      const int64_t at = r * format.scales(), group = r * groups + first / size;
+      const float scale = widened(kernels, fitted.scales[at]), bias = widened(kernels, fitted.biases[at]);
+      float *mine = now + r * cols + first, *error = errors + r * size;
+      uint8_t* packed = codes + r * codes_bytes + first / 2;
       for (int64_t c = 0; c < n; ++c) {
         const float code = code_of(mine[c] - bias, scale);
-        whole[c] = static_cast<uint8_t>(code);
+        packed[c / 2] = static_cast<uint8_t>(packed[c / 2] | static_cast<int>(code) << (c % 2 * 4));
         error[c] = w[r * cols + first + c] - (scale * code + bias);
         kernels.add_products(error + c, 1, factor + (first + c) * cols + first + c + 1, cols, mine + c + 1,
                              n - c - 1);
       }
-      uint8_t* packed = codes + (r * groups + g) * (kGroup / 2);
-      for (int64_t k = 0; k < kGroup / 2; ++k)
-        packed[k] = static_cast<uint8_t>(whole[2 * k] | whole[2 * k + 1] << 4);
-      scales[r * groups + g] = fitted.scales[r];
-      biases[r * groups + g] = fitted.biases[r];
-      if (first + n < cols)
-        kernels.add_products(error, n, factor + first * cols + first + n, cols, now + r * cols + first + n,
-                             cols - first - n);
+      scales[group] = fitted.scales[at];
+      biases[group] = fitted.biases[at];
+      if (behind < cols)
+        kernels.add_products(error, n, factor + first * cols + behind, cols, now + r * cols + behind,
+                             cols - behind);
     }
   }
   return true;
@@ -90,6 +94,7 @@ bool round_strip(const KernelTable& kernels, const float* w, int64_t rows, int64
   const int64_t n = std::min(g_end * kGroup, cols) - first, whole = n / kGroup;
   for (int64_t j = 0; j < rows; ++j)
     std::memcpy(now + j * width, w + j * cols + first, static_cast<size_t>(n) * sizeof(float));
+  const RowFormat format(4);
   float rounded[kGroup], column[kBlock];
   for (int64_t start = 0; start < rows; start += kBlock) {
     const int64_t stop = std::min(start + kBlock, rows);
@@ -97,12 +102,12 @@ bool round_strip(const KernelTable& kernels, const float* w, int64_t rows, int64
       float *mine = now + i * width, *error = errors + (i - start) * width;
       uint8_t* packed = codes + (i * groups + g_begin) * (kGroup / 2);
       uint16_t *scale = scales + i * groups + g_begin, *bias = biases + i * groups + g_begin;
-      if (whole && !kernels.quantize_block(4, mine, whole, kGroup, packed, scale, bias)) return false;
-      if (n % kGroup && !kernels.quantize_block(4, mine + whole * kGroup, 1, n % kGroup,
+      if (whole && !kernels.quantize_block(format, mine, whole, kGroup, packed, scale, bias)) return false;
+      if (n % kGroup && !kernels.quantize_block(format, mine + whole * kGroup, 1, n % kGroup,
                                                 packed + whole * (kGroup / 2), scale + whole, bias + whole))
         return false;
       for (int64_t g = 0; g * kGroup < n; ++g) {
-        kernels.dequantize_row(4, packed + g * (kGroup / 2), scale + g, bias + g, 1, rounded);
+        kernels.dequantize_row(format, packed + g * (kGroup / 2), scale + g, bias + g, 1, rounded);
         for (int64_t c = g * kGroup; c < std::min(n, (g + 1) * kGroup); ++c)
           error[c] = w[i * cols + first + c] - rounded[c - g * kGroup];
       }
@@ -151,9 +156,10 @@ bool feedback_factor(Runner& runner, double* h, int64_t n, float* factor) {
   return true;
 }
 
-bool round_columns(Runner& runner, const float* w, int64_t rows, int64_t cols, const float* factor,
-                   uint8_t* codes, uint16_t* scales, uint16_t* biases) {
-  const int64_t groups = groups_of(cols), floats = kRows * (cols + kGroup);
+bool round_columns(Runner& runner, const float* w, int64_t rows, int64_t cols, const RowFormat& format,
+                   const float* factor, uint8_t* codes, uint16_t* scales, uint16_t* biases) {
+  const int64_t codes_bytes = groups_of(cols) * format.codes_bytes(),
+                groups = groups_of(cols) * format.scales(), floats = kRows * (cols + kGroup);
   std::atomic<bool> finite{true};
   const KernelTable& kernels = runner.kernels();
   float* scratch = runner.scratch(floats);
@@ -161,8 +167,8 @@ bool round_columns(Runner& runner, const float* w, int64_t rows, int64_t cols, c
     float *now = scratch + thread * floats, *errors = now + kRows * cols;
     for (int64_t i = begin; i < end; ++i) {
       const int64_t row = i * kRows, count = std::min(kRows, rows - row);
-      if (!round_tile(kernels, w + row * cols, count, cols, factor, now, errors,
-                      codes + row * groups * (kGroup / 2), scales + row * groups, biases + row * groups))
+      if (!round_tile(kernels, w + row * cols, count, cols, format, factor, now, errors,
+                      codes + row * codes_bytes, scales + row * groups, biases + row * groups))
         finite.store(false);
     }
   });

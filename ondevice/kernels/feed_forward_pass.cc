@@ -71,7 +71,7 @@ void FeedForwardPass::gate_up(const Segment& segment, int64_t tile, int64_t toke
                           width(), x_.padded, tokens, bias, nullptr, products + part * kTile, width_of_parts,
                           0, kTile);
   } else {
-    kernels.linear_quantized(layer_.bits(), gate, x_.quantized, tokens, bias, nullptr, products,
+    kernels.linear_quantized(layer_.format(), gate, x_.quantized, tokens, bias, nullptr, products,
                              width_of_parts, width_of_parts, 0, parts);
   }
   for (int64_t t = 0; t < tokens; ++t, products += width_of_parts)

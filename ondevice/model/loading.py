@@ -28,19 +28,19 @@ from ondevice.backends.base import (
     Selector,
 )
 from ondevice.bundle.gates import GateDigest
-from ondevice.bundle.layout import DATA_OFFSET, POSITIONS, RESIDENT, RecordLayout, RowLayout
+from ondevice.bundle.layout import DATA_OFFSET, POSITIONS, RESIDENT, RecordLayout, RowLayout, gate_bias_name
 from ondevice.bundle.predictors import PREDICTORS, OperatingPoint
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.streams import STREAMS
 from ondevice.bundle.thresholds import THRESHOLDS, ThresholdPoint, importance_name
 from ondevice.callbacks import IsCancelled, never_cancelled
-from ondevice.config import Sparsity
+from ondevice.config import RowFormat, Sparsity
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import memory
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.transformer import Cancelled
 from ondevice.model.weights import LayerWeights, ModelWeights
-from ondevice.model_config import FeedForwardSpec, ModelConfig
+from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig
 
 # Indices of files in the flash reader.
 RESIDENT_FILE = 0
@@ -96,7 +96,7 @@ def load_weights(
         point: the operating point of `predicted` or `threshold`.
     """
     config = bundle.config
-    resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE, bundle.quant.bits)
+    resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE)
     embedding = EmbeddingRecords(bundle, reader)
     layers = [layer_parts(bundle, resident, layer) for layer in range(config.num_layers)]
     final_norm = norm_parts(config, resident, "final_norm")
@@ -116,30 +116,42 @@ def load_weights(
             records = NeuronRecords(bundle, reader, layer)
             chosen, biases = selector.load(backend, ahead), feed_forward_biases(loaded)
             neurons = backend.load_feed_forward(layer, records, chosen, biases)
-            loaded_layers.append(layer_weights(config, loaded, neurons))
+            loaded_layers.append(layer_weights(config, config.layers[layer].attention, loaded, neurons))
         last = {part.field: part.load(backend, ahead) for part in final_norm}
         loaded_head = head.load(backend, ahead)
     norm = loaded_norm(config, last, "final_norm")
     return ModelWeights(backend.load_embedding(embedding), loaded_layers, norm, loaded_head, table)
 
 
-def layer_weights(config: ModelConfig, loaded: Mapping[str, Any], feed_forward: FeedForward) -> LayerWeights:
+def layer_weights(
+    config: ModelConfig, attention: AttentionSpec, loaded: Mapping[str, Any], feed_forward: FeedForward
+) -> LayerWeights:
     """A layer's weights of what `layer_parts` loaded, by field, and its neurons."""
 
     def norm(field: str) -> Norm | None:
         return loaded_norm(config, loaded, field) if field in loaded else None
 
-    q, k, eps = loaded.get("q_norm"), loaded.get("k_norm"), config.norm.eps
     return LayerWeights(
         attention_norm=norm("attention_norm"),
         qkv=loaded["qkv"],
-        head_norms=None if q is None else HeadNorms(q, k, eps),
+        head_norms=head_norms(attention, config.norm.eps, loaded),
         out=loaded["out"],
         attention_output_norm=norm("attention_output_norm"),
         feed_forward_norm=norm("feed_forward_norm"),
         feed_forward=feed_forward,
         feed_forward_output_norm=norm("feed_forward_output_norm"),
     )
+
+
+def head_norms(spec: AttentionSpec, eps: float, loaded: Mapping[str, Any]) -> HeadNorms | None:
+    """The norms of queries and keys of loaded vectors: q_norm, k_norm, and the same with `_bias`."""
+    if spec.head_norm == "none":
+        return None
+    q, k = (
+        Norm(loaded[which], eps, loaded.get(f"{which}_bias"), spec.head_norm == "layer")
+        for which in ("q_norm", "k_norm")
+    )
+    return HeadNorms(q, k, spec.head_norm == "projection")
 
 
 def position_parts(config: ModelConfig, resident: TensorFile) -> list[Part]:
@@ -171,10 +183,10 @@ def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
     spec = config.layers[layer]
     attention, feed_forward = spec.attention, spec.feed_forward
 
-    def matrix(field: str, rows: int, cols: int, has_bias: bool) -> list[Part]:
-        name = f"{prefix}.attention.{field}"
+    def matrix(field: Literal["qkv", "out"], rows: int, cols: int, has_bias: bool) -> list[Part]:
+        name, stored = f"{prefix}.attention.{field}", bundle.quant.of(field)
         bias = partial(resident.vector, f"{name}.bias") if has_bias else None
-        return [MatrixPart(field, rows, cols, bundle.quant.bits, partial(resident.rows, name), bias)]
+        return [MatrixPart(field, rows, cols, stored, partial(resident.rows, name, stored), bias)]
 
     def norm(field: str, exists: bool) -> list[Part]:
         return norm_parts(config, resident, f"{prefix}.{field}") if exists else []
@@ -183,7 +195,9 @@ def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
         return [VectorPart(field, partial(resident.vector, f"{prefix}.{name}"))] if exists else []
 
     def head_norm(which: str) -> list[Part]:
-        return vector(which, f"attention.{which}.weight", attention.head_norm != "none")
+        name, exists = f"attention.{which}", attention.head_norm != "none"
+        bias = vector(f"{which}_bias", f"{name}.bias", attention.head_norm_bias)
+        return [*vector(which, f"{name}.weight", exists), *bias]
 
     return [
         *norm("attention_norm", spec.norms_input),
@@ -211,8 +225,10 @@ def norm_parts(config: ModelConfig, resident: TensorFile, name: str) -> list[Par
 def head_part(bundle: Bundle, resident: TensorFile, embedding: EmbeddingRecords) -> MatrixPart:
     """The output head: in the resident file, or the embedding's records where they are tied."""
     config = bundle.config
-    rows = embedding.rows if config.tie_embeddings else partial(resident.rows, "head")
-    return MatrixPart("head", config.vocab_size, config.hidden_size, bundle.quant.bits, rows)
+    stored = bundle.quant.of("embedding" if config.tie_embeddings else "head")
+    rows = embedding.rows if config.tie_embeddings else partial(resident.rows, "head", stored)
+    bias = partial(resident.vector, "head.bias") if config.head_bias else None
+    return MatrixPart("head", config.vocab_size, config.hidden_size, stored, rows, bias)
 
 
 def _selector_parts(
@@ -227,8 +243,7 @@ def _selector_parts(
     index = FIRST_NEURON_FILE + config.num_layers
 
     def gates(layer: int, file: int, layout: RecordLayout, digest: GateDigest | None = None) -> MatrixPart:
-        name = f"layers.{layer}.feed_forward.gate.bias"
-        bias = partial(resident.vector, name) if config.feed_forward.bias else None
+        bias = partial(resident.vector, gate_bias_name(layer)) if config.feed_forward.bias else None
         return _gate_part(bundle, reader, file, layout, bias, digest)
 
     if sparsity == "exact":
@@ -240,13 +255,14 @@ def _selector_parts(
             for layer in layers
         ]
     if sparsity == "predicted" and isinstance(point, OperatingPoint) and bundle.predictors is not None:
-        file = TensorFile(bundle, reader, bundle.added_file(PREDICTORS), index, bundle.predictors.bits)
+        file = TensorFile(bundle, reader, bundle.added_file(PREDICTORS), index)
+        stored = RowFormat(bundle.predictors.bits)
         return [
-            _SelectorParts(_predictor_parts(config, file, layer, rank, offset), predicted=True)
+            _SelectorParts(_predictor_parts(config, file, stored, layer, rank, offset), predicted=True)
             for layer, (rank, offset) in enumerate(zip(bundle.predictors.ranks, point.offsets, strict=True))
         ]
     if sparsity == "threshold" and isinstance(point, ThresholdPoint):
-        file = TensorFile(bundle, reader, bundle.added_file(THRESHOLDS), index, bundle.quant.bits)
+        file = TensorFile(bundle, reader, bundle.added_file(THRESHOLDS), index)
         return [
             _SelectorParts(
                 (gates(layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout),),
@@ -260,7 +276,7 @@ def _selector_parts(
 
 
 def _predictor_parts(
-    config: ModelConfig, file: TensorFile, layer: int, rank: int, offset: float
+    config: ModelConfig, file: TensorFile, stored: RowFormat, layer: int, rank: int, offset: float
 ) -> tuple[MatrixPart, ...]:
     down, up = f"layers.{layer}.down", f"layers.{layer}.up"
 
@@ -268,8 +284,8 @@ def _predictor_parts(
         return file.vector(f"layers.{layer}.bias") + np.float32(offset)
 
     return (
-        MatrixPart("down", rank, config.hidden_size, file.bits, partial(file.rows, down)),
-        MatrixPart("up", config.intermediate_size, rank, file.bits, partial(file.rows, up), bias),
+        MatrixPart("down", rank, config.hidden_size, stored, partial(file.rows, down, stored)),
+        MatrixPart("up", config.intermediate_size, rank, stored, partial(file.rows, up, stored), bias),
     )
 
 
@@ -289,7 +305,7 @@ def _gate_part(
         "gate",
         config.intermediate_size,
         config.hidden_size,
-        bundle.quant.bits,
+        bundle.quant.of("feed_forward"),
         rows,
         bias,
         read_bytes=layout.stride,
@@ -337,7 +353,7 @@ class MatrixPart:
     field: str
     num_rows: int
     cols: int
-    bits: Literal[4, 8, 16]
+    stored: RowFormat
     rows: Rows
     bias: Callable[[], Float32] | None = None
     read_bytes: int = 0
@@ -346,7 +362,7 @@ class MatrixPart:
     @property
     def starts(self) -> range:
         """First row of each chunk."""
-        row_bytes = max(self.read_bytes, RowLayout(self.cols, self.bits).codes_bytes)
+        row_bytes = max(self.read_bytes, RowLayout(self.cols, *self.stored).codes_bytes)
         return range(0, self.num_rows, max(1, CHUNK_BYTES // row_bytes))
 
     def tasks(self) -> Iterator[Callable[[], Any]]:
@@ -403,7 +419,7 @@ class _ReadLinear:
     def __init__(self, matrix: MatrixPart, bias: Float32 | None, ahead: ReadAhead) -> None:
         self.rows = matrix.num_rows
         self.cols = matrix.cols
-        self.bits = matrix.bits
+        self.stored = matrix.stored
         self.bias = bias
         self._count = len(matrix.starts)
         self._ahead = ahead
@@ -423,7 +439,6 @@ class NeuronRecords:
         self.file = FIRST_NEURON_FILE + layer
         self.num_neurons = bundle.config.intermediate_size
         self.hidden_size = bundle.config.hidden_size
-        self.bits: Literal[4, 8, 16] = bundle.quant.bits
         self.layout: RecordLayout = bundle.neuron_layout
         self._gates = GateDigest(bundle, layer) if bundle.config.zeros_gates else None
 
@@ -437,8 +452,8 @@ class NeuronRecords:
         bundle = self._bundle
         if not bundle.config.feed_forward.bias:
             return None
-        resident = TensorFile(bundle, self._reader, bundle.file(RESIDENT), RESIDENT_FILE, self.bits)
-        return resident.vector(f"layers.{self._layer}.feed_forward.gate.bias")
+        resident = TensorFile(bundle, self._reader, bundle.file(RESIDENT), RESIDENT_FILE)
+        return resident.vector(gate_bias_name(self._layer))
 
     def check_gates(self, first: int, records: Bytes) -> None:
         if self._gates is not None and first <= self._gates.rows:
@@ -453,7 +468,6 @@ class EmbeddingRecords:
         self.file = EMBEDDING_FILE
         self.vocab_size = bundle.config.vocab_size
         self.hidden_size = bundle.config.hidden_size
-        self.bits: Literal[4, 8, 16] = bundle.quant.bits
         self.layout: RecordLayout = bundle.embedding_layout
 
     def read(self, tokens: Int32) -> Bytes:

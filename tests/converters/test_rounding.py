@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from ondevice.bundle.reader import Bundle
-from ondevice.config import QuantConfig
+from ondevice.config import QuantConfig, RowFormat
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.convert import Training, convert
-from ondevice.converters.quantize import RoundedRows, dequantize, quantize, to_float32
+from ondevice.converters.quantize import dequantize, quantize, to_float32
 from ondevice.converters.rounding import feedback, layers
 from ondevice.converters.rounding.feedback import Inputs, rounded_by_columns, rounded_by_rows
 from ondevice.errors import CheckpointError, UsageError
@@ -70,7 +70,7 @@ def test_other_text_loses_less_than_by_least_squares(variant: str, tmp_path: Pat
 def test_every_matrix_is_off_by_less_on_held_out_activations(source: Path) -> None:
     checkpoint, runner = open_checkpoint(source), _native.Runner(1)
     rounding, other = (
-        layers.LayerRounding(checkpoint, pieces, runner, lambda step: None)
+        layers.LayerRounding(checkpoint, QuantConfig(), pieces, runner, lambda step: None)
         for pieces in (PIECES, pieces_of(7))
     )
     name, met = names.LayerNames(0), other.run(0)
@@ -102,7 +102,7 @@ def test_each_matrix_is_off_by_less_on_other_inputs(block: int, monkeypatch: pyt
     for seed in (5, 6):
         inputs.add(correlated(150, 300, seed))
     weights = np.random.default_rng(0).standard_normal((130, 150)).astype(np.float32)
-    found = rounded_by_columns(runner, [ArrayTensor("w", weights)], inputs)["w"]
+    found = rounded_by_columns(runner, [ArrayTensor("w", weights)], inputs, RowFormat(4))["w"]
     down = rounded_by_rows(runner, ArrayTensor("down", weights), inputs)
     for rows, exact in ((found, weights), (down, weights.T)):
         product = (lambda w: other @ w.T) if exact is weights else (lambda w: other @ w)
@@ -185,18 +185,22 @@ def test_what_a_text_makes_infinite_is_refused(source: Path) -> None:
     inputs = Inputs()
     inputs.add(correlated(8, 20, 1))
     with pytest.raises(CheckpointError, match="w holds NaN"):
-        rounded_by_columns(_native.Runner(1), [bad], inputs)
+        rounded_by_columns(_native.Runner(1), [bad], inputs, RowFormat(4))
 
 
-def test_codes_of_the_checkpoint_are_not_rounded_again(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_of_the_checkpoint_and_other_bits_are_left_alone(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint = open_checkpoint(source)
     kept = checkpoint.tensors[names.LayerNames(0).projection("q")]
     monkeypatch.setattr(type(kept), "quantised_rows", lambda self, *_: self.name == kept.name or None)
-    found = layers.LayerRounding(checkpoint, PIECES, _native.Runner(1), lambda step: None).layer(0)
+    mixed = QuantConfig(4, (("out", RowFormat(8)), ("feed_forward", RowFormat(4, 32))))
+    found = layers.LayerRounding(checkpoint, mixed, PIECES, _native.Runner(1), lambda step: None).layer(0)
     assert kept.name not in found
     name = names.LayerNames(0)
-    assert set(found) == {*(name.projection(which) for which in "kvo"), name.gate, name.up, name.down}
-    assert all(isinstance(rows, RoundedRows) for rows in found.values())
+    assert set(found) == {*(name.projection(which) for which in "kv"), name.gate, name.up, name.down}
+    assert found[name.gate].rows.scales.shape == (160, 2)
+    assert found[name.down].rows.scales.shape == (160, 1)
     checkpoint.close()
 
 
@@ -207,4 +211,4 @@ def test_the_text_is_cut_to_bounded_memory(source: Path) -> None:
     assert layers.most_tokens(config) == layers.MOST_TOKENS
     wide = replace(config, hidden_size=8192, intermediate_size=28672)
     assert layers.most_tokens(wide) * (2 * (2 * 8192 + 64 + 28672) + 4 * 8192) <= layers.INPUT_BYTES
-    assert QuantConfig.parse("q4").bits == feedback.BITS
+    assert QuantConfig.parse("q4").bits == layers.BITS

@@ -24,23 +24,31 @@ def factor_of(h: np.ndarray, runner: _native.Runner | None = None) -> np.ndarray
     return found
 
 
-def rounded(w: np.ndarray, factor: np.ndarray, runner: _native.Runner, by_row: bool) -> QuantizedRows:
+def rounded(
+    w: np.ndarray, factor: np.ndarray, runner: _native.Runner, by_row: bool, size: int = 64
+) -> QuantizedRows:
     groups = -(-w.shape[1] // 64)
-    codes = np.empty((len(w), 32 * groups), np.uint8)
-    scales, biases = (np.empty((len(w), groups), np.uint16) for _ in range(2))
-    kernel = _native.round_rows if by_row else _native.round_columns
-    assert kernel(runner, w, factor, codes, scales, biases)
+    out = np.empty((len(w), 32 * groups), np.uint8), *np.empty((2, len(w), groups * 64 // size), np.uint16)
+    codes, scales, biases = out
+    if by_row:
+        assert _native.round_rows(runner, w, factor, *out)
+    else:
+        assert _native.round_columns(runner, w, (4, size, False), factor, *out)
     return QuantizedRows(codes, scales.view(np.float16), biases.view(np.float16))
 
 
-def columns_reference(w: np.ndarray, factor: np.ndarray) -> QuantizedRows:
+def columns_reference(w: np.ndarray, factor: np.ndarray, size: int) -> QuantizedRows:
     """The definition of `round_columns`: each line is one float32 operation, column after column."""
     now, parts = w.copy(), []
-    for start in range(0, w.shape[1], 64):
-        stop = min(start + 64, w.shape[1])
+    for start in range(0, -(-w.shape[1] // 64) * 64, size):
+        stop = min(start + size, w.shape[1])
+        if start >= stop:
+            nothing = np.zeros((len(w), 1), np.float16)
+            parts.append(QuantizedRows(np.zeros((len(w), size // 2), np.uint8), nothing, nothing))
+            continue
         fit = quantize_reference(now[:, start:stop], 4)
         scale, bias = fit.scales[:, 0].astype(np.float32), fit.biases[:, 0].astype(np.float32)
-        codes = np.zeros((len(w), 64), np.uint8)
+        codes = np.zeros((len(w), size), np.uint8)
         inverse = np.where(scale != 0, np.float32(1) / np.where(scale != 0, scale, 1), np.float32(0))
         for column in range(start, stop):
             q = np.rint(np.clip((now[:, column] - bias) * inverse, np.float32(0), np.float32(15)))
@@ -83,14 +91,14 @@ def test_moments_without_a_factor_are_told() -> None:
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (18, 64), (20, 130), (3, 200)])
-@pytest.mark.parametrize("by_row", [False, True])
-def test_rounding_is_its_definition_on_every_target(rows: int, cols: int, by_row: bool) -> None:
+@pytest.mark.parametrize(("by_row", "size"), [(False, 64), (False, 32), (True, 64)])
+def test_rounding_is_its_definition_on_every_target(rows: int, cols: int, by_row: bool, size: int) -> None:
     w = np.random.default_rng(rows).standard_normal((rows, cols)).astype(np.float32)
     w[0, 0] = 0.0
     factor = factor_of(moments(rows if by_row else cols))
-    expected = (rows_reference if by_row else columns_reference)(w, factor)
+    expected = rows_reference(w, factor) if by_row else columns_reference(w, factor, size)
     for threads, target in RUNNERS:
-        found = rounded(w, factor, _native.Runner(threads, target), by_row)
+        found = rounded(w, factor, _native.Runner(threads, target), by_row, size)
         for name in ("codes", "scales", "biases"):
             assert np.array_equal(getattr(found, name), getattr(expected, name)), (name, threads, target)
 
@@ -125,7 +133,8 @@ def test_values_that_float16_lacks_are_told(by_row: bool, bad: float) -> None:
     w[19, 69] = bad
     factor = np.zeros((20, 20) if by_row else (70, 70), np.float32)
     out = np.empty((20, 64), np.uint8), np.empty((20, 2), np.uint16), np.empty((20, 2), np.uint16)
+    stored = () if by_row else (4,)
     kernel = _native.round_rows if by_row else _native.round_columns
-    assert not kernel(_native.Runner(2), w, factor, *out)
+    assert not kernel(_native.Runner(2), w, *stored, factor, *out)
     with pytest.raises(ValueError, match="factor"):
-        kernel(_native.Runner(2), w, factor[1:], *out)
+        kernel(_native.Runner(2), w, *stored, factor[1:], *out)

@@ -50,6 +50,7 @@ class FineTuning:
         config: PredictorTraining,
         rng: Generator,
         arrays: Arrays,
+        shift: Float32 | None = None,
     ) -> None:
         """Start with predictors at step 0.
 
@@ -63,13 +64,14 @@ class FineTuning:
             config: how predictors are fitted.
             rng: generator of the minibatches.
             arrays: the array library to fit with.
+            shift: (F,) what is added to the gate's products, or None.
         """
         self._inputs, self._fired, self._ids = inputs, fired, ids
         self._config, self._rng, self._neurons, self._arrays = config, rng, len(gate), arrays
         values = len(ids) * len(gate)
         self._balance = np.float32(((values - active) / active) ** config.balance)
         self._magnitudes = (
-            _Magnitudes(inputs, fired, gate, ids, active, arrays) if config.weigh_magnitude else None
+            _Magnitudes(inputs, fired, gate, ids, active, arrays, shift) if config.weigh_magnitude else None
         )
         self._descents = [_Adam(predictor, config.learning_rate, arrays) for predictor in predictors]
         self._steps = config.epochs * -(-len(ids) // config.batch_samples)
@@ -136,7 +138,14 @@ class _Magnitudes:
     """Gates of the neurons that fire, in units of their mean, capped at MAGNITUDE_CAP, a byte each."""
 
     def __init__(
-        self, inputs: Samples, fired: Fired, gate: Float32, ids: Ids, active: int, arrays: Arrays
+        self,
+        inputs: Samples,
+        fired: Fired,
+        gate: Float32,
+        ids: Ids,
+        active: int,
+        arrays: Arrays,
+        shift: Float32 | None = None,
     ) -> None:
         self._ids = ids
         self._codes = np.empty(active, dtype=np.uint8)
@@ -144,8 +153,8 @@ class _Magnitudes:
         unit, done, samples, rows = 0.0, 0, 0, arrays.load(gate)
         for piece in in_pieces(ids):
             y = bits(fired, piece, len(gate))
-            products = arrays.load(inputs[piece].astype(np.float32)) @ rows.T
-            gates = np.maximum(arrays.to_numpy(products)[y], 0)
+            products = arrays.to_numpy(arrays.load(inputs[piece].astype(np.float32)) @ rows.T)
+            gates = np.maximum((products if shift is None else products + shift)[y], 0)
             # The first samples have enough values for their mean to be that of all.
             unit = unit or (float(gates.mean()) if len(gates) else 0.0)
             shares = np.minimum(gates / max(unit, 1e-12) / MAGNITUDE_CAP, 1)

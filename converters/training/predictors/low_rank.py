@@ -51,6 +51,7 @@ def train_layer(
     config: PredictorTraining,
     rng: Generator,
     arrays: Arrays,
+    shift: Float32 | None = None,
 ) -> LayerPredictor:
     """One layer's calibrated predictor, of the smallest rank that is good enough (`choose_rank`).
 
@@ -64,6 +65,7 @@ def train_layer(
         config: how the predictor is fitted.
         rng: generator of the first basis and of the minibatches.
         arrays: the array library to fit with.
+        shift: (F,) what is added to the gate's products before they are compared with zero; None: nothing.
 
     Memory: float32 arrays of (D, D), of the gate, of four times (D + F) * R for every rank R, of a few (B, F)
     of a minibatch and, while it calibrates, of a few (2048, F), and a byte for every gate that fires. It
@@ -80,8 +82,8 @@ def train_layer(
         bias, rank = np.full(neurons, 1 if active else -1, dtype=np.float32), min(ranks)
         nothing = np.zeros((rank, width), np.float32), np.zeros((neurons, rank), np.float32)
         return calibrate(LayerPredictor(*nothing, bias), inputs, fired, held, config.recall)
-    predictors = principal_components(inputs, trained, gate, sorted(set(ranks)), rng, arrays)
-    tuning = FineTuning(predictors, inputs, fired, gate, trained, active, config, rng, arrays)
+    predictors = principal_components(inputs, trained, gate, sorted(set(ranks)), rng, arrays, shift)
+    tuning = FineTuning(predictors, inputs, fired, gate, trained, active, config, rng, arrays, shift)
     del predictors  # frees the memory of the ranks that are dropped
 
     def best() -> LayerPredictor:
@@ -118,7 +120,13 @@ def split(samples: int, config: PredictorTraining) -> tuple[Ids, HeldBack]:
 
 
 def principal_components(
-    inputs: Samples, ids: Ids, gate: Float32, ranks: Sequence[int], rng: Generator, arrays: Arrays
+    inputs: Samples,
+    ids: Ids,
+    gate: Float32,
+    ranks: Sequence[int],
+    rng: Generator,
+    arrays: Arrays,
+    shift: Float32 | None = None,
 ) -> list[LayerPredictor]:
     """For each rank R the maps nearest to the gates on the samples `ids`, as log-odds of a gate above zero.
 
@@ -126,7 +134,7 @@ def principal_components(
     with the smallest squared error. Since G^T G = W (X^T X) W^T, randomised subspace iteration (arXiv
     0909.4061, algorithm 4.4) needs only the covariance (D, D) of X. The directions of the largest rank begin
     with those of the others. The rest of a neuron's gate is taken as normal noise, and the neuron's score is
-    divided by the deviation of that noise.
+    divided by the deviation of that noise. shift: as in `train_layer`.
     """
     mean, covariance = _moments(inputs, ids, arrays)
     rows = arrays.load(gate)
@@ -145,6 +153,7 @@ def principal_components(
         left = np.sqrt(np.maximum(variance - np.einsum("fr,fr->f", up, up), variance * np.float32(1e-4)))
         scale = np.float32(LOGIT_OF_PROBIT) / np.maximum(left, np.float32(1e-12))
         bias = gate @ mean - up @ (down @ mean)
+        bias = bias if shift is None else bias + shift
         found.append(LayerPredictor(np.ascontiguousarray(down), up * scale[:, None], bias * scale))
     return found
 

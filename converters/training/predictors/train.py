@@ -33,6 +33,7 @@ from ondevice.converters.training import neuron_order
 from ondevice.converters.training.activations import (
     Activations,
     gate_rows,
+    gate_shift,
     record_activations,
     temporarily_recorded,
 )
@@ -198,11 +199,12 @@ def fit_layer(
     Of the first `trained` recorded tokens, some are held back and set its thresholds; the others train it.
     The later tokens measure it. Its rates are those of the stored, quantised matrices.
     """
-    gate = gate_rows(bundle, layer)
+    gate, shift = gate_rows(bundle, layer), gate_shift(bundle, layer)
     inputs, fired = activations.inputs(layer), activations.fired(layer)
     rng = np.random.default_rng([options.seed, layer])
     ranks = rank_options(options, len(gate), gate.shape[1], bundle.quant.bits)
-    chosen = train_layer(inputs[:trained], fired[:trained], gate, ranks, options.training, rng, arrays)
+    samples = inputs[:trained], fired[:trained]
+    chosen = train_layer(*samples, gate, ranks, options.training, rng, arrays, shift)
     _, held = split(trained, options.training)
     # Samples that judged ranks may calibrate now, since other samples measure from here on.
     calibrating = np.union1d(held.calibrating, held.measuring)
@@ -210,7 +212,9 @@ def fit_layer(
     return store_predictor(chosen, inputs, fired, held, options.bits)
 
 
-def rank_options(options: PredictorOptions, neurons: int, width: int, gate_bits: int) -> list[int]:
+def rank_options(
+    options: PredictorOptions, neurons: int, width: int, gate_bits: Literal[4, 8, 16]
+) -> list[int]:
     """The ranks that a layer's is chosen from: all whose predictor is within MOST_OF_GATE, else GROUP_SIZE.
 
     gate_bits: bits of the stored gate (neurons, width).

@@ -9,6 +9,7 @@ import numpy as np
 
 from ondevice.backends.base import Float32
 from ondevice.bundle.reader import Bundle
+from ondevice.config import RowFormat
 from ondevice.converters.architectures.tensors import tensor_shapes
 from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, TokenizerFiles
 from ondevice.converters.quantize import SourceCodes
@@ -44,7 +45,10 @@ class ArrayTensor:
     def columns(self, start: int, stop: int) -> Float32:
         return self.values[:, start:stop]
 
-    def quantised_rows(self, start: int, stop: int, bits: int) -> SourceCodes | None:
+    def code_format(self) -> RowFormat | None:
+        return None
+
+    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         return None
 
     def vector(self) -> Float32:
