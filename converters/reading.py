@@ -13,12 +13,15 @@ import numpy as np
 
 from ondevice.bundle.layout import (
     EMBEDDING,
+    PER_LAYER,
     POSITIONS,
     RECORDS_TENSOR,
     RESIDENT,
     gate_file_name,
     neuron_file_name,
+    resident_tensors,
 )
+from ondevice.config import QuantConfig
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
 from ondevice.converters.quantize import SourceCodes, Weights, to_float32
@@ -35,9 +38,9 @@ class Block:
     and down (transposed).
 
     file: the bundle file that they go to. tensor: the resident tensor, without `.codes`, or `records`.
-    sources: the checkpoint's names of `rows`. kinds: attention, down, embedding, gate, head or up, for each
-    of a matrix. rows: each (n, columns) in the stored type, or the checkpoint's own codes of n rows; a vector
-    is (n,) float32. nbytes: checkpoint bytes of them. last: true for the last block of the tensor.
+    sources: the checkpoint's names of `rows`. kinds: attention, down, embedding, gate, head, per_layer or up,
+    for each of a matrix. rows: each (n, columns) in the stored type, or the checkpoint's own codes of n rows;
+    a vector is (n,) float32. nbytes: checkpoint bytes of them. last: true for the last block of the tensor.
     """
 
     file: str
@@ -52,7 +55,7 @@ class Block:
 def read_blocks(
     checkpoint: Checkpoint, wanted: Callable[[str, str], bool], bits: int
 ) -> Generator[Block, None, None]:
-    """Neurons and their gates by layer, then the embedding, then the resident tensors.
+    """Neurons and their gates by layer, then the embedding and per-layer rows, then the resident tensors.
 
     wanted: gets a bundle file and a resident tensor (or `records`), and returns true if it is to be read.
     bits: bits per weight of the bundle, for which the checkpoint's own codes are taken where they fit.
@@ -66,11 +69,15 @@ def read_blocks(
     if wanted(EMBEDDING, RECORDS_TENSOR):
         embedding = checkpoint.tensors[names.EMBEDDING]
         yield from _matrix(EMBEDDING, RECORDS_TENSOR, "embedding", [embedding], bits)
+    if checkpoint.config.per_layer_width and wanted(PER_LAYER, RECORDS_TENSOR):
+        rows = checkpoint.tensors[names.PER_LAYER]
+        yield from _matrix(PER_LAYER, RECORDS_TENSOR, "per_layer", [rows], bits)
+    specs = resident_tensors(checkpoint.config, QuantConfig(16))
     for tensor, sources in resident_sources(checkpoint):
         if not wanted(RESIDENT, tensor):
             continue
-        if tensor == POSITIONS:
-            yield from _positions(sources[0])
+        if tensor in specs and len(sources[0].shape) == 2:
+            yield from _values(tensor, sources[0])
         elif len(sources[0].shape) == 1:
             vector = np.concatenate([source.vector() for source in sources])
             nbytes = sum(source.nbytes for source in sources)
@@ -88,11 +95,12 @@ def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceT
         name, prefix = names.LayerNames(layer), f"layers.{layer}"
         if spec.norms_input:
             yield from _norm(checkpoint, layer, "attention_norm")
-        yield f"{prefix}.attention.qkv", [tensors[name.projection(which)] for which in "qkv"]
+        parts = config.projection_sizes(spec)
+        yield f"{prefix}.attention.qkv", [tensors[name.projection(which)] for which in parts]
         if spec.attention.bias:
-            yield f"{prefix}.attention.qkv.bias", [tensors[name.projection_bias(which)] for which in "qkv"]
-        if spec.attention.head_norm != "none":
-            for which in "qk":
+            yield f"{prefix}.attention.qkv.bias", [tensors[name.projection_bias(which)] for which in parts]
+        for which, size in zip("qk", config.head_norm_sizes(spec), strict=True):
+            if size:
                 yield f"{prefix}.attention.{which}_norm.weight", [tensors[name.head_norm(which)]]
         yield f"{prefix}.attention.out", [tensors[name.projection("o")]]
         if spec.attention.output_bias:
@@ -107,6 +115,10 @@ def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceT
             yield f"{prefix}.feed_forward.down.bias", [tensors[name.down_bias]]
         if spec.norms_output:
             yield from _norm(checkpoint, layer, "feed_forward_output_norm")
+        for weight in config.layer_weights(spec):
+            yield f"{prefix}.{weight.name}", [tensors[name.weight(weight.name)]]
+    for weight in config.model_weights:
+        yield weight.name, [tensors[names.model_weight(weight.name)]]
     yield "final_norm.weight", [tensors[names.FINAL_NORM]]
     if config.norm.bias:
         yield "final_norm.bias", [tensors[names.FINAL_NORM_BIAS]]
@@ -167,14 +179,14 @@ def _matrix(file: str, tensor: str, kind: str, sources: Sequence[SourceTensor], 
             yield Block(file, tensor, (source.name,), (kind,), (rows,), nbytes, last)
 
 
-def _positions(source: SourceTensor) -> Iterator[Block]:
-    """Learned positions, whose rows stay as they are: each block's as one vector."""
+def _values(tensor: str, source: SourceTensor) -> Iterator[Block]:
+    """A matrix whose rows stay as they are, such as learned positions: each block's as one vector."""
     count, step = source.shape[0], _rows_per_block(source)
     for start in range(0, count, step):
         stop = min(start + step, count)
         values = to_float32(source.rows(start, stop)).reshape(-1)
         nbytes = _share(source, start, stop, count)
-        yield Block(RESIDENT, POSITIONS, (source.name,), (), (values,), nbytes, stop == count)
+        yield Block(RESIDENT, tensor, (source.name,), (), (values,), nbytes, stop == count)
 
 
 def _rows(source: SourceTensor, start: int, stop: int, bits: int) -> Weights | SourceCodes:

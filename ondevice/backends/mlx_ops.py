@@ -17,6 +17,7 @@ import numpy as np
 from ondevice.backends.base import Float32, HeadNorms, Int32, KVStore, Norm
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import read_rows
+from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout
 from ondevice.model_config import Activation, AttentionSpec, FeedForwardSpec
@@ -91,6 +92,19 @@ class MlxOps:
 
     def add_normed(self, x: mx.array, y: mx.array, norm: Norm) -> mx.array:
         return x + normed(y, norm)
+
+    def normed(self, x: mx.array, norm: Norm) -> mx.array:
+        return normed(x, norm)
+
+    def gated(self, x: mx.array, y: mx.array, activation: Activation) -> mx.array:
+        return activate(x, activation) * y
+
+    def products(self, x: mx.array, weight: mx.array) -> mx.array:
+        return x @ weight.T
+
+    def as_large(self, x: mx.array, other: mx.array) -> mx.array:
+        target, own = (mx.mean(mx.square(rows), axis=-1, keepdims=True) for rows in (other, x))
+        return x * mx.sqrt(target / mx.maximum(own, LEAST_MEAN_SQUARE.item()))
 
     def soft_cap(self, x: mx.array, cap: float) -> mx.array:
         return cap * mx.tanh(x / cap)

@@ -13,7 +13,7 @@ from ondevice.budget.sizes import (
     logits_rows,
     segment_shape,
 )
-from ondevice.bundle.layout import padded
+from ondevice.bundle.layout import padded, per_layer_layout
 from ondevice.config import GROUP_SIZE
 
 HIDDEN_BYTES = 2 << 20
@@ -38,6 +38,29 @@ class CpuMemory(MemoryModel):
         # The heap keeps about a quarter more than is in use.
         return self._kernel_bytes(tokens) * 5 // 4 + self._selecting_bytes(tokens)
 
+    @property
+    def _extra_floats(self) -> int:
+        """Values that a token takes in blocks that few models have."""
+        config = self.config
+        if config.is_plain:
+            return 0
+        hidden, found = padded(config.hidden_size, GROUP_SIZE), 0
+        if config.per_layer_width:
+            # The inputs, the rows as they are read with their padding, and the projection that joins them.
+            row = padded(config.per_layer_size, GROUP_SIZE)
+            stride = per_layer_layout(config, self.quant).stride
+            found += 2 * row + max(0, row - config.qkv_size) + stride // 4 + 4 * config.per_layer_width
+            found += 2 * hidden
+        if config.residual_copies > 1:
+            # Before the layer, as predicted, as corrected, and with the per-layer block's output.
+            found += (4 * config.residual_copies + 3) * hidden
+        ranks = max(layer.laurel_rank for layer in config.layers)
+        found += (3 * hidden + 2 * ranks) if ranks else 0
+        if config.any_layer(lambda layer: layer.feed_forward.cutoff is not None):
+            # Gates, and a copy of them that is added up.
+            found += 2 * config.intermediate_size
+        return found
+
     def _kernel_bytes(self, tokens: int) -> int:
         """Activations, attention scores, hidden values and logits of a dense forward pass.
 
@@ -51,7 +74,7 @@ class CpuMemory(MemoryModel):
         # The output of a block before its norm, and what parallel blocks read.
         floats += hidden * config.any_layer(lambda layer: layer.norms_output)
         floats += hidden * config.any_layer(lambda layer: layer.parallel)
-        floats += config.head_dim * (len(config.ropes) - 1)
+        floats += config.head_dim * (len(config.ropes) - 1) + self._extra_floats
         per_token = 4 * floats + 64 * config.head_dim + 2 * 64 * self._threads
         per_token += input_bytes(self._widest_input, self.quant.bits)
         if streams is not None and streams.mode == "shared":

@@ -40,17 +40,18 @@ TreeView tree_view(const Tree& tree, int64_t tokens) {
 namespace {
 
 // Norm weights of queries and of keys, and their epsilon: of each head, (head_dim,), or of all heads as one
-// vector.
-using HeadNorms = std::tuple<CArray<const float, 1>, CArray<const float, 1>, float>;
+// vector. Then those of each head's values, if these are normed.
+using HeadNorms = std::tuple<CArray<const float, 1>, CArray<const float, 1>, float, Weight>;
 
 void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, int64_t layer, int bits,
             int64_t heads, int64_t kv_heads, int64_t position, int64_t window, float scale, float soft_cap,
             const CArray<const float, 2>& cos, const CArray<const float, 2>& sin,
             const std::optional<HeadNorms>& norms, const std::optional<Tree>& tree,
-            const CArray<float, 2>& out) {
-  const int64_t tokens = qkv.shape(0), width = qkv.shape(1), parts = heads + 2 * kv_heads;
+            const CArray<float, 2>& out, bool stores) {
+  const int64_t tokens = qkv.shape(0), width = qkv.shape(1);
+  const int64_t parts = stores ? heads + 2 * kv_heads : heads;
   require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "query heads must be a multiple of kv heads");
-  require(width % (2 * parts) == 0, "qkv is (T, (heads + 2 * kv_heads) * head_dim)");
+  require(width % (2 * parts) == 0, "qkv is (T, (heads + 2 * kv_heads) * head_dim), or queries alone");
   const int64_t dim = width / parts;
   require(static_cast<int64_t>(out.shape(0)) == tokens && static_cast<int64_t>(out.shape(1)) == heads * dim,
           "out is (T, heads * head_dim)");
@@ -62,13 +63,15 @@ void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, i
   require(scale > 0.0f && soft_cap >= 0.0f, "scale must be positive, soft_cap not negative");
   HeadTransform transform{{}, {}, false, cos.data(), sin.data()};
   if (norms) {
-    const auto& [q, k, eps] = *norms;
+    const auto& [q, k, eps, v] = *norms;
     const int64_t of_q = q.shape(0), of_k = k.shape(0);
     transform.norms_projection = of_q == heads * dim && of_k == kv_heads * dim;
     require(transform.norms_projection || (of_q == dim && of_k == dim),
             "norms are (head_dim,), or as long as all heads");
     transform.q_norm = {q.data(), eps};
     transform.k_norm = {k.data(), eps};
+    require(!v || static_cast<int64_t>(v->shape(0)) == dim, "norms of values are (head_dim,)");
+    if (v) transform.v_norm = {v->data(), eps};
   }
   const AttentionArgs args{qkv.data(), width,
                            heads,      kv_view(blocks, layer, kv_heads, dim, bits, position + tokens),
@@ -85,7 +88,7 @@ void bind_attention(nb::module_& m) {
   m.def("attend", &attend, nb::arg("runner"), nb::arg("qkv"), nb::arg("blocks"), nb::arg("layer"),
         nb::arg("bits"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("position"), nb::arg("window"),
         nb::arg("scale"), nb::arg("soft_cap"), nb::arg("cos"), nb::arg("sin"), nb::arg("norms").none(),
-        nb::arg("tree").none(), nb::arg("out"));
+        nb::arg("tree").none(), nb::arg("out"), nb::arg("stores") = true);
   m.def("kv_move", [](const Runner& runner, const Blocks& blocks, int64_t layers, int64_t kv_heads,
                       int64_t dim, int bits, int64_t from, int64_t to) {
     require(layers > 0 && from >= 0 && to >= 0, "layers must be positive, positions not negative");
