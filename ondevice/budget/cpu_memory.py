@@ -36,30 +36,31 @@ class CpuMemory(MemoryModel):
 
     def activation_bytes(self, tokens: int) -> int:
         # The heap keeps about a quarter more than is in use.
-        return self._kernel_bytes(tokens) * 5 // 4 + self._selecting_bytes(tokens)
+        kernels = self._kernel_bytes(tokens) * 5 // 4
+        return kernels + 4 * tokens * self._extra_floats + self._selecting_bytes(tokens)
 
     @property
     def _extra_floats(self) -> int:
-        """Values that a token takes in blocks that few models have."""
+        """Values that a token takes in blocks that few models have, in arrays of their own."""
         config = self.config
         if config.is_plain:
             return 0
-        hidden, found = padded(config.hidden_size, GROUP_SIZE), 0
-        if config.per_layer_width:
-            # The inputs, the rows as they are read with their padding, and the projection that joins them.
-            row = padded(config.per_layer_size, GROUP_SIZE)
-            stride = per_layer_layout(config, self.quant).stride
-            found += 2 * row + max(0, row - config.qkv_size) + stride // 4 + 4 * config.per_layer_width
-            found += 2 * hidden
-        if config.residual_copies > 1:
-            # Before the layer, as predicted, as corrected, and with the per-layer block's output.
-            found += (4 * config.residual_copies + 3) * hidden
-        ranks = max(layer.laurel_rank for layer in config.layers)
-        found += (3 * hidden + 2 * ranks) if ranks else 0
+        hidden, copies = padded(config.hidden_size, GROUP_SIZE), config.residual_copies
+        rank = max(layer.laurel_rank for layer in config.layers)
+        # In the layer: the copies before it and as predicted, what one product is made of, and gates, twice.
+        within = (2 * copies if copies > 1 else 0) * hidden + (3 * hidden + 2 * rank if rank else 0)
         if config.any_layer(lambda layer: layer.feed_forward.cutoff is not None):
-            # Gates, and a copy of them that is added up.
-            found += 2 * config.intermediate_size
-        return found
+            within += 2 * config.intermediate_size
+        # Behind it: also the copies as corrected, and with the per-layer block's output.
+        behind = (4 * copies if copies > 1 else 1) * hidden
+        if not config.per_layer_width:
+            return max(within, behind)
+        # The inputs, the rows as they are read with their padding, and the projection that joins them.
+        row = padded(config.per_layer_size, GROUP_SIZE)
+        stride = per_layer_layout(config, self.quant).stride
+        reading = 2 * row + stride // 4
+        held = row + max(0, row - config.qkv_size)
+        return held + max(reading, within, behind + 2 * hidden + 4 * config.per_layer_width)
 
     def _kernel_bytes(self, tokens: int) -> int:
         """Activations, attention scores, hidden values and logits of a dense forward pass.
@@ -74,7 +75,7 @@ class CpuMemory(MemoryModel):
         # The output of a block before its norm, and what parallel blocks read.
         floats += hidden * config.any_layer(lambda layer: layer.norms_output)
         floats += hidden * config.any_layer(lambda layer: layer.parallel)
-        floats += config.head_dim * (len(config.ropes) - 1) + self._extra_floats
+        floats += config.head_dim * (len(config.ropes) - 1)
         per_token = 4 * floats + 64 * config.head_dim + 2 * 64 * self._threads
         per_token += input_bytes(self._widest_input, self.quant.bits)
         if streams is not None and streams.mode == "shared":
