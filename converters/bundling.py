@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.bundle.layout import RESIDENT, RecordLayout, file_layout
-from ondevice.config import QuantConfig
+from ondevice.config import QuantConfig, RowFormat
 from ondevice.converters.fidelity import Fidelity, joined, measure
 from ondevice.converters.quantize import QuantizedRows, SourceCodes, Weights, quantize, store_codes
 from ondevice.converters.reading import Block
@@ -53,10 +53,10 @@ def pack(
                 yield Chunk(block.file, block.tensor, first, block.nbytes)
                 continue
             rows = [
-                _stored(runner, weights, quant.bits, name)
-                for name, weights in zip(block.sources, block.rows, strict=True)
+                _stored(runner, weights, stored, name)
+                for name, weights, stored in zip(block.sources, block.rows, block.formats, strict=True)
             ]
-            fidelity = _fidelity(block, rows, quant.bits)
+            fidelity = _fidelity(block, rows)
             if block.file not in layouts:
                 layouts[block.file] = file_layout(block.file, config, quant).record
             layout = layouts[block.file]
@@ -67,7 +67,7 @@ def pack(
             yield Chunk(block.file, f"{block.tensor}.codes", codes, block.nbytes, fidelity)
             groups += rows
             if block.last:
-                yield from _group_chunks(block.tensor, groups, quant.bits)
+                yield from _group_chunks(block.tensor, groups, block.formats[0])
                 groups = []
 
 
@@ -84,23 +84,26 @@ def pack_records(rows: Sequence[QuantizedRows], layout: RecordLayout) -> NDArray
     return records
 
 
-def _group_chunks(tensor: str, groups: Sequence[QuantizedRows], bits: int) -> Iterator[Chunk]:
+def _group_chunks(tensor: str, groups: Sequence[QuantizedRows], stored: RowFormat) -> Iterator[Chunk]:
     """Scales and biases of a whole matrix, which follow its codes in the file."""
-    if bits != 16:
+    if stored.bits != 16:
         yield Chunk(RESIDENT, f"{tensor}.scales", np.concatenate([rows.scales for rows in groups]))
+    if stored.bits != 16 and not stored.implied_bias:
         yield Chunk(RESIDENT, f"{tensor}.biases", np.concatenate([rows.biases for rows in groups]))
 
 
-def _stored(runner: _native.Runner, source: Weights | SourceCodes, bits: int, name: str) -> QuantizedRows:
-    return (
-        store_codes(source, name) if isinstance(source, SourceCodes) else quantize(runner, source, bits, name)
-    )
+def _stored(
+    runner: _native.Runner, source: Weights | SourceCodes, stored: RowFormat, name: str
+) -> QuantizedRows:
+    if isinstance(source, SourceCodes):
+        return store_codes(source, stored, name)
+    return quantize(runner, source, stored, name)
 
 
-def _fidelity(block: Block, rows: Sequence[QuantizedRows], bits: int) -> dict[str, Fidelity]:
+def _fidelity(block: Block, rows: Sequence[QuantizedRows]) -> dict[str, Fidelity]:
     """What storing the block did to it, by kind; nothing at 16 bits, where it isn't worth measuring."""
     kinds: dict[str, Fidelity] = {}
-    if bits != 16:
-        for kind, source, stored in zip(block.kinds, block.rows, rows, strict=True):
-            kinds = joined(kinds, {kind: measure(source, stored, bits)})
+    for kind, source, found, stored in zip(block.kinds, block.rows, rows, block.formats, strict=True):
+        if stored.bits != 16:
+            kinds = joined(kinds, {kind: measure(source, found, stored)})
     return kinds

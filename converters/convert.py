@@ -11,12 +11,13 @@ again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -43,10 +44,10 @@ from ondevice.bundle.manifest import (
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.resume import SourceStamp
 from ondevice.bundle.writer import BundleWriter
-from ondevice.config import AUTO_QUANT, QuantConfig
+from ondevice.config import AUTO_QUANT, MATRIX_KINDS, MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.bundling import Chunk, pack
-from ondevice.converters.checkpoints.base import Checkpoint
+from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.error_log import ErrorLog
 from ondevice.converters.fidelity import Fidelity, joined
@@ -54,7 +55,7 @@ from ondevice.converters.fingerprint import fingerprint
 from ondevice.converters.output_folder import OutputFolder
 from ondevice.converters.pipeline import ahead
 from ondevice.converters.progress import OnProgress, ProgressMeter
-from ondevice.converters.reading import read_blocks, resident_sources
+from ondevice.converters.reading import matrix_kind, read_blocks, resident_sources
 from ondevice.converters.training.sidecars import copy_bundle
 from ondevice.converters.trial import check_computes
 from ondevice.errors import (
@@ -154,13 +155,54 @@ def convert(
 def chosen_quant(checkpoint: Checkpoint) -> QuantConfig:
     """The quantisation that `auto` stands for: q4, unless most quantised weights have codes of over 4 bits.
 
-    So codes of 4 and of 8 bits can be copied, and fewer weights than with the other are rounded.
+    Each kind of matrix is stored in the format that holds its codes, if it holds those of at least half of
+    its weights; the others are rounded to it.
     """
+    bits = _chosen_bits(checkpoint.tensors.values(), 4)
+    formats: list[tuple[MatrixKind, RowFormat]] = []
+    for kind, tensors in _matrices(checkpoint).items():
+        stored = _chosen_format(tensors, bits if kind == "feed_forward" else _chosen_bits(tensors, bits))
+        if stored != RowFormat(bits):
+            formats.append((kind, stored))
+    return QuantConfig(bits, tuple(formats))
+
+
+def _matrices(checkpoint: Checkpoint) -> dict[MatrixKind, list[SourceTensor]]:
+    """The checkpoint's matrices by kind, but for down projections."""
+    found: dict[MatrixKind, list[SourceTensor]] = {kind: [] for kind in MATRIX_KINDS}
+    for name, sources in resident_sources(checkpoint):
+        kind = matrix_kind(name)
+        if kind is not None and len(sources[0].shape) == 2:
+            found[kind] += sources
+    found["embedding"].append(checkpoint.tensors[names.EMBEDDING])
+    for layer in range(checkpoint.config.num_layers):
+        *by_rows, _ = names.LayerNames(layer).neurons(checkpoint.config.layers[layer])
+        found["feed_forward"] += [checkpoint.tensors[row] for row in by_rows]
+    return found
+
+
+def _chosen_bits(tensors: Iterable[SourceTensor], otherwise: Literal[4, 8, 16]) -> Literal[4, 8, 16]:
+    """8 if most quantised weights have codes of over 4 bits, 4 if not; `otherwise` where none has codes."""
     weights = {False: 0, True: 0}
-    for tensor in checkpoint.tensors.values():
+    for tensor in tensors:
         if tensor.code_bits:
             weights[tensor.code_bits > 4] += prod(tensor.shape)
-    return QuantConfig(8 if weights[True] > weights[False] else 4)
+    if not any(weights.values()):
+        return otherwise
+    return 8 if weights[True] > weights[False] else 4
+
+
+def _chosen_format(tensors: Sequence[SourceTensor], bits: Literal[4, 8, 16]) -> RowFormat:
+    """The format of matrices at `bits` bits: that of most of their weights' codes, if it is one."""
+    held = [
+        (prod(tensor.shape), tensor.code_format)
+        for tensor in tensors
+        if tensor.code_format is not None and tensor.code_format.bits <= bits
+    ]
+    if not held or 2 * sum(count for count, _ in held) < sum(prod(tensor.shape) for tensor in tensors):
+        return RowFormat(bits)
+    implied = len(held) == len(tensors) and all(own.implied_bias for _, own in held)
+    return RowFormat(bits, min(own.group_size for _, own in held), implied)
 
 
 def is_bundle_of(folder: Path, checkpoint: Checkpoint) -> bool:
@@ -245,7 +287,7 @@ class _Conversion:
 
         meter = self._meter(wanted, on_progress)
         runner = _native.Runner(usable_cores())
-        blocks = ahead(read_blocks(self._checkpoint, wanted, self._quant.bits), BLOCKS_AHEAD)
+        blocks = ahead(read_blocks(self._checkpoint, wanted, self._quant), BLOCKS_AHEAD)
         chunks = ahead(pack(blocks, self._checkpoint.config, self._quant, runner), BLOCKS_AHEAD)
         # Closing the stages waits for the reads that are under way.
         with closing(chunks), _interrupting(self._checkpoint):
@@ -297,7 +339,18 @@ class _Conversion:
         if self._quant.bits == 16:
             return ("quantised weights are stored as float16 values",)
         kinds = self._errors.kinds().items()
-        return tuple(f"{kind}: {fidelity.note(self._quant.bits)}" for kind, fidelity in kinds)
+        return tuple(f"{kind}: {fidelity.note(self._format_of(kind))}" for kind, fidelity in kinds)
+
+    def _format_of(self, kind: str) -> RowFormat:
+        """The format of a kind of matrix, as notes tell them apart."""
+        matrices: dict[str, MatrixKind] = {
+            "attention": "qkv",
+            "embedding": "embedding",
+            "gate": "feed_forward",
+            "head": "head",
+            "up": "feed_forward",
+        }
+        return self._quant.of(matrices[kind]) if kind in matrices else self._quant.down
 
 
 @contextmanager

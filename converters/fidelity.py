@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ondevice.config import GROUP_SIZE
+from ondevice.config import GROUP_SIZE, RowFormat
 from ondevice.converters.quantize import QuantizedRows, SourceCodes, SquaredError, Weights, sampled_error
 
 
@@ -32,12 +32,13 @@ class Fidelity:
             self.error + other.error,
         )
 
-    def note(self, bits: int) -> str:
-        """One line about weights in a bundle of `bits` bits."""
+    def note(self, stored: RowFormat) -> str:
+        """One line about weights that are stored in this format."""
+        groups = "" if stored.group_size == GROUP_SIZE else f" in groups of {stored.group_size}"
         parts = [
             ("codes and scales copied", self.copied),
             ("codes copied, scales rounded to float16", self.rescaled),
-            (f"rounded to {bits} bits", self.rounded),
+            (f"rounded to {stored.bits} bits{groups}", self.rounded),
         ]
         total = self.copied + self.rescaled + self.rounded
         counted = [(what, count) for what, count in parts if count]
@@ -46,14 +47,16 @@ class Fidelity:
         return "; ".join(said) + error
 
 
-def measure(source: Weights | SourceCodes, stored: QuantizedRows, bits: int) -> Fidelity:
+def measure(source: Weights | SourceCodes, rows: QuantizedRows, stored: RowFormat) -> Fidelity:
     """What storing rows at 4 or 8 bits did to them."""
-    error = sampled_error(source, stored, bits)
+    error = sampled_error(source, rows, stored)
     if not isinstance(source, SourceCodes):
         return Fidelity(rounded=source.size, error=error)
-    exact = (stored.scales == source.scales) & (stored.biases == source.biases)
-    copied = GROUP_SIZE * int(np.count_nonzero(exact))
-    return Fidelity(copied=copied, rescaled=GROUP_SIZE * exact.size - copied, error=error)
+    exact = rows.scales == source.scales
+    if not stored.implied_bias:
+        exact &= rows.biases == source.biases
+    copied = stored.group_size * int(np.count_nonzero(exact))
+    return Fidelity(copied=copied, rescaled=stored.group_size * exact.size - copied, error=error)
 
 
 def joined(one: Mapping[str, Fidelity], other: Mapping[str, Fidelity]) -> dict[str, Fidelity]:

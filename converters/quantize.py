@@ -2,18 +2,20 @@
 
 The native kernel does the work. `quantize_reference` defines every bit of its result and is what tests
 compare it with.
-Legend: R rows, C columns, G groups of 64 columns.
+Legend: R rows, C columns, G groups of 32 or 64 columns. A format that is given as its bits alone has groups
+of 64.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.config import GROUP_SIZE
+from ondevice.bundle.layout import RowLayout
+from ondevice.config import RowFormat
 from ondevice.errors import CheckpointError
 from ondevice.kernels import _native
 
@@ -21,6 +23,7 @@ Weights = NDArray[Any]
 """(R, C) weights in a checkpoint's own type: float32, float16, or uint16 with bfloat16 bits."""
 
 Float32 = NDArray[np.float32]
+Stored: TypeAlias = RowFormat | Literal[4, 8, 16]
 CUTS = tuple(np.float32(cut) for cut in (0.0, 0.04, 0.08))
 """Shares of a group's range that the starts of the search leave out at an end."""
 FITS = 4
@@ -34,7 +37,7 @@ class QuantizedRows:
 
     codes: uint8 (R, padded_cols * bits / 8), packed as MLX does: at 4 bits, byte k holds element 2k in its
     low nibble and 2k + 1 in its high one. scales, biases: float16 (R, G). At 16 bits, codes hold float16
-    values and there are no scales and biases (G = 0).
+    values and there are no scales and biases (G = 0). Implied biases are (R, 0).
     """
 
     codes: NDArray[np.uint8]
@@ -46,8 +49,8 @@ class QuantizedRows:
 class SourceCodes:
     """Rows that a checkpoint holds quantised in a way that a bundle can hold too, by their codes.
 
-    codes: as in QuantizedRows, at the bundle's bits. scales, biases: float32 (R, G), those of the checkpoint
-    exactly, for groups of 64; float16 may not hold them.
+    codes: as in QuantizedRows, in the bundle's format. scales, biases: float32 (R, G), those of the
+    checkpoint exactly, for the format's groups; float16 may not hold them. Implied biases are (R, 0).
     """
 
     codes: NDArray[np.uint8]
@@ -55,33 +58,56 @@ class SourceCodes:
     biases: NDArray[np.float32]
 
 
-def store_codes(source: SourceCodes, name: str) -> QuantizedRows:
+def padded_codes(
+    codes: NDArray[np.uint8], scales: NDArray[np.float32], biases: NDArray[np.float32], layout: RowLayout
+) -> SourceCodes:
+    """Whole groups of rows, with zeros behind them as `layout` has it."""
+    more = ((0, 0), (0, layout.groups - scales.shape[1]))
+    if layout.groups == scales.shape[1]:
+        return SourceCodes(codes, scales, biases)
+    biases = biases if layout.implied_bias else np.pad(biases, more)
+    codes = np.pad(codes, ((0, 0), (0, layout.codes_bytes - codes.shape[1])))
+    return SourceCodes(codes, np.pad(scales, more), biases)
+
+
+def row_format(stored: Stored) -> RowFormat:
+    """The format; bits alone have groups of 64."""
+    return stored if isinstance(stored, RowFormat) else RowFormat(stored)
+
+
+def store_codes(source: SourceCodes, stored: Stored, name: str) -> QuantizedRows:
     """The codes as they are, and their scales and biases rounded to float16.
 
-    Raises CheckpointError, which names the tensor, for scales and biases that are beyond float16.
+    Raises CheckpointError, which names the tensor, for scales and biases that are beyond float16, implied
+    biases included.
     """
-    with np.errstate(over="ignore", under="ignore"):
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         scales, biases = source.scales.astype(np.float16), source.biases.astype(np.float16)
-    if not (np.isfinite(scales).all() and np.isfinite(biases).all()):
+        largest = scales
+        if row_format(stored).implied_bias:
+            largest = scales * np.float16(row_format(stored).zero)
+    if not (np.isfinite(largest).all() and np.isfinite(biases).all()):
         raise _bad_values(name)
     return QuantizedRows(source.codes, scales, biases)
 
 
-def quantize(runner: _native.Runner, weights: Weights, bits: int, name: str) -> QuantizedRows:
+def quantize(runner: _native.Runner, weights: Weights, stored: Stored, name: str) -> QuantizedRows:
     """Quantise rows to 4 or 8 bits, or round them to float16 (16 bits). `weights` may be a transposed view.
+
+    Biases are chosen, so that none is implied.
 
     Raises CheckpointError, which names the tensor, for NaN, infinity and values beyond float16.
     """
     rows, cols = weights.shape
-    groups = -(-cols // GROUP_SIZE)
-    codes = np.empty((rows, groups * GROUP_SIZE * bits // 8), dtype=np.uint8)
-    scales, biases = (np.empty((rows, 0 if bits == 16 else groups), dtype=np.uint16) for _ in range(2))
-    if not _native.quantize_rows(runner, weights, bits, codes, scales, biases):
+    layout = RowLayout(cols, *row_format(stored))
+    codes = np.empty((rows, layout.codes_bytes), dtype=np.uint8)
+    scales, biases = (np.empty((rows, layout.scales_bytes // 2), dtype=np.uint16) for _ in range(2))
+    if not _native.quantize_rows(runner, weights, layout.stored, codes, scales, biases):
         raise _bad_values(name)
     return QuantizedRows(codes, scales.view(np.float16), biases.view(np.float16))
 
 
-def quantize_reference(weights: Weights, bits: int, name: str = "weights") -> QuantizedRows:
+def quantize_reference(weights: Weights, stored: Stored, name: str = "weights") -> QuantizedRows:
     """The definition of `quantize`, in numpy. Each line is one float32 operation, in order.
 
     At 4 bits, for the n real columns of a group (padding takes no part), sums running over them in order:
@@ -111,25 +137,28 @@ def quantize_reference(weights: Weights, bits: int, name: str = "weights") -> Qu
         scale, bias are rounded to float16, and widened again
         q         = clip(round_half_even((w - bias) / scale), 0, top), or 0 where scale is 0
 
-    In a group of zeros that bias keeps the sign of the group's first element. Padding has q = 0.
+    In a group of zeros that bias keeps the sign of the group's first element. Padding has q = 0; a group of
+    padding alone has scale and bias 0.
     At 16 bits the values are rounded to float16, and padding is 0.
     Raises CheckpointError if a value isn't finite as float16.
     """
     rows, cols = weights.shape
-    groups = -(-cols // GROUP_SIZE)
+    layout = RowLayout(cols, *row_format(stored))
+    bits, size = layout.bits, layout.group_size
     if bits == 16:
-        return _half_reference(weights, groups * GROUP_SIZE, name)
-    w = np.zeros((rows, groups * GROUP_SIZE), dtype=np.float32)
+        return _half_reference(weights, layout.padded_cols, name)
+    groups = -(-cols // size)
+    w = np.zeros((rows, groups * size), dtype=np.float32)
     w[:, :cols] = to_float32(weights)
-    w = w.reshape(rows, groups, GROUP_SIZE)
-    real = np.arange(groups * GROUP_SIZE).reshape(groups, GROUP_SIZE) < cols
+    w = w.reshape(rows, groups, size)
+    real = np.arange(groups * size).reshape(groups, size) < cols
     with np.errstate(all="ignore"):
         if not np.isfinite(w.astype(np.float16)).all():
             raise _bad_values(name)
         if bits == 4:
-            fits, rest = [_fit_reference(w[:, : cols // GROUP_SIZE])], cols % GROUP_SIZE
+            fits, rest = [_fit_reference(w[:, : cols // size])], cols % size
             if rest:
-                fits.append(_fit_reference(w[:, cols // GROUP_SIZE :, :rest]))
+                fits.append(_fit_reference(w[:, cols // size :, :rest]))
             scale, bias = (np.concatenate(values, axis=1)[:, :, None] for values in zip(*fits, strict=True))
             q = _codes(w - bias, scale)
         else:
@@ -141,7 +170,9 @@ def quantize_reference(weights: Weights, bits: int, name: str = "weights") -> Qu
             q = np.clip(np.rint((w - bias) / scale), np.float32(0), np.float32(255))
     whole = np.where((scale != 0) & real, q, 0).astype(np.uint8).reshape(rows, -1)
     codes = whole if bits == 8 else (whole[:, 0::2] | whole[:, 1::2] << 4)
-    scales, biases = (x[:, :, 0].astype(np.float16) for x in (scale, bias))
+    codes = np.pad(codes, ((0, 0), (0, layout.codes_bytes - codes.shape[1])))
+    empty = ((0, 0), (0, layout.groups - groups))
+    scales, biases = (np.pad(x[:, :, 0].astype(np.float16), empty) for x in (scale, bias))
     return QuantizedRows(np.ascontiguousarray(codes), scales, biases)
 
 
@@ -210,18 +241,16 @@ def _half_reference(weights: Weights, padded_cols: int, name: str) -> QuantizedR
     return QuantizedRows(half.view(np.uint8), empty, empty)
 
 
-def dequantize(rows: QuantizedRows, bits: int, cols: int) -> NDArray[np.float32]:
+def dequantize(rows: QuantizedRows | SourceCodes, stored: Stored, cols: int) -> NDArray[np.float32]:
     """(R, cols) float32 values of quantised rows."""
+    bits, size, implied = row_format(stored)
     if bits == 16:
         return rows.codes.view(np.float16)[:, :cols].astype(np.float32)
-    return _affine(rows, bits, cols)
-
-
-def _affine(rows: QuantizedRows | SourceCodes, bits: int, cols: int) -> NDArray[np.float32]:
     q = rows.codes
     if bits == 4:
         q = np.stack([q & 15, q >> 4], axis=-1).reshape(len(q), -1)
-    scale, bias = (np.repeat(x.astype(np.float32), GROUP_SIZE, axis=1) for x in (rows.scales, rows.biases))
+    biases = np.float32(-row_format(stored).zero) * rows.scales if implied else rows.biases
+    scale, bias = (np.repeat(x.astype(np.float32), size, axis=1) for x in (rows.scales, biases))
     return (scale * q.astype(np.float32) + bias)[:, :cols]
 
 
@@ -253,18 +282,19 @@ class SquaredError:
         return float(f"{(self.error / self.weight) ** 0.5:.3g}")
 
 
-def sampled_error(source: Weights | SourceCodes, rows: QuantizedRows, bits: int) -> SquaredError:
+def sampled_error(source: Weights | SourceCodes, rows: QuantizedRows, stored: Stored) -> SquaredError:
     """Quantisation error of a few evenly spaced rows; measuring all would take longer than quantising."""
     count = len(rows.codes)
     picks = np.linspace(0, count - 1, min(_SAMPLED_ROWS, count)).astype(np.int64)
     if isinstance(source, SourceCodes):
         taken = SourceCodes(source.codes[picks], source.scales[picks], source.biases[picks])
-        exact = _affine(taken, bits, GROUP_SIZE * taken.scales.shape[1]).astype(np.float64)
+        cols = row_format(stored).group_size * taken.scales.shape[1]
+        exact = dequantize(taken, stored, cols).astype(np.float64)
     else:
         exact = to_float32(source[picks]).astype(np.float64)
     chosen = QuantizedRows(rows.codes[picks], rows.scales[picks], rows.biases[picks])
-    stored = dequantize(chosen, bits, exact.shape[1])
-    return SquaredError(float(np.square(stored - exact).sum()), float(np.square(exact).sum()))
+    found = dequantize(chosen, stored, exact.shape[1])
+    return SquaredError(float(np.square(found - exact).sum()), float(np.square(exact).sum()))
 
 
 def _bad_values(name: str) -> CheckpointError:

@@ -21,7 +21,7 @@ from ondevice.bundle.layout import (
     neuron_file_name,
     resident_tensors,
 )
-from ondevice.config import QuantConfig
+from ondevice.config import MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
 from ondevice.converters.quantize import SourceCodes, Weights, to_float32
@@ -39,40 +39,43 @@ class Block:
 
     file: the bundle file that they go to. tensor: the resident tensor, without `.codes`, or `records`.
     sources: the checkpoint's names of `rows`. kinds: attention, down, embedding, gate, head, per_layer or up,
-    for each of a matrix. rows: each (n, columns) in the stored type, or the checkpoint's own codes of n rows;
-    a vector is (n,) float32. nbytes: checkpoint bytes of them. last: true for the last block of the tensor.
+    for each of a matrix. formats: how each matrix is stored. rows: each (n, columns) in the stored type, or
+    the checkpoint's own codes of n rows; a vector is (n,) float32. nbytes: checkpoint bytes of them. last:
+    true for the last block of the tensor.
     """
 
     file: str
     tensor: str
     sources: tuple[str, ...]
     kinds: tuple[str, ...]
+    formats: tuple[RowFormat, ...]
     rows: tuple[Weights | SourceCodes, ...]
     nbytes: int
     last: bool = True
 
 
 def read_blocks(
-    checkpoint: Checkpoint, wanted: Callable[[str, str], bool], bits: int
+    checkpoint: Checkpoint, wanted: Callable[[str, str], bool], quant: QuantConfig
 ) -> Generator[Block, None, None]:
     """Neurons and their gates by layer, then the embedding and per-layer rows, then the resident tensors.
 
     wanted: gets a bundle file and a resident tensor (or `records`), and returns true if it is to be read.
-    bits: bits per weight of the bundle, for which the checkpoint's own codes are taken where they fit.
+    quant: how the bundle stores weights. The checkpoint's own codes are taken where they fit.
     """
     for layer in range(checkpoint.config.num_layers):
         if wanted(neuron_file_name(layer), RECORDS_TENSOR):
-            yield from _neurons(checkpoint, layer, bits)
+            yield from _neurons(checkpoint, layer, quant)
         if checkpoint.config.zeros_gates and wanted(gate_file_name(layer), RECORDS_TENSOR):
             gate = checkpoint.tensors[names.LayerNames(layer).gate]
-            yield from _matrix(gate_file_name(layer), RECORDS_TENSOR, "gate", [gate], bits)
+            stored = quant.of("feed_forward")
+            yield from _matrix(gate_file_name(layer), RECORDS_TENSOR, "gate", [gate], stored)
     if wanted(EMBEDDING, RECORDS_TENSOR):
         embedding = checkpoint.tensors[names.EMBEDDING]
-        yield from _matrix(EMBEDDING, RECORDS_TENSOR, "embedding", [embedding], bits)
+        yield from _matrix(EMBEDDING, RECORDS_TENSOR, "embedding", [embedding], quant.of("embedding"))
     if checkpoint.config.per_layer_width and wanted(PER_LAYER, RECORDS_TENSOR):
         rows = checkpoint.tensors[names.PER_LAYER]
-        yield from _matrix(PER_LAYER, RECORDS_TENSOR, "per_layer", [rows], bits)
-    specs = resident_tensors(checkpoint.config, QuantConfig(16))
+        yield from _matrix(PER_LAYER, RECORDS_TENSOR, "per_layer", [rows], quant.down)
+    specs = resident_tensors(checkpoint.config, quant)
     for tensor, sources in resident_sources(checkpoint):
         if not wanted(RESIDENT, tensor):
             continue
@@ -81,9 +84,19 @@ def read_blocks(
         elif len(sources[0].shape) == 1:
             vector = np.concatenate([source.vector() for source in sources])
             nbytes = sum(source.nbytes for source in sources)
-            yield Block(RESIDENT, tensor, tuple(source.name for source in sources), (), (vector,), nbytes)
+            yield Block(RESIDENT, tensor, tuple(source.name for source in sources), (), (), (vector,), nbytes)
         else:
-            yield from _matrix(RESIDENT, tensor, "head" if tensor == "head" else "attention", sources, bits)
+            kind, stored = matrix_kind(tensor), quant.down
+            if kind is not None:
+                stored = quant.of(kind)
+            name = "head" if kind == "head" else "attention"
+            yield from _matrix(RESIDENT, tensor, name, sources, stored)
+
+
+def matrix_kind(tensor: str) -> MatrixKind | None:
+    """The kind of a resident matrix, by its name without `.codes`; None for one that few models have."""
+    kinds: dict[str, MatrixKind] = {"head": "head", "attention.qkv": "qkv", "attention.out": "out"}
+    return kinds.get(".".join(tensor.split(".")[2:]) or tensor)
 
 
 def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceTensor]]]:
@@ -102,6 +115,8 @@ def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceT
         for which, size in zip("qk", config.head_norm_sizes(spec), strict=True):
             if size:
                 yield f"{prefix}.attention.{which}_norm.weight", [tensors[name.head_norm(which)]]
+                if spec.attention.head_norm_bias:
+                    yield f"{prefix}.attention.{which}_norm.bias", [tensors[name.head_norm_bias(which)]]
         yield f"{prefix}.attention.out", [tensors[name.projection("o")]]
         if spec.attention.output_bias:
             yield f"{prefix}.attention.out.bias", [tensors[name.projection_bias("o")]]
@@ -124,6 +139,8 @@ def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceT
         yield "final_norm.bias", [tensors[names.FINAL_NORM_BIAS]]
     if not config.tie_embeddings:
         yield "head", [tensors[names.HEAD]]
+    if config.head_bias:
+        yield "head.bias", [tensors[names.HEAD_BIAS]]
 
 
 def _norm(
@@ -142,10 +159,11 @@ def held_matrix_bytes(checkpoint: Checkpoint) -> int:
     return max(down.nbytes if down.values_nbytes > DOWN_BLOCK_BYTES else 0 for down in downs)
 
 
-def _neurons(checkpoint: Checkpoint, layer: int, bits: int) -> Iterator[Block]:
+def _neurons(checkpoint: Checkpoint, layer: int, quant: QuantConfig) -> Iterator[Block]:
     found = names.LayerNames(layer).neurons(checkpoint.config.layers[layer])
     *by_rows, down = (checkpoint.tensors[name] for name in found)
     sources = (*(source.name for source in by_rows), down.name)
+    stored = quant.of("feed_forward")
     kinds = ("gate", "up", "down") if len(by_rows) == 2 else ("gate", "down")
     neurons = down.shape[1]
     step = _rows_per_block(by_rows[0])
@@ -155,28 +173,31 @@ def _neurons(checkpoint: Checkpoint, layer: int, bits: int) -> Iterator[Block]:
         for start in range(first, first + columns.shape[1], step):
             stop = min(start + step, neurons)
             down_rows = columns[:, start - first : stop - first].T
-            rows = (*(_rows(source, start, stop, bits) for source in by_rows), down_rows)
+            rows = (*(_rows(source, start, stop, stored) for source in by_rows), down_rows)
             nbytes = sum(_share(source, start, stop, neurons) for source in (*by_rows, down))
             yield Block(
                 neuron_file_name(layer),
                 RECORDS_TENSOR,
                 sources,
                 kinds,
+                (*(stored for _ in by_rows), quant.down),
                 rows,
                 nbytes,
                 stop == neurons,
             )
 
 
-def _matrix(file: str, tensor: str, kind: str, sources: Sequence[SourceTensor], bits: int) -> Iterator[Block]:
+def _matrix(
+    file: str, tensor: str, kind: str, sources: Sequence[SourceTensor], stored: RowFormat
+) -> Iterator[Block]:
     for source in sources:
         step = _rows_per_block(source)
         for start in range(0, source.shape[0], step):
             stop = min(start + step, source.shape[0])
             last = source is sources[-1] and stop == source.shape[0]
             nbytes = _share(source, start, stop, source.shape[0])
-            rows = _rows(source, start, stop, bits)
-            yield Block(file, tensor, (source.name,), (kind,), (rows,), nbytes, last)
+            rows = _rows(source, start, stop, stored)
+            yield Block(file, tensor, (source.name,), (kind,), (stored,), (rows,), nbytes, last)
 
 
 def _values(tensor: str, source: SourceTensor) -> Iterator[Block]:
@@ -186,11 +207,11 @@ def _values(tensor: str, source: SourceTensor) -> Iterator[Block]:
         stop = min(start + step, count)
         values = to_float32(source.rows(start, stop)).reshape(-1)
         nbytes = _share(source, start, stop, count)
-        yield Block(RESIDENT, tensor, (source.name,), (), (values,), nbytes, stop == count)
+        yield Block(RESIDENT, tensor, (source.name,), (), (), (values,), nbytes, stop == count)
 
 
-def _rows(source: SourceTensor, start: int, stop: int, bits: int) -> Weights | SourceCodes:
-    codes = source.quantised_rows(start, stop, bits)
+def _rows(source: SourceTensor, start: int, stop: int, stored: RowFormat) -> Weights | SourceCodes:
+    codes = source.quantised_rows(start, stop, stored)
     return source.rows(start, stop) if codes is None else codes
 
 

@@ -32,6 +32,7 @@ from ondevice.model.loading import (
     bundle_files,
     embedding_records,
     feed_forward_biases,
+    head_part,
     layer_parts,
     layer_weights,
     loaded_norm,
@@ -39,7 +40,7 @@ from ondevice.model.loading import (
     norm_parts,
     position_parts,
 )
-from ondevice.model.parts import MatrixPart, Part, Rows, part_tasks
+from ondevice.model.parts import Part, part_tasks
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.transformer import Transformer
 from ondevice.model.weights import ModelWeights
@@ -74,7 +75,7 @@ def trial_logits(bundle: Bundle, tokens: Sequence[int]) -> Float32:
     """(T, V) logits of a text of T tokens, equal to those of the loaded model. Raises BundleError."""
     runner = make_runner(usable_cores())
     with FlashReader(bundle_files(bundle)) as reader:
-        resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE, bundle.quant.bits)
+        resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE)
         x: Float32 | None = None
         for layer in range(bundle.config.num_layers):
             x = _through_layer(bundle, reader, resident, runner, layer, tokens, x)
@@ -108,7 +109,7 @@ def _through_layer(
         loaded = _loaded(backend, layer_parts(bundle, resident, layer))
         feed_forward = backend.load_feed_forward(0, source, biases=feed_forward_biases(loaded))
         feed_forward.neurons = _Pieces(source, neurons)
-        weights = layer_weights(backend, config, 0, loaded, feed_forward)
+        weights = layer_weights(backend, config, config.layers[0], loaded, feed_forward)
         embedding = backend.load_embedding(embedding_records(bundle, reader))
         positions = None
         if x is None:
@@ -136,21 +137,22 @@ def _logits(
     bundle: Bundle, reader: FlashReader, resident: TensorFile, runner: _native.Runner, x: Float32
 ) -> Iterator[Float32]:
     """(T, V) logits of the last layer's output x (T, D), as pieces of a few columns."""
-    config, bits = bundle.config, bundle.quant.bits
-    rows: Rows = partial(resident.rows, "head")
-    if config.tie_embeddings:
-        rows = embedding_records(bundle, reader).rows
-    count = max(1, PIECE_BYTES // RowLayout(config.hidden_size, bits).nbytes)
+    config = bundle.config
+    head = head_part(bundle, resident, embedding_records(bundle, reader))
+    biases = resident.vector("head.bias") if config.head_bias else None
+    count = max(1, PIECE_BYTES // RowLayout(config.hidden_size, *head.stored).nbytes)
     for first in range(0, config.vocab_size, count):
 
         def piece(row0: int, number: int, first: int = first) -> RowChunk:
-            return rows(first + row0, number)._replace(row0=row0)
+            return head.rows(first + row0, number)._replace(row0=row0)
 
         backend = CpuBackend(runner, segment_neurons=BLOCK_NEURONS, piece_neurons=BLOCK_NEURONS)
         with closing(backend):
             number = min(count, config.vocab_size - first)
             norm = norm_parts(config, resident, "final_norm")
-            loaded = _loaded(backend, [*norm, MatrixPart("head", number, config.hidden_size, bits, piece)])
+            bias = None if biases is None else partial(biases.__getitem__, slice(first, first + number))
+            part = replace(head, num_rows=number, rows=piece, bias=bias)
+            loaded = _loaded(backend, [*norm, part])
             logits = backend.linear(x, loaded["head"], loaded_norm(config, loaded, "final_norm"))
             cap = config.logit_soft_cap
             yield np.array(backend.soft_cap(logits, cap) if cap else logits)

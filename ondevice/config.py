@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypedDict, get_args, get_origin, get_type_hints
 
 from ondevice.errors import UsageError
 from ondevice.model_config import SIZE_LIMITS
@@ -38,11 +38,48 @@ def is_target(share: float) -> bool:
     return 0.0 < share < 1.0
 
 
-@dataclass(frozen=True)
-class QuantConfig:
-    """Weight format. 4 or 8 bits: group-affine, `w = scale * q + bias`, groups of 64. 16 bits: float16."""
+class RowFormat(NamedTuple):
+    """How rows of weights are stored: `w = scale * q + bias` at 4 and 8 bits, float16 values at 16.
+
+    group_size: elements that share a scale and a bias. implied_bias: biases aren't stored; they are
+    `-zero * scale`. 16 bits have neither.
+    """
 
     bits: Literal[4, 8, 16] = 4
+    group_size: Literal[32, 64] = 64
+    implied_bias: bool = False
+
+    @property
+    def zero(self) -> int:
+        """The code of 0 where the bias is implied."""
+        return 1 << (self.bits - 1)
+
+
+MatrixKind = Literal["qkv", "out", "head", "embedding", "feed_forward"]
+"""Matrices that are stored alike in every layer. `feed_forward` has neurons' gate and up rows; a tied head is
+the embedding."""
+MATRIX_KINDS: tuple[MatrixKind, ...] = get_args(MatrixKind)
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """How a model's weights are stored: with `bits` bits in groups of 64, but for what `formats` names.
+
+    formats: those of kinds of matrices that differ, in the order of MATRIX_KINDS. That of the feed-forward
+    blocks has `bits` bits too, as down rows always have them in groups of 64. There are none at 16 bits.
+    """
+
+    bits: Literal[4, 8, 16] = 4
+    formats: tuple[tuple[MatrixKind, RowFormat], ...] = ()
+
+    def of(self, kind: MatrixKind) -> RowFormat:
+        """The format of this kind of matrix."""
+        return dict(self.formats).get(kind, self.down)
+
+    @property
+    def down(self) -> RowFormat:
+        """The format of down rows, and of all that `formats` doesn't name."""
+        return RowFormat(self.bits)
 
     @property
     def name(self) -> str:

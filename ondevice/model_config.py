@@ -19,8 +19,9 @@ ZEROING: tuple[Activation, ...] = ("relu", "relu2", "fatrelu")
 """Activations that turn gates into exact zeros, so that their neurons add nothing."""
 ZEROING_NAMES = f"{', '.join(ZEROING[:-1])} or {ZEROING[-1]}"
 UpActivation = Literal["none", "relu"]
-HeadNorm = Literal["none", "head", "projection"]
-"""What is normed between projection and rotary embedding: nothing, each head, or all heads as one vector."""
+HeadNorm = Literal["none", "head", "projection", "layer"]
+"""What is normed before rotary embedding: nothing; each head, or all heads as one vector, by its
+root mean square; or each head by a LayerNorm with weights and biases of its own."""
 NormKind = Literal["rms", "layer"]
 NormPlaces = Literal["before", "after", "both"]
 """Where a block's norms stand: on its input, on its output before it joins the residual, or on both."""
@@ -50,6 +51,11 @@ class RopeSpec:
             raise UnsupportedModelError("rotary frequencies must be from 0 to 1 radian per position")
         _check_factor("rope magnitude", self.magnitude)
 
+    @property
+    def turning(self) -> int:
+        """Number of a head's dimensions that are turned."""
+        return 2 * sum(frequency > 0 for frequency in self.frequencies)
+
 
 @dataclass(frozen=True)
 class NormSpec:
@@ -77,7 +83,7 @@ class AttentionSpec:
         rope: index into the model's `ropes`.
         window: number of tokens that a query sees, its own included; 0: all.
         soft_cap: if not 0, scores s become soft_cap * tanh(s / soft_cap).
-        head_norm: the RMS norms of queries and keys.
+        head_norm: the norms of queries and keys.
         bias, output_bias: whether the projections of queries, keys and values, and that of the output, have
             one.
         value_norm: whether each head's values have an RMS norm without a weight. Only with a `head_norm` of
@@ -112,6 +118,11 @@ class AttentionSpec:
     def has_norms(self) -> bool:
         """Whether queries are normed, and keys where the layer has its own."""
         return self.head_norm != "none"
+
+    @property
+    def head_norm_bias(self) -> bool:
+        """Whether the norms of queries and keys have biases."""
+        return self.head_norm == "layer"
 
 
 @dataclass(frozen=True)
@@ -230,7 +241,7 @@ class ModelConfig:
         architecture: the family's name, for people.
         hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size: sizes of all layers.
         max_context: most tokens that the model was made for.
-        norm: the form of all norms but those of heads.
+        norm: the form of all norms but those of heads, which share its eps.
         ropes: the rotary embeddings that layers refer to.
         layers: one description for each layer.
         embedding_multiplier: factor of the embedding, a float32 value.
@@ -243,6 +254,7 @@ class ModelConfig:
             where input is the row plus norm(projection @ embedding).
         residual_copies: if not 1, there are so many residuals of which one goes through each layer, and the
             others follow it (alternating updates, AltUp, arXiv 2301.13310); see `model/altup.py`.
+        head_bias: whether the output head has a bias.
     """
 
     architecture: str
@@ -262,6 +274,7 @@ class ModelConfig:
     learned_positions: bool = False
     per_layer_width: int = 0
     residual_copies: int = 1
+    head_bias: bool = False
 
     def __post_init__(self) -> None:
         for name, limit in SIZE_LIMITS.items():
@@ -388,7 +401,7 @@ class ModelConfig:
                 return 0, 0
             case "head":
                 return self.head_dim, 0 if layer.attention.keys_of is not None else self.head_dim
-            case "projection":
+            case "projection" | "layer":
                 return self.query_size, self.kv_size
 
     @property
@@ -399,8 +412,9 @@ class ModelConfig:
     @property
     def vectors_size(self) -> int:
         """Number of values of all norms, biases, learned positions and other float32 weights."""
-        found = sum(prod(weight.shape) for weight in self.model_weights if not weight.quantised)
-        return sum(map(self.vector_size, self.layers)) + self.norm_size + self.positions_size + found
+        others = sum(prod(weight.shape) for weight in self.model_weights if not weight.quantised)
+        others += self.norm_size + self.positions_size + self.head_bias * self.vocab_size
+        return sum(map(self.vector_size, self.layers)) + others
 
     @property
     def model_weights(self) -> tuple[WeightShape, ...]:
@@ -482,8 +496,9 @@ class ModelConfig:
         biases = layer.attention.bias * self.qkv_rows(layer) + layer.attention.output_bias * self.hidden_size
         feed_forward = layer.feed_forward
         biases += feed_forward.bias * self.intermediate_size + feed_forward.output_bias * self.hidden_size
+        head_norms = sum(self.head_norm_sizes(layer)) * (2 if layer.attention.head_norm_bias else 1)
         others = sum(prod(weight.shape) for weight in self.layer_weights(layer) if not weight.quantised)
-        return norms + biases + others + sum(self.head_norm_sizes(layer))
+        return norms + biases + others + head_norms
 
 
 SIZE_LIMITS = {

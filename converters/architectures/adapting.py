@@ -9,7 +9,7 @@ import numpy as np
 
 from ondevice.converters.architectures.common import Tensors
 from ondevice.converters.architectures.tensors import FINAL_NORM, LayerNames
-from ondevice.converters.checkpoints.views import RowsOf, Scaled, head_rows
+from ondevice.converters.checkpoints.views import Joined, RowsOf, Scaled, head_rows
 from ondevice.errors import CheckpointError
 from ondevice.model_config import ModelConfig
 
@@ -88,7 +88,8 @@ def in_halves(tensors: Tensors, config: ModelConfig, interleaved: bool = False) 
     for layer in range(config.num_layers):
         name = LayerNames(layer)
         for which, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
-            for tensor in (name.projection(which), name.projection_bias(which), name.head_norm(which)):
+            norm, norm_bias = name.head_norm(which), name.head_norm_bias(which)
+            for tensor in (name.projection(which), name.projection_bias(which), norm, norm_bias):
                 if tensor not in found:
                     continue
                 source = found[tensor]
@@ -98,6 +99,76 @@ def in_halves(tensors: Tensors, config: ModelConfig, interleaved: bool = False) 
                         f"{tensor} has shape {list(source.shape)}; config.json asks for {heads * width} rows"
                     )
                 found[tensor] = RowsOf(tensor, source, head_rows(count, order), len(order))
+    return found
+
+
+def split_grouped(tensors: Tensors, config: ModelConfig, name: str) -> Tensors:
+    """Each layer's fused projection `name` apart, in which a key-value head's queries, key and value lie side
+    by side: [KVH, H / KVH + 2, Dh]. Raises CheckpointError if it has another number of rows.
+    """
+    heads, width = config.num_kv_heads, config.head_dim
+    group = config.num_heads // heads
+    rows = np.arange(config.qkv_size).reshape(heads, group + 2, width)
+    picks = {"q": rows[:, :group], "k": rows[:, group], "v": rows[:, group + 1]}
+    found = dict(tensors)
+    for layer in range(config.num_layers):
+        for kind in ("weight", "bias"):
+            fused = found.pop(f"model.layers.{layer}.{name}.{kind}", None)
+            if fused is None:
+                continue
+            if not fused.shape or fused.shape[0] != config.qkv_size:
+                raise CheckpointError(
+                    f"{fused.name} has shape {list(fused.shape)}; config.json asks for {config.qkv_size} "
+                    "rows; take config.json and the weights from the same repository"
+                )
+            for which, chosen in picks.items():
+                new = f"model.layers.{layer}.self_attn.{which}_proj.{kind}"
+                found[new] = RowsOf(new, fused, chosen.reshape(-1))
+    return found
+
+
+def one_norm_for_both(tensors: Tensors, config: ModelConfig) -> Tensors:
+    """Blocks side by side that read one norm: it stands as each one's."""
+    found = dict(tensors)
+    for layer, spec in enumerate(config.layers):
+        name = LayerNames(layer)
+        for norm in (name.norm, name.norm_bias) if spec.parallel else ():
+            if norm("attention_norm") in found:
+                found.setdefault(norm("feed_forward_norm"), found[norm("attention_norm")])
+    return found
+
+
+def norms_of_each_head(tensors: Tensors, config: ModelConfig) -> Tensors:
+    """Norms of queries and keys for every head by itself, with biases.
+
+    A checkpoint has one for all heads (`q_layernorm.weight`), or one for each (`q_layernorm.norms.0.weight`
+    and so on); without biases, these are 0.
+    """
+    found = dict(tensors)
+    for layer in range(config.num_layers):
+        name = LayerNames(layer)
+        for which, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
+            stem = f"model.layers.{layer}.self_attn.{which}_layernorm"
+            for kind, new in (("weight", name.head_norm(which)), ("bias", name.head_norm_bias(which))):
+                shared = found.pop(f"{stem}.{kind}", None)
+                each = [found.pop(f"{stem}.norms.{head}.{kind}", None) for head in range(heads)]
+                own = [tensor for tensor in each if tensor is not None]
+                if shared is not None and shared.shape == (config.head_dim,):
+                    found[new] = Joined(new, (shared,) * heads)
+                elif len(own) == heads and all(tensor.shape == (config.head_dim,) for tensor in own):
+                    found[new] = Joined(new, tuple(own))
+            weight, bias = name.head_norm(which), name.head_norm_bias(which)
+            if weight in found and bias not in found:
+                found[bias] = Scaled(bias, found[weight], factor=0.0)
+    return found
+
+
+def under_model(tensors: Tensors, prefixes: Mapping[str, str]) -> Tensors:
+    """The tensors by new names. prefixes: beginning of a name to what stands in its place."""
+    found = {}
+    for name, tensor in tensors.items():
+        old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+        found[prefixes.get(old, "") + name.removeprefix(old)] = tensor
     return found
 
 

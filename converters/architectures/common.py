@@ -100,16 +100,16 @@ def read_sizes(
     head_dim: int | None = None,
     heads: int | None = None,
     vocab_size: int | None = None,
-    intermediate_key: str = "intermediate_size",
+    neurons: tuple[str, int | None] = ("intermediate_size", None),
 ) -> Sizes:
     """Sizes from `config.json`.
 
     Args:
         reader: of `config.json`.
         max_context, heads, vocab_size: the family's values for missing keys; None: there must be one.
+        neurons: the key of the number of neurons, and likewise its value.
         kv_heads, head_dim: likewise. None or a null key means as many key-value heads as heads, and
             hidden_size / heads.
-        intermediate_key: the key of the number of neurons.
     """
     hidden_size = reader.integer("hidden_size")
     num_heads = reader.integer("num_attention_heads", heads)
@@ -135,7 +135,7 @@ def read_sizes(
         num_heads,
         kv_heads,
         head_dim,
-        reader.integer(intermediate_key),
+        reader.integer(*neurons),
         reader.integer("vocab_size", vocab_size),
         reader.integer("max_position_embeddings", max_context),
     )
@@ -323,6 +323,21 @@ def read_llama(
         norm=NormSpec("rms", reader.number("rms_norm_eps", 1e-6)),
         tie_embeddings=reader.boolean("tie_word_embeddings", False),
     )
+
+
+def check_code(reader: ConfigReader, module: str) -> None:
+    """Raises UnsupportedModelError if `auto_map` names code other than the family's own.
+
+    That code is never run: `transformers` computes the same. module: the end of its files' names, as in
+    `modeling_phi3`.
+    """
+    code = reader.section("auto_map") or {}
+    own = (f"configuration_{module}.", f"modeling_{module}.")
+    for key, value in code.items():
+        if key != "AutoTokenizer" and not str(value).rpartition("--")[2].startswith(own):
+            raise UnsupportedModelError(
+                f"config.json: auto_map is {shown(code)}, which isn't {module}'s own code"
+            )
 
 
 def read_windows(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ _NAMES = {f"{old}.{end}": f"{new}.{end}" for old, new in _MODULES.items() for en
 
 
 def _read(reader: ConfigReader) -> Description:
-    sizes = read_sizes(reader, max_context=2048, heads=12, vocab_size=50272, intermediate_key="ffn_dim")
+    sizes = read_sizes(reader, max_context=2048, heads=12, vocab_size=50272, neurons=("ffn_dim", None))
     if not reader.boolean("do_layer_norm_before", True):
         raise UnsupportedModelError(
             "config.json: do_layer_norm_before is false, as in OPT-350m, whose norms follow the residual; "

@@ -11,23 +11,16 @@ from ondevice.converters.architectures.common import (
     Family,
     Tensors,
     alike,
+    check_code,
     check_window,
     decoder,
     read_activation,
     read_sizes,
     score_scale,
 )
-from ondevice.converters.architectures.config_reader import ConfigReader, shown
+from ondevice.converters.architectures.config_reader import ConfigReader
 from ondevice.converters.architectures.rotary import read_rope
-from ondevice.errors import UnsupportedModelError
 from ondevice.model_config import AttentionSpec, ModelConfig, NormSpec
-
-OWN_CODE = {
-    "AutoConfig": "configuration_phi3.Phi3Config",
-    "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
-}
-"""Code beside the authors' own files. It is never run: `transformers` computes the same."""
-TOKENIZER = "AutoTokenizer"
 
 
 def _read(reader: ConfigReader) -> Description:
@@ -38,9 +31,7 @@ def _read(reader: ConfigReader) -> Description:
         # Longer texts would need other frequencies from their first token on.
         sizes = replace(sizes, max_context=original)
     reader.number("embd_pdrop", 0.0)
-    code = reader.section("auto_map") or {}
-    if any(OWN_CODE.get(key) != name for key, name in code.items() if key != TOKENIZER):
-        raise UnsupportedModelError(f"config.json: auto_map is {shown(code)}, which isn't Phi-3's own code")
+    check_code(reader, "phi3")
     for key in ("interpolate_factor", "full_attn_mod"):
         reader.only(key, 1)
     window = 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ondevice.converters.architectures.bamboo import BAMBOO
 from ondevice.converters.architectures.common import Description, Tensors
 from ondevice.converters.architectures.config_reader import HARMLESS_KEYS, ConfigReader, shown
+from ondevice.converters.architectures.falcon import FALCON
 from ondevice.converters.architectures.gemma import GEMMA, GEMMA2, GEMMA3
 from ondevice.converters.architectures.gemma3n import GEMMA3N
 from ondevice.converters.architectures.glm4 import GLM4
@@ -21,8 +23,11 @@ from ondevice.converters.architectures.multimodal import (
     text_tensors,
     text_values,
 )
+from ondevice.converters.architectures.nemotron import NEMOTRON
 from ondevice.converters.architectures.olmo2 import OLMO2
 from ondevice.converters.architectures.opt import OPT
+from ondevice.converters.architectures.persimmon import PERSIMMON
+from ondevice.converters.architectures.phi import PHI
 from ondevice.converters.architectures.phi3 import PHI3
 from ondevice.converters.architectures.qwen2 import QWEN2
 from ondevice.converters.architectures.qwen3 import QWEN3
@@ -49,6 +54,10 @@ _ALL = (
     SPARSE_LLAMA,
     BAMBOO,
     OPT,
+    FALCON,
+    PHI,
+    PERSIMMON,
+    NEMOTRON,
 )
 FAMILIES = {family.model_type: family for family in _ALL}
 
@@ -77,7 +86,19 @@ def describe(values: Mapping[str, Any]) -> Description:
     reader.only("is_encoder_decoder", False)
     description = family.read(reader)
     reader.close(HARMLESS_KEYS)
-    return description
+    return replace(description, notes=(*description.notes, *_rope_notes(values, description.config)))
+
+
+def _rope_notes(values: Mapping[str, Any], config: ModelConfig) -> tuple[str, ...]:
+    """A note if rotary frequencies are `dynamic`: they change where a text outgrows the context."""
+    for key in ("rope_parameters", "rope_scaling"):
+        part = values.get(key)
+        if isinstance(part, dict) and "dynamic" in (part.get("rope_type"), part.get("type")):
+            return (
+                f"its context ends at {config.max_context} tokens: keys of longer texts would need other "
+                "rotary frequencies from their first token on",
+            )
+    return ()
 
 
 def _describe_text(family: Multimodal, values: Mapping[str, Any]) -> Description:

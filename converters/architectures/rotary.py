@@ -182,6 +182,10 @@ def _read_scaling(rope: ConfigReader, kind: str, original: int, max_context: int
     match kind:
         case "default":
             return None
+        case "dynamic":
+            # Frequencies change where a text outgrows the model's context, which none does here.
+            rope.number("factor")
+            return None
         case "linear":
             return RopeScaling("linear", rope.number("factor"))
         case "llama3":
@@ -192,7 +196,7 @@ def _read_scaling(rope: ConfigReader, kind: str, original: int, max_context: int
         case "longrope" | "su":
             return _longrope(rope, original, max_context)
     raise UnsupportedModelError(
-        f"{rope.where}: {shown(kind)} is not one of default, linear, llama3, yarn, longrope"
+        f"{rope.where}: {shown(kind)} is not one of default, dynamic, linear, llama3, yarn, longrope"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from ondevice.converters.architectures.adapting import in_halves
+from ondevice.converters.architectures.adapting import in_halves, norms_of_each_head, one_norm_for_both
 from ondevice.converters.architectures.common import (
     Description,
     Family,
@@ -18,15 +18,18 @@ from ondevice.converters.architectures.common import (
 )
 from ondevice.converters.architectures.config_reader import ConfigReader
 from ondevice.converters.architectures.rotary import read_rope
-from ondevice.converters.architectures.tensors import LayerNames
 from ondevice.model_config import AttentionSpec, ModelConfig, NormSpec
 
 
 def _read(reader: ConfigReader) -> Description:
     sizes = read_sizes(reader, max_context=4096, kv_heads=32)
-    reader.only("qk_layernorm", False)
+    normed = reader.boolean("qk_layernorm", False)
     parallel = reader.boolean("use_parallel_residual", False)
-    attention = AttentionSpec(score_scale(sizes.head_dim), bias=reader.boolean("use_qkv_bias", False))
+    attention = AttentionSpec(
+        score_scale(sizes.head_dim),
+        head_norm="layer" if normed else "none",
+        bias=reader.boolean("use_qkv_bias", False),
+    )
     layers = [
         replace(layer, parallel=parallel)
         for layer in alike(sizes.num_layers, attention, read_activation(reader))
@@ -43,14 +46,8 @@ def _read(reader: ConfigReader) -> Description:
 
 
 def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
-    found = dict(tensors)
-    for layer, spec in enumerate(config.layers):
-        name = LayerNames(layer)
-        # Blocks side by side have one norm, which both read.
-        for norm in (name.norm, name.norm_bias) if spec.parallel else ():
-            if norm("attention_norm") in found:
-                found.setdefault(norm("feed_forward_norm"), found[norm("attention_norm")])
-    return in_halves(found, config)
+    tensors = norms_of_each_head(one_norm_for_both(tensors, config), config)
+    return in_halves(tensors, config)
 
 
 STABLELM = Family("stablelm", "StableLmForCausalLM", _read)

@@ -16,6 +16,7 @@ EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 FINAL_NORM_BIAS = "model.norm.bias"
 HEAD = "lm_head.weight"
+HEAD_BIAS = "lm_head.bias"
 POSITIONS = "model.embed_positions.weight"
 """A row for each position, the first for that of a text's first token."""
 PER_LAYER = "model.embed_tokens_per_layer.weight"
@@ -47,6 +48,9 @@ class LayerNames:
     def head_norm(self, which: str) -> str:
         """Norm of q or k, over each head or over the whole projection."""
         return f"model.layers.{self.layer}.self_attn.{which}_norm.weight"
+
+    def head_norm_bias(self, which: str) -> str:
+        return f"model.layers.{self.layer}.self_attn.{which}_norm.bias"
 
     @property
     def gate(self) -> str:
@@ -119,6 +123,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         for which, size in zip("qk", config.head_norm_sizes(spec), strict=True):
             if size:
                 shapes[name.head_norm(which)] = (size,)
+                if spec.attention.head_norm_bias:
+                    shapes[name.head_norm_bias(which)] = (size,)
         shapes |= {name.gate: (inner, hidden), name.down: (hidden, inner)}
         if spec.feed_forward.gated:
             shapes[name.up] = (inner, hidden)
@@ -135,4 +141,6 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[FINAL_NORM_BIAS] = (hidden,)
     if not config.tie_embeddings:
         shapes[HEAD] = (config.vocab_size, hidden)
+    if config.head_bias:
+        shapes[HEAD_BIAS] = (config.vocab_size,)
     return shapes

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.bundle.manifest import TokenizerInfo
+from ondevice.config import RowFormat
 from ondevice.converters.quantize import SourceCodes, Weights, to_float32
 from ondevice.errors import CheckpointError, reading_failed
 from ondevice.model_config import ModelConfig
@@ -149,8 +150,13 @@ class SourceTensor(Protocol):
         """Columns [start, stop) of a matrix, (R, stop - start), in the types of `rows`."""
         ...
 
-    def quantised_rows(self, start: int, stop: int, bits: int) -> SourceCodes | None:
-        """The codes of rows [start, stop) for a bundle of `bits` bits, or None where these can't be kept.
+    @property
+    def code_format(self) -> RowFormat | None:
+        """The narrowest format that holds its codes as they are, or None."""
+        ...
+
+    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+        """The codes of rows [start, stop) in the format `stored`, or None where these can't be kept.
 
         None is the answer for the whole tensor: it doesn't depend on the rows.
         """
@@ -216,7 +222,11 @@ class StoredTensor:
         self.file.read_columns(self.offset + self._itemsize * start, self._itemsize * cols, out)
         return out
 
-    def quantised_rows(self, start: int, stop: int, bits: int) -> SourceCodes | None:
+    @property
+    def code_format(self) -> RowFormat | None:
+        return None
+
+    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         return None
 
     def vector(self) -> NDArray[np.float32]:
@@ -243,7 +253,7 @@ class StoredTensor:
 
 def in_halves(rows: Weights, head_dim: int) -> Weights:
     """Rows of whole heads, (R, C) or (R,), from the order of pairs (2i, 2i + 1) to (i, i + head_dim / 2)."""
-    heads = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    heads = rows.reshape(len(rows) // head_dim, head_dim // 2, 2, *rows.shape[1:])
     return heads.swapaxes(1, 2).reshape(rows.shape)
 
 

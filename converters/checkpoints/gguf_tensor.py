@@ -13,10 +13,12 @@ from typing import cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.bundle.layout import RowLayout
+from ondevice.config import RowFormat
 from ondevice.converters.checkpoints.base import SourceFile, SourceTensor, StoredTensor, StoredType, in_halves
-from ondevice.converters.checkpoints.gguf_codecs import DECODERS, decode
+from ondevice.converters.checkpoints.gguf_codecs import CODE_FORMATS, DECODERS, decode, unpack
 from ondevice.converters.checkpoints.gguf_file import TensorEntry, TensorType
-from ondevice.converters.quantize import SourceCodes
+from ondevice.converters.quantize import SourceCodes, padded_codes
 from ondevice.errors import CheckpointError, UnsupportedModelError
 
 _READ_BYTES = 1 << 20
@@ -109,9 +111,36 @@ class QuantizedTensor:
             out[row : row + count] = values[:count, start - first * block : stop - first * block]
         return out
 
-    def quantised_rows(self, start: int, stop: int, bits: int) -> SourceCodes | None:
-        """None: its groups of 16 or 32 aren't those of a bundle."""
-        return None
+    @property
+    def code_format(self) -> RowFormat | None:
+        return CODE_FORMATS.get(self.type.name)
+
+    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+        """Codes are kept in groups of 32, at their own bits or, as the same numbers, at more."""
+        own = self.code_format
+        if own is None or stored.bits == 16 or own.bits > stored.bits or stored.group_size != 32:
+            return None
+        if stored.implied_bias and not own.implied_bias:
+            return None
+        size = self.interleaved_head_dim or 1
+        first, last = start // size * size, -(-stop // size) * size
+        rows = last - first
+        read = np.empty((rows, self._row_bytes), dtype=np.uint8)
+        self.file.read_into(self.offset + first * self._row_bytes, read)
+        codes, scales, biases = unpack(self.type.name, read.reshape(-1, self.type.nbytes))
+        codes, scales = codes.reshape(rows, -1), scales.reshape(rows, -1)
+        if own.implied_bias:
+            codes = codes + np.uint8(stored.zero - own.zero) if stored.implied_bias else codes
+            biases = np.float32(-own.zero) * scales
+        assert biases is not None
+        biases = biases.reshape(rows, -1)[:, : 0 if stored.implied_bias else None]
+        if stored.bits == 4:
+            codes = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
+        if size > 1:
+            codes, scales, biases = (
+                in_halves(part, size)[start - first : stop - first] for part in (codes, scales, biases)
+            )
+        return padded_codes(codes, scales, biases, RowLayout(self.shape[-1], *stored))
 
     def vector(self) -> NDArray[np.float32]:
         values = np.empty((1, self.shape[0]), dtype=np.float32)

@@ -28,7 +28,7 @@ from ondevice.converters.checkpoints.base import (
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.converters.checkpoints.tokenizer_files import check_usable
 from ondevice.errors import CheckpointError, OndeviceError
-from ondevice.model_config import ModelConfig
+from ondevice.model_config import SIZE_LIMITS, ModelConfig
 
 HEADER = struct.Struct("<7i")
 BOS, EOS = 1, 2
@@ -84,7 +84,9 @@ def _config(name: str, header: bytes) -> tuple[ModelConfig, bool]:
     if len(header) < HEADER.size:
         raise CheckpointError(f"{name} is no llama2.c checkpoint: that starts with 28 bytes; {_REMEDY}")
     dim, hidden_dim, layers, heads, kv_heads, vocab, context = HEADER.unpack(header[: HEADER.size])
-    if min(dim, hidden_dim, layers, heads, kv_heads, abs(vocab), context) < 1 or dim % heads:
+    is_sound = min(dim, hidden_dim, layers, heads, kv_heads, abs(vocab), context) >= 1 and dim % heads == 0
+    # Any file may be looked at, and a config has frequencies for each of a head's dimensions.
+    if not is_sound or layers > SIZE_LIMITS["num_layers"] or dim // heads > SIZE_LIMITS["head_dim"]:
         raise CheckpointError(f"{name} hasn't the header of a llama2.c checkpoint (legacy format); {_REMEDY}")
     config = llama_config(
         "llama",

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.config import GROUP_SIZE
+from ondevice.bundle.layout import RowLayout
+from ondevice.config import GROUP_SIZE, RowFormat
 from ondevice.converters.checkpoints.base import NUMPY_TYPES, SourceFile
 from ondevice.converters.checkpoints.safetensors_file import RawTensor
-from ondevice.converters.quantize import SourceCodes, Weights, to_float32
+from ondevice.converters.quantize import SourceCodes, Weights, padded_codes, to_float32
 from ondevice.errors import CheckpointError
 
 STEP_BYTES = 4 << 20
@@ -79,9 +80,16 @@ class MlxTensor:
         values = self._values(0, self.shape[0], first, last)
         return values[:, start - first * self.group : stop - first * self.group]
 
-    def quantised_rows(self, start: int, stop: int, bits: int) -> SourceCodes | None:
-        """Codes are kept in groups of 64 and 128, at the bundle's bits or, as the same numbers, at fewer."""
-        if self.biases is None or bits == 16 or self.bits > bits or self.group % GROUP_SIZE:
+    @property
+    def code_format(self) -> RowFormat | None:
+        if self.biases is None:
+            return None
+        return RowFormat(4 if self.bits <= 4 else 8, 32 if self.group % GROUP_SIZE else 64)
+
+    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+        """Codes are kept in groups of 32, 64 and 128, at so many bits or, as the same numbers, at fewer."""
+        bits, size, implied = stored
+        if self.biases is None or bits == 16 or self.bits > bits or self.group % size or implied:
             return None
         codes = self.codes.row_bytes(start, stop)
         if self.bits != bits:
@@ -89,12 +97,10 @@ class MlxTensor:
             if bits == 4:
                 codes = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
         scales, biases = (
-            np.repeat(
-                self._floats(part, start, stop, 0, self.scales.shape[1]), self.group // GROUP_SIZE, axis=1
-            )
+            np.repeat(self._floats(part, start, stop, 0, self.scales.shape[1]), self.group // size, axis=1)
             for part in (self.scales, self.biases)
         )
-        return SourceCodes(codes, scales, biases)
+        return padded_codes(codes, scales, biases, RowLayout(self.shape[1], *stored))
 
     def vector(self) -> NDArray[np.float32]:
         raise CheckpointError(

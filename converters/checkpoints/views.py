@@ -9,6 +9,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.config import RowFormat
 from ondevice.converters.checkpoints.base import SourceFile, SourceTensor
 from ondevice.converters.quantize import SourceCodes, Weights, to_float32
 
@@ -38,6 +39,10 @@ class _View:
     @property
     def code_bits(self) -> int:
         return self.source.code_bits
+
+    @property
+    def code_format(self) -> RowFormat | None:
+        return self.source.code_format
 
     @property
     def row_unit(self) -> int:
@@ -80,10 +85,10 @@ class RowsOf(_View):
     def columns(self, start: int, stop: int) -> Weights:
         return self.source.columns(start, stop)[self.picks]
 
-    def quantised_rows(self, start: int, stop: int, bits: int) -> SourceCodes | None:
+    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         picks = self.picks[start:stop]
         first = int(picks.min())
-        found = self.source.quantised_rows(first, int(picks.max()) + 1, bits)
+        found = self.source.quantised_rows(first, int(picks.max()) + 1, stored)
         if found is None:
             return None
         taken = picks - first
@@ -108,7 +113,11 @@ class Scaled(_View):
     def columns(self, start: int, stop: int) -> Weights:
         return self._scaled(self.source.columns(start, stop))
 
-    def quantised_rows(self, start: int, stop: int, bits: int) -> SourceCodes | None:
+    @property
+    def code_format(self) -> RowFormat | None:
+        return None
+
+    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         return None
 
     def vector(self) -> NDArray[np.float32]:
@@ -117,6 +126,46 @@ class Scaled(_View):
     def _scaled(self, values: Weights) -> NDArray[np.float32]:
         scaled = to_float32(values) * np.float32(self.factor) + np.float32(self.shift)
         return scaled.astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Joined(_View):
+    """The vectors `parts`, of one type, one after the other."""
+
+    name: str
+    parts: tuple[SourceTensor, ...]
+
+    @property
+    def source(self) -> SourceTensor:  # type: ignore[override]
+        return self.parts[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(prod(part.shape) for part in self.parts),)
+
+    @property
+    def files(self) -> tuple[SourceFile, ...]:
+        return tuple(dict.fromkeys(file for part in self.parts for file in part.files))
+
+    def rows(self, start: int, stop: int) -> Weights:
+        return self.vector()[start:stop]
+
+    def columns(self, start: int, stop: int) -> Weights:
+        raise ValueError(f"{self.name} is a vector; it has no columns")
+
+    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+        return None
+
+    def vector(self) -> NDArray[np.float32]:
+        return np.concatenate([part.vector() for part in self.parts])
+
+    def sample(self, start: int, nbytes: int) -> bytes:
+        found = b""
+        for part in self.parts:
+            if start < part.nbytes and len(found) < nbytes:
+                found += part.sample(start, nbytes - len(found))
+            start = max(0, start - part.nbytes)
+        return found
 
 
 def head_rows(heads: int, order: Sequence[int]) -> NDArray[np.int64]:

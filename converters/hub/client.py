@@ -23,7 +23,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.utils import build_hf_headers
 
 from ondevice.bundle.strict_json import unique_keys
-from ondevice.errors import CheckpointError, DownloadError, ModelNotFoundError, OndeviceError
+from ondevice.errors import CheckpointError, DownloadError, ModelNotFoundError, OndeviceError, UsageError
 
 MAX_LISTING_BYTES = 16 << 20
 """Most bytes of a repository's description, which lists its files: some 50,000 of them."""
@@ -99,14 +99,17 @@ class Attempts:
 
 
 class HubClient:
-    """Requests to one hub. Methods raise ModelNotFoundError for what may not be had, DownloadError for a
-    connection that keeps breaking, and CheckpointError for answers that aren't what was listed.
+    """Requests to one hub. Raises UsageError for an HF_ENDPOINT that is no address.
+
+    Methods raise ModelNotFoundError for what may not be had, DownloadError for a connection that keeps
+    breaking, CheckpointError for answers that aren't what was listed, and UsageError for a token that can't
+    be sent.
     """
 
     def __init__(self) -> None:
         self.stopped = Event()
         """Set to make all reads end soon, with DownloadError."""
-        self.endpoint = constants.ENDPOINT.rstrip("/")
+        self.endpoint = _checked_endpoint(constants.ENDPOINT.rstrip("/"))
         self._session = get_session()
         self._http = _http_library(self._session)
 
@@ -194,6 +197,11 @@ class HubClient:
         headers = build_hf_headers(library_name="ondevice") | {"Accept-Encoding": "identity"} | headers
         try:
             request = self._session.build_request("GET", source.url, headers=headers, timeout=ANSWER_SECONDS)
+        except ValueError as error:
+            raise UsageError(
+                f"the hub can't be asked for {source.repository}: {error}; is the token in HF_TOKEN whole?"
+            ) from error
+        try:
             response = self._session.send(request, stream=True, follow_redirects=True)
         except OfflineModeIsEnabled as error:
             raise ModelNotFoundError(
@@ -318,6 +326,20 @@ def _asked_wait(headers: Any) -> float:
     """Seconds that an answer asks to wait: as Retry-After, or as the hub tells when its limits are reset."""
     found = _SECONDS.fullmatch(headers.get("retry-after", "")) or _RESET.search(headers.get("ratelimit", ""))
     return float(found[1]) if found else 0.0
+
+
+def _checked_endpoint(endpoint: str) -> str:
+    """The hub's address. Raises UsageError for one that no request can go to."""
+    try:
+        parts = urlsplit(endpoint)
+        is_sound = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        is_sound = False
+    if not is_sound:
+        raise UsageError(
+            f"HF_ENDPOINT is {endpoint[:80]!a}; it must be an address such as https://hub.example"
+        )
+    return endpoint
 
 
 def http_errors() -> tuple[type[Exception], ...]:

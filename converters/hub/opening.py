@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -107,9 +107,11 @@ def download(listing: Listing, on_file: OnFile) -> Path:
         path = _downloaded(listing, name, listing.commit)
         found = path if name == first else found
         done += listing.files[name].nbytes
-    # Asked for by the branch's name too, a file makes the cache note its commit, for `cached_offline`.
-    if _newest_commit(listing) == listing.commit:
-        _downloaded(listing, first, "main")
+    # Asked for by the branch's name too, a file makes the cache note its commit, for `cached_offline`. All is
+    # here already, so that nothing is lost if that fails.
+    with suppress(DownloadError):
+        if _newest_commit(listing) == listing.commit:
+            _downloaded(listing, first, "main")
     return _checkpoint(listing.file, found)
 
 

@@ -351,7 +351,5 @@ def gate_rows(bundle: Bundle, layer: int) -> Float32:
     with FlashReader([file], threads=2) as reader:
         records = reader.read(0, file.crc_start, count * stride).reshape(count, stride)
     out = np.empty((count, row.padded_cols), dtype=np.float32)
-    _native.dequantize_rows(
-        make_runner(usable_cores()), bundle.quant.bits, records, bundle.config.hidden_size, out
-    )
+    _native.dequantize_rows(make_runner(usable_cores()), row.stored, records, bundle.config.hidden_size, out)
     return np.ascontiguousarray(out[:, : bundle.config.hidden_size])

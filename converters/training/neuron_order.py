@@ -225,7 +225,7 @@ def _resident(
     bundle: Bundle, reader: FlashReader, orders: Sequence[NDArray[np.int32]]
 ) -> Iterator[tuple[str, Iterator[NDArray[np.generic]]]]:
     """The resident tensors, a few bytes at a time: gate biases in the new order, all others as they are."""
-    source = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE, bundle.quant.bits)
+    source = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE)
     biases = {gate_bias_name(layer): order for layer, order in enumerate(orders)}
 
     def chunks(name: str, dtype: np.dtype[np.generic]) -> Iterator[NDArray[np.generic]]:

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from ondevice.backends.base import Float32
 from ondevice.backends.cpu import contributions, make_runner
 from ondevice.backends.reference import read_rows
-from ondevice.bundle.layout import RowLayout
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import weights_digest
 from ondevice.bundle.thresholds import (
@@ -144,9 +143,9 @@ class LayerGates:
         self._runner = make_runner(usable_cores())
         self._spec: FeedForwardSpec = bundle.config.feed_forward
         self._bias = source.gate_bias()
-        neurons, row = source.num_neurons, RowLayout(source.hidden_size, source.bits)
+        neurons, (row, *_, down_row) = source.num_neurons, source.layout.rows
         *offsets, down_at = source.layout.row_offsets
-        matrices = [_native.Matrix(neurons, row.cols, row.bits) for _ in offsets]
+        matrices = [_native.Matrix(neurons, row.cols, row.stored) for _ in offsets]
         self._gate, self._up = matrices[0], matrices[1] if self._spec.gated else None
         self._down_lengths = np.empty(neurons, dtype=np.float32)
         step = max(1, READ_BYTES // source.layout.stride)
@@ -155,7 +154,7 @@ class LayerGates:
             for matrix, offset in zip(matrices, offsets, strict=True):
                 row0, codes, scales, biases = record_chunk(records, offset, row, first)
                 matrix.load_rows(self._runner, row0, codes, scales.view(np.uint16), biases.view(np.uint16))
-            down = read_rows(records, down_at, row)
+            down = read_rows(records, down_at, down_row)
             self._down_lengths[first : first + len(down)] = np.linalg.norm(down, axis=1)
 
     def thresholds(

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RecordLayout
+from ondevice.config import RowFormat
 from ondevice.model_config import Activation, AttentionSpec, FeedForwardSpec, ModelConfig
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -130,7 +131,7 @@ class RowChunk(NamedTuple):
     scales: Float16
     """(n, G); (n, 0) at 16 bits."""
     biases: Float16
-    """(n, G); (n, 0) at 16 bits."""
+    """(n, G); (n, 0) at 16 bits and where biases are implied."""
 
 
 class LinearSource(Protocol):
@@ -143,7 +144,7 @@ class LinearSource(Protocol):
     def cols(self) -> int: ...
 
     @property
-    def bits(self) -> Literal[4, 8, 16]: ...
+    def stored(self) -> RowFormat: ...
 
     @property
     def bias(self) -> Float32 | None:
@@ -171,9 +172,6 @@ class FeedForwardSource(Protocol):
 
     @property
     def hidden_size(self) -> int: ...
-
-    @property
-    def bits(self) -> Literal[4, 8, 16]: ...
 
     @property
     def layout(self) -> RecordLayout: ...
@@ -206,9 +204,6 @@ class EmbeddingSource(Protocol):
     def hidden_size(self) -> int: ...
 
     @property
-    def bits(self) -> Literal[4, 8, 16]: ...
-
-    @property
     def layout(self) -> RecordLayout: ...
 
     def read(self, tokens: Int32) -> Bytes:
@@ -229,16 +224,16 @@ class Norm(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """The RMS norms (`Norm`) of queries and keys: of every head, with weights (Dh,), or of all heads as one
-    vector, with weights (H * Dh,) and (KVH * Dh,).
+    """The norms of queries and keys, each of which is of every head, or `together` of all as one vector.
 
+    Weights and biases are (Dh,), the same for every head, or those of all heads, (H * Dh,) and (KVH * Dh,).
     k: None where a layer reads the keys of another. v: of every head's values, (Dh,), if these are normed.
     """
 
-    q: Vector
-    k: Vector
-    eps: float
-    v: Vector | None = None
+    q: Norm
+    k: Norm | None
+    together: bool = False
+    v: Norm | None = None
 
 
 class Biases(NamedTuple):

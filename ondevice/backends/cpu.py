@@ -99,7 +99,13 @@ class CpuFeedForward(FeedForwardLayer):
         layout = source.layout
         gate, *up, down = layout.row_offsets
         self.native = _native.FeedForward(
-            source.hidden_size, source.bits, layout.stride, gate, up[0] if up else None, down, biases.gates
+            source.hidden_size,
+            layout.rows[0].stored,
+            layout.stride,
+            gate,
+            up[0] if up else None,
+            down,
+            biases.gates,
         )
         self.output_bias: Float32 | None = biases.output
         self._runner = runner
@@ -155,7 +161,7 @@ class CpuBackend(OffloadingBackend):
         return np.array(values, dtype=np.float32)
 
     def load_linear(self, source: LinearSource) -> CpuLinear:
-        matrix = _native.Matrix(source.rows, source.cols, source.bits)
+        matrix = _native.Matrix(source.rows, source.cols, source.stored)
         for row0, codes, scales, biases in source.chunks():
             matrix.load_rows(self.runner, row0, codes, scales.view(np.uint16), biases.view(np.uint16))
         bias = None if source.bias is None else np.array(source.bias, dtype=np.float32)
@@ -199,8 +205,9 @@ class CpuBackend(OffloadingBackend):
         self.runner.trim()
 
     def embedding(self, table: EmbeddingTable, tokens: Int32) -> Float32:
-        out: Float32 = memory.empty((len(tokens), table.padded_cols), np.float32)
-        _native.dequantize_rows(self.runner, table.bits, table.read(tokens), table.hidden_size, out)
+        row = table.layout.parts[0][0]
+        out: Float32 = memory.empty((len(tokens), row.padded_cols), np.float32)
+        _native.dequantize_rows(self.runner, row.stored, table.read(tokens), table.hidden_size, out)
         return np.ascontiguousarray(out[:, : table.hidden_size])
 
     def linear(
@@ -253,8 +260,7 @@ class CpuBackend(OffloadingBackend):
             spec.soft_cap,
             cos,
             sin,
-            # The kernel takes weights for keys even where a layer has none.
-            None if norms is None else (norms.q, norms.q if norms.k is None else norms.k, norms.eps, norms.v),
+            norms,
             None if tree is None else (tree.parents, tree.depths),
             out,
             spec.keys_of is None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from ondevice.backends.base import Bytes, EmbeddingSource, Int32
-from ondevice.bundle.layout import RowLayout
 
 
 class EmbeddingTable:
@@ -15,10 +14,8 @@ class EmbeddingTable:
         self.file = source.file
         self.vocab_size = source.vocab_size
         self.hidden_size = source.hidden_size
-        self.bits = source.bits
         self.layout = source.layout
         self._source = source
-        self.padded_cols = RowLayout(source.hidden_size, source.bits).padded_cols
         self._records: Bytes | None = None
 
     def read(self, tokens: Int32) -> Bytes:

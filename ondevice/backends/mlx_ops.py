@@ -19,7 +19,6 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import read_rows
 from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.token_tree import TokenTree
-from ondevice.bundle.layout import RowLayout
 from ondevice.model_config import Activation, AttentionSpec, FeedForwardSpec
 
 
@@ -44,7 +43,7 @@ class MlxOps:
         """Nothing to do: everything is in memory."""
 
     def embedding(self, table: Any, tokens: Int32) -> mx.array:
-        return mx.array(read_rows(table.read(tokens), 0, RowLayout(table.hidden_size, table.bits)))
+        return mx.array(read_rows(table.read(tokens), 0, table.layout.parts[0][0]))
 
     def linear(
         self, x: mx.array, weight: Any, norm: Norm | None = None, added: mx.array | None = None
@@ -74,8 +73,8 @@ class MlxOps:
         config, tokens = kv.layout.config, qkv.shape[0]
         heads, width = config.num_heads, config.head_dim
         q, k, v = mx.split(qkv.reshape(tokens, -1, width), [heads, heads + config.num_kv_heads], axis=1)
-        if norms is not None:
-            q, k = _normed_heads(q, norms.q, norms.eps, spec), _normed_heads(k, norms.k, norms.eps, spec)
+        if norms is not None and norms.k is not None:
+            q, k = (_normed_heads(*of, norms.together) for of in ((q, norms.q), (k, norms.k)))
         turns = mx.array(cos), mx.array(sin)
         q, k = _turned(q, *turns), _turned(k, *turns)
         kv.arrays.write(layer, k, v, position)
@@ -169,11 +168,16 @@ def normed(x: mx.array, norm: Norm | None) -> mx.array:
     return found if norm.bias is None else found + norm.bias
 
 
-def _normed_heads(heads: mx.array, weight: mx.array, eps: float, spec: AttentionSpec) -> mx.array:
+def _normed_heads(heads: mx.array, norm: Norm, together: bool) -> mx.array:
     """heads (T, H, Dh), each of them normed, or all of a token as one vector."""
-    if spec.head_norm == "head":
-        return mx.fast.rms_norm(heads, weight, eps)
-    return mx.fast.rms_norm(heads.reshape(heads.shape[0], -1), weight, eps).reshape(heads.shape)
+    if together:
+        return normed(heads.reshape(heads.shape[0], -1), norm).reshape(heads.shape)
+    width = heads.shape[2]
+    if norm.weight.size == width:
+        return normed(heads, norm)
+    plain = normed(heads, Norm(mx.ones(width), norm.eps, None, norm.centred))
+    found = plain * norm.weight.reshape(-1, width)
+    return found if norm.bias is None else found + norm.bias.reshape(-1, width)
 
 
 def _capped_attention(

@@ -25,6 +25,7 @@ from ondevice.backends.mlx_weights import MlxMatrix, MlxNeurons
 from ondevice.backends.row_invariance import MOST_ROWS, RowInvariance, RowOp, measured
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout, padded
+from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat
 from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig
 
 KEYS = (1, 1016, 1025, 4088)
@@ -39,23 +40,22 @@ FIRING = 0.1
 MOST_BYTES = 1 << 30
 """Memory within which MLX measures: more than a head's matrix takes, the largest one."""
 BINARY = TokenTree([-1, *((node - 1) // 2 for node in range(1, MOST_ROWS))])
-Bits = Literal[4, 8, 16]
 
 
 @dataclass(frozen=True)
 class ModelShapes:
     """What decides the ops of a model's pass.
 
-    linears: (rows, columns, bits) of the matrices that every token meets, neurons' gate and up rows among
+    linears: (rows, columns, format) of the matrices that every token meets, neurons' gate and up rows among
     them. segment_sizes: numbers of neurons that are multiplied at once. selects: whether only some neurons
     of a segment are.
     """
 
     config: ModelConfig
-    bits: Bits
+    quant: QuantConfig
     kv_bits: Literal[32, 16, 8]
     max_context: int
-    linears: tuple[tuple[int, int, Bits], ...]
+    linears: tuple[tuple[int, int, RowFormat], ...]
     segment_sizes: tuple[int, ...]
     selects: bool
 
@@ -100,11 +100,13 @@ class _Ops:
         yield _row_op("norm", lambda it: normed(it, norm), self._input(config.hidden_size))
         activated = self._input(config.intermediate_size)
         yield _row_op("activation", lambda it: hidden(it, None, config.feed_forward), activated)
-        for rows, cols, bits in sorted(set(shapes.linears)):
-            matrix = self._matrix(self._outputs(rows), cols, bits)
-            yield _row_op(f"product {rows} x {cols} {bits}-bit", matrix.rows_product, self._input(cols))
+        for rows, cols, stored in sorted(set(shapes.linears)):
+            matrix = self._matrix(self._outputs(rows), cols, stored)
+            name = f"product {rows} x {cols} {stored.bits}-bit"
+            name += f" in groups of {stored.group_size}" if stored.group_size != GROUP_SIZE else ""
+            yield _row_op(name, matrix.rows_product, self._input(cols))
         for count in shapes.segment_sizes:
-            down = self._matrix(count, self._outputs(config.hidden_size), shapes.bits)
+            down = self._matrix(count, self._outputs(config.hidden_size), shapes.quant.down)
             yield _row_op(f"down projection of {count} neurons", down.columns_product, self._input(count))
         if shapes.selects:
             yield self._selected()
@@ -131,9 +133,10 @@ class _Ops:
     def _input(self, width: int) -> mx.array:
         return mx.array(self._values(MOST_ROWS, width))
 
-    def _matrix(self, rows: int, cols: int, bits: Bits) -> MlxMatrix:
-        layout, dtype = RowLayout(cols, bits), self._dtype
-        if bits == 16:
+    def _matrix(self, rows: int, cols: int, stored: RowFormat) -> MlxMatrix:
+        # MLX multiplies with biases, implied or not.
+        layout, dtype = RowLayout(cols, stored.bits, stored.group_size), self._dtype
+        if layout.bits == 16:
             return MlxMatrix(layout, dtype, (mx.array(self._values(rows, layout.padded_cols)).astype(dtype),))
         codes = self._random.integers(0, 1 << 32, (rows, layout.codes_bytes // 4), dtype=np.uint32)
         pairs = (mx.array(self._values(rows, layout.groups)).astype(dtype) for _ in range(2))
@@ -143,8 +146,10 @@ class _Ops:
         count, width = max(self._shapes.segment_sizes), self._config.hidden_size
         spec = self._config.feed_forward
         count = count if self._on_gpu else min(count, CPU_NEURONS)
-        gate, *up = (self._matrix(count, width, self._shapes.bits) for _ in range(2 if spec.gated else 1))
-        down = self._matrix(count, self._outputs(width), self._shapes.bits)
+        quant = self._shapes.quant
+        stored = quant.of("feed_forward")
+        gate, *up = (self._matrix(count, width, stored) for _ in range(2 if spec.gated else 1))
+        down = self._matrix(count, self._outputs(width), quant.down)
         return MlxNeurons(gate, up[0] if up else None, down)
 
     def _selected(self) -> RowOp:
@@ -220,8 +225,12 @@ class _Attention:
         self._qkv = mx.array(random.standard_normal((MOST_ROWS, config.qkv_size), dtype=np.float32))
         angles = np.pi * random.random((MOST_ROWS, config.head_dim // 2), dtype=np.float32)
         self._turns = np.cos(angles), np.sin(angles)
-        q, k = (mx.ones(size) for size in config.head_norm_sizes(layer))
-        self._norms = HeadNorms(q, k, own.norm.eps) if spec.head_norm != "none" else None
+        sizes, biased = config.head_norm_sizes(layer), spec.head_norm_bias
+        q, k = (
+            Norm(mx.ones(size), own.norm.eps, mx.ones(size) if biased else None, biased) for size in sizes
+        )
+        together = spec.head_norm == "projection"
+        self._norms = None if spec.head_norm == "none" else HeadNorms(q, k, together)
         shape = (keys, 1, config.head_dim)
         before = [mx.array(random.standard_normal(shape, dtype=np.float32)) for _ in range(2)]
         self._kv.arrays.write(0, *before, 0)

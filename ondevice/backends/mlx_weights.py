@@ -19,7 +19,6 @@ from ondevice.backends.base import NO_BIASES, Biases, Bytes, FeedForwardSource, 
 from ondevice.backends.feed_forward_layer import FeedForwardLayer, PieceMemory
 from ondevice.backends.mlx_memory import Synchronisations, begin, require_memory, writable
 from ondevice.bundle.layout import RowLayout
-from ondevice.config import GROUP_SIZE
 from ondevice.kernels import _native
 from ondevice.units import PAGE_BYTES
 
@@ -29,7 +28,8 @@ class MlxMatrix:
     """A matrix (N, K) in a bundle's quantisation and codes; products are float32.
 
     dtype: the type in which it is multiplied: float32, or float16 on a GPU, which then reads half as much.
-    arrays: codes (N, K bits / 32) uint32, scales (N, G) and biases (N, G); at 16 bits only values (N, K).
+    arrays: codes (N, K bits / 32) uint32, scales (N, G) and biases (N, G); at 16 bits only values (N, K), and
+    no biases where they are implied.
     """
 
     layout: RowLayout
@@ -50,17 +50,29 @@ class MlxMatrix:
 
     def copy(self) -> MlxMatrix:
         """A copy in memory of its own, with values, scales and biases in `dtype`. Not evaluated."""
-        codes, *pairs = self.arrays
+        codes, *pairs = self.arrays if self.layout.bits == 16 else self._affine
         own = mx.contiguous(codes) if pairs else mx.contiguous(codes.astype(self.dtype))
         pairs = [mx.contiguous(pair.astype(self.dtype)) for pair in pairs]
         return MlxMatrix(self.layout, self.dtype, (own, *pairs))
+
+    @property
+    def _affine(self) -> tuple[mx.array, ...]:
+        """Codes, scales and biases. MLX needs biases; implied ones are the scales times a power of two."""
+        if len(self.arrays) == 3:
+            return self.arrays
+        codes, scales = self.arrays
+        return codes, scales, scales * -self.layout.stored.zero
 
     def _product(self, x: mx.array, transpose: bool) -> mx.array:
         if self.layout.bits == 16:
             found = x @ (self.arrays[0].T if transpose else self.arrays[0])
         else:
             found = mx.quantized_matmul(
-                x, *self.arrays, transpose=transpose, group_size=GROUP_SIZE, bits=self.layout.bits
+                x,
+                *self._affine,
+                transpose=transpose,
+                group_size=self.layout.group_size,
+                bits=self.layout.bits,
             )
         return found.astype(mx.float32)
 
@@ -69,17 +81,19 @@ class MlxLinear:
     """A loaded matrix, with a bias (N,) or None."""
 
     def __init__(self, source: LinearSource, dtype: mx.Dtype) -> None:
-        layout, rows = RowLayout(source.cols, source.bits), source.rows
-        if source.bits == 16:
+        layout, rows = RowLayout(source.cols, *source.stored), source.rows
+        if layout.bits == 16:
             pieces = [writable((rows, layout.padded_cols), dtype)]
         else:
             pieces = [writable((rows, layout.codes_bytes // 4), mx.uint32)]
             pieces += [writable((rows, layout.groups), dtype) for _ in range(2)]
         for row0, codes, *pairs in source.chunks():
-            if source.bits == 16:
+            if layout.bits == 16:
                 pieces[0][1][row0 : row0 + len(codes)] = np.ascontiguousarray(codes).view(np.float16)
                 continue
             pieces[0][1][row0 : row0 + len(codes)].view(np.uint8)[:] = codes
+            if layout.implied_bias:
+                pairs[1] = np.float16(-source.stored.zero) * pairs[0]
             for (_, view), values in zip(pieces[1:], pairs, strict=True):
                 view[row0 : row0 + len(codes)] = values
         self.matrix = MlxMatrix(layout, dtype, tuple(array for array, _ in pieces))
@@ -128,21 +142,21 @@ class GatheredNeurons:
 
     Args:
         count: n.
-        rows: offset of each of the rows gate, up and down that there are, in the gathered part of a record.
-        layout: of every row.
+        rows: offset (in the gathered part of a record) and layout of the rows gate, up and down there are.
         dtype: the type in which rows are multiplied.
 
     Raises MemoryError.
     """
 
-    def __init__(self, count: int, rows: Mapping[str, int], layout: RowLayout, dtype: mx.Dtype) -> None:
+    def __init__(self, count: int, rows: Mapping[str, tuple[int, RowLayout]], dtype: mx.Dtype) -> None:
         self._dtype = dtype
-        self._layout = layout
+        self._layouts = {name: layout for name, (_, layout) in rows.items()}
         self._arrays: dict[str, list[mx.array]] = {}
         self._views: list[tuple[int, Bytes]] = []
-        for name, offset in rows.items():
+        for name, (offset, layout) in rows.items():
             codes = mx.float16 if layout.bits == 16 else mx.uint32
-            parts = [(codes, layout.codes_bytes), *[(mx.float16, layout.scales_bytes)] * 2]
+            parts = [(codes, layout.codes_bytes), (mx.float16, layout.scales_bytes)]
+            parts.append((mx.float16, layout.biases_bytes))
             pieces = [writable((count, nbytes // it.size), it) for it, nbytes in parts if nbytes]
             self._arrays[name] = [array for array, _ in pieces]
             for _, view in pieces:
@@ -167,7 +181,7 @@ class GatheredNeurons:
     def neurons(self, start: int, stop: int) -> MlxNeurons:
         """The neurons at places start .. stop, without a copy."""
         rows = {
-            name: MlxMatrix(self._layout, self._dtype, tuple(array[start:stop] for array in arrays))
+            name: MlxMatrix(self._layouts[name], self._dtype, tuple(array[start:stop] for array in arrays))
             for name, arrays in self._arrays.items()
         }
         return MlxNeurons(rows.get("gate"), rows.get("up"), rows["down"])
@@ -199,7 +213,9 @@ class RecordMemory:
         if layout.bits == 16:
             return MlxMatrix(layout, dtype, (part(self._halves, start, layout.codes_bytes),))
         codes = part(self._words, start, layout.codes_bytes)
-        pairs = (part(self._halves, first, layout.scales_bytes) for first in (scales, biases))
+        pairs = [part(self._halves, scales, layout.scales_bytes)]
+        if not layout.implied_bias:
+            pairs.append(part(self._halves, biases, layout.biases_bytes))
         return MlxMatrix(layout, dtype, (codes, *pairs))
 
 
@@ -262,17 +278,17 @@ class MlxFeedForward(FeedForwardLayer):
         self.piece_memory: MlxPieceMemory = pieces
         self.biases = biases
         self._dtype = dtype
-        self._row = RowLayout(source.hidden_size, source.bits)
-        gate, *up, down = source.layout.row_offsets
-        self._offsets = {"gate": gate} | ({"up": up[0]} if up else {}) | {"down": down}
+        names = ("gate", "up", "down") if len(source.layout.rows) == 3 else ("gate", "down")
+        places = zip(source.layout.row_offsets, source.layout.rows, strict=True)
+        self._rows = dict(zip(names, places, strict=True))
 
     def room_for(self, count: int) -> GatheredNeurons:
         """Room for `count` selected neurons: all rows, or those behind the gate row if gates select them."""
-        rows = self._offsets
+        rows = self._rows
         if self.selector is None or not self.selector.predicted:
             start = self.source.layout.part_offsets[1]
-            rows = {name: offset - start for name, offset in rows.items() if name != "gate"}
-        return GatheredNeurons(count, rows, self._row, self._dtype)
+            rows = {name: (offset - start, row) for name, (offset, row) in rows.items() if name != "gate"}
+        return GatheredNeurons(count, rows, self._dtype)
 
     def new_segment(self) -> MlxSegment:
         """An empty segment. `pack` allocates its memory, as MLX computes only on the passes' thread."""
@@ -282,9 +298,7 @@ class MlxFeedForward(FeedForwardLayer):
         """The neurons from `first` on of a piece, records (n, stride), without a copy."""
         memory = self.piece_memory.records
         assert memory is not None
-        rows = {
-            name: memory.matrix(records, at, self._row, self._dtype) for name, at in self._offsets.items()
-        }
+        rows = {name: memory.matrix(records, at, row, self._dtype) for name, (at, row) in self._rows.items()}
         biases = self.biases.gates
         bias = None if biases is None else biases[first : first + len(records)]
         return MlxNeurons(rows["gate"], rows.get("up"), rows["down"], bias)

@@ -37,7 +37,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout
-from ondevice.config import GROUP_SIZE
+from ondevice.config import RowFormat
 from ondevice.kernels import _native
 from ondevice.model_config import Activation, AttentionSpec, FeedForwardSpec
 
@@ -100,7 +100,7 @@ class ReferenceBackend:
     def load_linear(self, source: LinearSource) -> ReferenceLinear:
         weight = np.empty((source.rows, source.cols), dtype=np.float32)
         for row0, codes, scales, biases in source.chunks():
-            rows = dequantise(codes, scales, biases, source.bits, source.cols)
+            rows = dequantise(codes, scales, biases, source.stored, source.cols)
             weight[row0 : row0 + len(rows)] = rows
         bias = None if source.bias is None else np.array(source.bias, dtype=np.float32)
         return ReferenceLinear(weight, bias)
@@ -116,11 +116,10 @@ class ReferenceBackend:
         # Every neuron is multiplied here: nothing is selected.
         shape, offsets = (source.num_neurons, source.hidden_size), source.layout.row_offsets
         rows = [np.empty(shape, dtype=np.float32) for _ in offsets]
-        row = RowLayout(source.hidden_size, source.bits)
         for first in range(0, source.num_neurons, RECORDS_PER_READ):
             count = min(RECORDS_PER_READ, source.num_neurons - first)
             records = source.read(first, count)
-            for target, offset in zip(rows, offsets, strict=True):
+            for target, offset, row in zip(rows, offsets, source.layout.rows, strict=True):
                 target[first : first + count] = read_rows(records, offset, row)
         gate, *up, down = rows
         return ReferenceFeedForward(gate, up[0] if up else None, down, biases)
@@ -135,7 +134,7 @@ class ReferenceBackend:
         """Nothing to do: everything is in memory."""
 
     def embedding(self, table: EmbeddingSource, tokens: Int32) -> Float32:
-        return read_rows(table.read(tokens), 0, RowLayout(table.hidden_size, table.bits))
+        return read_rows(table.read(tokens), 0, table.layout.parts[0][0])
 
     def normed(self, x: Float32, norm: Norm | None) -> Float32:
         """norm(x), or x without a norm."""
@@ -147,6 +146,14 @@ class ReferenceBackend:
         mean_square = np.mean(np.square(wide), axis=-1, keepdims=True)
         found: Float32 = (wide / np.sqrt(mean_square + norm.eps)).astype(np.float32) * norm.weight
         return found if norm.bias is None else found + norm.bias
+
+    def normed_heads(self, heads: Float32, norm: Norm, together: bool) -> Float32:
+        """norm(heads) for heads (T, H, Dh): of each head, or of all of a token as one vector."""
+        if together:
+            return self.normed(heads.reshape(len(heads), -1), norm).reshape(heads.shape)
+        own = norm.weight.reshape(-1, heads.shape[2])
+        bias = None if norm.bias is None else norm.bias.reshape(own.shape)
+        return self.normed(heads, norm._replace(weight=own, bias=bias))
 
     def add_normed(self, x: Float32, y: Float32, norm: Norm) -> Float32:
         return x + self.normed(y, norm)
@@ -215,12 +222,12 @@ class ReferenceBackend:
         parts = qkv.reshape(len(qkv), -1, kv.layout.config.head_dim)
         q, k, v = np.split(parts, [heads, heads + kv_heads], axis=1)
         if norms is not None:
-            q = self.normed(_as_normed(q, spec), Norm(norms.q, norms.eps)).reshape(q.shape)
+            q = self.normed_heads(q, norms.q, norms.together)
         if spec.keys_of is not None:
             return self.attention(self.rope(q, cos, sin), kv, layer, position, spec, tree)
-        if norms is not None:
-            k = self.normed(_as_normed(k, spec), Norm(norms.k, norms.eps)).reshape(k.shape)
-            v = v if norms.v is None else self.normed(v, Norm(norms.v, norms.eps))
+        if norms is not None and norms.k is not None:
+            k = self.normed_heads(k, norms.k, norms.together)
+            v = self.normed(v, norms.v)
         self.kv_write(kv, layer, self.rope(k, cos, sin), v, position)
         return self.attention(self.rope(q, cos, sin), kv, layer, position, spec, tree)
 
@@ -306,14 +313,16 @@ def hidden(x: Float32, weight: ReferenceFeedForward, spec: FeedForwardSpec) -> F
     return found
 
 
-def dequantise(codes: Bytes, scales: Float16, biases: Float16, bits: int, cols: int) -> Float32:
+def dequantise(codes: Bytes, scales: Float16, biases: Float16, stored: RowFormat, cols: int) -> Float32:
     """Stored rows as (n, cols) float32: `scale * q + bias` per group, or the float16 values."""
-    if bits == 16:
+    if stored.bits == 16:
         return np.ascontiguousarray(codes).view(np.float16)[:, :cols].astype(np.float32)
-    if bits == 4:
+    if stored.bits == 4:
         codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
-    groups = codes.reshape(len(codes), -1, GROUP_SIZE).astype(np.float32)
-    values = groups * scales.astype(np.float32)[:, :, None] + biases.astype(np.float32)[:, :, None]
+    groups = codes.reshape(len(codes), -1, stored.group_size).astype(np.float32)
+    wide = scales.astype(np.float32)
+    offsets = np.float32(-stored.zero) * wide if stored.implied_bias else biases.astype(np.float32)
+    values = groups * wide[:, :, None] + offsets[:, :, None]
     return values.reshape(len(codes), -1)[:, :cols]
 
 
@@ -324,7 +333,7 @@ def read_rows(records: Bytes, offset: int, row: RowLayout) -> Float32:
     codes = records[:, offset:scales_at]
     scales = np.ascontiguousarray(records[:, scales_at:biases_at]).view(np.float16)
     biases = np.ascontiguousarray(records[:, biases_at : biases_at + row.biases_bytes]).view(np.float16)
-    return dequantise(codes, scales, biases, row.bits, row.cols)
+    return dequantise(codes, scales, biases, row.stored, row.cols)
 
 
 def activate(x: Float32, activation: Activation, threshold: float = 0.0) -> Float32:
@@ -344,11 +353,6 @@ def activate(x: Float32, activation: Activation, threshold: float = 0.0) -> Floa
         case "fatrelu":
             wide = np.where(wide <= threshold, 0.0, wide)
     return wide.astype(np.float32)
-
-
-def _as_normed(heads: Float32, spec: AttentionSpec) -> Float32:
-    """heads (T, H, Dh) with what is normed together along the last axis."""
-    return heads.reshape(len(heads), -1) if spec.head_norm == "projection" else heads
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class CpuMemory(MemoryModel):
         floats += hidden * config.any_layer(lambda layer: layer.parallel)
         floats += config.head_dim * (len(config.ropes) - 1)
         per_token = 4 * floats + 64 * config.head_dim + 2 * 64 * self._threads
-        per_token += input_bytes(self._widest_input, self.quant.bits)
+        per_token += input_bytes(self._widest_input, self.widest_format)
         if streams is not None and streams.mode == "shared":
             per_token += self._adapted_row_bytes(streams)
         rows = max(QUERY_ROWS, config.num_heads // config.num_kv_heads)

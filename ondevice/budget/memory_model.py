@@ -29,7 +29,7 @@ from ondevice.budget.sizes import (
 from ondevice.bundle.layout import CRC_BLOCK_BYTES, embedding_layout, neuron_layout, padded
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import MultiStreams
-from ondevice.config import GROUP_SIZE, QuantConfig, RuntimeConfig
+from ondevice.config import GROUP_SIZE, MatrixKind, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.model_config import ModelConfig
 from ondevice.speculation.registry import drafter_bytes, drafts_with_streams, runs_streams
 from ondevice.speculation.tree import LOGITS_AHEAD, STREAM_ROWS
@@ -91,6 +91,17 @@ class MemoryModel(ABC):
         return STREAM_ROWS if drafts_with_streams(self.runtime.speculation, self.streams) else 0
 
     @property
+    def head_kind(self) -> MatrixKind:
+        """The kind of matrix that the head is."""
+        return "embedding" if self.config.tie_embeddings else "head"
+
+    @property
+    def widest_format(self) -> RowFormat:
+        """The format whose inputs take most memory."""
+        small = [stored for _, stored in self.quant.formats if stored.group_size < GROUP_SIZE]
+        return small[0] if small else self.quant.down
+
+    @property
     def kv(self) -> KVLayout:
         return KVLayout(self.config, self.runtime.kv_bits)
 
@@ -125,9 +136,10 @@ class MemoryModel(ABC):
         found = self._used_predictors
         if found is None:
             return 0
-        neurons, hidden, bits = self.config.intermediate_size, self.config.hidden_size, found.bits
+        neurons, hidden = self.config.intermediate_size, self.config.hidden_size
+        stored = RowFormat(found.bits)
         return sum(
-            interleaved_bytes(rank, hidden, bits) + interleaved_bytes(neurons, rank, bits) + 4 * neurons
+            interleaved_bytes(rank, hidden, stored) + interleaved_bytes(neurons, rank, stored) + 4 * neurons
             for rank in found.ranks
         )
 
@@ -183,13 +195,15 @@ class MemoryModel(ABC):
     @property
     def _matrices_bytes(self) -> int:
         """Attention, vectors and head, packed, and the checksums of what is read piece by piece."""
-        config, bits = self.config, self.quant.bits
+        config, quant = self.config, self.quant
         hidden = config.hidden_size
-        matrices = sum(interleaved_bytes(config.qkv_rows(layer), hidden, bits) for layer in config.layers)
-        matrices += config.num_layers * interleaved_bytes(hidden, config.query_size, bits)
-        matrices += sum(interleaved_bytes(rows, cols, bits) for rows, cols in config.extra_matrices)
+        matrices = sum(
+            interleaved_bytes(config.qkv_rows(layer), hidden, quant.of("qkv")) for layer in config.layers
+        )
+        matrices += config.num_layers * interleaved_bytes(hidden, config.query_size, quant.of("out"))
+        matrices += sum(interleaved_bytes(rows, cols, quant.down) for rows, cols in config.extra_matrices)
         weights = matrices + 4 * config.vectors_size + self._cutoff_bytes
-        weights += interleaved_bytes(config.vocab_size, hidden, bits)
+        weights += interleaved_bytes(config.vocab_size, hidden, quant.of(self.head_kind))
         records = config.num_layers * config.intermediate_size
         checksums = records * len(neuron_layout(config, self.quant).parts)
         checksums += config.vocab_size * (2 if config.per_layer_width else 1) + weights // CRC_BLOCK_BYTES
@@ -200,14 +214,14 @@ class MemoryModel(ABC):
         """Gate projections, packed, of layers whose cutoff takes all of a token's gates."""
         cut = sum(layer.feed_forward.cutoff is not None for layer in self.config.layers)
         rows, hidden = self.config.intermediate_size, self.config.hidden_size
-        return cut * interleaved_bytes(rows, hidden, self.quant.bits)
+        return cut * interleaved_bytes(rows, hidden, self.quant.of("feed_forward"))
 
     @property
     def _gates_bytes(self) -> int:
         """Every layer's gate projection, packed, with each row's checksum or importance, and its bias."""
         neurons, hidden = self.config.intermediate_size, self.config.hidden_size
         vectors = 2 if self.config.feed_forward.bias else 1
-        packed = interleaved_bytes(neurons, hidden, self.quant.bits)
+        packed = interleaved_bytes(neurons, hidden, self.quant.of("feed_forward"))
         return self.config.num_layers * (packed + 4 * vectors * neurons)
 
     def _adapter_bytes(self, nodes: int) -> int:
@@ -230,9 +244,9 @@ class MemoryModel(ABC):
         """
         config = self.config
         rank = max(streams.attention_rank, streams.feed_forward_rank)
-        inputs = input_bytes(max(self._widest_input, rank), streams.bits)
+        inputs = input_bytes(max(self._widest_input, rank), RowFormat(streams.bits))
         if (streams.bits == 16) == (self.quant.bits == 16):
-            inputs -= input_bytes(self._widest_input, self.quant.bits)
+            inputs -= input_bytes(self._widest_input, RowFormat(streams.bits))
         return 4 * (rank + max(config.qkv_size, config.hidden_size) + config.hidden_size) + inputs
 
     @property
@@ -261,7 +275,12 @@ class MemoryModel(ABC):
         return 4 * tokens * (arrays * neurons + rank + lanes + 17) + 72 * neurons
 
 
-def input_bytes(cols: int, bits: int) -> int:
-    """A row that a matrix multiplies: floats at 16 bits, else int8 codes, two sums and a scale per group."""
+def input_bytes(cols: int, stored: RowFormat) -> int:
+    """A row that a matrix multiplies: floats at 16 bits, else int8 codes, and per 64 two sums and a scale.
+
+    Groups of 32 need two sums each as well.
+    """
     cols = padded(cols, GROUP_SIZE)
-    return 4 * cols if bits == 16 else cols + cols // GROUP_SIZE * 12
+    if stored.bits == 16:
+        return 4 * cols
+    return cols + cols // GROUP_SIZE * (12 if stored.group_size == GROUP_SIZE else 28)

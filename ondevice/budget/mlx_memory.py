@@ -16,7 +16,7 @@ from ondevice.budget.sizes import (
     segment_shape,
 )
 from ondevice.bundle.layout import neuron_layout, padded
-from ondevice.config import GROUP_SIZE
+from ondevice.config import GROUP_SIZE, RowFormat
 from ondevice.speculation.registry import runs_streams
 from ondevice.units import PAGE_BYTES
 
@@ -90,20 +90,22 @@ class MlxMemory(MemoryModel):
         config = self.config
         hidden, neurons = padded(config.hidden_size, GROUP_SIZE), config.intermediate_size
         gates = neurons * hidden if self.runtime.sparsity in GATED else 0
-        queries = padded(config.query_size, GROUP_SIZE)
-        layer = config.qkv_size * hidden + config.hidden_size * queries + gates
-        elements = config.num_layers * layer + config.vocab_size * hidden
-        more = self._wider_bytes(elements, self.quant.bits)
+        queries, quant = padded(config.query_size, GROUP_SIZE), self.quant
+        layer = self._wider_bytes(config.qkv_size * hidden, quant.of("qkv"))
+        layer += self._wider_bytes(config.hidden_size * queries, quant.of("out"))
+        layer += self._wider_bytes(gates, quant.of("feed_forward"))
+        more = config.num_layers * layer
+        more += self._wider_bytes(config.vocab_size * hidden, quant.of(self.head_kind))
         if self._used_predictors is not None:
             low = sum(padded(rank, GROUP_SIZE) * (hidden + neurons) for rank in self._used_predictors.ranks)
-            more += self._wider_bytes(low, self._used_predictors.bits)
+            more += self._wider_bytes(low, RowFormat(self._used_predictors.bits))
         return super().weights_bytes + more
 
     @property
     def draft_head_bytes(self) -> int:
         rows = draft_head_rows(self.config, self.runtime, self.streams)
         elements = rows * padded(self.config.hidden_size, GROUP_SIZE)
-        return super().draft_head_bytes + self._wider_bytes(elements, self.quant.bits)
+        return super().draft_head_bytes + self._wider_bytes(elements, self.quant.of(self.head_kind))
 
     @property
     def draft_bytes(self) -> int:
@@ -112,7 +114,7 @@ class MlxMemory(MemoryModel):
             return super().draft_bytes
         matrices = streams.matrices(self.config).values()
         elements = sum(rows * padded(cols, GROUP_SIZE) for rows, cols in matrices)
-        return super().draft_bytes + self._wider_bytes(elements, streams.bits)
+        return super().draft_bytes + self._wider_bytes(elements, RowFormat(streams.bits))
 
     def activation_bytes(self, tokens: int) -> int:
         """A layer's activations before MLX frees them. Attention's scores and masks exist whole."""
@@ -146,17 +148,17 @@ class MlxMemory(MemoryModel):
 
     def _neurons_bytes(self, neurons: int) -> int:
         row = padded(self.config.hidden_size, GROUP_SIZE)
-        return self.config.feed_forward.num_rows * held_bytes(
-            neurons * row, self.quant.bits, self.operand_bytes
-        )
+        rows = neuron_layout(self.config, self.quant).rows
+        return sum(held_bytes(neurons * row, found.stored, self.operand_bytes) for found in rows)
 
-    def _wider_bytes(self, elements: int, bits: int) -> int:
-        """The bytes that operands wider than a bundle's float16 add to matrices."""
-        return held_bytes(elements, bits, self.operand_bytes) - held_bytes(elements, bits, 2)
+    def _wider_bytes(self, elements: int, stored: RowFormat) -> int:
+        """The bytes that MLX adds to stored matrices: operands wider than float16, and implied biases."""
+        more = held_bytes(elements, stored, self.operand_bytes) - held_bytes(elements, stored, 2)
+        return more + stored.implied_bias * (elements // stored.group_size * 2)
 
 
-def held_bytes(elements: int, bits: int, operand_bytes: int) -> int:
+def held_bytes(elements: int, stored: RowFormat, operand_bytes: int) -> int:
     """Matrices of `elements` elements, whose rows are whole groups."""
-    if bits == 16:
+    if stored.bits == 16:
         return elements * operand_bytes
-    return elements * bits // 8 + elements // GROUP_SIZE * 2 * operand_bytes
+    return elements * stored.bits // 8 + elements // stored.group_size * 2 * operand_bytes

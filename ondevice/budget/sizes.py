@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ondevice.bundle.layout import RowLayout, neuron_layout, padded
 from ondevice.bundle.streams import MultiStreams
-from ondevice.config import GROUP_SIZE, QuantConfig, RuntimeConfig
+from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.errors import UsageError
 from ondevice.model_config import ModelConfig
 from ondevice.speculation.registry import has_draft_head
@@ -119,9 +119,9 @@ class BufferShape:
         return self.slot_bytes * self.slots + self.packed_bytes
 
 
-def interleaved_bytes(rows: int, cols: int, bits: int) -> int:
-    """A repacked (rows, cols) matrix: 16 rows side by side, per group of 64 their codes, scales, biases."""
-    return padded(rows, INTERLEAVED_ROWS) * RowLayout(cols, bits).nbytes
+def interleaved_bytes(rows: int, cols: int, stored: RowFormat) -> int:
+    """A repacked (rows, cols) matrix: 16 rows side by side, per 64 columns their codes, scales, biases."""
+    return padded(rows, INTERLEAVED_ROWS) * RowLayout(cols, *stored).nbytes
 
 
 def segment_shape(
@@ -231,16 +231,18 @@ def draft_head_rows(config: ModelConfig, runtime: RuntimeConfig, streams: MultiS
 
 def draft_head_bytes(config: ModelConfig, quant: QuantConfig, rows: int) -> int:
     """Size of a draft head of `rows` rows, packed, and of its token ids."""
-    return interleaved_bytes(rows, config.hidden_size, quant.bits) + 8 * rows
+    stored = quant.of("embedding" if config.tie_embeddings else "head")
+    return interleaved_bytes(rows, config.hidden_size, stored) + 8 * rows
 
 
 def stream_bytes(config: ModelConfig, streams: MultiStreams) -> int:
     """Size of multi-stream attention's adapters, packed, and its embeddings."""
     matrices = streams.matrices(config).values()
-    packed = sum(interleaved_bytes(rows, cols, streams.bits) for rows, cols in matrices)
+    packed = sum(interleaved_bytes(rows, cols, RowFormat(streams.bits)) for rows, cols in matrices)
     return packed + 4 * streams.streams * config.hidden_size
 
 
 def _block_bytes(config: ModelConfig, quant: QuantConfig) -> int:
     """Size of 64 neurons packed for the kernels: gate, up and down, or gate and down."""
-    return config.feed_forward.num_rows * interleaved_bytes(GROUP_SIZE, config.hidden_size, quant.bits)
+    rows = neuron_layout(config, quant).rows
+    return sum(interleaved_bytes(GROUP_SIZE, config.hidden_size, row.stored) for row in rows)

@@ -1,7 +1,7 @@
 """The place of every byte of a bundle: row, record and tensor layouts, file names, safetensors headers.
 
 Pure arithmetic over ModelConfig and QuantConfig; it opens no file. `weights/README.md` is the specification.
-Legend: D hidden size, N fused qkv rows, V vocabulary, G groups of 64 along a row.
+Legend: D hidden size, N fused qkv rows, V vocabulary, G groups of 32 or 64 along a row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from ondevice.config import GROUP_SIZE, QuantConfig
+from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat
 from ondevice.model_config import LayerSpec, ModelConfig, WeightShape
 
 FORMAT = "ondevice-bundle"
@@ -64,10 +64,19 @@ def padded(n: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """One stored row of `cols` logical elements: [codes | scales | biases], or float16 values at 16 bits."""
+    """One stored row of `cols` logical elements: [codes | scales | biases], or float16 values at 16 bits.
+
+    bits, group_size, implied_bias: as in RowFormat; implied biases take no bytes.
+    """
 
     cols: int
-    bits: int
+    bits: Literal[4, 8, 16]
+    group_size: Literal[32, 64] = 64
+    implied_bias: bool = False
+
+    @property
+    def stored(self) -> RowFormat:
+        return RowFormat(self.bits, self.group_size, self.implied_bias)
 
     @property
     def padded_cols(self) -> int:
@@ -75,7 +84,7 @@ class RowLayout:
 
     @property
     def groups(self) -> int:
-        return self.padded_cols // GROUP_SIZE
+        return self.padded_cols // self.group_size
 
     @property
     def codes_bytes(self) -> int:
@@ -88,7 +97,8 @@ class RowLayout:
 
     @property
     def biases_bytes(self) -> int:
-        return self.scales_bytes
+        """Bytes of the float16 biases; 0 where they are implied."""
+        return 0 if self.implied_bias else self.scales_bytes
 
     @property
     def nbytes(self) -> int:
@@ -105,6 +115,11 @@ class RecordLayout:
     """The rows of one record, grouped in parts. Each part can be read alone and has its own checksum."""
 
     parts: tuple[tuple[RowLayout, ...], ...]
+
+    @cached_property
+    def rows(self) -> tuple[RowLayout, ...]:
+        """The rows of all parts, in order."""
+        return tuple(row for part in self.parts for row in part)
 
     @cached_property
     def row_bytes(self) -> tuple[int, ...]:
@@ -161,23 +176,23 @@ def neuron_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
 
     A neuron of an ungated feed-forward has no up row.
     """
-    row = RowLayout(config.hidden_size, quant.bits)
-    return RecordLayout(((row,), (row,) * (config.feed_forward.num_rows - 1)))
+    row, down = (RowLayout(config.hidden_size, *stored) for stored in (quant.of("feed_forward"), quant.down))
+    return RecordLayout(((row,), (*(row,) * (config.feed_forward.num_rows - 2), down)))
 
 
 def gate_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
     """Record of one neuron's gate row alone."""
-    return RecordLayout(((RowLayout(config.hidden_size, quant.bits),),))
+    return RecordLayout(((RowLayout(config.hidden_size, *quant.of("feed_forward")),),))
 
 
 def embedding_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
     """Record of one token: its embedding row."""
-    return RecordLayout(((RowLayout(config.hidden_size, quant.bits),),))
+    return RecordLayout(((RowLayout(config.hidden_size, *quant.of("embedding")),),))
 
 
 def per_layer_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
     """Record of one token: its row of per-layer inputs, of all layers side by side."""
-    return RecordLayout(((RowLayout(config.per_layer_size, quant.bits),),))
+    return RecordLayout(((RowLayout(config.per_layer_size, *quant.down),),))
 
 
 @dataclass(frozen=True)
@@ -196,16 +211,16 @@ class TensorSpec:
         return self.numpy_dtype.itemsize * prod(self.shape)
 
 
-def linear_tensors(name: str, rows: int, cols: int, quant: QuantConfig) -> dict[str, TensorSpec]:
+def linear_tensors(name: str, rows: int, cols: int, stored: RowFormat) -> dict[str, TensorSpec]:
     """Tensors of the quantised matrix `name`, (rows, cols)."""
-    row = RowLayout(cols, quant.bits)
-    if quant.bits == 16:
+    row = RowLayout(cols, *stored)
+    if row.bits == 16:
         return {f"{name}.codes": TensorSpec("F16", (rows, row.padded_cols))}
-    return {
+    tensors = {
         f"{name}.codes": TensorSpec("U32", (rows, row.codes_bytes // 4)),
         f"{name}.scales": TensorSpec("F16", (rows, row.groups)),
-        f"{name}.biases": TensorSpec("F16", (rows, row.groups)),
     }
+    return tensors if row.implied_bias else tensors | {f"{name}.biases": tensors[f"{name}.scales"]}
 
 
 def norm_tensors(name: str, config: ModelConfig) -> dict[str, TensorSpec]:
@@ -224,7 +239,9 @@ def resident_tensors(config: ModelConfig, quant: QuantConfig) -> dict[str, Tenso
     tensors |= _weight_tensors("", config.model_weights, quant)
     tensors |= norm_tensors("final_norm", config)
     if not config.tie_embeddings:
-        tensors |= linear_tensors("head", config.vocab_size, config.hidden_size, quant)
+        tensors |= linear_tensors("head", config.vocab_size, config.hidden_size, quant.of("head"))
+    if config.head_bias:
+        tensors["head.bias"] = TensorSpec("F32", (config.vocab_size,))
     return tensors
 
 
@@ -241,11 +258,12 @@ def _layer_tensors(
         return norm_tensors(f"{prefix}.{name}", config) if exists else {}
 
     tensors = norm("attention_norm", spec.norms_input)
-    tensors |= linear_tensors(f"{attention}.qkv", config.qkv_rows(spec), hidden, quant)
+    tensors |= linear_tensors(f"{attention}.qkv", config.qkv_rows(spec), hidden, quant.of("qkv"))
     tensors |= vector(f"{attention}.qkv.bias", config.qkv_rows(spec) * spec.attention.bias)
     for which, size in zip("qk", config.head_norm_sizes(spec), strict=True):
         tensors |= vector(f"{attention}.{which}_norm.weight", size)
-    tensors |= linear_tensors(f"{attention}.out", hidden, config.query_size, quant)
+        tensors |= vector(f"{attention}.{which}_norm.bias", size * spec.attention.head_norm_bias)
+    tensors |= linear_tensors(f"{attention}.out", hidden, config.query_size, quant.of("out"))
     tensors |= vector(f"{attention}.out.bias", hidden * spec.attention.output_bias)
     tensors |= norm("attention_output_norm", spec.norms_output)
     tensors |= norm("feed_forward_norm", spec.norms_input)
@@ -259,7 +277,7 @@ def _weight_tensors(prefix: str, weights: Iterable[WeightShape], quant: QuantCon
     tensors: dict[str, TensorSpec] = {}
     for name, shape, quantised in weights:
         if quantised:
-            tensors |= linear_tensors(f"{prefix}{name}", shape[0], shape[1], quant)
+            tensors |= linear_tensors(f"{prefix}{name}", shape[0], shape[1], quant.down)
         else:
             tensors[f"{prefix}{name}"] = TensorSpec("F32", shape)
     return tensors

@@ -34,7 +34,14 @@ from ondevice.bundle.layout import (
 from ondevice.bundle.model_section import model_section, parse_model
 from ondevice.bundle.strict_json import Section, canonical_json, parse_json
 from ondevice.chat_template import MAX_TEMPLATE_CHARS
-from ondevice.config import GROUP_SIZE, QuantConfig, SamplingConfig
+from ondevice.config import (
+    GROUP_SIZE,
+    MATRIX_KINDS,
+    MatrixKind,
+    QuantConfig,
+    RowFormat,
+    SamplingConfig,
+)
 from ondevice.errors import BundleError, UnsupportedModelError, UsageError
 from ondevice.model_config import ModelConfig
 from ondevice.tokenizer import MAX_TOKENIZER_BYTES
@@ -44,6 +51,7 @@ MAX_BLOB_BYTES = {TOKENIZER_FILES[kind]: nbytes for kind, nbytes in MAX_TOKENIZE
     CHAT_TEMPLATE: 4 * MAX_TEMPLATE_CHARS
 }
 """Largest size in bytes of each file that is read whole, by name: as much as the runtime accepts."""
+_BIASES = ("stored", "implied")
 _MAX_TOKENS = 1 << 24
 _MAX_TEXT_TOKENS = 1 << 48
 _MAX_EOS = 64
@@ -173,7 +181,7 @@ def parse_manifest(data: bytes) -> Manifest:
             "--force` again on the model's checkpoint"
         )
     config = parse_model(root.section("model"))
-    quant = _parse_quantisation(root.section("quantisation"))
+    quant = _parse_quantisation(root.section("quantisation"), config.tie_embeddings)
     root.equal("neurons", _layout_json(config.intermediate_size, neuron_layout(config, quant)))
     root.equal("embedding", _layout_json(config.vocab_size, embedding_layout(config, quant)))
     _check_gates(root, config, quant)
@@ -196,7 +204,7 @@ def model_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "model": model_section(config),
-        "quantisation": {"bits": quant.bits, "group_size": GROUP_SIZE},
+        "quantisation": _quantisation_json(quant),
         "neurons": _layout_json(config.intermediate_size, neuron_layout(config, quant)),
         "embedding": _layout_json(config.vocab_size, embedding_layout(config, quant)),
         "gates": _gates_json(config, quant),
@@ -253,13 +261,54 @@ def _layout_json(num_records: int, layout: RecordLayout) -> dict[str, Any]:
     }
 
 
-def _parse_quantisation(section: Section) -> QuantConfig:
+def _quantisation_json(quant: QuantConfig) -> dict[str, Any]:
+    found: dict[str, Any] = {"bits": quant.bits, "group_size": GROUP_SIZE}
+    if quant.formats:
+        found["matrices"] = {
+            kind: {"bits": bits, "group_size": group_size, "bias": _BIASES[implied]}
+            for kind, (bits, group_size, implied) in quant.formats
+        }
+    return found
+
+
+def _parse_quantisation(section: Section, tied: bool) -> QuantConfig:
     bits = section.integer("bits", 1, 64)
     if bits not in (4, 8, 16):
         raise UnsupportedModelError(f"quantisation to {bits} bits; this release reads 4, 8 and 16")
     section.equal("group_size", GROUP_SIZE)
+    plain = QuantConfig(cast(Literal[4, 8, 16], bits))
+    formats = _parse_formats(section.section("matrices"), plain) if "matrices" in section.names else ()
     section.close()
-    return QuantConfig(cast(Literal[4, 8, 16], bits))
+    if tied and dict(formats).get("head"):
+        raise BundleError("manifest.quantisation.matrices has a head, but the model's head is its embedding")
+    return QuantConfig(plain.bits, formats)
+
+
+def _parse_formats(section: Section, plain: QuantConfig) -> tuple[tuple[MatrixKind, RowFormat], ...]:
+    """The key `matrices`: formats of kinds of matrices that differ from the model's own."""
+    formats: list[tuple[MatrixKind, RowFormat]] = []
+    for kind in MATRIX_KINDS:
+        if kind not in section.names:
+            continue
+        found = section.section(kind)
+        bits, group_size = found.integer("bits", 1, 64), found.integer("group_size", 1, 1 << 31)
+        bias = found.text("bias", 32)
+        if bits not in (4, 8) or group_size not in (32, 64) or bias not in _BIASES:
+            raise UnsupportedModelError(
+                f"{found.where} asks for {bits} bits, groups of {group_size} and a bias that is {bias!a}; "
+                "this release reads 4 and 8 bits, groups of 32 and 64, and biases that are stored or implied"
+            )
+        found.close()
+        stored = RowFormat(cast(Literal[4, 8], bits), cast(Literal[32, 64], group_size), bias == _BIASES[1])
+        if stored.implied_bias and stored.group_size == GROUP_SIZE:
+            raise BundleError(f"{found.where} implies biases of groups of 64; only groups of 32 may")
+        if stored == plain.down or plain.bits == 16 or (kind == "feed_forward" and bits != plain.bits):
+            raise BundleError(f"{found.where} doesn't go with the model's {plain.bits} bits")
+        formats.append((kind, stored))
+    section.close()
+    if not formats:
+        raise BundleError(f"{section.where} is empty")
+    return tuple(formats)
 
 
 def _parse_tokenizer(section: Section, vocab_size: int) -> TokenizerInfo:

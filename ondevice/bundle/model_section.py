@@ -36,7 +36,7 @@ SIZES = (
     "max_context",
 )
 """The fields of ModelConfig that are sizes."""
-FLAGS = ("learned_positions",)
+FLAGS = ("learned_positions", "head_bias")
 """The flags that are absent where they are false."""
 COUNTS = {"per_layer_width": 0, "residual_copies": 1}
 """The numbers of blocks that few models have, absent where they have these values."""

@@ -24,7 +24,7 @@ from ondevice.bundle.sidecar import (
     sidecar_text,
 )
 from ondevice.bundle.strict_json import Section
-from ondevice.config import GROUP_SIZE, QuantConfig
+from ondevice.config import GROUP_SIZE, RowFormat
 from ondevice.errors import BundleError
 from ondevice.model_config import ModelConfig
 
@@ -92,10 +92,10 @@ def predictor_tensors(
 ) -> Mapping[str, TensorSpec]:
     """The exact tensors of the file, in the order of their bytes: per layer down (R, D), up (F, R), bias."""
     tensors: dict[str, TensorSpec] = {}
-    quant = QuantConfig(bits)
+    stored = RowFormat(bits)
     for layer, rank in enumerate(ranks):
-        tensors |= linear_tensors(f"layers.{layer}.down", rank, config.hidden_size, quant)
-        tensors |= linear_tensors(f"layers.{layer}.up", config.intermediate_size, rank, quant)
+        tensors |= linear_tensors(f"layers.{layer}.down", rank, config.hidden_size, stored)
+        tensors |= linear_tensors(f"layers.{layer}.up", config.intermediate_size, rank, stored)
         tensors[f"layers.{layer}.bias"] = TensorSpec("F32", (config.intermediate_size,))
     return tensors
 

@@ -18,7 +18,7 @@ from ondevice.bundle.layout import FileLayout, TensorSpec, linear_tensors, tenso
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import Sidecar, check_sidecar, parse_sidecar, sidecar_text
 from ondevice.bundle.strict_json import Section
-from ondevice.config import GROUP_SIZE, MAX_STREAMS, QuantConfig
+from ondevice.config import GROUP_SIZE, MAX_STREAMS, RowFormat
 from ondevice.errors import BundleError
 from ondevice.model_config import ModelConfig
 
@@ -116,7 +116,7 @@ def stream_tensors(config: ModelConfig, streams: MultiStreams) -> Mapping[str, T
     """The exact tensors of the file, in the order of their bytes: embeddings, adapters by layer, pruning."""
     tensors = {EMBEDDINGS: TensorSpec("F32", (streams.streams, config.hidden_size))}
     for name, (rows, cols) in streams.matrices(config).items():
-        tensors |= linear_tensors(name, rows, cols, QuantConfig(streams.bits))
+        tensors |= linear_tensors(name, rows, cols, RowFormat(streams.bits))
     return tensors
 
 

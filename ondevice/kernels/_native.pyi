@@ -1,6 +1,7 @@
 """Types of the native extension. Arrays are C-contiguous numpy arrays unless said otherwise.
 
-Shapes: T tokens, R rows, G groups of 64 columns, F neurons of a layer. Impossible arguments raise ValueError.
+Shapes: T tokens, R rows, G groups of 64 or 32 columns, F neurons of a layer. Impossible arguments raise
+ValueError.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
 Uint16 = NDArray[np.uint16]
 Addresses = NDArray[np.uint64]
+Format = int | tuple[int, int, bool]
+"""Bits of weights, or a RowFormat: bits, columns of a group, and whether biases are implied."""
 Tree = tuple[Int32, Int32]
 """Parents and depths (T,) of a draft tree's tokens."""
 GateForm = tuple[int, float, bool]
@@ -41,11 +44,14 @@ class Runner:
 class Matrix:
     """A weight matrix (rows, cols) in the form that the kernels multiply."""
 
-    def __init__(self, rows: int, cols: int, bits: int) -> None: ...
+    def __init__(self, rows: int, cols: int, stored: Format) -> None: ...
     @property
     def rows(self) -> int: ...
     def load_rows(self, runner: Runner, row0: int, codes: Bytes, scales: Uint16, biases: Uint16) -> None:
-        """Rows from `row0` on, as a bundle stores them: codes (R, bytes), scales and biases (R, G)."""
+        """Rows from `row0` on, as a bundle stores them: codes (R, bytes), scales and biases (R, G).
+
+        Implied biases aren't looked at.
+        """
 
     def forward(
         self,
@@ -61,7 +67,7 @@ class Matrix:
 def quantize_rows(
     runner: Runner,
     x: NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16],
-    bits: int,
+    stored: Format,
     codes: Bytes,
     scales: Uint16,
     biases: Uint16,
@@ -71,7 +77,7 @@ def quantize_rows(
     False if a value isn't finite, or wouldn't be finite as float16.
     """
 
-def dequantize_rows(runner: Runner, bits: int, rows: Bytes, cols: int, out: Float32) -> None:
+def dequantize_rows(runner: Runner, stored: Format, rows: Bytes, cols: int, out: Float32) -> None:
     """rows (R, nbytes), each [codes | scales | biases], into out (R, padded cols)."""
 
 # Feed-forward layers
@@ -82,15 +88,16 @@ class Segment:
     def __init__(self, nbytes: int) -> None: ...
 
 class FeedForward:
-    """A layer's shape: hidden size, bits, and a neuron record's bytes and the offsets of its rows.
+    """A layer's shape: hidden size, format of gate and up rows, a record's bytes and the offsets of its rows.
 
-    up: None in an ungated layer. bias: of its gates, (F,).
+    Down rows have as many bits, groups of 64 and stored biases. up: None in an ungated layer. bias: of its
+    gates, (F,).
     """
 
     def __init__(
         self,
         hidden: int,
-        bits: int,
+        rows: Format,
         stride: int,
         gate: int,
         up: int | None,
@@ -191,7 +198,7 @@ def attend(
     soft_cap: float,
     cos: Float32,
     sin: Float32,
-    norms: tuple[Float32, Float32, float, Float32 | None] | None,
+    norms: tuple[Norm, Norm | None, bool, Norm | None] | None,
     tree: Tree | None,
     out: Float32,
     stores: bool = True,
@@ -202,8 +209,8 @@ def attend(
     `stores`, (T, heads * head_dim), queries alone, whose tokens' keys and values are stored already.
     blocks: addresses of the KV blocks; position: the first token's; window: 0 means all positions.
     scale, soft_cap: of scores; 0 means no cap.
-    cos, sin: (T, head_dim / 2); norms: weights of queries and keys, of each head or of all, epsilon, and
-    weights of each head's values or None.
+    cos, sin: (T, head_dim / 2); norms: of queries, of keys, whether all heads are normed as one vector, and
+    of each head's values or None. Queries alone need no norm of keys: it isn't used.
     out: (T, heads * head_dim).
     """
 

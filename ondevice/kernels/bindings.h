@@ -5,6 +5,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 
 #include <cstdint>
 #include <optional>
@@ -12,6 +13,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <variant>
 
 #include "runner.h"
 
@@ -26,7 +28,23 @@ inline void require(bool condition, const char* message) {
   if (!condition) throw std::invalid_argument(message);
 }
 
-inline void check_bits(int bits) { require(bits == 4 || bits == 8 || bits == 16, "bits must be 4, 8 or 16"); }
+// Bits, or bits, columns of a group and whether biases are implied.
+using FormatArg = std::variant<int, std::tuple<int, int, bool>>;
+
+inline RowFormat format_of(const FormatArg& arg) {
+  RowFormat format(0);
+  if (std::holds_alternative<int>(arg)) {
+    format.bits = std::get<int>(arg);
+  } else {
+    const auto& [bits, group, implied] = std::get<1>(arg);
+    format = RowFormat(bits, group, implied);
+  }
+  require(format.bits == 4 || format.bits == 8 || format.bits == 16, "bits must be 4, 8 or 16");
+  require(format.group == kGroup || (format.group == kGroup / 2 && format.bits != 16),
+          "groups have 64 columns, or 32 at 4 and 8 bits");
+  require(!format.implied || format.group != kGroup, "biases are implied in groups of 32 alone");
+  return format;
+}
 
 using Rows = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;  // (T, cols), contiguous columns
 using Weight = std::optional<CArray<const float, 1>>;

@@ -39,9 +39,16 @@ TreeView tree_view(const Tree& tree, int64_t tokens) {
 
 namespace {
 
-// Norm weights of queries and of keys, and their epsilon: of each head, (head_dim,), or of all heads as one
-// vector. Then those of each head's values, if these are normed.
-using HeadNorms = std::tuple<CArray<const float, 1>, CArray<const float, 1>, float, Weight>;
+// The norms of queries and of keys, as backends/base.py has them, and whether all heads are one vector. Then
+// the norm of each head's values, if these are normed.
+using HeadNorms = std::tuple<NormArg, NormArg, bool, NormArg>;
+
+// The norm of a projection of `heads` heads: for all as one vector, for each, or of each head's own.
+HeadNorm head_norm_of(const NormArg& arg, int64_t heads, int64_t dim, bool together) {
+  require(arg.has_value(), "queries and keys are normed both");
+  const bool own = together || static_cast<int64_t>(std::get<0>(*arg).shape(0)) == heads * dim;
+  return {norm_of(arg, own ? heads * dim : dim), own ? dim : 0};
+}
 
 void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, int64_t layer, int bits,
             int64_t heads, int64_t kv_heads, int64_t position, int64_t window, float scale, float soft_cap,
@@ -63,15 +70,11 @@ void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, i
   require(scale > 0.0f && soft_cap >= 0.0f, "scale must be positive, soft_cap not negative");
   HeadTransform transform{{}, {}, false, cos.data(), sin.data()};
   if (norms) {
-    const auto& [q, k, eps, v] = *norms;
-    const int64_t of_q = q.shape(0), of_k = k.shape(0);
-    transform.norms_projection = of_q == heads * dim && of_k == kv_heads * dim;
-    require(transform.norms_projection || (of_q == dim && of_k == dim),
-            "norms are (head_dim,), or as long as all heads");
-    transform.q_norm = {q.data(), eps};
-    transform.k_norm = {k.data(), eps};
-    require(!v || static_cast<int64_t>(v->shape(0)) == dim, "norms of values are (head_dim,)");
-    if (v) transform.v_norm = {v->data(), eps};
+    const auto& [q, k, together, v] = *norms;
+    transform.norms_projection = together;
+    transform.q_norm = head_norm_of(q, heads, dim, together);
+    if (stores) transform.k_norm = head_norm_of(k, kv_heads, dim, together);
+    transform.v_norm = norm_of(v, dim);
   }
   const AttentionArgs args{qkv.data(), width,
                            heads,      kv_view(blocks, layer, kv_heads, dim, bits, position + tokens),

@@ -74,7 +74,7 @@ void begin(FeedForwardPass* self, Runner& runner, const FeedForward& layer, cons
   const GateForm gates = form_of(form);
   const Norm norms = norm_of(norm, layer.hidden());
   nb::gil_scoped_release release;
-  const InputRows rows = runner.prepare(x.data(), x.stride(0), tokens, layer.hidden(), layer.bits(), norms);
+  const InputRows rows = runner.prepare(x.data(), x.stride(0), tokens, layer.hidden(), layer.format(), norms);
   new (self) FeedForwardPass(runner, layer, rows, gates);
 }
 
@@ -145,21 +145,22 @@ void bind_feed_forward(nb::module_& m) {
   nb::class_<FeedForward>(m, "FeedForward")
       .def(
           "__init__",
-          [](FeedForward* self, int64_t hidden, int bits, int64_t stride, int64_t gate,
+          [](FeedForward* self, int64_t hidden, const FormatArg& rows, int64_t stride, int64_t gate,
              std::optional<int64_t> second, int64_t down, const Weight& bias) {
-            check_bits(bits);
+            const RowFormat format = format_of(rows);
             require(hidden > 0, "hidden must be positive");
-            const int64_t groups = groups_of(hidden);
-            const int64_t row = groups * kGroup * bits / 8 + (bits == 16 ? 0 : 4 * groups);
-            const int64_t up = second.value_or(down);
-            for (const int64_t offset : {gate, up, down})
-              require(offset >= 0 && offset + row <= stride, "a row lies outside the record");
+            const int64_t row = format.row_bytes(groups_of(hidden));
+            const int64_t down_row = RowFormat(format.bits).row_bytes(groups_of(hidden));
+            const int64_t up = second.value_or(down), up_row = second ? row : down_row;
+            require(gate >= 0 && gate + row <= stride && up >= 0 && up + up_row <= stride && down >= 0 &&
+                        down + down_row <= stride,
+                    "a row lies outside the record");
             require(!second || up != down, "up and down are two rows");
             require(!bias || !second, "only gates without an up projection have a bias");
-            new (self) FeedForward(hidden, bits, {stride, gate, up, down}, bias ? bias->data() : nullptr,
+            new (self) FeedForward(hidden, format, {stride, gate, up, down}, bias ? bias->data() : nullptr,
                                    bias ? static_cast<int64_t>(bias->shape(0)) : 0);
           },
-          nb::arg("hidden"), nb::arg("bits"), nb::arg("stride"), nb::arg("gate"), nb::arg("up").none(),
+          nb::arg("hidden"), nb::arg("rows"), nb::arg("stride"), nb::arg("gate"), nb::arg("up").none(),
           nb::arg("down"), nb::arg("bias").none() = nb::none())
       .def("segment_bytes", &FeedForward::segment_bytes, nb::arg("blocks"))
       .def("pack", &pack, nb::arg("runner"), nb::arg("segment"), nb::arg("blocks"), nb::arg("block0"),

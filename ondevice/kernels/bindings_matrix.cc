@@ -13,13 +13,14 @@ using Halves2 = nb::ndarray<const uint16_t, nb::ndim<2>, nb::device::cpu>;
 
 void load_rows(Matrix& matrix, Runner& runner, int64_t row0, const Bytes2& codes, const Halves2& scales,
                const Halves2& biases) {
-  const int64_t n = codes.shape(0), groups = matrix.bits() == 16 ? 0 : matrix.groups();
+  const RowFormat& format = matrix.format();
+  const int64_t n = codes.shape(0), groups = format.bits == 16 ? 0 : matrix.groups() * format.scales();
   require(row0 >= 0 && n > 0 && row0 + n <= matrix.rows(), "rows are outside the matrix");
-  require(static_cast<int64_t>(codes.shape(1)) == matrix.groups() * kGroup * matrix.bits() / 8 &&
-              codes.stride(1) == 1,
-          "codes are (n, padded_cols * bits / 8)");
+  require(
+      static_cast<int64_t>(codes.shape(1)) == matrix.groups() * format.codes_bytes() && codes.stride(1) == 1,
+      "codes are (n, padded_cols * bits / 8)");
   if (groups)
-    for (const Halves2* values : {&scales, &biases})
+    for (const Halves2* values : {&scales, format.implied ? &scales : &biases})
       require(static_cast<int64_t>(values->shape(0)) == n &&
                   static_cast<int64_t>(values->shape(1)) == groups && (values->stride(1) == 1 || groups == 1),
               "scales and biases are (n, G)");
@@ -28,7 +29,7 @@ void load_rows(Matrix& matrix, Runner& runner, int64_t row0, const Bytes2& codes
                         reinterpret_cast<const uint8_t*>(biases.data()),
                         codes.stride(0),
                         groups ? scales.stride(0) * 2 : 0,
-                        groups ? biases.stride(0) * 2 : 0};
+                        groups && !format.implied ? biases.stride(0) * 2 : 0};
   nb::gil_scoped_release release;
   matrix.load_rows(runner, row0, n, rows);
 }
@@ -46,26 +47,28 @@ SourceRows source_rows(const Source& x) {
 }
 
 void bind_quantisation(nb::module_& m) {
-  m.def("quantize_rows", [](Runner& runner, const Source& x, int bits, const CArray<uint8_t, 2>& codes,
-                            const CArray<uint16_t, 2>& scales, const CArray<uint16_t, 2>& biases) {
-    require(bits == 4 || bits == 8 || bits == 16, "bits must be 4, 8 or 16");
+  m.def("quantize_rows", [](Runner& runner, const Source& x, const FormatArg& stored,
+                            const CArray<uint8_t, 2>& codes, const CArray<uint16_t, 2>& scales,
+                            const CArray<uint16_t, 2>& biases) {
+    const RowFormat format = format_of(stored);
+    require(!format.implied, "rows are rounded with biases of their own");
     const SourceRows source = source_rows(x);
     const int64_t rows = x.shape(0), cols = x.shape(1), groups = groups_of(cols);
     require(cols > 0 && static_cast<int64_t>(codes.shape(0)) == rows &&
-                static_cast<int64_t>(codes.shape(1)) == groups * kGroup * bits / 8,
+                static_cast<int64_t>(codes.shape(1)) == groups * format.codes_bytes(),
             "codes are (R, padded_cols * bits / 8)");
     for (const auto* values : {&scales, &biases})
-      require(bits == 16 || (static_cast<int64_t>(values->shape(0)) == rows &&
-                             static_cast<int64_t>(values->shape(1)) == groups),
+      require(format.bits == 16 || (static_cast<int64_t>(values->shape(0)) == rows &&
+                                    static_cast<int64_t>(values->shape(1)) == groups * format.scales()),
               "scales and biases are (R, G)");
     nb::gil_scoped_release release;
-    return quantize_rows(runner, source, rows, cols, bits, codes.data(), scales.data(), biases.data());
+    return quantize_rows(runner, source, rows, cols, format, codes.data(), scales.data(), biases.data());
   });
-  m.def("dequantize_rows", [](Runner& runner, int bits, const CArray<const uint8_t, 2>& rows, int64_t cols,
-                              const CArray<float, 2>& out) {
-    require(bits == 4 || bits == 8 || bits == 16, "bits must be 4, 8 or 16");
-    const int64_t groups = groups_of(cols), codes = groups * kGroup * bits / 8;
-    require(cols > 0 && static_cast<int64_t>(rows.shape(1)) >= codes + (bits == 16 ? 0 : 4 * groups),
+  m.def("dequantize_rows", [](Runner& runner, const FormatArg& stored, const CArray<const uint8_t, 2>& rows,
+                              int64_t cols, const CArray<float, 2>& out) {
+    const RowFormat format = format_of(stored);
+    const int64_t groups = groups_of(cols), codes = groups * format.codes_bytes();
+    require(cols > 0 && static_cast<int64_t>(rows.shape(1)) >= format.row_bytes(groups),
             "rows are [codes | scales | biases]");
     require(out.shape(0) == rows.shape(0) && static_cast<int64_t>(out.shape(1)) == groups * kGroup,
             "out is (R, padded_cols)");
@@ -73,12 +76,12 @@ void bind_quantisation(nb::module_& m) {
     for (size_t r = 0; r < rows.shape(0); ++r) {
       const uint8_t* row = rows.data() + r * rows.shape(1);
       float* to = out.data() + r * out.shape(1);
-      if (bits == 16)
+      if (format.bits == 16)
         runner.kernels().half_to_float(reinterpret_cast<const uint16_t*>(row), to, groups * kGroup);
       else
-        runner.kernels().dequantize_row(bits, row, reinterpret_cast<const uint16_t*>(row + codes),
-                                        reinterpret_cast<const uint16_t*>(row + codes + 2 * groups), groups,
-                                        to);
+        runner.kernels().dequantize_row(
+            format, row, reinterpret_cast<const uint16_t*>(row + codes),
+            reinterpret_cast<const uint16_t*>(row + codes + 2 * groups * format.scales()), groups, to);
     }
   });
 }
@@ -88,10 +91,10 @@ void bind_quantisation(nb::module_& m) {
 void bind_matrix(nb::module_& m) {
   nb::class_<Matrix>(m, "Matrix")
       .def("__init__",
-           [](Matrix* self, int64_t rows, int64_t cols, int bits) {
-             check_bits(bits);
+           [](Matrix* self, int64_t rows, int64_t cols, const FormatArg& stored) {
+             const RowFormat format = format_of(stored);
              require(rows > 0 && cols > 0, "rows and cols must be positive");
-             new (self) Matrix(rows, cols, bits);
+             new (self) Matrix(rows, cols, format);
            })
       .def_prop_ro("rows", &Matrix::rows)
       .def("load_rows", &load_rows, nb::arg("runner"), nb::arg("row0"), nb::arg("codes"), nb::arg("scales"),

@@ -38,12 +38,14 @@ void pack_down(int bits, const uint8_t* const* rows, int64_t g, int64_t codes_by
 
 }  // namespace
 
-FeedForward::FeedForward(int64_t hidden, int bits, RecordShape record, const float* bias, int64_t neurons)
+FeedForward::FeedForward(int64_t hidden, const RowFormat& rows, RecordShape record, const float* bias,
+                         int64_t neurons)
     : hidden_(hidden),
       groups_(groups_of(hidden)),
-      bits_(bits),
+      format_(rows),
       record_(record),
-      row_bytes_(groups_ * kGroup * bits / 8 + (bits == 16 ? 0 : groups_ * 4)) {
+      row_bytes_(rows.row_bytes(groups_)),
+      down_bytes_(RowFormat(rows.bits).row_bytes(groups_)) {
   if (!bias) return;
   bias_.resize(static_cast<size_t>(groups_of(neurons) * kGroup));
   std::copy(bias, bias + neurons, bias_.begin());
@@ -63,7 +65,7 @@ void FeedForward::pack(Runner& runner, Segment& segment, int64_t block0, const u
     std::memset(tiles + parts * first * tile_bytes, 0,
                 static_cast<size_t>(parts * (end - first) * tile_bytes));
   }
-  if (bits_ == 16) {
+  if (bits() == 16) {
     for (int64_t n = 0; n < count; ++n) {
       const uint8_t* record = records + n * record_.stride;
       uint8_t* gate = tiles + (row0 + n) / kTile * parts * tile_bytes + (row0 + n) % kTile * row_bytes_;
@@ -74,16 +76,15 @@ void FeedForward::pack(Runner& runner, Segment& segment, int64_t block0, const u
     std::memset(down + (row0 + count) * row_bytes_, 0, static_cast<size_t>(padding * row_bytes_));
     return;
   }
-  const int64_t codes = groups_ * kGroup * bits_ / 8;
+  const int64_t codes = groups_ * format_.codes_bytes(), biases = codes + 2 * groups_ * format_.scales();
   for (int64_t part = 0; part < parts; ++part) {
     const uint8_t* base = records + (part ? record_.up : record_.gate);
-    interleave_rows(
-        runner.pool(), bits_, groups_, row0, count,
-        {base, base + codes, base + codes + 2 * groups_, record_.stride, record_.stride, record_.stride},
-        tiles + part * tile_bytes, parts * tile_bytes);
+    interleave_rows(runner.pool(), format_, groups_, row0, count,
+                    {base, base + codes, base + biases, record_.stride, record_.stride, record_.stride},
+                    tiles + part * tile_bytes, parts * tile_bytes);
   }
-  uint8_t* zeros = reinterpret_cast<uint8_t*>(runner.scratch(row_bytes_ / 4));
-  std::memset(zeros, 0, static_cast<size_t>(row_bytes_));
+  uint8_t* zeros = reinterpret_cast<uint8_t*>(runner.scratch(down_bytes_ / 4));
+  std::memset(zeros, 0, static_cast<size_t>(down_bytes_));
   runner.pool().parallel_for(blocks * groups_, 16, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t block = i / groups_, g = i % groups_;
@@ -92,7 +93,7 @@ void FeedForward::pack(Runner& runner, Segment& segment, int64_t block0, const u
         const int64_t neuron = block * kGroup + n;
         rows_of_block[n] = neuron < count ? records + neuron * record_.stride + record_.down : zeros;
       }
-      pack_down(bits_, rows_of_block, g, codes, groups_,
+      pack_down(bits(), rows_of_block, g, codes, groups_,
                 down + (g * segment.blocks() + block0 + block) * down_block_bytes());
     }
   });
@@ -101,7 +102,7 @@ void FeedForward::pack(Runner& runner, Segment& segment, int64_t block0, const u
 void FeedForward::forward(Runner& runner, const std::vector<const Segment*>& segments, const float* x,
                           int64_t x_stride, int64_t tokens, const GateForm& form, float* out,
                           const Norm& norm, const float* added) const {
-  FeedForwardPass pass(runner, *this, runner.prepare(x, x_stride, tokens, hidden_, bits_, norm), form);
+  FeedForwardPass pass(runner, *this, runner.prepare(x, x_stride, tokens, hidden_, format_, norm), form);
   pass.add(segments, tokens);
   pass.finish(out, added);
 }
@@ -114,7 +115,7 @@ int64_t FeedForward::forward_selected(Runner& runner, const Scorer& scorer, cons
   const int64_t neurons = scorer.matrix.rows();
   scratch.scores.grow(static_cast<size_t>(tokens * neurons) * sizeof(float));
   float* scores = scratch.scores.as<float>();
-  InputRows rows = runner.prepare(x, x_stride, tokens, hidden_, first.bits(), norm);
+  InputRows rows = runner.prepare(x, x_stride, tokens, hidden_, first.format(), norm);
   if (scorer.low_rank) {
     const int64_t rank = scorer.low_rank->rows();
     scratch.low_rank.grow(static_cast<size_t>(tokens * rank) * sizeof(float));
@@ -124,9 +125,9 @@ int64_t FeedForward::forward_selected(Runner& runner, const Scorer& scorer, cons
   } else {
     scorer.matrix.multiply(runner, rows, scorer.bias, scores);
   }
-  // Gates of the layer's own bits need the same form of x, which is still there.
-  if (scorer.low_rank || first.bits() != bits_)
-    rows = runner.prepare(x, x_stride, tokens, hidden_, bits_, norm);
+  // Gates of the layer's own format need the same form of x, which is still there.
+  if (scorer.low_rank || !(first.format() == format_))
+    rows = runner.prepare(x, x_stride, tokens, hidden_, format_, norm);
   FeedForwardPass pass(runner, *this, rows, form);
   std::vector<int32_t>& ids = scratch.selected_ids;
   std::vector<const uint8_t*>& parts = scratch.selected_parts;

@@ -50,22 +50,28 @@ struct Scorer {
 
 class FeedForward {
  public:
+  // rows: the format of gate and up rows. Down rows have as many bits, groups of 64 and stored biases.
   // bias: of the gates of an ungated layer, one value for each of `neurons`, or null.
-  FeedForward(int64_t hidden, int bits, RecordShape record, const float* bias = nullptr, int64_t neurons = 0);
+  FeedForward(int64_t hidden, const RowFormat& rows, RecordShape record, const float* bias = nullptr,
+              int64_t neurons = 0);
 
   int64_t hidden() const { return hidden_; }
   int64_t groups() const { return groups_; }
-  int bits() const { return bits_; }
+  int bits() const { return format_.bits; }
+  const RowFormat& format() const { return format_; }
   const RecordShape& record() const { return record_; }
   // Biases of gates, with zeros up to a whole block of 64; null without any.
   const float* bias() const { return bias_.empty() ? nullptr : bias_.data(); }
   int64_t biases() const { return static_cast<int64_t>(bias_.size()); }
-  // Bytes of one row of a record: codes, scales and biases.
+  // Bytes of a gate or up row of a record, and of a down row: codes, scales and biases.
   int64_t row_bytes() const { return row_bytes_; }
+  int64_t down_bytes() const { return down_bytes_; }
   // Bytes of one (group, block) of packed down rows: codes, 64 scales, 64 biases.
-  int64_t down_block_bytes() const { return kGroup * kGroup * bits_ / 8 + 4 * kGroup; }
+  int64_t down_block_bytes() const { return kGroup * kGroup * bits() / 8 + 4 * kGroup; }
   // Bytes of `blocks` blocks of 64 neurons.
-  int64_t segment_bytes(int64_t blocks) const { return blocks * kGroup * record_.rows() * row_bytes_; }
+  int64_t segment_bytes(int64_t blocks) const {
+    return blocks * kGroup * ((record_.rows() - 1) * row_bytes_ + down_bytes_);
+  }
 
   // `count` records -> blocks [block0, ...) of a segment. A last block with fewer than 64 is filled up with
   // zeros.
@@ -81,9 +87,9 @@ class FeedForward {
 
  private:
   int64_t hidden_, groups_;
-  int bits_;
+  RowFormat format_;
   RecordShape record_;
-  int64_t row_bytes_;
+  int64_t row_bytes_, down_bytes_;
   std::vector<float> bias_;
 };
 

@@ -74,7 +74,7 @@ void FeedForwardPass::gate_up(const Segment& segment, int64_t tile, int64_t toke
                           width(), x_.padded, tokens, bias, nullptr, products + part * kTile, width_of_parts,
                           0, kTile);
   } else {
-    kernels.linear_quantized(layer_.bits(), gate, x_.quantized, tokens, bias, nullptr, products,
+    kernels.linear_quantized(layer_.format(), gate, x_.quantized, tokens, bias, nullptr, products,
                              width_of_parts, width_of_parts, 0, parts);
   }
   const int64_t given = gates.values ? std::clamp<int64_t>(gates.stride - first, 0, kTile) : 0;

@@ -15,6 +15,26 @@ constexpr int64_t kKvBlock = 64;  // positions of a KV block
 // Groups of a row of `cols` columns.
 constexpr int64_t groups_of(int64_t cols) { return (cols + kGroup - 1) / kGroup; }
 
+// How rows of weights are stored: bits per weight, columns that share a scale (32 or 64), and whether biases
+// are implied, -2^(bits - 1) times the scale, instead of stored.
+struct RowFormat {
+  int bits;
+  int group = kGroup;
+  bool implied = false;
+
+  RowFormat(int bits, int group = kGroup, bool implied = false)  // NOLINT: bits alone are a format
+      : bits(bits), group(group), implied(implied) {}
+  bool operator==(const RowFormat& other) const {
+    return bits == other.bits && group == other.group && implied == other.implied;
+  }
+  // Of 64 columns: their scales, and their scales and biases.
+  int64_t scales() const { return kGroup / group; }
+  int64_t affine() const { return bits == 16 ? 0 : scales() * (implied ? 1 : 2); }
+  int64_t codes_bytes() const { return kGroup * bits / 8; }
+  // Bytes of a row of `groups` times 64 columns.
+  int64_t row_bytes(int64_t groups) const { return groups * (codes_bytes() + 2 * affine()); }
+};
+
 enum class Activation { kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kFatRelu };
 
 // What stands between a feed-forward's gates and its down projection: h = act(gate) * up, or act(gate).
@@ -36,6 +56,8 @@ struct QuantizedRows {
   float* sums;        // (T, groups) scale * sum of the group's codes
   int32_t* int_sums;  // (T, groups) sum of the group's codes
   int64_t groups;
+  float* half_sums;        // (T, groups, 2) the same of the first and the last 32 codes of a group; null
+  int32_t* half_int_sums;  // unless weights have groups of 32
 };
 
 // One layer's keys and values: position p is in blocks[p / 64], at the offset of (layer, kv head); see
@@ -67,8 +89,9 @@ struct AttentionArgs {
   TreeView tree;     // keys and values of token i are stored at position + i
 };
 
-// Bytes of one 16-row, 64-column block of an interleaved tile: codes, 16 scales, 16 biases.
-constexpr int64_t tile_group_bytes(int bits) { return kTile * kGroup * bits / 8 + 4 * kTile; }
+// Bytes of one 16-row, 64-column block of an interleaved tile: codes, then for each group 16 scales, then
+// for each group 16 biases, unless they are implied.
+inline int64_t tile_group_bytes(const RowFormat& format) { return kTile * format.row_bytes(1); }
 
 // Selected neurons, ids ascending. A neuron's down row begins `down` bytes into its part.
 struct SelectedRows {
@@ -92,12 +115,13 @@ struct KernelTable {
                                int64_t t);
   // out[t, 16 * tile + r] for tiles in [begin, end); rows from `rows` on are not stored. bias may be null. So
   // may `added`, which is added to the result, has the layout of out, and may be out.
-  void (*linear_quantized)(int bits, const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
-                           const float* bias, const float* added, float* out, int64_t out_stride,
-                           int64_t rows, int64_t begin, int64_t end);
+  void (*linear_quantized)(const RowFormat& format, const uint8_t* tiles, const QuantizedRows& x,
+                           int64_t tokens, const float* bias, const float* added, float* out,
+                           int64_t out_stride, int64_t rows, int64_t begin, int64_t end);
   // out[r] of 16 scattered rows, for one token: what linear_quantized gives for a tile of these rows, whose
-  // scales and biases are `affine`. `next`, if not null: 16 rows to prefetch into the cache.
-  void (*linear_gathered)(int bits, const uint8_t* const* rows, const uint8_t* const* next,
+  // scales are `affine`, group by group and 16 side by side, and behind them its biases. `next`, if not null:
+  // 16 rows to prefetch into the cache.
+  void (*linear_gathered)(const RowFormat& format, const uint8_t* const* rows, const uint8_t* const* next,
                           const uint16_t* affine, const QuantizedRows& x, float* out);
   // Row-major float16 weights. Rows of weights and of x have padded_cols columns, a multiple of 16, padded
   // with zeros.
@@ -137,12 +161,12 @@ struct KernelTable {
   void (*kv_move)(const KvView& kv, int64_t from, int64_t to);
   // Attention of queries [q_begin, q_end), for the query heads that read kv head `head`.
   void (*attention)(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t q_end, float* scratch);
-  // Row-major codes, scales, biases -> floats.
-  void (*dequantize_row)(int bits, const uint8_t* codes, const uint16_t* scales, const uint16_t* biases,
-                         int64_t groups, float* out);
-  // Up to 16 rows of floats -> codes, scales, biases at 4 or 8 bits. False if a value isn't finite or
-  // overflows float16; what is written then is undefined.
-  bool (*quantize_block)(int bits, const float* x, int64_t rows, int64_t cols, uint8_t* codes,
+  // Row-major codes, scales, biases -> floats. `groups` has 64 columns each, whatever the format.
+  void (*dequantize_row)(const RowFormat& format, const uint8_t* codes, const uint16_t* scales,
+                         const uint16_t* biases, int64_t groups, float* out);
+  // Up to 16 rows of floats -> codes, scales, biases at 4 or 8 bits, biases stored. False if a value isn't
+  // finite or overflows float16; what is written then is undefined.
+  bool (*quantize_block)(const RowFormat& format, const float* x, int64_t rows, int64_t cols, uint8_t* codes,
                          uint16_t* scales, uint16_t* biases);
   void (*half_to_float)(const uint16_t* in, float* out, int64_t n);
   bool (*float_to_half)(const float* in, uint16_t* out, int64_t n);

@@ -12,9 +12,10 @@ constexpr int64_t kTileGrain = 8, kRowGrain = 32;
 
 }  // namespace
 
-void interleave_rows(ThreadPool& pool, int bits, int64_t groups, int64_t row0, int64_t count,
+void interleave_rows(ThreadPool& pool, const RowFormat& format, int64_t groups, int64_t row0, int64_t count,
                      const StoredRows& source, uint8_t* tiles, int64_t tile_stride) {
-  const int64_t words = kGroup * bits / 32, block = tile_group_bytes(bits);
+  const int64_t words = format.codes_bytes() / 4, block = tile_group_bytes(format);
+  const int64_t parts = format.scales();
   const int64_t first = row0 / kTile, last = (row0 + count - 1) / kTile;
   pool.parallel_for(last - first + 1, 4, [&](int64_t begin, int64_t end, int) {
     for (int64_t tile = first + begin; tile < first + end; ++tile) {
@@ -23,7 +24,8 @@ void interleave_rows(ThreadPool& pool, int bits, int64_t groups, int64_t row0, i
       const int64_t base = tile * kTile - row0;
       for (int64_t g = 0; g < groups; ++g) {
         uint8_t* out = tiles + tile * tile_stride + g * block;
-        uint8_t* scales = out + kTile * kGroup * bits / 8;
+        uint8_t* scales = out + kTile * format.codes_bytes();
+        uint8_t* biases = scales + 2 * kTile * parts;
         const uint8_t* codes = source.codes + base * source.codes_stride + g * words * 4;
         const bool whole = low == 0 && high == kTile;
         if (whole)
@@ -36,28 +38,31 @@ void interleave_rows(ThreadPool& pool, int bits, int64_t groups, int64_t row0, i
         for (int64_t r = low; r < high; ++r) {
           for (int64_t w = 0; w < words && !whole; ++w)
             std::memcpy(out + w * 64 + r * 4, codes + r * source.codes_stride + w * 4, 4);
-          std::memcpy(scales + r * 2, source.scales + (base + r) * source.scales_stride + g * 2, 2);
-          std::memcpy(scales + 2 * kTile + r * 2, source.biases + (base + r) * source.biases_stride + g * 2,
-                      2);
+          for (int64_t s = 0; s < parts; ++s) {
+            const int64_t from = 2 * (g * parts + s), to = 2 * (s * kTile + r);
+            std::memcpy(scales + to, source.scales + (base + r) * source.scales_stride + from, 2);
+            if (!format.implied)
+              std::memcpy(biases + to, source.biases + (base + r) * source.biases_stride + from, 2);
+          }
         }
       }
     }
   });
 }
 
-Matrix::Matrix(int64_t rows, int64_t cols, int bits)
+Matrix::Matrix(int64_t rows, int64_t cols, const RowFormat& format)
     : rows_(rows),
       cols_(cols),
       groups_(groups_of(cols)),
-      bits_(bits),
-      memory_(static_cast<size_t>(bits == 16
+      format_(format),
+      memory_(static_cast<size_t>(format.bits == 16
                                       ? rows * groups_ * kGroup * 2
-                                      : (rows + kTile - 1) / kTile * groups_ * tile_group_bytes(bits))) {}
+                                      : (rows + kTile - 1) / kTile * groups_ * tile_group_bytes(format))) {}
 
 void Matrix::load_rows(Runner& runner, int64_t row0, int64_t count, const StoredRows& source) {
-  if (bits_ != 16) {
-    interleave_rows(runner.pool(), bits_, groups_, row0, count, source, memory_.data(),
-                    groups_ * tile_group_bytes(bits_));
+  if (format_.bits != 16) {
+    interleave_rows(runner.pool(), format_, groups_, row0, count, source, memory_.data(),
+                    groups_ * tile_group_bytes(format_));
     return;
   }
   const int64_t bytes = groups_ * kGroup * 2;
@@ -68,13 +73,13 @@ void Matrix::load_rows(Runner& runner, int64_t row0, int64_t count, const Stored
 
 void Matrix::forward(Runner& runner, const float* x, int64_t x_stride, int64_t tokens, const float* bias,
                      float* out, const Norm& norm, const float* added) const {
-  multiply(runner, runner.prepare(x, x_stride, tokens, cols_, bits_, norm), bias, out, added);
+  multiply(runner, runner.prepare(x, x_stride, tokens, cols_, format_, norm), bias, out, added);
 }
 
 void Matrix::multiply(Runner& runner, const InputRows& x, const float* bias, float* out,
                       const float* added) const {
   const KernelTable& kernels = runner.kernels();
-  if (bits_ == 16) {
+  if (format_.bits == 16) {
     runner.pool().parallel_for(rows_, kRowGrain, [&](int64_t begin, int64_t end, int) {
       kernels.linear_half(memory_.as<const uint16_t>(), groups_ * kGroup, x.padded, x.tokens, bias, added,
                           out, rows_, begin, end);
@@ -82,7 +87,7 @@ void Matrix::multiply(Runner& runner, const InputRows& x, const float* bias, flo
     return;
   }
   runner.pool().parallel_for((rows_ + kTile - 1) / kTile, kTileGrain, [&](int64_t begin, int64_t end, int) {
-    kernels.linear_quantized(bits_, memory_.data(), x.quantized, x.tokens, bias, added, out, rows_, rows_,
+    kernels.linear_quantized(format_, memory_.data(), x.quantized, x.tokens, bias, added, out, rows_, rows_,
                              begin, end);
   });
 }

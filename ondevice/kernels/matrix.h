@@ -18,31 +18,31 @@ struct StoredRows {
 // A (rows, cols) matrix: 16 rows interleaved at 4 and 8 bits, row-major at 16 bits.
 class Matrix {
  public:
-  Matrix(int64_t rows, int64_t cols, int bits);
+  Matrix(int64_t rows, int64_t cols, const RowFormat& format);
 
   int64_t rows() const { return rows_; }
   int64_t cols() const { return cols_; }
   int64_t groups() const { return groups_; }
-  int bits() const { return bits_; }
+  const RowFormat& format() const { return format_; }
   int64_t nbytes() const { return static_cast<int64_t>(memory_.size()); }
   void load_rows(Runner& runner, int64_t row0, int64_t count, const StoredRows& source);
 
   // out (T, rows) = norm(x) * W^T + bias + added. bias and added may be null, and added may be out.
   void forward(Runner& runner, const float* x, int64_t x_stride, int64_t tokens, const float* bias,
                float* out, const Norm& norm = {}, const float* added = nullptr) const;
-  // The same for activations that were prepared for `bits()`.
+  // The same for activations that were prepared for `format()`.
   void multiply(Runner& runner, const InputRows& x, const float* bias, float* out,
                 const float* added = nullptr) const;
 
  private:
   int64_t rows_, cols_, groups_;
-  int bits_;
+  RowFormat format_;
   MappedBuffer memory_;
 };
 
 // Rows [row0, row0 + count) -> their places in 16-row interleaved tiles of `groups` groups, `tile_stride`
 // bytes from one tile to the next.
-void interleave_rows(ThreadPool& pool, int bits, int64_t groups, int64_t row0, int64_t count,
+void interleave_rows(ThreadPool& pool, const RowFormat& format, int64_t groups, int64_t row0, int64_t count,
                      const StoredRows& source, uint8_t* tiles, int64_t tile_stride);
 
 }  // namespace ondevice

@@ -43,9 +43,10 @@ void gather(const KernelTable& kernels, const SourceRows& source, int64_t row, i
 
 }  // namespace
 
-bool quantize_rows(Runner& runner, const SourceRows& source, int64_t rows, int64_t cols, int bits,
-                   uint8_t* codes, uint16_t* scales, uint16_t* biases) {
-  const int64_t groups = groups_of(cols), codes_bytes = groups * kGroup * bits / 8;
+bool quantize_rows(Runner& runner, const SourceRows& source, int64_t rows, int64_t cols,
+                   const RowFormat& format, uint8_t* codes, uint16_t* scales, uint16_t* biases) {
+  const int64_t codes_bytes = groups_of(cols) * format.codes_bytes(),
+                groups = groups_of(cols) * format.scales();
   std::atomic<bool> finite{true};
   const KernelTable& kernels = runner.kernels();
   float* scratch = runner.scratch(kRows * cols);
@@ -55,8 +56,8 @@ bool quantize_rows(Runner& runner, const SourceRows& source, int64_t rows, int64
     for (int64_t i = begin; i < end; ++i) {
       const int64_t row = i * kRows, count = rows - row < kRows ? rows - row : kRows;
       gather(kernels, source, row, count, cols, values);
-      if (bits != 16) {
-        good &= kernels.quantize_block(bits, values, count, cols, codes + row * codes_bytes,
+      if (format.bits != 16) {
+        good &= kernels.quantize_block(format, values, count, cols, codes + row * codes_bytes,
                                        scales + row * groups, biases + row * groups);
         continue;
       }

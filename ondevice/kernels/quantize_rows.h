@@ -18,7 +18,7 @@ struct SourceRows {
 
 // Rows -> codes, scales and biases (at 16 bits float16 codes alone), zero-padded to whole groups.
 // False if a value isn't finite, or wouldn't be finite as float16.
-bool quantize_rows(Runner& runner, const SourceRows& source, int64_t rows, int64_t cols, int bits,
-                   uint8_t* codes, uint16_t* scales, uint16_t* biases);
+bool quantize_rows(Runner& runner, const SourceRows& source, int64_t rows, int64_t cols,
+                   const RowFormat& format, uint8_t* codes, uint16_t* scales, uint16_t* biases);
 
 }  // namespace ondevice

@@ -28,26 +28,37 @@ void FeedForwardScratch::trim() {
 Runner::Runner(int threads, const std::string& target)
     : pool_(new ThreadPool(threads)), table_(require_target(target, &target_)) {}
 
-InputRows Runner::prepare(const float* x, int64_t x_stride, int64_t tokens, int64_t cols, int bits,
-                          const Norm& norm) {
+InputRows Runner::prepare(const float* x, int64_t x_stride, int64_t tokens, int64_t cols,
+                          const RowFormat& format, const Norm& norm) {
   ++input_version_;
-  InputRows rows{tokens, {nullptr, nullptr, nullptr, nullptr, groups_of(cols)}, nullptr};
-  if (bits == 16)
+  InputRows rows{tokens, {nullptr, nullptr, nullptr, nullptr, groups_of(cols), nullptr, nullptr}, nullptr};
+  if (format.bits == 16)
     pad(x, x_stride, cols, norm, &rows);
   else
-    quantize(x, x_stride, cols, bits == 4, norm, &rows);
+    quantize(x, x_stride, cols, format, norm, &rows);
   return rows;
 }
 
-void Runner::quantize(const float* x, int64_t x_stride, int64_t cols, bool nibble_order, const Norm& norm,
-                      InputRows* rows) {
+void Runner::quantize(const float* x, int64_t x_stride, int64_t cols, const RowFormat& format,
+                      const Norm& norm, InputRows* rows) {
   const int64_t groups = rows->quantized.groups, n = rows->tokens * groups;
   x_codes_.grow(static_cast<size_t>(n * kGroup));
   x_scales_.grow(static_cast<size_t>(n) * sizeof(float));
   x_sums_.grow(static_cast<size_t>(n) * sizeof(float));
   x_int_sums_.grow(static_cast<size_t>(n) * sizeof(int32_t));
-  const QuantizedRows quantized{x_codes_.as<int8_t>(), x_scales_.as<float>(), x_sums_.as<float>(),
-                                x_int_sums_.as<int32_t>(), groups};
+  QuantizedRows quantized{x_codes_.as<int8_t>(),
+                          x_scales_.as<float>(),
+                          x_sums_.as<float>(),
+                          x_int_sums_.as<int32_t>(),
+                          groups,
+                          nullptr,
+                          nullptr};
+  if (format.group != kGroup) {
+    x_half_sums_.grow(static_cast<size_t>(2 * n) * sizeof(float));
+    x_half_int_sums_.grow(static_cast<size_t>(2 * n) * sizeof(int32_t));
+    quantized.half_sums = x_half_sums_.as<float>();
+    quantized.half_int_sums = x_half_int_sums_.as<int32_t>();
+  }
   rows->quantized = quantized;
   float* memory = norm.weight ? scratch(cols) : nullptr;
   pool_->parallel_for(rows->tokens, 4, [&](int64_t begin, int64_t end, int thread) {
@@ -58,7 +69,7 @@ void Runner::quantize(const float* x, int64_t x_stride, int64_t cols, bool nibbl
         table_->norm(row, norm, cols, normed);
         row = normed;
       }
-      table_->quantize_activations(row, cols, nibble_order, quantized, t);
+      table_->quantize_activations(row, cols, format.bits == 4, quantized, t);
     }
   });
 }
@@ -101,12 +112,14 @@ void Runner::attend(float* qkv, const HeadTransform& transform, const AttentionA
     for (int64_t t = begin; t < end; ++t) {
       float* row = qkv + t * args.q_stride;
       if (transform.norms_projection) {
-        table_->norm(row, transform.q_norm, keys_at, row);
-        if (stores) table_->norm(row + keys_at, transform.k_norm, values_at - keys_at, row + keys_at);
+        table_->norm(row, transform.q_norm.norm, keys_at, row);
+        if (stores) table_->norm(row + keys_at, transform.k_norm.norm, values_at - keys_at, row + keys_at);
       }
       for (int64_t at = 0; at < values_at; at += dim) {
-        const Norm& norm = at < keys_at ? transform.q_norm : transform.k_norm;
-        if (norm.weight && !transform.norms_projection) table_->norm(row + at, norm, dim, row + at);
+        const HeadNorm& norm = at < keys_at ? transform.q_norm : transform.k_norm;
+        const int64_t head = (at < keys_at ? at : at - keys_at) / dim;
+        if (norm.norm.weight && !transform.norms_projection)
+          table_->norm(row + at, norm.of(head), dim, row + at);
         table_->rope(row + at, transform.cos + t * dim / 2, transform.sin + t * dim / 2, dim);
       }
       if (!stores) continue;
@@ -137,7 +150,8 @@ float* Runner::scratch(int64_t floats) {
 
 void Runner::trim() {
   ++input_version_;
-  for (MappedBuffer* buffer : {&x_codes_, &x_scales_, &x_sums_, &x_int_sums_, &x_padded_, &scratch_})
+  for (MappedBuffer* buffer : {&x_codes_, &x_scales_, &x_sums_, &x_int_sums_, &x_half_sums_,
+                               &x_half_int_sums_, &x_padded_, &scratch_})
     *buffer = MappedBuffer();
   feed_forward_.trim();
 }

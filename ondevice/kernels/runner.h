@@ -12,11 +12,24 @@
 
 namespace ondevice {
 
+// A norm over a head. step: from one head's weights (and biases) to the next one's, 0 if all have the same.
+struct HeadNorm {
+  Norm norm;
+  int64_t step;
+
+  Norm of(int64_t head) const {
+    Norm found = norm;
+    found.weight += head * step;
+    if (found.bias) found.bias += head * step;
+    return found;
+  }
+};
+
 // What happens to queries, keys and values between their projection and attention: a norm over each head, or
 // for queries and keys over all of them as one vector, then rotary embedding of queries and keys by cos and
 // sin (T, head_dim / 2).
 struct HeadTransform {
-  Norm q_norm, k_norm;
+  HeadNorm q_norm, k_norm;
   bool norms_projection;
   const float *cos, *sin;
   Norm v_norm = {};
@@ -55,9 +68,9 @@ class Runner {
   const std::string& target() const { return target_; }
   ThreadPool& pool() { return *pool_; }
 
-  // Activations (tokens, cols), rows x_stride floats apart, normed and converted for weights of `bits`. They
-  // are in scratch memory: the result is valid until the next call of prepare() or trim().
-  InputRows prepare(const float* x, int64_t x_stride, int64_t tokens, int64_t cols, int bits,
+  // Activations (tokens, cols), rows x_stride floats apart, normed and converted for weights of `format`.
+  // They are in scratch memory: the result is valid until the next call of prepare() or trim().
+  InputRows prepare(const float* x, int64_t x_stride, int64_t tokens, int64_t cols, const RowFormat& format,
                     const Norm& norm = {});
   // Changes whenever the result of prepare() becomes invalid.
   uint64_t input_version() const { return input_version_; }
@@ -78,14 +91,14 @@ class Runner {
   void trim();
 
  private:
-  void quantize(const float* x, int64_t x_stride, int64_t cols, bool nibble_order, const Norm& norm,
+  void quantize(const float* x, int64_t x_stride, int64_t cols, const RowFormat& format, const Norm& norm,
                 InputRows* rows);
   void pad(const float* x, int64_t x_stride, int64_t cols, const Norm& norm, InputRows* rows);
 
   OwnProcessPtr<ThreadPool> pool_;
   std::string target_;
   const KernelTable* table_;
-  MappedBuffer x_codes_, x_scales_, x_sums_, x_int_sums_, x_padded_;
+  MappedBuffer x_codes_, x_scales_, x_sums_, x_int_sums_, x_half_sums_, x_half_int_sums_, x_padded_;
   uint64_t input_version_ = 0;
   MappedBuffer scratch_;
   FeedForwardScratch feed_forward_;

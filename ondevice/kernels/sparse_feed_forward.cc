@@ -15,23 +15,35 @@ namespace {
 // tokens.
 constexpr double kMostOwn = 1.7;
 
-// Puts the scales and biases of 16 rows side by side; groups are `stride` bytes apart in `out`.
-void gather_affines(int bits, int64_t groups, const uint8_t* const* rows, uint8_t* out, int64_t stride) {
-  for (int64_t affine = 0; affine < 2; ++affine, out += 2 * kTile) {
-    const int64_t from = groups * kGroup * bits / 8 + affine * 2 * groups;
-    int64_t g = 0;
-    for (; g + 8 <= groups; g += 8)
-      for (int64_t r = 0; r < kTile; r += 8)
-        transpose_halves(rows + r, from + 2 * g, out + g * stride + 2 * r, stride);
-    for (; g < groups; ++g)
-      for (int64_t r = 0; r < kTile; ++r) std::memcpy(out + g * stride + 2 * r, rows[r] + from + 2 * g, 2);
+// Puts the scales and biases of 16 rows side by side; 64 columns' are `stride` bytes apart in `out`.
+void gather_affines(const RowFormat& format, int64_t groups, const uint8_t* const* rows, uint8_t* out,
+                    int64_t stride) {
+  const int64_t scales = format.scales(), count = groups * scales;
+  for (int64_t affine = 0; affine < format.affine() / scales; ++affine, out += 2 * kTile * scales) {
+    const int64_t from = groups * format.codes_bytes() + affine * 2 * count;
+    int64_t s = 0;
+    for (; s + 8 <= count; s += 8)
+      for (int64_t r = 0; r < kTile; r += 8) {
+        if (scales == 1) {
+          transpose_halves(rows + r, from + 2 * s, out + s * stride + 2 * r, stride);
+          continue;
+        }
+        uint8_t columns[8 * 16];
+        transpose_halves(rows + r, from + 2 * s, columns, 16);
+        for (int64_t i = 0; i < 8; ++i)
+          std::memcpy(out + (s + i) / scales * stride + (s + i) % scales * 2 * kTile + 2 * r,
+                      columns + 16 * i, 16);
+      }
+    for (; s < count; ++s)
+      for (int64_t r = 0; r < kTile; ++r)
+        std::memcpy(out + s / scales * stride + s % scales * 2 * kTile + 2 * r, rows[r] + from + 2 * s, 2);
   }
 }
 
 // 16 rows -> one interleaved tile. `next`, if not null: 16 rows to prefetch into the cache.
-void gather_tile(int bits, int64_t groups, const uint8_t* const* rows, const uint8_t* const* next,
-                 uint8_t* tile) {
-  const int64_t row_bytes = kGroup * bits / 8, block = tile_group_bytes(bits);
+void gather_tile(const RowFormat& format, int64_t groups, const uint8_t* const* rows,
+                 const uint8_t* const* next, uint8_t* tile) {
+  const int64_t row_bytes = format.codes_bytes(), block = tile_group_bytes(format);
   for (int64_t g = 0; g < groups; ++g)
     for (int64_t r = 0; r < kTile; r += 4) {
       for (int64_t i = r; next && g * row_bytes % 64 == 0 && i < r + 4; ++i)
@@ -43,7 +55,7 @@ void gather_tile(int bits, int64_t groups, const uint8_t* const* rows, const uin
       }
     }
   for (int64_t r = 0; next && r < kTile; ++r) __builtin_prefetch(next[r] + groups * row_bytes);
-  gather_affines(bits, groups, rows, tile + kTile * row_bytes, block);
+  gather_affines(format, groups, rows, tile + kTile * row_bytes, block);
 }
 
 // Addresses of the rows of the 16 neurons in `columns`, `offset` bytes into their parts. -1 fills up the 16:
@@ -143,7 +155,7 @@ int64_t FeedForwardPass::list_tiles(const SelectedNeurons& neurons, int64_t h_st
 // k.
 void FeedForwardPass::selected_hidden(const SelectedNeurons& neurons, int64_t h_stride) {
   const int64_t values = x_.tokens * kTile, threads = runner_.pool().threads();
-  const int64_t tile_bytes = layer_.bits() == 16 ? 0 : layer_.groups() * tile_group_bytes(layer_.bits());
+  const int64_t tile_bytes = layer_.bits() == 16 ? 0 : layer_.groups() * tile_group_bytes(layer_.format());
   uint8_t* scratch = reinterpret_cast<uint8_t*>(runner_.scratch(tile_bytes / 4));
   scratch_.gate_up.grow(static_cast<size_t>(threads * 2 * values) * sizeof(float));
   std::memset(hidden(), 0, static_cast<size_t>(x_.tokens * h_stride) * sizeof(float));
@@ -199,21 +211,30 @@ void FeedForwardPass::gathered_products(const uint8_t* const* rows, const uint8_
                                         int64_t tokens, uint8_t* tile, float* out) {
   const KernelTable& kernels = runner_.kernels();
   const int64_t groups = layer_.groups();
-  const int bits = layer_.bits();
-  if (bits == 16) {
+  const RowFormat& format = layer_.format();
+  if (format.bits == 16) {
     for (int64_t r = 0; r < kTile; ++r)
       kernels.linear_half(reinterpret_cast<const uint16_t*>(rows[r]), width(), x_.padded + t0 * width(),
                           tokens, nullptr, nullptr, out + r, kTile, 0, 1);
     return;
   }
-  const QuantizedRows x{x_.quantized.codes + t0 * groups * kGroup, x_.quantized.scales + t0 * groups,
-                        x_.quantized.sums + t0 * groups, x_.quantized.int_sums + t0 * groups, groups};
+  QuantizedRows x{x_.quantized.codes + t0 * groups * kGroup,
+                  x_.quantized.scales + t0 * groups,
+                  x_.quantized.sums + t0 * groups,
+                  x_.quantized.int_sums + t0 * groups,
+                  groups,
+                  nullptr,
+                  nullptr};
+  if (format.group != kGroup) {
+    x.half_sums = x_.quantized.half_sums + 2 * t0 * groups;
+    x.half_int_sums = x_.quantized.half_int_sums + 2 * t0 * groups;
+  }
   if (tokens == 1) {
-    gather_affines(bits, groups, rows, tile, 4 * kTile);
-    kernels.linear_gathered(bits, rows, next, reinterpret_cast<const uint16_t*>(tile), x, out);
+    gather_affines(format, groups, rows, tile, 2 * kTile * format.affine());
+    kernels.linear_gathered(format, rows, next, reinterpret_cast<const uint16_t*>(tile), x, out);
   } else {
-    gather_tile(bits, groups, rows, next, tile);
-    kernels.linear_quantized(bits, tile, x, tokens, nullptr, nullptr, out, kTile, kTile, 0, 1);
+    gather_tile(format, groups, rows, next, tile);
+    kernels.linear_quantized(format, tile, x, tokens, nullptr, nullptr, out, kTile, kTile, 0, 1);
   }
 }
 

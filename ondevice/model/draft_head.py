@@ -8,7 +8,6 @@ gives it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +39,7 @@ def load_draft_head(
     if counted is None:
         raise BundleError(f"the bundle {bundle.path} has no token counts")
     tokens = counted.most_frequent(number, bundle.config.vocab_size)
-    resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE, bundle.quant.bits)
+    resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE)
     head = head_part(bundle, resident, embedding_records(bundle, reader))
     with ReadAhead(part_tasks([head], cancelled)) as ahead:
         return DraftHead(tokens, backend.load_linear(_ChosenRows(head, tokens, ahead)))
@@ -49,13 +48,13 @@ def load_draft_head(
 class _ChosenRows:
     """`LinearSource` of some rows of a matrix, whose chunks are the next results of `ahead`."""
 
-    bias: Float32 | None = None
-
     def __init__(self, matrix: MatrixPart, chosen: NDArray[np.int64], ahead: ReadAhead) -> None:
         """chosen: ascending rows of the matrix."""
         self.rows = len(chosen)
         self.cols = matrix.cols
-        self.bits: Literal[4, 8, 16] = matrix.bits
+        self.stored = matrix.stored
+        bias = None if matrix.bias is None else ahead.next()
+        self.bias: Float32 | None = None if bias is None else bias[chosen]
         self._matrix = matrix
         self._chosen = chosen
         self._ahead = ahead

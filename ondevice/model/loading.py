@@ -42,7 +42,7 @@ from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.streams import STREAMS
 from ondevice.bundle.thresholds import THRESHOLDS, ThresholdPoint, importance_name
 from ondevice.callbacks import IsCancelled, never_cancelled
-from ondevice.config import Sparsity
+from ondevice.config import RowFormat, Sparsity
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import memory
 from ondevice.model.parts import MatrixPart, Part, VectorPart, part_tasks
@@ -56,7 +56,7 @@ from ondevice.model.weights import (
     PerLayerBlock,
     PerLayerInputs,
 )
-from ondevice.model_config import FeedForwardSpec, ModelConfig, WeightShape
+from ondevice.model_config import AttentionSpec, FeedForwardSpec, LayerSpec, ModelConfig, WeightShape
 
 # Indices of files in the flash reader.
 RESIDENT_FILE = 0
@@ -109,7 +109,7 @@ def load_weights(
         point: the operating point of `predicted` or `threshold`.
     """
     config = bundle.config
-    resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE, bundle.quant.bits)
+    resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE)
     embedding = embedding_records(bundle, reader)
     layers = [
         [*layer_parts(bundle, resident, layer), *_cutoff_gates(bundle, reader, layer)]
@@ -122,7 +122,7 @@ def load_weights(
     extra = [
         part
         for weight in config.model_weights
-        for part in _weight_parts(resident, bundle.quant.bits, "", weight)
+        for part in _weight_parts(resident, bundle.quant.down, "", weight)
     ]
     order: list[Part] = [*positions]
     for parts, selector in zip(layers, selectors, strict=True):
@@ -137,7 +137,7 @@ def load_weights(
             records = NeuronRecords(bundle, reader, layer)
             chosen, biases = selector.load(backend, ahead), feed_forward_biases(loaded)
             neurons = backend.load_feed_forward(layer, records, chosen, biases, loaded.get("gate"))
-            loaded_layers.append(layer_weights(backend, config, layer, loaded, neurons))
+            loaded_layers.append(layer_weights(backend, config, config.layers[layer], loaded, neurons))
         others = {part.field: part.load(backend, ahead) for part in extra}
         last = {part.field: part.load(backend, ahead) for part in final_norm}
         loaded_head = head.load(backend, ahead)
@@ -158,22 +158,26 @@ def load_weights(
 
 
 def layer_weights(
-    backend: Backend, config: ModelConfig, layer: int, loaded: Mapping[str, Any], feed_forward: FeedForward
+    backend: Backend,
+    config: ModelConfig,
+    spec: LayerSpec,
+    loaded: Mapping[str, Any],
+    feed_forward: FeedForward,
 ) -> LayerWeights:
-    """The weights of layer `layer` of what `layer_parts` loaded, by field, and its neurons."""
+    """The weights of the layer `spec` of what `layer_parts` loaded, by field, and its neurons."""
 
     def norm(field: str) -> Norm | None:
         return loaded_norm(config, loaded, field) if field in loaded else None
 
-    q, k, eps, spec = loaded.get("q_norm"), loaded.get("k_norm"), config.norm.eps, config.layers[layer]
-    v = None
-    if spec.attention.value_norm and spec.attention.keys_of is None:
-        v = backend.load_vector(np.ones(config.head_dim, dtype=np.float32))
+    norms = head_norms(spec.attention, config.norm.eps, loaded)
+    if norms is not None and spec.attention.value_norm and norms.k is not None:
+        ones = backend.load_vector(np.ones(config.head_dim, dtype=np.float32))
+        norms = norms._replace(v=Norm(ones, config.norm.eps))
     own = {weight.name: loaded[weight.name] for weight in config.layer_weights(spec)}
     return LayerWeights(
         attention_norm=norm("attention_norm"),
         qkv=loaded["qkv"],
-        head_norms=None if q is None else HeadNorms(q, k, eps, v),
+        head_norms=norms,
         out=loaded["out"],
         attention_output_norm=norm("attention_output_norm"),
         feed_forward_norm=norm("feed_forward_norm"),
@@ -207,6 +211,20 @@ def _weight_norm(config: ModelConfig, loaded: Mapping[str, Any], block: str) -> 
     return Norm(loaded[f"{block}.norm.weight"], config.norm.eps)
 
 
+def head_norms(spec: AttentionSpec, eps: float, loaded: Mapping[str, Any]) -> HeadNorms | None:
+    """The norms of queries and keys of loaded vectors: q_norm, k_norm, and the same with `_bias`."""
+    if spec.head_norm == "none":
+        return None
+    q, k = (
+        Norm(loaded[which], eps, loaded.get(f"{which}_bias"), spec.head_norm == "layer")
+        if which in loaded
+        else None
+        for which in ("q_norm", "k_norm")
+    )
+    assert q is not None
+    return HeadNorms(q, k, spec.head_norm == "projection")
+
+
 def position_parts(config: ModelConfig, resident: TensorFile) -> list[Part]:
     """The part of learned positions, if the model has them."""
     return [VectorPart(POSITIONS, partial(resident.vector, POSITIONS))] if config.learned_positions else []
@@ -236,10 +254,10 @@ def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
     spec = config.layers[layer]
     attention, feed_forward = spec.attention, spec.feed_forward
 
-    def matrix(field: str, rows: int, cols: int, has_bias: bool) -> list[Part]:
-        name = f"{prefix}.attention.{field}"
+    def matrix(field: Literal["qkv", "out"], rows: int, cols: int, has_bias: bool) -> list[Part]:
+        name, stored = f"{prefix}.attention.{field}", bundle.quant.of(field)
         bias = partial(resident.vector, f"{name}.bias") if has_bias else None
-        return [MatrixPart(field, rows, cols, bundle.quant.bits, partial(resident.rows, name), bias)]
+        return [MatrixPart(field, rows, cols, stored, partial(resident.rows, name, stored), bias)]
 
     def norm(field: str, exists: bool) -> list[Part]:
         return norm_parts(config, resident, f"{prefix}.{field}") if exists else []
@@ -248,12 +266,14 @@ def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
         return [VectorPart(field, partial(resident.vector, f"{prefix}.{name}"))] if exists else []
 
     def head_norm(which: str, exists: bool) -> list[Part]:
-        return vector(which, f"attention.{which}.weight", exists)
+        name = f"attention.{which}"
+        bias = vector(f"{which}_bias", f"{name}.bias", exists and attention.head_norm_bias)
+        return [*vector(which, f"{name}.weight", exists), *bias]
 
     others = [
         part
         for weight in config.layer_weights(spec)
-        for part in _weight_parts(resident, bundle.quant.bits, f"{prefix}.", weight)
+        for part in _weight_parts(resident, bundle.quant.down, f"{prefix}.", weight)
     ]
 
     return [
@@ -278,14 +298,12 @@ def _cutoff_gates(bundle: Bundle, reader: FlashReader, layer: int) -> list[Part]
     return [_gate_part(bundle, reader, FIRST_NEURON_FILE + layer, bundle.neuron_layout, None, None)]
 
 
-def _weight_parts(
-    resident: TensorFile, bits: Literal[4, 8, 16], prefix: str, weight: WeightShape
-) -> list[Part]:
+def _weight_parts(resident: TensorFile, stored: RowFormat, prefix: str, weight: WeightShape) -> list[Part]:
     name = f"{prefix}{weight.name}"
     if not weight.quantised:
         return [VectorPart(weight.name, partial(resident.vector, name))]
     rows, cols = weight.shape
-    return [MatrixPart(weight.name, rows, cols, bits, partial(resident.rows, name))]
+    return [MatrixPart(weight.name, rows, cols, stored, partial(resident.rows, name, stored))]
 
 
 def norm_parts(config: ModelConfig, resident: TensorFile, name: str) -> list[Part]:
@@ -300,8 +318,10 @@ def norm_parts(config: ModelConfig, resident: TensorFile, name: str) -> list[Par
 def head_part(bundle: Bundle, resident: TensorFile, embedding: EmbeddingRecords) -> MatrixPart:
     """The output head: in the resident file, or the embedding's records where they are tied."""
     config = bundle.config
-    rows = embedding.rows if config.tie_embeddings else partial(resident.rows, "head")
-    return MatrixPart("head", config.vocab_size, config.hidden_size, bundle.quant.bits, rows)
+    stored = bundle.quant.of("embedding" if config.tie_embeddings else "head")
+    rows = embedding.rows if config.tie_embeddings else partial(resident.rows, "head", stored)
+    bias = partial(resident.vector, "head.bias") if config.head_bias else None
+    return MatrixPart("head", config.vocab_size, config.hidden_size, stored, rows, bias)
 
 
 def _selector_parts(
@@ -328,13 +348,14 @@ def _selector_parts(
             for layer in layers
         ]
     if sparsity == "predicted" and isinstance(point, OperatingPoint) and bundle.predictors is not None:
-        file = TensorFile(bundle, reader, bundle.added_file(PREDICTORS), index, bundle.predictors.bits)
+        file = TensorFile(bundle, reader, bundle.added_file(PREDICTORS), index)
+        stored = RowFormat(bundle.predictors.bits)
         return [
-            _SelectorParts(_predictor_parts(config, file, layer, rank, offset), predicted=True)
+            _SelectorParts(_predictor_parts(config, file, stored, layer, rank, offset), predicted=True)
             for layer, (rank, offset) in enumerate(zip(bundle.predictors.ranks, point.offsets, strict=True))
         ]
     if sparsity == "threshold" and isinstance(point, ThresholdPoint):
-        file = TensorFile(bundle, reader, bundle.added_file(THRESHOLDS), index, bundle.quant.bits)
+        file = TensorFile(bundle, reader, bundle.added_file(THRESHOLDS), index)
         return [
             _SelectorParts(
                 (gates(layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout),),
@@ -348,7 +369,7 @@ def _selector_parts(
 
 
 def _predictor_parts(
-    config: ModelConfig, file: TensorFile, layer: int, rank: int, offset: float
+    config: ModelConfig, file: TensorFile, stored: RowFormat, layer: int, rank: int, offset: float
 ) -> tuple[MatrixPart, ...]:
     down, up = f"layers.{layer}.down", f"layers.{layer}.up"
 
@@ -356,8 +377,8 @@ def _predictor_parts(
         return file.vector(f"layers.{layer}.bias") + np.float32(offset)
 
     return (
-        MatrixPart("down", rank, config.hidden_size, file.bits, partial(file.rows, down)),
-        MatrixPart("up", config.intermediate_size, rank, file.bits, partial(file.rows, up), bias),
+        MatrixPart("down", rank, config.hidden_size, stored, partial(file.rows, down, stored)),
+        MatrixPart("up", config.intermediate_size, rank, stored, partial(file.rows, up, stored), bias),
     )
 
 
@@ -377,7 +398,7 @@ def _gate_part(
         "gate",
         config.intermediate_size,
         config.hidden_size,
-        bundle.quant.bits,
+        bundle.quant.of("feed_forward"),
         rows,
         bias,
         read_bytes=layout.stride,
@@ -431,7 +452,6 @@ class NeuronRecords:
         self.file = FIRST_NEURON_FILE + layer
         self.num_neurons = bundle.config.intermediate_size
         self.hidden_size = bundle.config.hidden_size
-        self.bits: Literal[4, 8, 16] = bundle.quant.bits
         self.layout: RecordLayout = bundle.neuron_layout
         self._gates = GateDigest(bundle, layer) if bundle.config.zeros_gates else None
 
@@ -445,7 +465,7 @@ class NeuronRecords:
         bundle = self._bundle
         if not bundle.config.feed_forward.bias:
             return None
-        resident = TensorFile(bundle, self._reader, bundle.file(RESIDENT), RESIDENT_FILE, self.bits)
+        resident = TensorFile(bundle, self._reader, bundle.file(RESIDENT), RESIDENT_FILE)
         return resident.vector(gate_bias_name(self._layer))
 
     def check_gates(self, first: int, records: Bytes) -> None:
@@ -479,7 +499,6 @@ class EmbeddingRecords:
         self.file = file
         self.vocab_size = bundle.config.vocab_size
         self.hidden_size = width
-        self.bits: Literal[4, 8, 16] = bundle.quant.bits
         self.layout = layout
 
     def read(self, tokens: Int32) -> Bytes:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from ondevice.backends.base import Backend, Float32, RowChunk
 from ondevice.bundle.layout import RowLayout
 from ondevice.callbacks import IsCancelled
+from ondevice.config import RowFormat
 from ondevice.model.tensor_file import ReadAhead
 from ondevice.model.transformer import Cancelled
 
@@ -64,7 +65,7 @@ class MatrixPart:
     field: str
     num_rows: int
     cols: int
-    bits: Literal[4, 8, 16]
+    stored: RowFormat
     rows: Rows
     bias: Callable[[], Float32] | None = None
     read_bytes: int = 0
@@ -73,7 +74,7 @@ class MatrixPart:
     @property
     def starts(self) -> range:
         """First row of each chunk."""
-        row_bytes = max(self.read_bytes, RowLayout(self.cols, self.bits).codes_bytes)
+        row_bytes = max(self.read_bytes, RowLayout(self.cols, *self.stored).codes_bytes)
         return range(0, self.num_rows, max(1, CHUNK_BYTES // row_bytes))
 
     def tasks(self) -> Iterator[Callable[[], Any]]:
@@ -93,7 +94,7 @@ class _ReadLinear:
     def __init__(self, matrix: MatrixPart, bias: Float32 | None, ahead: ReadAhead) -> None:
         self.rows = matrix.num_rows
         self.cols = matrix.cols
-        self.bits = matrix.bits
+        self.stored = matrix.stored
         self.bias = bias
         self._count = len(matrix.starts)
         self._ahead = ahead

@@ -13,6 +13,7 @@ from ondevice.backends.base import Backend, Float32, Vector
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import EMBEDDINGS, PRUNING, STREAMS, layer_prefix
 from ondevice.callbacks import IsCancelled, never_cancelled
+from ondevice.config import RowFormat
 from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
 from ondevice.model.parts import MatrixPart, Part, part_tasks
@@ -37,10 +38,11 @@ def load_streams(
     config, streams = bundle.config, bundle.streams
     if streams is None:
         raise BundleError(f"the bundle {bundle.path} has no {STREAMS}")
-    file = TensorFile(bundle, reader, bundle.added_file(STREAMS), file_index, streams.bits)
+    file = TensorFile(bundle, reader, bundle.added_file(STREAMS), file_index)
+    stored = RowFormat(streams.bits)
     embeddings = _EmbeddingsPart(partial(file.vector, EMBEDDINGS), config.hidden_size)
     matrices = [
-        MatrixPart(name, rows, cols, streams.bits, partial(file.rows, name))
+        MatrixPart(name, rows, cols, stored, partial(file.rows, name, stored))
         for name, (rows, cols) in streams.matrices(config).items()
     ]
     parts: list[Part] = [embeddings, *matrices]

@@ -7,13 +7,14 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from ondevice.backends.base import Bytes, Float32, RowChunk
 from ondevice.bundle.layout import CRC_BLOCK_BYTES
 from ondevice.bundle.reader import Bundle, CheckedFile
+from ondevice.config import RowFormat
 from ondevice.errors import BundleError, thread_refused
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import memory
@@ -53,17 +54,14 @@ class ReadAhead:
 class TensorFile:
     """The tensors of one file. CRC blocks that two reads share are kept. Any thread may call it.
 
-    index: of `file` in the flash reader. bits: width of its matrices' codes.
+    index: of `file` in the flash reader.
     """
 
-    def __init__(
-        self, bundle: Bundle, reader: FlashReader, file: CheckedFile, index: int, bits: Literal[4, 8, 16]
-    ) -> None:
+    def __init__(self, bundle: Bundle, reader: FlashReader, file: CheckedFile, index: int) -> None:
         self._bundle = bundle
         self._reader = reader
         self._file = file
         self._index = index
-        self.bits = bits
         self._blocks: OrderedDict[int, _Block] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -77,13 +75,13 @@ class TensorFile:
             )
         return values
 
-    def rows(self, name: str, row0: int, count: int) -> RowChunk:
+    def rows(self, name: str, stored: RowFormat, row0: int, count: int) -> RowChunk:
         """Rows row0 .. row0 + count of the stored matrix `name`."""
-        codes, *affine = (
-            self._tensor_rows(f"{name}.{part}", row0, count)
-            for part in (("codes",) if self.bits == 16 else ("codes", "scales", "biases"))
-        )
-        scales, biases = affine or (codes[:, :0], codes[:, :0])
+        codes = self._tensor_rows(f"{name}.codes", row0, count)
+        scales = biases = codes[:, :0]
+        if stored.bits != 16:
+            scales = self._tensor_rows(f"{name}.scales", row0, count)
+            biases = biases if stored.implied_bias else self._tensor_rows(f"{name}.biases", row0, count)
         return RowChunk(row0, codes, scales.view(np.float16), biases.view(np.float16))
 
     def read(self, offset: int, nbytes: int) -> Bytes:

@@ -25,7 +25,7 @@ from ondevice.budget.reference_memory import ReferenceMemory
 from ondevice.budget.sizes import context_tokens, segment_shape
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import MultiStreams
-from ondevice.config import QuantConfig, RuntimeConfig
+from ondevice.config import QuantConfig, RowFormat, RuntimeConfig
 from ondevice.errors import BackendUnavailableError
 from ondevice.model_config import ModelConfig
 from ondevice.runtime.owner import OwnerThread
@@ -123,7 +123,7 @@ def row_invariance(
     segment = memory.ranges.neurons
     shapes = ModelShapes(
         config,
-        quant.bits,
+        quant,
         runtime.kv_bits,
         context_tokens(config, runtime),
         tuple(_linears(memory)),
@@ -138,24 +138,21 @@ def row_invariance(
         owner.close()
 
 
-def _linears(memory: MemoryModel) -> Iterator[tuple[int, int, Literal[4, 8, 16]]]:
-    """(rows, columns, bits) of the matrices that a token meets, a neuron's gate and up rows among them."""
-    config, bits = memory.config, memory.quant.bits
+def _linears(memory: MemoryModel) -> Iterator[tuple[int, int, RowFormat]]:
+    """(rows, columns, format) of the matrices that a token meets, a neuron's gate and up rows among them."""
+    config, quant = memory.config, memory.quant
     hidden, neurons = config.hidden_size, config.intermediate_size
-    for rows, cols in (
-        (config.qkv_size, hidden),
-        (hidden, config.query_size),
-        (config.vocab_size, hidden),
-        (neurons, hidden),
-    ):
-        yield rows, cols, bits
+    yield config.qkv_size, hidden, quant.of("qkv")
+    yield hidden, config.query_size, quant.of("out")
+    yield config.vocab_size, hidden, quant.of(memory.head_kind)
+    yield neurons, hidden, quant.of("feed_forward")
     if memory.predictors is not None and memory.runtime.sparsity == "predicted":
         for rank in memory.predictors.ranks:
-            yield rank, hidden, memory.predictors.bits
-            yield neurons, rank, memory.predictors.bits
+            yield rank, hidden, RowFormat(memory.predictors.bits)
+            yield neurons, rank, RowFormat(memory.predictors.bits)
     if memory.streams is not None and runs_streams(memory.runtime.speculation, memory.streams):
         for rows, cols in memory.streams.matrices(config).values():
-            yield rows, cols, memory.streams.bits
+            yield rows, cols, RowFormat(memory.streams.bits)
 
 
 def memory_model(

@@ -56,9 +56,13 @@ ALIASES = {
     "granite-3.3-8b-instruct": "ibm-granite/granite-3.3-8b-instruct",
     "olmo-2-7b-instruct": "allenai/OLMo-2-1124-7B-Instruct",
     "glm-4-9b": "zai-org/GLM-4-9B-0414",
+    "phi-2": "microsoft/phi-2",
+    "falcon-7b-instruct": "tiiuae/falcon-7b-instruct",
+    "stablelm-2-12b-chat": "stabilityai/stablelm-2-12b-chat",
     "relu-llama-7b": "SparseLLM/ReluLLaMA-7B",
+    "turbosparse-mistral-7b": "PowerInfer/TurboSparse-Mistral-Instruct",
 }
-"""Short names of public checkpoints; the last has ReLU-sparse feed-forward layers."""
+"""Short names of public checkpoints; the last two have ReLU-sparse feed-forward layers."""
 
 SHOWN_CHARS = 80
 """Most characters of an impossible name that an error shows."""

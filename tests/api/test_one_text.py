@@ -29,7 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "drelu": ("Mistral", {"hidden_act": "relu"}),
     "stablelm": (
         "StableLm",
-        {"hidden_act": "relu", "head_dim": None, "num_attention_heads": 2, "use_parallel_residual": True},
+        {"hidden_act": "relu", "head_dim": None, "use_parallel_residual": True, "qk_layernorm": True},
     ),
 }
 PROMPT = [5, 9, 17, 33, 5, 9, 17, 33, 5, 9, 17, 61, 5, 9]

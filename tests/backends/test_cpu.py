@@ -12,7 +12,7 @@ from ondevice.backends.cpu import CpuBackend, CpuFeedForward, make_runner
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.layout import neuron_layout
-from ondevice.config import QuantConfig
+from ondevice.config import MATRIX_KINDS, QuantConfig, RowFormat
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache, KVLayout
@@ -106,7 +106,7 @@ def test_feed_forward_close_to_float_and_equal_for_every_residency(bits: Any, ac
     hidden, neurons, tokens, spec = 100, 200, 11, FeedForwardSpec(activation)
     config = tiny_config(hidden_size=hidden, intermediate_size=neurons)
     gate, up, down = (normal(neurons, hidden, seed=seed) / 10 for seed in range(3))
-    source = ArrayFeedForward(gate, up, down, bits, neuron_layout(config, QuantConfig(bits)))
+    source = ArrayFeedForward(gate, up, down, neuron_layout(config, QuantConfig(bits)))
     x, batch, single = normal(tokens, hidden, seed=9), ForwardBatch(range(tokens)), ForwardBatch([0])
     results = []
     for target in TARGETS:
@@ -121,7 +121,6 @@ def test_feed_forward_close_to_float_and_equal_for_every_residency(bits: Any, ac
     assert len({result.tobytes() for result in results}) == 1
     exact = ArrayFeedForward(
         *(quantise_rows(matrix, bits)[3] for matrix in (gate, up, down)),
-        16,
         neuron_layout(config, QuantConfig(16)),
     )
     reference = ReferenceBackend()
@@ -137,7 +136,7 @@ def test_estimates_have_the_resident_neurons_alone(bits: Any) -> None:
     hidden, neurons, exact, streams = 100, 200, 3, 5
     config = tiny_config(hidden_size=hidden, intermediate_size=neurons)
     gate, up, down = (normal(neurons, hidden, seed=seed) / 10 for seed in range(3))
-    source = ArrayFeedForward(gate, up, down, bits, neuron_layout(config, QuantConfig(bits)))
+    source = ArrayFeedForward(gate, up, down, neuron_layout(config, QuantConfig(bits)))
     x = normal(exact + streams, hidden, seed=9)
     drafted = ForwardBatch(range(exact), stream_rows=streams)
     own = ForwardBatch((), stream_rows=streams, resident_only=True)
@@ -157,7 +156,6 @@ def test_estimates_have_the_resident_neurons_alone(bits: Any) -> None:
 def test_segments_are_added_to_tokens_of_the_pass_alone() -> None:
     source = ArrayFeedForward(
         *(normal(64, 64, seed=seed) for seed in range(3)),
-        8,
         neuron_layout(tiny_config(hidden_size=64, intermediate_size=64), QuantConfig(8)),
     )
     backend = make_backend()
@@ -204,7 +202,16 @@ def test_a_model_of_every_feed_forward_has_one_result(bits: Any, kind: str) -> N
     assert len(results) == 1
 
 
-@pytest.mark.parametrize(("bits", "limit"), [(16, 1e-3), (8, 0.05), (4, 0.05)])
+SMALL_GROUPS = (
+    QuantConfig(4, tuple((kind, RowFormat(4, 32, True)) for kind in MATRIX_KINDS)),
+    QuantConfig(8, (("qkv", RowFormat(8, 32)), ("out", RowFormat(4)), ("feed_forward", RowFormat(8, 32)))),
+    QuantConfig(4, (("head", RowFormat(8)), ("embedding", RowFormat(8, 32, True)))),
+)
+
+
+@pytest.mark.parametrize(
+    ("bits", "limit"), [(16, 1e-3), (8, 0.05), (4, 0.05), *((quant, 0.05) for quant in SMALL_GROUPS)]
+)
 @pytest.mark.parametrize("blocks", ["Llama's", "every kind", *FEED_FORWARDS])
 def test_a_model_stays_close_to_the_reference(bits: Any, limit: float, blocks: str) -> None:
     """float16: rounding only (16-bit keys and values in both). q8, q4: int8 activations, 1/254 per value."""

@@ -141,7 +141,7 @@ def parameters(model: Transformer, tokens: list[int]) -> Parameters:
     for i, layer in enumerate(model.weights.layers):
         found |= {f"{i}.{norm}": getattr(layer, norm).weight for norm in NORMS}
         if layer.head_norms is not None:
-            found |= {f"{i}.q_norm": layer.head_norms.q, f"{i}.k_norm": layer.head_norms.k}
+            found |= {f"{i}.{which}_norm": getattr(layer.head_norms, which).weight for which in "qk"}
         for part, names in PARTS.items():
             found |= {f"{i}.{part}.{name}": getattr(getattr(layer, part), name) for name in names}
     return {name: array for name, array in found.items() if array is not None}
@@ -157,7 +157,10 @@ def with_parameters(model: Transformer, given: Parameters) -> Transformer:
             if f"{i}.{norm}" in given
         }
         if f"{i}.q_norm" in given:
-            changes["head_norms"] = layer.head_norms._replace(q=given[f"{i}.q_norm"], k=given[f"{i}.k_norm"])
+            q, k = (
+                getattr(layer.head_norms, which)._replace(weight=given[f"{i}.{which}_norm"]) for which in "qk"
+            )
+            changes["head_norms"] = layer.head_norms._replace(q=q, k=k)
         for part, names in PARTS.items():
             inner = {name: given[f"{i}.{part}.{name}"] for name in names if f"{i}.{part}.{name}" in given}
             changes[part] = replace(getattr(layer, part), **inner)

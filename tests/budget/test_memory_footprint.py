@@ -268,6 +268,9 @@ def test_loading_keeps_to_the_smallest_budget(bundle: Path) -> None:
     assert 0.85 * total <= peak <= allowed
 
 
+UNGATED = {"intermediate_size": None, "initializer_range": None, "num_key_value_heads": None, "ffn_dim": 4096}
+
+
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -287,6 +290,7 @@ def test_loading_keeps_to_the_smallest_budget(bundle: Path) -> None:
             id="copies of the residual",
             marks=pytest.mark.slow,
         ),
+        pytest.param("OPT", UNGATED, id="ungated", marks=pytest.mark.slow),
     ],
 )
 def test_blocks_of_other_families_keep_to_the_plan(

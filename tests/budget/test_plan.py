@@ -22,7 +22,7 @@ from ondevice.budget.sizes import (
     stream_bytes,
 )
 from ondevice.bundle.streams import MultiStreams
-from ondevice.config import QuantConfig, RuntimeConfig
+from ondevice.config import QuantConfig, RowFormat, RuntimeConfig
 from ondevice.converters.architectures.common import llama_config
 from ondevice.errors import BudgetError, UsageError
 from ondevice.model_config import ModelConfig
@@ -66,9 +66,11 @@ def configs() -> st.SearchStrategy[ModelConfig]:
 
 def test_a_matrix_costs_whole_tiles_of_sixteen_rows() -> None:
     # 2 tiles x 2 groups x (16 rows x 64 codes of 4 bits + 16 scales and biases of 2 bytes)
-    assert interleaved_bytes(17, 65, 4) == 2 * 2 * (16 * 64 // 2 + 16 * 4)
-    assert interleaved_bytes(16, 64, 8) == 16 * 64 + 16 * 4
-    assert interleaved_bytes(16, 64, 16) == 16 * 64 * 2
+    assert interleaved_bytes(17, 65, RowFormat(4)) == 2 * 2 * (16 * 64 // 2 + 16 * 4)
+    assert interleaved_bytes(16, 64, RowFormat(8)) == 16 * 64 + 16 * 4
+    assert interleaved_bytes(16, 64, RowFormat(16)) == 16 * 64 * 2
+    assert interleaved_bytes(17, 65, RowFormat(4, 32)) == 2 * 2 * (16 * 64 // 2 + 2 * 16 * 4)
+    assert interleaved_bytes(16, 64, RowFormat(4, 32, True)) == 16 * 64 // 2 + 2 * 16 * 2
 
 
 def test_the_7b_shape_costs_what_a_hand_count_says() -> None:
@@ -183,7 +185,7 @@ def test_segments_cover_a_layer_and_waste_little(config: ModelConfig, bits: Any)
     shape = segment_shape(config, quant)
     assert shape.neurons % 64 == 0
     assert (shape.per_layer - 1) * shape.neurons < config.intermediate_size <= shape.per_layer * shape.neurons
-    assert shape.nbytes >= 3 * interleaved_bytes(shape.neurons, config.hidden_size, bits)
+    assert shape.nbytes >= 3 * interleaved_bytes(shape.neurons, config.hidden_size, RowFormat(bits))
     assert shape.nbytes <= 16 << 20 or shape.neurons == 64
     if config.intermediate_size >= 64 * 64:
         assert shape.per_layer * shape.neurons <= config.intermediate_size * 1.05 + 64

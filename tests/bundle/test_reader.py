@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from ondevice.bundle.layout import resident_tensors
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, TokenizerInfo
 from ondevice.bundle.reader import Bundle
+from ondevice.bundle.verify import verify
 from ondevice.bundle.writer import BundleWriter
 from ondevice.config import QuantConfig
 from ondevice.errors import BundleError, ModelNotFoundError, OndeviceError
@@ -23,6 +24,7 @@ from ondevice.model_config import AttentionSpec, FeedForwardSpec, LayerSpec, Nor
 from tests.golden.build import CONFIG, GOLDEN, Recipe, fill, golden_config
 from tests.malformed.rules import RULES, Rule, put
 from tests.support.crc32c import crc32c
+from tests.support.sources import FEED_FORWARDS, with_feed_forward
 
 MOST_MEMORY = 8 << 20
 
@@ -189,7 +191,7 @@ def test_every_model_option_survives(tmp_path: Path) -> None:
     feed_forward = FeedForwardSpec("relu2")
     layers = (
         LayerSpec(AttentionSpec(0.3, 1, 16, 50.0, "projection", True, True), feed_forward, "both"),
-        LayerSpec(AttentionSpec(0.25), feed_forward, "after", parallel=True),
+        LayerSpec(AttentionSpec(0.25, head_norm="layer"), feed_forward, "after", parallel=True),
     )
     config = replace(
         CONFIG,
@@ -200,8 +202,20 @@ def test_every_model_option_survives(tmp_path: Path) -> None:
         embedding_multiplier=8.5,
         logit_soft_cap=30.0,
         learned_positions=True,
+        head_bias=True,
     )
     assert _written(tmp_path / "b", Recipe(config=config)).config == config
+
+
+@pytest.mark.parametrize("kind", FEED_FORWARDS)
+def test_every_feed_forward_survives(tmp_path: Path, kind: str) -> None:
+    config = with_feed_forward(CONFIG, FEED_FORWARDS[kind])
+    bundle = _written(tmp_path / "b", Recipe(config=config))
+    assert bundle.config == config
+    assert bundle.neuron_layout.stride == sum(bundle.neuron_layout.part_bytes)
+    rows = [row for part in bundle.neuron_layout.parts for row in part]
+    assert len(rows) == (3 if config.feed_forward.gated else 2)
+    assert verify(bundle.path, crc32c).checksums > 2 * config.num_layers * config.intermediate_size
 
 
 def test_opening_reads_no_weights(copy: Path) -> None:

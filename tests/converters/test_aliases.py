@@ -162,8 +162,55 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16", "transformers_version": "4.52.0.dev0", "use_cache": True,
         "vocab_size": 151552,
     },
+    "phi-2": {
+        "architectures": ["PhiForCausalLM"], "model_type": "phi", "attention_dropout": 0.0,
+        "bos_token_id": 50256, "embd_pdrop": 0.0, "eos_token_id": 50256, "hidden_act": "gelu_new",
+        "hidden_size": 2560, "initializer_range": 0.02, "intermediate_size": 10240, "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 32, "partial_rotary_factor": 0.4, "qk_layernorm": False, "resid_pdrop": 0.1,
+        "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "float16",
+        "transformers_version": "4.37.0", "use_cache": True, "vocab_size": 51200,
+    },
+    "falcon-7b-instruct": {
+        "architectures": ["FalconForCausalLM"], "model_type": "falcon", "alibi": False,
+        "apply_residual_connection_post_layernorm": False, "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_falcon.FalconConfig", "AutoModel": "modeling_falcon.FalconModel",
+            "AutoModelForCausalLM": "modeling_falcon.FalconForCausalLM",
+        },
+        "bias": False, "bos_token_id": 11, "eos_token_id": 11, "hidden_dropout": 0.0, "hidden_size": 4544,
+        "initializer_range": 0.02, "layer_norm_epsilon": 1e-5, "multi_query": True,
+        "new_decoder_architecture": False, "num_attention_heads": 71, "num_hidden_layers": 32,
+        "parallel_attn": True, "torch_dtype": "bfloat16", "transformers_version": "4.27.4",
+        "use_cache": True, "vocab_size": 65024,
+    },
+    "stablelm-2-12b-chat": {
+        "architectures": ["StableLmForCausalLM"], "model_type": "stablelm", "attention_dropout": 0.0,
+        "bos_token_id": 100257, "eos_token_id": 100257, "hidden_act": "silu", "hidden_dropout": 0.0,
+        "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 13824, "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 40,
+        "num_key_value_heads": 8, "partial_rotary_factor": 0.25, "qk_layernorm": True, "rope_scaling": None,
+        "rope_theta": 10000, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.0", "use_cache": True, "use_parallel_residual": True,
+        "use_qkv_bias": False, "vocab_size": 100352,
+    },
     "relu-llama-7b": {**LLAMA, "hidden_act": "relu"},
+    "turbosparse-mistral-7b": {
+        "architectures": ["BambooForCausalLM"], "model_type": "bamboo", "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_bamboo.BambooConfig",
+            "AutoModel": "modeling_bamboo.BambooForCausalLM",
+            "AutoModelForCausalLM": "modeling_bamboo.BambooForCausalLM",
+        },
+        "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "relu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.41.0", "use_cache": False, "vocab_size": 32064,
+    },
 }  # fmt: skip
+SAME_TENSORS = {"bamboo": ("mistral", "MistralForCausalLM")}
+"""Families that `transformers` lacks, and one that has their tensors."""
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -200,9 +247,11 @@ def test_the_published_config_is_read(alias: str) -> None:
 def test_a_tiny_checkpoint_of_every_alias_converts(tmp_path: Path, alias: str) -> None:
     values = shrunk(CONFIGS[alias])
     own = {key: value for key, value in values.items() if key not in ("auto_map", "cache_implementation")}
-    config = transformers.AutoConfig.for_model(own.pop("model_type"), **json.loads(json.dumps(own)))
+    known = own.pop("model_type"), values["architectures"][0]
+    model_type, class_name = SAME_TENSORS.get(known[0], known)
+    config = transformers.AutoConfig.for_model(model_type, **json.loads(json.dumps(own)))
     torch.manual_seed(1)
-    model = getattr(transformers, values["architectures"][0])(config)
+    model = getattr(transformers, class_name)(config)
     model.save_pretrained(tmp_path / "source")
     (tmp_path / "source" / "config.json").write_text(json.dumps(values))
     bundle = Bundle.open(convert(tmp_path / "source", tmp_path / "bundle", "q4"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -99,12 +100,27 @@ def test_what_is_a_llama2c_file(tmp_path: Path) -> None:
     path.write_bytes(whole[:-4])
     with pytest.raises(CheckpointError, match=r"model\.bin has \d+ bytes, but its header asks for \d+"):
         open_checkpoint(path)
-    path.write_bytes(struct.pack("<7i", 1 << 20, 8, 1, 1, 1, 8, 8))
+    path.write_bytes(struct.pack("<7i", 1 << 20, 8, 1, 1 << 10, 1 << 10, 8, 8))
     with pytest.raises(UnsupportedModelError, match="hidden_size"):
         open_checkpoint(path)
     path.write_bytes(struct.pack("<7i", 64, 0, 1, 1, 1, 8, 8))
     with pytest.raises(CheckpointError, match=r"\.bin hasn't the header of a llama2\.c checkpoint.*; give "):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize("header", [(1 << 27, 96, 2, 2, 2, 64, 64), (64, 96, (1 << 31) - 1, 4, 4, 64, 64)])
+def test_numbers_of_any_other_file_are_not_computed_with(tmp_path: Path, header: tuple[int, ...]) -> None:
+    """A zip archive that ends in .bin, read as such a header, has heads of millions of dimensions."""
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(struct.pack("<7i", *header) + bytes(1000))
+    tracemalloc.start()
+    try:
+        assert not is_llama2c(path)
+        with pytest.raises(CheckpointError, match="hasn't the header"):
+            open_checkpoint(path)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_folder_with_one_llama2c_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -176,7 +176,7 @@ def test_what_changes_the_arithmetic_is_refused_by_name(family: str, key: str, v
 
 
 @pytest.mark.parametrize("scaling", [
-    {"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "proportional", "factor": 2.0},
+    {"rope_type": "proportional", "factor": 2.0},
     {"rope_type": "linear", "factor": 2.0, "attention_factor": 1.5},
     {"rope_type": "default", "partial_rotary_factor": 0.25},
     {"rope_type": "default", "mrope_section": [1, 2, 3]},

@@ -53,6 +53,9 @@ LONGROPE = {
     "long_factor": [4.0] * 8,
     "rope_theta": 10000.0,
 }
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+FALCON = {"head_dim": None, "intermediate_size": None, "num_key_value_heads": None}
+PERSIMMON = {"head_dim": None, "num_key_value_heads": None}
 GEMMA = {"query_pre_attn_scalar": 24, "sliding_window": 9, "num_hidden_layers": 4}
 GEMMA3N = {
     "num_hidden_layers": 6,
@@ -165,6 +168,66 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "stablelm head norms": (
+        "StableLm",
+        {"head_dim": None, "num_attention_heads": 2, "num_key_value_heads": 1, "qk_layernorm": True},
+    ),
+    "stablelm parallel head norms": (
+        "StableLm",
+        {"head_dim": None, "num_attention_heads": 4, "qk_layernorm": True, "use_parallel_residual": True},
+    ),
+    "falcon": ("Falcon", FALCON),
+    "falcon newer": (
+        "Falcon",
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "activation": "relu"},
+    ),
+    "falcon newer, one norm": (
+        "Falcon",
+        {
+            **FALCON,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 4,
+            "num_ln_in_parallel_attn": 1,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "falcon in sequence": (
+        "Falcon",
+        {**FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "ffn_hidden_size": 96},
+    ),
+    "phi": ("Phi", {"head_dim": None, "partial_rotary_factor": 0.5}),
+    "phi less turns": (
+        "Phi",
+        {
+            "head_dim": None,
+            "hidden_size": 80,
+            "num_key_value_heads": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.4},
+            "hidden_act": "relu",
+        },
+    ),
+    "phi head norms": ("Phi", {"head_dim": None, "qk_layernorm": True, "layer_norm_eps": 1e-3}),
+    "persimmon": ("Persimmon", PERSIMMON),
+    "persimmon whole heads": (
+        "Persimmon",
+        {
+            **PERSIMMON,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 25000.0, "partial_rotary_factor": 1.0},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "persimmon plain heads": ("Persimmon", {**PERSIMMON, "qk_layernorm": False, "hidden_act": "gelu"}),
+    "nemotron": ("Nemotron", {}),
+    "nemotron bias": ("Nemotron", {"attention_bias": True, "mlp_bias": True, "norm_eps": 1e-3}),
+    "nemotron wide heads": (
+        "Nemotron",
+        {
+            "head_dim": 32,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama dynamic": ("Llama", {"rope_parameters": DYNAMIC}),
     "olmo2": ("Olmo2", {"head_dim": None}),
     "olmo2 all heads": ("Olmo2", {"head_dim": None, "num_key_value_heads": 4, "attention_bias": True}),
     "olmo2 yarn": ("Olmo2", {"head_dim": None, "rope_parameters": YARN}),
@@ -283,7 +346,9 @@ def test_logits_are_those_of_transformers(family: Any, case: str, backend: Backe
     assert np.abs(theirs).max() > 0.05
 
 
-@pytest.mark.parametrize("case", ["gemma2 low caps", "gemma3", "glm4", "olmo2", "stablelm parallel", "opt"])
+@pytest.mark.parametrize(
+    "case", ["gemma2 low caps", "gemma3", "glm4", "olmo2", "stablelm parallel", "opt", "phi", "persimmon"]
+)
 def test_mlx_logits_are_those_of_transformers(family: Any, case: str) -> None:
     pytest.importorskip("mlx.core")
     from ondevice.backends.mlx_float import MlxFloatBackend

@@ -135,6 +135,18 @@ def test_a_newer_commit_is_not_downloaded_beside_the_kept_one(
     assert not any("/resolve/main/" in asked for asked in hub.rules.asked)
 
 
+def test_a_kept_file_is_converted_though_the_hub_is_gone_by_then(
+    hub: HubServer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening = pytest.importorskip("ondevice.converters.hub.opening")
+
+    def gone(*arguments: Any) -> Any:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(opening, "get_hf_file_metadata", gone)
+    assert convert(tmp_path, keep_source=True).is_dir()
+
+
 def test_a_gated_repository(
     hub: HubServer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

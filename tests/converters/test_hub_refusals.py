@@ -19,6 +19,7 @@ from ondevice.errors import (
     ModelNotFoundError,
     OndeviceError,
     UnsupportedModelError,
+    UsageError,
 )
 from ondevice.runtime.conversion import prepare
 from tests.support.bundles import write_chat_checkpoint
@@ -211,6 +212,23 @@ def test_every_hop_is_encrypted_if_the_first_one_is(hub: HubServer) -> None:
         response = SimpleNamespace(history=history, status_code=200, **vars(last))
         with pytest.raises(DownloadError, match="redirected to where nothing is encrypted"):
             client._check_answer(source, response)
+
+
+@pytest.mark.parametrize("endpoint", ["hub.example", "ftp://hub.example", "http://", "", "http://["])
+def test_an_endpoint_that_is_no_address(
+    hub: HubServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    with pytest.raises(UsageError, match=r"HF_ENDPOINT is .*; it must be an address"):
+        convert(tmp_path)
+
+
+def test_a_token_that_cannot_be_sent(
+    hub: HubServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_\u00fcber")
+    with pytest.raises(UsageError, match="is the token in HF_TOKEN whole"):
+        convert(tmp_path)
 
 
 def test_a_kept_source_over_a_connection_that_breaks(

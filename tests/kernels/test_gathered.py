@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ondevice.backends.base import Bytes, Float32
 from ondevice.backends.cpu import native_form
 from ondevice.bundle.layout import neuron_layout
-from ondevice.config import QuantConfig
+from ondevice.config import QuantConfig, RowFormat
 from ondevice.kernels import _native
 from ondevice.model_config import Activation, FeedForwardSpec
 from tests.kernels.test_kernels import RUNNERS, TARGETS, normal, on_every_target, packed
@@ -30,27 +30,29 @@ class Layer:
 
     source: ArrayFeedForward
     records: Bytes
-    bits: Bits
+    stored: RowFormat
     bias: Float32 | None = None
     least: float = 0.0
     """Neurons with a gate above this fire."""
 
     @staticmethod
-    def of(hidden: int, neurons: int, bits: Bits, spec: FeedForwardSpec = RELU) -> Layer:
+    def of(hidden: int, neurons: int, stored: Bits | RowFormat, spec: FeedForwardSpec = RELU) -> Layer:
+        stored = stored if isinstance(stored, RowFormat) else RowFormat(stored)
+        quant = QuantConfig(stored.bits, (("feed_forward", stored),))
         gate, up, down = (normal(neurons, hidden, seed=seed) for seed in range(3))
         gate[neurons // 4 : neurons // 2] = -np.abs(gate[neurons // 4 : neurons // 2])
         config = tiny_config(hidden_size=hidden, intermediate_size=neurons)
-        layout = neuron_layout(with_feed_forward(config, spec), QuantConfig(bits))
-        source = ArrayFeedForward(gate - 0.15, up if spec.gated else None, down, bits, layout)
+        layout = neuron_layout(with_feed_forward(config, spec), quant)
+        source = ArrayFeedForward(gate - 0.15, up if spec.gated else None, down, layout)
         bias = normal(neurons, seed=3) / 10 if spec.bias else None
-        return Layer(source, source.read(0, neurons), bits, bias, spec.threshold)
+        return Layer(source, source.read(0, neurons), stored, bias, spec.threshold)
 
     @property
     def native(self) -> _native.FeedForward:
         layout = self.source.layout
         gate, *up, down = layout.row_offsets
         where = (layout.stride, gate, up[0] if up else None, down)
-        return _native.FeedForward(self.source.hidden_size, self.bits, *where, self.bias)
+        return _native.FeedForward(self.source.hidden_size, self.stored, *where, self.bias)
 
     def dense(self, runner: _native.Runner, x: Float32, activation: GateForm) -> Float32:
         layer, blocks = self.native, -(-self.source.num_neurons // 64)
@@ -64,7 +66,7 @@ class Layer:
 
     def gates(self, runner: _native.Runner, x: Float32) -> Float32:
         out = np.empty((len(x), self.source.num_neurons), dtype=np.float32)
-        packed(runner, self.source.gate, self.bits)[0].forward(runner, x, self.bias, out)
+        packed(runner, self.source.gate, self.stored)[0].forward(runner, x, self.bias, out)
         return out
 
     def without(self, removed: NDArray[np.bool_]) -> Layer:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32, Norm
 from ondevice.bundle.layout import neuron_layout
-from ondevice.config import QuantConfig
+from ondevice.config import QuantConfig, RowFormat
 from ondevice.kernels import _native
 from ondevice.model_config import ACTIVATIONS, Activation
 from tests.support.sources import ArrayFeedForward, form, quantise_rows, tiny_config
@@ -56,9 +56,11 @@ def blockwise_int8(x: Float32) -> tuple[NDArray[np.float64], NDArray[np.float64]
     return codes.astype(np.float64), (largest / np.float32(127)).astype(np.float64)
 
 
-def packed(runner: _native.Runner, weight: Float32, bits: int) -> tuple[_native.Matrix, NDArray[np.float64]]:
-    codes, scales, biases, exact = quantise_rows(weight, bits)  # type: ignore[arg-type]
-    matrix = _native.Matrix(*weight.shape, bits)
+def packed(
+    runner: _native.Runner, weight: Float32, stored: int | RowFormat
+) -> tuple[_native.Matrix, NDArray[np.float64]]:
+    codes, scales, biases, exact = quantise_rows(weight, stored)  # type: ignore[arg-type]
+    matrix = _native.Matrix(*weight.shape, stored)
     for row in range(0, len(weight), 7):
         part = slice(row, row + 7)
         matrix.load_rows(runner, row, codes[part], scales[part].view(np.uint16), biases[part].view(np.uint16))
@@ -139,8 +141,8 @@ def test_extreme_codes_do_not_saturate(bits: int) -> None:
 def hidden_activations(runner: _native.Runner, source: ArrayFeedForward, x: Float32) -> Float32:
     """silu(gate) * up, by kernels that have oracles of their own: the bits that the down projection gets."""
     gate, up = np.empty((2, len(x), source.num_neurons), dtype=np.float32)
-    packed(runner, source.gate, source.bits)[0].forward(runner, x, None, gate)
-    packed(runner, source.up, source.bits)[0].forward(runner, x, None, up)
+    packed(runner, source.gate, source.layout.parts[0][0].stored)[0].forward(runner, x, None, gate)
+    packed(runner, source.up, source.layout.parts[0][0].stored)[0].forward(runner, x, None, up)
     h = np.empty(gate.size, dtype=np.float32)
     _native.activate(runner, form("silu"), gate.reshape(-1), up.reshape(-1), h)
     return h.reshape(gate.shape)
@@ -173,7 +175,7 @@ def down_oracle(h: Float32, down: Float32, bits: Literal[4, 8]) -> NDArray[np.fl
 def test_down_projection(bits: Literal[4, 8, 16], hidden: int, neurons: int) -> None:
     gate, up, down = (normal(neurons, hidden, seed=seed) for seed in range(3))
     layout = neuron_layout(tiny_config(hidden_size=hidden, intermediate_size=neurons), QuantConfig(bits))
-    source = ArrayFeedForward(gate, up, down, bits, layout)
+    source = ArrayFeedForward(gate, up, down, layout)
     x, blocks = normal(TOKENS, hidden, seed=3), -(-neurons // 64)
 
     def run(runner: _native.Runner) -> Float32:

@@ -42,7 +42,7 @@ def test_a_feed_forward_layer(bits: Any, activation: Any, value: float) -> None:
     hidden, neurons = 100, 200
     config = tiny_config(hidden_size=hidden, intermediate_size=neurons)
     gate, up, down = (normal(neurons, hidden, seed=seed) / 10 for seed in range(3))
-    source = ArrayFeedForward(gate, up, down, bits, neuron_layout(config, QuantConfig(bits)))
+    source = ArrayFeedForward(gate, up, down, neuron_layout(config, QuantConfig(bits)))
     x = normal(4, hidden, seed=9)
     broken = x.copy()
     broken[2, 17] = value

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from ondevice.backends.base import Float32, Norm
+from ondevice.backends.base import Float32, HeadNorms, Norm
 from ondevice.backends.reference import activate, read_rows
 from ondevice.bundle.layout import RecordLayout, RowLayout, neuron_layout
 from ondevice.config import QuantConfig
@@ -56,7 +58,7 @@ def test_a_feed_forward_of_normed_rows_on_top_of_others(
 ) -> None:
     gate, up, down = (normal(neurons, hidden, seed=seed) for seed in range(3))
     layout = neuron_layout(tiny_config(hidden_size=hidden, intermediate_size=neurons), QuantConfig(bits))
-    source = ArrayFeedForward(gate, up, down, bits, layout)
+    source = ArrayFeedForward(gate, up, down, layout)
     x, norm, blocks = normal(tokens, hidden, seed=3), normal(hidden, seed=4), -(-neurons // 64)
 
     def run(runner: _native.Runner, wide: bool) -> Float32:
@@ -127,16 +129,16 @@ def test_the_neurons_that_count_of_a_layer_that_is_in_memory(
 
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("bits", [8, 16])
-@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("kind", ["none", "head", "layer"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (6, 2, 10), (4, 1, 64), (2, 2, 128)])
-def test_attend(heads: int, kv_heads: int, dim: int, with_norms: bool, bits: int, window: int) -> None:
+def test_attend(heads: int, kv_heads: int, dim: int, kind: str, bits: int, window: int) -> None:
     """A text in three passes, the last of them the nodes of a tree."""
     tree = TokenTree(PARENTS)
     passes = [(0, 1, None), (1, 70, None), (70, 70 + len(tree), (tree.parents, tree.depths))]
     tokens, width = passes[-1][1], (heads + 2 * kv_heads) * dim
     qkv, angle = normal(tokens, width), normal(tokens, dim // 2, seed=1)
     cos, sin = np.cos(angle), np.sin(angle)
-    norms = (normal(dim, seed=2), normal(dim, seed=3), EPS, None) if with_norms else None
+    norms, given_norms = _head_norms(kind, heads, kv_heads, dim)
     block_bytes = kv_heads * 2 * 64 * (dim * bits // 8 + (4 if bits == 8 else 0))
 
     def run(runner: _native.Runner, wide: bool) -> Float32:
@@ -148,13 +150,15 @@ def test_attend(heads: int, kv_heads: int, dim: int, with_norms: bool, bits: int
             out = np.full((last - first, heads * dim), np.nan, dtype=np.float32)
             if wide:
                 shape = (0, bits, heads, kv_heads, first, window, score_scale(dim), 0.0)
-                _native.attend(runner, given, blocks, *shape, *turn, norms, nodes, out)
+                _native.attend(runner, given, blocks, *shape, *turn, given_norms, nodes, out)
             else:
                 parts = given.reshape(last - first, -1, dim)
                 q, k, v = np.split(parts, [heads, heads + kv_heads], axis=1)
-                for part, norm in zip((q, k), norms[:2] if norms else (None, None), strict=True):
-                    if norm is not None:
-                        _native.testing.head_norm(runner, part, norm, EPS)
+                for part, own in zip((q, k), norms, strict=True):
+                    for head, norm in enumerate(own):
+                        rows = np.ascontiguousarray(part[:, head])
+                        _native.norm(runner, rows, norm, rows)
+                        part[:, head] = rows
                     _native.testing.rope(runner, part, *turn)
                 _native.testing.kv_write(runner, blocks, 0, bits, first, k, v)
                 _native.testing.attention(runner, q, blocks, 0, bits, kv_heads, first, window, nodes, out)
@@ -170,31 +174,32 @@ def test_attend_with_normed_values_and_with_queries_alone() -> None:
     heads, kv_heads, dim, tokens = 4, 2, 10, 9
     qkv, angle = normal(tokens, (heads + 2 * kv_heads) * dim), normal(tokens, dim // 2, seed=1)
     turn, ones = (np.cos(angle), np.sin(angle)), np.ones(dim, np.float32)
-    norms = (normal(dim, seed=2), normal(dim, seed=3), EPS)
+    norms = HeadNorms(*(Norm(normal(dim, seed=seed), EPS) for seed in (2, 3)))
     at = (heads + kv_heads) * dim
     given = qkv.copy()
     values = given[:, at:].reshape(-1, dim).copy()
     _native.norm(SCALAR, values, Norm(ones, EPS), values)
     given[:, at:] = values.reshape(tokens, -1)
 
-    def run(runner: _native.Runner, rows: Float32, values: Float32 | None, twice: bool) -> Float32:
+    def run(runner: _native.Runner, rows: Float32, values: Norm | None, twice: bool) -> Float32:
         memory = np.zeros((1, kv_heads * 2 * 64 * dim * 2), dtype=np.uint8)
         blocks = np.array([memory[0].ctypes.data], dtype=np.uint64)
         out = np.full((tokens, heads * dim), np.nan, dtype=np.float32)
         shape = (0, 16, heads, kv_heads, 0, 0, score_scale(dim), 0.0)
-        _native.attend(runner, rows.copy(), blocks, *shape, *turn, (*norms, values), None, out)
+        _native.attend(runner, rows.copy(), blocks, *shape, *turn, norms._replace(v=values), None, out)
         stored = memory.copy()
         if twice:
             queries, out = rows[:, : heads * dim].copy(), np.full_like(out, np.nan)
-            _native.attend(runner, queries, blocks, *shape, *turn, (*norms, values), None, out, False)
+            _native.attend(
+                runner, queries, blocks, *shape, *turn, norms._replace(k=None, v=values), None, out, False
+            )
             assert np.array_equal(memory, stored)
         return np.frombuffer(out.tobytes() + stored.tobytes(), dtype=np.uint8)
 
     expected = run(SCALAR, given, None, False).tobytes()
     for twice in (False, True):
-        assert (
-            on_every_target(lambda runner, twice=twice: run(runner, qkv, ones, twice)).tobytes() == expected
-        )
+        found = on_every_target(lambda runner, twice=twice: run(runner, qkv, Norm(ones, EPS), twice))
+        assert found.tobytes() == expected
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
@@ -234,6 +239,29 @@ def test_given_gates_take_the_place_of_computed_ones(bits: int) -> None:
         run(SCALAR, gates[:2].copy())
 
 
+def _head_norms(kind: str, heads: int, kv_heads: int, dim: int) -> tuple[Any, HeadNorms | None]:
+    """The norm of each head of queries and of keys, and all of them as `attend` takes them."""
+    if kind == "none":
+        return ([], []), None
+    if kind == "head":
+        q, k = (Norm(normal(dim, seed=seed), EPS) for seed in (2, 3))
+        return ([q] * heads, [k] * kv_heads), HeadNorms(q, k)
+    whole = HeadNorms(
+        *(
+            Norm(normal(count * dim, seed=seed), EPS, normal(count * dim, seed=seed + 2), True)
+            for count, seed in ((heads, 2), (kv_heads, 3))
+        )
+    )
+    each = [
+        [
+            norm._replace(weight=weight, bias=bias)
+            for weight, bias in zip(norm.weight.reshape(-1, dim), norm.bias.reshape(-1, dim), strict=True)
+        ]
+        for norm in whole[:2]
+    ]
+    return each, whole
+
+
 def test_arguments_are_checked() -> None:
     runner, none = RUNNERS[TARGETS[0], 1], np.zeros(0, np.uint64)
     x, out, wrong = np.zeros((1, 64), np.float32), np.zeros((1, 16), np.float32), np.zeros(63, np.float32)
@@ -261,9 +289,9 @@ def test_arguments_are_checked() -> None:
     for heads, table, norm, to, message in (
         (3, angles, None, context, "qkv is"),
         (1, angles[:, :3].copy(), None, context, "cos and sin"),
-        (1, angles, wrong, context, "or as long as all heads"),
+        (1, angles, wrong, context, "as long as what it norms"),
         (1, angles, None, out, "out is"),
     ):
-        norms = None if norm is None else (norm, norm, EPS, None)
+        norms = None if norm is None else HeadNorms(Norm(norm, EPS), Norm(norm, EPS))
         with pytest.raises(ValueError, match=message):
             _native.attend(runner, qkv, none, 0, 8, heads, 1, 0, 0, 1.0, 0.0, table, angles, norms, None, to)

@@ -19,6 +19,7 @@ from ondevice.kernels import _native
 RESIDENT = "resident.safetensors"
 EMBEDDING = "embedding.safetensors"
 NEURONS = "neurons-00001.safetensors"
+STORED = {"bits": 4, "group_size": 32, "bias": "stored"}
 
 
 @dataclass(frozen=True)
@@ -237,6 +238,31 @@ RULES = (
         "activation",
         UnsupportedModelError,
     ),
+    Rule("gated as number", put(*LAYER, "feed_forward", "gated", value=0), "feed_forward.gated"),
+    Rule("threshold infinite", put(*LAYER, "feed_forward", "threshold", value=1e300), "threshold"),
+    Rule(
+        "threshold of relu",
+        put(*LAYER, "feed_forward", "threshold", value=0.5),
+        "has no threshold",
+        UnsupportedModelError,
+    ),
+    Rule(
+        "activation of ups",
+        put(*LAYER, "feed_forward", "up_activation", value="silu"),
+        "up_activation 'silu'",
+        UnsupportedModelError,
+    ),
+    Rule(
+        "bias of gated neurons",
+        put(*LAYER, "feed_forward", "bias", value=True),
+        "gates have biases",
+        UnsupportedModelError,
+    ),
+    Rule(
+        "feed-forward key unknown",
+        put(*LAYER, "feed_forward", "experts", value=8),
+        "unknown key 'experts'",
+    ),
     Rule("odd head_dim", put("model", "head_dim", value=15), "head_dim", UnsupportedModelError),
     Rule("epsilon zero", put("model", "norm", "eps", value=0.0), "eps", UnsupportedModelError),
     Rule("epsilon above 1", put("model", "norm", "eps", value=1.5), "model.norm.eps"),
@@ -283,6 +309,31 @@ RULES = (
     ),
     Rule("bits 3", put("quantisation", "bits", value=3), "3 bits", UnsupportedModelError),
     Rule("bits 8", put("quantisation", "bits", value=8), "manifest.neurons"),
+    *(
+        Rule(f"matrices {name}", put("quantisation", "matrices", value=value), message, error)
+        for name, value, message, error in (
+            ("empty", {}, "matrices is empty", BundleError),
+            ("unknown kind", {"down": STORED}, "matrices", BundleError),
+            ("bits", {"out": STORED | {"bits": 3}}, "3 bits", UnsupportedModelError),
+            ("bits 16", {"out": STORED | {"bits": 16}}, "16 bits", UnsupportedModelError),
+            ("group", {"out": STORED | {"group_size": 48}}, "groups of 48", UnsupportedModelError),
+            ("bias", {"out": STORED | {"bias": "none"}}, "'none'", UnsupportedModelError),
+            ("bias type", {"out": STORED | {"bias": 1}}, "bias", BundleError),
+            ("key", {"out": STORED | {"zero": 8}}, "zero", BundleError),
+            ("needless", {"out": STORED | {"group_size": 64}}, "doesn't go with", BundleError),
+            (
+                "implied in groups of 64",
+                {"out": STORED | {"group_size": 64, "bias": "implied"}},
+                "only groups of 32",
+                BundleError,
+            ),
+            ("other bits of neurons", {"feed_forward": STORED | {"bits": 8}}, "doesn't go with", BundleError),
+            ("neurons", {"feed_forward": STORED}, "manifest.neurons", BundleError),
+            ("embedding", {"embedding": STORED}, "manifest.embedding", BundleError),
+            ("resident", {"out": STORED}, "resident.safetensors", BundleError),
+            ("no object", [], "must be an object", BundleError),
+        )
+    ),
     Rule("group size", put("quantisation", "group_size", value=32), "quantisation.group_size"),
     Rule("stride", put("neurons", "stride", value=256), "manifest.neurons"),
     Rule("alignment", put("embedding", "alignment", value=512), "manifest.embedding"),

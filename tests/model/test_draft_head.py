@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -14,6 +15,7 @@ import ondevice
 from ondevice.api import load
 from ondevice.budget.sizes import draft_head_bytes
 from ondevice.bundle.reader import Bundle
+from ondevice.converters.architectures.tensors import HEAD_BIAS
 from ondevice.converters.training.token_counts import count_tokens, write_token_counts
 from ondevice.model import parts
 from ondevice.runtime.models import shipped_folder
@@ -21,6 +23,7 @@ from ondevice.speculation.drafting import Drafting
 from ondevice.speculation.tree import DRAFT_NODES
 from tests.support.bundles import EOS, convert_bundle, copy_files, write_chat_checkpoint
 from tests.support.engines import always_draft
+from tests.support.models import add_tensor, change_family
 
 SHIPPED = shipped_folder() / "small-relu"
 PROMPT, TOKENS = "What is the number of people in the town?", 40
@@ -44,12 +47,17 @@ def texts(folder: Path, speculation: Any, **options: Any) -> list[tuple[int, ...
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("quant", ["q4", "q8", "f16"])
+@pytest.mark.parametrize("quant", ["q4", "q8", "f16", "biased"])
 def test_its_logits_have_the_bits_of_the_head_s(
     tmp_path: Path, quant: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """biased: at 4 bits, of a head with a bias, which no Llama has."""
     checkpoint = write_chat_checkpoint(tmp_path / "checkpoint", tie_word_embeddings=tied)
-    bundle = convert_bundle(checkpoint, tmp_path / "bundle", quant)
+    if quant == "biased":
+        change_family(monkeypatch, head_bias=True)
+        size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+        add_tensor(checkpoint, HEAD_BIAS, np.linspace(-3, 3, size, dtype=np.float32))
+    bundle = convert_bundle(checkpoint, tmp_path / "bundle", "q4" if quant == "biased" else quant)
     ids = np.random.default_rng(4).integers(0, Bundle.open(bundle).config.vocab_size, (3, 40)).tolist()
     write_token_counts(Bundle.open(bundle), count_tokens(ids), bundle)
     # Chunks of a few rows: some have no chosen row, and chosen ones begin within a tile of sixteen.

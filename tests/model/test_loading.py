@@ -49,7 +49,7 @@ def file_over(data: Bytes, **spans: tuple[int, int]) -> tuple[TensorFile, Memory
     bundle: Any = SimpleNamespace(tensor_span=named.get)
     file: Any = SimpleNamespace(path=Path("file"), nbytes=len(data))
     reader: Any = MemoryReader(data)
-    return TensorFile(bundle, reader, file, 0, 8), reader
+    return TensorFile(bundle, reader, file, 0), reader
 
 
 def test_reads_in_order_of_use_take_each_block_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ class Recorder(ReferenceBackend):
                 yield chunk
 
         watched: Any = SimpleNamespace(
-            rows=source.rows, cols=source.cols, bits=source.bits, bias=source.bias, chunks=chunks
+            rows=source.rows, cols=source.cols, stored=source.stored, bias=source.bias, chunks=chunks
         )
         return super().load_linear(watched)
 
@@ -162,8 +162,8 @@ def test_weights_are_the_same_however_they_are_cut(
         assert layer.head_norms is not None
         assert layer.attention_norm is not None
         assert layer.feed_forward_norm is not None
-        assert (layer.head_norms.q == theirs["self_attn.q_norm.weight"]).all()
-        assert (layer.head_norms.k == theirs["self_attn.k_norm.weight"]).all()
+        assert (layer.head_norms.q.weight == theirs["self_attn.q_norm.weight"]).all()
+        assert (layer.head_norms.k.weight == theirs["self_attn.k_norm.weight"]).all()
         assert (layer.attention_norm.weight == theirs["input_layernorm.weight"]).all()
         assert (layer.feed_forward_norm.weight == theirs["post_attention_layernorm.weight"]).all()
         assert (layer.feed_forward.gate == theirs["mlp.gate_proj.weight"]).all()

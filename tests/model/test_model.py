@@ -47,7 +47,7 @@ def test_linear_multiplies_the_dequantised_rows(bits: Any) -> None:
 def test_feed_forward_reads_gate_up_and_down_from_the_records(bits: Any) -> None:
     config = tiny_config()
     gate, up, down = (normal(72, 40, seed=seed) for seed in range(3))
-    source = ArrayFeedForward(gate, up, down, bits, neuron_layout(config, QuantConfig(bits)))
+    source = ArrayFeedForward(gate, up, down, neuron_layout(config, QuantConfig(bits)))
     x = normal(2, 40, seed=9)
     out = BACKEND.feed_forward(
         x, BACKEND.load_feed_forward(0, source), FeedForwardSpec("relu"), ForwardBatch(range(len(x)))

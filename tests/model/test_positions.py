@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from ondevice.backends.base import KVLayout
 from ondevice.backends.token_tree import TokenTree
@@ -16,13 +15,11 @@ from ondevice.budget.cpu_memory import CpuMemory
 from ondevice.bundle.layout import RESIDENT
 from ondevice.bundle.reader import Bundle
 from ondevice.config import QuantConfig, RuntimeConfig
-from ondevice.converters.architectures import registry
-from ondevice.converters.architectures.common import Description
 from ondevice.converters.architectures.tensors import POSITIONS
 from ondevice.converters.convert import convert
 from ondevice.model.kv_cache import KVCache
 from tests.support.engines import BackendName, all_logits, running
-from tests.support.models import write_checkpoint
+from tests.support.models import add_tensor, change_family, write_checkpoint
 
 CONTEXT = 96
 TOKENS = [int(token) for token in np.random.default_rng(2).integers(0, 256, CONTEXT)]
@@ -38,16 +35,9 @@ def positioned(tmp_path_factory: pytest.TempPathFactory, table: np.ndarray) -> P
     """A Llama at 4 bits with learned positions, which no family has beside rotary ones."""
     folder = tmp_path_factory.mktemp("positions")
     source = write_checkpoint(folder / "source", max_position_embeddings=CONTEXT)
-    tensors = load_file(source / "model.safetensors")
-    save_file(tensors | {POSITIONS: table}, source / "model.safetensors")
-    family = registry.FAMILIES["llama"]
-
-    def read(reader: Any) -> Description:
-        found = family.read(reader)
-        return replace(found, config=replace(found.config, learned_positions=True))
-
+    add_tensor(source, POSITIONS, table)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(registry.FAMILIES, "llama", replace(family, read=read))
+        change_family(patch, learned_positions=True)
         return convert(source, folder / "bundle", "q4")
 
 

@@ -39,20 +39,23 @@ void keep(Vectors* out, const std::string& name, const std::vector<T>& values) {
   out->push_back({name, Bytes(first, first + values.size() * sizeof(T))});
 }
 
-void linear(Runner& runner, int bits, int64_t rows, int64_t cols, Vectors* out) {
+void linear(Runner& runner, const ondevice::RowFormat& format, int64_t rows, int64_t cols, Vectors* out) {
   Random random(static_cast<uint64_t>(rows * 1000 + cols));
-  ondevice::Matrix matrix(rows, cols, bits);
+  ondevice::Matrix matrix(rows, cols, format);
   Bytes quantized;
   for (int64_t r = 0; r < rows; ++r) {
     const Floats weights = random.values(cols);
-    const Row row = quantize(runner, bits, weights.data(), cols);
-    append_row(row, bits, &quantized);
+    const Row row = quantize(runner, format, weights.data(), cols);
+    append_row(row, format.bits, &quantized);
     matrix.load_rows(runner, r, 1,
                      {row.codes.data(), reinterpret_cast<const uint8_t*>(row.scales.data()),
                       reinterpret_cast<const uint8_t*>(row.biases.data()), 0, 0, 0});
   }
-  const std::string name =
-      "linear bits=" + std::to_string(bits) + " " + std::to_string(rows) + "x" + std::to_string(cols);
+  const std::string name = "linear bits=" + std::to_string(format.bits) +
+                           (format.group == kGroup ? ""
+                            : format.implied       ? " group=32 implied"
+                                                   : " group=32") +
+                           " " + std::to_string(rows) + "x" + std::to_string(cols);
   keep(out, name + " rows", quantized);
   const Floats bias = random.values(rows), x = random.values(19 * cols);
   for (const int64_t tokens : {1, 2, 3, 5, 19}) {
@@ -285,6 +288,13 @@ void vector_ops(Runner& runner, Vectors* out) {
     Floats y(256);
     kernels.dequantize_row(bits, row.codes.data(), row.scales.data(), row.biases.data(), 4, y.data());
     keep(out, "dequantize_row bits=" + std::to_string(bits), y);
+    for (const bool implied : {false, true}) {
+      const ondevice::RowFormat format(bits, 32, implied);
+      const Row small = quantize(runner, format, x.data(), 200);
+      kernels.dequantize_row(format, small.codes.data(), small.scales.data(), small.biases.data(), 4,
+                             y.data());
+      keep(out, "dequantize_row group=32 bits=" + std::to_string(bits), y);
+    }
   }
 }
 
@@ -363,6 +373,11 @@ Vectors run(const std::string& target, int threads, bool hardware_checksums) {
     for (const auto& [hidden, neurons] : std::vector<std::pair<int, int>>{{64, 64}, {100, 130}, {192, 321}})
       for (const bool gated : {true, false}) feed_forward(runner, bits, hidden, neurons, split, gated, &out);
   }
+  for (const int bits : {4, 8})
+    for (const bool implied : {false, true})
+      for (const auto& [rows, cols] :
+           std::vector<std::pair<int, int>>{{1, 1}, {17, 65}, {37, 100}, {64, 320}})
+        linear(runner, {bits, 32, implied}, rows, cols, &out);
   for (const int bits : {8, 16})
     for (const int64_t window : {0, 1, 37})
       for (const int64_t dim : {8, 20, 64}) {

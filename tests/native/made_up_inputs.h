@@ -49,13 +49,14 @@ struct Row {
   Halves scales, biases;
 };
 
-Row quantize(Runner& runner, int bits, const float* x, int64_t cols) {
-  const auto groups = static_cast<size_t>(groups_of(cols));
-  Row row{Bytes(groups * kGroup * static_cast<size_t>(bits) / 8), Halves(groups), Halves(groups)};
-  if (bits == 16)
+Row quantize(Runner& runner, const ondevice::RowFormat& format, const float* x, int64_t cols) {
+  const auto groups = static_cast<size_t>(groups_of(cols) * format.scales());
+  Row row{Bytes(static_cast<size_t>(groups_of(cols) * format.codes_bytes())), Halves(groups), Halves(groups)};
+  if (format.bits == 16)
     runner.kernels().float_to_half(x, reinterpret_cast<uint16_t*>(row.codes.data()), cols);
   else
-    runner.kernels().quantize_block(bits, x, 1, cols, row.codes.data(), row.scales.data(), row.biases.data());
+    runner.kernels().quantize_block(format, x, 1, cols, row.codes.data(), row.scales.data(),
+                                    row.biases.data());
   return row;
 }
 

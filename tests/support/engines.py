@@ -86,18 +86,18 @@ def error(mine: np.ndarray, theirs: np.ndarray) -> float:
 def bundle_weights(folder: Path) -> dict[str, np.ndarray]:
     """The float weights that a bundle stands for, under Hugging Face's names; read without our readers."""
     bundle = Bundle.open(folder)
-    config, bits = bundle.config, bundle.quant.bits
+    config, quant = bundle.config, bundle.quant
     resident = load_file(folder / RESIDENT)
     hidden, queries, keys = config.hidden_size, config.query_size, config.kv_size
-    row = RowLayout(hidden, bits)
+    row = RowLayout(hidden, *quant.of("embedding"))
     weights = {"model.norm.weight": resident["final_norm.weight"]}
     table = load_file(folder / EMBEDDING)["records"]
     weights["model.embed_tokens.weight"] = _rows(table[:, : row.nbytes], row)
     if not config.tie_embeddings:
-        weights["lm_head.weight"] = _resident_matrix(resident, "head", RowLayout(hidden, bits))
+        weights["lm_head.weight"] = _resident_matrix(resident, "head", RowLayout(hidden, *quant.of("head")))
     for i, spec in enumerate(config.layers):
         layer, attention = f"model.layers.{i}", f"layers.{i}.attention"
-        qkv = _resident_matrix(resident, f"{attention}.qkv", row)
+        qkv = _resident_matrix(resident, f"{attention}.qkv", RowLayout(hidden, *quant.of("qkv")))
         splits = {
             "q": slice(0, queries),
             "k": slice(queries, queries + keys),
@@ -107,7 +107,7 @@ def bundle_weights(folder: Path) -> dict[str, np.ndarray]:
             weights[f"{layer}.self_attn.{name}_proj.weight"] = qkv[rows]
             if spec.attention.bias:
                 weights[f"{layer}.self_attn.{name}_proj.bias"] = resident[f"{attention}.qkv.bias"][rows]
-        out = _resident_matrix(resident, f"{attention}.out", RowLayout(queries, bits))
+        out = _resident_matrix(resident, f"{attention}.out", RowLayout(queries, *quant.of("out")))
         weights[f"{layer}.self_attn.o_proj.weight"] = out
         if spec.attention.output_bias:
             weights[f"{layer}.self_attn.o_proj.bias"] = resident[f"{attention}.out.bias"]
@@ -118,8 +118,9 @@ def bundle_weights(folder: Path) -> dict[str, np.ndarray]:
         weights[f"{layer}.post_attention_layernorm.weight"] = resident[f"layers.{i}.feed_forward_norm.weight"]
         records = load_file(folder / neuron_file_name(i))["records"]
         second = bundle.neuron_layout.part_offsets[1]
-        for name, start in (("gate", 0), ("up", second), ("down", second + row.nbytes)):
-            matrix = _rows(records[:, start : start + row.nbytes], row)
+        row, down = RowLayout(hidden, *quant.of("feed_forward")), RowLayout(hidden, quant.bits)
+        for name, start, own in (("gate", 0, row), ("up", second, row), ("down", second + row.nbytes, down)):
+            matrix = _rows(records[:, start : start + own.nbytes], own)
             weights[f"{layer}.mlp.{name}_proj.weight"] = matrix.T if name == "down" else matrix
     return weights
 
@@ -142,8 +143,10 @@ def _rows(stored: np.ndarray, row: RowLayout) -> np.ndarray:
         nibbles = np.empty((len(codes), row.padded_cols), dtype=np.uint8)
         nibbles[:, 0::2], nibbles[:, 1::2] = codes & 15, codes >> 4
         codes = nibbles
-    scales, biases = np.split(affine.view(np.float16).astype(np.float32), 2, axis=1)
-    values = np.repeat(scales, 64, axis=1) * codes + np.repeat(biases, 64, axis=1)
+    halves, size = affine.view(np.float16).astype(np.float32), row.group_size
+    scales = halves[:, : row.padded_cols // size]
+    biases = np.float32(-(1 << (row.bits - 1))) * scales if row.implied_bias else halves[:, scales.shape[1] :]
+    values = np.repeat(scales, size, axis=1) * codes + np.repeat(biases, size, axis=1)
     return values[:, : row.cols].astype(np.float32)
 
 

@@ -45,6 +45,8 @@ class HubRules:
     ignore_ranges: bool = False
     describe: Callable[[dict[str, Any]], Any] = lambda answer: answer
     """Changes the description of a repository before it is sent."""
+    change: Callable[[int, dict[str, str], int], tuple[int, dict[str, str], int]] = lambda *answer: answer
+    """Changes the status, the headers and the length that an answer begins with."""
     lie_of_total: int = 0
     """Bytes added to the size in Content-Range."""
     redirect_to: str = ""
@@ -173,6 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def _begin(self, status: int, headers: dict[str, str], nbytes: int) -> None:
+        status, headers, nbytes = self.server.rules.change(status, headers, nbytes)
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)

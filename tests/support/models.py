@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
+
+from ondevice.converters.architectures import registry
+from ondevice.converters.architectures.common import Description
+from ondevice.converters.architectures.config_reader import ConfigReader
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -245,3 +251,20 @@ def transformers_logits(model: Any, tokens: Sequence[int]) -> np.ndarray:
     torch = pytest.importorskip("torch")
     with torch.no_grad():
         return np.asarray(model(torch.tensor([list(tokens)])).logits[0].numpy())
+
+
+def change_family(patch: pytest.MonkeyPatch, **fields: Any) -> None:
+    """Let checkpoints of Llama's keys be models with these fields of ModelConfig, which no Llama has."""
+    family = registry.FAMILIES["llama"]
+
+    def read(reader: ConfigReader) -> Description:
+        found = family.read(reader)
+        return replace(found, config=replace(found.config, **fields))
+
+    patch.setitem(registry.FAMILIES, "llama", replace(family, read=read))
+
+
+def add_tensor(checkpoint: Path, name: str, values: np.ndarray) -> None:
+    """Add a tensor to a checkpoint's `model.safetensors`."""
+    file = checkpoint / "model.safetensors"
+    save_file(load_file(file) | {name: values}, file)

@@ -14,8 +14,9 @@ from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import NeuronSource
 from ondevice.bundle.layout import RecordLayout, RowLayout, embedding_layout, neuron_layout
-from ondevice.config import GROUP_SIZE, QuantConfig
+from ondevice.config import MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures.common import llama_config
+from ondevice.model.loading import head_norms as loaded_head_norms
 from ondevice.model.transformer import Transformer
 from ondevice.model.weights import LayerWeights, ModelWeights
 from ondevice.model_config import Activation, FeedForwardSpec, LayerSpec, ModelConfig, NormSpec, RopeSpec
@@ -43,13 +44,13 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 
 def every_block() -> ModelConfig:
-    """Layers of every kind: each place of norms, both kinds of head norms, windows, caps, ropes, parallel;
-    and learned positions."""
+    """Layers of every kind: each place of norms, all kinds of head norms, windows, caps, ropes, parallel;
+    learned positions, a head with a bias."""
     plain = tiny_config(intermediate_size=136, attention_bias=True, attention_output_bias=True)
     spec = plain.layers[0]
-    turning = plain.ropes[0].frequencies
+    turning, attention = plain.ropes[0].frequencies, replace(spec.attention, head_norm="layer")
     layers = (
-        replace(spec, norms="both", attention=replace(spec.attention, soft_cap=0.7, window=11, scale=0.5)),
+        replace(spec, norms="both", attention=replace(attention, soft_cap=0.7, window=11, scale=0.5)),
         replace(spec, norms="after", attention=replace(spec.attention, head_norm="projection", rope=1)),
         replace(spec, parallel=True, attention=replace(spec.attention, head_norm="head", rope=2)),
     )
@@ -61,6 +62,7 @@ def every_block() -> ModelConfig:
         embedding_multiplier=1.5,
         logit_soft_cap=2.0,
         learned_positions=True,
+        head_bias=True,
     )
 
 
@@ -84,26 +86,32 @@ def with_feed_forward(config: ModelConfig, spec: FeedForwardSpec) -> ModelConfig
     return replace(config, layers=tuple(replace(layer, feed_forward=spec) for layer in config.layers))
 
 
-def quantise_rows(weight: Float32, bits: Bits) -> tuple[Bytes, np.ndarray, np.ndarray, Float32]:
+def quantise_rows(weight: Float32, stored: Bits | RowFormat) -> tuple[Bytes, np.ndarray, np.ndarray, Float32]:
     """weight (n, K) -> codes, scales, biases as a bundle stores them, and the values they stand for."""
     rows, cols = weight.shape
-    layout = RowLayout(cols, bits)
+    layout = RowLayout(cols, *(stored if isinstance(stored, RowFormat) else RowFormat(stored)))
+    bits = layout.bits
     wide = np.zeros((rows, layout.padded_cols), dtype=np.float32)
     wide[:, :cols] = weight
     if bits == 16:
         half = wide.astype(np.float16)
         nothing = np.zeros((rows, 0), dtype=np.float16)
         return half.view(np.uint8), nothing, nothing, half.astype(np.float32)[:, :cols]
-    groups = wide.reshape(rows, layout.groups, GROUP_SIZE)
+    groups = wide.reshape(rows, layout.groups, layout.group_size)
     low, high = groups.min(axis=2), groups.max(axis=2)
     scales = ((high - low) / (2**bits - 1)).astype(np.float16)
     biases = low.astype(np.float16)
+    if layout.implied_bias:
+        zero = layout.stored.zero
+        scales = (np.abs(groups).max(axis=2) / (zero - 1)).astype(np.float16)
+        biases = (-zero * scales.astype(np.float32)).astype(np.float16)
     step = np.where(scales == 0, 1, scales).astype(np.float32)[:, :, None]
     q = np.clip(np.rint((groups - biases.astype(np.float32)[:, :, None]) / step), 0, 2**bits - 1)
     exact = scales.astype(np.float32)[:, :, None] * q + biases.astype(np.float32)[:, :, None]
     codes = q.astype(np.uint8).reshape(rows, -1)
     if bits == 4:
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    biases = biases[:, :0] if layout.implied_bias else biases
     return codes, scales, biases, exact.astype(np.float32).reshape(rows, -1)[:, :cols]
 
 
@@ -114,7 +122,7 @@ def records(layout: RecordLayout, parts: list[list[Float32]]) -> Bytes:
     for offset, row_layouts, matrices in zip(layout.part_offsets, layout.parts, parts, strict=True):
         at = offset
         for row, matrix in zip(row_layouts, matrices, strict=True):
-            codes, scales, biases, _ = quantise_rows(matrix, row.bits)  # type: ignore[arg-type]
+            codes, scales, biases, _ = quantise_rows(matrix, row.stored)
             stored = np.concatenate([codes, scales.view(np.uint8), biases.view(np.uint8)], axis=1)
             out[:, at : at + row.nbytes] = stored
             at += row.nbytes
@@ -126,9 +134,13 @@ class ArrayLinear:
     """`LinearSource` over a float matrix (N, K)."""
 
     weight: Float32
-    bits: Bits
+    bits: Bits | RowFormat
     bias: Float32 | None = None
     step: int = 7
+
+    @property
+    def stored(self) -> RowFormat:
+        return self.bits if isinstance(self.bits, RowFormat) else RowFormat(self.bits)
 
     @property
     def rows(self) -> int:
@@ -139,7 +151,7 @@ class ArrayLinear:
         return self.weight.shape[1]
 
     def chunks(self) -> Iterator[RowChunk]:
-        codes, scales, biases, _ = quantise_rows(self.weight, self.bits)
+        codes, scales, biases, _ = quantise_rows(self.weight, self.stored)
         for row0 in range(0, self.rows, self.step):
             rows = slice(row0, row0 + self.step)
             yield RowChunk(row0, codes[rows], scales[rows], biases[rows])
@@ -152,7 +164,6 @@ class ArrayFeedForward:
     gate: Float32
     up: Float32 | None
     down: Float32
-    bits: Bits
     layout: RecordLayout
     file: int = 0
 
@@ -178,7 +189,6 @@ class ArrayEmbedding:
     """`EmbeddingSource` over a float table (V, D)."""
 
     table: Float32
-    bits: Bits
     layout: RecordLayout
     file: int = 0
 
@@ -238,14 +248,15 @@ class RandomWeights:
             matrix(f"{i}.down", neurons, width, neurons)
         if config.learned_positions:
             matrix("positions", config.max_context, width, 1)
+        vector("head.bias", config.vocab_size, 0.0)
 
-    def load(self, backend: Backend, bits: Bits = 16) -> Transformer:
+    def load(self, backend: Backend, stored: Bits | QuantConfig = 16) -> Transformer:
         """The model, loaded into `backend`."""
-        config, quant = self.config, QuantConfig(bits)
+        config, quant = self.config, stored if isinstance(stored, QuantConfig) else QuantConfig(stored)
 
-        def linear(name: str, has_bias: bool) -> Any:
+        def linear(name: str, kind: MatrixKind, has_bias: bool = False) -> Any:
             bias = self.vectors[f"{name}.bias"] if has_bias else None
-            return backend.load_linear(ArrayLinear(self.matrices[name], bits, bias))
+            return backend.load_linear(ArrayLinear(self.matrices[name], quant.of(kind), bias))
 
         def norm(name: str, exists: bool = True) -> Any:
             if not exists:
@@ -258,7 +269,7 @@ class RandomWeights:
             names = [name for name in ("gate", "up", "down") if spec.gated or name != "up"]
             matrices = {name: self.matrices[f"{layer}.{name}"] for name in names}
             layout = neuron_layout(config, quant)
-            source = ArrayFeedForward(**({"up": None} | matrices), bits=bits, layout=layout)
+            source = ArrayFeedForward(**({"up": None} | matrices), layout=layout)
             biases = (
                 backend.load_vector(self.vectors[f"{layer}.{name}.bias"]) if exists else None
                 for name, exists in (("gate", spec.bias), ("down", spec.output_bias))
@@ -268,19 +279,24 @@ class RandomWeights:
         def head_norms(layer: int, spec: LayerSpec) -> HeadNorms | None:
             if spec.attention.head_norm == "none":
                 return None
-            q, k = (
-                backend.load_vector(np.resize(self.vectors[f"{layer}.{which}_norm"], size))
-                for which, size in zip("qk", config.head_norm_sizes(spec), strict=True)
-            )
-            return HeadNorms(q, k, config.norm.eps)
+            kind, loaded = spec.attention.head_norm, {}
+            for which, size in zip("qk", config.head_norm_sizes(spec), strict=True):
+                weight = np.resize(self.vectors[f"{layer}.{which}_norm"], size)
+                loaded[f"{which}_norm"] = backend.load_vector(weight)
+                if kind == "layer":
+                    # Every head's are different, so that one read for another shows.
+                    ramp = np.linspace(-1, 1, size, dtype=np.float32)
+                    loaded[f"{which}_norm"] = backend.load_vector(weight + ramp)
+                    loaded[f"{which}_norm_bias"] = backend.load_vector(ramp)
+            return loaded_head_norms(spec.attention, config.norm.eps, loaded)
 
-        table = ArrayEmbedding(self.matrices["embedding"], bits, embedding_layout(config, quant))
+        table = ArrayEmbedding(self.matrices["embedding"], embedding_layout(config, quant))
         layers = [
             LayerWeights(
                 attention_norm=norm(f"{i}.attention_norm", spec.norms_input),
-                qkv=linear(f"{i}.qkv", spec.attention.bias),
+                qkv=linear(f"{i}.qkv", "qkv", spec.attention.bias),
                 head_norms=head_norms(i, spec),
-                out=linear(f"{i}.out", spec.attention.output_bias),
+                out=linear(f"{i}.out", "out", spec.attention.output_bias),
                 attention_output_norm=norm(f"{i}.attention_output_norm", spec.norms_output),
                 feed_forward_norm=norm(f"{i}.feed_forward_norm", spec.norms_input),
                 feed_forward_output_norm=norm(f"{i}.feed_forward_output_norm", spec.norms_output),
@@ -288,7 +304,7 @@ class RandomWeights:
             )
             for i, spec in enumerate(config.layers)
         ]
-        head = backend.load_linear(ArrayLinear(self.matrices["head"], bits))
+        head = linear("head", "head", config.head_bias)
         positions = None
         if config.learned_positions:
             loaded = backend.load_vector(self.matrices["positions"].reshape(-1))

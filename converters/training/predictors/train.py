@@ -219,7 +219,9 @@ def fit_layer(
     return store_predictor(chosen, inputs, fired, held, options.bits)
 
 
-def rank_options(options: PredictorOptions, neurons: int, width: int, gate_bits: int) -> list[int]:
+def rank_options(
+    options: PredictorOptions, neurons: int, width: int, gate_bits: Literal[4, 8, 16]
+) -> list[int]:
     """The ranks that a layer's is chosen from: all whose predictor is within MOST_OF_GATE, else GROUP_SIZE.
 
     gate_bits: bits of the stored gate (neurons, width).

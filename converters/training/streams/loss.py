@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -214,7 +214,7 @@ def initial_parameters(streams: MultiStreams, config: ModelConfig, seed: int) ->
     return found
 
 
-def stored_parameters(arrays: Mapping[str, Float32], bits: int) -> dict[str, mx.array]:
+def stored_parameters(arrays: Mapping[str, Float32], bits: Literal[4, 8, 16]) -> dict[str, mx.array]:
     """The arrays as they read back once quantised. Raises CheckpointError for values beyond float16."""
     runner = _native.Runner(usable_cores(), "auto")
     rows = {name: quantize(runner, of, bits, name) for name, of in arrays.items() if name != EMBEDDINGS}

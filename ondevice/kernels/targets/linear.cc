@@ -5,36 +5,77 @@ namespace ondevice {
 namespace ONDEVICE_NS {
 namespace {
 
+// A row format at compile time.
+template <int BITS, int GROUP, bool IMPLIED>
+struct Form {
+  static constexpr int kBits = BITS, kCols = GROUP;
+  static constexpr bool kImplied = IMPLIED;
+  static constexpr int64_t kScales = kGroup / GROUP;
+  static constexpr int64_t kAffine = kScales * (IMPLIED ? 1 : 2);  // rows of 16 scales or biases of a block
+  static constexpr int64_t kCodes = kTile * kGroup * BITS / 8, kBytes = kCodes + 2 * kTile * kAffine;
+  static constexpr float kZero = 1 << (BITS - 1);
+
+  // What token t's codes of group s, counted over the whole row, add up to.
+  static int32_t int_sum(const QuantizedRows& x, int64_t t, int64_t s) {
+    return GROUP == kGroup ? x.int_sums[t * x.groups + s] : x.half_int_sums[t * x.groups * 2 + s];
+  }
+  static float sum(const QuantizedRows& x, int64_t t, int64_t s) {
+    return GROUP == kGroup ? x.sums[t * x.groups + s] : x.half_sums[t * x.groups * 2 + s];
+  }
+  // acc + a group's products, `sums` being those of the codes. `affine`: 16 scales, and the biases behind all
+  // scales of the block. A sum of codes less the zero code is an integer, and exact.
+  static F added(F acc, const uint16_t* affine, F sums, const QuantizedRows& x, int64_t t, int64_t s) {
+    const F scale = mul(load_half(affine), set1(x.scales[t * x.groups + s / kScales]));
+    if (IMPLIED) return fma(scale, sub(sums, set1(kZero * static_cast<float>(int_sum(x, t, s)))), acc);
+    acc = fma(scale, sums, acc);
+    return fma(load_half(affine + kScales * kTile), set1(sum(x, t, s)), acc);
+  }
+};
+
+// Calls `run` with the Form of a format.
+template <class Run>
+void with_form(const RowFormat& format, const Run& run) {
+  if (format.bits == 4 && format.group == kGroup) return run(Form<4, 64, false>());
+  if (format.bits == 8 && format.group == kGroup) return run(Form<8, 64, false>());
+  if (format.bits == 4) return format.implied ? run(Form<4, 32, true>()) : run(Form<4, 32, false>());
+  return format.implied ? run(Form<8, 32, true>()) : run(Form<8, 32, false>());
+}
+
 // N tiles side by side, which share the loads of activations.
 // Per output, groups ascending: acc = fma(weight scale * activation scale, integer sum, acc),
-// then acc = fma(weight bias, activation sum, acc).
-template <int BITS, int TT, int N>
+// then acc = fma(weight bias, activation sum, acc); if the bias is implied, only the first, the integer sum
+// being that of the codes less the zero code.
+template <class FORM, int TT, int N>
 void tile_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t t0, const float* bias,
                  const float* added, float* out, int64_t out_stride, int64_t rows) {
-  constexpr int64_t kBytes = tile_group_bytes(BITS), kCodes = kTile * kGroup * BITS / 8;
+  constexpr int64_t kBytes = FORM::kBytes, kCodes = FORM::kCodes;
   const int64_t tile_bytes = x.groups * kBytes;
   F acc[N][TT];
   for (int n = 0; n < N; ++n)
     for (int t = 0; t < TT; ++t) acc[n][t] = zero();
   for (int64_t g = 0; g < x.groups; ++g) {
-    const uint8_t* blocks[N];
-    const int8_t* codes[TT];
-    int32_t int_sums[TT];
-    for (int n = 0; n < N; ++n) blocks[n] = tiles + n * tile_bytes + g * kBytes;
-    for (int t = 0; t < TT; ++t) {
-      codes[t] = x.codes + ((t0 + t) * x.groups + g) * kGroup;
-      int_sums[t] = x.int_sums[(t0 + t) * x.groups + g];
-    }
-    F sums[N][TT];
-    dot_blocks<BITS, TT, N>(blocks, codes, int_sums, sums);
+    const uint8_t* affines[N];
     for (int n = 0; n < N; ++n) {
-      const F scale = load_half(reinterpret_cast<const uint16_t*>(blocks[n] + kCodes));
-      const F offset = load_half(reinterpret_cast<const uint16_t*>(blocks[n] + kCodes + 2 * kTile));
-      prefetch(blocks[n] + kCodes + kAhead);
+      affines[n] = tiles + n * tile_bytes + g * kBytes + kCodes;
+      prefetch(affines[n] + kAhead);
+      if (FORM::kAffine > 2) prefetch(affines[n] + 64 + kAhead);
+    }
+    for (int64_t part = 0; part < FORM::kScales; ++part) {
+      const int64_t s = g * FORM::kScales + part;
+      const uint8_t* blocks[N];
+      const int8_t* codes[TT];
+      int32_t int_sums[TT];
+      for (int n = 0; n < N; ++n) blocks[n] = affines[n] - kCodes + part * (kCodes / FORM::kScales);
       for (int t = 0; t < TT; ++t) {
-        acc[n][t] = fma(mul(scale, set1(x.scales[(t0 + t) * x.groups + g])), sums[n][t], acc[n][t]);
-        acc[n][t] = fma(offset, set1(x.sums[(t0 + t) * x.groups + g]), acc[n][t]);
+        codes[t] = x.codes + (t0 + t) * x.groups * kGroup + s * FORM::kCols;
+        int_sums[t] = FORM::int_sum(x, t0 + t, s);
       }
+      F sums[N][TT];
+      dot_blocks<FORM::kBits, TT, N, FORM::kCols>(blocks, codes, int_sums, sums);
+      for (int n = 0; n < N; ++n)
+        for (int t = 0; t < TT; ++t)
+          acc[n][t] = FORM::added(acc[n][t], reinterpret_cast<const uint16_t*>(affines[n]) + part * kTile,
+                                  sums[n][t], x, t0 + t, s);
     }
   }
   for (int n = 0; n < N; ++n, rows -= kTile)
@@ -47,36 +88,36 @@ void tile_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t t0, const
 }
 
 // N tiles with all tokens.
-template <int BITS, int N>
+template <class FORM, int N>
 void tiles_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, const float* bias,
                   const float* added, float* out, int64_t out_stride, int64_t rows) {
   constexpr int kMost = N > 1 ? kPairedTokens : kTokenTile;
   int64_t t = 0;
   for (; t + kMost <= tokens; t += kMost)
-    tile_tokens<BITS, kMost, N>(tiles, x, t, bias, added, out, out_stride, rows);
+    tile_tokens<FORM, kMost, N>(tiles, x, t, bias, added, out, out_stride, rows);
   if (kMost > 4 && t + 4 <= tokens) {
-    tile_tokens<BITS, 4, N>(tiles, x, t, bias, added, out, out_stride, rows);
+    tile_tokens<FORM, 4, N>(tiles, x, t, bias, added, out, out_stride, rows);
     t += 4;
   }
   if (kMost > 3 && t + 3 <= tokens) {
-    tile_tokens<BITS, 3, N>(tiles, x, t, bias, added, out, out_stride, rows);
+    tile_tokens<FORM, 3, N>(tiles, x, t, bias, added, out, out_stride, rows);
     t += 3;
   }
   if (t + 2 <= tokens) {
-    tile_tokens<BITS, 2, N>(tiles, x, t, bias, added, out, out_stride, rows);
+    tile_tokens<FORM, 2, N>(tiles, x, t, bias, added, out, out_stride, rows);
     t += 2;
   }
-  if (t < tokens) tile_tokens<BITS, 1, N>(tiles, x, t, bias, added, out, out_stride, rows);
+  if (t < tokens) tile_tokens<FORM, 1, N>(tiles, x, t, bias, added, out, out_stride, rows);
 }
 
-template <int BITS>
+template <class FORM>
 void all_tiles(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, const float* bias,
                const float* added, float* out, int64_t out_stride, int64_t rows, int64_t begin, int64_t end) {
-  const int64_t tile_bytes = x.groups * tile_group_bytes(BITS);
+  const int64_t tile_bytes = x.groups * FORM::kBytes;
   int64_t i = begin;
   const auto add = [&](auto count) {
     constexpr int N = count.value;
-    tiles_tokens<BITS, N>(tiles + i * tile_bytes, x, tokens, bias ? bias + i * kTile : nullptr,
+    tiles_tokens<FORM, N>(tiles + i * tile_bytes, x, tokens, bias ? bias + i * kTile : nullptr,
                           added ? added + i * kTile : nullptr, out + i * kTile, out_stride, rows - i * kTile);
     i += N;
   };
@@ -126,11 +167,11 @@ void gather_words(const uint8_t* const* rows, int64_t at, B out[4]) {
 }
 
 // dot_blocks of 16 scattered rows, for one token.
-template <int BITS>
+template <int BITS, int COLS>
 F dot_gathered(const uint8_t* const* rows, int64_t at, const int8_t* x, int32_t int_sum) {
   // Two chains of additions, where one would leave the multiplier idle.
   I chains[2] = {int_zero(), int_zero()};
-  for (int64_t piece = 0; piece < kGroup * BITS / 8; piece += 16) {
+  for (int64_t piece = 0; piece < COLS * BITS / 8; piece += 16) {
     B columns[4];
     gather_words(rows, at + piece, columns);
     for (int w = 0; w < 4; ++w) {
@@ -145,20 +186,23 @@ F dot_gathered(const uint8_t* const* rows, int64_t at, const int8_t* x, int32_t 
 }
 
 // affine: scales and biases of 16 rows side by side, group by group.
-template <int BITS>
+template <class FORM>
 void gathered_rows(const uint8_t* const* rows, const uint8_t* const* next, const uint16_t* affine,
                    const QuantizedRows& x, float* out) {
-  constexpr int64_t kRowBytes = kGroup * BITS / 8,
-                    kFetched = kRowBytes + 4;  // bytes per group, kFetched with scale and bias
+  constexpr int64_t kRowBytes = kGroup * FORM::kBits / 8,
+                    kFetched = kRowBytes + 2 * FORM::kAffine;  // bytes per 64 columns
   F acc = zero();
   for (int64_t g = 0; g < x.groups; ++g) {
     // Rows are scattered, so the hardware doesn't prefetch those of the next tile.
     if (next)
       for (int64_t line = (g * kFetched + 63) / 64; line < ((g + 1) * kFetched + 63) / 64; ++line)
         for (int64_t r = 0; r < kTile; ++r) prefetch(next[r] + line * 64);
-    const F sum = dot_gathered<BITS>(rows, g * kRowBytes, x.codes + g * kGroup, x.int_sums[g]);
-    acc = fma(mul(load_half(affine + 2 * kTile * g), set1(x.scales[g])), sum, acc);
-    acc = fma(load_half(affine + 2 * kTile * g + kTile), set1(x.sums[g]), acc);
+    for (int64_t part = 0; part < FORM::kScales; ++part) {
+      const int64_t s = g * FORM::kScales + part;
+      const F sums = dot_gathered<FORM::kBits, FORM::kCols>(
+          rows, s * (kRowBytes / FORM::kScales), x.codes + s * FORM::kCols, FORM::int_sum(x, 0, s));
+      acc = FORM::added(acc, affine + (g * FORM::kAffine + part) * kTile, sums, x, 0, s);
+    }
   }
   store(out, acc);
 }
@@ -185,21 +229,17 @@ void half_rows(const uint16_t* weights, int64_t padded_cols, const float* x, int
 
 }  // namespace
 
-void linear_quantized(int bits, const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
+void linear_quantized(const RowFormat& format, const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
                       const float* bias, const float* added, float* out, int64_t out_stride, int64_t rows,
                       int64_t begin, int64_t end) {
-  if (bits == 4)
-    all_tiles<4>(tiles, x, tokens, bias, added, out, out_stride, rows, begin, end);
-  else
-    all_tiles<8>(tiles, x, tokens, bias, added, out, out_stride, rows, begin, end);
+  with_form(format, [&](auto form) {
+    all_tiles<decltype(form)>(tiles, x, tokens, bias, added, out, out_stride, rows, begin, end);
+  });
 }
 
-void linear_gathered(int bits, const uint8_t* const* rows, const uint8_t* const* next, const uint16_t* affine,
-                     const QuantizedRows& x, float* out) {
-  if (bits == 4)
-    gathered_rows<4>(rows, next, affine, x, out);
-  else
-    gathered_rows<8>(rows, next, affine, x, out);
+void linear_gathered(const RowFormat& format, const uint8_t* const* rows, const uint8_t* const* next,
+                     const uint16_t* affine, const QuantizedRows& x, float* out) {
+  with_form(format, [&](auto form) { gathered_rows<decltype(form)>(rows, next, affine, x, out); });
 }
 
 void linear_half(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,

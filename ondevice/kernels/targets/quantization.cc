@@ -20,6 +20,14 @@ void quantize_activations(const float* x, int64_t cols, bool nibble_order, const
     }
     quantize_group(v, largest_magnitude(magnitude), nibble_order, out.codes + (t * out.groups + g) * kGroup,
                    out.scales + t * out.groups + g, out.int_sums + t * out.groups + g);
+    if (out.half_sums)
+      for (int half = 0; half < 2; ++half) {
+        const int64_t at = t * out.groups + g;
+        int32_t sum = 0;
+        for (int i = 0; i < 32; ++i) sum += out.codes[at * kGroup + 32 * half + i];
+        out.half_int_sums[2 * at + half] = sum;
+        out.half_sums[2 * at + half] = out.scales[at] * static_cast<float>(sum);
+      }
     out.sums[t * out.groups + g] =
         out.scales[t * out.groups + g] * static_cast<float>(out.int_sums[t * out.groups + g]);
   }
@@ -37,13 +45,19 @@ static void span(float low, float high, float top, float* scale, float* bias) {
 
 // A row at 8 bits.
 // The scale and bias are rounded to float16 before the codes are chosen with them.
-static bool quantize_row(const float* x, int64_t cols, uint8_t* codes, uint16_t* scales, uint16_t* biases) {
+static bool quantize_row(int64_t size, const float* x, int64_t cols, uint8_t* codes, uint16_t* scales,
+                         uint16_t* biases) {
   const float top = 255.0f;
-  const int64_t groups = (cols + kGroup - 1) / kGroup;
+  const int64_t groups = groups_of(cols) * kGroup / size;
   bool finite = true;
   for (int64_t g = 0; g < groups; ++g) {
-    const int64_t n = cols - g * kGroup < kGroup ? cols - g * kGroup : kGroup;
-    const float* w = x + g * kGroup;
+    const int64_t n = cols - g * size < size ? cols - g * size : size;
+    const float* w = x + g * size;
+    if (n <= 0) {  // padding alone
+      scales[g] = biases[g] = 0;
+      memset(codes + g * size, 0, static_cast<size_t>(size));
+      continue;
+    }
     float low = w[0], high = w[0];
     for (int64_t i = 0; i < n; ++i) {
       finite &= isfinite(w[i]) != 0;
@@ -71,7 +85,7 @@ static bool quantize_row(const float* x, int64_t cols, uint8_t* codes, uint16_t*
         store(values, code);
         for (int64_t k = 0; k < 16 && 16 * i + k < n; ++k) q[16 * i + k] = static_cast<uint8_t>(values[k]);
       }
-    memcpy(codes + g * kGroup, q, kGroup);
+    memcpy(codes + g * size, q, static_cast<size_t>(size));
   }
   return finite;
 }
@@ -161,16 +175,23 @@ static void fit(const float* w, int64_t n, F low, F high, Best* best) {
 }
 
 // Up to 16 rows at 4 bits. Each sum runs over the columns in order, so that all targets give the same bits.
-static bool quantize_nibbles(const float* x, int64_t rows, int64_t cols, uint8_t* codes, uint16_t* scales,
-                             uint16_t* biases) {
-  const int64_t groups = (cols + kGroup - 1) / kGroup;
+static bool quantize_nibbles(int64_t size, const float* x, int64_t rows, int64_t cols, uint8_t* codes,
+                             uint16_t* scales, uint16_t* biases) {
+  const int64_t groups = groups_of(cols) * kGroup / size;
   float w[kGroup * 16];
   bool finite = true;
   for (int64_t g = 0; g < groups; ++g) {
-    const int64_t n = cols - g * kGroup < kGroup ? cols - g * kGroup : kGroup;
+    const int64_t n = cols - g * size < size ? cols - g * size : size;
+    if (n <= 0) {  // padding alone
+      for (int64_t r = 0; r < rows; ++r) {
+        scales[r * groups + g] = biases[r * groups + g] = 0;
+        memset(codes + (r * groups + g) * (size / 2), 0, static_cast<size_t>(size / 2));
+      }
+      continue;
+    }
     memset(w, 0, sizeof(w));
     for (int64_t r = 0; r < rows; ++r)
-      for (int64_t i = 0; i < n; ++i) w[16 * i + r] = x[r * cols + g * kGroup + i];
+      for (int64_t i = 0; i < n; ++i) w[16 * i + r] = x[r * cols + g * size + i];
     F low = load(w), high = low, magnitude = zero();
     for (int64_t i = 0; i < n; ++i) {
       const F v = load(w + 16 * i);
@@ -189,47 +210,50 @@ static bool quantize_nibbles(const float* x, int64_t rows, int64_t cols, uint8_t
     for (int64_t r = 0; r < rows; ++r) scales[r * groups + g] = halves[r];
     store_half(halves, bias);
     for (int64_t r = 0; r < rows; ++r) biases[r * groups + g] = halves[r];
-    for (int64_t k = 0; k < kGroup / 2; ++k) {
+    for (int64_t k = 0; k < size / 2; ++k) {
       const F even = 2 * k < n ? code_of(sub(load(w + 32 * k), bias), inverse) : zero();
       const F odd = 2 * k + 1 < n ? code_of(sub(load(w + 32 * k + 16), bias), inverse) : zero();
       float pairs[16];
       store(pairs, add(even, mul(odd, set1(16.0f))));
       for (int64_t r = 0; r < rows; ++r)
-        codes[(r * groups + g) * (kGroup / 2) + k] = static_cast<uint8_t>(pairs[r]);
+        codes[(r * groups + g) * (size / 2) + k] = static_cast<uint8_t>(pairs[r]);
     }
   }
   return true;
 }
 
-bool quantize_block(int bits, const float* x, int64_t rows, int64_t cols, uint8_t* codes, uint16_t* scales,
-                    uint16_t* biases) {
-  if (bits == 4) return quantize_nibbles(x, rows, cols, codes, scales, biases);
-  const int64_t groups = (cols + kGroup - 1) / kGroup;
+bool quantize_block(const RowFormat& format, const float* x, int64_t rows, int64_t cols, uint8_t* codes,
+                    uint16_t* scales, uint16_t* biases) {
+  const int64_t size = format.group, groups = groups_of(cols) * format.scales();
+  if (format.bits == 4) return quantize_nibbles(size, x, rows, cols, codes, scales, biases);
   bool finite = true;
   for (int64_t r = 0; r < rows; ++r)
-    finite &= quantize_row(x + r * cols, cols, codes + r * groups * kGroup, scales + r * groups,
+    finite &= quantize_row(size, x + r * cols, cols, codes + r * groups * size, scales + r * groups,
                            biases + r * groups);
   return finite;
 }
 
 // w = scale * code + bias, one fused multiply-add each.
-void dequantize_row(int bits, const uint8_t* codes, const uint16_t* scales, const uint16_t* biases,
-                    int64_t groups, float* out) {
-  for (int64_t g = 0; g < groups; ++g) {
-    uint16_t halves[16] = {scales[g], biases[g]};
+void dequantize_row(const RowFormat& format, const uint8_t* codes, const uint16_t* scales,
+                    const uint16_t* biases, int64_t groups, float* out) {
+  const int64_t size = format.group;
+  const float zero_code = static_cast<float>(1 << (format.bits - 1));
+  for (int64_t g = 0; g < groups * format.scales(); ++g) {
+    uint16_t halves[16] = {scales[g], format.implied ? uint16_t{0} : biases[g]};
     float rounded[16];
     store(rounded, load_half(halves));
+    const F scale = set1(rounded[0]), bias = set1(format.implied ? -zero_code * rounded[0] : rounded[1]);
     uint8_t q[kGroup];
-    if (bits == 8) {
-      memcpy(q, codes + g * kGroup, kGroup);
+    if (format.bits == 8) {
+      memcpy(q, codes + g * size, static_cast<size_t>(size));
     } else {
-      for (int k = 0; k < 32; ++k) {
-        q[2 * k] = codes[g * 32 + k] & 0x0f;
-        q[2 * k + 1] = codes[g * 32 + k] >> 4;
+      for (int k = 0; k < size / 2; ++k) {
+        q[2 * k] = codes[g * (size / 2) + k] & 0x0f;
+        q[2 * k + 1] = codes[g * (size / 2) + k] >> 4;
       }
     }
-    for (int i = 0; i < 4; ++i)
-      store(out + g * kGroup + 16 * i, fma(set1(rounded[0]), load_uint8(q + 16 * i), set1(rounded[1])));
+    for (int i = 0; i < size / 16; ++i)
+      store(out + g * size + 16 * i, fma(scale, load_uint8(q + 16 * i), bias));
   }
 }
 

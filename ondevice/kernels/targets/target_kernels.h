@@ -14,11 +14,11 @@ namespace ONDEVICE_NS {
 
 void quantize_activations(const float* x, int64_t cols, bool nibble_order, const QuantizedRows& out,
                           int64_t t);
-void linear_quantized(int bits, const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
+void linear_quantized(const RowFormat& format, const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
                       const float* bias, const float* added, float* out, int64_t out_stride, int64_t rows,
                       int64_t begin, int64_t end);
-void linear_gathered(int bits, const uint8_t* const* rows, const uint8_t* const* next, const uint16_t* affine,
-                     const QuantizedRows& x, float* out);
+void linear_gathered(const RowFormat& format, const uint8_t* const* rows, const uint8_t* const* next,
+                     const uint16_t* affine, const QuantizedRows& x, float* out);
 void linear_half(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,
                  const float* bias, const float* added, float* out, int64_t out_stride, int64_t begin,
                  int64_t end);
@@ -38,10 +38,10 @@ void rope(float* x, const float* cos, const float* sin, int64_t head_dim);
 void kv_write(const KvView& kv, int64_t position, const float* k, const float* v);
 void kv_move(const KvView& kv, int64_t from, int64_t to);
 void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t q_end, float* scratch);
-void dequantize_row(int bits, const uint8_t* codes, const uint16_t* scales, const uint16_t* biases,
-                    int64_t groups, float* out);
-bool quantize_block(int bits, const float* x, int64_t rows, int64_t cols, uint8_t* codes, uint16_t* scales,
-                    uint16_t* biases);
+void dequantize_row(const RowFormat& format, const uint8_t* codes, const uint16_t* scales,
+                    const uint16_t* biases, int64_t groups, float* out);
+bool quantize_block(const RowFormat& format, const float* x, int64_t rows, int64_t cols, uint8_t* codes,
+                    uint16_t* scales, uint16_t* biases);
 void half_to_float(const uint16_t* in, float* out, int64_t n);
 bool float_to_half(const float* in, uint16_t* out, int64_t n);
 void largest(const float* x, int64_t n, int64_t count, int32_t* ids, float* best);
@@ -94,15 +94,15 @@ constexpr int64_t kAhead = 4096;
 #if defined(ONDEVICE_WORD_SUMS)
 // dot_blocks of one block, by sums of eight in 16 bits. Codes of 8 bits are multiplied as two of 4, the high
 // one weighted by 16.
-template <int BITS, int TT>
+template <int BITS, int TT, int COLS>
 static inline void dot_block_words(const uint8_t* block, const int8_t* const* x, F* sums) {
-  constexpr int kParts = 2, kVectors = BITS;  // 64 bytes each; a part has eight quads of columns
+  constexpr int kParts = COLS / 32, kVectors = BITS;  // 64 bytes each; a part has eight quads of columns
   I total[TT];
   for (int t = 0; t < TT; ++t) total[t] = int_zero();
   // The loops stay loops: unrolled, GCC keeps more values than there are registers.
 #pragma GCC unroll 1
   for (int part = 0; part < kParts; ++part, block += 64 * kVectors) {
-    const int column = part * kGroup / kParts;
+    const int column = part * 32;
     Words low[TT], high[TT];
     for (int t = 0; t < TT; ++t) low[t] = high[t] = words_zero();
     if (BITS == 4) {
@@ -135,15 +135,15 @@ static inline void dot_block_words(const uint8_t* block, const int8_t* const* x,
 }
 #endif
 
-// Sums of the code products of N blocks of 16 rows and 64 columns with TT tokens. They are exact, so their
-// order doesn't matter: with few tokens, each has two chains of additions, because one would leave the
-// multiplier idle.
-template <int BITS, int TT, int N>
+// Sums of the code products of N blocks of 16 rows and COLS columns, 32 or 64, with TT tokens. They are
+// exact, so their order doesn't matter: with few tokens, each has two chains of additions, because one would
+// leave the multiplier idle.
+template <int BITS, int TT, int N, int COLS = kGroup>
 static inline void dot_blocks(const uint8_t* const* blocks, const int8_t* const* x, const int32_t* int_sums,
                               F (*sums)[TT]) {
 #if defined(ONDEVICE_WORD_SUMS)
   if (TT > 1) {
-    for (int n = 0; n < N; ++n) dot_block_words<BITS, TT>(blocks[n], x, sums[n]);
+    for (int n = 0; n < N; ++n) dot_block_words<BITS, TT, COLS>(blocks[n], x, sums[n]);
     return;
   }
 #endif
@@ -152,7 +152,7 @@ static inline void dot_blocks(const uint8_t* const* blocks, const int8_t* const*
   for (int n = 0; n < N; ++n)
     for (int t = 0; t < TT; ++t) a[n][t] = b[n][t] = int_zero();
   // Eight columns at a time, of 4 or 8 bits.
-  for (int v = 0; v < 8; ++v) {
+  for (int v = 0; v < COLS / 8; ++v) {
     B low[N], high[N];
     for (int n = 0; n < N; ++n) {
       const uint8_t* at = blocks[n] + 16 * BITS * v;

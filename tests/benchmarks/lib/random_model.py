@@ -31,6 +31,14 @@ MatrixPieces = Callable[[int, str, tuple[int, ...]], Iterator[npt.NDArray[Any]]]
 """(its number in its shard, name, shape) of a matrix -> its elements in order, in pieces."""
 
 
+Vector = Callable[[str, int], npt.NDArray[Any]]
+"""(name, length) of a vector -> its elements."""
+
+
+def _ones(name: str, length: int) -> npt.NDArray[Any]:
+    return np.ones(length, np.float16)
+
+
 @dataclass(frozen=True)
 class Shape:
     """Sizes of a Llama model, or of a Qwen3 model where `family` says so."""
@@ -91,19 +99,26 @@ def huggingface_folder(shape: Shape, workdir: Path) -> Path:
 
 def write_checkpoint(folder: Path, shape: Shape, hidden_act: str, matrix: MatrixPieces) -> None:
     """Fill `folder` with a Hugging Face checkpoint whose norms are ones and whose matrices are drawn."""
-    shards = _shards(_huggingface_tensors(shape))
-    weight_map: dict[str, str] = {}
-    for number, tensors in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        weight_map |= dict.fromkeys(tensors, file)
-        _write_safetensors(folder / file, tensors, matrix)
-    index = {"metadata": {"total_size": _total_bytes(shards)}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    write_shards(folder, _huggingface_tensors(shape), matrix)
     if _is_llama_2(shape):
         shutil.copyfile(SHARED_TOKENIZER, folder / "tokenizer.model")
     config = _huggingface_config(shape) | {"hidden_act": hidden_act}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     os.sync()
+
+
+def write_shards(
+    folder: Path, tensors: dict[str, tuple[int, ...]], matrix: MatrixPieces, vector: Vector = _ones
+) -> None:
+    """Write float16 safetensors shards and their index, never a whole matrix in memory."""
+    shards = _shards(tensors)
+    weight_map: dict[str, str] = {}
+    for number, own in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        weight_map |= dict.fromkeys(own, file)
+        _write_safetensors(folder / file, own, matrix, vector)
+    index = {"metadata": {"total_size": _total_bytes(shards)}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 def gguf_file(shape: Shape, workdir: Path) -> Path:
@@ -324,8 +339,10 @@ def _total_bytes(shards: list[dict[str, tuple[int, ...]]]) -> int:
     return sum(2 * int(np.prod(size)) for shard in shards for size in shard.values())
 
 
-def _write_safetensors(path: Path, tensors: dict[str, tuple[int, ...]], matrix: MatrixPieces) -> None:
-    """Vectors are norms, all ones. Written in order, never held whole."""
+def _write_safetensors(
+    path: Path, tensors: dict[str, tuple[int, ...]], matrix: MatrixPieces, vector: Vector
+) -> None:
+    """Written in order, never held whole."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, size in tensors.items():
@@ -337,6 +354,6 @@ def _write_safetensors(path: Path, tensors: dict[str, tuple[int, ...]], matrix: 
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for number, (name, size) in enumerate(tensors.items()):
-            pieces = iter([np.ones(size, np.float16)]) if len(size) == 1 else matrix(number, name, size)
+            pieces = iter([vector(name, size[0])]) if len(size) == 1 else matrix(number, name, size)
             for piece in pieces:
                 piece.astype(np.float16, copy=False).tofile(file)

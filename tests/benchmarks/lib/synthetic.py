@@ -83,13 +83,18 @@ class Plant:
 
 
 class PlantedModel:
-    """The tensors of one model, row by row, from a seed."""
+    """The tensors of one model, row by row, from a seed.
+
+    fixed: number of the first channels, which carry no text. Here it is the constant one.
+    """
+
+    fixed = 1
 
     def __init__(self, shape: Shape, plant: Plant) -> None:
         self._shape = shape
         self._plant = plant
         self._slow = shape.hidden_size - shape.hidden_size // SLOW_PART
-        """The first slow channel; channel 0 is constant, those between are fast."""
+        """The first slow channel; those between fixed and slow ones are fast."""
         self._predictor = lru_cache(maxsize=1)(self.predictor)
         self._noise = np.random.default_rng(20).standard_normal(1 << 24, np.float32)
 
@@ -105,18 +110,31 @@ class PlantedModel:
             rows[:] = 0
             rows[:, 0] = self._distances(start, stop)
         elif kind == "v_proj":
-            rows[:, 0] = rows[:, self._slow :] = 0
+            rows[:, : self.fixed] = rows[:, self._slow :] = 0
         elif kind == "o_proj":
             self._write_slow(rows, start, np.float32(1) if layer == 0 else QUIET)
         elif kind == "gate_proj":
             self._gate(rows, layer, start, stop)
         elif kind == "down_proj":
-            # A sum over the neurons that fire of products near one.
-            rows *= QUIET / np.float32(sqrt(self._plant.density * cols))
-            if start == 0:
-                rows[0] = 0
-            rows[max(0, self._slow - start) :] = 0
+            self._down(rows, start, stop, cols)
         return rows
+
+    def write(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder with float16 shards."""
+        folder.mkdir(parents=True)
+        write_checkpoint(folder, self._shape, "relu", self.pieces)
+
+    def pieces(self, number: int, name: str, size: tuple[int, ...]) -> Iterator[Float32]:
+        """A matrix in pieces of rows."""
+        step = max(1, PIECE_VALUES // size[1])
+        for start in range(0, size[0], step):
+            yield self.rows(number, name, start, min(start + step, size[0]), size[1])
+
+    def _down(self, rows: Float32, start: int, stop: int, cols: int) -> None:
+        # A sum over the neurons that fire of products near one.
+        rows *= QUIET / np.float32(sqrt(self._plant.density * cols))
+        rows[: max(0, min(stop, self.fixed) - start)] = 0
+        rows[max(0, self._slow - start) :] = 0
 
     def _drawn(self, number: int, start: int, stop: int, cols: int) -> Float32:
         offset = (number * 65_537 + start * cols) % len(self._noise)
@@ -145,45 +163,38 @@ class PlantedModel:
         down = random.standard_normal((self._plant.rank, shape.hidden_size), np.float32)
         up = random.standard_normal((shape.intermediate_size, self._plant.rank), np.float32)
         up /= np.sqrt(np.square(up).sum(axis=1, keepdims=True))
-        down[:, 0] = 0
+        down[:, : self.fixed] = 0
         self._scale_slow(down)
-        down /= np.float32(sqrt((self._slow - 1) / (1 - self._plant.slow)))
-        return down, up * np.float32(sqrt(1 - self._plant.noise**2)), -self._thresholds(layer)
+        down /= np.float32(sqrt((self._slow - self.fixed) / (1 - self._plant.slow)))
+        return down, up * np.float32(sqrt(1 - self._plant.noise**2)), -self.thresholds(layer)
 
-    def _thresholds(self, layer: int) -> Float32:
+    def thresholds(self, layer: int) -> Float32:
         return self._plant.thresholds(np.random.default_rng([21, layer]), self._shape.intermediate_size)
 
     def _scale_slow(self, rows: Float32) -> None:
         """Weights on slow channels, so that these have their share of a product's variance."""
-        fast, slow = self._slow - 1, self._shape.hidden_size - self._slow
+        fast, slow = self._slow - self.fixed, self._shape.hidden_size - self._slow
         share = self._plant.slow
         # The stream's mean square is one after the norm, in slow and fast channels alike.
         rows[:, self._slow :] *= np.float32(sqrt(share / (1 - share) * fast / slow))
 
+    @property
+    def deviation(self) -> np.float32:
+        """Standard deviation of a gate."""
+        return np.float32(float(STD) * sqrt((self._slow - self.fixed) / (1 - self._plant.slow)))
+
     def _gate(self, rows: Float32, layer: int, start: int, stop: int) -> None:
-        fast, share = self._slow - 1, self._plant.slow
         self._scale_slow(rows)
-        deviation = np.float32(float(STD) * sqrt(fast / (1 - share)))
         down, up, bias = self._predictor(layer)
         rows *= np.float32(self._plant.noise)
-        rows += deviation * (up[start:stop] @ down)
-        rows[:, 0] = bias[start:stop] * deviation / CONSTANT
+        rows += self.deviation * (up[start:stop] @ down)
+        rows[:, : self.fixed] = 0
+        rows[:, 0] = bias[start:stop] * self.deviation / CONSTANT
 
 
-def planted_checkpoint(shape: Shape, plant: Plant, folder: Path) -> None:
-    """Write the model as a Hugging Face folder with float16 shards."""
-    model = PlantedModel(shape, plant)
-
-    def pieces(number: int, name: str, size: tuple[int, ...]) -> Iterator[Float32]:
-        step = max(1, PIECE_VALUES // size[1])
-        for start in range(0, size[0], step):
-            yield model.rows(number, name, start, min(start + step, size[0]), size[1])
-
-    folder.mkdir(parents=True)
-    write_checkpoint(folder, shape, "relu", pieces)
-
-
-def synthetic_bundle(shape: Shape, plant: Plant, workdir: Path) -> Path:
+def synthetic_bundle(
+    shape: Shape, plant: Plant, workdir: Path, make: type[PlantedModel] = PlantedModel
+) -> Path:
     """q4 bundle of a planted model with its predictors, made where none of this plant is there."""
     output = workdir / f"{shape.name}-synthetic-{plant.density:.0%}-q4".replace("%", "")
     label = output.with_suffix(".plant")
@@ -192,17 +203,18 @@ def synthetic_bundle(shape: Shape, plant: Plant, workdir: Path) -> Path:
     label.unlink(missing_ok=True)
     source = workdir / f"{output.name}.hf"
     shutil.rmtree(source, ignore_errors=True)
-    planted_checkpoint(shape, plant, source)
+    model = make(shape, plant)
+    model.write(source)
     subprocess.run(convert_command(source, output, "--force"), check=True, stdout=sys.stderr)
     shutil.rmtree(source)
-    planted_predictors(shape, plant, output)
+    planted_predictors(shape, model, output)
     label.write_text(repr(plant))
     return output
 
 
-def planted_predictors(shape: Shape, plant: Plant, folder: Path) -> None:
+def planted_predictors(shape: Shape, model: PlantedModel, folder: Path) -> None:
     """Add predictors to the bundle in `folder`: the planted matrices, calibrated on what really fires."""
-    bundle, model = Bundle.open(folder), PlantedModel(shape, plant)
+    bundle = Bundle.open(folder)
     prompts = [random_tokens(PROMPT_TOKENS, shape.vocab_size, seed) for seed in range(PROMPTS)]
     tokens = np.arange(PROMPTS * PROMPT_TOKENS)
     calibrating, measuring = np.split(tokens, [len(tokens) - PROMPT_TOKENS])

@@ -117,3 +117,17 @@ def test_thresholds_and_order(bundles: dict[str, Path], tmp_path: Path) -> None:
         losses.append(np.abs(lossy - dense).max())
     assert losses[0] < losses[-1]
     assert losses[0] < 0.2 * np.abs(dense).max()
+
+
+@pytest.mark.parametrize("name", ["opt", "prosparse"])
+def test_mlx_has_the_same_modes(bundles: dict[str, Path], name: str) -> None:
+    """Exact mode has the bits of dense, whatever is in memory; both are near the reference."""
+    pytest.importorskip("mlx.core")
+    expected = logits(bundles[name], backend="reference")
+    plain: dict[str, Any] = {"backend": "mlx", "speculation": "off"}
+    dense = logits(bundles[name], sparsity="dense", **plain)
+    # With fatrelu, a gate that rounding moves over the threshold adds a step.
+    assert np.abs(dense - expected).max() < (1e-3 if name == "opt" else 0.05) * np.abs(expected).max()
+    for mode in ("dense", "exact"):
+        with load(bundles[name], sparsity=mode, **plain) as model:
+            check_modes(model, dense)

@@ -1,0 +1,128 @@
+"""GGUF files whose codes are copied: the values of a bundle are the file's, but for down projections."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from ondevice.bundle.layout import RESIDENT
+from ondevice.bundle.reader import Bundle
+from ondevice.config import RowFormat
+from ondevice.converters.convert import convert
+from tests.support.engines import all_logits, bundle_weights, error, running
+from tests.support.gguf_models import write_gguf
+from tests.support.mlx_models import loaded
+from tests.support.models import transformers_logits, transformers_model, write_checkpoint
+
+gguf = pytest.importorskip("gguf")
+
+EXACT = {
+    "Q4_0": RowFormat(4, 32, True),
+    "Q4_1": RowFormat(4, 32),
+    "Q5_0": RowFormat(8, 32, True),
+    "Q5_1": RowFormat(8, 32),
+    "Q8_0": RowFormat(8, 32, True),
+}
+SCALES_ROUNDED = {"Q4_K": RowFormat(4, 32), "Q5_K": RowFormat(8, 32)}
+ROUNDED = {"Q6_K": RowFormat(8), "Q3_K": RowFormat(4), "IQ4_XS": RowFormat(4)}
+
+
+def converted(tmp_path: Path, kind: str, hidden: int, quant: str = "auto") -> tuple[Bundle, dict[str, Any]]:
+    """A tiny model as a GGUF file of this type, converted; and the values that the file stands for."""
+    folder = write_checkpoint(
+        tmp_path / "hf",
+        hidden_size=hidden,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=hidden,
+    )
+    exact = write_gguf(tmp_path / "model.gguf", folder, kind)
+    return Bundle.open(convert(tmp_path / "model.gguf", tmp_path / "bundle", quant)), exact
+
+
+def notes(bundle: Bundle) -> dict[str, str]:
+    return dict(note.split(": ", 1) for note in bundle.manifest.provenance.notes if ": " in note)
+
+
+@pytest.mark.parametrize(("kind", "stored"), EXACT.items())
+def test_values_are_those_of_the_file(tmp_path: Path, kind: str, stored: RowFormat) -> None:
+    bundle, exact = converted(tmp_path, kind, 96)
+    assert {found for _, found in bundle.quant.formats} == {stored}
+    for name, values in bundle_weights(bundle.path).items():
+        if "down_proj" in name:
+            assert 0 < error(values, exact[name]) < (0.2 if stored.bits == 4 else 0.02)
+        else:
+            assert np.array_equal(values, exact[name]), name
+    said = notes(bundle)
+    assert all(said[kind] == "codes and scales copied" for kind in ("attention", "embedding", "gate", "up"))
+    assert said["down"].startswith(f"rounded to {bundle.quant.bits} bits; relative error")
+
+
+@pytest.mark.parametrize(("kind", "stored"), SCALES_ROUNDED.items())
+def test_products_of_scales_are_rounded_to_float16(tmp_path: Path, kind: str, stored: RowFormat) -> None:
+    bundle, exact = converted(tmp_path, kind, 256)
+    assert {found for _, found in bundle.quant.formats} == {stored}
+    for name, values in bundle_weights(bundle.path).items():
+        if "down_proj" not in name:
+            assert error(values, exact[name]) < 2e-3, name
+    assert "scales rounded to float16" in notes(bundle)["gate"]
+
+
+@pytest.mark.parametrize(("kind", "stored"), ROUNDED.items())
+def test_groups_of_16_are_rounded(tmp_path: Path, kind: str, stored: RowFormat) -> None:
+    bundle, _ = converted(tmp_path, kind, 256)
+    assert bundle.quant.bits == stored.bits
+    assert not bundle.quant.formats
+    assert notes(bundle)["gate"].startswith(f"rounded to {stored.bits} bits")
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_codes_are_those_of_the_file_byte_for_byte(tmp_path: Path, kind: str) -> None:
+    bundle, _ = converted(tmp_path, kind, 64)
+    stored = next(
+        tensor
+        for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors
+        if tensor.name.endswith("0.attn_output.weight")
+    ).data
+    blocks = np.asarray(stored).view(np.uint8).reshape(64, 2, -1)
+    if kind == "Q4_0":
+        nibbles = np.concatenate([blocks[:, :, 2:] & 15, blocks[:, :, 2:] >> 4], axis=2).reshape(64, -1)
+        codes = nibbles[:, 0::2] + 16 * nibbles[:, 1::2]
+    else:
+        codes = (blocks[:, :, 2:].view(np.int8).astype(np.int16) + 128).astype(np.uint8).reshape(64, -1)
+    resident = load_file(bundle.path / RESIDENT)
+    assert resident["layers.0.attention.out.codes"].tobytes() == codes.tobytes()
+    assert resident["layers.0.attention.out.scales"].tobytes() == blocks[:, :, :2].tobytes()
+    assert "layers.0.attention.out.biases" not in resident
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_1"])
+def test_logits_are_those_of_the_dequantised_weights(tmp_path: Path, kind: str) -> None:
+    bundle, _ = converted(tmp_path, kind, 96)
+    tokens = list(range(20))
+    theirs = transformers_model(tmp_path / "hf", bundle_weights(bundle.path))
+    with running(bundle.path) as model:
+        reference = all_logits(model, tokens, 32)
+    assert error(reference, transformers_logits(theirs, tokens)) < 1e-4
+    with running(bundle.path, "cpu") as model:
+        assert error(all_logits(model, tokens), reference) < 0.1
+
+
+def test_mlx_multiplies_copied_codes(tmp_path: Path) -> None:
+    pytest.importorskip("mlx.core", exc_type=ImportError)
+    bundle, _ = converted(tmp_path, "Q4_0", 64)
+    found = []
+    for backend in ("mlx", "reference"):
+        with loaded(bundle.path, backend) as model:
+            found.append(model.score(tokens=range(2, 40)).perplexity)
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def test_a_plain_quantisation_rounds_anew(tmp_path: Path) -> None:
+    bundle, _ = converted(tmp_path, "Q4_0", 64, "q4")
+    assert not bundle.quant.formats
+    assert notes(bundle)["gate"].startswith("rounded to 4 bits")

@@ -1,0 +1,116 @@
+"""Groups of 32 and implied biases: every target gives the same bits, near those of a float64 oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ondevice.backends.base import Float32
+from ondevice.bundle.layout import RowLayout
+from ondevice.config import RowFormat
+from ondevice.converters.quantize import quantize, quantize_reference
+from ondevice.kernels import _native
+from tests.kernels.test_gathered import Layer
+from tests.kernels.test_kernels import (
+    RUNNERS,
+    TARGETS,
+    normal,
+    on_every_target,
+    packed,
+    quantised_activations,
+)
+from tests.support.sources import form, quantise_rows
+
+FORMATS = [RowFormat(bits, 32, implied) for bits in (4, 8) for implied in (False, True)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (16, 64), (35, 96), (130, 200)])
+def test_linear(stored: RowFormat, rows: int, cols: int) -> None:
+    weight, bias, x = normal(rows, cols), normal(rows, seed=1), normal(19, cols, seed=2)
+
+    def run(runner: _native.Runner) -> Float32:
+        out = np.full((19, rows), np.nan, dtype=np.float32)
+        packed(runner, weight, stored)[0].forward(runner, x, bias, out)
+        return out
+
+    out = on_every_target(run)
+    exact = packed(RUNNERS[TARGETS[0], 1], weight, stored)[1]
+    used = quantised_activations(x)[:, :cols]
+    np.testing.assert_allclose(out, used @ exact.T + bias, rtol=1e-5, atol=2e-5 * np.sqrt(cols))
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+def test_a_token_has_the_same_bits_in_any_company(stored: RowFormat) -> None:
+    weight, x = normal(50, 200), normal(35, 200, seed=1)
+    for runner in RUNNERS.values():
+        matrix, _ = packed(runner, weight, stored)
+        together = np.empty((35, 50), dtype=np.float32)
+        matrix.forward(runner, x, None, together)
+        for first, last in ((0, 1), (3, 5), (5, 8), (8, 15), (15, 24), (24, 35)):
+            apart = np.empty((last - first, 50), dtype=np.float32)
+            matrix.forward(runner, x[first:last], None, apart)
+            assert apart.tobytes() == together[first:last].tobytes()
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("tokens", range(1, 10))
+def test_the_largest_products_of_all_columns_add_up(stored: RowFormat, tokens: int) -> None:
+    rows, cols, top = 16, 128, (1 << stored.bits) - 1
+    codes = np.full((rows, cols * stored.bits // 8), 255, dtype=np.uint8)
+    ones = np.ones((rows, cols // 32), dtype=np.float16).view(np.uint16)
+    signs = np.where(np.arange(tokens)[:, None] % 2, -1, 1).astype(np.float32)
+
+    def run(runner: _native.Runner) -> Float32:
+        matrix, out = _native.Matrix(rows, cols, stored), np.empty((tokens, rows), dtype=np.float32)
+        matrix.load_rows(runner, 0, codes, ones, np.zeros_like(ones))
+        matrix.forward(runner, np.repeat(signs, cols, axis=1), None, out)
+        return out
+
+    value = top - stored.zero if stored.implied_bias else top
+    np.testing.assert_allclose(on_every_target(run), np.tile(signs * value * cols, rows), rtol=1e-6)
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize(("hidden", "neurons"), [(1, 1), (100, 200), (576, 321)])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_the_neurons_that_fire_give_the_dense_bits(
+    stored: RowFormat, hidden: int, neurons: int, tokens: int
+) -> None:
+    layer, x = Layer.of(hidden, neurons, stored), normal(tokens, hidden, seed=3)
+    act = form("relu")
+    dense = on_every_target(lambda runner: layer.dense(runner, x, act))
+    assert on_every_target(lambda runner: layer.gathered(runner, x, act)).tobytes() == dense.tobytes()
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+def test_rows_read_back_are_the_values(stored: RowFormat) -> None:
+    codes, scales, biases, exact = quantise_rows(normal(5, 130), stored)
+    rows = np.concatenate([codes, scales.view(np.uint8), biases.view(np.uint8)], axis=1)
+    assert rows.shape[1] == RowLayout(130, *stored).nbytes
+
+    def run(runner: _native.Runner) -> Float32:
+        out = np.empty((5, 192), dtype=np.float32)
+        _native.dequantize_rows(runner, stored, rows, 130, out)
+        return out
+
+    np.testing.assert_allclose(on_every_target(run)[:, :130], exact, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("cols", [1, 32, 96, 130])
+def test_rounding_in_groups_of_32_is_that_of_the_definition(bits: Any, cols: int) -> None:
+    rows, stored = normal(17, cols), RowFormat(bits, 32)
+    expected = quantize_reference(rows, stored)
+    for runner in RUNNERS.values():
+        found = quantize(runner, rows, stored, "t")
+        for one, other in zip(vars(found).values(), vars(expected).values(), strict=True):
+            assert one.tobytes() == other.tobytes()
+
+
+def test_impossible_formats_are_refused() -> None:
+    for stored in ((4, 48, False), (16, 32, False), (4, 64, True), (5, 32, False)):
+        with pytest.raises(ValueError, match=r"bits must|groups have|biases are"):
+            _native.Matrix(16, 64, stored)
