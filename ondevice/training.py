@@ -296,14 +296,14 @@ def train_converted(
 
     def begin(checkpoint: Checkpoint) -> Training | None:
         config, info = checkpoint.config, checkpoint.tokenizer.info
+        if not config.is_plain:
+            raise UnsupportedModelError(
+                f"{checkpoint.name} can't learn from a text: {NO_SIDECARS}; convert it without --text"
+            )
         if info.kind is None or info.file is None:
             raise UsageError(
                 f"{checkpoint.name} has no tokenizer, so it can learn nothing from a text: convert it "
                 "without --text, or put its tokenizer's files beside it"
-            )
-        if not config.is_plain:
-            raise UnsupportedModelError(
-                f"{checkpoint.name} can't learn from a text: {NO_SIDECARS}; convert it without --text"
             )
         data = checkpoint.tokenizer.blobs[info.file]
         tokenizer = load_tokenizer(info.kind, data, info.bos_id, info.eos_ids, info.add_bos)

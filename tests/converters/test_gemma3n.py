@@ -27,6 +27,7 @@ from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache
 from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig
 from ondevice.runtime.resolving import resolve
+from ondevice.training import convert_and_train
 from tests.support.engines import all_logits, random_tokens, running
 from tests.support.sources import RecordSource
 
@@ -133,6 +134,13 @@ def test_what_cannot_run_these_blocks_says_so(folder: Path) -> None:
         resolve(bundle, RuntimeConfig(backend="mlx"))
     with pytest.raises(UnsupportedModelError, match="predictors, thresholds and streams"):
         check_possible(bundle)
+
+
+def test_such_a_model_learns_nothing_from_a_text(folder: Path, tmp_path: Path) -> None:
+    """It is said before anything is written."""
+    with pytest.raises(UnsupportedModelError, match="without text"):
+        convert_and_train(folder / "source", tmp_path / "bundle", ["words " * 999])
+    assert not (tmp_path / "bundle").exists()
 
 
 @pytest.mark.parametrize(
