@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 from ondevice.bundle.layout import RESIDENT, RecordLayout, file_layout
 from ondevice.config import QuantConfig, RowFormat
 from ondevice.converters.fidelity import Fidelity, joined, measure
-from ondevice.converters.quantize import QuantizedRows, SourceCodes, Weights, quantize, store_codes
+from ondevice.converters.quantize import (
+    QuantizedRows,
+    RoundedRows,
+    SourceCodes,
+    Weights,
+    quantize,
+    store_codes,
+)
 from ondevice.converters.reading import Block
 from ondevice.kernels import _native
 from ondevice.model_config import ModelConfig
@@ -49,7 +56,7 @@ def pack(
     with closing(blocks):
         for block in blocks:
             first = block.rows[0]
-            if not isinstance(first, SourceCodes) and first.ndim == 1:
+            if isinstance(first, np.ndarray) and first.ndim == 1:
                 yield Chunk(block.file, block.tensor, first, block.nbytes)
                 continue
             rows = [
@@ -93,8 +100,10 @@ def _group_chunks(tensor: str, groups: Sequence[QuantizedRows], stored: RowForma
 
 
 def _stored(
-    runner: _native.Runner, source: Weights | SourceCodes, stored: RowFormat, name: str
+    runner: _native.Runner, source: Weights | SourceCodes | RoundedRows, stored: RowFormat, name: str
 ) -> QuantizedRows:
+    if isinstance(source, RoundedRows):
+        return source.rows
     if isinstance(source, SourceCodes):
         return store_codes(source, stored, name)
     return quantize(runner, source, stored, name)

@@ -11,7 +11,9 @@ again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections import deque
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -26,6 +28,7 @@ from ondevice.bundle.layout import (
     EMBEDDING,
     MANIFEST,
     PER_LAYER,
+    POSITIONS,
     RECORDS_TENSOR,
     RESIDENT,
     file_layout,
@@ -55,7 +58,9 @@ from ondevice.converters.fingerprint import fingerprint
 from ondevice.converters.output_folder import OutputFolder
 from ondevice.converters.pipeline import ahead
 from ondevice.converters.progress import OnProgress, ProgressMeter
-from ondevice.converters.reading import matrix_kind, read_blocks, resident_sources
+from ondevice.converters.quantize import RoundedRows
+from ondevice.converters.reading import NOT_ROUNDED, Wanted, matrix_kind, read_blocks, resident_sources
+from ondevice.converters.rounding.layers import LayerRounding
 from ondevice.converters.training.sidecars import copy_bundle
 from ondevice.converters.trial import check_computes
 from ondevice.errors import (
@@ -83,11 +88,13 @@ class Training:
     """Training of a whole bundle before it takes its name.
 
     identity: a word that identifies the training data. With the checkpoint and the options it determines the
-    bytes of the bundle. run: trains the bundle in a folder, and adds the result to it.
+    bytes of the bundle. run: trains the bundle in a folder, and adds the result to it. pieces: token ids by
+    which 4-bit weights are rounded, at most `most_tokens` of them in all; none to round without a text.
     """
 
     identity: str
     run: Callable[[Path], object]
+    pieces: Sequence[Sequence[int]] = ()
 
 
 BeginTraining = Callable[[Checkpoint], Training | None]
@@ -130,6 +137,10 @@ def convert(
         training = begin_training(checkpoint)
         origin = _origin(checkpoint)
         trained = origin if training is None else f"{origin} {training.identity}"
+        pieces = () if training is None or quant_config.bits != 4 else training.pieces
+        if pieces and not checkpoint.config.is_plain:
+            logger.warning("the text doesn't round weights of this model: its layers can't be run one by one")
+            pieces = ()
         if resume and _is_converted(folder.output, checkpoint, quant_config, trained):
             folder.discard_leftover()
             return folder.output
@@ -143,7 +154,9 @@ def convert(
         folder.check(resume, force)
         folder.claim(resume)
         folder.check_space(bundle_bytes(checkpoint, quant_config, twice=training is not None))
-        _Conversion(checkpoint, quant_config, folder, origin).run(on_progress)
+        # Weights that a text has rounded are another conversion's for another text.
+        written = trained if pieces else origin
+        _Conversion(checkpoint, quant_config, folder, written, pieces).run(on_progress)
         _try_out(folder)
         if training is not None:
             _copy_as(Bundle.open(folder.partial), folder.copy, trained)
@@ -222,8 +235,16 @@ def _origin(checkpoint: Checkpoint) -> str:
 class _Conversion:
     """One run over the partial folder: it completes the files that are there to a whole bundle."""
 
-    def __init__(self, checkpoint: Checkpoint, quant: QuantConfig, folder: OutputFolder, origin: str) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        quant: QuantConfig,
+        folder: OutputFolder,
+        origin: str,
+        pieces: Sequence[Sequence[int]],
+    ) -> None:
         self._checkpoint = checkpoint
+        self._pieces = pieces
         self._quant = quant
         self._folder = folder
         self._origin = origin
@@ -276,7 +297,7 @@ class _Conversion:
         return all(name in self._errors for name in finished)
 
     def _write_weights(self, on_progress: OnProgress | None) -> None:
-        """Write every file that isn't finished, with three overlapping stages."""
+        """Write every file that isn't finished, with three overlapping stages; layer by layer with a text."""
         resident = list(resident_tensors(self._checkpoint.config, self._quant))
         missing = set(resident[self._writer.resident_finished() :])
 
@@ -287,16 +308,59 @@ class _Conversion:
 
         meter = self._meter(wanted, on_progress)
         runner = _native.Runner(usable_cores())
-        blocks = ahead(read_blocks(self._checkpoint, wanted, self._quant), BLOCKS_AHEAD)
-        chunks = ahead(pack(blocks, self._checkpoint.config, self._quant, runner), BLOCKS_AHEAD)
-        # Closing the stages waits for the reads that are under way.
-        with closing(chunks), _interrupting(self._checkpoint):
-            counted = _counted(chunks, meter)
-            for file, group in groupby(counted, key=lambda chunk: chunk.file):
+        if self._pieces:
+            self._write_rounded(self._rounded_chunks(wanted, meter, runner), missing)
+            return
+        with closing(self._chunks(wanted, runner)) as chunks:
+            for file, group in groupby(_counted(chunks, meter), key=lambda chunk: chunk.file):
                 if file == RESIDENT:
                     self._write_resident(chunk for chunk in group if chunk.tensor in missing)
                 else:
                     self._writer.write_records(file, self._data(file, group))
+
+    def _chunks(
+        self, wanted: Wanted, runner: _native.Runner, rounded: Mapping[str, RoundedRows] = NOT_ROUNDED
+    ) -> Generator[Chunk, None, None]:
+        """What is wanted, read and packed ahead."""
+        blocks = ahead(read_blocks(self._checkpoint, wanted, self._quant, rounded), BLOCKS_AHEAD)
+        chunks = ahead(pack(blocks, self._checkpoint.config, self._quant, runner), BLOCKS_AHEAD)
+        # Closing the stages waits for the reads that are under way.
+        with closing(chunks), _interrupting(self._checkpoint):
+            yield from chunks
+
+    def _rounded_chunks(
+        self, wanted: Wanted, meter: ProgressMeter, runner: _native.Runner
+    ) -> Generator[Chunk, None, None]:
+        """What is wanted layer by layer, each rounded when its turn comes, then what belongs to none."""
+        rounding = LayerRounding(
+            self._checkpoint, self._quant, self._pieces, runner, lambda step: meter.advance(step, 0)
+        )
+        layers = self._checkpoint.config.num_layers
+        for layer in range(layers + 1):
+
+            def part(file: str, tensor: str, layer: int = layer) -> bool:
+                return _layer_of(file, tensor, layers) == layer and wanted(file, tensor)
+
+            is_wanted = any(part(*place) for place in source_bytes(self._checkpoint))
+            rounded = rounding.layer(layer, is_wanted) if layer < layers else rounding.head()
+            with closing(self._chunks(part, runner, rounded)) as chunks:
+                yield from _counted(chunks, meter)
+
+    def _write_rounded(self, chunks: Generator[Chunk, None, None], missing: Container[str]) -> None:
+        """Write chunks of record files when they come, and of the resident file between them."""
+
+        def resident() -> Iterator[Chunk]:
+            for file, group in groupby(chunks, key=lambda chunk: chunk.file):
+                if file == RESIDENT:
+                    yield from (chunk for chunk in group if chunk.tensor in missing)
+                else:
+                    self._writer.write_records(file, self._data(file, group))
+
+        with closing(chunks):
+            tensors = resident()
+            self._write_resident(tensors)
+            # A finished resident file asks for nothing.
+            deque(tensors, maxlen=0)
 
     def _write_resident(self, chunks: Iterator[Chunk]) -> None:
         self._writer.write_resident(
@@ -333,13 +397,17 @@ class _Conversion:
         self._writer.finish(tokenizer.info, self._checkpoint.generation, provenance)
 
     def _notes(self) -> tuple[str, ...]:
-        """What became of quantised weights, by kind of matrix; nothing for floating-point ones."""
+        """Whether a text rounded the weights, and what became of quantised ones, by kind of matrix."""
+        text: tuple[str, ...] = ()
+        if self._pieces:
+            tokens = sum(map(len, self._pieces))
+            text = (f"weights are rounded with error feedback (GPTQ) on {tokens} tokens of a text",)
         if not any(tensor.code_bits for tensor in self._checkpoint.tensors.values()):
-            return ()
+            return text
         if self._quant.bits == 16:
             return ("quantised weights are stored as float16 values",)
         kinds = self._errors.kinds().items()
-        return tuple(f"{kind}: {fidelity.note(self._format_of(kind))}" for kind, fidelity in kinds)
+        return (*text, *(f"{kind}: {fidelity.note(self._format_of(kind))}" for kind, fidelity in kinds))
 
     def _format_of(self, kind: str) -> RowFormat:
         """The format of a kind of matrix, as notes tell them apart."""
@@ -351,6 +419,14 @@ class _Conversion:
             "up": "feed_forward",
         }
         return self._quant.of(matrices[kind]) if kind in matrices else self._quant.down
+
+
+def _layer_of(file: str, tensor: str, layers: int) -> int:
+    """The layer with which a record file or resident tensor is written; `layers` for what follows them."""
+    if tensor == POSITIONS:
+        return 0
+    found = re.search(r"(?:^layers\.|-)(\d+)\.", tensor if file == RESIDENT else file)
+    return int(found[1]) if found else layers
 
 
 @contextmanager

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ondevice.config import GROUP_SIZE, RowFormat
-from ondevice.converters.quantize import QuantizedRows, SourceCodes, SquaredError, Weights, sampled_error
+from ondevice.converters.quantize import (
+    QuantizedRows,
+    RoundedRows,
+    SourceCodes,
+    SquaredError,
+    Weights,
+    sampled_error,
+)
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,12 @@ class Fidelity:
         return "; ".join(said) + error
 
 
-def measure(source: Weights | SourceCodes, rows: QuantizedRows, stored: RowFormat) -> Fidelity:
+def measure(source: Weights | SourceCodes | RoundedRows, rows: QuantizedRows, stored: RowFormat) -> Fidelity:
     """What storing rows at 4 or 8 bits did to them."""
+    if isinstance(source, RoundedRows):
+        error, weight = source.squares.sum(axis=0)
+        count = len(source.squares) * source.cols
+        return Fidelity(rounded=count, error=SquaredError(float(error), float(weight)))
     error = sampled_error(source, rows, stored)
     if not isinstance(source, SourceCodes):
         return Fidelity(rounded=source.size, error=error)

@@ -46,6 +46,24 @@ class QuantizedRows:
 
 
 @dataclass(frozen=True)
+class RoundedRows:
+    """Rows that were rounded before they are stored.
+
+    cols: logical columns. squares: float64 (R, 2), sums over each row of (stored - exact)^2 and exact^2.
+    """
+
+    rows: QuantizedRows
+    cols: int
+    squares: NDArray[np.float64]
+
+    def taken(self, picks: slice | NDArray[np.int64]) -> RoundedRows:
+        """Some of the rows, in the order of `picks`."""
+        rows = self.rows
+        found = QuantizedRows(rows.codes[picks], rows.scales[picks], rows.biases[picks])
+        return RoundedRows(found, self.cols, self.squares[picks])
+
+
+@dataclass(frozen=True)
 class SourceCodes:
     """Rows that a checkpoint holds quantised in a way that a bundle can hold too, by their codes.
 

@@ -5,7 +5,7 @@ Legend: D hidden size, n rows in a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 
@@ -24,12 +24,16 @@ from ondevice.bundle.layout import (
 from ondevice.config import MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
-from ondevice.converters.quantize import SourceCodes, Weights, to_float32
+from ondevice.converters.quantize import RoundedRows, SourceCodes, Weights, to_float32
 
 BLOCK_BYTES = 4 << 20
 """Bytes of one matrix's values that are read, quantised and written at a time."""
 DOWN_BLOCK_BYTES = 96 << 20
 """Bytes of a down projection's values held at a time; reading columns is cheap only for many at once."""
+
+Wanted = Callable[[str, str], bool]
+"""Gets a bundle file and a resident tensor (or `records`), and returns true if it is to be read."""
+NOT_ROUNDED: Mapping[str, RoundedRows] = {}
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,8 @@ class Block:
     file: the bundle file that they go to. tensor: the resident tensor, without `.codes`, or `records`.
     sources: the checkpoint's names of `rows`. kinds: attention, down, embedding, gate, head, per_layer or up,
     for each of a matrix. formats: how each matrix is stored. rows: each (n, columns) in the stored type, or
-    the checkpoint's own codes of n rows; a vector is (n,) float32. nbytes: checkpoint bytes of them. last:
-    true for the last block of the tensor.
+    the checkpoint's own codes of n rows, or n rows that are rounded; a vector is (n,) float32. nbytes:
+    checkpoint bytes of them. last: true for the last block of the tensor.
     """
 
     file: str
@@ -49,32 +53,35 @@ class Block:
     sources: tuple[str, ...]
     kinds: tuple[str, ...]
     formats: tuple[RowFormat, ...]
-    rows: tuple[Weights | SourceCodes, ...]
+    rows: tuple[Weights | SourceCodes | RoundedRows, ...]
     nbytes: int
     last: bool = True
 
 
 def read_blocks(
-    checkpoint: Checkpoint, wanted: Callable[[str, str], bool], quant: QuantConfig
+    checkpoint: Checkpoint,
+    wanted: Wanted,
+    quant: QuantConfig,
+    rounded: Mapping[str, RoundedRows] = NOT_ROUNDED,
 ) -> Generator[Block, None, None]:
     """Neurons and their gates by layer, then the embedding and per-layer rows, then the resident tensors.
 
-    wanted: gets a bundle file and a resident tensor (or `records`), and returns true if it is to be read.
     quant: how the bundle stores weights. The checkpoint's own codes are taken where they fit.
+    rounded: matrices to take as they are, by their names. A down projection's rows are neurons.
     """
     for layer in range(checkpoint.config.num_layers):
         if wanted(neuron_file_name(layer), RECORDS_TENSOR):
-            yield from _neurons(checkpoint, layer, quant)
+            yield from _neurons(checkpoint, layer, quant, rounded)
         if checkpoint.config.zeros_gates and wanted(gate_file_name(layer), RECORDS_TENSOR):
             gate = checkpoint.tensors[names.LayerNames(layer).gate]
             stored = quant.of("feed_forward")
-            yield from _matrix(gate_file_name(layer), RECORDS_TENSOR, "gate", [gate], stored)
+            yield from _matrix(gate_file_name(layer), RECORDS_TENSOR, "gate", [gate], stored, rounded)
     if wanted(EMBEDDING, RECORDS_TENSOR):
-        embedding = checkpoint.tensors[names.EMBEDDING]
-        yield from _matrix(EMBEDDING, RECORDS_TENSOR, "embedding", [embedding], quant.of("embedding"))
+        embedding, stored = checkpoint.tensors[names.EMBEDDING], quant.of("embedding")
+        yield from _matrix(EMBEDDING, RECORDS_TENSOR, "embedding", [embedding], stored, rounded)
     if checkpoint.config.per_layer_width and wanted(PER_LAYER, RECORDS_TENSOR):
         rows = checkpoint.tensors[names.PER_LAYER]
-        yield from _matrix(PER_LAYER, RECORDS_TENSOR, "per_layer", [rows], quant.down)
+        yield from _matrix(PER_LAYER, RECORDS_TENSOR, "per_layer", [rows], quant.down, rounded)
     specs = resident_tensors(checkpoint.config, quant)
     for tensor, sources in resident_sources(checkpoint):
         if not wanted(RESIDENT, tensor):
@@ -90,7 +97,7 @@ def read_blocks(
             if kind is not None:
                 stored = quant.of(kind)
             name = "head" if kind == "head" else "attention"
-            yield from _matrix(RESIDENT, tensor, name, sources, stored)
+            yield from _matrix(RESIDENT, tensor, name, sources, stored, rounded)
 
 
 def matrix_kind(tensor: str) -> MatrixKind | None:
@@ -159,7 +166,9 @@ def held_matrix_bytes(checkpoint: Checkpoint) -> int:
     return max(down.nbytes if down.values_nbytes > DOWN_BLOCK_BYTES else 0 for down in downs)
 
 
-def _neurons(checkpoint: Checkpoint, layer: int, quant: QuantConfig) -> Iterator[Block]:
+def _neurons(
+    checkpoint: Checkpoint, layer: int, quant: QuantConfig, rounded: Mapping[str, RoundedRows]
+) -> Iterator[Block]:
     found = names.LayerNames(layer).neurons(checkpoint.config.layers[layer])
     *by_rows, down = (checkpoint.tensors[name] for name in found)
     sources = (*(source.name for source in by_rows), down.name)
@@ -169,11 +178,17 @@ def _neurons(checkpoint: Checkpoint, layer: int, quant: QuantConfig) -> Iterator
     step = _rows_per_block(by_rows[0])
     held = max(1, DOWN_BLOCK_BYTES * neurons // (down.values_nbytes * step)) * step
     for first in range(0, neurons, held):
-        columns = down.columns(first, min(first + held, neurons))
-        for start in range(first, first + columns.shape[1], step):
-            stop = min(start + step, neurons)
-            down_rows = columns[:, start - first : stop - first].T
-            rows = (*(_rows(source, start, stop, stored) for source in by_rows), down_rows)
+        end = min(first + held, neurons)
+        columns = None if down.name in rounded else down.columns(first, end)
+        for start in range(first, end, step):
+            stop = min(start + step, end)
+            rows: tuple[Weights | SourceCodes | RoundedRows, ...] = tuple(
+                _rows(source, start, stop, stored, rounded) for source in by_rows
+            )
+            if columns is None:
+                rows += (rounded[down.name].taken(slice(start, stop)),)
+            else:
+                rows += (columns[:, start - first : stop - first].T,)
             nbytes = sum(_share(source, start, stop, neurons) for source in (*by_rows, down))
             yield Block(
                 neuron_file_name(layer),
@@ -188,7 +203,12 @@ def _neurons(checkpoint: Checkpoint, layer: int, quant: QuantConfig) -> Iterator
 
 
 def _matrix(
-    file: str, tensor: str, kind: str, sources: Sequence[SourceTensor], stored: RowFormat
+    file: str,
+    tensor: str,
+    kind: str,
+    sources: Sequence[SourceTensor],
+    stored: RowFormat,
+    rounded: Mapping[str, RoundedRows],
 ) -> Iterator[Block]:
     for source in sources:
         step = _rows_per_block(source)
@@ -196,7 +216,7 @@ def _matrix(
             stop = min(start + step, source.shape[0])
             last = source is sources[-1] and stop == source.shape[0]
             nbytes = _share(source, start, stop, source.shape[0])
-            rows = _rows(source, start, stop, stored)
+            rows = _rows(source, start, stop, stored, rounded)
             yield Block(file, tensor, (source.name,), (kind,), (stored,), (rows,), nbytes, last)
 
 
@@ -210,7 +230,11 @@ def _values(tensor: str, source: SourceTensor) -> Iterator[Block]:
         yield Block(RESIDENT, tensor, (source.name,), (), (), (values,), nbytes, stop == count)
 
 
-def _rows(source: SourceTensor, start: int, stop: int, stored: RowFormat) -> Weights | SourceCodes:
+def _rows(
+    source: SourceTensor, start: int, stop: int, stored: RowFormat, rounded: Mapping[str, RoundedRows]
+) -> Weights | SourceCodes | RoundedRows:
+    if source.name in rounded:
+        return rounded[source.name].taken(slice(start, stop))
     codes = source.quantised_rows(start, stop, stored)
     return source.rows(start, stop) if codes is None else codes
 

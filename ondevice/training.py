@@ -257,12 +257,13 @@ def convert_and_train(
     force: bool = False,
     offline: bool = False,
 ) -> Path:
-    """Convert as `convert` does, then order the neurons by `text` and train predictors on it.
+    """Convert as `convert` does, round by `text` if at 4 bits, order the neurons by it and train predictors.
 
     The bundle gets its name when all is done: an interrupted run leaves no bundle under that name. A resumed
-    run gives the same bytes as one without interruption. A model whose gates are hardly ever zero gets no
-    predictors. Its neurons are ordered by what they add, as drafts use the first ones. on_training is called
-    with the share of the training that is done, and its current step. The files of a repository are kept.
+    run gives the same bytes as one without interruption; it runs the text through the layers anew. A model
+    whose gates are hardly ever zero gets no predictors. Its neurons are ordered by what they add, as drafts
+    use the first ones. on_training is called with the share of the training that is done, and its current
+    step. The files of a repository are kept.
 
     Raises what `convert` and `train_predictors` raise. Before anything is written, raises UsageError for a
     model without a tokenizer and for too little text.
@@ -285,6 +286,7 @@ def train_converted(
     """`convert_and_train` for a checkpoint that is open already."""
     from ondevice.converters.checkpoints.base import Checkpoint
     from ondevice.converters.convert import Training
+    from ondevice.converters.rounding.layers import most_tokens
     from ondevice.converters.training.neuron_order import MOST_TOKENS, order_by_contributions
     from ondevice.converters.training.predictors import train as training
     from ondevice.converters.training.sidecars import held_out
@@ -301,7 +303,8 @@ def train_converted(
         data = checkpoint.tokenizer.blobs[info.file]
         tokenizer = load_tokenizer(info.kind, data, info.bos_id, info.eos_ids, info.add_bos)
         pieces = _text_pieces(tokenizer, info, text, options.tokens, config.max_context)
-        held_out(pieces, options.measured_share)
+        measured = held_out(pieces, options.measured_share)
+        rounding = spread(pieces[: len(pieces) - len(measured)], most_tokens(config))
 
         def train(folder: Path) -> None:
             if config.zeros_gates:
@@ -309,7 +312,7 @@ def train_converted(
             else:
                 order_by_contributions(folder, spread(pieces, MOST_TOKENS), on_training)
 
-        return Training(hashlib.sha256(repr(pieces).encode()).hexdigest()[:32], train)
+        return Training(hashlib.sha256(repr(pieces).encode()).hexdigest()[:32], train, rounding)
 
     return prepared.run(on_progress, resume=resume, force=force, begin_training=begin)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import RowFormat
 from ondevice.converters.checkpoints.base import SourceFile, SourceTensor, StoredTensor, StoredType, in_halves
-from ondevice.converters.checkpoints.gguf_codecs import CODE_FORMATS, DECODERS, decode, unpack
+from ondevice.converters.checkpoints.gguf_codecs import CODE_FORMATS, DECODERS, decode, pack_q4_0, unpack
 from ondevice.converters.checkpoints.gguf_file import TensorEntry, TensorType
 from ondevice.converters.quantize import SourceCodes, padded_codes
 from ondevice.errors import CheckpointError, UnsupportedModelError
@@ -127,7 +127,22 @@ class QuantizedTensor:
         rows = last - first
         read = np.empty((rows, self._row_bytes), dtype=np.uint8)
         self.file.read_into(self.offset + first * self._row_bytes, read)
-        codes, scales, biases = unpack(self.type.name, read.reshape(-1, self.type.nbytes))
+        blocks = read.reshape(-1, self.type.nbytes)
+        codes, scales, biases = self._stored_codes(blocks, rows, own, stored)
+        if size > 1:
+            codes, scales, biases = (
+                in_halves(part, size)[start - first : stop - first] for part in (codes, scales, biases)
+            )
+        return padded_codes(codes, scales, biases, RowLayout(self.shape[-1], *stored))
+
+    def _stored_codes(
+        self, blocks: NDArray[np.uint8], rows: int, own: RowFormat, stored: RowFormat
+    ) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]:
+        """Codes, scales and biases of blocks (n, bytes), as `stored` has them."""
+        if self.type.name == "Q4_0" and stored == own:
+            scales = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32).reshape(rows, -1)
+            return pack_q4_0(blocks).reshape(rows, -1), scales, scales[:, :0]
+        codes, scales, biases = unpack(self.type.name, blocks)
         codes, scales = codes.reshape(rows, -1), scales.reshape(rows, -1)
         if own.implied_bias:
             codes = codes + np.uint8(stored.zero - own.zero) if stored.implied_bias else codes
@@ -136,11 +151,7 @@ class QuantizedTensor:
         biases = biases.reshape(rows, -1)[:, : 0 if stored.implied_bias else None]
         if stored.bits == 4:
             codes = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
-        if size > 1:
-            codes, scales, biases = (
-                in_halves(part, size)[start - first : stop - first] for part in (codes, scales, biases)
-            )
-        return padded_codes(codes, scales, biases, RowLayout(self.shape[-1], *stored))
+        return codes, scales, biases
 
     def vector(self) -> NDArray[np.float32]:
         values = np.empty((1, self.shape[0]), dtype=np.float32)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
 Int32 = NDArray[np.int32]
 Uint16 = NDArray[np.uint16]
 Addresses = NDArray[np.uint64]
@@ -75,6 +76,28 @@ def quantize_rows(
     """x (R, cols) of any strides, uint16 meaning bfloat16, into codes, scales and biases.
 
     False if a value isn't finite, or wouldn't be finite as float16.
+    """
+
+def feedback_factor(runner: Runner, h: Float64, factor: Float32) -> bool:
+    """Strictly upper U of the symmetric h (n, n) = (U + 1) D (U + 1)^T into factor (n, n); overwrites h.
+
+    False if h isn't positive definite.
+    """
+
+def round_columns(
+    runner: Runner, w: Float32, stored: Format, factor: Float32, codes: Bytes, scales: Uint16, biases: Uint16
+) -> bool:
+    """w (R, C) at 4 bits with stored biases, column by column with error feedback by factor (C, C).
+
+    False if a value isn't finite, or wouldn't be finite as float16.
+    """
+
+def round_rows(
+    runner: Runner, w: Float32, factor: Float32, codes: Bytes, scales: Uint16, biases: Uint16
+) -> bool:
+    """w (n, C) at 4 bits in groups of 64, row by row with error feedback by factor (n, n).
+
+    False as for round_columns.
     """
 
 def dequantize_rows(runner: Runner, stored: Format, rows: Bytes, cols: int, out: Float32) -> None:

@@ -2,6 +2,7 @@
 #include <optional>
 
 #include "bindings.h"
+#include "error_feedback.h"
 #include "matrix.h"
 #include "quantize_rows.h"
 
@@ -86,6 +87,51 @@ void bind_quantisation(nb::module_& m) {
   });
 }
 
+void check_rounding(const CArray<const float, 2>& w, int64_t inputs, const RowFormat& format,
+                    const CArray<const float, 2>& factor, const CArray<uint8_t, 2>& codes,
+                    const CArray<uint16_t, 2>& scales, const CArray<uint16_t, 2>& biases) {
+  const int64_t rows = w.shape(0), cols = w.shape(1), groups = groups_of(cols);
+  require(rows > 0 && cols > 0, "w is (R, C)");
+  require(format.bits == 4 && !format.implied, "rows are rounded to 4 bits, with biases of their own");
+  require(static_cast<int64_t>(factor.shape(0)) == inputs && static_cast<int64_t>(factor.shape(1)) == inputs,
+          "factor is (n, n) for n inputs");
+  require(static_cast<int64_t>(codes.shape(0)) == rows &&
+              static_cast<int64_t>(codes.shape(1)) == groups * format.codes_bytes(),
+          "codes are (R, padded_cols / 2)");
+  for (const auto* values : {&scales, &biases})
+    require(static_cast<int64_t>(values->shape(0)) == rows &&
+                static_cast<int64_t>(values->shape(1)) == groups * format.scales(),
+            "scales and biases are (R, G)");
+}
+
+void bind_error_feedback(nb::module_& m) {
+  m.def("feedback_factor", [](Runner& runner, const CArray<double, 2>& h, const CArray<float, 2>& factor) {
+    const int64_t n = h.shape(0);
+    require(n > 0 && static_cast<int64_t>(h.shape(1)) == n, "h is (n, n)");
+    require(static_cast<int64_t>(factor.shape(0)) == n && static_cast<int64_t>(factor.shape(1)) == n,
+            "factor is (n, n)");
+    nb::gil_scoped_release release;
+    return feedback_factor(runner, h.data(), n, factor.data());
+  });
+  m.def("round_columns", [](Runner& runner, const CArray<const float, 2>& w, const FormatArg& stored,
+                            const CArray<const float, 2>& factor, const CArray<uint8_t, 2>& codes,
+                            const CArray<uint16_t, 2>& scales, const CArray<uint16_t, 2>& biases) {
+    const RowFormat format = format_of(stored);
+    check_rounding(w, w.shape(1), format, factor, codes, scales, biases);
+    nb::gil_scoped_release release;
+    return round_columns(runner, w.data(), w.shape(0), w.shape(1), format, factor.data(), codes.data(),
+                         scales.data(), biases.data());
+  });
+  m.def("round_rows", [](Runner& runner, const CArray<const float, 2>& w,
+                         const CArray<const float, 2>& factor, const CArray<uint8_t, 2>& codes,
+                         const CArray<uint16_t, 2>& scales, const CArray<uint16_t, 2>& biases) {
+    check_rounding(w, w.shape(0), RowFormat(4), factor, codes, scales, biases);
+    nb::gil_scoped_release release;
+    return round_rows(runner, w.data(), w.shape(0), w.shape(1), factor.data(), codes.data(), scales.data(),
+                      biases.data());
+  });
+}
+
 }  // namespace
 
 void bind_matrix(nb::module_& m) {
@@ -118,6 +164,7 @@ void bind_matrix(nb::module_& m) {
           nb::arg("runner"), nb::arg("x"), nb::arg("bias").none(), nb::arg("out"),
           nb::arg("norm").none() = nb::none(), nb::arg("added").none() = nb::none());
   bind_quantisation(m);
+  bind_error_feedback(m);
 }
 
 }  // namespace ondevice

@@ -174,6 +174,12 @@ struct KernelTable {
   void (*largest)(const float* x, int64_t n, int64_t count, int32_t* ids, float* best);
   // The sum of exp(x - top). For estimates only: its bits may differ between targets.
   float (*sum_of_exps)(const float* x, int64_t n, float top);
+  // out[j] += sum over k < count of a[k] * b[k * b_stride + j], for j < n: product after product, none fused.
+  void (*add_products)(const float* a, int64_t count, const float* b, int64_t b_stride, float* out,
+                       int64_t n);
+  // The same with -=.
+  void (*subtract_products)(const double* a, int64_t count, const double* b, int64_t b_stride, double* out,
+                            int64_t n);
 };
 
 // Floats of scratch memory that one call of `attention` needs, for positions below `end`.

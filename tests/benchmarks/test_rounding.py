@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from ondevice.backends.base import Float32
+from ondevice.converters.quantize import dequantize, quantize_reference
 from tests.benchmarks.lib.rounding import (
     Float64,
+    Format,
     least_squares,
     rows_with_feedback,
     to_range,
-    weighted,
     with_feedback,
 )
 
@@ -37,11 +38,11 @@ def output_error(off: Float32, moments: Float64) -> float:
 def test_each_way_is_the_better_by_its_own_measure() -> None:
     weight, moments = weights(ROWS, COLS), inputs(COLS)
     ranged, least = to_range(weight) - weight, least_squares(weight) - weight
-    heavy, fed = weighted(weight, moments) - weight, with_feedback(weight, moments) - weight
+    fed = with_feedback(weight, moments) - weight
     assert np.square(least).sum() < 0.85 * np.square(ranged).sum()
-    energy = np.diag(moments)
-    assert (np.square(heavy) @ energy).sum() < 0.9 * (np.square(least) @ energy).sum()
-    assert output_error(fed, moments) < 0.5 * output_error(heavy, moments)
+    assert output_error(fed, moments) < 0.5 * output_error(least, moments)
+    finer = [np.square(least_squares(weight, form) - weight).sum() for form in (Format(4, 32), Format(5))]
+    assert finer[1] < finer[0] < np.square(least).sum()
 
 
 def test_a_down_projection_is_fed_back_over_its_rows() -> None:
@@ -50,10 +51,17 @@ def test_a_down_projection_is_fed_back_over_its_rows() -> None:
     assert output_error(fed.T, moments) < 0.5 * output_error(least.T, moments)
 
 
+def test_least_squares_is_what_the_converter_does() -> None:
+    weight = weights(ROWS, COLS + 20)
+    stored = dequantize(quantize_reference(weight, 4), 4, COLS + 20)
+    off = [float(np.square(found - weight).sum()) for found in (least_squares(weight), stored)]
+    assert abs(off[0] / off[1] - 1) < 1e-3
+
+
 def test_values_are_those_of_sixteen_codes_a_group() -> None:
-    weight, moments = weights(ROWS, COLS), inputs(COLS)
+    weight = weights(ROWS, COLS)
     down = rows_with_feedback(weight, inputs(ROWS))
-    for rounded in (to_range(weight), weighted(weight, moments), with_feedback(weight, moments), down):
+    for rounded in (to_range(weight), least_squares(weight), with_feedback(weight, inputs(COLS)), down):
         for group in rounded.reshape(-1, 64):
             values = np.unique(group)
             assert len(values) <= 16

@@ -118,7 +118,9 @@ def test_blocks_leave_no_trace(tmp_path: Path, dtype: str, monkeypatch: pytest.M
     monkeypatch.setattr(reading, "BLOCK_BYTES", 1)
     monkeypatch.setattr(reading, "DOWN_BLOCK_BYTES", 72 * 48 * 4)
     blocks = [
-        b for b in reading.read_blocks(_opened(source), lambda file, tensor: True, 4) if len(b.rows) == 3
+        b
+        for b in reading.read_blocks(_opened(source), lambda file, tensor: True, QuantConfig(4))
+        if len(b.rows) == 3
     ]
     assert {len(block.rows[0]) for block in blocks} == {16, 4}
     assert len({id(block.rows[2].base) for block in blocks}) > 2, "one band only"

@@ -15,10 +15,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from ondevice.backends.base import KVLayout
+from ondevice.backends.cpu import make_runner
 from ondevice.bundle.reader import Bundle
+from ondevice.config import QuantConfig
 from ondevice.converters.checkpoints.huggingface import open_huggingface
+from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.converters.convert import convert
+from ondevice.converters.rounding.layers import LayerRounding
 from ondevice.errors import UnsupportedModelError
 from ondevice.flash.reader import FlashReader
 from ondevice.model.kv_cache import KVCache
@@ -344,6 +348,23 @@ def test_logits_are_those_of_transformers(family: Any, case: str, backend: Backe
         mine = all_logits(loaded, tokens(), 32 if backend == "reference" else 16)
     assert np.abs(mine - theirs).max() < limit * np.abs(theirs).max()
     assert np.abs(theirs).max() > 0.05
+
+
+@pytest.mark.parametrize(
+    "case", ["gemma2 low caps", "gemma3", "glm4", "olmo2", "stablelm parallel", "opt", "phi", "persimmon"]
+)
+def test_a_text_is_run_through_every_kind_of_block(family: Any, case: str) -> None:
+    """As the model runs it, before the weights are rounded by it."""
+    _, bundle = family(case)
+    checkpoint = open_checkpoint(bundle.parent / "source")
+    rounding = LayerRounding(checkpoint, QuantConfig(), [tokens()], make_runner(1), lambda step: None)
+    for layer in range(checkpoint.config.num_layers):
+        rounding.layer(layer, wanted=False)
+    with running(bundle, "cpu") as loaded:
+        kv = KVCache(KVLayout(checkpoint.config, 16))
+        theirs = np.array(loaded.hidden_states(tokens(), kv))
+    assert np.abs(rounding.states[0] - theirs).max() < 1e-3 * np.abs(theirs).max()
+    checkpoint.close()
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,9 @@ def expected(source: Path) -> dict[str, bytes]:
     return folder_bytes(convert_and_train(source, source.with_name("expected"), TEXT))
 
 
-def stopped(monkeypatch: pytest.MonkeyPatch, source: Path, output: Path, stage: str, calls: int) -> None:
+def stopped(
+    monkeypatch: pytest.MonkeyPatch, source: Path, output: Path, stage: str, calls: int, quant: str = "q4"
+) -> None:
     """A conversion that ends where `stage` is called for the time `calls`."""
     module, _, name = stage.rpartition(".")
     real, left = getattr(sys.modules[module], name), [calls]
@@ -70,7 +72,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, source: Path, output: Path, stage: 
     with monkeypatch.context() as patch:
         patch.setattr(stage, stop)
         with pytest.raises(StopError):
-            convert_and_train(source, output, TEXT)
+            convert_and_train(source, output, TEXT, quant)
 
 
 @pytest.mark.parametrize(
@@ -109,20 +111,21 @@ def test_a_finished_bundle_stays_as_it_is(source: Path, expected: dict[str, byte
 
 
 def test_what_was_converted_serves_another_text_or_none(
-    source: Path, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stopped(monkeypatch, source, tmp_path / "b", *STAGES[1])
+    """At more than 4 bits, where no text has rounded the weights."""
+    stopped(monkeypatch, source, tmp_path / "b", *STAGES[1], "q8")
     written = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "b.partial").glob("neurons*")}
-    output = convert(source, tmp_path / "b", resume=True)
+    output = convert(source, tmp_path / "b", "q8", resume=True)
     assert Bundle.open(output).predictors is None
     assert {path.name: path.stat().st_mtime_ns for path in output.glob("neurons*")} == written
     with pytest.raises(UsageError, match="ondevice train predictors --model"):
-        convert_and_train(source, output, TEXT, resume=True)
+        convert_and_train(source, output, TEXT, "q8", resume=True)
     # As a kill after the last renaming leaves it, and one while an older bundle made room.
     output.rename(tmp_path / "b.partial")
-    convert_and_train(source, tmp_path / "b", TEXT, force=True)
-    convert(source, tmp_path / "b.partial")
-    assert folder_bytes(convert_and_train(source, tmp_path / "b", TEXT, resume=True)) == expected
+    expected = folder_bytes(convert_and_train(source, tmp_path / "b", TEXT, "q8", force=True))
+    convert(source, tmp_path / "b.partial", "q8")
+    assert folder_bytes(convert_and_train(source, tmp_path / "b", TEXT, "q8", resume=True)) == expected
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 

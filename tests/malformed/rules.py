@@ -328,8 +328,7 @@ RULES = (
                 BundleError,
             ),
             ("other bits of neurons", {"feed_forward": STORED | {"bits": 8}}, "doesn't go with", BundleError),
-            ("neurons", {"feed_forward": STORED}, "manifest.neurons", BundleError),
-            ("embedding", {"embedding": STORED}, "manifest.embedding", BundleError),
+            ("embedding", {"embedding": STORED | {"bits": 8}}, "manifest.embedding", BundleError),
             ("resident", {"out": STORED}, "resident.safetensors", BundleError),
             ("no object", [], "must be an object", BundleError),
         )

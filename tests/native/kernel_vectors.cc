@@ -17,6 +17,7 @@
 
 #include "flash/crc32c.h"
 #include "kernels/dispatch.h"
+#include "kernels/error_feedback.h"
 #include "kernels/feed_forward_pass.h"
 #include "kernels/quantize_rows.h"
 #include "made_up_inputs.h"
@@ -350,6 +351,40 @@ void import_rows(Runner& runner, Vectors* out) {
       }
 }
 
+bool round_columns(Runner& runner, const float* w, int64_t rows, int64_t cols, const float* factor,
+                   uint8_t* codes, uint16_t* scales, uint16_t* biases) {
+  return ondevice::round_columns(runner, w, rows, cols, 4, factor, codes, scales, biases);
+}
+
+void error_feedback(Runner& runner, Vectors* out) {
+  constexpr int64_t kRows = 21, kInputs = 130, kCols = 1100, kTokens = 40;
+  const Floats inputs = Random(12).values(kTokens * kInputs);
+  std::vector<double> moments(static_cast<size_t>(kInputs * kInputs));
+  for (int64_t i = 0; i < kInputs; ++i) {
+    for (int64_t t = 0; t < kTokens; ++t)
+      for (int64_t j = 0; j < kInputs; ++j)
+        moments[static_cast<size_t>(i * kInputs + j)] +=
+            static_cast<double>(inputs[static_cast<size_t>(t * kInputs + i)]) *
+            inputs[static_cast<size_t>(t * kInputs + j)];
+    moments[static_cast<size_t>(i * kInputs + i)] += 0.5;
+  }
+  Floats factor(moments.size());
+  ondevice::feedback_factor(runner, moments.data(), kInputs, factor.data());
+  keep(out, "feedback factor", factor);
+  for (const bool by_row : {false, true}) {
+    const int64_t rows = by_row ? kInputs : kRows, cols = by_row ? kCols : kInputs, groups = groups_of(cols);
+    const Floats weights = Random(13).values(rows * cols);
+    Bytes codes(static_cast<size_t>(rows * groups * kGroup / 2));
+    Halves scales(static_cast<size_t>(rows * groups)), biases(scales.size());
+    const auto rounding = by_row ? ondevice::round_rows : round_columns;
+    rounding(runner, weights.data(), rows, cols, factor.data(), codes.data(), scales.data(), biases.data());
+    const std::string name = by_row ? "round rows" : "round columns";
+    keep(out, name + " codes", codes);
+    keep(out, name + " scales", scales);
+    keep(out, name + " biases", biases);
+  }
+}
+
 void checksums(bool hardware, Vectors* out) {
   Bytes data;
   Random random(5);
@@ -387,6 +422,7 @@ Vectors run(const std::string& target, int threads, bool hardware_checksums) {
   vector_ops(runner, &out);
   halves(runner, &out);
   import_rows(runner, &out);
+  error_feedback(runner, &out);
   checksums(hardware_checksums, &out);
   return out;
 }

@@ -29,6 +29,8 @@ const KernelTable kTable = {
     float_to_half,
     largest,
     sum_of_exps,
+    add_products,
+    subtract_products,
 };
 
 }  // namespace ONDEVICE_NS

@@ -46,6 +46,9 @@ void half_to_float(const uint16_t* in, float* out, int64_t n);
 bool float_to_half(const float* in, uint16_t* out, int64_t n);
 void largest(const float* x, int64_t n, int64_t count, int32_t* ids, float* best);
 float sum_of_exps(const float* x, int64_t n, float top);
+void add_products(const float* a, int64_t count, const float* b, int64_t b_stride, float* out, int64_t n);
+void subtract_products(const double* a, int64_t count, const double* b, int64_t b_stride, double* out,
+                       int64_t n);
 
 // The largest of 16 lanes from max_magnitude. NaN if one of them isn't finite.
 static inline float largest_magnitude(F lanes) {

@@ -1,5 +1,7 @@
 """Converting the 7B shape inside a 1 GiB cgroup, against a cold `cp` and `sync` of the same files.
 
+With `--gguf` the source is a GGUF file in Q4_0, whose codes are copied.
+
 Then a small model is converted again and again, each time killed (SIGKILL) at a random moment and resumed:
 the bytes must be those of an uninterrupted conversion. Ends with one JSON line; exits 0 only if the
 conversion takes at most 3 times the copy, isn't killed, and all resumes agree.
@@ -30,6 +32,7 @@ from tests.benchmarks.lib.measure import (
     summary,
 )
 from tests.benchmarks.lib.ondevice_bundle import convert_command
+from tests.benchmarks.lib.q4_0_gguf import q4_0_file
 from tests.benchmarks.lib.random_model import LLAMA_7B, TINY, huggingface_folder
 from tests.support.paths import ROOT
 
@@ -41,6 +44,7 @@ def copy_seconds(source: Path, workdir: Path) -> float:
     """A cold `cp -r` and `sync`; the copy is removed again."""
     target = workdir / "copy"
     shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
     drop_caches()
     started = time.monotonic()
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
@@ -58,7 +62,8 @@ def convert_seconds(source: Path, workdir: Path) -> tuple[float, int]:
     drop_caches()
     with memory_cgroup(LIMIT_BYTES) as group:
         started = time.monotonic()
-        command = group.command(convert_command(source, output))
+        quant = "auto" if source.suffix == ".gguf" else "q4"
+        command = group.command(convert_command(source, output, quant=quant))
         result = subprocess.run(command, check=False, capture_output=True, text=True)
         os.sync()
         seconds = time.monotonic() - started
@@ -110,6 +115,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--gguf", action="store_true", help="a GGUF file in Q4_0 instead of a folder")
+    parser.add_argument("--layers", type=int, default=32, help="of the GGUF file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workdir", type=Path, default=ROOT / "build/bench")
     args = parser.parse_args()
@@ -118,7 +125,8 @@ def main() -> int:
     conversions: list[float] = []
     failcnts: list[int] = []
     if args.pairs:
-        source = huggingface_folder(LLAMA_7B, args.workdir)
+        source = huggingface_folder(LLAMA_7B, args.workdir) if not args.gguf else None
+        source = source or q4_0_file(LLAMA_7B, args.workdir, args.layers)
         for pair in range(args.pairs):
             copies.append(copy_seconds(source, args.workdir))
             seconds, failcnt = convert_seconds(source, args.workdir)
@@ -129,6 +137,7 @@ def main() -> int:
         "benchmark": "convert_versus_cp",
         "machine": machine(),
         "limit_bytes": LIMIT_BYTES,
+        "gguf_layers": args.layers if args.gguf else None,
     }
     passed = True
     if args.pairs:

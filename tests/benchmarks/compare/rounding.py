@@ -2,8 +2,10 @@
 
 The models are stories260K in float16, and the model that ships and its SwiGLU twin as their q8 bundles stand.
 The text is the model's own, sampled at temperature 1, where it has learnt what it predicts; or `--text FILE`.
-Its first part is what inputs are measured on, for the ways that use them; the rest measures. Runs on the
-`reference` backend, with float activations, so that weights alone are rounded. Ends with one JSON line.
+Its first part is what inputs are measured on, for the ways that use them; the rest, other texts, measures.
+What `convert` writes without and with a text is measured, and by numpy also formats that bundles don't have.
+Runs on the `reference` backend, with float activations, so that weights alone are rounded. Ends with one JSON
+line.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +31,8 @@ from ondevice.backends.reference import (
     hidden,
 )
 from ondevice.bundle.reader import Bundle
-from ondevice.converters.convert import convert
+from ondevice.converters.checkpoints.base import Checkpoint
+from ondevice.converters.convert import Training, convert
 from ondevice.flash.reader import FlashReader
 from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
@@ -36,7 +40,8 @@ from ondevice.model.transformer import Transformer
 from ondevice.model_config import FeedForwardSpec
 from tests.benchmarks.explain.threshold_quality import given_text, own_text
 from tests.benchmarks.lib import rounding
-from tests.benchmarks.lib.rounding import Float64
+from tests.benchmarks.lib.array_checkpoint import checkpoint_of
+from tests.benchmarks.lib.rounding import Float64, Format
 from tests.support.paths import ROOT, SHARED_DATA, SHIPPED
 
 MODELS = {
@@ -45,8 +50,15 @@ MODELS = {
     "small-silu": ROOT / "tests" / "benchmarks" / "data" / "small-silu",
 }
 MEASURED_SHARE = 0.4
-WAYS = ("range", "least squares", "weighted", "feedback")
-NEEDS_TEXT = ("weighted", "feedback")
+FORMATS = {
+    "3 bits": Format(3),
+    "3 bits, groups of 32": Format(3, 32),
+    "4 bits": Format(4),
+    "4 bits, groups of 32": Format(4, 32),
+    "5 bits": Format(5),
+    "6 bits": Format(6),
+    "8 bits": Format(8),
+}
 
 
 class RoundedBackend(ReferenceBackend):
@@ -99,18 +111,13 @@ class Matrix:
     inputs: Float32
     by_row: bool = False
 
-    def round(self, way: str, moments: dict[int, Float64]) -> None:
-        """Put the rounded values in the place of the weight."""
-        if way == "range":
-            self.weight[:] = rounding.to_range(self.exact)
-        elif way == "least squares" or (way == "weighted" and self.by_row):
-            # A neuron's row has one input, so all of its errors weigh the same.
-            self.weight[:] = rounding.least_squares(self.exact)
-        elif way == "weighted":
-            self.weight[:] = rounding.weighted(self.exact, moments[id(self.inputs)])
+    def round(self, form: Format, moments: dict[int, Float64] | None) -> None:
+        """Put values of a format in the weight's place, with feedback if there are moments."""
+        if moments is None:
+            self.weight[:] = rounding.least_squares(self.exact, form)
         else:
             feed_back = rounding.rows_with_feedback if self.by_row else rounding.with_feedback
-            self.weight[:] = feed_back(self.exact, moments[id(self.inputs)])
+            self.weight[:] = feed_back(self.exact, moments[id(self.inputs)], form)
 
 
 class Model:
@@ -172,32 +179,69 @@ def measure(model: Model, pieces: Sequence[Sequence[int]], exact: Sequence[Float
     return nll / tokens, divergence / tokens
 
 
-def compare(folder: Path, pieces: Sequence[Sequence[int]], show: Callable[[str], None]) -> dict[str, object]:
-    """The figures of one model: every way's perplexity, its loss and the KL divergence."""
-    model = Model(folder)
-    first = math.ceil(len(pieces) * (1 - MEASURED_SHARE))
-    moments = model.moments(pieces[:first])
-    measuring = pieces[first:]
-    exact = [log_probabilities(model.logits(piece[:-1])).astype(np.float32) for piece in measuring]
-    base, _ = measure(model, measuring, exact)
-    found: dict[str, dict[str, float]] = {}
-    for way in WAYS:
-        began = time.perf_counter()
-        for matrix in model.matrices:
-            matrix.round(way, moments)
-        seconds = time.perf_counter() - began
-        squares = sum(float(np.square(m.weight - m.exact).sum()) for m in model.matrices)
-        error = math.sqrt(squares / sum(float(np.square(m.exact).sum()) for m in model.matrices))
-        nll, divergence = measure(model, measuring, exact)
-        loss = math.expm1(nll - base)
-        found[way] = {"perplexity": math.exp(nll), "loss": loss, "kl": divergence, "error": error}
-        before = found["range"]["kl"]
-        show(
-            f"| {way} | {100 * error:.2f} % | {math.exp(nll):.3f} (+{100 * loss:.2f} %) | {divergence:.5f} | "
-            f"{100 * (divergence / before - 1):+.0f} % | {seconds:.1f} |"
+class Comparison:
+    """One model's figures: perplexity, its loss, and the KL divergence, by way of rounding."""
+
+    def __init__(self, folder: Path, pieces: Sequence[Sequence[int]], show: Callable[[str], None]) -> None:
+        self._folder, self._show = folder, show
+        first = math.ceil(len(pieces) * (1 - MEASURED_SHARE))
+        self._calibrating, self._measuring = pieces[:first], pieces[first:]
+        self.model = Model(folder)
+        self._moments = self.model.moments(self._calibrating)
+        self._exact = [
+            log_probabilities(self.model.logits(piece[:-1])).astype(np.float32) for piece in self._measuring
+        ]
+        self._base, _ = measure(self.model, self._measuring, self._exact)
+        self.found: dict[str, dict[str, float]] = {}
+
+    @property
+    def summary(self) -> dict[str, object]:
+        predicted = sum(len(piece) - 1 for piece in self._measuring)
+        return {"perplexity": math.exp(self._base), "tokens": predicted, "ways": self.found}
+
+    def range(self) -> None:
+        """The rounding of converter version 4, by which the others are judged."""
+        for matrix in self.model.matrices:
+            matrix.weight[:] = rounding.to_range(matrix.exact)
+        self._add("range", rounding.Q4, self.model)
+
+    def convert(self, scratch: Path) -> None:
+        """What `convert` writes at 4 bits without a text and with the calibrating pieces."""
+        ways: dict[str, Sequence[Sequence[int]]] = {"convert": (), "convert --text": self._calibrating}
+        for way, pieces in ways.items():
+            training = partial(_rounding_by, pieces)
+            began = time.perf_counter()
+            folder = convert(checkpoint_of(self._folder), scratch / way, "q4", begin_training=training)
+            self._add(way, rounding.Q4, Model(folder), time.perf_counter() - began)
+
+    def formats(self) -> None:
+        """Every format without and with the inputs' moments, by numpy."""
+        for name, form in FORMATS.items():
+            for way, moments in (("", None), (", feedback", self._moments)):
+                for matrix in self.model.matrices:
+                    matrix.round(form, moments)
+                self._add(name + way, form, self.model)
+
+    def _add(self, way: str, form: Format, model: Model, seconds: float = 0.0) -> None:
+        nll, divergence = measure(model, self._measuring, self._exact)
+        loss = math.expm1(nll - self._base)
+        self.found[way] = {
+            "bits": form.weight_bits,
+            "perplexity": math.exp(nll),
+            "loss": loss,
+            "kl": divergence,
+            "seconds": seconds,
+        }
+        before = self.found["range"]
+        self._show(
+            f"| {way} | {form.weight_bits:g} | {100 * loss:.2f} % "
+            f"({100 * (loss / before['loss'] - 1):+.0f} %) | "
+            f"{divergence:.5f} ({100 * (divergence / before['kl'] - 1):+.0f} %) | {seconds:.1f} |"
         )
-    predicted = sum(len(piece) - 1 for piece in measuring)
-    return {"perplexity": math.exp(base), "tokens": predicted, "ways": found}
+
+
+def _rounding_by(pieces: Sequence[Sequence[int]], checkpoint: Checkpoint) -> Training | None:
+    return Training("text", lambda folder: None, pieces) if pieces else None
 
 
 def main() -> None:
@@ -206,6 +250,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
     parser.add_argument("--text", type=Path, help="instead of the model's own text")
     parser.add_argument("--tokens", type=int, default=16_384, help="in all, 60 %% of them for the inputs")
+    parser.add_argument("--formats", action="store_true", help="other bits and groups too, by numpy")
     args = parser.parse_args()
     figures: dict[str, object] = {}
     for name in args.models:
@@ -221,10 +266,15 @@ def main() -> None:
             else:
                 pieces = given_text(folder, args.text.read_text(errors="replace"), args.tokens)
             print(
-                f"\n{name}\n\n| rounding | error of weights | perplexity | KL, nats | against range | "
-                "seconds |\n|---|---|---|---|---|---|"
+                f"\n{name}\n\n| rounding | bits a weight | perplexity lost | KL, nats | seconds |"
+                "\n|---|---|---|---|---|"
             )
-            figures[name] = compare(folder, pieces, lambda line: print(line, flush=True))
+            comparison = Comparison(folder, pieces, lambda line: print(line, flush=True))
+            comparison.range()
+            comparison.convert(Path(scratch))
+            if args.formats:
+                comparison.formats()
+            figures[name] = comparison.summary
     print(json.dumps({"benchmark": "rounding", "models": figures}))
 
 

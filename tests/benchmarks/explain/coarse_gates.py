@@ -14,7 +14,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -60,7 +60,7 @@ def rounded(gate: Float32, importance: Float32, width: int) -> Float32:
     return best.reshape(gate.shape).astype(np.float32)
 
 
-def gate_bytes(hidden: int, neurons: int, width: int) -> int:
+def gate_bytes(hidden: int, neurons: int, width: Any) -> int:
     return neurons * RowLayout(hidden, width).nbytes
 
 

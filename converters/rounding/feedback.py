@@ -1,0 +1,203 @@
+"""Rounding of matrices to 4 bits with error feedback (GPTQ, arXiv 2210.17323).
+
+A product's error is made up for by the weights that are rounded later: input j's weights are moved, before
+they are rounded, by the errors of the inputs before it as the inputs' second moments weigh them. The moments
+are damped as in section 3.3 of the paper. Nothing depends on the number of threads: moments are sums of whole
+numbers, exact in whatever order a library adds them, and the kernels have one order of operations.
+
+Memory: `MOST_INPUTS` bounds what is held at once, to about 450 MB. Wider matrices are rounded in blocks of
+inputs, between which no error is fed back.
+
+Legend: N tokens, C inputs of a matrix, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.backends.base import Float32
+from ondevice.bundle.layout import RowLayout
+from ondevice.config import RowFormat
+from ondevice.converters.checkpoints.base import SourceTensor
+from ondevice.converters.quantize import QuantizedRows, RoundedRows, dequantize, to_float32
+from ondevice.errors import CheckpointError
+from ondevice.kernels import _native
+
+DOWN = RowFormat(4)
+"""The format of the rows of a rounded down projection."""
+MOST_INPUTS = 4096
+"""Inputs that feed errors back to each other, whose moments are in memory together."""
+DAMPING = 0.01
+"""Share of the inputs' mean energy that is added to every input's, so that their moments can be inverted."""
+READ_BYTES = 32 << 20
+"""Bytes of a matrix's values, in float32, that are read and rounded at a time."""
+_TOP = 32767
+
+
+class Inputs:
+    """The inputs of a matrix, (N, C), as 16-bit integers with a scale for each input and chunk of tokens."""
+
+    def __init__(self) -> None:
+        self._chunks: list[tuple[NDArray[np.int16], NDArray[np.float64]]] = []
+
+    def add(self, x: Float32) -> None:
+        """Add the inputs of a chunk of tokens, (T, C). Raises CheckpointError if one isn't finite."""
+        largest = np.abs(x).max(axis=0).astype(np.float64)
+        if not np.isfinite(largest).all():
+            raise CheckpointError(
+                "what the model computes on this text isn't finite: check its weights, or convert without "
+                "--text"
+            )
+        scales = np.where(largest > 0, largest / _TOP, 1.0)
+        self._chunks.append((np.rint(x / scales).astype(np.int16), scales))
+
+    @property
+    def count(self) -> int:
+        """C."""
+        return int(self._chunks[0][0].shape[1])
+
+    def energies(self) -> NDArray[np.float64]:
+        """(C,) each input's sum of squares."""
+        total = np.zeros(self.count)
+        for codes, scales in self._chunks:
+            # Whole numbers below 2^53 are exact in float64, however a library adds them up.
+            total += np.square(codes.astype(np.float64)).sum(axis=0) * scales * scales
+        return total
+
+    def moments(self, picks: NDArray[np.int64]) -> NDArray[np.float64]:
+        """(n, n) sums of products of the inputs `picks`, (n,)."""
+        total = np.zeros((len(picks), len(picks)))
+        for codes, scales in self._chunks:
+            wide, scale = codes[:, picks].astype(np.float64), scales[picks]
+            products = wide.T @ wide
+            products *= scale
+            products *= scale[:, None]
+            total += products
+        return total
+
+
+@dataclass(frozen=True)
+class Factor:
+    """What feeds errors back among the inputs `picks`, (n,), in this order. values: (n, n)."""
+
+    picks: NDArray[np.int64]
+    values: Float32
+
+
+def factors(runner: _native.Runner, inputs: Inputs, by_energy: bool = False) -> Iterator[Factor]:
+    """The factors of blocks of inputs, in their order, or with the inputs of most energy first."""
+    energies = inputs.energies()
+    order = np.argsort(-energies, kind="stable") if by_energy else np.arange(inputs.count)
+    least = max(DAMPING * float(energies.mean()), 1e-30)
+    for start in range(0, inputs.count, MOST_INPUTS):
+        picks = order[start : start + MOST_INPUTS]
+        moments = inputs.moments(picks)
+        moments[np.diag_indices(len(picks))] += least
+        values = np.empty(moments.shape, np.float32)
+        if not _native.feedback_factor(runner, moments, values):
+            raise CheckpointError(
+                "the moments of a matrix's inputs can't be inverted; convert without --text"
+            )
+        yield Factor(picks, values)
+
+
+def rounded_by_columns(
+    runner: _native.Runner, sources: Sequence[SourceTensor], inputs: Inputs, stored: RowFormat
+) -> dict[str, RoundedRows]:
+    """The matrices, (R, C) each, that all have these inputs, by name.
+
+    stored: a format of 4 bits with stored biases. Raises CheckpointError for values that can't be stored.
+    """
+    parts: dict[str, list[list[RoundedRows]]] = {source.name: [] for source in sources}
+    for factor in factors(runner, inputs):
+        columns = slice(int(factor.picks[0]), int(factor.picks[-1]) + 1)
+        for source in sources:
+            step = max(1, READ_BYTES // (4 * source.shape[1]) // 16) * 16
+            blocks = range(0, source.shape[0], step)
+            parts[source.name].append(
+                [
+                    _rounded(
+                        runner,
+                        to_float32(source.rows(start, min(start + step, source.shape[0])))[:, columns],
+                        stored,
+                        factor.values,
+                        source.name,
+                    )
+                    for start in blocks
+                ]
+            )
+    return {name: _beside([_stacked(rows) for rows in blocks]) for name, blocks in parts.items()}
+
+
+def rounded_by_rows(runner: _native.Runner, source: SourceTensor, inputs: Inputs) -> RoundedRows:
+    """The down projection `source`, (D, C), transposed: a neuron's column is a row with groups of its own.
+
+    Inputs of much energy come first. Raises CheckpointError for values that can't be stored.
+    """
+    width, count = source.shape
+    step = max(1, READ_BYTES // (4 * count))
+    pieces, order = [], []
+    for factor in factors(runner, inputs, by_energy=True):
+        down = np.empty((len(factor.picks), width), np.float32)
+        for start in range(0, width, step):
+            rows = to_float32(source.rows(start, min(start + step, width)))
+            down[:, start : start + len(rows)] = rows[:, factor.picks].T
+        pieces.append(_rounded(runner, down, None, factor.values, source.name))
+        order.append(factor.picks)
+    return _stacked(pieces).taken(np.argsort(np.concatenate(order)))
+
+
+def _rounded(
+    runner: _native.Runner, weights: Float32, stored: RowFormat | None, factor: Float32, name: str
+) -> RoundedRows:
+    """weights (R, C), rounded in this format: their columns are the inputs of `factor`.
+
+    Without a format they are a down projection's, whose rows are the inputs.
+    """
+    weights = np.ascontiguousarray(weights)
+    layout = RowLayout(weights.shape[1], *(stored or DOWN))
+    codes = np.empty((len(weights), layout.codes_bytes), np.uint8)
+    scales, biases = (np.empty((len(weights), layout.groups), np.uint16) for _ in range(2))
+    if stored is None:
+        done = _native.round_rows(runner, weights, factor, codes, scales, biases)
+    else:
+        done = _native.round_columns(runner, weights, stored, factor, codes, scales, biases)
+    if not done:
+        raise CheckpointError(
+            f"{name} holds NaN, infinity, or values beyond float16 (65504); the checkpoint is damaged or was "
+            "not saved properly; download it again, or save it again in float32 with finite weights"
+        )
+    found = QuantizedRows(codes, scales.view(np.float16), biases.view(np.float16))
+    off = dequantize(found, stored or DOWN, layout.cols) - weights
+    squares = [np.einsum("rc,rc->r", values, values, dtype=np.float64) for values in (off, weights)]
+    return RoundedRows(found, layout.cols, np.stack(squares, axis=1))
+
+
+def _stacked(parts: Sequence[RoundedRows]) -> RoundedRows:
+    """The rows of all parts, one after another."""
+    return RoundedRows(
+        QuantizedRows(
+            np.concatenate([part.rows.codes for part in parts]),
+            np.concatenate([part.rows.scales for part in parts]),
+            np.concatenate([part.rows.biases for part in parts]),
+        ),
+        parts[0].cols,
+        np.concatenate([part.squares for part in parts]),
+    )
+
+
+def _beside(parts: Sequence[RoundedRows]) -> RoundedRows:
+    """Rows whose columns are those of all parts, side by side; all but the last have whole groups."""
+    return RoundedRows(
+        QuantizedRows(
+            np.concatenate([part.rows.codes for part in parts], axis=1),
+            np.concatenate([part.rows.scales for part in parts], axis=1),
+            np.concatenate([part.rows.biases for part in parts], axis=1),
+        ),
+        sum(part.cols for part in parts),
+        np.sum([part.squares for part in parts], axis=0),
+    )

@@ -1,0 +1,214 @@
+"""Rounding with a text: less error on other text, the same bytes always, and what a bundle says of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ondevice.bundle.reader import Bundle
+from ondevice.config import QuantConfig, RowFormat
+from ondevice.converters.architectures import tensors as names
+from ondevice.converters.checkpoints.opening import open_checkpoint
+from ondevice.converters.convert import Training, convert
+from ondevice.converters.quantize import dequantize, quantize, to_float32
+from ondevice.converters.rounding import feedback, layers
+from ondevice.converters.rounding.feedback import Inputs, rounded_by_columns, rounded_by_rows
+from ondevice.errors import CheckpointError, UsageError
+from ondevice.kernels import _native
+from tests.benchmarks.lib.array_checkpoint import ArrayTensor
+from tests.converters.test_resume import StopError, folder_bytes, stop_at
+from tests.support.engines import all_logits, running
+from tests.support.models import VARIANTS, write_checkpoint
+
+
+def pieces_of(seed: int, count: int = 6, length: int = 100) -> list[list[int]]:
+    """A text of few words, so that inputs depend on each other as those of real texts do."""
+    return np.random.default_rng(seed).integers(3, 35, (count, length)).tolist()
+
+
+PIECES = pieces_of(1)
+
+
+def by_text(source: Path, output: Path, pieces: Sequence[Sequence[int]] = PIECES, **options: Any) -> Path:
+    """A bundle at 4 bits, rounded by `pieces` and not trained further."""
+    training = Training(hashlib.sha256(repr(pieces).encode()).hexdigest()[:32], lambda folder: None, pieces)
+    return convert(source, output, options.pop("quant", "q4"), begin_training=lambda _: training, **options)
+
+
+def logits(folder: Path) -> np.ndarray:
+    with running(folder) as model:
+        return np.concatenate([all_logits(model, piece, 32) for piece in pieces_of(2, 2)])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("rounding") / "source")
+
+
+@pytest.fixture(scope="module")
+def expected(source: Path) -> Path:
+    return by_text(source, source.with_name("by text"))
+
+
+@pytest.mark.parametrize("variant", ["qwen2", "qwen3-bias-relu2"])
+def test_other_text_loses_less_than_by_least_squares(variant: str, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", **VARIANTS[variant])
+    exact = logits(convert(source, tmp_path / "f16", "f16"))
+    losses = [
+        np.square(logits(folder) - exact).mean()
+        for folder in (by_text(source, tmp_path / "by text"), convert(source, tmp_path / "plain", "q4"))
+    ]
+    assert losses[0] < 0.9 * losses[1]
+
+
+def test_every_matrix_is_off_by_less_on_held_out_activations(source: Path) -> None:
+    checkpoint, runner = open_checkpoint(source), _native.Runner(1)
+    rounding, other = (
+        layers.LayerRounding(checkpoint, QuantConfig(), pieces, runner, lambda step: None)
+        for pieces in (PIECES, pieces_of(7))
+    )
+    name, met = names.LayerNames(0), other.run(0)
+    entering = {name.projection("o"): "out", name.gate: "gate", name.up: "gate", name.down: "down"}
+    for matrix, rows in rounding.layer(0).items():
+        weights = to_float32(checkpoint.tensors[matrix].rows(0, checkpoint.tensors[matrix].shape[0]))
+        inputs = met[entering.get(matrix, "qkv")]
+        moments = inputs.moments(np.arange(inputs.count))
+        exact = np.ascontiguousarray(weights.T if matrix == name.down else weights)
+        losses = []
+        for stored in (rows.rows, quantize(runner, exact, 4, matrix)):
+            off = dequantize(stored, 4, exact.shape[1]) - exact
+            off = off.T if matrix == name.down else off
+            losses.append(np.trace(off @ moments @ off.T))
+        assert losses[0] < 0.9 * losses[1], matrix
+    checkpoint.close()
+
+
+def correlated(count: int, tokens: int, seed: int) -> np.ndarray:
+    mixing = np.random.default_rng(3).standard_normal((count, count)) / np.sqrt(count)
+    return (np.random.default_rng(seed).standard_normal((tokens, count)) @ mixing).astype(np.float32)
+
+
+@pytest.mark.parametrize("block", [4096, 64])
+def test_each_matrix_is_off_by_less_on_other_inputs(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where not all inputs feed back to each other."""
+    monkeypatch.setattr(feedback, "MOST_INPUTS", block)
+    runner, inputs, other = _native.Runner(2), Inputs(), correlated(150, 400, 8)
+    for seed in (5, 6):
+        inputs.add(correlated(150, 300, seed))
+    weights = np.random.default_rng(0).standard_normal((130, 150)).astype(np.float32)
+    found = rounded_by_columns(runner, [ArrayTensor("w", weights)], inputs, RowFormat(4))["w"]
+    down = rounded_by_rows(runner, ArrayTensor("down", weights), inputs)
+    for rows, exact in ((found, weights), (down, weights.T)):
+        product = (lambda w: other @ w.T) if exact is weights else (lambda w: other @ w)
+        plain = dequantize(quantize(runner, np.ascontiguousarray(exact), 4, "w"), 4, exact.shape[1])
+        stored = dequantize(rows.rows, 4, exact.shape[1])
+        off, plain_off = (np.square(product(w) - product(exact)).mean() for w in (stored, plain))
+        assert off < (0.75 if block > 150 else 0.95) * plain_off
+        assert np.allclose(rows.squares[:, 0], np.square(stored - exact).sum(axis=1), rtol=1e-4)
+        assert np.allclose(rows.squares[:, 1], np.square(exact).sum(axis=1))
+
+
+def test_moments_are_exact_sums_of_the_integers() -> None:
+    """So no library's order of summation changes a bit of them."""
+    x, inputs = correlated(20, 50, 1), Inputs()
+    x[:, 7] = 0.0
+    inputs.add(x)
+    largest = np.abs(x).max(axis=0).astype(np.float64)
+    scales = np.where(largest > 0, largest / 32767, 1.0)
+    whole = np.rint(x / scales).astype(np.int64)
+    picks = np.array([3, 7, 0])
+    products = (whole[:, picks].T @ whole[:, picks]).astype(np.float64)
+    assert np.array_equal(inputs.moments(picks), products * scales[picks] * scales[picks, None])
+    assert np.allclose(inputs.moments(np.arange(20)), x.T.astype(np.float64) @ x, atol=1e-2)
+    assert np.array_equal(inputs.energies()[picks], np.diag(inputs.moments(picks)))
+
+
+def test_the_bytes_do_not_depend_on_threads(
+    source: Path, expected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ondevice.converters.convert.usable_cores", lambda: 3)
+    assert folder_bytes(by_text(source, tmp_path / "b")) == folder_bytes(expected)
+
+
+@pytest.mark.parametrize(
+    "step", ["layer 2 of 2: rounding neurons", "neurons-00001.safetensors", "rounding the head"]
+)
+def test_an_interrupted_conversion_rounds_anew_to_the_same_bytes(
+    source: Path, expected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    monkeypatch.setattr("ondevice.converters.progress.REPORT_SECONDS", 0.0)
+    with pytest.raises(StopError):
+        by_text(source, tmp_path / "b", on_progress=stop_at(step))
+    with pytest.raises(UsageError, match="begun from another source or with other options"):
+        by_text(source, tmp_path / "b", pieces_of(4), resume=True)
+    written = {
+        path.name: path.stat().st_mtime_ns
+        for path in (tmp_path / "b.partial").glob("neurons*[0-9].safetensors")
+    }
+    assert "neurons-00000.safetensors" in written
+    output = by_text(source, tmp_path / "b", resume=True)
+    assert folder_bytes(output) == folder_bytes(expected)
+    assert written.items() <= {path.name: path.stat().st_mtime_ns for path in output.iterdir()}.items()
+
+
+def test_a_bundle_says_that_a_text_rounded_it(source: Path, expected: Path, tmp_path: Path) -> None:
+    provenance = Bundle.open(expected).manifest.provenance
+    assert provenance.notes == ("weights are rounded with error feedback (GPTQ) on 600 tokens of a text",)
+    plain = Bundle.open(convert(source, tmp_path / "plain", "q4")).manifest.provenance
+    assert plain.notes == ()
+    for kind, error in provenance.quantisation_error.items():
+        assert plain.quantisation_error[kind] <= error < 2 * plain.quantisation_error[kind]
+    assert (
+        expected.joinpath("neurons-00000.safetensors").stat().st_size
+        == (tmp_path / "plain" / "neurons-00000.safetensors").stat().st_size
+    )
+
+
+def test_more_bits_than_four_do_not_depend_on_the_text(source: Path, tmp_path: Path) -> None:
+    by_a_text = by_text(source, tmp_path / "a", quant="q8")
+    plain = convert(source, tmp_path / "b", "q8")
+    assert Bundle.open(by_a_text).manifest.provenance.notes == ()
+    for name in ("resident.safetensors", "neurons-00001.safetensors", "embedding.safetensors"):
+        assert (by_a_text / name).read_bytes() == (plain / name).read_bytes()
+
+
+def test_what_a_text_makes_infinite_is_refused(source: Path) -> None:
+    with pytest.raises(CheckpointError, match="isn't finite"):
+        Inputs().add(np.array([[1.0, np.inf]], np.float32))
+    bad = ArrayTensor("w", np.full((4, 8), np.nan, np.float32))
+    inputs = Inputs()
+    inputs.add(correlated(8, 20, 1))
+    with pytest.raises(CheckpointError, match="w holds NaN"):
+        rounded_by_columns(_native.Runner(1), [bad], inputs, RowFormat(4))
+
+
+def test_codes_of_the_checkpoint_and_other_bits_are_left_alone(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(source)
+    kept = checkpoint.tensors[names.LayerNames(0).projection("q")]
+    monkeypatch.setattr(type(kept), "quantised_rows", lambda self, *_: self.name == kept.name or None)
+    mixed = QuantConfig(4, (("out", RowFormat(8)), ("feed_forward", RowFormat(4, 32))))
+    found = layers.LayerRounding(checkpoint, mixed, PIECES, _native.Runner(1), lambda step: None).layer(0)
+    assert kept.name not in found
+    name = names.LayerNames(0)
+    assert set(found) == {*(name.projection(which) for which in "kv"), name.gate, name.up, name.down}
+    assert found[name.gate].rows.scales.shape == (160, 2)
+    assert found[name.down].rows.scales.shape == (160, 1)
+    checkpoint.close()
+
+
+def test_the_text_is_cut_to_bounded_memory(source: Path) -> None:
+    checkpoint = open_checkpoint(source)
+    config = checkpoint.config
+    checkpoint.close()
+    assert layers.most_tokens(config) == layers.MOST_TOKENS
+    wide = replace(config, hidden_size=8192, intermediate_size=28672)
+    assert layers.most_tokens(wide) * (2 * (2 * 8192 + 64 + 28672) + 4 * 8192) <= layers.INPUT_BYTES
+    assert QuantConfig.parse("q4").bits == layers.BITS
