@@ -42,9 +42,9 @@ class Block:
     and down (transposed).
 
     file: the bundle file that they go to. tensor: the resident tensor, without `.codes`, or `records`.
-    sources: the checkpoint's names of `rows`. kinds: attention, down, embedding, gate, head, per_layer or up,
-    for each of a matrix. formats: how each matrix is stored. rows: each (n, columns) in the stored type, or
-    the checkpoint's own codes of n rows, or n rows that are rounded; a vector is (n,) float32. nbytes:
+    sources: the checkpoint's names of `rows`. kinds: attention, down, embedding, gate, head, per_layer or
+    up, for each of a matrix. formats: how each matrix is stored. rows: each (n, columns) in the stored type,
+    or the checkpoint's own codes of n rows, or n rows that are rounded; a vector is (n,) float32. nbytes:
     checkpoint bytes of them. last: true for the last block of the tensor.
     """
 

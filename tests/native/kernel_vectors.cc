@@ -229,7 +229,7 @@ void attention(Runner& runner, int bits, int64_t heads, int64_t kv_heads, int64_
     Floats qkv = random.values(tokens * (heads + 2 * kv_heads) * dim);
     const Floats weight = random.values(dim), turn = random.values(tokens * dim / 2);
     const ondevice::Norm norm{weight.data(), 1e-5f};
-    runner.attend(qkv.data(), {norm, norm, false, turn.data(), turn.data()},
+    runner.attend(qkv.data(), {{norm, 0}, {norm, 0}, false, turn.data(), turn.data()},
                   {qkv.data(),
                    (heads + 2 * kv_heads) * dim,
                    heads,

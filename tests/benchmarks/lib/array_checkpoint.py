@@ -26,6 +26,7 @@ class ArrayTensor:
     code_bits: int = 0
     row_unit: int = 1
     files: tuple[SourceFile, ...] = ()
+    code_format: RowFormat | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,9 +45,6 @@ class ArrayTensor:
 
     def columns(self, start: int, stop: int) -> Float32:
         return self.values[:, start:stop]
-
-    def code_format(self) -> RowFormat | None:
-        return None
 
     def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         return None
