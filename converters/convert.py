@@ -138,6 +138,9 @@ def convert(
         origin = _origin(checkpoint)
         trained = origin if training is None else f"{origin} {training.identity}"
         pieces = () if training is None or quant_config.bits != 4 else training.pieces
+        if pieces and not checkpoint.config.is_plain:
+            logger.warning("the text doesn't round weights of this model: its layers can't be run one by one")
+            pieces = ()
         if resume and _is_converted(folder.output, checkpoint, quant_config, trained):
             folder.discard_leftover()
             return folder.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,11 +17,16 @@ from ondevice.backends.base import KVLayout
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import PER_LAYER
+from ondevice.bundle.predictors import PREDICTORS_SIDECAR
 from ondevice.bundle.reader import Bundle
+from ondevice.bundle.sidecar import sidecar_text
+from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR
 from ondevice.bundle.verify import verify
 from ondevice.config import RuntimeConfig
 from ondevice.converters.architectures.registry import read_config
-from ondevice.converters.convert import convert
+from ondevice.converters.convert import Training, convert
+from ondevice.converters.training.activations import record_inputs
+from ondevice.converters.training.neuron_order import order_neurons
 from ondevice.converters.training.sidecars import check_possible
 from ondevice.errors import BackendUnavailableError, CheckpointError, OndeviceError, UnsupportedModelError
 from ondevice.kernels import _native
@@ -28,6 +34,7 @@ from ondevice.model.kv_cache import KVCache
 from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig
 from ondevice.runtime.resolving import resolve
 from ondevice.training import convert_and_train
+from tests.malformed.rules import put
 from tests.support.engines import all_logits, random_tokens, running
 from tests.support.sources import RecordSource
 
@@ -200,3 +207,64 @@ def test_models_that_no_backend_runs_are_refused(folder: Path) -> None:
             config,
             layers=(*config.layers[:5], replace(config.layers[5], feed_forward=FeedForwardSpec("silu"))),
         )
+
+
+def test_a_text_orders_neurons_and_rounds_nothing(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ordered neurons are the same function, cutoffs included, and layers aren't run apart for rounding."""
+    pieces = [random_tokens(Bundle.open(folder / "q4").config, 40, seed) for seed in range(2)]
+
+    def train(path: Path) -> None:
+        bundle = Bundle.open(path)
+        (tmp_path / "recorded").mkdir()
+        activations = record_inputs(bundle, pieces, tmp_path / "recorded")
+        order_neurons(bundle, activations, 80)
+
+    training = Training("text", train, pieces)
+    convert(folder / "source", tmp_path / "bundle", "q4", begin_training=lambda checkpoint: training)
+    assert "doesn't round weights" in caplog.text
+    before, after = Bundle.open(folder / "q4"), Bundle.open(tmp_path / "bundle")
+    name = "neurons-00000.safetensors"
+    assert before.manifest.files[name].sha256 != after.manifest.files[name].sha256
+    assert before.manifest.files[PER_LAYER].sha256 == after.manifest.files[PER_LAYER].sha256
+    logits = []
+    for path in (folder / "q4", tmp_path / "bundle"):
+        with running(path, "reference") as model:
+            logits.append(all_logits(model, pieces[0], 32))
+    assert np.abs(logits[0] - logits[1]).max() < 1e-3 * np.abs(logits[0]).max()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("per_layer", "stride"), 64, "per_layer"),
+        (("per_layer",), None, "per_layer"),
+        (("model", "per_layer_width"), 13, "manifest"),
+        (("model", "residual_copies"), 99, "residual_copies is 99"),
+        (("model", "layers", 0, "laurel_rank"), 9, "resident"),
+        (("model", "layers", 0, "laurel_rank"), 0, "laurel_rank"),
+        (("model", "layers", 5, "attention", "keys_of"), 4, "can be shared"),
+        (("model", "layers", 5, "attention", "keys_of"), "3", "keys_of"),
+        (("model", "layers", 5, "attention", "value_norm"), 1, "value_norm"),
+        (("model", "layers", 0, "feed_forward", "cutoff"), 11.0, "cutoff"),
+        (("model", "layers", 0, "feed_forward", "threshold"), 1.0, "threshold"),
+    ],
+)
+def test_manifests_that_are_refused(
+    folder: Path, tmp_path: Path, path: tuple[str | int, ...], value: Any, message: str
+) -> None:
+    shutil.copytree(folder / "q4", tmp_path / "bundle")
+    put(*path, value=value)(tmp_path / "bundle")
+    with pytest.raises(OndeviceError, match=message):
+        Bundle.open(tmp_path / "bundle")
+
+
+def test_sidecars_of_such_a_model_are_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "q4", tmp_path / "bundle")
+    for sidecar in (PREDICTORS_SIDECAR, THRESHOLDS_SIDECAR):
+        (tmp_path / "bundle" / sidecar.manifest).write_bytes(sidecar_text(sidecar, {"version": 1}))
+    bundle = Bundle.open(tmp_path / "bundle")
+    assert bundle.predictors is bundle.thresholds is None
+    assert all("runs without predictors" in str(error) for error in bundle.damaged.values())
+    assert set(bundle.damaged) == {"predictors", "thresholds"}
