@@ -262,7 +262,7 @@ def printable(name: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in name)[:200] or "checkpoint"
 
 
-def shown(name: str) -> str:
+def plain(name: str) -> str:
     """A name from a checkpoint as a short piece of ASCII for a message."""
     return ascii(name[:80])[1:-1][:80]
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.converters.checkpoints.base import SourceFile, shown
+from ondevice.converters.checkpoints.base import SourceFile, plain
 from ondevice.errors import CheckpointError, UnsupportedModelError
 
 MAX_HEADER_BYTES = 64 << 20
@@ -146,7 +146,7 @@ class GgufHeader:
     def wrong(self, key: str, wanted: str) -> CheckpointError:
         """The error for a value of the wrong kind."""
         return CheckpointError(
-            f"{self.file}: {shown(key)} must be {wanted}; the file is damaged or wasn't written properly"
+            f"{self.file}: {plain(key)} must be {wanted}; the file is damaged or wasn't written properly"
         )
 
 
@@ -173,7 +173,7 @@ def read_header(file: SourceFile) -> GgufHeader:
     for _ in range(pair_count):
         key = reader.name("key")
         if key in metadata:
-            raise reader.unsound(f"it has the key {shown(key)} twice")
+            raise reader.unsound(f"it has the key {plain(key)} twice")
         metadata[key] = reader.value(key)
     alignment: Any = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
@@ -184,7 +184,7 @@ def read_header(file: SourceFile) -> GgufHeader:
     for _ in range(tensor_count):
         name = reader.name("tensor name")
         if name in entries:
-            raise reader.unsound(f"it has the tensor {shown(name)} twice")
+            raise reader.unsound(f"it has the tensor {plain(name)} twice")
         entries[name] = reader.tensor(name)
     placed = _placed(reader, entries, alignment)
     file.expect({name: (entry.offset, entry.offset + entry.nbytes) for name, entry in placed.items()})
@@ -199,11 +199,11 @@ def _placed(reader: _Reader, entries: dict[str, TensorEntry], alignment: int) ->
     for name, entry in entries.items():
         if entry.offset != expected:
             raise reader.unsound(
-                f"{shown(name)} begins at byte {entry.offset} of the data, not at {expected}"
+                f"{plain(name)} begins at byte {entry.offset} of the data, not at {expected}"
             )
         if data + expected + entry.nbytes > reader.file.nbytes:
             raise reader.unsound(
-                f"it has {reader.file.nbytes} bytes, and {shown(name)} would end at byte "
+                f"it has {reader.file.nbytes} bytes, and {plain(name)} would end at byte "
                 f"{data + expected + entry.nbytes}"
             )
         placed[name] = TensorEntry(entry.type, entry.shape, data + expected)
@@ -268,7 +268,7 @@ class _Reader:
             raise self.unsound(f"the {what} {ascii(found)[:80]} isn't UTF-8") from error
 
     def value(self, key: str) -> Value:
-        what = f"the value of {shown(key)}"
+        what = f"the value of {plain(key)}"
         kind = self.number("<u4", what)
         if kind == _STRING:
             return self.string(MAX_STRING_BYTES, what)
@@ -324,22 +324,22 @@ class _Reader:
 
     def tensor(self, name: str) -> TensorEntry:
         """The entry of a tensor, with its offset in the data."""
-        what = f"the entry of {shown(name)}"
+        what = f"the entry of {plain(name)}"
         dimensions = self.number("<u4", what)
         if not 1 <= dimensions <= MAX_DIMENSIONS:
             raise self.unsound(
-                f"{shown(name)} has {dimensions} dimensions; 1 to {MAX_DIMENSIONS} are possible"
+                f"{plain(name)} has {dimensions} dimensions; 1 to {MAX_DIMENSIONS} are possible"
             )
         sizes = [self.number("<u8", what) for _ in range(dimensions)]
         number = self.number("<u4", what)
         offset = self.number("<u8", what)
         if number not in TENSOR_TYPES:
             raise UnsupportedModelError(
-                f"{self.file.path.name}: {shown(name)} is stored in GGUF's type {number}, which isn't known "
+                f"{self.file.path.name}: {plain(name)} is stored in GGUF's type {number}, which isn't known "
                 "here; take another quantisation of the model, such as Q4_K_M or Q8_0"
             )
         kind = TENSOR_TYPES[number]
         # Each value takes an eighth of a byte or more, so that sound sizes are limited by the file's.
         if not all(0 < size <= 8 * self.file.nbytes for size in sizes) or sizes[0] % kind.block:
-            raise self.unsound(f"{shown(name)} has the dimensions {sizes} of type {kind.name}")
+            raise self.unsound(f"{plain(name)} has the dimensions {sizes} of type {kind.name}")
         return TensorEntry(kind, tuple(reversed(sizes)), offset)

@@ -24,7 +24,7 @@ from ondevice.converters.architectures.tensors import (
     LayerNames,
     tensor_shapes,
 )
-from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor, printable, shown
+from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor, plain, printable
 from ondevice.converters.checkpoints.gguf_file import (
     GgufHeader,
     TensorEntry,
@@ -165,7 +165,7 @@ def _stored_tensors(parts: list[Part]) -> dict[str, _Stored]:
         for name, entry in part.header.tensors.items():
             if name in stored:
                 raise CheckpointError(
-                    f"{stored[name].file.path.name} and {part.header.file} both hold {shown(name)}; download "
+                    f"{stored[name].file.path.name} and {part.header.file} both hold {plain(name)}; download "
                     "both again"
                 )
             stored[name] = _Stored(part.file, entry)
@@ -175,13 +175,13 @@ def _stored_tensors(parts: list[Part]) -> dict[str, _Stored]:
 def _family(header: GgufHeader) -> Family:
     kind = header.text("general.type")
     if kind not in (None, "model"):
-        raise UnsupportedModelError(f"{header.file} holds {shown(str(kind))}, not a language model")
+        raise UnsupportedModelError(f"{header.file} holds {plain(str(kind))}, not a language model")
     name = header.text("general.architecture")
     if name is None:
         raise CheckpointError(f"{header.file} has no general.architecture; it isn't a language model")
     if name not in FAMILIES:
         raise UnsupportedModelError(
-            f"{header.file}: general.architecture {shown(name)} is not one of {', '.join(FAMILIES)}"
+            f"{header.file}: general.architecture {plain(name)} is not one of {', '.join(FAMILIES)}"
         )
     return FAMILIES[name]
 
@@ -357,4 +357,4 @@ def _selected(
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(shown(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")
+    return ", ".join(plain(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")

@@ -17,7 +17,7 @@ import numpy as np
 from ondevice.bundle.layout import CHAT_TEMPLATE, TOKENIZER_FILES
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, TokenizerInfo, TokenizerKind
 from ondevice.converters.checkpoints import sentencepiece_model as proto
-from ondevice.converters.checkpoints.base import TokenizerFiles, shown
+from ondevice.converters.checkpoints.base import TokenizerFiles, plain
 from ondevice.converters.checkpoints.gguf_file import GgufHeader
 from ondevice.converters.checkpoints.gguf_splitting import SPLITTINGS, Splitting
 from ondevice.converters.checkpoints.source_folder import SourceFolder
@@ -210,7 +210,7 @@ def _check_same(found: TokenizerFiles, tokens: list[tuple[str, int]], header: Gg
     for token, (text, kind) in enumerate(tokens):
         if kind == proto.NORMAL and vocabulary.get(text, token) != token:
             raise CheckpointError(
-                f"the tokenizer.json beside {header.file} gives {shown(text)} the id {vocabulary[text]}, and "
+                f"the tokenizer.json beside {header.file} gives {plain(text)} the id {vocabulary[text]}, and "
                 f"the file {token}; it is another model's, so move it away or put this model's in its place"
             )
 
@@ -230,4 +230,4 @@ def _eos_ids(header: GgufHeader, tokens: list[tuple[str, int]], vocab_size: int)
 
 
 def _quoted(name: str | None) -> str:
-    return "missing" if name is None else shown(name)
+    return "missing" if name is None else plain(name)

@@ -16,7 +16,7 @@ from ondevice.bundle.manifest import GENERATION_RANGES
 from ondevice.config import LEAST_TEMPERATURE
 from ondevice.converters.architectures.registry import describe
 from ondevice.converters.architectures.tensors import EMBEDDING, HEAD, tensor_shapes
-from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor, printable, shown
+from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor, plain, printable
 from ondevice.converters.checkpoints.mlx_folder import (
     COPY_KEY,
     KEY,
@@ -118,7 +118,7 @@ def _sharded_tensors(folder: SourceFolder, weight_map: Any, opened: ExitStack) -
     for name in names:
         if not name.endswith(".safetensors"):
             raise CheckpointError(
-                f"{INDEX} lists {shown(name)}, which isn't a safetensors file; download it again"
+                f"{INDEX} lists {plain(name)}, which isn't a safetensors file; download it again"
             )
         shards[name] = read_tensors(opened.enter_context(closing(folder.open(name))))
         count += len(shards[name])
@@ -127,7 +127,7 @@ def _sharded_tensors(folder: SourceFolder, weight_map: Any, opened: ExitStack) -
     for name, shard_name in weight_map.items():
         if name not in shards[shard_name]:
             raise CheckpointError(
-                f"{shard_name} has no {shown(name)}, which {INDEX} says it has; download it again"
+                f"{shard_name} has no {plain(name)}, which {INDEX} says it has; download it again"
             )
     return _merged(shards)
 
@@ -140,7 +140,7 @@ def _merged(shards: dict[str, dict[str, RawTensor]]) -> dict[str, RawTensor]:
             if name in tensors:
                 other = tensors[name].file.path.name
                 raise CheckpointError(
-                    f"{other} and {shard_name} both hold {shown(name)}; which is meant isn't known; download "
+                    f"{other} and {shard_name} both hold {plain(name)}; which is meant isn't known; download "
                     "both"
                 )
             tensors[name] = tensor
@@ -191,4 +191,4 @@ def _check_tied(head: SourceTensor, embedding: SourceTensor) -> None:
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(map(shown, names[:3])) + (", ..." if len(names) > 3 else "")
+    return ", ".join(map(plain, names[:3])) + (", ..." if len(names) > 3 else "")

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.bundle.strict_json import unique_keys
-from ondevice.converters.checkpoints.base import SourceFile, StoredTensor, StoredType, shown
+from ondevice.converters.checkpoints.base import SourceFile, StoredTensor, StoredType, plain
 from ondevice.errors import CheckpointError, UnsupportedModelError
 
 MAX_HEADER_BYTES = 8 << 20
@@ -75,7 +75,7 @@ def read_tensors(file: SourceFile) -> dict[str, RawTensor]:
     for name in sorted(spans, key=lambda name: spans[name]):
         start, stop = spans[name]
         if start != end:
-            raise _unsound(file, f"{shown(name)} begins at byte {start} of the data, not at {end}")
+            raise _unsound(file, f"{plain(name)} begins at byte {start} of the data, not at {end}")
         end = stop
     if file.nbytes != 8 + length + end:
         raise _unsound(file, f"it has {file.nbytes} bytes, and its header asks for {8 + length + end}")
@@ -92,7 +92,7 @@ def floating(tensor: RawTensor) -> StoredTensor:
     dtype: Any = tensor.dtype
     if dtype not in get_args(StoredType):
         raise UnsupportedModelError(
-            f"{tensor.file.path.name}: {shown(tensor.name)} is stored as {dtype}; only F32, F16 and BF16 can "
+            f"{tensor.file.path.name}: {plain(tensor.name)} is stored as {dtype}; only F32, F16 and BF16 can "
             "be converted, so start from the checkpoint before it was quantised"
         )
     return StoredTensor(tensor.name, dtype, tensor.shape, tensor.file, tensor.offset)
@@ -108,7 +108,7 @@ def _header(file: SourceFile, length: int) -> dict[str, dict[str, Any]]:
     header.pop("__metadata__", None)
     for name, entry in header.items():
         if not isinstance(entry, dict):
-            raise _unsound(file, f"{shown(name)} isn't an object")
+            raise _unsound(file, f"{plain(name)} isn't an object")
     return header
 
 
@@ -117,7 +117,7 @@ def _span(name: str, entry: dict[str, Any], file: SourceFile) -> tuple[int, int]
     bits: int | None = BITS.get(str(entry.get("dtype")))
     shape: Any = entry.get("shape")
     offsets: Any = entry.get("data_offsets")
-    named = shown(name)
+    named = plain(name)
     if bits is None:
         raise _unsound(file, f"{named} is of the unknown type {entry.get('dtype')!a:.40}")
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:

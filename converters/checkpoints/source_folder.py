@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.bundle.strict_json import unique_keys
-from ondevice.converters.checkpoints.base import SourceFile, shown
+from ondevice.converters.checkpoints.base import SourceFile, plain
 from ondevice.errors import CheckpointError, ModelNotFoundError, reading_failed
 
 MAX_JSON_BYTES = 16 << 20
@@ -68,13 +68,13 @@ class SourceFolder:
         """
         if not name or name in (".", "..") or any(mark in name for mark in ("/", "\\", "\0", ":")):
             raise CheckpointError(
-                f"'{shown(name)}' is not the name of a file in {self.path}; download the checkpoint again, "
+                f"'{plain(name)}' is not the name of a file in {self.path}; download the checkpoint again, "
                 "from a source you trust"
             )
         try:
             real = (self.path / name).resolve(strict=True)
         except (OSError, RuntimeError, UnicodeEncodeError) as error:
-            raise CheckpointError(f"{self.path} has no {shown(name)}; is the download complete?") from error
+            raise CheckpointError(f"{self.path} has no {plain(name)}; is the download complete?") from error
         if real.parent not in self._allowed:
             raise CheckpointError(
                 f"{name} is a link that leads out of {self.path}; put the file itself there, or convert the "
