@@ -129,7 +129,7 @@ void attention(Runner& runner, int bits) {
   const ondevice::Norm norm{q.data(), 1e-5f};
   twice("attention from a projection", bits, [&] {
     runner.attend(
-        qkv.data(), {norm, norm, false, q.data(), q.data()},
+        qkv.data(), {{norm, 0}, {norm, 0}, false, q.data(), q.data()},
         {qkv.data(), 3 * kHeads * kDim, kHeads, kv, 0, 0, 0.25f, 0.0f, y.data(), {nullptr, nullptr}},
         kTokens);
   });
