@@ -27,6 +27,7 @@ from ondevice.bundle.files import disk_errors, write_durably
 from ondevice.bundle.layout import (
     EMBEDDING,
     MANIFEST,
+    PER_LAYER,
     POSITIONS,
     RECORDS_TENSOR,
     RESIDENT,
@@ -58,7 +59,7 @@ from ondevice.converters.output_folder import OutputFolder
 from ondevice.converters.pipeline import ahead
 from ondevice.converters.progress import OnProgress, ProgressMeter
 from ondevice.converters.quantize import RoundedRows
-from ondevice.converters.reading import NOT_ROUNDED, Wanted, read_blocks, resident_sources
+from ondevice.converters.reading import NOT_ROUNDED, Wanted, matrix_kind, read_blocks, resident_sources
 from ondevice.converters.rounding.layers import LayerRounding
 from ondevice.converters.training.sidecars import copy_bundle
 from ondevice.converters.trial import check_computes
@@ -137,6 +138,9 @@ def convert(
         origin = _origin(checkpoint)
         trained = origin if training is None else f"{origin} {training.identity}"
         pieces = () if training is None or quant_config.bits != 4 else training.pieces
+        if pieces and not checkpoint.config.is_plain:
+            logger.warning("the text doesn't round weights of this model: its layers can't be run one by one")
+            pieces = ()
         if resume and _is_converted(folder.output, checkpoint, quant_config, trained):
             folder.discard_leftover()
             return folder.output
@@ -180,8 +184,9 @@ def _matrices(checkpoint: Checkpoint) -> dict[MatrixKind, list[SourceTensor]]:
     """The checkpoint's matrices by kind, but for down projections."""
     found: dict[MatrixKind, list[SourceTensor]] = {kind: [] for kind in MATRIX_KINDS}
     for name, sources in resident_sources(checkpoint):
-        if name != POSITIONS and len(sources[0].shape) == 2:
-            found["head" if name == "head" else "out" if name.endswith("out") else "qkv"] += sources
+        kind = matrix_kind(name)
+        if kind is not None and len(sources[0].shape) == 2:
+            found[kind] += sources
     found["embedding"].append(checkpoint.tensors[names.EMBEDDING])
     for layer in range(checkpoint.config.num_layers):
         *by_rows, _ = names.LayerNames(layer).neurons(checkpoint.config.layers[layer])
@@ -246,7 +251,8 @@ class _Conversion:
         layers = range(checkpoint.config.num_layers)
         self._neurons = [neuron_file_name(layer) for layer in layers]
         gates = [gate_file_name(layer) for layer in layers if checkpoint.config.zeros_gates]
-        self._record_files = [*self._neurons, *gates, EMBEDDING]
+        self._tables = [EMBEDDING, *([PER_LAYER] if checkpoint.config.per_layer_width else [])]
+        self._record_files = [*self._neurons, *gates, *self._tables]
         self._open()
 
     def run(self, on_progress: OnProgress | None) -> None:
@@ -285,7 +291,7 @@ class _Conversion:
         """True if the errors of all finished files were saved; only damage can have lost one."""
         if self._quant.bits == 16:
             return True
-        finished = [name for name in (*self._neurons, EMBEDDING) if self._writer.finished(name)]
+        finished = [name for name in (*self._neurons, *self._tables) if self._writer.finished(name)]
         resident = list(resident_tensors(self._checkpoint.config, self._quant))
         finished += [n for n in resident[: self._writer.resident_finished()] if n.endswith(".codes")]
         return all(name in self._errors for name in finished)
@@ -367,7 +373,7 @@ class _Conversion:
         for chunk in chunks:
             fidelity = joined(fidelity, chunk.fidelity)
             yield chunk.data
-        counted = name.endswith(".codes") or name in self._neurons or name == EMBEDDING
+        counted = name.endswith(".codes") or name in (*self._neurons, *self._tables)
         if self._quant.bits != 16 and counted:
             self._errors.save(name, fidelity)
 
@@ -485,7 +491,7 @@ def bundle_bytes(checkpoint: Checkpoint, quant: QuantConfig, twice: bool) -> int
     for name in bundle_files(checkpoint.config, checkpoint.tokenizer.info)[:-1]:
         layout = file_layout(name, checkpoint.config, quant)
         nbytes = len(checkpoint.tokenizer.blobs[name]) if layout.nbytes is None else layout.nbytes
-        copies = 2 if twice and layout.record is not None and name != EMBEDDING else 1
+        copies = 2 if twice and layout.record is not None and name not in (EMBEDDING, PER_LAYER) else 1
         total += copies * (nbytes + 4 * layout.crc_count(nbytes))
     return total
 
@@ -494,6 +500,8 @@ def source_bytes(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
     """Checkpoint bytes that go to each (file, tensor) of the bundle: a record file, or a resident tensor."""
     tensors = checkpoint.tensors
     sizes = {(EMBEDDING, RECORDS_TENSOR): tensors[names.EMBEDDING].nbytes}
+    if checkpoint.config.per_layer_width:
+        sizes[PER_LAYER, RECORDS_TENSOR] = tensors[names.PER_LAYER].nbytes
     for layer, spec in enumerate(checkpoint.config.layers):
         name = names.LayerNames(layer)
         nbytes = sum(tensors[source].nbytes for source in name.neurons(spec))

@@ -27,6 +27,7 @@ from ondevice.bundle.layout import (
     EMBEDDING,
     MANIFEST,
     PARTIAL,
+    PER_LAYER,
     RESIDENT,
     TOKENIZER_FILES,
 )
@@ -42,7 +43,7 @@ from ondevice.units import format_bytes
 REPLACED = ".replaced"
 """What the name of an older bundle ends with while the new one takes its place."""
 _NAMES = frozenset(
-    {MANIFEST, RESIDENT, EMBEDDING, CHECKSUMS, *TOKENIZER_FILES.values(), CHAT_TEMPLATE}
+    {MANIFEST, RESIDENT, EMBEDDING, PER_LAYER, CHECKSUMS, *TOKENIZER_FILES.values(), CHAT_TEMPLATE}
     | {PREDICTORS, PREDICTORS_MANIFEST, THRESHOLDS, THRESHOLDS_MANIFEST, HOTNESS, HOTNESS_MANIFEST}
     | {STREAMS, STREAMS_MANIFEST, TOKEN_COUNTS, TOKEN_COUNTS_MANIFEST, STATE_FILE, ErrorLog.FILE}
 )

@@ -13,11 +13,13 @@ import numpy as np
 
 from ondevice.bundle.layout import (
     EMBEDDING,
+    PER_LAYER,
     POSITIONS,
     RECORDS_TENSOR,
     RESIDENT,
     gate_file_name,
     neuron_file_name,
+    resident_tensors,
 )
 from ondevice.config import MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures import tensors as names
@@ -40,10 +42,10 @@ class Block:
     and down (transposed).
 
     file: the bundle file that they go to. tensor: the resident tensor, without `.codes`, or `records`.
-    sources: the checkpoint's names of `rows`. kinds: attention, down, embedding, gate, head or up, for each
-    of a matrix. formats: how each matrix is stored. rows: each (n, columns) in the stored type, or the
-    checkpoint's own codes of n rows, or n rows that are rounded; a vector is (n,) float32. nbytes: checkpoint
-    bytes of them. last: true for the last block of the tensor.
+    sources: the checkpoint's names of `rows`. kinds: attention, down, embedding, gate, head, per_layer or
+    up, for each of a matrix. formats: how each matrix is stored. rows: each (n, columns) in the stored type,
+    or the checkpoint's own codes of n rows, or n rows that are rounded; a vector is (n,) float32. nbytes:
+    checkpoint bytes of them. last: true for the last block of the tensor.
     """
 
     file: str
@@ -62,7 +64,7 @@ def read_blocks(
     quant: QuantConfig,
     rounded: Mapping[str, RoundedRows] = NOT_ROUNDED,
 ) -> Generator[Block, None, None]:
-    """Neurons and their gates by layer, then the embedding, then the resident tensors.
+    """Neurons and their gates by layer, then the embedding and per-layer rows, then the resident tensors.
 
     quant: how the bundle stores weights. The checkpoint's own codes are taken where they fit.
     rounded: matrices to take as they are, by their names. A down projection's rows are neurons.
@@ -77,20 +79,31 @@ def read_blocks(
     if wanted(EMBEDDING, RECORDS_TENSOR):
         embedding, stored = checkpoint.tensors[names.EMBEDDING], quant.of("embedding")
         yield from _matrix(EMBEDDING, RECORDS_TENSOR, "embedding", [embedding], stored, rounded)
+    if checkpoint.config.per_layer_width and wanted(PER_LAYER, RECORDS_TENSOR):
+        rows = checkpoint.tensors[names.PER_LAYER]
+        yield from _matrix(PER_LAYER, RECORDS_TENSOR, "per_layer", [rows], quant.down, rounded)
+    specs = resident_tensors(checkpoint.config, quant)
     for tensor, sources in resident_sources(checkpoint):
         if not wanted(RESIDENT, tensor):
             continue
-        if tensor == POSITIONS:
-            yield from _positions(sources[0])
+        if tensor in specs and len(sources[0].shape) == 2:
+            yield from _values(tensor, sources[0])
         elif len(sources[0].shape) == 1:
             vector = np.concatenate([source.vector() for source in sources])
             nbytes = sum(source.nbytes for source in sources)
             yield Block(RESIDENT, tensor, tuple(source.name for source in sources), (), (), (vector,), nbytes)
         else:
-            matrix: MatrixKind = "out" if tensor.endswith("out") else "qkv"
-            matrix = "head" if tensor == "head" else matrix
-            kind = "head" if tensor == "head" else "attention"
-            yield from _matrix(RESIDENT, tensor, kind, sources, quant.of(matrix), rounded)
+            kind, stored = matrix_kind(tensor), quant.down
+            if kind is not None:
+                stored = quant.of(kind)
+            name = "head" if kind == "head" else "attention"
+            yield from _matrix(RESIDENT, tensor, name, sources, stored, rounded)
+
+
+def matrix_kind(tensor: str) -> MatrixKind | None:
+    """The kind of a resident matrix, by its name without `.codes`; None for one that few models have."""
+    kinds: dict[str, MatrixKind] = {"head": "head", "attention.qkv": "qkv", "attention.out": "out"}
+    return kinds.get(".".join(tensor.split(".")[2:]) or tensor)
 
 
 def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceTensor]]]:
@@ -102,11 +115,12 @@ def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceT
         name, prefix = names.LayerNames(layer), f"layers.{layer}"
         if spec.norms_input:
             yield from _norm(checkpoint, layer, "attention_norm")
-        yield f"{prefix}.attention.qkv", [tensors[name.projection(which)] for which in "qkv"]
+        parts = config.projection_sizes(spec)
+        yield f"{prefix}.attention.qkv", [tensors[name.projection(which)] for which in parts]
         if spec.attention.bias:
-            yield f"{prefix}.attention.qkv.bias", [tensors[name.projection_bias(which)] for which in "qkv"]
-        if spec.attention.head_norm != "none":
-            for which in "qk":
+            yield f"{prefix}.attention.qkv.bias", [tensors[name.projection_bias(which)] for which in parts]
+        for which, size in zip("qk", config.head_norm_sizes(spec), strict=True):
+            if size:
                 yield f"{prefix}.attention.{which}_norm.weight", [tensors[name.head_norm(which)]]
                 if spec.attention.head_norm_bias:
                     yield f"{prefix}.attention.{which}_norm.bias", [tensors[name.head_norm_bias(which)]]
@@ -123,6 +137,10 @@ def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceT
             yield f"{prefix}.feed_forward.down.bias", [tensors[name.down_bias]]
         if spec.norms_output:
             yield from _norm(checkpoint, layer, "feed_forward_output_norm")
+        for weight in config.layer_weights(spec):
+            yield f"{prefix}.{weight.name}", [tensors[name.weight(weight.name)]]
+    for weight in config.model_weights:
+        yield weight.name, [tensors[names.model_weight(weight.name)]]
     yield "final_norm.weight", [tensors[names.FINAL_NORM]]
     if config.norm.bias:
         yield "final_norm.bias", [tensors[names.FINAL_NORM_BIAS]]
@@ -202,14 +220,14 @@ def _matrix(
             yield Block(file, tensor, (source.name,), (kind,), (stored,), (rows,), nbytes, last)
 
 
-def _positions(source: SourceTensor) -> Iterator[Block]:
-    """Learned positions, whose rows stay as they are: each block's as one vector."""
+def _values(tensor: str, source: SourceTensor) -> Iterator[Block]:
+    """A matrix whose rows stay as they are, such as learned positions: each block's as one vector."""
     count, step = source.shape[0], _rows_per_block(source)
     for start in range(0, count, step):
         stop = min(start + step, count)
         values = to_float32(source.rows(start, stop)).reshape(-1)
         nbytes = _share(source, start, stop, count)
-        yield Block(RESIDENT, POSITIONS, (source.name,), (), (), (values,), nbytes, stop == count)
+        yield Block(RESIDENT, tensor, (source.name,), (), (), (values,), nbytes, stop == count)
 
 
 def _rows(

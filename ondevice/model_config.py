@@ -7,8 +7,9 @@ nothing below them knows a family's name. Legend: D model width, Dh head width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal, NamedTuple, get_args
 
 from ondevice.errors import UnsupportedModelError
 
@@ -24,6 +25,10 @@ root mean square; or each head by a LayerNorm with weights and biases of its own
 NormKind = Literal["rms", "layer"]
 NormPlaces = Literal["before", "after", "both"]
 """Where a block's norms stand: on its input, on its output before it joins the residual, or on both."""
+MAX_COPIES = 16
+"""Most copies of the residual."""
+MAX_DEVIATIONS = 10.0
+"""Farthest that a statistical cutoff of gates may lie from their mean, in standard deviations."""
 MAX_FACTOR = 1e6
 """Largest multiplier and soft cap."""
 MIN_FACTOR = 1e-6
@@ -81,6 +86,9 @@ class AttentionSpec:
         head_norm: the norms of queries and keys.
         bias, output_bias: whether the projections of queries, keys and values, and that of the output, have
             one.
+        value_norm: whether each head's values have an RMS norm without a weight. Only with a `head_norm` of
+            each head.
+        keys_of: index of the layer before whose keys and values are read; None: the layer has its own.
     """
 
     scale: float
@@ -90,14 +98,26 @@ class AttentionSpec:
     head_norm: HeadNorm = "none"
     bias: bool = False
     output_bias: bool = False
+    value_norm: bool = False
+    keys_of: int | None = None
 
     def __post_init__(self) -> None:
         _check_factor("attention scale", self.scale)
+        if self.head_norm != "head" and (self.value_norm or (self.keys_of is not None and self.has_norms)):
+            raise UnsupportedModelError(
+                f"head_norm is {self.head_norm!r}; layers whose values are normed need 'head', and those "
+                "that share keys and values that or 'none'"
+            )
         if self.soft_cap:
             _check_factor("attention soft_cap", self.soft_cap)
         _check_choice("head_norm", self.head_norm, get_args(HeadNorm))
         if self.window < 0:
             raise UnsupportedModelError(f"window is {self.window}; it must be 0 or more")
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether queries are normed, and keys where the layer has its own."""
+        return self.head_norm != "none"
 
     @property
     def head_norm_bias(self) -> bool:
@@ -119,6 +139,9 @@ class FeedForwardSpec:
         up_activation: of the up projection: relu gives dReLU (arXiv 2406.05955).
         bias: whether gates have a bias, one value for each neuron. Only without an up projection.
         output_bias: whether the output has one.
+        cutoff: if not None, gates are lessened by m + cutoff * s, and those that are negative then become
+            zeros: m is the mean of the token's gates, s their standard deviation (statistical top-k, arXiv
+            2506.06644). A float32 value.
     """
 
     activation: Activation
@@ -127,9 +150,18 @@ class FeedForwardSpec:
     up_activation: UpActivation = "none"
     bias: bool = False
     output_bias: bool = False
+    cutoff: float | None = None
 
     def __post_init__(self) -> None:
         _check_choice("activation", self.activation, ACTIVATIONS)
+        if self.cutoff is not None and not -MAX_DEVIATIONS <= self.cutoff <= MAX_DEVIATIONS:
+            raise UnsupportedModelError(
+                f"cutoff of gates is {self.cutoff}; it must be from {-MAX_DEVIATIONS:g} to {MAX_DEVIATIONS:g}"
+            )
+        if self.cutoff is not None and (self.bias or self.activation in ZEROING):
+            raise UnsupportedModelError(
+                f"a statistical cutoff of gates with biases, or before {self.activation!r}, isn't supported"
+            )
         _check_choice("up_activation", self.up_activation, get_args(UpActivation))
         if not 0.0 <= self.threshold <= MAX_FACTOR:
             raise UnsupportedModelError(
@@ -158,15 +190,24 @@ class LayerSpec:
     """One layer: x += attention(norm(x)); x += feed_forward(norm(x)).
 
     parallel: both blocks read the layer's input, and their outputs join it together.
+    laurel_rank: if not 0, a low-rank block of this rank stands beside attention (LAuReL, arXiv 2411.07501):
+        what leaves attention, x, becomes (x + n + norm(up @ down @ n)) / sqrt(2) for the normed input n.
     """
 
     attention: AttentionSpec
     feed_forward: FeedForwardSpec
     norms: NormPlaces = "before"
     parallel: bool = False
+    laurel_rank: int = 0
 
     def __post_init__(self) -> None:
         _check_choice("norms", self.norms, get_args(NormPlaces))
+        if not 0 <= self.laurel_rank <= SIZE_LIMITS["hidden_size"]:
+            raise UnsupportedModelError(
+                f"laurel_rank is {self.laurel_rank}; it must be from 0 to {SIZE_LIMITS['hidden_size']}"
+            )
+        if self.laurel_rank and (self.parallel or not self.norms_input):
+            raise UnsupportedModelError("a low-rank block beside attention needs a norm before that")
 
     @property
     def norms_input(self) -> bool:
@@ -177,6 +218,17 @@ class LayerSpec:
     def norms_output(self) -> bool:
         """Whether each block has a norm on its output."""
         return self.norms in ("after", "both")
+
+
+class WeightShape(NamedTuple):
+    """A weight that only some models have: its name in a bundle, behind the prefix of a layer's.
+
+    shape: (rows, columns) of a matrix that is quantised, else the shape of float32 values.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    quantised: bool
 
 
 @dataclass(frozen=True)
@@ -197,6 +249,11 @@ class ModelConfig:
         tie_embeddings: whether the head is the embedding table.
         learned_positions: whether the embedding has a learned vector added to it for each position, of which
             there are `max_context`.
+        per_layer_width: if not 0, each layer ends with a block that a token's own row decides, W values of a
+            second table for each layer ("per-layer embeddings"): x += norm(out @ (act(gate @ x) * input)),
+            where input is the row plus norm(projection @ embedding).
+        residual_copies: if not 1, there are so many residuals of which one goes through each layer, and the
+            others follow it (alternating updates, AltUp, arXiv 2301.13310); see `model/altup.py`.
         head_bias: whether the output head has a bias.
     """
 
@@ -215,6 +272,8 @@ class ModelConfig:
     logit_soft_cap: float = 0.0
     tie_embeddings: bool = False
     learned_positions: bool = False
+    per_layer_width: int = 0
+    residual_copies: int = 1
     head_bias: bool = False
 
     def __post_init__(self) -> None:
@@ -242,15 +301,55 @@ class ModelConfig:
                 raise UnsupportedModelError(
                     f"a layer's rope is {layer.attention.rope}; the model has {len(self.ropes)}"
                 )
-        if len({layer.feed_forward for layer in self.layers}) > 1:
-            raise UnsupportedModelError("layers have different feed-forwards; this release runs equal ones")
+        if len({replace(layer.feed_forward, cutoff=None) for layer in self.layers}) > 1:
+            raise UnsupportedModelError(
+                "layers have different feed-forwards; this release runs equal ones, but for their cutoffs"
+            )
+        self._check_residuals()
+        self._check_shared_keys()
         _check_factor("embedding_multiplier", self.embedding_multiplier)
         if self.logit_soft_cap:
             _check_factor("logit_soft_cap", self.logit_soft_cap)
 
+    def _check_residuals(self) -> None:
+        """Raises UnsupportedModelError for per-layer inputs or copies of the residual that can't be run."""
+        width, copies = self.per_layer_width, self.residual_copies
+        if not 0 <= width <= SIZE_LIMITS["hidden_size"]:
+            raise UnsupportedModelError(
+                f"per_layer_width is {width}; it must be from 0 to {SIZE_LIMITS['hidden_size']}"
+            )
+        if not 1 <= copies <= MAX_COPIES:
+            raise UnsupportedModelError(f"residual_copies is {copies}; it must be from 1 to {MAX_COPIES}")
+        if copies > 1 and not width:
+            raise UnsupportedModelError("copies of the residual without per-layer inputs aren't supported")
+        others = self.any_layer(lambda layer: layer.parallel) or self.norm.bias or self.norm.kind != "rms"
+        if others and (width or self.any_layer(lambda layer: layer.laurel_rank > 0)):
+            raise UnsupportedModelError(
+                "per-layer inputs and low-rank blocks beside attention run in layers of sequential blocks "
+                "and RMS norms without biases"
+            )
+
+    def _check_shared_keys(self) -> None:
+        """Raises UnsupportedModelError unless the last layers alone share keys, those of layers before."""
+        own = self.num_kv_layers
+        for layer, spec in enumerate(self.layers):
+            owner = spec.attention.keys_of
+            if (owner is None) != (layer < own):
+                raise UnsupportedModelError("layers that share keys and values come last")
+            if owner is not None and not 0 <= owner < own:
+                raise UnsupportedModelError(
+                    f"layer {layer} shares the keys of layer {owner}; those of 0 to {own - 1} can be shared"
+                )
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Number of layers that have keys and values of their own: the first ones."""
+        own = [layer.attention.keys_of is None for layer in self.layers]
+        return own.index(False) if False in own else len(own)
 
     @property
     def activation(self) -> Activation:
@@ -286,13 +385,22 @@ class ModelConfig:
         """Rows of the fused query, key and value projection."""
         return self.query_size + 2 * self.kv_size
 
+    def projection_sizes(self, layer: LayerSpec) -> dict[str, int]:
+        """Rows of each projection in a layer's fused one, q, k and v; q alone where keys are shared."""
+        shares = layer.attention.keys_of is not None
+        return {"q": self.query_size} | ({} if shares else {"k": self.kv_size, "v": self.kv_size})
+
+    def qkv_rows(self, layer: LayerSpec) -> int:
+        """Rows of a layer's fused projection."""
+        return sum(self.projection_sizes(layer).values())
+
     def head_norm_sizes(self, layer: LayerSpec) -> tuple[int, int]:
         """Lengths of the norm weights of a layer's queries and keys; 0 without such norms."""
         match layer.attention.head_norm:
             case "none":
                 return 0, 0
             case "head":
-                return self.head_dim, self.head_dim
+                return self.head_dim, 0 if layer.attention.keys_of is not None else self.head_dim
             case "projection" | "layer":
                 return self.query_size, self.kv_size
 
@@ -303,9 +411,79 @@ class ModelConfig:
 
     @property
     def vectors_size(self) -> int:
-        """Number of values of all norms, biases and learned positions."""
-        others = self.norm_size + self.positions_size + self.head_bias * self.vocab_size
+        """Number of values of all norms, biases, learned positions and other float32 weights."""
+        others = sum(prod(weight.shape) for weight in self.model_weights if not weight.quantised)
+        others += self.norm_size + self.positions_size + self.head_bias * self.vocab_size
         return sum(map(self.vector_size, self.layers)) + others
+
+    @property
+    def model_weights(self) -> tuple[WeightShape, ...]:
+        """Weights for per-layer inputs and copies of the residual that no layer has, in a bundle's order.
+
+        The copies' matrices are one for each copy but the first: `spread` makes it of the embedding, `gather`
+        is multiplied by it in the end.
+        """
+        hidden, width = self.hidden_size, self.per_layer_width
+        found = []
+        if width:
+            found += [
+                WeightShape("per_layer.projection", (self.num_layers * width, hidden), True),
+                WeightShape("per_layer.norm.weight", (width,), False),
+            ]
+        for name in ("spread", "gather"):
+            for copy in range(1, self.residual_copies):
+                found.append(WeightShape(f"copies.{name}.{copy}", (hidden, hidden), True))
+        return tuple(found)
+
+    def layer_weights(self, layer: LayerSpec) -> tuple[WeightShape, ...]:
+        """A layer's weights for per-layer inputs, copies of the residual and the block beside attention.
+
+        They come last of the layer's in a bundle.
+        """
+        hidden, width, rank = self.hidden_size, self.per_layer_width, layer.laurel_rank
+        copies, found = self.residual_copies, []
+        if rank:
+            found += [
+                WeightShape("laurel.down", (rank, hidden), True),
+                WeightShape("laurel.up", (hidden, rank), True),
+                WeightShape("laurel.norm.weight", (hidden,), False),
+            ]
+        if copies > 1:
+            found += [
+                WeightShape("copies.norm.weight", (hidden,), False),
+                WeightShape("copies.router", (copies, hidden), False),
+                WeightShape("copies.predict", (copies * copies, copies), False),
+                WeightShape("copies.correct", (copies, copies), False),
+                WeightShape("copies.scale", (hidden,), False),
+            ]
+        if width:
+            found += [
+                WeightShape("per_layer.gate", (width, hidden), True),
+                WeightShape("per_layer.out", (hidden, width), True),
+                WeightShape("per_layer.norm.weight", (hidden,), False),
+            ]
+        return tuple(found)
+
+    @property
+    def extra_matrices(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of all quantised matrices among `model_weights` and `layer_weights`."""
+        weights = [*self.model_weights, *(it for layer in self.layers for it in self.layer_weights(layer))]
+        return tuple(weight.shape for weight in weights if weight.quantised)
+
+    @property
+    def per_layer_size(self) -> int:
+        """Values of a token's row for all layers' per-layer inputs together; 0 without any."""
+        return self.per_layer_width * self.num_layers
+
+    @property
+    def is_plain(self) -> bool:
+        """True without per-layer inputs, copies of the residual, shared keys and statistical cutoffs."""
+        return (
+            not self.per_layer_width
+            and self.num_kv_layers == self.num_layers
+            and not self.any_layer(lambda it: it.laurel_rank > 0 or it.attention.value_norm)
+            and not self.any_layer(lambda it: it.feed_forward.cutoff is not None)
+        )
 
     @property
     def positions_size(self) -> int:
@@ -315,11 +493,12 @@ class ModelConfig:
     def vector_size(self, layer: LayerSpec) -> int:
         """Number of values of a layer's norms and biases."""
         norms = (layer.norms_input + layer.norms_output) * 2 * self.norm_size
-        biases = layer.attention.bias * self.qkv_size + layer.attention.output_bias * self.hidden_size
+        biases = layer.attention.bias * self.qkv_rows(layer) + layer.attention.output_bias * self.hidden_size
         feed_forward = layer.feed_forward
         biases += feed_forward.bias * self.intermediate_size + feed_forward.output_bias * self.hidden_size
         head_norms = sum(self.head_norm_sizes(layer)) * (2 if layer.attention.head_norm_bias else 1)
-        return norms + biases + head_norms
+        others = sum(prod(weight.shape) for weight in self.layer_weights(layer) if not weight.quantised)
+        return norms + biases + others + head_norms
 
 
 SIZE_LIMITS = {

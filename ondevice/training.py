@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from ondevice.api import Name, load, open_model
 from ondevice.bundle.manifest import TokenizerInfo
 from ondevice.bundle.predictors import OperatingPoint, Predictors
+from ondevice.bundle.sidecar import NO_SIDECARS
 from ondevice.bundle.streams import MultiStreamMode, MultiStreams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import AUTO_QUANT, BackendName, RuntimeConfig
-from ondevice.errors import BackendUnavailableError, UsageError
+from ondevice.errors import BackendUnavailableError, UnsupportedModelError, UsageError
 from ondevice.host import text_tokenizer
 from ondevice.runtime.conversion import Prepared, prepare
 from ondevice.runtime.models import ConversionProgress, output_path
@@ -295,6 +296,10 @@ def train_converted(
 
     def begin(checkpoint: Checkpoint) -> Training | None:
         config, info = checkpoint.config, checkpoint.tokenizer.info
+        if not config.is_plain:
+            raise UnsupportedModelError(
+                f"{checkpoint.name} can't learn from a text: {NO_SIDECARS}; convert it without --text"
+            )
         if info.kind is None or info.file is None:
             raise UsageError(
                 f"{checkpoint.name} has no tokenizer, so it can learn nothing from a text: convert it "

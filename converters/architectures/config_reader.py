@@ -88,6 +88,17 @@ class ConfigReader:
             raise self._wrong(key, value, "a list of numbers")
         return [float(item) for item in value] or None
 
+    def values_of(self, key: str) -> list[Any]:
+        """The value of a key that may stand once or as a list, as a list. It isn't read yet."""
+        value = self._values.get(key)
+        return value if isinstance(value, list) and value else [value]
+
+    def with_value(self, key: str, value: object) -> ConfigReader:
+        """A reader of the same keys, which counts as this one, in which `key` has another value."""
+        other = ConfigReader({**self._values, key: value}, self.where)
+        other._read = self._read
+        return other
+
     def has(self, key: str) -> bool:
         """True if the key is there, even with the value null."""
         return key in self._values

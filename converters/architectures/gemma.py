@@ -94,7 +94,7 @@ def _read_gemma3(reader: ConfigReader) -> Description:
         "gemma3_text",
         reader,
         sizes,
-        _ropes(reader, sizes),
+        read_ropes(reader, sizes),
         _windows(reader, kinds),
         "both",
         _activation(reader),
@@ -109,8 +109,8 @@ def _read_gemma3(reader: ConfigReader) -> Description:
     return Description(replace(config, layers=layers), _adapt)
 
 
-def _ropes(reader: ConfigReader, sizes: Sizes) -> list[RopeSpec]:
-    """Rotary embeddings of Gemma 3's global and local layers, from older or newer keys."""
+def read_ropes(reader: ConfigReader, sizes: Sizes) -> list[RopeSpec]:
+    """Rotary embeddings of Gemma 3's and 3n's global and local layers, from older or newer keys."""
     newer = reader.section("rope_parameters") or {}
     older = {"full_attention": reader.section("rope_scaling") or {}, "sliding_attention": {}}
     parts = newer if newer else older

@@ -8,13 +8,21 @@ from typing import Any
 
 from ondevice.converters.architectures.common import Tensors
 
-OTHER_TOWERS = ("vision_tower.", "vision_model.", "multi_modal_projector.")
+OTHER_TOWERS = (
+    "vision_tower.",
+    "vision_model.",
+    "multi_modal_projector.",
+    "audio_tower.",
+    "embed_vision.",
+    "embed_audio.",
+)
 _TEXT = ("language_model.", "model.language_model.")
 _HARMLESS = frozenset({
-    "boi_token_index", "eoi_token_index", "image_seq_length", "image_token_id", "image_token_index",
-    "mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size",
-    "text_config", "tie_word_embeddings", "vision_config", "vision_feature_layer",
-    "vision_feature_select_strategy",
+    "audio_config", "audio_soft_tokens_per_image", "audio_token_id", "boa_token_id", "boi_token_id",
+    "boi_token_index", "eoa_token_id", "eoi_token_id", "eoi_token_index", "image_seq_length",
+    "image_token_id", "image_token_index", "mm_tokens_per_image", "multimodal_projector_bias",
+    "projector_hidden_act", "spatial_merge_size", "text_config", "tie_word_embeddings", "vision_config",
+    "vision_feature_layer", "vision_feature_select_strategy", "vision_soft_tokens_per_image",
 })  # fmt: skip
 """Keys about images, and those that the text model's own config repeats."""
 
@@ -36,6 +44,7 @@ MULTIMODAL = {
     family.model_type: family
     for family in (
         Multimodal("gemma3", "Gemma3ForConditionalGeneration", "gemma3_text"),
+        Multimodal("gemma3n", "Gemma3nForConditionalGeneration", "gemma3n_text"),
         Multimodal("mistral3", "Mistral3ForConditionalGeneration", "mistral"),
         Multimodal("llava", "LlavaForConditionalGeneration", "llama"),
     )

@@ -11,6 +11,7 @@ from ondevice.converters.architectures.common import Description, Tensors
 from ondevice.converters.architectures.config_reader import HARMLESS_KEYS, ConfigReader, shown
 from ondevice.converters.architectures.falcon import FALCON
 from ondevice.converters.architectures.gemma import GEMMA, GEMMA2, GEMMA3
+from ondevice.converters.architectures.gemma3n import GEMMA3N
 from ondevice.converters.architectures.glm4 import GLM4
 from ondevice.converters.architectures.granite import GRANITE
 from ondevice.converters.architectures.llama import LLAMA, SPARSE_LLAMA
@@ -43,6 +44,7 @@ _ALL = (
     GEMMA,
     GEMMA2,
     GEMMA3,
+    GEMMA3N,
     PHI3,
     GLM4,
     SMOLLM3,

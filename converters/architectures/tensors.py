@@ -19,6 +19,8 @@ HEAD = "lm_head.weight"
 HEAD_BIAS = "lm_head.bias"
 POSITIONS = "model.embed_positions.weight"
 """A row for each position, the first for that of a text's first token."""
+PER_LAYER = "model.embed_tokens_per_layer.weight"
+"""A token's row of per-layer inputs, of all layers side by side."""
 
 NormName = Literal["attention_norm", "attention_output_norm", "feed_forward_norm", "feed_forward_output_norm"]
 NORM_NAMES: tuple[NormName, ...] = get_args(NormName)
@@ -81,6 +83,10 @@ class LayerNames:
     def norm_bias(self, which: NormName) -> str:
         return f"model.layers.{self.layer}.{_NORM_NAMES[which]}.bias"
 
+    def weight(self, name: str) -> str:
+        """A weight of `ModelConfig.layer_weights`, by its name there."""
+        return f"model.layers.{self.layer}.{name}"
+
     def norms(self, spec: LayerSpec) -> tuple[NormName, ...]:
         """The norms that this layer has, in the order of a bundle."""
         return tuple(
@@ -90,15 +96,24 @@ class LayerNames:
         )
 
 
+def model_weight(name: str) -> str:
+    """A weight of `ModelConfig.model_weights`, by its name there."""
+    return f"model.{name}"
+
+
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of a model, by its name here."""
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
     if config.learned_positions:
         shapes[POSITIONS] = (config.max_context, hidden)
+    if config.per_layer_width:
+        shapes[PER_LAYER] = (config.vocab_size, config.per_layer_size)
+    shapes |= {model_weight(weight.name): weight.shape for weight in config.model_weights}
     for layer, spec in enumerate(config.layers):
         name = LayerNames(layer)
-        for projection, rows in zip("qkv", (config.query_size, config.kv_size, config.kv_size), strict=True):
+        shapes |= {name.weight(weight.name): weight.shape for weight in config.layer_weights(spec)}
+        for projection, rows in config.projection_sizes(spec).items():
             shapes[name.projection(projection)] = (rows, hidden)
             if spec.attention.bias:
                 shapes[name.projection_bias(projection)] = (rows,)

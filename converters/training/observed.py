@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from ondevice.backends.base import Float32, Norm
 from ondevice.backends.cpu import CpuBackend
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.errors import OndeviceError
-from ondevice.kernels import _native
 from ondevice.model_config import FeedForwardSpec
 
 Observer = Callable[[int, Float32, Float32], None]
@@ -30,6 +27,7 @@ class Observed:
     dense_feed_forward: Callable[..., Any]
     scores: Callable[..., Float32]
     to_numpy: Callable[[Any], Float32]
+    normed: Callable[..., Any]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -70,15 +68,6 @@ class Observed:
                 raise OndeviceError("only models whose gates are exactly zero have neurons that don't fire")
             self._observe_gates(layer, known, self.scores(entering, weight.selector))
 
-    def normed(self, x: Any, norm: Norm) -> Any:
-        """(T, D) result of the norm on x (T, D)."""
-        raise NotImplementedError
-
 
 class ObservedCpu(Observed, CpuBackend):
     """The CPU backend, observed."""
-
-    def normed(self, x: Float32, norm: Norm) -> Float32:
-        found = np.empty_like(x)
-        _native.norm(self.runner, x, norm, found)
-        return found

@@ -23,11 +23,11 @@ from ondevice.bundle.files import (
 )
 from ondevice.bundle.layout import MANIFEST, TensorSpec, tensors_layout
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.sidecar import Sidecar
+from ondevice.bundle.sidecar import NO_SIDECARS, Sidecar
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.bundle.verify import SIDECARS
 from ondevice.converters.output_folder import OutputFolder
-from ondevice.errors import BundleError, UsageError
+from ondevice.errors import BundleError, UnsupportedModelError, UsageError
 from ondevice.kernels import _native
 
 LEAST_TOKENS = 512
@@ -35,6 +35,12 @@ LEAST_TOKENS = 512
 MEASURED_SHARE = 0.1
 """Share of the text's pieces that measure and don't train."""
 _REMEDY = "make room, or choose another --output"
+
+
+def check_possible(bundle: Bundle) -> None:
+    """Raises UnsupportedModelError for a model that can't have predictors, thresholds or streams."""
+    if not bundle.config.is_plain:
+        raise UnsupportedModelError(f"{bundle.name} can't have these: {NO_SIDECARS}")
 
 
 def held_out(pieces: Sequence[Sequence[int]], share: float = MEASURED_SHARE) -> Sequence[Sequence[int]]:

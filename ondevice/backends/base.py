@@ -21,7 +21,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RecordLayout
 from ondevice.config import RowFormat
-from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig
+from ondevice.model_config import Activation, AttentionSpec, FeedForwardSpec, ModelConfig
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Float16: TypeAlias = NDArray[np.float16]
@@ -50,7 +50,7 @@ KEY_LANES = 16
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Byte layout of one key/value block, which holds `BLOCK_TOKENS` positions of every layer and head.
+    """Byte layout of one key/value block: `BLOCK_TOKENS` positions of every head in layers with their own.
 
     Each (layer, kv head) has, from `head_offset` on, [K codes][K scales][V codes][V scales]. Key codes are
     (4, Dh, 16), so that a kernel scores 16 neighbouring positions side by side and a write touches few cache
@@ -82,7 +82,7 @@ class KVLayout:
 
     @cached_property
     def block_bytes(self) -> int:
-        return self.config.num_layers * self.config.num_kv_heads * self.head_bytes
+        return self.config.num_kv_layers * self.config.num_kv_heads * self.head_bytes
 
     def head_offset(self, layer: int, head: int) -> int:
         """Bytes from the start of a block to those of (layer, kv head)."""
@@ -227,11 +227,13 @@ class HeadNorms(NamedTuple):
     """The norms of queries and keys, each of which is of every head, or `together` of all as one vector.
 
     Weights and biases are (Dh,), the same for every head, or those of all heads, (H * Dh,) and (KVH * Dh,).
+    k: None where a layer reads the keys of another. v: of every head's values, (Dh,), if these are normed.
     """
 
     q: Norm
-    k: Norm
+    k: Norm | None
     together: bool = False
+    v: Norm | None = None
 
 
 class Biases(NamedTuple):
@@ -296,14 +298,18 @@ class Backend(Protocol):
         source: FeedForwardSource,
         selector: Selector | None = None,
         biases: Biases = NO_BIASES,
+        gates: Linear | None = None,
     ) -> FeedForward:
         """Load one layer's neurons. Called for layers 0, 1, ... in order.
 
-        selector: decides which neurons are multiplied for a token; without it, all are.
+        selector: decides which neurons are multiplied for a token; without it, all are. gates: the gate
+        projection, (F, D), of a layer whose gates have a statistical cutoff.
         """
         ...
 
-    def load_embedding(self, source: EmbeddingSource) -> Embedding: ...
+    def load_embedding(self, source: EmbeddingSource, offloaded: bool = False) -> Embedding:
+        """Load a table. offloaded: its rows always come from flash, whatever memory there is."""
+        ...
 
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Prepare for a forward pass over `batch`."""
@@ -349,10 +355,14 @@ class Backend(Protocol):
         Queries and keys are normed and rotated by halves. Then keys and values are quantised and stored,
         token t's at position + t, and are read back as stored. Query t sees positions 0 .. position + t.
 
+        A layer that reads the keys and values of another (`spec.keys_of`) has queries alone, and stores
+        nothing: that layer has stored the tokens' keys and values in the same pass.
+
         Args:
-            qkv: (T, (H + 2 * KVH) * Dh) queries, keys and values side by side; may be overwritten.
+            qkv: (T, (H + 2 * KVH) * Dh) queries, keys and values side by side, or (T, H * Dh) queries; may be
+                overwritten.
             kv: the cache, which has room for the new keys and values.
-            layer: index of the layer.
+            layer: index of the layer whose keys and values are read.
             position: number of tokens stored before these.
             cos, sin: (T, Dh / 2) rotary tables, in host memory.
             spec: what scores are scaled and capped by, and the window of positions that a query sees.
@@ -366,6 +376,25 @@ class Backend(Protocol):
 
     def add_normed(self, x: Array, y: Array, norm: Norm) -> Array:
         """x + norm(y), (T, D), for x and y (T, D); may overwrite both."""
+        ...
+
+    def normed(self, x: Array, norm: Norm) -> Array:
+        """norm(x), (T, D), for x (T, D). The result belongs to the caller."""
+        ...
+
+    def gated(self, x: Array, y: Array, activation: Activation) -> Array:
+        """activation(x) * y, elementwise, for x and y (T, N). The result belongs to the caller."""
+        ...
+
+    def products(self, x: Array, weight: Vector) -> Array:
+        """x @ weight^T, (T, N), for x (T, K) and loaded values (N, K). The result belongs to the caller."""
+        ...
+
+    def as_large(self, x: Array, other: Array) -> Array:
+        """Rows of x (T, D) scaled to the root mean square of those of `other` (T, D).
+
+        The mean square of x counts as 1e-5 at least. The result belongs to the caller.
+        """
         ...
 
     def soft_cap(self, x: Array, cap: float) -> Array:

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.backends import row_sums
 from ondevice.backends.base import (
     NO_BIASES,
     Biases,
@@ -36,7 +37,7 @@ from ondevice.backends.offloading import OffloadingBackend
 from ondevice.backends.token_tree import TokenTree
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native, memory
-from ondevice.model_config import ACTIVATIONS, AttentionSpec, FeedForwardSpec
+from ondevice.model_config import ACTIVATIONS, Activation, AttentionSpec, FeedForwardSpec
 
 SCORES = ("scores", "more scores")
 """Names of the output buffers of a selector's matrices."""
@@ -91,8 +92,10 @@ class CpuFeedForward(FeedForwardLayer):
         segment_neurons: int,
         selector: Selector | None = None,
         biases: Biases = NO_BIASES,
+        gates: CpuLinear | None = None,
     ) -> None:
         super().__init__(index, source, segment_neurons, selector)
+        self.gates = gates
         layout = source.layout
         gate, *up, down = layout.row_offsets
         self.native = _native.FeedForward(
@@ -170,8 +173,9 @@ class CpuBackend(OffloadingBackend):
         source: FeedForwardSource,
         selector: Selector | None = None,
         biases: Biases = NO_BIASES,
+        gates: CpuLinear | None = None,
     ) -> CpuFeedForward:
-        loaded = CpuFeedForward(self.runner, layer, source, self._segment_neurons, selector, biases)
+        loaded = CpuFeedForward(self.runner, layer, source, self._segment_neurons, selector, biases, gates)
         self.feed_forwards.append(loaded)
         return loaded
 
@@ -220,7 +224,7 @@ class CpuBackend(OffloadingBackend):
         _native.kv_move(
             self.runner,
             blocks,
-            config.num_layers,
+            config.num_kv_layers,
             config.num_kv_heads,
             config.head_dim,
             layout.kv_bits,
@@ -259,12 +263,30 @@ class CpuBackend(OffloadingBackend):
             norms,
             None if tree is None else (tree.parents, tree.depths),
             out,
+            spec.keys_of is None,
         )
         return out
 
     def add_normed(self, x: Float32, y: Float32, norm: Norm) -> Float32:
         _native.add_normed(self.runner, x, y, norm)
         return x
+
+    def normed(self, x: Float32, norm: Norm) -> Float32:
+        found = np.empty_like(x)
+        _native.norm(self.runner, x, norm, found)
+        return found
+
+    def gated(self, x: Float32, y: Float32, activation: Activation) -> Float32:
+        out = np.empty(x.shape, dtype=np.float32)
+        gate, up = (np.ascontiguousarray(part).reshape(-1) for part in (x, y))
+        _native.activate(self.runner, native_form(FeedForwardSpec(activation)), gate, up, out.reshape(-1))
+        return out
+
+    def products(self, x: Float32, weight: Float32) -> Float32:
+        return row_sums.products(x, weight)
+
+    def as_large(self, x: Float32, other: Float32) -> Float32:
+        return row_sums.as_large(x, other)
 
     def soft_cap(self, x: Float32, cap: float) -> Float32:
         _native.soft_cap(self.runner, x, cap)
@@ -327,23 +349,34 @@ class CpuBackend(OffloadingBackend):
 
         Estimates, as of streams, have the resident neurons alone.
         """
-        native, form = weight.native, native_form(spec)
+        native, form, gates = weight.native, native_form(spec), None
+        if spec.cutoff is not None:
+            gates = self._cut_off_gates(x, weight, spec.cutoff, norm)
         out = self._buffer("feed_forward", x.shape) if added is None else added
         pieces = weight.neurons.offloaded(weight.index, batch)
-        if pieces == ():
+        if pieces == () and gates is None:
             native.forward(self.runner, x, weight.segments, form, out, norm, added)
             return weight.with_bias(out)
         forward = _native.FeedForwardPass(self.runner, native, x, form, norm)
         if weight.segments:
-            forward.add(weight.segments)
+            forward.add(weight.segments, None, gates)
         for piece in pieces:
             if isinstance(piece, np.ndarray):
                 staging = self._stage(native)
                 native.pack(self.runner, staging, -(-len(piece) // BLOCK_NEURONS), 0, piece)
                 piece = staging
-            forward.add([piece], batch.num_exact_rows)
+            forward.add([piece], batch.num_exact_rows, gates)
         forward.finish(out, added)
         return weight.with_bias(out)
+
+    def _cut_off_gates(self, x: Float32, weight: CpuFeedForward, cutoff: float, norm: Norm | None) -> Float32:
+        """Gates (T, F) for norm(x), x (T, D), after a statistical cutoff, which takes all of a token's."""
+        assert weight.gates is not None
+        matrix = weight.gates.matrix
+        gates = self._buffer("gates", (len(x), matrix.rows))
+        matrix.forward(self.runner, x, None, gates, norm)
+        row_sums.cut_off(gates, cutoff)
+        return gates
 
     def rows(self, x: Float32, tokens: Sequence[int]) -> Float32:
         return x[list(tokens)]

@@ -99,6 +99,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         source: FeedForwardSource,
         selector: Selector | None = None,
         biases: Biases = NO_BIASES,
+        gates: MlxLinear | None = None,
     ) -> MlxFeedForward:
         loaded = MlxFeedForward(
             layer, source, self._segment_neurons, self.dtype, self._pieces, selector, biases

@@ -79,13 +79,14 @@ class MlxFloatBackend(MlxOps):
         source: FeedForwardSource,
         selector: Selector | None = None,
         biases: Biases = NO_BIASES,
+        gates: MlxLinear | None = None,
     ) -> MlxFeedForward:
         # Every neuron is multiplied here: nothing is selected.
         loaded = self._loader.load_feed_forward(layer, source)
         up = None if loaded.up is None else mx.array(loaded.up)
         return MlxFeedForward(mx.array(loaded.gate), up, mx.array(loaded.down), biases)
 
-    def load_embedding(self, source: EmbeddingSource) -> EmbeddingSource:
+    def load_embedding(self, source: EmbeddingSource, offloaded: bool = False) -> EmbeddingSource:
         return source
 
     def product(self, x: mx.array, weight: MlxLinear) -> mx.array:

@@ -17,6 +17,7 @@ import numpy as np
 from ondevice.backends.base import Float32, HeadNorms, Int32, KVStore, Norm
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import read_rows
+from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.token_tree import TokenTree
 from ondevice.model_config import Activation, AttentionSpec, FeedForwardSpec
 
@@ -72,7 +73,7 @@ class MlxOps:
         config, tokens = kv.layout.config, qkv.shape[0]
         heads, width = config.num_heads, config.head_dim
         q, k, v = mx.split(qkv.reshape(tokens, -1, width), [heads, heads + config.num_kv_heads], axis=1)
-        if norms is not None:
+        if norms is not None and norms.k is not None:
             q, k = (_normed_heads(*of, norms.together) for of in ((q, norms.q), (k, norms.k)))
         turns = mx.array(cos), mx.array(sin)
         q, k = _turned(q, *turns), _turned(k, *turns)
@@ -90,6 +91,19 @@ class MlxOps:
 
     def add_normed(self, x: mx.array, y: mx.array, norm: Norm) -> mx.array:
         return x + normed(y, norm)
+
+    def normed(self, x: mx.array, norm: Norm) -> mx.array:
+        return normed(x, norm)
+
+    def gated(self, x: mx.array, y: mx.array, activation: Activation) -> mx.array:
+        return activate(x, activation) * y
+
+    def products(self, x: mx.array, weight: mx.array) -> mx.array:
+        return x @ weight.T
+
+    def as_large(self, x: mx.array, other: mx.array) -> mx.array:
+        target, own = (mx.mean(mx.square(rows), axis=-1, keepdims=True) for rows in (other, x))
+        return x * mx.sqrt(target / mx.maximum(own, LEAST_MEAN_SQUARE.item()))
 
     def soft_cap(self, x: mx.array, cap: float) -> mx.array:
         return cap * mx.tanh(x / cap)

@@ -18,7 +18,9 @@ class OffloadingBackend:
         self._resident_embedding = resident_embedding
         self._embedding: EmbeddingTable | None = None
 
-    def load_embedding(self, source: EmbeddingSource) -> EmbeddingTable:
+    def load_embedding(self, source: EmbeddingSource, offloaded: bool = False) -> EmbeddingTable:
+        if offloaded:
+            return EmbeddingTable(source)
         self._embedding = EmbeddingTable(source)
         self.hold_embedding(self._resident_embedding)
         return self._embedding

@@ -34,6 +34,7 @@ from ondevice.backends.base import (
 )
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import RowFormat
@@ -110,6 +111,7 @@ class ReferenceBackend:
         source: FeedForwardSource,
         selector: Selector | None = None,
         biases: Biases = NO_BIASES,
+        gates: ReferenceLinear | None = None,
     ) -> ReferenceFeedForward:
         # Every neuron is multiplied here: nothing is selected.
         shape, offsets = (source.num_neurons, source.hidden_size), source.layout.row_offsets
@@ -122,7 +124,7 @@ class ReferenceBackend:
         gate, *up, down = rows
         return ReferenceFeedForward(gate, up[0] if up else None, down, biases)
 
-    def load_embedding(self, source: EmbeddingSource) -> EmbeddingSource:
+    def load_embedding(self, source: EmbeddingSource, offloaded: bool = False) -> EmbeddingSource:
         return source
 
     def begin_pass(self, batch: ForwardBatch) -> None:
@@ -156,6 +158,18 @@ class ReferenceBackend:
     def add_normed(self, x: Float32, y: Float32, norm: Norm) -> Float32:
         return x + self.normed(y, norm)
 
+    def gated(self, x: Float32, y: Float32, activation: Activation) -> Float32:
+        return activate(x, activation) * y
+
+    def products(self, x: Float32, weight: Float32) -> Float32:
+        found: Float32 = x @ weight.T
+        return found
+
+    def as_large(self, x: Float32, other: Float32) -> Float32:
+        target, own = (np.mean(np.square(rows), axis=-1, keepdims=True) for rows in (other, x))
+        scaled: Float32 = x * np.sqrt(target / np.maximum(own, LEAST_MEAN_SQUARE))
+        return scaled
+
     def soft_cap(self, x: Float32, cap: float) -> Float32:
         capped: Float32 = np.float32(cap) * np.tanh(x / np.float32(cap))
         return capped
@@ -183,7 +197,7 @@ class ReferenceBackend:
                 values.write(slot, v[token, head])
 
     def kv_move(self, kv: KVStore, source: int, target: int) -> None:
-        for layer in range(kv.layout.config.num_layers):
+        for layer in range(kv.layout.config.num_kv_layers):
             for head in range(kv.layout.config.num_kv_heads):
                 for stored, copy in zip(
                     _head_views(kv, source // BLOCK_TOKENS, layer, head),
@@ -205,11 +219,15 @@ class ReferenceBackend:
         tree: TokenTree | None = None,
     ) -> Float32:
         heads, kv_heads = kv.layout.config.num_heads, kv.layout.config.num_kv_heads
-        q, k, v = np.split(qkv.reshape(len(qkv), heads + 2 * kv_heads, -1), [heads, heads + kv_heads], axis=1)
+        parts = qkv.reshape(len(qkv), -1, kv.layout.config.head_dim)
+        q, k, v = np.split(parts, [heads, heads + kv_heads], axis=1)
         if norms is not None:
-            q, k = (
-                self.normed_heads(heads, norm, norms.together) for heads, norm in ((q, norms.q), (k, norms.k))
-            )
+            q = self.normed_heads(q, norms.q, norms.together)
+        if spec.keys_of is not None:
+            return self.attention(self.rope(q, cos, sin), kv, layer, position, spec, tree)
+        if norms is not None and norms.k is not None:
+            k = self.normed_heads(k, norms.k, norms.together)
+            v = self.normed(v, norms.v)
         self.kv_write(kv, layer, self.rope(k, cos, sin), v, position)
         return self.attention(self.rope(q, cos, sin), kv, layer, position, spec, tree)
 
@@ -285,6 +303,9 @@ def hidden(x: Float32, weight: ReferenceFeedForward, spec: FeedForwardSpec) -> F
     gates: Float32 = x @ weight.gate.T
     if weight.biases.gates is not None:
         gates += weight.biases.gates
+    if spec.cutoff is not None:
+        least = gates.mean(axis=1, keepdims=True) + gates.std(axis=1, keepdims=True) * np.float32(spec.cutoff)
+        gates = np.maximum(gates - least, np.float32(0))
     found = activate(gates, spec.activation, spec.threshold)
     if weight.up is not None:
         ups: Float32 = x @ weight.up.T

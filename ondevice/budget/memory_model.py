@@ -197,14 +197,24 @@ class MemoryModel(ABC):
         """Attention, vectors and head, packed, and the checksums of what is read piece by piece."""
         config, quant = self.config, self.quant
         hidden = config.hidden_size
-        matrices = interleaved_bytes(config.qkv_size, hidden, quant.of("qkv"))
-        matrices += interleaved_bytes(hidden, config.query_size, quant.of("out"))
-        weights = config.num_layers * matrices + 4 * config.vectors_size
+        matrices = sum(
+            interleaved_bytes(config.qkv_rows(layer), hidden, quant.of("qkv")) for layer in config.layers
+        )
+        matrices += config.num_layers * interleaved_bytes(hidden, config.query_size, quant.of("out"))
+        matrices += sum(interleaved_bytes(rows, cols, quant.down) for rows, cols in config.extra_matrices)
+        weights = matrices + 4 * config.vectors_size + self._cutoff_bytes
         weights += interleaved_bytes(config.vocab_size, hidden, quant.of(self.head_kind))
         records = config.num_layers * config.intermediate_size
         checksums = records * len(neuron_layout(config, self.quant).parts)
-        checksums += config.vocab_size + weights // CRC_BLOCK_BYTES
+        checksums += config.vocab_size * (2 if config.per_layer_width else 1) + weights // CRC_BLOCK_BYTES
         return weights + 4 * checksums
+
+    @property
+    def _cutoff_bytes(self) -> int:
+        """Gate projections, packed, of layers whose cutoff takes all of a token's gates."""
+        cut = sum(layer.feed_forward.cutoff is not None for layer in self.config.layers)
+        rows, hidden = self.config.intermediate_size, self.config.hidden_size
+        return cut * interleaved_bytes(rows, hidden, self.quant.of("feed_forward"))
 
     @property
     def _gates_bytes(self) -> int:
@@ -242,7 +252,8 @@ class MemoryModel(ABC):
     @property
     def _widest_input(self) -> int:
         """Columns of the widest matrix outside the feed-forward blocks."""
-        return max(self.config.hidden_size, self.config.query_size)
+        others = (cols for _, cols in self.config.extra_matrices)
+        return max(self.config.hidden_size, self.config.query_size, *others)
 
     def _selecting_bytes(self, tokens: int) -> int:
         """Scratch memory that selecting neurons adds to a dense forward pass: all scores, and wider lanes.

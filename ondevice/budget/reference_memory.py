@@ -15,9 +15,12 @@ class ReferenceMemory(CpuMemory):
     @property
     def weights_bytes(self) -> int:
         config = self.config
-        rows = config.qkv_size + config.query_size + config.feed_forward.num_rows * config.intermediate_size
-        matrices = config.hidden_size * (config.num_layers * rows + config.vocab_size)
-        return 4 * (matrices + config.positions_size)
+        rows = config.query_size + config.feed_forward.num_rows * config.intermediate_size
+        rows = config.num_layers * rows + sum(map(config.qkv_rows, config.layers))
+        # The gates of cutoffs are there twice.
+        rows += config.intermediate_size * sum(it.feed_forward.cutoff is not None for it in config.layers)
+        others = sum(rows * cols for rows, cols in config.extra_matrices)
+        return 4 * (config.hidden_size * (rows + config.vocab_size) + others + config.positions_size)
 
     @property
     def embedding_bytes(self) -> int:

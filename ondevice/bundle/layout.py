@@ -7,7 +7,7 @@ Legend: D hidden size, N fused qkv rows, V vocabulary, G groups of 32 or 64 alon
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat
-from ondevice.model_config import LayerSpec, ModelConfig
+from ondevice.model_config import LayerSpec, ModelConfig, WeightShape
 
 FORMAT = "ondevice-bundle"
 VERSION = 2
@@ -30,6 +30,7 @@ PARTIAL = ".partial"
 """What the name of a bundle's folder ends with until it is whole."""
 RESIDENT = "resident.safetensors"
 EMBEDDING = "embedding.safetensors"
+PER_LAYER = "per_layer_embedding.safetensors"
 CHECKSUMS = "checksums.bin"
 TOKENIZER_FILES = {"sentencepiece": "tokenizer.model", "tokenizers": "tokenizer.json"}
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -189,6 +190,11 @@ def embedding_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
     return RecordLayout(((RowLayout(config.hidden_size, *quant.of("embedding")),),))
 
 
+def per_layer_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
+    """Record of one token: its row of per-layer inputs, of all layers side by side."""
+    return RecordLayout(((RowLayout(config.per_layer_size, *quant.down),),))
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """Type (as safetensors spells it) and shape of one resident tensor."""
@@ -230,6 +236,7 @@ def resident_tensors(config: ModelConfig, quant: QuantConfig) -> dict[str, Tenso
         tensors[POSITIONS] = TensorSpec("F32", (config.max_context, config.hidden_size))
     for layer, spec in enumerate(config.layers):
         tensors |= _layer_tensors(f"layers.{layer}", spec, config, quant)
+    tensors |= _weight_tensors("", config.model_weights, quant)
     tensors |= norm_tensors("final_norm", config)
     if not config.tie_embeddings:
         tensors |= linear_tensors("head", config.vocab_size, config.hidden_size, quant.of("head"))
@@ -251,8 +258,8 @@ def _layer_tensors(
         return norm_tensors(f"{prefix}.{name}", config) if exists else {}
 
     tensors = norm("attention_norm", spec.norms_input)
-    tensors |= linear_tensors(f"{attention}.qkv", config.qkv_size, hidden, quant.of("qkv"))
-    tensors |= vector(f"{attention}.qkv.bias", config.qkv_size * spec.attention.bias)
+    tensors |= linear_tensors(f"{attention}.qkv", config.qkv_rows(spec), hidden, quant.of("qkv"))
+    tensors |= vector(f"{attention}.qkv.bias", config.qkv_rows(spec) * spec.attention.bias)
     for which, size in zip("qk", config.head_norm_sizes(spec), strict=True):
         tensors |= vector(f"{attention}.{which}_norm.weight", size)
         tensors |= vector(f"{attention}.{which}_norm.bias", size * spec.attention.head_norm_bias)
@@ -262,7 +269,18 @@ def _layer_tensors(
     tensors |= norm("feed_forward_norm", spec.norms_input)
     tensors |= vector(f"{prefix}.feed_forward.gate.bias", config.intermediate_size * spec.feed_forward.bias)
     tensors |= vector(f"{prefix}.feed_forward.down.bias", hidden * spec.feed_forward.output_bias)
-    return tensors | norm("feed_forward_output_norm", spec.norms_output)
+    tensors |= norm("feed_forward_output_norm", spec.norms_output)
+    return tensors | _weight_tensors(f"{prefix}.", config.layer_weights(spec), quant)
+
+
+def _weight_tensors(prefix: str, weights: Iterable[WeightShape], quant: QuantConfig) -> dict[str, TensorSpec]:
+    tensors: dict[str, TensorSpec] = {}
+    for name, shape, quantised in weights:
+        if quantised:
+            tensors |= linear_tensors(f"{prefix}{name}", shape[0], shape[1], quant.down)
+        else:
+            tensors[f"{prefix}{name}"] = TensorSpec("F32", shape)
+    return tensors
 
 
 def resident_header(tensors: Mapping[str, TensorSpec]) -> bytes:
@@ -334,6 +352,8 @@ def file_layout(name: str, config: ModelConfig, quant: QuantConfig) -> FileLayou
         return tensors_layout(resident_tensors(config, quant))
     if name == EMBEDDING:
         return _record_file(config.vocab_size, embedding_layout(config, quant))
+    if name == PER_LAYER:
+        return _record_file(config.vocab_size, per_layer_layout(config, quant))
     if name.startswith("neurons-"):
         return _record_file(config.intermediate_size, neuron_layout(config, quant))
     if name.startswith("gates-"):

@@ -19,6 +19,7 @@ from ondevice.bundle.layout import (
     EMBEDDING,
     FORMAT,
     MANIFEST,
+    PER_LAYER,
     RESIDENT,
     TOKENIZER_FILES,
     VERSION,
@@ -28,6 +29,7 @@ from ondevice.bundle.layout import (
     gate_layout,
     neuron_file_name,
     neuron_layout,
+    per_layer_layout,
 )
 from ondevice.bundle.model_section import model_section, parse_model
 from ondevice.bundle.strict_json import Section, canonical_json, parse_json
@@ -147,7 +149,8 @@ def bundle_files(config: ModelConfig, tokenizer: TokenizerInfo) -> tuple[str, ..
     layers = range(config.num_layers)
     neurons = (neuron_file_name(layer) for layer in layers)
     gates = (gate_file_name(layer) for layer in layers if config.zeros_gates)
-    return (RESIDENT, EMBEDDING, *neurons, *gates, *tokenizer.files, CHECKSUMS)
+    per_layer = (PER_LAYER,) if config.per_layer_width else ()
+    return (RESIDENT, EMBEDDING, *neurons, *gates, *per_layer, *tokenizer.files, CHECKSUMS)
 
 
 def manifest_text(manifest: Manifest) -> bytes:
@@ -182,6 +185,8 @@ def parse_manifest(data: bytes) -> Manifest:
     root.equal("neurons", _layout_json(config.intermediate_size, neuron_layout(config, quant)))
     root.equal("embedding", _layout_json(config.vocab_size, embedding_layout(config, quant)))
     _check_gates(root, config, quant)
+    if config.per_layer_width:
+        root.equal("per_layer", _layout_json(config.vocab_size, per_layer_layout(config, quant)))
     tokenizer = _parse_tokenizer(root.section("tokenizer"), config.vocab_size)
     generation = _parse_generation(root.section("generation"))
     provenance = _parse_provenance(root.section("provenance"))
@@ -192,7 +197,10 @@ def parse_manifest(data: bytes) -> Manifest:
 
 def model_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any]:
     """The parts of the manifest from which every size follows."""
-    return {
+    per_layer = {}
+    if config.per_layer_width:
+        per_layer["per_layer"] = _layout_json(config.vocab_size, per_layer_layout(config, quant))
+    return per_layer | {
         "format": FORMAT,
         "version": VERSION,
         "model": model_section(config),

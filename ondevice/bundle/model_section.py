@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, cast
 
 from ondevice.bundle.strict_json import Section
 from ondevice.model_config import (
+    MAX_DEVIATIONS,
     MAX_FACTOR,
     Activation,
     AttentionSpec,
@@ -36,8 +38,13 @@ SIZES = (
 """The fields of ModelConfig that are sizes."""
 FLAGS = ("learned_positions", "head_bias")
 """The flags that are absent where they are false."""
+COUNTS = {"per_layer_width": 0, "residual_copies": 1}
+"""The numbers of blocks that few models have, absent where they have these values."""
 _PLAIN = asdict(FeedForwardSpec("silu"))
 """Values of a feed-forward's keys where they are absent; the activation never is."""
+_PLAIN_LAYER = {"laurel_rank": 0}
+_PLAIN_ATTENTION = {"value_norm": False, "keys_of": None}
+"""Likewise of a layer's and its attention's."""
 
 
 def model_section(config: ModelConfig) -> dict[str, Any]:
@@ -48,13 +55,18 @@ def model_section(config: ModelConfig) -> dict[str, Any]:
         layer["feed_forward"] = {
             name: value for name, value in spec.items() if name == "activation" or value != _PLAIN[name]
         }
-    return {name: value for name, value in section.items() if name not in FLAGS or value}
+        for part, plain in ((layer, _PLAIN_LAYER), (layer["attention"], _PLAIN_ATTENTION)):
+            for name in [name for name, value in plain.items() if part[name] == value]:
+                del part[name]
+    absent = dict.fromkeys(FLAGS, False) | COUNTS
+    return {name: value for name, value in section.items() if name not in absent or value != absent[name]}
 
 
 def parse_model(section: Section) -> ModelConfig:
     """The config of a section. Raises BundleError or UnsupportedModelError for what it may not hold."""
     sizes: dict[str, Any] = {name: section.integer(name, 1, _MAX_TOKENS) for name in SIZES}
-    flags = {name: section.boolean(name) for name in FLAGS if name in section.names}
+    flags: dict[str, Any] = {name: section.boolean(name) for name in FLAGS if name in section.names}
+    flags |= {name: section.integer(name, 0, _MAX_TOKENS) for name in COUNTS if name in section.names}
     config = ModelConfig(
         architecture=section.text("architecture", 64),
         norm=_parse_norm(section.section("norm")),
@@ -90,17 +102,24 @@ def _parse_rope(section: Section) -> RopeSpec:
 
 
 def _parse_layer(section: Section) -> LayerSpec:
+    given = {name: section.integer(name, 1, _MAX_TOKENS) for name in _PLAIN_LAYER if name in section.names}
     layer = LayerSpec(
         attention=_parse_attention(section.section("attention")),
         feed_forward=_parse_feed_forward(section.section("feed_forward")),
         norms=cast(NormPlaces, section.text("norms", 16)),
         parallel=section.boolean("parallel"),
+        **given,
     )
     section.close()
     return layer
 
 
 def _parse_attention(section: Section) -> AttentionSpec:
+    given: dict[str, Any] = {}
+    if "value_norm" in section.names:
+        given["value_norm"] = section.boolean("value_norm")
+    if "keys_of" in section.names:
+        given["keys_of"] = section.integer("keys_of", 0, _MAX_LAYERS)
     attention = AttentionSpec(
         scale=section.number("scale", 0.0, MAX_FACTOR),
         rope=section.integer("rope", 0, _MAX_LAYERS),
@@ -109,18 +128,20 @@ def _parse_attention(section: Section) -> AttentionSpec:
         head_norm=cast(HeadNorm, section.text("head_norm", 16)),
         bias=section.boolean("bias"),
         output_bias=section.boolean("output_bias"),
+        **given,
     )
     section.close()
     return attention
 
 
 def _parse_feed_forward(section: Section) -> FeedForwardSpec:
-    given = {
+    given: dict[str, Callable[[str], Any]] = {
         "gated": section.boolean,
         "threshold": lambda key: section.number(key, 0.0, MAX_FACTOR),
         "up_activation": lambda key: cast(UpActivation, section.text(key, 16)),
         "bias": section.boolean,
         "output_bias": section.boolean,
+        "cutoff": lambda key: section.number(key, -MAX_DEVIATIONS, MAX_DEVIATIONS),
     }
     values: dict[str, Any] = {key: read(key) for key, read in given.items() if key in section.names}
     feed_forward = FeedForwardSpec(cast(Activation, section.text("activation", 64)), **values)

@@ -40,13 +40,14 @@ from ondevice.bundle.layout import (
     gate_layout,
     neuron_file_name,
     neuron_layout,
+    per_layer_layout,
     resident_header,
     resident_tensors,
     tensors_layout,
 )
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, CrcRange, Manifest, bundle_files, parse_manifest
 from ondevice.bundle.predictors import PREDICTORS_SIDECAR, Predictors, parse_predictors, predictor_tensors
-from ondevice.bundle.sidecar import Sidecar, check_tensors, read_sidecar
+from ondevice.bundle.sidecar import Sidecar, check_sidecar_possible, check_tensors, read_sidecar
 from ondevice.bundle.streams import (
     STREAMS_SIDECAR,
     MultiStreams,
@@ -135,6 +136,7 @@ class Bundle:
         self.quant = manifest.quant
         self.neuron_layout = neuron_layout(self.config, self.quant)
         self.embedding_layout = embedding_layout(self.config, self.quant)
+        self.per_layer_layout = per_layer_layout(self.config, self.quant)
         self.gate_layout = gate_layout(self.config, self.quant)
         self.bundle_bytes: int = manifest_bytes + sum(entry.nbytes for entry in manifest.files.values())
         self._folder = path.resolve()
@@ -187,9 +189,10 @@ class Bundle:
         config = self.config
         hidden = config.hidden_size
         rows = config.feed_forward.num_rows * config.intermediate_size
-        layer = hidden * (config.qkv_size + config.query_size + rows)
-        tables = 1 if config.tie_embeddings else 2
-        return config.num_layers * layer + config.vectors_size + tables * config.vocab_size * hidden
+        layers = hidden * sum(config.qkv_rows(layer) + config.query_size + rows for layer in config.layers)
+        others = sum(rows * cols for rows, cols in config.extra_matrices) + config.vectors_size
+        tables = hidden * (1 if config.tie_embeddings else 2) + config.per_layer_size
+        return layers + others + config.vocab_size * tables
 
     @property
     def embedding_file(self) -> CheckedFile:
@@ -328,6 +331,8 @@ class Bundle:
             if found is None:
                 return None
             data = found
+            if sidecar in (PREDICTORS_SIDECAR, THRESHOLDS_SIDECAR, STREAMS_SIDECAR):
+                check_sidecar_possible(sidecar, self.config)
             return read(data)
         except BundleError as error:
             self._note_damage(sidecar, error, says_lossless(data))

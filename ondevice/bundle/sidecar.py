@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from ondevice.bundle.files import contained, read_range, read_whole
 from ondevice.bundle.layout import (
+    PER_LAYER,
     RESIDENT,
     FileLayout,
     gate_file_name,
@@ -29,6 +30,11 @@ from ondevice.errors import BundleError, UnsupportedModelError
 from ondevice.model_config import ModelConfig
 
 MAX_POINTS = 16
+NO_SIDECARS = (
+    "a model with per-layer inputs, copies of the residual, shared keys or statistical cutoffs runs without "
+    "predictors, thresholds and streams"
+)
+"""What keeps them from models of which `ModelConfig.is_plain` is false."""
 
 Point = TypeVar("Point")
 
@@ -58,7 +64,14 @@ def weights_digest(manifest: Manifest) -> str:
     layers = range(manifest.config.num_layers)
     names = [RESIDENT, *(neuron_file_name(layer) for layer in layers)]
     names += [gate_file_name(layer) for layer in layers if manifest.config.zeros_gates]
+    names += [PER_LAYER] if manifest.config.per_layer_width else []
     return hashlib.sha256(canonical_json([manifest.files[name].sha256 for name in names])).hexdigest()
+
+
+def check_sidecar_possible(sidecar: Sidecar, config: ModelConfig) -> None:
+    """Raises BundleError for streams, predictors or thresholds of a model whose blocks can't have them."""
+    if not config.is_plain:
+        raise BundleError(f"{sidecar.manifest} is there, but {NO_SIDECARS}: delete {sidecar.manifest}")
 
 
 def sidecar_text(sidecar: Sidecar, content: Mapping[str, Any]) -> bytes:

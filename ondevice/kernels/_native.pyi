@@ -181,11 +181,14 @@ class FeedForwardPass:
         form: GateForm,
         norm: Norm | None = None,
     ) -> None: ...
-    def add(self, segments: Sequence[Segment], tokens: int | None = None) -> None:
+    def add(
+        self, segments: Sequence[Segment], tokens: int | None = None, gates: Float32 | None = None
+    ) -> None:
         """Add the segments' neurons to the first `tokens` tokens, or to all.
 
         For the other tokens they count as zero. The segments of a pass hold the layer's neurons from the
-        first one on, without gaps.
+        first one on, without gaps. gates: (T, F), used as the neurons' gates instead of the products of their
+        gate rows.
         """
 
     def add_selected(self, ids: Int32, parts: Addresses, whole: bool, scores: Float32) -> None:
@@ -218,16 +221,19 @@ def attend(
     soft_cap: float,
     cos: Float32,
     sin: Float32,
-    norms: tuple[Norm, Norm, bool] | None,
+    norms: tuple[Norm, Norm | None, bool, Norm | None] | None,
     tree: Tree | None,
     out: Float32,
+    stores: bool = True,
 ) -> None:
     """Norm and rotate queries and keys in place, store keys and values, attend.
 
-    qkv: (T, (heads + 2 * kv_heads) * head_dim), each row a token's queries, keys and values.
+    qkv: (T, (heads + 2 * kv_heads) * head_dim), each row a token's queries, keys and values; or, unless it
+    `stores`, (T, heads * head_dim), queries alone, whose tokens' keys and values are stored already.
     blocks: addresses of the KV blocks; position: the first token's; window: 0 means all positions.
     scale, soft_cap: of scores; 0 means no cap.
-    cos, sin: (T, head_dim / 2); norms: of queries, of keys, and whether all heads are normed as one vector.
+    cos, sin: (T, head_dim / 2); norms: of queries, of keys, whether all heads are normed as one vector, and
+    of each head's values or None. Queries alone need no norm of keys: it isn't used.
     out: (T, heads * head_dim).
     """
 

@@ -39,8 +39,9 @@ TreeView tree_view(const Tree& tree, int64_t tokens) {
 
 namespace {
 
-// The norms of queries and of keys, as backends/base.py has them, and whether all heads are one vector.
-using HeadNorms = std::tuple<NormArg, NormArg, bool>;
+// The norms of queries and of keys, as backends/base.py has them, and whether all heads are one vector. Then
+// the norm of each head's values, if these are normed.
+using HeadNorms = std::tuple<NormArg, NormArg, bool, NormArg>;
 
 // The norm of a projection of `heads` heads: for all as one vector, for each, or of each head's own.
 HeadNorm head_norm_of(const NormArg& arg, int64_t heads, int64_t dim, bool together) {
@@ -53,10 +54,11 @@ void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, i
             int64_t heads, int64_t kv_heads, int64_t position, int64_t window, float scale, float soft_cap,
             const CArray<const float, 2>& cos, const CArray<const float, 2>& sin,
             const std::optional<HeadNorms>& norms, const std::optional<Tree>& tree,
-            const CArray<float, 2>& out) {
-  const int64_t tokens = qkv.shape(0), width = qkv.shape(1), parts = heads + 2 * kv_heads;
+            const CArray<float, 2>& out, bool stores) {
+  const int64_t tokens = qkv.shape(0), width = qkv.shape(1);
+  const int64_t parts = stores ? heads + 2 * kv_heads : heads;
   require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "query heads must be a multiple of kv heads");
-  require(width % (2 * parts) == 0, "qkv is (T, (heads + 2 * kv_heads) * head_dim)");
+  require(width % (2 * parts) == 0, "qkv is (T, (heads + 2 * kv_heads) * head_dim), or queries alone");
   const int64_t dim = width / parts;
   require(static_cast<int64_t>(out.shape(0)) == tokens && static_cast<int64_t>(out.shape(1)) == heads * dim,
           "out is (T, heads * head_dim)");
@@ -68,10 +70,11 @@ void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, i
   require(scale > 0.0f && soft_cap >= 0.0f, "scale must be positive, soft_cap not negative");
   HeadTransform transform{{}, {}, false, cos.data(), sin.data()};
   if (norms) {
-    const auto& [q, k, together] = *norms;
+    const auto& [q, k, together, v] = *norms;
     transform.norms_projection = together;
     transform.q_norm = head_norm_of(q, heads, dim, together);
-    transform.k_norm = head_norm_of(k, kv_heads, dim, together);
+    if (stores) transform.k_norm = head_norm_of(k, kv_heads, dim, together);
+    transform.v_norm = norm_of(v, dim);
   }
   const AttentionArgs args{qkv.data(), width,
                            heads,      kv_view(blocks, layer, kv_heads, dim, bits, position + tokens),
@@ -88,7 +91,7 @@ void bind_attention(nb::module_& m) {
   m.def("attend", &attend, nb::arg("runner"), nb::arg("qkv"), nb::arg("blocks"), nb::arg("layer"),
         nb::arg("bits"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("position"), nb::arg("window"),
         nb::arg("scale"), nb::arg("soft_cap"), nb::arg("cos"), nb::arg("sin"), nb::arg("norms").none(),
-        nb::arg("tree").none(), nb::arg("out"));
+        nb::arg("tree").none(), nb::arg("out"), nb::arg("stores") = true);
   m.def("kv_move", [](const Runner& runner, const Blocks& blocks, int64_t layers, int64_t kv_heads,
                       int64_t dim, int bits, int64_t from, int64_t to) {
     require(layers > 0 && from >= 0 && to >= 0, "layers must be positive, positions not negative");

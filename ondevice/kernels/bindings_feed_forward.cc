@@ -82,15 +82,22 @@ void check_valid(const FeedForwardPass& pass) {
   require(pass.valid(), "the pass is finished, or another op has used the runner since it began");
 }
 
-void add(FeedForwardPass& pass, const std::vector<const Segment*>& segments, std::optional<int64_t> tokens) {
+void add(FeedForwardPass& pass, const std::vector<const Segment*>& segments, std::optional<int64_t> tokens,
+         const std::optional<CArray<const float, 2>>& gates) {
   check_valid(pass);
   const int64_t first = tokens.value_or(pass.tokens());
   require(first >= 1 && first <= pass.tokens(), "tokens are from 1 to those of the pass");
   int64_t neurons = pass.added();
   for (const Segment* segment : segments) neurons += segment->blocks() * kGroup;
   require(!pass.layer().bias() || neurons <= pass.layer().biases(), "more neurons than biases");
+  GivenGates given;
+  if (gates) {
+    require(static_cast<int64_t>(gates->shape(0)) == pass.tokens(), "gates are (T, neurons)");
+    require(neurons < static_cast<int64_t>(gates->shape(1)) + kGroup, "more neurons than gates");
+    given = {gates->data(), static_cast<int64_t>(gates->shape(1))};
+  }
   nb::gil_scoped_release release;
-  pass.add(segments, first);
+  pass.add(segments, first, given);
 }
 
 void add_selected(FeedForwardPass& pass, const CArray<const int32_t, 1>& ids,
@@ -168,7 +175,8 @@ void bind_feed_forward(nb::module_& m) {
   nb::class_<FeedForwardPass>(m, "FeedForwardPass")
       .def("__init__", &begin, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::arg("runner"),
            nb::arg("layer"), nb::arg("x"), nb::arg("form"), nb::arg("norm").none() = nb::none())
-      .def("add", &add, nb::arg("segments"), nb::arg("tokens").none() = nb::none())
+      .def("add", &add, nb::arg("segments"), nb::arg("tokens").none() = nb::none(),
+           nb::arg("gates").none() = nb::none())
       .def("add_selected", &add_selected, nb::arg("ids"), nb::arg("parts"), nb::arg("whole"),
            nb::arg("scores"))
       .def("finish", &finish, nb::arg("out"), nb::arg("added").none() = nb::none());

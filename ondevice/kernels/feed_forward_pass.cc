@@ -25,19 +25,21 @@ FeedForwardPass::FeedForwardPass(Runner& runner, const FeedForward& layer, const
   std::memset(scratch_.bias_lanes.data(), 0, lane_bytes);
 }
 
-void FeedForwardPass::add(const std::vector<const Segment*>& segments, int64_t tokens) {
+void FeedForwardPass::add(const std::vector<const Segment*>& segments, int64_t tokens,
+                          const GivenGates& gates) {
   size_t first = 0;
   while (first < segments.size()) {
     int64_t neurons = segments[first]->blocks() * kGroup;
     size_t last = first + 1;
     while (last < segments.size() && (neurons + segments[last]->blocks() * kGroup) * tokens <= kHiddenFloats)
       neurons += segments[last++]->blocks() * kGroup;
-    add_batch(segments.data() + first, static_cast<int64_t>(last - first), tokens);
+    add_batch(segments.data() + first, static_cast<int64_t>(last - first), tokens, gates);
     first = last;
   }
 }
 
-void FeedForwardPass::add_batch(const Segment* const* segments, int64_t count, int64_t tokens) {
+void FeedForwardPass::add_batch(const Segment* const* segments, int64_t count, int64_t tokens,
+                                const GivenGates& gates) {
   int64_t neurons = 0;
   for (int64_t i = 0; i < count; ++i) neurons += segments[i]->blocks() * kGroup;
   const int64_t threads = runner_.pool().threads();
@@ -50,7 +52,7 @@ void FeedForwardPass::add_batch(const Segment* const* segments, int64_t count, i
       while (first + segments[i]->blocks() * kTilesPerBlock <= tile)
         first += segments[i++]->blocks() * kTilesPerBlock;
       gate_up(*segments[i], tile - first, tokens, bias ? bias + tile * kTile : nullptr,
-              hidden() + tile * kTile, neurons, thread);
+              hidden() + tile * kTile, neurons, thread, gates, added_ + tile * kTile);
     }
   });
   added_ += neurons;
@@ -58,9 +60,10 @@ void FeedForwardPass::add_batch(const Segment* const* segments, int64_t count, i
 }
 
 // 16 neurons of a segment: h[t * h_stride + r] = activation(gate) * up, or activation(gate). bias: of their
-// gates, or null; gates of a gated layer have none.
+// gates, or null; gates of a gated layer have none. first: the layer's number of the first of the 16.
 void FeedForwardPass::gate_up(const Segment& segment, int64_t tile, int64_t tokens, const float* bias,
-                              float* h, int64_t h_stride, int thread) {
+                              float* h, int64_t h_stride, int thread, const GivenGates& gates,
+                              int64_t first) {
   const KernelTable& kernels = runner_.kernels();
   const int64_t parts = layer_.record().rows() - 1, width_of_parts = parts * kTile;
   const uint8_t* gate = segment.data() + parts * tile * kTile * layer_.row_bytes();
@@ -74,8 +77,11 @@ void FeedForwardPass::gate_up(const Segment& segment, int64_t tile, int64_t toke
     kernels.linear_quantized(layer_.format(), gate, x_.quantized, tokens, bias, nullptr, products,
                              width_of_parts, width_of_parts, 0, parts);
   }
-  for (int64_t t = 0; t < tokens; ++t, products += width_of_parts)
+  const int64_t given = gates.values ? std::clamp<int64_t>(gates.stride - first, 0, kTile) : 0;
+  for (int64_t t = 0; t < tokens; ++t, products += width_of_parts) {
+    if (given) std::copy_n(gates.values + t * gates.stride + first, given, products);
     kernels.activate(form_, products, parts == 2 ? products + kTile : nullptr, h + t * h_stride, kTile);
+  }
 }
 
 // Adds hidden activations (tokens, neurons) times the segments' down rows to the first outputs.

@@ -25,6 +25,12 @@ struct SelectedNeurons {
 // Hidden activations that exist at once, few enough to stay in the processor's cache: 2 MB of floats.
 constexpr int64_t kHiddenFloats = 512 * 1024;
 
+// Gates (T, stride) that are computed already, of a layer's `stride` neurons; null: none are.
+struct GivenGates {
+  const float* values = nullptr;
+  int64_t stride = 0;
+};
+
 constexpr int64_t padded_to_tile(int64_t n) { return (n + kTile - 1) / kTile * kTile; }
 
 // The state of one pass: its inputs and its sums so far, both in the runner's scratch memory. Any other op of
@@ -42,8 +48,9 @@ class FeedForwardPass {
   bool valid() const { return runner_.input_version() == input_version_; }
 
   // Adds the segments' neurons to the first `tokens` tokens. For the others they count as zero. The segments
-  // that a pass adds hold the layer's neurons from the first one on, without gaps.
-  void add(const std::vector<const Segment*>& segments, int64_t tokens);
+  // that a pass adds hold the layer's neurons from the first one on, without gaps. gates: of all the layer's
+  // neurons, in the place of those that their gate rows give.
+  void add(const std::vector<const Segment*>& segments, int64_t tokens, const GivenGates& gates = {});
   void add_selected(const SelectedNeurons& neurons);
   // out (T, hidden) = the sums + added. added may be null or out.
   void finish(float* out, const float* added = nullptr);
@@ -53,9 +60,9 @@ class FeedForwardPass {
   float* hidden() { return scratch_.hidden.as<float>(); }
   float* outputs() { return scratch_.outputs.as<float>(); }
 
-  void add_batch(const Segment* const* segments, int64_t count, int64_t tokens);
+  void add_batch(const Segment* const* segments, int64_t count, int64_t tokens, const GivenGates& gates);
   void gate_up(const Segment& segment, int64_t tile, int64_t tokens, const float* bias, float* h,
-               int64_t h_stride, int thread);
+               int64_t h_stride, int thread, const GivenGates& gates, int64_t first);
   void down(const Segment* const* segments, int64_t count, int64_t tokens, int64_t neurons);
 
   void add_selected_batch(const SelectedNeurons& neurons);

@@ -105,13 +105,15 @@ void Runner::attention(const AttentionArgs& args, int64_t tokens) {
 }
 
 void Runner::attend(float* qkv, const HeadTransform& transform, const AttentionArgs& args, int64_t tokens) {
-  const int64_t dim = args.kv.head_dim, keys_at = args.heads * dim, values_at = keys_at + args.kv.heads * dim;
+  const int64_t dim = args.kv.head_dim, keys_at = args.heads * dim;
+  const bool stores = args.q_stride > keys_at;
+  const int64_t values_at = stores ? keys_at + args.kv.heads * dim : keys_at;
   pool_->parallel_for(tokens, 8, [&](int64_t begin, int64_t end, int) {
     for (int64_t t = begin; t < end; ++t) {
       float* row = qkv + t * args.q_stride;
       if (transform.norms_projection) {
         table_->norm(row, transform.q_norm.norm, keys_at, row);
-        table_->norm(row + keys_at, transform.k_norm.norm, values_at - keys_at, row + keys_at);
+        if (stores) table_->norm(row + keys_at, transform.k_norm.norm, values_at - keys_at, row + keys_at);
       }
       for (int64_t at = 0; at < values_at; at += dim) {
         const HeadNorm& norm = at < keys_at ? transform.q_norm : transform.k_norm;
@@ -120,6 +122,10 @@ void Runner::attend(float* qkv, const HeadTransform& transform, const AttentionA
           table_->norm(row + at, norm.of(head), dim, row + at);
         table_->rope(row + at, transform.cos + t * dim / 2, transform.sin + t * dim / 2, dim);
       }
+      if (!stores) continue;
+      if (transform.v_norm.weight)
+        for (int64_t at = values_at; at < args.q_stride; at += dim)
+          table_->norm(row + at, transform.v_norm, dim, row + at);
       table_->kv_write(args.kv, args.position + t, row + keys_at, row + values_at);
     }
   });

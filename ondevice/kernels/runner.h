@@ -25,12 +25,14 @@ struct HeadNorm {
   }
 };
 
-// What happens to queries and keys between their projection and attention: a norm over each head, or over all
-// of them as one vector, then rotary embedding by cos and sin (T, head_dim / 2).
+// What happens to queries, keys and values between their projection and attention: a norm over each head, or
+// for queries and keys over all of them as one vector, then rotary embedding of queries and keys by cos and
+// sin (T, head_dim / 2).
 struct HeadTransform {
   HeadNorm q_norm, k_norm;
   bool norms_projection;
   const float *cos, *sin;
+  Norm v_norm = {};
 };
 
 // Activations in the form that weights of 4, 8 or 16 bits are multiplied with.
@@ -75,8 +77,8 @@ class Runner {
 
   void attention(const AttentionArgs& args, int64_t tokens);
   // Attention from a projection: each row of `qkv` holds a token's queries, keys and values side by side.
-  // Queries and keys are transformed in place, keys and values are stored. args.q is qkv, args.q_stride its
-  // width.
+  // They are transformed in place, keys and values are stored. A row may have queries alone: keys and values
+  // of its token are then stored already. args.q is qkv, args.q_stride its width.
   void attend(float* qkv, const HeadTransform& transform, const AttentionArgs& args, int64_t tokens);
 
   // x (tokens, n) += norm(y).

@@ -10,6 +10,8 @@ from ondevice.model.kv_cache import KVCache
 from ondevice.model.weights import LayerWeights, MultiStreamLayer
 from ondevice.model_config import AttentionSpec
 
+HALF_ROOT = 0.5**0.5
+
 
 class Rows(NamedTuple):
     """Positions of a batch's R rows: behind `position` tokens in kv, which has room for them.
@@ -35,17 +37,35 @@ def attention(
     rows: Rows,
     adapters: MultiStreamLayer | None = None,
 ) -> Array:
-    """x + attention(norm(x)), (R, D), for x (R, D); may overwrite x. Stores the rows' keys and values."""
+    """x + attention(norm(x)), (R, D), for x (R, D); may overwrite x. Stores the rows' keys and values.
+
+    A layer that reads the keys and values of another stores none.
+    """
+    beside = None if weights.laurel is None else _laurel(backend, weights, x)
     norm, output_norm, adapted = weights.attention_norm, weights.attention_output_norm, rows.adapted
     qkv = backend.linear(x, weights.qkv, norm)
     if adapters is not None:
         low = adapters.qkv
         qkv = backend.add_low_rank(qkv, x[adapted:], low.down, low.up, adapted, norm=norm)
     cos, sin = rows.turns[spec.rope]
+    owner = layer if spec.keys_of is None else spec.keys_of
     context = backend.attend(
-        qkv, rows.kv, layer, rows.position, cos, sin, spec, weights.head_norms, rows.tree
+        qkv, rows.kv, owner, rows.position, cos, sin, spec, weights.head_norms, rows.tree
     )
     y = backend.linear(context, weights.out, added=x if output_norm is None else None)
     if adapters is not None:
         y = backend.add_low_rank(y, context[adapted:], adapters.out.down, adapters.out.up, adapted)
-    return y if output_norm is None else backend.add_normed(x, y, output_norm)
+    found = y if output_norm is None else backend.add_normed(x, y, output_norm)
+    return found if beside is None else (found + beside) * HALF_ROOT
+
+
+def _laurel(backend: Backend, weights: LayerWeights, x: Array) -> Array:
+    """n + norm(up @ down @ n), (R, D), with n = norm(x) (LAuReL, arXiv 2411.07501, its low-rank form)."""
+    low, norm = weights.laurel, weights.attention_norm
+    assert low is not None
+    assert norm is not None
+    entering = backend.normed(x, norm)
+    narrow = backend.linear(entering, low.down)
+    # A copy, as one product is the next one's input.
+    wide = backend.linear(backend.rows(narrow, range(narrow.shape[0])), low.up)
+    return backend.add_normed(entering, wide, low.norm)

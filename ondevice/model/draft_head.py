@@ -18,7 +18,8 @@ from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
-from ondevice.model.loading import RESIDENT_FILE, EmbeddingRecords, MatrixPart, head_part, part_tasks
+from ondevice.model.loading import RESIDENT_FILE, embedding_records, head_part
+from ondevice.model.parts import MatrixPart, part_tasks
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.weights import DraftHead
 
@@ -39,7 +40,7 @@ def load_draft_head(
         raise BundleError(f"the bundle {bundle.path} has no token counts")
     tokens = counted.most_frequent(number, bundle.config.vocab_size)
     resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE)
-    head = head_part(bundle, resident, EmbeddingRecords(bundle, reader))
+    head = head_part(bundle, resident, embedding_records(bundle, reader))
     with ReadAhead(part_tasks([head], cancelled)) as ahead:
         return DraftHead(tokens, backend.load_linear(_ChosenRows(head, tokens, ahead)))
 

@@ -1,15 +1,15 @@
 """Loads weights from a bundle on flash into a backend, in bounded pieces.
 
 All reads go through the flash reader, which checks every byte that it returns; no whole matrix is ever held
-here. A `Part` declares its reads and its loading together, so that reading ahead follows the loading order.
+here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,7 +28,15 @@ from ondevice.backends.base import (
     Selector,
 )
 from ondevice.bundle.gates import GateDigest
-from ondevice.bundle.layout import DATA_OFFSET, POSITIONS, RESIDENT, RecordLayout, RowLayout, gate_bias_name
+from ondevice.bundle.layout import (
+    DATA_OFFSET,
+    PER_LAYER,
+    POSITIONS,
+    RESIDENT,
+    RecordLayout,
+    RowLayout,
+    gate_bias_name,
+)
 from ondevice.bundle.predictors import PREDICTORS, OperatingPoint
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.streams import STREAMS
@@ -37,31 +45,36 @@ from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import RowFormat, Sparsity
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import memory
+from ondevice.model.parts import MatrixPart, Part, VectorPart, part_tasks
 from ondevice.model.tensor_file import ReadAhead, TensorFile
-from ondevice.model.transformer import Cancelled
-from ondevice.model.weights import LayerWeights, ModelWeights
-from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig
+from ondevice.model.weights import (
+    CopiesOfLayer,
+    CopiesOfModel,
+    Laurel,
+    LayerWeights,
+    ModelWeights,
+    PerLayerBlock,
+    PerLayerInputs,
+)
+from ondevice.model_config import AttentionSpec, FeedForwardSpec, LayerSpec, ModelConfig, WeightShape
 
 # Indices of files in the flash reader.
 RESIDENT_FILE = 0
 EMBEDDING_FILE = 1
 FIRST_NEURON_FILE = 2
-CHUNK_BYTES = 4 << 20
-"""Most bytes of codes (or records) in a RowChunk, unless a single row is longer."""
-
-Rows = Callable[[int, int], RowChunk]
-"""Reader of one matrix: takes (row0, count), returns those rows."""
 
 
 def bundle_files(bundle: Bundle, sparsity: Sparsity = "dense", streams: bool = False) -> list[CheckedFile]:
     """The files to open a FlashReader with, in the order of the indices that sources use.
 
-    The files that select neurons come after those of weights: gate rows for `exact`, predictors for
-    `predicted`, thresholds for `threshold`. With `streams`, the adapters' file comes last. Raises BundleError
-    if the bundle lacks one of them.
+    The file of per-layer inputs comes after those of neurons. Then come the files that select neurons: gate
+    rows for `exact`, predictors for `predicted`, thresholds for `threshold`. With `streams`, the adapters'
+    file comes last. Raises BundleError if the bundle lacks one of them.
     """
     layers = range(bundle.config.num_layers)
     files = [bundle.file(RESIDENT), bundle.embedding_file, *(bundle.neuron_file(layer) for layer in layers)]
+    if bundle.config.per_layer_width:
+        files.append(bundle.file(PER_LAYER))
     if sparsity == "exact":
         files += [bundle.gate_file(layer) for layer in layers]
     elif sparsity == "predicted":
@@ -97,16 +110,24 @@ def load_weights(
     """
     config = bundle.config
     resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE)
-    embedding = EmbeddingRecords(bundle, reader)
-    layers = [layer_parts(bundle, resident, layer) for layer in range(config.num_layers)]
+    embedding = embedding_records(bundle, reader)
+    layers = [
+        [*layer_parts(bundle, resident, layer), *_cutoff_gates(bundle, reader, layer)]
+        for layer in range(config.num_layers)
+    ]
     final_norm = norm_parts(config, resident, "final_norm")
     head = head_part(bundle, resident, embedding)
     selectors = _selector_parts(bundle, reader, resident, sparsity, point)
     positions = position_parts(config, resident)
+    extra = [
+        part
+        for weight in config.model_weights
+        for part in _weight_parts(resident, bundle.quant.down, "", weight)
+    ]
     order: list[Part] = [*positions]
     for parts, selector in zip(layers, selectors, strict=True):
         order += [*parts, *selector.parts]
-    order += [*final_norm, head]
+    order += [*extra, *final_norm, head]
 
     with ReadAhead(part_tasks(order, cancelled)) as ahead:
         table = loaded_positions(config, {part.field: part.load(backend, ahead) for part in positions})
@@ -115,32 +136,79 @@ def load_weights(
             loaded = {part.field: part.load(backend, ahead) for part in parts}
             records = NeuronRecords(bundle, reader, layer)
             chosen, biases = selector.load(backend, ahead), feed_forward_biases(loaded)
-            neurons = backend.load_feed_forward(layer, records, chosen, biases)
-            loaded_layers.append(layer_weights(config, config.layers[layer].attention, loaded, neurons))
+            neurons = backend.load_feed_forward(layer, records, chosen, biases, loaded.get("gate"))
+            loaded_layers.append(layer_weights(backend, config, config.layers[layer], loaded, neurons))
+        others = {part.field: part.load(backend, ahead) for part in extra}
         last = {part.field: part.load(backend, ahead) for part in final_norm}
         loaded_head = head.load(backend, ahead)
     norm = loaded_norm(config, last, "final_norm")
-    return ModelWeights(backend.load_embedding(embedding), loaded_layers, norm, loaded_head, table)
+    inputs = copies = None
+    if config.per_layer_width:
+        rows = backend.load_embedding(per_layer_records(bundle, reader), offloaded=True)
+        own_norm = _weight_norm(config, others, "per_layer")
+        inputs = PerLayerInputs(rows, others["per_layer.projection"], own_norm)
+    if config.residual_copies > 1:
+        spread, gather = (
+            [others[f"copies.{name}.{copy}"] for copy in range(1, config.residual_copies)]
+            for name in ("spread", "gather")
+        )
+        copies = CopiesOfModel(spread, gather)
+    loaded_table = backend.load_embedding(embedding)
+    return ModelWeights(loaded_table, loaded_layers, norm, loaded_head, table, inputs, copies)
 
 
 def layer_weights(
-    config: ModelConfig, attention: AttentionSpec, loaded: Mapping[str, Any], feed_forward: FeedForward
+    backend: Backend,
+    config: ModelConfig,
+    spec: LayerSpec,
+    loaded: Mapping[str, Any],
+    feed_forward: FeedForward,
 ) -> LayerWeights:
-    """A layer's weights of what `layer_parts` loaded, by field, and its neurons."""
+    """The weights of the layer `spec` of what `layer_parts` loaded, by field, and its neurons."""
 
     def norm(field: str) -> Norm | None:
         return loaded_norm(config, loaded, field) if field in loaded else None
 
+    norms = head_norms(spec.attention, config.norm.eps, loaded)
+    if norms is not None and spec.attention.value_norm and norms.k is not None:
+        ones = backend.load_vector(np.ones(config.head_dim, dtype=np.float32))
+        norms = norms._replace(v=Norm(ones, config.norm.eps))
+    own = {weight.name: loaded[weight.name] for weight in config.layer_weights(spec)}
     return LayerWeights(
         attention_norm=norm("attention_norm"),
         qkv=loaded["qkv"],
-        head_norms=head_norms(attention, config.norm.eps, loaded),
+        head_norms=norms,
         out=loaded["out"],
         attention_output_norm=norm("attention_output_norm"),
         feed_forward_norm=norm("feed_forward_norm"),
         feed_forward=feed_forward,
         feed_forward_output_norm=norm("feed_forward_output_norm"),
+        **_other_blocks(config, own),
     )
+
+
+def _other_blocks(config: ModelConfig, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of LayerWeights that few models have, of a layer's own weights by name."""
+    found: dict[str, Any] = {}
+    if "laurel.down" in own:
+        found["laurel"] = Laurel(own["laurel.down"], own["laurel.up"], _weight_norm(config, own, "laurel"))
+    if "copies.router" in own:
+        shape, count = (-1, config.hidden_size), config.residual_copies
+        found["copies"] = CopiesOfLayer(
+            _weight_norm(config, own, "copies"),
+            own["copies.router"].reshape(shape),
+            own["copies.predict"].reshape(-1, count),
+            own["copies.correct"].reshape(-1, count),
+            own["copies.scale"],
+        )
+    if "per_layer.gate" in own:
+        norm = _weight_norm(config, own, "per_layer")
+        found["per_layer"] = PerLayerBlock(own["per_layer.gate"], own["per_layer.out"], norm)
+    return found
+
+
+def _weight_norm(config: ModelConfig, loaded: Mapping[str, Any], block: str) -> Norm:
+    return Norm(loaded[f"{block}.norm.weight"], config.norm.eps)
 
 
 def head_norms(spec: AttentionSpec, eps: float, loaded: Mapping[str, Any]) -> HeadNorms | None:
@@ -149,8 +217,11 @@ def head_norms(spec: AttentionSpec, eps: float, loaded: Mapping[str, Any]) -> He
         return None
     q, k = (
         Norm(loaded[which], eps, loaded.get(f"{which}_bias"), spec.head_norm == "layer")
+        if which in loaded
+        else None
         for which in ("q_norm", "k_norm")
     )
+    assert q is not None
     return HeadNorms(q, k, spec.head_norm == "projection")
 
 
@@ -194,23 +265,45 @@ def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
     def vector(field: str, name: str, exists: bool) -> list[Part]:
         return [VectorPart(field, partial(resident.vector, f"{prefix}.{name}"))] if exists else []
 
-    def head_norm(which: str) -> list[Part]:
-        name, exists = f"attention.{which}", attention.head_norm != "none"
-        bias = vector(f"{which}_bias", f"{name}.bias", attention.head_norm_bias)
+    def head_norm(which: str, exists: bool) -> list[Part]:
+        name = f"attention.{which}"
+        bias = vector(f"{which}_bias", f"{name}.bias", exists and attention.head_norm_bias)
         return [*vector(which, f"{name}.weight", exists), *bias]
+
+    others = [
+        part
+        for weight in config.layer_weights(spec)
+        for part in _weight_parts(resident, bundle.quant.down, f"{prefix}.", weight)
+    ]
 
     return [
         *norm("attention_norm", spec.norms_input),
-        *matrix("qkv", config.qkv_size, config.hidden_size, attention.bias),
-        *head_norm("q_norm"),
-        *head_norm("k_norm"),
+        *matrix("qkv", config.qkv_rows(spec), config.hidden_size, attention.bias),
+        *head_norm("q_norm", attention.has_norms),
+        *head_norm("k_norm", attention.has_norms and attention.keys_of is None),
         *matrix("out", config.hidden_size, config.query_size, attention.output_bias),
         *norm("attention_output_norm", spec.norms_output),
         *norm("feed_forward_norm", spec.norms_input),
         *vector("gate_bias", "feed_forward.gate.bias", feed_forward.bias),
         *vector("down_bias", "feed_forward.down.bias", feed_forward.output_bias),
         *norm("feed_forward_output_norm", spec.norms_output),
+        *others,
     ]
+
+
+def _cutoff_gates(bundle: Bundle, reader: FlashReader, layer: int) -> list[Part]:
+    """The gate projection of a layer whose cutoff is made of all of a token's gates; else nothing."""
+    if bundle.config.layers[layer].feed_forward.cutoff is None:
+        return []
+    return [_gate_part(bundle, reader, FIRST_NEURON_FILE + layer, bundle.neuron_layout, None, None)]
+
+
+def _weight_parts(resident: TensorFile, stored: RowFormat, prefix: str, weight: WeightShape) -> list[Part]:
+    name = f"{prefix}{weight.name}"
+    if not weight.quantised:
+        return [VectorPart(weight.name, partial(resident.vector, name))]
+    rows, cols = weight.shape
+    return [MatrixPart(weight.name, rows, cols, stored, partial(resident.rows, name, stored))]
 
 
 def norm_parts(config: ModelConfig, resident: TensorFile, name: str) -> list[Part]:
@@ -240,7 +333,7 @@ def _selector_parts(
 ) -> list[_SelectorParts]:
     """The parts of every layer's selector."""
     config, layers = bundle.config, range(bundle.config.num_layers)
-    index = FIRST_NEURON_FILE + config.num_layers
+    index = FIRST_NEURON_FILE + config.num_layers + (config.per_layer_width > 0)
 
     def gates(layer: int, file: int, layout: RecordLayout, digest: GateDigest | None = None) -> MatrixPart:
         bias = partial(resident.vector, gate_bias_name(layer)) if config.feed_forward.bias else None
@@ -312,70 +405,6 @@ def _gate_part(
     )
 
 
-class Part(Protocol):
-    """A weight to load: its reads, and the loading that consumes their results in the same order."""
-
-    @property
-    def field(self) -> str: ...
-
-    def tasks(self) -> Iterator[Callable[[], Any]]: ...
-
-    def load(self, backend: Backend, ahead: ReadAhead) -> Any: ...
-
-
-def part_tasks(parts: Iterable[Part], cancelled: IsCancelled) -> Iterator[Callable[[], Any]]:
-    """The reads of `parts`, in order. Raises Cancelled if `cancelled()` holds between two of them."""
-    for part in parts:
-        for task in part.tasks():
-            if cancelled():
-                raise Cancelled
-            yield task
-
-
-@dataclass(frozen=True)
-class VectorPart:
-    """A float32 vector, read in one piece."""
-
-    field: str
-    read: Callable[[], Float32]
-
-    def tasks(self) -> Iterator[Callable[[], Float32]]:
-        yield self.read
-
-    def load(self, backend: Backend, ahead: ReadAhead) -> Any:
-        return backend.load_vector(ahead.next())
-
-
-@dataclass(frozen=True)
-class MatrixPart:
-    """A stored matrix of `num_rows` rows and `cols` logical columns, read in chunks of rows."""
-
-    field: str
-    num_rows: int
-    cols: int
-    stored: RowFormat
-    rows: Rows
-    bias: Callable[[], Float32] | None = None
-    read_bytes: int = 0
-    """Bytes read per row, if more than its codes."""
-
-    @property
-    def starts(self) -> range:
-        """First row of each chunk."""
-        row_bytes = max(self.read_bytes, RowLayout(self.cols, *self.stored).codes_bytes)
-        return range(0, self.num_rows, max(1, CHUNK_BYTES // row_bytes))
-
-    def tasks(self) -> Iterator[Callable[[], Any]]:
-        if self.bias is not None:
-            yield self.bias
-        for row0 in self.starts:
-            yield partial(self.rows, row0, min(self.starts.step, self.num_rows - row0))
-
-    def load(self, backend: Backend, ahead: ReadAhead) -> Any:
-        bias = None if self.bias is None else ahead.next()
-        return backend.load_linear(_ReadLinear(self, bias, ahead))
-
-
 @dataclass(frozen=True)
 class _CutoffPart:
     read: Callable[[], Float32]
@@ -413,22 +442,6 @@ class _SelectorParts:
         return Selector(matrices, self.predicted, cutoff, self.least_gate)
 
 
-class _ReadLinear:
-    """`LinearSource` of a matrix whose chunks are the next results of `ahead`."""
-
-    def __init__(self, matrix: MatrixPart, bias: Float32 | None, ahead: ReadAhead) -> None:
-        self.rows = matrix.num_rows
-        self.cols = matrix.cols
-        self.stored = matrix.stored
-        self.bias = bias
-        self._count = len(matrix.starts)
-        self._ahead = ahead
-
-    def chunks(self) -> Iterator[RowChunk]:
-        for _ in range(self._count):
-            yield self._ahead.next()
-
-
 class NeuronRecords:
     """`FeedForwardSource` of one layer."""
 
@@ -460,15 +473,33 @@ class NeuronRecords:
             self._gates.take(first, records)
 
 
-class EmbeddingRecords:
+def embedding_records(bundle: Bundle, reader: FlashReader) -> EmbeddingRecords:
     """`EmbeddingSource` of the bundle's embedding file."""
+    return EmbeddingRecords(
+        bundle, reader, EMBEDDING_FILE, bundle.config.hidden_size, bundle.embedding_layout
+    )
 
-    def __init__(self, bundle: Bundle, reader: FlashReader) -> None:
+
+def per_layer_records(bundle: Bundle, reader: FlashReader) -> EmbeddingRecords:
+    """`EmbeddingSource` of the bundle's file of per-layer inputs."""
+    file = FIRST_NEURON_FILE + bundle.config.num_layers
+    return EmbeddingRecords(bundle, reader, file, bundle.config.per_layer_size, bundle.per_layer_layout)
+
+
+class EmbeddingRecords:
+    """`EmbeddingSource` of one of the bundle's tables.
+
+    file: its index in the reader. width: columns of a row. layout: of its records.
+    """
+
+    def __init__(
+        self, bundle: Bundle, reader: FlashReader, file: int, width: int, layout: RecordLayout
+    ) -> None:
         self._reader = reader
-        self.file = EMBEDDING_FILE
+        self.file = file
         self.vocab_size = bundle.config.vocab_size
-        self.hidden_size = bundle.config.hidden_size
-        self.layout: RecordLayout = bundle.embedding_layout
+        self.hidden_size = width
+        self.layout = layout
 
     def read(self, tokens: Int32) -> Bytes:
         records = memory.empty((len(tokens), self.layout.stride), np.uint8)

@@ -16,7 +16,7 @@ from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import RowFormat
 from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
-from ondevice.model.loading import MatrixPart, Part, part_tasks
+from ondevice.model.parts import MatrixPart, Part, part_tasks
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.weights import LowRank, MultiStreamLayer, MultiStreamWeights
 

@@ -4,6 +4,8 @@
     for each layer:  x += attention(norm(x));  x += feed_forward(norm(x))
     logits = head(norm(x))
 
+Few models have several residuals (`altup.py`), or a third block in each layer (`per_layer.py`).
+
 This module knows nothing of prompts, sampling, budgets or files. Legend: T tokens, D model width,
 V vocabulary, R rows of a batch, S streams of a token.
 """
@@ -24,9 +26,11 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.callbacks import IsCancelled
 from ondevice.errors import BundleError, UsageError, check_thread
+from ondevice.model import altup
 from ondevice.model.attention import Rows, attention
 from ondevice.model.ffn import feed_forward, prefetch
 from ondevice.model.kv_cache import KVCache
+from ondevice.model.per_layer import per_layer_inputs, per_layer_output
 from ondevice.model.rope import Rope
 from ondevice.model.weights import DraftHead, ModelWeights, MultiStreamWeights
 from ondevice.model_config import ModelConfig
@@ -270,6 +274,10 @@ class Transformer:
         elif tuple(x.shape) != (len(ids), config.hidden_size):
             raise UsageError(f"x is {tuple(x.shape)}; it must be {(len(ids), config.hidden_size)}")
         chosen, rows = PrunedDraft(range(len(ids))), self._rows(kv, batch)
+        if not config.is_plain:
+            x = self._with_inputs(ids, x, batch, rows, cancelled)
+            kv.extend(ids.tolist())
+            return ForwardOutput(chosen.tokens, x)
         for layer in range(config.num_layers):
             if cancelled is not None and cancelled():
                 raise Cancelled
@@ -291,6 +299,45 @@ class Transformer:
         starts = range(kept, kept + count * len(chosen.streams), count)
         ended = {token: x[start : start + count] for token, start in zip(chosen.streams, starts, strict=True)}
         return ForwardOutput(chosen.tokens, x[:kept], branches, ended)
+
+    def _with_inputs(
+        self, ids: Int32, x: Array, batch: ForwardBatch, rows: Rows, cancelled: IsCancelled | None
+    ) -> Array:
+        """All layers of a model that isn't plain, which has no streams: (T, D), or the last row alone."""
+        backend, config, weights = self.backend, self.config, self.weights
+        last, width, inputs = config.num_layers - 1, config.per_layer_width, None
+        if weights.per_layer is not None:
+            inputs = per_layer_inputs(backend, weights.per_layer, ids, x, width)
+        copies = [x] if weights.copies is None else altup.spread(backend, weights.copies, x)
+        for layer in range(config.num_layers):
+            if cancelled is not None and cancelled():
+                raise Cancelled
+            if inputs is not None and layer == last and batch.last_only:
+                inputs = inputs[-1:]
+            own = None if inputs is None else inputs[:, layer * width : (layer + 1) * width]
+            copies = self._residuals(layer, copies, batch, rows, own)
+        return copies[0] if weights.copies is None else altup.gather(backend, weights.copies, copies)
+
+    def _residuals(
+        self, layer: int, copies: altup.Copies, batch: ForwardBatch, rows: Rows, inputs: Array | None
+    ) -> altup.Copies:
+        """One layer over all copies of the residual; inputs: the layer's per-layer inputs, (T, W)."""
+        backend, weights = self.backend, self.weights.layers[layer]
+        if weights.copies is None:
+            x = self._layer(layer, copies[0], batch, rows)
+            copies, entering = [x], x
+        else:
+            predicted = altup.predict(backend, weights.copies, copies)
+            x = self._layer(layer, backend.rows(predicted[0], range(predicted[0].shape[0])), batch, rows)
+            predicted = [copy[-x.shape[0] :] for copy in predicted]
+            copies = altup.correct(backend, weights.copies, predicted, x)
+            entering = copies[0] * weights.copies.scale
+        if weights.per_layer is None or inputs is None:
+            return copies
+        activation = self.config.activation
+        added = per_layer_output(backend, weights.per_layer, entering, inputs, activation)
+        first = 0 if weights.copies is None else 1
+        return [*copies[:first], *(copy + added for copy in copies[first:])]
 
     def _layer(self, layer: int, x: Array, batch: ForwardBatch, rows: Rows) -> Array:
         """One layer over the rows of `batch`, x (R, D). Returns (R, D), or (1, D) for the last row alone."""

@@ -12,8 +12,60 @@ from ondevice.backends.base import Array, Embedding, FeedForward, HeadNorms, Lin
 
 
 @dataclass(frozen=True)
+class PerLayerBlock:
+    """The block of per-layer inputs that ends a layer: gate (W, D), out (D, W), the norm of its output."""
+
+    gate: Linear
+    out: Linear
+    norm: Norm
+
+
+@dataclass(frozen=True)
+class PerLayerInputs:
+    """Makes per-layer inputs, W values for each of L layers.
+
+    table: a token's rows of all layers, (V, L * W). projection: (L * W, D). norm: of W values.
+    """
+
+    table: Embedding
+    projection: Linear
+    norm: Norm
+
+
+@dataclass(frozen=True)
+class Laurel:
+    """A low-rank block of rank R beside attention: down (R, D), up (D, R), and the norm of its output."""
+
+    down: Linear
+    up: Linear
+    norm: Norm
+
+
+@dataclass(frozen=True)
+class CopiesOfLayer:
+    """How a layer predicts and corrects C copies of the residual: float32, and scale (D,).
+
+    norm: of the router's input. router: (C, D). predict: (C * C, C). correct: (C, C).
+    """
+
+    norm: Norm
+    router: Vector
+    predict: Vector
+    correct: Vector
+    scale: Vector
+
+
+@dataclass(frozen=True)
+class CopiesOfModel:
+    """Matrices (D, D) of all copies of the residual but the first: at the model's begin, and at its end."""
+
+    spread: Sequence[Linear]
+    gather: Sequence[Linear]
+
+
+@dataclass(frozen=True)
 class LayerWeights:
-    """One layer's weights, as the backend loaded them. A norm that the layer doesn't have is None."""
+    """One layer's weights, as the backend loaded them. A part that the layer doesn't have is None."""
 
     attention_norm: Norm | None
     qkv: Linear
@@ -23,6 +75,9 @@ class LayerWeights:
     feed_forward_norm: Norm | None
     feed_forward: FeedForward
     feed_forward_output_norm: Norm | None
+    laurel: Laurel | None = None
+    copies: CopiesOfLayer | None = None
+    per_layer: PerLayerBlock | None = None
 
 
 @dataclass(frozen=True)
@@ -37,6 +92,8 @@ class ModelWeights:
     final_norm: Norm
     head: Linear
     positions: Array | None = None
+    per_layer: PerLayerInputs | None = None
+    copies: CopiesOfModel | None = None
 
 
 @dataclass(frozen=True)

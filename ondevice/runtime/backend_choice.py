@@ -41,17 +41,27 @@ def has_mlx() -> bool:
     return True
 
 
-def settled_backend(backend: str) -> Literal["cpu", "mlx", "reference"]:
-    """The backend that `auto` means on this machine: MLX on Apple's GPU if there is one, else cpu."""
+def settled_backend(backend: str, config: ModelConfig | None = None) -> Literal["cpu", "mlx", "reference"]:
+    """The backend that `auto` means on this machine: MLX on Apple's GPU if there is one, else cpu.
+
+    config: of the model that will run, as MLX doesn't run all of them.
+    """
     if backend == "auto":
+        if config is not None and not config.is_plain:
+            return "cpu"
         apple = sys.platform == "darwin" and platform.machine() == "arm64"
         return "mlx" if apple and has_mlx() else "cpu"
     return backend  # type: ignore[return-value]
 
 
-def check_backend(runtime: RuntimeConfig) -> None:
-    """Raises BackendUnavailableError for an option that the backend can't run, or a missing package."""
-    backend = settled_backend(runtime.backend)
+def check_backend(runtime: RuntimeConfig, config: ModelConfig) -> None:
+    """Raises BackendUnavailableError for what the backend can't run, or a missing package."""
+    backend = settled_backend(runtime.backend, config)
+    if backend == "mlx" and not config.is_plain:
+        raise BackendUnavailableError(
+            "--backend mlx runs no models with per-layer inputs, copies of the residual, shared keys, normed "
+            "values or statistical cutoffs, as this one is; use --backend cpu"
+        )
     if runtime.sparsity in ("exact", "predicted", "threshold") and backend == "reference":
         raise BackendUnavailableError(
             "--backend reference multiplies every neuron: it takes --sparsity dense"

@@ -406,4 +406,4 @@ def check_runtime(
             f"--speculation {runtime.speculation} isn't possible with this model: its bundle has no streams; "
             f"`ondevice train streams` makes them. It can have: {have}"
         )
-    check_backend(runtime)
+    check_backend(runtime, config)

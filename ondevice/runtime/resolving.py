@@ -144,7 +144,9 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     if bundle.incomplete is not None:
         raise bundle.incomplete
     runtime = replace(
-        runtime, backend=settled_backend(runtime.backend), threads=runtime.threads or usable_cores()
+        runtime,
+        backend=settled_backend(runtime.backend, bundle.config),
+        threads=runtime.threads or usable_cores(),
     )
     rows = row_invariance(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
     check_drafts(runtime, rows)

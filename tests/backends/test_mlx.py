@@ -61,7 +61,7 @@ class ThresholdReference(ReferenceBackend):
     def __init__(self, layers: list[LayerThresholds]) -> None:
         self._layers, self._loaded, self.left_out = layers, {}, 0.0  # type: ignore[var-annotated]
 
-    def load_feed_forward(self, layer: int, source: Any, selector: Any = None, biases: Any = None) -> Any:
+    def load_feed_forward(self, layer: int, source: Any, *_: Any) -> Any:
         found = super().load_feed_forward(layer, source)
         self._loaded[id(found)] = self._layers[layer]
         return found

@@ -276,6 +276,20 @@ UNGATED = {"intermediate_size": None, "initializer_range": None, "num_key_value_
     [
         pytest.param("Glm4", {"head_dim": 64}, id="norms of outputs", marks=pytest.mark.slow),
         pytest.param("StableLm", {"use_parallel_residual": True}, id="parallel"),
+        pytest.param(
+            "Gemma3nText",
+            {
+                "head_dim": 64,
+                "hidden_size_per_layer_input": 64,
+                "vocab_size_per_layer_input": 16384,
+                "num_hidden_layers": 4,
+                "num_kv_shared_layers": 2,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+            },
+            id="copies of the residual",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("OPT", UNGATED, id="ungated", marks=pytest.mark.slow),
     ],
 )

@@ -36,7 +36,7 @@ from ondevice.converters.training.sidecars import write_tensors
 from ondevice.converters.training.streams.write import save_streams, write_streams
 from ondevice.errors import BundleError, CheckpointError, FlashReadError
 from ondevice.flash.reader import FlashReader
-from ondevice.model import loading
+from ondevice.model import parts
 from ondevice.model.loading import bundle_files
 from ondevice.model.stream_loading import load_streams
 from ondevice.model.transformer import Cancelled
@@ -145,7 +145,7 @@ def test_where_the_bytes_lie(copied: Path) -> None:
 def test_what_is_loaded_is_what_was_written(
     plain: Path, bits: Literal[4, 8, 16], chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(parts, "CHUNK_BYTES", chunk_bytes)
     shape = {"gamma": 3, "layers": 2, "attention_rank": 70, "feed_forward_rank": 5, "pruning_rank": 2}
     add_streams(plain, **shape, bits=bits, mode="shared")
     arrays = made_up_arrays(Bundle.open(plain).config, **shape)

@@ -61,6 +61,16 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
 FALCON = {"head_dim": None, "intermediate_size": None, "num_key_value_heads": None}
 PERSIMMON = {"head_dim": None, "num_key_value_heads": None}
 GEMMA = {"query_pre_attn_scalar": 24, "sliding_window": 9, "num_hidden_layers": 4}
+GEMMA3N = {
+    "num_hidden_layers": 6,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 250,
+    "laurel_rank": 8,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "activation_sparsity_pattern": [0.9, 0.95, 0.5, 0.0, 0.0, 0.0],
+}
 OPT = dict.fromkeys(ABSENT) | {"ffn_dim": 160, "init_std": 0.1, "max_position_embeddings": 64}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {}),
@@ -82,6 +92,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
+        },
+    ),
+    "gemma3n": ("Gemma3nText", GEMMA3N),
+    "gemma3n own keys": (
+        "Gemma3nText",
+        {
+            **GEMMA3N,
+            "altup_num_inputs": 2,
+            "num_kv_shared_layers": 0,
+            "activation_sparsity_pattern": None,
+            "tie_word_embeddings": False,
+            "vocab_size_per_layer_input": 256,
+        },
+    ),
+    "gemma3n mostly shared": (
+        "Gemma3nText",
+        {
+            **GEMMA3N,
+            "altup_num_inputs": 3,
+            "num_kv_shared_layers": 4,
+            "attention_bias": True,
+            "final_logit_softcapping": 2.0,
+            "activation_sparsity_pattern": [0.3] * 6,
+            "rms_norm_eps": 1e-5,
         },
     ),
     "phi3": ("Phi3", {"head_dim": None}),
@@ -222,6 +256,8 @@ def write_model(folder: Path, family: str, options: dict[str, Any]) -> Any:
             if parameter.ndim == 1:
                 # Norms and biases as they aren't at the start: all different.
                 parameter.add_(0.2 * torch.randn_like(parameter))
+            elif not parameter.any():
+                parameter.add_(0.1 * torch.randn_like(parameter))
             parameter.copy_(parameter.half().float())
     model.save_pretrained(folder)
     return model
@@ -254,6 +290,7 @@ def text_of(name: str, prefix: str) -> str:
     ("case", "outer"),
     [
         ("gemma3", ("gemma3", "Gemma3ForConditionalGeneration")),
+        ("gemma3n", ("gemma3n", "Gemma3nForConditionalGeneration")),
         ("llava", ("llava", "LlavaForConditionalGeneration")),
     ],
 )

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from ondevice.backends.base import Float32, HeadNorms, Norm
-from ondevice.bundle.layout import neuron_layout
+from ondevice.backends.reference import activate, read_rows
+from ondevice.bundle.layout import RecordLayout, RowLayout, neuron_layout
 from ondevice.config import QuantConfig
 from ondevice.converters.architectures.common import score_scale
 from ondevice.kernels import _native
 from tests.backends.test_token_tree import PARENTS, TokenTree
 from tests.kernels.test_gathered import Layer
 from tests.kernels.test_kernels import RUNNERS, SHAPES, TARGETS, TOKENS, normal, on_every_target, packed
-from tests.support.sources import ArrayFeedForward, Bits, form, tiny_config
+from tests.support.sources import ArrayFeedForward, Bits, form, records, tiny_config
 
 EPS = 1e-5
 SCALAR = RUNNERS["scalar", 1]
@@ -166,6 +167,76 @@ def test_attend(heads: int, kv_heads: int, dim: int, kind: str, bits: int, windo
 
     expected = run(SCALAR, False)
     assert on_every_target(lambda runner: run(runner, True)).tobytes() == expected.tobytes()
+
+
+def test_attend_with_normed_values_and_with_queries_alone() -> None:
+    """Values normed by the caller, and keys that are stored already, give the same context."""
+    heads, kv_heads, dim, tokens = 4, 2, 10, 9
+    qkv, angle = normal(tokens, (heads + 2 * kv_heads) * dim), normal(tokens, dim // 2, seed=1)
+    turn, ones = (np.cos(angle), np.sin(angle)), np.ones(dim, np.float32)
+    norms = HeadNorms(*(Norm(normal(dim, seed=seed), EPS) for seed in (2, 3)))
+    at = (heads + kv_heads) * dim
+    given = qkv.copy()
+    values = given[:, at:].reshape(-1, dim).copy()
+    _native.norm(SCALAR, values, Norm(ones, EPS), values)
+    given[:, at:] = values.reshape(tokens, -1)
+
+    def run(runner: _native.Runner, rows: Float32, values: Norm | None, twice: bool) -> Float32:
+        memory = np.zeros((1, kv_heads * 2 * 64 * dim * 2), dtype=np.uint8)
+        blocks = np.array([memory[0].ctypes.data], dtype=np.uint64)
+        out = np.full((tokens, heads * dim), np.nan, dtype=np.float32)
+        shape = (0, 16, heads, kv_heads, 0, 0, score_scale(dim), 0.0)
+        _native.attend(runner, rows.copy(), blocks, *shape, *turn, norms._replace(v=values), None, out)
+        stored = memory.copy()
+        if twice:
+            queries, out = rows[:, : heads * dim].copy(), np.full_like(out, np.nan)
+            _native.attend(
+                runner, queries, blocks, *shape, *turn, norms._replace(k=None, v=values), None, out, False
+            )
+            assert np.array_equal(memory, stored)
+        return np.frombuffer(out.tobytes() + stored.tobytes(), dtype=np.uint8)
+
+    expected = run(SCALAR, given, None, False).tobytes()
+    for twice in (False, True):
+        found = on_every_target(lambda runner, twice=twice: run(runner, qkv, Norm(ones, EPS), twice))
+        assert found.tobytes() == expected
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_given_gates_take_the_place_of_computed_ones(bits: int) -> None:
+    """In a layer whose neurons don't fill its last block, segment by segment."""
+    hidden, neurons, tokens = 40, 100, 3
+    layout = RecordLayout(((RowLayout(hidden, bits),), (RowLayout(hidden, bits),) * 2))
+    gate_values, *others = (normal(neurons, hidden, seed=seed) for seed in range(3))
+    stored = records(layout, [[gate_values], others])
+    x, gates = normal(tokens, hidden, seed=4), normal(tokens, neurons, seed=5)
+
+    def run(runner: _native.Runner, given: Float32 | None) -> Float32:
+        gate, up, down = layout.row_offsets
+        layer = _native.FeedForward(hidden, bits, layout.stride, gate, up, down)
+        segments = []
+        for first in (0, 64):
+            segments.append(_native.Segment(layer.segment_bytes(1)))
+            layer.pack(runner, segments[-1], 1, 0, np.ascontiguousarray(stored[first : first + 64]))
+        out = np.empty((tokens, hidden), dtype=np.float32)
+        forward = _native.FeedForwardPass(runner, layer, x, form("gelu_tanh"))
+        for segment in segments:
+            forward.add([segment], None, given)
+        forward.finish(out)
+        return out
+
+    gate_rows = read_rows(stored, layout.row_offsets[0], RowLayout(hidden, bits))
+    up_rows, down_rows = (read_rows(stored, at, RowLayout(hidden, bits)) for at in layout.row_offsets[1:])
+    assert not np.array_equal(run(SCALAR, None), run(SCALAR, gates))
+    expected = (activate(gates, "gelu_tanh") * (x @ up_rows.T)) @ down_rows
+    found = on_every_target(lambda runner: run(runner, gates))
+    assert np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
+    computed = (activate(x @ gate_rows.T, "gelu_tanh") * (x @ up_rows.T)) @ down_rows
+    assert np.abs(run(SCALAR, None) - computed).max() < 0.03 * np.abs(computed).max()
+    with pytest.raises(ValueError, match="more neurons than gates"):
+        run(SCALAR, gates[:, :60].copy())
+    with pytest.raises(ValueError, match="gates are"):
+        run(SCALAR, gates[:2].copy())
 
 
 def _head_norms(kind: str, heads: int, kv_heads: int, dim: int) -> tuple[Any, HeadNorms | None]:

@@ -17,7 +17,7 @@ from ondevice.budget.sizes import draft_head_bytes
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.architectures.tensors import HEAD_BIAS
 from ondevice.converters.training.token_counts import count_tokens, write_token_counts
-from ondevice.model import loading
+from ondevice.model import parts
 from ondevice.runtime.models import shipped_folder
 from ondevice.speculation.drafting import Drafting
 from ondevice.speculation.tree import DRAFT_NODES
@@ -61,7 +61,7 @@ def test_its_logits_have_the_bits_of_the_head_s(
     ids = np.random.default_rng(4).integers(0, Bundle.open(bundle).config.vocab_size, (3, 40)).tolist()
     write_token_counts(Bundle.open(bundle), count_tokens(ids), bundle)
     # Chunks of a few rows: some have no chosen row, and chosen ones begin within a tile of sixteen.
-    monkeypatch.setattr(loading, "CHUNK_BYTES", 500)
+    monkeypatch.setattr(parts, "CHUNK_BYTES", 500)
     with load(bundle, speculation="resident", draft_head=ROWS, max_context=64, threads=2) as model:
         transformer = model._engine._generator.transformer
         tokens = transformer.draft_tokens

@@ -19,7 +19,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
 from ondevice.errors import BundleError, FlashReadError
 from ondevice.flash.reader import FlashReader
-from ondevice.model import loading, tensor_file
+from ondevice.model import parts, tensor_file
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.tensor_file import READ_AHEAD, ReadAhead, TensorFile
 from tests.support.engines import bundle_weights
@@ -144,7 +144,7 @@ class Recorder(ReferenceBackend):
 def test_weights_are_the_same_however_they_are_cut(
     bundle: Bundle, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(parts, "CHUNK_BYTES", chunk_bytes)
     backend, config, expected = Recorder(), bundle.config, bundle_weights(bundle.path)
     with FlashReader(bundle_files(bundle), "buffered") as reader:
         weights = load_weights(bundle, reader, backend)

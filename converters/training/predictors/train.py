@@ -50,7 +50,13 @@ from ondevice.converters.training.predictors.layer_predictor import (
 from ondevice.converters.training.predictors.layer_predictor import OperatingPoint as MeasuredPoint
 from ondevice.converters.training.predictors.low_rank import split, train_layer
 from ondevice.converters.training.predictors.operating_points import HeldBack, measure, thresholds
-from ondevice.converters.training.sidecars import MEASURED_SHARE, held_out, save_sidecar, write_tensors
+from ondevice.converters.training.sidecars import (
+    MEASURED_SHARE,
+    check_possible,
+    held_out,
+    save_sidecar,
+    write_tensors,
+)
 from ondevice.converters.training.token_counts import count_tokens, write_token_counts
 from ondevice.errors import UnsupportedModelError
 from ondevice.kernels import _native
@@ -173,6 +179,7 @@ def check(
     Raises UnsupportedModelError for a model whose gates are hardly ever zero, UsageError if the text is too
     short.
     """
+    check_possible(bundle)
     if not bundle.config.zeros_gates:
         raise UnsupportedModelError(
             f"{bundle.name} has {bundle.config.activation} gates, which are hardly ever exactly zero: "

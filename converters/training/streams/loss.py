@@ -173,6 +173,7 @@ class _TopBackend(MlxFloatBackend):
         source: FeedForwardSource,
         selector: Selector | None = None,
         biases: Biases = NO_BIASES,
+        gates: MlxLinear | None = None,
     ) -> Any:
         # The feed-forward is the last part of a layer.
         self._layer = layer + 1

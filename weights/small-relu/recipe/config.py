@@ -12,6 +12,8 @@ BUILD = ROOT / "build" / "recipe"
 DATA = ROOT.parent / "shared" / "data"
 MODEL_FOLDER = Path(__file__).resolve().parents[1]
 
+StoredBits = Literal[0, 4, 8, 16]
+"""Bits of stored weights; 0 for weights that aren't rounded."""
 CONTEXT = 512
 """Tokens of a training window, and of the model's context."""
 
@@ -88,7 +90,7 @@ class Training:
     target_zeros: float = 0.92
     """Target share of zero gate activations, mean over layers, from `target_share` of the run on."""
     target_share: float = 0.5
-    stored_bits: int = 4
+    stored_bits: StoredBits = 4
     """Bits to which weights are rounded, as in a bundle, while the learning rate falls; 0: no rounding."""
     seed: int = 1
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 from ondevice.converters.quantize import dequantize, quantize
 from ondevice.kernels import _native
 from ondevice.units import usable_cores
-from recipe.config import Shape
+from recipe.config import Shape, StoredBits
 from recipe.precision import product_type
 
 LOSS_CHUNK = 1024
@@ -31,7 +31,7 @@ HIDDEN = -1e30
 INITIAL_STD = 0.03
 
 
-def stored(weight: Tensor, bits: int, dim: int = 1) -> Tensor:
+def stored(weight: Tensor, bits: StoredBits, dim: int = 1) -> Tensor:
     """The weights as a bundle of `bits` bits gives them back, in groups along `dim`. 0 bits: unchanged.
 
     The gradient passes straight through (Bengio and others, arXiv 1308.3432), so that the trained weights
@@ -69,7 +69,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, width, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, bits: int) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, bits: StoredBits) -> Tensor:
         batch, tokens, width = x.shape
         weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
         weight = stored(weight, bits).to(dtype)
@@ -143,7 +143,7 @@ class FeedForward(nn.Module):
         """(B, T, F) gate activations."""
         return self.activation(self.gate_proj(x))
 
-    def forward(self, x: Tensor, dtype: torch.dtype, bits: int) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, dtype: torch.dtype, bits: StoredBits) -> tuple[Tensor, Tensor]:
         """The feed-forward's output, and the gates' (share of zeros, mean magnitude)."""
         weight = stored(torch.cat([self.gate_proj.weight, self.up_proj.weight]), bits).to(dtype)
         gate, up = functional.linear(x.to(dtype), weight).chunk(2, dim=-1)
@@ -162,7 +162,7 @@ class Block(nn.Module):
         self.mlp = FeedForward(shape)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, bits: int
+        self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, bits: StoredBits
     ) -> tuple[Tensor, Tensor]:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, dtype, bits)
         change, seen = self.mlp(self.post_attention_layernorm(x), dtype, bits)
@@ -177,7 +177,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(
-        self, ids: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, bits: int
+        self, ids: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, bits: StoredBits
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states for the head (B, T, D), gate stats by layer (L, 2), and the table, also the head."""
         table = stored(self.embed_tokens.weight, bits)
@@ -206,7 +206,7 @@ class Llama(nn.Module):
         self._run = torch.compile(self.model.forward, dynamic=False)
         LinearCrossEntropy.softmax_errors = torch.compile(softmax_errors, dynamic=False)
 
-    def loss(self, windows: Tensor, bits: int = 0) -> tuple[Tensor, Tensor]:
+    def loss(self, windows: Tensor, bits: StoredBits = 0) -> tuple[Tensor, Tensor]:
         """Training loss of (B, T + 1) windows, and gate stats (L, 2): share of zeros, mean magnitude.
 
         bits: bits of every matrix, as for `stored`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recipe.config import Training
+from recipe.config import StoredBits, Training
 
 FIRST_WEIGHT, LEAST_WEIGHT, MOST_WEIGHT = 1e-2, 1e-4, 10.0
 GAIN = 0.02
@@ -34,7 +34,7 @@ class Schedule:
     def steps(self) -> int:
         return self.decay_from + self.decay_steps
 
-    def bits(self, step: int) -> int:
+    def bits(self, step: int) -> StoredBits:
         """Bits per weight in the update that follows `step` updates; 0 means unrounded weights."""
         return self.training.stored_bits if step >= self.decay_from else 0
 

@@ -1,0 +1,53 @@
+"""Ops on float32 rows in numpy, whose every sum has one order, whatever the machine and the rows beside.
+
+Legend: T tokens, K and N columns and rows of a small matrix.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ondevice.backends.base import Float32
+
+LEAST_MEAN_SQUARE = np.float32(1e-5)
+
+
+def row_sums(values: Float32) -> Float32:
+    """Sums over the last axis of (T, K), (T, 1): halves are added to each other until one column is left.
+
+    Elementwise additions alone round the same everywhere. Overwrites `values`.
+    """
+    width = values.shape[1]
+    while width > 1:
+        half = -(-width // 2)
+        values[:, : width - half] += values[:, half:width]
+        width = half
+    return values[:, :1].copy()
+
+
+def products(x: Float32, weight: Float32) -> Float32:
+    """x @ weight^T, (T, N), for x (T, K) and few rows of weights (N, K)."""
+    found = np.empty((len(x), len(weight)), dtype=np.float32)
+    for n, row in enumerate(weight):
+        found[:, n : n + 1] = row_sums(x * row)
+    return found
+
+
+def as_large(x: Float32, other: Float32) -> Float32:
+    """Rows of x (T, D) scaled to the root mean square of those of `other` (T, D)."""
+    width = np.float32(x.shape[1])
+    target = np.sqrt(row_sums(other * other) / width)
+    own = np.sqrt(np.maximum(row_sums(x * x) / width, LEAST_MEAN_SQUARE))
+    scaled: Float32 = x * (target / own)
+    return scaled
+
+
+def cut_off(gates: Float32, deviations: float) -> None:
+    """Lessen each row of gates (T, F) by its mean and so many standard deviations, down to zero, in place."""
+    count = np.float32(gates.shape[1])
+    mean = row_sums(gates.copy()) / count
+    from_mean = gates - mean
+    from_mean *= from_mean
+    least = mean + np.sqrt(row_sums(from_mean) / count) * np.float32(deviations)
+    gates -= least
+    np.maximum(gates, 0, out=gates)

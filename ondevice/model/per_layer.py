@@ -1,0 +1,27 @@
+"""Per-layer inputs: rows of a second table, on flash, that a token brings along for each layer.
+
+Legend: T tokens, D model width, L layers, W values that a layer gets.
+"""
+
+from __future__ import annotations
+
+from ondevice.backends.base import Array, Backend, Int32
+from ondevice.model.weights import PerLayerBlock, PerLayerInputs
+from ondevice.model_config import Activation
+
+
+def per_layer_inputs(backend: Backend, weights: PerLayerInputs, tokens: Int32, x: Array, width: int) -> Array:
+    """The inputs of all layers, (T, L * W): the tokens' rows plus norm(projection @ x), for x (T, D)."""
+    rows = backend.embedding(weights.table, tokens)
+    shape = tuple(rows.shape)
+    projected = backend.linear(x, weights.projection).reshape(-1, width)
+    return backend.add_normed(rows.reshape(-1, width), projected, weights.norm).reshape(shape)
+
+
+def per_layer_output(
+    backend: Backend, weights: PerLayerBlock, x: Array, inputs: Array, activation: Activation
+) -> Array:
+    """norm(out @ (activation(gate @ x) * inputs)), (T, D), for x (T, D) and the layer's inputs (T, W)."""
+    gates = backend.linear(x, weights.gate)
+    y = backend.linear(backend.gated(gates, inputs, activation), weights.out)
+    return backend.normed(y, weights.norm)

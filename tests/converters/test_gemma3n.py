@@ -1,0 +1,270 @@
+"""Gemma 3n's blocks beyond one pass against `transformers`: chunks, trees, flash, budgets, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ondevice
+from ondevice.backends.base import KVLayout
+from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.token_tree import TokenTree
+from ondevice.bundle.layout import PER_LAYER
+from ondevice.bundle.predictors import PREDICTORS_SIDECAR
+from ondevice.bundle.reader import Bundle
+from ondevice.bundle.sidecar import sidecar_text
+from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR
+from ondevice.bundle.verify import verify
+from ondevice.config import RuntimeConfig
+from ondevice.converters.architectures.registry import read_config
+from ondevice.converters.convert import Training, convert
+from ondevice.converters.training.activations import record_inputs
+from ondevice.converters.training.neuron_order import order_neurons
+from ondevice.converters.training.sidecars import check_possible
+from ondevice.errors import BackendUnavailableError, CheckpointError, OndeviceError, UnsupportedModelError
+from ondevice.kernels import _native
+from ondevice.model.kv_cache import KVCache
+from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig
+from ondevice.runtime.resolving import resolve
+from ondevice.training import convert_and_train
+from tests.malformed.rules import put
+from tests.support.engines import all_logits, random_tokens, running
+from tests.support.sources import RecordSource
+
+pytest.importorskip("transformers")
+pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoint `source` and the bundles `f16` and `q4`."""
+    from tests.converters.test_families import CASES, write_model
+
+    folder = tmp_path_factory.mktemp("gemma3n")
+    write_model(folder / "source", *CASES["gemma3n"])
+    for bits in ("f16", "q4"):
+        convert(folder / "source", folder / bits, bits)
+    return folder
+
+
+def bits_of(logits: np.ndarray) -> bytes:
+    return logits.astype(np.float32).tobytes()
+
+
+@pytest.mark.parametrize("bits", ["f16", "q4"])
+def test_chunks_and_trees_have_the_bits_of_one_pass(folder: Path, bits: str) -> None:
+    with running(folder / bits, "cpu") as model:
+        text = random_tokens(model.config, 40)
+        whole = all_logits(model, text)
+        for cuts in ((1, 2, 3, 30), (17,)):
+            kv, edges = KVCache(KVLayout(model.config, 16)), [0, *cuts, len(text)]
+            for first, last in pairwise(edges):
+                found = model.forward(text[first:last], kv)
+                assert found is not None
+                assert bits_of(found[0]) == bits_of(whole[last - 1])
+        # Two branches behind 20 tokens; the second one is the text's.
+        kv = KVCache(KVLayout(model.config, 16))
+        model.forward(text[:20], kv)
+        batch = ForwardBatch([text[20], 7, 9, text[21], text[22]], TokenTree([-1, 0, 1, 0, 3]))
+        hidden = model.run(batch, kv).hidden
+        for row, position in ((0, 20), (3, 21), (4, 22)):
+            assert bits_of(model.checked_logits(hidden[row : row + 1])) == bits_of(whole[position])
+        kv.keep(20, [0, 3, 4], lambda source, target: model.backend.kv_move(kv, source, target))
+        found = model.forward(text[23:], kv)
+        assert found is not None
+        assert bits_of(found[0]) == bits_of(whole[-1])
+
+
+def test_keys_of_sharing_layers_take_no_memory(folder: Path) -> None:
+    config = Bundle.open(folder / "f16").config
+    own = tuple(replace(layer, attention=replace(layer.attention, keys_of=None)) for layer in config.layers)
+    assert [layer.attention.keys_of for layer in config.layers] == [None] * 4 + [2, 3]
+    plain = KVLayout(replace(config, layers=own)).block_bytes
+    assert KVLayout(config).block_bytes == plain * 4 // 6
+
+
+def test_per_layer_inputs_are_read_from_flash(folder: Path) -> None:
+    """However much memory there is: the file is in the bundle, checked, and never held."""
+    bundle = Bundle.open(folder / "q4")
+    names = [name for name, _ in verify(folder / "q4", _native.crc32c).files]
+    assert PER_LAYER in names
+    with ondevice.load(folder / "q4", dram_budget="2GB", backend="cpu", speculation="off") as model:
+        stats = model.generate(tokens=[5, 6, 7, 8, 9], max_tokens=8, temperature=0.0).stats
+    assert stats.flash_bytes_read >= 8 * bundle.per_layer_layout.stride
+
+
+def test_no_draft_changes_the_text(folder: Path) -> None:
+    options: dict[str, Any] = {"backend": "cpu", "max_context": 128, "dram_budget": "2GB"}
+    prompt, texts = [5, 6, 7, 5, 6, 7, 5, 6], []
+    for speculation in ("off", "lookup"):
+        with ondevice.load(folder / "q4", speculation=speculation, **options) as model:
+            texts.append(model.generate(tokens=prompt, max_tokens=24, temperature=0.0).tokens)
+    assert len(texts[0]) > 1
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("bits", ["f16", "q4"])
+def test_neurons_from_flash_have_the_bits_of_resident_ones(folder: Path, bits: str) -> None:
+    """Cutoffs take all of a token's gates, wherever the neurons are that they belong to."""
+    text = random_tokens(Bundle.open(folder / bits).config, 20)
+    with running(folder / bits, "cpu") as model:
+        whole = all_logits(model, text)
+        for layer in model.backend.feed_forwards:
+            del layer.segments[1:]
+            layer.neurons = RecordSource(layer)
+        assert bits_of(all_logits(model, text)) == bits_of(whole)
+
+
+def test_damage_to_a_row_is_found_before_it_is_used(folder: Path, tmp_path: Path) -> None:
+    convert(folder / "source", tmp_path / "bundle", "q4")
+    bundle = Bundle.open(tmp_path / "bundle")
+    file = tmp_path / "bundle" / PER_LAYER
+    data = bytearray(file.read_bytes())
+    data[4096 + 9 * bundle.per_layer_layout.stride + 3] ^= 1
+    file.write_bytes(data)
+    with running(tmp_path / "bundle", "cpu") as model:
+        all_logits(model, [8, 10])
+        with pytest.raises(OndeviceError, match=PER_LAYER):
+            all_logits(model, [9])
+
+
+def test_what_cannot_run_these_blocks_says_so(folder: Path) -> None:
+    bundle = Bundle.open(folder / "f16")
+    with pytest.raises(BackendUnavailableError, match="per-layer inputs"):
+        resolve(bundle, RuntimeConfig(backend="mlx"))
+    with pytest.raises(UnsupportedModelError, match="predictors, thresholds and streams"):
+        check_possible(bundle)
+
+
+def test_such_a_model_learns_nothing_from_a_text(folder: Path, tmp_path: Path) -> None:
+    """It is said before anything is written."""
+    with pytest.raises(UnsupportedModelError, match="without text"):
+        convert_and_train(folder / "source", tmp_path / "bundle", ["words " * 999])
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("altup_active_idx", 1, "altup_active_idx is 1"),
+        ("altup_correct_scale", False, "altup_correct_scale"),
+        ("altup_num_inputs", 1, "altup_num_inputs is 1"),
+        ("altup_num_inputs", 17, "altup_num_inputs is 17"),
+        ("num_kv_shared_layers", 6, "num_kv_shared_layers is 6"),
+        ("num_kv_shared_layers", 5, "full_attention has no layer"),
+        ("num_kv_shared_layers", -1, "num_kv_shared_layers is -1"),
+        ("activation_sparsity_pattern", [0.5], "names 1 layers of 6"),
+        ("activation_sparsity_pattern", [1.0] * 6, "shares are from 0"),
+        ("intermediate_size", [160] * 5 + [80], "layers of different sizes"),
+        ("intermediate_size", [160] * 5, "names 5 layers of 6"),
+        ("laurel_rank", 0, "laurel_rank is 0"),
+        ("hidden_size_per_layer_input", 0, "without per-layer inputs"),
+        ("hidden_size_per_layer_input", -4, "per_layer_width is -4"),
+        ("vocab_size_per_layer_input", 257, "vocab_size_per_layer_input is 257"),
+    ],
+)
+def test_configs_that_are_refused(folder: Path, key: str, value: Any, message: str) -> None:
+    values = json.loads((folder / "source" / "config.json").read_text())
+    read_config(values)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+        read_config(values | {key: value})
+
+
+def changed(config: ModelConfig, layer: int, **attention: Any) -> ModelConfig:
+    layers = list(config.layers)
+    layers[layer] = replace(layers[layer], attention=replace(layers[layer].attention, **attention))
+    return replace(config, layers=tuple(layers))
+
+
+def test_models_that_no_backend_runs_are_refused(folder: Path) -> None:
+    config = Bundle.open(folder / "f16").config
+    for layer, owner, message in (
+        (5, 4, "can be shared"),
+        (5, 5, "can be shared"),
+        (1, 0, "come last"),
+        (4, -1, "can be shared"),
+        (5, None, "come last"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            changed(config, layer, keys_of=owner)
+    with pytest.raises(UnsupportedModelError, match="values are normed need 'head'"):
+        AttentionSpec(1.0, value_norm=True)
+    with pytest.raises(UnsupportedModelError, match="cutoff of gates is 11"):
+        FeedForwardSpec("gelu", cutoff=11.0)
+    with pytest.raises(UnsupportedModelError, match="before 'relu'"):
+        FeedForwardSpec("relu", cutoff=1.0)
+    with pytest.raises(UnsupportedModelError, match="residual_copies is 17"):
+        replace(config, residual_copies=17)
+    with pytest.raises(UnsupportedModelError, match="different feed-forwards"):
+        replace(
+            config,
+            layers=(*config.layers[:5], replace(config.layers[5], feed_forward=FeedForwardSpec("silu"))),
+        )
+
+
+def test_a_text_orders_neurons_and_rounds_nothing(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ordered neurons are the same function, cutoffs included, and layers aren't run apart for rounding."""
+    pieces = [random_tokens(Bundle.open(folder / "q4").config, 40, seed) for seed in range(2)]
+
+    def train(path: Path) -> None:
+        bundle = Bundle.open(path)
+        (tmp_path / "recorded").mkdir()
+        activations = record_inputs(bundle, pieces, tmp_path / "recorded")
+        order_neurons(bundle, activations, 80)
+
+    training = Training("text", train, pieces)
+    convert(folder / "source", tmp_path / "bundle", "q4", begin_training=lambda checkpoint: training)
+    assert "doesn't round weights" in caplog.text
+    before, after = Bundle.open(folder / "q4"), Bundle.open(tmp_path / "bundle")
+    name = "neurons-00000.safetensors"
+    assert before.manifest.files[name].sha256 != after.manifest.files[name].sha256
+    assert before.manifest.files[PER_LAYER].sha256 == after.manifest.files[PER_LAYER].sha256
+    logits = []
+    for path in (folder / "q4", tmp_path / "bundle"):
+        with running(path, "reference") as model:
+            logits.append(all_logits(model, pieces[0], 32))
+    assert np.abs(logits[0] - logits[1]).max() < 1e-3 * np.abs(logits[0]).max()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("per_layer", "stride"), 64, "per_layer"),
+        (("per_layer",), None, "per_layer"),
+        (("model", "per_layer_width"), 13, "manifest"),
+        (("model", "residual_copies"), 99, "residual_copies is 99"),
+        (("model", "layers", 0, "laurel_rank"), 9, "resident"),
+        (("model", "layers", 0, "laurel_rank"), 0, "laurel_rank"),
+        (("model", "layers", 5, "attention", "keys_of"), 4, "can be shared"),
+        (("model", "layers", 5, "attention", "keys_of"), "3", "keys_of"),
+        (("model", "layers", 5, "attention", "value_norm"), 1, "value_norm"),
+        (("model", "layers", 0, "feed_forward", "cutoff"), 11.0, "cutoff"),
+        (("model", "layers", 0, "feed_forward", "threshold"), 1.0, "threshold"),
+    ],
+)
+def test_manifests_that_are_refused(
+    folder: Path, tmp_path: Path, path: tuple[str | int, ...], value: Any, message: str
+) -> None:
+    shutil.copytree(folder / "q4", tmp_path / "bundle")
+    put(*path, value=value)(tmp_path / "bundle")
+    with pytest.raises(OndeviceError, match=message):
+        Bundle.open(tmp_path / "bundle")
+
+
+def test_sidecars_of_such_a_model_are_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "q4", tmp_path / "bundle")
+    for sidecar in (PREDICTORS_SIDECAR, THRESHOLDS_SIDECAR):
+        (tmp_path / "bundle" / sidecar.manifest).write_bytes(sidecar_text(sidecar, {"version": 1}))
+    bundle = Bundle.open(tmp_path / "bundle")
+    assert bundle.predictors is bundle.thresholds is None
+    assert all("runs without predictors" in str(error) for error in bundle.damaged.values())
+    assert set(bundle.damaged) == {"predictors", "thresholds"}
