@@ -5,7 +5,7 @@ they are rounded, by the errors of the inputs before it as the inputs' second mo
 are damped as in section 3.3 of the paper. Nothing depends on the number of threads: moments are sums of whole
 numbers, exact in whatever order a library adds them, and the kernels have one order of operations.
 
-Memory: `MOST_INPUTS` bounds what is held at once, to about 450 MB. Wider matrices are rounded in blocks of
+Memory: `MOST_INPUTS` bounds what is held at once, to about 350 MB. Wider matrices are rounded in blocks of
 inputs, between which no error is fed back.
 
 Legend: N tokens, C inputs of a matrix, R rows.
@@ -35,6 +35,10 @@ DAMPING = 0.01
 """Share of the inputs' mean energy that is added to every input's, so that their moments can be inverted."""
 READ_BYTES = 32 << 20
 """Bytes of a matrix's values, in float32, that are read and rounded at a time."""
+SLAB_INPUTS = 512
+"""Inputs whose products with all that follow them are in memory beside their sums."""
+COMPARED_ROWS = 128
+"""Rows whose error is measured at a time."""
 _TOP = 32767
 
 
@@ -71,12 +75,16 @@ class Inputs:
     def moments(self, picks: NDArray[np.int64]) -> NDArray[np.float64]:
         """(n, n) sums of products of the inputs `picks`, (n,)."""
         total = np.zeros((len(picks), len(picks)))
+        slabs = [slice(start, start + SLAB_INPUTS) for start in range(0, len(picks), SLAB_INPUTS)]
         for codes, scales in self._chunks:
             wide, scale = codes[:, picks].astype(np.float64), scales[picks]
-            products = wide.T @ wide
-            products *= scale
-            products *= scale[:, None]
-            total += products
+            for slab in slabs:
+                products = wide[:, slab].T @ wide[:, slab.start :]
+                products *= scale[slab, None]
+                products *= scale[slab.start :]
+                total[slab, slab.start :] += products
+        for slab in slabs:
+            total[slab.stop :, slab] = total[slab, slab.stop :].T
         return total
 
 
@@ -172,9 +180,19 @@ def _rounded(
             "not saved properly; download it again, or save it again in float32 with finite weights"
         )
     found = QuantizedRows(codes, scales.view(np.float16), biases.view(np.float16))
-    off = dequantize(found, stored or DOWN, layout.cols) - weights
-    squares = [np.einsum("rc,rc->r", values, values, dtype=np.float64) for values in (off, weights)]
-    return RoundedRows(found, layout.cols, np.stack(squares, axis=1))
+    return RoundedRows(found, layout.cols, _squares(found, stored or DOWN, weights))
+
+
+def _squares(rows: QuantizedRows, stored: RowFormat, weights: Float32) -> NDArray[np.float64]:
+    """(R, 2), as RoundedRows has them, of rows of weights (R, C)."""
+    found = np.empty((len(weights), 2))
+    for start in range(0, len(weights), COMPARED_ROWS):
+        part = slice(start, start + COMPARED_ROWS)
+        some = QuantizedRows(rows.codes[part], rows.scales[part], rows.biases[part])
+        exact = weights[part].astype(np.float64)
+        off = dequantize(some, stored, weights.shape[1]) - exact
+        found[part] = np.stack([np.square(off).sum(axis=1), np.square(exact).sum(axis=1)], axis=1)
+    return found
 
 
 def _stacked(parts: Sequence[RoundedRows]) -> RoundedRows:
