@@ -138,9 +138,6 @@ def convert(
         origin = _origin(checkpoint)
         trained = origin if training is None else f"{origin} {training.identity}"
         pieces = () if training is None or quant_config.bits != 4 else training.pieces
-        if pieces and not checkpoint.config.is_plain:
-            logger.warning("the text doesn't round weights of this model: its layers can't be run one by one")
-            pieces = ()
         if resume and _is_converted(folder.output, checkpoint, quant_config, trained):
             folder.discard_leftover()
             return folder.output
@@ -413,6 +410,7 @@ class _Conversion:
         """The format of a kind of matrix, as notes tell them apart."""
         matrices: dict[str, MatrixKind] = {
             "attention": "qkv",
+            "attention_output": "out",
             "embedding": "embedding",
             "gate": "feed_forward",
             "head": "head",

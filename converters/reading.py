@@ -34,6 +34,13 @@ DOWN_BLOCK_BYTES = 96 << 20
 Wanted = Callable[[str, str], bool]
 """Gets a bundle file and a resident tensor (or `records`), and returns true if it is to be read."""
 NOT_ROUNDED: Mapping[str, RoundedRows] = {}
+NAMES_OF_KINDS: Mapping[MatrixKind | None, str] = {
+    "qkv": "attention",
+    "out": "attention_output",
+    "head": "head",
+    None: "other",
+}
+"""What notes call the kinds of resident matrices."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +49,10 @@ class Block:
     and down (transposed).
 
     file: the bundle file that they go to. tensor: the resident tensor, without `.codes`, or `records`.
-    sources: the checkpoint's names of `rows`. kinds: attention, down, embedding, gate, head, per_layer or
-    up, for each of a matrix. formats: how each matrix is stored. rows: each (n, columns) in the stored type,
-    or the checkpoint's own codes of n rows, or n rows that are rounded; a vector is (n,) float32. nbytes:
-    checkpoint bytes of them. last: true for the last block of the tensor.
+    sources: the checkpoint's names of `rows`. kinds: attention, attention_output, down, embedding, gate,
+    head, other, per_layer or up, for each of a matrix. formats: how each matrix is stored. rows: each (n,
+    columns) in the stored type, or the checkpoint's own codes of n rows, or n rows that are rounded; a vector
+    is (n,) float32. nbytes: checkpoint bytes of them. last: true for the last block of the tensor.
     """
 
     file: str
@@ -93,11 +100,9 @@ def read_blocks(
             nbytes = sum(source.nbytes for source in sources)
             yield Block(RESIDENT, tensor, tuple(source.name for source in sources), (), (), (vector,), nbytes)
         else:
-            kind, stored = matrix_kind(tensor), quant.down
-            if kind is not None:
-                stored = quant.of(kind)
-            name = "head" if kind == "head" else "attention"
-            yield from _matrix(RESIDENT, tensor, name, sources, stored, rounded)
+            kind = matrix_kind(tensor)
+            stored = quant.down if kind is None else quant.of(kind)
+            yield from _matrix(RESIDENT, tensor, NAMES_OF_KINDS[kind], sources, stored, rounded)
 
 
 def matrix_kind(tensor: str) -> MatrixKind | None:

@@ -113,8 +113,11 @@ def read_sizes(
     """
     hidden_size = reader.integer("hidden_size")
     num_heads = reader.integer("num_attention_heads", heads)
-    if num_heads < 1:
-        raise CheckpointError(f"config.json: num_attention_heads is {num_heads}")
+    if min(hidden_size, num_heads) < 1:
+        raise CheckpointError(
+            f"config.json: hidden_size is {hidden_size} and num_attention_heads {num_heads}; both must be 1 "
+            "or more"
+        )
     if kv_heads is None or reader.has("num_key_value_heads"):
         kv_heads = reader.integer("num_key_value_heads", num_heads)
     if head_dim is None or reader.has("head_dim"):

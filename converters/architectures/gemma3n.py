@@ -61,6 +61,8 @@ def _read(reader: ConfigReader) -> Description:
     window = reader.integer("sliding_window", 512)
     check_window(window)
     bias = reader.boolean("attention_bias", False)
+    # Scores aren't scaled, whatever it says.
+    reader.number("query_pre_attn_scalar", 256.0)
     attention = AttentionSpec(1.0, head_norm="head", value_norm=True, bias=bias, output_bias=bias)
     owners = _owners(kinds, reader.integer("num_kv_shared_layers", 15))
     feed_forward = FeedForwardSpec(read_activation(reader, "hidden_activation", "gelu_pytorch_tanh"))
@@ -105,7 +107,7 @@ def _read(reader: ConfigReader) -> Description:
 def _sizes(reader: ConfigReader) -> Sizes:
     """Sizes; the number of neurons may stand once for each layer, and must be the same in all."""
     neurons = reader.values_of("intermediate_size")
-    if len(set(neurons)) != 1:
+    if any(type(count) is not int for count in neurons) or len(set(neurons)) != 1:
         raise UnsupportedModelError(
             f"config.json: intermediate_size is {shown(neurons)}; layers of different sizes aren't supported"
         )
@@ -171,8 +173,9 @@ def _copies(reader: ConfigReader) -> int:
         raise UnsupportedModelError(f"config.json: altup_active_idx is {active}; only 0 is supported")
     if not reader.boolean("altup_correct_scale", True):
         raise UnsupportedModelError("config.json: altup_correct_scale is false, which isn't supported")
-    # It bounds coefficients in training alone.
-    reader.number("altup_coef_clip", 120.0)
+    # Of training alone.
+    for dropped in ("altup_coef_clip", "altup_lr_multiplier"):
+        reader.number(dropped, 0.0)
     return copies
 
 

@@ -45,8 +45,11 @@ def open_parts(named: str, opened: Callable[[str], Part]) -> list[Part]:
             )
         return [part]
     count = int(match["count"])
-    if not 1 <= count <= MAX_PARTS:
-        raise CheckpointError(f"{named} would have {count} parts; 1 to {MAX_PARTS} are possible")
+    if not 1 <= int(match["number"]) <= count <= MAX_PARTS:
+        raise CheckpointError(
+            f"{named} would be part {int(match['number'])} of {count}; parts count from 1, and at most "
+            f"{MAX_PARTS} are possible"
+        )
     parts = []
     for number in range(1, count + 1):
         name = f"{match['stem']}-{number:05d}-of-{count:05d}.gguf"

@@ -13,6 +13,9 @@ from ondevice.config import RowFormat
 from ondevice.converters.checkpoints.base import SourceFile, SourceTensor
 from ondevice.converters.quantize import SourceCodes, Weights, to_float32
 
+GAP_BYTES = 4 << 20
+"""Most bytes between two wanted rows that are read along."""
+
 
 class _View:
     """A `SourceTensor` of the same type and files as `source`."""
@@ -60,8 +63,9 @@ class _View:
 class RowsOf(_View):
     """The rows `picks` of a matrix, or the values `picks` of a vector.
 
-    A block of rows is read with all that lie between its first and its last in `source`, so neighbours should
-    stay near each other. unit: rows that trade places only among themselves.
+    A block of rows is read with all that lie between its first and its last in `source`, but for gaps of more
+    than GAP_BYTES, so neighbours should stay near each other. unit: rows that trade places only among
+    themselves.
     """
 
     name: str
@@ -79,6 +83,14 @@ class RowsOf(_View):
 
     def rows(self, start: int, stop: int) -> Weights:
         picks = self.picks[start:stop]
+        known = np.unique(picks)
+        row_bytes = self.source.nbytes // self.source.shape[0]
+        runs = np.split(known, np.flatnonzero(np.diff(known) * row_bytes > GAP_BYTES) + 1)
+        if len(runs) == 1:
+            return self._run(picks)
+        return np.concatenate([self._run(run) for run in runs])[np.searchsorted(known, picks)]
+
+    def _run(self, picks: NDArray[np.int64]) -> Weights:
         first = int(picks.min())
         return self.source.rows(first, int(picks.max()) + 1)[picks - first]
 

@@ -41,6 +41,7 @@ MOST_TOKENS = 16384
 INPUT_BYTES = 512 << 20
 """Most bytes of hidden states and of one layer's inputs."""
 CHUNK_TOKENS = 256
+NO_STATES: Float32 = np.empty((0, 0), dtype=np.float32)
 
 OnStep = Callable[[str], None]
 
@@ -124,7 +125,8 @@ class LayerRounding:
         backend = _Observed(self._runner)
         with closing(backend):
             model = Transformer(one, backend, self._weights(layer))
-            states = []
+            if not layer:
+                self.states = [NO_STATES] * len(self._pieces)
             for index, piece in enumerate(self._pieces):
                 kv, outputs = KVCache(KVLayout(one, 16)), []
                 for start in range(0, len(piece), CHUNK_TOKENS):
@@ -132,8 +134,7 @@ class LayerRounding:
                     x = self.states[index][start : start + len(chunk)] if layer else None
                     # The arrays that a backend returns are valid only until its next op.
                     outputs.append(np.array(model.hidden_states(chunk, kv, x=x)))
-                states.append(np.concatenate(outputs))
-        self.states = states
+                self.states[index] = np.concatenate(outputs)
         return backend.inputs
 
     def _weights(self, layer: int) -> ModelWeights:

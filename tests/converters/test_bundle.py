@@ -151,7 +151,7 @@ def test_provenance_and_error(tmp_path: Path) -> None:
         provenance = Bundle.open(convert(source, tmp_path / quant, quant)).manifest.provenance
         assert (provenance.source, provenance.source_format) == ("my-model", "huggingface")
         errors[quant] = provenance.quantisation_error
-    assert list(errors["q4"]) == ["attention", "embedding", "feed_forward", "head"]
+    assert list(errors["q4"]) == ["attention", "attention_output", "embedding", "feed_forward", "head"]
     assert all(0.05 < error < 0.12 for error in errors["q4"].values())
     assert all(0.003 < error < 0.008 for error in errors["q8"].values())
     assert errors["f16"] == {}

@@ -164,6 +164,8 @@ def test_such_a_model_learns_nothing_from_a_text(folder: Path, tmp_path: Path) -
         ("activation_sparsity_pattern", [1.0] * 6, "shares are from 0"),
         ("intermediate_size", [160] * 5 + [80], "layers of different sizes"),
         ("intermediate_size", [160] * 5, "names 5 layers of 6"),
+        ("intermediate_size", [], "layers of different sizes"),
+        ("hidden_size", -1, "hidden_size is -1"),
         ("laurel_rank", 0, "laurel_rank is 0"),
         ("hidden_size_per_layer_input", 0, "without per-layer inputs"),
         ("hidden_size_per_layer_input", -4, "per_layer_width is -4"),
@@ -175,6 +177,27 @@ def test_configs_that_are_refused(folder: Path, key: str, value: Any, message: s
     read_config(values)
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
         read_config(values | {key: value})
+
+
+PUBLISHED: dict[str, Any] = {
+    "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 20, "altup_active_idx": 0, "altup_coef_clip": 120.0,
+    "altup_correct_scale": True, "altup_lr_multiplier": 1.0, "altup_num_inputs": 4, "attention_bias": False,
+    "attention_dropout": 0.0, "final_logit_softcapping": 30.0, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2048, "hidden_size_per_layer_input": 256,
+    "initializer_range": 0.02, "intermediate_size": [8192] * 30, "laurel_rank": 64,
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 6, "max_position_embeddings": 32768,
+    "model_type": "gemma3n_text", "num_attention_heads": 8, "num_hidden_layers": 30, "num_key_value_heads": 2,
+    "num_kv_shared_layers": 10, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000.0, "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": 512,
+    "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 262400, "vocab_size_per_layer_input": 262144,
+}  # fmt: skip
+"""The keys of the published E2B, older than those that `transformers` writes."""
+
+
+def test_published_keys_are_known() -> None:
+    config = read_config(PUBLISHED)
+    assert (config.num_layers, config.num_kv_layers, config.residual_copies) == (30, 20, 4)
+    assert [layer.feed_forward.cutoff is not None for layer in config.layers] == [True] * 10 + [False] * 20
 
 
 def changed(config: ModelConfig, layer: int, **attention: Any) -> ModelConfig:

@@ -136,7 +136,7 @@ def test_codes_are_copied_byte_for_byte(tmp_path: Path, scheme: Scheme, quant: s
     rounded = dequantize(quantize_reference(down.T, scheme.bits), scheme.bits, 128).T
     assert (bundle_weights(bundle.path)[f"{MLP}.down_proj.weight"] == rounded).all()
     notes = dict(note.split(": ", 1) for note in bundle.manifest.provenance.notes)
-    assert list(notes) == ["attention", "down", "embedding", "gate", "head", "up"]
+    assert list(notes) == ["attention", "attention_output", "down", "embedding", "gate", "head", "up"]
     assert {kind for kind, note in notes.items() if note == "codes and scales copied"} == set(notes) - {
         "down"
     }
@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_rounded_from_its_values(tmp_path: Path, scheme: Sc
             rounded = dequantize(quantize_reference(exact, bits), bits, exact.shape[1])
             assert (weights[name] == (rounded.T if is_down(name) else rounded)).all(), name
     notes = bundle.manifest.provenance.notes
-    assert len(notes) == 6
+    assert len(notes) == 7
     assert all(f": rounded to {bits} bits; relative error 0." in note for note in notes)
 
 
@@ -217,8 +217,8 @@ def test_modules_may_differ(tmp_path: Path) -> None:
         )
         assert worst == 0.0 if exact else 0.0 < worst < 0.01, name
     notes = dict(note.split(": ", 1) for note in bundle.manifest.provenance.notes)
-    assert notes["attention"].startswith("75 % codes and scales copied; 25 % rounded to 8 bits; relative")
-    assert notes["head"] == "codes and scales copied"
+    assert notes["attention"].startswith("66.7 % codes and scales copied; 33.3 % rounded to 8 bits; relative")
+    assert notes["attention_output"] == notes["head"] == "codes and scales copied"
     assert Bundle.open(convert(folder.path, tmp_path / "q4")).quant.name == "q4"
 
 

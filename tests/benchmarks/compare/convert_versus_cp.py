@@ -4,7 +4,7 @@ With `--gguf` the source is a GGUF file in Q4_0, whose codes are copied.
 
 Then a small model is converted again and again, each time killed (SIGKILL) at a random moment and resumed:
 the bytes must be those of an uninterrupted conversion. Ends with one JSON line; exits 0 only if the
-conversion takes at most 3 times the copy, isn't killed, and all resumes agree.
+conversion takes at most 3 times the copy (1.5 times of a GGUF file), isn't killed, and all resumes agree.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.benchmarks.lib.random_model import LLAMA_7B, TINY, huggingface_folder
 from tests.support.paths import ROOT
 
 LIMIT_BYTES = 1 << 30
-AT_MOST = 3.0
+AT_MOST, GGUF_AT_MOST = 3.0, 1.5
 
 
 def copy_seconds(source: Path, workdir: Path) -> float:
@@ -142,10 +142,11 @@ def main() -> int:
     passed = True
     if args.pairs:
         ratio = summary(conversions)["median"] / summary(copies)["median"]
-        passed = ratio <= AT_MOST
+        at_most = GGUF_AT_MOST if args.gguf else AT_MOST
+        passed = ratio <= at_most
         print(f"cp {spread(copies, 1)} s, convert {spread(conversions, 1)} s: {ratio:.2f} times")
         report |= {"cp_seconds": summary(copies), "convert_seconds": summary(conversions), "ratio": ratio}
-        report |= {"at_most": AT_MOST, "failcnt": failcnts}
+        report |= {"at_most": at_most, "failcnt": failcnts}
     if args.kills:
         resumed = kill_and_resume(huggingface_folder(TINY, args.workdir), args.workdir, args.kills, args.seed)
         passed = passed and not resumed["different"]
