@@ -74,6 +74,8 @@ def _open_file(path: Path) -> Checkpoint:
         )
     if magic[:4] == b"24ka":
         raise UnsupportedModelError(f"{path} is in llama2.c's newer format; export it in version 0")
+    if path.suffix == ".gguf":
+        raise CheckpointError(f"{path} doesn't begin as a GGUF file does; download it again")
     if path.suffix in (".safetensors", ".json"):
         raise CheckpointError(f"{path} is one file of a checkpoint; give the folder it is in")
     return open_llama2c(path)

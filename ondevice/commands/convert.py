@@ -77,18 +77,22 @@ def convert(
     kept = keep_source or content is not None
     with conversion.prepare(source, output, quant, offline=offline, keep_source=kept) as prepared:
         _agree(prepared, trains=content is not None, told=keep_source, resume=resume, force=force, yes=yes)
-        if content is None:
-            path = run_conversion(prepared, resume=resume, force=force)
-        else:
-            with progress() as show, progress() as show_training:
-                path = training.train_converted(
-                    prepared,
-                    content,
-                    on_progress=lambda done: show(*shown(done)),
-                    on_training=show_training,
-                    resume=resume,
-                    force=force,
-                )
+        try:
+            if content is None:
+                path = run_conversion(prepared, resume=resume, force=force)
+            else:
+                with progress() as show, progress() as show_training:
+                    path = training.train_converted(
+                        prepared,
+                        content,
+                        on_progress=lambda done: show(*shown(done)),
+                        on_training=show_training,
+                        resume=resume,
+                        force=force,
+                    )
+        except KeyboardInterrupt:
+            say("interrupted; the same command with --resume goes on with what is done")
+            raise
     bundle = Bundle.open(path)
     say_notes(bundle)
     if content is not None:

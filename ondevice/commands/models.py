@@ -65,5 +65,5 @@ def _line(model: InstalledModel) -> str:
     kind = f"{model.architecture} {model.quantisation}" if model.state == "whole" else model.state
     date = model.changed.astimezone().strftime("%Y-%m-%d")
     note = "ships" if model.ships else f"from {model.source}" if model.source else model.problem
-    line = f"  {model.name:<28}{format_bytes(model.nbytes):>9}  {kind:<14}{date}  {note}"
+    line = f"  {model.name:<28}{format_bytes(model.nbytes):>9}  {kind:<17} {date}  {note}"
     return harmless(line.replace("\n", " ")).rstrip()

@@ -281,6 +281,8 @@ def _checked_path(path: Path) -> Path:
 
 
 def _missing(name: str, folder_name: str, source: str | None) -> str:
+    if name.endswith(".gguf") and not source:
+        return f"no file {name} here, and no model of that name in {model_home()}; give the file's path"
     line = _convert_line(source or "CHECKPOINT", model_home() / folder_name)
     aliases = ", ".join(ALIASES)
     known = "" if source else f"; names known without a checkpoint of your own: {aliases}"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ondevice.api import Model
+from ondevice.commands import convert
 from ondevice.tokenizer import HuggingFaceTokenizer
 from tests.support.bundles import CONTEXT
 from tests.support.command_line import Run, command
@@ -42,6 +43,8 @@ def test_a_message_cannot_steer_the_terminal(ondevice: Run, tmp_path: Path) -> N
             "at least two",
         ),
         (["generate", "-m", "unheard-of", "-p", "x"], 3, "ondevice convert CHECKPOINT --output"),
+        (["generate", "-m", "unheard-of.gguf", "-p", "x"], 3, "no file unheard-of.gguf here"),
+        (["convert", "{tmp}/noise.gguf", "-o", "{tmp}/out"], 6, "doesn't begin as a GGUF file does"),
         (["generate", "-m", "llama-7b", "-p", "x"], 3, "ondevice convert huggyllama/llama-7b --output"),
         (["generate", "-m", "{bundle}", "-p", "x", "--sparsity", "exact"], 3, "It can have: dense"),
         (["generate", "-m", "{bundle}", "-p", "x", "--speculation", "streams"], 3, "ondevice train streams"),
@@ -67,6 +70,7 @@ def test_every_error_has_its_exit_code_and_says_what_to_do(
     (broken / "bundle.json").write_text('{"manifest": {}, "sha256": ""}')
     cut = write_checkpoint(tmp_path / "cut") / "model.safetensors"
     os.truncate(cut, cut.stat().st_size // 2)
+    (tmp_path / "noise.gguf").write_bytes(bytes(range(256)))
     places = {"bundle": chat_bundle, "broken": broken, "cut": cut.parent, "tmp": tmp_path}
     result = ondevice(*(argument.format(**places) for argument in arguments))
     assert result.code == code
@@ -179,6 +183,18 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(chat_bundle: Path) -> 
         assert process.wait(60) == 141
     assert "Traceback" not in message
     assert "BrokenPipe" not in message
+
+
+def test_an_interrupted_conversion_says_how_it_goes_on(
+    ondevice: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object, **options: object) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert, "run_conversion", interrupted)
+    stopped = ondevice("convert", write_checkpoint(tmp_path / "source"), "-o", tmp_path / "out")
+    assert stopped.code == 130
+    assert "--resume goes on" in stopped.err
 
 
 def test_an_interrupt_ends_with_130(chat_bundle: Path) -> None:
