@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ondevice.commands.terminal import can_ask, confirm, progress, say, take_interrupts
 from ondevice.config import RuntimeConfig
-from ondevice.errors import ModelNotFoundError, OndeviceError, StartAgainError
+from ondevice.errors import ModelNotFoundError, OndeviceError, StartAgainError, UsageError
 
 if TYPE_CHECKING:
     from ondevice.bundle.reader import Bundle
@@ -62,7 +62,8 @@ def _converted(model: str, runtime: RuntimeConfig, yes: bool) -> Path:
         try:
             path = run_conversion(prepared, resume=True)
         except OndeviceError as error:
-            error.add_note("what is done is kept: the same command goes on with it")
+            if not isinstance(error, UsageError):
+                error.add_note("what is done is kept: the same command goes on with it")
             raise
         say(f"converted: {path}")
         say_notes(Bundle.open(path))

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from ondevice.api import Model
-from ondevice.commands import convert
+from ondevice.commands import convert, obtaining
+from ondevice.errors import DownloadError, OndeviceError, UsageError
 from ondevice.tokenizer import HuggingFaceTokenizer
 from tests.support.bundles import CONTEXT
 from tests.support.command_line import Run, command
@@ -195,6 +196,23 @@ def test_an_interrupted_conversion_says_how_it_goes_on(
     stopped = ondevice("convert", write_checkpoint(tmp_path / "source"), "-o", tmp_path / "out")
     assert stopped.code == 130
     assert "--resume goes on" in stopped.err
+
+
+@pytest.mark.parametrize(
+    ("error", "goes_on"),
+    [(UsageError("begun with other options"), False), (DownloadError("the connection broke"), True)],
+)
+def test_a_conversion_that_the_same_command_cannot_go_on_with(
+    ondevice: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OndeviceError, goes_on: bool
+) -> None:
+    def failed(*arguments: object, **options: object) -> Path:
+        raise error
+
+    monkeypatch.setattr(obtaining, "run_conversion", failed)
+    source = write_checkpoint(tmp_path / "source")
+    refused = ondevice("generate", source, "-p", "x", "--yes")
+    assert str(error) in refused.err
+    assert ("the same command goes on" in refused.err) == goes_on
 
 
 def test_an_interrupt_ends_with_130(chat_bundle: Path) -> None:
