@@ -321,9 +321,11 @@ class _Conversion:
         """What is wanted, read and packed ahead."""
         blocks = ahead(read_blocks(self._checkpoint, wanted, self._quant, rounded), BLOCKS_AHEAD)
         chunks = ahead(pack(blocks, self._checkpoint.config, self._quant, runner), BLOCKS_AHEAD)
-        # Closing the stages waits for the reads that are under way.
+        # Closing the stages waits for the reads that are under way, so these are interrupted first:
+        # `yield from` would close the stages before.
         with closing(chunks), _interrupting(self._checkpoint):
-            yield from chunks
+            for chunk in chunks:  # noqa: UP028
+                yield chunk
 
     def _rounded_chunks(
         self, wanted: Wanted, meter: ProgressMeter, runner: _native.Runner

@@ -24,9 +24,7 @@ from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR
 from ondevice.bundle.verify import verify
 from ondevice.config import RuntimeConfig
 from ondevice.converters.architectures.registry import read_config
-from ondevice.converters.convert import Training, convert
-from ondevice.converters.training.activations import record_inputs
-from ondevice.converters.training.neuron_order import order_neurons
+from ondevice.converters.convert import convert
 from ondevice.converters.training.sidecars import check_possible
 from ondevice.errors import BackendUnavailableError, CheckpointError, OndeviceError, UnsupportedModelError
 from ondevice.kernels import _native
@@ -230,32 +228,6 @@ def test_models_that_no_backend_runs_are_refused(folder: Path) -> None:
             config,
             layers=(*config.layers[:5], replace(config.layers[5], feed_forward=FeedForwardSpec("silu"))),
         )
-
-
-def test_a_text_orders_neurons_and_rounds_nothing(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Ordered neurons are the same function, cutoffs included, and layers aren't run apart for rounding."""
-    pieces = [random_tokens(Bundle.open(folder / "q4").config, 40, seed) for seed in range(2)]
-
-    def train(path: Path) -> None:
-        bundle = Bundle.open(path)
-        (tmp_path / "recorded").mkdir()
-        activations = record_inputs(bundle, pieces, tmp_path / "recorded")
-        order_neurons(bundle, activations, 80)
-
-    training = Training("text", train, pieces)
-    convert(folder / "source", tmp_path / "bundle", "q4", begin_training=lambda checkpoint: training)
-    assert "doesn't round weights" in caplog.text
-    before, after = Bundle.open(folder / "q4"), Bundle.open(tmp_path / "bundle")
-    name = "neurons-00000.safetensors"
-    assert before.manifest.files[name].sha256 != after.manifest.files[name].sha256
-    assert before.manifest.files[PER_LAYER].sha256 == after.manifest.files[PER_LAYER].sha256
-    logits = []
-    for path in (folder / "q4", tmp_path / "bundle"):
-        with running(path, "reference") as model:
-            logits.append(all_logits(model, pieces[0], 32))
-    assert np.abs(logits[0] - logits[1]).max() < 1e-3 * np.abs(logits[0]).max()
 
 
 @pytest.mark.parametrize(

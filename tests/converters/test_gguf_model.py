@@ -290,7 +290,10 @@ def test_parts_that_do_not_belong_together(source: Path, tmp_path: Path) -> None
     assert_refused(first, CheckpointError, "the parts of model have 10 tensors of 12")
     huge = tmp_path / "x-00001-of-99999.gguf"
     huge.write_bytes(first.read_bytes())
-    assert_refused(huge, CheckpointError, "would have 99999 parts; 1 to 512 are possible")
+    assert_refused(huge, CheckpointError, "would be part 1 of 99999; parts count from 1, and at most 512")
+    beyond = tmp_path / "x-00009-of-00002.gguf"
+    beyond.write_bytes(first.read_bytes())
+    assert_refused(beyond, CheckpointError, "would be part 9 of 2")
 
 
 def test_folders(source: Path, tmp_path: Path) -> None:
