@@ -13,13 +13,11 @@ from __future__ import annotations
 import logging
 import re
 from collections import deque
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
-from math import prod
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -47,11 +45,12 @@ from ondevice.bundle.manifest import (
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.resume import SourceStamp
 from ondevice.bundle.writer import BundleWriter
-from ondevice.config import AUTO_QUANT, MATRIX_KINDS, MatrixKind, QuantConfig, RowFormat
+from ondevice.config import AUTO_QUANT, MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.bundling import Chunk, pack
-from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
+from ondevice.converters.checkpoints.base import Checkpoint
 from ondevice.converters.checkpoints.opening import open_checkpoint
+from ondevice.converters.chosen_quant import chosen_quant
 from ondevice.converters.error_log import ErrorLog
 from ondevice.converters.fidelity import Fidelity, joined
 from ondevice.converters.fingerprint import fingerprint
@@ -59,7 +58,13 @@ from ondevice.converters.output_folder import OutputFolder
 from ondevice.converters.pipeline import ahead
 from ondevice.converters.progress import OnProgress, ProgressMeter
 from ondevice.converters.quantize import RoundedRows
-from ondevice.converters.reading import NOT_ROUNDED, Wanted, matrix_kind, read_blocks, resident_sources
+from ondevice.converters.reading import (
+    NAMES_OF_KINDS,
+    NOT_ROUNDED,
+    Wanted,
+    read_blocks,
+    resident_sources,
+)
 from ondevice.converters.rounding.layers import LayerRounding
 from ondevice.converters.training.sidecars import copy_bundle
 from ondevice.converters.trial import check_computes
@@ -160,59 +165,6 @@ def convert(
             training.run(folder.copy)
         folder.publish()
     return folder.output
-
-
-def chosen_quant(checkpoint: Checkpoint) -> QuantConfig:
-    """The quantisation that `auto` stands for: q4, unless most quantised weights have codes of over 4 bits.
-
-    Each kind of matrix is stored in the format that holds its codes, if it holds those of at least half of
-    its weights; the others are rounded to it.
-    """
-    bits = _chosen_bits(checkpoint.tensors.values(), 4)
-    formats: list[tuple[MatrixKind, RowFormat]] = []
-    for kind, tensors in _matrices(checkpoint).items():
-        stored = _chosen_format(tensors, bits if kind == "feed_forward" else _chosen_bits(tensors, bits))
-        if stored != RowFormat(bits):
-            formats.append((kind, stored))
-    return QuantConfig(bits, tuple(formats))
-
-
-def _matrices(checkpoint: Checkpoint) -> dict[MatrixKind, list[SourceTensor]]:
-    """The checkpoint's matrices by kind, but for down projections."""
-    found: dict[MatrixKind, list[SourceTensor]] = {kind: [] for kind in MATRIX_KINDS}
-    for name, sources in resident_sources(checkpoint):
-        kind = matrix_kind(name)
-        if kind is not None and len(sources[0].shape) == 2:
-            found[kind] += sources
-    found["embedding"].append(checkpoint.tensors[names.EMBEDDING])
-    for layer in range(checkpoint.config.num_layers):
-        *by_rows, _ = names.LayerNames(layer).neurons(checkpoint.config.layers[layer])
-        found["feed_forward"] += [checkpoint.tensors[row] for row in by_rows]
-    return found
-
-
-def _chosen_bits(tensors: Iterable[SourceTensor], otherwise: Literal[4, 8, 16]) -> Literal[4, 8, 16]:
-    """8 if most quantised weights have codes of over 4 bits, 4 if not; `otherwise` where none has codes."""
-    weights = {False: 0, True: 0}
-    for tensor in tensors:
-        if tensor.code_bits:
-            weights[tensor.code_bits > 4] += prod(tensor.shape)
-    if not any(weights.values()):
-        return otherwise
-    return 8 if weights[True] > weights[False] else 4
-
-
-def _chosen_format(tensors: Sequence[SourceTensor], bits: Literal[4, 8, 16]) -> RowFormat:
-    """The format of matrices at `bits` bits: that of most of their weights' codes, if it is one."""
-    held = [
-        (prod(tensor.shape), tensor.code_format)
-        for tensor in tensors
-        if tensor.code_format is not None and tensor.code_format.bits <= bits
-    ]
-    if not held or 2 * sum(count for count, _ in held) < sum(prod(tensor.shape) for tensor in tensors):
-        return RowFormat(bits)
-    implied = len(held) == len(tensors) and all(own.implied_bias for _, own in held)
-    return RowFormat(bits, min(own.group_size for _, own in held), implied)
 
 
 def is_bundle_of(folder: Path, checkpoint: Checkpoint) -> bool:
@@ -334,14 +286,17 @@ class _Conversion:
         rounding = LayerRounding(
             self._checkpoint, self._quant, self._pieces, runner, lambda step: meter.advance(step, 0)
         )
-        layers = self._checkpoint.config.num_layers
+        layers, places = self._checkpoint.config.num_layers, list(source_bytes(self._checkpoint))
         for layer in range(layers + 1):
 
             def part(file: str, tensor: str, layer: int = layer) -> bool:
                 return _layer_of(file, tensor, layers) == layer and wanted(file, tensor)
 
-            is_wanted = any(part(*place) for place in source_bytes(self._checkpoint))
-            rounded = rounding.layer(layer, is_wanted) if layer < layers else rounding.head()
+            is_wanted = any(part(*place) for place in places)
+            if layer < layers:
+                rounded = rounding.layer(layer, is_wanted)
+            else:
+                rounded = rounding.head() if is_wanted else {}
             with closing(self._chunks(part, runner, rounded)) as chunks:
                 yield from _counted(chunks, meter)
 
@@ -411,12 +366,10 @@ class _Conversion:
     def _format_of(self, kind: str) -> RowFormat:
         """The format of a kind of matrix, as notes tell them apart."""
         matrices: dict[str, MatrixKind] = {
-            "attention": "qkv",
-            "attention_output": "out",
             "embedding": "embedding",
             "gate": "feed_forward",
-            "head": "head",
             "up": "feed_forward",
+            **{name: matrix for matrix, name in NAMES_OF_KINDS.items() if matrix is not None},
         }
         return self._quant.of(matrices[kind]) if kind in matrices else self._quant.down
 

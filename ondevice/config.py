@@ -76,6 +76,10 @@ class QuantConfig:
         """The format of this kind of matrix."""
         return dict(self.formats).get(kind, self.down)
 
+    def head(self, tied: bool) -> RowFormat:
+        """The format of the output head. tied: whether it is the embedding."""
+        return self.of("embedding" if tied else "head")
+
     @property
     def down(self) -> RowFormat:
         """The format of down rows, and of all that `formats` doesn't name."""

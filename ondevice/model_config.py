@@ -477,7 +477,9 @@ class ModelConfig:
 
     @property
     def is_plain(self) -> bool:
-        """True without per-layer inputs, copies of the residual, shared keys and statistical cutoffs."""
+        """True without per-layer inputs, copies of the residual, low-rank blocks beside attention, normed
+        values, shared keys and statistical cutoffs.
+        """
         return (
             not self.per_layer_width
             and self.num_kv_layers == self.num_layers

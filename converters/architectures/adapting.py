@@ -16,6 +16,11 @@ from ondevice.model_config import ModelConfig
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
 
 
+def weights_and_biases(modules: Mapping[str, str]) -> dict[str, str]:
+    """Names for `renamed`, of the weight and the bias of each module. modules: old name to new name."""
+    return {f"{old}.{kind}": f"{new}.{kind}" for old, new in modules.items() for kind in ("weight", "bias")}
+
+
 def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
     """Each layer's tensors by the new names. names: old name to new name, after `model.layers.N.`."""
 

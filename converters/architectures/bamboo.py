@@ -12,18 +12,13 @@ from ondevice.converters.architectures.common import (
     Description,
     Family,
     Tensors,
+    check_code,
     check_window,
     read_llama,
-    read_own_code,
 )
 from ondevice.converters.architectures.config_reader import ConfigReader
 from ondevice.errors import UnsupportedModelError
 
-_CODE = {
-    "AutoConfig": "configuration_bamboo.BambooConfig",
-    "AutoModel": "modeling_bamboo.BambooForCausalLM",
-    "AutoModelForCausalLM": "modeling_bamboo.BambooForCausalLM",
-}
 _PREDICTOR = re.compile(r"model\.layers\.\d+\.mlp\.predictor\..+")
 
 
@@ -32,7 +27,7 @@ def _read(reader: ConfigReader) -> Description:
     if not reader.is_null("sliding_window"):
         window = reader.integer("sliding_window", 4096)
         check_window(window)
-    read_own_code(reader, _CODE)
+    check_code(reader, "bamboo")
     config = read_llama(
         reader,
         "bamboo",

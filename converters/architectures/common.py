@@ -171,18 +171,6 @@ def read_feed_forward(
     return FeedForwardSpec("fatrelu", threshold=float(threshold), up_activation=up_activation)
 
 
-def read_own_code(reader: ConfigReader, modules: Mapping[str, str]) -> None:
-    """Refuse code that a repository brings along, but for the family's own, which `transformers` lacks.
-
-    modules: names allowed for `configuration` and `modeling`, by key of `auto_map`.
-    """
-    code = reader.section("auto_map") or {}
-    if any(modules.get(key) != name for key, name in code.items()):
-        raise UnsupportedModelError(
-            f"config.json: auto_map is {shown(code)}, which isn't the family's own code"
-        )
-
-
 def score_scale(width: float) -> float:
     """1 / sqrt(width) in float32: the usual factor of attention scores, for heads of `width` dimensions."""
     return float(np.float32(1.0) / np.sqrt(np.float32(width)))
@@ -331,7 +319,7 @@ def read_llama(
 def check_code(reader: ConfigReader, module: str) -> None:
     """Raises UnsupportedModelError if `auto_map` names code other than the family's own.
 
-    That code is never run: `transformers` computes the same. module: the end of its files' names, as in
+    That code is never run: what it computes is known here. module: the end of its files' names, as in
     `modeling_phi3`.
     """
     code = reader.section("auto_map") or {}

@@ -10,6 +10,7 @@ from ondevice.converters.architectures.adapting import (
     renamed,
     split_grouped,
     under_model,
+    weights_and_biases,
 )
 from ondevice.converters.architectures.common import (
     Description,
@@ -31,17 +32,15 @@ PREFIXES = {
     "transformer.word_embeddings.": "model.embed_tokens.",
     "transformer.ln_f.": "model.norm.",
 }
-NAMES = {
-    f"{old}.{kind}": f"{new}.{kind}"
-    for kind in ("weight", "bias")
-    for old, new in {
+NAMES = weights_and_biases(
+    {
         "self_attention.dense": "self_attn.o_proj",
         "mlp.dense_h_to_4h": "mlp.gate_proj",
         "mlp.dense_4h_to_h": "mlp.down_proj",
         "ln_attn": "input_layernorm",
         "ln_mlp": "post_attention_layernorm",
-    }.items()
-}
+    }
+)
 
 
 def _read(reader: ConfigReader) -> Description:

@@ -5,17 +5,11 @@ ProSparse (arXiv 2402.13516) is a Llama with gates that are exactly zero up to a
 
 from __future__ import annotations
 
-from ondevice.converters.architectures.common import Description, Family, read_llama, read_own_code
+from ondevice.converters.architectures.common import Description, Family, check_code, read_llama
 from ondevice.converters.architectures.config_reader import ConfigReader
 from ondevice.errors import UnsupportedModelError
 
 SPARSE_CLASS = "SparseLlamaForCausalLM"
-_SPARSE_CODE = {
-    "AutoConfig": "configuration_sparsellama.SparseLlamaConfig",
-    "AutoModel": "modeling_sparsellama.SparseLlamaModel",
-    "AutoModelForCausalLM": f"modeling_sparsellama.{SPARSE_CLASS}",
-    "AutoModelForSequenceClassification": "modeling_sparsellama.SparseLlamaForSequenceClassification",
-}
 
 
 def _read(reader: ConfigReader) -> Description:
@@ -24,7 +18,7 @@ def _read(reader: ConfigReader) -> Description:
     reader.only("mlp_bias", False)
     reader.only("pretraining_tp", 1)
     if sparse:
-        read_own_code(reader, _SPARSE_CODE)
+        check_code(reader, "sparsellama")
         # Without an effect but for fatrelu.
         reader.number("hidden_act_param", 0.0)
     config = read_llama(reader, "llama", max_context=2048, attention={"bias": bias, "output_bias": bias})

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from ondevice.converters.architectures.adapting import in_halves, norms_plus_one, renamed
+from ondevice.converters.architectures.adapting import (
+    in_halves,
+    norms_plus_one,
+    renamed,
+    weights_and_biases,
+)
 from ondevice.converters.architectures.common import (
     Description,
     Family,
@@ -18,7 +23,7 @@ from ondevice.converters.architectures.config_reader import ConfigReader
 from ondevice.converters.architectures.rotary import read_rope
 from ondevice.model_config import AttentionSpec, FeedForwardSpec, LayerSpec, ModelConfig, NormSpec
 
-NAMES = {f"mlp.up_proj.{kind}": f"mlp.gate_proj.{kind}" for kind in ("weight", "bias")}
+NAMES = weights_and_biases({"mlp.up_proj": "mlp.gate_proj"})
 
 
 def _read(reader: ConfigReader) -> Description:

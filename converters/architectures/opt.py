@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from ondevice.converters.architectures.adapting import renamed
+from ondevice.converters.architectures.adapting import renamed, weights_and_biases
 from ondevice.converters.architectures.common import (
     Description,
     Family,
@@ -30,14 +30,15 @@ from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig, N
 _FIRST_POSITION = 2
 """Row of the position table that a text's first token has."""
 _DECODER = re.compile(r"(?:model\.)?decoder\.(.+)")
-_MODULES = {
-    "self_attn.out_proj": "self_attn.o_proj",
-    "self_attn_layer_norm": "input_layernorm",
-    "final_layer_norm": "post_attention_layernorm",
-    "fc1": "mlp.gate_proj",
-    "fc2": "mlp.down_proj",
-}
-_NAMES = {f"{old}.{end}": f"{new}.{end}" for old, new in _MODULES.items() for end in ("weight", "bias")}
+_NAMES = weights_and_biases(
+    {
+        "self_attn.out_proj": "self_attn.o_proj",
+        "self_attn_layer_norm": "input_layernorm",
+        "final_layer_norm": "post_attention_layernorm",
+        "fc1": "mlp.gate_proj",
+        "fc2": "mlp.down_proj",
+    }
+)
 
 
 def _read(reader: ConfigReader) -> Description:

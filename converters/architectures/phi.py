@@ -10,6 +10,7 @@ from ondevice.converters.architectures.adapting import (
     one_norm_for_both,
     renamed,
     under_model,
+    weights_and_biases,
 )
 from ondevice.converters.architectures.common import (
     Description,
@@ -25,15 +26,13 @@ from ondevice.converters.architectures.config_reader import ConfigReader
 from ondevice.converters.architectures.rotary import read_rope
 from ondevice.model_config import AttentionSpec, FeedForwardSpec, LayerSpec, ModelConfig, NormSpec
 
-NAMES = {
-    f"{old}.{kind}": f"{new}.{kind}"
-    for kind in ("weight", "bias")
-    for old, new in {
+NAMES = weights_and_biases(
+    {
         "self_attn.dense": "self_attn.o_proj",
         "mlp.fc1": "mlp.gate_proj",
         "mlp.fc2": "mlp.down_proj",
-    }.items()
-}
+    }
+)
 
 
 def _read(reader: ConfigReader) -> Description:

@@ -90,15 +90,17 @@ def describe(values: Mapping[str, Any]) -> Description:
 
 
 def _rope_notes(values: Mapping[str, Any], config: ModelConfig) -> tuple[str, ...]:
-    """A note if rotary frequencies are `dynamic`: they change where a text outgrows the context."""
-    for key in ("rope_parameters", "rope_scaling"):
-        part = values.get(key)
-        if isinstance(part, dict) and "dynamic" in (part.get("rope_type"), part.get("type")):
-            return (
-                f"its context ends at {config.max_context} tokens: keys of longer texts would need other "
-                "rotary frequencies from their first token on",
-            )
-    return ()
+    """A note if rotary frequencies would change where a text outgrows the context (dynamic, longrope)."""
+    parts = [values.get(key) for key in ("rope_parameters", "rope_scaling")]
+    kinds = [part.get(key) for part in parts if isinstance(part, dict) for key in ("rope_type", "type")]
+    named = values.get("max_position_embeddings")
+    is_cut = isinstance(named, int) and named > config.max_context
+    if "dynamic" not in kinds and not is_cut:
+        return ()
+    return (
+        f"its context ends at {config.max_context} tokens: keys of longer texts would need other rotary "
+        "frequencies from their first token on",
+    )
 
 
 def _describe_text(family: Multimodal, values: Mapping[str, Any]) -> Description:

@@ -93,7 +93,8 @@ class LayerRounding:
         self._on_step(f"layer {layer + 1} of {config.num_layers}: rounding neurons")
         *by_columns, down = name.neurons(config.layers[layer])
         found |= self._by_columns(by_columns, "feed_forward", inputs["gate"])
-        found[down] = rounded_by_rows(self._runner, self._checkpoint.tensors[down], inputs["down"])
+        source = self._checkpoint.tensors[down]
+        found[source.name] = rounded_by_rows(self._runner, source, inputs["down"])
         return found
 
     def head(self) -> dict[str, RoundedRows]:
@@ -102,7 +103,10 @@ class LayerRounding:
         norm, inputs = _norm(self._checkpoint, names.FINAL_NORM, names.FINAL_NORM_BIAS), Inputs()
         for state in self.states:
             for start in range(0, len(state), CHUNK_TOKENS):
-                inputs.add(_normed(self._runner, state[start : start + CHUNK_TOKENS], norm))
+                rows = state[start : start + CHUNK_TOKENS]
+                entering = np.empty_like(rows)
+                _native.norm(self._runner, rows, norm, entering)
+                inputs.add(entering)
         if self._checkpoint.config.tie_embeddings:
             return self._by_columns([names.EMBEDDING], "embedding", inputs)
         return self._by_columns([names.HEAD], "head", inputs)
@@ -227,7 +231,7 @@ class _Observed(CpuBackend):
     def linear(
         self, x: Float32, weight: Any, norm: Norm | None = None, added: Float32 | None = None
     ) -> Float32:
-        entering = x if norm is None else _normed(self.runner, x, norm)
+        entering = x if norm is None else self.normed(x, norm)
         if weight.which:
             self.inputs.setdefault(weight.which, Inputs()).add(entering)
         return super().linear(entering, weight.linear, None, added)
@@ -241,21 +245,14 @@ class _Observed(CpuBackend):
         norm: Norm | None = None,
         added: Float32 | None = None,
     ) -> Float32:
-        entering = x if norm is None else _normed(self.runner, x, norm)
+        entering = x if norm is None else self.normed(x, norm)
         # A result is valid until the next call of the op.
         gates = np.array(self.linear(entering, weight.gate))
         ups = None if weight.up is None else np.array(self.linear(entering, weight.up))
         fired = np.empty_like(gates)
-        for token in range(len(gates)):
-            up = None if ups is None else ups[token]
-            _native.activate(self.runner, native_form(spec), gates[token], up, fired[token])
+        up = None if ups is None else ups.reshape(-1)
+        _native.activate(self.runner, native_form(spec), gates.reshape(-1), up, fired.reshape(-1))
         return self.linear(fired, weight.down, added=added)
-
-
-def _normed(runner: _native.Runner, x: Float32, norm: Norm) -> Float32:
-    found = np.empty_like(x)
-    _native.norm(runner, x, norm, found)
-    return found
 
 
 def _norm(checkpoint: Checkpoint, weight: str, bias: str) -> Norm:

@@ -29,7 +29,7 @@ from ondevice.budget.sizes import (
 from ondevice.bundle.layout import CRC_BLOCK_BYTES, embedding_layout, neuron_layout, padded
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import MultiStreams
-from ondevice.config import GROUP_SIZE, MatrixKind, QuantConfig, RowFormat, RuntimeConfig
+from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.model_config import ModelConfig
 from ondevice.speculation.registry import drafter_bytes, drafts_with_streams, runs_streams
 from ondevice.speculation.tree import LOGITS_AHEAD, STREAM_ROWS
@@ -89,11 +89,6 @@ class MemoryModel(ABC):
     def stream_rows(self) -> int:
         """Most rows of streams that a decoding pass has, in addition to its tokens."""
         return STREAM_ROWS if drafts_with_streams(self.runtime.speculation, self.streams) else 0
-
-    @property
-    def head_kind(self) -> MatrixKind:
-        """The kind of matrix that the head is."""
-        return "embedding" if self.config.tie_embeddings else "head"
 
     @property
     def widest_format(self) -> RowFormat:
@@ -203,7 +198,7 @@ class MemoryModel(ABC):
         matrices += config.num_layers * interleaved_bytes(hidden, config.query_size, quant.of("out"))
         matrices += sum(interleaved_bytes(rows, cols, quant.down) for rows, cols in config.extra_matrices)
         weights = matrices + 4 * config.vectors_size + self._cutoff_bytes
-        weights += interleaved_bytes(config.vocab_size, hidden, quant.of(self.head_kind))
+        weights += interleaved_bytes(config.vocab_size, hidden, quant.head(config.tie_embeddings))
         records = config.num_layers * config.intermediate_size
         checksums = records * len(neuron_layout(config, self.quant).parts)
         checksums += config.vocab_size * (2 if config.per_layer_width else 1) + weights // CRC_BLOCK_BYTES

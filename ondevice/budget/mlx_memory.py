@@ -95,7 +95,7 @@ class MlxMemory(MemoryModel):
         layer += self._wider_bytes(config.hidden_size * queries, quant.of("out"))
         layer += self._wider_bytes(gates, quant.of("feed_forward"))
         more = config.num_layers * layer
-        more += self._wider_bytes(config.vocab_size * hidden, quant.of(self.head_kind))
+        more += self._wider_bytes(config.vocab_size * hidden, quant.head(config.tie_embeddings))
         if self._used_predictors is not None:
             low = sum(padded(rank, GROUP_SIZE) * (hidden + neurons) for rank in self._used_predictors.ranks)
             more += self._wider_bytes(low, RowFormat(self._used_predictors.bits))
@@ -105,7 +105,9 @@ class MlxMemory(MemoryModel):
     def draft_head_bytes(self) -> int:
         rows = draft_head_rows(self.config, self.runtime, self.streams)
         elements = rows * padded(self.config.hidden_size, GROUP_SIZE)
-        return super().draft_head_bytes + self._wider_bytes(elements, self.quant.of(self.head_kind))
+        return super().draft_head_bytes + self._wider_bytes(
+            elements, self.quant.head(self.config.tie_embeddings)
+        )
 
     @property
     def draft_bytes(self) -> int:

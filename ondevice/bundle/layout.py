@@ -166,8 +166,7 @@ class RecordLayout:
     @cached_property
     def halves(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) byte ranges of a record that hold float16 values."""
-        rows = (row for part in self.parts for row in part)
-        pairs = ((offset, row.halves) for offset, row in zip(self.row_offsets, rows, strict=True))
+        pairs = ((offset, row.halves) for offset, row in zip(self.row_offsets, self.rows, strict=True))
         return tuple((offset + start, offset + stop) for offset, (start, stop) in pairs)
 
 

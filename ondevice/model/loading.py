@@ -318,7 +318,7 @@ def norm_parts(config: ModelConfig, resident: TensorFile, name: str) -> list[Par
 def head_part(bundle: Bundle, resident: TensorFile, embedding: EmbeddingRecords) -> MatrixPart:
     """The output head: in the resident file, or the embedding's records where they are tied."""
     config = bundle.config
-    stored = bundle.quant.of("embedding" if config.tie_embeddings else "head")
+    stored = bundle.quant.head(config.tie_embeddings)
     rows = embedding.rows if config.tie_embeddings else partial(resident.rows, "head", stored)
     bias = partial(resident.vector, "head.bias") if config.head_bias else None
     return MatrixPart("head", config.vocab_size, config.hidden_size, stored, rows, bias)

@@ -93,6 +93,7 @@ class Transformer:
         self.streams = streams
         self.draft_head = draft_head
         self._thread = threading.get_ident()
+        self._is_plain = config.is_plain
         self._ropes = [Rope(spec) for spec in config.ropes]
         self._zeros = np.zeros(config.vocab_size, dtype=np.float32)
 
@@ -274,7 +275,7 @@ class Transformer:
         elif tuple(x.shape) != (len(ids), config.hidden_size):
             raise UsageError(f"x is {tuple(x.shape)}; it must be {(len(ids), config.hidden_size)}")
         chosen, rows = PrunedDraft(range(len(ids))), self._rows(kv, batch)
-        if not config.is_plain:
+        if not self._is_plain:
             x = self._with_inputs(ids, x, batch, rows, cancelled)
             kv.extend(ids.tolist())
             return ForwardOutput(chosen.tokens, x)

@@ -144,7 +144,7 @@ def _linears(memory: MemoryModel) -> Iterator[tuple[int, int, RowFormat]]:
     hidden, neurons = config.hidden_size, config.intermediate_size
     yield config.qkv_size, hidden, quant.of("qkv")
     yield hidden, config.query_size, quant.of("out")
-    yield config.vocab_size, hidden, quant.of(memory.head_kind)
+    yield config.vocab_size, hidden, quant.head(config.tie_embeddings)
     yield neurons, hidden, quant.of("feed_forward")
     if memory.predictors is not None and memory.runtime.sparsity == "predicted":
         for rank in memory.predictors.ranks:

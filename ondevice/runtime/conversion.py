@@ -285,7 +285,7 @@ def _opened(
 ) -> Prepared:
     """quant: None for the one that suits the checkpoint."""
     from ondevice.converters.checkpoints.opening import open_checkpoint
-    from ondevice.converters.convert import chosen_quant
+    from ondevice.converters.chosen_quant import chosen_quant
     from ondevice.converters.output_folder import check_names
 
     # A model's process has one of these libraries, and none of what opening a checkpoint imports.

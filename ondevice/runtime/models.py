@@ -318,10 +318,8 @@ def sparsity_modes(
     damaged: Mapping[str, BundleError] = NOTHING_DAMAGED,
 ) -> tuple[SparsityMode, ...]:
     """Every sparsity mode, and whether this model can have it. damaged: sidecars, as a Bundle has them."""
-    relu, limit = (
-        config.zeros_gates,
-        f"{config.feed_forward.threshold:.4g}" if config.feed_forward.threshold else "zero",
-    )
+    relu, least = config.zeros_gates, config.feed_forward.threshold
+    limit = f"{least:.4g}" if least else "zero"
     exact = (
         f"only neurons whose gate is above {limit}; the same text as dense"
         if relu

@@ -47,6 +47,25 @@ def mlx_model(folder: Path) -> Iterator[Transformer]:
         yield Transformer(bundle.config, backend, load_weights(bundle, reader, backend))
 
 
+def test_ops_of_blocks_that_few_models_have() -> None:
+    """No model with these blocks runs on MLX yet, but the ops that it would need are those of `reference`."""
+    random, mine, theirs = np.random.default_rng(3), MlxFloatBackend(), ReferenceBackend()
+    x, y, small = (random.standard_normal(shape, np.float32) for shape in ((3, 8), (3, 8), (2, 8)))
+    weight = 1 + np.abs(x[0])
+    found = {
+        "normed": (
+            mine.normed(mx.array(x), Norm(mx.array(weight), 1e-5)),
+            theirs.normed(x, Norm(weight, 1e-5)),
+        ),
+        "gated": (mine.gated(mx.array(x), mx.array(y), "gelu_tanh"), theirs.gated(x, y, "gelu_tanh")),
+        "products": (mine.products(mx.array(x), mx.array(small)), theirs.products(x, small)),
+        "as large": (mine.as_large(mx.array(x), mx.array(y)), theirs.as_large(x, y)),
+        "as large as nothing": (mine.as_large(mx.array(x * 0), mx.array(y)), theirs.as_large(x * 0, y)),
+    }
+    for op, (of_mlx, expected) in found.items():
+        assert np.abs(np.array(of_mlx) - expected).max() < 1e-5, op
+
+
 def mlx_cache(config: ModelConfig, kv_bits: Literal[32, 16] = 32) -> KVCache:
     layout = KVLayout(config, kv_bits)
     return KVCache(layout, no_block, arrays=MlxKV(layout))

@@ -16,12 +16,15 @@ from safetensors.numpy import load_file, save_file
 
 from ondevice.backends.base import KVLayout
 from ondevice.backends.cpu import make_runner
+from ondevice.bundle.layout import RESIDENT
 from ondevice.bundle.reader import Bundle
 from ondevice.config import QuantConfig
 from ondevice.converters.checkpoints.huggingface import open_huggingface
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.converters.convert import convert
+from ondevice.converters.quantize import RoundedRows
+from ondevice.converters.reading import read_blocks
 from ondevice.converters.rounding.layers import LayerRounding
 from ondevice.errors import UnsupportedModelError
 from ondevice.flash.reader import FlashReader
@@ -367,6 +370,24 @@ def test_a_text_is_run_through_every_kind_of_block(family: Any, case: str) -> No
     checkpoint.close()
 
 
+@pytest.mark.parametrize("case", ["gemma3", "glm4", "opt", "phi", "persimmon"])
+def test_a_text_rounds_every_matrix_of_every_kind_of_block(family: Any, case: str) -> None:
+    """What is read for the bundle is all rounded by the text, whatever a checkpoint calls its tensors."""
+    checkpoint = open_checkpoint(family(case)[1].parent / "source")
+    rounding = LayerRounding(checkpoint, QuantConfig(4), [tokens()], make_runner(1), lambda step: None)
+    rounded = rounding.layer(0)
+    blocks = read_blocks(
+        checkpoint,
+        lambda file, tensor: "00000" in file or (file == RESIDENT and tensor.startswith("layers.0.")),
+        QuantConfig(4),
+        rounded,
+    )
+    matrices = [rows for block in blocks for rows in block.rows if block.kinds]
+    assert len(rounded) >= 6
+    assert all(isinstance(rows, RoundedRows) for rows in matrices)
+    checkpoint.close()
+
+
 @pytest.mark.parametrize(
     "case", ["gemma2 low caps", "gemma3", "glm4", "olmo2", "stablelm parallel", "opt", "phi", "persimmon"]
 )
@@ -384,6 +405,15 @@ def test_mlx_logits_are_those_of_transformers(family: Any, case: str) -> None:
         kv = KVCache(layout, no_block, arrays=MlxKV(layout))
         mine = np.array(loaded.logits(loaded.hidden_states(tokens(), kv)))
     assert np.abs(mine - theirs).max() < 1e-3 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize(
+    ("case", "context"), [("llama dynamic", 512), ("phi3 longrope", 128), ("smollm3 yarn", 0)]
+)
+def test_a_bundle_says_where_its_context_was_cut(family: Any, case: str, context: int) -> None:
+    notes = Bundle.open(family(case)[1]).manifest.provenance.notes
+    assert any(f"context ends at {context} tokens" in note for note in notes) == bool(context)
+    assert bool(notes) == bool(context)
 
 
 @pytest.mark.parametrize("case", CASES)

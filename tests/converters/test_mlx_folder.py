@@ -20,7 +20,8 @@ from ondevice.converters import reading
 from ondevice.converters.checkpoints import mlx_tensor
 from ondevice.converters.checkpoints.mlx_tensor import MlxTensor
 from ondevice.converters.checkpoints.opening import open_checkpoint
-from ondevice.converters.convert import chosen_quant, convert
+from ondevice.converters.chosen_quant import chosen_quant
+from ondevice.converters.convert import convert
 from ondevice.converters.progress import Progress
 from ondevice.converters.quantize import dequantize, quantize_reference
 from ondevice.kernels import _native

@@ -10,12 +10,18 @@ every `at least` holds.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-from tests.benchmarks.compare.versus_llama_cpp import DEFAULT, PLAIN_MMAP, Case, Rivals, measure_case, table
-from tests.benchmarks.lib.measure import machine, require_rig
+from tests.benchmarks.compare.versus_llama_cpp import (
+    DEFAULT,
+    PLAIN_MMAP,
+    Case,
+    Rivals,
+    measure_case,
+    report_synthetic,
+)
+from tests.benchmarks.lib.measure import require_rig
 from tests.benchmarks.lib.random_model import LLAMA_7B, gguf_file
 from tests.benchmarks.lib.synthetic import Plant, synthetic_bundle
 from tests.support.paths import ROOT
@@ -68,13 +74,7 @@ def main() -> int:
         if args.case is None or case.name in args.case:
             bundle = synthetic_bundle(LLAMA_7B, plant, args.workdir)
             rows.append(measure_case(Rivals(bundle, gguf, args.threads), case, args.pairs))
-    passed = all(row["passed"] for row in rows)
-    print("synthetic models: sparsity planted in random weights\n")
-    print(table(rows))
-    summary = {"benchmark": "flash_versus_llama_cpp", "passed": passed, "models": "synthetic"}
-    summary |= {"machine": machine()}
-    print(json.dumps(summary | {"pairs": args.pairs, "cases": rows}))
-    return 0 if passed else 1
+    return report_synthetic("flash_versus_llama_cpp", rows, args.pairs)
 
 
 if __name__ == "__main__":

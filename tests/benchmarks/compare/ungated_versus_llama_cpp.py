@@ -11,13 +11,12 @@ cgroup of the budget. Ends with one JSON line; exits 0 only if every `at least` 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from tests.benchmarks.compare.versus_llama_cpp import PLAIN_MMAP, Case, Rivals, measure_case, table
-from tests.benchmarks.lib.measure import machine, require_rig
+from tests.benchmarks.compare.versus_llama_cpp import PLAIN_MMAP, Case, Rivals, measure_case, report_synthetic
+from tests.benchmarks.lib.measure import require_rig
 from tests.benchmarks.lib.planted_opt import OPT_6_7B, OPT_SMALL, PlantedOpt, ungated_gguf
 from tests.benchmarks.lib.synthetic import Plant, synthetic_bundle
 from tests.support.paths import ROOT
@@ -56,13 +55,7 @@ def main() -> int:
     # Beside the process itself, half of a small file is nothing.
     case = replace(CASE, share=2.5) if args.small else CASE
     rows = [measure_case(Rivals(bundle, gguf, args.threads), case, args.pairs)]
-    passed = all(row["passed"] for row in rows)
-    print("synthetic models: sparsity planted in random weights\n")
-    print(table(rows))
-    summary = {"benchmark": "ungated_versus_llama_cpp", "passed": passed, "models": "synthetic"}
-    summary |= {"machine": machine()}
-    print(json.dumps(summary | {"pairs": args.pairs, "cases": rows}))
-    return 0 if passed else 1
+    return report_synthetic("ungated_versus_llama_cpp", rows, args.pairs)
 
 
 if __name__ == "__main__":

@@ -259,6 +259,16 @@ def _details(results: list[Result], case: Case) -> dict[str, Any]:
     }
 
 
+def report_synthetic(benchmark: str, rows: list[dict[str, Any]], pairs: int) -> int:
+    """Print the cases of synthetic models, as a table and as one JSON line; 0 if all hold."""
+    passed = all(row["passed"] for row in rows)
+    print("synthetic models: sparsity planted in random weights\n")
+    print(table(rows))
+    summary = {"benchmark": benchmark, "passed": passed, "models": "synthetic", "machine": machine()}
+    print(json.dumps(summary | {"pairs": pairs, "cases": rows}))
+    return 0 if passed else 1
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown: medians with their spread, ratio, and what was asked."""
     lines = ["| case | ondevice | llama.cpp | ratio | at least | aim | |", "|---|---|---|---|---|---|---|"]

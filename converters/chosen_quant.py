@@ -1,0 +1,65 @@
+"""The quantisation that `--quant auto` stands for: a quantised checkpoint's own, so that codes are copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Literal
+
+from ondevice.config import MATRIX_KINDS, MatrixKind, QuantConfig, RowFormat
+from ondevice.converters.architectures import tensors as names
+from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
+from ondevice.converters.reading import matrix_kind, resident_sources
+
+
+def chosen_quant(checkpoint: Checkpoint) -> QuantConfig:
+    """The quantisation that `auto` stands for: q4, unless most quantised weights have codes of over 4 bits.
+
+    Each kind of matrix is stored in the format that holds its codes, if it holds those of at least half of
+    its weights; the others are rounded to it.
+    """
+    bits = _chosen_bits(checkpoint.tensors.values(), 4)
+    formats: list[tuple[MatrixKind, RowFormat]] = []
+    for kind, tensors in _matrices(checkpoint).items():
+        stored = _chosen_format(tensors, bits if kind == "feed_forward" else _chosen_bits(tensors, bits))
+        if stored != RowFormat(bits):
+            formats.append((kind, stored))
+    return QuantConfig(bits, tuple(formats))
+
+
+def _matrices(checkpoint: Checkpoint) -> dict[MatrixKind, list[SourceTensor]]:
+    """The checkpoint's matrices by kind, but for down projections."""
+    found: dict[MatrixKind, list[SourceTensor]] = {kind: [] for kind in MATRIX_KINDS}
+    for name, sources in resident_sources(checkpoint):
+        kind = matrix_kind(name)
+        if kind is not None and len(sources[0].shape) == 2:
+            found[kind] += sources
+    found["embedding"].append(checkpoint.tensors[names.EMBEDDING])
+    for layer in range(checkpoint.config.num_layers):
+        *by_rows, _ = names.LayerNames(layer).neurons(checkpoint.config.layers[layer])
+        found["feed_forward"] += [checkpoint.tensors[row] for row in by_rows]
+    return found
+
+
+def _chosen_bits(tensors: Iterable[SourceTensor], otherwise: Literal[4, 8, 16]) -> Literal[4, 8, 16]:
+    """8 if most quantised weights have codes of over 4 bits, 4 if not; `otherwise` where none has codes."""
+    weights = {False: 0, True: 0}
+    for tensor in tensors:
+        if tensor.code_bits:
+            weights[tensor.code_bits > 4] += prod(tensor.shape)
+    if not any(weights.values()):
+        return otherwise
+    return 8 if weights[True] > weights[False] else 4
+
+
+def _chosen_format(tensors: Sequence[SourceTensor], bits: Literal[4, 8, 16]) -> RowFormat:
+    """The format of matrices at `bits` bits: that of most of their weights' codes, if it is one."""
+    held = [
+        (prod(tensor.shape), tensor.code_format)
+        for tensor in tensors
+        if tensor.code_format is not None and tensor.code_format.bits <= bits
+    ]
+    if not held or 2 * sum(count for count, _ in held) < sum(prod(tensor.shape) for tensor in tensors):
+        return RowFormat(bits)
+    implied = len(held) == len(tensors) and all(own.implied_bias for _, own in held)
+    return RowFormat(bits, min(own.group_size for _, own in held), implied)
