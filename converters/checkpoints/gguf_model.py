@@ -271,7 +271,7 @@ def _rope_scaling(reader: ConfigReader, prefix: str) -> dict[str, Any] | None:
 def _names(family: Family, stored: Mapping[str, Stored]) -> dict[str, str]:
     """Names of the file's tensors by those that they have beside a `config.json`; of those that the family
     knows."""
-    blocks, wholes = BLOCK_NAMES | family.blocks, WHOLE_NAMES | family.wholes
+    blocks, wholes = {**BLOCK_NAMES, **family.blocks}, {**WHOLE_NAMES, **family.wholes}
     names = {}
     for name in stored:
         found = _NAME.fullmatch(name)
@@ -286,12 +286,14 @@ def _names(family: Family, stored: Mapping[str, Stored]) -> dict[str, str]:
 
 def _usual_names(config: ModelConfig) -> dict[str, str]:
     """Names in GGUF files of the tensors that `tensors.py` describes, where they are the usual ones."""
-    gate = {} if config.layers[0].feed_forward.gated else {"ffn_gate": "", "ffn_up": "mlp.gate_proj"}
-    names = {}
+    modules = dict(BLOCK_NAMES)
+    if not config.layers[0].feed_forward.gated:
+        modules["ffn_up"] = modules.pop("ffn_gate")
+    names: dict[str, str] = {}
     for kind in ("weight", "bias"):
         names |= {f"{new}.{kind}": f"{old}.{kind}" for old, new in WHOLE_NAMES.items()}
         for layer in range(config.num_layers):
-            for old, new in (BLOCK_NAMES | gate).items():
+            for old, new in modules.items():
                 names[f"model.layers.{layer}.{new}.{kind}"] = f"blk.{layer}.{old}.{kind}"
     return names
 

@@ -78,6 +78,12 @@ def _moved(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict
         if "query_key_value" in name:
             values = _grouped_apart(config, values)
         moved[f"{name}.weight" if name.endswith("_scale") else name] = values
+    if family == "gemma3n_text":
+        # Published checkpoints hold them for layers too that share the keys and values of others.
+        for layer in range(config["num_hidden_layers"]):
+            for part in ("k_proj", "v_proj", "k_norm"):
+                first = f"model.layers.0.self_attn.{part}.weight"
+                moved.setdefault(first.replace("0", str(layer)), moved[first])
     for name, found in stacks.items():
         moved[name] = np.stack([found[i] for i in range(len(found))])
     return moved
