@@ -3,18 +3,21 @@ logits."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.convert import convert
+from ondevice.errors import OndeviceError
 from tests.converters.test_families import CASES, FALCON, LONGROPE, write_model
 from tests.converters.test_gguf_model import assert_same_bundle
 from tests.support.engines import all_logits, running
 from tests.support.gguf_families import write_family
-from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level
+from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level, changed_gguf
 
 pytest.importorskip("gguf")
 pytest.importorskip("transformers")
@@ -72,6 +75,8 @@ ALIKE = (
 )  # fmt: skip
 REFUSED = ("smollm3 yarn", "olmo2 all heads", "stablelm whole heads", "nemotron wide heads")
 """Models that llama.cpp doesn't load: it knows no biases or no tied head in these families."""
+FUZZED = ("phi3 partial", "granite", "stablelm head norms", "falcon newer", "nemotron bias", "gemma3n")
+ROUNDS = 60
 LIMITS = {"F16": 1e-2, "Q8_0": 1e-1}
 """Largest difference from llama.cpp's logits, of the largest logit."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {name: CASES[name] for name in ALIKE} | UNALIKE
@@ -90,6 +95,23 @@ def test_a_family_gives_the_bundle_of_its_folder(tmp_path: Path, case: str) -> N
     write_family(tmp_path / "model.gguf", source)
     mine = convert(tmp_path / "model.gguf", tmp_path / "mine", "f16")
     assert_same_bundle(mine, convert(source, tmp_path / "theirs", "f16"))
+
+
+@pytest.mark.parametrize("case", FUZZED)
+def test_changed_headers_are_refused_or_read(tmp_path: Path, case: str) -> None:
+    """Any bytes of a family's header changed: a checkpoint or a typed error, nothing else."""
+    path, rng = tmp_path / "model.gguf", random.Random(case)
+    write_family(path, written(tmp_path / "source", case), "Q8_0")
+    data = path.read_bytes()
+    end = data.rfind(b".weight") + 50
+    refused = 0
+    for _ in range(ROUNDS):
+        path.write_bytes(changed_gguf(data, end, rng))
+        try:
+            open_checkpoint(path).close()
+        except OndeviceError:
+            refused += 1
+    assert refused > ROUNDS // 2
 
 
 def llama_cpp_logits(path: Path, tokens: list[int]) -> np.ndarray:
@@ -126,7 +148,7 @@ def test_a_family_speaks_as_llama_cpp_does(tmp_path: Path, case: str, kind: str)
 
 @pytest.mark.slow
 def test_gemma3n_is_as_far_from_llama_cpp_as_transformers_is(tmp_path: Path) -> None:
-    """llama.cpp takes the deviation of a layer's gates with n - 1, and differs visibly in a model this small."""
+    """llama.cpp takes the deviation of a layer's gates with n - 1, which shows in a model this small."""
     torch = pytest.importorskip("torch")
     family, options = MODELS["gemma3n"]
     options = {**options, "vocab_size": BYTE_LEVEL_TOKENS, "initializer_range": 0.02}
