@@ -116,6 +116,7 @@ class Prepared:
 
     def foreseen(self, trains: bool = False) -> Foreseen:
         """What `run` will do. trains: it will order and train too, which writes the neurons twice."""
+        from ondevice.converters.checkpoints.views import passed_nbytes
         from ondevice.converters.convert import bundle_bytes, source_bytes
         from ondevice.converters.reading import held_matrix_bytes
 
@@ -125,6 +126,7 @@ class Prepared:
                 download = kept = sum(file.nbytes for file in self._listing.files.values())
             else:
                 download = sum(source_bytes(checkpoint).values())
+                download += sum(map(passed_nbytes, checkpoint.tensors.values()))
                 passing = held_matrix_bytes(checkpoint)
         return Foreseen(
             name=checkpoint.name,
