@@ -12,6 +12,7 @@ from math import prod
 from typing import Literal, NamedTuple, get_args
 
 from ondevice.errors import UnsupportedModelError
+from ondevice.weight_shapes import WeightShape, layer_weights, model_weights
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
@@ -41,15 +42,33 @@ class RopeSpec:
     frequencies: (Dh / 2,) angle of each pair in radians per position, scaled for long contexts already; each
         is a float32 value. A pair with frequency 0 isn't turned.
     magnitude: factor of the cosine and sine of the pairs that turn (YaRN, arXiv 2309.00071, section 3.4).
+    long_frequencies: these take the place of `frequencies`, from a text's first token on, in a context of
+        more than `original_context` tokens (LongRoPE, arXiv 2402.13753). Empty, and 0: `frequencies` serve
+        every context. The context decides, not the text's length: so a token's keys never change.
     """
 
     frequencies: tuple[float, ...]
     magnitude: float = 1.0
+    long_frequencies: tuple[float, ...] = ()
+    original_context: int = 0
 
     def __post_init__(self) -> None:
-        if not all(0.0 <= frequency <= 1.0 for frequency in self.frequencies):
+        if not all(0.0 <= frequency <= 1.0 for frequency in (*self.frequencies, *self.long_frequencies)):
             raise UnsupportedModelError("rotary frequencies must be from 0 to 1 radian per position")
         _check_factor("rope magnitude", self.magnitude)
+        turning = [frequency > 0 for frequency in self.frequencies]
+        if self.long_frequencies and [it > 0 for it in self.long_frequencies] != turning:
+            raise UnsupportedModelError("a rope's long_frequencies turn other pairs than its frequencies")
+        if bool(self.long_frequencies) != (self.original_context > 0) or self.original_context < 0:
+            raise UnsupportedModelError(
+                f"a rope's original_context is {self.original_context}; it must be 1 or more with "
+                "long_frequencies, and 0 without"
+            )
+
+    def within(self, context: int) -> RopeSpec:
+        """The embedding in a context of so many tokens."""
+        is_long = bool(self.long_frequencies) and context > self.original_context
+        return RopeSpec(self.long_frequencies if is_long else self.frequencies, self.magnitude)
 
     @property
     def turning(self) -> int:
@@ -239,17 +258,6 @@ class HeadSizes(NamedTuple):
     width: int
 
 
-class WeightShape(NamedTuple):
-    """A weight that only some models have: its name in a bundle, behind the prefix of a layer's.
-
-    shape: (rows, columns) of a matrix that is quantised, else the shape of float32 values.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    quantised: bool
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape and arithmetic of a decoder-only transformer.
@@ -306,6 +314,12 @@ class ModelConfig:
             raise UnsupportedModelError(
                 "a model needs at least one rope; one with frequencies of 0 turns nothing"
             )
+        for rope in self.ropes:
+            if rope.original_context >= self.max_context:
+                raise UnsupportedModelError(
+                    f"a rope's original_context is {rope.original_context}; it must be below max_context, "
+                    f"{self.max_context}"
+                )
         for layer in self.layers:
             sizes = self.heads(layer.attention)
             self._check_heads(sizes.keys, sizes.width)
@@ -374,6 +388,15 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def original_context(self) -> int:
+        """Most tokens of a context in which no rotary embedding takes its long frequencies."""
+        return min((rope.original_context or self.max_context for rope in self.ropes), default=0)
+
+    def within(self, context: int) -> ModelConfig:
+        """The model with the rotary embeddings of a context of so many tokens."""
+        return replace(self, ropes=tuple(rope.within(context) for rope in self.ropes))
 
     @property
     def num_kv_layers(self) -> int:
@@ -475,54 +498,13 @@ class ModelConfig:
 
     @property
     def model_weights(self) -> tuple[WeightShape, ...]:
-        """Weights for per-layer inputs and copies of the residual that no layer has, in a bundle's order.
-
-        The copies' matrices are one for each copy but the first: `spread` makes it of the embedding, `gather`
-        is multiplied by it in the end.
-        """
-        hidden, width = self.hidden_size, self.per_layer_width
-        found = []
-        if width:
-            found += [
-                WeightShape("per_layer.projection", (self.num_layers * width, hidden), True),
-                WeightShape("per_layer.norm.weight", (width,), False),
-            ]
-        for name in ("spread", "gather"):
-            for copy in range(1, self.residual_copies):
-                found.append(WeightShape(f"copies.{name}.{copy}", (hidden, hidden), True))
-        return tuple(found)
+        """Weights of blocks that few models have, and that no layer has, in a bundle's order."""
+        return model_weights(self.hidden_size, self.num_layers, self.per_layer_width, self.residual_copies)
 
     def layer_weights(self, layer: LayerSpec) -> tuple[WeightShape, ...]:
-        """A layer's weights for per-layer inputs, copies of the residual, the block beside attention, and the
-        residual's scale.
-
-        They come last of the layer's in a bundle.
-        """
-        hidden, width, rank = self.hidden_size, self.per_layer_width, layer.laurel_rank
-        copies, found = self.residual_copies, []
-        if rank:
-            found += [
-                WeightShape("laurel.down", (rank, hidden), True),
-                WeightShape("laurel.up", (hidden, rank), True),
-                WeightShape("laurel.norm.weight", (hidden,), False),
-            ]
-        if copies > 1:
-            found += [
-                WeightShape("copies.norm.weight", (hidden,), False),
-                WeightShape("copies.router", (copies, hidden), False),
-                WeightShape("copies.predict", (copies * copies, copies), False),
-                WeightShape("copies.correct", (copies, copies), False),
-                WeightShape("copies.scale", (hidden,), False),
-            ]
-        if width:
-            found += [
-                WeightShape("per_layer.gate", (width, hidden), True),
-                WeightShape("per_layer.out", (hidden, width), True),
-                WeightShape("per_layer.norm.weight", (hidden,), False),
-            ]
-        if layer.scaled:
-            found.append(WeightShape("scale", (1,), False))
-        return tuple(found)
+        """A layer's weights of such blocks. They come last of the layer's in a bundle."""
+        found = layer_weights(self.hidden_size, self.per_layer_width, self.residual_copies, layer.laurel_rank)
+        return (*found, WeightShape("scale", (1,), False)) if layer.scaled else found
 
     @property
     def extra_matrices(self) -> tuple[tuple[int, ...], ...]:

@@ -16,7 +16,8 @@ from typing import Literal
 import numpy as np
 
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat
-from ondevice.model_config import LayerSpec, ModelConfig, WeightShape
+from ondevice.model_config import LayerSpec, ModelConfig
+from ondevice.weight_shapes import WeightShape
 
 FORMAT = "ondevice-bundle"
 VERSION = 2

@@ -56,7 +56,8 @@ from ondevice.model.weights import (
     PerLayerBlock,
     PerLayerInputs,
 )
-from ondevice.model_config import AttentionSpec, FeedForwardSpec, LayerSpec, ModelConfig, WeightShape
+from ondevice.model_config import AttentionSpec, FeedForwardSpec, LayerSpec, ModelConfig
+from ondevice.weight_shapes import WeightShape
 
 # Indices of files in the flash reader.
 RESIDENT_FILE = 0
