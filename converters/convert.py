@@ -121,7 +121,7 @@ def convert(
     Args:
         source: the checkpoint, see `open_checkpoint`, or one that is open, which is closed at the end.
         output: the new folder.
-        quant: q4, q8, f16, or a QuantConfig; auto is what `chosen_quant` takes.
+        quant: q4, q5, q6, q8, f16, or a QuantConfig; auto is what `chosen_quant` takes.
         on_progress: called from this thread, several times a second. An exception from it stops the
             conversion, which can then be resumed.
         resume: go on with what an interrupted run left. The result has the bytes of an uninterrupted run. The

@@ -269,7 +269,7 @@ def prepare(
     Args:
         source: the checkpoint.
         output: the bundle's folder. The default has the source's name, where models are found by name.
-        quant: `q4`, `q8` or `f16`; `auto` is what the converter's `chosen_quant` takes.
+        quant: `q4`, `q5`, `q6`, `q8` or `f16`; `auto` is what the converter's `chosen_quant` takes.
         offline: ask the hub for nothing, and take only what its cache holds.
         keep_source: download a repository's files into the hub's cache, and keep them there. Otherwise,
             weights are read over the network as they are converted, and none of them is stored.

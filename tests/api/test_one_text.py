@@ -15,7 +15,7 @@ import pytest
 
 from ondevice.api import Model, load
 from ondevice.converters.convert import convert
-from tests.converters.test_families import FALCON, GEMMA3N, OPT, PERSIMMON, write_model
+from tests.converters.test_families import FALCON, GEMMA3N, GEMMA4_E, OPT, PERSIMMON, write_model
 from tests.converters.test_relu_families import FatRelu, activations, change
 from tests.support.chat import squeeze
 
@@ -23,6 +23,7 @@ pytest.importorskip("transformers")
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {"hidden_activation": "relu", "sliding_window": 9, "num_hidden_layers": 4}),
+    "gemma4": ("Gemma4Text", {**GEMMA4_E, "hidden_activation": "relu", "use_double_wide_mlp": True}),
     "olmo2": ("Olmo2", {"hidden_act": "relu", "head_dim": None}),
     "opt": ("OPT", {**OPT, "max_position_embeddings": 512}),
     "prosparse": ("Llama", {"hidden_act": "fatrelu", "hidden_act_param": 0.2}),
