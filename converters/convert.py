@@ -10,6 +10,7 @@ again.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections import deque
@@ -227,8 +228,19 @@ class _Conversion:
                 file.path.name: SourceStamp(file.nbytes, file.modified_ns)
                 for file in self._checkpoint.source_files
             },
+            options=self._options(),
         )
         self._errors = ErrorLog(self._folder.partial)
+
+    def _options(self) -> dict[str, str]:
+        """What the bytes depend on beside the source, in words."""
+        quant, text = self._quant.name, "none"
+        if self._quant != QuantConfig.parse(quant):
+            quant += " with formats of the source"
+        if self._pieces:
+            digest = hashlib.sha256(self._origin.encode()).hexdigest()[:8]
+            text = f"of {sum(map(len, self._pieces))} tokens ({digest})"
+        return {"--quant": quant, "--text": text}
 
     def _is_complete(self) -> bool:
         """True if the bundle in the partial folder is whole, and only the renaming is missing."""

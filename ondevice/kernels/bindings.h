@@ -90,8 +90,9 @@ inline const float* added_to(const CArray<float, 2>& out, const Added& added) {
 using Blocks = CArray<const uint64_t, 1>;                                    // addresses of KV blocks
 using Tree = std::pair<CArray<const int32_t, 1>, CArray<const int32_t, 1>>;  // parents and depths, (T,) both
 
-// One layer's keys and values, checked to hold positions below `end`.
-KvView kv_view(const Blocks& blocks, int64_t layer, int64_t kv_heads, int64_t head_dim, int bits,
+// One layer's keys and values, `offset` bytes behind each block's start; checked to hold positions below
+// `end`.
+KvView kv_view(const Blocks& blocks, int64_t offset, int64_t kv_heads, int64_t head_dim, int bits,
                int64_t end);
 TreeView tree_view(const Tree& tree, int64_t tokens);
 
