@@ -13,6 +13,7 @@ from typing import cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.bundle.codes import pack
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import RowFormat
 from ondevice.converters.checkpoints.base import SourceFile, SourceTensor, StoredTensor, StoredType, in_halves
@@ -149,9 +150,7 @@ class QuantizedTensor:
             biases = np.float32(-own.zero) * scales
         assert biases is not None
         biases = biases.reshape(rows, -1)[:, : 0 if stored.implied_bias else None]
-        if stored.bits == 4:
-            codes = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
-        return codes, scales, biases
+        return pack(codes, stored.bits), scales, biases
 
     def vector(self) -> NDArray[np.float32]:
         values = np.empty((1, self.shape[0]), dtype=np.float32)

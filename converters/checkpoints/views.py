@@ -110,6 +110,28 @@ class RowsOf(_View):
         return self.source.vector()[self.picks]
 
 
+def passed_nbytes(tensor: SourceTensor) -> int:
+    """Bytes between a tensor's rows that are read with them, from the first row to the last.
+
+    They are those of its neighbours in a fused projection, which a network sends up to the projection's end.
+    """
+    if isinstance(tensor, Scaled):
+        return passed_nbytes(tensor.source)
+    if not isinstance(tensor, RowsOf):
+        return 0
+    picks, source = tensor.picks, tensor.source
+    while isinstance(source, RowsOf):
+        picks, source = source.picks[picks.min() : picks.max() + 1], source.source
+    if len(source.shape) < 2:
+        return source.nbytes - tensor.nbytes
+    row_bytes = source.nbytes // source.shape[0]
+    known = np.unique(picks)
+    if known[-1] - known[0] == len(known) - 1:
+        return 0
+    gaps = np.diff(np.append(known, source.shape[0])) - 1
+    return int(gaps[gaps * row_bytes < GAP_BYTES].sum()) * row_bytes
+
+
 @dataclass(frozen=True)
 class Scaled(_View):
     """The values of `source` times `factor` plus `shift`, in float32."""

@@ -36,6 +36,7 @@ from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.token_tree import TokenTree
+from ondevice.bundle.codes import unpack
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import RowFormat
 from ondevice.kernels import _native
@@ -317,8 +318,7 @@ def dequantise(codes: Bytes, scales: Float16, biases: Float16, stored: RowFormat
     """Stored rows as (n, cols) float32: `scale * q + bias` per group, or the float16 values."""
     if stored.bits == 16:
         return np.ascontiguousarray(codes).view(np.float16)[:, :cols].astype(np.float32)
-    if stored.bits == 4:
-        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
+    codes = unpack(np.ascontiguousarray(codes), stored.bits)
     groups = codes.reshape(len(codes), -1, stored.group_size).astype(np.float32)
     wide = scales.astype(np.float32)
     offsets = np.float32(-stored.zero) * wide if stored.implied_bias else biases.astype(np.float32)

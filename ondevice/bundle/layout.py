@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat
+from ondevice.config import GROUP_SIZE, Bits, QuantConfig, RowFormat
 from ondevice.model_config import LayerSpec, ModelConfig
 from ondevice.weight_shapes import WeightShape
 
@@ -71,7 +71,7 @@ class RowLayout:
     """
 
     cols: int
-    bits: Literal[4, 8, 16]
+    bits: Bits
     group_size: Literal[32, 64] = 64
     implied_bias: bool = False
 

@@ -39,9 +39,10 @@ inline RowFormat format_of(const FormatArg& arg) {
     const auto& [bits, group, implied] = std::get<1>(arg);
     format = RowFormat(bits, group, implied);
   }
-  require(format.bits == 4 || format.bits == 8 || format.bits == 16, "bits must be 4, 8 or 16");
+  require((format.bits >= 4 && format.bits <= 8 && format.bits != 7) || format.bits == 16,
+          "bits must be 4, 5, 6, 8 or 16");
   require(format.group == kGroup || (format.group == kGroup / 2 && format.bits != 16),
-          "groups have 64 columns, or 32 at 4 and 8 bits");
+          "groups have 64 columns, or 32 at 4 to 8 bits");
   require(!format.implied || format.group != kGroup, "biases are implied in groups of 32 alone");
   return format;
 }

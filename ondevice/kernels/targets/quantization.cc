@@ -90,11 +90,10 @@ static bool quantize_row(int64_t size, const float* x, int64_t cols, uint8_t* co
   return finite;
 }
 
-// At 4 bits a lane is a row: what follows works on one group of 16 rows, w being (n, 16).
+// At 4 to 6 bits a lane is a row: what follows works on one group of 16 rows, w being (n, 16).
 
 constexpr float kCuts[] = {0.0f, 0.04f, 0.08f};  // shares of the range that a start leaves out at an end
 constexpr int kFits = 4;
-constexpr float kTop = 15.0f;
 
 struct Best {
   float error[16], scale[16], bias[16];
@@ -119,19 +118,19 @@ static inline F inverse_of(F scale) {
 }
 
 // The code of t = w - bias. Adding 2^23 rounds to an integer, half to even. NaN has the code 0.
-static inline F code_of(F t, F inverse) {
+static inline F code_of(F t, F inverse, float top) {
   const F whole = set1(8388608.0f);
-  return sub(add(min(max(mul(t, inverse), zero()), set1(kTop)), whole), whole);
+  return sub(add(min(max(mul(t, inverse), zero()), set1(top)), whole), whole);
 }
 
 // Keeps a scale and bias where their squared error is the least so far; one that isn't finite never is.
 template <bool kWithSums>
-static inline void try_out(const float* w, int64_t n, F scale, F bias, Best* best, Sums* sums) {
+static inline void try_out(const float* w, int64_t n, float top, F scale, F bias, Best* best, Sums* sums) {
   const F inverse = inverse_of(scale);
   F error = zero();
   if (kWithSums) *sums = {zero(), zero(), zero(), zero()};
   for (int64_t i = 0; i < n; ++i) {
-    const F t = sub(load(w + 16 * i), bias), q = code_of(t, inverse), off = sub(mul(scale, q), t);
+    const F t = sub(load(w + 16 * i), bias), q = code_of(t, inverse, top), off = sub(mul(scale, q), t);
     error = add(error, mul(off, off));
     if (kWithSums)
       *sums = {add(sums->q, q), add(sums->qq, mul(q, q)), add(sums->t, t), add(sums->qt, mul(q, t))};
@@ -150,34 +149,45 @@ static inline void try_out(const float* w, int64_t n, F scale, F bias, Best* bes
 
 // Searches scale and bias: from the best of nine cuts of the range and the whole range with a code for zero,
 // least squares and codes in turn.
-static void fit(const float* w, int64_t n, F low, F high, Best* best) {
+static void fit(const float* w, int64_t n, float top, F low, F high, Best* best) {
   const F range = abs(sub(high, low)), count = set1(static_cast<float>(n));
   Sums sums;
   for (float& error : best->error) error = HUGE_VALF;
   for (const float cut_low : kCuts)
     for (const float cut_high : kCuts) {
-      const F scale = div(mul(range, set1(1.0f - cut_low - cut_high)), set1(kTop));
+      const F scale = div(mul(range, set1(1.0f - cut_low - cut_high)), set1(top));
       const F bias = add(low, mul(set1(cut_low), range));
-      try_out<false>(w, n, as_half(scale), as_half(bias), best, &sums);
+      try_out<false>(w, n, top, as_half(scale), as_half(bias), best, &sums);
     }
   float lows[16], highs[16], scales[16], biases[16];
   store(lows, low);
   store(highs, high);
-  for (int k = 0; k < 16; ++k) span(lows[k], highs[k], kTop, scales + k, biases + k);
-  try_out<false>(w, n, as_half(load(scales)), as_half(load(biases)), best, &sums);
+  for (int k = 0; k < 16; ++k) span(lows[k], highs[k], top, scales + k, biases + k);
+  try_out<false>(w, n, top, as_half(load(scales)), as_half(load(biases)), best, &sums);
   F scale = load(best->scale), bias = load(best->bias);
   for (int i = 0; i <= kFits; ++i) {
-    try_out<true>(w, n, scale, bias, best, &sums);
+    try_out<true>(w, n, top, scale, bias, best, &sums);
     scale = as_half(
         div(sub(mul(count, sums.qt), mul(sums.q, sums.t)), sub(mul(count, sums.qq), mul(sums.q, sums.q))));
     bias = as_half(add(bias, div(sub(sums.t, mul(scale, sums.q)), count)));
   }
 }
 
-// Up to 16 rows at 4 bits. Each sum runs over the columns in order, so that all targets give the same bits.
-static bool quantize_nibbles(int64_t size, const float* x, int64_t rows, int64_t cols, uint8_t* codes,
-                             uint16_t* scales, uint16_t* biases) {
+// A group's codes, one a byte, without gaps in `bits` bits each, low bits first.
+static void pack_codes(const uint8_t* codes, int64_t size, int bits, uint8_t* out) {
+  for (int64_t k = 0; k < size; k += 8, out += bits) {
+    uint64_t packed = 0;
+    for (int64_t i = 0; i < 8; ++i) packed |= static_cast<uint64_t>(codes[k + i]) << (bits * i);
+    memcpy(out, &packed, static_cast<size_t>(bits));
+  }
+}
+
+// Up to 16 rows at 4 to 6 bits. Each sum runs over the columns in order, so that all targets give the same
+// bits.
+static bool quantize_rows(int bits, int64_t size, const float* x, int64_t rows, int64_t cols, uint8_t* codes,
+                          uint16_t* scales, uint16_t* biases) {
   const int64_t groups = groups_of(cols) * kGroup / size;
+  const float top = static_cast<float>((1 << bits) - 1);
   float w[kGroup * 16];
   bool finite = true;
   for (int64_t g = 0; g < groups; ++g) {
@@ -185,7 +195,7 @@ static bool quantize_nibbles(int64_t size, const float* x, int64_t rows, int64_t
     if (n <= 0) {  // padding alone
       for (int64_t r = 0; r < rows; ++r) {
         scales[r * groups + g] = biases[r * groups + g] = 0;
-        memset(codes + (r * groups + g) * (size / 2), 0, static_cast<size_t>(size / 2));
+        memset(codes + (r * groups + g) * size * bits / 8, 0, static_cast<size_t>(size * bits / 8));
       }
       continue;
     }
@@ -204,20 +214,20 @@ static bool quantize_nibbles(int64_t size, const float* x, int64_t rows, int64_t
     for (const uint16_t half : halves) finite &= (half & 0x7c00u) != 0x7c00u;
     if (!finite) return false;
     Best best{};
-    fit(w, n, low, high, &best);
+    fit(w, n, top, low, high, &best);
     const F bias = load(best.bias), scale = load(best.scale), inverse = inverse_of(scale);
     store_half(halves, scale);
     for (int64_t r = 0; r < rows; ++r) scales[r * groups + g] = halves[r];
     store_half(halves, bias);
     for (int64_t r = 0; r < rows; ++r) biases[r * groups + g] = halves[r];
-    for (int64_t k = 0; k < size / 2; ++k) {
-      const F even = 2 * k < n ? code_of(sub(load(w + 32 * k), bias), inverse) : zero();
-      const F odd = 2 * k + 1 < n ? code_of(sub(load(w + 32 * k + 16), bias), inverse) : zero();
-      float pairs[16];
-      store(pairs, add(even, mul(odd, set1(16.0f))));
-      for (int64_t r = 0; r < rows; ++r)
-        codes[(r * groups + g) * (size / 2) + k] = static_cast<uint8_t>(pairs[r]);
+    uint8_t found[16][kGroup] = {};
+    for (int64_t i = 0; i < n; ++i) {
+      float values[16];
+      store(values, code_of(sub(load(w + 16 * i), bias), inverse, top));
+      for (int64_t r = 0; r < rows; ++r) found[r][i] = static_cast<uint8_t>(values[r]);
     }
+    for (int64_t r = 0; r < rows; ++r)
+      pack_codes(found[r], size, bits, codes + (r * groups + g) * size * bits / 8);
   }
   return true;
 }
@@ -225,7 +235,7 @@ static bool quantize_nibbles(int64_t size, const float* x, int64_t rows, int64_t
 bool quantize_block(const RowFormat& format, const float* x, int64_t rows, int64_t cols, uint8_t* codes,
                     uint16_t* scales, uint16_t* biases) {
   const int64_t size = format.group, groups = groups_of(cols) * format.scales();
-  if (format.bits == 4) return quantize_nibbles(size, x, rows, cols, codes, scales, biases);
+  if (format.bits < 8) return quantize_rows(format.bits, size, x, rows, cols, codes, scales, biases);
   bool finite = true;
   for (int64_t r = 0; r < rows; ++r)
     finite &= quantize_row(size, x + r * cols, cols, codes + r * groups * size, scales + r * groups,
@@ -244,13 +254,11 @@ void dequantize_row(const RowFormat& format, const uint8_t* codes, const uint16_
     store(rounded, load_half(halves));
     const F scale = set1(rounded[0]), bias = set1(format.implied ? -zero_code * rounded[0] : rounded[1]);
     uint8_t q[kGroup];
-    if (format.bits == 8) {
-      memcpy(q, codes + g * size, static_cast<size_t>(size));
-    } else {
-      for (int k = 0; k < size / 2; ++k) {
-        q[2 * k] = codes[g * (size / 2) + k] & 0x0f;
-        q[2 * k + 1] = codes[g * (size / 2) + k] >> 4;
-      }
+    for (int k = 0; k < size; k += 8) {
+      uint64_t raw = 0;
+      memcpy(&raw, codes + (g * size + k) * format.bits / 8, static_cast<size_t>(format.bits));
+      raw = format.bits == 8 ? raw : spread_codes(raw, format.bits);
+      memcpy(q + k, &raw, 8);
     }
     for (int i = 0; i < size / 16; ++i)
       store(out + g * size + 16 * i, fma(scale, load_uint8(q + 16 * i), bias));
