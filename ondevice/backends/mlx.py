@@ -34,7 +34,7 @@ from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.mlx_kv import MlxKV
 from ondevice.backends.mlx_memory import MlxLimits, Synchronisations, begin
-from ondevice.backends.mlx_ops import MlxOps, activate, hidden, normed
+from ondevice.backends.mlx_ops import MlxOps, activate, cut_off, hidden, normed
 from ondevice.backends.mlx_weights import (
     GatheredNeurons,
     MlxFeedForward,
@@ -102,7 +102,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         gates: MlxLinear | None = None,
     ) -> MlxFeedForward:
         loaded = MlxFeedForward(
-            layer, source, self._segment_neurons, self.dtype, self._pieces, selector, biases
+            layer, source, self._segment_neurons, self.dtype, self._pieces, selector, biases, gates
         )
         self.feed_forwards.append(loaded)
         return loaded
@@ -209,18 +209,22 @@ class MlxBackend(OffloadingBackend, MlxOps):
         streams, have the resident ones alone.
         """
         x, found = normed(x, norm), mx.zeros(x.shape)
+        gates = None if weight.gates is None else cut_off(self.product(x, weight.gates), spec)
         pieces, resident = weight.neurons.offloaded(weight.index, batch), len(weight.segments)
-        for segment in weight.segments:
-            found = found + all_of(x, segment.neurons, spec)
+        for index, segment in enumerate(weight.segments):
+            found = found + all_of(x, segment.neurons, spec, _of_range(gates, weight, index))
         estimates = found[batch.num_exact_rows :]
         if estimates.shape[0]:
             x, found = x[: batch.num_exact_rows], found[: batch.num_exact_rows]
+            gates = None if gates is None else gates[: batch.num_exact_rows]
         # A piece is a whole segment.
         for index, piece in enumerate(pieces, resident):
+            own = _of_range(gates, weight, index)
             if isinstance(piece, MlxSegment):
-                found = found + all_of(x, piece.neurons, spec)
+                found = found + all_of(x, piece.neurons, spec, own)
             else:
-                found = found + all_of(x, weight.neurons_of(piece, index * weight.segment_neurons), spec)
+                neurons = weight.neurons_of(piece, index * weight.segment_neurons)
+                found = found + all_of(x, neurons, spec, own)
                 self._pieces.ask([found])
         if estimates.shape[0]:
             found = mx.concatenate([found, estimates])
@@ -393,9 +397,20 @@ def _cut_off(gates: mx.array, cutoff: Cutoff) -> mx.array:
     return mx.abs(activate(gates, cutoff.spec.activation)) * cutoff.importance - cutoff.threshold
 
 
-def all_of(x: mx.array, neurons: MlxNeurons, spec: FeedForwardSpec) -> mx.array:
-    """The output of all `neurons`, (T, D), for x (T, D)."""
-    return neurons.down.columns_product(hidden(neurons.gates(x), neurons.ups(x), spec))
+def all_of(
+    x: mx.array, neurons: MlxNeurons, spec: FeedForwardSpec, gates: mx.array | None = None
+) -> mx.array:
+    """The output of all `neurons`, (T, D), for x (T, D). gates: theirs, (T, n), if they are known."""
+    gates = neurons.gates(x) if gates is None else gates
+    return neurons.down.columns_product(hidden(gates, neurons.ups(x), spec))
+
+
+def _of_range(gates: mx.array | None, weight: MlxFeedForward, index: int) -> mx.array | None:
+    """The columns of all gates (T, F) that are of segment `index`."""
+    if gates is None:
+        return None
+    neurons = weight.segment_range(index)
+    return gates[:, neurons.start : neurons.stop]
 
 
 def product_of_selected(

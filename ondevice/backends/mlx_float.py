@@ -20,7 +20,7 @@ from ondevice.backends.base import (
     Selector,
 )
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.backends.mlx_ops import MlxLinear, MlxOps, activate, normed
+from ondevice.backends.mlx_ops import MlxLinear, MlxOps, activate, cut_off, normed
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.model_config import FeedForwardSpec
 
@@ -106,5 +106,6 @@ class MlxFloatBackend(MlxOps):
         added: mx.array | None = None,
     ) -> mx.array:
         x = normed(x, norm)
-        product = weight.output(x, activate(weight.gates(x), spec.activation, spec.threshold), spec)
+        gates = activate(cut_off(weight.gates(x), spec), spec.activation, spec.threshold)
+        product = weight.output(x, gates, spec)
         return product if added is None else added + product

@@ -23,7 +23,7 @@ def no_block(nbytes: int) -> None:
 
 
 class MlxKV:
-    """`KVArrays`: keys (KVH, room, Dh) and values of the same shape for every layer.
+    """`KVArrays`: keys (KVH, room, Dh) and values of the same shape for every layer with its own.
 
     At 8 bits they are int8 codes (KVH, room, Dh) and float32 scales (KVH, room, 1), as in `KVLayout`. They
     are read as float32; on a GPU as float16, unless stored in float32.
@@ -35,11 +35,12 @@ class MlxKV:
         self._waits = Synchronisations() if waits is None else waits
         on_gpu = mx.default_device() == mx.gpu
         self.dtype = mx.float16 if on_gpu and layout.kv_bits < 32 else mx.float32
-        heads, width = layout.config.num_kv_heads, layout.config.head_dim
-        side = [mx.zeros((heads, 0, width), dtype=_KV_TYPES[layout.kv_bits])]
-        if layout.kv_bits == 8:
-            side.append(mx.zeros((heads, 0, 1)))
-        self._layers = [[*side, *side] for _ in range(layout.config.num_layers)]
+        self._layers: list[list[mx.array]] = []
+        for sizes in layout.heads:
+            side = [mx.zeros((sizes.keys, 0, sizes.width), dtype=_KV_TYPES[layout.kv_bits])]
+            if layout.kv_bits == 8:
+                side.append(mx.zeros((sizes.keys, 0, 1)))
+            self._layers.append([*side, *side])
 
     def resize(self, blocks: int) -> None:
         """Make room for `blocks` blocks of positions; what is stored in them stays.

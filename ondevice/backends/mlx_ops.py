@@ -70,14 +70,14 @@ class MlxOps:
         norms: HeadNorms | None = None,
         tree: TokenTree | None = None,
     ) -> mx.array:
-        config, tokens = kv.layout.config, qkv.shape[0]
-        heads, width = config.num_heads, config.head_dim
-        q, k, v = mx.split(qkv.reshape(tokens, -1, width), [heads, heads + config.num_kv_heads], axis=1)
-        if norms is not None and norms.k is not None:
-            q, k = (_normed_heads(*of, norms.together) for of in ((q, norms.q), (k, norms.k)))
-        turns = mx.array(cos), mx.array(sin)
-        q, k = _turned(q, *turns), _turned(k, *turns)
-        kv.arrays.write(layer, k, v, position)
+        tokens, turns = qkv.shape[0], (mx.array(cos), mx.array(sin))
+        heads, keys, width = kv.layout.heads[layer]
+        q, k, v = mx.split(qkv.reshape(tokens, -1, width), [heads, heads + keys], axis=1)
+        q = _turned(q if norms is None else _normed_heads(q, norms.q, norms.together), *turns)
+        if spec.keys_of is None:
+            if norms is not None and norms.k is not None:
+                k, v = _normed_heads(k, norms.k, norms.together), normed(v, norms.v)
+            kv.arrays.write(layer, _turned(k, *turns), v, position)
         stored = kv.arrays.read(layer, position + tokens)
         q = q.astype(stored[0].dtype).swapaxes(0, 1)
         if spec.soft_cap:
@@ -139,6 +139,14 @@ def hidden(gates: mx.array, ups: mx.array | None, spec: FeedForwardSpec) -> mx.a
     if ups is None:
         return found
     return found * (ups if spec.up_activation == "none" else activate(ups, spec.up_activation))
+
+
+def cut_off(gates: mx.array, spec: FeedForwardSpec) -> mx.array:
+    """All of a token's gates, (T, F), after the statistical cutoff of `spec`, if it has one."""
+    if spec.cutoff is None:
+        return gates
+    mean, deviation = (of(gates, axis=1, keepdims=True) for of in (mx.mean, mx.std))
+    return mx.maximum(gates - (mean + spec.cutoff * deviation), 0.0)
 
 
 def activate(x: mx.array, activation: Activation, threshold: float = 0.0) -> mx.array:

@@ -261,7 +261,8 @@ class MlxSegment:
 class MlxFeedForward(FeedForwardLayer):
     """One layer's neurons. Segments are `MlxSegment`s, multiplied one by one.
 
-    pieces: the memory for neurons from flash, which all layers share.
+    pieces: the memory for neurons from flash, which all layers share. gates: as `Backend.load_feed_forward`
+    takes them.
     """
 
     def __init__(
@@ -273,8 +274,10 @@ class MlxFeedForward(FeedForwardLayer):
         pieces: MlxPieceMemory,
         selector: Selector | None = None,
         biases: Biases = NO_BIASES,
+        gates: MlxLinear | None = None,
     ) -> None:
         super().__init__(index, source, segment_neurons, selector)
+        self.gates = gates
         self.piece_memory: MlxPieceMemory = pieces
         self.biases = biases
         self._dtype = dtype

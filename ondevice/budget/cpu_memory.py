@@ -13,7 +13,7 @@ from ondevice.budget.sizes import (
     logits_rows,
     segment_shape,
 )
-from ondevice.bundle.layout import padded, per_layer_layout
+from ondevice.bundle.layout import padded
 from ondevice.config import GROUP_SIZE
 
 HIDDEN_BYTES = 2 << 20
@@ -38,29 +38,6 @@ class CpuMemory(MemoryModel):
         # The heap keeps about a quarter more than is in use.
         kernels = self._kernel_bytes(tokens) * 5 // 4
         return kernels + 4 * tokens * self._extra_floats + self._selecting_bytes(tokens)
-
-    @property
-    def _extra_floats(self) -> int:
-        """Values that a token takes in blocks that few models have, in arrays of their own."""
-        config = self.config
-        if config.is_plain:
-            return 0
-        hidden, copies = padded(config.hidden_size, GROUP_SIZE), config.residual_copies
-        rank = max(layer.laurel_rank for layer in config.layers)
-        # In the layer: the copies before it and as predicted, what one product is made of, and gates, twice.
-        within = (2 * copies if copies > 1 else 0) * hidden + (3 * hidden + 2 * rank if rank else 0)
-        if config.any_layer(lambda layer: layer.feed_forward.cutoff is not None):
-            within += 2 * config.intermediate_size
-        # Behind it: also the copies as corrected, and with the per-layer block's output.
-        behind = (4 * copies if copies > 1 else 1) * hidden
-        if not config.per_layer_width:
-            return max(within, behind)
-        # The inputs, the rows as they are read with their padding, and the projection that joins them.
-        row = padded(config.per_layer_size, GROUP_SIZE)
-        stride = per_layer_layout(config, self.quant).stride
-        reading = 2 * row + stride // 4
-        held = row + max(0, row - config.qkv_size)
-        return held + max(reading, within, behind + 2 * hidden + 4 * config.per_layer_width)
 
     def _kernel_bytes(self, tokens: int) -> int:
         """Activations, attention scores, hidden values and logits of a dense forward pass.

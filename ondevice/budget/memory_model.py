@@ -26,7 +26,7 @@ from ondevice.budget.sizes import (
     stream_bytes,
     widest_pass,
 )
-from ondevice.bundle.layout import CRC_BLOCK_BYTES, embedding_layout, neuron_layout, padded
+from ondevice.bundle.layout import CRC_BLOCK_BYTES, embedding_layout, neuron_layout, padded, per_layer_layout
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import MultiStreams
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, RuntimeConfig
@@ -205,6 +205,29 @@ class MemoryModel(ABC):
         checksums = records * len(neuron_layout(config, self.quant).parts)
         checksums += config.vocab_size * (2 if config.per_layer_width else 1) + weights // CRC_BLOCK_BYTES
         return weights + 4 * checksums
+
+    @property
+    def _extra_floats(self) -> int:
+        """Values that a token takes in blocks that few models have, in arrays of their own."""
+        config = self.config
+        if config.is_plain:
+            return 0
+        hidden, copies = padded(config.hidden_size, GROUP_SIZE), config.residual_copies
+        rank = max(layer.laurel_rank for layer in config.layers)
+        # In the layer: the copies before it and as predicted, what one product is made of, and gates, twice.
+        within = (2 * copies if copies > 1 else 0) * hidden + (3 * hidden + 2 * rank if rank else 0)
+        if config.any_layer(lambda layer: layer.feed_forward.cutoff is not None):
+            within += 2 * config.intermediate_size
+        # Behind it: also the copies as corrected, and with the per-layer block's output.
+        behind = (4 * copies if copies > 1 else 1) * hidden
+        if not config.per_layer_width:
+            return max(within, behind)
+        # The inputs, the rows as they are read with their padding, and the projection that joins them.
+        row = padded(config.per_layer_size, GROUP_SIZE)
+        stride = per_layer_layout(config, self.quant).stride
+        reading = 2 * row + stride // 4
+        held = row + max(0, row - config.qkv_size)
+        return held + max(reading, within, behind + 2 * hidden + 4 * config.per_layer_width)
 
     @property
     def _cutoff_bytes(self) -> int:

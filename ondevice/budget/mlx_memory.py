@@ -90,11 +90,15 @@ class MlxMemory(MemoryModel):
         config = self.config
         hidden, neurons = padded(config.hidden_size, GROUP_SIZE), config.intermediate_size
         gates = neurons * hidden if self.runtime.sparsity in GATED else 0
-        queries, quant = padded(config.query_size, GROUP_SIZE), self.quant
-        layer = self._wider_bytes(config.qkv_size * hidden, quant.of("qkv"))
-        layer += self._wider_bytes(config.hidden_size * queries, quant.of("out"))
-        layer += self._wider_bytes(gates, quant.of("feed_forward"))
-        more = config.num_layers * layer
+        quant, more = self.quant, 0
+        for layer in config.layers:
+            queries = padded(config.out_cols(layer), GROUP_SIZE)
+            more += self._wider_bytes(config.qkv_rows(layer) * hidden, quant.of("qkv"))
+            more += self._wider_bytes(config.hidden_size * queries, quant.of("out"))
+            cut = neurons * hidden if layer.feed_forward.cutoff is not None else 0
+            more += self._wider_bytes(gates + cut, quant.of("feed_forward"))
+        for rows, cols in config.extra_matrices:
+            more += self._wider_bytes(rows * padded(cols, GROUP_SIZE), quant.down)
         more += self._wider_bytes(config.vocab_size * hidden, quant.head(config.tie_embeddings))
         if self._used_predictors is not None:
             low = sum(padded(rank, GROUP_SIZE) * (hidden + neurons) for rank in self._used_predictors.ranks)
@@ -123,6 +127,7 @@ class MlxMemory(MemoryModel):
         config, context = self.config, self.max_context
         neurons = max(fetch_neurons(config), config.intermediate_size)
         per_token = 8 * config.hidden_size + 3 * config.qkv_size + 4 * config.query_size + 4 * neurons
+        per_token += 2 * self._extra_floats
         scores = (config.num_heads + 1) * context
         capped = 0
         if config.any_layer(lambda layer: layer.attention.soft_cap > 0):

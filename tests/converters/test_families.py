@@ -441,7 +441,11 @@ def test_a_text_rounds_every_matrix_of_every_kind_of_block(family: Any, case: st
 
 
 @pytest.mark.parametrize(
-    "case", ["gemma2 low caps", "gemma3", "glm4", "olmo2", "stablelm parallel", "opt", "phi", "persimmon"]
+    "case",
+    [
+        *("gemma2 low caps", "gemma3", "glm4", "olmo2", "stablelm parallel", "opt", "phi", "persimmon"),
+        *("gemma3n", "gemma3n mostly shared", "gemma4", "gemma4 e wide"),
+    ],
 )
 def test_mlx_logits_are_those_of_transformers(family: Any, case: str) -> None:
     pytest.importorskip("mlx.core")
