@@ -174,8 +174,14 @@ class OwnerThread(Generic[T]):
 
         An error ends it too and isn't raised anywhere: the jobs that follow will meet it themselves.
         """
-        self._jobs.idle = step
-        self._submit(_Job(_nothing, _drop))
+        jobs = self._jobs
+
+        def begin(cancelled: Cancelled) -> Iterator[None]:
+            # On the owner thread, or the job that wakes it could restart work that has ended already.
+            jobs.idle = step
+            return iter(())
+
+        self._submit(_Job(begin, _drop))
 
     def close(self, last: Callable[[], None] | None = None) -> None:
         """Cancel the running job, refuse the waiting ones, run `last` and end the thread. Idempotent.
