@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-gguf = pytest.importorskip("gguf")
+pytest.importorskip("gguf")
 pytest.importorskip("llama_cpp")
-from tests.benchmarks.lib.llama_formats import MIXES, Rounder, Type, uses_more  # noqa: E402
+from gguf import GGMLQuantizationType as Type
+
+from tests.benchmarks.lib.llama_formats import MIXES, Rounder, uses_more
 
 
 def test_a_mix_gives_more_bits_to_some_layers_and_falls_back_for_short_rows() -> None:

@@ -177,12 +177,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "auto_map": {
             "AutoConfig": "configuration_falcon.FalconConfig", "AutoModel": "modeling_falcon.FalconModel",
             "AutoModelForCausalLM": "modeling_falcon.FalconForCausalLM",
+            "AutoModelForQuestionAnswering": "modeling_falcon.FalconForQuestionAnswering",
+            "AutoModelForSequenceClassification": "modeling_falcon.FalconForSequenceClassification",
+            "AutoModelForTokenClassification": "modeling_falcon.FalconForTokenClassification",
         },
         "bias": False, "bos_token_id": 11, "eos_token_id": 11, "hidden_dropout": 0.0, "hidden_size": 4544,
         "initializer_range": 0.02, "layer_norm_epsilon": 1e-5, "multi_query": True,
         "new_decoder_architecture": False, "num_attention_heads": 71, "num_hidden_layers": 32,
-        "parallel_attn": True, "torch_dtype": "bfloat16", "transformers_version": "4.27.4",
-        "use_cache": True, "vocab_size": 65024,
+        "num_kv_heads": 71, "parallel_attn": True, "torch_dtype": "bfloat16",
+        "transformers_version": "4.28.1", "use_cache": True, "vocab_size": 65024,
     },
     "stablelm-2-12b-chat": {
         "architectures": ["StableLmForCausalLM"], "model_type": "stablelm", "attention_dropout": 0.0,

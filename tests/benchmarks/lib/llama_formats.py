@@ -15,12 +15,12 @@ from typing import Literal
 
 import gguf
 import numpy as np
+from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
 
 Kind = Literal["q", "k", "v", "out", "gate", "up", "down", "embedding"]
-Type = gguf.GGMLQuantizationType
 FALL_BACKS = {Type.Q4_K: Type.Q5_0, Type.Q5_K: Type.Q5_1, Type.Q6_K: Type.Q8_0}
 """What llama.cpp takes where rows aren't multiples of 256."""
 
