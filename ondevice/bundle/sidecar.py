@@ -31,8 +31,8 @@ from ondevice.model_config import ModelConfig
 
 MAX_POINTS = 16
 NO_SIDECARS = (
-    "a model with per-layer inputs, copies of the residual, shared keys or statistical cutoffs runs without "
-    "predictors, thresholds and streams"
+    "a model with per-layer inputs, copies of the residual, shared keys, heads of several sizes or "
+    "statistical cutoffs runs without predictors, thresholds and streams"
 )
 """What keeps them from models of which `ModelConfig.is_plain` is false."""
 

@@ -20,7 +20,7 @@ from ondevice.bundle.files import read_whole
 from ondevice.bundle.layout import MANIFEST, RESIDENT
 from ondevice.bundle.manifest import parse_manifest
 from ondevice.bundle.predictors import OperatingPoint, Predictors
-from ondevice.bundle.sidecar import listed_targets
+from ondevice.bundle.sidecar import NO_SIDECARS, listed_targets
 from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
@@ -320,9 +320,13 @@ def sparsity_modes(
     """Every sparsity mode, and whether this model can have it. damaged: sidecars, as a Bundle has them."""
     relu, least = config.zeros_gates, config.feed_forward.threshold
     limit = f"{least:.4g}" if least else "zero"
+    cut = sum(layer.feed_forward.cutoff is not None for layer in config.layers)
     exact = (
         f"only neurons whose gate is above {limit}; the same text as dense"
         if relu
+        else f"{cut} of its {config.num_layers} layers cut gates off, yet multiply every neuron; "
+        f"it takes {ZEROING_NAMES}"
+        if cut
         else f"{config.activation} gates are hardly ever exactly zero; it takes {ZEROING_NAMES}"
     )
     predicted = (
@@ -331,6 +335,8 @@ def sparsity_modes(
         if predictors is not None
         else damaged["predictors"].for_command_line
         if "predictors" in damaged
+        else NO_SIDECARS
+        if not config.is_plain
         else "its bundle holds no predictors; `ondevice train predictors` makes them"
         if relu
         else f"predictors say which gates are zero, and {config.activation} gates hardly ever are"
@@ -341,6 +347,8 @@ def sparsity_modes(
         if thresholds is not None
         else damaged["thresholds"].for_command_line
         if "thresholds" in damaged
+        else NO_SIDECARS
+        if not config.is_plain
         else f"{config.activation} gates have a threshold of their own, {limit}: `exact` loses nothing"
         if relu
         else "its bundle holds no thresholds; `ondevice train thresholds --model DIR --text FILE` makes them"

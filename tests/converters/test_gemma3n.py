@@ -19,7 +19,7 @@ from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import PER_LAYER
 from ondevice.bundle.predictors import PREDICTORS_SIDECAR
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.sidecar import sidecar_text
+from ondevice.bundle.sidecar import NO_SIDECARS, sidecar_text
 from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR
 from ondevice.bundle.verify import verify
 from ondevice.config import RuntimeConfig
@@ -30,6 +30,7 @@ from ondevice.errors import BackendUnavailableError, CheckpointError, OndeviceEr
 from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache
 from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig
+from ondevice.runtime.models import sparsity_modes
 from ondevice.runtime.resolving import resolve
 from ondevice.training import convert_and_train
 from tests.malformed.rules import put
@@ -156,6 +157,14 @@ def test_what_cannot_run_these_blocks_says_so(folder: Path) -> None:
         resolve(bundle, RuntimeConfig(backend="mlx", speculation="lookup"))
     with pytest.raises(UnsupportedModelError, match="predictors, thresholds and streams"):
         check_possible(bundle)
+
+
+def test_inspection_says_why_modes_are_missing(folder: Path) -> None:
+    modes = {mode.name: mode for mode in sparsity_modes(Bundle.open(folder / "f16").config, None, None)}
+    assert [name for name, mode in modes.items() if mode.available] == ["dense"]
+    assert modes["exact"].reason.startswith("3 of its 6 layers cut gates off")
+    # No advice to make what would be refused.
+    assert modes["predicted"].reason == modes["threshold"].reason == NO_SIDECARS
 
 
 def test_such_a_model_learns_nothing_from_a_text(folder: Path, tmp_path: Path) -> None:
