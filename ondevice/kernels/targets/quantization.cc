@@ -34,13 +34,14 @@ void quantize_activations(const float* x, int64_t cols, bool nibble_order, const
 }
 
 // MLX's scale and bias: codes 0 to top span the range, one end is the bias, and zero has a code of its own.
-static void span(float low, float high, float top, float* scale, float* bias) {
+static inline void span(float low, float high, float top, float* scale, float* bias) {
   const bool low_end = fabsf(low) > fabsf(high);
   *scale = (high - low) / top;
   *scale = low_end ? *scale : -*scale;
   *bias = low_end ? low : high;
-  const float q0 = *scale != 0.0f ? rintf(*bias / *scale) : 0.0f;
-  if (q0 != 0.0f) *scale = *bias / q0;
+  const float whole = rintf(*bias / (*scale != 0.0f ? *scale : 1.0f)), q0 = *scale != 0.0f ? whole : 0.0f;
+  const float exact = *bias / (q0 != 0.0f ? q0 : 1.0f);
+  *scale = q0 != 0.0f ? exact : *scale;
 }
 
 // A row at 8 bits.
@@ -114,7 +115,11 @@ static inline F as_half(F x) {
 static inline F inverse_of(F scale) {
   float v[16];
   store(v, scale);
-  for (float& x : v) x = x != 0.0f ? 1.0f / x : 0.0f;
+  // No branches, so that the compiler divides all lanes at once.
+  for (float& x : v) {
+    const float inverse = 1.0f / (x != 0.0f ? x : 1.0f);
+    x = x != 0.0f ? inverse : 0.0f;
+  }
   return load(v);
 }
 
@@ -140,12 +145,12 @@ static inline void try_out(const float* w, int64_t n, F scale, F bias, Best* bes
   store(e, error);
   store(s, scale);
   store(b, bias);
-  for (int k = 0; k < 16; ++k)
-    if (e[k] < best->error[k]) {
-      best->error[k] = e[k];
-      best->scale[k] = s[k];
-      best->bias[k] = b[k];
-    }
+  for (int k = 0; k < 16; ++k) {
+    const bool better = e[k] < best->error[k];
+    best->error[k] = better ? e[k] : best->error[k];
+    best->scale[k] = better ? s[k] : best->scale[k];
+    best->bias[k] = better ? b[k] : best->bias[k];
+  }
 }
 
 // Searches scale and bias: from the best of nine cuts of the range and the whole range with a code for zero,
@@ -168,18 +173,61 @@ static void fit(const float* w, int64_t n, F low, F high, Best* best) {
   F scale = load(best->scale), bias = load(best->bias);
   for (int i = 0; i <= kFits; ++i) {
     try_out<true>(w, n, scale, bias, best, &sums);
+    const F last_scale = scale, last_bias = bias;
     scale = as_half(
         div(sub(mul(count, sums.qt), mul(sums.q, sums.t)), sub(mul(count, sums.qq), mul(sums.q, sums.q))));
     bias = as_half(add(bias, div(sub(sums.t, mul(scale, sums.q)), count)));
+    // Another turn would give the same again.
+    if (!(nonzero_lanes(sub(scale, last_scale)) | nonzero_lanes(sub(bias, last_bias)))) break;
   }
 }
 
-// Up to 16 rows at 4 bits. Each sum runs over the columns in order, so that all targets give the same bits.
-static bool quantize_nibbles(int64_t size, const float* x, int64_t rows, int64_t cols, uint8_t* codes,
+// Columns [start, start + n) of up to 16 rows -> (n, 16), zeros behind the last row.
+static void load_lanes(const float* x, int64_t rows, int64_t cols, int64_t start, int64_t n, float* w) {
+  if (rows < 16 || n % 4) {
+    memset(w, 0, static_cast<size_t>(n) * 16 * sizeof(float));
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t i = 0; i < n; ++i) w[16 * i + r] = x[r * cols + start + i];
+    return;
+  }
+  for (int64_t r = 0; r < 16; r += 4)
+    for (int64_t i = 0; i < n; i += 4) {
+      const uint8_t* from[4];
+      for (int64_t k = 0; k < 4; ++k) from[k] = reinterpret_cast<const uint8_t*>(x + (r + k) * cols + start + i);
+      transpose_words(from[0], from[1], from[2], from[3], reinterpret_cast<uint8_t*>(w + 16 * i + r));
+    }
+}
+
+// The codes of a group of 16 rows, two in a byte, by its scales and biases: `pairs` is (size / 2, 16), in
+// which columns from n on are 0.
+static void pack_lanes(const float* w, int64_t n, int64_t size, F scale, F bias, uint8_t* pairs) {
+  const F inverse = inverse_of(scale);
+  for (int64_t k = 0; k < size / 2; ++k) {
+    int8_t even[16] = {0}, odd[16] = {0};
+    if (2 * k < n) store_int8(even, code_of(sub(load(w + 32 * k), bias), inverse));
+    if (2 * k + 1 < n) store_int8(odd, code_of(sub(load(w + 32 * k + 16), bias), inverse));
+    const Bytes16 both = load_vector<Bytes16>(even) | load_vector<Bytes16>(odd) << 4;
+    memcpy(pairs + 16 * k, &both, 16);
+  }
+}
+
+// (size / 2, 16) bytes -> the first `rows` of 16 rows of size / 2 bytes, `stride` apart.
+static void store_lanes(const uint8_t* pairs, int64_t size, int64_t rows, int64_t stride, uint8_t* codes) {
+  for (int64_t k = 0; k < size / 2; k += 4) {
+    uint8_t quads[64];
+    interleave_bytes(load_vector<Bytes16>(pairs + 16 * k), load_vector<Bytes16>(pairs + 16 * k + 16),
+                     load_vector<Bytes16>(pairs + 16 * k + 32), load_vector<Bytes16>(pairs + 16 * k + 48), quads);
+    for (int64_t r = 0; r < rows; ++r) memcpy(codes + r * stride + k, quads + 4 * r, 4);
+  }
+}
+
+// Up to 16 rows at 4 bits, a group of which `load` writes to w (n, 16) when it is given its first column and n.
+// Each sum runs over the columns in order, so that all targets give the same bits.
+template <class Load>
+static bool quantize_nibbles(int64_t size, const Load& load_group, int64_t rows, int64_t cols, uint8_t* codes,
                              uint16_t* scales, uint16_t* biases) {
   const int64_t groups = groups_of(cols) * kGroup / size;
   float w[kGroup * 16];
-  bool finite = true;
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t n = cols - g * size < size ? cols - g * size : size;
     if (n <= 0) {  // padding alone
@@ -189,9 +237,7 @@ static bool quantize_nibbles(int64_t size, const float* x, int64_t rows, int64_t
       }
       continue;
     }
-    memset(w, 0, sizeof(w));
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t i = 0; i < n; ++i) w[16 * i + r] = x[r * cols + g * size + i];
+    load_group(g * size, n, w);
     F low = load(w), high = low, magnitude = zero();
     for (int64_t i = 0; i < n; ++i) {
       const F v = load(w + 16 * i);
@@ -201,31 +247,37 @@ static bool quantize_nibbles(int64_t size, const float* x, int64_t rows, int64_t
     }
     uint16_t halves[16];
     store_half(halves, magnitude);
-    for (const uint16_t half : halves) finite &= (half & 0x7c00u) != 0x7c00u;
-    if (!finite) return false;
+    for (const uint16_t half : halves)
+      if ((half & 0x7c00u) == 0x7c00u) return false;
     Best best{};
     fit(w, n, low, high, &best);
-    const F bias = load(best.bias), scale = load(best.scale), inverse = inverse_of(scale);
+    const F bias = load(best.bias), scale = load(best.scale);
     store_half(halves, scale);
     for (int64_t r = 0; r < rows; ++r) scales[r * groups + g] = halves[r];
     store_half(halves, bias);
     for (int64_t r = 0; r < rows; ++r) biases[r * groups + g] = halves[r];
-    for (int64_t k = 0; k < size / 2; ++k) {
-      const F even = 2 * k < n ? code_of(sub(load(w + 32 * k), bias), inverse) : zero();
-      const F odd = 2 * k + 1 < n ? code_of(sub(load(w + 32 * k + 16), bias), inverse) : zero();
-      float pairs[16];
-      store(pairs, add(even, mul(odd, set1(16.0f))));
-      for (int64_t r = 0; r < rows; ++r)
-        codes[(r * groups + g) * (size / 2) + k] = static_cast<uint8_t>(pairs[r]);
-    }
+    uint8_t pairs[kGroup / 2 * 16];
+    pack_lanes(w, n, size, scale, bias, pairs);
+    store_lanes(pairs, size, rows, groups * (size / 2), codes + g * (size / 2));
   }
   return true;
+}
+
+bool quantize_lanes(int64_t size, const float* x, int64_t stride, int64_t cols, uint8_t* codes,
+                    uint16_t* scales, uint16_t* biases) {
+  const auto load_group = [&](int64_t start, int64_t n, float* w) {
+    for (int64_t i = 0; i < n; ++i) store(w + 16 * i, load(x + (start + i) * stride));
+  };
+  return quantize_nibbles(size, load_group, 16, cols, codes, scales, biases);
 }
 
 bool quantize_block(const RowFormat& format, const float* x, int64_t rows, int64_t cols, uint8_t* codes,
                     uint16_t* scales, uint16_t* biases) {
   const int64_t size = format.group, groups = groups_of(cols) * format.scales();
-  if (format.bits == 4) return quantize_nibbles(size, x, rows, cols, codes, scales, biases);
+  if (format.bits == 4) {
+    const auto load_group = [&](int64_t start, int64_t n, float* w) { load_lanes(x, rows, cols, start, n, w); };
+    return quantize_nibbles(size, load_group, rows, cols, codes, scales, biases);
+  }
   bool finite = true;
   for (int64_t r = 0; r < rows; ++r)
     finite &= quantize_row(size, x + r * cols, cols, codes + r * groups * size, scales + r * groups,
