@@ -96,6 +96,7 @@ static bool quantize_row(int64_t size, const float* x, int64_t cols, uint8_t* co
 constexpr float kCuts[] = {0.0f, 0.04f, 0.08f};  // shares of the range that a start leaves out at an end
 constexpr int kFits = 4;
 constexpr float kTop = 15.0f;
+constexpr int kTogether = 5;  // starts in one pass over the weights
 
 struct Best {
   float error[16], scale[16], bias[16];
@@ -123,24 +124,13 @@ static inline F inverse_of(F scale) {
   return load(v);
 }
 
-// The code of t = w - bias. Adding 2^23 rounds to an integer, half to even. NaN has the code 0.
+// The code of t = w - bias. NaN has the code 0.
 static inline F code_of(F t, F inverse) {
-  const F whole = set1(8388608.0f);
-  return sub(add(min(max(mul(t, inverse), zero()), set1(kTop)), whole), whole);
+  return round_even(min(max(mul(t, inverse), zero()), set1(kTop)));
 }
 
 // Keeps a scale and bias where their squared error is the least so far; one that isn't finite never is.
-template <bool kWithSums>
-static inline void try_out(const float* w, int64_t n, F scale, F bias, Best* best, Sums* sums) {
-  const F inverse = inverse_of(scale);
-  F error = zero();
-  if (kWithSums) *sums = {zero(), zero(), zero(), zero()};
-  for (int64_t i = 0; i < n; ++i) {
-    const F t = sub(load(w + 16 * i), bias), q = code_of(t, inverse), off = sub(mul(scale, q), t);
-    error = add(error, mul(off, off));
-    if (kWithSums)
-      *sums = {add(sums->q, q), add(sums->qq, mul(q, q)), add(sums->t, t), add(sums->qt, mul(q, t))};
-  }
+static inline void keep_better(F error, F scale, F bias, Best* best) {
   float e[16], s[16], b[16];
   store(e, error);
   store(s, scale);
@@ -153,26 +143,58 @@ static inline void try_out(const float* w, int64_t n, F scale, F bias, Best* bes
   }
 }
 
+// Tries out kStarts scales and biases in their order. They share the loads, and their sums overlap.
+template <int kStarts>
+static inline void try_starts(const float* w, int64_t n, const F* scales, const F* biases, Best* best) {
+  F inverses[kStarts], errors[kStarts];
+  for (int s = 0; s < kStarts; ++s) inverses[s] = inverse_of(scales[s]), errors[s] = zero();
+  for (int64_t i = 0; i < n; ++i) {
+    const F v = load(w + 16 * i);
+    for (int s = 0; s < kStarts; ++s) {
+      const F t = sub(v, biases[s]), off = sub(mul(scales[s], code_of(t, inverses[s])), t);
+      errors[s] = add(errors[s], mul(off, off));
+    }
+  }
+  for (int s = 0; s < kStarts; ++s) keep_better(errors[s], scales[s], biases[s], best);
+}
+
+static inline Sums try_out(const float* w, int64_t n, F scale, F bias, Best* best) {
+  const F inverse = inverse_of(scale);
+  F error = zero();
+  Sums sums = {zero(), zero(), zero(), zero()};
+  for (int64_t i = 0; i < n; ++i) {
+    const F t = sub(load(w + 16 * i), bias), q = code_of(t, inverse), off = sub(mul(scale, q), t);
+    error = add(error, mul(off, off));
+    sums = {add(sums.q, q), add(sums.qq, mul(q, q)), add(sums.t, t), add(sums.qt, mul(q, t))};
+  }
+  keep_better(error, scale, bias, best);
+  return sums;
+}
+
 // Searches scale and bias: from the best of nine cuts of the range and the whole range with a code for zero,
 // least squares and codes in turn.
 static void fit(const float* w, int64_t n, F low, F high, Best* best) {
   const F range = abs(sub(high, low)), count = set1(static_cast<float>(n));
-  Sums sums;
   for (float& error : best->error) error = HUGE_VALF;
+  constexpr int kStarts = 10;
+  F scales[kStarts], biases[kStarts];
+  int start = 0;
   for (const float cut_low : kCuts)
     for (const float cut_high : kCuts) {
-      const F scale = div(mul(range, set1(1.0f - cut_low - cut_high)), set1(kTop));
-      const F bias = add(low, mul(set1(cut_low), range));
-      try_out<false>(w, n, as_half(scale), as_half(bias), best, &sums);
+      scales[start] = as_half(div(mul(range, set1(1.0f - cut_low - cut_high)), set1(kTop)));
+      biases[start++] = as_half(add(low, mul(set1(cut_low), range)));
     }
-  float lows[16], highs[16], scales[16], biases[16];
+  float lows[16], highs[16], spans[16], ends[16];
   store(lows, low);
   store(highs, high);
-  for (int k = 0; k < 16; ++k) span(lows[k], highs[k], kTop, scales + k, biases + k);
-  try_out<false>(w, n, as_half(load(scales)), as_half(load(biases)), best, &sums);
+  for (int k = 0; k < 16; ++k) span(lows[k], highs[k], kTop, spans + k, ends + k);
+  scales[start] = as_half(load(spans));
+  biases[start] = as_half(load(ends));
+  for (start = 0; start < kStarts; start += kTogether)
+    try_starts<kTogether>(w, n, scales + start, biases + start, best);
   F scale = load(best->scale), bias = load(best->bias);
   for (int i = 0; i <= kFits; ++i) {
-    try_out<true>(w, n, scale, bias, best, &sums);
+    const Sums sums = try_out(w, n, scale, bias, best);
     const F last_scale = scale, last_bias = bias;
     scale = as_half(
         div(sub(mul(count, sums.qt), mul(sums.q, sums.t)), sub(mul(count, sums.qq), mul(sums.q, sums.q))));
