@@ -57,8 +57,9 @@ bool quantize_rows(Runner& runner, const SourceRows& source, int64_t rows, int64
       const int64_t row = i * kRows, count = rows - row < kRows ? rows - row : kRows;
       if (format.bits == 4 && source.row_stride == 1 && source.type == SourceType::kFloat && count == kRows) {
         const float* lanes = reinterpret_cast<const float*>(source.data) + row;
-        good &= kernels.quantize_lanes(format.group, lanes, source.col_stride, cols, codes + row * codes_bytes,
-                                       scales + row * groups, biases + row * groups);
+        good &=
+            kernels.quantize_lanes(format.group, lanes, source.col_stride, kRows, cols,
+                                   codes + row * codes_bytes, scales + row * groups, biases + row * groups);
         continue;
       }
       gather(kernels, source, row, count, cols, values);

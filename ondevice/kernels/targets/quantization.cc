@@ -125,9 +125,7 @@ static inline F inverse_of(F scale) {
 }
 
 // The code of t = w - bias. NaN has the code 0.
-static inline F code_of(F t, F inverse) {
-  return round_even(min(max(mul(t, inverse), zero()), set1(kTop)));
-}
+static inline F code_of(F t, F inverse) { return round_even(min(max(mul(t, inverse), zero()), set1(kTop))); }
 
 // Keeps a scale and bias where their squared error is the least so far; one that isn't finite never is.
 static inline void keep_better(F error, F scale, F bias, Best* best) {
@@ -215,7 +213,8 @@ static void load_lanes(const float* x, int64_t rows, int64_t cols, int64_t start
   for (int64_t r = 0; r < 16; r += 4)
     for (int64_t i = 0; i < n; i += 4) {
       const uint8_t* from[4];
-      for (int64_t k = 0; k < 4; ++k) from[k] = reinterpret_cast<const uint8_t*>(x + (r + k) * cols + start + i);
+      for (int64_t k = 0; k < 4; ++k)
+        from[k] = reinterpret_cast<const uint8_t*>(x + (r + k) * cols + start + i);
       transpose_words(from[0], from[1], from[2], from[3], reinterpret_cast<uint8_t*>(w + 16 * i + r));
     }
 }
@@ -238,13 +237,14 @@ static void store_lanes(const uint8_t* pairs, int64_t size, int64_t rows, int64_
   for (int64_t k = 0; k < size / 2; k += 4) {
     uint8_t quads[64];
     interleave_bytes(load_vector<Bytes16>(pairs + 16 * k), load_vector<Bytes16>(pairs + 16 * k + 16),
-                     load_vector<Bytes16>(pairs + 16 * k + 32), load_vector<Bytes16>(pairs + 16 * k + 48), quads);
+                     load_vector<Bytes16>(pairs + 16 * k + 32), load_vector<Bytes16>(pairs + 16 * k + 48),
+                     quads);
     for (int64_t r = 0; r < rows; ++r) memcpy(codes + r * stride + k, quads + 4 * r, 4);
   }
 }
 
-// Up to 16 rows at 4 bits, a group of which `load` writes to w (n, 16) when it is given its first column and n.
-// Each sum runs over the columns in order, so that all targets give the same bits.
+// Up to 16 rows at 4 bits, a group of which `load` writes to w (n, 16) when it is given its first column and
+// n. Each sum runs over the columns in order, so that all targets give the same bits.
 template <class Load>
 static bool quantize_nibbles(int64_t size, const Load& load_group, int64_t rows, int64_t cols, uint8_t* codes,
                              uint16_t* scales, uint16_t* biases) {
@@ -285,19 +285,21 @@ static bool quantize_nibbles(int64_t size, const Load& load_group, int64_t rows,
   return true;
 }
 
-bool quantize_lanes(int64_t size, const float* x, int64_t stride, int64_t cols, uint8_t* codes,
+bool quantize_lanes(int64_t size, const float* x, int64_t stride, int64_t rows, int64_t cols, uint8_t* codes,
                     uint16_t* scales, uint16_t* biases) {
   const auto load_group = [&](int64_t start, int64_t n, float* w) {
     for (int64_t i = 0; i < n; ++i) store(w + 16 * i, load(x + (start + i) * stride));
   };
-  return quantize_nibbles(size, load_group, 16, cols, codes, scales, biases);
+  return quantize_nibbles(size, load_group, rows, cols, codes, scales, biases);
 }
 
 bool quantize_block(const RowFormat& format, const float* x, int64_t rows, int64_t cols, uint8_t* codes,
                     uint16_t* scales, uint16_t* biases) {
   const int64_t size = format.group, groups = groups_of(cols) * format.scales();
   if (format.bits == 4) {
-    const auto load_group = [&](int64_t start, int64_t n, float* w) { load_lanes(x, rows, cols, start, n, w); };
+    const auto load_group = [&](int64_t start, int64_t n, float* w) {
+      load_lanes(x, rows, cols, start, n, w);
+    };
     return quantize_nibbles(size, load_group, rows, cols, codes, scales, biases);
   }
   bool finite = true;

@@ -42,7 +42,7 @@ void dequantize_row(const RowFormat& format, const uint8_t* codes, const uint16_
                     const uint16_t* biases, int64_t groups, float* out);
 bool quantize_block(const RowFormat& format, const float* x, int64_t rows, int64_t cols, uint8_t* codes,
                     uint16_t* scales, uint16_t* biases);
-bool quantize_lanes(int64_t size, const float* x, int64_t stride, int64_t cols, uint8_t* codes,
+bool quantize_lanes(int64_t size, const float* x, int64_t stride, int64_t rows, int64_t cols, uint8_t* codes,
                     uint16_t* scales, uint16_t* biases);
 void half_to_float(const uint16_t* in, float* out, int64_t n);
 bool float_to_half(const float* in, uint16_t* out, int64_t n);
