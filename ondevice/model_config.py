@@ -41,15 +41,33 @@ class RopeSpec:
     frequencies: (Dh / 2,) angle of each pair in radians per position, scaled for long contexts already; each
         is a float32 value. A pair with frequency 0 isn't turned.
     magnitude: factor of the cosine and sine of the pairs that turn (YaRN, arXiv 2309.00071, section 3.4).
+    long_frequencies: these take the place of `frequencies`, from a text's first token on, in a context of
+        more than `original_context` tokens (LongRoPE, arXiv 2402.13753). Empty, and 0: `frequencies` serve
+        every context. The context decides, not the text's length: so a token's keys never change.
     """
 
     frequencies: tuple[float, ...]
     magnitude: float = 1.0
+    long_frequencies: tuple[float, ...] = ()
+    original_context: int = 0
 
     def __post_init__(self) -> None:
-        if not all(0.0 <= frequency <= 1.0 for frequency in self.frequencies):
+        if not all(0.0 <= frequency <= 1.0 for frequency in (*self.frequencies, *self.long_frequencies)):
             raise UnsupportedModelError("rotary frequencies must be from 0 to 1 radian per position")
         _check_factor("rope magnitude", self.magnitude)
+        turning = [frequency > 0 for frequency in self.frequencies]
+        if self.long_frequencies and [it > 0 for it in self.long_frequencies] != turning:
+            raise UnsupportedModelError("a rope's long_frequencies turn other pairs than its frequencies")
+        if bool(self.long_frequencies) != (self.original_context > 0) or self.original_context < 0:
+            raise UnsupportedModelError(
+                f"a rope's original_context is {self.original_context}; it must be 1 or more with "
+                "long_frequencies, and 0 without"
+            )
+
+    def within(self, context: int) -> RopeSpec:
+        """The embedding in a context of so many tokens."""
+        is_long = bool(self.long_frequencies) and context > self.original_context
+        return RopeSpec(self.long_frequencies if is_long else self.frequencies, self.magnitude)
 
     @property
     def turning(self) -> int:
@@ -296,6 +314,11 @@ class ModelConfig:
                 raise UnsupportedModelError(
                     f"a rope has {len(rope.frequencies)} frequencies for {self.head_dim // 2} pairs of a head"
                 )
+            if rope.original_context >= self.max_context:
+                raise UnsupportedModelError(
+                    f"a rope's original_context is {rope.original_context}; it must be below max_context, "
+                    f"{self.max_context}"
+                )
         for layer in self.layers:
             if not 0 <= layer.attention.rope < len(self.ropes):
                 raise UnsupportedModelError(
@@ -344,6 +367,15 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def original_context(self) -> int:
+        """Most tokens of a context in which no rotary embedding takes its long frequencies."""
+        return min((rope.original_context or self.max_context for rope in self.ropes), default=0)
+
+    def within(self, context: int) -> ModelConfig:
+        """The model with the rotary embeddings of a context of so many tokens."""
+        return replace(self, ropes=tuple(rope.within(context) for rope in self.ropes))
 
     @property
     def num_kv_layers(self) -> int:

@@ -307,7 +307,7 @@ def train_converted(
             )
         data = checkpoint.tokenizer.blobs[info.file]
         tokenizer = load_tokenizer(info.kind, data, info.bos_id, info.eos_ids, info.add_bos)
-        pieces = _text_pieces(tokenizer, info, text, options.tokens, config.max_context)
+        pieces = _text_pieces(tokenizer, info, text, options.tokens, config.original_context)
         measured = held_out(pieces, options.measured_share)
         rounding = spread(pieces[: len(pieces) - len(measured)], most_tokens(config))
 

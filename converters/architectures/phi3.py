@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from ondevice.converters.architectures.adapting import in_halves, split_attention_and_gates
@@ -26,10 +25,6 @@ from ondevice.model_config import AttentionSpec, ModelConfig, NormSpec
 def _read(reader: ConfigReader) -> Description:
     sizes = read_sizes(reader, max_context=4096)
     rope = read_rope(reader, sizes.head_dim, sizes.max_context, rotated_share=1.0)
-    original = reader.integer("original_max_position_embeddings", sizes.max_context)
-    if 0 < original < sizes.max_context:
-        # Longer texts would need other frequencies from their first token on.
-        sizes = replace(sizes, max_context=original)
     reader.number("embd_pdrop", 0.0)
     check_code(reader, "phi3")
     for key in ("interpolate_factor", "full_attn_mod"):

@@ -90,12 +90,15 @@ def describe(values: Mapping[str, Any]) -> Description:
 
 
 def _rope_notes(values: Mapping[str, Any], config: ModelConfig) -> tuple[str, ...]:
-    """A note if rotary frequencies would change where a text outgrows the context (dynamic, longrope)."""
+    """A note if rotary frequencies change with a text's context (longrope) or its length (dynamic)."""
+    if config.original_context < config.max_context:
+        return (
+            f"with a --max-context above {config.original_context} tokens it takes its long rotary "
+            "frequencies from a text's first token on",
+        )
     parts = [values.get(key) for key in ("rope_parameters", "rope_scaling")]
     kinds = [part.get(key) for part in parts if isinstance(part, dict) for key in ("rope_type", "type")]
-    named = values.get("max_position_embeddings")
-    is_cut = isinstance(named, int) and named > config.max_context
-    if "dynamic" not in kinds and not is_cut:
+    if "dynamic" not in kinds:
         return ()
     return (
         f"its context ends at {config.max_context} tokens: keys of longer texts would need other rotary "

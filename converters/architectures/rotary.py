@@ -23,7 +23,7 @@ ScalingKind = Literal["linear", "llama3", "yarn", "longrope"]
 class RopeScaling:
     """Scaling of frequencies for long contexts: position interpolation (`linear`, arXiv 2306.15595), by
     wavelength (`llama3`), by number of turns (`yarn`, arXiv 2309.00071), or each by its own divisor
-    (`longrope`, arXiv 2402.13753), in the form for texts within the original context.
+    (`longrope`, arXiv 2402.13753).
 
     Args:
         kind: how frequencies are scaled.
@@ -33,7 +33,8 @@ class RopeScaling:
         original_max_context: tokens that the model was first trained for.
         beta_fast, beta_slow: of `yarn`, turns above which a frequency stays, and below which it is divided.
         truncate: of `yarn`, whether the range between the two is widened to whole pairs.
-        divisors: of `longrope`, one for each pair that turns.
+        divisors, long_divisors: of `longrope`, one for each pair that turns, in contexts up to the original
+            one and in longer ones. No long ones: there are no longer contexts.
         magnitude: factor of cosine and sine.
     """
 
@@ -46,6 +47,7 @@ class RopeScaling:
     beta_slow: float = 1.0
     truncate: bool = True
     divisors: tuple[float, ...] = ()
+    long_divisors: tuple[float, ...] = ()
     magnitude: float = 1.0
 
 
@@ -68,16 +70,33 @@ def rope_spec(
             f"config.json: {rotated} of a head's {head_dim} dimensions would turn; odd numbers can't"
         )
     found = [1.0 / theta ** (i / rotated) for i in range(0, rotated, 2)]
-    if scaling is not None:
-        if scaling.kind == "longrope" and len(scaling.divisors) != len(found):
+    pairs = head_dim // 2
+    if scaling is None:
+        return RopeSpec(_rounded(found, pairs))
+    if scaling.kind == "longrope":
+        return _longrope_spec(found, pairs, scaling)
+    scaled = _SCALED[scaling.kind]
+    found = [scaled(frequency, pair, theta, rotated, scaling) for pair, frequency in enumerate(found)]
+    return RopeSpec(_rounded(found, pairs), scaling.magnitude)
+
+
+def _longrope_spec(frequencies: list[float], pairs: int, scaling: RopeScaling) -> RopeSpec:
+    for name, divisors in (("short_factor", scaling.divisors), ("long_factor", scaling.long_divisors)):
+        if len(divisors) != len(frequencies) and (divisors or name == "short_factor"):
             raise CheckpointError(
-                f"config.json: short_factor has {len(scaling.divisors)} values for {len(found)} pairs"
+                f"config.json: {name} has {len(divisors)} values for {len(frequencies)} pairs"
             )
-        scaled = _SCALED[scaling.kind]
-        found = [scaled(frequency, pair, theta, rotated, scaling) for pair, frequency in enumerate(found)]
-    found += [0.0] * ((head_dim - rotated) // 2)
-    frequencies = tuple(float(np.float32(frequency)) for frequency in found)
-    return RopeSpec(frequencies, 1.0 if scaling is None else scaling.magnitude)
+    short = _rounded([it / by for it, by in zip(frequencies, scaling.divisors, strict=True)], pairs)
+    if not scaling.long_divisors:
+        return RopeSpec(short, scaling.magnitude)
+    long = _rounded([it / by for it, by in zip(frequencies, scaling.long_divisors, strict=True)], pairs)
+    return RopeSpec(short, scaling.magnitude, long, scaling.original_max_context)
+
+
+def _rounded(frequencies: list[float], pairs: int) -> tuple[float, ...]:
+    """As float32 values, behind them a 0 for each of a head's `pairs` that don't turn."""
+    still = [0.0] * (pairs - len(frequencies))
+    return tuple(float(np.float32(frequency)) for frequency in (*frequencies, *still))
 
 
 def no_rope(head_dim: int) -> RopeSpec:
@@ -183,7 +202,7 @@ def _read_scaling(rope: ConfigReader, kind: str, original: int, max_context: int
         case "default":
             return None
         case "dynamic":
-            # Frequencies change where a text outgrows the model's context, which none does here.
+            # The base grows with every token beyond the model's context, so no text goes beyond it here.
             rope.number("factor")
             return None
         case "linear":
@@ -222,7 +241,9 @@ def _yarn(rope: ConfigReader, original: int) -> RopeScaling:
 
 
 def _longrope(rope: ConfigReader, original: int, max_context: int) -> RopeScaling:
-    rope.numbers("long_factor")
+    long_divisors = tuple(rope.numbers("long_factor") or ())
+    if original < max_context and not long_divisors:
+        raise CheckpointError(f"{rope.where}: long_factor is missing or empty")
     factor = rope.number("factor", max_context / original)
     magnitude = 1.0
     if factor > 1.0 and original > 1:
@@ -232,6 +253,7 @@ def _longrope(rope: ConfigReader, original: int, max_context: int) -> RopeScalin
         max(1.0, factor),
         original_max_context=original,
         divisors=tuple(rope.numbers("short_factor") or ()),
+        long_divisors=long_divisors if original < max_context else (),
         magnitude=rope.number("attention_factor", magnitude),
     )
 
@@ -245,10 +267,9 @@ def _check_scaling(scaling: RopeScaling, where: str) -> None:
         raise CheckpointError(
             f"{where}: factor must be 1 or more, and high_freq_factor above low_freq_factor above 0"
         )
-    if scaling.divisors and min(scaling.divisors) < 1.0:
-        raise CheckpointError(
-            f"{where}: short_factor has {min(scaling.divisors)}; its values must be 1 or more"
-        )
+    for name, divisors in (("short_factor", scaling.divisors), ("long_factor", scaling.long_divisors)):
+        if divisors and min(divisors) < 1.0:
+            raise CheckpointError(f"{where}: {name} has {min(divisors)}; its values must be 1 or more")
     if not MIN_TURNS <= scaling.beta_slow <= scaling.beta_fast <= MAX_TURNS:
         raise CheckpointError(
             f"{where}: beta_slow is {scaling.beta_slow}, and beta_fast {scaling.beta_fast}; they must be in "
@@ -293,13 +314,8 @@ def _yarn_scaled(frequency: float, pair: int, theta: float, rotated: int, scalin
     return frequency / scaling.factor * ramp + frequency * (1.0 - ramp)
 
 
-def _longrope_scaled(frequency: float, pair: int, theta: float, rotated: int, scaling: RopeScaling) -> float:
-    return frequency / scaling.divisors[pair]
-
-
 _SCALED: dict[ScalingKind, Callable[[float, int, float, int, RopeScaling], float]] = {
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn_scaled,
-    "longrope": _longrope_scaled,
 }

@@ -7,30 +7,28 @@ converter moved go back to their place.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ondevice.converters.architectures.common import Description
 from ondevice.converters.architectures.config_reader import ConfigReader
-from ondevice.converters.architectures.registry import read_config
-from ondevice.converters.architectures.tensors import (
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD,
-    LayerNames,
-    tensor_shapes,
-)
+from ondevice.converters.architectures.registry import describe
+from ondevice.converters.architectures.tensors import LayerNames, tensor_shapes
 from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor, plain, printable
-from ondevice.converters.checkpoints.gguf_file import (
-    GgufHeader,
-    TensorEntry,
-    Value,
-    read_header,
+from ondevice.converters.checkpoints.gguf_families import (
+    BLOCK_NAMES,
+    FAMILIES,
+    WHOLE_NAMES,
+    Family,
 )
+from ondevice.converters.checkpoints.gguf_file import GgufHeader, Value, read_header
+from ondevice.converters.checkpoints.gguf_metadata import Metadata, Stored
 from ondevice.converters.checkpoints.gguf_parts import PART, Part, open_parts
 from ondevice.converters.checkpoints.gguf_tensor import source_tensor
 from ondevice.converters.checkpoints.gguf_tokenizer import read_gguf_tokenizer
@@ -40,68 +38,7 @@ from ondevice.model_config import ModelConfig, RopeSpec
 
 ROPE_FACTORS = "rope_freqs.weight"
 """A tensor that rotary frequencies are divided by."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """A family of models as GGUF files have it.
-
-    Args:
-        model_type: its name in `config.json`.
-        interleaved: whether rows of queries and keys are stored in the order of llama.cpp's rotary
-            embedding, pairs (2i, 2i + 1).
-        activation: `hidden_act`, which files don't have.
-        keys: the values of its own keys, given the reader, its prefix and the values so far.
-    """
-
-    model_type: str
-    interleaved: bool = False
-    activation: str = "silu"
-    keys: Callable[[ConfigReader, str, Mapping[str, Any]], dict[str, Any]] = lambda reader, prefix, values: {}
-
-
-def _gemma_keys(reader: ConfigReader, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {"hidden_activation": "gelu_pytorch_tanh"}
-
-
-def _gemma2_keys(reader: ConfigReader, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Files don't have the scale of scores: llama.cpp knows the largest model by its number of layers."""
-    width = values["hidden_size"] // values["num_attention_heads"]
-    largest = values["num_hidden_layers"] == GEMMA_LARGEST[values["model_type"]]
-    window = reader.integer(prefix + "attention.sliding_window", 0)
-    found: dict[str, Any] = {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": width if largest else values["head_dim"],
-        "sliding_window": window or None,
-    }
-    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if reader.has(prefix + cap):
-            found[cap] = reader.number(prefix + cap)
-    return found
-
-
-def _gemma3_keys(reader: ConfigReader, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    found = _gemma2_keys(reader, prefix, values)
-    found["rope_local_base_freq"] = reader.number(prefix + "rope.freq_base_swa", 10_000.0)
-    found["sliding_window_pattern"] = reader.integer(prefix + "attention.sliding_window_pattern", 6)
-    return found
-
-
-GEMMA_LARGEST = {"gemma2": 46, "gemma3_text": 62}
-"""Layers of the models of 27 billion parameters."""
-FAMILIES = {
-    "llama": Family("llama", interleaved=True),
-    "qwen2": Family("qwen2"),
-    "qwen3": Family("qwen3"),
-    "gemma": Family("gemma", activation="gelu", keys=_gemma_keys),
-    "gemma2": Family("gemma2", activation="gelu", keys=_gemma2_keys),
-    "gemma3": Family("gemma3_text", activation="gelu", keys=_gemma3_keys),
-}
-"""By the value of `general.architecture`. A family joins when `converters/architectures` reads its config:
-with a line here, its own keys in `_config_values`, and its own tensors in `_tensor_names`.
-
-Mistral's models say llama, and are marked by a sliding window where the file has one.
-"""
+_NAME = re.compile(r"(?:blk\.(0|[1-9]\d{0,3})\.)?(\w{1,64})\.(weight|bias)")
 
 _HARMLESS = (
     "vocab_size",
@@ -109,12 +46,6 @@ _HARMLESS = (
     "tensor_data_layout",
 )
 """Keys of a family that change nothing, or only what other keys say too."""
-
-
-@dataclass(frozen=True)
-class _Stored:
-    file: SourceFile
-    entry: TensorEntry
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -143,8 +74,9 @@ def open_gguf_of(
         stored = _stored_tensors(parts)
         header = parts[0].header
         family = _family(header)
-        config = _config(header, family, stored)
-        tensors = _selected(header, family, config, stored)
+        description = _description(header, family, stored)
+        config = description.config
+        tensors = _selected(header, family, description, stored)
         tokenizer = read_gguf_tokenizer(header, folder, config.vocab_size)
         refused.pop_all()
     part = PART.fullmatch(name)
@@ -156,11 +88,12 @@ def open_gguf_of(
         tensors=tensors,
         tokenizer=tokenizer,
         generation={},
+        notes=description.notes,
     )
 
 
-def _stored_tensors(parts: list[Part]) -> dict[str, _Stored]:
-    stored: dict[str, _Stored] = {}
+def _stored_tensors(parts: list[Part]) -> dict[str, Stored]:
+    stored: dict[str, Stored] = {}
     for part in parts:
         for name, entry in part.header.tensors.items():
             if name in stored:
@@ -168,7 +101,7 @@ def _stored_tensors(parts: list[Part]) -> dict[str, _Stored]:
                     f"{stored[name].file.path.name} and {part.header.file} both hold {plain(name)}; download "
                     "both again"
                 )
-            stored[name] = _Stored(part.file, entry)
+            stored[name] = Stored(part.file, entry)
     return stored
 
 
@@ -186,86 +119,121 @@ def _family(header: GgufHeader) -> Family:
     return FAMILIES[name]
 
 
-def _config(header: GgufHeader, family: Family, stored: Mapping[str, _Stored]) -> ModelConfig:
+def _description(header: GgufHeader, family: Family, stored: Mapping[str, Stored]) -> Description:
     values = _config_values(header, family, stored)
     try:
-        config = read_config(values)
+        description = describe(values)
     except (CheckpointError, UnsupportedModelError) as error:
-        message = str(error)
-        if not message.startswith("config.json"):
-            raise
-        raise type(error)(f"{header.file}, whose metadata were read as a config.json: {message}") from error
+        raise _of_metadata(header, error) from error
     if ROPE_FACTORS not in stored:
-        return config
+        return description
     factors = stored[ROPE_FACTORS]
     tensor = source_tensor(ROPE_FACTORS, factors.file, ROPE_FACTORS, factors.entry)
-    return replace(config, ropes=tuple(_divided(rope, tensor, header.file) for rope in config.ropes))
+    ropes = tuple(_divided(rope, tensor, header.file) for rope in description.config.ropes)
+    return replace(description, config=replace(description.config, ropes=ropes))
+
+
+def _of_metadata(
+    header: GgufHeader, error: CheckpointError | UnsupportedModelError
+) -> CheckpointError | UnsupportedModelError:
+    """The error of a config or of tensors that don't go with it, as one of the file."""
+    if "config.json" not in str(error):
+        return error
+    return type(error)(f"{header.file}, whose metadata were read as a config.json: {error}")
 
 
 def _divided(rope: RopeSpec, factors: SourceTensor, file: str) -> RopeSpec:
-    """Frequencies divided by a file's factors, as Llama 3's scaling is stored, a whole head's pairs."""
-    pairs = len(rope.frequencies)
+    """Frequencies divided by a file's factors, as Llama 3's scaling is stored: one a pair that turns."""
+    pairs = sum(frequency > 0 for frequency in rope.frequencies)
+    if not pairs:
+        return rope
     if factors.shape != (pairs,):
         raise CheckpointError(f"{file}: {factors.name} has shape {list(factors.shape)}, not [{pairs}]")
     divisors = factors.vector()
     if divisors.min() < 1.0:
         raise CheckpointError(f"{file}: {factors.name} has the factor {divisors.min()}; the least is 1")
-    return replace(rope, frequencies=tuple((np.array(rope.frequencies, np.float32) / divisors).tolist()))
+    frequencies = np.array(rope.frequencies, np.float32)
+    frequencies[:pairs] /= divisors
+    return replace(rope, frequencies=tuple(frequencies.tolist()))
 
 
-def _config_values(header: GgufHeader, family: Family, stored: Mapping[str, _Stored]) -> dict[str, Any]:
+def _config_values(header: GgufHeader, family: Family, stored: Mapping[str, Stored]) -> dict[str, Any]:
     """The values that a `config.json` would have. Unknown keys of the architecture are refused by name."""
     prefix = f"{header.text('general.architecture')}."
     own = {key: value for key, value in header.metadata.items() if key.startswith(prefix)}
     reader = ConfigReader({key: _scalar(value) for key, value in own.items()}, header.file)
-
-    def integer(key: str, default: int | None = None) -> int:
-        return reader.integer(prefix + key, default)
-
+    metadata = Metadata(header, reader, prefix, stored)
     embedding = stored.get("token_embd.weight")
     if embedding is None or len(embedding.entry.shape) != 2:
         raise CheckpointError(f"{header.file} has no matrix token_embd.weight; it isn't a language model")
-    width, heads = integer("embedding_length"), integer("attention.head_count")
-    if heads < 1:
-        raise CheckpointError(f"{header.file}: {prefix}attention.head_count is {heads}")
-    head_dim = integer("attention.key_length", width // heads)
+    width, heads = metadata.integer("embedding_length"), metadata.integer("attention.head_count")
+    if min(width, heads) < 1:
+        raise CheckpointError(
+            f"{header.file}: {prefix}embedding_length is {width}, and {prefix}attention.head_count {heads}; "
+            "both must be 1 or more"
+        )
+    head_dim = metadata.integer("attention.key_length", width // heads)
+    if head_dim < 1:
+        raise CheckpointError(f"{header.file}: heads would have {head_dim} dimensions; the least is 1")
+    epsilon = "layer_norm_rms_epsilon" if family.norm_key == "rms_norm_eps" else "layer_norm_epsilon"
     values: dict[str, Any] = {
         "model_type": family.model_type,
         "hidden_size": width,
-        "num_hidden_layers": integer("block_count"),
+        "num_hidden_layers": metadata.integer("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": integer("attention.head_count_kv", heads),
+        "num_key_value_heads": metadata.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": integer("feed_forward_length"),
+        "intermediate_size": metadata.integer("feed_forward_length"),
         "vocab_size": embedding.entry.shape[0],
-        "max_position_embeddings": integer("context_length"),
-        "hidden_act": family.activation,
-        "rms_norm_eps": reader.number(prefix + "attention.layer_norm_rms_epsilon"),
-        "rope_theta": reader.number(prefix + "rope.freq_base", 10000.0),
+        "max_position_embeddings": metadata.integer("context_length"),
+        family.norm_key: metadata.number(f"attention.{epsilon}"),
+        "rope_theta": metadata.number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(reader, prefix),
         "tie_word_embeddings": "output.weight" not in stored,
+        **family.fixed,
     }
     reader.only(prefix + "attention.value_length", head_dim)
-    reader.only(prefix + "rope.dimension_count", head_dim)
-    for key in ("expert_count", "expert_used_count"):
-        if integer(key, 0):
-            raise UnsupportedModelError(
-                f"{header.file} is a mixture of experts, which can't be converted yet"
-            )
-    if not reader.boolean(prefix + "attention.causal", True):
-        raise UnsupportedModelError(
-            f"{header.file} isn't a causal language model: {prefix}attention.causal is false"
-        )
-    values |= family.keys(reader, prefix, values)
-    window = integer("attention.sliding_window", 0)
+    values |= _rotated(metadata, family, head_dim)
+    _check_decoder(metadata)
+    values |= family.keys(metadata, values)
+    window = metadata.integer("attention.sliding_window", 0)
     if window and family.model_type == "llama":
         values |= {"model_type": "mistral", "sliding_window": window}
     elif window and "sliding_window" not in values:
         reader.only(prefix + "attention.sliding_window", 0)
-    if family.model_type != "qwen2" and values["model_type"] != "mistral":
-        values["attention_bias"] = "blk.0.attn_q.bias" in stored
+    if family.bias_key and values["model_type"] != "mistral":
+        values[family.bias_key] = any(f"blk.0.attn_{part}.bias" in stored for part in ("q", "qkv"))
     reader.close(frozenset(prefix + key for key in _HARMLESS))
     return values
+
+
+def _rotated(metadata: Metadata, family: Family, head_dim: int) -> dict[str, Any]:
+    """The share of a head's dimensions that turn, where it may be a part."""
+    if not family.partial:
+        metadata.reader.only(metadata.prefix + "rope.dimension_count", head_dim)
+        return {}
+    rotated = metadata.integer("rope.dimension_count", head_dim)
+    if not 0 < rotated <= head_dim:
+        raise CheckpointError(
+            f"{metadata.header.file}: {metadata.prefix}rope.dimension_count is {rotated}; heads have "
+            f"{head_dim}"
+        )
+    # Half a dimension more, as the product with head_dim is rounded down.
+    return {"partial_rotary_factor": (rotated + 0.5) / head_dim}
+
+
+def _check_decoder(metadata: Metadata) -> None:
+    """Raises UnsupportedModelError for a mixture of experts, and for a model that isn't causal."""
+    for key in ("expert_count", "expert_used_count"):
+        if metadata.integer(key, 0):
+            raise UnsupportedModelError(
+                f"{metadata.header.file} is a mixture of experts, which can't be converted yet"
+            )
+    if not metadata.boolean("attention.causal", True):
+        raise UnsupportedModelError(
+            f"{metadata.header.file} isn't a causal language model: {metadata.prefix}attention.causal is "
+            "false"
+        )
 
 
 def _scalar(value: Value) -> bool | int | float | str:
@@ -289,6 +257,9 @@ def _rope_scaling(reader: ConfigReader, prefix: str) -> dict[str, Any] | None:
     if factor in (0.0, 1.0) and kind == "linear":
         return None
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    for beta in ("beta_fast", "beta_slow"):
+        if reader.has(key := f"{prefix}rope.scaling.yarn_{beta}"):
+            scaling[beta] = reader.number(key)
     # A linear factor is the same wherever the model began.
     return (
         scaling
@@ -297,63 +268,84 @@ def _rope_scaling(reader: ConfigReader, prefix: str) -> dict[str, Any] | None:
     )
 
 
-def _tensor_names(config: ModelConfig) -> dict[str, str]:
-    """Names of a model's tensors in a GGUF file, by Hugging Face's names."""
-    names = {EMBEDDING: "token_embd.weight", FINAL_NORM: "output_norm.weight", HEAD: "output.weight"}
-    for layer in range(config.num_layers):
-        ours, block = LayerNames(layer), f"blk.{layer}"
-        for which in "qkv":
-            names[ours.projection(which)] = f"{block}.attn_{which}.weight"
-            names[ours.projection_bias(which)] = f"{block}.attn_{which}.bias"
-            names[ours.head_norm(which)] = f"{block}.attn_{which}_norm.weight"
-        names |= {
-            ours.projection("o"): f"{block}.attn_output.weight",
-            ours.projection_bias("o"): f"{block}.attn_output.bias",
-            ours.norm("attention_norm"): f"{block}.attn_norm.weight",
-            ours.norm("feed_forward_norm"): f"{block}.ffn_norm.weight",
-            ours.norm("attention_output_norm"): f"{block}.post_attention_norm.weight",
-            ours.norm("feed_forward_output_norm"): f"{block}.post_ffw_norm.weight",
-            ours.gate: f"{block}.ffn_gate.weight",
-            ours.up: f"{block}.ffn_up.weight",
-            ours.down: f"{block}.ffn_down.weight",
-        }
+def _names(family: Family, stored: Mapping[str, Stored]) -> dict[str, str]:
+    """Names of the file's tensors by those that they have beside a `config.json`; of those that the family
+    knows."""
+    blocks, wholes = {**BLOCK_NAMES, **family.blocks}, {**WHOLE_NAMES, **family.wholes}
+    names = {}
+    for name in stored:
+        found = _NAME.fullmatch(name)
+        if found is None:
+            continue
+        block, module, kind = found.groups()
+        new = wholes.get(module) if block is None else blocks.get(module)
+        if new is not None:
+            names[f"{new}.{kind}" if block is None else f"model.layers.{block}.{new}.{kind}"] = name
+    return names
+
+
+def _usual_names(config: ModelConfig) -> dict[str, str]:
+    """Names in GGUF files of the tensors that `tensors.py` describes, where they are the usual ones."""
+    modules = dict(BLOCK_NAMES)
+    if not config.layers[0].feed_forward.gated:
+        modules["ffn_up"] = modules.pop("ffn_gate")
+    names: dict[str, str] = {}
+    for kind in ("weight", "bias"):
+        names |= {f"{new}.{kind}": f"{old}.{kind}" for old, new in WHOLE_NAMES.items()}
+        for layer in range(config.num_layers):
+            for old, new in modules.items():
+                names[f"model.layers.{layer}.{new}.{kind}"] = f"blk.{layer}.{old}.{kind}"
     return names
 
 
 def _selected(
-    header: GgufHeader, family: Family, config: ModelConfig, stored: Mapping[str, _Stored]
+    header: GgufHeader, family: Family, description: Description, stored: Mapping[str, Stored]
 ) -> dict[str, SourceTensor]:
-    """The model's tensors, by Hugging Face's names. All that the metadata ask for, and no others, must be
-    there."""
-    shapes, names = tensor_shapes(config), _tensor_names(config)
+    """The model's tensors, by the names of `tensors.py`. All that the metadata ask for, and no others, must
+    be there."""
+    config = description.config
+    names = _names(family, stored)
+    unknown = set(stored) - set(names.values()) - family.factors - {ROPE_FACTORS}
     interleaved = set()
     if family.interleaved:
         for layer in range(config.num_layers):
             ours = LayerNames(layer)
             interleaved |= {name(which) for name in (ours.projection, ours.projection_bias) for which in "qk"}
-    missing = [names[name] for name in shapes if names[name] not in stored]
+    tensors: Mapping[str, SourceTensor] = {
+        name: source_tensor(
+            name,
+            stored[old].file,
+            old,
+            stored[old].entry,
+            config.head_dim if name in interleaved else 0,
+        )
+        for name, old in names.items()
+    }
+    try:
+        tensors = description.adapt(family.restore(tensors, config))
+    except CheckpointError as error:
+        raise _of_metadata(header, error) from error
+    shown = _usual_names(config) | names
+    shapes = tensor_shapes(config)
+    missing = [shown.get(name, name) for name in shapes if name not in tensors]
     if missing:
         raise CheckpointError(
             f"{header.file} lacks {len(missing)} tensors that its metadata ask for, {_some(missing)}; is the "
             "download complete?"
         )
-    extra = sorted(set(stored) - {names[name] for name in shapes} - {ROPE_FACTORS})
+    extra = sorted(unknown | {shown.get(name, name) for name in set(tensors) - set(shapes)})
     if extra:
         raise UnsupportedModelError(
             f"{header.file} has {len(extra)} tensors that are no part of a {config.architecture} model, "
             f"{_some(extra)}; leaving them out could change what it says"
         )
-    tensors = {}
     for name, shape in shapes.items():
-        file, entry = stored[names[name]].file, stored[names[name]].entry
-        if entry.shape != shape:
+        if tensors[name].shape != shape:
             raise CheckpointError(
-                f"{file.path.name}: {names[name]} has shape {list(entry.shape)}; the metadata ask for "
-                f"{list(shape)}; download it again"
+                f"{header.file}: {shown.get(name, name)} has shape {list(tensors[name].shape)}; the metadata "
+                f"ask for {list(shape)}; download it again"
             )
-        pairs = config.head_dim if name in interleaved else 0
-        tensors[name] = source_tensor(name, file, names[name], entry, pairs)
-    return tensors
+    return {name: tensors[name] for name in shapes}
 
 
 def _some(names: list[str]) -> str:

@@ -19,6 +19,11 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_GPT_4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,11 @@ _LLAMA_BPE = Splitting(_LLAMA3, whole_tokens=True, adds_bos=True)
 
 SPLITTINGS = {
     "gpt-2": _GPT2,
+    "phi-2": _GPT2,
+    "gpt-4o": Splitting(_GPT_4O),
+    "chatglm-bpe": Splitting(_LLAMA3),
+    "glm4": Splitting(_LLAMA3),
+    "stablelm2": Splitting(_QWEN2),
     "llama-bpe": _LLAMA_BPE,
     "llama3": _LLAMA_BPE,
     "llama-v3": _LLAMA_BPE,

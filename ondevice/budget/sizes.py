@@ -199,13 +199,17 @@ def buffer_shape(config: ModelConfig, quant: QuantConfig) -> BufferShape:
 
 
 def context_tokens(config: ModelConfig, runtime: RuntimeConfig) -> int:
-    """Tokens a session may hold. Raises UsageError if more are asked for than the model was made for."""
+    """Tokens a session may hold. Raises UsageError if more are asked for than the model was made for.
+
+    Unasked, never more than those up to which its rotary frequencies are the original ones: a budget that has
+    room for less can then change no text.
+    """
     if runtime.max_context < 0 or runtime.max_context > config.max_context:
         raise UsageError(
             f"--max-context {runtime.max_context} is not between 0 (automatic) and the model's own "
             f"limit of {config.max_context} tokens"
         )
-    return runtime.max_context or min(config.max_context, DEFAULT_MAX_CONTEXT)
+    return runtime.max_context or min(config.original_context, DEFAULT_MAX_CONTEXT)
 
 
 def widest_pass(config: ModelConfig, runtime: RuntimeConfig) -> int:

@@ -42,9 +42,10 @@ COUNTS = {"per_layer_width": 0, "residual_copies": 1}
 """The numbers of blocks that few models have, absent where they have these values."""
 _PLAIN = asdict(FeedForwardSpec("silu"))
 """Values of a feed-forward's keys where they are absent; the activation never is."""
+_PLAIN_ROPE = {"long_frequencies": [], "original_context": 0}
 _PLAIN_LAYER = {"laurel_rank": 0}
 _PLAIN_ATTENTION = {"value_norm": False, "keys_of": None}
-"""Likewise of a layer's and its attention's."""
+"""Likewise of a rope's, a layer's and its attention's."""
 
 
 def model_section(config: ModelConfig) -> dict[str, Any]:
@@ -55,9 +56,10 @@ def model_section(config: ModelConfig) -> dict[str, Any]:
         layer["feed_forward"] = {
             name: value for name, value in spec.items() if name == "activation" or value != _PLAIN[name]
         }
-        for part, plain in ((layer, _PLAIN_LAYER), (layer["attention"], _PLAIN_ATTENTION)):
-            for name in [name for name, value in plain.items() if part[name] == value]:
-                del part[name]
+        _drop(layer, _PLAIN_LAYER)
+        _drop(layer["attention"], _PLAIN_ATTENTION)
+    for rope in section["ropes"]:
+        _drop(rope, _PLAIN_ROPE)
     absent = dict.fromkeys(FLAGS, False) | COUNTS
     return {name: value for name, value in section.items() if name not in absent or value != absent[name]}
 
@@ -93,9 +95,15 @@ def _parse_norm(section: Section) -> NormSpec:
 
 
 def _parse_rope(section: Section) -> RopeSpec:
+    given: dict[str, Any] = {}
+    if "long_frequencies" in section.names:
+        given["long_frequencies"] = section.numbers("long_frequencies", _MAX_PAIRS, 0.0, 1.0)
+    if "original_context" in section.names:
+        given["original_context"] = section.integer("original_context", 1, _MAX_TOKENS)
     rope = RopeSpec(
         frequencies=section.numbers("frequencies", _MAX_PAIRS, 0.0, 1.0),
         magnitude=section.number("magnitude", 0.0, MAX_FACTOR),
+        **given,
     )
     section.close()
     return rope
@@ -147,6 +155,12 @@ def _parse_feed_forward(section: Section) -> FeedForwardSpec:
     feed_forward = FeedForwardSpec(cast(Activation, section.text("activation", 64)), **values)
     section.close()
     return feed_forward
+
+
+def _drop(part: dict[str, Any], plain: dict[str, Any]) -> None:
+    """Leave out what has the value that its absence means."""
+    for name in [name for name, value in plain.items() if part[name] == value]:
+        del part[name]
 
 
 def _plain(value: Any) -> Any:

@@ -153,7 +153,7 @@ class Prepared:
             backend=settled_backend(runtime.backend, config),
             threads=runtime.threads or usable_cores(),
             speculation="off" if runtime.speculation in ("auto", "model") else runtime.speculation,
-            max_context=runtime.max_context or min(LEAST_CONTEXT, config.max_context),
+            max_context=runtime.max_context or min(LEAST_CONTEXT, config.original_context),
         )
         modes = automatic_modes(config, settled) if settled.sparsity == "auto" else [settled.sparsity]
         process, claimed = self._process_bytes + self._tokenizer_bytes(), others()

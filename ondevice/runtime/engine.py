@@ -315,4 +315,5 @@ def _load_transformer(
     draft_head = None
     if resolved.draft_head_rows:
         draft_head = load_draft_head(bundle, reader, backend, resolved.draft_head_rows, cancelled)
-    return Transformer(bundle.config, backend, weights, streams, draft_head)
+    config = bundle.config.within(resolved.plan.max_context)
+    return Transformer(config, backend, weights, streams, draft_head)

@@ -197,7 +197,7 @@ def test_every_model_option_survives(tmp_path: Path) -> None:
         CONFIG,
         architecture="gemma2",
         norm=NormSpec("layer", 1e-6, bias=True),
-        ropes=(RopeSpec((1.0, 0.1) * 4, 1.25), RopeSpec((0.0,) * 8)),
+        ropes=(RopeSpec((1.0, 0.1) * 4, 1.25), RopeSpec((0.9,) * 8, 1.1, (0.2,) * 8, 7)),
         layers=layers,
         embedding_multiplier=8.5,
         logit_soft_cap=30.0,

@@ -129,6 +129,18 @@ def test_rope() -> None:
     assert without("llama", "rope_theta", "rope_scaling").ropes == spec()
 
 
+@pytest.mark.parametrize(("key", "values", "named"), [
+    ("long_factor", [1.0] * 7, "long_factor has 7 values for 8 pairs"),
+    ("long_factor", [], "long_factor is missing"),
+    ("long_factor", [0.5] * 8, "long_factor has 0.5"),
+    ("short_factor", [1.0] * 7, "short_factor has 7"),
+])  # fmt: skip
+def test_factors_of_longrope_are_checked(key: str, values: list[float], named: str) -> None:
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, key: values}
+    with pytest.raises(CheckpointError, match=named):
+        read(rope_scaling=scaling, original_max_position_embeddings=64)
+
+
 @pytest.mark.parametrize(("scaling", "theta", "named"), [
     ({"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}, 1e4, "is 0"),
     ({"rope_type": "yarn", "factor": 2.0}, 1e4, "is 0"),

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import ondevice
 from ondevice.backends.base import KVLayout
 from ondevice.backends.cpu import make_runner
 from ondevice.bundle.layout import RESIDENT
@@ -408,12 +409,55 @@ def test_mlx_logits_are_those_of_transformers(family: Any, case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "context"), [("llama dynamic", 512), ("phi3 longrope", 128), ("smollm3 yarn", 0)]
+    ("case", "words"),
+    [
+        ("llama dynamic", "context ends at 512 tokens"),
+        ("phi3 longrope", "--max-context above 128 tokens"),
+        ("smollm3 yarn", ""),
+    ],
 )
-def test_a_bundle_says_where_its_context_was_cut(family: Any, case: str, context: int) -> None:
+def test_a_bundle_says_where_its_frequencies_would_change(family: Any, case: str, words: str) -> None:
     notes = Bundle.open(family(case)[1]).manifest.provenance.notes
-    assert any(f"context ends at {context} tokens" in note for note in notes) == bool(context)
-    assert bool(notes) == bool(context)
+    assert any(words in note for note in notes) == bool(notes) == bool(words)
+
+
+@pytest.mark.parametrize("case", ["phi3 longrope", "phi3 partial"])
+@pytest.mark.parametrize(("backend", "limit"), [("reference", 1e-3), ("cpu", 2e-3)])
+def test_a_context_beyond_the_original_takes_long_frequencies(
+    family: Any, case: str, backend: BackendName, limit: float
+) -> None:
+    """As `transformers` does for a text of that length, from its first token on, however it is chunked."""
+    model, bundle = family(case)
+    text = np.random.default_rng(6).integers(0, 256, 140).tolist()
+    theirs = expected(model, text)
+    config = Bundle.open(bundle).config
+    assert (config.original_context, config.max_context) == (128, 512)
+    kv_bits: Literal[32, 16] = 32 if backend == "reference" else 16
+    with running(bundle, backend) as loaded:
+        reach = Transformer(config.within(129), loaded.backend, loaded.weights)
+        short = Transformer(config.within(128), loaded.backend, loaded.weights)
+        mine = all_logits(reach, text, kv_bits)
+        assert np.abs(all_logits(short, text, kv_bits) - theirs).max() > 1e-2 * np.abs(theirs).max()
+        if backend == "cpu":
+            chunked, kv = [], KVCache(KVLayout(config, kv_bits))
+            for begin in range(0, len(text), 35):
+                states = reach.hidden_states(text[begin : begin + 35], kv)
+                chunked.append(np.array(reach.logits(states)))
+            assert np.array_equal(np.concatenate(chunked), mine)
+    assert np.abs(mine - theirs).max() < limit * np.abs(theirs).max()
+
+
+def test_max_context_chooses_the_frequencies(family: Any) -> None:
+    """The default never passes the original context, so that no budget decides between the two."""
+    bundle, text = family("phi3 longrope")[1], tokens()
+
+    def scored(max_context: int = 0) -> tuple[int, float]:
+        with ondevice.load(bundle, backend="cpu", max_context=max_context) as model:
+            return model.plan.max_context, model.score(tokens=text).perplexity
+
+    (context, plain), (_, within), (longest, beyond) = scored(), scored(64), scored(512)
+    assert (context, longest) == (128, 512)
+    assert plain == within != beyond
 
 
 @pytest.mark.parametrize("case", CASES)

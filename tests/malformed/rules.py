@@ -278,6 +278,30 @@ RULES = (
     ),
     Rule("ropes none", put("model", "ropes", value=[]), "at least one rope", UnsupportedModelError),
     Rule(
+        "original context without long frequencies",
+        put("model", "ropes", 0, "original_context", value=8),
+        "original_context is 8",
+        UnsupportedModelError,
+    ),
+    Rule(
+        "long frequencies of other pairs",
+        put("model", "ropes", 0, "long_frequencies", value=[0.0] * 8),
+        "turn other pairs",
+        UnsupportedModelError,
+    ),
+    Rule(
+        "original context beyond the model's",
+        put(
+            "model",
+            "ropes",
+            0,
+            value={"frequencies": [0.5] * 8, "magnitude": 1.0}
+            | {"original_context": 1 << 20, "long_frequencies": [0.1] * 8},
+        ),
+        "below max_context",
+        UnsupportedModelError,
+    ),
+    Rule(
         "rope that isn't there",
         put("model", "layers", 1, "attention", "rope", value=1),
         "rope is 1",

@@ -1,0 +1,79 @@
+"""What a GGUF file says of its model: the keys of its architecture, and the tensors of all its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ondevice.converters.architectures.config_reader import ConfigReader
+from ondevice.converters.checkpoints.base import SourceFile
+from ondevice.converters.checkpoints.gguf_file import GgufHeader, TensorEntry
+from ondevice.converters.checkpoints.gguf_tensor import source_tensor
+from ondevice.errors import CheckpointError
+
+LEAST_NUMBER = -1e30
+"""What stands for numbers of arrays that are lower, such as minus infinity."""
+MAX_VECTOR = 1 << 16
+"""Most values of a vector that metadata need."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a file."""
+
+    file: SourceFile
+    entry: TensorEntry
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What a file says of its model.
+
+    Args:
+        header: of the file that holds the metadata.
+        reader: of the architecture's keys, which remembers those that were read.
+        prefix: of these keys, as in `llama.`.
+        stored: the tensors of all parts.
+    """
+
+    header: GgufHeader
+    reader: ConfigReader
+    prefix: str
+    stored: Mapping[str, Stored]
+
+    def has(self, key: str) -> bool:
+        return self.reader.has(self.prefix + key)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        return self.reader.integer(self.prefix + key, default)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        return self.reader.number(self.prefix + key, default)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        return self.reader.boolean(self.prefix + key, default)
+
+    def array(self, key: str) -> list[float] | None:
+        """An array of finite numbers, at least LEAST_NUMBER, or None where the key is missing."""
+        found = self.header.numbers(self.prefix + key)
+        if found is None:
+            return None
+        values = np.maximum(found.astype(np.float64), LEAST_NUMBER).tolist()
+        return self.reader.with_value(self.prefix + key, values).numbers(self.prefix + key)
+
+    def rows(self, name: str) -> int:
+        """Rows of a matrix. Raises CheckpointError if there is none of this name."""
+        found = self.stored.get(name)
+        if found is None or len(found.entry.shape) != 2:
+            raise CheckpointError(f"{self.header.file} has no matrix {name}; is the download complete?")
+        return found.entry.shape[0]
+
+    def vector(self, name: str) -> list[float]:
+        """The values of a vector, at most MAX_VECTOR. Raises CheckpointError if there is no such vector."""
+        found = self.stored.get(name)
+        if found is None or len(found.entry.shape) != 1 or found.entry.shape[0] > MAX_VECTOR:
+            raise CheckpointError(f"{self.header.file} has no vector {name}; is the download complete?")
+        values: list[float] = source_tensor(name, found.file, name, found.entry).vector().tolist()
+        return values

@@ -1,0 +1,165 @@
+"""Families in GGUF files: the bundle of the same weights from Hugging Face's folder, and llama.cpp's
+logits."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ondevice.converters.checkpoints.opening import open_checkpoint
+from ondevice.converters.convert import convert
+from ondevice.errors import OndeviceError
+from tests.converters.test_families import CASES, FALCON, LONGROPE, write_model
+from tests.converters.test_gguf_model import assert_same_bundle
+from tests.support.engines import all_logits, running
+from tests.support.gguf_families import write_family
+from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level, changed_gguf
+
+pytest.importorskip("gguf")
+pytest.importorskip("transformers")
+
+LONG = {"max_position_embeddings": 2048, "original_max_position_embeddings": 512}
+"""llama.cpp takes the factors for longer texts if it is told of a longer context."""
+UNALIKE = {
+    "granite odd factors": (
+        "Granite",
+        {"head_dim": None, "embedding_multiplier": 12.1, "logits_scaling": 7.7, "residual_multiplier": 0.22},
+    ),
+    "falcon newer": ("Falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "gemma3n": (
+        "Gemma3nText",
+        {
+            "num_hidden_layers": 25,
+            "num_kv_shared_layers": 5,
+            "hidden_size_per_layer_input": 256,
+            "laurel_rank": 64,
+            "sliding_window": 9,
+            "vocab_size_per_layer_input": BYTE_LEVEL_TOKENS,
+        },
+    ),
+    "phi": ("Phi", {"head_dim": None, "num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
+    "phi less turns": (
+        "Phi",
+        {
+            "head_dim": None,
+            "hidden_size": 80,
+            "num_key_value_heads": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.4},
+        },
+    ),
+    "phi3 longrope": (
+        "Phi3",
+        {"head_dim": None, "rope_parameters": LONGROPE, **LONG},
+    ),
+    "phi3 partial": (
+        "Phi3",
+        {
+            "head_dim": None,
+            "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75, "short_factor": [1.5] * 6}
+            | {"long_factor": [4.0] * 6},
+            **LONG,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+"""Models that differ from those of test_families: as llama.cpp can hold them."""
+ALIKE = (
+    "phi3", "glm4", "glm4 no bias", "glm4 quarter", "smollm3", "smollm3 yarn", "granite",
+    "granite tied", "olmo2", "olmo2 all heads", "olmo2 yarn", "stablelm", "stablelm parallel",
+    "stablelm whole heads", "stablelm head norms", "falcon", "falcon newer, one norm", 
+    "nemotron", "nemotron bias", "nemotron wide heads",
+)  # fmt: skip
+REFUSED = ("smollm3 yarn", "olmo2 all heads", "stablelm whole heads", "nemotron wide heads")
+"""Models that llama.cpp doesn't load: it knows no biases or no tied head in these families."""
+FUZZED = ("phi3 partial", "granite", "stablelm head norms", "falcon newer", "nemotron bias", "gemma3n")
+ROUNDS = 60
+LIMITS = {"F16": 1e-2, "Q8_0": 1e-1}
+"""Largest difference from llama.cpp's logits, of the largest logit."""
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {name: CASES[name] for name in ALIKE} | UNALIKE
+
+
+def written(folder: Path, case: str) -> Path:
+    """A random model of the case as `transformers` saves it."""
+    family, options = MODELS[case]
+    write_model(folder, family, {**options, "vocab_size": BYTE_LEVEL_TOKENS})
+    return folder
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_family_gives_the_bundle_of_its_folder(tmp_path: Path, case: str) -> None:
+    source = written(tmp_path / "source", case)
+    write_family(tmp_path / "model.gguf", source)
+    mine = convert(tmp_path / "model.gguf", tmp_path / "mine", "f16")
+    assert_same_bundle(mine, convert(source, tmp_path / "theirs", "f16"))
+
+
+@pytest.mark.parametrize("case", FUZZED)
+def test_changed_headers_are_refused_or_read(tmp_path: Path, case: str) -> None:
+    """Any bytes of a family's header changed: a checkpoint or a typed error, nothing else."""
+    path, rng = tmp_path / "model.gguf", random.Random(case)
+    write_family(path, written(tmp_path / "source", case), "Q8_0")
+    data = path.read_bytes()
+    end = data.rfind(b".weight") + 50
+    refused = 0
+    for _ in range(ROUNDS):
+        path.write_bytes(changed_gguf(data, end, rng))
+        try:
+            open_checkpoint(path).close()
+        except OndeviceError:
+            refused += 1
+    assert refused > ROUNDS // 2
+
+
+def llama_cpp_logits(path: Path, tokens: list[int]) -> np.ndarray:
+    """llama.cpp's logits of a file's model, (T, V)."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    options = {"n_ctx": 512, "n_batch": 512, "n_threads": 1, "n_gpu_layers": 0}
+    model = llama_cpp.Llama(str(path), logits_all=True, verbose=False, **options)
+    model.eval(tokens)
+    logits = np.array(model.scores[: len(tokens)])
+    model.close()
+    return logits
+
+
+def bytes_of(count: int) -> list[int]:
+    """Random ids of byte tokens."""
+    tokens: list[int] = np.random.default_rng(1).integers(0, 256, count).tolist()
+    return tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LIMITS)
+@pytest.mark.parametrize("case", [name for name in MODELS if name not in (*REFUSED, "gemma3n")])
+def test_a_family_speaks_as_llama_cpp_does(tmp_path: Path, case: str, kind: str) -> None:
+    """The very file, by llama.cpp. It rounds activations to float16, or to 8 bits for Q8_0, and GELU too."""
+    source = written(tmp_path / "source", case)
+    path = tmp_path / "model.gguf"
+    write_family(path, source, kind, add_byte_level)
+    expected = llama_cpp_logits(path, bytes_of(100))
+    with running(convert(path, tmp_path / "mine", "f16")) as model:
+        logits = all_logits(model, bytes_of(100), 32)
+    assert np.abs(logits - expected).max() < LIMITS[kind] * np.abs(expected).max()
+    assert (logits.argmax(axis=1) == expected.argmax(axis=1)).mean() > 0.9
+
+
+@pytest.mark.slow
+def test_gemma3n_is_as_far_from_llama_cpp_as_transformers_is(tmp_path: Path) -> None:
+    """llama.cpp takes the deviation of a layer's gates with n - 1, which shows in a model this small."""
+    torch = pytest.importorskip("torch")
+    family, options = MODELS["gemma3n"]
+    options = {**options, "vocab_size": BYTE_LEVEL_TOKENS, "initializer_range": 0.02}
+    model, path = write_model(tmp_path / "source", family, options), tmp_path / "model.gguf"
+    write_family(path, tmp_path / "source", "F16", add_byte_level)
+    with torch.no_grad():
+        reference = model(torch.tensor([bytes_of(100)])).logits[0].numpy()
+    with running(convert(path, tmp_path / "mine", "f16")) as loaded:
+        logits = all_logits(loaded, bytes_of(100), 32)
+    expected = llama_cpp_logits(path, bytes_of(100))
+    largest, theirs = np.abs(expected).max(), np.abs(reference - expected).max()
+    assert np.abs(logits - reference).max() < 1e-3 * largest
+    assert np.abs(logits - expected).max() < theirs + 1e-3 * largest
+    assert theirs < 0.3 * largest

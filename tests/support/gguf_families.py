@@ -1,0 +1,180 @@
+"""GGUF files of random models that `transformers` saved, written as llama.cpp's converter writes
+them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.support.gguf_models import permuted
+
+ARCHITECTURES = {"phi": "phi2", "gemma3n_text": "gemma3n"}
+"""Names of families in GGUF files, where they differ from `model_type`."""
+PLAIN = ("altup_correct_coef", "altup_predict_coef")
+"""Matrices that are stored as float32."""
+_STACKED = {
+    "altup_projections": "model.altup_projections",
+    "altup_unembed_projections": "model.altup_unembed_projections",
+    "q_layernorm": "model.layers.{}.self_attn.q_layernorm",
+    "k_layernorm": "model.layers.{}.self_attn.k_layernorm",
+}
+
+
+def write_family(
+    path: Path, folder: Path, kind: str = "F16", change: Callable[[Any], None] = lambda writer: None
+) -> None:
+    """Write the checkpoint `folder` as a GGUF file, matrices of the type `kind`. change: adds metadata."""
+    gguf = pytest.importorskip("gguf")
+    config = json.loads((folder / "config.json").read_text())
+    name = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    writer = gguf.GGUFWriter(path, name)
+    _add_config(writer, config)
+    change(writer)
+    number = next(number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
+    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
+    quant = gguf.GGMLQuantizationType[kind]
+    for old, values in _moved(config, load_file(folder / "model.safetensors")).items():
+        new = names.get_name(old, try_suffixes=(".weight", ".bias"))
+        assert new is not None, old
+        block = gguf.GGML_QUANT_SIZES[quant][0]
+        is_plain = values.ndim == 1 or "norm" in new or any(part in new for part in PLAIN)
+        own = gguf.GGMLQuantizationType.F32 if is_plain or values.shape[-1] % block else quant
+        writer.add_tensor(new, gguf.quants.quantize(np.ascontiguousarray(values), own), raw_dtype=own)
+    for tensor, key in (("rope_factors_long", "long_factor"), ("rope_factors_short", "short_factor")):
+        if factors := config.get("rope_parameters", {}).get(key):
+            writer.add_tensor(f"{tensor}.weight", np.array(factors, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _moved(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors with rows and values as the converter changes them, some of them stacked."""
+    family = config["model_type"]
+    moved: dict[str, np.ndarray] = {}
+    stacks: dict[str, dict[int, np.ndarray]] = {}
+    for name, values in tensors.items():
+        parts = name.split(".")
+        module = next((part for part in parts if part in _STACKED), None)
+        if module is not None:
+            stem = _STACKED[module].format(parts[2])
+            stacks.setdefault(f"{stem}.weight", {})[int(parts[-2])] = values
+            continue
+        if family in ("smollm3", "granite"):
+            for which, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
+                if f"self_attn.{which}_proj." in name:
+                    values = permuted(values, config[heads])
+        if family == "nemotron" and name.endswith("norm.weight"):
+            values = values + np.float32(1)
+        if "query_key_value" in name:
+            values = _grouped_apart(config, values)
+        moved[f"{name}.weight" if name.endswith("_scale") else name] = values
+    if family == "gemma3n_text":
+        # Published checkpoints hold them for layers too that share the keys and values of others.
+        for layer in range(config["num_hidden_layers"]):
+            for part in ("k_proj", "v_proj", "k_norm"):
+                first = f"model.layers.0.self_attn.{part}.weight"
+                moved.setdefault(first.replace("0", str(layer)), moved[first])
+    for name, found in stacks.items():
+        moved[name] = np.stack([found[i] for i in range(len(found))])
+    return moved
+
+
+def _grouped_apart(config: Mapping[str, Any], values: np.ndarray) -> np.ndarray:
+    """Falcon's groups of queries, a key and a value in turn, as all queries, all keys and all values."""
+    heads = config["num_attention_heads"]
+    groups = _falcon_groups(config)
+    rows = values.reshape(groups, heads // groups + 2, -1, *values.shape[1:])
+    parts = [rows[:, :-2], rows[:, -2], rows[:, -1]]
+    return np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
+
+
+def _falcon_groups(config: Mapping[str, Any]) -> int:
+    if config["new_decoder_architecture"]:
+        return int(config["num_kv_heads"])
+    return 1 if config["multi_query"] else int(config["num_attention_heads"])
+
+
+def _add_config(writer: Any, config: Mapping[str, Any]) -> None:
+    """The keys that the converter writes for the family."""
+    family, width, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or width // heads
+    is_falcon = family == "falcon"
+    inner = config.get("ffn_hidden_size") if is_falcon else config["intermediate_size"]
+    kv_heads = _falcon_groups(config) if is_falcon else config["num_key_value_heads"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(width)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    for key in ("layer_norm_eps", "layer_norm_epsilon", "norm_eps"):
+        if key in config:
+            writer.add_layer_norm_eps(config[key])
+    if "rms_norm_eps" in config:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if config.get("head_dim"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    rope = config["rope_parameters"]
+    whole = rope.get("full_attention", rope)
+    if not is_falcon:
+        writer.add_rope_freq_base(whole["rope_theta"])
+        writer.add_rope_dimension_count(int(head_dim * whole.get("partial_rotary_factor", 1.0)))
+    if whole["rope_type"] == "yarn":
+        import gguf
+
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(whole["factor"])
+        writer.add_rope_scaling_orig_ctx_len(whole["original_max_position_embeddings"])
+    _OWN.get(family, lambda writer, config: None)(writer, config)
+
+
+def _add_phi3(writer: Any, config: Mapping[str, Any]) -> None:
+    rope, context = config["rope_parameters"], config["max_position_embeddings"]
+    original = rope.get("original_max_position_embeddings") or config["original_max_position_embeddings"]
+    writer.add_rope_scaling_orig_ctx_len(original)
+    writer.add_sliding_window(config["sliding_window"] or 0)
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(context / original) / math.log(original)))
+
+
+def _add_granite(writer: Any, config: Mapping[str, Any]) -> None:
+    writer.add_attention_scale(config["attention_multiplier"])
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])
+    writer.add_vocab_size(config["vocab_size"])
+
+
+def _add_gemma3n(writer: Any, config: Mapping[str, Any]) -> None:
+    writer.add_altup_active_idx(config["altup_active_idx"])
+    writer.add_altup_num_inputs(config["altup_num_inputs"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    shares, normal = config["activation_sparsity_pattern"], NormalDist()
+    writer.add_activation_sparsity_scale(
+        [normal.inv_cdf(float(np.float32(share))) if share else -math.inf for share in shares]
+    )
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+
+
+_OWN: dict[str, Callable[[Any, Mapping[str, Any]], None]] = {
+    "phi3": _add_phi3,
+    "granite": _add_granite,
+    "gemma3n_text": _add_gemma3n,
+    "stablelm": lambda writer, config: writer.add_parallel_residual(config["use_parallel_residual"]),
+    "falcon": lambda writer, config: writer.add_tensor_data_layout("jploski"),
+}
