@@ -64,13 +64,13 @@ def measure(
         error, weight = source.squares.sum(axis=0)
         count = len(source.squares) * source.cols
         return Fidelity(rounded=count, error=SquaredError(float(error), float(weight)))
-    error = sampled_error(source, rows, stored)
     if not isinstance(source, SourceCodes):
-        return Fidelity(rounded=prod(source.shape), error=error)
+        return Fidelity(rounded=prod(source.shape), error=sampled_error(source, rows, stored))
     exact = rows.scales == source.scales
     if not stored.implied_bias:
         exact &= rows.biases == source.biases
     copied = stored.group_size * int(np.count_nonzero(exact))
+    error = sampled_error(source, None if copied == stored.group_size * exact.size else rows, stored)
     return Fidelity(copied=copied, rescaled=stored.group_size * exact.size - copied, error=error)
 
 

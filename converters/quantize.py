@@ -330,10 +330,13 @@ def quantize_encoded(
 
 
 def sampled_error(
-    source: Weights | SourceCodes | EncodedColumns, rows: QuantizedRows, stored: Stored
+    source: Weights | SourceCodes | EncodedColumns, rows: QuantizedRows | None, stored: Stored
 ) -> SquaredError:
-    """Quantisation error of a few evenly spaced rows; measuring all would take longer than quantising."""
-    count = len(rows.codes)
+    """Quantisation error of a few evenly spaced rows; measuring all would take longer than quantising.
+
+    rows: None for those of the source's codes, stored with all their scales and biases as they are.
+    """
+    count = len(source.codes) if isinstance(source, SourceCodes) else source.shape[0]
     picks = np.linspace(0, count - 1, min(_SAMPLED_ROWS, count)).astype(np.int64)
     if isinstance(source, SourceCodes):
         taken = SourceCodes(source.codes[picks], source.scales[picks], source.biases[picks])
@@ -343,9 +346,12 @@ def sampled_error(
         exact = to_float32(source[picks]).astype(np.float64)
     else:
         exact = source.decoded(picks).astype(np.float64)
+    weight = float(np.square(exact).sum())
+    if rows is None:
+        return SquaredError(0.0, weight)
     chosen = QuantizedRows(rows.codes[picks], rows.scales[picks], rows.biases[picks])
     found = dequantize(chosen, stored, exact.shape[1])
-    return SquaredError(float(np.square(found - exact).sum()), float(np.square(exact).sum()))
+    return SquaredError(float(np.square(found - exact).sum()), weight)
 
 
 def _bad_values(name: str) -> CheckpointError:
