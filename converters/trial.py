@@ -49,8 +49,9 @@ from ondevice.units import usable_cores
 
 TRIAL_TOKENS = 64
 """Tokens tried, evenly spaced in the vocabulary. With 8, weights passed that were fuzzed to be unusable."""
-PIECE_BYTES = 4 << 20
-"""Bytes of neurons, or of the head's rows, that are in memory together."""
+PIECE_BYTES = 8 << 20
+"""Bytes of neurons, or of the head's rows, that are computed together; as many are read meanwhile. Fresh
+memory of this size has huge pages: with pieces of 4 MB, a 7B trial took 1.3 core seconds more."""
 
 
 def check_computes(bundle: Bundle) -> None:
