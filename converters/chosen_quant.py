@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Literal
+from typing import get_args
 
-from ondevice.config import MATRIX_KINDS, MatrixKind, QuantConfig, RowFormat
+from ondevice.config import MATRIX_KINDS, Bits, MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
 from ondevice.converters.reading import matrix_kind, resident_sources
 
 
 def chosen_quant(checkpoint: Checkpoint) -> QuantConfig:
-    """The quantisation that `auto` stands for: q4, unless most quantised weights have codes of over 4 bits.
+    """The quantisation that `auto` stands for: the bits of most quantised weights' codes, else q4.
 
     Each kind of matrix is stored in the format that holds its codes, if it holds those of at least half of
     its weights; the others are rounded to it.
@@ -41,18 +42,16 @@ def _matrices(checkpoint: Checkpoint) -> dict[MatrixKind, list[SourceTensor]]:
     return found
 
 
-def _chosen_bits(tensors: Iterable[SourceTensor], otherwise: Literal[4, 8, 16]) -> Literal[4, 8, 16]:
-    """8 if most quantised weights have codes of over 4 bits, 4 if not; `otherwise` where none has codes."""
-    weights = {False: 0, True: 0}
+def _chosen_bits(tensors: Iterable[SourceTensor], otherwise: Bits) -> Bits:
+    """The bits that hold the codes of most quantised weights; `otherwise` where none has codes."""
+    weights: Counter[Bits] = Counter()
     for tensor in tensors:
         if tensor.code_bits:
-            weights[tensor.code_bits > 4] += prod(tensor.shape)
-    if not any(weights.values()):
-        return otherwise
-    return 8 if weights[True] > weights[False] else 4
+            weights[next(bits for bits in get_args(Bits) if bits >= tensor.code_bits)] += prod(tensor.shape)
+    return max(weights, key=lambda bits: (weights[bits], -bits), default=otherwise)
 
 
-def _chosen_format(tensors: Sequence[SourceTensor], bits: Literal[4, 8, 16]) -> RowFormat:
+def _chosen_format(tensors: Sequence[SourceTensor], bits: Bits) -> RowFormat:
     """The format of matrices at `bits` bits: that of most of their weights' codes, if it is one."""
     held = [
         (prod(tensor.shape), tensor.code_format)

@@ -10,6 +10,7 @@ again.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections import deque
@@ -120,7 +121,7 @@ def convert(
     Args:
         source: the checkpoint, see `open_checkpoint`, or one that is open, which is closed at the end.
         output: the new folder.
-        quant: q4, q8, f16, or a QuantConfig; auto is what `chosen_quant` takes.
+        quant: q4, q5, q6, q8, f16, or a QuantConfig; auto is what `chosen_quant` takes.
         on_progress: called from this thread, several times a second. An exception from it stops the
             conversion, which can then be resumed.
         resume: go on with what an interrupted run left. The result has the bytes of an uninterrupted run. The
@@ -227,8 +228,19 @@ class _Conversion:
                 file.path.name: SourceStamp(file.nbytes, file.modified_ns)
                 for file in self._checkpoint.source_files
             },
+            options=self._options(),
         )
         self._errors = ErrorLog(self._folder.partial)
+
+    def _options(self) -> dict[str, str]:
+        """What the bytes depend on beside the source, in words."""
+        quant, text = self._quant.name, "none"
+        if self._quant != QuantConfig.parse(quant):
+            quant += " with formats of the source"
+        if self._pieces:
+            digest = hashlib.sha256(self._origin.encode()).hexdigest()[:8]
+            text = f"of {sum(map(len, self._pieces))} tokens ({digest})"
+        return {"--quant": quant, "--text": text}
 
     def _is_complete(self) -> bool:
         """True if the bundle in the partial folder is whole, and only the renaming is missing."""

@@ -9,13 +9,14 @@ of 64.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.bundle.codes import pack, unpack
 from ondevice.bundle.layout import RowLayout
-from ondevice.config import RowFormat
+from ondevice.config import Bits, RowFormat
 from ondevice.errors import CheckpointError
 from ondevice.kernels import _native
 
@@ -23,7 +24,7 @@ Weights = NDArray[Any]
 """(R, C) weights in a checkpoint's own type: float32, float16, or uint16 with bfloat16 bits."""
 
 Float32 = NDArray[np.float32]
-Stored: TypeAlias = RowFormat | Literal[4, 8, 16]
+Stored: TypeAlias = RowFormat | Bits
 CUTS = tuple(np.float32(cut) for cut in (0.0, 0.04, 0.08))
 """Shares of a group's range that the starts of the search leave out at an end."""
 FITS = 4
@@ -35,9 +36,9 @@ _SAMPLED_ROWS = 4
 class QuantizedRows:
     """Rows as a bundle stores them, columns zero-padded to a multiple of 64.
 
-    codes: uint8 (R, padded_cols * bits / 8), packed as MLX does: at 4 bits, byte k holds element 2k in its
-    low nibble and 2k + 1 in its high one. scales, biases: float16 (R, G). At 16 bits, codes hold float16
-    values and there are no scales and biases (G = 0). Implied biases are (R, 0).
+    codes: uint8 (R, padded_cols * bits / 8), packed as MLX does: without gaps, low bits first. scales,
+    biases: float16 (R, G). At 16 bits, codes hold float16 values and there are no scales and biases (G = 0).
+    Implied biases are (R, 0).
     """
 
     codes: NDArray[np.uint8]
@@ -129,7 +130,7 @@ def store_codes(source: SourceCodes, stored: Stored, name: str) -> QuantizedRows
 
 
 def quantize(runner: _native.Runner, weights: Weights, stored: Stored, name: str) -> QuantizedRows:
-    """Quantise rows to 4 or 8 bits, or round them to float16 (16 bits). `weights` may be a transposed view.
+    """Quantise rows to 4 to 8 bits, or round them to float16 (16 bits). `weights` may be a transposed view.
 
     Biases are chosen, so that none is implied.
 
@@ -147,20 +148,21 @@ def quantize(runner: _native.Runner, weights: Weights, stored: Stored, name: str
 def quantize_reference(weights: Weights, stored: Stored, name: str = "weights") -> QuantizedRows:
     """The definition of `quantize`, in numpy. Each line is one float32 operation, in order.
 
-    At 4 bits, for the n real columns of a group (padding takes no part), sums running over them in order:
+    At 4, 5 and 6 bits, with top = 15, 31 and 63, for the n real columns of a group (padding takes no part),
+    sums running over them in order:
 
         low, high = min(w), max(w);  range = |high - low|
         nine starts, for cut_low in CUTS, for cut_high in CUTS:
-            scale = range * (1 - cut_low - cut_high) / 15
+            scale = range * (1 - cut_low - cut_high) / top
             bias  = low + cut_low * range
-        a tenth start: as at 8 bits, with top = 15
+        a tenth start: as at 8 bits, with this top
         from the best start, FITS times, with t = w - bias and q its codes:
             scale = (n * sum(q * t) - sum(q) * sum(t)) / (n * sum(q * q) - sum(q) * sum(q))
             bias  = bias + (sum(t) - scale * sum(q)) / n                 (least squares, given the codes)
 
     Each scale and bias is rounded to float16 and widened again before it is used, and
 
-        q     = round_half_even(clip((w - bias) * (1 / scale), 0, 15)), or 0 where scale is 0
+        q     = round_half_even(clip((w - bias) * (1 / scale), 0, top)), or 0 where scale is 0
         error = sum((scale * q - (w - bias))^2)
 
     The first scale and bias with the least error are stored; an error that isn't finite is never the least.
@@ -192,12 +194,13 @@ def quantize_reference(weights: Weights, stored: Stored, name: str = "weights") 
     with np.errstate(all="ignore"):
         if not np.isfinite(w.astype(np.float16)).all():
             raise _bad_values(name)
-        if bits == 4:
-            fits, rest = [_fit_reference(w[:, : cols // size])], cols % size
+        if bits < 8:
+            top = (1 << bits) - 1
+            fits, rest = [_fit_reference(w[:, : cols // size], top)], cols % size
             if rest:
-                fits.append(_fit_reference(w[:, cols // size :, :rest]))
+                fits.append(_fit_reference(w[:, cols // size :, :rest], top))
             scale, bias = (np.concatenate(values, axis=1)[:, :, None] for values in zip(*fits, strict=True))
-            q = _codes(w - bias, scale)
+            q = _codes(w - bias, scale, top)
         else:
             low = np.where(real, w, np.inf).min(axis=2)
             high = np.where(real, w, -np.inf).max(axis=2)
@@ -206,15 +209,15 @@ def quantize_reference(weights: Weights, stored: Stored, name: str = "weights") 
             scale, bias = (x.astype(np.float16).astype(np.float32)[:, :, None] for x in (scale, bias))
             q = np.clip(np.rint((w - bias) / scale), np.float32(0), np.float32(255))
     whole = np.where((scale != 0) & real, q, 0).astype(np.uint8).reshape(rows, -1)
-    codes = whole if bits == 8 else (whole[:, 0::2] | whole[:, 1::2] << 4)
+    codes = pack(whole, bits)
     codes = np.pad(codes, ((0, 0), (0, layout.codes_bytes - codes.shape[1])))
     empty = ((0, 0), (0, layout.groups - groups))
     scales, biases = (np.pad(x[:, :, 0].astype(np.float16), empty) for x in (scale, bias))
     return QuantizedRows(np.ascontiguousarray(codes), scales, biases)
 
 
-def _fit_reference(w: Float32) -> tuple[Float32, Float32]:
-    """Scale and bias, (R, G) float16 values as float32, of the groups w (R, G, n) at 4 bits."""
+def _fit_reference(w: Float32, top: int) -> tuple[Float32, Float32]:
+    """Scale and bias, (R, G) float16 values as float32, of the groups w (R, G, n) at 4 to 6 bits."""
     low, high, n = w.min(axis=2), w.max(axis=2), np.float32(w.shape[2])
     width, one = np.abs(high - low), np.float32(1)
     best = np.stack([np.full_like(low, np.inf), np.zeros_like(low), np.zeros_like(low)])
@@ -223,15 +226,15 @@ def _fit_reference(w: Float32) -> tuple[Float32, Float32]:
         """Keep what is better than `best`. Returns the scale and bias as rounded, and the weights' codes."""
         scale, bias = (x.astype(np.float16).astype(np.float32) for x in (scale, bias))
         t = w - bias[:, :, None]
-        q = _codes(t, scale[:, :, None])
+        q = _codes(t, scale[:, :, None], top)
         error = _sum_in_order((scale[:, :, None] * q - t) ** 2)
         np.copyto(best, np.stack([error, scale, bias]), where=error < best[0])
         return scale, bias, q
 
     for cut_low in CUTS:
         for cut_high in CUTS:
-            try_out(width * (one - cut_low - cut_high) / np.float32(15), low + cut_low * width)
-    try_out(*_range_reference(low, high, 15))
+            try_out(width * (one - cut_low - cut_high) / np.float32(top), low + cut_low * width)
+    try_out(*_range_reference(low, high, top))
     scale, bias = best[1], best[2]
     for _ in range(FITS):
         scale, bias, q = try_out(scale, bias)
@@ -244,10 +247,10 @@ def _fit_reference(w: Float32) -> tuple[Float32, Float32]:
     return best[1], best[2]
 
 
-def _codes(t: Float32, scale: Float32) -> Float32:
-    """Codes of t = w - bias at 4 bits, before padding is set to 0. A t that isn't a number has any code."""
+def _codes(t: Float32, scale: Float32, top: int) -> Float32:
+    """Codes of t = w - bias, before padding is set to 0. A t that isn't a number has any code."""
     inverse = np.where(scale != 0, np.float32(1) / scale, np.float32(0))
-    return np.rint(np.clip(t * inverse, np.float32(0), np.float32(15)))
+    return np.rint(np.clip(t * inverse, np.float32(0), np.float32(top)))
 
 
 def _sum_in_order(x: Float32) -> Float32:
@@ -283,9 +286,7 @@ def dequantize(rows: QuantizedRows | SourceCodes, stored: Stored, cols: int) -> 
     bits, size, implied = row_format(stored)
     if bits == 16:
         return rows.codes.view(np.float16)[:, :cols].astype(np.float32)
-    q = rows.codes
-    if bits == 4:
-        q = np.stack([q & 15, q >> 4], axis=-1).reshape(len(q), -1)
+    q = unpack(rows.codes, bits)
     biases = np.float32(-row_format(stored).zero) * rows.scales if implied else rows.biases
     scale, bias = (np.repeat(x.astype(np.float32), size, axis=1) for x in (rows.scales, biases))
     return (scale * q.astype(np.float32) + bias)[:, :cols]

@@ -84,8 +84,8 @@ def convert(
         source: a folder, a GGUF or llama2.c file, a repository id, a GGUF file of one
             (`owner/name:file.gguf`), or an alias.
         output: the bundle's folder. The default has the source's name, where models are found by name.
-        quant: `q4`, `q8` or `f16`. `auto` copies the codes of quantised weights where it can, and is `q4` for
-            floating-point ones.
+        quant: `q4`, `q5`, `q6`, `q8` or `f16`. `auto` copies the codes of quantised weights where it can, and
+            is `q4` for floating-point ones.
         on_progress: called with the progress.
         resume: continue a conversion that was interrupted.
         force: replace an existing output.

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple, TypedDict, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args, get_origin, get_type_hints
 
 from ondevice.errors import UsageError
 from ondevice.model_config import SIZE_LIMITS
@@ -38,14 +38,18 @@ def is_target(share: float) -> bool:
     return 0.0 < share < 1.0
 
 
+Bits: TypeAlias = Literal[4, 5, 6, 8, 16]
+"""Bits of a weight's code; 16 are a float16 value."""
+
+
 class RowFormat(NamedTuple):
-    """How rows of weights are stored: `w = scale * q + bias` at 4 and 8 bits, float16 values at 16.
+    """How rows of weights are stored: `w = scale * q + bias` at 4 to 8 bits, float16 values at 16.
 
     group_size: elements that share a scale and a bias. implied_bias: biases aren't stored; they are
     `-zero * scale`. 16 bits have neither.
     """
 
-    bits: Literal[4, 8, 16] = 4
+    bits: Bits = 4
     group_size: Literal[32, 64] = 64
     implied_bias: bool = False
 
@@ -69,7 +73,7 @@ class QuantConfig:
     blocks has `bits` bits too, as down rows always have them in groups of 64. There are none at 16 bits.
     """
 
-    bits: Literal[4, 8, 16] = 4
+    bits: Bits = 4
     formats: tuple[tuple[MatrixKind, RowFormat], ...] = ()
 
     def of(self, kind: MatrixKind) -> RowFormat:
@@ -87,16 +91,16 @@ class QuantConfig:
 
     @property
     def name(self) -> str:
-        return {4: "q4", 8: "q8", 16: "f16"}[self.bits]
+        return "f16" if self.bits == 16 else f"q{self.bits}"
 
     @staticmethod
     def parse(name: str) -> QuantConfig:
-        """`q4`, `q8` or `f16`. Raises UsageError on anything else."""
-        for bits in (4, 8, 16):
+        """`q4`, `q5`, `q6`, `q8` or `f16`. Raises UsageError on anything else."""
+        for bits in get_args(Bits):
             config = QuantConfig(bits)
             if config.name == name:
                 return config
-        raise UsageError(f"quantisation {name!r} is not one of q4, q8, f16, auto")
+        raise UsageError(f"quantisation {name!r} is not one of q4, q5, q6, q8, f16, auto")
 
 
 AUTO_QUANT = "auto"

@@ -12,6 +12,7 @@ from math import prod
 from typing import Literal, NamedTuple, get_args
 
 from ondevice.errors import UnsupportedModelError
+from ondevice.weight_shapes import WeightShape, layer_weights, model_weights
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
@@ -107,6 +108,8 @@ class AttentionSpec:
         value_norm: whether each head's values have an RMS norm without a weight. Only with a `head_norm` of
             each head.
         keys_of: index of the layer before whose keys and values are read; None: the layer has its own.
+        head_dim, num_kv_heads: width of a head and number of key (or value) heads, where they aren't the
+            model's; 0: they are.
     """
 
     scale: float
@@ -118,9 +121,16 @@ class AttentionSpec:
     output_bias: bool = False
     value_norm: bool = False
     keys_of: int | None = None
+    head_dim: int = 0
+    num_kv_heads: int = 0
 
     def __post_init__(self) -> None:
         _check_factor("attention scale", self.scale)
+        for name in ("head_dim", "num_kv_heads"):
+            if not 0 <= getattr(self, name) <= SIZE_LIMITS[name]:
+                raise UnsupportedModelError(
+                    f"a layer's {name} is {getattr(self, name)}; it must be from 0 to {SIZE_LIMITS[name]}"
+                )
         if self.head_norm != "head" and (self.value_norm or (self.keys_of is not None and self.has_norms)):
             raise UnsupportedModelError(
                 f"head_norm is {self.head_norm!r}; layers whose values are normed need 'head', and those "
@@ -210,6 +220,7 @@ class LayerSpec:
     parallel: both blocks read the layer's input, and their outputs join it together.
     laurel_rank: if not 0, a low-rank block of this rank stands beside attention (LAuReL, arXiv 2411.07501):
         what leaves attention, x, becomes (x + n + norm(up @ down @ n)) / sqrt(2) for the normed input n.
+    scaled: whether the residual is multiplied by a number of the layer's own in the end.
     """
 
     attention: AttentionSpec
@@ -217,6 +228,7 @@ class LayerSpec:
     norms: NormPlaces = "before"
     parallel: bool = False
     laurel_rank: int = 0
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("norms", self.norms, get_args(NormPlaces))
@@ -238,15 +250,12 @@ class LayerSpec:
         return self.norms in ("after", "both")
 
 
-class WeightShape(NamedTuple):
-    """A weight that only some models have: its name in a bundle, behind the prefix of a layer's.
+class HeadSizes(NamedTuple):
+    """A layer's heads: `queries` query heads and `keys` key (or value) heads, each `width` wide."""
 
-    shape: (rows, columns) of a matrix that is quantised, else the shape of float32 values.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    quantised: bool
+    queries: int
+    keys: int
+    width: int
 
 
 @dataclass(frozen=True)
@@ -257,7 +266,8 @@ class ModelConfig:
 
     Args:
         architecture: the family's name, for people.
-        hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size: sizes of all layers.
+        hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size: sizes of all layers;
+            a layer's `AttentionSpec` may say other ones of its heads.
         max_context: most tokens that the model was made for.
         norm: the form of all norms but those of heads, which share its eps.
         ropes: the rotary embeddings that layers refer to.
@@ -299,30 +309,28 @@ class ModelConfig:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= limit:
                 raise UnsupportedModelError(f"{name} is {value!r}; it must be an integer from 1 to {limit}")
-        if self.num_heads % self.num_kv_heads:
-            raise UnsupportedModelError(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise UnsupportedModelError(f"head_dim {self.head_dim} is odd; rotary embedding needs pairs")
+        self._check_heads(self.num_kv_heads, self.head_dim)
         if not self.ropes:
             raise UnsupportedModelError(
                 "a model needs at least one rope; one with frequencies of 0 turns nothing"
             )
         for rope in self.ropes:
-            if len(rope.frequencies) != self.head_dim // 2:
-                raise UnsupportedModelError(
-                    f"a rope has {len(rope.frequencies)} frequencies for {self.head_dim // 2} pairs of a head"
-                )
             if rope.original_context >= self.max_context:
                 raise UnsupportedModelError(
                     f"a rope's original_context is {rope.original_context}; it must be below max_context, "
                     f"{self.max_context}"
                 )
         for layer in self.layers:
+            sizes = self.heads(layer.attention)
+            self._check_heads(sizes.keys, sizes.width)
             if not 0 <= layer.attention.rope < len(self.ropes):
                 raise UnsupportedModelError(
                     f"a layer's rope is {layer.attention.rope}; the model has {len(self.ropes)}"
+                )
+            pairs = len(self.ropes[layer.attention.rope].frequencies)
+            if pairs != sizes.width // 2:
+                raise UnsupportedModelError(
+                    f"a rope has {pairs} frequencies for {sizes.width // 2} pairs of a head"
                 )
         if len({replace(layer.feed_forward, cutoff=None) for layer in self.layers}) > 1:
             raise UnsupportedModelError(
@@ -333,6 +341,15 @@ class ModelConfig:
         _check_factor("embedding_multiplier", self.embedding_multiplier)
         if self.logit_soft_cap:
             _check_factor("logit_soft_cap", self.logit_soft_cap)
+
+    def _check_heads(self, keys: int, width: int) -> None:
+        """Raises UnsupportedModelError for heads that can't be run."""
+        if self.num_heads % keys:
+            raise UnsupportedModelError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {keys}"
+            )
+        if width % 2:
+            raise UnsupportedModelError(f"head_dim {width} is odd; rotary embedding needs pairs")
 
     def _check_residuals(self) -> None:
         """Raises UnsupportedModelError for per-layer inputs or copies of the residual that can't be run."""
@@ -362,6 +379,10 @@ class ModelConfig:
             if owner is not None and not 0 <= owner < own:
                 raise UnsupportedModelError(
                     f"layer {layer} shares the keys of layer {owner}; those of 0 to {own - 1} can be shared"
+                )
+            if owner is not None and self.heads(spec.attention) != self.heads(self.layers[owner].attention):
+                raise UnsupportedModelError(
+                    f"layer {layer} shares the keys of layer {owner}, whose heads are others"
                 )
 
     @property
@@ -402,25 +423,51 @@ class ModelConfig:
         """True if `holds` is true of a layer."""
         return any(map(holds, self.layers))
 
+    def heads(self, attention: AttentionSpec) -> HeadSizes:
+        """The heads of a layer with this attention."""
+        keys, width = attention.num_kv_heads or self.num_kv_heads, attention.head_dim or self.head_dim
+        return HeadSizes(self.num_heads, keys, width)
+
+    @property
+    def _all_heads(self) -> set[HeadSizes]:
+        """The heads of every layer. Without layers, the model's own."""
+        found = {self.heads(layer.attention) for layer in self.layers}
+        return found or {HeadSizes(self.num_heads, self.num_kv_heads, self.head_dim)}
+
+    @property
+    def head_width(self) -> int:
+        """Width of the widest layer's heads."""
+        return max(sizes.width for sizes in self._all_heads)
+
     @property
     def query_size(self) -> int:
-        """Width of all query heads together."""
-        return self.num_heads * self.head_dim
+        """Width of all query heads of the widest layer together."""
+        return self.num_heads * self.head_width
 
     @property
     def kv_size(self) -> int:
-        """Width of all key (or value) heads together."""
-        return self.num_kv_heads * self.head_dim
+        """Width of all key (or value) heads of the widest layer together."""
+        return max(sizes.keys * sizes.width for sizes in self._all_heads)
 
     @property
     def qkv_size(self) -> int:
-        """Rows of the fused query, key and value projection."""
-        return self.query_size + 2 * self.kv_size
+        """Rows of the widest layer's fused query, key and value projection."""
+        return max((sizes.queries + 2 * sizes.keys) * sizes.width for sizes in self._all_heads)
+
+    @property
+    def queries_per_key(self) -> int:
+        """Most query heads that read one key head."""
+        return max(sizes.queries // sizes.keys for sizes in self._all_heads)
+
+    def out_cols(self, layer: LayerSpec) -> int:
+        """Columns of a layer's output projection: the width of its query heads together."""
+        return self.num_heads * self.heads(layer.attention).width
 
     def projection_sizes(self, layer: LayerSpec) -> dict[str, int]:
         """Rows of each projection in a layer's fused one, q, k and v; q alone where keys are shared."""
-        shares = layer.attention.keys_of is not None
-        return {"q": self.query_size} | ({} if shares else {"k": self.kv_size, "v": self.kv_size})
+        sizes, shares = self.heads(layer.attention), layer.attention.keys_of is not None
+        keys = sizes.keys * sizes.width
+        return {"q": sizes.queries * sizes.width} | ({} if shares else {"k": keys, "v": keys})
 
     def qkv_rows(self, layer: LayerSpec) -> int:
         """Rows of a layer's fused projection."""
@@ -428,13 +475,14 @@ class ModelConfig:
 
     def head_norm_sizes(self, layer: LayerSpec) -> tuple[int, int]:
         """Lengths of the norm weights of a layer's queries and keys; 0 without such norms."""
+        sizes = self.heads(layer.attention)
         match layer.attention.head_norm:
             case "none":
                 return 0, 0
             case "head":
-                return self.head_dim, 0 if layer.attention.keys_of is not None else self.head_dim
+                return sizes.width, 0 if layer.attention.keys_of is not None else sizes.width
             case "projection" | "layer":
-                return self.query_size, self.kv_size
+                return sizes.queries * sizes.width, sizes.keys * sizes.width
 
     @property
     def norm_size(self) -> int:
@@ -450,51 +498,13 @@ class ModelConfig:
 
     @property
     def model_weights(self) -> tuple[WeightShape, ...]:
-        """Weights for per-layer inputs and copies of the residual that no layer has, in a bundle's order.
-
-        The copies' matrices are one for each copy but the first: `spread` makes it of the embedding, `gather`
-        is multiplied by it in the end.
-        """
-        hidden, width = self.hidden_size, self.per_layer_width
-        found = []
-        if width:
-            found += [
-                WeightShape("per_layer.projection", (self.num_layers * width, hidden), True),
-                WeightShape("per_layer.norm.weight", (width,), False),
-            ]
-        for name in ("spread", "gather"):
-            for copy in range(1, self.residual_copies):
-                found.append(WeightShape(f"copies.{name}.{copy}", (hidden, hidden), True))
-        return tuple(found)
+        """Weights of blocks that few models have, and that no layer has, in a bundle's order."""
+        return model_weights(self.hidden_size, self.num_layers, self.per_layer_width, self.residual_copies)
 
     def layer_weights(self, layer: LayerSpec) -> tuple[WeightShape, ...]:
-        """A layer's weights for per-layer inputs, copies of the residual and the block beside attention.
-
-        They come last of the layer's in a bundle.
-        """
-        hidden, width, rank = self.hidden_size, self.per_layer_width, layer.laurel_rank
-        copies, found = self.residual_copies, []
-        if rank:
-            found += [
-                WeightShape("laurel.down", (rank, hidden), True),
-                WeightShape("laurel.up", (hidden, rank), True),
-                WeightShape("laurel.norm.weight", (hidden,), False),
-            ]
-        if copies > 1:
-            found += [
-                WeightShape("copies.norm.weight", (hidden,), False),
-                WeightShape("copies.router", (copies, hidden), False),
-                WeightShape("copies.predict", (copies * copies, copies), False),
-                WeightShape("copies.correct", (copies, copies), False),
-                WeightShape("copies.scale", (hidden,), False),
-            ]
-        if width:
-            found += [
-                WeightShape("per_layer.gate", (width, hidden), True),
-                WeightShape("per_layer.out", (hidden, width), True),
-                WeightShape("per_layer.norm.weight", (hidden,), False),
-            ]
-        return tuple(found)
+        """A layer's weights of such blocks. They come last of the layer's in a bundle."""
+        found = layer_weights(self.hidden_size, self.per_layer_width, self.residual_copies, layer.laurel_rank)
+        return (*found, WeightShape("scale", (1,), False)) if layer.scaled else found
 
     @property
     def extra_matrices(self) -> tuple[tuple[int, ...], ...]:
@@ -509,13 +519,14 @@ class ModelConfig:
 
     @property
     def is_plain(self) -> bool:
-        """True without per-layer inputs, copies of the residual, low-rank blocks beside attention, normed
-        values, shared keys and statistical cutoffs.
+        """True without per-layer inputs, copies and scales of the residual, low-rank blocks beside attention,
+        normed values, shared keys, heads of several sizes and statistical cutoffs.
         """
         return (
             not self.per_layer_width
             and self.num_kv_layers == self.num_layers
-            and not self.any_layer(lambda it: it.laurel_rank > 0 or it.attention.value_norm)
+            and not self.any_layer(lambda it: it.laurel_rank > 0 or it.scaled or it.attention.value_norm)
+            and not self.any_layer(lambda it: it.attention.head_dim > 0 or it.attention.num_kv_heads > 0)
             and not self.any_layer(lambda it: it.feed_forward.cutoff is not None)
         )
 

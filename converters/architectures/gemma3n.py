@@ -25,6 +25,7 @@ from ondevice.converters.architectures.common import (
 from ondevice.converters.architectures.config_reader import ConfigReader, shown
 from ondevice.converters.architectures.gemma import OUTPUT_NORMS, read_ropes
 from ondevice.converters.architectures.tensors import PER_LAYER, LayerNames, model_weight
+from ondevice.converters.checkpoints.base import SourceTensor
 from ondevice.converters.checkpoints.views import RowsOf, Scaled
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import MAX_COPIES, AttentionSpec, FeedForwardSpec, LayerSpec, ModelConfig, NormSpec
@@ -33,19 +34,25 @@ GLOBAL_INTERVAL = 5
 """Every so many layers there is a global one, unless the file names each layer's kind."""
 CUT_LAYERS, CUT_SHARE = 10, 0.95
 """Layers with cutoffs and the share of gates below them, where a file of more than ten layers names none."""
-NAMES = OUTPUT_NORMS | {
-    "laurel.linear_left.weight": "laurel.down",
-    "laurel.linear_right.weight": "laurel.up",
-    "laurel.post_laurel_norm.weight": "laurel.norm.weight",
-    "altup.router_norm.weight": "copies.norm.weight",
-    "altup.modality_router.weight": "copies.router",
-    "altup.prediction_coefs.weight": "copies.predict",
-    "altup.correction_coefs.weight": "copies.correct",
-    "altup.correct_output_scale": "copies.scale",
+PER_LAYER_NAMES = {
     "per_layer_input_gate.weight": "per_layer.gate",
     "per_layer_projection.weight": "per_layer.out",
     "post_per_layer_input_norm.weight": "per_layer.norm.weight",
 }
+NAMES = (
+    OUTPUT_NORMS
+    | PER_LAYER_NAMES
+    | {
+        "laurel.linear_left.weight": "laurel.down",
+        "laurel.linear_right.weight": "laurel.up",
+        "laurel.post_laurel_norm.weight": "laurel.norm.weight",
+        "altup.router_norm.weight": "copies.norm.weight",
+        "altup.modality_router.weight": "copies.router",
+        "altup.prediction_coefs.weight": "copies.predict",
+        "altup.correction_coefs.weight": "copies.correct",
+        "altup.correct_output_scale": "copies.scale",
+    }
+)
 SHARED = ("k_proj.weight", "v_proj.weight", "k_norm.weight", "k_proj.bias", "v_proj.bias")
 """Tensors that checkpoints hold for layers that share keys and values too, and that nothing reads."""
 
@@ -64,7 +71,7 @@ def _read(reader: ConfigReader) -> Description:
     # Scores aren't scaled, whatever it says.
     reader.number("query_pre_attn_scalar", 256.0)
     attention = AttentionSpec(1.0, head_norm="head", value_norm=True, bias=bias, output_bias=bias)
-    owners = _owners(kinds, reader.integer("num_kv_shared_layers", 15))
+    owners = key_owners(kinds, reader.integer("num_kv_shared_layers", 15))
     feed_forward = FeedForwardSpec(read_activation(reader, "hidden_activation", "gelu_pytorch_tanh"))
     rank = reader.integer("laurel_rank", 64)
     if rank < 1:
@@ -95,13 +102,19 @@ def _read(reader: ConfigReader) -> Description:
         per_layer_width=reader.integer("hidden_size_per_layer_input", 256),
         residual_copies=_copies(reader),
     )
+    known = per_layer_vocabulary(reader, config.vocab_size)
+    return Description(config, lambda tensors: _adapt(tensors, config, known))
+
+
+def per_layer_vocabulary(reader: ConfigReader, vocab_size: int) -> int:
+    """Tokens with a row of per-layer inputs of their own. Raises UnsupportedModelError for too many."""
     known = reader.integer("vocab_size_per_layer_input", 262144)
-    if not 1 <= known <= config.vocab_size:
+    if not 1 <= known <= vocab_size:
         raise UnsupportedModelError(
             f"config.json: vocab_size_per_layer_input is {known}; it must be from 1 to vocab_size, "
-            f"{config.vocab_size}"
+            f"{vocab_size}"
         )
-    return Description(config, lambda tensors: _adapt(tensors, config, known))
+    return known
 
 
 def _sizes(reader: ConfigReader) -> Sizes:
@@ -126,7 +139,7 @@ def _sizes(reader: ConfigReader) -> Sizes:
     return sizes
 
 
-def _owners(kinds: list[str], shared: int) -> list[int | None]:
+def key_owners(kinds: list[str], shared: int) -> list[int | None]:
     """For each layer the one whose keys and values it reads, the last of its kind with any; None: its own."""
     first = len(kinds) - shared
     if not 0 <= shared < len(kinds):
@@ -190,11 +203,8 @@ def _adapt(tensors: Tensors, config: ModelConfig, known: int) -> Tensors:
 
     known: tokens with a row of per-layer inputs of their own; others have the first token's.
     """
-    found = dict(renamed(tensors, NAMES))
-    for layer, spec in enumerate(config.layers):
-        if spec.attention.keys_of is not None:
-            for name in SHARED:
-                found.pop(f"model.layers.{layer}.self_attn.{name}", None)
+    found = without_shared_keys(dict(renamed(tensors, NAMES)), config)
+    for layer in range(config.num_layers):
         norm = LayerNames(layer).weight("copies.norm.weight")
         if norm in found:
             found[norm] = Scaled(norm, found[norm], 1.0 / config.hidden_size)
@@ -203,11 +213,33 @@ def _adapt(tensors: Tensors, config: ModelConfig, known: int) -> Tensors:
         for old, new in (("altup_projections", "spread"), ("altup_unembed_projections", "gather"))
         for copy in range(1, config.residual_copies)
     }
-    model |= {
+    for old, new in model.items():
+        if (source := found.pop(f"model.{old}", None)) is not None:
+            found[model_weight(new)] = source
+    return with_per_layer_inputs(found, config, known)
+
+
+def without_shared_keys(tensors: Tensors, config: ModelConfig) -> dict[str, SourceTensor]:
+    """The tensors without those of keys and values that no layer reads."""
+    found = dict(tensors)
+    for layer, spec in enumerate(config.layers):
+        if spec.attention.keys_of is not None:
+            for name in SHARED:
+                found.pop(f"model.layers.{layer}.self_attn.{name}", None)
+    return found
+
+
+def with_per_layer_inputs(tensors: Tensors, config: ModelConfig, known: int) -> dict[str, SourceTensor]:
+    """The model's tensors of per-layer inputs by our names, with the factors of their arithmetic.
+
+    known: tokens with a row of per-layer inputs of their own; others have the first token's.
+    """
+    found = dict(tensors)
+    names = {
         "per_layer_model_projection.weight": "per_layer.projection",
         "per_layer_projection_norm.weight": "per_layer.norm.weight",
     }
-    for old, new in model.items():
+    for old, new in names.items():
         if (source := found.pop(f"model.{old}", None)) is not None:
             found[model_weight(new)] = source
     half = 0.5**0.5

@@ -15,13 +15,16 @@ OTHER_TOWERS = (
     "audio_tower.",
     "embed_vision.",
     "embed_audio.",
+    "vision_embedder.",
 )
 _TEXT = ("language_model.", "model.language_model.")
 _HARMLESS = frozenset({
     "audio_config", "audio_soft_tokens_per_image", "audio_token_id", "boa_token_id", "boi_token_id",
-    "boi_token_index", "eoa_token_id", "eoi_token_id", "eoi_token_index", "image_seq_length",
+    "boi_token_index", "eoa_token_id", "eoi_token_id", "eoa_token_index", "eoi_token_index",
+    "image_seq_length",
     "image_token_id", "image_token_index", "mm_tokens_per_image", "multimodal_projector_bias",
-    "projector_hidden_act", "spatial_merge_size", "text_config", "tie_word_embeddings", "vision_config",
+    "projector_hidden_act", "spatial_merge_size", "text_config", "tie_word_embeddings", "video_token_id",
+    "vision_config",
     "vision_feature_layer", "vision_feature_select_strategy", "vision_soft_tokens_per_image",
 })  # fmt: skip
 """Keys about images, and those that the text model's own config repeats."""
@@ -45,6 +48,8 @@ MULTIMODAL = {
     for family in (
         Multimodal("gemma3", "Gemma3ForConditionalGeneration", "gemma3_text"),
         Multimodal("gemma3n", "Gemma3nForConditionalGeneration", "gemma3n_text"),
+        Multimodal("gemma4", "Gemma4ForConditionalGeneration", "gemma4_text"),
+        Multimodal("gemma4_unified", "Gemma4UnifiedForConditionalGeneration", "gemma4_unified_text"),
         Multimodal("mistral3", "Mistral3ForConditionalGeneration", "mistral"),
         Multimodal("llava", "LlavaForConditionalGeneration", "llama"),
     )

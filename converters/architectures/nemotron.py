@@ -28,6 +28,8 @@ NAMES = weights_and_biases({"mlp.up_proj": "mlp.gate_proj"})
 
 def _read(reader: ConfigReader) -> Description:
     sizes = read_sizes(reader, max_context=4096)
+    # Another name of head_dim, in some files beside it.
+    reader.only("kv_channels", sizes.head_dim)
     bias, mlp_bias = reader.boolean("attention_bias", False), reader.boolean("mlp_bias", False)
     activation = read_activation(reader, default="relu2")
     layer = LayerSpec(

@@ -12,6 +12,7 @@ from ondevice.converters.architectures.config_reader import HARMLESS_KEYS, Confi
 from ondevice.converters.architectures.falcon import FALCON
 from ondevice.converters.architectures.gemma import GEMMA, GEMMA2, GEMMA3
 from ondevice.converters.architectures.gemma3n import GEMMA3N
+from ondevice.converters.architectures.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from ondevice.converters.architectures.glm4 import GLM4
 from ondevice.converters.architectures.granite import GRANITE
 from ondevice.converters.architectures.llama import LLAMA, SPARSE_LLAMA
@@ -45,6 +46,8 @@ _ALL = (
     GEMMA2,
     GEMMA3,
     GEMMA3N,
+    GEMMA4,
+    GEMMA4_UNIFIED,
     PHI3,
     GLM4,
     SMOLLM3,

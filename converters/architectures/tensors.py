@@ -117,7 +117,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[name.projection(projection)] = (rows, hidden)
             if spec.attention.bias:
                 shapes[name.projection_bias(projection)] = (rows,)
-        shapes[name.projection("o")] = (hidden, config.query_size)
+        shapes[name.projection("o")] = (hidden, config.out_cols(spec))
         if spec.attention.output_bias:
             shapes[name.projection_bias("o")] = (hidden,)
         for which, size in zip("qk", config.head_norm_sizes(spec), strict=True):

@@ -216,13 +216,12 @@ CODE_FORMATS: dict[str, RowFormat] = {
     "Q4_0": RowFormat(4, 32, True),
     "Q4_1": RowFormat(4, 32),
     "Q4_K": RowFormat(4, 32),
-    "Q5_0": RowFormat(8, 32, True),
-    "Q5_1": RowFormat(8, 32),
-    "Q5_K": RowFormat(8, 32),
+    "Q5_0": RowFormat(5, 32, True),
+    "Q5_1": RowFormat(5, 32),
+    "Q5_K": RowFormat(5, 32),
     "Q8_0": RowFormat(8, 32, True),
 }
-"""By the type's name, the narrowest format of a bundle that holds its codes; what isn't here is rounded. Five
-bits become codes of 8 bits."""
+"""By the type's name, the narrowest format of a bundle that holds its codes; what isn't here is rounded."""
 
 
 def unpack(kind: str, blocks: Bytes) -> Unpacked:
@@ -232,11 +231,6 @@ def unpack(kind: str, blocks: Bytes) -> Unpacked:
     """
     with np.errstate(all="ignore"):
         return _UNPACK[kind](blocks)
-
-
-def _unpack_five_bits(blocks: Bytes) -> Unpacked:
-    # The zero code 16 becomes 128.
-    return _five_bits(blocks[:, 2:6], blocks[:, 6:]) + np.uint8(112), _half(blocks, 0), None
 
 
 def _unpack_q5_k(blocks: Bytes) -> Unpacked:
@@ -249,7 +243,7 @@ _UNPACK: dict[str, Callable[[Bytes], Unpacked]] = {
     "Q4_0": lambda blocks: (_nibbles(blocks[:, 2:], 16), _half(blocks, 0), None),
     "Q4_1": lambda blocks: (_nibbles(blocks[:, 4:], 16), _half(blocks, 0), _half(blocks, 2)),
     "Q4_K": lambda blocks: (_nibbles(blocks[:, 16:], 32), *_six_bit_scales(blocks)),
-    "Q5_0": _unpack_five_bits,
+    "Q5_0": lambda blocks: (_five_bits(blocks[:, 2:6], blocks[:, 6:]), _half(blocks, 0), None),
     "Q5_1": lambda blocks: (_five_bits(blocks[:, 4:8], blocks[:, 8:]), _half(blocks, 0), _half(blocks, 2)),
     "Q5_K": _unpack_q5_k,
     "Q8_0": lambda blocks: (blocks[:, 2:] ^ np.uint8(128), _half(blocks, 0), None),

@@ -8,12 +8,14 @@ Legend: R rows, C columns, G groups of columns.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.bundle.codes import pack, unpack
 from ondevice.bundle.layout import RowLayout
-from ondevice.config import GROUP_SIZE, RowFormat
+from ondevice.config import GROUP_SIZE, Bits, RowFormat
 from ondevice.converters.checkpoints.base import NUMPY_TYPES, SourceFile
 from ondevice.converters.checkpoints.safetensors_file import RawTensor
 from ondevice.converters.quantize import EncodedColumns, SourceCodes, Weights, padded_codes, to_float32
@@ -84,7 +86,7 @@ class MlxTensor:
     def code_format(self) -> RowFormat | None:
         if self.biases is None:
             return None
-        return RowFormat(4 if self.bits <= 4 else 8, 32 if self.group % GROUP_SIZE else 64)
+        return RowFormat(cast(Bits, max(self.bits, 4)), 32 if self.group % GROUP_SIZE else 64)
 
     def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         """Codes are kept in groups of 32, 64 and 128, at so many bits or, as the same numbers, at fewer."""
@@ -93,9 +95,7 @@ class MlxTensor:
             return None
         codes = self.codes.row_bytes(start, stop)
         if self.bits != bits:
-            codes = unpack(codes, self.bits)
-            if bits == 4:
-                codes = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
+            codes = pack(unpack(codes, self.bits), bits)
         scales, biases = (
             np.repeat(self._floats(part, start, stop, 0, self.scales.shape[1]), self.group // size, axis=1)
             for part in (self.scales, self.biases)
@@ -166,22 +166,3 @@ class MlxTensor:
                 "it again"
             )
         return np.ldexp(np.float32(1.0), exponents.astype(np.int32) - _E8M0_BIAS)
-
-
-def unpack(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """Codes (R, C) of packed rows (R, C * bits / 8): 8 codes lie in `bits` bytes, low bits first.
-
-    C is a multiple of 8.
-    """
-    if bits == 8:
-        return packed
-    rows = len(packed)
-    octets = packed.reshape(rows, -1, bits)
-    words = np.zeros(octets.shape[:2], dtype=np.uint64)
-    for byte in range(bits):
-        words |= octets[:, :, byte].astype(np.uint64) << np.uint64(8 * byte)
-    codes = np.empty((*octets.shape[:2], 8), dtype=np.uint8)
-    for place in range(8):
-        codes[:, :, place] = (words >> np.uint64(bits * place)).astype(np.uint8)
-    codes &= np.uint8((1 << bits) - 1)
-    return codes.reshape(rows, -1)

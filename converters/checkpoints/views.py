@@ -113,6 +113,28 @@ class RowsOf(_View):
         return self.source.vector()[self.picks]
 
 
+def passed_nbytes(tensor: SourceTensor) -> int:
+    """Bytes between a tensor's rows that are read with them, from the first row to the last.
+
+    They are those of its neighbours in a fused projection, which a network sends up to the projection's end.
+    """
+    if isinstance(tensor, Scaled):
+        return passed_nbytes(tensor.source)
+    if not isinstance(tensor, RowsOf):
+        return 0
+    picks, source = tensor.picks, tensor.source
+    while isinstance(source, RowsOf):
+        picks, source = source.picks[picks.min() : picks.max() + 1], source.source
+    if len(source.shape) < 2:
+        return source.nbytes - tensor.nbytes
+    row_bytes = source.nbytes // source.shape[0]
+    known = np.unique(picks)
+    if known[-1] - known[0] == len(known) - 1:
+        return 0
+    gaps = np.diff(np.append(known, source.shape[0])) - 1
+    return int(gaps[gaps * row_bytes < GAP_BYTES].sum()) * row_bytes
+
+
 @dataclass(frozen=True)
 class Scaled(_View):
     """The values of `source` times `factor` plus `shift`, in float32."""
@@ -141,6 +163,49 @@ class Scaled(_View):
     def _scaled(self, values: Weights) -> NDArray[np.float32]:
         scaled = to_float32(values) * np.float32(self.factor) + np.float32(self.shift)
         return scaled.astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Padded(_View):
+    """The matrix `source` with zeros behind its rows and columns, up to `shape`."""
+
+    name: str
+    source: SourceTensor
+    wanted: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.wanted
+
+    @property
+    def code_format(self) -> RowFormat | None:
+        return None
+
+    def rows(self, start: int, stop: int) -> Weights:
+        held = self.source.shape[0]
+        first, last = min(start, held), min(stop, held)
+        # Of rows that are all padding, one is read for its type.
+        found = self.source.rows(first, last) if last > first else self.source.rows(0, 1)[:0]
+        return _with_zeros(found, stop - start, self.wanted[1])
+
+    def columns(self, start: int, stop: int) -> Weights:
+        held = self.source.shape[1]
+        first, last = min(start, held), min(stop, held)
+        found = self.source.columns(first, last) if last > first else self.source.columns(0, 1)[:, :0]
+        return _with_zeros(found, self.wanted[0], stop - start)
+
+    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+        return None
+
+    def vector(self) -> NDArray[np.float32]:
+        raise ValueError(f"{self.name} is a matrix")
+
+    def sample(self, start: int, nbytes: int) -> bytes:
+        return self.source.sample(min(start, max(0, self.source.nbytes - nbytes)), nbytes)
+
+
+def _with_zeros(values: Weights, rows: int, columns: int) -> Weights:
+    return np.pad(values, [(0, rows - values.shape[0]), (0, columns - values.shape[1])])
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -21,7 +22,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RecordLayout
 from ondevice.config import RowFormat
-from ondevice.model_config import Activation, AttentionSpec, FeedForwardSpec, ModelConfig
+from ondevice.model_config import Activation, AttentionSpec, FeedForwardSpec, HeadSizes, ModelConfig
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Float16: TypeAlias = NDArray[np.float16]
@@ -52,6 +53,8 @@ KEY_LANES = 16
 class KVLayout:
     """Byte layout of one key/value block: `BLOCK_TOKENS` positions of every head in layers with their own.
 
+    Layers may have heads of other widths and numbers, so each has its own sizes.
+
     Each (layer, kv head) has, from `head_offset` on, [K codes][K scales][V codes][V scales]. Key codes are
     (4, Dh, 16), so that a kernel scores 16 neighbouring positions side by side and a write touches few cache
     lines. Value codes are (64, Dh). Codes are float16 at 16 bits, int8 at 8 bits, and float32 at 32 bits
@@ -66,27 +69,40 @@ class KVLayout:
     kv_bits: Literal[32, 16, 8] = 16
 
     @cached_property
-    def codes_bytes(self) -> int:
+    def heads(self) -> tuple[HeadSizes, ...]:
+        """The heads of each layer with keys and values of its own."""
+        layers = self.config.layers[: self.config.num_kv_layers]
+        return tuple(self.config.heads(layer.attention) for layer in layers)
+
+    def codes_bytes(self, layer: int) -> int:
         """Bytes of one head's key (or value) codes in a block."""
-        return BLOCK_TOKENS * self.config.head_dim * self.kv_bits // 8
+        return BLOCK_TOKENS * self.heads[layer].width * self.kv_bits // 8
 
     @cached_property
     def scales_bytes(self) -> int:
         """Bytes of one head's key (or value) scales in a block; 0 unless at 8 bits."""
         return BLOCK_TOKENS * 4 if self.kv_bits == 8 else 0
 
-    @cached_property
-    def head_bytes(self) -> int:
+    def head_bytes(self, layer: int) -> int:
         """Bytes of one (layer, kv head) in a block: keys, then values."""
-        return 2 * (self.codes_bytes + self.scales_bytes)
+        return 2 * (self.codes_bytes(layer) + self.scales_bytes)
+
+    def layer_bytes(self, layer: int) -> int:
+        """Bytes of one layer in a block."""
+        return self.heads[layer].keys * self.head_bytes(layer)
 
     @cached_property
+    def layer_offsets(self) -> tuple[int, ...]:
+        """Bytes from the start of a block to those of each layer, and to the block's end."""
+        return (0, *accumulate(map(self.layer_bytes, range(len(self.heads)))))
+
+    @property
     def block_bytes(self) -> int:
-        return self.config.num_kv_layers * self.config.num_kv_heads * self.head_bytes
+        return self.layer_offsets[-1]
 
     def head_offset(self, layer: int, head: int) -> int:
         """Bytes from the start of a block to those of (layer, kv head)."""
-        return (layer * self.config.num_kv_heads + head) * self.head_bytes
+        return self.layer_offsets[layer] + head * self.head_bytes(layer)
 
     def blocks(self, n_tokens: int) -> int:
         """Number of blocks that hold n_tokens positions."""

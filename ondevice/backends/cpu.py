@@ -219,18 +219,12 @@ class CpuBackend(OffloadingBackend):
         return out
 
     def kv_move(self, kv: KVStore, source: int, target: int) -> None:
-        layout, config = kv.layout, kv.layout.config
-        blocks = _addresses(kv)
-        _native.kv_move(
-            self.runner,
-            blocks,
-            config.num_kv_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            layout.kv_bits,
-            source,
-            target,
-        )
+        layout, blocks = kv.layout, _addresses(kv)
+        for layer, sizes in enumerate(layout.heads):
+            offset = layout.layer_offsets[layer]
+            _native.kv_move(
+                self.runner, blocks, offset, sizes.keys, sizes.width, layout.kv_bits, source, target
+            )
 
     def attend(
         self,
@@ -244,16 +238,16 @@ class CpuBackend(OffloadingBackend):
         norms: HeadNorms | None = None,
         tree: TokenTree | None = None,
     ) -> Float32:
-        layout, config = kv.layout, kv.layout.config
-        out = self._buffer("attention", (len(qkv), config.query_size))
+        layout, sizes = kv.layout, kv.layout.heads[layer]
+        out = self._buffer("attention", (len(qkv), sizes.queries * sizes.width))
         _native.attend(
             self.runner,
             qkv,
             _addresses(kv),
-            layer,
+            layout.layer_offsets[layer],
             layout.kv_bits,
-            config.num_heads,
-            config.num_kv_heads,
+            sizes.queries,
+            sizes.keys,
             position,
             spec.window,
             spec.scale,

@@ -36,6 +36,7 @@ from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.token_tree import TokenTree
+from ondevice.bundle.codes import unpack
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import RowFormat
 from ondevice.kernels import _native
@@ -197,8 +198,8 @@ class ReferenceBackend:
                 values.write(slot, v[token, head])
 
     def kv_move(self, kv: KVStore, source: int, target: int) -> None:
-        for layer in range(kv.layout.config.num_kv_layers):
-            for head in range(kv.layout.config.num_kv_heads):
+        for layer, sizes in enumerate(kv.layout.heads):
+            for head in range(sizes.keys):
                 for stored, copy in zip(
                     _head_views(kv, source // BLOCK_TOKENS, layer, head),
                     _head_views(kv, target // BLOCK_TOKENS, layer, head),
@@ -218,8 +219,8 @@ class ReferenceBackend:
         norms: HeadNorms | None = None,
         tree: TokenTree | None = None,
     ) -> Float32:
-        heads, kv_heads = kv.layout.config.num_heads, kv.layout.config.num_kv_heads
-        parts = qkv.reshape(len(qkv), -1, kv.layout.config.head_dim)
+        heads, kv_heads, width = kv.layout.heads[layer]
+        parts = qkv.reshape(len(qkv), -1, width)
         q, k, v = np.split(parts, [heads, heads + kv_heads], axis=1)
         if norms is not None:
             q = self.normed_heads(q, norms.q, norms.together)
@@ -317,8 +318,7 @@ def dequantise(codes: Bytes, scales: Float16, biases: Float16, stored: RowFormat
     """Stored rows as (n, cols) float32: `scale * q + bias` per group, or the float16 values."""
     if stored.bits == 16:
         return np.ascontiguousarray(codes).view(np.float16)[:, :cols].astype(np.float32)
-    if stored.bits == 4:
-        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
+    codes = unpack(np.ascontiguousarray(codes), stored.bits)
     groups = codes.reshape(len(codes), -1, stored.group_size).astype(np.float32)
     wide = scales.astype(np.float32)
     offsets = np.float32(-stored.zero) * wide if stored.implied_bias else biases.astype(np.float32)
@@ -385,15 +385,16 @@ def _head_views(kv: KVStore, block: int, layer: int, head: int) -> tuple[_HeadVi
     start = layout.head_offset(layer, head)
     dtype = _KV_TYPES[layout.kv_bits]
     views = []
-    for at in (start, start + layout.head_bytes // 2):
-        codes = kv.blocks[block][at : at + layout.codes_bytes].view(dtype)
+    half, size = layout.head_bytes(layer) // 2, layout.codes_bytes(layer)
+    for at in (start, start + half):
+        codes = kv.blocks[block][at : at + size].view(dtype)
         # Keys lie dimension by dimension for 16 slots at a time, values slot by slot.
-        width, parts = layout.config.head_dim, BLOCK_TOKENS // KEY_LANES
+        width, parts = layout.heads[layer].width, BLOCK_TOKENS // KEY_LANES
         if at == start:
             codes = codes.reshape(parts, width, KEY_LANES).swapaxes(1, 2)
         else:
             codes = codes.reshape(parts, KEY_LANES, width)
-        scales = kv.blocks[block][at + layout.codes_bytes : at + layout.head_bytes // 2].view(np.float32)
+        scales = kv.blocks[block][at + size : at + half].view(np.float32)
         views.append(_HeadView(codes, scales if layout.kv_bits == 8 else None))
     return views[0], views[1]
 
@@ -401,7 +402,7 @@ def _head_views(kv: KVStore, block: int, layer: int, head: int) -> tuple[_HeadVi
 def _stored(kv: KVStore, layer: int, length: int) -> tuple[list[Float32], list[Float32]]:
     """Every kv head's keys and values at positions 0 .. length - 1, read back: (length, Dh) each."""
     keys, values = [], []
-    for head in range(kv.layout.config.num_kv_heads):
+    for head in range(kv.layout.heads[layer].keys):
         views = [_head_views(kv, block, layer, head) for block in range(kv.layout.blocks(length))]
         keys.append(np.concatenate([k.read() for k, _ in views])[:length])
         values.append(np.concatenate([v.read() for _, v in views])[:length])

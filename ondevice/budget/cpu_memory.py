@@ -75,13 +75,13 @@ class CpuMemory(MemoryModel):
         # The output of a block before its norm, and what parallel blocks read.
         floats += hidden * config.any_layer(lambda layer: layer.norms_output)
         floats += hidden * config.any_layer(lambda layer: layer.parallel)
-        floats += config.head_dim * (len(config.ropes) - 1)
-        per_token = 4 * floats + 64 * config.head_dim + 2 * 64 * self._threads
+        floats += config.head_width * (len(config.ropes) - 1)
+        per_token = 4 * floats + 64 * config.head_width + 2 * 64 * self._threads
         per_token += input_bytes(self._widest_input, self.widest_format)
         if streams is not None and streams.mode == "shared":
             per_token += self._adapted_row_bytes(streams)
-        rows = max(QUERY_ROWS, config.num_heads // config.num_kv_heads)
-        keys = padded(self.max_context, GROUP_SIZE) + 2 * padded(config.head_dim, 16)
+        rows = max(QUERY_ROWS, config.queries_per_key)
+        keys = padded(self.max_context, GROUP_SIZE) + 2 * padded(config.head_width, 16)
         scores = self._threads * 4 * rows * keys
         segment = segment_shape(config, self.quant)
         neurons = min(segment.neurons, padded(config.intermediate_size, GROUP_SIZE))

@@ -95,27 +95,32 @@ def require_fit(
     smallest, limit = plan.minimum_budget_bytes, plan.limit
     allowed = "" if limit is None else f"{format_bytes(limit.limit_bytes)} ({limit.limit_bytes} bytes)"
     too_large = limit is not None and smallest > limit.limit_bytes
-    options = "".join(f", or take {option}" for option in fitting_options)
+    ways = ["lower --max-context or --kv-bits"] if plan.may_lower or too_large else []
+    ways += [f"take {option}" for option in fitting_options]
     context = f"; --max-context {fitting_context} would fit" if fitting_context else ""
-    less = f"or lower --max-context or --kv-bits{options}{context}"
+    less = "".join(f", or {way}" for way in ways) + context
     if not plan.suffices:
         problem = f"is too small for {name}"
         raising = "Name a larger --dram-budget" if origin else "Raise --dram-budget"
         if limit is not None and too_large:
             raising = f"Raise the limit of {limit.name}, {allowed}, and name a larger --dram-budget"
-        remedy = f"{raising}, {less}"
+        remedy = f"{raising}{less}"
     else:
         assert limit is not None, "nothing else is in the way of a budget that suffices"
         problem = (
             f"is more than {limit.name} allows, {allowed}, and {name} would take "
             f"{format_bytes(plan.total_bytes)} of it"
         )
-        less = less if too_large else f"or take --dram-budget {limit.limit_bytes} or less"
-        remedy = f"Raise that limit, {less}"
+        less = less if too_large else f", or take --dram-budget {limit.limit_bytes} or less"
+        remedy = f"Raise that limit{less}"
+    unread = ""
+    if plan.unread_bytes:
+        unread = " It may turn out less once the tokenizer is read, for which this budget has no room."
     listed = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in plan.minimum_parts.items())
     raise BudgetError(
         f"a DRAM budget of {format_bytes(plan.budget_bytes)} ({plan.budget_bytes} bytes){origin} {problem}: "
-        f"the smallest that works is {smallest} bytes ({format_bytes(smallest)}: {listed}). {remedy}.",
+        f"the smallest that works is {smallest} bytes ({format_bytes(smallest)}: {listed}). "
+        f"{remedy}.{unread}",
         required_bytes=smallest,
     )
 

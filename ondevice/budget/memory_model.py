@@ -158,7 +158,7 @@ class MemoryModel(ABC):
                 held += 4 * neurons
             held += 2 * (nodes - 1) * neurons
         # Each thread's values along a path through the tree.
-        paths = self._threads * 4 * BLOCK_TOKENS * padded(config.head_dim, 16)
+        paths = self._threads * 4 * BLOCK_TOKENS * padded(config.head_width, 16)
         # Logits of the likely path beyond those of plain decoding: the head's output and its copy.
         ahead = 2 * 4 * config.vocab_size * (LOGITS_AHEAD - 1)
         return held + drafter + paths + ahead
@@ -195,7 +195,9 @@ class MemoryModel(ABC):
         matrices = sum(
             interleaved_bytes(config.qkv_rows(layer), hidden, quant.of("qkv")) for layer in config.layers
         )
-        matrices += config.num_layers * interleaved_bytes(hidden, config.query_size, quant.of("out"))
+        matrices += sum(
+            interleaved_bytes(hidden, config.out_cols(layer), quant.of("out")) for layer in config.layers
+        )
         matrices += sum(interleaved_bytes(rows, cols, quant.down) for rows, cols in config.extra_matrices)
         weights = matrices + 4 * config.vectors_size + self._cutoff_bytes
         weights += interleaved_bytes(config.vocab_size, hidden, quant.head(config.tie_embeddings))

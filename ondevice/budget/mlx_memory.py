@@ -142,7 +142,7 @@ class MlxMemory(MemoryModel):
         needed if they are stored in it. Both happen layer by layer, and the next layer is begun meanwhile.
         """
         layout, context = self.kv, self.max_context
-        grown = layout.head_bytes * self.config.num_kv_heads * context // BLOCK_TOKENS
+        grown = max(map(layout.layer_bytes, range(len(layout.heads)))) * context // BLOCK_TOKENS
         copied = 2 * self.operand_bytes * self.config.kv_size * context
         if self.runtime.kv_bits == 8 * self.operand_bytes:
             copied = 0

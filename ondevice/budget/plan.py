@@ -95,6 +95,12 @@ class Plan:
         """The smallest budget that is enough by this measurement of the process, without a margin."""
         return max(self._bare_bytes, self._loading_bytes, self._opening_bytes)
 
+    @property
+    def may_lower(self) -> bool:
+        """Whether a shorter context, or keys and values of fewer bits, might make the plan fit."""
+        of_context = self.kv_cache_bytes + self.activation_bytes
+        return self.budget_bytes >= max(self._bare_bytes - of_context, self._opening_bytes)
+
     @cached_property
     def resident_budget_bytes(self) -> int:
         """The smallest budget that holds all feed-forward weights beside a full context."""

@@ -15,8 +15,8 @@ class ReferenceMemory(CpuMemory):
     @property
     def weights_bytes(self) -> int:
         config = self.config
-        rows = config.query_size + config.feed_forward.num_rows * config.intermediate_size
-        rows = config.num_layers * rows + sum(map(config.qkv_rows, config.layers))
+        rows = config.num_layers * config.feed_forward.num_rows * config.intermediate_size
+        rows += sum(config.out_cols(layer) + config.qkv_rows(layer) for layer in config.layers)
         # The gates of cutoffs are there twice.
         rows += config.intermediate_size * sum(it.feed_forward.cutoff is not None for it in config.layers)
         others = sum(rows * cols for rows, cols in config.extra_matrices)

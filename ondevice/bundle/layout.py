@@ -15,8 +15,9 @@ from typing import Literal
 
 import numpy as np
 
-from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat
-from ondevice.model_config import LayerSpec, ModelConfig, WeightShape
+from ondevice.config import GROUP_SIZE, Bits, QuantConfig, RowFormat
+from ondevice.model_config import LayerSpec, ModelConfig
+from ondevice.weight_shapes import WeightShape
 
 FORMAT = "ondevice-bundle"
 VERSION = 2
@@ -70,7 +71,7 @@ class RowLayout:
     """
 
     cols: int
-    bits: Literal[4, 8, 16]
+    bits: Bits
     group_size: Literal[32, 64] = 64
     implied_bias: bool = False
 
@@ -262,7 +263,7 @@ def _layer_tensors(
     for which, size in zip("qk", config.head_norm_sizes(spec), strict=True):
         tensors |= vector(f"{attention}.{which}_norm.weight", size)
         tensors |= vector(f"{attention}.{which}_norm.bias", size * spec.attention.head_norm_bias)
-    tensors |= linear_tensors(f"{attention}.out", hidden, config.query_size, quant.of("out"))
+    tensors |= linear_tensors(f"{attention}.out", hidden, config.out_cols(spec), quant.of("out"))
     tensors |= vector(f"{attention}.out.bias", hidden * spec.attention.output_bias)
     tensors |= norm("attention_output_norm", spec.norms_output)
     tensors |= norm("feed_forward_norm", spec.norms_input)

@@ -37,6 +37,7 @@ from ondevice.chat_template import MAX_TEMPLATE_CHARS
 from ondevice.config import (
     GROUP_SIZE,
     MATRIX_KINDS,
+    Bits,
     MatrixKind,
     QuantConfig,
     RowFormat,
@@ -273,10 +274,10 @@ def _quantisation_json(quant: QuantConfig) -> dict[str, Any]:
 
 def _parse_quantisation(section: Section, tied: bool) -> QuantConfig:
     bits = section.integer("bits", 1, 64)
-    if bits not in (4, 8, 16):
-        raise UnsupportedModelError(f"quantisation to {bits} bits; this release reads 4, 8 and 16")
+    if bits not in get_args(Bits):
+        raise UnsupportedModelError(f"quantisation to {bits} bits; this release reads 4, 5, 6, 8 and 16")
     section.equal("group_size", GROUP_SIZE)
-    plain = QuantConfig(cast(Literal[4, 8, 16], bits))
+    plain = QuantConfig(cast(Bits, bits))
     formats = _parse_formats(section.section("matrices"), plain) if "matrices" in section.names else ()
     section.close()
     if tied and dict(formats).get("head"):
@@ -293,13 +294,14 @@ def _parse_formats(section: Section, plain: QuantConfig) -> tuple[tuple[MatrixKi
         found = section.section(kind)
         bits, group_size = found.integer("bits", 1, 64), found.integer("group_size", 1, 1 << 31)
         bias = found.text("bias", 32)
-        if bits not in (4, 8) or group_size not in (32, 64) or bias not in _BIASES:
+        if bits not in (4, 5, 6, 8) or group_size not in (32, 64) or bias not in _BIASES:
             raise UnsupportedModelError(
                 f"{found.where} asks for {bits} bits, groups of {group_size} and a bias that is {bias!a}; "
-                "this release reads 4 and 8 bits, groups of 32 and 64, and biases that are stored or implied"
+                "this release reads 4, 5, 6 and 8 bits, groups of 32 and 64, and biases that are stored or "
+                "implied"
             )
         found.close()
-        stored = RowFormat(cast(Literal[4, 8], bits), cast(Literal[32, 64], group_size), bias == _BIASES[1])
+        stored = RowFormat(cast(Bits, bits), cast(Literal[32, 64], group_size), bias == _BIASES[1])
         if stored.implied_bias and stored.group_size == GROUP_SIZE:
             raise BundleError(f"{found.where} implies biases of groups of 64; only groups of 32 may")
         if stored == plain.down or plain.bits == 16 or (kind == "feed_forward" and bits != plain.bits):

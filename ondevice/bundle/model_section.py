@@ -10,6 +10,7 @@ from ondevice.bundle.strict_json import Section
 from ondevice.model_config import (
     MAX_DEVIATIONS,
     MAX_FACTOR,
+    SIZE_LIMITS,
     Activation,
     AttentionSpec,
     FeedForwardSpec,
@@ -43,8 +44,8 @@ COUNTS = {"per_layer_width": 0, "residual_copies": 1}
 _PLAIN = asdict(FeedForwardSpec("silu"))
 """Values of a feed-forward's keys where they are absent; the activation never is."""
 _PLAIN_ROPE = {"long_frequencies": [], "original_context": 0}
-_PLAIN_LAYER = {"laurel_rank": 0}
-_PLAIN_ATTENTION = {"value_norm": False, "keys_of": None}
+_PLAIN_LAYER = {"laurel_rank": 0, "scaled": False}
+_PLAIN_ATTENTION = {"value_norm": False, "keys_of": None, "head_dim": 0, "num_kv_heads": 0}
 """Likewise of a rope's, a layer's and its attention's."""
 
 
@@ -110,7 +111,11 @@ def _parse_rope(section: Section) -> RopeSpec:
 
 
 def _parse_layer(section: Section) -> LayerSpec:
-    given = {name: section.integer(name, 1, _MAX_TOKENS) for name in _PLAIN_LAYER if name in section.names}
+    given: dict[str, Any] = {}
+    if "laurel_rank" in section.names:
+        given["laurel_rank"] = section.integer("laurel_rank", 1, _MAX_TOKENS)
+    if "scaled" in section.names:
+        given["scaled"] = section.boolean("scaled")
     layer = LayerSpec(
         attention=_parse_attention(section.section("attention")),
         feed_forward=_parse_feed_forward(section.section("feed_forward")),
@@ -128,6 +133,9 @@ def _parse_attention(section: Section) -> AttentionSpec:
         given["value_norm"] = section.boolean("value_norm")
     if "keys_of" in section.names:
         given["keys_of"] = section.integer("keys_of", 0, _MAX_LAYERS)
+    for name in ("head_dim", "num_kv_heads"):
+        if name in section.names:
+            given[name] = section.integer(name, 1, SIZE_LIMITS[name])
     attention = AttentionSpec(
         scale=section.number("scale", 0.0, MAX_FACTOR),
         rope=section.integer("rope", 0, _MAX_LAYERS),

@@ -189,7 +189,9 @@ class Bundle:
         config = self.config
         hidden = config.hidden_size
         rows = config.feed_forward.num_rows * config.intermediate_size
-        layers = hidden * sum(config.qkv_rows(layer) + config.query_size + rows for layer in config.layers)
+        layers = hidden * sum(
+            config.qkv_rows(layer) + config.out_cols(layer) + rows for layer in config.layers
+        )
         others = sum(rows * cols for rows, cols in config.extra_matrices) + config.vectors_size
         tables = hidden * (1 if config.tie_embeddings else 2) + config.per_layer_size
         return layers + others + config.vocab_size * tables

@@ -22,6 +22,7 @@ from ondevice.model_config import ModelConfig
 
 STATE_FILE = "resume.json"
 _MAX_TENSORS = 1 << 20
+_MAX_OPTION_CHARS = 64
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,8 @@ class ResumeState:
     """The claims of an unfinished conversion.
 
     origin: identifies source, options and format. sources: stamps of the source files by name; these files
-    must not change until the conversion is finished.
+    must not change until the conversion is finished. options: values of options that are part of the origin,
+    in words, for the message that another run has others.
     """
 
     folder: Path
@@ -62,11 +64,13 @@ class ResumeState:
     sources: Mapping[str, SourceStamp]
     files: dict[str, Claim] = field(default_factory=dict)
     resident: ResidentClaim | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
 
     def save(self) -> None:
         """Writes the state durably. Raises OSError."""
         content = {
             "origin": self.origin,
+            "options": dict(self.options),
             "sources": {name: asdict(stamp) for name, stamp in self.sources.items()},
             "files": {name: asdict(claim) for name, claim in sorted(self.files.items())},
             "resident": None if self.resident is None else asdict(self.resident),
@@ -101,6 +105,7 @@ def load_state(
     quant: QuantConfig,
     fingerprint: str | None,
     sources: Mapping[str, SourceStamp],
+    options: Mapping[str, str],
 ) -> ResumeState:
     """The state in `folder`, or an empty one.
 
@@ -116,15 +121,14 @@ def load_state(
             manifest = parse_manifest(read_whole(folder / MANIFEST, MAX_JSON_BYTES))
             state = _from_manifest(folder, manifest, sources)
         else:
-            return ResumeState(folder, origin, sources)
+            return ResumeState(folder, origin, sources, options=options)
     except (BundleError, UnsupportedModelError) as error:
         logger.warning("%s can't be resumed and is made again: %s", folder, error)
         (folder / MANIFEST).unlink(missing_ok=True)
-        return ResumeState(folder, origin, sources)
+        return ResumeState(folder, origin, sources, options=options)
     if state.origin != origin:
         raise UsageError(
-            f"{folder} was begun from another source or with other options; "
-            "repeat those, or delete it to start again"
+            f"{folder} was begun {_difference(state.options, options)}, or delete it to start again"
         )
     changed = sorted(name for name, _ in set(state.sources.items()) ^ set(sources.items()))
     if changed:
@@ -133,6 +137,16 @@ def load_state(
             "start again with --force"
         )
     return state
+
+
+def _difference(begun: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """What another run began with, and what of it to repeat."""
+    differing = [name for name in now if name in begun and begun[name] != now[name]]
+    if not differing:
+        return "from another source or with other options; repeat those"
+    before = " and ".join(f"{name} {begun[name]}" for name in differing)
+    after = " and ".join(f"{name} {now[name]}" for name in differing)
+    return f"with {before}, and this run has {after}; repeat the first"
 
 
 def _origin(config: ModelConfig, quant: QuantConfig, fingerprint: str | None) -> str:
@@ -148,7 +162,7 @@ def _from_manifest(folder: Path, manifest: Manifest, sources: Mapping[str, Sourc
 
 def _parse(folder: Path, data: bytes) -> ResumeState:
     root = Section(parse_json(data, STATE_FILE), STATE_FILE)
-    files, sources = root.section("files"), root.section("sources")
+    files, sources, options = root.section("files"), root.section("sources"), root.section("options")
     resident = root.optional_section("resident")
     state = ResumeState(
         folder,
@@ -156,6 +170,7 @@ def _parse(folder: Path, data: bytes) -> ResumeState:
         {name: _parse_stamp(sources.section(name)) for name in sources.names},
         {name: _parse_claim(files.section(name)) for name in files.names},
         None if resident is None else _parse_resident(resident),
+        {name: options.text(name, _MAX_OPTION_CHARS) for name in options.names},
     )
     root.close()
     return state

@@ -64,6 +64,7 @@ class BundleWriter:
         fingerprint: names the source and the options that decide the bytes.
         sources: stamps of the files that the bytes are read from. A folder begun with another fingerprint or
             other sources is refused.
+        options: values of options that are part of the fingerprint, in words, for the message of a refusal.
         checkpoint_bytes: most bytes, about, that are repeated after an interrupted `write_resident`.
     """
 
@@ -76,6 +77,7 @@ class BundleWriter:
         *,
         fingerprint: str | None = None,
         sources: Mapping[str, SourceStamp] | None = None,
+        options: Mapping[str, str] | None = None,
         checkpoint_bytes: int = 64 << 20,
     ) -> None:
         """Raises UsageError if `folder` was begun with another model, other options or other sources."""
@@ -88,7 +90,7 @@ class BundleWriter:
         self._finished: dict[str, FileDigest] = {}
         with _disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self._state = load_state(folder, config, quant, fingerprint, sources or {})
+            self._state = load_state(folder, config, quant, fingerprint, sources or {}, options or {})
             self._prefix = self._resident_prefix()
 
     def finished(self, name: str) -> bool:

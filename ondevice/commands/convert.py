@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 )
 @option(
     "--quant",
-    type=click.Choice([AUTO_QUANT, "q4", "q8", "f16"]),
+    type=click.Choice([AUTO_QUANT, "q4", "q5", "q6", "q8", "f16"]),
     default=AUTO_QUANT,
     help="Bits per weight; auto takes a quantised source's own, and q4 for others.",
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ondevice.commands.terminal import can_ask, confirm, progress, say, take_interrupts
 from ondevice.config import RuntimeConfig
@@ -14,19 +15,26 @@ if TYPE_CHECKING:
     from ondevice.runtime.conversion import Foreseen, Prepared
     from ondevice.runtime.models import ConversionProgress
 
+_CONVERTED = "_ONDEVICE_CONVERTED"
+"""Variable by which a command that starts again is told a model and its bundle, in two lines."""
+
 
 def obtained(model: str | None, runtime: RuntimeConfig, yes: bool) -> str | Path | None:
-    """`model` if it is a bundle, else the bundle that it was converted to before.
+    """`model` if it is a bundle, else the bundle that it was converted to.
 
-    If it has yet to be converted, that is done now, and StartAgainError raised: in a new process, the model
-    gets all of its budget. Raises what the conversion raises, before anything is downloaded if it can't work;
-    UsageError if the answer is no; ModelNotFoundError for what can't be converted, and where nobody can be
-    asked.
+    If it has yet to be converted, that is done now. To find the bundle, the checkpoint is opened, and what
+    that imports stays in memory. So StartAgainError is raised: in a new process, which is told the bundle,
+    the model gets all of its budget. Raises what the conversion raises, before anything is downloaded if it
+    can't work; UsageError if the answer is no; ModelNotFoundError for what can't be converted, and where
+    nobody can be asked.
     """
     from ondevice.runtime.models import default_output, find_model
 
     if model is None:
         return None
+    told, _, bundle = os.environ.pop(_CONVERTED, "").partition("\n")
+    if told == model and Path(bundle).exists():
+        return Path(bundle)
     try:
         find_model(model)
         return model
@@ -40,17 +48,24 @@ def obtained(model: str | None, runtime: RuntimeConfig, yes: bool) -> str | Path
         if not (yes or can_ask() or is_done):
             missing.add_note("at a terminal, or with --yes, this command makes it")
             raise
-        return _converted(model, runtime, yes)
+        _convert_and_start_again(model, runtime, yes)
 
 
-def _converted(model: str, runtime: RuntimeConfig, yes: bool) -> Path:
+def _convert_and_start_again(model: str, runtime: RuntimeConfig, yes: bool) -> NoReturn:
     from ondevice.bundle.reader import Bundle
     from ondevice.runtime import conversion
+    from ondevice.runtime.models import convert_line
 
     with conversion.prepare(model) as prepared:
         if prepared.is_converted:
-            return prepared.output
-        prepared.check_output(resume=not prepared.output.exists(), force=False)
+            _start_again(model, prepared.output)
+        if prepared.output.exists():
+            line = convert_line(model, prepared.output.with_name(f"{prepared.output.name}-2"))
+            raise UsageError(
+                f"{prepared.output} exists and wasn't made from {model}; `{line}` converts that under "
+                "another name, which this command then takes"
+            )
+        prepared.check_output(resume=True, force=False)
         plan = prepared.least_plan(runtime)
         foreseen = prepared.foreseen()
         say(f"{foreseen.name} isn't converted yet.")
@@ -67,7 +82,12 @@ def _converted(model: str, runtime: RuntimeConfig, yes: bool) -> Path:
             raise
         say(f"converted: {path}")
         say_notes(Bundle.open(path))
-        raise StartAgainError
+        _start_again(model, path)
+
+
+def _start_again(model: str, bundle: Path) -> NoReturn:
+    os.environ[_CONVERTED] = f"{model}\n{bundle}"
+    raise StartAgainError
 
 
 def run_conversion(prepared: Prepared, *, resume: bool, force: bool = False) -> Path:

@@ -237,7 +237,7 @@ def attend(
     runner: Runner,
     qkv: Float32,
     blocks: Addresses,
-    layer: int,
+    offset: int,
     bits: int,
     heads: int,
     kv_heads: int,
@@ -256,7 +256,8 @@ def attend(
 
     qkv: (T, (heads + 2 * kv_heads) * head_dim), each row a token's queries, keys and values; or, unless it
     `stores`, (T, heads * head_dim), queries alone, whose tokens' keys and values are stored already.
-    blocks: addresses of the KV blocks; position: the first token's; window: 0 means all positions.
+    blocks: addresses of the KV blocks; offset: bytes from a block's start to the layer's keys and values;
+    position: the first token's; window: 0 means all positions.
     scale, soft_cap: of scores; 0 means no cap.
     cos, sin: (T, head_dim / 2); norms: of queries, of keys, whether all heads are normed as one vector, and
     of each head's values or None. Queries alone need no norm of keys: it isn't used.
@@ -266,14 +267,17 @@ def attend(
 def kv_move(
     runner: Runner,
     blocks: Addresses,
-    layers: int,
+    offset: int,
     kv_heads: int,
     head_dim: int,
     bits: int,
     source: int,
     target: int,
 ) -> None:
-    """Copy every layer's key and value at position `source` to position `target`."""
+    """Copy one layer's key and value at position `source` to position `target`.
+
+    offset: bytes from a block's start to the layer's keys and values.
+    """
 
 # Vectors
 

@@ -39,9 +39,10 @@ inline RowFormat format_of(const FormatArg& arg) {
     const auto& [bits, group, implied] = std::get<1>(arg);
     format = RowFormat(bits, group, implied);
   }
-  require(format.bits == 4 || format.bits == 8 || format.bits == 16, "bits must be 4, 8 or 16");
+  require((format.bits >= 4 && format.bits <= 8 && format.bits != 7) || format.bits == 16,
+          "bits must be 4, 5, 6, 8 or 16");
   require(format.group == kGroup || (format.group == kGroup / 2 && format.bits != 16),
-          "groups have 64 columns, or 32 at 4 and 8 bits");
+          "groups have 64 columns, or 32 at 4 to 8 bits");
   require(!format.implied || format.group != kGroup, "biases are implied in groups of 32 alone");
   return format;
 }
@@ -89,8 +90,9 @@ inline const float* added_to(const CArray<float, 2>& out, const Added& added) {
 using Blocks = CArray<const uint64_t, 1>;                                    // addresses of KV blocks
 using Tree = std::pair<CArray<const int32_t, 1>, CArray<const int32_t, 1>>;  // parents and depths, (T,) both
 
-// One layer's keys and values, checked to hold positions below `end`.
-KvView kv_view(const Blocks& blocks, int64_t layer, int64_t kv_heads, int64_t head_dim, int bits,
+// One layer's keys and values, `offset` bytes behind each block's start; checked to hold positions below
+// `end`.
+KvView kv_view(const Blocks& blocks, int64_t offset, int64_t kv_heads, int64_t head_dim, int bits,
                int64_t end);
 TreeView tree_view(const Tree& tree, int64_t tokens);
 

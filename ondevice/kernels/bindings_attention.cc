@@ -10,18 +10,13 @@
 
 namespace ondevice {
 
-KvView kv_view(const Blocks& blocks, int64_t layer, int64_t kv_heads, int64_t head_dim, int bits,
+KvView kv_view(const Blocks& blocks, int64_t offset, int64_t kv_heads, int64_t head_dim, int bits,
                int64_t end) {
   require(bits == 8 || bits == 16, "kv bits must be 8 or 16");
-  require(layer >= 0 && kv_heads > 0 && head_dim > 0, "layer, kv_heads and head_dim must be positive");
+  require(offset >= 0 && kv_heads > 0 && head_dim > 0, "offset, kv_heads and head_dim must be positive");
   require(end <= static_cast<int64_t>(blocks.shape(0)) * kKvBlock, "position is past the last KV block");
   const int64_t head_bytes = 2 * kKvBlock * (head_dim * bits / 8 + (bits == 8 ? 4 : 0));
-  return {reinterpret_cast<uint8_t* const*>(blocks.data()),
-          layer * kv_heads * head_bytes,
-          head_bytes,
-          kv_heads,
-          head_dim,
-          bits};
+  return {reinterpret_cast<uint8_t* const*>(blocks.data()), offset, head_bytes, kv_heads, head_dim, bits};
 }
 
 TreeView tree_view(const Tree& tree, int64_t tokens) {
@@ -50,7 +45,7 @@ HeadNorm head_norm_of(const NormArg& arg, int64_t heads, int64_t dim, bool toget
   return {norm_of(arg, own ? heads * dim : dim), own ? dim : 0};
 }
 
-void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, int64_t layer, int bits,
+void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, int64_t offset, int bits,
             int64_t heads, int64_t kv_heads, int64_t position, int64_t window, float scale, float soft_cap,
             const CArray<const float, 2>& cos, const CArray<const float, 2>& sin,
             const std::optional<HeadNorms>& norms, const std::optional<Tree>& tree,
@@ -77,7 +72,7 @@ void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, i
     transform.v_norm = norm_of(v, dim);
   }
   const AttentionArgs args{qkv.data(), width,
-                           heads,      kv_view(blocks, layer, kv_heads, dim, bits, position + tokens),
+                           heads,      kv_view(blocks, offset, kv_heads, dim, bits, position + tokens),
                            position,   window,
                            scale,      soft_cap,
                            out.data(), tree ? tree_view(*tree, tokens) : TreeView{nullptr, nullptr}};
@@ -88,15 +83,14 @@ void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, i
 }  // namespace
 
 void bind_attention(nb::module_& m) {
-  m.def("attend", &attend, nb::arg("runner"), nb::arg("qkv"), nb::arg("blocks"), nb::arg("layer"),
+  m.def("attend", &attend, nb::arg("runner"), nb::arg("qkv"), nb::arg("blocks"), nb::arg("offset"),
         nb::arg("bits"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("position"), nb::arg("window"),
         nb::arg("scale"), nb::arg("soft_cap"), nb::arg("cos"), nb::arg("sin"), nb::arg("norms").none(),
         nb::arg("tree").none(), nb::arg("out"), nb::arg("stores") = true);
-  m.def("kv_move", [](const Runner& runner, const Blocks& blocks, int64_t layers, int64_t kv_heads,
+  m.def("kv_move", [](const Runner& runner, const Blocks& blocks, int64_t offset, int64_t kv_heads,
                       int64_t dim, int bits, int64_t from, int64_t to) {
-    require(layers > 0 && from >= 0 && to >= 0, "layers must be positive, positions not negative");
-    for (int64_t layer = 0; layer < layers; ++layer)
-      runner.kernels().kv_move(kv_view(blocks, layer, kv_heads, dim, bits, std::max(from, to) + 1), from, to);
+    require(from >= 0 && to >= 0, "positions must not be negative");
+    runner.kernels().kv_move(kv_view(blocks, offset, kv_heads, dim, bits, std::max(from, to) + 1), from, to);
   });
 }
 

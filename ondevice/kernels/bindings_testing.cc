@@ -51,7 +51,7 @@ void bind_testing(nb::module_& m) {
                                 sin.data() + t * dim / 2, dim);
     });
   });
-  m.def("kv_write", [](Runner& runner, const Blocks& blocks, int64_t layer, int bits, int64_t position,
+  m.def("kv_write", [](Runner& runner, const Blocks& blocks, int64_t offset, int bits, int64_t position,
                        const Heads& k, const Heads& v) {
     check_heads(k);
     check_heads(v);
@@ -59,14 +59,14 @@ void bind_testing(nb::module_& m) {
             "k and v are both (T, kv_heads, head_dim)");
     require(position >= 0, "position must not be negative");
     const int64_t tokens = k.shape(0);
-    const KvView kv = kv_view(blocks, layer, k.shape(1), k.shape(2), bits, position + tokens);
+    const KvView kv = kv_view(blocks, offset, k.shape(1), k.shape(2), bits, position + tokens);
     nb::gil_scoped_release release;
     runner.pool().parallel_for(tokens, 8, [&](int64_t begin, int64_t end, int) {
       for (int64_t t = begin; t < end; ++t)
         runner.kernels().kv_write(kv, position + t, k.data() + t * k.stride(0), v.data() + t * v.stride(0));
     });
   });
-  m.def("attention", [](Runner& runner, const Heads& q, const Blocks& blocks, int64_t layer, int bits,
+  m.def("attention", [](Runner& runner, const Heads& q, const Blocks& blocks, int64_t offset, int bits,
                         int64_t kv_heads, int64_t position, int64_t window, const std::optional<Tree>& tree,
                         const CArray<float, 2>& out) {
     check_heads(q);
@@ -78,7 +78,7 @@ void bind_testing(nb::module_& m) {
     const AttentionArgs args{q.data(),
                              q.stride(0),
                              heads,
-                             kv_view(blocks, layer, kv_heads, dim, bits, position + tokens),
+                             kv_view(blocks, offset, kv_heads, dim, bits, position + tokens),
                              position,
                              window,
                              1.0f / std::sqrt(static_cast<float>(dim)),

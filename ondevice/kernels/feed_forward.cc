@@ -11,12 +11,32 @@ namespace {
 
 constexpr int64_t kTilesPerBlock = kGroup / kTile;
 
+// The codes of pack_down at 5 and 6 bits.
+void pack_high_down(int bits, const uint8_t* const* rows, int64_t g, uint8_t* out) {
+  uint8_t codes[kGroup][kGroup];  // by output, then by neuron
+  for (int64_t n = 0; n < kGroup; ++n)
+    for (int64_t k = 0; k < kGroup / 8; ++k) {
+      uint64_t raw = 0;
+      std::memcpy(&raw, rows[n] + (g * kGroup / 8 + k) * bits, static_cast<size_t>(bits));
+      raw = spread_codes(raw, bits);
+      for (int64_t i = 0; i < 8; ++i) codes[8 * k + i][n] = static_cast<uint8_t>(raw >> 8 * i);
+    }
+  for (int64_t o = 0; o < kGroup; ++o)
+    for (int64_t k = 0; k < kGroup / 8; ++k) {
+      uint64_t eight;
+      std::memcpy(&eight, &codes[o][8 * k], 8);
+      put_codes(eight, bits, o % kTile, k % 4, out + (o / kTile * 2 + k / 4) * half_block_bytes(bits));
+    }
+}
+
 // One (group, block) of the down projection: outputs 64 g .. 64 g + 63 of 64 neurons, see
 // targets/down_projection.cc. `rows`: the down rows of 64 neurons.
 void pack_down(int bits, const uint8_t* const* rows, int64_t g, int64_t codes_bytes, int64_t groups,
                uint8_t* out) {
   const int64_t tile_bytes = kTile * kGroup * bits / 8;
-  for (int64_t n = 0; n < kGroup; n += 32 / bits, out += 64)
+  const bool apart = has_high_bits(bits);
+  if (apart) pack_high_down(bits, rows, g, out);
+  for (int64_t n = 0; n < kGroup && !apart; n += 32 / bits, out += 64)
     for (int64_t tile = 0; tile < kTilesPerBlock; ++tile) {
       const uint8_t* const* r = rows + n;
       const int64_t at = (g * kGroup + tile * kTile) * bits / 8;
@@ -29,7 +49,7 @@ void pack_down(int bits, const uint8_t* const* rows, int64_t g, int64_t codes_by
                          join_nibbles(r[4] + at, r[5] + at), join_nibbles(r[6] + at, r[7] + at),
                          out + tile * tile_bytes);
     }
-  out += (kTilesPerBlock - 1) * tile_bytes;
+  out += (kTilesPerBlock - (apart ? 0 : 1)) * tile_bytes;
   for (int64_t n = 0; n < kGroup; ++n) {
     std::memcpy(out + 2 * n, rows[n] + codes_bytes + 2 * g, 2);
     std::memcpy(out + 2 * (kGroup + n), rows[n] + codes_bytes + 2 * (groups + g), 2);

@@ -13,9 +13,9 @@ constexpr int64_t kPart = 32;   // codes that share a scale
 constexpr int64_t kLanes = 16;  // columns that are quantised together
 
 const BlockType kTypes[] = {
-    {"Q4_0", 32, 18, {4, 32, true}}, {"Q4_1", 32, 20, {4, 32}},       {"Q5_0", 32, 22, {8, 32, true}},
-    {"Q5_1", 32, 24, {8, 32}},       {"Q8_0", 32, 34, {8, 32, true}}, {"Q4_K", 256, 144, {4, 32}},
-    {"Q5_K", 256, 176, {8, 32}},
+    {"Q4_0", 32, 18, {4, 32, true}}, {"Q4_1", 32, 20, {4, 32}},       {"Q5_0", 32, 22, {5, 32, true}},
+    {"Q5_1", 32, 24, {5, 32}},       {"Q8_0", 32, 34, {8, 32, true}}, {"Q4_K", 256, 144, {4, 32}},
+    {"Q5_K", 256, 176, {5, 32}},
 };
 enum Kind { kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K };
 
@@ -58,10 +58,10 @@ inline void pick_nibbles(const uint8_t* bytes, bool high, uint8_t* codes) {
   }
 }
 
-// Adds fifth bits, the code of element i having bit i, and `shift`.
-inline void add_fifth(const uint8_t* fifth, uint8_t shift, uint8_t* codes) {
+// Adds fifth bits, the code of element i having bit i.
+inline void add_fifth(const uint8_t* fifth, uint8_t* codes) {
   for (int64_t i = 0; i < kPart; ++i)
-    codes[i] = static_cast<uint8_t>(codes[i] + (fifth[i / 8] >> i % 8 & 1) * 16 + shift);
+    codes[i] = static_cast<uint8_t>(codes[i] + (fifth[i / 8] >> i % 8 & 1) * 16);
 }
 
 // d times the part's scale and -(m times its offset), which have 6 bits: of the last four parts the upper two
@@ -94,8 +94,7 @@ inline Part read_part(const uint8_t* block, int64_t part) {
   if constexpr (kKind == kQ5_0 || kKind == kQ5_1) {
     constexpr int64_t at = kKind == kQ5_0 ? 2 : 4;
     split_nibbles(block + at + 4, found.codes);
-    // The zero code 16 of Q5_0 becomes 128.
-    add_fifth(block + at, kKind == kQ5_0 ? 112 : 0, found.codes);
+    add_fifth(block + at, found.codes);
   }
   if constexpr (kKind == kQ8_0)
     for (int64_t i = 0; i < kPart; ++i) found.codes[i] = block[2 + i] ^ 128;
@@ -110,6 +109,16 @@ inline void pack_nibbles(const uint8_t* codes, uint8_t* out) {
   const Bytes16 packed = __builtin_shufflevector((Bytes16)first, (Bytes16)second, 0, 2, 4, 6, 8, 10, 12, 14,
                                                  16, 18, 20, 22, 24, 26, 28, 30);
   std::memcpy(out, &packed, 16);
+}
+
+// The 32 codes in `bits` bits each, low bits first.
+inline void pack_codes(const uint8_t* codes, int bits, uint8_t* out) {
+  if (bits == 4) return pack_nibbles(codes, out);
+  for (int64_t k = 0; k < kPart; k += 8, out += bits) {
+    uint64_t packed = 0;
+    for (int64_t i = 0; i < 8; ++i) packed |= static_cast<uint64_t>(codes[k + i]) << (bits * i);
+    std::memcpy(out, &packed, static_cast<size_t>(bits));
+  }
 }
 
 inline float zero_of(const RowFormat& format) { return static_cast<float>(1 << (format.bits - 1)); }
@@ -127,12 +136,9 @@ void copy_parts(const uint8_t* data, int64_t blocks, const RowFormat& stored, ui
       const int64_t at = b * parts + p;
       scales[at] = part.scale;
       if (!stored.implied) biases[at] = type.own.implied ? -zero * part.scale : part.bias;
-      if (stored.bits == 4) {
-        pack_nibbles(part.codes, codes + at * part_bytes);
-      } else {
+      if (shift)
         for (uint8_t& code : part.codes) code = static_cast<uint8_t>(code + shift);
-        std::memcpy(codes + at * part_bytes, part.codes, kPart);
-      }
+      pack_codes(part.codes, stored.bits, codes + at * part_bytes);
     }
 }
 
@@ -179,7 +185,7 @@ bool quantize_columns(Runner& runner, const BlockType& type, const uint8_t* data
   const KernelTable& kernels = runner.kernels();
   const int64_t codes_bytes = groups_of(rows) * format.codes_bytes(),
                 groups = groups_of(rows) * format.scales(), end = first + count;
-  const int64_t floats = rows * (kPart + (format.bits == 4 ? 0 : kLanes));
+  const int64_t floats = rows * (kPart + (format.bits < 8 ? 0 : kLanes));
   float* scratch = runner.scratch(floats);
   std::atomic<bool> finite{true};
   const int64_t first_part = first / kPart, parts = (end + kPart - 1) / kPart - first_part;
@@ -192,8 +198,8 @@ bool quantize_columns(Runner& runner, const BlockType& type, const uint8_t* data
         const int64_t n = std::min(kLanes, stop - at), to = at - first;
         const float* lanes = values + at % kPart;
         bool good;
-        if (format.bits == 4) {
-          good = kernels.quantize_lanes(format.group, lanes, kPart, n, rows, codes + to * codes_bytes,
+        if (format.bits < 8) {
+          good = kernels.quantize_lanes(format, lanes, kPart, n, rows, codes + to * codes_bytes,
                                         scales + to * groups, biases + to * groups);
         } else {
           for (int64_t r = 0; r < rows; ++r)

@@ -98,4 +98,62 @@ static inline Bytes16 join_nibbles(const uint8_t* first, const uint8_t* second) 
                                  7, 23);
 }
 
+// Codes of 5 and 6 bits.
+//
+// Stored rows hold them without gaps, low bits first. In tiles each is cut in two, so that the kernels share
+// the layout of 4 bits: a half block, 16 rows of 32 columns, has 4 vectors of nibbles as a 4-bit tile has
+// them, and BITS - 4 vectors with the high bits, a word of each row side by side like the nibbles. Byte j of
+// word w has, at bit (BITS - 4) * c, the high bits of column 32 / (BITS - 4) * w + 8 * (c / 2) + 2 * j + c
+// % 2.
+
+// Eight codes of `bits` bits, 4 to 8, in the low bits of each 64-bit lane -> eight bytes in their order.
+template <class V>
+static inline V spread_codes(V x, int bits) {
+  const uint64_t four = (uint64_t{1} << 4 * bits) - 1;
+  const uint64_t two = ((uint64_t{1} << 2 * bits) - 1) * 0x0000000100000001;
+  const uint64_t one = ((uint64_t{1} << bits) - 1) * 0x0001000100010001;
+  x = (x & four) | ((x & four << 4 * bits) << (32 - 4 * bits));
+  x = (x & two) | ((x & two << 2 * bits) << (16 - 2 * bits));
+  return (x & one) | ((x & one << bits) << (8 - bits));
+}
+
+// The even bytes of each 64-bit lane -> its low 32 bits. The odd bytes are zero.
+template <class V>
+static inline V even_bytes(V x) {
+  x = (x | x >> 8) & uint64_t{0x0000ffff0000ffff};
+  return (x | x >> 16) & uint64_t{0x00000000ffffffff};
+}
+
+// Bytes of a half block of a tile: 16 rows of 32 columns.
+constexpr int64_t half_block_bytes(int bits) { return 64 * bits; }
+
+// Puts eight codes, one a byte, into a half block of zeros: those of row r's columns 8 * v to 8 * v + 7.
+static inline void put_codes(uint64_t codes, int bits, int64_t r, int64_t v, uint8_t* half_block) {
+  constexpr uint64_t kEven = 0x00ff00ff00ff00ff;
+  const uint64_t nibbles = codes & 0x0f0f0f0f0f0f0f0f, high = codes >> 4 & 0x0f0f0f0f0f0f0f0f;
+  const int wide = bits - 4, per_word = 4 / wide;  // words of 8 columns
+  const uint32_t low_word =
+      static_cast<uint32_t>(even_bytes((nibbles & kEven) | (nibbles >> 8 & kEven) << 4));
+  const uint64_t pairs = (high & kEven) | (high >> 8 & kEven) << wide;
+  std::memcpy(half_block + 64 * v + 4 * r, &low_word, 4);
+  uint8_t* at = half_block + 256 + 64 * (v / per_word) + 4 * r;
+  uint32_t word = 0;
+  if (v % per_word) std::memcpy(&word, at, 4);
+  word |= static_cast<uint32_t>(even_bytes(pairs)) << (2 * wide * (v % per_word));
+  std::memcpy(at, &word, 4);
+}
+
+// 64 stored codes of a row -> its places in two half blocks.
+static inline void put_row(const uint8_t* codes, int bits, int64_t r, uint8_t* block) {
+  for (int64_t k = 0; k < 8; ++k, codes += bits) {
+    uint64_t raw = 0;
+    std::memcpy(&raw, codes, 5);
+    if (bits == 6) raw |= static_cast<uint64_t>(codes[5]) << 40;
+    put_codes(spread_codes(raw, bits), bits, r, k % 4, block + k / 4 * half_block_bytes(bits));
+  }
+}
+
+// True for the formats whose tiles hold high bits apart.
+constexpr bool has_high_bits(int bits) { return bits == 5 || bits == 6; }
+
 }  // namespace ondevice

@@ -51,7 +51,7 @@ struct GateForm {
 
 // Activations of T tokens, quantised to int8 per group of 64.
 struct QuantizedRows {
-  int8_t* codes;      // (T, groups * 64); for 4-bit weights each 8 in the order 0 2 4 6 1 3 5 7
+  int8_t* codes;      // (T, groups * 64); for weights below 8 bits each 8 in the order 0 2 4 6 1 3 5 7
   float* scales;      // (T, groups)
   float* sums;        // (T, groups) scale * sum of the group's codes
   int32_t* int_sums;  // (T, groups) sum of the group's codes
@@ -110,7 +110,7 @@ struct Norm {
 };
 
 struct KernelTable {
-  // x: cols floats -> row t of `out`. nibble_order: in the order that 4-bit weights need.
+  // x: cols floats -> row t of `out`. nibble_order: in the order that weights below 8 bits need.
   void (*quantize_activations)(const float* x, int64_t cols, bool nibble_order, const QuantizedRows& out,
                                int64_t t);
   // out[t, 16 * tile + r] for tiles in [begin, end); rows from `rows` on are not stored. bias may be null. So
@@ -164,13 +164,13 @@ struct KernelTable {
   // Row-major codes, scales, biases -> floats. `groups` has 64 columns each, whatever the format.
   void (*dequantize_row)(const RowFormat& format, const uint8_t* codes, const uint16_t* scales,
                          const uint16_t* biases, int64_t groups, float* out);
-  // Up to 16 rows of floats -> codes, scales, biases at 4 or 8 bits, biases stored. False if a value isn't
+  // Up to 16 rows of floats -> codes, scales, biases at 4 to 8 bits, biases stored. False if a value isn't
   // finite or overflows float16; what is written then is undefined.
   bool (*quantize_block)(const RowFormat& format, const float* x, int64_t rows, int64_t cols, uint8_t* codes,
                          uint16_t* scales, uint16_t* biases);
-  // The same at 4 bits in groups of `size`, for rows side by side: column c of row r is x[c * stride + r]. 16
+  // The same at 4 to 6 bits, for rows side by side: column c of row r is x[c * stride + r]. 16
   // rows can be read, all finite; the first `rows` are stored.
-  bool (*quantize_lanes)(int64_t size, const float* x, int64_t stride, int64_t rows, int64_t cols,
+  bool (*quantize_lanes)(const RowFormat& format, const float* x, int64_t stride, int64_t rows, int64_t cols,
                          uint8_t* codes, uint16_t* scales, uint16_t* biases);
   void (*half_to_float)(const uint16_t* in, float* out, int64_t n);
   bool (*float_to_half)(const float* in, uint16_t* out, int64_t n);

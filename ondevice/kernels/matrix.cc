@@ -27,7 +27,7 @@ void interleave_rows(ThreadPool& pool, const RowFormat& format, int64_t groups, 
         uint8_t* scales = out + kTile * format.codes_bytes();
         uint8_t* biases = scales + 2 * kTile * parts;
         const uint8_t* codes = source.codes + base * source.codes_stride + g * words * 4;
-        const bool whole = low == 0 && high == kTile;
+        const bool apart = has_high_bits(format.bits), whole = low == 0 && high == kTile && !apart;
         if (whole)
           for (int64_t r = 0; r < kTile; r += 4)
             for (int64_t w = 0; w < words; w += 4)
@@ -36,7 +36,8 @@ void interleave_rows(ThreadPool& pool, const RowFormat& format, int64_t groups, 
                               codes + (r + 2) * source.codes_stride + w * 4,
                               codes + (r + 3) * source.codes_stride + w * 4, out + w * 64 + r * 4);
         for (int64_t r = low; r < high; ++r) {
-          for (int64_t w = 0; w < words && !whole; ++w)
+          if (apart) put_row(codes + r * source.codes_stride, format.bits, r, out);
+          for (int64_t w = 0; w < words && !whole && !apart; ++w)
             std::memcpy(out + w * 64 + r * 4, codes + r * source.codes_stride + w * 4, 4);
           for (int64_t s = 0; s < parts; ++s) {
             const int64_t from = 2 * (g * parts + s), to = 2 * (s * kTile + r);

@@ -15,7 +15,7 @@ struct StoredRows {
   int64_t codes_stride, scales_stride, biases_stride;
 };
 
-// A (rows, cols) matrix: 16 rows interleaved at 4 and 8 bits, row-major at 16 bits.
+// A (rows, cols) matrix: 16 rows interleaved at 4 to 8 bits, row-major at 16 bits.
 class Matrix {
  public:
   Matrix(int64_t rows, int64_t cols, const RowFormat& format);

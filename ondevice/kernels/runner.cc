@@ -69,7 +69,7 @@ void Runner::quantize(const float* x, int64_t x_stride, int64_t cols, const RowF
         table_->norm(row, norm, cols, normed);
         row = normed;
       }
-      table_->quantize_activations(row, cols, format.bits == 4, quantized, t);
+      table_->quantize_activations(row, cols, format.bits < 8, quantized, t);
     }
   });
 }

@@ -46,8 +46,13 @@ void gather_tile(const RowFormat& format, int64_t groups, const uint8_t* const* 
   const int64_t row_bytes = format.codes_bytes(), block = tile_group_bytes(format);
   for (int64_t g = 0; g < groups; ++g)
     for (int64_t r = 0; r < kTile; r += 4) {
-      for (int64_t i = r; next && g * row_bytes % 64 == 0 && i < r + 4; ++i)
+      for (int64_t i = r; next && g * row_bytes % 64 < row_bytes && i < r + 4; ++i)
         __builtin_prefetch(next[i] + g * row_bytes);
+      if (has_high_bits(format.bits)) {
+        for (int64_t i = r; i < r + 4; ++i)
+          put_row(rows[i] + g * row_bytes, format.bits, i, tile + g * block);
+        continue;
+      }
       for (int64_t at = 0; at < row_bytes; at += 16) {
         const int64_t from = g * row_bytes + at;
         transpose_words(rows[r] + from, rows[r + 1] + from, rows[r + 2] + from, rows[r + 3] + from,

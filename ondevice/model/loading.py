@@ -56,7 +56,8 @@ from ondevice.model.weights import (
     PerLayerBlock,
     PerLayerInputs,
 )
-from ondevice.model_config import AttentionSpec, FeedForwardSpec, LayerSpec, ModelConfig, WeightShape
+from ondevice.model_config import AttentionSpec, FeedForwardSpec, LayerSpec, ModelConfig
+from ondevice.weight_shapes import WeightShape
 
 # Indices of files in the flash reader.
 RESIDENT_FILE = 0
@@ -171,7 +172,7 @@ def layer_weights(
 
     norms = head_norms(spec.attention, config.norm.eps, loaded)
     if norms is not None and spec.attention.value_norm and norms.k is not None:
-        ones = backend.load_vector(np.ones(config.head_dim, dtype=np.float32))
+        ones = backend.load_vector(np.ones(config.heads(spec.attention).width, dtype=np.float32))
         norms = norms._replace(v=Norm(ones, config.norm.eps))
     own = {weight.name: loaded[weight.name] for weight in config.layer_weights(spec)}
     return LayerWeights(
@@ -204,6 +205,7 @@ def _other_blocks(config: ModelConfig, own: Mapping[str, Any]) -> dict[str, Any]
     if "per_layer.gate" in own:
         norm = _weight_norm(config, own, "per_layer")
         found["per_layer"] = PerLayerBlock(own["per_layer.gate"], own["per_layer.out"], norm)
+    found["scale"] = own.get("scale")
     return found
 
 
@@ -281,7 +283,7 @@ def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
         *matrix("qkv", config.qkv_rows(spec), config.hidden_size, attention.bias),
         *head_norm("q_norm", attention.has_norms),
         *head_norm("k_norm", attention.has_norms and attention.keys_of is None),
-        *matrix("out", config.hidden_size, config.query_size, attention.output_bias),
+        *matrix("out", config.hidden_size, config.out_cols(spec), attention.output_bias),
         *norm("attention_output_norm", spec.norms_output),
         *norm("feed_forward_norm", spec.norms_input),
         *vector("gate_bias", "feed_forward.gate.bias", feed_forward.bias),

@@ -333,12 +333,12 @@ class Transformer:
             predicted = [copy[-x.shape[0] :] for copy in predicted]
             copies = altup.correct(backend, weights.copies, predicted, x)
             entering = copies[0] * weights.copies.scale
-        if weights.per_layer is None or inputs is None:
-            return copies
-        activation = self.config.activation
-        added = per_layer_output(backend, weights.per_layer, entering, inputs, activation)
-        first = 0 if weights.copies is None else 1
-        return [*copies[:first], *(copy + added for copy in copies[first:])]
+        if weights.per_layer is not None and inputs is not None:
+            activation = self.config.activation
+            added = per_layer_output(backend, weights.per_layer, entering, inputs, activation)
+            first = 0 if weights.copies is None else 1
+            copies = [*copies[:first], *(copy + added for copy in copies[first:])]
+        return copies if weights.scale is None else [copy * weights.scale for copy in copies]
 
     def _layer(self, layer: int, x: Array, batch: ForwardBatch, rows: Rows) -> Array:
         """One layer over the rows of `batch`, x (R, D). Returns (R, D), or (1, D) for the last row alone."""

@@ -65,7 +65,10 @@ class CopiesOfModel:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer's weights, as the backend loaded them. A part that the layer doesn't have is None."""
+    """One layer's weights, as the backend loaded them. A part that the layer doesn't have is None.
+
+    scale: (1,), factor of the residual that leaves the layer.
+    """
 
     attention_norm: Norm | None
     qkv: Linear
@@ -78,6 +81,7 @@ class LayerWeights:
     laurel: Laurel | None = None
     copies: CopiesOfLayer | None = None
     per_layer: PerLayerBlock | None = None
+    scale: Vector | None = None
 
 
 @dataclass(frozen=True)

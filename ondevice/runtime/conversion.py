@@ -31,7 +31,7 @@ from ondevice.runtime.models import (
 )
 from ondevice.runtime.repository import Repository
 from ondevice.runtime.resolving import LEAST_CONTEXT, is_auto
-from ondevice.tokenizer import import_library, load_tokenizer
+from ondevice.tokenizer import import_library, load_tokenizer, loading_bytes
 from ondevice.units import format_bytes, memory_rooms, parse_budget, process_memory, trim_heap, usable_cores
 
 # The converters' own types: they are imported only inside the functions that need them.
@@ -116,6 +116,7 @@ class Prepared:
 
     def foreseen(self, trains: bool = False) -> Foreseen:
         """What `run` will do. trains: it will order and train too, which writes the neurons twice."""
+        from ondevice.converters.checkpoints.views import passed_nbytes
         from ondevice.converters.convert import bundle_bytes, source_bytes
         from ondevice.converters.reading import held_matrix_bytes
 
@@ -125,6 +126,7 @@ class Prepared:
                 download = kept = sum(file.nbytes for file in self._listing.files.values())
             else:
                 download = sum(source_bytes(checkpoint).values())
+                download += sum(map(passed_nbytes, checkpoint.tensors.values()))
                 passing = held_matrix_bytes(checkpoint)
         return Foreseen(
             name=checkpoint.name,
@@ -157,12 +159,15 @@ class Prepared:
         )
         modes = automatic_modes(config, settled) if settled.sparsity == "auto" else [settled.sparsity]
         process, claimed = self._process_bytes + self._tokenizer_bytes(), others()
+        # A run reads the tokenizer only where its bound fits, which may be far more than it then takes.
+        opening = max(0, self._process_bytes - claimed.held_bytes) + self._tokenizer_bound()
         plans = []
         for mode in modes:
             memory = memory_model(config, self._quant, replace(settled, sparsity=mode))
             held = max(0, process - claimed.held_bytes)
             plan = plan_memory(memory, budget_bytes=0, process_bytes=held)
-            plans.append(replace(plan, others_bytes=claimed.claimed_bytes, limit=group_limit()))
+            plan = replace(plan, others_bytes=claimed.claimed_bytes, limit=group_limit())
+            plans.append(replace(plan, opening_bytes=opening))
         least = min(plans, key=lambda plan: plan.minimum_budget_bytes)
         if is_auto(runtime.dram_budget):
             return least.with_budget(auto_budget(least, allowance(process, memory_rooms())))
@@ -220,6 +225,13 @@ class Prepared:
         self._checkpoint = open_checkpoint(download(self._listing, on_file))
         return self._checkpoint
 
+    def _tokenizer_bound(self) -> int:
+        """Most memory that reading the tokenizer takes, as a run counts it before it reads it."""
+        files = self._checkpoint.tokenizer
+        if files.info.kind is None or files.info.file is None:
+            return 0
+        return loading_bytes(files.info.kind, [files.blobs[files.info.file]])
+
     def _tokenizer_bytes(self) -> int:
         """Memory that the tokenizer takes, by loading it as the model will."""
         files = self._checkpoint.tokenizer
@@ -257,7 +269,7 @@ def prepare(
     Args:
         source: the checkpoint.
         output: the bundle's folder. The default has the source's name, where models are found by name.
-        quant: `q4`, `q8` or `f16`; `auto` is what the converter's `chosen_quant` takes.
+        quant: `q4`, `q5`, `q6`, `q8` or `f16`; `auto` is what the converter's `chosen_quant` takes.
         offline: ask the hub for nothing, and take only what its cache holds.
         keep_source: download a repository's files into the hub's cache, and keep them there. Otherwise,
             weights are read over the network as they are converted, and none of them is stored.

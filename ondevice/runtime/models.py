@@ -194,7 +194,7 @@ def _check_repository(folder: Path, repository: Repository) -> None:
         other = folder.with_name(repository.full_bundle_name)
         raise ModelNotFoundError(
             f"{folder} was made from {found}, not from {repository}. To have both: "
-            f"{_convert_line(str(repository), other)}; then the model's name is {other.name}"
+            f"{convert_line(str(repository), other)}; then the model's name is {other.name}"
         )
 
 
@@ -255,7 +255,7 @@ def _shipped_model() -> Path:
     bundles = sorted(path.parent for path in folder.glob(f"*/{MANIFEST}"))
     if bundles:
         return bundles[0]
-    line = _convert_line("CHECKPOINT", model_home() / "NAME")
+    line = convert_line("CHECKPOINT", model_home() / "NAME")
     raise ModelNotFoundError(
         f"no model ships with this version, so --model is needed. To convert one first: {line}"
     )
@@ -267,23 +267,23 @@ def _checked_path(path: Path) -> Path:
     if path.is_file() and path.name == MANIFEST:
         raise ModelNotFoundError(f"{path} is a bundle's manifest; give its folder, {path.parent}")
     if path.is_file():
-        line = _convert_line(str(path), model_home() / model_name(path))
+        line = convert_line(str(path), model_home() / model_name(path))
         raise ModelNotFoundError(f"{path} is a file, and a bundle is a folder. If it is a checkpoint: {line}")
     if path.is_dir() and (path / RESIDENT).is_file():
         raise BundleError(f"{path} is a damaged bundle: {MANIFEST} is missing; convert the model again")
     if holds_checkpoint(path):
-        line = _convert_line(str(path), model_home() / path.resolve().name)
+        line = convert_line(str(path), model_home() / path.resolve().name)
         raise ModelNotFoundError(f"{path} is a checkpoint, not a bundle. Convert it first: {line}")
     if path.is_dir():
         raise ModelNotFoundError(f"{path} holds no {MANIFEST}, so it isn't a (finished) bundle")
-    line = _convert_line("CHECKPOINT", path)
+    line = convert_line("CHECKPOINT", path)
     raise ModelNotFoundError(f"no bundle at {path}. To make it: {line}")
 
 
 def _missing(name: str, folder_name: str, source: str | None) -> str:
     if name.endswith(".gguf") and not source:
         return f"no file {name} here, and no model of that name in {model_home()}; give the file's path"
-    line = _convert_line(source or "CHECKPOINT", model_home() / folder_name)
+    line = convert_line(source or "CHECKPOINT", model_home() / folder_name)
     aliases = ", ".join(ALIASES)
     known = "" if source else f"; names known without a checkpoint of your own: {aliases}"
     if source and util.find_spec("huggingface_hub") is None:
@@ -295,7 +295,7 @@ def _missing(name: str, folder_name: str, source: str | None) -> str:
     )
 
 
-def _convert_line(source: str, output: Path) -> str:
+def convert_line(source: str, output: Path) -> str:
     return f"ondevice convert {shlex.quote(source)} --output {shlex.quote(str(output))}"
 
 

@@ -354,7 +354,7 @@ def mode_change(resolved: ResolvedModel) -> ModeChange | None:
     """The nearest budget below a model's own at which `auto` takes other modes, such as dense for exact.
 
     The context and the process's memory are taken as they are now. None where the options name the modes,
-    where no smaller budget that fits changes them, and where the model doesn't fit now.
+    where no budget that surely works changes them, and where the model doesn't fit now.
     """
     choices = resolved.alternatives
     if not choices or not resolved.plan.fits:
@@ -367,7 +367,7 @@ def mode_change(resolved: ResolvedModel) -> ModeChange | None:
         plans = [it.plan.with_budget(limit - 1) for it in choices]
         at = _preferred(plans)
         below = choices[at].runtime
-        if not plans[at].fits:
+        if not plans[at].fits or limit <= resolved.frugal.plan.minimum_budget_bytes:
             return None
         if (below.sparsity, below.speculation) != modes:
             return ModeChange(limit, below.sparsity, below.speculation)

@@ -46,10 +46,10 @@ def test_flags_become_parameters(flags: str, parameters: str) -> None:
 def test_each_gets_its_own(ondevice: Run, chat_bundle: Path) -> None:
     with pytest.raises(BudgetError) as small:
         package.load(chat_bundle, dram_budget="1MB")
-    assert "Raise dram_budget, or lower max_context or kv_bits" in str(small.value)
+    assert "Raise dram_budget." in str(small.value)
     assert "--" not in str(small.value)
     shown = ondevice("generate", chat_bundle, "-p", "a", "--dram-budget", "1MB").err
-    assert "Raise --dram-budget, or lower --max-context or --kv-bits" in shown
+    assert "Raise --dram-budget." in shown
 
     with package.load(chat_bundle, max_context=64) as model, pytest.raises(OndeviceError) as long:
         model.generate("x" * 80)

@@ -2,7 +2,7 @@
 
 Random models with ReLU gates, so that all exact modes have them: norms on both sides and capped scores,
 norms over whole projections, parallel blocks under LayerNorms, a local window, heads that turn in part,
-feed-forwards without a gate, with a threshold, with ReLU on ups too.
+feed-forwards without a gate, with a threshold, with ReLU on ups too. Gemma 3n's blocks, in dense mode alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from ondevice.api import Model, load
 from ondevice.converters.convert import convert
-from tests.converters.test_families import OPT, write_model
+from tests.converters.test_families import FALCON, GEMMA3N, GEMMA4_E, OPT, PERSIMMON, write_model
 from tests.converters.test_relu_families import FatRelu, activations, change
 from tests.support.chat import squeeze
 
@@ -23,6 +23,7 @@ pytest.importorskip("transformers")
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {"hidden_activation": "relu", "sliding_window": 9, "num_hidden_layers": 4}),
+    "gemma4": ("Gemma4Text", {**GEMMA4_E, "hidden_activation": "relu", "use_double_wide_mlp": True}),
     "olmo2": ("Olmo2", {"hidden_act": "relu", "head_dim": None}),
     "opt": ("OPT", {**OPT, "max_position_embeddings": 512}),
     "prosparse": ("Llama", {"hidden_act": "fatrelu", "hidden_act_param": 0.2}),
@@ -31,7 +32,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "StableLm",
         {"hidden_act": "relu", "head_dim": None, "use_parallel_residual": True, "qk_layernorm": True},
     ),
+    "falcon": ("Falcon", {**FALCON, "activation": "relu"}),
+    "phi": ("Phi", {"head_dim": None, "partial_rotary_factor": 0.5, "hidden_act": "relu"}),
+    "persimmon": ("Persimmon", PERSIMMON),
+    "nemotron": ("Nemotron", {"head_dim": None, "hidden_act": "relu2"}),
 }
+NEURONS = {"opt": "ffn_dim", "falcon": "ffn_hidden_size"}
+"""What families call the number of neurons, where it isn't `intermediate_size`."""
 PROMPT = [5, 9, 17, 33, 5, 9, 17, 33, 5, 9, 17, 61, 5, 9]
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"sparsity": "exact"},
@@ -52,8 +59,7 @@ def texts(model: Model) -> list[tuple[int, ...]]:
 def test_one_text(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family, options = MODELS[name]
     monkeypatch.setitem(activations.ACT2FN, "fatrelu", (FatRelu, {"least": 0.2}))
-    key = "ffn_dim" if name == "opt" else "intermediate_size"
-    write_model(tmp_path / "source", family, {**options, key: 700})
+    write_model(tmp_path / "source", family, {**options, NEURONS.get(name, "intermediate_size"): 700})
     if name == "drelu":
         change(tmp_path / "source", architectures=["BambooForCausalLM"], model_type="bamboo")
     bundle = convert(tmp_path / "source", tmp_path / "bundle", "q4")
@@ -64,6 +70,23 @@ def test_one_text(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) ->
         with load(bundle, **settings) as model:
             assert texts(model) == expected, settings
             assert model.logits(PROMPT).tobytes() == logits.tobytes(), settings
+            squeeze(model)
+            assert texts(model) == expected, settings
+            assert model.logits(PROMPT).tobytes() == logits.tobytes(), settings
+
+
+def test_one_text_of_gemma3n(tmp_path: Path) -> None:
+    write_model(tmp_path / "source", "Gemma3nText", GEMMA3N)
+    bundle = convert(tmp_path / "source", tmp_path / "bundle", "q4")
+    with load(bundle, speculation="off", threads=1) as model:
+        expected, logits = texts(model), model.logits(PROMPT)
+    assert len(set(expected[1])) > 5, "the text says nothing"
+    for settings in (
+        {"threads": 2, "prefill_chunk": 3, "speculation": "lookup"},
+        {"kernel_target": "scalar", "speculation": "recycling", "io": "buffered"},
+    ):
+        with load(bundle, **settings) as model:
+            assert texts(model) == expected, settings
             squeeze(model)
             assert texts(model) == expected, settings
             assert model.logits(PROMPT).tobytes() == logits.tobytes(), settings

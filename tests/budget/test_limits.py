@@ -118,6 +118,23 @@ def test_auto_fits_into_a_group_that_a_large_fixed_reserve_would_fill(rooms: Roo
         assert model.plan.budget_bytes <= needed * 5 // 4
 
 
+# --- advice ---------------------------------------------------------------------------------------------
+
+
+def test_shorter_contexts_are_advised_only_where_they_can_help() -> None:
+    plan = plan_under(1)
+    without = plan.least_budget_bytes - plan.kv_cache_bytes - plan.activation_bytes
+    advice = "or lower max_context or kv_bits"
+    for budget, is_advised in ((without, True), (without - 1, False)):
+        with pytest.raises(BudgetError) as caught:
+            require_fit(plan.with_budget(budget), "a-model")
+        assert (advice in str(caught.value)) is is_advised
+    tokenizer = replace(plan, opening_bytes=without + 2).with_budget(without + 1)
+    with pytest.raises(BudgetError) as caught:
+        require_fit(tokenizer, "a-model")
+    assert str(caught.value).endswith("Raise dram_budget.")
+
+
 # --- a group's limit ------------------------------------------------------------------------------------
 
 

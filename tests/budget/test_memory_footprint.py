@@ -290,6 +290,21 @@ UNGATED = {"intermediate_size": None, "initializer_range": None, "num_key_value_
             id="copies of the residual",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            "Gemma4Text",
+            {
+                "head_dim": 64,
+                "global_head_dim": 128,
+                "hidden_size_per_layer_input": 64,
+                "vocab_size_per_layer_input": 16384,
+                "num_hidden_layers": 4,
+                "num_kv_shared_layers": 2,
+                "use_double_wide_mlp": True,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            id="heads of two sizes",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("OPT", UNGATED, id="ungated", marks=pytest.mark.slow),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -223,6 +224,41 @@ def test_a_folder_is_converted_once(ondevice: Run, tmp_path: Path, monkeypatch: 
     again = ondevice(*CHAT, source, stdin="Hello\n")
     assert (again.code, again.out) == (0, first.out)
     assert "converted" not in again.err
+
+
+def test_a_converted_folder_leaves_no_more_in_memory_than_its_bundles_name(
+    ondevice: Run, converted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    converted("one")
+    script = (
+        "import sys, atexit; "
+        "atexit.register(lambda: print('ondevice.converters' in sys.modules)); "
+        "from ondevice import cli; from ondevice.errors import START_AGAIN; code = cli.run(sys.argv[1:]); "
+        "sys.exit(code) if code != START_AGAIN else os.execv(sys.executable, sys.orig_argv)"
+    )
+    arguments = ["generate", tmp_path / "sources" / "one", "-p", "a", "--max-tokens", 1]
+    found = subprocess.run(
+        [sys.executable, "-c", "import os; " + script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env=os.environ | {"ONDEVICE_HOME": str(tmp_path / "home")},
+    )
+    assert found.stdout.endswith("False\n"), found.stdout
+
+
+def test_two_folders_of_one_name(ondevice: Run, converted: Callable[[str], Path], tmp_path: Path) -> None:
+    """The advice is a command that works, and not an option that this command lacks."""
+    converted("one")
+    other = write_chat_checkpoint(tmp_path / "others" / "one", seed=1)
+    refused = ondevice(*CHAT, other, "--yes", stdin="Hello\n")
+    assert refused.code == 2
+    assert "wasn't made from" in refused.err
+    assert "--force" not in refused.err
+    line = refused.err.split("`ondevice ")[1].split("`")[0].split(" ")
+    assert ondevice(*line).code == 0
+    assert ondevice(*CHAT, "one-2", stdin="Hello\n").code == 0
 
 
 def test_a_folder_with_one_file_is_converted(ondevice: Run, hub: HubServer, tmp_path: Path) -> None:

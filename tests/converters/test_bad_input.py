@@ -243,7 +243,7 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 
 def test_an_unknown_quantisation(source: Path) -> None:
-    assert_refused(source, UsageError, "'q5' is not one of q4, q8, f16", "q5")
+    assert_refused(source, UsageError, "'q7' is not one of q4, q5, q6, q8, f16", "q7")
 
 
 def test_no_room_is_said_before_anything_is_written(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

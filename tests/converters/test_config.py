@@ -269,3 +269,21 @@ def test_contradictory_windows(options: dict[str, Any], match: str) -> None:
         read("qwen2", **options)
     with pytest.raises(UnsupportedModelError, match="chunked_attention"):
         read("qwen2", layer_types=["chunked_attention"] * 2)
+
+
+NEMOTRON_4B: dict[str, Any] = {
+    "architectures": ["NemotronForCausalLM"], "model_type": "nemotron", "bos_token_id": 2, "eos_token_id": 3,
+    "hidden_act": "relu2", "hidden_size": 3072, "initializer_range": 0.0134, "intermediate_size": 9216,
+    "kv_channels": 128, "max_position_embeddings": 4096, "norm_eps": 1e-5, "num_attention_heads": 24,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "partial_rotary_factor": 0.5, "rope_theta": 10000,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.48.0",
+    "use_cache": True, "vocab_size": 256000,
+}  # fmt: skip
+"""The keys of the 4-billion model as TensorRT-LLM's tests quote them."""
+
+
+def test_nemotrons_keys_are_read() -> None:
+    config = read_config(NEMOTRON_4B)
+    assert (config.head_dim, config.ropes[0].turning, config.activation) == (128, 64, "relu2")
+    with pytest.raises(UnsupportedModelError, match="kv_channels is 64"):
+        read_config(NEMOTRON_4B | {"kv_channels": 64})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ondevice.bundle.codes import pack
 from ondevice.config import RowFormat
 from ondevice.converters.checkpoints.gguf_codecs import CODE_FORMATS, decode, unpack
 from ondevice.converters.checkpoints.gguf_file import TENSOR_TYPES
@@ -35,7 +36,7 @@ def same_bits(mine: np.ndarray, other: np.ndarray) -> bool:
 
 def held_formats(own: RowFormat) -> list[RowFormat]:
     """The formats that hold codes of `own`: with as many bits or more, biases implied or stored."""
-    bits = [bits for bits in (4, 8) if bits >= own.bits]
+    bits = [bits for bits in (4, 5, 6, 8) if bits >= own.bits]
     return [RowFormat(b, 32, implied) for b in bits for implied in {own.implied_bias, False}]
 
 
@@ -52,9 +53,7 @@ def test_codes_are_those_that_numpy_unpacks(name: str, stored: RowFormat, rows: 
             codes = codes + np.uint8(stored.zero - own.zero) if stored.implied_bias else codes
             biases = np.float32(-own.zero) * scales
     assert biases is not None
-    codes = codes.reshape(rows, -1)
-    if stored.bits == 4:
-        codes = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
+    codes = pack(codes.reshape(rows, -1), stored.bits)
     mine = np.full((rows, cols * stored.bits // 8), 0xAA, dtype=np.uint8)
     affine = np.zeros((2, rows, cols // 32), dtype=np.float32)
     kept = affine[1][:, : 0 if stored.implied_bias else None].copy()
@@ -66,7 +65,7 @@ def test_codes_are_those_that_numpy_unpacks(name: str, stored: RowFormat, rows: 
 
 
 @pytest.mark.parametrize("name", CODE_FORMATS)
-@pytest.mark.parametrize("stored", [RowFormat(4), RowFormat(4, 32), RowFormat(8)])
+@pytest.mark.parametrize("stored", [RowFormat(4), RowFormat(4, 32), RowFormat(5), RowFormat(8)])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("rows", "start", "count"), [(7, 0, 32), (70, 16, 33), (64, 48, 5)])
 def test_columns_are_rounded_as_their_values_are(
@@ -103,7 +102,7 @@ def test_shapes_that_lie_are_refused() -> None:
     own, none = RowFormat(4, 32, True), np.empty((4, 0), np.float32)
     for kind, stored, held, numbers in (
         ("Q6_K", own, codes, none),
-        ("Q5_0", own, codes, none),
+        ("Q5_1", own, codes, none),
         ("Q4_0", RowFormat(4), codes, scales),
         ("Q4_0", own, codes[:3], none),
         ("Q4_0", own, codes, scales),

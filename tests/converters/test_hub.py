@@ -40,6 +40,23 @@ def convert(tmp_path: Path, **options: Any) -> Path:
     return api.convert("some/model", tmp_path / "bundle", **options)
 
 
+@pytest.mark.parametrize("case", ["falcon newer", "persimmon"])
+def test_what_comes_more_than_once_is_foreseen(hub: HubServer, tmp_path: Path, case: str) -> None:
+    """Queries, keys and values that lie side by side, head by head."""
+    pytest.importorskip("transformers")
+    from tests.converters.test_families import CASES, write_model
+
+    family, options = CASES[case]
+    source = hub.root / "some" / "model"
+    write_model(source, family, {**options, "num_hidden_layers": 1})
+    with prepare("some/model", tmp_path / "bundle") as prepared:
+        hub.rules.sent_bytes = 0
+        foreseen = prepared.foreseen()
+        prepared.run()
+    assert foreseen.download_bytes > sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    assert hub.rules.sent_bytes == foreseen.download_bytes
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("redirects", [True, False])
 def test_the_bytes_are_those_of_a_folder(

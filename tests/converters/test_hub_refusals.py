@@ -22,6 +22,7 @@ from ondevice.errors import (
     UsageError,
 )
 from ondevice.runtime.conversion import prepare
+from ondevice.tokenizer import loading_bytes
 from tests.support.bundles import write_chat_checkpoint
 from tests.support.hub_server import HubServer
 from tests.support.models import write_checkpoint
@@ -108,6 +109,10 @@ def test_what_does_not_fit_is_refused_before_a_weight_comes(
         small = prepared.least_plan(RuntimeConfig(dram_budget=1_000_000))
         with pytest.raises(BudgetError) as refused:
             prepared.require_fit(small)
+        # A run refuses to read the tokenizer below this, however little it then takes.
+        data = (repository / "tokenizer.json").read_bytes()
+        assert small.opening_bytes > loading_bytes("tokenizers", [data])
+        assert refused.value.required_bytes > small.opening_bytes
         enough = prepared.least_plan(RuntimeConfig(dram_budget=refused.value.required_bytes + (8 << 20)))
         prepared.require_fit(enough)
         monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))

@@ -234,7 +234,7 @@ def test_float16_bundles_hold_the_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("scheme", "others", "expected"), [
     (Scheme(2), None, "q4"), (Scheme(3), None, "q4"), (Scheme(4), None, "q4"), (MXFP4, None, "q4"),
-    (Scheme(5), None, "q8"), (Scheme(6), None, "q8"), (Scheme(8), None, "q8"),
+    (Scheme(5), None, "q5"), (Scheme(6), None, "q6"), (Scheme(8), None, "q8"),
     (Scheme(4), Scheme(8), "q4"), (Scheme(8), Scheme(4), "q8"), (Scheme(3), Scheme(6), "q4"),
 ], ids=str)  # fmt: skip
 def test_auto_takes_the_most_common_bits(

@@ -133,7 +133,7 @@ def test_an_unfinished_conversion_is_not_overwritten_by_accident(source: Path, t
 def test_another_source_or_option_is_not_mixed_in(source: Path, tmp_path: Path) -> None:
     """The other source has the same shapes, sizes and names; only its values differ."""
     interrupted(source, tmp_path / "b", "embedding.safetensors")
-    with pytest.raises(UsageError, match="another source or with other options"):
+    with pytest.raises(UsageError, match="begun with quant q4, and this run has quant q8; repeat"):
         convert(source, tmp_path / "b", "q8", resume=True)
     write_checkpoint(source, num_hidden_layers=3, seed=1)
     with pytest.raises(UsageError, match="another source or with other options"):

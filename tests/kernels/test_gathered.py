@@ -110,7 +110,7 @@ class Layer:
 
 
 @pytest.mark.parametrize("kind", ZEROING)
-@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
 @pytest.mark.parametrize(("hidden", "neurons"), [(1, 1), (64, 64), (100, 200), (576, 321)])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 19])
 def test_the_neurons_that_fire_give_the_dense_bits(
@@ -129,7 +129,7 @@ def test_the_neurons_that_fire_give_the_dense_bits(
 
 
 @pytest.mark.parametrize("activation", ["relu", "silu"])
-@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
 @pytest.mark.parametrize("hidden", [100, 1088])
 def test_only_what_a_token_selects_counts_for_it(hidden: int, bits: Bits, activation: Activation) -> None:
     layer, act = Layer.of(hidden, 200, bits), form(activation)
@@ -146,7 +146,7 @@ def test_only_what_a_token_selects_counts_for_it(hidden: int, bits: Bits, activa
         assert alone.tobytes() == dense.tobytes() == together[token : token + 1].tobytes()
 
 
-@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
 @pytest.mark.parametrize("share", [0.1, 0.6])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 16])
 def test_gates_of_any_sign_count_unless_they_are_zero(bits: Bits, share: float, tokens: int) -> None:
@@ -198,7 +198,7 @@ def patterned_scores(pattern: str, tokens: int, neurons: int) -> Float32:
 
 
 @pytest.mark.parametrize("pattern", ["sparse", "dense", "runs", "alone"])
-@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
 @pytest.mark.parametrize(("hidden", "neurons"), [(200, 330), (1100, 150)])
 @pytest.mark.parametrize("tokens", [2, 3, 4, 7, 8, 16, 33])
 def test_tokens_together_have_the_bits_of_each_alone(
@@ -213,7 +213,7 @@ def test_tokens_together_have_the_bits_of_each_alone(
         assert layer.selected(runner, x[one], scores[one], act).tobytes() == together[one].tobytes()
 
 
-@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
 def test_more_than_scratch_memory_holds_at_once(bits: Bits) -> None:
     """600 tokens x 1000 neurons are more hidden values than are computed at a time."""
     layer, act = Layer.of(64, 1000, bits), form("relu")
@@ -221,7 +221,7 @@ def test_more_than_scratch_memory_holds_at_once(bits: Bits) -> None:
     assert layer.gathered(runner, x, act).tobytes() == layer.dense(runner, x, act).tobytes()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
 @pytest.mark.parametrize("broken", [np.nan, np.inf, 3e38])
 def test_what_is_no_number_stays_with_its_token(bits: Bits, broken: float) -> None:
     layer, act = Layer.of(200, 130, bits), form("relu")
@@ -237,7 +237,7 @@ def test_what_is_no_number_stays_with_its_token(bits: Bits, broken: float) -> No
         np.testing.assert_array_equal(together, np.concatenate(alone))
 
 
-@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
 def test_no_neuron_at_all_gives_zeros(bits: Bits) -> None:
     layer, runner = Layer.of(100, 70, bits), _native.Runner(1, "auto")
     x, out = normal(2, 100), np.full((2, 100), np.nan, dtype=np.float32)

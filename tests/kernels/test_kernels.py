@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32, Norm
 from ondevice.bundle.layout import neuron_layout
-from ondevice.config import QuantConfig, RowFormat
+from ondevice.config import Bits, QuantConfig, RowFormat
 from ondevice.kernels import _native
 from ondevice.model_config import ACTIVATIONS, Activation
 from tests.support.sources import ArrayFeedForward, form, quantise_rows, tiny_config
@@ -72,7 +72,7 @@ def test_scalar_is_always_there_and_last() -> None:
     assert _native.Runner(1, "auto").target == TARGETS[0]
 
 
-@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_linear(bits: int, shape: tuple[int, int]) -> None:
     rows, cols = shape
@@ -90,7 +90,7 @@ def test_linear(bits: int, shape: tuple[int, int]) -> None:
     np.testing.assert_allclose(out, used @ exact.T + bias, rtol=1e-5, atol=2e-5 * np.sqrt(cols))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
 @pytest.mark.parametrize("tokens", range(1, 10))
 def test_the_largest_products_of_all_columns_add_up(tokens: int, bits: int) -> None:
     """AVX2 adds products in 16 bits: codes and activations at their limits would be the first to overflow."""
@@ -110,7 +110,7 @@ def test_the_largest_products_of_all_columns_add_up(tokens: int, bits: int) -> N
     np.testing.assert_allclose(on_every_target(run), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
 def test_a_token_has_the_same_bits_in_any_company(bits: int) -> None:
     weight, x = normal(100, 200), normal(35, 200, seed=1)
     for runner in RUNNERS.values():
@@ -123,7 +123,7 @@ def test_a_token_has_the_same_bits_in_any_company(bits: int) -> None:
             assert apart.tobytes() == together[first:last].tobytes()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
 def test_extreme_codes_do_not_saturate(bits: int) -> None:
     """All codes at their maximum against all activations at theirs: pairs of products pass 2^15."""
     weight = np.tile(np.where(np.arange(128) % 64 == 0, -1.0, 1.0).astype(np.float32), (16, 1))
@@ -148,13 +148,13 @@ def hidden_activations(runner: _native.Runner, source: ArrayFeedForward, x: Floa
     return h.reshape(gate.shape)
 
 
-def down_oracle(h: Float32, down: Float32, bits: Literal[4, 8]) -> NDArray[np.float64]:
+def down_oracle(h: Float32, down: Float32, bits: Literal[4, 5, 6, 8]) -> NDArray[np.float64]:
     """(T, D) from h (T, F) and down (F, D), as in down_projection.cc: int8 h * scale, blocks of 64 neurons.
 
     The codes count from their middle; the biases' share isn't quantised.
     """
     _, scales, biases, exact = quantise_rows(down, bits)
-    middle = 8 if bits == 4 else 128
+    middle = 1 << (bits - 1)
     neurons, hidden = down.shape
     out = np.zeros((len(h), hidden))
     for group, columns in enumerate(slice(j, j + 64) for j in range(0, hidden, 64)):
@@ -170,9 +170,9 @@ def down_oracle(h: Float32, down: Float32, bits: Literal[4, 8]) -> NDArray[np.fl
     return out
 
 
-@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
 @pytest.mark.parametrize(("hidden", "neurons"), [(1, 1), (64, 64), (100, 200), (192, 321)])
-def test_down_projection(bits: Literal[4, 8, 16], hidden: int, neurons: int) -> None:
+def test_down_projection(bits: Bits, hidden: int, neurons: int) -> None:
     gate, up, down = (normal(neurons, hidden, seed=seed) for seed in range(3))
     layout = neuron_layout(tiny_config(hidden_size=hidden, intermediate_size=neurons), QuantConfig(bits))
     source = ArrayFeedForward(gate, up, down, layout)
@@ -235,7 +235,7 @@ def test_attention(heads: int, kv_heads: int, dim: int, bits: int, window: int) 
 BROKEN = [[np.nan], [np.inf], [-np.inf], [np.nan, 3.0], [np.inf, np.nan, 1.0]]
 
 
-@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
 @pytest.mark.parametrize("values", BROKEN)
 def test_what_is_not_finite_makes_every_output_of_its_token_so(bits: int, values: list[float]) -> None:
     """Whatever comes later in the same lane, and of no other token."""
@@ -386,7 +386,7 @@ def test_forms_of_gates_are_checked() -> None:
         _native.FeedForward(64, 8, 204, 0, 68, 68)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
 def test_quantised_rows_read_back_near_what_they_were(bits: int) -> None:
     weight = normal(33, 130) * 0.1
     weight[0] = 0.0
@@ -419,7 +419,7 @@ def test_quantised_rows_read_back_near_what_they_were(bits: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16])
-@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
 def test_quantising_in_place_equals_quantising_a_float32_copy(dtype: type, bits: int) -> None:
     source = normal(70, 45)
     if dtype is np.float16:

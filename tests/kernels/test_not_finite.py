@@ -36,7 +36,7 @@ def one(results: list[Float32]) -> Float32:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
 @pytest.mark.parametrize("value", BROKEN)
 def test_a_feed_forward_layer(bits: Any, activation: Any, value: float) -> None:
     hidden, neurons = 100, 200

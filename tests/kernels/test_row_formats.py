@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from ondevice.backends.base import Float32
 from ondevice.bundle.layout import RowLayout
-from ondevice.config import RowFormat
+from ondevice.config import Bits, RowFormat
 from ondevice.converters.quantize import quantize, quantize_reference
 from ondevice.kernels import _native
 from tests.kernels.test_gathered import Layer
@@ -23,7 +23,9 @@ from tests.kernels.test_kernels import (
 )
 from tests.support.sources import form, quantise_rows
 
-FORMATS = [RowFormat(bits, 32, implied) for bits in (4, 8) for implied in (False, True)]  # type: ignore[arg-type]
+BITS: tuple[Bits, ...] = get_args(Bits)[:-1]
+FORMATS = [RowFormat(bits, 32, implied) for bits in BITS for implied in (False, True)]
+FORMATS += [RowFormat(5), RowFormat(6)]
 
 
 @pytest.mark.parametrize("stored", FORMATS)
@@ -60,7 +62,7 @@ def test_a_token_has_the_same_bits_in_any_company(stored: RowFormat) -> None:
 def test_the_largest_products_of_all_columns_add_up(stored: RowFormat, tokens: int) -> None:
     rows, cols, top = 16, 128, (1 << stored.bits) - 1
     codes = np.full((rows, cols * stored.bits // 8), 255, dtype=np.uint8)
-    ones = np.ones((rows, cols // 32), dtype=np.float16).view(np.uint16)
+    ones = np.ones((rows, cols // stored.group_size), dtype=np.float16).view(np.uint16)
     signs = np.where(np.arange(tokens)[:, None] % 2, -1, 1).astype(np.float32)
 
     def run(runner: _native.Runner) -> Float32:
@@ -99,9 +101,9 @@ def test_rows_read_back_are_the_values(stored: RowFormat) -> None:
     np.testing.assert_allclose(on_every_target(run)[:, :130], exact, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("cols", [1, 32, 96, 130])
-def test_rounding_in_groups_of_32_is_that_of_the_definition(bits: Any, cols: int) -> None:
+def test_rounding_in_groups_of_32_is_that_of_the_definition(bits: Bits, cols: int) -> None:
     rows, stored = normal(17, cols), RowFormat(bits, 32)
     expected = quantize_reference(rows, stored)
     for runner in RUNNERS.values():
@@ -111,6 +113,6 @@ def test_rounding_in_groups_of_32_is_that_of_the_definition(bits: Any, cols: int
 
 
 def test_impossible_formats_are_refused() -> None:
-    for stored in ((4, 48, False), (16, 32, False), (4, 64, True), (5, 32, False)):
+    for stored in ((4, 48, False), (16, 32, False), (4, 64, True), (7, 32, False)):
         with pytest.raises(ValueError, match=r"bits must|groups have|biases are"):
             _native.Matrix(16, 64, stored)

@@ -32,10 +32,10 @@ class Counter:
 
 def test_layout_sizes() -> None:
     wide, narrow = KVLayout(CONFIG, 16), KVLayout(CONFIG, 8)
-    assert wide.head_bytes == 2 * 64 * 16 * 2
-    assert narrow.head_bytes == 2 * (64 * 16 + 64 * 4)
-    assert wide.block_bytes == 3 * 2 * wide.head_bytes
-    assert narrow.head_offset(2, 1) == narrow.block_bytes - narrow.head_bytes
+    assert wide.head_bytes(0) == 2 * 64 * 16 * 2
+    assert narrow.head_bytes(0) == 2 * (64 * 16 + 64 * 4)
+    assert wide.block_bytes == 3 * 2 * wide.head_bytes(0)
+    assert narrow.head_offset(2, 1) == narrow.block_bytes - narrow.head_bytes(0)
     assert [wide.blocks(n) for n in (0, 1, 64, 65)] == [0, 1, 1, 2]
 
 

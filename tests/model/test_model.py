@@ -107,15 +107,17 @@ def test_keys_and_values_are_stored_as_the_layout_says(kv_bits: Any) -> None:
     layout, block, slot = kv.layout, kv.blocks[1], 19
     for head in range(2):
         for x, is_value in ((k[0, head], False), (v[0, head], True)):
-            start = layout.head_offset(1, head) + is_value * layout.head_bytes // 2
-            codes = block[start : start + layout.codes_bytes].view(np.float16 if kv_bits == 16 else np.int8)
+            start = layout.head_offset(1, head) + is_value * layout.head_bytes(1) // 2
+            codes = block[start : start + layout.codes_bytes(1)].view(
+                np.float16 if kv_bits == 16 else np.int8
+            )
             stored = codes.reshape(64, 10)[slot] if is_value else codes.reshape(4, 10, 16)[1, :, slot - 16]
             assert np.count_nonzero(codes) == np.count_nonzero(stored)
             if kv_bits == 16:
                 assert (stored == x.astype(np.float16)).all()
                 continue
             largest = np.abs(x).max()
-            at = start + layout.codes_bytes + slot * 4
+            at = start + layout.codes_bytes(1) + slot * 4
             assert block[at : at + 4].view(np.float32)[0] == np.float32(largest / np.float32(127))
             assert np.abs(stored).max() == (127 if largest else 0)
             np.testing.assert_allclose(stored * (largest / 127), x, atol=largest / 253)

@@ -283,7 +283,7 @@ void vector_ops(Runner& runner, Vectors* out) {
     kernels.activate({static_cast<Activation>(act), threshold, false}, gate.data(), nullptr, h.data(), 208);
     keep(out, "activate alone " + std::to_string(act), h);
   }
-  for (const int bits : {4, 8}) {
+  for (const int bits : {4, 5, 6, 8}) {
     const Floats x = random.values(200);
     const Row row = quantize(runner, bits, x.data(), 200);
     Floats y(256);
@@ -334,7 +334,7 @@ void import_rows(Runner& runner, Vectors* out) {
                                                       {SourceType::kBfloat, brain.data()}};
   for (const auto& [type, data] : types)
     for (const bool transposed : {false, true})
-      for (const int bits : {4, 8, 16}) {
+      for (const int bits : {4, 5, 6, 8, 16}) {
         const int64_t rows = transposed ? kCols : kRows, cols = transposed ? kRows : kCols;
         const int64_t groups = transposed ? 1 : kGroups;
         Bytes codes(static_cast<size_t>(rows * groups * kGroup * bits / 8));
@@ -401,14 +401,14 @@ Vectors run(const std::string& target, int threads, bool hardware_checksums) {
   Runner runner(threads, target);
   const bool split = threads > 1;
   Vectors out;
-  for (const int bits : {4, 8, 16}) {
+  for (const int bits : {4, 5, 6, 8, 16}) {
     for (const auto& [rows, cols] :
          std::vector<std::pair<int, int>>{{1, 1}, {16, 64}, {17, 65}, {37, 100}, {200, 320}})
       linear(runner, bits, rows, cols, &out);
     for (const auto& [hidden, neurons] : std::vector<std::pair<int, int>>{{64, 64}, {100, 130}, {192, 321}})
       for (const bool gated : {true, false}) feed_forward(runner, bits, hidden, neurons, split, gated, &out);
   }
-  for (const int bits : {4, 8})
+  for (const int bits : {4, 5, 6, 8})
     for (const bool implied : {false, true})
       for (const auto& [rows, cols] :
            std::vector<std::pair<int, int>>{{1, 1}, {17, 65}, {37, 100}, {64, 320}})

@@ -139,10 +139,8 @@ def _rows(stored: np.ndarray, row: RowLayout) -> np.ndarray:
     if row.bits == 16:
         return np.ascontiguousarray(stored).view(np.float16)[:, : row.cols].astype(np.float32)
     codes, affine = stored[:, : row.codes_bytes], np.ascontiguousarray(stored[:, row.codes_bytes :])
-    if row.bits == 4:
-        nibbles = np.empty((len(codes), row.padded_cols), dtype=np.uint8)
-        nibbles[:, 0::2], nibbles[:, 1::2] = codes & 15, codes >> 4
-        codes = nibbles
+    places = np.unpackbits(codes, axis=1, bitorder="little").reshape(len(codes), row.padded_cols, row.bits)
+    codes = np.packbits(places, axis=2, bitorder="little")[:, :, 0]
     halves, size = affine.view(np.float16).astype(np.float32), row.group_size
     scales = halves[:, : row.padded_cols // size]
     biases = np.float32(-(1 << (row.bits - 1))) * scales if row.implied_bias else halves[:, scales.shape[1] :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -14,14 +14,12 @@ from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import NeuronSource
 from ondevice.bundle.layout import RecordLayout, RowLayout, embedding_layout, neuron_layout
-from ondevice.config import MatrixKind, QuantConfig, RowFormat
+from ondevice.config import Bits, MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures.common import llama_config
 from ondevice.model.loading import head_norms as loaded_head_norms
 from ondevice.model.transformer import Transformer
 from ondevice.model.weights import LayerWeights, ModelWeights
 from ondevice.model_config import Activation, FeedForwardSpec, LayerSpec, ModelConfig, NormSpec, RopeSpec
-
-Bits = Literal[4, 8, 16]
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -108,9 +106,8 @@ def quantise_rows(weight: Float32, stored: Bits | RowFormat) -> tuple[Bytes, np.
     step = np.where(scales == 0, 1, scales).astype(np.float32)[:, :, None]
     q = np.clip(np.rint((groups - biases.astype(np.float32)[:, :, None]) / step), 0, 2**bits - 1)
     exact = scales.astype(np.float32)[:, :, None] * q + biases.astype(np.float32)[:, :, None]
-    codes = q.astype(np.uint8).reshape(rows, -1)
-    if bits == 4:
-        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    places = q.astype(np.uint8).reshape(rows, -1, 1) >> np.arange(bits, dtype=np.uint8) & 1
+    codes = np.packbits(places.reshape(rows, -1), axis=1, bitorder="little")
     biases = biases[:, :0] if layout.implied_bias else biases
     return codes, scales, biases, exact.astype(np.float32).reshape(rows, -1)[:, :cols]
 

@@ -27,7 +27,7 @@ from ondevice.bundle.predictors import (
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import weights_digest
 from ondevice.callbacks import OnProgress, ignore_progress
-from ondevice.config import GROUP_SIZE, TRAIN_TOKENS
+from ondevice.config import GROUP_SIZE, TRAIN_TOKENS, Bits
 from ondevice.converters.quantize import QuantizedRows, quantize
 from ondevice.converters.training import neuron_order
 from ondevice.converters.training.activations import (
@@ -219,9 +219,7 @@ def fit_layer(
     return store_predictor(chosen, inputs, fired, held, options.bits)
 
 
-def rank_options(
-    options: PredictorOptions, neurons: int, width: int, gate_bits: Literal[4, 8, 16]
-) -> list[int]:
+def rank_options(options: PredictorOptions, neurons: int, width: int, gate_bits: Bits) -> list[int]:
     """The ranks that a layer's is chosen from: all whose predictor is within MOST_OF_GATE, else GROUP_SIZE.
 
     gate_bits: bits of the stored gate (neurons, width).

@@ -11,7 +11,7 @@ namespace {
 // A neuron's down row is quantised along the model dimension, so the scale varies inside a sum over neurons.
 // We multiply the activation by it: c = h * scale, quantised to int8 per block of 64 stored neurons, zeros
 // included. A block's sum is then an exact integer dot product, and blocks are added in ascending order by
-// fused multiply-adds. Codes are taken as offsets from their middle, 8 or 128; otherwise the rounding errors
+// fused multiply-adds. Codes are taken as offsets from their middle, 8 to 128; otherwise the rounding errors
 // of c would shift all outputs of a group in the same direction. What the biases add, the sum of h * (bias +
 // middle * scale), is equal for all 64 outputs of a group: it is summed in 16 lanes by neuron % 16 and added
 // last.
@@ -35,7 +35,7 @@ struct ScaledBlock {
 template <int BITS, int TT, bool NIBBLE_ORDER>
 void scale_block(const uint16_t* scales, const float* h, int64_t h_stride, F* bias_sum,
                  ScaledBlock<TT>* out) {
-  constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
+  constexpr float kMiddle = 1 << (BITS - 1);
   F s[4], offset[4];
   for (int i = 0; i < 4; ++i) {
     s[i] = load_half(scales + 16 * i);
@@ -58,7 +58,7 @@ void scale_block(const uint16_t* scales, const float* h, int64_t h_stride, F* bi
 // Adds one block's part to 16 outputs. Centring is exact: both terms are integers below 2^24.
 template <int BITS>
 void add_centred(F sums, int32_t code_sum, float scale, float* out) {
-  constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
+  constexpr float kMiddle = 1 << (BITS - 1);
   const F centred = sub(sums, set1(kMiddle * static_cast<float>(code_sum)));
   store(out, fma(set1(scale), centred, load(out)));
 }
@@ -77,7 +77,7 @@ void down_tokens(const uint8_t* group, int64_t blocks, const float* h, int64_t h
     const uint8_t* block = group + first * down_block_bytes<BITS>();
     ScaledBlock<TT> scaled[kBlocksAhead];
     for (int64_t b = 0; b < count; ++b)
-      scale_block<BITS, TT, BITS == 4>(
+      scale_block<BITS, TT, (BITS < 8)>(
           reinterpret_cast<const uint16_t*>(block + b * down_block_bytes<BITS>() +
                                             kTilesPerGroup * kTileBytes),
           h + (first + b) * kGroup, h_stride, bias_sum, scaled + b);
@@ -122,10 +122,8 @@ void down_all(const uint8_t* group, int64_t blocks, const float* h, int64_t h_st
 
 void down_quantized(int bits, const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride,
                     int64_t tokens, float* y, int64_t y_stride, float* bias_lanes, int64_t lanes_stride) {
-  if (bits == 4)
-    down_all<4>(group, blocks, h, h_stride, tokens, y, y_stride, bias_lanes, lanes_stride);
-  else
-    down_all<8>(group, blocks, h, h_stride, tokens, y, y_stride, bias_lanes, lanes_stride);
+  const auto all = bits == 4 ? down_all<4> : bits == 5 ? down_all<5> : bits == 6 ? down_all<6> : down_all<8>;
+  all(group, blocks, h, h_stride, tokens, y, y_stride, bias_lanes, lanes_stride);
 }
 
 void down_half(const uint16_t* rows, int64_t stride, int64_t neurons, const float* h, int64_t h_stride,

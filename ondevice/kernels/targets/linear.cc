@@ -32,13 +32,19 @@ struct Form {
   }
 };
 
+template <int BITS, class Run>
+void with_bits_form(const RowFormat& format, const Run& run) {
+  if (format.group == kGroup) return run(Form<BITS, 64, false>());
+  return format.implied ? run(Form<BITS, 32, true>()) : run(Form<BITS, 32, false>());
+}
+
 // Calls `run` with the Form of a format.
 template <class Run>
 void with_form(const RowFormat& format, const Run& run) {
-  if (format.bits == 4 && format.group == kGroup) return run(Form<4, 64, false>());
-  if (format.bits == 8 && format.group == kGroup) return run(Form<8, 64, false>());
-  if (format.bits == 4) return format.implied ? run(Form<4, 32, true>()) : run(Form<4, 32, false>());
-  return format.implied ? run(Form<8, 32, true>()) : run(Form<8, 32, false>());
+  if (format.bits == 4) return with_bits_form<4>(format, run);
+  if (format.bits == 5) return with_bits_form<5>(format, run);
+  if (format.bits == 6) return with_bits_form<6>(format, run);
+  return with_bits_form<8>(format, run);
 }
 
 // N tiles side by side, which share the loads of activations.
@@ -166,9 +172,48 @@ void gather_words(const uint8_t* const* rows, int64_t at, B out[4]) {
 #undef ONDEVICE_PAIRS
 }
 
+typedef uint64_t Longs8 __attribute__((vector_size(64)));
+
+// The even and the odd ones of eight codes of 5 or 6 bits of 16 rows -> a word of every row.
+template <int BITS>
+void gather_codes(const uint8_t* const* rows, int64_t at, B* even, B* odd) {
+  constexpr uint64_t kEven = 0x00ff00ff00ff00ff;
+  uint32_t evens[kTile], odds[kTile];
+  for (int r = 0; r < kTile; r += 8) {
+    Longs8 raw;  // Some bytes behind the codes are read and masked out: a row's scales follow its codes.
+    for (int i = 0; i < 8; ++i) {
+      uint64_t row;
+      memcpy(&row, rows[r + i] + at, sizeof(row));
+      raw[i] = row;
+    }
+    const Longs8 codes = spread_codes(raw, BITS);
+    const Longs8 low = even_bytes(codes & kEven), high = even_bytes((codes >> 8) & kEven);
+    for (int i = 0; i < 8; ++i) {
+      evens[r + i] = static_cast<uint32_t>(low[i]);
+      odds[r + i] = static_cast<uint32_t>(high[i]);
+    }
+  }
+  *even = load_bytes(reinterpret_cast<const uint8_t*>(evens));
+  *odd = load_bytes(reinterpret_cast<const uint8_t*>(odds));
+}
+
+// dot_gathered at 5 and 6 bits.
+template <int BITS, int COLS>
+F dot_gathered_high(const uint8_t* const* rows, int64_t at, const int8_t* x) {
+  I chains[2] = {int_zero(), int_zero()};
+  for (int64_t k = 0; k < COLS / 8; ++k) {
+    B even, odd;
+    gather_codes<BITS>(rows, at + k * BITS, &even, &odd);
+    chains[0] = dot_q4(chains[0], even, x + 8 * k);
+    chains[1] = dot_q4(chains[1], odd, x + 8 * k + 4);
+  }
+  return to_float(add_int(chains[0], chains[1]));
+}
+
 // dot_blocks of 16 scattered rows, for one token.
 template <int BITS, int COLS>
 F dot_gathered(const uint8_t* const* rows, int64_t at, const int8_t* x, int32_t int_sum) {
+  if constexpr (has_high_bits(BITS)) return dot_gathered_high<BITS, COLS>(rows, at, x);
   // Two chains of additions, where one would leave the multiplier idle.
   I chains[2] = {int_zero(), int_zero()};
   for (int64_t piece = 0; piece < COLS * BITS / 8; piece += 16) {

@@ -91,11 +91,10 @@ static bool quantize_row(int64_t size, const float* x, int64_t cols, uint8_t* co
   return finite;
 }
 
-// At 4 bits a lane is a row: what follows works on one group of 16 rows, w being (n, 16).
+// At 4 to 6 bits a lane is a row: what follows works on one group of 16 rows, w being (n, 16).
 
 constexpr float kCuts[] = {0.0f, 0.04f, 0.08f};  // shares of the range that a start leaves out at an end
 constexpr int kFits = 4;
-constexpr float kTop = 15.0f;
 constexpr int kTogether = 5;  // starts in one pass over the weights
 
 struct Best {
@@ -125,7 +124,9 @@ static inline F inverse_of(F scale) {
 }
 
 // The code of t = w - bias. NaN has the code 0.
-static inline F code_of(F t, F inverse) { return round_even(min(max(mul(t, inverse), zero()), set1(kTop))); }
+static inline F code_of(F t, F inverse, float top) {
+  return round_even(min(max(mul(t, inverse), zero()), set1(top)));
+}
 
 // Keeps a scale and bias where their squared error is the least so far; one that isn't finite never is.
 static inline void keep_better(F error, F scale, F bias, Best* best) {
@@ -143,25 +144,26 @@ static inline void keep_better(F error, F scale, F bias, Best* best) {
 
 // Tries out kStarts scales and biases in their order. They share the loads, and their sums overlap.
 template <int kStarts>
-static inline void try_starts(const float* w, int64_t n, const F* scales, const F* biases, Best* best) {
+static inline void try_starts(const float* w, int64_t n, float top, const F* scales, const F* biases,
+                              Best* best) {
   F inverses[kStarts], errors[kStarts];
   for (int s = 0; s < kStarts; ++s) inverses[s] = inverse_of(scales[s]), errors[s] = zero();
   for (int64_t i = 0; i < n; ++i) {
     const F v = load(w + 16 * i);
     for (int s = 0; s < kStarts; ++s) {
-      const F t = sub(v, biases[s]), off = sub(mul(scales[s], code_of(t, inverses[s])), t);
+      const F t = sub(v, biases[s]), off = sub(mul(scales[s], code_of(t, inverses[s], top)), t);
       errors[s] = add(errors[s], mul(off, off));
     }
   }
   for (int s = 0; s < kStarts; ++s) keep_better(errors[s], scales[s], biases[s], best);
 }
 
-static inline Sums try_out(const float* w, int64_t n, F scale, F bias, Best* best) {
+static inline Sums try_out(const float* w, int64_t n, float top, F scale, F bias, Best* best) {
   const F inverse = inverse_of(scale);
   F error = zero();
   Sums sums = {zero(), zero(), zero(), zero()};
   for (int64_t i = 0; i < n; ++i) {
-    const F t = sub(load(w + 16 * i), bias), q = code_of(t, inverse), off = sub(mul(scale, q), t);
+    const F t = sub(load(w + 16 * i), bias), q = code_of(t, inverse, top), off = sub(mul(scale, q), t);
     error = add(error, mul(off, off));
     sums = {add(sums.q, q), add(sums.qq, mul(q, q)), add(sums.t, t), add(sums.qt, mul(q, t))};
   }
@@ -171,7 +173,7 @@ static inline Sums try_out(const float* w, int64_t n, F scale, F bias, Best* bes
 
 // Searches scale and bias: from the best of nine cuts of the range and the whole range with a code for zero,
 // least squares and codes in turn.
-static void fit(const float* w, int64_t n, F low, F high, Best* best) {
+static void fit(const float* w, int64_t n, float top, F low, F high, Best* best) {
   const F range = abs(sub(high, low)), count = set1(static_cast<float>(n));
   for (float& error : best->error) error = HUGE_VALF;
   constexpr int kStarts = 10;
@@ -179,20 +181,20 @@ static void fit(const float* w, int64_t n, F low, F high, Best* best) {
   int start = 0;
   for (const float cut_low : kCuts)
     for (const float cut_high : kCuts) {
-      scales[start] = as_half(div(mul(range, set1(1.0f - cut_low - cut_high)), set1(kTop)));
+      scales[start] = as_half(div(mul(range, set1(1.0f - cut_low - cut_high)), set1(top)));
       biases[start++] = as_half(add(low, mul(set1(cut_low), range)));
     }
   float lows[16], highs[16], spans[16], ends[16];
   store(lows, low);
   store(highs, high);
-  for (int k = 0; k < 16; ++k) span(lows[k], highs[k], kTop, spans + k, ends + k);
+  for (int k = 0; k < 16; ++k) span(lows[k], highs[k], top, spans + k, ends + k);
   scales[start] = as_half(load(spans));
   biases[start] = as_half(load(ends));
   for (start = 0; start < kStarts; start += kTogether)
-    try_starts<kTogether>(w, n, scales + start, biases + start, best);
+    try_starts<kTogether>(w, n, top, scales + start, biases + start, best);
   F scale = load(best->scale), bias = load(best->bias);
   for (int i = 0; i <= kFits; ++i) {
-    const Sums sums = try_out(w, n, scale, bias, best);
+    const Sums sums = try_out(w, n, top, scale, bias, best);
     const F last_scale = scale, last_bias = bias;
     scale = as_half(
         div(sub(mul(count, sums.qt), mul(sums.q, sums.t)), sub(mul(count, sums.qq), mul(sums.q, sums.q))));
@@ -221,12 +223,12 @@ static void load_lanes(const float* x, int64_t rows, int64_t cols, int64_t start
 
 // The codes of a group of 16 rows, two in a byte, by its scales and biases: `pairs` is (size / 2, 16), in
 // which columns from n on are 0.
-static void pack_lanes(const float* w, int64_t n, int64_t size, F scale, F bias, uint8_t* pairs) {
+static void pack_nibbles(const float* w, int64_t n, int64_t size, F scale, F bias, uint8_t* pairs) {
   const F inverse = inverse_of(scale);
   for (int64_t k = 0; k < size / 2; ++k) {
     int8_t even[16] = {0}, odd[16] = {0};
-    if (2 * k < n) store_int8(even, code_of(sub(load(w + 32 * k), bias), inverse));
-    if (2 * k + 1 < n) store_int8(odd, code_of(sub(load(w + 32 * k + 16), bias), inverse));
+    if (2 * k < n) store_int8(even, code_of(sub(load(w + 32 * k), bias), inverse, 15.0f));
+    if (2 * k + 1 < n) store_int8(odd, code_of(sub(load(w + 32 * k + 16), bias), inverse, 15.0f));
     const Bytes16 both = load_vector<Bytes16>(even) | load_vector<Bytes16>(odd) << 4;
     memcpy(pairs + 16 * k, &both, 16);
   }
@@ -243,19 +245,50 @@ static void store_lanes(const uint8_t* pairs, int64_t size, int64_t rows, int64_
   }
 }
 
-// Up to 16 rows at 4 bits, a group of which `load` writes to w (n, 16) when it is given its first column and
-// n. Each sum runs over the columns in order, so that all targets give the same bits.
+// A group's codes, one a byte, without gaps in `bits` bits each, low bits first.
+static void pack_codes(const uint8_t* codes, int64_t size, int bits, uint8_t* out) {
+  for (int64_t k = 0; k < size; k += 8, out += bits) {
+    uint64_t packed = 0;
+    for (int64_t i = 0; i < 8; ++i) packed |= static_cast<uint64_t>(codes[k + i]) << (bits * i);
+    memcpy(out, &packed, static_cast<size_t>(bits));
+  }
+}
+
+// The codes of a group of up to 16 rows at 4 to 6 bits, the rows `stride` bytes apart.
+static void store_group(const float* w, int64_t n, const RowFormat& format, F scale, F bias, int64_t rows,
+                        int64_t stride, uint8_t* codes) {
+  if (format.bits == 4) {
+    uint8_t pairs[kGroup / 2 * 16];
+    pack_nibbles(w, n, format.group, scale, bias, pairs);
+    store_lanes(pairs, format.group, rows, stride, codes);
+    return;
+  }
+  const F inverse = inverse_of(scale);
+  const float top = static_cast<float>((1 << format.bits) - 1);
+  uint8_t found[16][kGroup] = {};
+  for (int64_t i = 0; i < n; ++i) {
+    float values[16];
+    store(values, code_of(sub(load(w + 16 * i), bias), inverse, top));
+    for (int64_t r = 0; r < rows; ++r) found[r][i] = static_cast<uint8_t>(values[r]);
+  }
+  for (int64_t r = 0; r < rows; ++r) pack_codes(found[r], format.group, format.bits, codes + r * stride);
+}
+
+// Up to 16 rows at 4 to 6 bits, a group of which `load_group` writes to w (n, 16) when it is given its first
+// column and n. Each sum runs over the columns in order, so that all targets give the same bits.
 template <class Load>
-static bool quantize_nibbles(int64_t size, const Load& load_group, int64_t rows, int64_t cols, uint8_t* codes,
-                             uint16_t* scales, uint16_t* biases) {
+static bool quantize_rows(const RowFormat& format, const Load& load_group, int64_t rows, int64_t cols,
+                          uint8_t* codes, uint16_t* scales, uint16_t* biases) {
+  const int64_t size = format.group, group_bytes = size * format.bits / 8;
   const int64_t groups = groups_of(cols) * kGroup / size;
+  const float top = static_cast<float>((1 << format.bits) - 1);
   float w[kGroup * 16];
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t n = cols - g * size < size ? cols - g * size : size;
     if (n <= 0) {  // padding alone
       for (int64_t r = 0; r < rows; ++r) {
         scales[r * groups + g] = biases[r * groups + g] = 0;
-        memset(codes + (r * groups + g) * (size / 2), 0, static_cast<size_t>(size / 2));
+        memset(codes + (r * groups + g) * group_bytes, 0, static_cast<size_t>(group_bytes));
       }
       continue;
     }
@@ -272,35 +305,33 @@ static bool quantize_nibbles(int64_t size, const Load& load_group, int64_t rows,
     for (const uint16_t half : halves)
       if ((half & 0x7c00u) == 0x7c00u) return false;
     Best best{};
-    fit(w, n, low, high, &best);
+    fit(w, n, top, low, high, &best);
     const F bias = load(best.bias), scale = load(best.scale);
     store_half(halves, scale);
     for (int64_t r = 0; r < rows; ++r) scales[r * groups + g] = halves[r];
     store_half(halves, bias);
     for (int64_t r = 0; r < rows; ++r) biases[r * groups + g] = halves[r];
-    uint8_t pairs[kGroup / 2 * 16];
-    pack_lanes(w, n, size, scale, bias, pairs);
-    store_lanes(pairs, size, rows, groups * (size / 2), codes + g * (size / 2));
+    store_group(w, n, format, scale, bias, rows, groups * group_bytes, codes + g * group_bytes);
   }
   return true;
 }
 
-bool quantize_lanes(int64_t size, const float* x, int64_t stride, int64_t rows, int64_t cols, uint8_t* codes,
-                    uint16_t* scales, uint16_t* biases) {
+bool quantize_lanes(const RowFormat& format, const float* x, int64_t stride, int64_t rows, int64_t cols,
+                    uint8_t* codes, uint16_t* scales, uint16_t* biases) {
   const auto load_group = [&](int64_t start, int64_t n, float* w) {
     for (int64_t i = 0; i < n; ++i) store(w + 16 * i, load(x + (start + i) * stride));
   };
-  return quantize_nibbles(size, load_group, rows, cols, codes, scales, biases);
+  return quantize_rows(format, load_group, rows, cols, codes, scales, biases);
 }
 
 bool quantize_block(const RowFormat& format, const float* x, int64_t rows, int64_t cols, uint8_t* codes,
                     uint16_t* scales, uint16_t* biases) {
   const int64_t size = format.group, groups = groups_of(cols) * format.scales();
-  if (format.bits == 4) {
+  if (format.bits < 8) {
     const auto load_group = [&](int64_t start, int64_t n, float* w) {
       load_lanes(x, rows, cols, start, n, w);
     };
-    return quantize_nibbles(size, load_group, rows, cols, codes, scales, biases);
+    return quantize_rows(format, load_group, rows, cols, codes, scales, biases);
   }
   bool finite = true;
   for (int64_t r = 0; r < rows; ++r)
@@ -320,13 +351,11 @@ void dequantize_row(const RowFormat& format, const uint8_t* codes, const uint16_
     store(rounded, load_half(halves));
     const F scale = set1(rounded[0]), bias = set1(format.implied ? -zero_code * rounded[0] : rounded[1]);
     uint8_t q[kGroup];
-    if (format.bits == 8) {
-      memcpy(q, codes + g * size, static_cast<size_t>(size));
-    } else {
-      for (int k = 0; k < size / 2; ++k) {
-        q[2 * k] = codes[g * (size / 2) + k] & 0x0f;
-        q[2 * k + 1] = codes[g * (size / 2) + k] >> 4;
-      }
+    for (int k = 0; k < size; k += 8) {
+      uint64_t raw = 0;
+      memcpy(&raw, codes + (g * size + k) * format.bits / 8, static_cast<size_t>(format.bits));
+      raw = format.bits == 8 ? raw : spread_codes(raw, format.bits);
+      memcpy(q + k, &raw, 8);
     }
     for (int i = 0; i < size / 16; ++i)
       store(out + g * size + 16 * i, fma(scale, load_uint8(q + 16 * i), bias));

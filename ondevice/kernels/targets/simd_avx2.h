@@ -103,7 +103,19 @@ static inline B low_nibbles(B x) {
 static inline B high_nibbles(B x) {
   return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
 }
-// Pairs of products fit 16 bits for codes up to 15 (2 * 15 * 127), so nothing saturates.
+template <int RIGHT, int MASK>
+static inline __m256i with_bits(__m256i codes, __m256i other) {
+  other = RIGHT > 0 ? _mm256_srli_epi16(other, RIGHT > 0 ? RIGHT : 0)
+                    : _mm256_slli_epi16(other, RIGHT > 0 ? 0 : -RIGHT);
+  return _mm256_or_si256(codes, _mm256_and_si256(other, _mm256_set1_epi8(MASK)));
+}
+// The codes, with those bits of the other's bytes that are in `MASK` once they are RIGHT places further
+// right.
+template <int RIGHT, int MASK>
+static inline B with_bits(B codes, B other) {
+  return {with_bits<RIGHT, MASK>(codes.a, other.a), with_bits<RIGHT, MASK>(codes.b, other.b)};
+}
+// Pairs of products fit 16 bits for codes up to 63 (2 * 63 * 127), so nothing saturates.
 static inline I dot_q4(I acc, B codes, const int8_t* quad) {
   const __m256i x = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(quad));
   const __m256i ones = _mm256_set1_epi16(1);
@@ -122,8 +134,8 @@ static inline I dot_q8(I acc, B codes, const int8_t* quad) {
   return {_mm256_add_epi32(acc.a, a), _mm256_add_epi32(acc.b, b)};
 }
 static inline I finish_q8(I acc, int32_t) { return acc; }
-// Eight sums of dot_q4 fit 16 bits too (16 * 15 * 127). They need half of the multiplications, which several
-// tokens wait for.
+// Of codes up to 15, eight sums of dot_q4 fit 16 bits too (16 * 15 * 127). They need half of the
+// multiplications, which several tokens wait for.
 #define ONDEVICE_WORD_SUMS
 struct Words {
   __m256i a, b;

@@ -85,6 +85,15 @@ static inline B low_nibbles(B a) { return {_mm512_and_si512(a.v, _mm512_set1_epi
 static inline B high_nibbles(B a) {
   return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(0x0f))};
 }
+// The codes, with those bits of the other's bytes that are in `MASK` once they are RIGHT places further
+// right.
+template <int RIGHT, int MASK>
+static inline B with_bits(B codes, B other) {
+  const __m512i moved = RIGHT > 0 ? _mm512_srli_epi16(other.v, RIGHT > 0 ? RIGHT : 0)
+                                  : _mm512_slli_epi16(other.v, RIGHT > 0 ? 0 : -RIGHT);
+  // 0xf8: a | (b & c)
+  return {_mm512_ternarylogic_epi64(codes.v, moved, _mm512_set1_epi8(MASK), 0xf8)};
+}
 // Lane i gains the dot product of its four codes with the four activations at `quad`.
 static inline I dot_q4(I acc, B codes, const int8_t* quad) {
   return {_mm512_dpbusd_epi32(acc.v, codes.v, _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(quad)))};

@@ -145,6 +145,13 @@ static inline B high_nibbles(B a) {
   B r;
   ONDEVICE_EACH(vshrq_n_u8(a.v[i], 4));
 }
+// The codes, with those bits of the other's bytes that are in `MASK` once they are RIGHT places further
+// right.
+template <int RIGHT, int MASK>
+static inline B with_bits(B codes, B other) {
+  B r;
+  ONDEVICE_EACH(vorrq_u8(codes.v[i], vandq_u8(vshlq_u8(other.v[i], vdupq_n_s8(-RIGHT)), vdupq_n_u8(MASK))));
+}
 static inline int8x16_t broadcast_quad(const int8_t* quad) {
   int32_t word;
   memcpy(&word, quad, sizeof(word));

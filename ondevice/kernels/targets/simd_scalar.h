@@ -179,6 +179,15 @@ static inline B high_nibbles(B a) {
   for (int i = 0; i < 64; ++i) a.v[i] >>= 4;
   return a;
 }
+// The codes, with those bits of the other's bytes that are in `MASK` once they are RIGHT places further
+// right.
+template <int RIGHT, int MASK>
+static inline B with_bits(B codes, B other) {
+  for (int i = 0; i < 64; ++i)
+    codes.v[i] |=
+        (RIGHT > 0 ? other.v[i] >> (RIGHT > 0 ? RIGHT : 0) : other.v[i] << (RIGHT > 0 ? 0 : -RIGHT)) & MASK;
+  return codes;
+}
 static inline I dot_q4(I acc, B codes, const int8_t* quad) {
   for (int i = 0; i < 16; ++i)
     for (int k = 0; k < 4; ++k) acc.v[i] += codes.v[4 * i + k] * quad[k];

@@ -100,7 +100,7 @@ void lane_scales(F magnitude, float* scale, float* inverse) {
 template <int BITS>
 void scale_selected(const Firing& firing, const Firing& next, int64_t groups, int64_t g0, int64_t live,
                     float* lanes, SelectedScales* out) {
-  constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
+  constexpr float kMiddle = 1 << (BITS - 1);
   const int64_t affine = groups * kGroup * BITS / 8 + 2 * g0;
   for (int64_t k = 0; k < next.count; ++k) {
     prefetch(next.rows[k] + affine);
@@ -145,7 +145,7 @@ template <int BITS, int W>
 void add_pieces(const Firing& firing, const Firing& next, int64_t piece, int64_t g0,
                 const SelectedScales& scaled, float* y) {
   constexpr int64_t kPieces = kGroup * BITS / 128, kOutputs = 128 / BITS;
-  constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
+  constexpr float kMiddle = 1 << (BITS - 1);
   const int64_t first = piece / kPieces - g0, last = (piece + W - 1) / kPieces - g0;
   if (piece * 16 % 64 == 0)
     for (int64_t k = 0; k < next.count; ++k) prefetch(next.rows[k] + piece * 16);
@@ -173,6 +173,41 @@ void add_pieces(const Firing& firing, const Firing& next, int64_t piece, int64_t
   }
 }
 
+typedef uint64_t Longs2 __attribute__((vector_size(16)));
+
+// 16 codes of 5 or 6 bits -> bytes. Some bytes behind them are read: a row's scales follow its codes.
+template <int BITS>
+Bytes16 sixteen_codes(const uint8_t* at) {
+  Longs2 raw;
+  for (int i = 0; i < 2; ++i) {
+    uint64_t eight;
+    memcpy(&eight, at + i * BITS, sizeof(eight));
+    raw[i] = eight;
+  }
+  return (Bytes16)spread_codes(raw, BITS);
+}
+
+// add_pieces at 5 and 6 bits, for the 16 outputs from 16 * piece on.
+template <int BITS>
+void add_high_piece(const Firing& firing, const Firing& next, int64_t piece, int64_t g0,
+                    const SelectedScales& scaled, float* y) {
+  constexpr int64_t kPieces = kGroup / kTile;
+  const int64_t i = piece / kPieces - g0, at = piece * 2 * BITS;
+  if (at % 64 < 2 * BITS)
+    for (int64_t k = 0; k < next.count; ++k) prefetch(next.rows[k] + at);
+  I sums = int_zero();
+  for (int64_t k = 0; k < firing.count; k += 4) {
+    const uint8_t* const* rows = firing.rows + k;
+    Bytes16 quads[4];
+    interleave_bytes(sixteen_codes<BITS>(rows[0] + at), sixteen_codes<BITS>(rows[1] + at),
+                     sixteen_codes<BITS>(rows[2] + at), sixteen_codes<BITS>(rows[3] + at), quads);
+    sums = dot_q4(sums, join_quarters(quads), scaled.codes[k / 4][i]);
+  }
+  float* out = y + piece * kTile;
+  const F centred = sub(to_float(sums), set1((1 << (BITS - 1)) * scaled.sum[i]));
+  store(out, fma(set1(scaled.scale[i]), centred, load(out)));
+}
+
 // One block's part of one token's outputs in groups [g_begin, g_end).
 template <int BITS>
 void add_block(const Firing& firing, const Firing& next, int64_t groups, int64_t g_begin, int64_t g_end,
@@ -182,6 +217,11 @@ void add_block(const Firing& firing, const Firing& next, int64_t groups, int64_t
     const int64_t live = g_end - g0 < kTile ? g_end - g0 : kTile, end = (g0 + live) * kPieces;
     SelectedScales scaled;
     scale_selected<BITS>(firing, next, groups, g0, live, lanes + g0 * kTile, &scaled);
+    if constexpr (has_high_bits(BITS)) {
+      for (int64_t p = g0 * kGroup / kTile; p < (g0 + live) * kGroup / kTile; ++p)
+        add_high_piece<BITS>(firing, next, p, g0, scaled, y);
+      continue;
+    }
     int64_t piece = g0 * kPieces;
     for (; piece + kRowPieces <= end; piece += kRowPieces)
       add_pieces<BITS, kRowPieces>(firing, next, piece, g0, scaled, y);
@@ -209,12 +249,11 @@ void selected_all(const SelectedRows& neurons, int64_t groups, int64_t g_begin, 
 void down_selected(int bits, const SelectedRows& neurons, int64_t groups, int64_t g_begin, int64_t g_end,
                    const float* h, int64_t h_stride, int64_t tokens, float* y, int64_t y_stride,
                    float* bias_lanes, int64_t lanes_stride) {
-  if (bits == 4)
-    selected_all<4>(neurons, groups, g_begin, g_end, h, h_stride, tokens, y, y_stride, bias_lanes,
-                    lanes_stride);
-  else
-    selected_all<8>(neurons, groups, g_begin, g_end, h, h_stride, tokens, y, y_stride, bias_lanes,
-                    lanes_stride);
+  const auto all = bits == 4   ? selected_all<4>
+                   : bits == 5 ? selected_all<5>
+                   : bits == 6 ? selected_all<6>
+                               : selected_all<8>;
+  all(neurons, groups, g_begin, g_end, h, h_stride, tokens, y, y_stride, bias_lanes, lanes_stride);
 }
 
 void unzip_outputs(float* y, int64_t groups) {

@@ -6,6 +6,7 @@
 
 #include <type_traits>
 
+#include "../interleave.h"
 #include "../kernel_table.h"
 #include "simd.h"
 
@@ -42,8 +43,8 @@ void dequantize_row(const RowFormat& format, const uint8_t* codes, const uint16_
                     const uint16_t* biases, int64_t groups, float* out);
 bool quantize_block(const RowFormat& format, const float* x, int64_t rows, int64_t cols, uint8_t* codes,
                     uint16_t* scales, uint16_t* biases);
-bool quantize_lanes(int64_t size, const float* x, int64_t stride, int64_t rows, int64_t cols, uint8_t* codes,
-                    uint16_t* scales, uint16_t* biases);
+bool quantize_lanes(const RowFormat& format, const float* x, int64_t stride, int64_t rows, int64_t cols,
+                    uint8_t* codes, uint16_t* scales, uint16_t* biases);
 void half_to_float(const uint16_t* in, float* out, int64_t n);
 bool float_to_half(const float* in, uint16_t* out, int64_t n);
 void largest(const float* x, int64_t n, int64_t count, int32_t* ids, float* best);
@@ -140,12 +141,62 @@ static inline void dot_block_words(const uint8_t* block, const int8_t* const* x,
 }
 #endif
 
+// Calls run(Count<0>()) to run(Count<N - 1>()).
+template <int N, class Run>
+static inline void each(const Run& run) {
+  if constexpr (N > 0) {
+    each<N - 1>(run);
+    run(Count<N - 1>());
+  }
+}
+
+// dot_blocks at 5 and 6 bits; see interleave.h for the layout. Codes are below 64, so that dot_q4 is exact.
+template <int BITS, int TT, int N, int COLS>
+static inline void dot_high_blocks(const uint8_t* const* blocks, const int8_t* const* x, F (*sums)[TT]) {
+  constexpr int kHigh = BITS - 4, kMask = ((1 << kHigh) - 1) << 4, kPerWord = 4 / kHigh;
+  constexpr bool kTwoChains = N * TT <= 4;
+  I a[N][TT], b[N][TT];
+  for (int n = 0; n < N; ++n)
+    for (int t = 0; t < TT; ++t) a[n][t] = b[n][t] = int_zero();
+  for (int half = 0; half < COLS / 32; ++half)
+    each<kHigh>([&](auto word) {
+      B planes[N];
+      for (int n = 0; n < N; ++n) {
+        const uint8_t* at = blocks[n] + half * half_block_bytes(BITS) + 256 + 64 * word.value;
+        planes[n] = load_bytes(at);
+        prefetch(at + kAhead);
+      }
+      each<kPerWord>([&](auto place) {
+        constexpr int kPlace = decltype(place)::value, v = decltype(word)::value * kPerWord + kPlace;
+        constexpr int kRight = 2 * kHigh * kPlace - 4;
+        B low[N], high[N];
+        for (int n = 0; n < N; ++n) {
+          const uint8_t* at = blocks[n] + half * half_block_bytes(BITS) + 64 * v;
+          const B raw = load_bytes(at);
+          prefetch(at + kAhead);
+          low[n] = with_bits<kRight, kMask>(low_nibbles(raw), planes[n]);
+          high[n] = with_bits<kRight + kHigh, kMask>(high_nibbles(raw), planes[n]);
+        }
+        for (int t = 0; t < TT; ++t)
+          for (int n = 0; n < N; ++n) {
+            const int8_t* quads = x[t] + 32 * half + 8 * v;
+            I& second = kTwoChains ? b[n][t] : a[n][t];
+            a[n][t] = dot_q4(a[n][t], low[n], quads);
+            second = dot_q4(second, high[n], quads + 4);
+          }
+      });
+    });
+  for (int n = 0; n < N; ++n)
+    for (int t = 0; t < TT; ++t) sums[n][t] = to_float(kTwoChains ? add_int(a[n][t], b[n][t]) : a[n][t]);
+}
+
 // Sums of the code products of N blocks of 16 rows and COLS columns, 32 or 64, with TT tokens. They are
 // exact, so their order doesn't matter: with few tokens, each has two chains of additions, because one would
 // leave the multiplier idle.
 template <int BITS, int TT, int N, int COLS = kGroup>
 static inline void dot_blocks(const uint8_t* const* blocks, const int8_t* const* x, const int32_t* int_sums,
                               F (*sums)[TT]) {
+  if constexpr (has_high_bits(BITS)) return dot_high_blocks<BITS, TT, N, COLS>(blocks, x, sums);
 #if defined(ONDEVICE_WORD_SUMS)
   if (TT > 1) {
     for (int n = 0; n < N; ++n) dot_block_words<BITS, TT, COLS>(blocks[n], x, sums[n]);

@@ -3,7 +3,8 @@
 The models are stories260K in float16, and the model that ships and its SwiGLU twin as their q8 bundles stand.
 The text is the model's own, sampled at temperature 1, where it has learnt what it predicts; or `--text FILE`.
 Its first part is what inputs are measured on, for the ways that use them; the rest, other texts, measures.
-What `convert` writes without and with a text is measured, and by numpy also formats that bundles don't have.
+What `convert` writes without and with a text is measured, by numpy also formats that bundles don't have, and
+what llama.cpp's own code makes of the same weights.
 Runs on the `reference` backend, with float activations, so that weights alone are rounded. Ends with one JSON
 line.
 """
@@ -41,6 +42,7 @@ from ondevice.model_config import FeedForwardSpec
 from tests.benchmarks.explain.threshold_quality import given_text, own_text
 from tests.benchmarks.lib import rounding
 from tests.benchmarks.lib.array_checkpoint import checkpoint_of
+from tests.benchmarks.lib.llama_formats import MIXES, Kind, Mix, Rounder
 from tests.benchmarks.lib.rounding import Float64, Format
 from tests.support.paths import ROOT, SHARED_DATA, SHIPPED
 
@@ -102,14 +104,19 @@ class RoundedBackend(ReferenceBackend):
 class Matrix:
     """A weight that the model multiplies by, in place, and its values before any rounding.
 
-    inputs: the weight that meets the same inputs, whose moments were summed. by_row: true for a down
-    projection, which has an input a row.
+    inputs: the weight that meets the same inputs, whose moments were summed. parts: the kinds of matrices
+    whose rows it holds, and how many of each. A down projection has an input a row.
     """
 
     weight: Float32
     exact: Float32
     inputs: Float32
-    by_row: bool = False
+    layer: int
+    parts: Sequence[tuple[Kind, int]]
+
+    @property
+    def by_row(self) -> bool:
+        return self.parts[0][0] == "down"
 
     def round(self, form: Format, moments: dict[int, Float64] | None) -> None:
         """Put values of a format in the weight's place, with feedback if there are moments."""
@@ -118,6 +125,17 @@ class Matrix:
         else:
             feed_back = rounding.rows_with_feedback if self.by_row else rounding.with_feedback
             self.weight[:] = feed_back(self.exact, moments[id(self.inputs)], form)
+
+    def round_as(self, mix: Mix, layers: int, rounder: Rounder, moments: dict[int, Float64] | None) -> None:
+        """Put what a file of llama.cpp would hold in the weight's place. It has no energies for the head."""
+        exact, found = (x.T if self.by_row else x for x in (self.exact, self.weight))
+        end = 0
+        for kind, rows in self.parts:
+            start, end = end, end + rows
+            weighed = moments is not None and kind != "embedding"
+            energies = np.diag(moments[id(self.inputs)]) if moments is not None and weighed else None
+            form = mix.of(kind, self.layer, layers, exact.shape[1])
+            found[start:end] = rounder.round(exact[start:end], form, energies)
 
 
 class Model:
@@ -132,17 +150,22 @@ class Model:
         if not bundle.config.tie_embeddings:
             raise SystemExit(f"{folder} has a head of its own, which isn't measured here")
         self.matrices: list[Matrix] = []
-        for layer in weights.layers:
-            ffn = layer.feed_forward
-            for weight in (layer.qkv.weight, layer.out.weight, ffn.gate):
-                self._add(weight, weight)
-            self._add(ffn.up, ffn.gate)
-            self._add(ffn.down, ffn.down, by_row=True)
-        self._add(weights.head.weight, weights.head.weight)
-        self._backend.table = weights.head.weight
+        config = bundle.config
+        kv_rows = config.num_kv_heads * config.head_dim
+        for number, layer in enumerate(weights.layers):
+            ffn, qkv, out = layer.feed_forward, layer.qkv.weight, layer.out.weight
+            self._add(qkv, qkv, number, ("q", config.query_size), ("k", kv_rows), ("v", kv_rows))
+            self._add(out, out, number, ("out", len(out)))
+            self._add(ffn.gate, ffn.gate, number, ("gate", len(ffn.gate)))
+            self._add(ffn.up, ffn.gate, number, ("up", len(ffn.up)))
+            self._add(ffn.down, ffn.down, number, ("down", ffn.down.shape[1]))
+        head = weights.head.weight
+        self._add(head, head, config.num_layers, ("embedding", len(head)))
+        self._backend.table = head
+        self.layers = config.num_layers
 
-    def _add(self, weight: Float32, inputs: Float32, by_row: bool = False) -> None:
-        self.matrices.append(Matrix(weight, weight.copy(), inputs, by_row))
+    def _add(self, weight: Float32, inputs: Float32, layer: int, *parts: tuple[Kind, int]) -> None:
+        self.matrices.append(Matrix(weight, weight.copy(), inputs, layer, parts))
 
     def moments(self, pieces: Sequence[Sequence[int]]) -> dict[int, Float64]:
         """Second moments of the inputs of every matrix, by the id of the weight that meets them."""
@@ -203,7 +226,7 @@ class Comparison:
         """The rounding of converter version 4, by which the others are judged."""
         for matrix in self.model.matrices:
             matrix.weight[:] = rounding.to_range(matrix.exact)
-        self._add("range", rounding.Q4, self.model)
+        self._add("range", rounding.Q4.weight_bits, self.model)
 
     def convert(self, scratch: Path) -> None:
         """What `convert` writes at 4 bits without a text and with the calibrating pieces."""
@@ -212,7 +235,8 @@ class Comparison:
             training = partial(_rounding_by, pieces)
             began = time.perf_counter()
             folder = convert(checkpoint_of(self._folder), scratch / way, "q4", begin_training=training)
-            self._add(way, rounding.Q4, Model(folder), time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self._add(way, rounding.Q4.weight_bits, Model(folder), seconds)
 
     def formats(self) -> None:
         """Every format without and with the inputs' moments, by numpy."""
@@ -220,13 +244,22 @@ class Comparison:
             for way, moments in (("", None), (", feedback", self._moments)):
                 for matrix in self.model.matrices:
                     matrix.round(form, moments)
-                self._add(name + way, form, self.model)
+                self._add(name + way, form.weight_bits, self.model)
 
-    def _add(self, way: str, form: Format, model: Model, seconds: float = 0.0) -> None:
+    def llama_cpp(self) -> None:
+        """What files of llama.cpp hold, without and with an importance matrix."""
+        for name, mix in MIXES.items():
+            for way, moments in (("", None), (", importance matrix", self._moments)):
+                rounder = Rounder()
+                for matrix in self.model.matrices:
+                    matrix.round_as(mix, self.model.layers, rounder, moments)
+                self._add(f"llama.cpp {name}{way}", rounder.weight_bits, self.model)
+
+    def _add(self, way: str, bits: float, model: Model, seconds: float = 0.0) -> None:
         nll, divergence = measure(model, self._measuring, self._exact)
         loss = math.expm1(nll - self._base)
         self.found[way] = {
-            "bits": form.weight_bits,
+            "bits": bits,
             "perplexity": math.exp(nll),
             "loss": loss,
             "kl": divergence,
@@ -234,7 +267,7 @@ class Comparison:
         }
         before = self.found["range"]
         self._show(
-            f"| {way} | {form.weight_bits:g} | {100 * loss:.2f} % "
+            f"| {way} | {bits:.3g} | {100 * loss:.2f} % "
             f"({100 * (loss / before['loss'] - 1):+.0f} %) | "
             f"{divergence:.5f} ({100 * (divergence / before['kl'] - 1):+.0f} %) | {seconds:.1f} |"
         )
@@ -251,6 +284,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="instead of the model's own text")
     parser.add_argument("--tokens", type=int, default=16_384, help="in all, 60 %% of them for the inputs")
     parser.add_argument("--formats", action="store_true", help="other bits and groups too, by numpy")
+    parser.add_argument("--llama-cpp", action="store_true", help="llama.cpp's formats, by its own code")
     args = parser.parse_args()
     figures: dict[str, object] = {}
     for name in args.models:
@@ -274,6 +308,8 @@ def main() -> None:
             comparison.convert(Path(scratch))
             if args.formats:
                 comparison.formats()
+            if args.llama_cpp:
+                comparison.llama_cpp()
             figures[name] = comparison.summary
     print(json.dumps({"benchmark": "rounding", "models": figures}))
 

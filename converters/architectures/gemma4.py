@@ -1,0 +1,250 @@
+"""Gemma 4 (text), dense: global layers with heads of their own size that may be keys and values at once,
+a number that scales what leaves each layer, and, in the E models, per-layer inputs and shared keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ondevice.converters.architectures.adapting import renamed
+from ondevice.converters.architectures.common import (
+    Description,
+    Family,
+    Sizes,
+    Tensors,
+    check_window,
+    decoder,
+    float32,
+    read_activation,
+    read_layer_types,
+    read_sizes,
+)
+from ondevice.converters.architectures.config_reader import ConfigReader, shown
+from ondevice.converters.architectures.gemma import GLOBAL_THETA, LOCAL_THETA, OUTPUT_NORMS, PATTERN
+from ondevice.converters.architectures.gemma3n import (
+    PER_LAYER_NAMES,
+    key_owners,
+    per_layer_vocabulary,
+    with_per_layer_inputs,
+    without_shared_keys,
+)
+from ondevice.converters.architectures.rotary import read_section, rope_spec
+from ondevice.converters.architectures.tensors import LayerNames
+from ondevice.converters.checkpoints.views import Padded
+from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.model_config import (
+    SIZE_LIMITS,
+    AttentionSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    ModelConfig,
+    NormSpec,
+    RopeSpec,
+)
+
+GLOBAL, LOCAL = "full_attention", "sliding_attention"
+GLOBAL_HEAD_DIM = 512
+ROTATED = 0.25
+"""Share of a global head's dimensions that turn, where the file has no rotary parameters."""
+NAMES = OUTPUT_NORMS | PER_LAYER_NAMES | {"layer_scalar": "scale"}
+
+Heads = dict[str, dict[str, Any]]
+"""The fields of AttentionSpec by which layers of a kind differ from the model's sizes."""
+
+
+def _read(reader: ConfigReader, max_context: int, window: int, inputs: int) -> Description:
+    """max_context, window, inputs: the family's defaults; inputs: of per-layer inputs, 0 if it has none."""
+    _check_kind(reader)
+    sizes = read_sizes(reader, max_context=max_context, kv_heads=4, head_dim=256, heads=8, vocab_size=262144)
+    kinds = _kinds(reader, sizes.num_layers)
+    key_values = reader.boolean("attention_k_eq_v", False)
+    heads = _heads(reader, sizes, kinds, key_values)
+    shared = reader.integer("num_kv_shared_layers", 0)
+    owners = key_owners(kinds, shared)
+    narrow = sizes.num_layers - shared if reader.boolean("use_double_wide_mlp", False) and shared else 0
+    if narrow:
+        sizes = replace(sizes, intermediate_size=2 * sizes.intermediate_size)
+    bias = reader.boolean("attention_bias", False)
+    window = reader.integer("sliding_window", window)
+    check_window(window)
+    attention = AttentionSpec(1.0, head_norm="head", value_norm=True, bias=bias, output_bias=bias)
+    feed_forward = FeedForwardSpec(read_activation(reader, "hidden_activation", "gelu_pytorch_tanh"))
+    specs = [
+        LayerSpec(
+            replace(
+                attention,
+                rope=int(kind == LOCAL),
+                window=window if kind == LOCAL else 0,
+                keys_of=owner,
+                **heads[kind],
+            ),
+            feed_forward,
+            "both",
+            scaled=True,
+        )
+        for kind, owner in zip(kinds, owners, strict=True)
+    ]
+    cap = "final_logit_softcapping"
+    width = reader.integer("hidden_size_per_layer_input", inputs)
+    config = decoder(
+        "gemma4_text",
+        sizes,
+        specs,
+        _ropes(reader, sizes, heads),
+        norm=NormSpec("rms", reader.number("rms_norm_eps", 1e-6)),
+        embedding_multiplier=float32(sizes.hidden_size**0.5),
+        logit_soft_cap=0.0 if reader.is_null(cap) else reader.number(cap, 0.0),
+        tie_embeddings=reader.boolean("tie_word_embeddings", True),
+        per_layer_width=width,
+    )
+    known = per_layer_vocabulary(reader, config.vocab_size) if width else config.vocab_size
+    # Of models without per-layer inputs, it says nothing.
+    reader.integer("vocab_size_per_layer_input", 0)
+    joint = [layer for layer, kind in enumerate(kinds) if key_values and kind == GLOBAL]
+    notes: tuple[str, ...] = ()
+    if narrow:
+        notes = (
+            f"its first {narrow} layers have {sizes.intermediate_size // 2} neurons, the others twice as "
+            "many; zeros fill them up to the same number, which takes room and changes no text",
+        )
+    return Description(config, lambda tensors: _adapt(tensors, config, known, joint, narrow), notes)
+
+
+def _check_kind(reader: ConfigReader) -> None:
+    """Raises UnsupportedModelError for mixtures of experts, and for texts whose tokens see later ones."""
+    if reader.boolean("enable_moe_block", False):
+        raise UnsupportedModelError(
+            "config.json: enable_moe_block is true; mixtures of experts aren't supported, only the dense and "
+            "the E models of Gemma 4 are"
+        )
+    for unused in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        reader.integer(unused, 0)
+    if (sees := reader.text("use_bidirectional_attention", "vision")) != "vision":
+        raise UnsupportedModelError(
+            f"config.json: use_bidirectional_attention is {shown(sees)}; only 'vision', under which a text's "
+            "tokens see those before them, is supported"
+        )
+
+
+def _kinds(reader: ConfigReader, layers: int) -> list[str]:
+    kinds = read_layer_types(reader, layers)
+    if kinds is None:
+        kinds = [LOCAL if (i + 1) % PATTERN else GLOBAL for i in range(layers)]
+    # The last layer is a global one, whatever the file names.
+    return [*kinds[:-1], GLOBAL]
+
+
+def _heads(reader: ConfigReader, sizes: Sizes, kinds: list[str], key_values: bool) -> Heads:
+    """How each kind's heads differ from the model's: from the keys of global layers, or layer by layer."""
+    width = reader.integer("global_head_dim", GLOBAL_HEAD_DIM)
+    keys = reader.integer("num_global_key_value_heads", sizes.num_kv_heads)
+    own: Heads = {LOCAL: {}, GLOBAL: {"head_dim": width}}
+    if key_values:
+        own[GLOBAL]["num_kv_heads"] = keys
+    named = reader.section("per_layer_config")
+    if named is not None:
+        found = [_layer_heads(named, layer) for layer in range(len(kinds))]
+        if unknown := set(named) - {str(layer) for layer in range(len(kinds))}:
+            raise CheckpointError(
+                f"config.json: per_layer_config has {shown(sorted(unknown))}, which aren't its layers"
+            )
+        for kind in own:
+            of_kind = [it for it, other in zip(found, kinds, strict=True) if other == kind]
+            if any(it != of_kind[0] for it in of_kind):
+                raise UnsupportedModelError(
+                    f"config.json: per_layer_config gives layers of {kind} heads of different sizes"
+                )
+            own[kind] = of_kind[0] if of_kind else {}
+    for fields in own.values():
+        for name, value in fields.items():
+            if not 1 <= value <= SIZE_LIMITS[name]:
+                # Before anything is made for each of them.
+                raise CheckpointError(
+                    f"config.json: {name} of a layer is {value}; it must be from 1 to {SIZE_LIMITS[name]}"
+                )
+    model = {"head_dim": sizes.head_dim, "num_kv_heads": sizes.num_kv_heads}
+    return {kind: {name: it for name, it in own[kind].items() if it != model[name]} for kind in own}
+
+
+def _layer_heads(named: dict[str, Any], layer: int) -> dict[str, Any]:
+    values = named.get(str(layer)) or {}
+    where = f"config.json: per_layer_config.{layer}"
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{where} is {shown(values)}; it must be an object")
+    reader = ConfigReader(values, where)
+    fields = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
+    found = {new: reader.integer(old) for old, new in fields.items() if reader.has(old)}
+    reader.close()
+    return found
+
+
+def _ropes(reader: ConfigReader, sizes: Sizes, heads: Heads) -> list[RopeSpec]:
+    """Rotary embeddings of global and local layers."""
+    parts = reader.section("rope_parameters") or {
+        GLOBAL: {"rope_type": "proportional", "partial_rotary_factor": ROTATED}
+    }
+    if set(parts) - {GLOBAL, LOCAL} or not all(isinstance(part, dict) for part in parts.values()):
+        raise UnsupportedModelError(
+            "config.json: rope_parameters must hold objects for full_attention and sliding_attention"
+        )
+    found = []
+    for kind, base in ((GLOBAL, GLOBAL_THETA), (LOCAL, LOCAL_THETA)):
+        rope = ConfigReader(parts.get(kind, {}), f"config.json: rope_parameters.{kind}")
+        width = heads[kind].get("head_dim", sizes.head_dim)
+        if rope.text("rope_type", "default") == "proportional":
+            found.append(_proportional(rope, width, base))
+        else:
+            found.append(read_section(rope, width, base, sizes.max_context, sizes.max_context))
+    return found
+
+
+def _proportional(rope: ConfigReader, width: int, base: float) -> RopeSpec:
+    """The first pairs turn as if all did; the others don't turn."""
+    share, factor = rope.number("partial_rotary_factor", 1.0), rope.number("factor", 1.0)
+    if not 0.0 <= share <= 1.0 or not 1.0 <= factor <= 1e6:
+        raise CheckpointError(
+            f"{rope.where}: partial_rotary_factor is {share} and factor {factor}; they must be from 0 to 1 "
+            "and from 1 to 1e6"
+        )
+    whole = rope_spec(rope.number("rope_theta", base), width).frequencies
+    rope.close()
+    turning = int(share * width // 2)
+    turns = [float32(frequency / factor) for frequency in whole[:turning]]
+    return RopeSpec((*turns, *[0.0] * (len(whole) - turning)))
+
+
+def _adapt(tensors: Tensors, config: ModelConfig, known: int, joint: list[int], narrow: int) -> Tensors:
+    """The tensors by our names.
+
+    known: as for Gemma 3n. joint: layers whose values are made by the projection of the keys. narrow: number
+    of layers, the first ones, that have half the neurons.
+    """
+    found = without_shared_keys(renamed(tensors, NAMES), config)
+    for layer in joint:
+        for kind in ("weight", "bias"):
+            keys, values = (f"model.layers.{layer}.self_attn.{which}_proj.{kind}" for which in "kv")
+            if keys in found:
+                found[values] = found[keys]
+    hidden, inner = config.hidden_size, config.intermediate_size
+    for layer in range(narrow):
+        name = LayerNames(layer)
+        for matrix, held, wanted in (
+            (name.gate, (inner // 2, hidden), (inner, hidden)),
+            (name.up, (inner // 2, hidden), (inner, hidden)),
+            (name.down, (hidden, inner // 2), (hidden, inner)),
+        ):
+            # Others are refused by their shapes.
+            if matrix in found and found[matrix].shape == held:
+                found[matrix] = Padded(matrix, found[matrix], wanted)
+    return with_per_layer_inputs(found, config, known) if config.per_layer_width else found
+
+
+def _reader(max_context: int, window: int, inputs: int) -> Callable[[ConfigReader], Description]:
+    return partial(_read, max_context=max_context, window=window, inputs=inputs)
+
+
+GEMMA4 = Family("gemma4_text", "Gemma4ForCausalLM", _reader(131072, 512, 256))
+GEMMA4_UNIFIED = Family("gemma4_unified_text", "Gemma4UnifiedForCausalLM", _reader(262144, 1024, 0))

@@ -1,0 +1,131 @@
+"""Gemma 4's blocks beyond one pass against `transformers`: what is stored, what is noted, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ondevice.backends.base import KVLayout
+from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.token_tree import TokenTree
+from ondevice.bundle.model_section import model_section, parse_model
+from ondevice.bundle.reader import Bundle
+from ondevice.bundle.strict_json import Section
+from ondevice.converters.architectures.registry import describe, read_config
+from ondevice.converters.convert import convert
+from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.model.kv_cache import KVCache
+from tests.support.engines import all_logits, random_tokens, running
+
+pytest.importorskip("transformers")
+pytest.importorskip("torch")
+
+# fmt: off
+DENSE: dict[str, Any] = {
+    "model_type": "gemma4_text", "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60,
+    "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 256, "global_head_dim": 512,
+    "num_global_key_value_heads": 4, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+    "sliding_window": 1024, "final_logit_softcapping": 30.0, "enable_moe_block": False, "num_experts": None,
+}
+E: dict[str, Any] = {
+    "model_type": "gemma4_text", "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35,
+    "num_attention_heads": 8, "num_key_value_heads": 1, "num_kv_shared_layers": 20,
+    "use_double_wide_mlp": True, "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+}
+# fmt: on
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.converters.test_families import CASES, write_model
+
+    folder = tmp_path_factory.mktemp("gemma4")
+    write_model(folder / "source", *CASES["gemma4 e wide"])
+    return convert(folder / "source", folder / "bundle", "f16")
+
+
+def test_layers_have_heads_of_their_own_size() -> None:
+    config = read_config(DENSE)
+    local, last = config.layers[0], config.layers[-1]
+    assert config.heads(local.attention) == (32, 16, 256)
+    assert config.heads(last.attention) == (32, 4, 512)
+    assert (local.attention.window, last.attention.window) == (1024, 0)
+    assert (config.out_cols(local), config.out_cols(last)) == (32 * 256, 32 * 512)
+    layout = KVLayout(config, 16)
+    assert layout.layer_bytes(0) == 64 * 16 * 2 * 256 * 2
+    assert layout.layer_bytes(59) == 64 * 4 * 2 * 512 * 2
+    assert layout.block_bytes == 50 * layout.layer_bytes(0) + 10 * layout.layer_bytes(59)
+    assert layout.head_offset(59, 3) == layout.block_bytes - layout.head_bytes(59)
+    # A quarter of the pairs turn, by the frequencies that they would have if all did.
+    turning, local_rope = config.ropes
+    assert turning.turning == 128
+    assert turning.frequencies[1] == np.float32(1e6 ** (-2 / 512))
+    assert local_rope.turning == 256
+    assert parse_model(Section(model_section(config), "model")) == config
+
+
+def test_an_e_model_keeps_few_keys() -> None:
+    config, notes = read_config(E), describe(E).notes
+    assert (config.num_kv_layers, config.per_layer_width, config.intermediate_size) == (15, 256, 12288)
+    assert {layer.attention.keys_of for layer in config.layers[15:]} == {13, 14}
+    assert "first 15 layers have 6144 neurons" in notes[0]
+
+
+def test_neurons_that_fill_up_are_zeros(bundle: Path) -> None:
+    """They change nothing: `test_families.py` compares this model with one that lacks them."""
+    opened = Bundle.open(bundle)
+    assert opened.config.intermediate_size == 320
+    assert any("zeros fill" in note for note in opened.manifest.provenance.notes)
+
+
+def test_a_tree_has_the_bits_of_one_pass(bundle: Path) -> None:
+    """Kept nodes move in every layer's own rows."""
+    with running(bundle, "cpu") as model:
+        text = random_tokens(model.config, 30)
+        whole, kv = all_logits(model, text), KVCache(KVLayout(model.config, 16))
+        model.forward(text[:20], kv)
+        batch = ForwardBatch([text[20], 7, 9, text[21], text[22]], TokenTree([-1, 0, 1, 0, 3]))
+        model.run(batch, kv)
+        kv.keep(20, [0, 3, 4], lambda source, target: model.backend.kv_move(kv, source, target))
+        found = model.forward(text[23:], kv)
+        assert found is not None
+        assert found[0].astype(np.float32).tobytes() == whole[-1].astype(np.float32).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "names"),
+    [
+        ({"enable_moe_block": True, "num_experts": 128}, UnsupportedModelError, "mixtures of experts"),
+        ({"use_bidirectional_attention": "all"}, UnsupportedModelError, "use_bidirectional_attention"),
+        ({"global_head_dim": 1 << 20}, CheckpointError, "head_dim"),
+        ({"global_head_dim": 255}, UnsupportedModelError, "255"),
+        ({"num_global_key_value_heads": 5}, UnsupportedModelError, "num_kv_heads 5"),
+        ({"num_global_key_value_heads": 0}, CheckpointError, "num_kv_heads"),
+        ({"num_kv_shared_layers": 58}, UnsupportedModelError, "num_kv_shared_layers"),
+        ({"per_layer_config": {"60": {"head_dim": 4}}}, CheckpointError, "per_layer_config"),
+        ({"per_layer_config": {"5": {"head_dim": 64}}}, UnsupportedModelError, "different sizes"),
+        ({"per_layer_config": {"5": {"window": 64}}}, UnsupportedModelError, "window"),
+        ({"per_layer_config": {"5": 7}}, CheckpointError, "per_layer_config.5"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "factor": 0.0}}},
+            CheckpointError,
+            "factor",
+        ),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], error: type[Exception], names: str) -> None:
+    with pytest.raises(error, match=names):
+        read_config({**DENSE, **changes})
+
+
+def test_old_and_new_keys_of_heads_mean_the_same() -> None:
+    values = json.loads(json.dumps(DENSE))
+    for key in ("global_head_dim", "num_global_key_value_heads"):
+        del values[key]
+    heads = {"head_dim": 512, "num_key_value_heads": 4}
+    values["per_layer_config"] = {str(layer): heads for layer in range(5, 60, 6)}
+    assert read_config(values) == read_config(DENSE)
