@@ -17,11 +17,13 @@ from ondevice.bundle.layout import RESIDENT, RecordLayout, file_layout
 from ondevice.config import QuantConfig, RowFormat
 from ondevice.converters.fidelity import Fidelity, joined, measure
 from ondevice.converters.quantize import (
+    EncodedColumns,
     QuantizedRows,
     RoundedRows,
     SourceCodes,
     Weights,
     quantize,
+    quantize_encoded,
     store_codes,
 )
 from ondevice.converters.reading import Block
@@ -100,13 +102,18 @@ def _group_chunks(tensor: str, groups: Sequence[QuantizedRows], stored: RowForma
 
 
 def _stored(
-    runner: _native.Runner, source: Weights | SourceCodes | RoundedRows, stored: RowFormat, name: str
+    runner: _native.Runner,
+    source: Weights | SourceCodes | RoundedRows | EncodedColumns,
+    stored: RowFormat,
+    name: str,
 ) -> QuantizedRows:
     if isinstance(source, RoundedRows):
         return source.rows
     if isinstance(source, SourceCodes):
         return store_codes(source, stored, name)
-    return quantize(runner, source, stored, name)
+    if isinstance(source, np.ndarray):
+        return quantize(runner, source, stored, name)
+    return quantize_encoded(runner, source, stored, name)
 
 
 def _fidelity(block: Block, rows: Sequence[QuantizedRows]) -> dict[str, Fidelity]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 
 from ondevice.config import GROUP_SIZE, RowFormat
 from ondevice.converters.quantize import (
+    EncodedColumns,
     QuantizedRows,
     RoundedRows,
     SourceCodes,
@@ -54,19 +56,21 @@ class Fidelity:
         return "; ".join(said) + error
 
 
-def measure(source: Weights | SourceCodes | RoundedRows, rows: QuantizedRows, stored: RowFormat) -> Fidelity:
+def measure(
+    source: Weights | SourceCodes | RoundedRows | EncodedColumns, rows: QuantizedRows, stored: RowFormat
+) -> Fidelity:
     """What storing rows at 4 or 8 bits did to them."""
     if isinstance(source, RoundedRows):
         error, weight = source.squares.sum(axis=0)
         count = len(source.squares) * source.cols
         return Fidelity(rounded=count, error=SquaredError(float(error), float(weight)))
-    error = sampled_error(source, rows, stored)
     if not isinstance(source, SourceCodes):
-        return Fidelity(rounded=source.size, error=error)
+        return Fidelity(rounded=prod(source.shape), error=sampled_error(source, rows, stored))
     exact = rows.scales == source.scales
     if not stored.implied_bias:
         exact &= rows.biases == source.biases
     copied = stored.group_size * int(np.count_nonzero(exact))
+    error = sampled_error(source, None if copied == stored.group_size * exact.size else rows, stored)
     return Fidelity(copied=copied, rescaled=stored.group_size * exact.size - copied, error=error)
 
 

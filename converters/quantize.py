@@ -9,7 +9,7 @@ of 64.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +77,25 @@ class SourceCodes:
     biases: NDArray[np.float32]
 
 
+class EncodedColumns(Protocol):
+    """Columns of a checkpoint's matrix (C, columns), still encoded, which become rows (R, C)."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def taken(self, start: int, stop: int) -> EncodedColumns:
+        """Columns [start, stop) of these; `start` is a multiple of 16."""
+        ...
+
+    def quantised(self, runner: _native.Runner, stored: RowFormat) -> QuantizedRows | None:
+        """The rows as `quantize` gives them at 4 or 8 bits; None where it raises CheckpointError."""
+        ...
+
+    def decoded(self, picks: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Some of the rows, (picks, C)."""
+        ...
+
+
 def padded_codes(
     codes: NDArray[np.uint8], scales: NDArray[np.float32], biases: NDArray[np.float32], layout: RowLayout
 ) -> SourceCodes:
@@ -102,10 +121,10 @@ def store_codes(source: SourceCodes, stored: Stored, name: str) -> QuantizedRows
     """
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         scales, biases = source.scales.astype(np.float16), source.biases.astype(np.float16)
-        largest = scales
-        if row_format(stored).implied_bias:
-            largest = scales * np.float16(row_format(stored).zero)
-    if not (np.isfinite(largest).all() and np.isfinite(biases).all()):
+    # An implied bias is a power of two times the scale: it adds bits - 1 to the exponent.
+    more = row_format(stored).bits - 1 if row_format(stored).implied_bias else 0
+    limit = np.uint16((31 - more) << 10)
+    if ((scales.view(np.uint16) & 0x7FFF) >= limit).any() or not np.isfinite(biases).all():
         raise _bad_values(name)
     return QuantizedRows(source.codes, scales, biases)
 
@@ -301,19 +320,39 @@ class SquaredError:
         return float(f"{(self.error / self.weight) ** 0.5:.3g}")
 
 
-def sampled_error(source: Weights | SourceCodes, rows: QuantizedRows, stored: Stored) -> SquaredError:
-    """Quantisation error of a few evenly spaced rows; measuring all would take longer than quantising."""
-    count = len(rows.codes)
+def quantize_encoded(
+    runner: _native.Runner, source: EncodedColumns, stored: RowFormat, name: str
+) -> QuantizedRows:
+    """`quantize` of encoded columns at 4 or 8 bits. Raises CheckpointError as it does."""
+    rows = source.quantised(runner, stored)
+    if rows is None:
+        raise _bad_values(name)
+    return rows
+
+
+def sampled_error(
+    source: Weights | SourceCodes | EncodedColumns, rows: QuantizedRows | None, stored: Stored
+) -> SquaredError:
+    """Quantisation error of a few evenly spaced rows; measuring all would take longer than quantising.
+
+    rows: None for those of the source's codes, stored with all their scales and biases as they are.
+    """
+    count = len(source.codes) if isinstance(source, SourceCodes) else source.shape[0]
     picks = np.linspace(0, count - 1, min(_SAMPLED_ROWS, count)).astype(np.int64)
     if isinstance(source, SourceCodes):
         taken = SourceCodes(source.codes[picks], source.scales[picks], source.biases[picks])
         cols = row_format(stored).group_size * taken.scales.shape[1]
         exact = dequantize(taken, stored, cols).astype(np.float64)
-    else:
+    elif isinstance(source, np.ndarray):
         exact = to_float32(source[picks]).astype(np.float64)
+    else:
+        exact = source.decoded(picks).astype(np.float64)
+    weight = float(np.square(exact).sum())
+    if rows is None:
+        return SquaredError(0.0, weight)
     chosen = QuantizedRows(rows.codes[picks], rows.scales[picks], rows.biases[picks])
     found = dequantize(chosen, stored, exact.shape[1])
-    return SquaredError(float(np.square(found - exact).sum()), float(np.square(exact).sum()))
+    return SquaredError(float(np.square(found - exact).sum()), weight)
 
 
 def _bad_values(name: str) -> CheckpointError:

@@ -24,7 +24,7 @@ from ondevice.bundle.layout import (
 from ondevice.config import MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
-from ondevice.converters.quantize import RoundedRows, SourceCodes, Weights, to_float32
+from ondevice.converters.quantize import EncodedColumns, RoundedRows, SourceCodes, Weights, to_float32
 
 BLOCK_BYTES = 4 << 20
 """Bytes of one matrix's values that are read, quantised and written at a time."""
@@ -51,8 +51,9 @@ class Block:
     file: the bundle file that they go to. tensor: the resident tensor, without `.codes`, or `records`.
     sources: the checkpoint's names of `rows`. kinds: attention, attention_output, down, embedding, gate,
     head, other, per_layer or up, for each of a matrix. formats: how each matrix is stored. rows: each (n,
-    columns) in the stored type, or the checkpoint's own codes of n rows, or n rows that are rounded; a vector
-    is (n,) float32. nbytes: checkpoint bytes of them. last: true for the last block of the tensor.
+    columns) in the stored type, or the checkpoint's own codes of n rows, or n rows that are rounded, or n
+    columns that are still encoded; a vector is (n,) float32. nbytes: checkpoint bytes of them. last: true for
+    the last block of the tensor.
     """
 
     file: str
@@ -60,7 +61,7 @@ class Block:
     sources: tuple[str, ...]
     kinds: tuple[str, ...]
     formats: tuple[RowFormat, ...]
-    rows: tuple[Weights | SourceCodes | RoundedRows, ...]
+    rows: tuple[Weights | SourceCodes | RoundedRows | EncodedColumns, ...]
     nbytes: int
     last: bool = True
 
@@ -181,19 +182,25 @@ def _neurons(
     kinds = ("gate", "up", "down") if len(by_rows) == 2 else ("gate", "down")
     neurons = down.shape[1]
     step = _rows_per_block(by_rows[0])
-    held = max(1, DOWN_BLOCK_BYTES * neurons // (down.values_nbytes * step)) * step
+    encoded = down.encoded_columns(0, 0, quant.down) is not None
+    held_bytes = down.nbytes if encoded else down.values_nbytes
+    held = max(1, DOWN_BLOCK_BYTES * neurons // (held_bytes * step)) * step
     for first in range(0, neurons, held):
         end = min(first + held, neurons)
-        columns = None if down.name in rounded else down.columns(first, end)
+        columns: Weights | EncodedColumns | None = None
+        if down.name not in rounded:
+            columns = down.encoded_columns(first, end, quant.down) if encoded else down.columns(first, end)
         for start in range(first, end, step):
             stop = min(start + step, end)
-            rows: tuple[Weights | SourceCodes | RoundedRows, ...] = tuple(
+            rows: tuple[Weights | SourceCodes | RoundedRows | EncodedColumns, ...] = tuple(
                 _rows(source, start, stop, stored, rounded) for source in by_rows
             )
             if columns is None:
                 rows += (rounded[down.name].taken(slice(start, stop)),)
-            else:
+            elif isinstance(columns, np.ndarray):
                 rows += (columns[:, start - first : stop - first].T,)
+            else:
+                rows += (columns.taken(start - first, stop - first),)
             nbytes = sum(_share(source, start, stop, neurons) for source in (*by_rows, down))
             yield Block(
                 neuron_file_name(layer),

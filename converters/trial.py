@@ -6,7 +6,7 @@ no more memory than the conversion did.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from ondevice.backends.neuron_source import NeuronSource
 from ondevice.bundle.layout import RESIDENT, RowLayout
 from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import never_cancelled
+from ondevice.converters.pipeline import ahead
 from ondevice.errors import BundleError, CheckpointError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
@@ -48,8 +49,9 @@ from ondevice.units import usable_cores
 
 TRIAL_TOKENS = 64
 """Tokens tried, evenly spaced in the vocabulary. With 8, weights passed that were fuzzed to be unusable."""
-PIECE_BYTES = 4 << 20
-"""Bytes of neurons, or of the head's rows, that are in memory together."""
+PIECE_BYTES = 8 << 20
+"""Bytes of neurons, or of the head's rows, that are computed together; as many are read meanwhile. Fresh
+memory of this size has huge pages: with pieces of 4 MB, a 7B trial took 1.3 core seconds more."""
 
 
 def check_computes(bundle: Bundle) -> None:
@@ -129,8 +131,13 @@ class _Pieces(NeuronSource):
         self._piece_neurons = piece_neurons
 
     def offloaded(self, layer: int, batch: ForwardBatch) -> Iterator[Bytes]:
+        # The next piece is read while this one is computed.
+        return ahead(self._read(), 1)
+
+    def _read(self) -> Generator[Bytes, None, None]:
         step, end = self._piece_neurons, self._source.num_neurons
-        return (self._source.read(first, min(step, end - first)) for first in range(0, end, step))
+        for first in range(0, end, step):
+            yield self._source.read(first, min(step, end - first))
 
 
 def _logits(

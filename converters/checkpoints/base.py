@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ondevice.bundle.manifest import TokenizerInfo
 from ondevice.config import RowFormat
-from ondevice.converters.quantize import SourceCodes, Weights, to_float32
+from ondevice.converters.quantize import EncodedColumns, SourceCodes, Weights, to_float32
 from ondevice.errors import CheckpointError, reading_failed
 from ondevice.model_config import ModelConfig
 
@@ -162,6 +162,13 @@ class SourceTensor(Protocol):
         """
         ...
 
+    def encoded_columns(self, start: int, stop: int, stored: RowFormat) -> EncodedColumns | None:
+        """Columns [start, stop) to be rounded to `stored` without being decoded first, or None.
+
+        None is the answer for the whole tensor. No column is read if `stop` is `start`.
+        """
+        ...
+
     def vector(self) -> NDArray[np.float32]:
         """A one-dimensional tensor as float32. Raises CheckpointError if a value isn't finite."""
         ...
@@ -227,6 +234,9 @@ class StoredTensor:
         return None
 
     def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+        return None
+
+    def encoded_columns(self, start: int, stop: int, stored: RowFormat) -> EncodedColumns | None:
         return None
 
     def vector(self) -> NDArray[np.float32]:

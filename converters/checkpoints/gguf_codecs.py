@@ -225,23 +225,12 @@ CODE_FORMATS: dict[str, RowFormat] = {
 
 
 def unpack(kind: str, blocks: Bytes) -> Unpacked:
-    """Codes, scales and biases of blocks (n, bytes of a block) of a type in CODE_FORMATS."""
+    """Codes, scales and biases of blocks (n, bytes of a block) of a type in CODE_FORMATS.
+
+    It defines what `copy_gguf_codes` of the kernels does.
+    """
     with np.errstate(all="ignore"):
         return _UNPACK[kind](blocks)
-
-
-def pack_q4_0(blocks: Bytes) -> Bytes:
-    """(n, 16) codes of Q4_0 blocks (n, 18) as a bundle packs them: neighbours share a byte.
-
-    A block's bytes hold elements i and i + 16. It takes half the time of unpacking and packing again.
-    """
-    out = np.empty((len(blocks), 16), dtype=np.uint8)
-    step = _CHUNK_VALUES // 8
-    for start in range(0, len(blocks), step):
-        pairs = np.ascontiguousarray(blocks[start : start + step, 2:]).view("<u2")
-        out[start : start + step, :8] = pairs & 15 | pairs >> 4 & 240
-        out[start : start + step, 8:] = pairs >> 4 & 15 | pairs >> 8 & 240
-    return out
 
 
 def _unpack_q5_k(blocks: Bytes) -> Unpacked:

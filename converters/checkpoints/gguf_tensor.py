@@ -13,14 +13,14 @@ from typing import cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.bundle.codes import pack
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import RowFormat
 from ondevice.converters.checkpoints.base import SourceFile, SourceTensor, StoredTensor, StoredType, in_halves
-from ondevice.converters.checkpoints.gguf_codecs import CODE_FORMATS, DECODERS, decode, pack_q4_0, unpack
+from ondevice.converters.checkpoints.gguf_codecs import CODE_FORMATS, DECODERS, decode
 from ondevice.converters.checkpoints.gguf_file import TensorEntry, TensorType
-from ondevice.converters.quantize import SourceCodes, padded_codes
+from ondevice.converters.quantize import QuantizedRows, SourceCodes, padded_codes
 from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.kernels import _native
 
 _READ_BYTES = 1 << 20
 """Stored bytes that are read before they are decoded."""
@@ -128,29 +128,29 @@ class QuantizedTensor:
         rows = last - first
         read = np.empty((rows, self._row_bytes), dtype=np.uint8)
         self.file.read_into(self.offset + first * self._row_bytes, read)
-        blocks = read.reshape(-1, self.type.nbytes)
-        codes, scales, biases = self._stored_codes(blocks, rows, own, stored)
+        cols = self.shape[-1]
+        codes = np.empty((rows, cols * stored.bits // 8), dtype=np.uint8)
+        scales = np.empty((rows, cols // 32), dtype=np.float32)
+        biases = np.empty((rows, 0 if stored.implied_bias else cols // 32), dtype=np.float32)
+        _native.copy_gguf_codes(self.type.name, read, stored, codes, scales, biases)
         if size > 1:
             codes, scales, biases = (
                 in_halves(part, size)[start - first : stop - first] for part in (codes, scales, biases)
             )
         return padded_codes(codes, scales, biases, RowLayout(self.shape[-1], *stored))
 
-    def _stored_codes(
-        self, blocks: NDArray[np.uint8], rows: int, own: RowFormat, stored: RowFormat
-    ) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]:
-        """Codes, scales and biases of blocks (n, bytes), as `stored` has them."""
-        if self.type.name == "Q4_0" and stored == own:
-            scales = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32).reshape(rows, -1)
-            return pack_q4_0(blocks).reshape(rows, -1), scales, scales[:, :0]
-        codes, scales, biases = unpack(self.type.name, blocks)
-        codes, scales = codes.reshape(rows, -1), scales.reshape(rows, -1)
-        if own.implied_bias:
-            codes = codes + np.uint8(stored.zero - own.zero) if stored.implied_bias else codes
-            biases = np.float32(-own.zero) * scales
-        assert biases is not None
-        biases = biases.reshape(rows, -1)[:, : 0 if stored.implied_bias else None]
-        return pack(codes, stored.bits), scales, biases
+    def encoded_columns(self, start: int, stop: int, stored: RowFormat) -> GgufColumns | None:
+        """Kept as they are stored where the kernels know the type: an eighth of the memory at 4 bits."""
+        if self.code_format is None or stored.bits == 16 or self.interleaved_head_dim:
+            return None
+        block, nbytes = self.type.block, self.type.nbytes
+        first, last = start // block, -(-stop // block)
+        data = np.empty((self.shape[0], (last - first) * nbytes), dtype=np.uint8)
+        if data.shape[1] == self._row_bytes:
+            self.file.read_into(self.offset, data)
+        elif data.size:
+            self.file.read_columns(self.offset + first * nbytes, self._row_bytes, data)
+        return GgufColumns(self.type, data, start - first * block, stop - first * block)
 
     def vector(self) -> NDArray[np.float32]:
         values = np.empty((1, self.shape[0]), dtype=np.float32)
@@ -179,3 +179,37 @@ class QuantizedTensor:
         """Decode rows of whole blocks: (n, B * bytes) to (n, B * values), both contiguous."""
         blocks = stored.reshape(-1, self.type.nbytes)
         decode(self.type.name, blocks, out.reshape(-1, self.type.block))
+
+
+@dataclass(frozen=True)
+class GgufColumns:
+    """Columns [start, stop) of blocks `data` (C, B * bytes), an `EncodedColumns`. start: a multiple of 16."""
+
+    type: TensorType
+    data: NDArray[np.uint8]
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.stop - self.start, len(self.data))
+
+    def taken(self, start: int, stop: int) -> GgufColumns:
+        return GgufColumns(self.type, self.data, self.start + start, self.start + stop)
+
+    def quantised(self, runner: _native.Runner, stored: RowFormat) -> QuantizedRows | None:
+        rows, cols = self.shape
+        layout = RowLayout(cols, *stored)
+        codes = np.empty((rows, layout.codes_bytes), dtype=np.uint8)
+        scales, biases = (np.empty((rows, layout.scales_bytes // 2), dtype=np.uint16) for _ in range(2))
+        if not _native.quantize_gguf_columns(
+            runner, self.type.name, self.data, self.start, layout.stored, codes, scales, biases
+        ):
+            return None
+        return QuantizedRows(codes, scales.view(np.float16), biases.view(np.float16))
+
+    def decoded(self, picks: NDArray[np.int64]) -> NDArray[np.float32]:
+        out = np.empty((len(picks), len(self.data)), dtype=np.float32)
+        for row, pick in zip(out, picks.tolist(), strict=True):
+            _native.decode_gguf_column(self.type.name, self.data, self.start + pick, row)
+        return out

@@ -18,7 +18,7 @@ from ondevice.bundle.layout import RowLayout
 from ondevice.config import GROUP_SIZE, Bits, RowFormat
 from ondevice.converters.checkpoints.base import NUMPY_TYPES, SourceFile
 from ondevice.converters.checkpoints.safetensors_file import RawTensor
-from ondevice.converters.quantize import SourceCodes, Weights, padded_codes, to_float32
+from ondevice.converters.quantize import EncodedColumns, SourceCodes, Weights, padded_codes, to_float32
 from ondevice.errors import CheckpointError
 
 STEP_BYTES = 4 << 20
@@ -101,6 +101,9 @@ class MlxTensor:
             for part in (self.scales, self.biases)
         )
         return padded_codes(codes, scales, biases, RowLayout(self.shape[1], *stored))
+
+    def encoded_columns(self, start: int, stop: int, stored: RowFormat) -> EncodedColumns | None:
+        return None
 
     def vector(self) -> NDArray[np.float32]:
         raise CheckpointError(

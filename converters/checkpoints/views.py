@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ondevice.config import RowFormat
 from ondevice.converters.checkpoints.base import SourceFile, SourceTensor
-from ondevice.converters.quantize import SourceCodes, Weights, to_float32
+from ondevice.converters.quantize import EncodedColumns, SourceCodes, Weights, to_float32
 
 GAP_BYTES = 4 << 20
 """Most bytes between two wanted rows that are read along."""
@@ -54,6 +54,9 @@ class _View:
     @property
     def files(self) -> tuple[SourceFile, ...]:
         return self.source.files
+
+    def encoded_columns(self, start: int, stop: int, stored: RowFormat) -> EncodedColumns | None:
+        return None
 
     def sample(self, start: int, nbytes: int) -> bytes:
         return self.source.sample(start, nbytes)

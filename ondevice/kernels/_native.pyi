@@ -78,6 +78,32 @@ def quantize_rows(
     False if a value isn't finite, or wouldn't be finite as float16.
     """
 
+def copy_gguf_codes(
+    type: str, data: Bytes, stored: Format, codes: Bytes, scales: Float32, biases: Float32
+) -> None:
+    """Blocks (R, B * bytes) of GGUF's `type` into codes, and scales and biases of groups of 32 (R, G).
+
+    Implied biases are (R, 0). ValueError for a type or format that doesn't keep codes.
+    """
+
+def quantize_gguf_columns(
+    runner: Runner,
+    type: str,
+    data: Bytes,
+    first: int,
+    stored: Format,
+    codes: Bytes,
+    scales: Uint16,
+    biases: Uint16,
+) -> bool:
+    """Columns of blocks (R, B * bytes) as rows: n from `first` on, a multiple of 16, for n rows of codes.
+
+    False as for quantize_rows.
+    """
+
+def decode_gguf_column(type: str, data: Bytes, column: int, out: Float32) -> None:
+    """One column of blocks (R, B * bytes) into out (R,)."""
+
 def feedback_factor(runner: Runner, h: Float64, factor: Float32) -> bool:
     """Strictly upper U of the symmetric h (n, n) = (U + 1) D (U + 1)^T into factor (n, n); overwrites h.
 

@@ -98,6 +98,7 @@ TreeView tree_view(const Tree& tree, int64_t tokens);
 
 void bind_attention(nb::module_& m);
 void bind_feed_forward(nb::module_& m);
+void bind_gguf(nb::module_& m);
 void bind_matrix(nb::module_& m);
 void bind_testing(nb::module_& m);
 void bind_flash(nb::module_& m, nb::module_& testing);

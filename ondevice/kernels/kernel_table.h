@@ -168,6 +168,10 @@ struct KernelTable {
   // finite or overflows float16; what is written then is undefined.
   bool (*quantize_block)(const RowFormat& format, const float* x, int64_t rows, int64_t cols, uint8_t* codes,
                          uint16_t* scales, uint16_t* biases);
+  // The same at 4 to 6 bits, for rows side by side: column c of row r is x[c * stride + r]. 16
+  // rows can be read, all finite; the first `rows` are stored.
+  bool (*quantize_lanes)(const RowFormat& format, const float* x, int64_t stride, int64_t rows, int64_t cols,
+                         uint8_t* codes, uint16_t* scales, uint16_t* biases);
   void (*half_to_float)(const uint16_t* in, float* out, int64_t n);
   bool (*float_to_half)(const float* in, uint16_t* out, int64_t n);
   // Indices and values of the `count` largest of x (n), largest first, ties to the lower index.

@@ -55,6 +55,13 @@ bool quantize_rows(Runner& runner, const SourceRows& source, int64_t rows, int64
     bool good = true;
     for (int64_t i = begin; i < end; ++i) {
       const int64_t row = i * kRows, count = rows - row < kRows ? rows - row : kRows;
+      if (format.bits < 8 && source.row_stride == 1 && source.type == SourceType::kFloat && count == kRows) {
+        const float* lanes = reinterpret_cast<const float*>(source.data) + row;
+        good &=
+            kernels.quantize_lanes(format, lanes, source.col_stride, kRows, cols, codes + row * codes_bytes,
+                                   scales + row * groups, biases + row * groups);
+        continue;
+      }
       gather(kernels, source, row, count, cols, values);
       if (format.bits != 16) {
         good &= kernels.quantize_block(format, values, count, cols, codes + row * codes_bytes,

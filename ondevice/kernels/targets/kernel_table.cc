@@ -25,6 +25,7 @@ const KernelTable kTable = {
     attention,
     dequantize_row,
     quantize_block,
+    quantize_lanes,
     half_to_float,
     float_to_half,
     largest,

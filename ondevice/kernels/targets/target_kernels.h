@@ -43,6 +43,8 @@ void dequantize_row(const RowFormat& format, const uint8_t* codes, const uint16_
                     const uint16_t* biases, int64_t groups, float* out);
 bool quantize_block(const RowFormat& format, const float* x, int64_t rows, int64_t cols, uint8_t* codes,
                     uint16_t* scales, uint16_t* biases);
+bool quantize_lanes(const RowFormat& format, const float* x, int64_t stride, int64_t rows, int64_t cols,
+                    uint8_t* codes, uint16_t* scales, uint16_t* biases);
 void half_to_float(const uint16_t* in, float* out, int64_t n);
 bool float_to_half(const float* in, uint16_t* out, int64_t n);
 void largest(const float* x, int64_t n, int64_t count, int32_t* ids, float* best);

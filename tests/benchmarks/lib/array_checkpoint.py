@@ -12,7 +12,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.config import RowFormat
 from ondevice.converters.architectures.tensors import tensor_shapes
 from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, TokenizerFiles
-from ondevice.converters.quantize import SourceCodes
+from ondevice.converters.quantize import EncodedColumns, SourceCodes
 from tests.support.engines import bundle_weights
 
 
@@ -47,6 +47,9 @@ class ArrayTensor:
         return self.values[:, start:stop]
 
     def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+        return None
+
+    def encoded_columns(self, start: int, stop: int, stored: RowFormat) -> EncodedColumns | None:
         return None
 
     def vector(self) -> Float32:

@@ -1,0 +1,78 @@
+#include <nanobind/stl/string.h>
+
+#include "bindings.h"
+#include "gguf_codes.h"
+
+namespace ondevice {
+namespace {
+
+using Stored = CArray<const uint8_t, 2>;  // rows of whole blocks
+
+const BlockType& type_of(const std::string& name, const Stored& data) {
+  const BlockType* type = find_block_type(name);
+  require(type != nullptr, "the type is one whose codes are copied");
+  require(data.shape(0) > 0 && data.shape(1) > 0 && data.shape(1) % type->nbytes == 0,
+          "data is (rows, bytes of whole blocks)");
+  return *type;
+}
+
+int64_t columns_of(const BlockType& type, const Stored& data) {
+  return static_cast<int64_t>(data.shape(1)) / type.nbytes * type.values;
+}
+
+void copy(const std::string& name, const Stored& data, const FormatArg& arg, const CArray<uint8_t, 2>& codes,
+          const CArray<float, 2>& scales, const CArray<float, 2>& biases) {
+  const BlockType& type = type_of(name, data);
+  const RowFormat stored = format_of(arg);
+  require(stored.group == 32 && stored.bits >= type.own.bits && (!stored.implied || type.own.implied),
+          "stored holds the type's codes");
+  const int64_t rows = data.shape(0), cols = columns_of(type, data);
+  require(static_cast<int64_t>(codes.shape(0)) == rows &&
+              static_cast<int64_t>(codes.shape(1)) == cols * stored.bits / 8,
+          "codes are (rows, cols * bits / 8)");
+  for (const auto* values : {&scales, &biases})
+    require(
+        static_cast<int64_t>(values->shape(0)) == rows &&
+            static_cast<int64_t>(values->shape(1)) == (values == &biases && stored.implied ? 0 : cols / 32),
+        "scales and biases are (rows, cols / 32), and implied biases (rows, 0)");
+  nb::gil_scoped_release release;
+  copy_codes(type, data.data(), rows, cols / type.values, stored, codes.data(), scales.data(), biases.data());
+}
+
+bool quantize(Runner& runner, const std::string& name, const Stored& data, int64_t first,
+              const FormatArg& arg, const CArray<uint8_t, 2>& codes, const CArray<uint16_t, 2>& scales,
+              const CArray<uint16_t, 2>& biases) {
+  const BlockType& type = type_of(name, data);
+  const RowFormat format = format_of(arg);
+  const int64_t rows = data.shape(0), count = codes.shape(0), groups = groups_of(rows);
+  require(format.bits != 16 && !format.implied, "columns are rounded to 4 to 8 bits, with biases");
+  require(first >= 0 && first % 16 == 0 && count > 0 && count <= columns_of(type, data) - first,
+          "columns are those of the matrix, from a multiple of 16 on");
+  require(static_cast<int64_t>(codes.shape(1)) == groups * format.codes_bytes(),
+          "codes are (n, padded rows * bits / 8)");
+  for (const auto* values : {&scales, &biases})
+    require(static_cast<int64_t>(values->shape(0)) == count &&
+                static_cast<int64_t>(values->shape(1)) == groups * format.scales(),
+            "scales and biases are (n, G)");
+  nb::gil_scoped_release release;
+  return quantize_columns(runner, type, data.data(), rows, data.shape(1), first, count, format, codes.data(),
+                          scales.data(), biases.data());
+}
+
+void column(const std::string& name, const Stored& data, int64_t at, const CArray<float, 1>& out) {
+  const BlockType& type = type_of(name, data);
+  require(at >= 0 && at < columns_of(type, data), "the column is one of the matrix");
+  require(out.shape(0) == data.shape(0), "out is (rows,)");
+  nb::gil_scoped_release release;
+  decode_column(type, data.data(), data.shape(0), data.shape(1), at, out.data());
+}
+
+}  // namespace
+
+void bind_gguf(nb::module_& m) {
+  m.def("copy_gguf_codes", &copy);
+  m.def("quantize_gguf_columns", &quantize);
+  m.def("decode_gguf_column", &column);
+}
+
+}  // namespace ondevice

@@ -1,0 +1,119 @@
+"""GGUF blocks in native code, against numpy's decoders and `quantize_reference`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ondevice.bundle.codes import pack
+from ondevice.config import RowFormat
+from ondevice.converters.checkpoints.gguf_codecs import CODE_FORMATS, decode, unpack
+from ondevice.converters.checkpoints.gguf_file import TENSOR_TYPES
+from ondevice.converters.checkpoints.gguf_tensor import GgufColumns
+from ondevice.converters.quantize import quantize_reference
+from ondevice.kernels import _native
+
+TYPES = {kind.name: kind for kind in TENSOR_TYPES.values() if kind.name in CODE_FORMATS}
+
+
+def blocks_of(name: str, rows: int, blocks: int, finite: bool) -> np.ndarray:
+    """Random bytes (rows, blocks * bytes): any codes and scales, or finite scales near one."""
+    kind = TYPES[name]
+    data = np.random.default_rng(3).integers(0, 256, (rows, blocks, kind.nbytes), dtype=np.uint8)
+    if finite:
+        # The high bytes of both float16 numbers. In types that have only one, the second is a code's byte.
+        data[:, :, 1] = data[:, :, 1] & 0x83 | 0x38
+        data[:, :, 3] = data[:, :, 3] & 0x83 | 0x38
+    return data.reshape(rows, -1)
+
+
+def same_bits(mine: np.ndarray, other: np.ndarray) -> bool:
+    nan = np.isnan(mine)
+    return bool((nan == np.isnan(other)).all()) and np.array_equal(
+        mine[~nan].view(np.uint32), other[~nan].view(np.uint32)
+    )
+
+
+def held_formats(own: RowFormat) -> list[RowFormat]:
+    """The formats that hold codes of `own`: with as many bits or more, biases implied or stored."""
+    bits = [bits for bits in (4, 5, 6, 8) if bits >= own.bits]
+    return [RowFormat(b, 32, implied) for b in bits for implied in {own.implied_bias, False}]
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"), [(name, stored) for name, own in CODE_FORMATS.items() for stored in held_formats(own)]
+)
+@pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (5, 3), (16, 2)])
+def test_codes_are_those_that_numpy_unpacks(name: str, stored: RowFormat, rows: int, blocks: int) -> None:
+    data = blocks_of(name, rows, blocks, finite=False)
+    own, cols = CODE_FORMATS[name], blocks * TYPES[name].block
+    codes, scales, biases = unpack(name, data.reshape(rows * blocks, -1))
+    with np.errstate(all="ignore"):
+        if own.implied_bias:
+            codes = codes + np.uint8(stored.zero - own.zero) if stored.implied_bias else codes
+            biases = np.float32(-own.zero) * scales
+    assert biases is not None
+    codes = pack(codes.reshape(rows, -1), stored.bits)
+    mine = np.full((rows, cols * stored.bits // 8), 0xAA, dtype=np.uint8)
+    affine = np.zeros((2, rows, cols // 32), dtype=np.float32)
+    kept = affine[1][:, : 0 if stored.implied_bias else None].copy()
+    _native.copy_gguf_codes(name, data, stored, mine, affine[0], kept)
+    assert np.array_equal(mine, codes)
+    assert same_bits(affine[0], scales.reshape(rows, -1))
+    if not stored.implied_bias:
+        assert same_bits(kept, biases.reshape(rows, -1))
+
+
+@pytest.mark.parametrize("name", CODE_FORMATS)
+@pytest.mark.parametrize("stored", [RowFormat(4), RowFormat(4, 32), RowFormat(5), RowFormat(8)])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("rows", "start", "count"), [(7, 0, 32), (70, 16, 33), (64, 48, 5)])
+def test_columns_are_rounded_as_their_values_are(
+    name: str, stored: RowFormat, threads: int, rows: int, start: int, count: int
+) -> None:
+    kind = TYPES[name]
+    blocks = 96 // min(kind.block, 96) if kind.block == 32 else 1
+    data = blocks_of(name, rows, blocks, finite=True)
+    values = np.empty((rows * blocks, kind.block), dtype=np.float32)
+    decode(name, data.reshape(rows * blocks, -1), values)
+    wanted = values.reshape(rows, -1)[:, start : start + count].T
+    columns = GgufColumns(kind, data, 0, blocks * kind.block).taken(start, start + count)
+    assert same_bits(columns.decoded(np.arange(count)), np.ascontiguousarray(wanted))
+    expected, found = quantize_reference(wanted, stored), columns.quantised(_native.Runner(threads), stored)
+    assert found is not None
+    for mine, other in zip(vars(found).values(), vars(expected).values(), strict=True):
+        assert mine.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("target", _native.available_targets())
+@pytest.mark.parametrize("bad", [0x7C00, 0x7E00, 0x7BFF])
+def test_values_beyond_float16_are_reported(target: str, bad: int) -> None:
+    data = blocks_of("Q8_0", 70, 1, finite=True)
+    data[69, :2] = np.frombuffer(np.uint16(bad).tobytes(), np.uint8)
+    data[69, 2:] = 127
+    columns = GgufColumns(TYPES["Q8_0"], data, 0, 32)
+    assert columns.quantised(_native.Runner(2, target), RowFormat(4)) is None
+    assert columns.quantised(_native.Runner(2, target), RowFormat(8)) is None
+
+
+def test_shapes_that_lie_are_refused() -> None:
+    data = blocks_of("Q4_0", 4, 2, finite=True)
+    codes, scales = np.empty((4, 32), np.uint8), np.empty((4, 2), np.float32)
+    own, none = RowFormat(4, 32, True), np.empty((4, 0), np.float32)
+    for kind, stored, held, numbers in (
+        ("Q6_K", own, codes, none),
+        ("Q5_1", own, codes, none),
+        ("Q4_0", RowFormat(4), codes, scales),
+        ("Q4_0", own, codes[:3], none),
+        ("Q4_0", own, codes, scales),
+        ("Q4_1", own, codes, none),
+    ):
+        with pytest.raises(ValueError, match=r"is|holds|are"):
+            _native.copy_gguf_codes(kind, data, stored, held, scales, numbers)
+    columns = GgufColumns(TYPES["Q4_0"], data, 0, 64)
+    for start, stop in ((8, 16), (48, 65), (0, 0), (-16, 0)):
+        with pytest.raises(ValueError, match="columns are"):
+            columns.taken(start, stop).quantised(_native.Runner(1), RowFormat(4))
+    for column in (-1, 64):
+        with pytest.raises(ValueError, match="one of the matrix"):
+            _native.decode_gguf_column("Q4_0", data, column, np.empty(4, np.float32))
