@@ -79,7 +79,7 @@ from ondevice.errors import (
 from ondevice.kernels import _native
 from ondevice.units import usable_cores
 
-CONVERTER_VERSION = "5"
+CONVERTER_VERSION = "6"
 """Version of the converter. It changes whenever the same checkpoint would give other bytes."""
 BLOCKS_AHEAD = 2
 _MANIFEST_BYTES = 1 << 20
