@@ -35,10 +35,10 @@ struct HeadTransform {
   Norm v_norm = {};
 };
 
-// Activations in the form that weights of 4, 8 or 16 bits are multiplied with.
+// Activations in the form that weights of 4 to 8 or of 16 bits are multiplied with.
 struct InputRows {
   int64_t tokens;
-  QuantizedRows quantized;  // for 4 and 8 bits
+  QuantizedRows quantized;  // for 4 to 8 bits
   const float* padded;      // for 16 bits: (T, quantized.groups * 64) floats, zeros behind the last column
 };
 
