@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ondevice.doctor.check import Check
 from ondevice.errors import BackendUnavailableError
@@ -91,19 +91,20 @@ def kernels() -> Check:
 
 
 def kernel_product(target: str) -> bytes:
-    """Every bit of a product, and of its weights quantised to 4, 8 and 16 bits, computed by `target`.
+    """Every bit of a product, and of its weights quantised to each number of bits, computed by `target`.
 
     Weights are (ROWS, COLUMNS), activations (TOKENS, COLUMNS).
     """
     import numpy as np
 
+    from ondevice.config import Bits
     from ondevice.kernels import _native
 
     runner, rng = _native.Runner(1, target), np.random.default_rng(1)
     weights = rng.standard_normal((ROWS, COLUMNS), dtype=np.float32)
     x = rng.standard_normal((TOKENS, COLUMNS), dtype=np.float32)
     groups, found = -(-COLUMNS // 64), b""
-    for bits in (4, 8, 16):
+    for bits in get_args(Bits):
         codes = np.empty((ROWS, groups * 64 * bits // 8), dtype=np.uint8)
         scales, biases = (np.empty((ROWS, 0 if bits == 16 else groups), np.uint16) for _ in range(2))
         _native.quantize_rows(runner, weights, bits, codes, scales, biases)
