@@ -59,7 +59,7 @@ class Fidelity:
 def measure(
     source: Weights | SourceCodes | RoundedRows | EncodedColumns, rows: QuantizedRows, stored: RowFormat
 ) -> Fidelity:
-    """What storing rows at 4 or 8 bits did to them."""
+    """What storing rows at 4 to 8 bits did to them."""
     if isinstance(source, RoundedRows):
         error, weight = source.squares.sum(axis=0)
         count = len(source.squares) * source.cols

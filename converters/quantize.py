@@ -88,7 +88,7 @@ class EncodedColumns(Protocol):
         ...
 
     def quantised(self, runner: _native.Runner, stored: RowFormat) -> QuantizedRows | None:
-        """The rows as `quantize` gives them at 4 or 8 bits; None where it raises CheckpointError."""
+        """The rows as `quantize` gives them at 4 to 8 bits; None where it raises CheckpointError."""
         ...
 
     def decoded(self, picks: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -323,7 +323,7 @@ class SquaredError:
 def quantize_encoded(
     runner: _native.Runner, source: EncodedColumns, stored: RowFormat, name: str
 ) -> QuantizedRows:
-    """`quantize` of encoded columns at 4 or 8 bits. Raises CheckpointError as it does."""
+    """`quantize` of encoded columns at 4 to 8 bits. Raises CheckpointError as it does."""
     rows = source.quantised(runner, stored)
     if rows is None:
         raise _bad_values(name)
