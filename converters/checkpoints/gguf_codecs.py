@@ -209,9 +209,6 @@ DECODERS: dict[str, Decoder] = {
 """By the type's name. The values of other types aren't known here."""
 
 
-Unpacked: TypeAlias = tuple[Bytes, Float32, Float32 | None]
-"""(n, values) codes, (n, G) scales and biases of groups of 32; no biases where CODE_FORMATS implies them."""
-
 CODE_FORMATS: dict[str, RowFormat] = {
     "Q4_0": RowFormat(4, 32, True),
     "Q4_1": RowFormat(4, 32),
@@ -222,29 +219,3 @@ CODE_FORMATS: dict[str, RowFormat] = {
     "Q8_0": RowFormat(8, 32, True),
 }
 """By the type's name, the narrowest format of a bundle that holds its codes; what isn't here is rounded."""
-
-
-def unpack(kind: str, blocks: Bytes) -> Unpacked:
-    """Codes, scales and biases of blocks (n, bytes of a block) of a type in CODE_FORMATS.
-
-    It defines what `copy_gguf_codes` of the kernels does.
-    """
-    with np.errstate(all="ignore"):
-        return _UNPACK[kind](blocks)
-
-
-def _unpack_q5_k(blocks: Bytes) -> Unpacked:
-    codes = _nibbles(blocks[:, 48:], 32)
-    codes |= _bits(blocks[:, 16:48], 32) << np.uint8(4)
-    return codes, *_six_bit_scales(blocks)
-
-
-_UNPACK: dict[str, Callable[[Bytes], Unpacked]] = {
-    "Q4_0": lambda blocks: (_nibbles(blocks[:, 2:], 16), _half(blocks, 0), None),
-    "Q4_1": lambda blocks: (_nibbles(blocks[:, 4:], 16), _half(blocks, 0), _half(blocks, 2)),
-    "Q4_K": lambda blocks: (_nibbles(blocks[:, 16:], 32), *_six_bit_scales(blocks)),
-    "Q5_0": lambda blocks: (_five_bits(blocks[:, 2:6], blocks[:, 6:]), _half(blocks, 0), None),
-    "Q5_1": lambda blocks: (_five_bits(blocks[:, 4:8], blocks[:, 8:]), _half(blocks, 0), _half(blocks, 2)),
-    "Q5_K": _unpack_q5_k,
-    "Q8_0": lambda blocks: (blocks[:, 2:] ^ np.uint8(128), _half(blocks, 0), None),
-}

@@ -111,16 +111,6 @@ inline void pack_nibbles(const uint8_t* codes, uint8_t* out) {
   std::memcpy(out, &packed, 16);
 }
 
-// The 32 codes in `bits` bits each, low bits first.
-inline void pack_codes(const uint8_t* codes, int bits, uint8_t* out) {
-  if (bits == 4) return pack_nibbles(codes, out);
-  for (int64_t k = 0; k < kPart; k += 8, out += bits) {
-    uint64_t packed = 0;
-    for (int64_t i = 0; i < 8; ++i) packed |= static_cast<uint64_t>(codes[k + i]) << (bits * i);
-    std::memcpy(out, &packed, static_cast<size_t>(bits));
-  }
-}
-
 inline float zero_of(const RowFormat& format) { return static_cast<float>(1 << (format.bits - 1)); }
 
 template <Kind kKind>
@@ -138,7 +128,10 @@ void copy_parts(const uint8_t* data, int64_t blocks, const RowFormat& stored, ui
       if (!stored.implied) biases[at] = type.own.implied ? -zero * part.scale : part.bias;
       if (shift)
         for (uint8_t& code : part.codes) code = static_cast<uint8_t>(code + shift);
-      pack_codes(part.codes, stored.bits, codes + at * part_bytes);
+      if (stored.bits == 4)
+        pack_nibbles(part.codes, codes + at * part_bytes);
+      else
+        pack_codes(part.codes, kPart, stored.bits, codes + at * part_bytes);
     }
 }
 

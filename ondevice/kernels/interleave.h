@@ -124,10 +124,20 @@ static inline V even_bytes(V x) {
   return (x | x >> 16) & uint64_t{0x00000000ffffffff};
 }
 
+// `count` codes, one a byte -> `bits` bits each without gaps, low bits first. count: a multiple of 8.
+static inline void pack_codes(const uint8_t* codes, int64_t count, int bits, uint8_t* out) {
+  for (int64_t k = 0; k < count; k += 8, out += bits) {
+    uint64_t packed = 0;
+    for (int64_t i = 0; i < 8; ++i) packed |= static_cast<uint64_t>(codes[k + i]) << (bits * i);
+    std::memcpy(out, &packed, static_cast<size_t>(bits));
+  }
+}
+
 // Bytes of a half block of a tile: 16 rows of 32 columns.
 constexpr int64_t half_block_bytes(int bits) { return 64 * bits; }
 
-// Puts eight codes, one a byte, into a half block of zeros: those of row r's columns 8 * v to 8 * v + 7.
+// Puts eight codes, one a byte, into a half block: those of row r's columns 8 * v to 8 * v + 7. v counts from
+// 0 to 3, as the first codes of a word with high bits overwrite it.
 static inline void put_codes(uint64_t codes, int bits, int64_t r, int64_t v, uint8_t* half_block) {
   constexpr uint64_t kEven = 0x00ff00ff00ff00ff;
   const uint64_t nibbles = codes & 0x0f0f0f0f0f0f0f0f, high = codes >> 4 & 0x0f0f0f0f0f0f0f0f;

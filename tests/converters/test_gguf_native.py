@@ -5,25 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ondevice.bundle.codes import pack
 from ondevice.config import RowFormat
-from ondevice.converters.checkpoints.gguf_codecs import CODE_FORMATS, decode, unpack
+from ondevice.converters.checkpoints.gguf_codecs import CODE_FORMATS, decode
 from ondevice.converters.checkpoints.gguf_file import TENSOR_TYPES
 from ondevice.converters.checkpoints.gguf_tensor import GgufColumns
-from ondevice.converters.quantize import quantize_reference
+from ondevice.converters.quantize import SourceCodes, dequantize, quantize_reference
 from ondevice.kernels import _native
 
 TYPES = {kind.name: kind for kind in TENSOR_TYPES.values() if kind.name in CODE_FORMATS}
 
 
-def blocks_of(name: str, rows: int, blocks: int, finite: bool) -> np.ndarray:
-    """Random bytes (rows, blocks * bytes): any codes and scales, or finite scales near one."""
+def blocks_of(name: str, rows: int, blocks: int) -> np.ndarray:
+    """Random bytes (rows, blocks * bytes), with finite scales near one."""
     kind = TYPES[name]
     data = np.random.default_rng(3).integers(0, 256, (rows, blocks, kind.nbytes), dtype=np.uint8)
-    if finite:
-        # The high bytes of both float16 numbers. In types that have only one, the second is a code's byte.
-        data[:, :, 1] = data[:, :, 1] & 0x83 | 0x38
-        data[:, :, 3] = data[:, :, 3] & 0x83 | 0x38
+    # The high bytes of both float16 numbers. In types that have only one, the second is a code's byte.
+    data[:, :, 1] = data[:, :, 1] & 0x83 | 0x38
+    data[:, :, 3] = data[:, :, 3] & 0x83 | 0x38
     return data.reshape(rows, -1)
 
 
@@ -44,24 +42,28 @@ def held_formats(own: RowFormat) -> list[RowFormat]:
     ("name", "stored"), [(name, stored) for name, own in CODE_FORMATS.items() for stored in held_formats(own)]
 )
 @pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (5, 3), (16, 2)])
-def test_codes_are_those_that_numpy_unpacks(name: str, stored: RowFormat, rows: int, blocks: int) -> None:
-    data = blocks_of(name, rows, blocks, finite=False)
-    own, cols = CODE_FORMATS[name], blocks * TYPES[name].block
-    codes, scales, biases = unpack(name, data.reshape(rows * blocks, -1))
-    with np.errstate(all="ignore"):
-        if own.implied_bias:
-            codes = codes + np.uint8(stored.zero - own.zero) if stored.implied_bias else codes
-            biases = np.float32(-own.zero) * scales
-    assert biases is not None
-    codes = pack(codes.reshape(rows, -1), stored.bits)
-    mine = np.full((rows, cols * stored.bits // 8), 0xAA, dtype=np.uint8)
-    affine = np.zeros((2, rows, cols // 32), dtype=np.float32)
-    kept = affine[1][:, : 0 if stored.implied_bias else None].copy()
-    _native.copy_gguf_codes(name, data, stored, mine, affine[0], kept)
-    assert np.array_equal(mine, codes)
-    assert same_bits(affine[0], scales.reshape(rows, -1))
-    if not stored.implied_bias:
-        assert same_bits(kept, biases.reshape(rows, -1))
+def test_codes_stand_for_the_values_that_numpy_decodes(
+    name: str, stored: RowFormat, rows: int, blocks: int
+) -> None:
+    data, cols = blocks_of(name, rows, blocks), blocks * TYPES[name].block
+    values = np.empty((rows, cols), dtype=np.float32)
+    decode(name, data.reshape(rows * blocks, -1), values.reshape(rows * blocks, -1))
+    codes = np.full((rows, cols * stored.bits // 8), 0xAA, dtype=np.uint8)
+    scales = np.full((rows, cols // 32), np.nan, dtype=np.float32)
+    biases = scales[:, : 0 if stored.implied_bias else None].copy()
+    _native.copy_gguf_codes(name, data, stored, codes, scales, biases)
+    assert np.array_equal(dequantize(SourceCodes(codes, scales, biases), stored, cols), values)
+
+
+def test_every_float16_scale_is_widened_exactly() -> None:
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    data = np.zeros((len(halves), TYPES["Q4_1"].nbytes), dtype=np.uint8)
+    data[:, :2] = data[:, 2:4] = halves.view(np.uint8).reshape(-1, 2)
+    codes, (scales, biases) = np.empty((len(halves), 16), np.uint8), np.empty((2, len(halves), 1), np.float32)
+    _native.copy_gguf_codes("Q4_1", data, CODE_FORMATS["Q4_1"], codes, scales, biases)
+    wanted = halves.view(np.float16).astype(np.float32)
+    assert same_bits(scales[:, 0], wanted)
+    assert same_bits(biases[:, 0], wanted)
 
 
 @pytest.mark.parametrize("name", CODE_FORMATS)
@@ -73,7 +75,7 @@ def test_columns_are_rounded_as_their_values_are(
 ) -> None:
     kind = TYPES[name]
     blocks = 96 // min(kind.block, 96) if kind.block == 32 else 1
-    data = blocks_of(name, rows, blocks, finite=True)
+    data = blocks_of(name, rows, blocks)
     values = np.empty((rows * blocks, kind.block), dtype=np.float32)
     decode(name, data.reshape(rows * blocks, -1), values)
     wanted = values.reshape(rows, -1)[:, start : start + count].T
@@ -88,7 +90,7 @@ def test_columns_are_rounded_as_their_values_are(
 @pytest.mark.parametrize("target", _native.available_targets())
 @pytest.mark.parametrize("bad", [0x7C00, 0x7E00, 0x7BFF])
 def test_values_beyond_float16_are_reported(target: str, bad: int) -> None:
-    data = blocks_of("Q8_0", 70, 1, finite=True)
+    data = blocks_of("Q8_0", 70, 1)
     data[69, :2] = np.frombuffer(np.uint16(bad).tobytes(), np.uint8)
     data[69, 2:] = 127
     columns = GgufColumns(TYPES["Q8_0"], data, 0, 32)
@@ -97,7 +99,7 @@ def test_values_beyond_float16_are_reported(target: str, bad: int) -> None:
 
 
 def test_shapes_that_lie_are_refused() -> None:
-    data = blocks_of("Q4_0", 4, 2, finite=True)
+    data = blocks_of("Q4_0", 4, 2)
     codes, scales = np.empty((4, 32), np.uint8), np.empty((4, 2), np.float32)
     own, none = RowFormat(4, 32, True), np.empty((4, 0), np.float32)
     for kind, stored, held, numbers in (

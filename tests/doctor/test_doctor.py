@@ -175,6 +175,13 @@ def test_a_target_that_computes_otherwise_fails(monkeypatch: pytest.MonkeyPatch)
     assert "right: avx2" in check.value
 
 
+def test_targets_are_compared_at_every_number_of_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    used, quantise = [], _native.quantize_rows
+    monkeypatch.setattr(_native, "quantize_rows", lambda *args: (used.append(args[2]), quantise(*args)))
+    machine.kernel_product("scalar")
+    assert used == [4, 5, 6, 8, 16]
+
+
 def test_a_processor_without_instruction_sets_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "available_targets", lambda: ["scalar"])
     assert machine.kernels().status == "warning"

@@ -245,15 +245,6 @@ static void store_lanes(const uint8_t* pairs, int64_t size, int64_t rows, int64_
   }
 }
 
-// A group's codes, one a byte, without gaps in `bits` bits each, low bits first.
-static void pack_codes(const uint8_t* codes, int64_t size, int bits, uint8_t* out) {
-  for (int64_t k = 0; k < size; k += 8, out += bits) {
-    uint64_t packed = 0;
-    for (int64_t i = 0; i < 8; ++i) packed |= static_cast<uint64_t>(codes[k + i]) << (bits * i);
-    memcpy(out, &packed, static_cast<size_t>(bits));
-  }
-}
-
 // The codes of a group of up to 16 rows at 4 to 6 bits, the rows `stride` bytes apart.
 static void store_group(const float* w, int64_t n, const RowFormat& format, F scale, F bias, int64_t rows,
                         int64_t stride, uint8_t* codes) {
@@ -340,23 +331,33 @@ bool quantize_block(const RowFormat& format, const float* x, int64_t rows, int64
   return finite;
 }
 
+// A group's codes as stored -> one a byte.
+template <int BITS>
+static void unpack_codes(const uint8_t* codes, int64_t size, uint8_t* out) {
+  for (int64_t k = 0; k < size; k += 8, codes += BITS) {
+    uint64_t raw = 0;
+    memcpy(&raw, codes, BITS);
+    raw = spread_codes(raw, BITS);
+    memcpy(out + k, &raw, 8);
+  }
+}
+
 // w = scale * code + bias, one fused multiply-add each.
 void dequantize_row(const RowFormat& format, const uint8_t* codes, const uint16_t* scales,
                     const uint16_t* biases, int64_t groups, float* out) {
   const int64_t size = format.group;
   const float zero_code = static_cast<float>(1 << (format.bits - 1));
+  const auto unpack = format.bits == 4   ? unpack_codes<4>
+                      : format.bits == 5 ? unpack_codes<5>
+                      : format.bits == 6 ? unpack_codes<6>
+                                         : unpack_codes<8>;
   for (int64_t g = 0; g < groups * format.scales(); ++g) {
     uint16_t halves[16] = {scales[g], format.implied ? uint16_t{0} : biases[g]};
     float rounded[16];
     store(rounded, load_half(halves));
     const F scale = set1(rounded[0]), bias = set1(format.implied ? -zero_code * rounded[0] : rounded[1]);
     uint8_t q[kGroup];
-    for (int k = 0; k < size; k += 8) {
-      uint64_t raw = 0;
-      memcpy(&raw, codes + (g * size + k) * format.bits / 8, static_cast<size_t>(format.bits));
-      raw = format.bits == 8 ? raw : spread_codes(raw, format.bits);
-      memcpy(q + k, &raw, 8);
-    }
+    unpack(codes + g * size * format.bits / 8, size, q);
     for (int i = 0; i < size / 16; ++i)
       store(out + g * size + 16 * i, fma(scale, load_uint8(q + 16 * i), bias));
   }
