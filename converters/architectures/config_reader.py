@@ -28,6 +28,8 @@ HARMLESS_KEYS = frozenset({
     "unk_token_id", "use_cache",
 })
 # fmt: on
+INTEGER_LIMIT = 1 << 64
+"""JSON has integers of any length, of which the longer ones are no floats."""
 
 
 class ConfigReader:
@@ -40,10 +42,10 @@ class ConfigReader:
         self._read: set[str] = set()
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """An integer; a missing or null key gives the default, or CheckpointError without one."""
+        """An integer below 2^64; a missing or null key gives the default, or CheckpointError without one."""
         value = self._value(key, default)
-        if type(value) is not int:
-            raise self._wrong(key, value, "an integer")
+        if type(value) is not int or abs(value) >= INTEGER_LIMIT:
+            raise self._wrong(key, value, "an integer of at most 64 bits")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -154,7 +154,7 @@ def _phi3_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
         "sliding_window": window or None,
         "original_max_position_embeddings": original,
     }
-    if SHORT_FACTORS not in metadata.stored:
+    if not {SHORT_FACTORS, LONG_FACTORS} & set(metadata.stored):
         return found
     scaling: dict[str, Any] = {
         "rope_type": "longrope",

@@ -24,6 +24,8 @@ from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceT
 from ondevice.converters.checkpoints.gguf_families import (
     BLOCK_NAMES,
     FAMILIES,
+    LONG_FACTORS,
+    SHORT_FACTORS,
     WHOLE_NAMES,
     Family,
 )
@@ -144,6 +146,11 @@ def _of_metadata(
 
 def _divided(rope: RopeSpec, factors: SourceTensor, file: str) -> RopeSpec:
     """Frequencies divided by a file's factors, as Llama 3's scaling is stored: one a pair that turns."""
+    if rope.long_frequencies:
+        raise CheckpointError(
+            f"{file} has {factors.name} beside {SHORT_FACTORS} and {LONG_FACTORS}; a model has one or "
+            "the others"
+        )
     pairs = sum(frequency > 0 for frequency in rope.frequencies)
     if not pairs:
         return rope

@@ -178,6 +178,11 @@ class Padded(_View):
         return self.wanted
 
     @property
+    def nbytes(self) -> int:
+        # Zeros are in no file.
+        return self.source.nbytes
+
+    @property
     def code_format(self) -> RowFormat | None:
         return None
 

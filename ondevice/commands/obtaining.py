@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -32,9 +33,9 @@ def obtained(model: str | None, runtime: RuntimeConfig, yes: bool) -> str | Path
 
     if model is None:
         return None
-    told, _, bundle = os.environ.pop(_CONVERTED, "").partition("\n")
-    if told == model and Path(bundle).exists():
-        return Path(bundle)
+    told, before = os.environ.pop(_CONVERTED, ""), f"{model}\n"
+    if told.startswith(before) and (bundle := Path(told.removeprefix(before))).exists():
+        return bundle
     try:
         find_model(model)
         return model
@@ -60,10 +61,12 @@ def _convert_and_start_again(model: str, runtime: RuntimeConfig, yes: bool) -> N
         if prepared.is_converted:
             _start_again(model, prepared.output)
         if prepared.output.exists():
-            line = convert_line(model, prepared.output.with_name(f"{prepared.output.name}-2"))
+            others = (prepared.output.with_name(f"{prepared.output.name}-{n}") for n in count(2))
+            free = next(other for other in others if not os.path.lexists(other))
+            line = convert_line(model, free)
             raise UsageError(
                 f"{prepared.output} exists and wasn't made from {model}; `{line}` converts that under "
-                "another name, which this command then takes"
+                f"another name, and this command then takes {free.name} for it"
             )
         prepared.check_output(resume=True, force=False)
         plan = prepared.least_plan(runtime)

@@ -13,6 +13,7 @@ import pytest
 
 from ondevice.bundle.reader import Bundle
 from ondevice.commands import obtaining, terminal
+from ondevice.config import RuntimeConfig
 from tests.converters.test_hub_gguf import write_model as write_gguf_model
 from tests.support.bundles import write_chat_checkpoint
 from tests.support.command_line import Run, command
@@ -259,6 +260,15 @@ def test_two_folders_of_one_name(ondevice: Run, converted: Callable[[str], Path]
     line = refused.err.split("`ondevice ")[1].split("`")[0].split(" ")
     assert ondevice(*line).code == 0
     assert ondevice(*CHAT, "one-2", stdin="Hello\n").code == 0
+    # A name that is taken isn't advised again.
+    assert "one-3" in ondevice(*CHAT, other, "--yes", stdin="Hello\n").err
+
+
+def test_a_name_of_two_lines_is_told_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Else the command that starts again would convert, find it done and start again for ever."""
+    monkeypatch.setenv("_ONDEVICE_CONVERTED", f"a\nb\n{tmp_path}")
+    assert obtaining.obtained("a\nb", RuntimeConfig(), yes=False) == tmp_path
+    assert "_ONDEVICE_CONVERTED" not in os.environ
 
 
 def test_a_folder_with_one_file_is_converted(ondevice: Run, hub: HubServer, tmp_path: Path) -> None:

@@ -271,6 +271,21 @@ def test_contradictory_windows(options: dict[str, Any], match: str) -> None:
         read("qwen2", layer_types=["chunked_attention"] * 2)
 
 
+@pytest.mark.parametrize(("family", "key"), [
+    ("gemma", "hidden_size"), ("gemma3_text", "hidden_size"), ("gemma3n_text", "hidden_size"),
+    ("gemma4_text", "hidden_size"), ("phi3", "max_position_embeddings"),
+])  # fmt: skip
+def test_integers_that_are_no_floats_are_refused(family: str, key: str) -> None:
+    """JSON has integers of any length, and some families take roots and quotients of theirs."""
+    values = {**tiny_config("llama"), "model_type": family, "architectures": None, key: 10**400}
+    if family == "phi3":
+        factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+        values |= {"rope_scaling": {"rope_type": "longrope", **factors}}
+        values |= {"original_max_position_embeddings": 64}
+    with pytest.raises(CheckpointError, match=f"{key} is 1000.*an integer of at most 64 bits"):
+        read_config(values)
+
+
 NEMOTRON_4B: dict[str, Any] = {
     "architectures": ["NemotronForCausalLM"], "model_type": "nemotron", "bos_token_id": 2, "eos_token_id": 3,
     "hidden_act": "relu2", "hidden_size": 3072, "initializer_range": 0.0134, "intermediate_size": 9216,

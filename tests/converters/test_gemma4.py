@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from ondevice.bundle.model_section import model_section, parse_model
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.strict_json import Section
 from ondevice.converters.architectures.registry import describe, read_config
+from ondevice.converters.checkpoints.opening import open_checkpoint
+from ondevice.converters.checkpoints.views import Padded
 from ondevice.converters.convert import convert
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model.kv_cache import KVCache
@@ -80,6 +83,17 @@ def test_neurons_that_fill_up_are_zeros(bundle: Path) -> None:
     opened = Bundle.open(bundle)
     assert opened.config.intermediate_size == 320
     assert any("zeros fill" in note for note in opened.manifest.provenance.notes)
+
+
+def test_zeros_that_fill_up_are_not_read(tmp_path: Path) -> None:
+    """Else a download would be announced with bytes that no file has."""
+    from tests.converters.test_families import CASES, write_model
+
+    write_model(tmp_path, *CASES["gemma4 e wide"])
+    with closing(open_checkpoint(tmp_path)) as checkpoint:
+        filled = [it for it in checkpoint.tensors.values() if isinstance(it, Padded)]
+        assert filled
+        assert [it.nbytes for it in filled] == [it.source.nbytes for it in filled]
 
 
 def test_a_tree_has_the_bits_of_one_pass(bundle: Path) -> None:

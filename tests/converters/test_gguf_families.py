@@ -4,6 +4,7 @@ logits."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,28 @@ def test_changed_headers_are_refused_or_read(tmp_path: Path, case: str) -> None:
         except OndeviceError:
             refused += 1
     assert refused > ROUNDS // 2
+
+
+def test_factors_of_longrope_come_in_twos_and_alone(tmp_path: Path) -> None:
+    """One that is left out, or divided by others too, would change every position."""
+    source, path = written(tmp_path / "source", "phi3"), tmp_path / "model.gguf"
+
+    def factors(*names: str) -> Callable[[Any], None]:
+        def add(writer: Any) -> None:
+            writer.add_rope_scaling_orig_ctx_len(64)
+            for name in names:
+                writer.add_tensor(f"{name}.weight", np.full(8, 2.0, dtype=np.float32))
+
+        return add
+
+    for names, message in (
+        (["rope_factors_long"], "no vector rope_factors_short"),
+        (["rope_factors_short"], "no vector rope_factors_long"),
+        (["rope_factors_long", "rope_factors_short", "rope_freqs"], "one or the others"),
+    ):
+        write_family(path, source, change=factors(*names))
+        with pytest.raises(OndeviceError, match=message):
+            open_checkpoint(path)
 
 
 def llama_cpp_logits(path: Path, tokens: list[int]) -> np.ndarray:

@@ -207,7 +207,7 @@ static inline void dot_blocks(const uint8_t* const* blocks, const int8_t* const*
   I a[N][TT], b[N][TT];
   for (int n = 0; n < N; ++n)
     for (int t = 0; t < TT; ++t) a[n][t] = b[n][t] = int_zero();
-  // Eight columns at a time, of 4 or 8 bits.
+  // Eight columns at a time.
   for (int v = 0; v < COLS / 8; ++v) {
     B low[N], high[N];
     for (int n = 0; n < N; ++n) {
