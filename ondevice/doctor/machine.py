@@ -92,12 +92,13 @@ def kernels() -> Check:
 
 
 def kernel_product(target: str) -> bytes:
-    """Every bit of a product, and of its weights quantised to all numbers of bits, computed by `target`.
+    """Every bit of a product, and of its weights quantised to each number of bits, computed by `target`.
 
     Weights are (ROWS, COLUMNS), activations (TOKENS, COLUMNS).
     """
     import numpy as np
 
+    from ondevice.config import Bits
     from ondevice.kernels import _native
 
     runner, rng = _native.Runner(1, target), np.random.default_rng(1)

@@ -35,7 +35,7 @@ struct HeadTransform {
   Norm v_norm = {};
 };
 
-// Activations in the form that weights are multiplied with.
+// Activations in the form that weights of 4 to 8 or of 16 bits are multiplied with.
 struct InputRows {
   int64_t tokens;
   QuantizedRows quantized;  // for 4 to 8 bits
