@@ -98,7 +98,6 @@ def kernel_product(target: str) -> bytes:
     """
     import numpy as np
 
-    from ondevice.config import Bits
     from ondevice.kernels import _native
 
     runner, rng = _native.Runner(1, target), np.random.default_rng(1)
