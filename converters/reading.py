@@ -29,7 +29,7 @@ from ondevice.converters.quantize import EncodedColumns, RoundedRows, SourceCode
 BLOCK_BYTES = 4 << 20
 """Bytes of one matrix's values that are read, quantised and written at a time."""
 DOWN_BLOCK_BYTES = 96 << 20
-"""Bytes of a down projection's values held at a time; reading columns is cheap only for many at once."""
+"""Bytes of a down projection held at a time, encoded or as values. Reading columns is cheap only for many."""
 
 Wanted = Callable[[str, str], bool]
 """Gets a bundle file and a resident tensor (or `records`), and returns true if it is to be read."""
@@ -165,11 +165,16 @@ def _norm(
         yield f"layers.{layer}.{which}.bias", [tensors[name.norm_bias(which)]]
 
 
-def held_matrix_bytes(checkpoint: Checkpoint) -> int:
+def held_matrix_bytes(checkpoint: Checkpoint, quant: QuantConfig) -> int:
     """Bytes of the largest down projection that is read in several blocks of columns; 0 if none is."""
     layers = range(checkpoint.config.num_layers)
     downs = [checkpoint.tensors[names.LayerNames(layer).down] for layer in layers]
-    return max(down.nbytes if down.values_nbytes > DOWN_BLOCK_BYTES else 0 for down in downs)
+    return max(down.nbytes if _columns_bytes(down, quant) > DOWN_BLOCK_BYTES else 0 for down in downs)
+
+
+def _columns_bytes(down: SourceTensor, quant: QuantConfig) -> int:
+    """Bytes of all columns in memory, encoded or as values."""
+    return down.values_nbytes if down.encoded_columns(0, 0, quant.down) is None else down.nbytes
 
 
 def _neurons(
@@ -182,14 +187,13 @@ def _neurons(
     kinds = ("gate", "up", "down") if len(by_rows) == 2 else ("gate", "down")
     neurons = down.shape[1]
     step = _rows_per_block(by_rows[0])
-    encoded = down.encoded_columns(0, 0, quant.down) is not None
-    held_bytes = down.nbytes if encoded else down.values_nbytes
-    held = max(1, DOWN_BLOCK_BYTES * neurons // (held_bytes * step)) * step
+    held = max(1, DOWN_BLOCK_BYTES * neurons // (_columns_bytes(down, quant) * step)) * step
     for first in range(0, neurons, held):
         end = min(first + held, neurons)
         columns: Weights | EncodedColumns | None = None
         if down.name not in rounded:
-            columns = down.encoded_columns(first, end, quant.down) if encoded else down.columns(first, end)
+            columns = down.encoded_columns(first, end, quant.down)
+            columns = down.columns(first, end) if columns is None else columns
         for start in range(first, end, step):
             stop = min(start + step, end)
             rows: tuple[Weights | SourceCodes | RoundedRows | EncodedColumns, ...] = tuple(

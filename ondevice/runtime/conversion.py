@@ -127,7 +127,7 @@ class Prepared:
             else:
                 download = sum(source_bytes(checkpoint).values())
                 download += sum(map(passed_nbytes, checkpoint.tensors.values()))
-                passing = held_matrix_bytes(checkpoint)
+                passing = held_matrix_bytes(checkpoint, self._quant)
         return Foreseen(
             name=checkpoint.name,
             architecture=checkpoint.config.architecture,

@@ -15,6 +15,7 @@ from ondevice import api
 from ondevice.bundle.reader import Bundle
 from ondevice.converters import reading
 from ondevice.converters.checkpoints import gguf_file
+from ondevice.converters.hub.remote_file import Spool
 from ondevice.errors import (
     CheckpointError,
     DownloadError,
@@ -54,7 +55,7 @@ def model(hub: HubServer) -> Path:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices come in several blocks, and columns of down projections through the disk."""
     monkeypatch.setattr(reading, "BLOCK_BYTES", 1 << 13)
-    monkeypatch.setattr(reading, "DOWN_BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(reading, "DOWN_BLOCK_BYTES", 1 << 13)
 
 
 def convert(tmp_path: Path, name: str = NAME, **options: Any) -> Path:
@@ -82,6 +83,18 @@ def test_the_bytes_are_those_of_a_file_and_come_once(
     assert provenance.source == f"some/model@{commit}:{folder}{FILE}"
     assert provenance.source_format == "gguf"
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.usefixtures("model")
+def test_encoded_columns_that_fit_in_memory_pass_through_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A down projection has 96 x 160 values: 16,320 bytes as they are encoded, and 61,440 as float32."""
+    monkeypatch.setattr(reading, "DOWN_BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(Spool, "matrix", lambda *_: pytest.fail("a matrix was spooled"))
+    with prepare(NAME, tmp_path / "bundle") as prepared:
+        assert prepared.foreseen().passing_bytes == 0
+        prepared.run()
 
 
 @pytest.mark.usefixtures("small_blocks")
