@@ -205,7 +205,7 @@ def test_other_rope_scalings_are_refused(scaling: dict[str, Any]) -> None:
     [
         ({"head_dim": 1 << 31}, "a head would have 2147483648 dimensions; the most is 1024"),
         ({"hidden_size": 1 << 40, "head_dim": None}, "a head would have"),
-        ({"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 10**300}}, "the most is 1677"),
+        ({"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 10**18}}, "the most is 1677"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_slow": 1e-310}}, "beta_slow is 1e-310"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1e290}}, "beta_fast 1e"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": -8.0}}, "mscale is -8.0"),
