@@ -238,7 +238,7 @@ class _Conversion:
         if self._quant != QuantConfig.parse(quant):
             quant += " with formats of the source"
         if self._pieces:
-            digest = hashlib.sha256(self._origin.encode()).hexdigest()[:8]
+            digest = hashlib.sha256(repr(self._pieces).encode()).hexdigest()[:8]
             text = f"of {sum(map(len, self._pieces))} tokens ({digest})"
         return {"--quant": quant, "--text": text}
 

@@ -21,6 +21,7 @@ from ondevice.bundle.layout import (
     neuron_file_name,
     resident_tensors,
 )
+from ondevice.bundle.weight_shapes import layer_weight_shapes, model_weight_shapes
 from ondevice.config import MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
@@ -143,9 +144,9 @@ def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceT
             yield f"{prefix}.feed_forward.down.bias", [tensors[name.down_bias]]
         if spec.norms_output:
             yield from _norm(checkpoint, layer, "feed_forward_output_norm")
-        for weight in config.layer_weights(spec):
+        for weight in layer_weight_shapes(config, spec):
             yield f"{prefix}.{weight.name}", [tensors[name.weight(weight.name)]]
-    for weight in config.model_weights:
+    for weight in model_weight_shapes(config):
         yield weight.name, [tensors[names.model_weight(weight.name)]]
     yield "final_norm.weight", [tensors[names.FINAL_NORM]]
     if config.norm.bias:

@@ -61,7 +61,8 @@ def check_computes(bundle: Bundle) -> None:
     """
     config = bundle.config
     if not config.is_plain:
-        # What goes from layer to layer is more than one residual; the first forward pass checks its logits.
+        # More than one residual goes from layer to layer, layers read the keys of others, or blocks need all
+        # of a token's values; the first forward pass checks its logits.
         return
     try:
         logits = trial_logits(bundle, range(0, config.vocab_size, -(-config.vocab_size // TRIAL_TOKENS)))

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Literal, NamedTuple, get_args
 
 from ondevice.errors import UnsupportedModelError
-from ondevice.weight_shapes import WeightShape, layer_weights, model_weights
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
@@ -490,29 +488,6 @@ class ModelConfig:
         return self.hidden_size * (2 if self.norm.bias else 1)
 
     @property
-    def vectors_size(self) -> int:
-        """Number of values of all norms, biases, learned positions and other float32 weights."""
-        others = sum(prod(weight.shape) for weight in self.model_weights if not weight.quantised)
-        others += self.norm_size + self.positions_size + self.head_bias * self.vocab_size
-        return sum(map(self.vector_size, self.layers)) + others
-
-    @property
-    def model_weights(self) -> tuple[WeightShape, ...]:
-        """Weights of blocks that few models have, and that no layer has, in a bundle's order."""
-        return model_weights(self.hidden_size, self.num_layers, self.per_layer_width, self.residual_copies)
-
-    def layer_weights(self, layer: LayerSpec) -> tuple[WeightShape, ...]:
-        """A layer's weights of such blocks. They come last of the layer's in a bundle."""
-        found = layer_weights(self.hidden_size, self.per_layer_width, self.residual_copies, layer.laurel_rank)
-        return (*found, WeightShape("scale", (1,), False)) if layer.scaled else found
-
-    @property
-    def extra_matrices(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of all quantised matrices among `model_weights` and `layer_weights`."""
-        weights = [*self.model_weights, *(it for layer in self.layers for it in self.layer_weights(layer))]
-        return tuple(weight.shape for weight in weights if weight.quantised)
-
-    @property
     def per_layer_size(self) -> int:
         """Values of a token's row for all layers' per-layer inputs together; 0 without any."""
         return self.per_layer_width * self.num_layers
@@ -534,16 +509,6 @@ class ModelConfig:
     def positions_size(self) -> int:
         """Number of values of learned positions."""
         return self.max_context * self.hidden_size if self.learned_positions else 0
-
-    def vector_size(self, layer: LayerSpec) -> int:
-        """Number of values of a layer's norms and biases."""
-        norms = (layer.norms_input + layer.norms_output) * 2 * self.norm_size
-        biases = layer.attention.bias * self.qkv_rows(layer) + layer.attention.output_bias * self.hidden_size
-        feed_forward = layer.feed_forward
-        biases += feed_forward.bias * self.intermediate_size + feed_forward.output_bias * self.hidden_size
-        head_norms = sum(self.head_norm_sizes(layer)) * (2 if layer.attention.head_norm_bias else 1)
-        others = sum(prod(weight.shape) for weight in self.layer_weights(layer) if not weight.quantised)
-        return norms + biases + others + head_norms
 
 
 SIZE_LIMITS = {

@@ -55,12 +55,13 @@ def split(tensors: Tensors, config: ModelConfig, name: str, parts: Mapping[str, 
     return found
 
 
-def split_attention_and_gates(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Fused projections of queries, keys and values, and of gates and ups, apart."""
-    rows = zip("qkv", (config.query_size, config.kv_size, config.kv_size), strict=True)
-    parts = {f"self_attn.{which}_proj.weight": count for which, count in rows}
-    tensors = split(tensors, config, "self_attn.qkv_proj.weight", parts)
-    return split_gates(tensors, config)
+def split_attention(tensors: Tensors, config: ModelConfig) -> Tensors:
+    """The fused projection apart, and its bias: rows of all queries, then of all keys, then of all values."""
+    rows = dict(zip("qkv", (config.query_size, config.kv_size, config.kv_size), strict=True))
+    for kind in ("weight", "bias"):
+        parts = {f"self_attn.{which}_proj.{kind}": count for which, count in rows.items()}
+        tensors = split(tensors, config, f"self_attn.qkv_proj.{kind}", parts)
+    return tensors
 
 
 def split_gates(tensors: Tensors, config: ModelConfig) -> Tensors:
@@ -177,10 +178,10 @@ def under_model(tensors: Tensors, prefixes: Mapping[str, str]) -> Tensors:
     return found
 
 
-def norms_plus_one(tensors: Tensors) -> Tensors:
-    """Norm weights that a checkpoint stores less one."""
+def norms_shifted(tensors: Tensors, shift: float = 1.0) -> Tensors:
+    """Norm weights plus `shift`; many checkpoints store them less one."""
     return {
-        name: Scaled(name, tensor, shift=1.0) if name.endswith("norm.weight") else tensor
+        name: Scaled(name, tensor, shift=shift) if name.endswith("norm.weight") else tensor
         for name, tensor in tensors.items()
     }
 

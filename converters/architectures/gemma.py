@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ondevice.converters.architectures.adapting import norms_plus_one, renamed
+from ondevice.converters.architectures.adapting import norms_shifted, renamed
 from ondevice.converters.architectures.common import (
     Description,
     Family,
@@ -57,7 +57,7 @@ def _read_gemma(reader: ConfigReader) -> Description:
         activation = read_activation(reader, default="gelu_pytorch_tanh")
         activation = "gelu_tanh" if activation == "gelu" else activation
     config = _decoder("gemma", reader, sizes, [rope], [0] * sizes.num_layers, "before", activation)
-    return Description(config, norms_plus_one)
+    return Description(config, norms_shifted)
 
 
 def _read_gemma2(reader: ConfigReader) -> Description:
@@ -187,7 +187,7 @@ def _cap(reader: ConfigReader, key: str, default: float) -> float:
 
 
 def _adapt(tensors: Tensors) -> Tensors:
-    return renamed(norms_plus_one(tensors), OUTPUT_NORMS)
+    return renamed(norms_shifted(tensors), OUTPUT_NORMS)
 
 
 GEMMA = Family("gemma", "GemmaForCausalLM", _read_gemma)

@@ -6,7 +6,7 @@ from functools import partial
 
 from ondevice.converters.architectures.adapting import (
     in_halves,
-    norms_plus_one,
+    norms_shifted,
     renamed,
     weights_and_biases,
 )
@@ -48,7 +48,7 @@ def _read(reader: ConfigReader) -> Description:
 
 
 def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
-    tensors = renamed(norms_plus_one(tensors), NAMES)
+    tensors = renamed(norms_shifted(tensors), NAMES)
     return in_halves(tensors, config)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from ondevice.converters.architectures.adapting import in_halves, split_attention_and_gates
+from ondevice.converters.architectures.adapting import in_halves, split_attention, split_gates
 from ondevice.converters.architectures.common import (
     Description,
     Family,
@@ -46,7 +46,7 @@ def _read(reader: ConfigReader) -> Description:
 
 
 def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
-    return in_halves(split_attention_and_gates(tensors, config), config)
+    return in_halves(split_gates(split_attention(tensors, config), config), config)
 
 
 PHI3 = Family("phi3", "Phi3ForCausalLM", _read)

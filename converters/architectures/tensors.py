@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from ondevice.bundle.weight_shapes import layer_weight_shapes, model_weight_shapes
 from ondevice.model_config import LayerSpec, ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -84,7 +85,7 @@ class LayerNames:
         return f"model.layers.{self.layer}.{_NORM_NAMES[which]}.bias"
 
     def weight(self, name: str) -> str:
-        """A weight of `ModelConfig.layer_weights`, by its name there."""
+        """A weight of `layer_weight_shapes`, by its name there."""
         return f"model.layers.{self.layer}.{name}"
 
     def norms(self, spec: LayerSpec) -> tuple[NormName, ...]:
@@ -97,7 +98,7 @@ class LayerNames:
 
 
 def model_weight(name: str) -> str:
-    """A weight of `ModelConfig.model_weights`, by its name there."""
+    """A weight of `model_weight_shapes`, by its name there."""
     return f"model.{name}"
 
 
@@ -109,10 +110,10 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[POSITIONS] = (config.max_context, hidden)
     if config.per_layer_width:
         shapes[PER_LAYER] = (config.vocab_size, config.per_layer_size)
-    shapes |= {model_weight(weight.name): weight.shape for weight in config.model_weights}
+    shapes |= {model_weight(weight.name): weight.shape for weight in model_weight_shapes(config)}
     for layer, spec in enumerate(config.layers):
         name = LayerNames(layer)
-        shapes |= {name.weight(weight.name): weight.shape for weight in config.layer_weights(spec)}
+        shapes |= {name.weight(weight.name): weight.shape for weight in layer_weight_shapes(config, spec)}
         for projection, rows in config.projection_sizes(spec).items():
             shapes[name.projection(projection)] = (rows, hidden)
             if spec.attention.bias:

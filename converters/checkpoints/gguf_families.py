@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.converters.architectures.adapting import split
+from ondevice.converters.architectures.adapting import norms_shifted, split_attention
 from ondevice.converters.architectures.common import Tensors
+from ondevice.converters.architectures.config_reader import shown
 from ondevice.converters.architectures.tensors import LayerNames
 from ondevice.converters.checkpoints.base import SourceTensor, StoredTensor
 from ondevice.converters.checkpoints.gguf_metadata import Metadata
 from ondevice.converters.checkpoints.gguf_tensor import QuantizedTensor
-from ondevice.converters.checkpoints.views import Scaled
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import ModelConfig
 
@@ -156,6 +156,12 @@ def _phi3_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     }
     if not {SHORT_FACTORS, LONG_FACTORS} & set(metadata.stored):
         return found
+    named = values["rope_scaling"]
+    if named is not None and named["rope_type"] != "longrope":
+        raise UnsupportedModelError(
+            f"{metadata.header.file}: {metadata.prefix}rope.scaling is {shown(named)} beside longrope's "
+            f"factors, {SHORT_FACTORS}; only one of the two can hold"
+        )
     scaling: dict[str, Any] = {
         "rope_type": "longrope",
         "short_factor": metadata.vector(SHORT_FACTORS),
@@ -219,24 +225,12 @@ def _less_one(tensors: Tensors, config: ModelConfig) -> Tensors:
 
     What is added again later gives the stored weights to the bit if these are float32 numbers plus one.
     """
-    return {
-        name: Scaled(name, tensor, shift=-1.0) if name.endswith("norm.weight") else tensor
-        for name, tensor in tensors.items()
-    }
-
-
-def _split_attention(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Fused projections apart: rows of all queries, then of all keys, then of all values."""
-    rows = dict(zip("qkv", (config.query_size, config.kv_size, config.kv_size), strict=True))
-    for kind in ("weight", "bias"):
-        parts = {f"self_attn.{which}_proj.{kind}": count for which, count in rows.items()}
-        tensors = split(tensors, config, f"self_attn.qkv_proj.{kind}", parts)
-    return tensors
+    return norms_shifted(tensors, -1.0)
 
 
 def _restored_falcon(tensors: Tensors, config: ModelConfig) -> Tensors:
     """Where there are two norms, the first is the feed-forward's."""
-    found = dict(_split_attention(tensors, config))
+    found = dict(split_attention(tensors, config))
     for layer in range(config.num_layers):
         name = LayerNames(layer)
         for kind, norm in (("weight", name.norm), ("bias", name.norm_bias)):
@@ -328,7 +322,7 @@ FAMILIES = {
         bias_key="",
         fixed={"hidden_act": "gelu_new"},
         blocks=_FUSED | _UNGATED,
-        restore=_split_attention,
+        restore=split_attention,
     ),
     "phi3": Family(
         "phi3",
@@ -336,10 +330,10 @@ FAMILIES = {
         bias_key="",
         blocks=_FUSED | _FUSED_GATES,
         keys=_phi3_keys,
-        restore=_split_attention,
+        restore=split_attention,
         factors=frozenset((LONG_FACTORS, SHORT_FACTORS)),
     ),
-    "glm4": Family("glm4", partial=True, blocks=_FUSED | _FUSED_GATES, restore=_split_attention),
+    "glm4": Family("glm4", partial=True, blocks=_FUSED | _FUSED_GATES, restore=split_attention),
     "smollm3": Family("smollm3", interleaved=True),
     "granite": Family("granite", interleaved=True, keys=_granite_keys),
     "olmo2": Family("olmo2"),

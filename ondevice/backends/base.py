@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -103,6 +103,15 @@ class KVLayout:
     def head_offset(self, layer: int, head: int) -> int:
         """Bytes from the start of a block to those of (layer, kv head)."""
         return self.layer_offsets[layer] + head * self.head_bytes(layer)
+
+    @cached_property
+    def stretches(self) -> tuple[tuple[int, int, int], ...]:
+        """(offset, heads, width) of neighbouring layers with heads of one width: these lie side by side."""
+        found = []
+        for width, group in groupby(range(len(self.heads)), key=lambda layer: self.heads[layer].width):
+            layers = list(group)
+            found.append((self.layer_offsets[layers[0]], sum(self.heads[it].keys for it in layers), width))
+        return tuple(found)
 
     def blocks(self, n_tokens: int) -> int:
         """Number of blocks that hold n_tokens positions."""

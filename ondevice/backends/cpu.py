@@ -220,11 +220,8 @@ class CpuBackend(OffloadingBackend):
 
     def kv_move(self, kv: KVStore, source: int, target: int) -> None:
         layout, blocks = kv.layout, _addresses(kv)
-        for layer, sizes in enumerate(layout.heads):
-            offset = layout.layer_offsets[layer]
-            _native.kv_move(
-                self.runner, blocks, offset, sizes.keys, sizes.width, layout.kv_bits, source, target
-            )
+        for offset, heads, width in layout.stretches:
+            _native.kv_move(self.runner, blocks, offset, heads, width, layout.kv_bits, source, target)
 
     def attend(
         self,

@@ -29,6 +29,7 @@ from ondevice.budget.sizes import (
 from ondevice.bundle.layout import CRC_BLOCK_BYTES, embedding_layout, neuron_layout, padded, per_layer_layout
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import MultiStreams
+from ondevice.bundle.weight_shapes import extra_matrices, vectors_size
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.model_config import ModelConfig
 from ondevice.speculation.registry import drafter_bytes, drafts_with_streams, runs_streams
@@ -198,8 +199,8 @@ class MemoryModel(ABC):
         matrices += sum(
             interleaved_bytes(hidden, config.out_cols(layer), quant.of("out")) for layer in config.layers
         )
-        matrices += sum(interleaved_bytes(rows, cols, quant.down) for rows, cols in config.extra_matrices)
-        weights = matrices + 4 * config.vectors_size + self._cutoff_bytes
+        matrices += sum(interleaved_bytes(rows, cols, quant.down) for rows, cols in extra_matrices(config))
+        weights = matrices + 4 * vectors_size(config) + self._cutoff_bytes
         weights += interleaved_bytes(config.vocab_size, hidden, quant.head(config.tie_embeddings))
         records = config.num_layers * config.intermediate_size
         checksums = records * len(neuron_layout(config, self.quant).parts)
@@ -272,7 +273,7 @@ class MemoryModel(ABC):
     @property
     def _widest_input(self) -> int:
         """Columns of the widest matrix outside the feed-forward blocks."""
-        others = (cols for _, cols in self.config.extra_matrices)
+        others = (cols for _, cols in extra_matrices(self.config))
         return max(self.config.hidden_size, self.config.query_size, *others)
 
     def _selecting_bytes(self, tokens: int) -> int:

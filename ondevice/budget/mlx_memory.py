@@ -16,6 +16,7 @@ from ondevice.budget.sizes import (
     segment_shape,
 )
 from ondevice.bundle.layout import neuron_layout, padded
+from ondevice.bundle.weight_shapes import extra_matrices
 from ondevice.config import GROUP_SIZE, RowFormat
 from ondevice.speculation.registry import runs_streams
 from ondevice.units import PAGE_BYTES
@@ -97,7 +98,7 @@ class MlxMemory(MemoryModel):
             more += self._wider_bytes(config.hidden_size * queries, quant.of("out"))
             cut = neurons * hidden if layer.feed_forward.cutoff is not None else 0
             more += self._wider_bytes(gates + cut, quant.of("feed_forward"))
-        for rows, cols in config.extra_matrices:
+        for rows, cols in extra_matrices(config):
             more += self._wider_bytes(rows * padded(cols, GROUP_SIZE), quant.down)
         more += self._wider_bytes(config.vocab_size * hidden, quant.head(config.tie_embeddings))
         if self._used_predictors is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from ondevice.budget.cpu_memory import CpuMemory
 from ondevice.budget.sizes import BufferShape, SegmentShape, segment_shape
+from ondevice.bundle.weight_shapes import extra_matrices
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class ReferenceMemory(CpuMemory):
         rows += sum(config.out_cols(layer) + config.qkv_rows(layer) for layer in config.layers)
         # The gates of cutoffs are there twice.
         rows += config.intermediate_size * sum(it.feed_forward.cutoff is not None for it in config.layers)
-        others = sum(rows * cols for rows, cols in config.extra_matrices)
+        others = sum(rows * cols for rows, cols in extra_matrices(config))
         return 4 * (config.hidden_size * (rows + config.vocab_size) + others + config.positions_size)
 
     @property

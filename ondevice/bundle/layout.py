@@ -15,9 +15,9 @@ from typing import Literal
 
 import numpy as np
 
+from ondevice.bundle.weight_shapes import WeightShape, layer_weight_shapes, model_weight_shapes
 from ondevice.config import GROUP_SIZE, Bits, QuantConfig, RowFormat
 from ondevice.model_config import LayerSpec, ModelConfig
-from ondevice.weight_shapes import WeightShape
 
 FORMAT = "ondevice-bundle"
 VERSION = 2
@@ -236,7 +236,7 @@ def resident_tensors(config: ModelConfig, quant: QuantConfig) -> dict[str, Tenso
         tensors[POSITIONS] = TensorSpec("F32", (config.max_context, config.hidden_size))
     for layer, spec in enumerate(config.layers):
         tensors |= _layer_tensors(f"layers.{layer}", spec, config, quant)
-    tensors |= _weight_tensors("", config.model_weights, quant)
+    tensors |= _weight_tensors("", model_weight_shapes(config), quant)
     tensors |= norm_tensors("final_norm", config)
     if not config.tie_embeddings:
         tensors |= linear_tensors("head", config.vocab_size, config.hidden_size, quant.of("head"))
@@ -270,7 +270,7 @@ def _layer_tensors(
     tensors |= vector(f"{prefix}.feed_forward.gate.bias", config.intermediate_size * spec.feed_forward.bias)
     tensors |= vector(f"{prefix}.feed_forward.down.bias", hidden * spec.feed_forward.output_bias)
     tensors |= norm("feed_forward_output_norm", spec.norms_output)
-    return tensors | _weight_tensors(f"{prefix}.", config.layer_weights(spec), quant)
+    return tensors | _weight_tensors(f"{prefix}.", layer_weight_shapes(config, spec), quant)
 
 
 def _weight_tensors(prefix: str, weights: Iterable[WeightShape], quant: QuantConfig) -> dict[str, TensorSpec]:

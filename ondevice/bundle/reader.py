@@ -66,6 +66,7 @@ from ondevice.bundle.token_counts import (
     parse_token_counts,
     token_counts_layout,
 )
+from ondevice.bundle.weight_shapes import extra_matrices, vectors_size
 from ondevice.errors import BundleError, ModelNotFoundError
 
 MAX_CHECKSUM_BYTES = 1 << 28
@@ -192,7 +193,7 @@ class Bundle:
         layers = hidden * sum(
             config.qkv_rows(layer) + config.out_cols(layer) + rows for layer in config.layers
         )
-        others = sum(rows * cols for rows, cols in config.extra_matrices) + config.vectors_size
+        others = sum(rows * cols for rows, cols in extra_matrices(config)) + vectors_size(config)
         tables = hidden * (1 if config.tie_embeddings else 2) + config.per_layer_size
         return layers + others + config.vocab_size * tables
 

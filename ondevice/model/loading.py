@@ -41,6 +41,7 @@ from ondevice.bundle.predictors import PREDICTORS, OperatingPoint
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.streams import STREAMS
 from ondevice.bundle.thresholds import THRESHOLDS, ThresholdPoint, importance_name
+from ondevice.bundle.weight_shapes import WeightShape, layer_weight_shapes, model_weight_shapes
 from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import RowFormat, Sparsity
 from ondevice.flash.reader import FlashReader
@@ -57,7 +58,6 @@ from ondevice.model.weights import (
     PerLayerInputs,
 )
 from ondevice.model_config import AttentionSpec, FeedForwardSpec, LayerSpec, ModelConfig
-from ondevice.weight_shapes import WeightShape
 
 # Indices of files in the flash reader.
 RESIDENT_FILE = 0
@@ -122,7 +122,7 @@ def load_weights(
     positions = position_parts(config, resident)
     extra = [
         part
-        for weight in config.model_weights
+        for weight in model_weight_shapes(config)
         for part in _weight_parts(resident, bundle.quant.down, "", weight)
     ]
     order: list[Part] = [*positions]
@@ -174,7 +174,7 @@ def layer_weights(
     if norms is not None and spec.attention.value_norm and norms.k is not None:
         ones = backend.load_vector(np.ones(config.heads(spec.attention).width, dtype=np.float32))
         norms = norms._replace(v=Norm(ones, config.norm.eps))
-    own = {weight.name: loaded[weight.name] for weight in config.layer_weights(spec)}
+    own = {weight.name: loaded[weight.name] for weight in layer_weight_shapes(config, spec)}
     return LayerWeights(
         attention_norm=norm("attention_norm"),
         qkv=loaded["qkv"],
@@ -274,7 +274,7 @@ def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
 
     others = [
         part
-        for weight in config.layer_weights(spec)
+        for weight in layer_weight_shapes(config, spec)
         for part in _weight_parts(resident, bundle.quant.down, f"{prefix}.", weight)
     ]
 

@@ -13,14 +13,14 @@ import pytest
 
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.convert import convert
-from ondevice.errors import OndeviceError
+from ondevice.errors import OndeviceError, UnsupportedModelError
 from tests.converters.test_families import CASES, FALCON, LONGROPE, write_model
 from tests.converters.test_gguf_model import assert_same_bundle
 from tests.support.engines import all_logits, running
 from tests.support.gguf_families import write_family
 from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level, changed_gguf
 
-pytest.importorskip("gguf")
+gguf = pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 
 LONG = {"max_position_embeddings": 2048, "original_max_position_embeddings": 512}
@@ -119,9 +119,12 @@ def test_factors_of_longrope_come_in_twos_and_alone(tmp_path: Path) -> None:
     """One that is left out, or divided by others too, would change every position."""
     source, path = written(tmp_path / "source", "phi3"), tmp_path / "model.gguf"
 
-    def factors(*names: str) -> Callable[[Any], None]:
+    def factors(*names: str, yarn: bool = False) -> Callable[[Any], None]:
         def add(writer: Any) -> None:
             writer.add_rope_scaling_orig_ctx_len(64)
+            if yarn:
+                writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+                writer.add_rope_scaling_factor(2.0)
             for name in names:
                 writer.add_tensor(f"{name}.weight", np.full(8, 2.0, dtype=np.float32))
 
@@ -135,6 +138,9 @@ def test_factors_of_longrope_come_in_twos_and_alone(tmp_path: Path) -> None:
         write_family(path, source, change=factors(*names))
         with pytest.raises(OndeviceError, match=message):
             open_checkpoint(path)
+    write_family(path, source, change=factors("rope_factors_long", "rope_factors_short", yarn=True))
+    with pytest.raises(UnsupportedModelError, match=r"rope\.scaling is .*yarn.* only one of the two"):
+        open_checkpoint(path)
 
 
 def llama_cpp_logits(path: Path, tokens: list[int]) -> np.ndarray:

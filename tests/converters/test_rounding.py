@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -151,6 +152,9 @@ def test_an_interrupted_conversion_rounds_anew_to_the_same_bytes(
         by_text(source, tmp_path / "b", on_progress=stop_at(step))
     with pytest.raises(UsageError, match=r"begun with text of \d+ tokens .* this run has text of \d+ tokens"):
         by_text(source, tmp_path / "b", pieces_of(4), resume=True)
+    other = shutil.copytree(source, tmp_path / "other")
+    with pytest.raises(UsageError, match="begun from another source"):
+        by_text(other, tmp_path / "b", resume=True)
     written = {
         path.name: path.stat().st_mtime_ns
         for path in (tmp_path / "b.partial").glob("neurons*[0-9].safetensors")

@@ -1,0 +1,95 @@
+"""Names and shapes of weights that only some models have, such as those of per-layer inputs, and the sizes of
+all weights that aren't projections of every model.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from ondevice.model_config import LayerSpec, ModelConfig
+
+
+class WeightShape(NamedTuple):
+    """A weight that only some models have: its name in a bundle, behind the prefix of a layer's.
+
+    shape: (rows, columns) of a matrix that is quantised, else the shape of float32 values.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    quantised: bool
+
+
+def model_weight_shapes(config: ModelConfig) -> tuple[WeightShape, ...]:
+    """Those that no layer has, in a bundle's order.
+
+    The copies' matrices are one for each copy but the first: `spread` makes it of the embedding, `gather`
+    is multiplied by it in the end.
+    """
+    hidden, width = config.hidden_size, config.per_layer_width
+    found = []
+    if width:
+        found += [
+            WeightShape("per_layer.projection", (config.num_layers * width, hidden), True),
+            WeightShape("per_layer.norm.weight", (width,), False),
+        ]
+    for name in ("spread", "gather"):
+        for copy in range(1, config.residual_copies):
+            found.append(WeightShape(f"copies.{name}.{copy}", (hidden, hidden), True))
+    return tuple(found)
+
+
+def layer_weight_shapes(config: ModelConfig, layer: LayerSpec) -> tuple[WeightShape, ...]:
+    """Those of a layer, in a bundle's order, where they come last of the layer's."""
+    hidden, width, rank = config.hidden_size, config.per_layer_width, layer.laurel_rank
+    copies, found = config.residual_copies, []
+    if rank:
+        found += [
+            WeightShape("laurel.down", (rank, hidden), True),
+            WeightShape("laurel.up", (hidden, rank), True),
+            WeightShape("laurel.norm.weight", (hidden,), False),
+        ]
+    if copies > 1:
+        found += [
+            WeightShape("copies.norm.weight", (hidden,), False),
+            WeightShape("copies.router", (copies, hidden), False),
+            WeightShape("copies.predict", (copies * copies, copies), False),
+            WeightShape("copies.correct", (copies, copies), False),
+            WeightShape("copies.scale", (hidden,), False),
+        ]
+    if width:
+        found += [
+            WeightShape("per_layer.gate", (width, hidden), True),
+            WeightShape("per_layer.out", (hidden, width), True),
+            WeightShape("per_layer.norm.weight", (hidden,), False),
+        ]
+    if layer.scaled:
+        found.append(WeightShape("scale", (1,), False))
+    return tuple(found)
+
+
+def extra_matrices(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
+    """Shapes of all quantised matrices among these weights."""
+    return tuple(weight.shape for weight in _all_shapes(config) if weight.quantised)
+
+
+def vectors_size(config: ModelConfig) -> int:
+    """Number of values of all norms, biases, learned positions and other float32 weights."""
+    others = sum(prod(weight.shape) for weight in _all_shapes(config) if not weight.quantised)
+    others += config.norm_size + config.positions_size + config.head_bias * config.vocab_size
+    return others + sum(_norms_and_biases(config, layer) for layer in config.layers)
+
+
+def _all_shapes(config: ModelConfig) -> list[WeightShape]:
+    of_layers = (weight for layer in config.layers for weight in layer_weight_shapes(config, layer))
+    return [*model_weight_shapes(config), *of_layers]
+
+
+def _norms_and_biases(config: ModelConfig, layer: LayerSpec) -> int:
+    attention, feed_forward = layer.attention, layer.feed_forward
+    norms = (layer.norms_input + layer.norms_output) * 2 * config.norm_size
+    biases = attention.bias * config.qkv_rows(layer) + attention.output_bias * config.hidden_size
+    biases += feed_forward.bias * config.intermediate_size + feed_forward.output_bias * config.hidden_size
+    head_norms = sum(config.head_norm_sizes(layer)) * (2 if attention.head_norm_bias else 1)
+    return norms + biases + head_norms
