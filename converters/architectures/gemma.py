@@ -111,8 +111,12 @@ def _read_gemma3(reader: ConfigReader) -> Description:
 
 def read_ropes(reader: ConfigReader, sizes: Sizes) -> list[RopeSpec]:
     """Rotary embeddings of Gemma 3's and 3n's global and local layers, from older or newer keys."""
-    newer = reader.section("rope_parameters") or {}
-    older = {"full_attention": reader.section("rope_scaling") or {}, "sliding_attention": {}}
+    newer, scaling = reader.section("rope_parameters") or {}, reader.section("rope_scaling") or {}
+    older = {"full_attention": scaling, "sliding_attention": {}}
+    if newer and scaling and scaling != newer.get("full_attention"):
+        raise CheckpointError(
+            "config.json: rope_scaling and rope_parameters.full_attention contradict each other; keep one"
+        )
     parts = newer if newer else older
     unknown = set(parts) - set(older)
     if unknown or not all(isinstance(part, dict) for part in parts.values()):
