@@ -228,7 +228,7 @@ def test_rope_parameters_by_layer_type_are_refused() -> None:
     ({"model_type": None}, "model_type"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
     ({"hidden_act": "tanh"}, "hidden_act 'tanh'"),
-    ({"num_key_value_heads": 3}, "multiple"),
+    ({"num_key_value_heads": 3}, "it must divide"),
     ({"num_hidden_layers": 1 << 40}, "num_hidden_layers"),
     ({"vocab_size": 0}, "vocab_size"),
     ({"head_dim": 15}, "odd"),
