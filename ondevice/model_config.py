@@ -433,6 +433,16 @@ class ModelConfig:
         """True if gates at or below a threshold become exact zeros, so that their neurons add nothing."""
         return self.feed_forward.zeros_gates
 
+    @property
+    def num_cutoffs(self) -> int:
+        """Number of layers whose gates have a statistical cutoff."""
+        return sum(layer.feed_forward.cutoff is not None for layer in self.layers)
+
+    @property
+    def has_exact_zeros(self) -> bool:
+        """True if layers have gates that become exact zeros: all layers, or those with a cutoff."""
+        return self.zeros_gates or self.num_cutoffs > 0
+
     def any_layer(self, holds: Callable[[LayerSpec], bool]) -> bool:
         """True if `holds` is true of a layer."""
         return any(map(holds, self.layers))
@@ -523,7 +533,7 @@ class ModelConfig:
             and self.num_kv_layers == self.num_layers
             and not self.any_layer(lambda it: it.laurel_rank > 0 or it.scaled or it.attention.value_norm)
             and not self.any_layer(lambda it: it.attention.head_dim > 0 or it.attention.num_kv_heads > 0)
-            and not self.any_layer(lambda it: it.feed_forward.cutoff is not None)
+            and not self.num_cutoffs
         )
 
     @property

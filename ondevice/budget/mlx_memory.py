@@ -97,7 +97,7 @@ class MlxMemory(MemoryModel):
             more += self._wider_bytes(config.qkv_rows(layer) * hidden, quant.of("qkv"))
             more += self._wider_bytes(config.hidden_size * queries, quant.of("out"))
             cut = neurons * hidden if layer.feed_forward.cutoff is not None else 0
-            more += self._wider_bytes(gates + cut, quant.of("feed_forward"))
+            more += self._wider_bytes(gates or cut, quant.of("feed_forward"))
         for rows, cols in extra_matrices(config):
             more += self._wider_bytes(rows * padded(cols, GROUP_SIZE), quant.down)
         head = config.vocab_size * padded(config.embedding_size, GROUP_SIZE)

@@ -70,14 +70,14 @@ def bundle_files(bundle: Bundle, sparsity: Sparsity = "dense", streams: bool = F
     """The files to open a FlashReader with, in the order of the indices that sources use.
 
     The file of per-layer inputs comes after those of neurons. Then come the files that select neurons: gate
-    rows for `exact`, predictors for `predicted`, thresholds for `threshold`. With `streams`, the adapters'
-    file comes last. Raises BundleError if the bundle lacks one of them.
+    rows for `exact` where activations zero them, predictors for `predicted`, thresholds for `threshold`. With
+    `streams`, the adapters' file comes last. Raises BundleError if the bundle lacks one of them.
     """
     layers = range(bundle.config.num_layers)
     files = [bundle.file(RESIDENT), bundle.embedding_file, *(bundle.neuron_file(layer) for layer in layers)]
     if bundle.config.per_layer_width:
         files.append(bundle.file(PER_LAYER))
-    if sparsity == "exact":
+    if sparsity == "exact" and bundle.config.zeros_gates:
         files += [bundle.gate_file(layer) for layer in layers]
     elif sparsity == "predicted":
         files.append(bundle.added_file(PREDICTORS))
@@ -114,7 +114,7 @@ def load_weights(
     resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE)
     embedding = embedding_records(bundle, reader)
     layers = [
-        [*layer_parts(bundle, resident, layer), *_cutoff_gates(bundle, reader, layer)]
+        [*layer_parts(bundle, resident, layer), *_cutoff_gates(bundle, reader, layer, sparsity)]
         for layer in range(config.num_layers)
     ]
     final_norm = norm_parts(config, resident, "final_norm") if config.final_norm else []
@@ -132,9 +132,10 @@ def load_weights(
         loaded_layers = []
         for layer, (parts, selector) in enumerate(zip(layers, selectors, strict=True)):
             loaded = {part.field: part.load(backend, ahead) for part in parts}
-            records = NeuronRecords(bundle, reader, layer)
-            chosen, biases = selector.load(backend, ahead), feed_forward_biases(loaded)
-            neurons = backend.load_feed_forward(layer, records, chosen, biases, loaded.get("gate"))
+            records, chosen = NeuronRecords(bundle, reader, layer), selector.load(backend, ahead)
+            gates = loaded.get("gate") if chosen is None else chosen.cut_gates
+            biases = feed_forward_biases(loaded)
+            neurons = backend.load_feed_forward(layer, records, chosen, biases, gates)
             loaded_layers.append(layer_weights(backend, config, config.layers[layer], loaded, neurons))
         others = {part.field: part.load(backend, ahead) for part in extra}
         last = {part.field: part.load(backend, ahead) for part in final_norm}
@@ -298,9 +299,12 @@ def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
     ]
 
 
-def _cutoff_gates(bundle: Bundle, reader: FlashReader, layer: int) -> list[Part]:
-    """The gate projection of a layer whose cutoff is made of all of a token's gates; else nothing."""
-    if bundle.config.layers[layer].feed_forward.cutoff is None:
+def _cutoff_gates(bundle: Bundle, reader: FlashReader, layer: int, sparsity: Sparsity) -> list[Part]:
+    """The gate projection of a layer whose cutoff is made of all of a token's gates; else nothing.
+
+    In mode `exact` the layer's selector has it.
+    """
+    if bundle.config.layers[layer].feed_forward.cutoff is None or sparsity == "exact":
         return []
     return [_gate_part(bundle, reader, FIRST_NEURON_FILE + layer, bundle.neuron_layout, None, None)]
 
@@ -355,6 +359,11 @@ def _selector_parts(
         bias = partial(resident.vector, gate_bias_name(layer)) if config.feed_forward.bias else None
         return _gate_part(bundle, reader, file, layout, bias, digest)
 
+    if sparsity == "exact" and not config.zeros_gates:
+        return [
+            _cutoff_selector(gates(layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout), config, spec)
+            for layer, spec in enumerate(config.layers)
+        ]
     if sparsity == "exact":
         return [
             _SelectorParts(
@@ -382,6 +391,21 @@ def _selector_parts(
             for layer, threshold in enumerate(point.thresholds)
         ]
     return [_SelectorParts()] * config.num_layers
+
+
+def _cutoff_selector(gates: MatrixPart, config: ModelConfig, layer: LayerSpec) -> _SelectorParts:
+    """What selects the neurons of a layer of which exact zeros are those of a cutoff, if it has one.
+
+    Without, nearly every neuron is selected: those whose activated gate isn't zero.
+    """
+    spec = layer.feed_forward
+    if spec.cutoff is not None:
+        return _SelectorParts((gates,), deviations=spec.cutoff)
+
+    def ones() -> Float32:
+        return np.ones(config.intermediate_size, dtype=np.float32)
+
+    return _SelectorParts((gates,), cutoff=_CutoffPart(ones, 0.0, spec))
 
 
 def _predictor_parts(
@@ -443,6 +467,7 @@ class _SelectorParts:
     predicted: bool = False
     cutoff: _CutoffPart | None = None
     least_gate: float = 0.0
+    deviations: float | None = None
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -455,7 +480,7 @@ class _SelectorParts:
             return None
         matrices = tuple(matrix.load(backend, ahead) for matrix in self.matrices)
         cutoff = None if self.cutoff is None else self.cutoff.load(backend, ahead)
-        return Selector(matrices, self.predicted, cutoff, self.least_gate)
+        return Selector(matrices, self.predicted, cutoff, self.least_gate, self.deviations)
 
 
 class NeuronRecords:
