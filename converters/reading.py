@@ -228,11 +228,12 @@ def _matrix(
     stored: RowFormat,
     rounded: Mapping[str, RoundedRows],
 ) -> Iterator[Block]:
-    for source in sources:
+    # A projection may stand there twice: values that are their keys.
+    for at, source in enumerate(sources, 1):
         step = _rows_per_block(source)
         for start in range(0, source.shape[0], step):
             stop = min(start + step, source.shape[0])
-            last = source is sources[-1] and stop == source.shape[0]
+            last = at == len(sources) and stop == source.shape[0]
             nbytes = _share(source, start, stop, source.shape[0])
             rows = _rows(source, start, stop, stored, rounded)
             yield Block(file, tensor, (source.name,), (kind,), (stored,), (rows,), nbytes, last)
