@@ -63,6 +63,8 @@ def _read_gemma(reader: ConfigReader) -> Description:
 def _read_gemma2(reader: ConfigReader) -> Description:
     sizes = read_sizes(reader, max_context=8192, kv_heads=4, head_dim=256)
     rope = read_rope(reader, sizes.head_dim, sizes.max_context)
+    # Beside `sliding_window` in the files of 9B and 27B, without an effect.
+    reader.integer("sliding_window_size", 4096)
     kinds = read_layer_types(reader, sizes.num_layers)
     if kinds is None:
         kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(sizes.num_layers)]
