@@ -66,7 +66,7 @@ from ondevice.converters.reading import (
     read_blocks,
     resident_sources,
 )
-from ondevice.converters.rounding.layers import LayerRounding
+from ondevice.converters.rounding.layers import LayerRounding, rounds_any
 from ondevice.converters.training.sidecars import copy_bundle
 from ondevice.converters.trial import check_computes
 from ondevice.errors import (
@@ -79,7 +79,7 @@ from ondevice.errors import (
 from ondevice.kernels import _native
 from ondevice.units import usable_cores
 
-CONVERTER_VERSION = "6"
+CONVERTER_VERSION = "7"
 """Version of the converter. It changes whenever the same checkpoint would give other bytes."""
 BLOCKS_AHEAD = 2
 _MANIFEST_BYTES = 1 << 20
@@ -95,7 +95,8 @@ class Training:
 
     identity: a word that identifies the training data. With the checkpoint and the options it determines the
     bytes of the bundle. run: trains the bundle in a folder, and adds the result to it. pieces: token ids by
-    which 4-bit weights are rounded, at most `most_tokens` of them in all; none to round without a text.
+    which weights of 4 to 6 bits are rounded, at most `most_tokens` of them in all; none to round without a
+    text.
     """
 
     identity: str
@@ -143,7 +144,7 @@ def convert(
         training = begin_training(checkpoint)
         origin = _origin(checkpoint)
         trained = origin if training is None else f"{origin} {training.identity}"
-        pieces = () if training is None or quant_config.bits != 4 else training.pieces
+        pieces = () if training is None or not rounds_any(quant_config) else training.pieces
         if resume and _is_converted(folder.output, checkpoint, quant_config, trained):
             folder.discard_leftover()
             return folder.output

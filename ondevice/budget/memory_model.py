@@ -201,7 +201,9 @@ class MemoryModel(ABC):
         )
         matrices += sum(interleaved_bytes(rows, cols, quant.down) for rows, cols in extra_matrices(config))
         weights = matrices + 4 * vectors_size(config) + self._cutoff_bytes
-        weights += interleaved_bytes(config.vocab_size, hidden, quant.head(config.tie_embeddings))
+        weights += interleaved_bytes(
+            config.vocab_size, config.embedding_size, quant.head(config.tie_embeddings)
+        )
         records = config.num_layers * config.intermediate_size
         checksums = records * len(neuron_layout(config, self.quant).parts)
         checksums += config.vocab_size * (2 if config.per_layer_width else 1) + weights // CRC_BLOCK_BYTES

@@ -21,7 +21,8 @@ class ReferenceMemory(CpuMemory):
         # The gates of cutoffs are there twice.
         rows += config.intermediate_size * config.num_cutoffs
         others = sum(rows * cols for rows, cols in extra_matrices(config))
-        return 4 * (config.hidden_size * (rows + config.vocab_size) + others + config.positions_size)
+        others += config.embedding_size * config.vocab_size + config.positions_size
+        return 4 * (config.hidden_size * rows + others)
 
     @property
     def embedding_bytes(self) -> int:

@@ -19,6 +19,7 @@ from ondevice.backends.base import (
     Biases,
     Bytes,
     Cutoff,
+    Embedding,
     FeedForward,
     Float32,
     HeadNorms,
@@ -116,15 +117,11 @@ def load_weights(
         [*layer_parts(bundle, resident, layer), *_cutoff_gates(bundle, reader, layer, sparsity)]
         for layer in range(config.num_layers)
     ]
-    final_norm = norm_parts(config, resident, "final_norm")
+    final_norm = norm_parts(config, resident, "final_norm") if config.final_norm else []
     head = head_part(bundle, resident, embedding)
     selectors = _selector_parts(bundle, reader, resident, sparsity, point)
     positions = position_parts(config, resident)
-    extra = [
-        part
-        for weight in model_weight_shapes(config)
-        for part in _weight_parts(resident, bundle.quant.down, "", weight)
-    ]
+    extra = model_weight_parts(bundle, resident)
     order: list[Part] = [*positions]
     for parts, selector in zip(layers, selectors, strict=True):
         order += [*parts, *selector.parts]
@@ -143,20 +140,28 @@ def load_weights(
         others = {part.field: part.load(backend, ahead) for part in extra}
         last = {part.field: part.load(backend, ahead) for part in final_norm}
         loaded_head = head.load(backend, ahead)
-    norm = loaded_norm(config, last, "final_norm")
-    inputs = copies = None
+    norm = loaded_norm(config, last, "final_norm") if config.final_norm else None
+    rows = None
     if config.per_layer_width:
         rows = backend.load_embedding(per_layer_records(bundle, reader), offloaded=True)
-        own_norm = _weight_norm(config, others, "per_layer")
-        inputs = PerLayerInputs(rows, others["per_layer.projection"], own_norm)
+    loaded_table = backend.load_embedding(embedding)
+    blocks = _other_blocks_of_model(config, others, rows)
+    return ModelWeights(loaded_table, loaded_layers, norm, loaded_head, table, **blocks)
+
+
+def _other_blocks_of_model(config: ModelConfig, own: Mapping[str, Any], rows: Embedding) -> dict[str, Any]:
+    """The fields of ModelWeights that few models have, of weights by name. rows: of per-layer inputs."""
+    found: dict[str, Any] = {name: own.get(name) for name in ("project_in", "project_out")}
+    if config.per_layer_width:
+        norm = _weight_norm(config, own, "per_layer")
+        found["per_layer"] = PerLayerInputs(rows, own["per_layer.projection"], norm)
     if config.residual_copies > 1:
         spread, gather = (
-            [others[f"copies.{name}.{copy}"] for copy in range(1, config.residual_copies)]
+            [own[f"copies.{name}.{copy}"] for copy in range(1, config.residual_copies)]
             for name in ("spread", "gather")
         )
-        copies = CopiesOfModel(spread, gather)
-    loaded_table = backend.load_embedding(embedding)
-    return ModelWeights(loaded_table, loaded_layers, norm, loaded_head, table, inputs, copies)
+        found["copies"] = CopiesOfModel(spread, gather)
+    return found
 
 
 def layer_weights(
@@ -304,6 +309,15 @@ def _cutoff_gates(bundle: Bundle, reader: FlashReader, layer: int, sparsity: Spa
     return [_gate_part(bundle, reader, FIRST_NEURON_FILE + layer, bundle.neuron_layout, None, None)]
 
 
+def model_weight_parts(bundle: Bundle, resident: TensorFile) -> list[Part]:
+    """The parts of `model_weight_shapes`, whose fields are the names there."""
+    return [
+        part
+        for weight in model_weight_shapes(bundle.config)
+        for part in _weight_parts(resident, bundle.quant.down, "", weight)
+    ]
+
+
 def _weight_parts(resident: TensorFile, stored: RowFormat, prefix: str, weight: WeightShape) -> list[Part]:
     name = f"{prefix}{weight.name}"
     if not weight.quantised:
@@ -327,7 +341,7 @@ def head_part(bundle: Bundle, resident: TensorFile, embedding: EmbeddingRecords)
     stored = bundle.quant.head(config.tie_embeddings)
     rows = embedding.rows if config.tie_embeddings else partial(resident.rows, "head", stored)
     bias = partial(resident.vector, "head.bias") if config.head_bias else None
-    return MatrixPart("head", config.vocab_size, config.hidden_size, stored, rows, bias)
+    return MatrixPart("head", config.vocab_size, config.embedding_size, stored, rows, bias)
 
 
 def _selector_parts(
@@ -503,7 +517,7 @@ class NeuronRecords:
 def embedding_records(bundle: Bundle, reader: FlashReader) -> EmbeddingRecords:
     """`EmbeddingSource` of the bundle's embedding file."""
     return EmbeddingRecords(
-        bundle, reader, EMBEDDING_FILE, bundle.config.hidden_size, bundle.embedding_layout
+        bundle, reader, EMBEDDING_FILE, bundle.config.embedding_size, bundle.embedding_layout
     )
 
 
