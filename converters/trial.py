@@ -28,10 +28,7 @@ from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import (
-    RESIDENT_FILE,
-    NeuronRecords,
     bundle_files,
-    embedding_records,
     feed_forward_biases,
     head_part,
     layer_parts,
@@ -43,6 +40,7 @@ from ondevice.model.loading import (
     position_parts,
 )
 from ondevice.model.parts import Part, part_tasks
+from ondevice.model.records import RESIDENT_FILE, NeuronRecords, embedding_records
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.transformer import Transformer
 from ondevice.model.weights import ModelWeights

@@ -114,6 +114,11 @@ def _phi3_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
         "original_max_position_embeddings": original,
     }
     if not {SHORT_FACTORS, LONG_FACTORS} & set(metadata.stored):
+        if magnitude != 1.0:
+            raise UnsupportedModelError(
+                f"{metadata.header.file}: {metadata.prefix}rope.scaling.attn_factor is {magnitude}, without "
+                f"longrope's factors, {SHORT_FACTORS}; only 1 can be converted there"
+            )
         return found
     named = values["rope_scaling"]
     if named is not None and named["rope_type"] != "longrope":
