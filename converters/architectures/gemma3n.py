@@ -239,7 +239,7 @@ def without_shared_keys(tensors: Tensors, config: ModelConfig) -> dict[str, Sour
 def with_per_layer_inputs(tensors: Tensors, config: ModelConfig, known: int) -> dict[str, SourceTensor]:
     """The model's tensors of per-layer inputs by our names, with the factors of their arithmetic.
 
-    Rows don't get theirs, `per_layer_multiplier`: 16 bits hold the rows of published models, and not multiples.
+    Rows don't get theirs, `per_layer_multiplier`: 16 bits hold rows as published, and not multiples.
 
     known: tokens with a row of per-layer inputs of their own; others have the first token's.
     """
