@@ -283,7 +283,8 @@ class ModelConfig:
             there are `max_context`.
         per_layer_width: if not 0, each layer ends with a block that a token's own row decides, W values of a
             second table for each layer ("per-layer embeddings"): x += norm(out @ (act(gate @ x) * input)),
-            where input is the row plus norm(projection @ embedding).
+            where input is the row times `per_layer_multiplier`, a float32 value, plus
+            norm(projection @ embedding).
         residual_copies: if not 1, there are so many residuals of which one goes through each layer, and the
             others follow it (alternating updates, AltUp, arXiv 2301.13310); see `model/altup.py`.
         head_bias: whether the output head has a bias.
@@ -307,6 +308,7 @@ class ModelConfig:
     embedding_width: int = 0
     learned_positions: bool = False
     per_layer_width: int = 0
+    per_layer_multiplier: float = 1.0
     residual_copies: int = 1
     head_bias: bool = False
     final_norm: bool = True
@@ -351,6 +353,7 @@ class ModelConfig:
         self._check_residuals()
         self._check_shared_keys()
         _check_factor("embedding_multiplier", self.embedding_multiplier)
+        _check_factor("per_layer_multiplier", self.per_layer_multiplier)
         if self.logit_soft_cap:
             _check_factor("logit_soft_cap", self.logit_soft_cap)
 
@@ -372,6 +375,10 @@ class ModelConfig:
             )
         if not 1 <= copies <= MAX_COPIES:
             raise UnsupportedModelError(f"residual_copies is {copies}; it must be from 1 to {MAX_COPIES}")
+        if self.per_layer_multiplier != 1.0 and not width:
+            raise UnsupportedModelError(
+                "per_layer_multiplier is of per-layer inputs, which this model hasn't"
+            )
         if copies > 1 and not width:
             raise UnsupportedModelError("copies of the residual without per-layer inputs aren't supported")
         others = self.any_layer(lambda layer: layer.parallel) or self.norm.bias or self.norm.kind != "rms"

@@ -90,6 +90,7 @@ def _read(reader: ConfigReader) -> Description:
         )
         for kind, owner, cutoff in zip(kinds, owners, _cutoffs(reader, layers), strict=True)
     ]
+    width = reader.integer("hidden_size_per_layer_input", 256)
     config = decoder(
         "gemma3n_text",
         sizes,
@@ -99,11 +100,17 @@ def _read(reader: ConfigReader) -> Description:
         embedding_multiplier=float32(sizes.hidden_size**0.5),
         logit_soft_cap=_final_cap(reader),
         tie_embeddings=reader.boolean("tie_word_embeddings", True),
-        per_layer_width=reader.integer("hidden_size_per_layer_input", 256),
+        per_layer_width=width,
+        per_layer_multiplier=per_layer_multiplier(width),
         residual_copies=_copies(reader),
     )
     known = per_layer_vocabulary(reader, config.vocab_size)
     return Description(config, lambda tensors: _adapt(tensors, config, known))
+
+
+def per_layer_multiplier(width: int) -> float:
+    """The factor of rows of per-layer inputs of this width."""
+    return float32((0.5 * width) ** 0.5) if width > 0 else 1.0
 
 
 def per_layer_vocabulary(reader: ConfigReader, vocab_size: int) -> int:
@@ -232,6 +239,8 @@ def without_shared_keys(tensors: Tensors, config: ModelConfig) -> dict[str, Sour
 def with_per_layer_inputs(tensors: Tensors, config: ModelConfig, known: int) -> dict[str, SourceTensor]:
     """The model's tensors of per-layer inputs by our names, with the factors of their arithmetic.
 
+    Rows don't get theirs, `per_layer_multiplier`: 16 bits hold rows as published, and not multiples.
+
     known: tokens with a row of per-layer inputs of their own; others have the first token's.
     """
     found = dict(tensors)
@@ -246,7 +255,6 @@ def with_per_layer_inputs(tensors: Tensors, config: ModelConfig, known: int) -> 
     factors = {
         model_weight("per_layer.projection"): config.hidden_size**-0.5,
         model_weight("per_layer.norm.weight"): half,
-        PER_LAYER: half * config.per_layer_width**0.5,
     }
     for name, factor in factors.items():
         if name in found:

@@ -27,6 +27,7 @@ from ondevice.converters.architectures.gemma import GLOBAL_THETA, LOCAL_THETA, O
 from ondevice.converters.architectures.gemma3n import (
     PER_LAYER_NAMES,
     key_owners,
+    per_layer_multiplier,
     per_layer_vocabulary,
     with_per_layer_inputs,
     without_shared_keys,
@@ -99,6 +100,7 @@ def _read(reader: ConfigReader, max_context: int, window: int, inputs: int) -> D
         logit_soft_cap=0.0 if reader.is_null(cap) else reader.number(cap, 0.0),
         tie_embeddings=reader.boolean("tie_word_embeddings", True),
         per_layer_width=width,
+        per_layer_multiplier=per_layer_multiplier(width),
     )
     known = per_layer_vocabulary(reader, config.vocab_size) if width else config.vocab_size
     # Of models without per-layer inputs, it says nothing.

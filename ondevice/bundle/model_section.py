@@ -41,6 +41,8 @@ FLAGS = {"learned_positions": False, "head_bias": False, "final_norm": True}
 """The flags that are absent where they have these values."""
 COUNTS = {"embedding_width": 0, "per_layer_width": 0, "residual_copies": 1}
 """The numbers of blocks that few models have, absent where they have these values."""
+FACTORS = {"per_layer_multiplier": 1.0}
+"""Likewise of factors."""
 _PLAIN = asdict(FeedForwardSpec("silu"))
 """Values of a feed-forward's keys where they are absent; the activation never is."""
 _PLAIN_ROPE = {"long_frequencies": [], "original_context": 0}
@@ -61,7 +63,7 @@ def model_section(config: ModelConfig) -> dict[str, Any]:
         _drop(layer["attention"], _PLAIN_ATTENTION)
     for rope in section["ropes"]:
         _drop(rope, _PLAIN_ROPE)
-    absent = FLAGS | COUNTS
+    absent = FLAGS | COUNTS | FACTORS
     return {name: value for name, value in section.items() if name not in absent or value != absent[name]}
 
 
@@ -70,6 +72,7 @@ def parse_model(section: Section) -> ModelConfig:
     sizes: dict[str, Any] = {name: section.integer(name, 1, _MAX_TOKENS) for name in SIZES}
     flags: dict[str, Any] = {name: section.boolean(name) for name in FLAGS if name in section.names}
     flags |= {name: section.integer(name, 0, _MAX_TOKENS) for name in COUNTS if name in section.names}
+    flags |= {name: section.number(name, 0.0, MAX_FACTOR) for name in FACTORS if name in section.names}
     config = ModelConfig(
         architecture=section.text("architecture", 64),
         norm=_parse_norm(section.section("norm")),

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from ondevice.backends.base import Array, Backend, Int32
 from ondevice.model.weights import PerLayerBlock, PerLayerInputs
-from ondevice.model_config import Activation
+from ondevice.model_config import Activation, ModelConfig
 
 
-def per_layer_inputs(backend: Backend, weights: PerLayerInputs, tokens: Int32, x: Array, width: int) -> Array:
-    """The inputs of all layers, (T, L * W): the tokens' rows plus norm(projection @ x), for x (T, D)."""
-    rows = backend.embedding(weights.table, tokens)
+def per_layer_inputs(
+    backend: Backend, weights: PerLayerInputs, tokens: Int32, x: Array, config: ModelConfig
+) -> Array:
+    """The inputs of all layers, (T, L * W): the tokens' rows, times their factor, plus norm(projection @ x),
+    for x (T, D).
+    """
+    rows, width = backend.embedding(weights.table, tokens), config.per_layer_width
+    if config.per_layer_multiplier != 1.0:
+        rows *= config.per_layer_multiplier
     shape = tuple(rows.shape)
     projected = backend.linear(x, weights.projection).reshape(-1, width)
     return backend.add_normed(rows.reshape(-1, width), projected, weights.norm).reshape(shape)

@@ -317,7 +317,7 @@ class Transformer:
         backend, config, weights = self.backend, self.config, self.weights
         last, width, inputs = config.num_layers - 1, config.per_layer_width, None
         if weights.per_layer is not None:
-            inputs = per_layer_inputs(backend, weights.per_layer, ids, x, width)
+            inputs = per_layer_inputs(backend, weights.per_layer, ids, x, config)
         copies = [x] if weights.copies is None else altup.spread(backend, weights.copies, x)
         for layer in range(config.num_layers):
             if cancelled is not None and cancelled():

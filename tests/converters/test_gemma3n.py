@@ -38,7 +38,7 @@ from ondevice.training import convert_and_train
 from tests.malformed.rules import put
 from tests.support.chat import squeeze
 from tests.support.engines import all_logits, random_tokens, running
-from tests.support.sources import RecordSource
+from tests.support.sources import RecordSource, tiny_config
 
 pytest.importorskip("transformers")
 pytest.importorskip("torch")
@@ -311,6 +311,8 @@ def test_models_that_no_backend_runs_are_refused(folder: Path) -> None:
         FeedForwardSpec("gelu", cutoff=11.0)
     with pytest.raises(UnsupportedModelError, match="before 'relu'"):
         FeedForwardSpec("relu", cutoff=1.0)
+    with pytest.raises(UnsupportedModelError, match="per_layer_multiplier is of per-layer inputs"):
+        replace(tiny_config(), per_layer_multiplier=2.0)
     with pytest.raises(UnsupportedModelError, match="residual_copies is 17"):
         replace(config, residual_copies=17)
     with pytest.raises(UnsupportedModelError, match="different feed-forwards"):
@@ -326,6 +328,8 @@ def test_models_that_no_backend_runs_are_refused(folder: Path) -> None:
         (("per_layer", "stride"), 64, "per_layer"),
         (("per_layer",), None, "per_layer"),
         (("model", "per_layer_width"), 13, "manifest"),
+        (("model", "per_layer_multiplier"), 0.0, "per_layer_multiplier is 0"),
+        (("model", "per_layer_multiplier"), 1e7, "per_layer_multiplier"),
         (("model", "residual_copies"), 99, "residual_copies is 99"),
         (("model", "layers", 0, "laurel_rank"), 9, "resident"),
         (("model", "layers", 0, "laurel_rank"), 0, "laurel_rank"),

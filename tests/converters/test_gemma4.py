@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from contextlib import closing
 from pathlib import Path
@@ -52,6 +53,32 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert(folder / "source", folder / "bundle", "f16")
 
 
+@pytest.mark.parametrize("seed", [3, pytest.param(5, marks=pytest.mark.slow)])
+def test_without_conditioning_keys_in_16_bits_are_all_that_differs(tmp_path: Path, seed: int) -> None:
+    """Against `transformers` in float64: `reference` is off by the order of sums, and by keys in 16 bits."""
+    import torch
+
+    from tests.converters.test_families import GEMMA4_E, write_model
+
+    options = {**GEMMA4_E, "initializer_range": 0.1 + seed / 1000}
+    model = write_model(tmp_path / "source", "Gemma4Text", options, conditioned=False)
+    text = random_tokens(read_config(json.loads((tmp_path / "source" / "config.json").read_text())), 40)
+    exact = copy.deepcopy(model).double()
+    with torch.no_grad():
+        theirs, expected = (it(torch.tensor([text])).logits[0].double().numpy() for it in (model, exact))
+    bundle, found = convert(tmp_path / "source", tmp_path / "bundle", "f16"), {}
+    for backend, bits in (("reference", 32), ("reference", 16), ("cpu", 16)):
+        with running(bundle, backend) as loaded:
+            found[backend, bits] = all_logits(loaded, text, bits)
+    off = {key: np.abs(logits - expected).max() / np.abs(expected).max() for key, logits in found.items()}
+    own = np.abs(theirs - expected).max() / np.abs(expected).max()
+    # The rows of per-layer inputs are stored as they are: multiplied by their factor they would cost 5e-4.
+    assert max(own, off["reference", 32]) < 1e-4
+    assert 2e-3 < off["reference", 16] < 2e-2
+    between = np.abs(found["reference", 16] - found["cpu", 16]).max()
+    assert between < 1e-3 * np.abs(expected).max()
+
+
 def test_layers_have_heads_of_their_own_size() -> None:
     config = read_config(DENSE)
     local, last = config.layers[0], config.layers[-1]
@@ -77,6 +104,8 @@ def test_an_e_model_keeps_few_keys() -> None:
     assert (config.num_kv_layers, config.per_layer_width, config.intermediate_size) == (15, 256, 12288)
     assert {layer.attention.keys_of for layer in config.layers[15:]} == {13, 14}
     assert "first 15 layers have 6144 neurons" in notes[0]
+    assert config.per_layer_multiplier == np.float32(128**0.5)
+    assert parse_model(Section(model_section(config), "model")) == config
 
 
 def test_neurons_that_fill_up_are_zeros(bundle: Path) -> None:
