@@ -54,7 +54,7 @@ def pack(
     Raises CheckpointError if a value can't be stored.
     """
     layouts: dict[str, RecordLayout | None] = {}
-    groups: list[QuantizedRows] = []
+    groups: list[tuple[NDArray[np.float16], NDArray[np.float16]]] = []
     with closing(blocks):
         for block in blocks:
             first = block.rows[0]
@@ -74,7 +74,7 @@ def pack(
                 continue
             codes = rows[0].codes.view(np.float16 if quant.bits == 16 else np.uint32)
             yield Chunk(block.file, f"{block.tensor}.codes", codes, block.nbytes, fidelity)
-            groups += rows
+            groups.append((rows[0].scales, rows[0].biases))
             if block.last:
                 yield from _group_chunks(block.tensor, groups, block.formats[0])
                 groups = []
@@ -93,12 +93,15 @@ def pack_records(rows: Sequence[QuantizedRows], layout: RecordLayout) -> NDArray
     return records
 
 
-def _group_chunks(tensor: str, groups: Sequence[QuantizedRows], stored: RowFormat) -> Iterator[Chunk]:
+def _group_chunks(
+    tensor: str, groups: Sequence[tuple[NDArray[np.float16], NDArray[np.float16]]], stored: RowFormat
+) -> Iterator[Chunk]:
     """Scales and biases of a whole matrix, which follow its codes in the file."""
+    scales, biases = zip(*groups, strict=True)
     if stored.bits != 16:
-        yield Chunk(RESIDENT, f"{tensor}.scales", np.concatenate([rows.scales for rows in groups]))
+        yield Chunk(RESIDENT, f"{tensor}.scales", np.concatenate(scales))
     if stored.bits != 16 and not stored.implied_bias:
-        yield Chunk(RESIDENT, f"{tensor}.biases", np.concatenate([rows.biases for rows in groups]))
+        yield Chunk(RESIDENT, f"{tensor}.biases", np.concatenate(biases))
 
 
 def _stored(

@@ -43,7 +43,7 @@ from ondevice.bundle.streams import STREAMS
 from ondevice.bundle.thresholds import THRESHOLDS, ThresholdPoint, importance_name
 from ondevice.bundle.weight_shapes import WeightShape, layer_weight_shapes, model_weight_shapes
 from ondevice.callbacks import IsCancelled, never_cancelled
-from ondevice.config import RowFormat, Sparsity
+from ondevice.config import QuantConfig, RowFormat, Sparsity
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import memory
 from ondevice.model.parts import MatrixPart, Part, VectorPart, part_tasks
@@ -113,7 +113,7 @@ def load_weights(
     resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE)
     embedding = embedding_records(bundle, reader)
     layers = [
-        [*layer_parts(bundle, resident, layer), *_cutoff_gates(bundle, reader, layer)]
+        [*layer_parts(config, bundle.quant, resident, layer), *_cutoff_gates(bundle, reader, layer)]
         for layer in range(config.num_layers)
     ]
     final_norm = norm_parts(config, resident, "final_norm")
@@ -250,14 +250,14 @@ def loaded_norm(config: ModelConfig, loaded: Mapping[str, Any], field: str) -> N
     return Norm(loaded[field], norm.eps, loaded.get(f"{field}_bias"), norm.kind == "layer")
 
 
-def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
+def layer_parts(config: ModelConfig, quant: QuantConfig, resident: TensorFile, layer: int) -> list[Part]:
     """The parts of one layer's LayerWeights that are in the resident file, in the file's order."""
-    config, prefix = bundle.config, f"layers.{layer}"
+    prefix = f"layers.{layer}"
     spec = config.layers[layer]
     attention, feed_forward = spec.attention, spec.feed_forward
 
     def matrix(field: Literal["qkv", "out"], rows: int, cols: int, has_bias: bool) -> list[Part]:
-        name, stored = f"{prefix}.attention.{field}", bundle.quant.of(field)
+        name, stored = f"{prefix}.attention.{field}", quant.of(field)
         bias = partial(resident.vector, f"{name}.bias") if has_bias else None
         return [MatrixPart(field, rows, cols, stored, partial(resident.rows, name, stored), bias)]
 
@@ -275,7 +275,7 @@ def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
     others = [
         part
         for weight in layer_weight_shapes(config, spec)
-        for part in _weight_parts(resident, bundle.quant.down, f"{prefix}.", weight)
+        for part in _weight_parts(resident, quant.down, f"{prefix}.", weight)
     ]
 
     return [
@@ -458,7 +458,7 @@ class NeuronRecords:
         self._gates = GateDigest(bundle, layer) if bundle.config.zeros_gates else None
 
     def read(self, first: int, count: int) -> Bytes:
-        records = _read_span(self._reader, self.file, self.layout, first, count)
+        records = read_span(self._reader, self.file, self.layout, first, count)
         self.check_gates(first, records)
         return records
 
@@ -478,14 +478,16 @@ class NeuronRecords:
 def embedding_records(bundle: Bundle, reader: FlashReader) -> EmbeddingRecords:
     """`EmbeddingSource` of the bundle's embedding file."""
     return EmbeddingRecords(
-        bundle, reader, EMBEDDING_FILE, bundle.config.hidden_size, bundle.embedding_layout
+        bundle.config.vocab_size, reader, EMBEDDING_FILE, bundle.config.hidden_size, bundle.embedding_layout
     )
 
 
 def per_layer_records(bundle: Bundle, reader: FlashReader) -> EmbeddingRecords:
     """`EmbeddingSource` of the bundle's file of per-layer inputs."""
     file = FIRST_NEURON_FILE + bundle.config.num_layers
-    return EmbeddingRecords(bundle, reader, file, bundle.config.per_layer_size, bundle.per_layer_layout)
+    return EmbeddingRecords(
+        bundle.config.vocab_size, reader, file, bundle.config.per_layer_size, bundle.per_layer_layout
+    )
 
 
 class EmbeddingRecords:
@@ -495,11 +497,11 @@ class EmbeddingRecords:
     """
 
     def __init__(
-        self, bundle: Bundle, reader: FlashReader, file: int, width: int, layout: RecordLayout
+        self, vocab_size: int, reader: FlashReader, file: int, width: int, layout: RecordLayout
     ) -> None:
         self._reader = reader
         self.file = file
-        self.vocab_size = bundle.config.vocab_size
+        self.vocab_size = vocab_size
         self.hidden_size = width
         self.layout = layout
 
@@ -525,7 +527,7 @@ def _record_rows(
 
     digest: checks gate rows against their layer's sha256.
     """
-    records = _read_span(reader, file, layout, row0, count)
+    records = read_span(reader, file, layout, row0, count)
     if digest is not None:
         digest.take(row0, records)
     return record_chunk(records, 0, layout.parts[0][0], row0)
@@ -539,6 +541,7 @@ def record_chunk(records: Bytes, offset: int, row: RowLayout, row0: int) -> RowC
     return RowChunk(row0, records[:, offset:scales_at], scales.view(np.float16), biases.view(np.float16))
 
 
-def _read_span(reader: FlashReader, file: int, layout: RecordLayout, first: int, count: int) -> Bytes:
+def read_span(reader: FlashReader, file: int, layout: RecordLayout, first: int, count: int) -> Bytes:
+    """Records first .. first + count of a file, (count, stride). Raises FlashReadError."""
     start = DATA_OFFSET + first * layout.stride
     return reader.read(file, start, count * layout.stride).reshape(count, layout.stride)
