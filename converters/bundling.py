@@ -36,7 +36,7 @@ class Chunk:
     """The next bytes of a bundle file: records (n, stride), or elements of one resident tensor.
 
     source_bytes: checkpoint bytes that it was made of. fidelity: what storing these did to them, by kind;
-    nothing at 16 bits.
+    nothing at 16 bits. last: true for the last records of a file.
     """
 
     file: str
@@ -44,6 +44,7 @@ class Chunk:
     data: NDArray[np.generic]
     source_bytes: int = 0
     fidelity: Mapping[str, Fidelity] = field(default_factory=dict)
+    last: bool = False
 
 
 def pack(
@@ -70,7 +71,8 @@ def pack(
                 layouts[block.file] = file_layout(block.file, config, quant).record
             layout = layouts[block.file]
             if layout is not None:
-                yield Chunk(block.file, block.tensor, pack_records(rows, layout), block.nbytes, fidelity)
+                records = pack_records(rows, layout)
+                yield Chunk(block.file, block.tensor, records, block.nbytes, fidelity, block.last)
                 continue
             codes = rows[0].codes.view(np.float16 if quant.bits == 16 else np.uint32)
             yield Chunk(block.file, f"{block.tensor}.codes", codes, block.nbytes, fidelity)

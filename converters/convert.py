@@ -66,7 +66,7 @@ from ondevice.converters.reading import (
     read_blocks,
     resident_sources,
 )
-from ondevice.converters.rounding.layers import LayerRounding
+from ondevice.converters.rounding.layers import LayerRounding, rounds_any
 from ondevice.converters.training.sidecars import copy_bundle
 from ondevice.converters.trial import LayersTrial, check_computes, tries_layers
 from ondevice.errors import (
@@ -79,7 +79,7 @@ from ondevice.errors import (
 from ondevice.kernels import _native
 from ondevice.units import usable_cores
 
-CONVERTER_VERSION = "6"
+CONVERTER_VERSION = "7"
 """Version of the converter. It changes whenever the same checkpoint would give other bytes."""
 BLOCKS_AHEAD = 4
 _MANIFEST_BYTES = 1 << 20
@@ -95,7 +95,8 @@ class Training:
 
     identity: a word that identifies the training data. With the checkpoint and the options it determines the
     bytes of the bundle. run: trains the bundle in a folder, and adds the result to it. pieces: token ids by
-    which 4-bit weights are rounded, at most `most_tokens` of them in all; none to round without a text.
+    which weights of 4 to 6 bits are rounded, at most `most_tokens` of them in all; none to round without a
+    text.
     """
 
     identity: str
@@ -143,7 +144,7 @@ def convert(
         training = begin_training(checkpoint)
         origin = _origin(checkpoint)
         trained = origin if training is None else f"{origin} {training.identity}"
-        pieces = () if training is None or quant_config.bits != 4 else training.pieces
+        pieces = () if training is None or not rounds_any(quant_config) else training.pieces
         if resume and _is_converted(folder.output, checkpoint, quant_config, trained):
             folder.discard_leftover()
             return folder.output
@@ -327,19 +328,23 @@ class _Conversion:
         """Write chunks of record files when they come, and of the resident file between them."""
 
         def resident() -> Iterator[Chunk]:
-            for file, group in groupby(chunks, key=lambda chunk: chunk.file):
-                if file == RESIDENT:
-                    yield from (chunk for chunk in group if chunk.tensor in missing)
-                else:
-                    self._writer.write_records(file, self._data(file, group))
-                    if self.trial is not None and file in self._neurons:
-                        self.trial.add(*map(self._writer.written, (RESIDENT, EMBEDDING, file)))
+            for chunk in chunks:
+                if chunk.file != RESIDENT:
+                    self._write_records(chunk, chunks)
+                elif chunk.tensor in missing:
+                    yield chunk
 
         with closing(chunks):
             tensors = resident()
             self._write_resident(tensors)
             # A finished resident file asks for nothing.
             deque(tensors, maxlen=0)
+
+    def _write_records(self, first: Chunk, following: Iterator[Chunk]) -> None:
+        """Write the record file of `first`, whose other chunks follow. Then a layer can be tried."""
+        self._writer.write_records(first.file, self._data(first.file, _until_last(first, following)))
+        if self.trial is not None and first.file in self._neurons:
+            self.trial.add(*map(self._writer.written, (RESIDENT, EMBEDDING, first.file)))
 
     def _write_resident(self, chunks: Iterator[Chunk]) -> None:
         self._writer.write_resident(
@@ -481,6 +486,15 @@ def source_bytes(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
     for tensor, sources in resident_sources(checkpoint):
         sizes[RESIDENT, tensor] = sum(source.nbytes for source in sources)
     return sizes
+
+
+def _until_last(first: Chunk, following: Iterator[Chunk]) -> Iterator[Chunk]:
+    """The chunks of a record file, the last of which says so: what comes next may take minutes."""
+    chunk = first
+    yield chunk
+    while not chunk.last:
+        chunk = next(following)
+        yield chunk
 
 
 def _counted(chunks: Iterator[Chunk], meter: ProgressMeter) -> Iterator[Chunk]:

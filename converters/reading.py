@@ -182,8 +182,9 @@ def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceT
             yield f"{prefix}.{weight.name}", [tensors[name.weight(weight.name)]]
     for weight in model_weight_shapes(config):
         yield weight.name, [tensors[names.model_weight(weight.name)]]
-    yield "final_norm.weight", [tensors[names.FINAL_NORM]]
-    if config.norm.bias:
+    if config.final_norm:
+        yield "final_norm.weight", [tensors[names.FINAL_NORM]]
+    if config.final_norm and config.norm.bias:
         yield "final_norm.bias", [tensors[names.FINAL_NORM_BIAS]]
     if not config.tie_embeddings:
         yield "head", [tensors[names.HEAD]]

@@ -24,7 +24,6 @@ from ondevice.backends.base import (
     Float32,
     KVLayout,
     LinearSource,
-    Norm,
     RowChunk,
 )
 from ondevice.backends.cpu import CpuBackend, make_runner
@@ -63,6 +62,7 @@ from ondevice.model.loading import (
     layer_weights,
     loaded_norm,
     loaded_positions,
+    model_weight_parts,
     norm_parts,
     position_parts,
     read_span,
@@ -142,8 +142,9 @@ class LayersTrial:
                 config.vocab_size, reader, EMBEDDING_FILE, config.hidden_size, embedding_layout(config, quant)
             )
             source = _WrittenNeurons(config, quant, reader)
+            inputs = position_parts(config, tensors)
             return _through_layer(
-                config, quant, tensors, table, source, self._backend, layer, self._tokens, x
+                config, quant, tensors, table, source, self._backend, layer, self._tokens, x, inputs
             )
 
 
@@ -197,8 +198,9 @@ class _LayerBackend(CpuBackend):
 
 def tries_layers(config: ModelConfig) -> bool:
     """True for models whose layers `LayersTrial` can try."""
-    # Copies of gates are compared with a file that is written after them.
-    return config.is_plain and not config.zeros_gates
+    # Copies of gates are compared with a file that is written after the neurons; matrices that make an
+    # embedding as wide as a layer are written last.
+    return config.is_plain and not config.zeros_gates and not config.embedding_width
 
 
 def trial_tokens(config: ModelConfig) -> Sequence[int]:
@@ -242,7 +244,10 @@ def trial_logits(bundle: Bundle, tokens: Sequence[int], x: Float32 | None = None
             with closing(_LayerBackend(runner, bundle.neuron_layout)) as backend:
                 for layer in range(config.num_layers):
                     table, source = embedding_records(bundle, reader), NeuronRecords(bundle, reader, layer)
-                    x = _through_layer(config, quant, resident, table, source, backend, layer, tokens, x)
+                    inputs = [*position_parts(config, resident), *model_weight_parts(bundle, resident)]
+                    x = _through_layer(
+                        config, quant, resident, table, source, backend, layer, tokens, x, inputs
+                    )
         assert x is not None
         return np.concatenate(list(_logits(bundle, reader, resident, runner, x)), axis=1)
 
@@ -278,8 +283,12 @@ def _through_layer(
     layer: int,
     tokens: Sequence[int],
     x: Float32 | None,
+    inputs: Sequence[Part],
 ) -> Float32:
-    """(T, D) output of a layer for its input x (T, D); without x, the input is the tokens' embedding."""
+    """(T, D) output of a layer for its input x (T, D); without x, the input is the tokens' embedding.
+
+    inputs: the parts with which that is made.
+    """
     alone = replace(config, layers=config.layers[layer : layer + 1])
     backend.next_layer()
     loaded = _loaded(backend, layer_parts(config, quant, resident, layer))
@@ -287,11 +296,11 @@ def _through_layer(
     feed_forward.neurons = _Pieces(source, backend.neurons)
     weights = layer_weights(backend, alone, alone.layers[0], loaded, feed_forward)
     embedding = backend.load_embedding(table)
-    positions = None
+    positions = project_in = None
     if x is None:
-        loaded = _loaded(backend, position_parts(alone, resident))
-        positions = loaded_positions(alone, loaded)
-    model_weights = ModelWeights(embedding, [weights], Norm(None, 1.0), None, positions)
+        loaded = _loaded(backend, inputs)
+        positions, project_in = loaded_positions(alone, loaded), loaded.get("project_in")
+    model_weights = ModelWeights(embedding, [weights], None, None, positions, project_in)
     model = Transformer(alone, backend, model_weights)
     # The arrays that a backend returns are valid only until its next op.
     return np.array(model.hidden_states(tokens, KVCache(KVLayout(alone, 16)), x=x))
@@ -317,11 +326,11 @@ class _Pieces(NeuronSource):
 def _logits(
     bundle: Bundle, reader: FlashReader, resident: TensorFile, runner: _native.Runner, x: Float32
 ) -> Iterator[Float32]:
-    """(T, V) logits of the last layer's output x (T, D), as pieces of a few columns."""
-    config = bundle.config
+    """(T, V) logits of x (T, D), the last layer's output, as pieces of a few columns."""
+    config, x = bundle.config, _narrowed(bundle, resident, runner, x)
     head = head_part(bundle, resident, embedding_records(bundle, reader))
     biases = resident.vector("head.bias") if config.head_bias else None
-    count = max(1, PIECE_BYTES // RowLayout(config.hidden_size, *head.stored).nbytes)
+    count = max(1, PIECE_BYTES // RowLayout(config.embedding_size, *head.stored).nbytes)
     for first in range(0, config.vocab_size, count):
 
         def piece(row0: int, number: int, first: int = first) -> RowChunk:
@@ -330,13 +339,25 @@ def _logits(
         backend = CpuBackend(runner, segment_neurons=BLOCK_NEURONS, piece_neurons=BLOCK_NEURONS)
         with closing(backend):
             number = min(count, config.vocab_size - first)
-            norm = norm_parts(config, resident, "final_norm")
             bias = None if biases is None else partial(biases.__getitem__, slice(first, first + number))
             part = replace(head, num_rows=number, rows=piece, bias=bias)
-            loaded = _loaded(backend, [*norm, part])
-            logits = backend.linear(x, loaded["head"], loaded_norm(config, loaded, "final_norm"))
+            logits = backend.linear(x, _loaded(backend, [part])["head"])
             cap = config.logit_soft_cap
             yield np.array(backend.soft_cap(logits, cap) if cap else logits)
+
+
+def _narrowed(bundle: Bundle, resident: TensorFile, runner: _native.Runner, x: Float32) -> Float32:
+    """What the head multiplies, (T, E), of the last layer's output x (T, D): normed, and E wide."""
+    config, backend = (
+        bundle.config,
+        CpuBackend(runner, segment_neurons=BLOCK_NEURONS, piece_neurons=BLOCK_NEURONS),
+    )
+    with closing(backend):
+        norm = norm_parts(config, resident, "final_norm") if config.final_norm else []
+        loaded = _loaded(backend, [*norm, *model_weight_parts(bundle, resident)])
+        if config.final_norm:
+            x = backend.normed(x, loaded_norm(config, loaded, "final_norm"))
+        return np.array(backend.linear(x, loaded["project_out"])) if config.embedding_width else x
 
 
 def _loaded(backend: CpuBackend, parts: Sequence[Part]) -> dict[str, Any]:

@@ -258,7 +258,7 @@ def convert_and_train(
     force: bool = False,
     offline: bool = False,
 ) -> Path:
-    """Convert as `convert` does, round by `text` if at 4 bits, order the neurons by it and train predictors.
+    """Convert as `convert` does, round 4 to 6 bits by `text`, order the neurons by it and train predictors.
 
     The bundle gets its name when all is done: an interrupted run leaves no bundle under that name. A resumed
     run gives the same bytes as one without interruption; it runs the text through the layers anew. A model

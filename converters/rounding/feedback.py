@@ -1,4 +1,4 @@
-"""Rounding of matrices to 4 bits with error feedback (GPTQ, arXiv 2210.17323).
+"""Rounding of matrices to 4 to 6 bits with error feedback (GPTQ, arXiv 2210.17323).
 
 A product's error is made up for by the weights that are rounded later: input j's weights are moved, before
 they are rounded, by the errors of the inputs before it as the inputs' second moments weigh them. The moments
@@ -27,8 +27,6 @@ from ondevice.converters.quantize import QuantizedRows, RoundedRows, dequantize,
 from ondevice.errors import CheckpointError
 from ondevice.kernels import _native
 
-DOWN = RowFormat(4)
-"""The format of the rows of a rounded down projection."""
 MOST_INPUTS = 4096
 """Inputs that feed errors back to each other, whose moments are in memory together."""
 DAMPING = 0.01
@@ -118,7 +116,8 @@ def rounded_by_columns(
 ) -> dict[str, RoundedRows]:
     """The matrices, (R, C) each, that all have these inputs, by name.
 
-    stored: a format of 4 bits with stored biases. Raises CheckpointError for values that can't be stored.
+    stored: a format of 4 to 6 bits with stored biases. Raises CheckpointError for values that can't be
+    stored.
     """
     parts: dict[str, list[list[RoundedRows]]] = {source.name: [] for source in sources}
     for factor in factors(runner, inputs):
@@ -141,10 +140,13 @@ def rounded_by_columns(
     return {name: _beside([_stacked(rows) for rows in blocks]) for name, blocks in parts.items()}
 
 
-def rounded_by_rows(runner: _native.Runner, source: SourceTensor, inputs: Inputs) -> RoundedRows:
+def rounded_by_rows(
+    runner: _native.Runner, source: SourceTensor, inputs: Inputs, stored: RowFormat
+) -> RoundedRows:
     """The down projection `source`, (D, C), transposed: a neuron's column is a row with groups of its own.
 
-    Inputs of much energy come first. Raises CheckpointError for values that can't be stored.
+    stored: a format of 4 to 6 bits in groups of 64 with stored biases. Inputs of much energy come first.
+    Raises CheckpointError for values that can't be stored.
     """
     width, count = source.shape
     step = max(1, READ_BYTES // (4 * count))
@@ -154,33 +156,33 @@ def rounded_by_rows(runner: _native.Runner, source: SourceTensor, inputs: Inputs
         for start in range(0, width, step):
             rows = to_float32(source.rows(start, min(start + step, width)))
             down[:, start : start + len(rows)] = rows[:, factor.picks].T
-        pieces.append(_rounded(runner, down, None, factor.values, source.name))
+        pieces.append(_rounded(runner, down, stored, factor.values, source.name, by_row=True))
         order.append(factor.picks)
     return _stacked(pieces).taken(np.argsort(np.concatenate(order)))
 
 
 def _rounded(
-    runner: _native.Runner, weights: Float32, stored: RowFormat | None, factor: Float32, name: str
+    runner: _native.Runner,
+    weights: Float32,
+    stored: RowFormat,
+    factor: Float32,
+    name: str,
+    by_row: bool = False,
 ) -> RoundedRows:
-    """weights (R, C), rounded in this format: their columns are the inputs of `factor`.
-
-    Without a format they are a down projection's, whose rows are the inputs.
-    """
+    """weights (R, C), rounded in this format. The inputs of `factor` meet their columns, or `by_row` rows."""
     weights = np.ascontiguousarray(weights)
-    layout = RowLayout(weights.shape[1], *(stored or DOWN))
+    layout = RowLayout(weights.shape[1], *stored)
     codes = np.empty((len(weights), layout.codes_bytes), np.uint8)
     scales, biases = (np.empty((len(weights), layout.groups), np.uint16) for _ in range(2))
-    if stored is None:
-        done = _native.round_rows(runner, weights, factor, codes, scales, biases)
-    else:
-        done = _native.round_columns(runner, weights, stored, factor, codes, scales, biases)
+    kernel = _native.round_rows if by_row else _native.round_columns
+    done = kernel(runner, weights, stored, factor, codes, scales, biases)
     if not done:
         raise CheckpointError(
             f"{name} holds NaN, infinity, or values beyond float16 (65504); the checkpoint is damaged or was "
             "not saved properly; download it again, or save it again in float32 with finite weights"
         )
     found = QuantizedRows(codes, scales.view(np.float16), biases.view(np.float16))
-    return RoundedRows(found, layout.cols, _squares(found, stored or DOWN, weights))
+    return RoundedRows(found, layout.cols, _squares(found, stored, weights))
 
 
 def _squares(rows: QuantizedRows, stored: RowFormat, weights: Float32) -> NDArray[np.float64]:

@@ -22,7 +22,7 @@ from ondevice.backends.base import Float32, Int32, KVLayout, Norm
 from ondevice.backends.cpu import CpuBackend, CpuLinear, native_form
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.config import MatrixKind, QuantConfig
+from ondevice.config import MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
 from ondevice.converters.quantize import RoundedRows, quantize, to_float32
@@ -34,8 +34,8 @@ from ondevice.model.transformer import Transformer
 from ondevice.model.weights import LayerWeights, ModelWeights
 from ondevice.model_config import FeedForwardSpec, ModelConfig
 
-BITS = 4
-"""Bits of the weights that a text rounds."""
+MOST_BITS = 6
+"""Most bits of weights that a text rounds: 8 lose nothing that it could save."""
 MOST_TOKENS = 16384
 """Most tokens of a text that a model is run over."""
 INPUT_BYTES = 512 << 20
@@ -46,6 +46,16 @@ NO_STATES: Float32 = np.empty((0, 0), dtype=np.float32)
 OnStep = Callable[[str], None]
 
 
+def is_rounded(stored: RowFormat) -> bool:
+    """Whether a text rounds the matrices of this format."""
+    return stored.bits <= MOST_BITS and not stored.implied_bias
+
+
+def rounds_any(quant: QuantConfig) -> bool:
+    """Whether a text rounds any matrix that is stored so."""
+    return any(is_rounded(stored) for stored in (quant.down, *dict(quant.formats).values()))
+
+
 def most_tokens(config: ModelConfig) -> int:
     """Tokens of a text that fit into INPUT_BYTES, at most MOST_TOKENS."""
     inputs = 2 * config.hidden_size + config.query_size + config.intermediate_size
@@ -53,7 +63,7 @@ def most_tokens(config: ModelConfig) -> int:
 
 
 class LayerRounding:
-    """Rounds a checkpoint's matrices to 4 bits: `layer` for one layer after another, then `head`.
+    """Rounds a checkpoint's matrices to 4 to 6 bits: `layer` for one layer after another, then `head`.
 
     quant: how the bundle stores weights. pieces: token ids, at most `most_tokens` in all; each piece is run
     from an empty context. on_step: called with what is done next.
@@ -78,7 +88,7 @@ class LayerRounding:
     def layer(self, layer: int, wanted: bool = True) -> dict[str, RoundedRows]:
         """The layer's rounded matrices by the checkpoint's names. A down projection's rows are neurons.
 
-        Matrices that keep their checkpoint's codes, or are stored with other bits, aren't among them.
+        Matrices that keep their checkpoint's codes, or are stored with 8 bits, aren't among them.
         wanted: false to run the layer alone. Raises CheckpointError for weights that aren't a usable model's.
         """
         config = self._checkpoint.config
@@ -94,26 +104,30 @@ class LayerRounding:
         *by_columns, down = name.neurons(config.layers[layer])
         found |= self._by_columns(by_columns, "feed_forward", inputs["gate"])
         source = self._checkpoint.tensors[down]
-        found[source.name] = rounded_by_rows(self._runner, source, inputs["down"])
+        if is_rounded(self._quant.down):
+            found[source.name] = rounded_by_rows(self._runner, source, inputs["down"], self._quant.down)
         return found
 
     def head(self) -> dict[str, RoundedRows]:
         """The rounded head, which may be the embedding, once all layers have run."""
         self._on_step("rounding the head")
-        norm, inputs = _norm(self._checkpoint, names.FINAL_NORM, names.FINAL_NORM_BIAS), Inputs()
-        for state in self.states:
-            for start in range(0, len(state), CHUNK_TOKENS):
-                rows = state[start : start + CHUNK_TOKENS]
-                entering = np.empty_like(rows)
-                _native.norm(self._runner, rows, norm, entering)
-                inputs.add(entering)
-        if self._checkpoint.config.tie_embeddings:
+        config, inputs, norm = self._checkpoint.config, Inputs(), None
+        if config.final_norm:
+            norm = _norm(self._checkpoint, names.FINAL_NORM, names.FINAL_NORM_BIAS)
+        project_out = self._projection("project_out")
+        with closing(_Observed(self._runner)) as backend:
+            for state in self.states:
+                for start in range(0, len(state), CHUNK_TOKENS):
+                    rows = state[start : start + CHUNK_TOKENS]
+                    entering = rows if norm is None else backend.normed(rows, norm)
+                    inputs.add(entering if project_out is None else backend.linear(entering, project_out))
+        if config.tie_embeddings:
             return self._by_columns([names.EMBEDDING], "embedding", inputs)
         return self._by_columns([names.HEAD], "head", inputs)
 
     def _by_columns(self, found: Sequence[str], kind: MatrixKind, inputs: Inputs) -> dict[str, RoundedRows]:
         stored = self._quant.of(kind)
-        if stored.bits != BITS or stored.implied_bias:
+        if not is_rounded(stored):
             return {}
         sources = [self._checkpoint.tensors[name] for name in found]
         free = [source for source in sources if source.quantised_rows(0, 1, stored) is None]
@@ -181,7 +195,14 @@ class LayerRounding:
         if layer == 0 and checkpoint.config.learned_positions:
             table = tensors[names.POSITIONS]
             positions = to_float32(table.rows(0, table.shape[0]))
-        return ModelWeights(tensors[names.EMBEDDING], [weights], Norm(None, 1.0), None, positions)
+        project_in = None if layer else self._projection("project_in")
+        return ModelWeights(tensors[names.EMBEDDING], [weights], None, None, positions, project_in)
+
+    def _projection(self, which: str) -> _Watched | None:
+        """The matrix between embeddings and layers; None in a model where both have one width."""
+        if not self._checkpoint.config.embedding_width:
+            return None
+        return _Watched("", self._half([self._checkpoint.tensors[names.model_weight(which)]], None))
 
     def _half(self, sources: Sequence[SourceTensor], bias: Float32 | None) -> CpuLinear:
         """The rows of all sources as float16."""

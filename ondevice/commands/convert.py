@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     "--text",
     metavar="FILE",
     shell_complete=complete_path,
-    help="Text to round 4-bit weights by, to order neurons by and, with ReLU, to train predictors on.",
+    help="Text to round 4- to 6-bit weights by, to order neurons by and, with ReLU, to train predictors on.",
 )
 @option("--no-calibrate", is_flag=True, help="Round by, order and train nothing, whatever --text says.")
 @option("--resume", is_flag=True, help="Continue an interrupted conversion.")

@@ -121,15 +121,15 @@ def feedback_factor(runner: Runner, h: Float64, factor: Float32) -> bool:
 def round_columns(
     runner: Runner, w: Float32, stored: Format, factor: Float32, codes: Bytes, scales: Uint16, biases: Uint16
 ) -> bool:
-    """w (R, C) at 4 bits with stored biases, column by column with error feedback by factor (C, C).
+    """w (R, C) at 4 to 6 bits with stored biases, column by column with error feedback by factor (C, C).
 
     False if a value isn't finite, or wouldn't be finite as float16.
     """
 
 def round_rows(
-    runner: Runner, w: Float32, factor: Float32, codes: Bytes, scales: Uint16, biases: Uint16
+    runner: Runner, w: Float32, stored: Format, factor: Float32, codes: Bytes, scales: Uint16, biases: Uint16
 ) -> bool:
-    """w (n, C) at 4 bits in groups of 64, row by row with error feedback by factor (n, n).
+    """w (n, C) at 4 to 6 bits in groups of 64, row by row with error feedback by factor (n, n).
 
     False as for round_columns.
     """

@@ -92,12 +92,12 @@ void check_rounding(const CArray<const float, 2>& w, int64_t inputs, const RowFo
                     const CArray<uint16_t, 2>& scales, const CArray<uint16_t, 2>& biases) {
   const int64_t rows = w.shape(0), cols = w.shape(1), groups = groups_of(cols);
   require(rows > 0 && cols > 0, "w is (R, C)");
-  require(format.bits == 4 && !format.implied, "rows are rounded to 4 bits, with biases of their own");
+  require(format.bits < 8 && !format.implied, "rows are rounded to 4 to 6 bits, with biases of their own");
   require(static_cast<int64_t>(factor.shape(0)) == inputs && static_cast<int64_t>(factor.shape(1)) == inputs,
           "factor is (n, n) for n inputs");
   require(static_cast<int64_t>(codes.shape(0)) == rows &&
               static_cast<int64_t>(codes.shape(1)) == groups * format.codes_bytes(),
-          "codes are (R, padded_cols / 2)");
+          "codes are (R, padded_cols * bits / 8)");
   for (const auto* values : {&scales, &biases})
     require(static_cast<int64_t>(values->shape(0)) == rows &&
                 static_cast<int64_t>(values->shape(1)) == groups * format.scales(),
@@ -122,13 +122,15 @@ void bind_error_feedback(nb::module_& m) {
     return round_columns(runner, w.data(), w.shape(0), w.shape(1), format, factor.data(), codes.data(),
                          scales.data(), biases.data());
   });
-  m.def("round_rows", [](Runner& runner, const CArray<const float, 2>& w,
+  m.def("round_rows", [](Runner& runner, const CArray<const float, 2>& w, const FormatArg& stored,
                          const CArray<const float, 2>& factor, const CArray<uint8_t, 2>& codes,
                          const CArray<uint16_t, 2>& scales, const CArray<uint16_t, 2>& biases) {
-    check_rounding(w, w.shape(0), RowFormat(4), factor, codes, scales, biases);
+    const RowFormat format = format_of(stored);
+    check_rounding(w, w.shape(0), format, factor, codes, scales, biases);
+    require(format.group == kGroup, "rows that meet the inputs have groups of 64");
     nb::gil_scoped_release release;
-    return round_rows(runner, w.data(), w.shape(0), w.shape(1), factor.data(), codes.data(), scales.data(),
-                      biases.data());
+    return round_rows(runner, w.data(), w.shape(0), w.shape(1), format, factor.data(), codes.data(),
+                      scales.data(), biases.data());
   });
 }
 

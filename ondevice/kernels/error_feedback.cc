@@ -6,12 +6,13 @@
 #include <cstring>
 #include <vector>
 
+#include "interleave.h"
+
 namespace ondevice {
 namespace {
 
 constexpr int64_t kBlock = 64;  // inputs between two updates of what comes after them
 constexpr int64_t kRows = 16;   // rows that quantize_block takes
-constexpr float kTop = 15.0f;
 
 // Makes the upper triangle of the block (count, count) at h the factor V of V V^T. False if there is none.
 bool factor_block(double* h, int64_t stride, int64_t count) {
@@ -27,7 +28,7 @@ bool factor_block(double* h, int64_t stride, int64_t count) {
 }
 
 struct Groups {
-  uint8_t codes[kRows * kGroup / 2];
+  uint8_t codes[kRows * kGroup];                  // up to 8 bits each
   uint16_t scales[kRows * 2], biases[kRows * 2];  // of up to two groups, of which one is used
 };
 
@@ -37,12 +38,12 @@ float widened(const KernelTable& kernels, uint16_t half) {
   return value;
 }
 
-// The code of t = w - bias.
-float code_of(float t, float scale) {
+// The code of t = w - bias, from 0 to top.
+float code_of(float t, float scale, float top) {
   if (scale == 0.0f) return 0.0f;
   const float whole = 8388608.0f, x = t * (1.0f / scale);
   // Adding 2^23 rounds to an integer, half to even. NaN has the code 0.
-  return (std::min(x > 0.0f ? x : 0.0f, kTop) + whole) - whole;
+  return (std::min(x > 0.0f ? x : 0.0f, top) + whole) - whole;
 }
 
 // One tile of up to 16 rows. `now` (rows, cols) begins as w, `errors` (rows, group) is scratch.
@@ -51,6 +52,7 @@ bool round_tile(const KernelTable& kernels, const float* w, int64_t rows, int64_
                 uint16_t* scales, uint16_t* biases) {
   const int64_t size = format.group, codes_bytes = groups_of(cols) * format.codes_bytes(),
                 groups = groups_of(cols) * format.scales();
+  const float top = static_cast<float>((1 << format.bits) - 1);
   std::memcpy(now, w, static_cast<size_t>(rows * cols) * sizeof(float));
   std::memset(codes, 0, static_cast<size_t>(rows * codes_bytes));
   std::fill(scales, scales + rows * groups, uint16_t{0});
@@ -67,14 +69,15 @@ bool round_tile(const KernelTable& kernels, const float* w, int64_t rows, int64_
       const int64_t at = r * format.scales(), group = r * groups + first / size;
       const float scale = widened(kernels, fitted.scales[at]), bias = widened(kernels, fitted.biases[at]);
       float *mine = now + r * cols + first, *error = errors + r * size;
-      uint8_t* packed = codes + r * codes_bytes + first / 2;
+      uint8_t found[kGroup] = {0};
       for (int64_t c = 0; c < n; ++c) {
-        const float code = code_of(mine[c] - bias, scale);
-        packed[c / 2] = static_cast<uint8_t>(packed[c / 2] | static_cast<int>(code) << (c % 2 * 4));
+        const float code = code_of(mine[c] - bias, scale, top);
+        found[c] = static_cast<uint8_t>(code);
         error[c] = w[r * cols + first + c] - (scale * code + bias);
         kernels.add_products(error + c, 1, factor + (first + c) * cols + first + c + 1, cols, mine + c + 1,
                              n - c - 1);
       }
+      pack_codes(found, size, format.bits, codes + r * codes_bytes + first * format.bits / 8);
       scales[group] = fitted.scales[at];
       biases[group] = fitted.biases[at];
       if (behind < cols)
@@ -87,27 +90,27 @@ bool round_tile(const KernelTable& kernels, const float* w, int64_t rows, int64_
 
 // The groups [g_begin, g_end) of every row. `now` (rows, width) and `errors` (64, width) are scratch, width
 // being 16 groups.
-bool round_strip(const KernelTable& kernels, const float* w, int64_t rows, int64_t cols, const float* factor,
-                 int64_t g_begin, int64_t g_end, float* now, float* errors, uint8_t* codes, uint16_t* scales,
-                 uint16_t* biases) {
+bool round_strip(const KernelTable& kernels, const float* w, int64_t rows, int64_t cols,
+                 const RowFormat& format, const float* factor, int64_t g_begin, int64_t g_end, float* now,
+                 float* errors, uint8_t* codes, uint16_t* scales, uint16_t* biases) {
   const int64_t groups = groups_of(cols), first = g_begin * kGroup, width = kRows * kGroup;
   const int64_t n = std::min(g_end * kGroup, cols) - first, whole = n / kGroup;
   for (int64_t j = 0; j < rows; ++j)
     std::memcpy(now + j * width, w + j * cols + first, static_cast<size_t>(n) * sizeof(float));
-  const RowFormat format(4);
+  const int64_t group_bytes = format.codes_bytes();
   float rounded[kGroup], column[kBlock];
   for (int64_t start = 0; start < rows; start += kBlock) {
     const int64_t stop = std::min(start + kBlock, rows);
     for (int64_t i = start; i < stop; ++i) {
       float *mine = now + i * width, *error = errors + (i - start) * width;
-      uint8_t* packed = codes + (i * groups + g_begin) * (kGroup / 2);
+      uint8_t* packed = codes + (i * groups + g_begin) * group_bytes;
       uint16_t *scale = scales + i * groups + g_begin, *bias = biases + i * groups + g_begin;
       if (whole && !kernels.quantize_block(format, mine, whole, kGroup, packed, scale, bias)) return false;
       if (n % kGroup && !kernels.quantize_block(format, mine + whole * kGroup, 1, n % kGroup,
-                                                packed + whole * (kGroup / 2), scale + whole, bias + whole))
+                                                packed + whole * group_bytes, scale + whole, bias + whole))
         return false;
       for (int64_t g = 0; g * kGroup < n; ++g) {
-        kernels.dequantize_row(format, packed + g * (kGroup / 2), scale + g, bias + g, 1, rounded);
+        kernels.dequantize_row(format, packed + g * group_bytes, scale + g, bias + g, 1, rounded);
         for (int64_t c = g * kGroup; c < std::min(n, (g + 1) * kGroup); ++c)
           error[c] = w[i * cols + first + c] - rounded[c - g * kGroup];
       }
@@ -175,8 +178,8 @@ bool round_columns(Runner& runner, const float* w, int64_t rows, int64_t cols, c
   return finite.load();
 }
 
-bool round_rows(Runner& runner, const float* w, int64_t rows, int64_t cols, const float* factor,
-                uint8_t* codes, uint16_t* scales, uint16_t* biases) {
+bool round_rows(Runner& runner, const float* w, int64_t rows, int64_t cols, const RowFormat& format,
+                const float* factor, uint8_t* codes, uint16_t* scales, uint16_t* biases) {
   const int64_t groups = groups_of(cols), floats = (rows + kBlock) * kRows * kGroup;
   std::atomic<bool> finite{true};
   const KernelTable& kernels = runner.kernels();
@@ -184,8 +187,8 @@ bool round_rows(Runner& runner, const float* w, int64_t rows, int64_t cols, cons
   runner.pool().parallel_for((groups + kRows - 1) / kRows, 1, [&](int64_t begin, int64_t end, int thread) {
     float *now = scratch + thread * floats, *errors = now + rows * kRows * kGroup;
     for (int64_t i = begin; i < end; ++i)
-      if (!round_strip(kernels, w, rows, cols, factor, i * kRows, std::min(groups, (i + 1) * kRows), now,
-                       errors, codes, scales, biases))
+      if (!round_strip(kernels, w, rows, cols, format, factor, i * kRows, std::min(groups, (i + 1) * kRows),
+                       now, errors, codes, scales, biases))
         finite.store(false);
   });
   return finite.load();

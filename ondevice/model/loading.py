@@ -19,6 +19,7 @@ from ondevice.backends.base import (
     Biases,
     Bytes,
     Cutoff,
+    Embedding,
     FeedForward,
     Float32,
     HeadNorms,
@@ -69,14 +70,14 @@ def bundle_files(bundle: Bundle, sparsity: Sparsity = "dense", streams: bool = F
     """The files to open a FlashReader with, in the order of the indices that sources use.
 
     The file of per-layer inputs comes after those of neurons. Then come the files that select neurons: gate
-    rows for `exact`, predictors for `predicted`, thresholds for `threshold`. With `streams`, the adapters'
-    file comes last. Raises BundleError if the bundle lacks one of them.
+    rows for `exact` where activations zero them, predictors for `predicted`, thresholds for `threshold`. With
+    `streams`, the adapters' file comes last. Raises BundleError if the bundle lacks one of them.
     """
     layers = range(bundle.config.num_layers)
     files = [bundle.file(RESIDENT), bundle.embedding_file, *(bundle.neuron_file(layer) for layer in layers)]
     if bundle.config.per_layer_width:
         files.append(bundle.file(PER_LAYER))
-    if sparsity == "exact":
+    if sparsity == "exact" and bundle.config.zeros_gates:
         files += [bundle.gate_file(layer) for layer in layers]
     elif sparsity == "predicted":
         files.append(bundle.added_file(PREDICTORS))
@@ -113,18 +114,17 @@ def load_weights(
     resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE)
     embedding = embedding_records(bundle, reader)
     layers = [
-        [*layer_parts(config, bundle.quant, resident, layer), *_cutoff_gates(bundle, reader, layer)]
+        [
+            *layer_parts(config, bundle.quant, resident, layer),
+            *_cutoff_gates(bundle, reader, layer, sparsity),
+        ]
         for layer in range(config.num_layers)
     ]
-    final_norm = norm_parts(config, resident, "final_norm")
+    final_norm = norm_parts(config, resident, "final_norm") if config.final_norm else []
     head = head_part(bundle, resident, embedding)
     selectors = _selector_parts(bundle, reader, resident, sparsity, point)
     positions = position_parts(config, resident)
-    extra = [
-        part
-        for weight in model_weight_shapes(config)
-        for part in _weight_parts(resident, bundle.quant.down, "", weight)
-    ]
+    extra = model_weight_parts(bundle, resident)
     order: list[Part] = [*positions]
     for parts, selector in zip(layers, selectors, strict=True):
         order += [*parts, *selector.parts]
@@ -135,27 +135,36 @@ def load_weights(
         loaded_layers = []
         for layer, (parts, selector) in enumerate(zip(layers, selectors, strict=True)):
             loaded = {part.field: part.load(backend, ahead) for part in parts}
-            records = NeuronRecords(bundle, reader, layer)
-            chosen, biases = selector.load(backend, ahead), feed_forward_biases(loaded)
-            neurons = backend.load_feed_forward(layer, records, chosen, biases, loaded.get("gate"))
+            records, chosen = NeuronRecords(bundle, reader, layer), selector.load(backend, ahead)
+            gates = loaded.get("gate") if chosen is None else chosen.cut_gates
+            biases = feed_forward_biases(loaded)
+            neurons = backend.load_feed_forward(layer, records, chosen, biases, gates)
             loaded_layers.append(layer_weights(backend, config, config.layers[layer], loaded, neurons))
         others = {part.field: part.load(backend, ahead) for part in extra}
         last = {part.field: part.load(backend, ahead) for part in final_norm}
         loaded_head = head.load(backend, ahead)
-    norm = loaded_norm(config, last, "final_norm")
-    inputs = copies = None
+    norm = loaded_norm(config, last, "final_norm") if config.final_norm else None
+    rows = None
     if config.per_layer_width:
         rows = backend.load_embedding(per_layer_records(bundle, reader), offloaded=True)
-        own_norm = _weight_norm(config, others, "per_layer")
-        inputs = PerLayerInputs(rows, others["per_layer.projection"], own_norm)
+    loaded_table = backend.load_embedding(embedding)
+    blocks = _other_blocks_of_model(config, others, rows)
+    return ModelWeights(loaded_table, loaded_layers, norm, loaded_head, table, **blocks)
+
+
+def _other_blocks_of_model(config: ModelConfig, own: Mapping[str, Any], rows: Embedding) -> dict[str, Any]:
+    """The fields of ModelWeights that few models have, of weights by name. rows: of per-layer inputs."""
+    found: dict[str, Any] = {name: own.get(name) for name in ("project_in", "project_out")}
+    if config.per_layer_width:
+        norm = _weight_norm(config, own, "per_layer")
+        found["per_layer"] = PerLayerInputs(rows, own["per_layer.projection"], norm)
     if config.residual_copies > 1:
         spread, gather = (
-            [others[f"copies.{name}.{copy}"] for copy in range(1, config.residual_copies)]
+            [own[f"copies.{name}.{copy}"] for copy in range(1, config.residual_copies)]
             for name in ("spread", "gather")
         )
-        copies = CopiesOfModel(spread, gather)
-    loaded_table = backend.load_embedding(embedding)
-    return ModelWeights(loaded_table, loaded_layers, norm, loaded_head, table, inputs, copies)
+        found["copies"] = CopiesOfModel(spread, gather)
+    return found
 
 
 def layer_weights(
@@ -293,11 +302,23 @@ def layer_parts(config: ModelConfig, quant: QuantConfig, resident: TensorFile, l
     ]
 
 
-def _cutoff_gates(bundle: Bundle, reader: FlashReader, layer: int) -> list[Part]:
-    """The gate projection of a layer whose cutoff is made of all of a token's gates; else nothing."""
-    if bundle.config.layers[layer].feed_forward.cutoff is None:
+def _cutoff_gates(bundle: Bundle, reader: FlashReader, layer: int, sparsity: Sparsity) -> list[Part]:
+    """The gate projection of a layer whose cutoff is made of all of a token's gates; else nothing.
+
+    In mode `exact` the layer's selector has it.
+    """
+    if bundle.config.layers[layer].feed_forward.cutoff is None or sparsity == "exact":
         return []
     return [_gate_part(bundle, reader, FIRST_NEURON_FILE + layer, bundle.neuron_layout, None, None)]
+
+
+def model_weight_parts(bundle: Bundle, resident: TensorFile) -> list[Part]:
+    """The parts of `model_weight_shapes`, whose fields are the names there."""
+    return [
+        part
+        for weight in model_weight_shapes(bundle.config)
+        for part in _weight_parts(resident, bundle.quant.down, "", weight)
+    ]
 
 
 def _weight_parts(resident: TensorFile, stored: RowFormat, prefix: str, weight: WeightShape) -> list[Part]:
@@ -323,7 +344,7 @@ def head_part(bundle: Bundle, resident: TensorFile, embedding: EmbeddingRecords)
     stored = bundle.quant.head(config.tie_embeddings)
     rows = embedding.rows if config.tie_embeddings else partial(resident.rows, "head", stored)
     bias = partial(resident.vector, "head.bias") if config.head_bias else None
-    return MatrixPart("head", config.vocab_size, config.hidden_size, stored, rows, bias)
+    return MatrixPart("head", config.vocab_size, config.embedding_size, stored, rows, bias)
 
 
 def _selector_parts(
@@ -341,6 +362,11 @@ def _selector_parts(
         bias = partial(resident.vector, gate_bias_name(layer)) if config.feed_forward.bias else None
         return _gate_part(bundle, reader, file, layout, bias, digest)
 
+    if sparsity == "exact" and not config.zeros_gates:
+        return [
+            _cutoff_selector(gates(layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout), config, spec)
+            for layer, spec in enumerate(config.layers)
+        ]
     if sparsity == "exact":
         return [
             _SelectorParts(
@@ -368,6 +394,21 @@ def _selector_parts(
             for layer, threshold in enumerate(point.thresholds)
         ]
     return [_SelectorParts()] * config.num_layers
+
+
+def _cutoff_selector(gates: MatrixPart, config: ModelConfig, layer: LayerSpec) -> _SelectorParts:
+    """What selects the neurons of a layer of which exact zeros are those of a cutoff, if it has one.
+
+    Without, nearly every neuron is selected: those whose activated gate isn't zero.
+    """
+    spec = layer.feed_forward
+    if spec.cutoff is not None:
+        return _SelectorParts((gates,), deviations=spec.cutoff)
+
+    def ones() -> Float32:
+        return np.ones(config.intermediate_size, dtype=np.float32)
+
+    return _SelectorParts((gates,), cutoff=_CutoffPart(ones, 0.0, spec))
 
 
 def _predictor_parts(
@@ -429,6 +470,7 @@ class _SelectorParts:
     predicted: bool = False
     cutoff: _CutoffPart | None = None
     least_gate: float = 0.0
+    deviations: float | None = None
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -441,7 +483,7 @@ class _SelectorParts:
             return None
         matrices = tuple(matrix.load(backend, ahead) for matrix in self.matrices)
         cutoff = None if self.cutoff is None else self.cutoff.load(backend, ahead)
-        return Selector(matrices, self.predicted, cutoff, self.least_gate)
+        return Selector(matrices, self.predicted, cutoff, self.least_gate, self.deviations)
 
 
 class NeuronRecords:
@@ -478,7 +520,11 @@ class NeuronRecords:
 def embedding_records(bundle: Bundle, reader: FlashReader) -> EmbeddingRecords:
     """`EmbeddingSource` of the bundle's embedding file."""
     return EmbeddingRecords(
-        bundle.config.vocab_size, reader, EMBEDDING_FILE, bundle.config.hidden_size, bundle.embedding_layout
+        bundle.config.vocab_size,
+        reader,
+        EMBEDDING_FILE,
+        bundle.config.embedding_size,
+        bundle.embedding_layout,
     )
 
 

@@ -1,8 +1,9 @@
 """One text for every setting of memory and speed, over models whose blocks aren't a Llama's.
 
 Random models with ReLU gates, so that all exact modes have them: norms on both sides and capped scores,
-norms over whole projections, parallel blocks under LayerNorms, a local window, heads that turn in part,
-feed-forwards without a gate, with a threshold, with ReLU on ups too. Gemma 3n's blocks, in dense mode alone.
+norms over whole projections, norms of the residual, parallel blocks under LayerNorms, a local window, heads
+that turn in part, feed-forwards without a gate, with a threshold, with ReLU on ups too. Gemma 3n's blocks, in
+dense mode alone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {"hidden_activation": "relu", "sliding_window": 9, "num_hidden_layers": 4}),
     "gemma4": ("Gemma4Text", {**GEMMA4_E, "hidden_activation": "relu", "use_double_wide_mlp": True}),
     "olmo2": ("Olmo2", {"hidden_act": "relu", "head_dim": None}),
-    "opt": ("OPT", {**OPT, "max_position_embeddings": 512}),
+    "opt": (
+        "OPT",
+        {**OPT, "max_position_embeddings": 512, "do_layer_norm_before": False, "word_embed_proj_dim": 40},
+    ),
     "prosparse": ("Llama", {"hidden_act": "fatrelu", "hidden_act_param": 0.2}),
     "drelu": ("Mistral", {"hidden_act": "relu"}),
     "stablelm": (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -60,6 +62,15 @@ def test_runs_that_survive_are_what_is_compared(
     assert (found["ratio"], found["passed"]) == (ratio, passed)
 
 
+def of_speeds(speeds: Mapping[str, float]) -> drafting_at_scale.Round:
+    """A round of one task with these tokens per second by drafter."""
+    rows = [
+        SimpleNamespace(task="all", drafter=name, tokens=speed * 10, seconds=10, tokens_per_pass=1.0)
+        for name, speed in speeds.items()
+    ]
+    return drafting_at_scale.Round.of(cast(Comparison, SimpleNamespace(rows=rows)))
+
+
 @pytest.mark.parametrize(
     ("streams", "auto", "best", "passed"),
     [
@@ -74,13 +85,8 @@ def test_a_case_passes_by_the_medians_of_its_rounds(
 ) -> None:
     """Lookup is 1.5 times as fast as plain decoding in every round, and 1.8 times is asked for."""
 
-    def one_round(turn: int) -> Comparison:
-        speeds = {"off": 1.0, "lookup": 1.5, "streams": streams[turn], "auto": auto[turn]}
-        rows = [
-            SimpleNamespace(task="all", drafter=name, tokens=speed * 10, seconds=10, tokens_per_pass=1.0)
-            for name, speed in speeds.items()
-        ]
-        return cast(Comparison, SimpleNamespace(rows=rows, tasks=("all",)))
+    def one_round(turn: int) -> drafting_at_scale.Round:
+        return of_speeds({"off": 1.0, "lookup": 1.5, "streams": streams[turn], "auto": auto[turn]})
 
     case = next(case for case in drafting_at_scale.CASES if case.name == "relu-dense-half")
     row = drafting_at_scale.verdict(case, [one_round(turn) for turn in range(3)])
@@ -89,16 +95,21 @@ def test_a_case_passes_by_the_medians_of_its_rounds(
 
 
 def test_auto_is_held_against_drafters_that_need_no_second_model() -> None:
-    speeds = {"off": 1.0, "lookup": 1.5, "model": 2.5, "auto": 1.45}
-    rows = [
-        SimpleNamespace(task="all", drafter=name, tokens=speed * 10, seconds=10, tokens_per_pass=1.0)
-        for name, speed in speeds.items()
-    ]
-    found = cast(Comparison, SimpleNamespace(rows=rows, tasks=("all",)))
+    found = of_speeds({"off": 1.0, "lookup": 1.5, "model": 2.5, "auto": 1.45})
     case = next(case for case in drafting_at_scale.CASES if case.name == "relu-dense-half")
     row = drafting_at_scale.verdict(case, [found])
     assert (row["best"], row["passed"]) == ("model", True)
     assert row["auto_over_best"] == pytest.approx(1.45 / 1.5)
+
+
+def test_rounds_are_kept_for_runs_with_the_same_options_alone(tmp_path: Path) -> None:
+    file = tmp_path / "rounds"
+    asked = {"case": "relu-resident", "prompts": 6}
+    kept = of_speeds({"off": 1.0, "auto": 2.0})
+    assert drafting_at_scale.kept_rounds(None, asked) == drafting_at_scale.kept_rounds(file, asked) == []
+    drafting_at_scale.keep_round(file, asked, kept)
+    drafting_at_scale.keep_round(file, asked | {"prompts": 1}, of_speeds({"off": 1.0, "auto": 3.0}))
+    assert drafting_at_scale.kept_rounds(file, asked) == [kept]
 
 
 def test_medians_over_llama_cpp_decide() -> None:

@@ -282,6 +282,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPT", OPT),
     "opt gelu": ("OPT", {**OPT, "activation_function": "gelu", "tie_word_embeddings": False}),
     "opt no biases": ("OPT", {**OPT, "enable_bias": False, "num_attention_heads": 2}),
+    "opt norms behind": ("OPT", {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 24}),
+    "opt wide embeddings": ("OPT", {**OPT, "word_embed_proj_dim": 80, "tie_word_embeddings": False}),
+    "opt no last norm": ("OPT", {**OPT, "_remove_final_layer_norm": True, "word_embed_proj_dim": 32}),
 }
 
 
@@ -406,7 +409,11 @@ def test_logits_are_those_of_transformers(family: Any, case: str, backend: Backe
 
 
 @pytest.mark.parametrize(
-    "case", ["gemma2 low caps", "gemma3", "glm4", "olmo2", "stablelm parallel", "opt", "phi", "persimmon"]
+    "case",
+    [
+        *("gemma2 low caps", "gemma3", "glm4", "olmo2", "stablelm parallel", "opt", "phi", "persimmon"),
+        *("opt norms behind", "opt no last norm"),
+    ],
 )
 def test_a_text_is_run_through_every_kind_of_block(family: Any, case: str) -> None:
     """As the model runs it, before the weights are rounded by it."""
@@ -419,6 +426,7 @@ def test_a_text_is_run_through_every_kind_of_block(family: Any, case: str) -> No
         kv = KVCache(KVLayout(checkpoint.config, 16))
         theirs = np.array(loaded.hidden_states(tokens(), kv))
     assert np.abs(rounding.states[0] - theirs).max() < 1e-3 * np.abs(theirs).max()
+    assert len(rounding.head()) == 1
     checkpoint.close()
 
 
@@ -444,7 +452,7 @@ def test_a_text_rounds_every_matrix_of_every_kind_of_block(family: Any, case: st
     "case",
     [
         *("gemma2 low caps", "gemma3", "glm4", "olmo2", "stablelm parallel", "opt", "phi", "persimmon"),
-        *("gemma3n", "gemma3n mostly shared", "gemma4", "gemma4 e wide"),
+        *("gemma3n", "gemma3n mostly shared", "gemma4", "gemma4 e wide", "opt norms behind"),
     ],
 )
 def test_mlx_logits_are_those_of_transformers(family: Any, case: str) -> None:

@@ -14,15 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ondevice
+from ondevice.bundle.reader import Bundle
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.convert import convert
 from tests.converters.test_gguf_families import llama_cpp_logits
-from tests.converters.test_gguf_model import write_stories
-from tests.support.engines import all_logits, running
-from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level, write_gguf
+from tests.converters.test_gguf_model import write_llama, write_stories
+from tests.support.engines import all_logits, bundle_weights, running
+from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level, gguf_name, permuted, write_gguf
 from tests.support.models import write_checkpoint
+from tests.support.paths import ROOT
 
 pytest.importorskip("gguf")
+TWIN = ROOT / "tests" / "benchmarks" / "data" / "small-silu"
+"""A trained SwiGLU model, whose rows are multiples of 256: blocks of K-quants."""
 POSITIONS = 500
 NEAR = {"F16": 0.01, "wide": 0.05}
 """Gap of a near tie, of the largest logit; 0.02 for those that aren't named. `wide`: of random weights, whose
@@ -41,6 +46,30 @@ def quantised(source: Path, path: Path, kind: str) -> Path:
     result = llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(options))
     assert result == 0
     return path
+
+
+def write_twin(path: Path) -> None:
+    """Write the twin, whose head is its embedding, with its vocabulary."""
+    bundle = Bundle.open(TWIN)
+    heads, tensors = {"q": bundle.config.num_heads, "k": bundle.config.num_kv_heads}, {}
+    for name, values in bundle_weights(TWIN).items():
+        which = name.removesuffix("_proj.weight")[-1]
+        moved = (
+            permuted(values, heads[which]) if name.endswith(("q_proj.weight", "k_proj.weight")) else values
+        )
+        tensors[gguf_name(name)] = np.ascontiguousarray(moved, np.float32)
+    write_llama(path, bundle.config, (TWIN / "tokenizer.model").read_bytes(), tensors)
+
+
+def own_text(folder: Path) -> list[int]:
+    """POSITIONS tokens of texts that a bundle's model makes up."""
+    tokens: list[int] = []
+    with ondevice.load(folder) as model:
+        first = model.bundle.manifest.tokenizer.bos_id or 0
+        while len(tokens) < POSITIONS:
+            made = model.generate(tokens=[first], max_tokens=100, temperature=1.0, seed=len(tokens))
+            tokens += [first, *made.tokens]
+    return tokens[:POSITIONS]
 
 
 def differences(path: Path, bundle: Path, tokens: list[int], near: float) -> tuple[int, int, float]:
@@ -95,3 +124,11 @@ def test_random_weights_in_large_blocks(tmp_path: Path, kind: str, record_proper
     path = quantised(tmp_path / "plain.gguf", tmp_path / "model.gguf", kind)
     tokens = np.random.default_rng(1).integers(0, 256, POSITIONS).tolist()
     check(path, tmp_path / "bundle", tokens, "wide", record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["F16", "Q4_K", "Q5_K", "Q6_K"])
+def test_a_trained_model_in_large_blocks(tmp_path: Path, kind: str, record_property: Any) -> None:
+    write_twin(tmp_path / "plain.gguf")
+    path = quantised(tmp_path / "plain.gguf", tmp_path / "model.gguf", kind)
+    check(path, tmp_path / "bundle", own_text(TWIN), kind, record_property)

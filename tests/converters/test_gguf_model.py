@@ -23,6 +23,7 @@ from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.convert import convert
 from ondevice.converters.progress import Progress
 from ondevice.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from ondevice.model_config import ModelConfig
 from tests.converters.test_families import write_model
 from tests.converters.test_gguf_file import header, pair
 from tests.support.engines import all_logits, running
@@ -206,10 +207,8 @@ def add_pieces(writer: Any, model: bytes) -> None:
     writer.add_eos_token_id(known.eos_id())
 
 
-def write_stories(path: Path, folder: Path) -> None:
-    """Write stories260K, whose rows are in the order of GGUF files already, with its vocabulary."""
-    checkpoint = open_checkpoint(folder)
-    config = checkpoint.config
+def write_llama(path: Path, config: ModelConfig, vocabulary: bytes, tensors: dict[str, np.ndarray]) -> None:
+    """Write a model with llama.cpp's default rotary frequencies; tensors by GGUF's names, in its order."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_context)
     writer.add_embedding_length(config.hidden_size)
@@ -217,18 +216,26 @@ def write_stories(path: Path, folder: Path) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_layer_norm_rms_eps(1e-5)
-    add_pieces(writer, checkpoint.tokenizer.blobs["tokenizer.model"])
-    for name, tensor in checkpoint.tensors.items():
-        assert isinstance(tensor, StoredTensor)
-        plain = replace(tensor, interleaved_head_dim=0)
-        values = plain.vector() if len(plain.shape) == 1 else plain.rows(0, plain.shape[0])
-        writer.add_tensor(gguf_name(name), values)
-    checkpoint.close()
+    writer.add_layer_norm_rms_eps(config.norm.eps)
+    add_pieces(writer, vocabulary)
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write_stories(path: Path, folder: Path) -> None:
+    """Write stories260K, whose rows are in the order of GGUF files already, with its vocabulary."""
+    checkpoint, tensors = open_checkpoint(folder), {}
+    for name, tensor in checkpoint.tensors.items():
+        assert isinstance(tensor, StoredTensor)
+        plain = replace(tensor, interleaved_head_dim=0)
+        values = plain.vector() if len(plain.shape) == 1 else plain.rows(0, plain.shape[0])
+        tensors[gguf_name(name)] = values
+    write_llama(path, checkpoint.config, checkpoint.tokenizer.blobs["tokenizer.model"], tensors)
+    checkpoint.close()
 
 
 def test_a_real_model_is_the_same_from_llama2c_and_gguf(shared_data: Path, tmp_path: Path) -> None:

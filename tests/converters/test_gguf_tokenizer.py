@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Library
-from tokenizers import pre_tokenizers
 
 from ondevice.bundle.manifest import TokenizerInfo
 from ondevice.converters.checkpoints.base import SourceFile, TokenizerFiles
@@ -26,6 +26,16 @@ from ondevice.tokenizer import Tokenizer, load_tokenizer
 from tests.converters.test_tokenizer import byte_level, write_json
 
 UNUSED = 5
+HOSTILE = (
+    "$1,234,567.89 != 1234567e-12 <<=>> ^^||`~` 0x1F 007",
+    "٠١٢٣٤٥ ⅷ²³¹ ½¼¾ 12²34 一二三",
+    "\u200b\u200d\u2028a\u00a0\ufeff\u0300\u0301e\u0301\u0327",
+    "!!!???...---___''\"\"\" 's'S'RE 'll''ve 1's 22't",
+    "\U000e0041\U0010ffff\ufffd\x00\x7f\x85",
+    "「日本」、。１２３４５！",  # noqa: RUF001 - wide marks and digits are meant
+    "\r\r\n\n\t \t123\t4567 ",
+)
+"""Marks, digits and spaces of every kind side by side."""
 
 
 def header(**values: Value | Sequence[str] | str | None) -> GgufHeader:
@@ -96,9 +106,9 @@ def test_llama_2_from_metadata_gives_the_ids_of_its_own_model(shared_data: Path,
     assert mine.special_tokens == {"<s>": 1, "</s>": 2}
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "qwen2", "smollm"])
+@pytest.mark.parametrize("pre", ["gpt-2", "qwen2", "smollm", "falcon"])
 def test_byte_level_ids_are_those_of_hugging_face(shared_data: Path, tmp_path: Path, pre: str) -> None:
-    """One vocabulary, split by the rules of three models; its own are those of gpt-2."""
+    """One vocabulary, split by the rules of four models; its own are those of gpt-2."""
     file = shared_data / "tokenizers" / "minimind" / "tokenizer.json"
     document = json.loads(file.read_text(encoding="utf-8"))
     vocabulary: dict[str, int] = document["model"]["vocab"]
@@ -116,6 +126,15 @@ def test_byte_level_ids_are_those_of_hugging_face(shared_data: Path, tmp_path: P
                 pre_tokenizers.ByteLevel(add_prefix_space=False),  # type: ignore[list-item]
             ]
         )
+    elif pre == "falcon":
+        theirs.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Punctuation("contiguous"),  # type: ignore[list-item]
+                pre_tokenizers.ByteLevel(add_prefix_space=False),  # type: ignore[list-item]
+                pre_tokenizers.Digits(individual_digits=False),  # type: ignore[list-item]
+                pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),  # type: ignore[list-item]
+            ]
+        )
     made = header(
         model="gpt2",
         pre=pre,
@@ -125,7 +144,8 @@ def test_byte_level_ids_are_those_of_hugging_face(shared_data: Path, tmp_path: P
         eos_token_id=2,
     )
     mine = loaded(read(made, tmp_path, len(tokens)), len(tokens))
-    for text in texts():
+    corpus = (shared_data / "corpus" / "wikitext2" / "valid.txt").read_text(encoding="utf-8")
+    for text in [*texts(), *HOSTILE, corpus[:4096], corpus[100_000:104_096]]:
         ids = theirs.encode(text, add_special_tokens=False).ids
         assert mine.encode(text) == ids, text
         assert mine.decode(ids) == theirs.decode(ids)

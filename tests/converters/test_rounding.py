@@ -57,13 +57,16 @@ def expected(source: Path) -> Path:
     return by_text(source, source.with_name("by text"))
 
 
-@pytest.mark.parametrize("variant", ["qwen2", "qwen3-bias-relu2"])
-def test_other_text_loses_less_than_by_least_squares(variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("variant", "quant"), [("qwen2", "q4"), ("qwen2", "q6"), ("qwen3-bias-relu2", "q5")])
+def test_other_text_loses_less_than_by_least_squares(variant: str, quant: str, tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", **VARIANTS[variant])
     exact = logits(convert(source, tmp_path / "f16", "f16"))
     losses = [
         np.square(logits(folder) - exact).mean()
-        for folder in (by_text(source, tmp_path / "by text"), convert(source, tmp_path / "plain", "q4"))
+        for folder in (
+            by_text(source, tmp_path / "by text", quant=quant),
+            convert(source, tmp_path / "plain", quant),
+        )
     ]
     assert losses[0] < 0.9 * losses[1]
 
@@ -104,7 +107,7 @@ def test_each_matrix_is_off_by_less_on_other_inputs(block: int, monkeypatch: pyt
         inputs.add(correlated(150, 300, seed))
     weights = np.random.default_rng(0).standard_normal((130, 150)).astype(np.float32)
     found = rounded_by_columns(runner, [ArrayTensor("w", weights)], inputs, RowFormat(4))["w"]
-    down = rounded_by_rows(runner, ArrayTensor("down", weights), inputs)
+    down = rounded_by_rows(runner, ArrayTensor("down", weights), inputs, RowFormat(4))
     for rows, exact in ((found, weights), (down, weights.T)):
         product = (lambda w: other @ w.T) if exact is weights else (lambda w: other @ w)
         plain = dequantize(quantize(runner, np.ascontiguousarray(exact), 4, "w"), 4, exact.shape[1])
@@ -178,7 +181,7 @@ def test_a_bundle_says_that_a_text_rounded_it(source: Path, expected: Path, tmp_
     )
 
 
-def test_more_bits_than_four_do_not_depend_on_the_text(source: Path, tmp_path: Path) -> None:
+def test_eight_bits_do_not_depend_on_the_text(source: Path, tmp_path: Path) -> None:
     by_a_text = by_text(source, tmp_path / "a", quant="q8")
     plain = convert(source, tmp_path / "b", "q8")
     assert Bundle.open(by_a_text).manifest.provenance.notes == ()
@@ -202,13 +205,14 @@ def test_codes_of_the_checkpoint_and_other_bits_are_left_alone(
     checkpoint = open_checkpoint(source)
     kept = checkpoint.tensors[names.LayerNames(0).projection("q")]
     monkeypatch.setattr(type(kept), "quantised_rows", lambda self, *_: self.name == kept.name or None)
-    mixed = QuantConfig(4, (("out", RowFormat(8)), ("feed_forward", RowFormat(4, 32))))
+    mixed = QuantConfig(4, (("qkv", RowFormat(6)), ("out", RowFormat(8)), ("feed_forward", RowFormat(4, 32))))
     found = layers.LayerRounding(checkpoint, mixed, PIECES, _native.Runner(1), lambda step: None).layer(0)
     assert kept.name not in found
     name = names.LayerNames(0)
     assert set(found) == {*(name.projection(which) for which in "kv"), name.gate, name.up, name.down}
     assert found[name.gate].rows.scales.shape == (160, 2)
     assert found[name.down].rows.scales.shape == (160, 1)
+    assert found[name.projection("k")].rows.codes.shape[1] == 6 * 64 // 8
     checkpoint.close()
 
 
@@ -219,4 +223,15 @@ def test_the_text_is_cut_to_bounded_memory(source: Path) -> None:
     assert layers.most_tokens(config) == layers.MOST_TOKENS
     wide = replace(config, hidden_size=8192, intermediate_size=28672)
     assert layers.most_tokens(wide) * (2 * (2 * 8192 + 64 + 28672) + 4 * 8192) <= layers.INPUT_BYTES
-    assert QuantConfig.parse("q4").bits == layers.BITS
+
+
+def test_formats_that_a_text_rounds() -> None:
+    assert [
+        quant for quant in ("q4", "q5", "q6", "q8", "f16") if layers.rounds_any(QuantConfig.parse(quant))
+    ] == [
+        "q4",
+        "q5",
+        "q6",
+    ]
+    assert layers.rounds_any(QuantConfig(8, (("embedding", RowFormat(6)),)))
+    assert not layers.rounds_any(QuantConfig(8, (("embedding", RowFormat(4, 32, True)),)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ondevice.bundle.codes import pack
+from ondevice.bundle.layout import RowLayout
 from ondevice.converters.quantize import QuantizedRows, dequantize, quantize, quantize_reference
 from ondevice.kernels import _native
 
@@ -25,48 +27,47 @@ def factor_of(h: np.ndarray, runner: _native.Runner | None = None) -> np.ndarray
 
 
 def rounded(
-    w: np.ndarray, factor: np.ndarray, runner: _native.Runner, by_row: bool, size: int = 64
+    w: np.ndarray, factor: np.ndarray, runner: _native.Runner, by_row: bool, size: int = 64, bits: int = 4
 ) -> QuantizedRows:
-    groups = -(-w.shape[1] // 64)
-    out = np.empty((len(w), 32 * groups), np.uint8), *np.empty((2, len(w), groups * 64 // size), np.uint16)
-    codes, scales, biases = out
-    if by_row:
-        assert _native.round_rows(runner, w, factor, *out)
-    else:
-        assert _native.round_columns(runner, w, (4, size, False), factor, *out)
+    layout = RowLayout(w.shape[1], bits, size)
+    codes = np.empty((len(w), layout.codes_bytes), np.uint8)
+    scales, biases = np.empty((2, len(w), layout.groups), np.uint16)
+    kernel = _native.round_rows if by_row else _native.round_columns
+    assert kernel(runner, w, (bits, size, False), factor, codes, scales, biases)
     return QuantizedRows(codes, scales.view(np.float16), biases.view(np.float16))
 
 
-def columns_reference(w: np.ndarray, factor: np.ndarray, size: int) -> QuantizedRows:
+def columns_reference(w: np.ndarray, factor: np.ndarray, size: int, bits: int) -> QuantizedRows:
     """The definition of `round_columns`: each line is one float32 operation, column after column."""
-    now, parts = w.copy(), []
+    now, parts, top = w.copy(), [], np.float32(2**bits - 1)
     for start in range(0, -(-w.shape[1] // 64) * 64, size):
         stop = min(start + size, w.shape[1])
         if start >= stop:
             nothing = np.zeros((len(w), 1), np.float16)
-            parts.append(QuantizedRows(np.zeros((len(w), size // 2), np.uint8), nothing, nothing))
+            empty = np.zeros((len(w), size * bits // 8), np.uint8)
+            parts.append(QuantizedRows(empty, nothing, nothing))
             continue
-        fit = quantize_reference(now[:, start:stop], 4)
+        fit = quantize_reference(now[:, start:stop], bits)
         scale, bias = fit.scales[:, 0].astype(np.float32), fit.biases[:, 0].astype(np.float32)
         codes = np.zeros((len(w), size), np.uint8)
         inverse = np.where(scale != 0, np.float32(1) / np.where(scale != 0, scale, 1), np.float32(0))
         for column in range(start, stop):
-            q = np.rint(np.clip((now[:, column] - bias) * inverse, np.float32(0), np.float32(15)))
+            q = np.rint(np.clip((now[:, column] - bias) * inverse, np.float32(0), top))
             codes[:, column - start] = q
             error = w[:, column] - (scale * q + bias)
             now[:, column + 1 :] += error[:, None] * factor[column, column + 1 :]
-        parts.append(QuantizedRows(codes[:, 0::2] | codes[:, 1::2] << 4, fit.scales, fit.biases))
+        parts.append(QuantizedRows(pack(codes, bits), fit.scales, fit.biases))
     return QuantizedRows(
         *(np.concatenate([getattr(p, name) for p in parts], axis=1) for name in ("codes", "scales", "biases"))
     )
 
 
-def rows_reference(w: np.ndarray, factor: np.ndarray) -> QuantizedRows:
+def rows_reference(w: np.ndarray, factor: np.ndarray, bits: int) -> QuantizedRows:
     """The definition of `round_rows`: a row is rounded by itself, then all rows after it take its error."""
     now, parts = w.copy(), []
     for row in range(len(w)):
-        parts.append(quantize_reference(now[row : row + 1], 4))
-        error = w[row] - dequantize(parts[-1], 4, w.shape[1])[0]
+        parts.append(quantize_reference(now[row : row + 1], bits))
+        error = w[row] - dequantize(parts[-1], bits, w.shape[1])[0]
         now[row + 1 :] += factor[row, row + 1 :, None] * error
     return QuantizedRows(
         *(np.concatenate([getattr(p, name) for p in parts]) for name in ("codes", "scales", "biases"))
@@ -91,14 +92,27 @@ def test_moments_without_a_factor_are_told() -> None:
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (18, 64), (20, 130), (3, 200)])
-@pytest.mark.parametrize(("by_row", "size"), [(False, 64), (False, 32), (True, 64)])
-def test_rounding_is_its_definition_on_every_target(rows: int, cols: int, by_row: bool, size: int) -> None:
+@pytest.mark.parametrize(
+    ("by_row", "size", "bits"),
+    [
+        (False, 64, 4),
+        (False, 32, 4),
+        (True, 64, 4),
+        (False, 64, 5),
+        (False, 32, 6),
+        (True, 64, 5),
+        (True, 64, 6),
+    ],
+)
+def test_rounding_is_its_definition_on_every_target(
+    rows: int, cols: int, by_row: bool, size: int, bits: int
+) -> None:
     w = np.random.default_rng(rows).standard_normal((rows, cols)).astype(np.float32)
     w[0, 0] = 0.0
     factor = factor_of(moments(rows if by_row else cols))
-    expected = rows_reference(w, factor) if by_row else columns_reference(w, factor, size)
+    expected = rows_reference(w, factor, bits) if by_row else columns_reference(w, factor, size, bits)
     for threads, target in RUNNERS:
-        found = rounded(w, factor, _native.Runner(threads, target), by_row, size)
+        found = rounded(w, factor, _native.Runner(threads, target), by_row, size, bits)
         for name in ("codes", "scales", "biases"):
             assert np.array_equal(getattr(found, name), getattr(expected, name)), (name, threads, target)
 
@@ -133,8 +147,9 @@ def test_values_that_float16_lacks_are_told(by_row: bool, bad: float) -> None:
     w[19, 69] = bad
     factor = np.zeros((20, 20) if by_row else (70, 70), np.float32)
     out = np.empty((20, 64), np.uint8), np.empty((20, 2), np.uint16), np.empty((20, 2), np.uint16)
-    stored = () if by_row else (4,)
     kernel = _native.round_rows if by_row else _native.round_columns
-    assert not kernel(_native.Runner(2), w, *stored, factor, *out)
+    assert not kernel(_native.Runner(2), w, 4, factor, *out)
+    with pytest.raises(ValueError, match="4 to 6 bits"):
+        kernel(_native.Runner(2), w, 8, factor, *out)
     with pytest.raises(ValueError, match="factor"):
-        kernel(_native.Runner(2), w, *stored, factor[1:], *out)
+        kernel(_native.Runner(2), w, 4, factor[1:], *out)

@@ -351,11 +351,6 @@ void import_rows(Runner& runner, Vectors* out) {
       }
 }
 
-bool round_columns(Runner& runner, const float* w, int64_t rows, int64_t cols, const float* factor,
-                   uint8_t* codes, uint16_t* scales, uint16_t* biases) {
-  return ondevice::round_columns(runner, w, rows, cols, 4, factor, codes, scales, biases);
-}
-
 void error_feedback(Runner& runner, Vectors* out) {
   constexpr int64_t kRows = 21, kInputs = 130, kCols = 1100, kTokens = 40;
   const Floats inputs = Random(12).values(kTokens * kInputs);
@@ -371,18 +366,22 @@ void error_feedback(Runner& runner, Vectors* out) {
   Floats factor(moments.size());
   ondevice::feedback_factor(runner, moments.data(), kInputs, factor.data());
   keep(out, "feedback factor", factor);
-  for (const bool by_row : {false, true}) {
-    const int64_t rows = by_row ? kInputs : kRows, cols = by_row ? kCols : kInputs, groups = groups_of(cols);
-    const Floats weights = Random(13).values(rows * cols);
-    Bytes codes(static_cast<size_t>(rows * groups * kGroup / 2));
-    Halves scales(static_cast<size_t>(rows * groups)), biases(scales.size());
-    const auto rounding = by_row ? ondevice::round_rows : round_columns;
-    rounding(runner, weights.data(), rows, cols, factor.data(), codes.data(), scales.data(), biases.data());
-    const std::string name = by_row ? "round rows" : "round columns";
-    keep(out, name + " codes", codes);
-    keep(out, name + " scales", scales);
-    keep(out, name + " biases", biases);
-  }
+  for (const int bits : {4, 5, 6})
+    for (const bool by_row : {false, true}) {
+      const ondevice::RowFormat format(bits);
+      const int64_t rows = by_row ? kInputs : kRows, cols = by_row ? kCols : kInputs,
+                    groups = groups_of(cols);
+      const Floats weights = Random(13).values(rows * cols);
+      Bytes codes(static_cast<size_t>(rows * groups * format.codes_bytes()));
+      Halves scales(static_cast<size_t>(rows * groups)), biases(scales.size());
+      const auto rounding = by_row ? ondevice::round_rows : ondevice::round_columns;
+      rounding(runner, weights.data(), rows, cols, format, factor.data(), codes.data(), scales.data(),
+               biases.data());
+      const std::string name = (by_row ? "round rows " : "round columns ") + std::to_string(bits);
+      keep(out, name + " codes", codes);
+      keep(out, name + " scales", scales);
+      keep(out, name + " biases", biases);
+    }
 }
 
 void checksums(bool hardware, Vectors* out) {

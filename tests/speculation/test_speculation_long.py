@@ -1,9 +1,9 @@
 """The long proof of speculation, on the model that ships: drafting changes no token of any text.
 
 Prompts of five kinds that others wrote, every drafter, greedy and with three seeds, dense, exact and
-predicted, everything resident and at the smallest budget: each cell of that table continues all prompts and
-is compared with plain decoding. A text doesn't depend on the budget, so plain decoding runs once per kind of
-sparsity. Some 50 minutes of one core's time.
+predicted, everything resident, with half of the neurons and at the smallest budget: each cell of that table
+continues all prompts and is compared with plain decoding. A text doesn't depend on the budget, so plain
+decoding runs once per kind of sparsity. On MLX everything is resident, and a row of cells stands for all.
 
 The larger a tree the more can go wrong, and what drafts are worth depends on the machine: so drafts are as
 large as a fixed cycle says, whatever they are worth. `auto` alone decides for itself.
@@ -39,6 +39,7 @@ from tests.support.bundles import copy_files
 from tests.support.chat import squeeze
 from tests.support.engines import always_draft
 from tests.support.made_up_streams import add_streams
+from tests.support.mlx_models import ON_GPU
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +58,8 @@ SAMPLINGS = (
     ),
 )
 SPARSITIES = ("dense", "exact", "predicted")
+PLACES = {"resident": None, "half": 0.5, "smallest": 0.0}
+"""The share of the neurons that memory holds beyond the fewest; None: all, as the plan has it."""
 SIZES = (DRAFT_NODES, 3, 8, 2, 5, 12)
 """Nodes of one draft after the other, at most."""
 PROGRESS_SECONDS = 60.0
@@ -187,16 +190,18 @@ def prompts(shared_data: Path, report: Report) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def plain_texts(prompts: list[list[int]], report: Report) -> Callable[[str], list[Written]]:
-    """What plain decoding makes of every prompt and sampling, by kind of sparsity."""
-    known: dict[str, list[Written]] = {}
+def plain_texts(prompts: list[list[int]], report: Report) -> Callable[[str, str], list[Written]]:
+    """What plain decoding makes of every prompt and sampling, by backend and kind of sparsity."""
+    known: dict[tuple[str, str], list[Written]] = {}
 
-    def of(sparsity: str) -> list[Written]:
-        if sparsity not in known:
-            with load(SHIPPED, sparsity=sparsity, speculation="off", threads=1) as model:
-                known[sparsity] = list(texts(model, prompts, report, f"off {sparsity}"))
-            assert len(set(known[sparsity])) > 0.7 * len(known[sparsity])
-        return known[sparsity]
+    def of(backend: str, sparsity: str) -> list[Written]:
+        if (backend, sparsity) not in known:
+            options: dict[str, Any] = {"backend": backend, "sparsity": sparsity, "speculation": "off"}
+            with load(SHIPPED, threads=1, **options) as model:
+                found = list(texts(model, prompts, report, f"off {backend} {sparsity}"))
+            assert len(set(found)) > 0.7 * len(found)
+            known[backend, sparsity] = found
+        return known[backend, sparsity]
 
     return of
 
@@ -229,65 +234,92 @@ def count_passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
     return found
 
 
-def drafter_options(drafter: str, sparsity: str, resident: bool, stories: Path) -> dict[str, Any]:
-    """A second model is the one that ships itself, or one of another vocabulary: each of them in both places.
+def drafter_options(drafter: str, sparsity: str, place: str, stories: Path) -> dict[str, Any]:
+    """A second model is the one that ships itself, or one of another vocabulary: each of them in all places.
 
     By sparsity they change places, so that this takes no cell more.
     """
-    itself = resident == (sparsity != "exact")
+    itself = (place == "resident") == (sparsity != "exact")
     second = {"draft_model": str(SHIPPED if itself else stories)} if drafter == "model" else {}
     return {"speculation": drafter} | second
 
 
-@pytest.mark.parametrize("resident", [True, False], ids=["resident", "smallest"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("sparsity", SPARSITIES)
-def test_every_text_is_that_of_plain_decoding(
+@pytest.fixture
+def continued(
     bundle: Path,
     stories_bundle: Path,
     prompts: list[list[int]],
-    plain_texts: Callable[[str], list[Written]],
+    plain_texts: Callable[[str, str], list[Written]],
     report: Report,
-    sparsity: str,
-    drafter: str,
-    resident: bool,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    expected = plain_texts(sparsity)
-    if drafter == "auto":
-        monkeypatch.setattr(ondevice.runtime.engine, "MIN_PASS_SECONDS", 0.0)
-    else:
-        always_draft(monkeypatch, SIZES)
-    counted, began = count_passes(monkeypatch), time.monotonic()
-    name = f"{drafter} {sparsity} {'resident' if resident else 'smallest'}"
-    options = drafter_options(drafter, sparsity, resident, stories_bundle)
-    with load(bundle, sparsity=sparsity, threads=1, **options) as model:
-        if not resident:
-            squeeze(model)
-        found = list(texts(model, prompts, report, name))
-        done_by = model.stats.speculation
-    wrong = [
-        f"prompt {number // len(SAMPLINGS)}, {SAMPLINGS[number % len(SAMPLINGS)]}: {mine[0]} for {plain[0]}"
-        for number, (mine, plain) in enumerate(zip(found, expected, strict=True))
-        if mine != plain
-    ]
-    cell = {"drafter": drafter, "sparsity": sparsity, "resident": resident, "texts": len(found)}
-    cell |= {"tokens": sum(len(tokens) for tokens, _, _ in found), "differing": len(wrong)}
-    cell |= {"passes": counted.passes, "nodes": counted.nodes, "tokens_in_passes": counted.tokens}
-    cell |= {"seconds": round(time.monotonic() - began, 1)}
-    report.cells.append(cell)
-    report.say(f"\n{name}: {json.dumps(cell)}")
-    assert wrong == []
+) -> Callable[..., None]:
+    """Continues all prompts in one cell of the table, and compares the texts with plain decoding's."""
+
+    def run(backend: str, sparsity: str, drafter: str, place: str) -> None:
+        expected = plain_texts(backend, sparsity)
+        if drafter == "auto":
+            monkeypatch.setattr(ondevice.runtime.engine, "MIN_PASS_SECONDS", 0.0)
+        else:
+            always_draft(monkeypatch, SIZES)
+        counted, began = count_passes(monkeypatch), time.monotonic()
+        name = f"{drafter} {backend} {sparsity} {place}"
+        options = drafter_options(drafter, sparsity, place, stories_bundle)
+        options |= {"backend": backend, "sparsity": sparsity}
+        with load(bundle, threads=1, **options) as model:
+            share = PLACES[place]
+            if share is not None:
+                segment = model.plan.segment
+                squeeze(model, int((segment.total - segment.least) * share))
+            found = list(texts(model, prompts, report, name))
+            done_by = model.stats.speculation
+        wrong = [
+            f"prompt {at // len(SAMPLINGS)}, {SAMPLINGS[at % len(SAMPLINGS)]}: {mine[0]} for {plain[0]}"
+            for at, (mine, plain) in enumerate(zip(found, expected, strict=True))
+            if mine != plain
+        ]
+        cell = {"cell": name, "texts": len(found), "tokens": sum(len(tokens) for tokens, _, _ in found)}
+        cell |= {"differing": len(wrong), "passes": counted.passes, "nodes": counted.nodes}
+        cell |= {"tokens_in_passes": counted.tokens, "seconds": round(time.monotonic() - began, 1)}
+        report.cells.append(cell)
+        report.say(f"\n{json.dumps(cell)}")
+        assert wrong == []
+        hopeless = drafter == "streams" and bundle != SHIPPED
+        hopeless |= options.get("draft_model") == str(stories_bundle)
+        require_drafts(drafter, done_by, counted, place, hopeless)
+
+    return run
+
+
+def require_drafts(drafter: str, done_by: str, counted: Passes, place: str, hopeless: bool) -> None:
+    """That the cell proves something: drafts were verified, and some were right.
+
+    hopeless: streams that nobody trained guess hardly anything, nor does a model that learned other words.
+    """
     if drafter != "auto":
         assert done_by == drafter
         assert counted.nodes > 1.5 * counted.passes
-        # Streams that nobody trained guess hardly anything, nor does a model that learned other words.
-        hopeless = drafter == "streams" and bundle != SHIPPED
-        hopeless |= options.get("draft_model") == str(stories_bundle)
         assert hopeless or counted.tokens > 1.05 * counted.passes
     elif done_by == "off":
         # By its plan: what drafting holds was what was missing.
         assert counted.passes == 0
     else:
         # Where passes wait for flash it drafts; how often depends on what they take.
-        assert resident or counted.nodes > counted.passes
+        assert place == "resident" or counted.nodes > counted.passes
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("sparsity", SPARSITIES)
+def test_every_text_is_that_of_plain_decoding(
+    sparsity: str, drafter: str, place: str, continued: Callable[..., None]
+) -> None:
+    """On our own kernels. Some two minutes of one core's time each."""
+    continued("cpu", sparsity, drafter, place)
+
+
+@pytest.mark.skipif(ON_GPU, reason="a proof of MLX's CPU device")
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.usefixtures("mlx_device")
+def test_every_text_on_mlx_is_that_of_plain_decoding(drafter: str, continued: Callable[..., None]) -> None:
+    """Some ten minutes of one core's time each."""
+    continued("mlx", "exact", drafter, "resident")

@@ -5,7 +5,8 @@ turns, in one process (`ondevice.measure.drafters`); all texts must be equal. A 
 over rounds of one round's tokens per second over those of `--speculation off`. With `--draft-model`, the
 small model in that bundle drafts as well: one that was trained apart, or it would always be right. Prints a
 table, which says that the models are embedded ones, and a JSON line; exits 0 only if every `at least` of the
-chosen cases holds.
+chosen cases holds. A full run takes hours: with `--rounds-file FILE` every round is kept as a line of FILE,
+and another run with the same options measures only the rounds that are missing there.
 
     python -m tests.benchmarks.lib.embedded_model --output DIR --shape 7b
     python -m tests.benchmarks.compare.drafting_at_scale --model DIR/large [--case NAME] [--rounds 3]
@@ -17,7 +18,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -65,6 +66,12 @@ CASES = (
 )
 
 
+def keep_round(file: Path, asked: Mapping[str, Any], found: Round) -> None:
+    """Add a round to `file`."""
+    with open(file, "a") as kept:
+        kept.write(json.dumps({"asked": asked, "round": asdict(found)}) + "\n")
+
+
 def random_tasks(count: int) -> tuple[Task, ...]:
     """Texts of letters and digits at random, which nothing can guess."""
     random = np.random.default_rng(7)
@@ -75,9 +82,28 @@ def random_tasks(count: int) -> tuple[Task, ...]:
     return (Task("random", texts),)
 
 
-def rates(comparison: Comparison, task: str = ALL_TASKS) -> dict[str, float]:
-    """Tokens per second by drafter."""
-    return {row.drafter: per_second(row.tokens, row.seconds) for row in comparison.rows if row.task == task}
+@dataclass(frozen=True)
+class Round:
+    """rates: tokens per second by task and drafter. tokens_per_pass: by drafter, over all tasks."""
+
+    rates: Mapping[str, Mapping[str, float]]
+    tokens_per_pass: Mapping[str, float]
+
+    @staticmethod
+    def of(found: Comparison) -> Round:
+        rates: dict[str, dict[str, float]] = {}
+        for row in found.rows:
+            rates.setdefault(row.task, {})[row.drafter] = per_second(row.tokens, row.seconds)
+        passes = {row.drafter: row.tokens_per_pass for row in found.rows if row.task == ALL_TASKS}
+        return Round(rates, passes)
+
+
+def kept_rounds(file: Path | None, asked: Mapping[str, Any]) -> list[Round]:
+    """The rounds that `file` has of runs with these options, oldest first."""
+    if file is None or not file.is_file():
+        return []
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return [Round(**line["round"]) for line in lines if line["asked"] == asked]
 
 
 def measure_case(case: Case, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -98,23 +124,35 @@ def measure_case(case: Case, folder: Path, args: argparse.Namespace) -> dict[str
     if args.draft_model and case.predictable:
         drafters += (MODEL,)
     drafters += (AUTO,)
-    rounds = []
-    for turn in range(args.rounds):
+    asked = {
+        "case": case.name,
+        "model": bundle.name,
+        "drafters": list(drafters),
+        "draft_model": str(args.draft_model or ""),
+        "prompts": args.prompts,
+        "max_tokens": args.max_tokens,
+        "threads": args.threads,
+        "machine": machine(),
+    }
+    rounds = kept_rounds(args.rounds_file, asked)[: args.rounds]
+    for turn in range(len(rounds), args.rounds):
         found = compare_drafters(folder, runtime, tasks, sampling, drafters=drafters)
         found.require_same_texts()
-        rounds.append(found)
-        shown = ", ".join(f"{name} {rate:.2f}" for name, rate in rates(found).items())
+        rounds.append(Round.of(found))
+        if args.rounds_file:
+            keep_round(args.rounds_file, asked, rounds[-1])
+        shown = ", ".join(f"{name} {rate:.2f}" for name, rate in rounds[-1].rates[ALL_TASKS].items())
         note(f"{case.name} {turn + 1}/{args.rounds}: tokens/s {shown}")
         for words in found.notes:
             note(f"  {words}")
     return {"case": case.name, "model": bundle.name, "budget_bytes": budget} | verdict(case, rounds)
 
 
-def verdict(case: Case, rounds: Sequence[Comparison]) -> dict[str, Any]:
+def verdict(case: Case, rounds: Sequence[Round]) -> dict[str, Any]:
     """Each drafter's speed over plain decoding, and that of `auto` over the best without a second model."""
     ratios: dict[str, list[float]] = {}
     for found in rounds:
-        of_round = rates(found)
+        of_round = found.rates[ALL_TASKS]
         for name, rate in of_round.items():
             if name != OFF:
                 ratios.setdefault(name, []).append(rate / of_round[OFF])
@@ -128,8 +166,8 @@ def verdict(case: Case, rounds: Sequence[Comparison]) -> dict[str, Any]:
         "speeds": speeds,
         "ratios": ratios,
         "best": best,
-        "tokens_per_pass": {it.drafter: it.tokens_per_pass for it in last.rows if it.task == ALL_TASKS},
-        "by_task": {task: rates(last, task) for task in last.tasks},
+        "tokens_per_pass": last.tokens_per_pass,
+        "by_task": last.rates,
         "passed": speeds[best] >= case.at_least,
     }
     alone = [speed for name, speed in single.items() if name != MODEL]
@@ -165,6 +203,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=6, help="of each kind of text")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds-file", type=Path, help="keeps rounds, so that a run can go on another day")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--all-bytes", type=int, default=16_000_000_000, help="a budget for everything")
     args = parser.parse_args()

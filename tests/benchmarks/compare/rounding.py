@@ -191,15 +191,27 @@ def log_probabilities(logits: Float32) -> Float64:
     return found
 
 
-def measure(model: Model, pieces: Sequence[Sequence[int]], exact: Sequence[Float32]) -> tuple[float, float]:
-    """Mean negative log-likelihood, and mean KL divergence from `exact`, both in nats per token."""
-    nll = divergence = 0.0
+@dataclass(frozen=True)
+class Loss:
+    """Log-likelihood that a model lost, and its standard error; KL divergence. All are nats per token."""
+
+    mean: float
+    error: float
+    divergence: float
+
+
+def measure(model: Model, pieces: Sequence[Sequence[int]], exact: Sequence[Float32]) -> Loss:
+    """What a model lost against `exact`, the logarithms of chances before rounding.
+
+    On text that was sampled from these, the expected loss is the divergence, which varies less.
+    """
+    lost, divergence = [], 0.0
     for piece, theirs in zip(pieces, exact, strict=True):
         mine, wide = log_probabilities(model.logits(piece[:-1])), theirs.astype(np.float64)
-        nll -= float(mine[np.arange(len(mine)), list(piece[1:])].sum())
+        lost.append((wide - mine)[np.arange(len(mine)), list(piece[1:])])
         divergence += float((np.exp(wide) * (wide - mine)).sum())
-    tokens = sum(len(piece) - 1 for piece in pieces)
-    return nll / tokens, divergence / tokens
+    tokens = np.concatenate(lost)
+    return Loss(float(tokens.mean()), float(tokens.std() / len(tokens) ** 0.5), divergence / len(tokens))
 
 
 class Comparison:
@@ -214,7 +226,11 @@ class Comparison:
         self._exact = [
             log_probabilities(self.model.logits(piece[:-1])).astype(np.float32) for piece in self._measuring
         ]
-        self._base, _ = measure(self.model, self._measuring, self._exact)
+        chances = [
+            theirs[np.arange(len(theirs)), list(piece[1:])]
+            for theirs, piece in zip(self._exact, self._measuring, strict=True)
+        ]
+        self._base = -float(np.concatenate(chances).mean(dtype=np.float64))
         self.found: dict[str, dict[str, float]] = {}
 
     @property
@@ -229,14 +245,17 @@ class Comparison:
         self._add("range", rounding.Q4.weight_bits, self.model)
 
     def convert(self, scratch: Path) -> None:
-        """What `convert` writes at 4 bits without a text and with the calibrating pieces."""
+        """What `convert` writes without a text and with the calibrating pieces."""
         ways: dict[str, Sequence[Sequence[int]]] = {"convert": (), "convert --text": self._calibrating}
-        for way, pieces in ways.items():
-            training = partial(_rounding_by, pieces)
-            began = time.perf_counter()
-            folder = convert(checkpoint_of(self._folder), scratch / way, "q4", begin_training=training)
-            seconds = time.perf_counter() - began
-            self._add(way, rounding.Q4.weight_bits, Model(folder), seconds)
+        for bits in (4, 5, 6):
+            for way, pieces in ways.items():
+                training = partial(_rounding_by, pieces)
+                began = time.perf_counter()
+                folder = scratch / f"{way} {bits}"
+                convert(checkpoint_of(self._folder), folder, f"q{bits}", begin_training=training)
+                seconds = time.perf_counter() - began
+                name = way if bits == 4 else f"{way}, {bits} bits"
+                self._add(name, Format(bits).weight_bits, Model(folder), seconds)
 
     def formats(self) -> None:
         """Every format without and with the inputs' moments, by numpy."""
@@ -256,18 +275,19 @@ class Comparison:
                 self._add(f"llama.cpp {name}{way}", rounder.weight_bits, self.model)
 
     def _add(self, way: str, bits: float, model: Model, seconds: float = 0.0) -> None:
-        nll, divergence = measure(model, self._measuring, self._exact)
-        loss = math.expm1(nll - self._base)
+        lost = measure(model, self._measuring, self._exact)
+        loss, divergence = math.expm1(lost.mean), lost.divergence
         self.found[way] = {
             "bits": bits,
-            "perplexity": math.exp(nll),
+            "perplexity": math.exp(self._base + lost.mean),
             "loss": loss,
+            "loss_error": lost.error,
             "kl": divergence,
             "seconds": seconds,
         }
         before = self.found["range"]
         self._show(
-            f"| {way} | {bits:.3g} | {100 * loss:.2f} % "
+            f"| {way} | {bits:.3g} | {100 * loss:.2f} ± {100 * lost.error:.2f} % "
             f"({100 * (loss / before['loss'] - 1):+.0f} %) | "
             f"{divergence:.5f} ({100 * (divergence / before['kl'] - 1):+.0f} %) | {seconds:.1f} |"
         )

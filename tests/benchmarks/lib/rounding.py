@@ -1,7 +1,7 @@
 """Ways of rounding a matrix to few bits in groups of columns, some of which use what its inputs look like.
 
 All give the values that codes, scales and biases would stand for, each scale and bias in float16. A bundle
-has groups of 64 and codes of 4 or 8 bits; other groups and bits are here to see what they would be worth.
+has groups of 64 and codes of 4 to 8 bits; other groups and bits are here to see what they would be worth.
 Legend: R rows, C columns of a matrix, one input a column; F rows of a down projection as records hold it, one
 input a row; G groups.
 """
