@@ -100,8 +100,10 @@ class LayersTrial:
         # Conversion has the other cores.
         self._backend = _LayerBackend(make_runner(1), neuron_layout(config, quant))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="converter-trial")
-        self._pending: list[Future[Float32]] = []
+        self._pending: list[Future[None]] = []
         self._readers: list[FlashReader] = []
+        self._buffers = [np.empty(PIECE_BYTES, np.uint8) for _ in range(2)]
+        self._x: Float32 | None = None
 
     def tensor_span(self, name: str) -> TensorSpan:
         return self._spans[name]
@@ -123,8 +125,9 @@ class LayersTrial:
 
         Raises BundleError and FlashReadError of the first layer that has one.
         """
-        found = [future.result() for future in self._pending]
-        return found[-1] if len(found) == self._config.num_layers else None
+        for future in self._pending:
+            future.result()
+        return self._x if len(self._pending) == self._config.num_layers else None
 
     def close(self) -> None:
         """Wait for the layer under way, and forget the others. Idempotent."""
@@ -133,31 +136,39 @@ class LayersTrial:
             reader.close()
         self._backend.close()
 
-    def _through(self, reader: FlashReader, resident: CheckedFile, layer: int) -> Float32:
-        x = self._pending[layer - 1].result() if layer else None
+    def _through(self, reader: FlashReader, resident: CheckedFile, layer: int) -> None:
+        x, self._x = self._x, None
+        if layer and x is None:
+            return  # The layer before has an error.
+        config, quant = self._config, self._quant
         with reader:
             tensors = TensorFile(self, reader, resident, RESIDENT_FILE)
-            config, quant = self._config, self._quant
             table = EmbeddingRecords(
                 config.vocab_size, reader, EMBEDDING_FILE, config.hidden_size, embedding_layout(config, quant)
             )
-            source = _WrittenNeurons(config, quant, reader)
+            source = _WrittenNeurons(config, quant, reader, self._buffers)
             inputs = position_parts(config, tensors)
-            return _through_layer(
+            self._x = _through_layer(
                 config, quant, tensors, table, source, self._backend, layer, self._tokens, x, inputs
             )
+        self._readers.remove(reader)
 
 
 class _WrittenNeurons:
-    """`FeedForwardSource` of the layer whose file is the reader's first of neurons."""
+    """`FeedForwardSource` of the layer whose file is the reader's first of neurons.
 
-    def __init__(self, config: ModelConfig, quant: QuantConfig, reader: FlashReader) -> None:
+    buffers: two of PIECE_BYTES.
+    """
+
+    def __init__(
+        self, config: ModelConfig, quant: QuantConfig, reader: FlashReader, buffers: list[Bytes]
+    ) -> None:
         self.file = FIRST_NEURON_FILE
         self.num_neurons = config.intermediate_size
         self.hidden_size = config.hidden_size
         self.layout: RecordLayout = neuron_layout(config, quant)
         self._reader = reader
-        self._buffers = [np.empty(PIECE_BYTES, np.uint8) for _ in range(2)]
+        self._buffers = buffers
 
     def read(self, first: int, count: int) -> Bytes:
         """As of its protocol, but valid until the read after the next: memory that was used is cheaper."""
