@@ -49,13 +49,7 @@ from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import (
-    EMBEDDING_FILE,
-    FIRST_NEURON_FILE,
-    RESIDENT_FILE,
-    EmbeddingRecords,
-    NeuronRecords,
     bundle_files,
-    embedding_records,
     feed_forward_biases,
     head_part,
     layer_parts,
@@ -65,9 +59,17 @@ from ondevice.model.loading import (
     model_weight_parts,
     norm_parts,
     position_parts,
-    read_span,
 )
 from ondevice.model.parts import Part, part_tasks
+from ondevice.model.records import (
+    EMBEDDING_FILE,
+    FIRST_NEURON_FILE,
+    RESIDENT_FILE,
+    EmbeddingRecords,
+    NeuronRecords,
+    embedding_records,
+    read_span,
+)
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.transformer import Transformer
 from ondevice.model.weights import ModelWeights

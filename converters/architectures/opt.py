@@ -60,6 +60,8 @@ def _read(reader: ConfigReader) -> Description:
         raise UnsupportedModelError(
             "config.json: layer_norm_elementwise_affine is false; only norms with weights can be converted"
         )
+    # In some of the files, without an effect.
+    reader.boolean("output_projection", True)
     for dropped in ("dropout", "activation_dropout", "layerdrop", "init_std"):
         reader.number(dropped, 0.0)
     bias = reader.boolean("enable_bias", True)

@@ -6,8 +6,7 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -17,37 +16,33 @@ from ondevice.backends.base import (
     Array,
     Backend,
     Biases,
-    Bytes,
-    Cutoff,
     Embedding,
     FeedForward,
-    Float32,
     HeadNorms,
-    Int32,
     Norm,
-    RowChunk,
-    Selector,
 )
-from ondevice.bundle.gates import GateDigest
 from ondevice.bundle.layout import (
-    DATA_OFFSET,
     PER_LAYER,
     POSITIONS,
     RESIDENT,
-    RecordLayout,
-    RowLayout,
-    gate_bias_name,
 )
 from ondevice.bundle.predictors import PREDICTORS, OperatingPoint
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.streams import STREAMS
-from ondevice.bundle.thresholds import THRESHOLDS, ThresholdPoint, importance_name
+from ondevice.bundle.thresholds import THRESHOLDS, ThresholdPoint
 from ondevice.bundle.weight_shapes import WeightShape, layer_weight_shapes, model_weight_shapes
 from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import QuantConfig, RowFormat, Sparsity
 from ondevice.flash.reader import FlashReader
-from ondevice.kernels import memory
 from ondevice.model.parts import MatrixPart, Part, VectorPart, part_tasks
+from ondevice.model.records import (
+    RESIDENT_FILE,
+    EmbeddingRecords,
+    NeuronRecords,
+    embedding_records,
+    per_layer_records,
+)
+from ondevice.model.selectors import cutoff_gates, selector_parts
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.weights import (
     CopiesOfLayer,
@@ -58,12 +53,7 @@ from ondevice.model.weights import (
     PerLayerBlock,
     PerLayerInputs,
 )
-from ondevice.model_config import AttentionSpec, FeedForwardSpec, LayerSpec, ModelConfig
-
-# Indices of files in the flash reader.
-RESIDENT_FILE = 0
-EMBEDDING_FILE = 1
-FIRST_NEURON_FILE = 2
+from ondevice.model_config import AttentionSpec, LayerSpec, ModelConfig
 
 
 def bundle_files(bundle: Bundle, sparsity: Sparsity = "dense", streams: bool = False) -> list[CheckedFile]:
@@ -116,13 +106,13 @@ def load_weights(
     layers = [
         [
             *layer_parts(config, bundle.quant, resident, layer),
-            *_cutoff_gates(bundle, reader, layer, sparsity),
+            *cutoff_gates(bundle, reader, layer, sparsity),
         ]
         for layer in range(config.num_layers)
     ]
     final_norm = norm_parts(config, resident, "final_norm") if config.final_norm else []
     head = head_part(bundle, resident, embedding)
-    selectors = _selector_parts(bundle, reader, resident, sparsity, point)
+    selectors = selector_parts(bundle, reader, resident, sparsity, point)
     positions = position_parts(config, resident)
     extra = model_weight_parts(bundle, resident)
     order: list[Part] = [*positions]
@@ -302,16 +292,6 @@ def layer_parts(config: ModelConfig, quant: QuantConfig, resident: TensorFile, l
     ]
 
 
-def _cutoff_gates(bundle: Bundle, reader: FlashReader, layer: int, sparsity: Sparsity) -> list[Part]:
-    """The gate projection of a layer whose cutoff is made of all of a token's gates; else nothing.
-
-    In mode `exact` the layer's selector has it.
-    """
-    if bundle.config.layers[layer].feed_forward.cutoff is None or sparsity == "exact":
-        return []
-    return [_gate_part(bundle, reader, FIRST_NEURON_FILE + layer, bundle.neuron_layout, None, None)]
-
-
 def model_weight_parts(bundle: Bundle, resident: TensorFile) -> list[Part]:
     """The parts of `model_weight_shapes`, whose fields are the names there."""
     return [
@@ -345,249 +325,3 @@ def head_part(bundle: Bundle, resident: TensorFile, embedding: EmbeddingRecords)
     rows = embedding.rows if config.tie_embeddings else partial(resident.rows, "head", stored)
     bias = partial(resident.vector, "head.bias") if config.head_bias else None
     return MatrixPart("head", config.vocab_size, config.embedding_size, stored, rows, bias)
-
-
-def _selector_parts(
-    bundle: Bundle,
-    reader: FlashReader,
-    resident: TensorFile,
-    sparsity: Sparsity,
-    point: OperatingPoint | ThresholdPoint | None,
-) -> list[_SelectorParts]:
-    """The parts of every layer's selector."""
-    config, layers = bundle.config, range(bundle.config.num_layers)
-    index = FIRST_NEURON_FILE + config.num_layers + (config.per_layer_width > 0)
-
-    def gates(layer: int, file: int, layout: RecordLayout, digest: GateDigest | None = None) -> MatrixPart:
-        bias = partial(resident.vector, gate_bias_name(layer)) if config.feed_forward.bias else None
-        return _gate_part(bundle, reader, file, layout, bias, digest)
-
-    if sparsity == "exact" and not config.zeros_gates:
-        return [
-            _cutoff_selector(gates(layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout), config, spec)
-            for layer, spec in enumerate(config.layers)
-        ]
-    if sparsity == "exact":
-        return [
-            _SelectorParts(
-                (gates(layer, index + layer, bundle.gate_layout, GateDigest(bundle, layer)),),
-                least_gate=config.feed_forward.threshold,
-            )
-            for layer in layers
-        ]
-    if sparsity == "predicted" and isinstance(point, OperatingPoint) and bundle.predictors is not None:
-        file = TensorFile(bundle, reader, bundle.added_file(PREDICTORS), index)
-        stored = RowFormat(bundle.predictors.bits)
-        return [
-            _SelectorParts(_predictor_parts(config, file, stored, layer, rank, offset), predicted=True)
-            for layer, (rank, offset) in enumerate(zip(bundle.predictors.ranks, point.offsets, strict=True))
-        ]
-    if sparsity == "threshold" and isinstance(point, ThresholdPoint):
-        file = TensorFile(bundle, reader, bundle.added_file(THRESHOLDS), index)
-        return [
-            _SelectorParts(
-                (gates(layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout),),
-                cutoff=_CutoffPart(
-                    partial(file.vector, importance_name(layer)), threshold, config.feed_forward
-                ),
-            )
-            for layer, threshold in enumerate(point.thresholds)
-        ]
-    return [_SelectorParts()] * config.num_layers
-
-
-def _cutoff_selector(gates: MatrixPart, config: ModelConfig, layer: LayerSpec) -> _SelectorParts:
-    """What selects the neurons of a layer of which exact zeros are those of a cutoff, if it has one.
-
-    Without, nearly every neuron is selected: those whose activated gate isn't zero.
-    """
-    spec = layer.feed_forward
-    if spec.cutoff is not None:
-        return _SelectorParts((gates,), deviations=spec.cutoff)
-
-    def ones() -> Float32:
-        return np.ones(config.intermediate_size, dtype=np.float32)
-
-    return _SelectorParts((gates,), cutoff=_CutoffPart(ones, 0.0, spec))
-
-
-def _predictor_parts(
-    config: ModelConfig, file: TensorFile, stored: RowFormat, layer: int, rank: int, offset: float
-) -> tuple[MatrixPart, ...]:
-    down, up = f"layers.{layer}.down", f"layers.{layer}.up"
-
-    def bias() -> Float32:
-        return file.vector(f"layers.{layer}.bias") + np.float32(offset)
-
-    return (
-        MatrixPart("down", rank, config.hidden_size, stored, partial(file.rows, down, stored)),
-        MatrixPart("up", config.intermediate_size, rank, stored, partial(file.rows, up, stored), bias),
-    )
-
-
-def _gate_part(
-    bundle: Bundle,
-    reader: FlashReader,
-    file: int,
-    layout: RecordLayout,
-    bias: Callable[[], Float32] | None,
-    digest: GateDigest | None,
-) -> MatrixPart:
-    """One layer's gate projection: the first row of each record of `file`."""
-    config = bundle.config
-    rows = partial(_record_rows, reader, file, layout, digest=digest)
-    # Whole records are read; a neuron's record has more rows.
-    return MatrixPart(
-        "gate",
-        config.intermediate_size,
-        config.hidden_size,
-        bundle.quant.of("feed_forward"),
-        rows,
-        bias,
-        read_bytes=layout.stride,
-    )
-
-
-@dataclass(frozen=True)
-class _CutoffPart:
-    read: Callable[[], Float32]
-    threshold: float
-    spec: FeedForwardSpec
-    field: str = "cutoff"
-
-    def tasks(self) -> Iterator[Callable[[], Float32]]:
-        yield self.read
-
-    def load(self, backend: Backend, ahead: ReadAhead) -> Cutoff:
-        return Cutoff(backend.load_vector(ahead.next()), self.threshold, self.spec)
-
-
-@dataclass(frozen=True)
-class _SelectorParts:
-    """The parts of one layer's `Selector`: matrices in the order of multiplication, and a cutoff or None."""
-
-    matrices: tuple[MatrixPart, ...] = ()
-    predicted: bool = False
-    cutoff: _CutoffPart | None = None
-    least_gate: float = 0.0
-    deviations: float | None = None
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """All parts, in the order in which they are read."""
-        return self.matrices if self.cutoff is None else (*self.matrices, self.cutoff)
-
-    def load(self, backend: Backend, ahead: ReadAhead) -> Selector | None:
-        """The loaded selector; None if every neuron is multiplied."""
-        if not self.matrices:
-            return None
-        matrices = tuple(matrix.load(backend, ahead) for matrix in self.matrices)
-        cutoff = None if self.cutoff is None else self.cutoff.load(backend, ahead)
-        return Selector(matrices, self.predicted, cutoff, self.least_gate, self.deviations)
-
-
-class NeuronRecords:
-    """`FeedForwardSource` of one layer."""
-
-    def __init__(self, bundle: Bundle, reader: FlashReader, layer: int) -> None:
-        self._bundle = bundle
-        self._layer = layer
-        self._reader = reader
-        self.file = FIRST_NEURON_FILE + layer
-        self.num_neurons = bundle.config.intermediate_size
-        self.hidden_size = bundle.config.hidden_size
-        self.layout: RecordLayout = bundle.neuron_layout
-        self._gates = GateDigest(bundle, layer) if bundle.config.zeros_gates else None
-
-    def read(self, first: int, count: int) -> Bytes:
-        records = read_span(self._reader, self.file, self.layout, first, count)
-        self.check_gates(first, records)
-        return records
-
-    def gate_bias(self) -> Float32 | None:
-        """(F,) biases of the gates, from the resident file; None without any."""
-        bundle = self._bundle
-        if not bundle.config.feed_forward.bias:
-            return None
-        resident = TensorFile(bundle, self._reader, bundle.file(RESIDENT), RESIDENT_FILE)
-        return resident.vector(gate_bias_name(self._layer))
-
-    def check_gates(self, first: int, records: Bytes) -> None:
-        if self._gates is not None and first <= self._gates.rows:
-            self._gates.take(first, records)
-
-
-def embedding_records(bundle: Bundle, reader: FlashReader) -> EmbeddingRecords:
-    """`EmbeddingSource` of the bundle's embedding file."""
-    return EmbeddingRecords(
-        bundle.config.vocab_size,
-        reader,
-        EMBEDDING_FILE,
-        bundle.config.embedding_size,
-        bundle.embedding_layout,
-    )
-
-
-def per_layer_records(bundle: Bundle, reader: FlashReader) -> EmbeddingRecords:
-    """`EmbeddingSource` of the bundle's file of per-layer inputs."""
-    file = FIRST_NEURON_FILE + bundle.config.num_layers
-    return EmbeddingRecords(
-        bundle.config.vocab_size, reader, file, bundle.config.per_layer_size, bundle.per_layer_layout
-    )
-
-
-class EmbeddingRecords:
-    """`EmbeddingSource` of one of the bundle's tables.
-
-    file: its index in the reader. width: columns of a row. layout: of its records.
-    """
-
-    def __init__(
-        self, vocab_size: int, reader: FlashReader, file: int, width: int, layout: RecordLayout
-    ) -> None:
-        self._reader = reader
-        self.file = file
-        self.vocab_size = vocab_size
-        self.hidden_size = width
-        self.layout = layout
-
-    def read(self, tokens: Int32) -> Bytes:
-        records = memory.empty((len(tokens), self.layout.stride), np.uint8)
-        self._reader.read_records(self.file, tokens.astype(np.int64), records)
-        return records
-
-    def rows(self, row0: int, count: int) -> RowChunk:
-        """Rows row0 .. row0 + count for an output head tied to the embedding: views of the records."""
-        return _record_rows(self._reader, self.file, self.layout, row0, count)
-
-
-def _record_rows(
-    reader: FlashReader,
-    file: int,
-    layout: RecordLayout,
-    row0: int,
-    count: int,
-    digest: GateDigest | None = None,
-) -> RowChunk:
-    """Rows of the matrix made of each record's first row: views of the records.
-
-    digest: checks gate rows against their layer's sha256.
-    """
-    records = read_span(reader, file, layout, row0, count)
-    if digest is not None:
-        digest.take(row0, records)
-    return record_chunk(records, 0, layout.parts[0][0], row0)
-
-
-def record_chunk(records: Bytes, offset: int, row: RowLayout, row0: int) -> RowChunk:
-    """The row `offset` bytes into each record (n, stride), as rows row0 .. row0 + n: views of `records`."""
-    scales_at = offset + row.codes_bytes
-    biases_at, end = scales_at + row.scales_bytes, offset + row.nbytes
-    scales, biases = records[:, scales_at:biases_at], records[:, biases_at:end]
-    return RowChunk(row0, records[:, offset:scales_at], scales.view(np.float16), biases.view(np.float16))
-
-
-def read_span(reader: FlashReader, file: int, layout: RecordLayout, first: int, count: int) -> Bytes:
-    """Records first .. first + count of a file, (count, stride). Raises FlashReadError."""
-    start = DATA_OFFSET + first * layout.stride
-    return reader.read(file, start, count * layout.stride).reshape(count, layout.stride)

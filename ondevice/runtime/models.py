@@ -415,8 +415,9 @@ def check_runtime(
     operating_point(runtime, predictors, thresholds)
     if needs(runtime.speculation) == "streams" and streams is None:
         have = ", ".join(("off", *(name for name in DRAFTERS if needs(name) != "streams")))
+        lacks = "its bundle has no streams; `ondevice train streams` makes them"
         raise UnsupportedModelError(
-            f"--speculation {runtime.speculation} isn't possible with this model: its bundle has no streams; "
-            f"`ondevice train streams` makes them. It can have: {have}"
+            f"--speculation {runtime.speculation} isn't possible with this model: "
+            f"{lacks if config.is_plain else NO_SIDECARS}. It can have: {have}"
         )
     check_backend(runtime, config)

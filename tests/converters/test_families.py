@@ -20,6 +20,7 @@ from ondevice.backends.cpu import make_runner
 from ondevice.bundle.layout import RESIDENT
 from ondevice.bundle.reader import Bundle
 from ondevice.config import QuantConfig
+from ondevice.converters.architectures.registry import read_config
 from ondevice.converters.checkpoints.huggingface import open_huggingface
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.checkpoints.source_folder import SourceFolder
@@ -27,7 +28,7 @@ from ondevice.converters.convert import convert
 from ondevice.converters.quantize import RoundedRows
 from ondevice.converters.reading import read_blocks
 from ondevice.converters.rounding.layers import LayerRounding
-from ondevice.errors import UnsupportedModelError
+from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.flash.reader import FlashReader
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
@@ -453,6 +454,7 @@ def test_a_text_rounds_every_matrix_of_every_kind_of_block(family: Any, case: st
     [
         *("gemma2 low caps", "gemma3", "glm4", "olmo2", "stablelm parallel", "opt", "phi", "persimmon"),
         *("gemma3n", "gemma3n mostly shared", "gemma4", "gemma4 e wide", "opt norms behind"),
+        *("phi3", "gemma4 e joint values"),
     ],
 )
 def test_mlx_logits_are_those_of_transformers(family: Any, case: str) -> None:
@@ -534,3 +536,13 @@ def test_config_json_names_every_key_that_the_family_reads(family: Any, case: st
     (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
     with pytest.raises(Exception, match="a_new_multiplier"):
         open_huggingface(SourceFolder(tmp_path))
+
+
+def test_two_rotary_sections_that_differ_are_refused(family: Any) -> None:
+    """`transformers` merges the older one into the newer; no published config has both."""
+    _, folder = family("gemma3")
+    values = json.loads((folder.parent / "source" / "config.json").read_text())
+    same = values["rope_parameters"]["full_attention"]
+    assert read_config(values | {"rope_scaling": same}) == read_config(values)
+    with pytest.raises(CheckpointError, match="rope_scaling and rope_parameters"):
+        read_config(values | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})

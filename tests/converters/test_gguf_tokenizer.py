@@ -258,12 +258,55 @@ def test_sentencepiece_rules(tmp_path: Path, changes: dict[str, Any], text: str,
     assert mine.special_tokens == {"<s>": 1, "</s>": 2, "<|end|>": 264}
 
 
+def test_gemma4_merges_whole_texts(tmp_path: Path) -> None:
+    """Against the `tokenizer.json` that its checkpoints have: the same ids, and the text back."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pairs = [("\n", "\n"), ("▁", "▁"), ("h", "e"), ("l", "l"), ("he", "ll"), ("▁", "w"), ("o", "▁w")]
+    pairs += [("hell", "o"), ("r", "l")]
+    tokens += ["\n", *"▁helowrd", *map("".join, pairs), "<|turn>", "<turn|>", "<|channel>"]
+    kinds = [3, 3, 3, 2, *[6] * 256, *[1] * (len(tokens) - 263), 3, 3, 4]
+    added = [
+        {"id": token, "content": tokens[token], "special": kind != 4, "normalized": False}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        for token, kind in enumerate(kinds)
+        if kind in (2, 3, 4)
+    ]
+    back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    document = {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"String": " "},
+            "behavior": "MergedWithPrevious",
+            "invert": False,
+        },
+        "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "model": {"type": "BPE", "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+        | {"vocab": {text: token for token, text in enumerate(tokens)}, "merges": list(map(list, pairs))},
+    }
+    theirs = Library.from_str(json.dumps(document))
+    made = header(
+        model="gemma4", tokens=tokens, token_type=kinds, merges=list(map(" ".join, pairs)),
+        scores=[-1000.0] * len(tokens), bos_token_id=2, eos_token_id=1, add_space_prefix=False,
+    )  # fmt: skip
+    found = read(made, tmp_path, len(tokens))
+    assert found.info.eos_ids == (1, tokens.index("<turn|>"))
+    assert found.info.add_bos
+    mine = loaded(found, len(tokens))
+    for text in [*texts(), "hello world\n\n  hello", "hell<|channel>o w", "w" * 9000]:
+        ids = mine.encode(text, add_bos=False)
+        assert ids == theirs.encode(text, add_special_tokens=False).ids, text
+        assert mine.decode(ids) == text
+
+
 @pytest.mark.parametrize(
     ("made", "error", "message"),
     [
         (small(pre="default"), UnsupportedModelError, "ggml.pre is default, .* none of gpt-2, .*beside"),
         (small(pre=None), UnsupportedModelError, "tokenizer.ggml.pre is missing"),
-        (small(model="bert"), UnsupportedModelError, "ggml.model is bert.*only llama and gpt2.*beside"),
+        (small(model="bert"), UnsupportedModelError, "ggml.model is bert.*only llama, gpt2 .*beside"),
         (small(model=None), UnsupportedModelError, "tokenizer.ggml.model is missing"),
         (spelled(precompiled_charsmap=b"x"), UnsupportedModelError, "precompiled_charsmap, which changes"),
         (small(token_type=[1] * 5), CheckpointError, "token_type must be one of .* each of 300 tokens"),

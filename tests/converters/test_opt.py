@@ -6,6 +6,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -75,7 +76,12 @@ def test_tensors_have_either_prefix_and_the_positions_their_offset(tmp_path: Pat
     second = convert(source, tmp_path / "second", "q4")
     assert (first / "resident.safetensors").read_bytes() == (second / "resident.safetensors").read_bytes()
     assert Bundle.open(first).config == Bundle.open(second).config
-    short["decoder.embed_positions.weight"] = short["decoder.embed_positions.weight"][2:].copy()
+    positions = short["decoder.embed_positions.weight"]
+    positions[7, 5] = np.nan
+    save_file(short, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"embed_positions\.weight holds NaN or infinity"):
+        convert(source, tmp_path / "damaged", "q4")
+    short["decoder.embed_positions.weight"] = positions[2:].copy()
     save_file(short, source / "model.safetensors")
     with pytest.raises(CheckpointError, match="66 rows"):
         convert(source, tmp_path / "third", "q4")

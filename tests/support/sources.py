@@ -43,8 +43,8 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 
 def every_block() -> ModelConfig:
-    """Layers of every kind: each place of norms, all kinds of head norms, windows, caps, ropes, parallel;
-    learned positions, narrow embeddings, a head with a bias."""
+    """Layers of every kind of a plain model: each place of norms, all kinds of head norms, windows, caps,
+    ropes, parallel; learned positions, narrow embeddings, a head with a bias."""
     plain = tiny_config(intermediate_size=136, attention_bias=True, attention_output_bias=True)
     spec = plain.layers[0]
     turning, attention = plain.ropes[0].frequencies, replace(spec.attention, head_norm="layer")

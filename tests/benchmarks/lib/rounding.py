@@ -18,7 +18,7 @@ from ondevice.converters.quantize import CUTS
 
 Float64 = NDArray[np.float64]
 FITS = 4
-DAMPING = 0.01
+DAMPING = 0.1
 """Share of the inputs' mean energy that is added to every input's, so that their matrix has an inverse."""
 
 
