@@ -65,7 +65,7 @@ def pack(
                 _stored(runner, weights, stored, name)
                 for name, weights, stored in zip(block.sources, block.rows, block.formats, strict=True)
             ]
-            fidelity = _fidelity(block, rows)
+            fidelity = _fidelity(runner, block, rows)
             if block.file not in layouts:
                 layouts[block.file] = file_layout(block.file, config, quant).record
             layout = layouts[block.file]
@@ -116,10 +116,10 @@ def _stored(
     return quantize_encoded(runner, source, stored, name)
 
 
-def _fidelity(block: Block, rows: Sequence[QuantizedRows]) -> dict[str, Fidelity]:
+def _fidelity(runner: _native.Runner, block: Block, rows: Sequence[QuantizedRows]) -> dict[str, Fidelity]:
     """What storing the block did to it, by kind; nothing at 16 bits, where it isn't worth measuring."""
     kinds: dict[str, Fidelity] = {}
     for kind, source, found, stored in zip(block.kinds, block.rows, rows, block.formats, strict=True):
         if stored.bits != 16:
-            kinds = joined(kinds, {kind: measure(source, found, stored)})
+            kinds = joined(kinds, {kind: measure(runner, source, found, stored)})
     return kinds

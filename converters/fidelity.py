@@ -18,6 +18,7 @@ from ondevice.converters.quantize import (
     Weights,
     sampled_error,
 )
+from ondevice.kernels import _native
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,10 @@ class Fidelity:
 
 
 def measure(
-    source: Weights | SourceCodes | RoundedRows | EncodedColumns, rows: QuantizedRows, stored: RowFormat
+    runner: _native.Runner,
+    source: Weights | SourceCodes | RoundedRows | EncodedColumns,
+    rows: QuantizedRows,
+    stored: RowFormat,
 ) -> Fidelity:
     """What storing rows at 4 to 8 bits did to them."""
     if isinstance(source, RoundedRows):
@@ -65,13 +69,15 @@ def measure(
         count = len(source.squares) * source.cols
         return Fidelity(rounded=count, error=SquaredError(float(error), float(weight)))
     if not isinstance(source, SourceCodes):
-        return Fidelity(rounded=prod(source.shape), error=sampled_error(source, rows, stored))
-    exact = rows.scales == source.scales
-    if not stored.implied_bias:
-        exact &= rows.biases == source.biases
-    copied = stored.group_size * int(np.count_nonzero(exact))
-    error = sampled_error(source, None if copied == stored.group_size * exact.size else rows, stored)
-    return Fidelity(copied=copied, rescaled=stored.group_size * exact.size - copied, error=error)
+        return Fidelity(rounded=prod(source.shape), error=sampled_error(runner, source, rows, stored))
+    total = copied = stored.group_size * rows.scales.size
+    if source.scales.dtype != np.float16:
+        exact = rows.scales == source.scales
+        if not stored.implied_bias:
+            exact &= rows.biases == source.biases
+        copied = stored.group_size * int(np.count_nonzero(exact))
+    error = sampled_error(runner, source, rows, stored, copied=copied == total)
+    return Fidelity(copied=copied, rescaled=total - copied, error=error)
 
 
 def joined(one: Mapping[str, Fidelity], other: Mapping[str, Fidelity]) -> dict[str, Fidelity]:

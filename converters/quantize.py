@@ -9,6 +9,7 @@ of 64.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -68,13 +69,14 @@ class RoundedRows:
 class SourceCodes:
     """Rows that a checkpoint holds quantised in a way that a bundle can hold too, by their codes.
 
-    codes: as in QuantizedRows, in the bundle's format. scales, biases: float32 (R, G), those of the
-    checkpoint exactly, for the format's groups; float16 may not hold them. Implied biases are (R, 0).
+    codes: as in QuantizedRows, in the bundle's format. scales, biases: float16 (R, G), or float32 where
+    float16 may not hold them: those of the checkpoint exactly, for the format's groups. Implied biases are
+    (R, 0).
     """
 
     codes: NDArray[np.uint8]
-    scales: NDArray[np.float32]
-    biases: NDArray[np.float32]
+    scales: NDArray[Any]
+    biases: NDArray[Any]
 
 
 class EncodedColumns(Protocol):
@@ -97,7 +99,7 @@ class EncodedColumns(Protocol):
 
 
 def padded_codes(
-    codes: NDArray[np.uint8], scales: NDArray[np.float32], biases: NDArray[np.float32], layout: RowLayout
+    codes: NDArray[np.uint8], scales: NDArray[Any], biases: NDArray[Any], layout: RowLayout
 ) -> SourceCodes:
     """Whole groups of rows, with zeros behind them as `layout` has it."""
     more = ((0, 0), (0, layout.groups - scales.shape[1]))
@@ -120,7 +122,7 @@ def store_codes(source: SourceCodes, stored: Stored, name: str) -> QuantizedRows
     biases included.
     """
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        scales, biases = source.scales.astype(np.float16), source.biases.astype(np.float16)
+        scales, biases = (x.astype(np.float16, copy=False) for x in (source.scales, source.biases))
     # An implied bias is a power of two times the scale: it adds bits - 1 to the exponent.
     more = row_format(stored).bits - 1 if row_format(stored).implied_bias else 0
     limit = np.uint16((31 - more) << 10)
@@ -331,14 +333,21 @@ def quantize_encoded(
 
 
 def sampled_error(
-    source: Weights | SourceCodes | EncodedColumns, rows: QuantizedRows | None, stored: Stored
+    runner: _native.Runner,
+    source: Weights | SourceCodes | EncodedColumns,
+    rows: QuantizedRows,
+    stored: Stored,
+    copied: bool = False,
 ) -> SquaredError:
     """Quantisation error of a few evenly spaced rows; measuring all would take longer than quantising.
 
-    rows: None for those of the source's codes, stored with all their scales and biases as they are.
+    copied: the rows are the source's codes, stored with all their scales and biases as they are.
     """
-    count = len(source.codes) if isinstance(source, SourceCodes) else source.shape[0]
-    picks = np.linspace(0, count - 1, min(_SAMPLED_ROWS, count)).astype(np.int64)
+    picks = _sampled_rows(len(rows.codes))
+    chosen = QuantizedRows(rows.codes[picks], rows.scales[picks], rows.biases[picks])
+    found = _dequantized(runner, chosen, stored)
+    if copied:
+        return SquaredError(0.0, _squares(found.astype(np.float64)))
     if isinstance(source, SourceCodes):
         taken = SourceCodes(source.codes[picks], source.scales[picks], source.biases[picks])
         cols = row_format(stored).group_size * taken.scales.shape[1]
@@ -347,12 +356,27 @@ def sampled_error(
         exact = to_float32(source[picks]).astype(np.float64)
     else:
         exact = source.decoded(picks).astype(np.float64)
-    weight = float(np.square(exact).sum())
-    if rows is None:
-        return SquaredError(0.0, weight)
-    chosen = QuantizedRows(rows.codes[picks], rows.scales[picks], rows.biases[picks])
-    found = dequantize(chosen, stored, exact.shape[1])
-    return SquaredError(float(np.square(found - exact).sum()), weight)
+    return SquaredError(_squares(found[:, : exact.shape[1]] - exact), _squares(exact))
+
+
+@lru_cache
+def _sampled_rows(count: int) -> NDArray[np.int64]:
+    """The rows out of `count` whose error is measured, evenly spaced."""
+    return np.linspace(0, count - 1, min(_SAMPLED_ROWS, count)).astype(np.int64)
+
+
+def _squares(values: NDArray[np.float64]) -> float:
+    """The sum of squares of (R, C)."""
+    return float(np.einsum("ij,ij->", values, values))
+
+
+def _dequantized(runner: _native.Runner, rows: QuantizedRows, stored: Stored) -> NDArray[np.float32]:
+    """(R, padded_cols): `dequantize` of rows at 4 to 8 bits by the kernels."""
+    parts = rows.codes, rows.scales.view(np.uint8), rows.biases.view(np.uint8)
+    cols = rows.codes.shape[1] * 8 // row_format(stored).bits
+    out = np.empty((len(rows.codes), cols), dtype=np.float32)
+    _native.dequantize_rows(runner, row_format(stored), np.concatenate(parts, axis=1), cols, out)
+    return out
 
 
 def _bad_values(name: str) -> CheckpointError:

@@ -26,6 +26,7 @@ from ondevice.config import MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
 from ondevice.converters.quantize import EncodedColumns, RoundedRows, SourceCodes, Weights, to_float32
+from ondevice.errors import CheckpointError
 
 BLOCK_BYTES = 4 << 20
 """Bytes of one matrix's values that are read, quantised and written at a time."""
@@ -148,8 +149,9 @@ def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceT
             yield f"{prefix}.{weight.name}", [tensors[name.weight(weight.name)]]
     for weight in model_weight_shapes(config):
         yield weight.name, [tensors[names.model_weight(weight.name)]]
-    yield "final_norm.weight", [tensors[names.FINAL_NORM]]
-    if config.norm.bias:
+    if config.final_norm:
+        yield "final_norm.weight", [tensors[names.FINAL_NORM]]
+    if config.final_norm and config.norm.bias:
         yield "final_norm.bias", [tensors[names.FINAL_NORM_BIAS]]
     if not config.tie_embeddings:
         yield "head", [tensors[names.HEAD]]
@@ -227,22 +229,28 @@ def _matrix(
     stored: RowFormat,
     rounded: Mapping[str, RoundedRows],
 ) -> Iterator[Block]:
-    for source in sources:
+    # A projection may stand there twice: values that are their keys.
+    for at, source in enumerate(sources, 1):
         step = _rows_per_block(source)
         for start in range(0, source.shape[0], step):
             stop = min(start + step, source.shape[0])
-            last = source is sources[-1] and stop == source.shape[0]
+            last = at == len(sources) and stop == source.shape[0]
             nbytes = _share(source, start, stop, source.shape[0])
             rows = _rows(source, start, stop, stored, rounded)
             yield Block(file, tensor, (source.name,), (kind,), (stored,), (rows,), nbytes, last)
 
 
 def _values(tensor: str, source: SourceTensor) -> Iterator[Block]:
-    """A matrix whose rows stay as they are, such as learned positions: each block's as one vector."""
+    """A matrix whose rows stay as they are, such as learned positions: each block's as one vector.
+
+    Raises CheckpointError if a value isn't finite.
+    """
     count, step = source.shape[0], _rows_per_block(source)
     for start in range(0, count, step):
         stop = min(start + step, count)
         values = to_float32(source.rows(start, stop)).reshape(-1)
+        if not np.isfinite(values).all():
+            raise CheckpointError(f"{source.name} holds NaN or infinity; the checkpoint is damaged")
         nbytes = _share(source, start, stop, count)
         yield Block(RESIDENT, tensor, (source.name,), (), (), (values,), nbytes, stop == count)
 

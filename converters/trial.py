@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.backends.base import Bytes, Float32, KVLayout, Norm, RowChunk
+from ondevice.backends.base import Bytes, Float32, KVLayout, RowChunk
 from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.backends.forward_batch import ForwardBatch
@@ -28,20 +28,19 @@ from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import (
-    RESIDENT_FILE,
-    NeuronRecords,
     bundle_files,
-    embedding_records,
     feed_forward_biases,
     head_part,
     layer_parts,
     layer_weights,
     loaded_norm,
     loaded_positions,
+    model_weight_parts,
     norm_parts,
     position_parts,
 )
 from ondevice.model.parts import Part, part_tasks
+from ondevice.model.records import RESIDENT_FILE, NeuronRecords, embedding_records
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.transformer import Transformer
 from ondevice.model.weights import ModelWeights
@@ -114,11 +113,12 @@ def _through_layer(
         feed_forward.neurons = _Pieces(source, neurons)
         weights = layer_weights(backend, config, config.layers[0], loaded, feed_forward)
         embedding = backend.load_embedding(embedding_records(bundle, reader))
-        positions = None
+        positions = project_in = None
         if x is None:
-            loaded = _loaded(backend, position_parts(config, resident))
-            positions = loaded_positions(config, loaded)
-        model_weights = ModelWeights(embedding, [weights], Norm(None, 1.0), None, positions)
+            others = [*position_parts(config, resident), *model_weight_parts(bundle, resident)]
+            loaded = _loaded(backend, others)
+            positions, project_in = loaded_positions(config, loaded), loaded.get("project_in")
+        model_weights = ModelWeights(embedding, [weights], None, None, positions, project_in)
         model = Transformer(config, backend, model_weights)
         # The arrays that a backend returns are valid only until its next op.
         return np.array(model.hidden_states(tokens, KVCache(KVLayout(config, 16)), x=x))
@@ -144,11 +144,11 @@ class _Pieces(NeuronSource):
 def _logits(
     bundle: Bundle, reader: FlashReader, resident: TensorFile, runner: _native.Runner, x: Float32
 ) -> Iterator[Float32]:
-    """(T, V) logits of the last layer's output x (T, D), as pieces of a few columns."""
-    config = bundle.config
+    """(T, V) logits of x (T, D), the last layer's output, as pieces of a few columns."""
+    config, x = bundle.config, _narrowed(bundle, resident, runner, x)
     head = head_part(bundle, resident, embedding_records(bundle, reader))
     biases = resident.vector("head.bias") if config.head_bias else None
-    count = max(1, PIECE_BYTES // RowLayout(config.hidden_size, *head.stored).nbytes)
+    count = max(1, PIECE_BYTES // RowLayout(config.embedding_size, *head.stored).nbytes)
     for first in range(0, config.vocab_size, count):
 
         def piece(row0: int, number: int, first: int = first) -> RowChunk:
@@ -157,13 +157,25 @@ def _logits(
         backend = CpuBackend(runner, segment_neurons=BLOCK_NEURONS, piece_neurons=BLOCK_NEURONS)
         with closing(backend):
             number = min(count, config.vocab_size - first)
-            norm = norm_parts(config, resident, "final_norm")
             bias = None if biases is None else partial(biases.__getitem__, slice(first, first + number))
             part = replace(head, num_rows=number, rows=piece, bias=bias)
-            loaded = _loaded(backend, [*norm, part])
-            logits = backend.linear(x, loaded["head"], loaded_norm(config, loaded, "final_norm"))
+            logits = backend.linear(x, _loaded(backend, [part])["head"])
             cap = config.logit_soft_cap
             yield np.array(backend.soft_cap(logits, cap) if cap else logits)
+
+
+def _narrowed(bundle: Bundle, resident: TensorFile, runner: _native.Runner, x: Float32) -> Float32:
+    """What the head multiplies, (T, E), of the last layer's output x (T, D): normed, and E wide."""
+    config, backend = (
+        bundle.config,
+        CpuBackend(runner, segment_neurons=BLOCK_NEURONS, piece_neurons=BLOCK_NEURONS),
+    )
+    with closing(backend):
+        norm = norm_parts(config, resident, "final_norm") if config.final_norm else []
+        loaded = _loaded(backend, [*norm, *model_weight_parts(bundle, resident)])
+        if config.final_norm:
+            x = backend.normed(x, loaded_norm(config, loaded, "final_norm"))
+        return np.array(backend.linear(x, loaded["project_out"])) if config.embedding_width else x
 
 
 def _loaded(backend: CpuBackend, parts: Sequence[Part]) -> dict[str, Any]:

@@ -22,8 +22,9 @@ HeadNorm = Literal["none", "head", "projection", "layer"]
 """What is normed before rotary embedding: nothing; each head, or all heads as one vector, by its
 root mean square; or each head by a LayerNorm with weights and biases of its own."""
 NormKind = Literal["rms", "layer"]
-NormPlaces = Literal["before", "after", "both"]
-"""Where a block's norms stand: on its input, on its output before it joins the residual, or on both."""
+NormPlaces = Literal["before", "after", "both", "residual"]
+"""Where a block's norms stand: on its input, on its output before it joins the residual, on both, or on the
+residual that its output has joined ("post-norm", as in arXiv 1706.03762)."""
 MAX_COPIES = 16
 """Most copies of the residual."""
 MAX_DEVIATIONS = 10.0
@@ -236,6 +237,8 @@ class LayerSpec:
             )
         if self.laurel_rank and (self.parallel or not self.norms_input):
             raise UnsupportedModelError("a low-rank block beside attention needs a norm before that")
+        if self.parallel and self.norms == "residual":
+            raise UnsupportedModelError("blocks side by side with norms of the residual aren't supported")
 
     @property
     def norms_input(self) -> bool:
@@ -244,8 +247,8 @@ class LayerSpec:
 
     @property
     def norms_output(self) -> bool:
-        """Whether each block has a norm on its output."""
-        return self.norms in ("after", "both")
+        """Whether each block has a norm behind it: on its output, or on the residual that this has joined."""
+        return self.norms != "before"
 
 
 class HeadSizes(NamedTuple):
@@ -273,6 +276,9 @@ class ModelConfig:
         embedding_multiplier: factor of the embedding, a float32 value.
         logit_soft_cap: if not 0, logits x become logit_soft_cap * tanh(x / logit_soft_cap).
         tie_embeddings: whether the head is the embedding table.
+        embedding_width: if not 0, the width E of the embedding table and of the head's rows. Then a matrix
+            (D, E) makes the first layer's input of an embedding, and one (E, D) the head's of the last
+            layer's output, normed.
         learned_positions: whether the embedding has a learned vector added to it for each position, of which
             there are `max_context`.
         per_layer_width: if not 0, each layer ends with a block that a token's own row decides, W values of a
@@ -281,6 +287,7 @@ class ModelConfig:
         residual_copies: if not 1, there are so many residuals of which one goes through each layer, and the
             others follow it (alternating updates, AltUp, arXiv 2301.13310); see `model/altup.py`.
         head_bias: whether the output head has a bias.
+        final_norm: whether the last layer's output is normed before the head.
     """
 
     architecture: str
@@ -297,10 +304,12 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     logit_soft_cap: float = 0.0
     tie_embeddings: bool = False
+    embedding_width: int = 0
     learned_positions: bool = False
     per_layer_width: int = 0
     residual_copies: int = 1
     head_bias: bool = False
+    final_norm: bool = True
 
     def __post_init__(self) -> None:
         for name, limit in SIZE_LIMITS.items():
@@ -334,6 +343,11 @@ class ModelConfig:
             raise UnsupportedModelError(
                 "layers have different feed-forwards; this release runs equal ones, but for their cutoffs"
             )
+        if not 0 <= self.embedding_width <= SIZE_LIMITS["hidden_size"]:
+            raise UnsupportedModelError(
+                f"embedding_width is {self.embedding_width}; it must be from 0 to "
+                f"{SIZE_LIMITS['hidden_size']}"
+            )
         self._check_residuals()
         self._check_shared_keys()
         _check_factor("embedding_multiplier", self.embedding_multiplier)
@@ -361,10 +375,12 @@ class ModelConfig:
         if copies > 1 and not width:
             raise UnsupportedModelError("copies of the residual without per-layer inputs aren't supported")
         others = self.any_layer(lambda layer: layer.parallel) or self.norm.bias or self.norm.kind != "rms"
+        others = others or self.embedding_width > 0 or not self.final_norm
         if others and (width or self.any_layer(lambda layer: layer.laurel_rank > 0)):
             raise UnsupportedModelError(
-                "per-layer inputs and low-rank blocks beside attention run in layers of sequential blocks "
-                "and RMS norms without biases"
+                "per-layer inputs and low-rank blocks beside attention run in models of sequential blocks, "
+                "RMS norms without biases, the last layer's output normed too, and embeddings of the layers' "
+                "width"
             )
 
     def _check_shared_keys(self) -> None:
@@ -416,6 +432,16 @@ class ModelConfig:
     def zeros_gates(self) -> bool:
         """True if gates at or below a threshold become exact zeros, so that their neurons add nothing."""
         return self.feed_forward.zeros_gates
+
+    @property
+    def num_cutoffs(self) -> int:
+        """Number of layers whose gates have a statistical cutoff."""
+        return sum(layer.feed_forward.cutoff is not None for layer in self.layers)
+
+    @property
+    def has_exact_zeros(self) -> bool:
+        """True if layers have gates that become exact zeros: all layers, or those with a cutoff."""
+        return self.zeros_gates or self.num_cutoffs > 0
 
     def any_layer(self, holds: Callable[[LayerSpec], bool]) -> bool:
         """True if `holds` is true of a layer."""
@@ -483,6 +509,11 @@ class ModelConfig:
                 return sizes.queries * sizes.width, sizes.keys * sizes.width
 
     @property
+    def embedding_size(self) -> int:
+        """Columns of the embedding table and of the head."""
+        return self.embedding_width or self.hidden_size
+
+    @property
     def norm_size(self) -> int:
         """Number of values of a norm over the model's width."""
         return self.hidden_size * (2 if self.norm.bias else 1)
@@ -502,7 +533,7 @@ class ModelConfig:
             and self.num_kv_layers == self.num_layers
             and not self.any_layer(lambda it: it.laurel_rank > 0 or it.scaled or it.attention.value_norm)
             and not self.any_layer(lambda it: it.attention.head_dim > 0 or it.attention.num_kv_heads > 0)
-            and not self.any_layer(lambda it: it.feed_forward.cutoff is not None)
+            and not self.num_cutoffs
         )
 
     @property

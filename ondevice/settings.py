@@ -69,7 +69,15 @@ _SAMPLING_HELP = {
     "stop": "End the text before this string; may be given several times.",
     "max_tokens": "Most tokens to generate.",
 }
-_MODE_OF_TARGET = {"predictor_recall": "predicted", "threshold_sparsity": "threshold"}
+_MEANT_FOR = {
+    "predictor_recall": ("sparsity", "predicted"),
+    "threshold_sparsity": ("sparsity", "threshold"),
+    "draft_streams": ("speculation", "streams", "auto", "all"),
+    "draft_pruning": ("speculation", "streams", "auto", "all"),
+    "draft_head": ("speculation", "streams", "resident", "auto", "all"),
+    "draft_model": ("speculation", "model", "auto", "all"),
+}
+"""Options that mean something only with some values of another, which stand behind that one's name."""
 _FLAGS = {"temperature": "--temp", "as_json": "--json", "listing": "--list"}
 
 
@@ -174,7 +182,7 @@ def runtime_options(options: RuntimeOptions) -> RuntimeConfig:
     require_fields(RuntimeConfig, options)
     config, default = RuntimeConfig(**options), RuntimeConfig()
     changed = {name for name in options if getattr(config, name) != getattr(default, name)}
-    require_meaning(changed, config.sparsity)
+    require_meaning(changed, {"sparsity": config.sparsity, "speculation": config.speculation})
     return config
 
 
@@ -209,11 +217,14 @@ def require_fields(config: type, options: Iterable[str]) -> None:
             raise UsageError(f"there is no option {name!r}; {advice}")
 
 
-def require_meaning(given: Container[str], sparsity: str) -> None:
-    """Raises UsageError for an option among `given` that has no meaning in the sparsity mode."""
-    for name, mode in _MODE_OF_TARGET.items():
-        if name in given and sparsity != mode:
-            raise UsageError(f"{_flag(name)} has no meaning without --sparsity {mode}")
+def require_meaning(given: Container[str], chosen: Mapping[str, Any]) -> None:
+    """Raises UsageError for an option among `given` that has no meaning with the values of others.
+
+    chosen: the values of `sparsity` and `speculation`; options of one that isn't there are let pass.
+    """
+    for name, (option, *modes) in _MEANT_FOR.items():
+        if name in given and chosen.get(option, modes[0]) not in modes:
+            raise UsageError(f"{_flag(name)} has no meaning without {_flag(option)} {modes[0]}")
 
 
 def with_model_defaults(

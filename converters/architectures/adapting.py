@@ -134,13 +134,22 @@ def split_grouped(tensors: Tensors, config: ModelConfig, name: str) -> Tensors:
 
 
 def one_norm_for_both(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Blocks side by side that read one norm: it stands as each one's."""
+    """Blocks side by side that read one norm: it stands as each one's.
+
+    Raises CheckpointError where the second block has a norm of its own.
+    """
     found = dict(tensors)
     for layer, spec in enumerate(config.layers):
         name = LayerNames(layer)
         for norm in (name.norm, name.norm_bias) if spec.parallel else ():
-            if norm("attention_norm") in found:
-                found.setdefault(norm("feed_forward_norm"), found[norm("attention_norm")])
+            own, shared = norm("feed_forward_norm"), norm("attention_norm")
+            if own in found:
+                raise CheckpointError(
+                    f"{own} is there, but by config.json both blocks of a layer read {shared}; take "
+                    "config.json and the weights from the same repository"
+                )
+            if shared in found:
+                found[own] = found[shared]
     return found
 
 

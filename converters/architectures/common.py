@@ -122,6 +122,15 @@ def read_sizes(
         kv_heads = reader.integer("num_key_value_heads", num_heads)
     if head_dim is None or reader.has("head_dim"):
         head_dim = reader.integer("head_dim", hidden_size // num_heads)
+    if head_dim % 2:
+        raise UnsupportedModelError(
+            f"config.json: a head would have {head_dim} dimensions, of hidden_size {hidden_size} and "
+            f"num_attention_heads {num_heads}; odd numbers aren't supported"
+        )
+    if not 1 <= kv_heads <= num_heads or num_heads % kv_heads:
+        raise UnsupportedModelError(
+            f"config.json: num_key_value_heads is {kv_heads}; it must divide num_attention_heads, {num_heads}"
+        )
     if not 1 <= head_dim <= SIZE_LIMITS["head_dim"]:
         # Before anything is made for each of them.
         raise CheckpointError(
@@ -130,8 +139,11 @@ def read_sizes(
     num_layers = reader.integer("num_hidden_layers")
     if not 1 <= num_layers <= MAX_LAYERS:
         raise UnsupportedModelError(
-            f"config.json: num_hidden_layers is {num_layers}; the most is {MAX_LAYERS}"
+            f"config.json: num_hidden_layers is {num_layers}; it must be from 1 to {MAX_LAYERS}"
         )
+    context = reader.integer("max_position_embeddings", max_context)
+    if context < 1:
+        raise CheckpointError(f"config.json: max_position_embeddings is {context}; it must be 1 or more")
     return Sizes(
         hidden_size,
         num_layers,
@@ -140,7 +152,7 @@ def read_sizes(
         head_dim,
         reader.integer(*neurons),
         reader.integer("vocab_size", vocab_size),
-        reader.integer("max_position_embeddings", max_context),
+        context,
     )
 
 

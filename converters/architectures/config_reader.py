@@ -19,13 +19,14 @@ HARMLESS_KEYS = frozenset({
     "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype",
     "early_stopping", "eos_token_id", "exponential_decay_length_penalty", "finetuning_task",
     "forced_bos_token_id", "forced_eos_token_id", "hidden_dropout", "id2label", "initializer_range",
-    "keys_to_ignore_at_inference", "label2id", "length_penalty", "max_length", "max_sequence_length",
-    "min_length", "model_type", "name_or_path", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
-    "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id",
+    "is_llama_config", "keys_to_ignore_at_inference", "label2id", "length_penalty", "max_length",
+    "max_sequence_length", "min_length", "model_type", "name_or_path", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states",
+    "output_scores", "pad_token_id",
     "prefix", "problem_type", "remove_invalid_values", "repetition_penalty", "resid_pdrop", "return_dict",
     "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature",
-    "tokenizer_class", "top_k", "top_p", "torch_dtype", "transformers_version", "typical_p",
-    "unk_token_id", "use_cache",
+    "tokenizer_class", "top_k", "top_p", "torch_dtype", "transformers.js_config", "transformers_version",
+    "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache",
 })
 # fmt: on
 INTEGER_LIMIT = 1 << 64

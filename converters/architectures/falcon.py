@@ -82,12 +82,13 @@ def _read(reader: ConfigReader) -> Description:
         norm=NormSpec("layer", reader.number("layer_norm_epsilon", 1e-5), bias=True),
         tie_embeddings=reader.boolean("tie_word_embeddings", True),
     )
-    return Description(config, partial(_adapt, config))
+    return Description(config, partial(_adapt, config, norms == 1))
 
 
-def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
+def _adapt(config: ModelConfig, shares_norm: bool, tensors: Tensors) -> Tensors:
     tensors = renamed(under_model(tensors, PREFIXES), NAMES)
-    return one_norm_for_both(split_grouped(tensors, config, "self_attention.query_key_value"), config)
+    found = split_grouped(tensors, config, "self_attention.query_key_value")
+    return one_norm_for_both(found, config) if shares_norm else found
 
 
 FALCON = Family("falcon", "FalconForCausalLM", _read)

@@ -63,6 +63,8 @@ def _read_gemma(reader: ConfigReader) -> Description:
 def _read_gemma2(reader: ConfigReader) -> Description:
     sizes = read_sizes(reader, max_context=8192, kv_heads=4, head_dim=256)
     rope = read_rope(reader, sizes.head_dim, sizes.max_context)
+    # Beside `sliding_window` in the files of 9B and 27B, without an effect.
+    reader.integer("sliding_window_size", 4096)
     kinds = read_layer_types(reader, sizes.num_layers)
     if kinds is None:
         kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(sizes.num_layers)]
@@ -111,8 +113,12 @@ def _read_gemma3(reader: ConfigReader) -> Description:
 
 def read_ropes(reader: ConfigReader, sizes: Sizes) -> list[RopeSpec]:
     """Rotary embeddings of Gemma 3's and 3n's global and local layers, from older or newer keys."""
-    newer = reader.section("rope_parameters") or {}
-    older = {"full_attention": reader.section("rope_scaling") or {}, "sliding_attention": {}}
+    newer, scaling = reader.section("rope_parameters") or {}, reader.section("rope_scaling") or {}
+    older = {"full_attention": scaling, "sliding_attention": {}}
+    if newer and scaling and scaling != newer.get("full_attention"):
+        raise CheckpointError(
+            "config.json: rope_scaling and rope_parameters.full_attention contradict each other; keep one"
+        )
     parts = newer if newer else older
     unknown = set(parts) - set(older)
     if unknown or not all(isinstance(part, dict) for part in parts.values()):

@@ -1,5 +1,7 @@
 """OPT (arXiv 2205.01068): learned positions, LayerNorms, and feed-forwards without a gate.
 
+The size of 350 million has norms on the residual, none in the end, and embeddings half as wide as its layers.
+
 `fc1` decides which neurons fire, so it takes the place of a gate.
 """
 
@@ -22,7 +24,7 @@ from ondevice.converters.architectures.common import (
     score_scale,
 )
 from ondevice.converters.architectures.config_reader import ConfigReader
-from ondevice.converters.architectures.tensors import POSITIONS
+from ondevice.converters.architectures.tensors import POSITIONS, model_weight
 from ondevice.converters.checkpoints.views import RowsOf
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig, NormSpec, RopeSpec
@@ -39,26 +41,27 @@ _NAMES = weights_and_biases(
         "fc2": "mlp.down_proj",
     }
 )
+_PROJECTIONS = {f"model.{which}.weight": model_weight(which) for which in ("project_in", "project_out")}
+_NAMES_BEHIND = _NAMES | weights_and_biases(
+    {
+        "self_attn_layer_norm": "attention_output_layernorm",
+        "final_layer_norm": "feed_forward_output_layernorm",
+    }
+)
+"""The same of a model whose norms stand behind its blocks."""
 
 
 def _read(reader: ConfigReader) -> Description:
     sizes = read_sizes(reader, max_context=2048, heads=12, vocab_size=50272, neurons=("ffn_dim", None))
-    if not reader.boolean("do_layer_norm_before", True):
-        raise UnsupportedModelError(
-            "config.json: do_layer_norm_before is false, as in OPT-350m, whose norms follow the residual; "
-            "the other OPT models convert"
-        )
+    norms_before = reader.boolean("do_layer_norm_before", True)
+    removed = reader.boolean("_remove_final_layer_norm", False)
     width = reader.integer("word_embed_proj_dim", sizes.hidden_size)
-    if width != sizes.hidden_size:
-        raise UnsupportedModelError(
-            f"config.json: word_embed_proj_dim is {width} and hidden_size {sizes.hidden_size}; embeddings of "
-            "another width (project_in, project_out), as OPT-350m has them, can't be converted"
-        )
-    reader.only("_remove_final_layer_norm", False)
     if not reader.boolean("layer_norm_elementwise_affine", True):
         raise UnsupportedModelError(
             "config.json: layer_norm_elementwise_affine is false; only norms with weights can be converted"
         )
+    # In some of the files, without an effect.
+    reader.boolean("output_projection", True)
     for dropped in ("dropout", "activation_dropout", "layerdrop", "init_std"):
         reader.number(dropped, 0.0)
     bias = reader.boolean("enable_bias", True)
@@ -68,9 +71,11 @@ def _read(reader: ConfigReader) -> Description:
     config = decoder(
         "opt",
         sizes,
-        alike(sizes.num_layers, attention, feed_forward),
+        alike(sizes.num_layers, attention, feed_forward, norms="before" if norms_before else "residual"),
         [RopeSpec((0.0,) * (sizes.head_dim // 2))],
         norm=NormSpec("layer", 1e-5, bias=True),
+        final_norm=norms_before and not removed,
+        embedding_width=0 if width == sizes.hidden_size else width,
         learned_positions=True,
         tie_embeddings=reader.boolean("tie_word_embeddings", True),
     )
@@ -82,7 +87,8 @@ def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
     for name, tensor in tensors.items():
         inner = _DECODER.fullmatch(name)
         name = name if inner is None else f"model.{inner[1]}"
-        found[name.replace("model.final_layer_norm.", "model.norm.")] = tensor
+        name = name.replace("model.final_layer_norm.", "model.norm.")
+        found[_PROJECTIONS.get(name, name)] = tensor
     table = found.get(POSITIONS)
     if table is not None:
         if not table.shape or table.shape[0] != config.max_context + _FIRST_POSITION:
@@ -92,7 +98,8 @@ def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
             )
         rows = np.arange(_FIRST_POSITION, _FIRST_POSITION + config.max_context)
         found[POSITIONS] = RowsOf(POSITIONS, table, rows)
-    return renamed(found, _NAMES)
+    names = _NAMES if config.layers[0].norms_input else _NAMES_BEHIND
+    return renamed(found, names)
 
 
 OPT = Family("opt", "OPTForCausalLM", _read)

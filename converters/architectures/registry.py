@@ -87,6 +87,10 @@ def describe(values: Mapping[str, Any]) -> Description:
         )
     _check_class(reader, family.class_name, *family.other_classes)
     reader.only("is_encoder_decoder", False)
+    if not reader.boolean("is_causal", True):
+        raise UnsupportedModelError(
+            "config.json: is_causal is false: tokens see later ones; only causal attention can be converted"
+        )
     description = family.read(reader)
     reader.close(HARMLESS_KEYS)
     return replace(description, notes=(*description.notes, *_rope_notes(values, description.config)))

@@ -105,7 +105,7 @@ def model_weight(name: str) -> str:
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of a model, by its name here."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.embedding_size)}
     if config.learned_positions:
         shapes[POSITIONS] = (config.max_context, hidden)
     if config.per_layer_width:
@@ -137,11 +137,12 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[name.norm(norm)] = (hidden,)
             if config.norm.bias:
                 shapes[name.norm_bias(norm)] = (hidden,)
-    shapes[FINAL_NORM] = (hidden,)
-    if config.norm.bias:
-        shapes[FINAL_NORM_BIAS] = (hidden,)
+    if config.final_norm:
+        shapes[FINAL_NORM] = (hidden,)
+        if config.norm.bias:
+            shapes[FINAL_NORM_BIAS] = (hidden,)
     if not config.tie_embeddings:
-        shapes[HEAD] = (config.vocab_size, hidden)
+        shapes[HEAD] = (config.vocab_size, config.embedding_size)
     if config.head_bias:
         shapes[HEAD_BIAS] = (config.vocab_size,)
     return shapes

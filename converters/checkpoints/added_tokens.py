@@ -42,7 +42,7 @@ def with_added_tokens(
     added: list[tuple[str, float, int]] = []
     left_out: list[str] = []
     for token, text in sorted(_declared(folder, settings)):
-        if token < len(pieces) and pieces[token] == text:
+        if 0 <= token < len(pieces) and pieces[token] == text:
             continue
         follows = token == len(pieces) + len(added) < vocab_size
         if not follows or not text or text in known or "\0" in text or valid_unicode(text) != text:

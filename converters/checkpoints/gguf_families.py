@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -19,17 +18,23 @@ from ondevice.converters.architectures.adapting import norms_shifted, split_atte
 from ondevice.converters.architectures.common import Tensors
 from ondevice.converters.architectures.config_reader import shown
 from ondevice.converters.architectures.tensors import LayerNames
-from ondevice.converters.checkpoints.base import SourceTensor, StoredTensor
+from ondevice.converters.checkpoints.base import StoredTensor
+from ondevice.converters.checkpoints.gguf_gemma import (
+    ROPE_FACTORS,
+    Values,
+    gemma2_keys,
+    gemma3_keys,
+    gemma3n_keys,
+    gemma4_keys,
+    restored_gemma3n,
+    restored_gemma4,
+)
 from ondevice.converters.checkpoints.gguf_metadata import Metadata
-from ondevice.converters.checkpoints.gguf_tensor import QuantizedTensor
-from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.errors import UnsupportedModelError
 from ondevice.model_config import ModelConfig
 
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 """Tensors that rotary frequencies are divided by, for texts beyond the original context and within it."""
-GEMMA_LARGEST = {"gemma2": 46, "gemma3_text": 62}
-"""Layers of the models of 27 billion parameters."""
-
 WHOLE_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 """Hugging Face's names of tensors outside the blocks, by those in files; `.weight` or `.bias` follows."""
 BLOCK_NAMES = {
@@ -58,9 +63,6 @@ _GEMMA2_NAMES = {
 }
 
 
-Values = Mapping[str, Any]
-
-
 def _no_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     return {}
 
@@ -85,6 +87,7 @@ class Family:
         keys: the values of its own keys, given the metadata and the values so far.
         restore: undoes what was done to its tensors, but for the order of rows and the names.
         factors: tensors that `keys` reads.
+        varied: keys that may have a value for each layer, which `keys` reads too. Else the first one counts.
     """
 
     model_type: str
@@ -98,51 +101,7 @@ class Family:
     keys: Callable[[Metadata, Values], dict[str, Any]] = _no_keys
     restore: Callable[[Tensors, ModelConfig], Tensors] = _as_stored
     factors: frozenset[str] = frozenset()
-
-
-def _gemma2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Files don't have the scale of scores: llama.cpp knows the largest model by its number of layers."""
-    width = values["hidden_size"] // values["num_attention_heads"]
-    largest = values["num_hidden_layers"] == GEMMA_LARGEST[values["model_type"]]
-    window = metadata.integer("attention.sliding_window", 0)
-    found: dict[str, Any] = {
-        "query_pre_attn_scalar": width if largest else values["head_dim"],
-        "sliding_window": window or None,
-    }
-    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if metadata.has(cap):
-            found[cap] = metadata.number(cap)
-    return found
-
-
-def _gemma3_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    found = _gemma2_keys(metadata, values)
-    found["rope_local_base_freq"] = metadata.number("rope.freq_base_swa", 10_000.0)
-    found["sliding_window_pattern"] = metadata.integer("attention.sliding_window_pattern", 6)
-    return found
-
-
-def _gemma3n_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """The share of gates below a cutoff is stored as the cutoff, in standard deviations."""
-    found: dict[str, Any] = {
-        "sliding_window": metadata.integer("attention.sliding_window"),
-        "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10_000.0),
-        "hidden_size_per_layer_input": metadata.integer("embedding_length_per_layer_input"),
-        "vocab_size_per_layer_input": metadata.rows("per_layer_token_embd.weight"),
-        "num_kv_shared_layers": metadata.integer("attention.shared_kv_layers"),
-        "altup_num_inputs": metadata.integer("altup.num_inputs"),
-        "altup_active_idx": metadata.integer("altup.active_idx", 0),
-        "laurel_rank": metadata.rows("blk.0.laurel_l.weight"),
-    }
-    if (scales := metadata.array("activation_sparsity_scale")) is not None:
-        normal = NormalDist()
-        # Configs name shares of few digits.
-        found["activation_sparsity_pattern"] = [round(normal.cdf(scale), 6) for scale in scales]
-    if (local := metadata.array("attention.sliding_window_pattern")) is not None:
-        found["layer_types"] = ["sliding_attention" if is_local else "full_attention" for is_local in local]
-    if metadata.has("final_logit_softcapping"):
-        found["final_logit_softcapping"] = metadata.number("final_logit_softcapping")
-    return found
+    varied: frozenset[str] = frozenset()
 
 
 def _phi3_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
@@ -155,6 +114,11 @@ def _phi3_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
         "original_max_position_embeddings": original,
     }
     if not {SHORT_FACTORS, LONG_FACTORS} & set(metadata.stored):
+        if magnitude != 1.0:
+            raise UnsupportedModelError(
+                f"{metadata.header.file}: {metadata.prefix}rope.scaling.attn_factor is {magnitude}, without "
+                f"longrope's factors, {SHORT_FACTORS}; only 1 can be converted there"
+            )
         return found
     named = values["rope_scaling"]
     if named is not None and named["rope_type"] != "longrope":
@@ -253,67 +217,59 @@ def _flat_head_norms(tensors: Tensors, config: ModelConfig) -> Tensors:
     return found
 
 
-def _restored_gemma3n(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Matrices of the copies of the residual, which are stored as one tensor, by themselves."""
-    found = dict(tensors)
-    for stem in ("model.altup_projections", "model.altup_unembed_projections"):
-        stacked = found.pop(f"{stem}.weight", None)
-        if stacked is not None:
-            found |= _slices(stacked, stem, config.residual_copies - 1)
-    for layer in range(config.num_layers):
-        stem = f"model.layers.{layer}.altup.correct_output_scale"
-        if (scale := found.pop(f"{stem}.weight", None)) is not None:
-            found[stem] = scale
-    return found
-
-
-def _slices(tensor: SourceTensor, stem: str, count: int) -> dict[str, SourceTensor]:
-    if not isinstance(tensor, StoredTensor | QuantizedTensor) or tensor.shape[:-2] != (count,):
-        raise CheckpointError(
-            f"{tensor.name} has shape {list(tensor.shape)}; config.json asks for {count} matrices"
-        )
-    step = tensor.nbytes // count
-    names = [f"{stem}.{i}.weight" for i in range(count)]
-    return {
-        name: replace(tensor, name=name, shape=tensor.shape[1:], offset=tensor.offset + i * step)
-        for i, name in enumerate(names)
-    }
-
-
 _GEMMA = {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}
-_GEMMA3N_NAMES = _GEMMA2_NAMES | {
+_PER_LAYER_NAMES = {
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
-    "altup_correct_coef": "altup.correction_coefs",
-    "altup_correct_scale": "altup.correct_output_scale",
-    "altup_predict_coef": "altup.prediction_coefs",
-    "altup_router": "altup.modality_router",
-    "altup_router_norm": "altup.router_norm",
-    "laurel_l": "laurel.linear_left",
-    "laurel_r": "laurel.linear_right",
-    "laurel_post_norm": "laurel.post_laurel_norm",
 }
+_PER_LAYER_WHOLES = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+_GEMMA3N_NAMES = (
+    _GEMMA2_NAMES
+    | _PER_LAYER_NAMES
+    | {
+        "altup_correct_coef": "altup.correction_coefs",
+        "altup_correct_scale": "altup.correct_output_scale",
+        "altup_predict_coef": "altup.prediction_coefs",
+        "altup_router": "altup.modality_router",
+        "altup_router_norm": "altup.router_norm",
+        "laurel_l": "laurel.linear_left",
+        "laurel_r": "laurel.linear_right",
+        "laurel_post_norm": "laurel.post_laurel_norm",
+    }
+)
 FAMILIES = {
     "llama": Family("llama", interleaved=True),
     "qwen2": Family("qwen2", bias_key=""),
     "qwen3": Family("qwen3"),
     "gemma": Family("gemma", fixed=_GEMMA, restore=_less_one),
-    "gemma2": Family("gemma2", fixed=_GEMMA, blocks=_GEMMA2_NAMES, keys=_gemma2_keys, restore=_less_one),
-    "gemma3": Family("gemma3_text", fixed=_GEMMA, blocks=_GEMMA2_NAMES, keys=_gemma3_keys, restore=_less_one),
+    "gemma2": Family("gemma2", fixed=_GEMMA, blocks=_GEMMA2_NAMES, keys=gemma2_keys, restore=_less_one),
+    "gemma3": Family("gemma3_text", fixed=_GEMMA, blocks=_GEMMA2_NAMES, keys=gemma3_keys, restore=_less_one),
     "gemma3n": Family(
         "gemma3n_text",
         fixed={"hidden_activation": "gelu_pytorch_tanh"},
         blocks=_GEMMA3N_NAMES,
-        wholes={
-            "per_layer_token_embd": "model.embed_tokens_per_layer",
-            "per_layer_model_proj": "model.per_layer_model_projection",
-            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        wholes=_PER_LAYER_WHOLES
+        | {
             "altup_proj": "model.altup_projections",
             "altup_unembd_proj": "model.altup_unembed_projections",
         },
-        keys=_gemma3n_keys,
-        restore=_restored_gemma3n,
+        keys=gemma3n_keys,
+        restore=restored_gemma3n,
+    ),
+    "gemma4": Family(
+        "gemma4_text",
+        fixed={"hidden_activation": "gelu_pytorch_tanh"},
+        blocks=_GEMMA2_NAMES | _PER_LAYER_NAMES | {"layer_output_scale": "layer_scalar"},
+        wholes=_PER_LAYER_WHOLES,
+        keys=gemma4_keys,
+        restore=restored_gemma4,
+        factors=frozenset((ROPE_FACTORS,)),
+        varied=frozenset(("attention.head_count_kv", "feed_forward_length")),
     ),
     "phi2": Family(
         "phi",

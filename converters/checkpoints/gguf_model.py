@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ondevice.converters.architectures.common import Description
 from ondevice.converters.architectures.config_reader import ConfigReader
@@ -30,6 +31,7 @@ from ondevice.converters.checkpoints.gguf_families import (
     Family,
 )
 from ondevice.converters.checkpoints.gguf_file import GgufHeader, Value, read_header
+from ondevice.converters.checkpoints.gguf_gemma import ROPE_FACTORS
 from ondevice.converters.checkpoints.gguf_metadata import Metadata, Stored
 from ondevice.converters.checkpoints.gguf_parts import PART, Part, open_parts
 from ondevice.converters.checkpoints.gguf_tensor import source_tensor
@@ -38,8 +40,6 @@ from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import ModelConfig, RopeSpec
 
-ROPE_FACTORS = "rope_freqs.weight"
-"""A tensor that rotary frequencies are divided by."""
 _NAME = re.compile(r"(?:blk\.(0|[1-9]\d{0,3})\.)?(\w{1,64})\.(weight|bias)")
 
 _HARMLESS = (
@@ -127,7 +127,7 @@ def _description(header: GgufHeader, family: Family, stored: Mapping[str, Stored
         description = describe(values)
     except (CheckpointError, UnsupportedModelError) as error:
         raise _of_metadata(header, error) from error
-    if ROPE_FACTORS not in stored:
+    if ROPE_FACTORS not in stored or ROPE_FACTORS in family.factors:
         return description
     factors = stored[ROPE_FACTORS]
     tensor = source_tensor(ROPE_FACTORS, factors.file, ROPE_FACTORS, factors.entry)
@@ -168,7 +168,11 @@ def _config_values(header: GgufHeader, family: Family, stored: Mapping[str, Stor
     """The values that a `config.json` would have. Unknown keys of the architecture are refused by name."""
     prefix = f"{header.text('general.architecture')}."
     own = {key: value for key, value in header.metadata.items() if key.startswith(prefix)}
-    reader = ConfigReader({key: _scalar(value) for key, value in own.items()}, header.file)
+    scalars = {
+        key: _scalar(value[:1] if key.removeprefix(prefix) in family.varied and _is_array(value) else value)
+        for key, value in own.items()
+    }
+    reader = ConfigReader(scalars, header.file)
     metadata = Metadata(header, reader, prefix, stored)
     embedding = stored.get("token_embd.weight")
     if embedding is None or len(embedding.entry.shape) != 2:
@@ -241,6 +245,10 @@ def _check_decoder(metadata: Metadata) -> None:
             f"{metadata.header.file} isn't a causal language model: {metadata.prefix}attention.causal is "
             "false"
         )
+
+
+def _is_array(value: Value) -> TypeGuard[NDArray[Any]]:
+    return isinstance(value, np.ndarray)
 
 
 def _scalar(value: Value) -> bool | int | float | str:

@@ -30,14 +30,20 @@ _GPT_4O = (
 class Splitting:
     """One rule.
 
-    pattern: splits a text; None for GPT-2's, which is part of the `ByteLevel` component. digits: whether
-    every digit stands alone, which is decided before the pattern. composes: whether text is brought to
-    Unicode's form C first. whole_tokens: whether a part that is a token is never merged from smaller ones.
-    adds_bos: whether a text gets a BOS token if the file doesn't say.
+    Args:
+        pattern: splits a text; None for GPT-2's, which is part of the `ByteLevel` component.
+        punctuation: whether runs of punctuation stand apart, which is decided first of all.
+        digits: whether every digit stands alone, which is decided before the pattern.
+        threes: whether numbers are cut into threes of digits, which is decided last, on bytes as spelt.
+        composes: whether text is brought to Unicode's form C first.
+        whole_tokens: whether a part that is a token is never merged from smaller ones.
+        adds_bos: whether a text gets a BOS token if the file doesn't say.
     """
 
     pattern: str | None = None
+    punctuation: bool = False
     digits: bool = False
+    threes: bool = False
     composes: bool = False
     whole_tokens: bool = False
     adds_bos: bool = False
@@ -51,14 +57,22 @@ class Splitting:
     def pre_tokenizer(self) -> dict[str, Any]:
         """The pre-tokenizer of a `tokenizer.json`."""
         parts: list[dict[str, Any]] = []
+        if self.punctuation:
+            parts.append({"type": "Punctuation", "behavior": "Contiguous"})
         if self.digits:
             parts.append({"type": "Digits", "individual_digits": True})
         if self.pattern is not None:
-            pattern = {"Regex": self.pattern}
-            parts.append({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False})
+            parts.append(_split(self.pattern))
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
         parts.append({**byte_level, "use_regex": self.pattern is None})
+        if self.threes:
+            parts += [{"type": "Digits", "individual_digits": False}, _split("[0-9][0-9][0-9]")]
         return {"type": "Sequence", "pretokenizers": parts}
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    """The component that gives each match of `pattern` a part of its own."""
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
 _GPT2 = Splitting()
@@ -68,6 +82,7 @@ _LLAMA_BPE = Splitting(_LLAMA3, whole_tokens=True, adds_bos=True)
 SPLITTINGS = {
     "gpt-2": _GPT2,
     "phi-2": _GPT2,
+    "falcon": Splitting(punctuation=True, threes=True),
     "gpt-4o": Splitting(_GPT_4O),
     "chatglm-bpe": Splitting(_LLAMA3),
     "glm4": Splitting(_LLAMA3),

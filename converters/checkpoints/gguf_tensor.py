@@ -130,9 +130,16 @@ class QuantizedTensor:
         self.file.read_into(self.offset + first * self._row_bytes, read)
         cols = self.shape[-1]
         codes = np.empty((rows, cols * stored.bits // 8), dtype=np.uint8)
-        scales = np.empty((rows, cols // 32), dtype=np.float32)
-        biases = np.empty((rows, 0 if stored.implied_bias else cols // 32), dtype=np.float32)
-        _native.copy_gguf_codes(self.type.name, read, stored, codes, scales, biases)
+        # A block of 32 has a scale, and a bias that isn't implied, in float16.
+        halves = self.type.block == 32 and stored.implied_bias == own.implied_bias
+        dtype = np.float16 if halves else np.float32
+        scales = np.empty((rows, cols // 32), dtype=dtype)
+        biases = np.empty((rows, 0 if stored.implied_bias else cols // 32), dtype=dtype)
+        if halves:
+            bits = scales.view(np.uint16), biases.view(np.uint16)
+            _native.copy_gguf_codes_and_halves(self.type.name, read, stored, codes, *bits)
+        else:
+            _native.copy_gguf_codes(self.type.name, read, stored, codes, scales, biases)
         if size > 1:
             codes, scales, biases = (
                 in_halves(part, size)[start - first : stop - first] for part in (codes, scales, biases)

@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, from a `tokenizer.json` beside it or made from its metadata.
 
-Metadata of the kind `llama` become a sentencepiece model, those of the kind `gpt2` a `tokenizer.json`. Both
-then pass the checks that files of other checkpoints pass.
+Metadata of the kind `llama` become a sentencepiece model, those of the kinds `gpt2` and `gemma4` a
+`tokenizer.json`. Both then pass the checks that files of other checkpoints pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Keys of tokens that end a text, a turn or a message."""
 END_TEXTS = frozenset(
     ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<end_of_turn>")
-)
+) | {"<turn|>"}
 """Control tokens that end a text or a turn in every model that has them; many files name only one of them."""
 _UNUSED = 5
 """Type of tokens that only fill ids, such as `[PAD32000]`; the other types are those of sentencepiece."""
@@ -85,10 +85,13 @@ def _converted(
         return "sentencepiece", _sentencepiece(header, tokens, bos_id, eos_ids), True
     if model == "gpt2":
         splitting = _splitting(header)
-        return "tokenizers", _tokenizer_json(header, tokens, splitting), splitting.adds_bos
+        return "tokenizers", _tokenizer_json(header, tokens, _byte_level(splitting)), splitting.adds_bos
+    if model == "gemma4":
+        unknown = next((text for text, kind in tokens if kind == proto.UNKNOWN), None)
+        return "tokenizers", _tokenizer_json(header, tokens, _spelled(unknown)), True
     raise UnsupportedModelError(
-        f"{header.file}: tokenizer.ggml.model is {_quoted(model)}, and only llama and gpt2 are known; "
-        "put the model's tokenizer.json beside the file"
+        f"{header.file}: tokenizer.ggml.model is {_quoted(model)}, and only llama, gpt2 and gemma4 are "
+        "known; put the model's tokenizer.json beside the file"
     )
 
 
@@ -162,8 +165,32 @@ def _splitting(header: GgufHeader) -> Splitting:
     return SPLITTINGS[name]
 
 
-def _tokenizer_json(header: GgufHeader, tokens: list[tuple[str, int]], splitting: Splitting) -> bytes:
-    """A `tokenizer.json` of byte-level BPE: tokens and merges of the file, splitting by its name for it."""
+def _byte_level(splitting: Splitting) -> dict[str, Any]:
+    """The rules of byte-level BPE, as sections of a `tokenizer.json`."""
+    model = {"unk_token": None, "byte_fallback": False, "ignore_merges": splitting.whole_tokens}
+    return {
+        "normalizer": splitting.normalizer,
+        "pre_tokenizer": splitting.pre_tokenizer,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": model,
+    }
+
+
+def _spelled(unknown: str | None) -> dict[str, Any]:
+    """The rules of Gemma 4's BPE: a text is merged as a whole, its spaces are marks, and characters that
+    aren't tokens become their bytes. unknown: the token of what has no bytes either.
+    """
+    back = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
+    return {
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "model": {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False},
+    }
+
+
+def _tokenizer_json(header: GgufHeader, tokens: list[tuple[str, int]], rules: dict[str, Any]) -> bytes:
+    """A `tokenizer.json` of BPE: tokens and merges of the file, and the rules of its kind."""
     merges = header.texts(f"{_PREFIX}.merges")
     if merges is None:
         raise header.wrong(f"{_PREFIX}.merges", "there")
@@ -181,22 +208,18 @@ def _tokenizer_json(header: GgufHeader, tokens: list[tuple[str, int]], splitting
         if kind in (proto.CONTROL, proto.UNKNOWN, proto.USER_DEFINED)
     ]
     model: dict[str, Any] = {
+        **rules["model"],
         "type": "BPE",
-        "unk_token": None,
-        "byte_fallback": False,
-        "ignore_merges": splitting.whole_tokens,
         "vocab": {text: i for i, (text, kind) in enumerate(tokens) if not _is_padding(text, kind)},
         "merges": merges,
     }
     document = {
+        **rules,
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": added,
-        "normalizer": splitting.normalizer,
-        "pre_tokenizer": splitting.pre_tokenizer,
         "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": model,
     }
     return json.dumps(document, ensure_ascii=False).encode()

@@ -132,14 +132,17 @@ class LayerRounding:
     def head(self) -> dict[str, RoundedRows]:
         """The rounded head, which may be the embedding, once all layers have run."""
         self._on_step("rounding the head")
-        norm, inputs = _norm(self._checkpoint, names.FINAL_NORM, names.FINAL_NORM_BIAS), Inputs()
-        for state in self.states:
-            for start in range(0, len(state), CHUNK_TOKENS):
-                rows = state[start : start + CHUNK_TOKENS]
-                entering = np.empty_like(rows)
-                _native.norm(self._runner, rows, norm, entering)
-                inputs.add(entering)
-        if self._checkpoint.config.tie_embeddings:
+        config, inputs, norm = self._checkpoint.config, Inputs(), None
+        if config.final_norm:
+            norm = _norm(self._checkpoint, names.FINAL_NORM, names.FINAL_NORM_BIAS)
+        project_out = self._projection("project_out")
+        with closing(_Observed(self._runner)) as backend:
+            for state in self.states:
+                for start in range(0, len(state), CHUNK_TOKENS):
+                    rows = state[start : start + CHUNK_TOKENS]
+                    entering = rows if norm is None else backend.normed(rows, norm)
+                    inputs.add(entering if project_out is None else backend.linear(entering, project_out))
+        if config.tie_embeddings:
             return self._by_columns([names.EMBEDDING], "embedding", inputs)
         return self._by_columns([names.HEAD], "head", inputs)
 
@@ -213,7 +216,14 @@ class LayerRounding:
         if layer == 0 and checkpoint.config.learned_positions:
             table = tensors[names.POSITIONS]
             positions = to_float32(table.rows(0, table.shape[0]))
-        return ModelWeights(tensors[names.EMBEDDING], [weights], Norm(None, 1.0), None, positions)
+        project_in = None if layer else self._projection("project_in")
+        return ModelWeights(tensors[names.EMBEDDING], [weights], None, None, positions, project_in)
+
+    def _projection(self, which: str) -> _Watched | None:
+        """The matrix between embeddings and layers; None in a model where both have one width."""
+        if not self._checkpoint.config.embedding_width:
+            return None
+        return _Watched("", self._half([self._checkpoint.tensors[names.model_weight(which)]], None))
 
     def _half(self, sources: Sequence[SourceTensor], bias: Float32 | None) -> CpuLinear:
         """The rows of all sources as float16."""

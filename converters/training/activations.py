@@ -37,7 +37,8 @@ from ondevice.errors import OndeviceError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.loading import NeuronRecords, bundle_files, load_weights
+from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.records import NeuronRecords
 from ondevice.model.transformer import Transformer
 from ondevice.sparsity.policies import fires
 from ondevice.sparsity.segments import SegmentPool

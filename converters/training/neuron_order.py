@@ -49,7 +49,8 @@ from ondevice.converters.training.thresholds import LayerGates
 from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
-from ondevice.model.loading import RESIDENT_FILE, NeuronRecords, bundle_files
+from ondevice.model.loading import bundle_files
+from ondevice.model.records import RESIDENT_FILE, NeuronRecords
 from ondevice.model.tensor_file import TensorFile
 
 MOST_TOKENS = 8192

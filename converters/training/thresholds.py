@@ -44,7 +44,8 @@ from ondevice.converters.training.sidecars import (
 from ondevice.errors import BundleError, UnsupportedModelError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
-from ondevice.model.loading import NeuronRecords, bundle_files, record_chunk
+from ondevice.model.loading import bundle_files
+from ondevice.model.records import NeuronRecords, record_chunk
 from ondevice.model_config import FeedForwardSpec
 from ondevice.units import usable_cores
 

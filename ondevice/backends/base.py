@@ -293,12 +293,20 @@ class Selector:
     flash", arXiv 2312.11514, section 3.1), which estimates the scores.
 
     least_gate: of gates without a cutoff: those at or below it don't fire, and scores are gates less it.
+    deviations: if not None, gates have a statistical cutoff, so many standard deviations from their mean
+        (`FeedForwardSpec.cutoff`); scores are the gates that it leaves.
     """
 
     matrices: tuple[Linear, ...]
     predicted: bool
     cutoff: Cutoff | None = None
     least_gate: float = 0.0
+    deviations: float | None = None
+
+    @property
+    def cut_gates(self) -> Linear | None:
+        """The gate projection of a layer whose gates have a statistical cutoff."""
+        return None if self.deviations is None else self.matrices[0]
 
 
 class Backend(Protocol):

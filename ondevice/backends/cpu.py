@@ -302,7 +302,7 @@ class CpuBackend(OffloadingBackend):
         native, selector, form = weight.native, weight.selector, native_form(spec)
         out = self._buffer("feed_forward", x.shape) if added is None else added
         resident = weight.neurons.begin_layer(weight.index, batch)
-        if resident is not None and selector.cutoff is None:
+        if resident is not None and selector.cutoff is None and selector.deviations is None:
             *narrow, scorer = selector.matrices
             count = native.forward_selected(
                 self.runner,
@@ -410,6 +410,8 @@ class CpuBackend(OffloadingBackend):
             x, norm = out, None
         if selector.cutoff is not None:
             return self._cut_off(x, selector.cutoff), x
+        if selector.deviations is not None:
+            row_sums.cut_off(x, selector.deviations)
         if not selector.least_gate:
             return x, x
         scores = self._buffer("cut off", (len(x), x.shape[1]))

@@ -209,7 +209,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         streams, have the resident ones alone.
         """
         x, found = normed(x, norm), mx.zeros(x.shape)
-        gates = None if weight.gates is None else cut_off(self.product(x, weight.gates), spec)
+        gates = None if weight.gates is None else cut_off(self.product(x, weight.gates), spec.cutoff)
         pieces, resident = weight.neurons.offloaded(weight.index, batch), len(weight.segments)
         for index, segment in enumerate(weight.segments):
             found = found + all_of(x, segment.neurons, spec, _of_range(gates, weight, index))
@@ -351,6 +351,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
             found = self.product(found, linear)
         if selector.cutoff is not None:
             return _cut_off(found, selector.cutoff), found
+        found = cut_off(found, selector.deviations)
         return (found - selector.least_gate if selector.least_gate else found), found
 
 

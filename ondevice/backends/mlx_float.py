@@ -106,6 +106,6 @@ class MlxFloatBackend(MlxOps):
         added: mx.array | None = None,
     ) -> mx.array:
         x = normed(x, norm)
-        gates = activate(cut_off(weight.gates(x), spec), spec.activation, spec.threshold)
+        gates = activate(cut_off(weight.gates(x), spec.cutoff), spec.activation, spec.threshold)
         product = weight.output(x, gates, spec)
         return product if added is None else added + product

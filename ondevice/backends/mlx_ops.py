@@ -141,12 +141,12 @@ def hidden(gates: mx.array, ups: mx.array | None, spec: FeedForwardSpec) -> mx.a
     return found * (ups if spec.up_activation == "none" else activate(ups, spec.up_activation))
 
 
-def cut_off(gates: mx.array, spec: FeedForwardSpec) -> mx.array:
-    """All of a token's gates, (T, F), after the statistical cutoff of `spec`, if it has one."""
-    if spec.cutoff is None:
+def cut_off(gates: mx.array, deviations: float | None) -> mx.array:
+    """All of a token's gates, (T, F), after a statistical cutoff, if there is one."""
+    if deviations is None:
         return gates
     mean, deviation = (of(gates, axis=1, keepdims=True) for of in (mx.mean, mx.std))
-    return mx.maximum(gates - (mean + spec.cutoff * deviation), 0.0)
+    return mx.maximum(gates - (mean + deviations * deviation), 0.0)
 
 
 def activate(x: mx.array, activation: Activation, threshold: float = 0.0) -> mx.array:

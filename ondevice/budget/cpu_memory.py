@@ -53,6 +53,8 @@ class CpuMemory(MemoryModel):
         floats += hidden * config.any_layer(lambda layer: layer.norms_output)
         floats += hidden * config.any_layer(lambda layer: layer.parallel)
         floats += config.head_width * (len(config.ropes) - 1)
+        # Embedding rows wider than a layer's, with the padding that they are read with.
+        floats += 2 * max(0, padded(config.embedding_size, GROUP_SIZE) - hidden)
         per_token = 4 * floats + 64 * config.head_width + 2 * 64 * self._threads
         per_token += input_bytes(self._widest_input, self.widest_format)
         if streams is not None and streams.mode == "shared":

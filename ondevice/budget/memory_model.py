@@ -201,7 +201,9 @@ class MemoryModel(ABC):
         )
         matrices += sum(interleaved_bytes(rows, cols, quant.down) for rows, cols in extra_matrices(config))
         weights = matrices + 4 * vectors_size(config) + self._cutoff_bytes
-        weights += interleaved_bytes(config.vocab_size, hidden, quant.head(config.tie_embeddings))
+        weights += interleaved_bytes(
+            config.vocab_size, config.embedding_size, quant.head(config.tie_embeddings)
+        )
         records = config.num_layers * config.intermediate_size
         checksums = records * len(neuron_layout(config, self.quant).parts)
         checksums += config.vocab_size * (2 if config.per_layer_width else 1) + weights // CRC_BLOCK_BYTES
@@ -217,7 +219,7 @@ class MemoryModel(ABC):
         rank = max(layer.laurel_rank for layer in config.layers)
         # In the layer: the copies before it and as predicted, what one product is made of, and gates, twice.
         within = (2 * copies if copies > 1 else 0) * hidden + (3 * hidden + 2 * rank if rank else 0)
-        if config.any_layer(lambda layer: layer.feed_forward.cutoff is not None):
+        if config.num_cutoffs:
             within += 2 * config.intermediate_size
         # Behind it: also the copies as corrected, and with the per-layer block's output.
         behind = (4 * copies if copies > 1 else 1) * hidden
@@ -232,10 +234,14 @@ class MemoryModel(ABC):
 
     @property
     def _cutoff_bytes(self) -> int:
-        """Gate projections, packed, of layers whose cutoff takes all of a token's gates."""
-        cut = sum(layer.feed_forward.cutoff is not None for layer in self.config.layers)
+        """Gate projections, packed, of layers whose cutoff takes all of a token's gates.
+
+        Modes that keep all gates in memory count them there.
+        """
+        if self.runtime.sparsity in GATED:
+            return 0
         rows, hidden = self.config.intermediate_size, self.config.hidden_size
-        return cut * interleaved_bytes(rows, hidden, self.quant.of("feed_forward"))
+        return self.config.num_cutoffs * interleaved_bytes(rows, hidden, self.quant.of("feed_forward"))
 
     @property
     def _gates_bytes(self) -> int:
@@ -285,7 +291,10 @@ class MemoryModel(ABC):
         if not self.selects_neurons:
             return 0
         neurons = padded(self.config.intermediate_size, GROUP_SIZE)
-        limited = self.runtime.sparsity == "exact" and self.config.feed_forward.threshold > 0
+        config = self.config
+        limited = self.runtime.sparsity == "exact" and (
+            config.feed_forward.threshold > 0 or config.num_cutoffs > 0
+        )
         arrays = 3 if limited or self.runtime.sparsity == "threshold" else 2
         found = self._used_predictors
         rank = 0 if found is None else max(found.ranks)

@@ -97,10 +97,11 @@ class MlxMemory(MemoryModel):
             more += self._wider_bytes(config.qkv_rows(layer) * hidden, quant.of("qkv"))
             more += self._wider_bytes(config.hidden_size * queries, quant.of("out"))
             cut = neurons * hidden if layer.feed_forward.cutoff is not None else 0
-            more += self._wider_bytes(gates + cut, quant.of("feed_forward"))
+            more += self._wider_bytes(gates or cut, quant.of("feed_forward"))
         for rows, cols in extra_matrices(config):
             more += self._wider_bytes(rows * padded(cols, GROUP_SIZE), quant.down)
-        more += self._wider_bytes(config.vocab_size * hidden, quant.head(config.tie_embeddings))
+        head = config.vocab_size * padded(config.embedding_size, GROUP_SIZE)
+        more += self._wider_bytes(head, quant.head(config.tie_embeddings))
         if self._used_predictors is not None:
             low = sum(padded(rank, GROUP_SIZE) * (hidden + neurons) for rank in self._used_predictors.ranks)
             more += self._wider_bytes(low, RowFormat(self._used_predictors.bits))
@@ -109,7 +110,7 @@ class MlxMemory(MemoryModel):
     @property
     def draft_head_bytes(self) -> int:
         rows = draft_head_rows(self.config, self.runtime, self.streams)
-        elements = rows * padded(self.config.hidden_size, GROUP_SIZE)
+        elements = rows * padded(self.config.embedding_size, GROUP_SIZE)
         return super().draft_head_bytes + self._wider_bytes(
             elements, self.quant.head(self.config.tie_embeddings)
         )

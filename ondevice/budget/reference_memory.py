@@ -19,9 +19,10 @@ class ReferenceMemory(CpuMemory):
         rows = config.num_layers * config.feed_forward.num_rows * config.intermediate_size
         rows += sum(config.out_cols(layer) + config.qkv_rows(layer) for layer in config.layers)
         # The gates of cutoffs are there twice.
-        rows += config.intermediate_size * sum(it.feed_forward.cutoff is not None for it in config.layers)
+        rows += config.intermediate_size * config.num_cutoffs
         others = sum(rows * cols for rows, cols in extra_matrices(config))
-        return 4 * (config.hidden_size * (rows + config.vocab_size) + others + config.positions_size)
+        others += config.embedding_size * config.vocab_size + config.positions_size
+        return 4 * (config.hidden_size * rows + others)
 
     @property
     def embedding_bytes(self) -> int:

@@ -236,7 +236,7 @@ def draft_head_rows(config: ModelConfig, runtime: RuntimeConfig, streams: MultiS
 def draft_head_bytes(config: ModelConfig, quant: QuantConfig, rows: int) -> int:
     """Size of a draft head of `rows` rows, packed, and of its token ids."""
     stored = quant.head(config.tie_embeddings)
-    return interleaved_bytes(rows, config.hidden_size, stored) + 8 * rows
+    return interleaved_bytes(rows, config.embedding_size, stored) + 8 * rows
 
 
 def stream_bytes(config: ModelConfig, streams: MultiStreams) -> int:

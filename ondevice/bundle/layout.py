@@ -187,7 +187,7 @@ def gate_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
 
 def embedding_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
     """Record of one token: its embedding row."""
-    return RecordLayout(((RowLayout(config.hidden_size, *quant.of("embedding")),),))
+    return RecordLayout(((RowLayout(config.embedding_size, *quant.of("embedding")),),))
 
 
 def per_layer_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
@@ -237,9 +237,10 @@ def resident_tensors(config: ModelConfig, quant: QuantConfig) -> dict[str, Tenso
     for layer, spec in enumerate(config.layers):
         tensors |= _layer_tensors(f"layers.{layer}", spec, config, quant)
     tensors |= _weight_tensors("", model_weight_shapes(config), quant)
-    tensors |= norm_tensors("final_norm", config)
+    if config.final_norm:
+        tensors |= norm_tensors("final_norm", config)
     if not config.tie_embeddings:
-        tensors |= linear_tensors("head", config.vocab_size, config.hidden_size, quant.of("head"))
+        tensors |= linear_tensors("head", config.vocab_size, config.embedding_size, quant.of("head"))
     if config.head_bias:
         tensors["head.bias"] = TensorSpec("F32", (config.vocab_size,))
     return tensors

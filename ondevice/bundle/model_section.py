@@ -37,9 +37,9 @@ SIZES = (
     "max_context",
 )
 """The fields of ModelConfig that are sizes."""
-FLAGS = ("learned_positions", "head_bias")
-"""The flags that are absent where they are false."""
-COUNTS = {"per_layer_width": 0, "residual_copies": 1}
+FLAGS = {"learned_positions": False, "head_bias": False, "final_norm": True}
+"""The flags that are absent where they have these values."""
+COUNTS = {"embedding_width": 0, "per_layer_width": 0, "residual_copies": 1}
 """The numbers of blocks that few models have, absent where they have these values."""
 _PLAIN = asdict(FeedForwardSpec("silu"))
 """Values of a feed-forward's keys where they are absent; the activation never is."""
@@ -61,7 +61,7 @@ def model_section(config: ModelConfig) -> dict[str, Any]:
         _drop(layer["attention"], _PLAIN_ATTENTION)
     for rope in section["ropes"]:
         _drop(rope, _PLAIN_ROPE)
-    absent = dict.fromkeys(FLAGS, False) | COUNTS
+    absent = FLAGS | COUNTS
     return {name: value for name, value in section.items() if name not in absent or value != absent[name]}
 
 

@@ -194,7 +194,7 @@ class Bundle:
             config.qkv_rows(layer) + config.out_cols(layer) + rows for layer in config.layers
         )
         others = sum(rows * cols for rows, cols in extra_matrices(config)) + vectors_size(config)
-        tables = hidden * (1 if config.tie_embeddings else 2) + config.per_layer_size
+        tables = config.embedding_size * (1 if config.tie_embeddings else 2) + config.per_layer_size
         return layers + others + config.vocab_size * tables
 
     @property

@@ -24,11 +24,19 @@ class WeightShape(NamedTuple):
 def model_weight_shapes(config: ModelConfig) -> tuple[WeightShape, ...]:
     """Those that no layer has, in a bundle's order.
 
+    `project_in` makes a layer's input of an embedding of another width, `project_out` the head's of a layer's
+    output.
+
     The copies' matrices are one for each copy but the first: `spread` makes it of the embedding, `gather`
     is multiplied by it in the end.
     """
     hidden, width = config.hidden_size, config.per_layer_width
     found = []
+    if config.embedding_width:
+        found += [
+            WeightShape("project_in", (hidden, config.embedding_width), True),
+            WeightShape("project_out", (config.embedding_width, hidden), True),
+        ]
     if width:
         found += [
             WeightShape("per_layer.projection", (config.num_layers * width, hidden), True),
@@ -77,7 +85,9 @@ def extra_matrices(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
 def vectors_size(config: ModelConfig) -> int:
     """Number of values of all norms, biases, learned positions and other float32 weights."""
     others = sum(prod(weight.shape) for weight in _all_shapes(config) if not weight.quantised)
-    others += config.norm_size + config.positions_size + config.head_bias * config.vocab_size
+    others += (
+        config.final_norm * config.norm_size + config.positions_size + config.head_bias * config.vocab_size
+    )
     return others + sum(_norms_and_biases(config, layer) for layer in config.layers)
 
 

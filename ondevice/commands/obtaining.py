@@ -68,6 +68,7 @@ def _convert_and_start_again(model: str, runtime: RuntimeConfig, yes: bool) -> N
                 f"{prepared.output} exists and wasn't made from {model}; `{line}` converts that under "
                 f"another name, and this command then takes {free.name} for it"
             )
+        prepared.require_tokenizer()
         prepared.check_output(resume=True, force=False)
         plan = prepared.least_plan(runtime)
         foreseen = prepared.foreseen()

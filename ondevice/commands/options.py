@@ -192,16 +192,18 @@ def _take_model(context: click.Context) -> None:
 
 
 def _require_meaning(context: click.Context) -> None:
-    """Raises UsageError for an option on the command line that has no meaning in the chosen sparsity mode.
+    """Raises UsageError for an option on the command line that has no meaning with the others' values.
 
     Options set elsewhere are meant for other commands too, so they aren't refused.
     """
-    sparsity = context.params.get("sparsity")
-    # With `auto`, an ablation itself chooses a mode that selects neurons, which may be lossy.
-    if sparsity is not None and not (sparsity == "auto" and context.params.get("ablation")):
-        source = context.get_parameter_source
-        given = {name for name in context.params if source(name) is ParameterSource.COMMANDLINE}
-        require_meaning(given, sparsity)
+    values = {name: context.params.get(name) for name in ("sparsity", "speculation")}
+    chosen = {name: value for name, value in values.items() if value is not None}
+    if chosen.get("sparsity") == "auto" and context.params.get("ablation"):
+        # The ablation itself chooses a mode that selects neurons, which may be lossy.
+        del chosen["sparsity"]
+    source = context.get_parameter_source
+    given = {name for name in context.params if source(name) is ParameterSource.COMMANDLINE}
+    require_meaning(given, chosen)
 
 
 def _is_mentioned(message: str, option: click.Parameter, value: object) -> bool:

@@ -86,6 +86,14 @@ def copy_gguf_codes(
     Implied biases are (R, 0). ValueError for a type or format that doesn't keep codes.
     """
 
+def copy_gguf_codes_and_halves(
+    type: str, data: Bytes, stored: Format, codes: Bytes, scales: Uint16, biases: Uint16
+) -> None:
+    """The same with scales and biases as blocks have them, of a type with one float16 scale in a block.
+
+    ValueError also for other types, and for stored biases that the type implies.
+    """
+
 def quantize_gguf_columns(
     runner: Runner,
     type: str,

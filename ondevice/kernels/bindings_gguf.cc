@@ -20,8 +20,9 @@ int64_t columns_of(const BlockType& type, const Stored& data) {
   return static_cast<int64_t>(data.shape(1)) / type.nbytes * type.values;
 }
 
+template <class Scale>
 void copy(const std::string& name, const Stored& data, const FormatArg& arg, const CArray<uint8_t, 2>& codes,
-          const CArray<float, 2>& scales, const CArray<float, 2>& biases) {
+          const CArray<Scale, 2>& scales, const CArray<Scale, 2>& biases) {
   const BlockType& type = type_of(name, data);
   const RowFormat stored = format_of(arg);
   require(stored.group == 32 && stored.bits >= type.own.bits && (!stored.implied || type.own.implied),
@@ -35,8 +36,17 @@ void copy(const std::string& name, const Stored& data, const FormatArg& arg, con
         static_cast<int64_t>(values->shape(0)) == rows &&
             static_cast<int64_t>(values->shape(1)) == (values == &biases && stored.implied ? 0 : cols / 32),
         "scales and biases are (rows, cols / 32), and implied biases (rows, 0)");
-  nb::gil_scoped_release release;
-  copy_codes(type, data.data(), rows, cols / type.values, stored, codes.data(), scales.data(), biases.data());
+  const int64_t blocks = cols / type.values;
+  if constexpr (sizeof(Scale) == 2) {
+    require(type.values == 32 && stored.implied == type.own.implied,
+            "scales and biases are float16 in the type");
+    nb::gil_scoped_release release;
+    copy_codes_and_halves(type, data.data(), rows, blocks, stored, codes.data(), scales.data(),
+                          biases.data());
+  } else {
+    nb::gil_scoped_release release;
+    copy_codes(type, data.data(), rows, blocks, stored, codes.data(), scales.data(), biases.data());
+  }
 }
 
 bool quantize(Runner& runner, const std::string& name, const Stored& data, int64_t first,
@@ -70,7 +80,8 @@ void column(const std::string& name, const Stored& data, int64_t at, const CArra
 }  // namespace
 
 void bind_gguf(nb::module_& m) {
-  m.def("copy_gguf_codes", &copy);
+  m.def("copy_gguf_codes", &copy<float>);
+  m.def("copy_gguf_codes_and_halves", &copy<uint16_t>);
   m.def("quantize_gguf_columns", &quantize);
   m.def("decode_gguf_column", &column);
 }

@@ -113,6 +113,16 @@ inline void pack_nibbles(const uint8_t* codes, uint8_t* out) {
 
 inline float zero_of(const RowFormat& format) { return static_cast<float>(1 << (format.bits - 1)); }
 
+// Codes of the type's own bits, neighbours in one byte at 4 bits; `shift` is added to each.
+inline void store_part(uint8_t* part, uint8_t shift, int64_t bits, uint8_t* out) {
+  if (shift)
+    for (int64_t i = 0; i < kPart; ++i) part[i] = static_cast<uint8_t>(part[i] + shift);
+  if (bits == 4)
+    pack_nibbles(part, out);
+  else
+    pack_codes(part, kPart, bits, out);
+}
+
 template <Kind kKind>
 void copy_parts(const uint8_t* data, int64_t blocks, const RowFormat& stored, uint8_t* codes, float* scales,
                 float* biases) {
@@ -126,13 +136,23 @@ void copy_parts(const uint8_t* data, int64_t blocks, const RowFormat& stored, ui
       const int64_t at = b * parts + p;
       scales[at] = part.scale;
       if (!stored.implied) biases[at] = type.own.implied ? -zero * part.scale : part.bias;
-      if (shift)
-        for (uint8_t& code : part.codes) code = static_cast<uint8_t>(code + shift);
-      if (stored.bits == 4)
-        pack_nibbles(part.codes, codes + at * part_bytes);
-      else
-        pack_codes(part.codes, kPart, stored.bits, codes + at * part_bytes);
+      store_part(part.codes, shift, stored.bits, codes + at * part_bytes);
     }
+}
+
+// As copy_parts, with scales and biases as the block has them.
+template <Kind kKind>
+void copy_halves(const uint8_t* data, int64_t blocks, const RowFormat& stored, uint8_t* codes,
+                 uint16_t* scales, uint16_t* biases) {
+  const BlockType& type = kTypes[kKind];
+  const int64_t part_bytes = kPart * stored.bits / 8;
+  const uint8_t shift = static_cast<uint8_t>(type.own.implied ? zero_of(stored) - zero_of(type.own) : 0.0f);
+  for (int64_t b = 0; b < blocks; ++b, data += type.nbytes) {
+    std::memcpy(scales + b, data, 2);
+    if (!type.own.implied) std::memcpy(biases + b, data + 2, 2);
+    Part part = read_part<kKind>(data, 0);
+    store_part(part.codes, shift, stored.bits, codes + b * part_bytes);
+  }
 }
 
 // Part `part` of the blocks of all rows, (rows, 32) values.
@@ -152,9 +172,12 @@ void decode_parts(const uint8_t* data, int64_t rows, int64_t row_bytes, int64_t 
 }
 
 using CopyParts = void (*)(const uint8_t*, int64_t, const RowFormat&, uint8_t*, float*, float*);
+using CopyHalves = void (*)(const uint8_t*, int64_t, const RowFormat&, uint8_t*, uint16_t*, uint16_t*);
 using DecodeParts = void (*)(const uint8_t*, int64_t, int64_t, int64_t, float*);
 constexpr CopyParts kCopy[] = {copy_parts<kQ4_0>, copy_parts<kQ4_1>, copy_parts<kQ5_0>, copy_parts<kQ5_1>,
                                copy_parts<kQ8_0>, copy_parts<kQ4_K>, copy_parts<kQ5_K>};
+constexpr CopyHalves kCopyHalves[] = {copy_halves<kQ4_0>, copy_halves<kQ4_1>, copy_halves<kQ5_0>,
+                                      copy_halves<kQ5_1>, copy_halves<kQ8_0>};
 constexpr DecodeParts kDecode[] = {decode_parts<kQ4_0>, decode_parts<kQ4_1>, decode_parts<kQ5_0>,
                                    decode_parts<kQ5_1>, decode_parts<kQ8_0>, decode_parts<kQ4_K>,
                                    decode_parts<kQ5_K>};
@@ -170,6 +193,11 @@ const BlockType* find_block_type(const std::string& name) {
 void copy_codes(const BlockType& type, const uint8_t* data, int64_t rows, int64_t blocks,
                 const RowFormat& stored, uint8_t* codes, float* scales, float* biases) {
   kCopy[kind_of(type)](data, rows * blocks, stored, codes, scales, biases);
+}
+
+void copy_codes_and_halves(const BlockType& type, const uint8_t* data, int64_t rows, int64_t blocks,
+                           const RowFormat& stored, uint8_t* codes, uint16_t* scales, uint16_t* biases) {
+  kCopyHalves[kind_of(type)](data, rows * blocks, stored, codes, scales, biases);
 }
 
 bool quantize_columns(Runner& runner, const BlockType& type, const uint8_t* data, int64_t rows,

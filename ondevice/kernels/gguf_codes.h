@@ -25,6 +25,11 @@ const BlockType* find_block_type(const std::string& name);
 void copy_codes(const BlockType& type, const uint8_t* data, int64_t rows, int64_t blocks,
                 const RowFormat& stored, uint8_t* codes, float* scales, float* biases);
 
+// The same of a type with blocks of 32, which have a float16 scale of their own, and a bias where `stored`
+// has one: they stay as they are.
+void copy_codes_and_halves(const BlockType& type, const uint8_t* data, int64_t rows, int64_t blocks,
+                           const RowFormat& stored, uint8_t* codes, uint16_t* scales, uint16_t* biases);
+
 // A matrix (rows, row_bytes) of blocks, whose columns [first, first + count) become rows as of
 // `quantize_rows`. first is a multiple of 16.
 bool quantize_columns(Runner& runner, const BlockType& type, const uint8_t* data, int64_t rows,

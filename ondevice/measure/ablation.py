@@ -227,7 +227,7 @@ def _selecting(bundle: Bundle) -> Sparsity:
     """The sparsity mode that selects the bundle's neurons by default."""
     if bundle.predictors is not None:
         return "predicted"
-    if bundle.config.zeros_gates:
+    if bundle.config.has_exact_zeros:
         return "exact"
     return "dense" if bundle.thresholds is None else "threshold"
 
@@ -253,7 +253,7 @@ def _notes(resolved: ResolvedModel, half: ResolvedModel, io: str) -> tuple[str, 
         config = bundle.config
         because = f"{config.activation} gates are hardly ever exactly zero:"
         notes.append(
-            f"{'with --sparsity dense' if config.zeros_gates else because} every neuron counts for every "
+            f"{'with --sparsity dense' if config.has_exact_zeros else because} every neuron counts for every "
             "token, so nothing is selected and there are no more rows"
         )
     elif not plan.offloads_weights:

@@ -137,7 +137,7 @@ def profile(
     notes: list[str] = []
     firing = misses = None
     source, total = "none", 0
-    if config.zeros_gates:
+    if config.has_exact_zeros:
         source, pieces = _pieces(resolved, text, pieces, tokens, on_progress)
         total = sum(map(len, pieces))
         with recorded_gates(

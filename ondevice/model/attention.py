@@ -8,7 +8,7 @@ from ondevice.backends.base import Array, Backend, Float32
 from ondevice.backends.token_tree import TokenTree
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.weights import LayerWeights, MultiStreamLayer
-from ondevice.model_config import AttentionSpec
+from ondevice.model_config import LayerSpec
 
 HALF_ROOT = 0.5**0.5
 
@@ -30,32 +30,35 @@ class Rows(NamedTuple):
 
 def attention(
     backend: Backend,
-    spec: AttentionSpec,
+    spec: LayerSpec,
     weights: LayerWeights,
     layer: int,
     x: Array,
     rows: Rows,
     adapters: MultiStreamLayer | None = None,
 ) -> Array:
-    """x + attention(norm(x)), (R, D), for x (R, D); may overwrite x. Stores the rows' keys and values.
+    """x + attention(norm(x)), (R, D), for x (R, D), with norms where `spec` has them; may overwrite x.
+
+    Stores the rows' keys and values.
 
     A layer that reads the keys and values of another stores none.
     """
     beside = None if weights.laurel is None else _laurel(backend, weights, x)
-    norm, output_norm, adapted = weights.attention_norm, weights.attention_output_norm, rows.adapted
+    norm, own, adapted = weights.attention_norm, spec.attention, rows.adapted
+    residual_norm = weights.attention_output_norm if spec.norms == "residual" else None
+    output_norm = weights.attention_output_norm if residual_norm is None else None
     qkv = backend.linear(x, weights.qkv, norm)
     if adapters is not None:
         low = adapters.qkv
         qkv = backend.add_low_rank(qkv, x[adapted:], low.down, low.up, adapted, norm=norm)
-    cos, sin = rows.turns[spec.rope]
-    owner = layer if spec.keys_of is None else spec.keys_of
-    context = backend.attend(
-        qkv, rows.kv, owner, rows.position, cos, sin, spec, weights.head_norms, rows.tree
-    )
+    cos, sin = rows.turns[own.rope]
+    owner = layer if own.keys_of is None else own.keys_of
+    context = backend.attend(qkv, rows.kv, owner, rows.position, cos, sin, own, weights.head_norms, rows.tree)
     y = backend.linear(context, weights.out, added=x if output_norm is None else None)
     if adapters is not None:
         y = backend.add_low_rank(y, context[adapted:], adapters.out.down, adapters.out.up, adapted)
     found = y if output_norm is None else backend.add_normed(x, y, output_norm)
+    found = found if residual_norm is None else backend.normed(found, residual_norm)
     return found if beside is None else (found + beside) * HALF_ROOT
 
 

@@ -18,8 +18,9 @@ from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
-from ondevice.model.loading import RESIDENT_FILE, embedding_records, head_part
+from ondevice.model.loading import head_part
 from ondevice.model.parts import MatrixPart, part_tasks
+from ondevice.model.records import RESIDENT_FILE, embedding_records
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.weights import DraftHead
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from ondevice.backends.base import Array, Backend
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.model.weights import LayerWeights, MultiStreamLayer
-from ondevice.model_config import FeedForwardSpec
+from ondevice.model_config import LayerSpec
 
 
 def feed_forward(
     backend: Backend,
-    spec: FeedForwardSpec,
+    spec: LayerSpec,
     weights: LayerWeights,
     x: Array,
     residual: Array,
@@ -23,9 +23,11 @@ def feed_forward(
 ) -> Array:
     """residual + down(activation(gate(norm(x))) * up(norm(x))), (R, D), for x (R, D), as `spec` has it.
 
+    Norms stand where `spec` has them.
+
     Args:
         backend: multiplies.
-        spec: the block's arithmetic.
+        spec: the layer's arithmetic.
         weights: the layer's weights.
         x: the rows of `batch`; may be overwritten.
         residual: (R, D), what the block's output joins; it may be x, and may be overwritten.
@@ -33,14 +35,17 @@ def feed_forward(
         adapters: added to the rows from `adapted` on.
         adapted: first row to which adapters are added.
     """
-    norm, output_norm = weights.feed_forward_norm, weights.feed_forward_output_norm
+    norm = weights.feed_forward_norm
+    residual_norm = weights.feed_forward_output_norm if spec.norms == "residual" else None
+    output_norm = weights.feed_forward_output_norm if residual_norm is None else None
     before = None if adapters is None else backend.rows(x, range(adapted, x.shape[0]))
     added = residual if output_norm is None else None
-    y = backend.feed_forward(x, weights.feed_forward, spec, batch, norm=norm, added=added)
+    y = backend.feed_forward(x, weights.feed_forward, spec.feed_forward, batch, norm=norm, added=added)
     if adapters is not None:
         low = adapters.feed_forward
         y = backend.add_low_rank(y, before, low.down, low.up, adapted, "relu", norm)
-    return y if output_norm is None else backend.add_normed(residual, y, output_norm)
+    found = y if output_norm is None else backend.add_normed(residual, y, output_norm)
+    return found if residual_norm is None else backend.normed(found, residual_norm)
 
 
 def prefetch(backend: Backend, weights: LayerWeights, x: Array) -> None:

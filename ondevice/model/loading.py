@@ -6,8 +6,7 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -17,36 +16,33 @@ from ondevice.backends.base import (
     Array,
     Backend,
     Biases,
-    Bytes,
-    Cutoff,
+    Embedding,
     FeedForward,
-    Float32,
     HeadNorms,
-    Int32,
     Norm,
-    RowChunk,
-    Selector,
 )
-from ondevice.bundle.gates import GateDigest
 from ondevice.bundle.layout import (
-    DATA_OFFSET,
     PER_LAYER,
     POSITIONS,
     RESIDENT,
-    RecordLayout,
-    RowLayout,
-    gate_bias_name,
 )
 from ondevice.bundle.predictors import PREDICTORS, OperatingPoint
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.streams import STREAMS
-from ondevice.bundle.thresholds import THRESHOLDS, ThresholdPoint, importance_name
+from ondevice.bundle.thresholds import THRESHOLDS, ThresholdPoint
 from ondevice.bundle.weight_shapes import WeightShape, layer_weight_shapes, model_weight_shapes
 from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import RowFormat, Sparsity
 from ondevice.flash.reader import FlashReader
-from ondevice.kernels import memory
 from ondevice.model.parts import MatrixPart, Part, VectorPart, part_tasks
+from ondevice.model.records import (
+    RESIDENT_FILE,
+    EmbeddingRecords,
+    NeuronRecords,
+    embedding_records,
+    per_layer_records,
+)
+from ondevice.model.selectors import cutoff_gates, selector_parts
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.weights import (
     CopiesOfLayer,
@@ -57,26 +53,21 @@ from ondevice.model.weights import (
     PerLayerBlock,
     PerLayerInputs,
 )
-from ondevice.model_config import AttentionSpec, FeedForwardSpec, LayerSpec, ModelConfig
-
-# Indices of files in the flash reader.
-RESIDENT_FILE = 0
-EMBEDDING_FILE = 1
-FIRST_NEURON_FILE = 2
+from ondevice.model_config import AttentionSpec, LayerSpec, ModelConfig
 
 
 def bundle_files(bundle: Bundle, sparsity: Sparsity = "dense", streams: bool = False) -> list[CheckedFile]:
     """The files to open a FlashReader with, in the order of the indices that sources use.
 
     The file of per-layer inputs comes after those of neurons. Then come the files that select neurons: gate
-    rows for `exact`, predictors for `predicted`, thresholds for `threshold`. With `streams`, the adapters'
-    file comes last. Raises BundleError if the bundle lacks one of them.
+    rows for `exact` where activations zero them, predictors for `predicted`, thresholds for `threshold`. With
+    `streams`, the adapters' file comes last. Raises BundleError if the bundle lacks one of them.
     """
     layers = range(bundle.config.num_layers)
     files = [bundle.file(RESIDENT), bundle.embedding_file, *(bundle.neuron_file(layer) for layer in layers)]
     if bundle.config.per_layer_width:
         files.append(bundle.file(PER_LAYER))
-    if sparsity == "exact":
+    if sparsity == "exact" and bundle.config.zeros_gates:
         files += [bundle.gate_file(layer) for layer in layers]
     elif sparsity == "predicted":
         files.append(bundle.added_file(PREDICTORS))
@@ -113,18 +104,14 @@ def load_weights(
     resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE)
     embedding = embedding_records(bundle, reader)
     layers = [
-        [*layer_parts(bundle, resident, layer), *_cutoff_gates(bundle, reader, layer)]
+        [*layer_parts(bundle, resident, layer), *cutoff_gates(bundle, reader, layer, sparsity)]
         for layer in range(config.num_layers)
     ]
-    final_norm = norm_parts(config, resident, "final_norm")
+    final_norm = norm_parts(config, resident, "final_norm") if config.final_norm else []
     head = head_part(bundle, resident, embedding)
-    selectors = _selector_parts(bundle, reader, resident, sparsity, point)
+    selectors = selector_parts(bundle, reader, resident, sparsity, point)
     positions = position_parts(config, resident)
-    extra = [
-        part
-        for weight in model_weight_shapes(config)
-        for part in _weight_parts(resident, bundle.quant.down, "", weight)
-    ]
+    extra = model_weight_parts(bundle, resident)
     order: list[Part] = [*positions]
     for parts, selector in zip(layers, selectors, strict=True):
         order += [*parts, *selector.parts]
@@ -135,27 +122,36 @@ def load_weights(
         loaded_layers = []
         for layer, (parts, selector) in enumerate(zip(layers, selectors, strict=True)):
             loaded = {part.field: part.load(backend, ahead) for part in parts}
-            records = NeuronRecords(bundle, reader, layer)
-            chosen, biases = selector.load(backend, ahead), feed_forward_biases(loaded)
-            neurons = backend.load_feed_forward(layer, records, chosen, biases, loaded.get("gate"))
+            records, chosen = NeuronRecords(bundle, reader, layer), selector.load(backend, ahead)
+            gates = loaded.get("gate") if chosen is None else chosen.cut_gates
+            biases = feed_forward_biases(loaded)
+            neurons = backend.load_feed_forward(layer, records, chosen, biases, gates)
             loaded_layers.append(layer_weights(backend, config, config.layers[layer], loaded, neurons))
         others = {part.field: part.load(backend, ahead) for part in extra}
         last = {part.field: part.load(backend, ahead) for part in final_norm}
         loaded_head = head.load(backend, ahead)
-    norm = loaded_norm(config, last, "final_norm")
-    inputs = copies = None
+    norm = loaded_norm(config, last, "final_norm") if config.final_norm else None
+    rows = None
     if config.per_layer_width:
         rows = backend.load_embedding(per_layer_records(bundle, reader), offloaded=True)
-        own_norm = _weight_norm(config, others, "per_layer")
-        inputs = PerLayerInputs(rows, others["per_layer.projection"], own_norm)
+    loaded_table = backend.load_embedding(embedding)
+    blocks = _other_blocks_of_model(config, others, rows)
+    return ModelWeights(loaded_table, loaded_layers, norm, loaded_head, table, **blocks)
+
+
+def _other_blocks_of_model(config: ModelConfig, own: Mapping[str, Any], rows: Embedding) -> dict[str, Any]:
+    """The fields of ModelWeights that few models have, of weights by name. rows: of per-layer inputs."""
+    found: dict[str, Any] = {name: own.get(name) for name in ("project_in", "project_out")}
+    if config.per_layer_width:
+        norm = _weight_norm(config, own, "per_layer")
+        found["per_layer"] = PerLayerInputs(rows, own["per_layer.projection"], norm)
     if config.residual_copies > 1:
         spread, gather = (
-            [others[f"copies.{name}.{copy}"] for copy in range(1, config.residual_copies)]
+            [own[f"copies.{name}.{copy}"] for copy in range(1, config.residual_copies)]
             for name in ("spread", "gather")
         )
-        copies = CopiesOfModel(spread, gather)
-    loaded_table = backend.load_embedding(embedding)
-    return ModelWeights(loaded_table, loaded_layers, norm, loaded_head, table, inputs, copies)
+        found["copies"] = CopiesOfModel(spread, gather)
+    return found
 
 
 def layer_weights(
@@ -293,11 +289,13 @@ def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
     ]
 
 
-def _cutoff_gates(bundle: Bundle, reader: FlashReader, layer: int) -> list[Part]:
-    """The gate projection of a layer whose cutoff is made of all of a token's gates; else nothing."""
-    if bundle.config.layers[layer].feed_forward.cutoff is None:
-        return []
-    return [_gate_part(bundle, reader, FIRST_NEURON_FILE + layer, bundle.neuron_layout, None, None)]
+def model_weight_parts(bundle: Bundle, resident: TensorFile) -> list[Part]:
+    """The parts of `model_weight_shapes`, whose fields are the names there."""
+    return [
+        part
+        for weight in model_weight_shapes(bundle.config)
+        for part in _weight_parts(resident, bundle.quant.down, "", weight)
+    ]
 
 
 def _weight_parts(resident: TensorFile, stored: RowFormat, prefix: str, weight: WeightShape) -> list[Part]:
@@ -323,222 +321,4 @@ def head_part(bundle: Bundle, resident: TensorFile, embedding: EmbeddingRecords)
     stored = bundle.quant.head(config.tie_embeddings)
     rows = embedding.rows if config.tie_embeddings else partial(resident.rows, "head", stored)
     bias = partial(resident.vector, "head.bias") if config.head_bias else None
-    return MatrixPart("head", config.vocab_size, config.hidden_size, stored, rows, bias)
-
-
-def _selector_parts(
-    bundle: Bundle,
-    reader: FlashReader,
-    resident: TensorFile,
-    sparsity: Sparsity,
-    point: OperatingPoint | ThresholdPoint | None,
-) -> list[_SelectorParts]:
-    """The parts of every layer's selector."""
-    config, layers = bundle.config, range(bundle.config.num_layers)
-    index = FIRST_NEURON_FILE + config.num_layers + (config.per_layer_width > 0)
-
-    def gates(layer: int, file: int, layout: RecordLayout, digest: GateDigest | None = None) -> MatrixPart:
-        bias = partial(resident.vector, gate_bias_name(layer)) if config.feed_forward.bias else None
-        return _gate_part(bundle, reader, file, layout, bias, digest)
-
-    if sparsity == "exact":
-        return [
-            _SelectorParts(
-                (gates(layer, index + layer, bundle.gate_layout, GateDigest(bundle, layer)),),
-                least_gate=config.feed_forward.threshold,
-            )
-            for layer in layers
-        ]
-    if sparsity == "predicted" and isinstance(point, OperatingPoint) and bundle.predictors is not None:
-        file = TensorFile(bundle, reader, bundle.added_file(PREDICTORS), index)
-        stored = RowFormat(bundle.predictors.bits)
-        return [
-            _SelectorParts(_predictor_parts(config, file, stored, layer, rank, offset), predicted=True)
-            for layer, (rank, offset) in enumerate(zip(bundle.predictors.ranks, point.offsets, strict=True))
-        ]
-    if sparsity == "threshold" and isinstance(point, ThresholdPoint):
-        file = TensorFile(bundle, reader, bundle.added_file(THRESHOLDS), index)
-        return [
-            _SelectorParts(
-                (gates(layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout),),
-                cutoff=_CutoffPart(
-                    partial(file.vector, importance_name(layer)), threshold, config.feed_forward
-                ),
-            )
-            for layer, threshold in enumerate(point.thresholds)
-        ]
-    return [_SelectorParts()] * config.num_layers
-
-
-def _predictor_parts(
-    config: ModelConfig, file: TensorFile, stored: RowFormat, layer: int, rank: int, offset: float
-) -> tuple[MatrixPart, ...]:
-    down, up = f"layers.{layer}.down", f"layers.{layer}.up"
-
-    def bias() -> Float32:
-        return file.vector(f"layers.{layer}.bias") + np.float32(offset)
-
-    return (
-        MatrixPart("down", rank, config.hidden_size, stored, partial(file.rows, down, stored)),
-        MatrixPart("up", config.intermediate_size, rank, stored, partial(file.rows, up, stored), bias),
-    )
-
-
-def _gate_part(
-    bundle: Bundle,
-    reader: FlashReader,
-    file: int,
-    layout: RecordLayout,
-    bias: Callable[[], Float32] | None,
-    digest: GateDigest | None,
-) -> MatrixPart:
-    """One layer's gate projection: the first row of each record of `file`."""
-    config = bundle.config
-    rows = partial(_record_rows, reader, file, layout, digest=digest)
-    # Whole records are read; a neuron's record has more rows.
-    return MatrixPart(
-        "gate",
-        config.intermediate_size,
-        config.hidden_size,
-        bundle.quant.of("feed_forward"),
-        rows,
-        bias,
-        read_bytes=layout.stride,
-    )
-
-
-@dataclass(frozen=True)
-class _CutoffPart:
-    read: Callable[[], Float32]
-    threshold: float
-    spec: FeedForwardSpec
-    field: str = "cutoff"
-
-    def tasks(self) -> Iterator[Callable[[], Float32]]:
-        yield self.read
-
-    def load(self, backend: Backend, ahead: ReadAhead) -> Cutoff:
-        return Cutoff(backend.load_vector(ahead.next()), self.threshold, self.spec)
-
-
-@dataclass(frozen=True)
-class _SelectorParts:
-    """The parts of one layer's `Selector`: matrices in the order of multiplication, and a cutoff or None."""
-
-    matrices: tuple[MatrixPart, ...] = ()
-    predicted: bool = False
-    cutoff: _CutoffPart | None = None
-    least_gate: float = 0.0
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """All parts, in the order in which they are read."""
-        return self.matrices if self.cutoff is None else (*self.matrices, self.cutoff)
-
-    def load(self, backend: Backend, ahead: ReadAhead) -> Selector | None:
-        """The loaded selector; None if every neuron is multiplied."""
-        if not self.matrices:
-            return None
-        matrices = tuple(matrix.load(backend, ahead) for matrix in self.matrices)
-        cutoff = None if self.cutoff is None else self.cutoff.load(backend, ahead)
-        return Selector(matrices, self.predicted, cutoff, self.least_gate)
-
-
-class NeuronRecords:
-    """`FeedForwardSource` of one layer."""
-
-    def __init__(self, bundle: Bundle, reader: FlashReader, layer: int) -> None:
-        self._bundle = bundle
-        self._layer = layer
-        self._reader = reader
-        self.file = FIRST_NEURON_FILE + layer
-        self.num_neurons = bundle.config.intermediate_size
-        self.hidden_size = bundle.config.hidden_size
-        self.layout: RecordLayout = bundle.neuron_layout
-        self._gates = GateDigest(bundle, layer) if bundle.config.zeros_gates else None
-
-    def read(self, first: int, count: int) -> Bytes:
-        records = _read_span(self._reader, self.file, self.layout, first, count)
-        self.check_gates(first, records)
-        return records
-
-    def gate_bias(self) -> Float32 | None:
-        """(F,) biases of the gates, from the resident file; None without any."""
-        bundle = self._bundle
-        if not bundle.config.feed_forward.bias:
-            return None
-        resident = TensorFile(bundle, self._reader, bundle.file(RESIDENT), RESIDENT_FILE)
-        return resident.vector(gate_bias_name(self._layer))
-
-    def check_gates(self, first: int, records: Bytes) -> None:
-        if self._gates is not None and first <= self._gates.rows:
-            self._gates.take(first, records)
-
-
-def embedding_records(bundle: Bundle, reader: FlashReader) -> EmbeddingRecords:
-    """`EmbeddingSource` of the bundle's embedding file."""
-    return EmbeddingRecords(
-        bundle, reader, EMBEDDING_FILE, bundle.config.hidden_size, bundle.embedding_layout
-    )
-
-
-def per_layer_records(bundle: Bundle, reader: FlashReader) -> EmbeddingRecords:
-    """`EmbeddingSource` of the bundle's file of per-layer inputs."""
-    file = FIRST_NEURON_FILE + bundle.config.num_layers
-    return EmbeddingRecords(bundle, reader, file, bundle.config.per_layer_size, bundle.per_layer_layout)
-
-
-class EmbeddingRecords:
-    """`EmbeddingSource` of one of the bundle's tables.
-
-    file: its index in the reader. width: columns of a row. layout: of its records.
-    """
-
-    def __init__(
-        self, bundle: Bundle, reader: FlashReader, file: int, width: int, layout: RecordLayout
-    ) -> None:
-        self._reader = reader
-        self.file = file
-        self.vocab_size = bundle.config.vocab_size
-        self.hidden_size = width
-        self.layout = layout
-
-    def read(self, tokens: Int32) -> Bytes:
-        records = memory.empty((len(tokens), self.layout.stride), np.uint8)
-        self._reader.read_records(self.file, tokens.astype(np.int64), records)
-        return records
-
-    def rows(self, row0: int, count: int) -> RowChunk:
-        """Rows row0 .. row0 + count for an output head tied to the embedding: views of the records."""
-        return _record_rows(self._reader, self.file, self.layout, row0, count)
-
-
-def _record_rows(
-    reader: FlashReader,
-    file: int,
-    layout: RecordLayout,
-    row0: int,
-    count: int,
-    digest: GateDigest | None = None,
-) -> RowChunk:
-    """Rows of the matrix made of each record's first row: views of the records.
-
-    digest: checks gate rows against their layer's sha256.
-    """
-    records = _read_span(reader, file, layout, row0, count)
-    if digest is not None:
-        digest.take(row0, records)
-    return record_chunk(records, 0, layout.parts[0][0], row0)
-
-
-def record_chunk(records: Bytes, offset: int, row: RowLayout, row0: int) -> RowChunk:
-    """The row `offset` bytes into each record (n, stride), as rows row0 .. row0 + n: views of `records`."""
-    scales_at = offset + row.codes_bytes
-    biases_at, end = scales_at + row.scales_bytes, offset + row.nbytes
-    scales, biases = records[:, scales_at:biases_at], records[:, biases_at:end]
-    return RowChunk(row0, records[:, offset:scales_at], scales.view(np.float16), biases.view(np.float16))
-
-
-def _read_span(reader: FlashReader, file: int, layout: RecordLayout, first: int, count: int) -> Bytes:
-    start = DATA_OFFSET + first * layout.stride
-    return reader.read(file, start, count * layout.stride).reshape(count, layout.stride)
+    return MatrixPart("head", config.vocab_size, config.embedding_size, stored, rows, bias)

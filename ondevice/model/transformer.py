@@ -4,7 +4,8 @@
     for each layer:  x += attention(norm(x));  x += feed_forward(norm(x))
     logits = head(norm(x))
 
-Few models have several residuals (`altup.py`), or a third block in each layer (`per_layer.py`).
+Few models have embeddings of another width than their layers, several residuals (`altup.py`), or a third
+block in each layer (`per_layer.py`).
 
 This module knows nothing of prompts, sampling, budgets or files. Legend: T tokens, D model width,
 V vocabulary, R rows of a batch, S streams of a token.
@@ -144,6 +145,10 @@ class Transformer:
         """The input of the first layer, (T, D), for tokens that follow `position` others."""
         found, factor = self.backend.embedding(self.weights.embedding, ids), self.config.embedding_multiplier
         found = found if factor == 1.0 else found * factor
+        if self.weights.project_in is not None:
+            # A copy, as a product is valid only until the next one.
+            wide = self.backend.linear(found, self.weights.project_in)
+            found = self.backend.rows(wide, range(len(ids)))
         table = self.weights.positions
         if table is None:
             return found
@@ -245,7 +250,11 @@ class Transformer:
         return self.weights.head if self.draft_head is None else self.draft_head.rows
 
     def _head(self, hidden: Array, rows: Linear) -> Array:
-        logits, cap = self.backend.linear(hidden, rows, self.weights.final_norm), self.config.logit_soft_cap
+        norm, project_out = self.weights.final_norm, self.weights.project_out
+        if project_out is not None:
+            narrow = self.backend.linear(hidden, project_out, norm)
+            hidden, norm = self.backend.rows(narrow, range(narrow.shape[0])), None
+        logits, cap = self.backend.linear(hidden, rows, norm), self.config.logit_soft_cap
         return self.backend.soft_cap(logits, cap) if cap else logits
 
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
@@ -348,7 +357,7 @@ class Transformer:
             adapters = self.streams.layer(layer)
         # In parallel, the feed-forward reads what attention reads, which may overwrite it.
         own = backend.rows(x, range(x.shape[0])) if spec.parallel else None
-        x = attention(backend, spec.attention, weights, layer, x, rows, adapters)
+        x = attention(backend, spec, weights, layer, x, rows, adapters)
         if layer + 1 < self.config.num_layers:
             if not batch.resident_only:
                 known = x[: len(batch.tokens)] if batch.stream_rows else x
@@ -357,7 +366,7 @@ class Transformer:
             x, batch = x[-1:], batch.last_row()
             own = own if own is None else own[-1:]
         entering = x if own is None else own
-        return feed_forward(backend, spec.feed_forward, weights, entering, x, batch, adapters, rows.adapted)
+        return feed_forward(backend, spec, weights, entering, x, batch, adapters, rows.adapted)
 
     def _rows(self, kv: KVCache, batch: ForwardBatch) -> Rows:
         """The positions of a batch's rows, which follow the tokens in kv."""

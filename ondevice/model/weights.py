@@ -88,14 +88,20 @@ class LayerWeights:
 class ModelWeights:
     """All weights of a model, as the backend loaded them.
 
-    positions: (max_context, D), what each position adds to the embedding; None if they add nothing.
+    Args:
+        final_norm: of the last layer's output; None if that isn't normed.
+        positions: (max_context, D), what each position adds to the embedding; None if they add nothing.
+        project_in, project_out: (D, E) and (E, D), between embeddings E wide and the layers; None where
+            embeddings are D wide.
     """
 
     embedding: Embedding
     layers: Sequence[LayerWeights]
-    final_norm: Norm
+    final_norm: Norm | None
     head: Linear
     positions: Array | None = None
+    project_in: Linear | None = None
+    project_out: Linear | None = None
     per_layer: PerLayerInputs | None = None
     copies: CopiesOfModel | None = None
 

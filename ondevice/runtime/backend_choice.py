@@ -25,6 +25,7 @@ from ondevice.budget.reference_memory import ReferenceMemory
 from ondevice.budget.sizes import context_tokens, segment_shape
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import MultiStreams
+from ondevice.bundle.weight_shapes import extra_matrices
 from ondevice.config import QuantConfig, RowFormat, RuntimeConfig
 from ondevice.errors import BackendUnavailableError
 from ondevice.model_config import ModelConfig
@@ -143,7 +144,9 @@ def _linears(memory: MemoryModel) -> Iterator[tuple[int, int, RowFormat]]:
     hidden, neurons = config.hidden_size, config.intermediate_size
     yield config.qkv_size, hidden, quant.of("qkv")
     yield hidden, config.query_size, quant.of("out")
-    yield config.vocab_size, hidden, quant.head(config.tie_embeddings)
+    yield config.vocab_size, config.embedding_size, quant.head(config.tie_embeddings)
+    for rows, cols in extra_matrices(config):
+        yield rows, cols, quant.down
     yield neurons, hidden, quant.of("feed_forward")
     if memory.predictors is not None and memory.runtime.sparsity == "predicted":
         for rank in memory.predictors.ranks:

@@ -19,7 +19,7 @@ from ondevice.budget.limits import allowance, auto_budget, group_limit, require_
 from ondevice.budget.plan import Plan, plan_memory
 from ondevice.bundle.layout import PARTIAL
 from ondevice.config import AUTO_QUANT, QuantConfig, RuntimeConfig
-from ondevice.errors import ModelNotFoundError, OndeviceError
+from ondevice.errors import ModelNotFoundError, OndeviceError, UsageError
 from ondevice.model_config import ModelConfig
 from ondevice.runtime.backend_choice import memory_model, settled_backend
 from ondevice.runtime.models import (
@@ -113,6 +113,15 @@ class Prepared:
         from ondevice.converters.convert import is_bundle_of
 
         return is_bundle_of(self.output, self._checkpoint)
+
+    def require_tokenizer(self) -> None:
+        """Raises UsageError for a checkpoint without a tokenizer: its bundle takes token ids alone."""
+        if self._checkpoint.tokenizer.info.kind is None:
+            raise UsageError(
+                f"{self._checkpoint.name} has no tokenizer, so its bundle would take token ids and no text; "
+                "put its tokenizer.json into the folder, or convert it with `ondevice convert` and give "
+                "token ids in Python"
+            )
 
     def foreseen(self, trains: bool = False) -> Foreseen:
         """What `run` will do. trains: it will order and train too, which writes the neurons twice."""

@@ -320,12 +320,12 @@ def sparsity_modes(
     """Every sparsity mode, and whether this model can have it. damaged: sidecars, as a Bundle has them."""
     relu, least = config.zeros_gates, config.feed_forward.threshold
     limit = f"{least:.4g}" if least else "zero"
-    cut = sum(layer.feed_forward.cutoff is not None for layer in config.layers)
+    cut = config.num_cutoffs
     exact = (
         f"only neurons whose gate is above {limit}; the same text as dense"
         if relu
-        else f"{cut} of its {config.num_layers} layers cut gates off, yet multiply every neuron; "
-        f"it takes {ZEROING_NAMES}"
+        else f"in {cut} of its {config.num_layers} layers only neurons whose gate its cutoff leaves; "
+        "the same text as dense"
         if cut
         else f"{config.activation} gates are hardly ever exactly zero; it takes {ZEROING_NAMES}"
     )
@@ -355,15 +355,20 @@ def sparsity_modes(
     )
     return (
         SparsityMode("dense", True, "every neuron of every token; exact"),
-        SparsityMode("exact", relu, exact),
+        SparsityMode("exact", config.has_exact_zeros, exact),
         SparsityMode("predicted", predictors is not None, predicted),
         SparsityMode("threshold", thresholds is not None, threshold),
     )
 
 
 def automatic_modes(config: ModelConfig, runtime: RuntimeConfig) -> list[Sparsity]:
-    """The modes that `auto` chooses from, in order of preference. All of them are exact."""
-    return ["exact", "dense"] if config.zeros_gates and runtime.backend != "reference" else ["dense"]
+    """The modes that `auto` chooses from, in order of preference. All of them are exact.
+
+    What MLX does to the bits where a cutoff's zeros are skipped isn't measured, and no budget may change a
+    text.
+    """
+    exact = config.zeros_gates if runtime.backend == "mlx" else config.has_exact_zeros
+    return ["exact", "dense"] if exact and runtime.backend != "reference" else ["dense"]
 
 
 def operating_point(
@@ -410,8 +415,9 @@ def check_runtime(
     operating_point(runtime, predictors, thresholds)
     if needs(runtime.speculation) == "streams" and streams is None:
         have = ", ".join(("off", *(name for name in DRAFTERS if needs(name) != "streams")))
+        lacks = "its bundle has no streams; `ondevice train streams` makes them"
         raise UnsupportedModelError(
-            f"--speculation {runtime.speculation} isn't possible with this model: its bundle has no streams; "
-            f"`ondevice train streams` makes them. It can have: {have}"
+            f"--speculation {runtime.speculation} isn't possible with this model: "
+            f"{lacks if config.is_plain else NO_SIDECARS}. It can have: {have}"
         )
     check_backend(runtime, config)

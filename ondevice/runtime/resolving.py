@@ -293,7 +293,7 @@ class _Planner:
                     warnings=self.warnings,
                 )
             )
-        chosen = possible[_preferred([it.plan for it in possible])]
+        chosen = possible[_preferred(possible)]
         least = min(possible, key=lambda it: it.plan.minimum_budget_bytes)
         if not chosen.plan.fits:
             chosen = least
@@ -332,12 +332,20 @@ class _Planner:
         return tuple(budget_warnings(plan, name, measured.held_bytes, measured.rooms))
 
 
-def _preferred(plans: Sequence[Plan]) -> int:
-    """The index of the plan to take: the first that needs no flash, else the first that fits.
+def _preferred(possible: Sequence[ResolvedModel]) -> int:
+    """The index of the model to take: the first that needs no flash, else the first that fits.
 
-    Drafting comes before none. It is given up only where its memory is what is missing.
+    Drafting comes before none. It is given up only where its memory is what is missing. With everything in
+    memory, a mode that leaves neurons out in some layers alone comes last: it multiplies those of the others
+    one by one.
     """
-    return min(range(len(plans)), key=lambda at: (not plans[at].fits, plans[at].offloads_weights))
+
+    def rank(at: int) -> tuple[bool, bool, bool]:
+        plan, runtime = possible[at].plan, possible[at].runtime
+        in_part = runtime.sparsity == "exact" and not possible[at].bundle.config.zeros_gates
+        return not plan.fits, plan.offloads_weights, in_part and not plan.offloads_weights
+
+    return min(range(len(possible)), key=rank)
 
 
 @dataclass(frozen=True)
@@ -364,13 +372,12 @@ def mode_change(resolved: ResolvedModel) -> ModeChange | None:
     limits = {it.plan.least_budget_bytes for it in choices}
     limits |= {it.plan.resident_budget_bytes for it in choices}
     for limit in sorted((it for it in limits if it <= resolved.plan.budget_bytes), reverse=True):
-        plans = [it.plan.with_budget(limit - 1) for it in choices]
-        at = _preferred(plans)
-        below = choices[at].runtime
-        if not plans[at].fits or limit <= resolved.frugal.plan.minimum_budget_bytes:
+        possible = [replace(it, plan=it.plan.with_budget(limit - 1)) for it in choices]
+        below = possible[_preferred(possible)]
+        if not below.plan.fits or limit <= resolved.frugal.plan.minimum_budget_bytes:
             return None
-        if (below.sparsity, below.speculation) != modes:
-            return ModeChange(limit, below.sparsity, below.speculation)
+        if (below.runtime.sparsity, below.runtime.speculation) != modes:
+            return ModeChange(limit, below.runtime.sparsity, below.runtime.speculation)
     return None
 
 

@@ -1,8 +1,9 @@
 """One text for every setting of memory and speed, over models whose blocks aren't a Llama's.
 
 Random models with ReLU gates, so that all exact modes have them: norms on both sides and capped scores,
-norms over whole projections, parallel blocks under LayerNorms, a local window, heads that turn in part,
-feed-forwards without a gate, with a threshold, with ReLU on ups too. Gemma 3n's blocks, in dense mode alone.
+norms over whole projections, norms of the residual, parallel blocks under LayerNorms, a local window, heads
+that turn in part, feed-forwards without a gate, with a threshold, with ReLU on ups too, keys that are values.
+Gemma 3n's blocks, whose zeros are those of a cutoff, in the modes that they have.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pytest
 
 from ondevice.api import Model, load
 from ondevice.converters.convert import convert
-from tests.converters.test_families import FALCON, GEMMA3N, GEMMA4_E, OPT, PERSIMMON, write_model
+from tests.converters.test_families import FALCON, GEMMA3N, GEMMA4, GEMMA4_E, OPT, PERSIMMON, write_model
 from tests.converters.test_relu_families import FatRelu, activations, change
 from tests.support.chat import squeeze
 
@@ -23,9 +24,16 @@ pytest.importorskip("transformers")
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {"hidden_activation": "relu", "sliding_window": 9, "num_hidden_layers": 4}),
-    "gemma4": ("Gemma4Text", {**GEMMA4_E, "hidden_activation": "relu", "use_double_wide_mlp": True}),
+    "gemma4": (
+        "Gemma4Text",
+        {**GEMMA4, "hidden_activation": "relu", "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    "gemma4 e": ("Gemma4Text", {**GEMMA4_E, "hidden_activation": "relu", "use_double_wide_mlp": True}),
     "olmo2": ("Olmo2", {"hidden_act": "relu", "head_dim": None}),
-    "opt": ("OPT", {**OPT, "max_position_embeddings": 512}),
+    "opt": (
+        "OPT",
+        {**OPT, "max_position_embeddings": 512, "do_layer_norm_before": False, "word_embed_proj_dim": 40},
+    ),
     "prosparse": ("Llama", {"hidden_act": "fatrelu", "hidden_act_param": 0.2}),
     "drelu": ("Mistral", {"hidden_act": "relu"}),
     "stablelm": (
@@ -78,12 +86,12 @@ def test_one_text(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_one_text_of_gemma3n(tmp_path: Path) -> None:
     write_model(tmp_path / "source", "Gemma3nText", GEMMA3N)
     bundle = convert(tmp_path / "source", tmp_path / "bundle", "q4")
-    with load(bundle, speculation="off", threads=1) as model:
+    with load(bundle, sparsity="dense", speculation="off", threads=1) as model:
         expected, logits = texts(model), model.logits(PROMPT)
     assert len(set(expected[1])) > 5, "the text says nothing"
     for settings in (
-        {"threads": 2, "prefill_chunk": 3, "speculation": "lookup"},
-        {"kernel_target": "scalar", "speculation": "recycling", "io": "buffered"},
+        {"sparsity": "dense", "threads": 2, "prefill_chunk": 3, "speculation": "lookup"},
+        {"sparsity": "exact", "kernel_target": "scalar", "speculation": "recycling", "io": "buffered"},
     ):
         with load(bundle, **settings) as model:
             assert texts(model) == expected, settings

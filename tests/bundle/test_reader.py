@@ -192,6 +192,7 @@ def test_every_model_option_survives(tmp_path: Path) -> None:
     layers = (
         LayerSpec(AttentionSpec(0.3, 1, 16, 50.0, "projection", True, True), feed_forward, "both"),
         LayerSpec(AttentionSpec(0.25, head_norm="layer"), feed_forward, "after", parallel=True),
+        LayerSpec(AttentionSpec(0.25), feed_forward, "residual"),
     )
     config = replace(
         CONFIG,
@@ -201,8 +202,10 @@ def test_every_model_option_survives(tmp_path: Path) -> None:
         layers=layers,
         embedding_multiplier=8.5,
         logit_soft_cap=30.0,
+        embedding_width=24,
         learned_positions=True,
         head_bias=True,
+        final_norm=False,
     )
     assert _written(tmp_path / "b", Recipe(config=config)).config == config
 

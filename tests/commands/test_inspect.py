@@ -154,6 +154,22 @@ def test_what_is_no_recall_is_refused_with_one_range(ondevice: Run, recall: floa
 
 
 @pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--draft-streams", 3), ("--draft-pruning", 0.3), ("--draft-head", 20), ("--draft-model", SHIPPED)],
+)
+def test_an_option_of_another_drafter_is_refused(ondevice: Run, flag: str, value: object) -> None:
+    mode = "model" if flag == "--draft-model" else "streams"
+    refused = ondevice("inspect", "-m", SHIPPED, "--speculation", "lookup", flag, value)
+    assert refused.code == 2
+    assert f"{flag} has no meaning without --speculation {mode}" in refused.err
+    name = flag[2:].replace("-", "_")
+    with pytest.raises(UsageError, match=f'{name} has no meaning without speculation="{mode}"'):
+        api.inspect(SHIPPED, speculation="off", **{name: value})
+    # `auto` drafts by what the model has; the one that ships counts no tokens.
+    assert "has no meaning" not in ondevice("inspect", "-m", SHIPPED, flag, value).err
+
+
+@pytest.mark.parametrize(
     ("flag", "value", "mode"),
     [("--predictor-recall", 0.9, "predicted"), ("--threshold-sparsity", 0.5, "threshold")],
 )

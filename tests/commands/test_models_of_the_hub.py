@@ -15,10 +15,11 @@ from ondevice.bundle.reader import Bundle
 from ondevice.commands import obtaining, terminal
 from ondevice.config import RuntimeConfig
 from tests.converters.test_hub_gguf import write_model as write_gguf_model
-from tests.support.bundles import write_chat_checkpoint
+from tests.support.bundles import CONTEXT, VOCAB_SIZE, write_byte_tokenizer, write_chat_checkpoint
 from tests.support.command_line import Run, command
 from tests.support.hub_server import HubServer
 from tests.support.mlx_folders import Scheme, write_mlx_folder
+from tests.support.models import write_checkpoint
 
 CHAT = ("chat", "--max-tokens", 3, "--temp", 0)
 
@@ -288,8 +289,21 @@ def test_a_folder_with_one_file_is_converted(ondevice: Run, hub: HubServer, tmp_
     assert "holds no bundle.json" in refused.err
 
 
+def test_a_checkpoint_without_a_tokenizer_is_refused_before_it_is_converted(
+    ondevice: Run, tmp_path: Path
+) -> None:
+    source = write_checkpoint(tmp_path / "sources" / "ids", num_hidden_layers=1)
+    refused = ondevice(*CHAT, source, "--yes", stdin="Hello\n")
+    assert refused.code == 2
+    assert "ids has no tokenizer" in refused.err
+    assert "tokenizer.json" in refused.err
+    assert not (tmp_path / "home").exists()
+
+
 def test_what_was_rounded_is_said_by_both_commands(ondevice: Run, hub: HubServer, tmp_path: Path) -> None:
-    source = write_mlx_folder(tmp_path / "mlx", Scheme(4, 32), num_hidden_layers=1).path
+    shape = {"num_hidden_layers": 1, "vocab_size": VOCAB_SIZE, "max_position_embeddings": CONTEXT}
+    source = write_mlx_folder(tmp_path / "mlx", Scheme(4, 32), **shape).path
+    write_byte_tokenizer(source)
     first = ondevice("generate", source, "--yes", "--prompt", "a", "--max-tokens", 1)
     notes = Bundle.open(tmp_path / "home" / "mlx").manifest.provenance.notes
     assert notes

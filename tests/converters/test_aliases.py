@@ -212,6 +212,72 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16", "transformers_version": "4.41.0", "use_cache": False, "vocab_size": 32064,
     },
 }  # fmt: skip
+OTHERS: dict[str, dict[str, Any]] = {
+    "HuggingFaceTB/SmolLM2-135M": {
+        **LLAMA, "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 0,
+        "head_dim": 64, "hidden_size": 576, "initializer_range": 0.041666666666666664,
+        "intermediate_size": 1536, "is_llama_config": True, "max_position_embeddings": 2048,
+        "mlp_bias": False, "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3,
+        "rope_interleaved": False, "rope_theta": 100000, "tie_word_embeddings": True, "vocab_size": 49152,
+    },
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": {
+        **LLAMA, "attention_bias": False, "attention_dropout": 0.0, "hidden_size": 2048,
+        "intermediate_size": 8192, "max_position_embeddings": 8192, "mlp_bias": False,
+        "num_hidden_layers": 24, "pad_token_id": 2, "rope_theta": 130000, "tie_word_embeddings": True,
+        "transformers.js_config": {
+            "dtype": "q4", "kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"},
+            "use_external_data_format": {"model.onnx": True, "model_fp16.onnx": True},
+        },
+        "vocab_size": 49152,
+    },
+    "tiiuae/Falcon3-7B-Instruct": {
+        **LLAMA, "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 11, "eos_token_id": 11,
+        "head_dim": 256, "hidden_size": 3072, "intermediate_size": 23040, "max_position_embeddings": 32768,
+        "mlp_bias": False, "num_attention_heads": 12, "num_hidden_layers": 28, "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000042, "vocab_size": 131072,
+    },
+    "google/gemma-7b-it": {
+        "architectures": ["GemmaForCausalLM"], "model_type": "gemma", "attention_bias": False,
+        "attention_dropout": 0.0, "bos_token_id": 2, "eos_token_id": 1, "head_dim": 256,
+        "hidden_act": "gelu", "hidden_activation": None, "hidden_size": 3072, "initializer_range": 0.02,
+        "intermediate_size": 24576, "max_position_embeddings": 8192, "num_attention_heads": 16,
+        "num_hidden_layers": 28, "num_key_value_heads": 16, "pad_token_id": 0, "rms_norm_eps": 1e-6,
+        "rope_scaling": None, "rope_theta": 10000.0, "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.0.dev0", "use_cache": True, "vocab_size": 256000,
+    },
+    "google/gemma-2-9b-it": {
+        **CONFIGS["gemma-2-2b-it"], "hidden_size": 3584, "intermediate_size": 14336,
+        "num_attention_heads": 16, "num_hidden_layers": 42, "num_key_value_heads": 8,
+        "sliding_window_size": 4096, "transformers_version": "4.42.0.dev0",
+    },
+    "facebook/opt-350m": {
+        "architectures": ["OPTForCausalLM"], "model_type": "opt", "activation_dropout": 0.0,
+        "activation_function": "relu", "attention_dropout": 0.0, "bos_token_id": 2,
+        "do_layer_norm_before": False, "dropout": 0.1, "eos_token_id": 2, "ffn_dim": 4096,
+        "hidden_size": 1024, "init_std": 0.02, "layerdrop": 0.0, "max_position_embeddings": 2048,
+        "num_attention_heads": 16, "num_hidden_layers": 24, "pad_token_id": 1, "prefix": "</s>",
+        "torch_dtype": "float16", "transformers_version": "4.20.0.dev0", "use_cache": True,
+        "vocab_size": 50272, "word_embed_proj_dim": 512,
+    },
+    "facebook/opt-13b": {
+        "_remove_final_layer_norm": False, "architectures": ["OPTForCausalLM"], "model_type": "opt",
+        "activation_dropout": 0.0, "activation_function": "relu", "attention_dropout": 0.0,
+        "bos_token_id": 2, "do_layer_norm_before": True, "dropout": 0.1, "eos_token_id": 2,
+        "ffn_dim": 20480, "hidden_size": 5120, "init_std": 0.02, "layerdrop": 0.0,
+        "max_position_embeddings": 2048, "num_attention_heads": 40, "num_hidden_layers": 40,
+        "output_projection": True, "pad_token_id": 1, "prefix": "</s>", "use_cache": True,
+        "vocab_size": 50272, "word_embed_proj_dim": 5120,
+    },
+    "adept/persimmon-8b-chat": {
+        "architectures": ["PersimmonForCausalLM"], "model_type": "persimmon", "attention_dropout": 0.0,
+        "bos_token_id": 71013, "eos_token_id": 71013, "hidden_act": "relu2", "hidden_dropout": 0.6,
+        "hidden_size": 4096, "intermediate_size": 16384, "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 16384, "num_attention_heads": 64, "num_hidden_layers": 36,
+        "num_key_value_heads": 64, "qk_layernorm": True, "rope_scaling": None, "rope_theta": 25000.0,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 262144,
+    },
+}  # fmt: skip
+"""Keys of public checkpoints without an alias, as copies of their `config.json` elsewhere show them."""
 SAME_TENSORS = {"bamboo": ("mistral", "MistralForCausalLM")}
 """Families that `transformers` lacks, and one that has their tensors."""
 SMALL: dict[str, Any] = {
@@ -244,6 +310,15 @@ def test_the_published_config_is_read(alias: str) -> None:
     config = read_config(CONFIGS[alias])
     text = CONFIGS[alias].get("text_config", CONFIGS[alias])
     assert (config.hidden_size, config.num_layers) == (text["hidden_size"], text["num_hidden_layers"])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_config_of_other_public_checkpoints_is_read(name: str) -> None:
+    config = read_config(OTHERS[name])
+    assert (config.hidden_size, config.num_layers) == (
+        OTHERS[name]["hidden_size"],
+        OTHERS[name]["num_hidden_layers"],
+    )
 
 
 @pytest.mark.parametrize("alias", [alias for alias in ALIASES if "text_config" not in CONFIGS[alias]])

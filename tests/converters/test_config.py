@@ -180,7 +180,7 @@ def test_harmless_and_switched_off_keys_are_ignored(family: str) -> None:
     ("llama", "sliding_window", 4096), ("llama", "quantization_config", {"bits": 4}),
     ("llama", "auto_map", {"AutoModel": "evil.Model"}), ("llama", "is_encoder_decoder", True),
     ("mistral", "attention_bias", True), ("mistral", "num_local_experts", 8),
-    ("qwen2", "use_mrope", True), ("qwen3", "layer_norm_scale", 1.0),
+    ("qwen2", "use_mrope", True), ("qwen3", "layer_norm_scale", 1.0), ("llama", "is_causal", False),
 ])  # fmt: skip
 def test_what_changes_the_arithmetic_is_refused_by_name(family: str, key: str, value: object) -> None:
     with pytest.raises(UnsupportedModelError, match=key):
@@ -228,7 +228,7 @@ def test_rope_parameters_by_layer_type_are_refused() -> None:
     ({"model_type": None}, "model_type"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
     ({"hidden_act": "tanh"}, "hidden_act 'tanh'"),
-    ({"num_key_value_heads": 3}, "multiple"),
+    ({"num_key_value_heads": 3}, "it must divide"),
     ({"num_hidden_layers": 1 << 40}, "num_hidden_layers"),
     ({"vocab_size": 0}, "vocab_size"),
     ({"head_dim": 15}, "odd"),

@@ -20,6 +20,7 @@ from ondevice.backends.cpu import make_runner
 from ondevice.bundle.layout import RESIDENT
 from ondevice.bundle.reader import Bundle
 from ondevice.config import QuantConfig
+from ondevice.converters.architectures.registry import read_config
 from ondevice.converters.checkpoints.huggingface import open_huggingface
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.checkpoints.source_folder import SourceFolder
@@ -27,7 +28,7 @@ from ondevice.converters.convert import convert
 from ondevice.converters.quantize import RoundedRows
 from ondevice.converters.reading import read_blocks
 from ondevice.converters.rounding.layers import LayerRounding
-from ondevice.errors import UnsupportedModelError
+from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.flash.reader import FlashReader
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
@@ -282,6 +283,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPT", OPT),
     "opt gelu": ("OPT", {**OPT, "activation_function": "gelu", "tie_word_embeddings": False}),
     "opt no biases": ("OPT", {**OPT, "enable_bias": False, "num_attention_heads": 2}),
+    "opt norms behind": ("OPT", {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 24}),
+    "opt wide embeddings": ("OPT", {**OPT, "word_embed_proj_dim": 80, "tie_word_embeddings": False}),
+    "opt no last norm": ("OPT", {**OPT, "_remove_final_layer_norm": True, "word_embed_proj_dim": 32}),
 }
 
 
@@ -406,7 +410,11 @@ def test_logits_are_those_of_transformers(family: Any, case: str, backend: Backe
 
 
 @pytest.mark.parametrize(
-    "case", ["gemma2 low caps", "gemma3", "glm4", "olmo2", "stablelm parallel", "opt", "phi", "persimmon"]
+    "case",
+    [
+        *("gemma2 low caps", "gemma3", "glm4", "olmo2", "stablelm parallel", "opt", "phi", "persimmon"),
+        *("opt norms behind", "opt no last norm"),
+    ],
 )
 def test_a_text_is_run_through_every_kind_of_block(family: Any, case: str) -> None:
     """As the model runs it, before the weights are rounded by it."""
@@ -419,6 +427,7 @@ def test_a_text_is_run_through_every_kind_of_block(family: Any, case: str) -> No
         kv = KVCache(KVLayout(checkpoint.config, 16))
         theirs = np.array(loaded.hidden_states(tokens(), kv))
     assert np.abs(rounding.states[0] - theirs).max() < 1e-3 * np.abs(theirs).max()
+    assert len(rounding.head()) == 1
     checkpoint.close()
 
 
@@ -444,7 +453,8 @@ def test_a_text_rounds_every_matrix_of_every_kind_of_block(family: Any, case: st
     "case",
     [
         *("gemma2 low caps", "gemma3", "glm4", "olmo2", "stablelm parallel", "opt", "phi", "persimmon"),
-        *("gemma3n", "gemma3n mostly shared", "gemma4", "gemma4 e wide"),
+        *("gemma3n", "gemma3n mostly shared", "gemma4", "gemma4 e wide", "opt norms behind"),
+        *("phi3", "gemma4 e joint values"),
     ],
 )
 def test_mlx_logits_are_those_of_transformers(family: Any, case: str) -> None:
@@ -526,3 +536,13 @@ def test_config_json_names_every_key_that_the_family_reads(family: Any, case: st
     (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
     with pytest.raises(Exception, match="a_new_multiplier"):
         open_huggingface(SourceFolder(tmp_path))
+
+
+def test_two_rotary_sections_that_differ_are_refused(family: Any) -> None:
+    """`transformers` merges the older one into the newer; no published config has both."""
+    _, folder = family("gemma3")
+    values = json.loads((folder.parent / "source" / "config.json").read_text())
+    same = values["rope_parameters"]["full_attention"]
+    assert read_config(values | {"rope_scaling": same}) == read_config(values)
+    with pytest.raises(CheckpointError, match="rope_scaling and rope_parameters"):
+        read_config(values | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})

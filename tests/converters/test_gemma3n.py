@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,11 @@ from ondevice.converters.convert import convert
 from ondevice.converters.training.sidecars import check_possible
 from ondevice.errors import BackendUnavailableError, CheckpointError, OndeviceError, UnsupportedModelError
 from ondevice.kernels import _native
+from ondevice.measure.profiling import recorded_gates
 from ondevice.model.kv_cache import KVCache
 from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig
-from ondevice.runtime.models import sparsity_modes
-from ondevice.runtime.resolving import resolve
+from ondevice.runtime.models import automatic_modes, sparsity_modes
+from ondevice.runtime.resolving import _preferred, resolve
 from ondevice.training import convert_and_train
 from tests.malformed.rules import put
 from tests.support.chat import squeeze
@@ -103,11 +105,11 @@ def test_per_layer_inputs_are_read_from_flash(folder: Path) -> None:
 def test_no_draft_changes_the_text(folder: Path) -> None:
     options: dict[str, Any] = {"backend": "cpu", "max_context": 128, "dram_budget": "2GB"}
     prompt, texts = [5, 6, 7, 5, 6, 7, 5, 6], []
-    for speculation in ("off", "lookup"):
-        with ondevice.load(folder / "q4", speculation=speculation, **options) as model:
+    for speculation, sparsity in (("off", "dense"), ("lookup", "dense"), ("lookup", "exact")):
+        with ondevice.load(folder / "q4", speculation=speculation, sparsity=sparsity, **options) as model:
             texts.append(model.generate(tokens=prompt, max_tokens=24, temperature=0.0).tokens)
     assert len(texts[0]) > 1
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] == texts[2]
 
 
 @pytest.mark.parametrize("bits", ["f16", "q4"])
@@ -120,6 +122,65 @@ def test_neurons_from_flash_have_the_bits_of_resident_ones(folder: Path, bits: s
             del layer.segments[1:]
             layer.neurons = RecordSource(layer)
         assert bits_of(all_logits(model, text)) == bits_of(whole)
+
+
+@pytest.mark.parametrize(
+    ("bits", "settings"),
+    [("f16", ({},)), ("q4", ({}, {"prefill_chunk": 7, "threads": 2}, {"kernel_target": "scalar"}))],
+)
+def test_exact_mode_has_the_dense_bits(folder: Path, bits: str, settings: tuple[dict[str, Any], ...]) -> None:
+    """Zeros of cutoffs are skipped in the layers that have one; the others multiply every neuron."""
+    text = random_tokens(Bundle.open(folder / bits).config, 40)
+    with ondevice.load(folder / bits, backend="cpu", sparsity="dense") as model:
+        logits = model.logits(text)
+        expected = model.generate(tokens=text[:9], max_tokens=12, temperature=0.0).tokens
+    for options in settings:
+        with ondevice.load(folder / bits, backend="cpu", sparsity="exact", **options) as model:
+            for segments in (model.plan.segment.total, 0):
+                squeeze(model, segments)
+                assert model.logits(text).tobytes() == logits.tobytes(), (options, segments)
+                response = model.generate(tokens=text[:9], max_tokens=12, temperature=0.0)
+                assert response.tokens == expected, (options, segments)
+                assert response.stats.sparsity == "exact"
+
+
+def test_exact_mode_leaves_out_what_the_cutoffs_cut(folder: Path) -> None:
+    """As many neurons a token as the layers' shares say: 0.1, 0.05, 0.5 of three layers, all of three."""
+    bundle = Bundle.open(folder / "q4")
+    text = random_tokens(bundle.config, 40)
+    with ondevice.load(folder / "q4", backend="cpu", sparsity="exact", prefill_chunk=1) as model:
+        neurons = 160 * len(text)
+        model.logits(text)
+        assert 3.4 * neurons < model._engine._neurons.lookups < 3.9 * neurons
+    with recorded_gates(bundle, [text]) as gates:
+        assert np.allclose((gates > 0).mean(axis=(1, 2)), [0.1, 0.05, 0.5, 1.0, 1.0, 1.0], atol=0.05)
+
+
+def test_auto_is_exact_where_neurons_come_from_flash(folder: Path) -> None:
+    """With everything in memory, packed neurons are faster in the layers without a cutoff."""
+    config, runtime = Bundle.open(folder / "q4").config, RuntimeConfig(backend="cpu")
+    modes = automatic_modes(config, runtime)
+    resident, reads, misfit = (
+        SimpleNamespace(fits=fits, offloads_weights=offloads)
+        for fits, offloads in ((True, False), (True, True), (False, True))
+    )
+    for exact, dense, chosen in (
+        (resident, resident, "dense"),
+        (reads, resident, "dense"),
+        (resident, reads, "exact"),
+        (reads, reads, "exact"),
+        (misfit, reads, "dense"),
+    ):
+        plans = {"exact": exact, "dense": dense}
+        possible: list[Any] = [
+            SimpleNamespace(
+                plan=plans[mode],
+                runtime=replace(runtime, sparsity=mode),
+                bundle=SimpleNamespace(config=config),
+            )
+            for mode in modes
+        ]
+        assert modes[_preferred(possible)] == chosen
 
 
 def test_damage_to_a_row_is_found_before_it_is_used(folder: Path, tmp_path: Path) -> None:
@@ -143,11 +204,14 @@ def test_mlx_logits_are_those_of_the_reference(folder: Path, bits: str) -> None:
     with running(folder / bits, "reference") as model:
         expected = all_logits(model, text, 16)
     options: dict[str, Any] = {"backend": "mlx", "max_context": 128, "kv_bits": 16}
-    with ondevice.load(folder / bits, **options) as model:
-        found = model.logits(text)
-        squeeze(model)
-        assert model.logits(text).tobytes() == found.tobytes()
-    assert np.abs(found - expected).max() < 2e-3 * np.abs(expected).max()
+    # `auto` is dense: whether skipped zeros change bits there isn't measured for such models.
+    for sparsity, mode in (("auto", "dense"), ("exact", "exact")):
+        with ondevice.load(folder / bits, sparsity=sparsity, **options) as model:
+            assert model.plan.sparsity == mode
+            found = model.logits(text)
+            squeeze(model)
+            assert model.logits(text).tobytes() == found.tobytes()
+        assert np.abs(found - expected).max() < 2e-3 * np.abs(expected).max()
 
 
 def test_what_cannot_run_these_blocks_says_so(folder: Path) -> None:
@@ -161,8 +225,8 @@ def test_what_cannot_run_these_blocks_says_so(folder: Path) -> None:
 
 def test_inspection_says_why_modes_are_missing(folder: Path) -> None:
     modes = {mode.name: mode for mode in sparsity_modes(Bundle.open(folder / "f16").config, None, None)}
-    assert [name for name, mode in modes.items() if mode.available] == ["dense"]
-    assert modes["exact"].reason.startswith("3 of its 6 layers cut gates off")
+    assert [name for name, mode in modes.items() if mode.available] == ["dense", "exact"]
+    assert modes["exact"].reason.startswith("in 3 of its 6 layers only neurons whose gate its cutoff leaves")
     # No advice to make what would be refused.
     assert modes["predicted"].reason == modes["threshold"].reason == NO_SIDECARS
 

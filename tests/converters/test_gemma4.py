@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from ondevice.backends.base import KVLayout
 from ondevice.backends.forward_batch import ForwardBatch
@@ -143,3 +144,18 @@ def test_old_and_new_keys_of_heads_mean_the_same() -> None:
     heads = {"head_dim": 512, "num_key_value_heads": 4}
     values["per_layer_config"] = {str(layer): heads for layer in range(5, 60, 6)}
     assert read_config(values) == read_config(DENSE)
+
+
+def test_values_that_are_keys_are_stored_as_both(tmp_path: Path) -> None:
+    """One projection of the checkpoint stands twice in the fused one, quantised too."""
+    from tests.converters.test_families import GEMMA4, write_model
+
+    write_model(tmp_path / "source", "Gemma4Text", {**GEMMA4, "attention_k_eq_v": True})
+    bundle = Bundle.open(convert(tmp_path / "source", tmp_path / "bundle", "q4"))
+    spec = bundle.config.layers[1]
+    sizes = bundle.config.projection_sizes(spec)
+    codes = load_file(bundle.path / "resident.safetensors")["layers.1.attention.qkv.codes"]
+    assert len(codes) == bundle.config.qkv_rows(spec)
+    keys = codes[sizes["q"] : sizes["q"] + sizes["k"]]
+    np.testing.assert_array_equal(keys, codes[sizes["q"] + sizes["k"] :])
+    assert keys.any()

@@ -14,7 +14,7 @@ import pytest
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.convert import convert
 from ondevice.errors import OndeviceError, UnsupportedModelError
-from tests.converters.test_families import CASES, FALCON, LONGROPE, write_model
+from tests.converters.test_families import CASES, FALCON, GEMMA4_E, LONGROPE, write_model
 from tests.converters.test_gguf_model import assert_same_bundle
 from tests.support.engines import all_logits, running
 from tests.support.gguf_families import write_family
@@ -40,6 +40,16 @@ UNALIKE = {
             "laurel_rank": 64,
             "sliding_window": 9,
             "vocab_size_per_layer_input": BYTE_LEVEL_TOKENS,
+        },
+    ),
+    "gemma4 e": ("Gemma4Text", {**GEMMA4_E, "vocab_size_per_layer_input": BYTE_LEVEL_TOKENS}),
+    "gemma4 e wide": (
+        "Gemma4Text",
+        {
+            **GEMMA4_E,
+            "vocab_size_per_layer_input": BYTE_LEVEL_TOKENS,
+            "num_kv_shared_layers": 4,
+            "use_double_wide_mlp": True,
         },
     ),
     "phi": ("Phi", {"head_dim": None, "num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
@@ -72,11 +82,12 @@ ALIKE = (
     "phi3", "glm4", "glm4 no bias", "glm4 quarter", "smollm3", "smollm3 yarn", "granite",
     "granite tied", "olmo2", "olmo2 all heads", "olmo2 yarn", "stablelm", "stablelm parallel",
     "stablelm whole heads", "stablelm head norms", "falcon", "falcon newer, one norm", 
-    "nemotron", "nemotron bias", "nemotron wide heads",
+    "nemotron", "nemotron bias", "nemotron wide heads", "gemma4", "gemma4 six layers",
 )  # fmt: skip
 REFUSED = ("smollm3 yarn", "olmo2 all heads", "stablelm whole heads", "nemotron wide heads")
 """Models that llama.cpp doesn't load: it knows no biases or no tied head in these families."""
 FUZZED = ("phi3 partial", "granite", "stablelm head norms", "falcon newer", "nemotron bias", "gemma3n")
+FUZZED += ("gemma4", "gemma4 e wide")
 ROUNDS = 60
 LIMITS = {"F16": 1e-2, "Q8_0": 1e-1}
 """Largest difference from llama.cpp's logits, of the largest logit."""
@@ -141,6 +152,39 @@ def test_factors_of_longrope_come_in_twos_and_alone(tmp_path: Path) -> None:
     write_family(path, source, change=factors("rope_factors_long", "rope_factors_short", yarn=True))
     with pytest.raises(UnsupportedModelError, match=r"rope\.scaling is .*yarn.* only one of the two"):
         open_checkpoint(path)
+
+
+LYING: list[tuple[str, Any, str]] = [
+    ("attention.shared_kv_layers", 6, "shared_kv_layers is 6 of 6 layers"),
+    ("block_count", 1 << 31, "of 2147483648 layers; there may be 1024"),
+    ("feed_forward_length", [160] * 5 + [320], r"feed_forward_length is \[160.*twice those of the first"),
+    ("feed_forward_length", [160] * 5, "feed_forward_length has 5 values for 6 layers"),
+    ("attention.head_count_kv", [2] * 7, "head_count_kv has 7 values for 6 layers"),
+    ("attention.sliding_window_pattern", [True], "sliding_window_pattern has 1 values for 6 layers"),
+    ("attention.key_length_swa", 8, "value_length_swa is 16"),
+    ("rope.dimension_count_swa", 8, "dimension_count_swa is 8"),
+    ("expert_count", 8, "mixture of experts"),
+    ("attention.a_new_scale", 2.0, "a_new_scale"),
+]
+"""Metadata of Gemma 4 that are refused."""
+
+
+def test_lying_metadata_of_gemma4_are_refused(tmp_path: Path) -> None:
+    source, path = written(tmp_path / "source", "gemma4 e wide"), tmp_path / "model.gguf"
+    for key, value, message in LYING:
+
+        def change(writer: Any, name: str = f"gemma4.{key}", value: Any = value) -> None:
+            writer.kv_data[0].pop(name, None)
+            if isinstance(value, list):
+                writer.add_array(name, value)
+            elif isinstance(value, float):
+                writer.add_float32(name, value)
+            else:
+                writer.add_uint32(name, value)
+
+        write_family(path, source, change=change)
+        with pytest.raises(OndeviceError, match=message):
+            open_checkpoint(path)
 
 
 def llama_cpp_logits(path: Path, tokens: list[int]) -> np.ndarray:

@@ -55,6 +55,22 @@ def test_codes_stand_for_the_values_that_numpy_decodes(
     assert np.array_equal(dequantize(SourceCodes(codes, scales, biases), stored, cols), values)
 
 
+@pytest.mark.parametrize("name", [name for name in CODE_FORMATS if TYPES[name].block == 32])
+@pytest.mark.parametrize("wider", [0, 1])
+def test_scales_that_are_float16_stay_as_they_are(name: str, wider: int) -> None:
+    own, data = CODE_FORMATS[name], blocks_of(name, 5, 3)
+    stored = [each for each in held_formats(own) if each.implied_bias == own.implied_bias][-wider]
+    codes, again = np.empty((2, 5, 3 * 32 * stored.bits // 8), np.uint8)
+    halves, floats = np.empty((2, 5, 3), np.uint16), np.empty((2, 5, 3), np.float32)
+    biased = slice(0 if own.implied_bias else None)
+    held, numbers = halves[1][:, biased].copy(), floats[1][:, biased].copy()
+    _native.copy_gguf_codes_and_halves(name, data, stored, codes, halves[0], held)
+    _native.copy_gguf_codes(name, data, stored, again, floats[0], numbers)
+    assert np.array_equal(codes, again)
+    assert same_bits(halves[0].view(np.float16).astype(np.float32), floats[0])
+    assert same_bits(held.view(np.float16).astype(np.float32), numbers)
+
+
 def test_every_float16_scale_is_widened_exactly() -> None:
     halves = np.arange(1 << 16, dtype=np.uint16)
     data = np.zeros((len(halves), TYPES["Q4_1"].nbytes), dtype=np.uint8)
@@ -112,6 +128,14 @@ def test_shapes_that_lie_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"is|holds|are"):
             _native.copy_gguf_codes(kind, data, stored, held, scales, numbers)
+    halves = np.empty((4, 2), np.uint16)
+    for kind, blocks, stored, numbers16 in (
+        ("Q4_0", data, RowFormat(4, 32), halves),
+        ("Q4_K", blocks_of("Q4_K", 4, 1), RowFormat(4, 32), np.empty((4, 8), np.uint16)),
+    ):
+        held = np.empty((4, 16 * numbers16.shape[1]), np.uint8)
+        with pytest.raises(ValueError, match="float16 in the type"):
+            _native.copy_gguf_codes_and_halves(kind, blocks, stored, held, numbers16, numbers16)
     columns = GgufColumns(TYPES["Q4_0"], data, 0, 64)
     for start, stop in ((8, 16), (48, 65), (0, 0), (-16, 0)):
         with pytest.raises(ValueError, match="columns are"):

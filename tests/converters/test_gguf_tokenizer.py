@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Library
-from tokenizers import pre_tokenizers
 
 from ondevice.bundle.manifest import TokenizerInfo
 from ondevice.converters.checkpoints.base import SourceFile, TokenizerFiles
@@ -26,6 +26,16 @@ from ondevice.tokenizer import Tokenizer, load_tokenizer
 from tests.converters.test_tokenizer import byte_level, write_json
 
 UNUSED = 5
+HOSTILE = (
+    "$1,234,567.89 != 1234567e-12 <<=>> ^^||`~` 0x1F 007",
+    "٠١٢٣٤٥ ⅷ²³¹ ½¼¾ 12²34 一二三",
+    "\u200b\u200d\u2028a\u00a0\ufeff\u0300\u0301e\u0301\u0327",
+    "!!!???...---___''\"\"\" 's'S'RE 'll''ve 1's 22't",
+    "\U000e0041\U0010ffff\ufffd\x00\x7f\x85",
+    "「日本」、。１２３４５！",  # noqa: RUF001 - wide marks and digits are meant
+    "\r\r\n\n\t \t123\t4567 ",
+)
+"""Marks, digits and spaces of every kind side by side."""
 
 
 def header(**values: Value | Sequence[str] | str | None) -> GgufHeader:
@@ -96,9 +106,9 @@ def test_llama_2_from_metadata_gives_the_ids_of_its_own_model(shared_data: Path,
     assert mine.special_tokens == {"<s>": 1, "</s>": 2}
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "qwen2", "smollm"])
+@pytest.mark.parametrize("pre", ["gpt-2", "qwen2", "smollm", "falcon"])
 def test_byte_level_ids_are_those_of_hugging_face(shared_data: Path, tmp_path: Path, pre: str) -> None:
-    """One vocabulary, split by the rules of three models; its own are those of gpt-2."""
+    """One vocabulary, split by the rules of four models; its own are those of gpt-2."""
     file = shared_data / "tokenizers" / "minimind" / "tokenizer.json"
     document = json.loads(file.read_text(encoding="utf-8"))
     vocabulary: dict[str, int] = document["model"]["vocab"]
@@ -116,6 +126,15 @@ def test_byte_level_ids_are_those_of_hugging_face(shared_data: Path, tmp_path: P
                 pre_tokenizers.ByteLevel(add_prefix_space=False),  # type: ignore[list-item]
             ]
         )
+    elif pre == "falcon":
+        theirs.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Punctuation("contiguous"),  # type: ignore[list-item]
+                pre_tokenizers.ByteLevel(add_prefix_space=False),  # type: ignore[list-item]
+                pre_tokenizers.Digits(individual_digits=False),  # type: ignore[list-item]
+                pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),  # type: ignore[list-item]
+            ]
+        )
     made = header(
         model="gpt2",
         pre=pre,
@@ -125,7 +144,8 @@ def test_byte_level_ids_are_those_of_hugging_face(shared_data: Path, tmp_path: P
         eos_token_id=2,
     )
     mine = loaded(read(made, tmp_path, len(tokens)), len(tokens))
-    for text in texts():
+    corpus = (shared_data / "corpus" / "wikitext2" / "valid.txt").read_text(encoding="utf-8")
+    for text in [*texts(), *HOSTILE, corpus[:4096], corpus[100_000:104_096]]:
         ids = theirs.encode(text, add_special_tokens=False).ids
         assert mine.encode(text) == ids, text
         assert mine.decode(ids) == theirs.decode(ids)
@@ -238,12 +258,55 @@ def test_sentencepiece_rules(tmp_path: Path, changes: dict[str, Any], text: str,
     assert mine.special_tokens == {"<s>": 1, "</s>": 2, "<|end|>": 264}
 
 
+def test_gemma4_merges_whole_texts(tmp_path: Path) -> None:
+    """Against the `tokenizer.json` that its checkpoints have: the same ids, and the text back."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pairs = [("\n", "\n"), ("▁", "▁"), ("h", "e"), ("l", "l"), ("he", "ll"), ("▁", "w"), ("o", "▁w")]
+    pairs += [("hell", "o"), ("r", "l")]
+    tokens += ["\n", *"▁helowrd", *map("".join, pairs), "<|turn>", "<turn|>", "<|channel>"]
+    kinds = [3, 3, 3, 2, *[6] * 256, *[1] * (len(tokens) - 263), 3, 3, 4]
+    added = [
+        {"id": token, "content": tokens[token], "special": kind != 4, "normalized": False}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        for token, kind in enumerate(kinds)
+        if kind in (2, 3, 4)
+    ]
+    back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    document = {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"String": " "},
+            "behavior": "MergedWithPrevious",
+            "invert": False,
+        },
+        "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "model": {"type": "BPE", "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+        | {"vocab": {text: token for token, text in enumerate(tokens)}, "merges": list(map(list, pairs))},
+    }
+    theirs = Library.from_str(json.dumps(document))
+    made = header(
+        model="gemma4", tokens=tokens, token_type=kinds, merges=list(map(" ".join, pairs)),
+        scores=[-1000.0] * len(tokens), bos_token_id=2, eos_token_id=1, add_space_prefix=False,
+    )  # fmt: skip
+    found = read(made, tmp_path, len(tokens))
+    assert found.info.eos_ids == (1, tokens.index("<turn|>"))
+    assert found.info.add_bos
+    mine = loaded(found, len(tokens))
+    for text in [*texts(), "hello world\n\n  hello", "hell<|channel>o w", "w" * 9000]:
+        ids = mine.encode(text, add_bos=False)
+        assert ids == theirs.encode(text, add_special_tokens=False).ids, text
+        assert mine.decode(ids) == text
+
+
 @pytest.mark.parametrize(
     ("made", "error", "message"),
     [
         (small(pre="default"), UnsupportedModelError, "ggml.pre is default, .* none of gpt-2, .*beside"),
         (small(pre=None), UnsupportedModelError, "tokenizer.ggml.pre is missing"),
-        (small(model="bert"), UnsupportedModelError, "ggml.model is bert.*only llama and gpt2.*beside"),
+        (small(model="bert"), UnsupportedModelError, "ggml.model is bert.*only llama, gpt2 .*beside"),
         (small(model=None), UnsupportedModelError, "tokenizer.ggml.model is missing"),
         (spelled(precompiled_charsmap=b"x"), UnsupportedModelError, "precompiled_charsmap, which changes"),
         (small(token_type=[1] * 5), CheckpointError, "token_type must be one of .* each of 300 tokens"),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.architectures.registry import read_config
+from ondevice.converters.architectures.tensors import tensor_shapes
 from ondevice.converters.convert import convert
 from ondevice.errors import CheckpointError, UnsupportedModelError
 
@@ -35,12 +38,21 @@ def test_the_keys_of_opt_are_read() -> None:
     assert config.feed_forward.output_bias
 
 
+def test_the_size_of_350_million_is_read() -> None:
+    """Its norms stand on the residual, and none before the head; its embeddings are half as wide."""
+    changes = {"do_layer_norm_before": False, "ffn_dim": 4096, "hidden_size": 1024, "num_attention_heads": 16}
+    config = read_config({**PUBLISHED, **changes, "num_hidden_layers": 24, "word_embed_proj_dim": 512})
+    assert {layer.norms for layer in config.layers} == {"residual"}
+    assert not config.final_norm
+    assert (config.hidden_size, config.embedding_size) == (1024, 512)
+    assert tensor_shapes(config)["model.project_in"] == (1024, 512)
+    parameters = sum(prod(shape) for shape in tensor_shapes(config).values())
+    assert parameters == 331_196_416 - 2 * 1024
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"do_layer_norm_before": False}, "do_layer_norm_before is false, as in OPT-350m"),
-        ({"word_embed_proj_dim": 512}, "project_in"),
-        ({"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
         ({"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
         ({"activation_function": "swish7"}, "swish7"),
         ({"scale_embeddings": 2.0}, "scale_embeddings"),
@@ -64,7 +76,12 @@ def test_tensors_have_either_prefix_and_the_positions_their_offset(tmp_path: Pat
     second = convert(source, tmp_path / "second", "q4")
     assert (first / "resident.safetensors").read_bytes() == (second / "resident.safetensors").read_bytes()
     assert Bundle.open(first).config == Bundle.open(second).config
-    short["decoder.embed_positions.weight"] = short["decoder.embed_positions.weight"][2:].copy()
+    positions = short["decoder.embed_positions.weight"]
+    positions[7, 5] = np.nan
+    save_file(short, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"embed_positions\.weight holds NaN or infinity"):
+        convert(source, tmp_path / "damaged", "q4")
+    short["decoder.embed_positions.weight"] = positions[2:].copy()
     save_file(short, source / "model.safetensors")
     with pytest.raises(CheckpointError, match="66 rows"):
         convert(source, tmp_path / "third", "q4")

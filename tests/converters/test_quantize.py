@@ -228,7 +228,7 @@ def test_sampled_error_is_the_error(bits: int) -> None:
     for start in range(0, 400, 16):
         part = slice(start, start + 16)
         chosen = QuantizedRows(quantised.codes[part], quantised.scales[part], quantised.biases[part])
-        total += sampled_error(rows[part], chosen, bits)
+        total += sampled_error(_native.Runner(1), rows[part], chosen, bits)
     assert total.relative == pytest.approx(whole, rel=0.05)
     assert total.relative == float(f"{total.relative:.3g}")
     assert SquaredError().relative == 0.0

@@ -135,13 +135,14 @@ def test_added_tokens_that_are_text_decode_alike_by_both_routes(source: Path) ->
 def test_added_tokens_without_a_place_are_named(source: Path, caplog: pytest.LogCaptureFixture) -> None:
     (source / "tokenizer.model").write_bytes(sentencepiece_model())
     added = {"<kept>": 259, "<gap>": 261, "<s>": 260, "<far>": VOCAB, "\ud800": 262, "": 263, "<other>": 5}
+    added["<before>"] = -(1 << 63)
     write_json(source / "added_tokens.json", **added, wrong="7", worse=[1])
     decoder = {"x": 3, "264": {"content": 7}, "265": {"content": [], "special": True}}
     write_json(source / "tokenizer_config.json", added_tokens_decoder=decoder, pad_token=[[]])
     with caplog.at_level(logging.WARNING):
         _, bundle = converted(source)
     warning = next(record.getMessage() for record in caplog.records if "left out" in record.getMessage())
-    for name in ("<gap>", "<s>", "<far>", "ud800", "'' (263)", "<other>"):
+    for name in ("<gap>", "<s>", "<far>", "ud800", "'' (263)", "<other>", "<before>"):
         assert name in warning
     assert "<kept>" not in warning
     assert bundle.read_small("tokenizer.model") == sentencepiece_model() + proto.piece_fields(

@@ -43,7 +43,7 @@ def main() -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ondevice-fuzz-") as scratch:
         # In a process of its own, which may start threads.
-        _in_child(lambda: make_bases(Path(scratch) / "bases"))
+        _in_child(lambda: _make_bases(Path(scratch) / "bases", options.families))
         bases = Bases(Path(scratch) / "bases")
         if not only_thread():
             raise SystemExit("importing has started a thread; a process with threads can't be forked from")
@@ -60,11 +60,23 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--kind", action="append", choices=list(KINDS), help="only this kind; may be repeated"
     )
+    parser.add_argument(
+        "--families", action="store_true", help="also spoil models of all families, which transformers makes"
+    )
     parser.add_argument("--only", metavar="KIND:NUMBER", help="one case, as a finding names it")
     parser.add_argument("--replay", type=Path, help="a finding's folder, as it was kept")
     parser.add_argument("--folder", type=Path, default=Path("build/fuzz"), help="where findings are kept")
     parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="seconds that a case may take")
     return parser.parse_args()
+
+
+def _make_bases(folder: Path, families: bool) -> None:
+    make_bases(folder)
+    if families:
+        # It imports PyTorch.
+        from tests.fuzz.families import add_families
+
+        add_families(folder)
 
 
 def _in_child(work: object) -> None:
@@ -138,6 +150,7 @@ def _keep(
     # cp, because it copies pipes and links as they are, and holes as holes.
     subprocess.run(["cp", "-a", "--sparse=always", str(folder), str(kept)], check=False)
     repeat = f"{sys.executable} -m tests.fuzz --seed {options.seed} --only {kind}:{number}"
+    repeat += " --families" if options.families else ""
     case = {"kind": kind, "seed": seed, "found": outcome.kind, "detail": outcome.detail, "repeat": repeat}
     (kept / "case.json").write_text(json.dumps(case, indent=1))
     print(

@@ -10,7 +10,7 @@ GUIDED_TARGETS := manifest sidecars tokenizer pattern sentencepiece template set
 
 # What it finds is kept in build/fuzz/findings, each with the command that repeats it.
 fuzz: $(STAMPS)/test
-	@$(PY) -m tests.fuzz --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
+	@$(PY) -m tests.fuzz --families --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 
 # Guided by coverage, a tenth of the time for each parser in Python, in a copy of the package that atheris's import
 # hook sees; and the flash reader under AddressSanitizer and UBSan. Corpora and findings stay in build/fuzz/guided.

@@ -324,6 +324,11 @@ RULES = (
     Rule("scale huge", put(*LAYER, "attention", "scale", value=1e300), "attention.scale"),
     Rule("soft cap negative", put("model", "logit_soft_cap", value=-1.0), "logit_soft_cap"),
     Rule("norm places", put(*LAYER, "norms", value="none"), "norms 'none'", UnsupportedModelError),
+    Rule("norm of the residual", put(*LAYER, "norms", value="residual"), "resident"),
+    Rule("no norm in the end", put("model", "final_norm", value=False), "resident"),
+    Rule("embedding width", put("model", "embedding_width", value=1 << 18), "262144", UnsupportedModelError),
+    Rule("embedding width negative", put("model", "embedding_width", value=-1), "embedding_width"),
+    Rule("embedding of another width", put("model", "embedding_width", value=64), "manifest"),
     Rule("parallel as number", put(*LAYER, "parallel", value=1), "parallel"),
     Rule(
         "layers with other activations",

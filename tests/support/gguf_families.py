@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from tests.support.gguf_models import permuted
 
-ARCHITECTURES = {"phi": "phi2", "gemma3n_text": "gemma3n"}
+ARCHITECTURES = {"phi": "phi2", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4"}
 """Names of families in GGUF files, where they differ from `model_type`."""
 PLAIN = ("altup_correct_coef", "altup_predict_coef")
 """Matrices that are stored as float32."""
@@ -77,7 +77,7 @@ def _moved(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict
             values = values + np.float32(1)
         if "query_key_value" in name:
             values = _grouped_apart(config, values)
-        moved[f"{name}.weight" if name.endswith("_scale") else name] = values
+        moved[f"{name}.weight" if name.endswith(("_scale", "layer_scalar")) else name] = values
     if family == "gemma3n_text":
         # Published checkpoints hold them for layers too that share the keys and values of others.
         for layer in range(config["num_hidden_layers"]):
@@ -111,6 +111,8 @@ def _add_config(writer: Any, config: Mapping[str, Any]) -> None:
     is_falcon = family == "falcon"
     inner = config.get("ffn_hidden_size") if is_falcon else config["intermediate_size"]
     kv_heads = _falcon_groups(config) if is_falcon else config["num_key_value_heads"]
+    if family == "gemma4_text":
+        head_dim, inner, kv_heads = _gemma4_sizes(config)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(width)
     writer.add_block_count(config["num_hidden_layers"])
@@ -128,8 +130,9 @@ def _add_config(writer: Any, config: Mapping[str, Any]) -> None:
     rope = config["rope_parameters"]
     whole = rope.get("full_attention", rope)
     if not is_falcon:
+        share = 1.0 if whole["rope_type"] == "proportional" else whole.get("partial_rotary_factor", 1.0)
         writer.add_rope_freq_base(whole["rope_theta"])
-        writer.add_rope_dimension_count(int(head_dim * whole.get("partial_rotary_factor", 1.0)))
+        writer.add_rope_dimension_count(int(head_dim * share))
     if whole["rope_type"] == "yarn":
         import gguf
 
@@ -171,10 +174,49 @@ def _add_gemma3n(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_final_logit_softcapping(config["final_logit_softcapping"])
 
 
+def _gemma4_global(config: Mapping[str, Any]) -> dict[str, int]:
+    """How the heads of global layers differ from those of local ones."""
+    found: dict[str, int] = config["per_layer_config"][str(config["num_hidden_layers"] - 1)]
+    return found
+
+
+def _gemma4_sizes(config: Mapping[str, Any]) -> tuple[int, Any, Any]:
+    """Width of a global head; neurons and key heads, each a number, or one a layer where these differ."""
+    layers, inner, kv_heads = (
+        config[key] for key in ("num_hidden_layers", "intermediate_size", "num_key_value_heads")
+    )
+    if config.get("use_double_wide_mlp"):
+        own = layers - config["num_kv_shared_layers"]
+        inner = [inner * (1 if layer < own else 2) for layer in range(layers)]
+    own_keys = _gemma4_global(config).get("num_key_value_heads")
+    if own_keys is not None:
+        of_kind = {"sliding_attention": kv_heads, "full_attention": own_keys}
+        kv_heads = [of_kind[kind] for kind in config["layer_types"]]
+    return _gemma4_global(config)["head_dim"], inner, kv_heads
+
+
+def _add_gemma4(writer: Any, config: Mapping[str, Any]) -> None:
+    rope, width = config["rope_parameters"], _gemma4_global(config)["head_dim"]
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    if config["final_logit_softcapping"]:
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    turning = int(width * rope["full_attention"].get("partial_rotary_factor", 1.0) / 2)
+    factors = [1.0] * turning + [1e30] * (width // 2 - turning)
+    writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
+
+
 _OWN: dict[str, Callable[[Any, Mapping[str, Any]], None]] = {
     "phi3": _add_phi3,
     "granite": _add_granite,
     "gemma3n_text": _add_gemma3n,
+    "gemma4_text": _add_gemma4,
     "stablelm": lambda writer, config: writer.add_parallel_residual(config["use_parallel_residual"]),
     "falcon": lambda writer, config: writer.add_tensor_data_layout("jploski"),
 }

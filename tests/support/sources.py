@@ -14,6 +14,7 @@ from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import NeuronSource
 from ondevice.bundle.layout import RecordLayout, RowLayout, embedding_layout, neuron_layout
+from ondevice.bundle.weight_shapes import model_weight_shapes
 from ondevice.config import Bits, MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures.common import llama_config
 from ondevice.model.loading import head_norms as loaded_head_norms
@@ -42,14 +43,16 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 
 def every_block() -> ModelConfig:
-    """Layers of every kind: each place of norms, all kinds of head norms, windows, caps, ropes, parallel;
-    learned positions, a head with a bias."""
+    """Layers of every kind of a plain model: each place of norms, all kinds of head norms, windows, caps,
+    ropes, parallel; learned positions, narrow embeddings, a head with a bias."""
     plain = tiny_config(intermediate_size=136, attention_bias=True, attention_output_bias=True)
     spec = plain.layers[0]
     turning, attention = plain.ropes[0].frequencies, replace(spec.attention, head_norm="layer")
     layers = (
         replace(spec, norms="both", attention=replace(attention, soft_cap=0.7, window=11, scale=0.5)),
         replace(spec, norms="after", attention=replace(spec.attention, head_norm="projection", rope=1)),
+        # What enters isn't normed here: with scores as small as behind a norm, no key takes all.
+        replace(spec, norms="residual", attention=replace(spec.attention, scale=0.02)),
         replace(spec, parallel=True, attention=replace(spec.attention, head_norm="head", rope=2)),
     )
     return replace(
@@ -59,6 +62,7 @@ def every_block() -> ModelConfig:
         layers=layers,
         embedding_multiplier=1.5,
         logit_soft_cap=2.0,
+        embedding_width=24,
         learned_positions=True,
         head_bias=True,
     )
@@ -221,8 +225,10 @@ class RandomWeights:
             self.vectors[name] = (mean + 0.1 * generator.standard_normal(size)).astype(np.float32)
 
         width, neurons = config.hidden_size, config.intermediate_size
-        matrix("embedding", config.vocab_size, width, 1)
-        matrix("head", config.vocab_size, width, width)
+        matrix("embedding", config.vocab_size, config.embedding_size, 1)
+        matrix("head", config.vocab_size, config.embedding_size, config.embedding_size)
+        for weight in model_weight_shapes(config):
+            matrix(weight.name, *weight.shape, weight.shape[1])
         vector("final_norm", width, 1.0)
         vector("final_norm.bias", width, 0.0)
         for i in range(config.num_layers):
@@ -306,7 +312,13 @@ class RandomWeights:
         if config.learned_positions:
             loaded = backend.load_vector(self.matrices["positions"].reshape(-1))
             positions = loaded.reshape(self.matrices["positions"].shape)
-        weights = ModelWeights(backend.load_embedding(table), layers, norm("final_norm"), head, positions)
+        final_norm = norm("final_norm", config.final_norm)
+        projections = [
+            backend.load_linear(ArrayLinear(self.matrices[weight.name], quant.down))
+            for weight in model_weight_shapes(config)
+        ]
+        embedding = backend.load_embedding(table)
+        weights = ModelWeights(embedding, layers, final_norm, head, positions, *projections)
         return Transformer(config, backend, weights)
 
 

@@ -22,7 +22,8 @@ from ondevice.converters.training.activations import Activations, record_inputs
 from ondevice.converters.training.sidecars import copy_bundle, held_out
 from ondevice.converters.training.thresholds import LayerGates, write_thresholds
 from ondevice.flash.reader import FlashReader
-from ondevice.model.loading import NeuronRecords, bundle_files
+from ondevice.model.loading import bundle_files
+from ondevice.model.records import NeuronRecords
 from ondevice.scoring import Tally
 
 TARGETS = (0.1, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8)

@@ -20,7 +20,8 @@ from ondevice.converters.training.thresholds import (
 )
 from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
-from ondevice.model.loading import NeuronRecords, bundle_files
+from ondevice.model.loading import bundle_files
+from ondevice.model.records import NeuronRecords
 from tests.support.bundles import convert_bundle
 from tests.support.engines import bundle_weights
 from tests.support.models import write_checkpoint

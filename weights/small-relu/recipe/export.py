@@ -98,6 +98,7 @@ def model_of_bundle(folder: Path) -> Llama:
     )
     with FlashReader(bundle_files(bundle)) as reader:
         loaded = load_weights(bundle, reader, ReferenceBackend())
+    assert loaded.final_norm is not None
     weights = {
         "model.norm.weight": loaded.final_norm.weight,
         "model.embed_tokens.weight": loaded.head.weight,

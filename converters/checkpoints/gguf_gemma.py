@@ -1,0 +1,192 @@
+"""Gemma's families in GGUF files: the values of their keys in a `config.json`, and their tensors as a
+checkpoint has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from ondevice.converters.architectures.common import Tensors
+from ondevice.converters.architectures.config_reader import shown
+from ondevice.converters.checkpoints.base import SourceTensor, StoredTensor
+from ondevice.converters.checkpoints.gguf_metadata import Metadata
+from ondevice.converters.checkpoints.gguf_tensor import QuantizedTensor
+from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.model_config import SIZE_LIMITS, ModelConfig
+
+Values = Mapping[str, Any]
+"""Values of a `config.json` by key."""
+ROPE_FACTORS = "rope_freqs.weight"
+"""A tensor that rotary frequencies are divided by."""
+STILL = 1e30
+"""The factor there of a pair of dimensions that doesn't turn."""
+GEMMA_LARGEST = {"gemma2": 46, "gemma3_text": 62}
+"""Layers of the models of 27 billion parameters."""
+
+
+def gemma2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
+    """Files don't have the scale of scores: llama.cpp knows the largest model by its number of layers."""
+    width = values["hidden_size"] // values["num_attention_heads"]
+    largest = values["num_hidden_layers"] == GEMMA_LARGEST[values["model_type"]]
+    window = metadata.integer("attention.sliding_window", 0)
+    found: dict[str, Any] = {
+        "query_pre_attn_scalar": width if largest else values["head_dim"],
+        "sliding_window": window or None,
+    }
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if metadata.has(cap):
+            found[cap] = metadata.number(cap)
+    return found
+
+
+def gemma3_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
+    found = gemma2_keys(metadata, values)
+    found["rope_local_base_freq"] = metadata.number("rope.freq_base_swa", 10_000.0)
+    found["sliding_window_pattern"] = metadata.integer("attention.sliding_window_pattern", 6)
+    return found
+
+
+def gemma3n_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
+    """The share of gates below a cutoff is stored as the cutoff, in standard deviations."""
+    found: dict[str, Any] = {
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10_000.0),
+        "hidden_size_per_layer_input": metadata.integer("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": metadata.rows("per_layer_token_embd.weight"),
+        "num_kv_shared_layers": metadata.integer("attention.shared_kv_layers"),
+        "altup_num_inputs": metadata.integer("altup.num_inputs"),
+        "altup_active_idx": metadata.integer("altup.active_idx", 0),
+        "laurel_rank": metadata.rows("blk.0.laurel_l.weight"),
+    }
+    if (scales := metadata.array("activation_sparsity_scale")) is not None:
+        normal = NormalDist()
+        # Configs name shares of few digits.
+        found["activation_sparsity_pattern"] = [round(normal.cdf(scale), 6) for scale in scales]
+    if (local := metadata.array("attention.sliding_window_pattern")) is not None:
+        found["layer_types"] = ["sliding_attention" if is_local else "full_attention" for is_local in local]
+    if metadata.has("final_logit_softcapping"):
+        found["final_logit_softcapping"] = metadata.number("final_logit_softcapping")
+    return found
+
+
+def gemma4_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
+    """Layers differ: global ones have other heads than local ones, and those that share keys more neurons."""
+    layers, shared = values["num_hidden_layers"], metadata.integer("attention.shared_kv_layers", 0)
+    if not 0 <= shared < layers <= SIZE_LIMITS["num_layers"]:
+        raise CheckpointError(
+            f"{metadata.header.file}: {metadata.prefix}attention.shared_kv_layers is {shared} of {layers} "
+            f"layers; there may be {SIZE_LIMITS['num_layers']}, and the first must have keys of its own"
+        )
+    local = _of_layers(metadata, "attention.sliding_window_pattern", layers, 1.0)
+    kinds = ["sliding_attention" if is_local else "full_attention" for is_local in local]
+    head_dim = metadata.integer("attention.key_length_swa", values["head_dim"])
+    for same in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        metadata.reader.only(metadata.prefix + same, head_dim)
+    keys = _of_layers(metadata, "attention.head_count_kv", layers, values["num_key_value_heads"])
+    neurons = _of_layers(metadata, "feed_forward_length", layers, values["intermediate_size"])
+    wide = [neurons[0]] * (layers - shared) + [2 * neurons[0]] * shared
+    if neurons not in (wide, [neurons[0]] * layers):
+        raise UnsupportedModelError(
+            f"{metadata.header.file}: {metadata.prefix}feed_forward_length is {shown(neurons)}; only layers "
+            "that share keys may have other sizes, twice those of the first"
+        )
+    own = range(layers - shared)
+    width = metadata.integer("embedding_length_per_layer_input", 0)
+    found: dict[str, Any] = {
+        "layer_types": kinds,
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        "head_dim": head_dim,
+        "global_head_dim": values["head_dim"],
+        "num_key_value_heads": _first_of(kinds, "sliding_attention", keys),
+        "num_global_key_value_heads": _first_of(kinds, "full_attention", keys),
+        "attention_k_eq_v": any(
+            kinds[i] == "full_attention" and f"blk.{i}.attn_v.weight" not in metadata.stored for i in own
+        ),
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": neurons[-1] != neurons[0],
+        "hidden_size_per_layer_input": width,
+        "rope_parameters": _gemma4_ropes(metadata, values),
+        "rope_theta": None,
+    }
+    if width:
+        found["vocab_size_per_layer_input"] = metadata.rows("per_layer_token_embd.weight")
+    if metadata.has("final_logit_softcapping"):
+        found["final_logit_softcapping"] = metadata.number("final_logit_softcapping")
+    return found
+
+
+def _of_layers(metadata: Metadata, key: str, layers: int, default: float) -> list[int]:
+    """A whole number for each layer, of an array or of one number for all; `default` where there is none."""
+    if isinstance(metadata.header.metadata.get(metadata.prefix + key), np.ndarray):
+        found = [int(value) for value in metadata.array(key) or []]
+        if len(found) != layers:
+            raise CheckpointError(
+                f"{metadata.header.file}: {metadata.prefix}{key} has {len(found)} values for {layers} layers"
+            )
+        return found
+    return [metadata.integer(key, int(default))] * layers
+
+
+def _first_of(kinds: list[str], kind: str, values: list[int]) -> int:
+    """The value of the first layer of a kind, or of the first layer if there is none of that kind."""
+    return values[kinds.index(kind) if kind in kinds else 0]
+
+
+def _gemma4_ropes(metadata: Metadata, values: Values) -> dict[str, Any]:
+    """Of a global layer's head, the first pairs turn as if all did: the factors of the others are huge."""
+    base = {"rope_type": "default", "rope_theta": values["rope_theta"]}
+    if ROPE_FACTORS in metadata.stored:
+        factors, pairs = metadata.vector(ROPE_FACTORS), values["head_dim"] // 2
+        turning = factors.count(1.0)
+        if factors != [1.0] * turning + [float(np.float32(STILL))] * (pairs - turning):
+            raise UnsupportedModelError(
+                f"{metadata.header.file}: {ROPE_FACTORS} must be {pairs} factors, 1 for pairs that turn and "
+                f"then {STILL:g} for the others"
+            )
+        # Half a dimension more, as the product with the width is rounded down.
+        share = min(1.0, (2 * turning + 0.5) / values["head_dim"])
+        base |= {"rope_type": "proportional", "partial_rotary_factor": share}
+    local = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa", 10_000.0)}
+    return {"full_attention": base, "sliding_attention": local}
+
+
+def restored_gemma3n(tensors: Tensors, config: ModelConfig) -> Tensors:
+    """Matrices of the copies of the residual, which are stored as one tensor, by themselves."""
+    found = dict(tensors)
+    for stem in ("model.altup_projections", "model.altup_unembed_projections"):
+        stacked = found.pop(f"{stem}.weight", None)
+        if stacked is not None:
+            found |= _slices(stacked, stem, config.residual_copies - 1)
+    for layer in range(config.num_layers):
+        stem = f"model.layers.{layer}.altup.correct_output_scale"
+        if (scale := found.pop(f"{stem}.weight", None)) is not None:
+            found[stem] = scale
+    return found
+
+
+def restored_gemma4(tensors: Tensors, config: ModelConfig) -> Tensors:
+    """The number that scales a layer, which checkpoints don't call a weight."""
+    found = dict(tensors)
+    for layer in range(config.num_layers):
+        stem = f"model.layers.{layer}.layer_scalar"
+        if (scale := found.pop(f"{stem}.weight", None)) is not None:
+            found[stem] = scale
+    return found
+
+
+def _slices(tensor: SourceTensor, stem: str, count: int) -> dict[str, SourceTensor]:
+    if not isinstance(tensor, StoredTensor | QuantizedTensor) or tensor.shape[:-2] != (count,):
+        raise CheckpointError(
+            f"{tensor.name} has shape {list(tensor.shape)}; config.json asks for {count} matrices"
+        )
+    step = tensor.nbytes // count
+    names = [f"{stem}.{i}.weight" for i in range(count)]
+    return {
+        name: replace(tensor, name=name, shape=tensor.shape[1:], offset=tensor.offset + i * step)
+        for i, name in enumerate(names)
+    }

@@ -1,0 +1,118 @@
+"""Reads a bundle's records through the flash reader: neurons, embedding rows, rows of per-layer inputs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ondevice.backends.base import Bytes, Float32, Int32, RowChunk
+from ondevice.bundle.gates import GateDigest
+from ondevice.bundle.layout import DATA_OFFSET, RESIDENT, RecordLayout, RowLayout, gate_bias_name
+from ondevice.bundle.reader import Bundle
+from ondevice.flash.reader import FlashReader
+from ondevice.kernels import memory
+from ondevice.model.tensor_file import TensorFile
+
+# Indices of files in the flash reader.
+RESIDENT_FILE = 0
+EMBEDDING_FILE = 1
+FIRST_NEURON_FILE = 2
+
+
+class NeuronRecords:
+    """`FeedForwardSource` of one layer."""
+
+    def __init__(self, bundle: Bundle, reader: FlashReader, layer: int) -> None:
+        self._bundle = bundle
+        self._layer = layer
+        self._reader = reader
+        self.file = FIRST_NEURON_FILE + layer
+        self.num_neurons = bundle.config.intermediate_size
+        self.hidden_size = bundle.config.hidden_size
+        self.layout: RecordLayout = bundle.neuron_layout
+        self._gates = GateDigest(bundle, layer) if bundle.config.zeros_gates else None
+
+    def read(self, first: int, count: int) -> Bytes:
+        records = _read_span(self._reader, self.file, self.layout, first, count)
+        self.check_gates(first, records)
+        return records
+
+    def gate_bias(self) -> Float32 | None:
+        """(F,) biases of the gates, from the resident file; None without any."""
+        bundle = self._bundle
+        if not bundle.config.feed_forward.bias:
+            return None
+        resident = TensorFile(bundle, self._reader, bundle.file(RESIDENT), RESIDENT_FILE)
+        return resident.vector(gate_bias_name(self._layer))
+
+    def check_gates(self, first: int, records: Bytes) -> None:
+        if self._gates is not None and first <= self._gates.rows:
+            self._gates.take(first, records)
+
+
+def embedding_records(bundle: Bundle, reader: FlashReader) -> EmbeddingRecords:
+    """`EmbeddingSource` of the bundle's embedding file."""
+    return EmbeddingRecords(
+        bundle, reader, EMBEDDING_FILE, bundle.config.embedding_size, bundle.embedding_layout
+    )
+
+
+def per_layer_records(bundle: Bundle, reader: FlashReader) -> EmbeddingRecords:
+    """`EmbeddingSource` of the bundle's file of per-layer inputs."""
+    file = FIRST_NEURON_FILE + bundle.config.num_layers
+    return EmbeddingRecords(bundle, reader, file, bundle.config.per_layer_size, bundle.per_layer_layout)
+
+
+class EmbeddingRecords:
+    """`EmbeddingSource` of one of the bundle's tables.
+
+    file: its index in the reader. width: columns of a row. layout: of its records.
+    """
+
+    def __init__(
+        self, bundle: Bundle, reader: FlashReader, file: int, width: int, layout: RecordLayout
+    ) -> None:
+        self._reader = reader
+        self.file = file
+        self.vocab_size = bundle.config.vocab_size
+        self.hidden_size = width
+        self.layout = layout
+
+    def read(self, tokens: Int32) -> Bytes:
+        records = memory.empty((len(tokens), self.layout.stride), np.uint8)
+        self._reader.read_records(self.file, tokens.astype(np.int64), records)
+        return records
+
+    def rows(self, row0: int, count: int) -> RowChunk:
+        """Rows row0 .. row0 + count for an output head tied to the embedding: views of the records."""
+        return record_rows(self._reader, self.file, self.layout, row0, count)
+
+
+def record_rows(
+    reader: FlashReader,
+    file: int,
+    layout: RecordLayout,
+    row0: int,
+    count: int,
+    digest: GateDigest | None = None,
+) -> RowChunk:
+    """Rows of the matrix made of each record's first row: views of the records.
+
+    digest: checks gate rows against their layer's sha256.
+    """
+    records = _read_span(reader, file, layout, row0, count)
+    if digest is not None:
+        digest.take(row0, records)
+    return record_chunk(records, 0, layout.parts[0][0], row0)
+
+
+def record_chunk(records: Bytes, offset: int, row: RowLayout, row0: int) -> RowChunk:
+    """The row `offset` bytes into each record (n, stride), as rows row0 .. row0 + n: views of `records`."""
+    scales_at = offset + row.codes_bytes
+    biases_at, end = scales_at + row.scales_bytes, offset + row.nbytes
+    scales, biases = records[:, scales_at:biases_at], records[:, biases_at:end]
+    return RowChunk(row0, records[:, offset:scales_at], scales.view(np.float16), biases.view(np.float16))
+
+
+def _read_span(reader: FlashReader, file: int, layout: RecordLayout, first: int, count: int) -> Bytes:
+    start = DATA_OFFSET + first * layout.stride
+    return reader.read(file, start, count * layout.stride).reshape(count, layout.stride)

@@ -1,0 +1,171 @@
+"""The parts of what selects neurons: gates, predictors, thresholds, cutoffs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from ondevice.backends.base import Backend, Cutoff, Float32, Selector
+from ondevice.bundle.gates import GateDigest
+from ondevice.bundle.layout import RecordLayout, gate_bias_name
+from ondevice.bundle.predictors import PREDICTORS, OperatingPoint
+from ondevice.bundle.reader import Bundle
+from ondevice.bundle.thresholds import THRESHOLDS, ThresholdPoint, importance_name
+from ondevice.config import RowFormat, Sparsity
+from ondevice.flash.reader import FlashReader
+from ondevice.model.parts import MatrixPart, Part
+from ondevice.model.records import FIRST_NEURON_FILE, record_rows
+from ondevice.model.tensor_file import ReadAhead, TensorFile
+from ondevice.model_config import FeedForwardSpec, LayerSpec, ModelConfig
+
+
+def selector_parts(
+    bundle: Bundle,
+    reader: FlashReader,
+    resident: TensorFile,
+    sparsity: Sparsity,
+    point: OperatingPoint | ThresholdPoint | None,
+) -> list[SelectorParts]:
+    """The parts of every layer's selector."""
+    config, layers = bundle.config, range(bundle.config.num_layers)
+    index = FIRST_NEURON_FILE + config.num_layers + (config.per_layer_width > 0)
+
+    def gates(layer: int, file: int, layout: RecordLayout, digest: GateDigest | None = None) -> MatrixPart:
+        bias = partial(resident.vector, gate_bias_name(layer)) if config.feed_forward.bias else None
+        return _gate_part(bundle, reader, file, layout, bias, digest)
+
+    if sparsity == "exact" and not config.zeros_gates:
+        return [
+            _cutoff_selector(gates(layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout), config, spec)
+            for layer, spec in enumerate(config.layers)
+        ]
+    if sparsity == "exact":
+        return [
+            SelectorParts(
+                (gates(layer, index + layer, bundle.gate_layout, GateDigest(bundle, layer)),),
+                least_gate=config.feed_forward.threshold,
+            )
+            for layer in layers
+        ]
+    if sparsity == "predicted" and isinstance(point, OperatingPoint) and bundle.predictors is not None:
+        file = TensorFile(bundle, reader, bundle.added_file(PREDICTORS), index)
+        stored = RowFormat(bundle.predictors.bits)
+        return [
+            SelectorParts(_predictor_parts(config, file, stored, layer, rank, offset), predicted=True)
+            for layer, (rank, offset) in enumerate(zip(bundle.predictors.ranks, point.offsets, strict=True))
+        ]
+    if sparsity == "threshold" and isinstance(point, ThresholdPoint):
+        file = TensorFile(bundle, reader, bundle.added_file(THRESHOLDS), index)
+        return [
+            SelectorParts(
+                (gates(layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout),),
+                cutoff=_CutoffPart(
+                    partial(file.vector, importance_name(layer)), threshold, config.feed_forward
+                ),
+            )
+            for layer, threshold in enumerate(point.thresholds)
+        ]
+    return [SelectorParts()] * config.num_layers
+
+
+def _cutoff_selector(gates: MatrixPart, config: ModelConfig, layer: LayerSpec) -> SelectorParts:
+    """What selects the neurons of a layer of which exact zeros are those of a cutoff, if it has one.
+
+    Without, nearly every neuron is selected: those whose activated gate isn't zero.
+    """
+    spec = layer.feed_forward
+    if spec.cutoff is not None:
+        return SelectorParts((gates,), deviations=spec.cutoff)
+
+    def ones() -> Float32:
+        return np.ones(config.intermediate_size, dtype=np.float32)
+
+    return SelectorParts((gates,), cutoff=_CutoffPart(ones, 0.0, spec))
+
+
+def _predictor_parts(
+    config: ModelConfig, file: TensorFile, stored: RowFormat, layer: int, rank: int, offset: float
+) -> tuple[MatrixPart, ...]:
+    down, up = f"layers.{layer}.down", f"layers.{layer}.up"
+
+    def bias() -> Float32:
+        return file.vector(f"layers.{layer}.bias") + np.float32(offset)
+
+    return (
+        MatrixPart("down", rank, config.hidden_size, stored, partial(file.rows, down, stored)),
+        MatrixPart("up", config.intermediate_size, rank, stored, partial(file.rows, up, stored), bias),
+    )
+
+
+def cutoff_gates(bundle: Bundle, reader: FlashReader, layer: int, sparsity: Sparsity) -> list[Part]:
+    """The gate projection of a layer whose cutoff is made of all of a token's gates; else nothing.
+
+    In mode `exact` the layer's selector has it.
+    """
+    if bundle.config.layers[layer].feed_forward.cutoff is None or sparsity == "exact":
+        return []
+    return [_gate_part(bundle, reader, FIRST_NEURON_FILE + layer, bundle.neuron_layout, None, None)]
+
+
+def _gate_part(
+    bundle: Bundle,
+    reader: FlashReader,
+    file: int,
+    layout: RecordLayout,
+    bias: Callable[[], Float32] | None,
+    digest: GateDigest | None,
+) -> MatrixPart:
+    """One layer's gate projection: the first row of each record of `file`."""
+    config = bundle.config
+    rows = partial(record_rows, reader, file, layout, digest=digest)
+    # Whole records are read; a neuron's record has more rows.
+    return MatrixPart(
+        "gate",
+        config.intermediate_size,
+        config.hidden_size,
+        bundle.quant.of("feed_forward"),
+        rows,
+        bias,
+        read_bytes=layout.stride,
+    )
+
+
+@dataclass(frozen=True)
+class _CutoffPart:
+    read: Callable[[], Float32]
+    threshold: float
+    spec: FeedForwardSpec
+    field: str = "cutoff"
+
+    def tasks(self) -> Iterator[Callable[[], Float32]]:
+        yield self.read
+
+    def load(self, backend: Backend, ahead: ReadAhead) -> Cutoff:
+        return Cutoff(backend.load_vector(ahead.next()), self.threshold, self.spec)
+
+
+@dataclass(frozen=True)
+class SelectorParts:
+    """The parts of one layer's `Selector`: matrices in the order of multiplication, and a cutoff or None."""
+
+    matrices: tuple[MatrixPart, ...] = ()
+    predicted: bool = False
+    cutoff: _CutoffPart | None = None
+    least_gate: float = 0.0
+    deviations: float | None = None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All parts, in the order in which they are read."""
+        return self.matrices if self.cutoff is None else (*self.matrices, self.cutoff)
+
+    def load(self, backend: Backend, ahead: ReadAhead) -> Selector | None:
+        """The loaded selector; None if every neuron is multiplied."""
+        if not self.matrices:
+            return None
+        matrices = tuple(matrix.load(backend, ahead) for matrix in self.matrices)
+        cutoff = None if self.cutoff is None else self.cutoff.load(backend, ahead)
+        return Selector(matrices, self.predicted, cutoff, self.least_gate, self.deviations)

@@ -1,0 +1,38 @@
+"""More sound models to spoil, which `transformers` makes: families with blocks of their own, as folders and
+as GGUF files.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from tests.converters.test_families import CASES, write_model
+from tests.converters.test_gguf_families import MODELS
+from tests.support.bundles import write_byte_tokenizer
+from tests.support.gguf_families import write_family
+from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level
+
+VOCAB = 384
+FOLDERS = ("gemma3n", "gemma4", "gemma4 e wide", "opt", "opt norms behind", "phi", "persimmon")
+FILES = {
+    "phi": "F16", "phi3 partial": "Q8_0", "glm4": "Q5_0", "smollm3 yarn": "Q8_0", "granite": "Q4_1",
+    "olmo2": "Q5_1", "stablelm head norms": "Q4_0", "falcon newer": "F16", "nemotron bias": "Q8_0",
+    "gemma3n": "Q8_0",
+}  # fmt: skip
+"""Types of matrices by model."""
+
+
+def add_families(folder: Path) -> None:
+    """Add them to the bases in `folder`."""
+    for case in FOLDERS:
+        family, options = CASES[case]
+        checkpoint = folder / "checkpoints" / f"family {case}"
+        write_model(checkpoint, family, {**options, "vocab_size": VOCAB})
+        write_byte_tokenizer(checkpoint)
+    for case, kind in FILES.items():
+        family, options = MODELS[case]
+        checkpoint = folder / "checkpoints" / f"gguf {case}"
+        write_model(checkpoint / "source", family, {**options, "vocab_size": BYTE_LEVEL_TOKENS})
+        write_family(checkpoint / "model.gguf", checkpoint / "source", kind, change=add_byte_level)
+        shutil.rmtree(checkpoint / "source")
