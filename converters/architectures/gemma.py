@@ -84,6 +84,8 @@ def _read_gemma2(reader: ConfigReader) -> Description:
 
 def _read_gemma3(reader: ConfigReader) -> Description:
     sizes = read_sizes(reader, max_context=131072, kv_heads=4, head_dim=256, heads=8, vocab_size=262208)
+    # Null in all published configs, and `transformers` reads it without capping anything.
+    reader.only("attn_logit_softcapping", 0.0)
     pattern = reader.integer("sliding_window_pattern", reader.integer("_sliding_window_pattern", PATTERN))
     if pattern < 1:
         raise CheckpointError(f"config.json: sliding_window_pattern is {pattern}; it must be 1 or more")
@@ -100,7 +102,7 @@ def _read_gemma3(reader: ConfigReader) -> Description:
         _windows(reader, kinds),
         "both",
         _activation(reader),
-        attention={"head_norm": "head", "soft_cap": _cap(reader, "attn_logit_softcapping", 0.0)},
+        attention={"head_norm": "head"},
         logit_soft_cap=_cap(reader, "final_logit_softcapping", 0.0),
     )
     # Local layers have a rotary base of their own.
