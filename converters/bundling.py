@@ -36,7 +36,7 @@ class Chunk:
     """The next bytes of a bundle file: records (n, stride), or elements of one resident tensor.
 
     source_bytes: checkpoint bytes that it was made of. fidelity: what storing these did to them, by kind;
-    nothing at 16 bits.
+    nothing at 16 bits. last: true for the last records of a file.
     """
 
     file: str
@@ -44,6 +44,7 @@ class Chunk:
     data: NDArray[np.generic]
     source_bytes: int = 0
     fidelity: Mapping[str, Fidelity] = field(default_factory=dict)
+    last: bool = False
 
 
 def pack(
@@ -54,7 +55,7 @@ def pack(
     Raises CheckpointError if a value can't be stored.
     """
     layouts: dict[str, RecordLayout | None] = {}
-    groups: list[QuantizedRows] = []
+    groups: list[tuple[NDArray[np.float16], NDArray[np.float16]]] = []
     with closing(blocks):
         for block in blocks:
             first = block.rows[0]
@@ -70,11 +71,12 @@ def pack(
                 layouts[block.file] = file_layout(block.file, config, quant).record
             layout = layouts[block.file]
             if layout is not None:
-                yield Chunk(block.file, block.tensor, pack_records(rows, layout), block.nbytes, fidelity)
+                records = pack_records(rows, layout)
+                yield Chunk(block.file, block.tensor, records, block.nbytes, fidelity, block.last)
                 continue
             codes = rows[0].codes.view(np.float16 if quant.bits == 16 else np.uint32)
             yield Chunk(block.file, f"{block.tensor}.codes", codes, block.nbytes, fidelity)
-            groups += rows
+            groups.append((rows[0].scales, rows[0].biases))
             if block.last:
                 yield from _group_chunks(block.tensor, groups, block.formats[0])
                 groups = []
@@ -93,12 +95,15 @@ def pack_records(rows: Sequence[QuantizedRows], layout: RecordLayout) -> NDArray
     return records
 
 
-def _group_chunks(tensor: str, groups: Sequence[QuantizedRows], stored: RowFormat) -> Iterator[Chunk]:
+def _group_chunks(
+    tensor: str, groups: Sequence[tuple[NDArray[np.float16], NDArray[np.float16]]], stored: RowFormat
+) -> Iterator[Chunk]:
     """Scales and biases of a whole matrix, which follow its codes in the file."""
+    scales, biases = zip(*groups, strict=True)
     if stored.bits != 16:
-        yield Chunk(RESIDENT, f"{tensor}.scales", np.concatenate([rows.scales for rows in groups]))
+        yield Chunk(RESIDENT, f"{tensor}.scales", np.concatenate(scales))
     if stored.bits != 16 and not stored.implied_bias:
-        yield Chunk(RESIDENT, f"{tensor}.biases", np.concatenate([rows.biases for rows in groups]))
+        yield Chunk(RESIDENT, f"{tensor}.biases", np.concatenate(biases))
 
 
 def _stored(

@@ -1,9 +1,10 @@
 """Checkpoint to bundle, streaming and resumable: `convert` is the entry.
 
-    checkpoint -> disk space -> neurons, embedding, resident, tokenizer -> manifest -> trial -> rename
+    checkpoint -> disk space -> embedding, layers, head, tokenizer -> manifest -> trial -> rename
 
-Everything is written in `<output>.partial`, which becomes `<output>` once it is a whole bundle. Three stages
-overlap: one thread reads, one quantises (on every core), and the calling one checksums and writes. Training,
+Everything is written in `<output>.partial`, which becomes `<output>` once it is a whole bundle. Four stages
+overlap: one thread reads, one quantises (on every core), the calling one checksums and writes, and one tries
+the layers that are written. Training,
 if any, comes before the renaming and works on a copy. If it is interrupted, it starts from the same bytes
 again.
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 from collections import deque
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -27,7 +27,6 @@ from ondevice.bundle.layout import (
     EMBEDDING,
     MANIFEST,
     PER_LAYER,
-    POSITIONS,
     RECORDS_TENSOR,
     RESIDENT,
     file_layout,
@@ -63,12 +62,13 @@ from ondevice.converters.reading import (
     NAMES_OF_KINDS,
     NOT_ROUNDED,
     Wanted,
+    layer_of,
     read_blocks,
     resident_sources,
 )
 from ondevice.converters.rounding.layers import LayerRounding, rounds_any
 from ondevice.converters.training.sidecars import copy_bundle
-from ondevice.converters.trial import check_computes
+from ondevice.converters.trial import LayersTrial, check_computes, tries_layers
 from ondevice.errors import (
     BundleError,
     CheckpointError,
@@ -81,7 +81,7 @@ from ondevice.units import usable_cores
 
 CONVERTER_VERSION = "7"
 """Version of the converter. It changes whenever the same checkpoint would give other bytes."""
-BLOCKS_AHEAD = 2
+BLOCKS_AHEAD = 4
 _MANIFEST_BYTES = 1 << 20
 _NAMED_CHARS = 24
 """Characters of a checkpoint's name in the fingerprint of a conversion, which has 128 characters."""
@@ -160,8 +160,9 @@ def convert(
         folder.check_space(bundle_bytes(checkpoint, quant_config, twice=training is not None))
         # Weights that a text has rounded are another conversion's for another text.
         written = trained if pieces else origin
-        _Conversion(checkpoint, quant_config, folder, written, pieces).run(on_progress)
-        _try_out(folder)
+        with closing(_Conversion(checkpoint, quant_config, folder, written, pieces)) as conversion:
+            conversion.run(on_progress)
+            _try_out(folder, conversion.trial)
         if training is not None:
             _copy_as(Bundle.open(folder.partial), folder.copy, trained)
             training.run(folder.copy)
@@ -204,7 +205,14 @@ class _Conversion:
         gates = [gate_file_name(layer) for layer in layers if checkpoint.config.zeros_gates]
         self._tables = [EMBEDDING, *([PER_LAYER] if checkpoint.config.per_layer_width else [])]
         self._record_files = [*self._neurons, *gates, *self._tables]
+        self.trial: LayersTrial | None = None
+        """The trial of the layers, where this run has written all of them."""
         self._open()
+
+    def close(self) -> None:
+        """End the trial."""
+        if self.trial is not None:
+            self.trial.close()
 
     def run(self, on_progress: OnProgress | None) -> None:
         """Write the missing files, the manifest last. Then delete the files that it doesn't list."""
@@ -259,7 +267,7 @@ class _Conversion:
         return all(name in self._errors for name in finished)
 
     def _write_weights(self, on_progress: OnProgress | None) -> None:
-        """Write every file that isn't finished, with three overlapping stages; layer by layer with a text."""
+        """Write every file that isn't finished, layer by layer, in overlapping stages."""
         resident = list(resident_tensors(self._checkpoint.config, self._quant))
         missing = set(resident[self._writer.resident_finished() :])
 
@@ -270,15 +278,12 @@ class _Conversion:
 
         meter = self._meter(wanted, on_progress)
         runner = _native.Runner(usable_cores())
-        if self._pieces:
-            self._write_rounded(self._rounded_chunks(wanted, meter, runner), missing)
-            return
-        with closing(self._chunks(wanted, runner)) as chunks:
-            for file, group in groupby(_counted(chunks, meter), key=lambda chunk: chunk.file):
-                if file == RESIDENT:
-                    self._write_resident(chunk for chunk in group if chunk.tensor in missing)
-                else:
-                    self._writer.write_records(file, self._data(file, group))
+        begun = self._writer.resident_finished() or any(map(self._writer.finished, self._record_files))
+        # A text rounds the embedding last.
+        if not begun and not self._pieces and tries_layers(self._checkpoint.config):
+            self.trial = LayersTrial(self._checkpoint.config, self._quant)
+        chunks = self._rounded_chunks if self._pieces else self._plain_chunks
+        self._write_chunks(chunks(wanted, meter, runner), missing)
 
     def _chunks(
         self, wanted: Wanted, runner: _native.Runner, rounded: Mapping[str, RoundedRows] = NOT_ROUNDED
@@ -292,6 +297,12 @@ class _Conversion:
             for chunk in chunks:  # noqa: UP028
                 yield chunk
 
+    def _plain_chunks(
+        self, wanted: Wanted, meter: ProgressMeter, runner: _native.Runner
+    ) -> Generator[Chunk, None, None]:
+        with closing(self._chunks(wanted, runner)) as chunks:
+            yield from _counted(chunks, meter)
+
     def _rounded_chunks(
         self, wanted: Wanted, meter: ProgressMeter, runner: _native.Runner
     ) -> Generator[Chunk, None, None]:
@@ -303,7 +314,7 @@ class _Conversion:
         for layer in range(layers + 1):
 
             def part(file: str, tensor: str, layer: int = layer) -> bool:
-                return _layer_of(file, tensor, layers) == layer and wanted(file, tensor)
+                return layer_of(file, tensor, layers) == layer and wanted(file, tensor)
 
             is_wanted = any(part(*place) for place in places)
             if layer < layers:
@@ -313,21 +324,27 @@ class _Conversion:
             with closing(self._chunks(part, runner, rounded)) as chunks:
                 yield from _counted(chunks, meter)
 
-    def _write_rounded(self, chunks: Generator[Chunk, None, None], missing: Container[str]) -> None:
+    def _write_chunks(self, chunks: Generator[Chunk, None, None], missing: Container[str]) -> None:
         """Write chunks of record files when they come, and of the resident file between them."""
 
         def resident() -> Iterator[Chunk]:
-            for file, group in groupby(chunks, key=lambda chunk: chunk.file):
-                if file == RESIDENT:
-                    yield from (chunk for chunk in group if chunk.tensor in missing)
-                else:
-                    self._writer.write_records(file, self._data(file, group))
+            for chunk in chunks:
+                if chunk.file != RESIDENT:
+                    self._write_records(chunk, chunks)
+                elif chunk.tensor in missing:
+                    yield chunk
 
         with closing(chunks):
             tensors = resident()
             self._write_resident(tensors)
             # A finished resident file asks for nothing.
             deque(tensors, maxlen=0)
+
+    def _write_records(self, first: Chunk, following: Iterator[Chunk]) -> None:
+        """Write the record file of `first`, whose other chunks follow. Then a layer can be tried."""
+        self._writer.write_records(first.file, self._data(first.file, _until_last(first, following)))
+        if self.trial is not None and first.file in self._neurons:
+            self.trial.add(*map(self._writer.written, (RESIDENT, EMBEDDING, first.file)))
 
     def _write_resident(self, chunks: Iterator[Chunk]) -> None:
         self._writer.write_resident(
@@ -387,14 +404,6 @@ class _Conversion:
         return self._quant.of(matrices[kind]) if kind in matrices else self._quant.down
 
 
-def _layer_of(file: str, tensor: str, layers: int) -> int:
-    """The layer with which a record file or resident tensor is written; `layers` for what follows them."""
-    if tensor == POSITIONS:
-        return 0
-    found = re.search(r"(?:^layers\.|-)(\d+)\.", tensor if file == RESIDENT else file)
-    return int(found[1]) if found else layers
-
-
 @contextmanager
 def _interrupting(checkpoint: Checkpoint) -> Iterator[None]:
     """Interrupt the checkpoint's reads if the work in the block fails or is stopped."""
@@ -404,10 +413,10 @@ def _interrupting(checkpoint: Checkpoint) -> Iterator[None]:
         failed.pop_all()
 
 
-def _try_out(folder: OutputFolder) -> None:
+def _try_out(folder: OutputFolder, layers: LayersTrial | None) -> None:
     """Check that the bundle computes something usable; if it doesn't, delete it and raise CheckpointError."""
     try:
-        check_computes(Bundle.open(folder.partial))
+        check_computes(Bundle.open(folder.partial), layers)
     except CheckpointError:
         folder.discard()
         raise
@@ -477,6 +486,15 @@ def source_bytes(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
     for tensor, sources in resident_sources(checkpoint):
         sizes[RESIDENT, tensor] = sum(source.nbytes for source in sources)
     return sizes
+
+
+def _until_last(first: Chunk, following: Iterator[Chunk]) -> Iterator[Chunk]:
+    """The chunks of a record file, the last of which says so: what comes next may take minutes."""
+    chunk = first
+    yield chunk
+    while not chunk.last:
+        chunk = next(following)
+        yield chunk
 
 
 def _counted(chunks: Iterator[Chunk], meter: ProgressMeter) -> Iterator[Chunk]:

@@ -5,8 +5,10 @@ Legend: D hidden size, n rows in a block.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import lcm
 
 import numpy as np
@@ -74,18 +76,12 @@ def read_blocks(
     quant: QuantConfig,
     rounded: Mapping[str, RoundedRows] = NOT_ROUNDED,
 ) -> Generator[Block, None, None]:
-    """Neurons and their gates by layer, then the embedding and per-layer rows, then the resident tensors.
+    """The embedding and per-layer rows; by layer resident tensors, neurons and their gates; then the rest.
 
     quant: how the bundle stores weights. The checkpoint's own codes are taken where they fit.
     rounded: matrices to take as they are, by their names. A down projection's rows are neurons.
     """
-    for layer in range(checkpoint.config.num_layers):
-        if wanted(neuron_file_name(layer), RECORDS_TENSOR):
-            yield from _neurons(checkpoint, layer, quant, rounded)
-        if checkpoint.config.zeros_gates and wanted(gate_file_name(layer), RECORDS_TENSOR):
-            gate = checkpoint.tensors[names.LayerNames(layer).gate]
-            stored = quant.of("feed_forward")
-            yield from _matrix(gate_file_name(layer), RECORDS_TENSOR, "gate", [gate], stored, rounded)
+    layers = checkpoint.config.num_layers
     if wanted(EMBEDDING, RECORDS_TENSOR):
         embedding, stored = checkpoint.tensors[names.EMBEDDING], quant.of("embedding")
         yield from _matrix(EMBEDDING, RECORDS_TENSOR, "embedding", [embedding], stored, rounded)
@@ -93,19 +89,57 @@ def read_blocks(
         rows = checkpoint.tensors[names.PER_LAYER]
         yield from _matrix(PER_LAYER, RECORDS_TENSOR, "per_layer", [rows], quant.down, rounded)
     specs = resident_tensors(checkpoint.config, quant)
-    for tensor, sources in resident_sources(checkpoint):
-        if not wanted(RESIDENT, tensor):
-            continue
-        if tensor in specs and len(sources[0].shape) == 2:
-            yield from _values(tensor, sources[0])
-        elif len(sources[0].shape) == 1:
-            vector = np.concatenate([source.vector() for source in sources])
-            nbytes = sum(source.nbytes for source in sources)
-            yield Block(RESIDENT, tensor, tuple(source.name for source in sources), (), (), (vector,), nbytes)
-        else:
-            kind = matrix_kind(tensor)
-            stored = quant.down if kind is None else quant.of(kind)
-            yield from _matrix(RESIDENT, tensor, NAMES_OF_KINDS[kind], sources, stored, rounded)
+    resident = groupby(resident_sources(checkpoint), lambda found: layer_of(RESIDENT, found[0], layers))
+    for layer, tensors in resident:
+        for tensor, sources in tensors:
+            if wanted(RESIDENT, tensor):
+                yield from _resident(tensor, sources, tensor in specs, quant, rounded)
+        if layer < layers:
+            yield from _layer_records(checkpoint, layer, wanted, quant, rounded)
+
+
+def layer_of(file: str, tensor: str, layers: int) -> int:
+    """The layer with which a record file or resident tensor is written; `layers` for what follows them."""
+    if tensor == POSITIONS:
+        return 0
+    found = re.search(r"(?:^layers\.|-)(\d+)\.", tensor if file == RESIDENT else file)
+    return int(found[1]) if found else layers
+
+
+def _layer_records(
+    checkpoint: Checkpoint,
+    layer: int,
+    wanted: Wanted,
+    quant: QuantConfig,
+    rounded: Mapping[str, RoundedRows],
+) -> Iterator[Block]:
+    """A layer's neurons, then their gates if they have a file of their own."""
+    if wanted(neuron_file_name(layer), RECORDS_TENSOR):
+        yield from _neurons(checkpoint, layer, quant, rounded)
+    if checkpoint.config.zeros_gates and wanted(gate_file_name(layer), RECORDS_TENSOR):
+        gate = checkpoint.tensors[names.LayerNames(layer).gate]
+        stored = quant.of("feed_forward")
+        yield from _matrix(gate_file_name(layer), RECORDS_TENSOR, "gate", [gate], stored, rounded)
+
+
+def _resident(
+    tensor: str,
+    sources: Sequence[SourceTensor],
+    is_whole: bool,
+    quant: QuantConfig,
+    rounded: Mapping[str, RoundedRows],
+) -> Iterator[Block]:
+    """is_whole: it is one tensor of the bundle, without codes and scales."""
+    if is_whole and len(sources[0].shape) == 2:
+        yield from _values(tensor, sources[0])
+    elif len(sources[0].shape) == 1:
+        vector = np.concatenate([source.vector() for source in sources])
+        nbytes = sum(source.nbytes for source in sources)
+        yield Block(RESIDENT, tensor, tuple(source.name for source in sources), (), (), (vector,), nbytes)
+    else:
+        kind = matrix_kind(tensor)
+        stored = quant.down if kind is None else quant.of(kind)
+        yield from _matrix(RESIDENT, tensor, NAMES_OF_KINDS[kind], sources, stored, rounded)
 
 
 def matrix_kind(tensor: str) -> MatrixKind | None:

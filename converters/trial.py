@@ -1,4 +1,6 @@
-"""Trial of a finished bundle before it gets its name: a few tokens pass through, to refuse unusable models.
+"""Trial of a bundle before it gets its name: a few tokens pass through, to refuse unusable models.
+
+The layers of one that is converted without a stop are tried while the next are converted.
 
 One layer's attention is in memory at a time, and a few MB of neurons or of the output head. So a trial takes
 no more memory than the conversion did.
@@ -7,6 +9,7 @@ no more memory than the conversion did.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -14,14 +17,32 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.backends.base import Bytes, Float32, KVLayout, RowChunk
+from ondevice.backends.base import (
+    Bytes,
+    EmbeddingSource,
+    FeedForwardSource,
+    Float32,
+    KVLayout,
+    LinearSource,
+    RowChunk,
+)
 from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import NeuronSource
-from ondevice.bundle.layout import RESIDENT, RowLayout
-from ondevice.bundle.reader import Bundle
+from ondevice.bundle.layout import (
+    CRC_BLOCK_BYTES,
+    DATA_OFFSET,
+    RESIDENT,
+    RecordLayout,
+    RowLayout,
+    embedding_layout,
+    neuron_layout,
+    resident_tensors,
+)
+from ondevice.bundle.reader import Bundle, CheckedFile, TensorSpan, tensor_spans
 from ondevice.callbacks import never_cancelled
+from ondevice.config import QuantConfig
 from ondevice.converters.pipeline import ahead
 from ondevice.errors import BundleError, CheckpointError
 from ondevice.flash.reader import FlashReader
@@ -40,10 +61,19 @@ from ondevice.model.loading import (
     position_parts,
 )
 from ondevice.model.parts import Part, part_tasks
-from ondevice.model.records import RESIDENT_FILE, NeuronRecords, embedding_records
+from ondevice.model.records import (
+    EMBEDDING_FILE,
+    FIRST_NEURON_FILE,
+    RESIDENT_FILE,
+    EmbeddingRecords,
+    NeuronRecords,
+    embedding_records,
+    read_span,
+)
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.transformer import Transformer
 from ondevice.model.weights import ModelWeights
+from ondevice.model_config import ModelConfig
 from ondevice.units import usable_cores
 
 TRIAL_TOKENS = 64
@@ -51,12 +81,151 @@ TRIAL_TOKENS = 64
 PIECE_BYTES = 8 << 20
 """Bytes of neurons, or of the head's rows, that are computed together; as many are read meanwhile. Fresh
 memory of this size has huge pages: with pieces of 4 MB, a 7B trial took 1.3 core seconds more."""
+SAMPLES = 16
+"""Records of each layer, and blocks of the resident file, that a disk must give back."""
+READ_THREADS = 2
+"""Of a layer's reader while others are converted."""
 
 
-def check_computes(bundle: Bundle) -> None:
+class LayersTrial:
+    """A trial of layers while the ones after them are converted: each is read when it has just been written.
+
+    So its bytes come from the page cache, checked by CRC-32C. What a disk gives back later isn't known by it:
+    `check_computes` reads a sample from there.
+    """
+
+    def __init__(self, config: ModelConfig, quant: QuantConfig) -> None:
+        self._config = config
+        self._quant = quant
+        self._spans = tensor_spans(RESIDENT, resident_tensors(config, quant))
+        self._tokens = trial_tokens(config)
+        # Conversion has the other cores.
+        self._backend = _LayerBackend(make_runner(1), neuron_layout(config, quant))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="converter-trial")
+        self._pending: list[Future[None]] = []
+        self._readers: list[FlashReader] = []
+        self._buffers = [np.empty(PIECE_BYTES, np.uint8) for _ in range(2)]
+        self._x: Float32 | None = None
+
+    def tensor_span(self, name: str) -> TensorSpan:
+        return self._spans[name]
+
+    def add(self, resident: CheckedFile, embedding: CheckedFile, neurons: CheckedFile) -> None:
+        """Begin the trial of the next layer, once at most one before it is under way.
+
+        Raises FlashReadError if a file can't be opened.
+        """
+        wait(self._pending[-2:-1])
+        # Opened now: the resident file still grows.
+        reader = FlashReader([resident, embedding, neurons], io="buffered", threads=READ_THREADS)
+        self._readers.append(reader)
+        layer = len(self._pending)
+        self._pending.append(self._thread.submit(self._through, reader, resident, layer))
+
+    def states(self) -> Float32 | None:
+        """(T, D) output of the last layer; None unless every layer was added.
+
+        Raises BundleError and FlashReadError of the first layer that has one.
+        """
+        for future in self._pending:
+            future.result()
+        return self._x if len(self._pending) == self._config.num_layers else None
+
+    def close(self) -> None:
+        """Wait for the layer under way, and forget the others. Idempotent."""
+        self._thread.shutdown(cancel_futures=True)
+        for reader in self._readers:
+            reader.close()
+        self._backend.close()
+
+    def _through(self, reader: FlashReader, resident: CheckedFile, layer: int) -> None:
+        x, self._x = self._x, None
+        if layer and x is None:
+            return  # The layer before has an error.
+        config, quant = self._config, self._quant
+        with reader:
+            tensors = TensorFile(self, reader, resident, RESIDENT_FILE)
+            table = EmbeddingRecords(
+                config.vocab_size, reader, EMBEDDING_FILE, config.hidden_size, embedding_layout(config, quant)
+            )
+            source = _WrittenNeurons(config, quant, reader, self._buffers)
+            inputs = position_parts(config, tensors)
+            self._x = _through_layer(
+                config, quant, tensors, table, source, self._backend, layer, self._tokens, x, inputs
+            )
+        self._readers.remove(reader)
+
+
+class _WrittenNeurons:
+    """`FeedForwardSource` of the layer whose file is the reader's first of neurons.
+
+    buffers: two of PIECE_BYTES.
+    """
+
+    def __init__(
+        self, config: ModelConfig, quant: QuantConfig, reader: FlashReader, buffers: list[Bytes]
+    ) -> None:
+        self.file = FIRST_NEURON_FILE
+        self.num_neurons = config.intermediate_size
+        self.hidden_size = config.hidden_size
+        self.layout: RecordLayout = neuron_layout(config, quant)
+        self._reader = reader
+        self._buffers = buffers
+
+    def read(self, first: int, count: int) -> Bytes:
+        """As of its protocol, but valid until the read after the next: memory that was used is cheaper."""
+        self._buffers.reverse()
+        nbytes, stride = count * self.layout.stride, self.layout.stride
+        if nbytes > PIECE_BYTES:
+            return read_span(self._reader, self.file, self.layout, first, count)
+        out = self._buffers[0][:nbytes]
+        self._reader.read(self.file, DATA_OFFSET + first * stride, nbytes, out)
+        return out.reshape(count, stride)
+
+    def check_gates(self, first: int, records: Bytes) -> None:
+        """Their copies are compared where a bundle has them."""
+
+
+class _LayerBackend(CpuBackend):
+    """A backend for one layer after another, whose matrices have the memory of those of the layer before."""
+
+    def __init__(self, runner: _native.Runner, layout: RecordLayout) -> None:
+        neurons = max(1, PIECE_BYTES // (layout.stride * BLOCK_NEURONS)) * BLOCK_NEURONS
+        super().__init__(runner, segment_neurons=neurons, piece_neurons=neurons)
+        self.neurons = neurons
+        self._used: list[tuple[Any, _native.Matrix]] = []
+        self._free: list[tuple[Any, _native.Matrix]] = []
+
+    def new_matrix(self, source: LinearSource) -> _native.Matrix:
+        key = (source.rows, source.cols, source.stored)
+        at = next((i for i, (free, _) in enumerate(self._free) if free == key), None)
+        matrix = super().new_matrix(source) if at is None else self._free.pop(at)[1]
+        self._used.append((key, matrix))
+        return matrix
+
+    def next_layer(self) -> None:
+        """Forget the layer that was loaded."""
+        self._free, self._used = self._used, []
+        self.feed_forwards.clear()
+
+
+def tries_layers(config: ModelConfig) -> bool:
+    """True for models whose layers `LayersTrial` can try."""
+    # Copies of gates are compared with a file that is written after the neurons; matrices that make an
+    # embedding as wide as a layer are written last.
+    return config.is_plain and not config.zeros_gates and not config.embedding_width
+
+
+def trial_tokens(config: ModelConfig) -> Sequence[int]:
+    """The tokens of a trial."""
+    return range(0, config.vocab_size, -(-config.vocab_size // TRIAL_TOKENS))
+
+
+def check_computes(bundle: Bundle, layers: LayersTrial | None = None) -> None:
     """Raises CheckpointError if logits aren't finite, or are the same for every token of the vocabulary.
 
-    Raises FlashReadError if the disk doesn't give back what was written.
+    layers: a trial of the bundle's layers, of which then a sample is read. Raises FlashReadError if the disk
+    doesn't give back what was written.
     """
     config = bundle.config
     if not config.is_plain:
@@ -64,7 +233,7 @@ def check_computes(bundle: Bundle) -> None:
         # of a token's values; the first forward pass checks its logits.
         return
     try:
-        logits = trial_logits(bundle, range(0, config.vocab_size, -(-config.vocab_size // TRIAL_TOKENS)))
+        logits = trial_logits(bundle, trial_tokens(config), None if layers is None else layers.states())
     except BundleError as error:
         raise _refusal(bundle, str(error)) from error
     if not np.isfinite(logits).all():
@@ -73,16 +242,41 @@ def check_computes(bundle: Bundle) -> None:
         raise _refusal(bundle, "every token is as likely as any other, whatever the text")
 
 
-def trial_logits(bundle: Bundle, tokens: Sequence[int]) -> Float32:
-    """(T, V) logits of a text of T tokens, equal to those of the loaded model. Raises BundleError."""
+def trial_logits(bundle: Bundle, tokens: Sequence[int], x: Float32 | None = None) -> Float32:
+    """(T, V) logits of a text of T tokens, equal to those of the loaded model. Raises BundleError.
+
+    x: (T, D) the last layer's output, if it is known; of layers, only a sample is read then.
+    """
     runner = make_runner(usable_cores())
+    config, quant = bundle.config, bundle.quant
     with FlashReader(bundle_files(bundle)) as reader:
         resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE)
-        x: Float32 | None = None
-        for layer in range(bundle.config.num_layers):
-            x = _through_layer(bundle, reader, resident, runner, layer, tokens, x)
+        if x is not None:
+            _read_sample(bundle, reader)
+        else:
+            with closing(_LayerBackend(runner, bundle.neuron_layout)) as backend:
+                for layer in range(config.num_layers):
+                    table, source = embedding_records(bundle, reader), NeuronRecords(bundle, reader, layer)
+                    inputs = [*position_parts(config, resident), *model_weight_parts(bundle, resident)]
+                    x = _through_layer(
+                        config, quant, resident, table, source, backend, layer, tokens, x, inputs
+                    )
         assert x is not None
         return np.concatenate(list(_logits(bundle, reader, resident, runner, x)), axis=1)
+
+
+def _read_sample(bundle: Bundle, reader: FlashReader) -> None:
+    """Read, evenly spaced, records of every layer and blocks of the resident file. Raises FlashReadError."""
+    nbytes = bundle.file(RESIDENT).nbytes
+    blocks = range(0, -(-nbytes // CRC_BLOCK_BYTES))
+    for block in np.linspace(0, len(blocks) - 1, min(SAMPLES, len(blocks))).astype(int).tolist():
+        start = block * CRC_BLOCK_BYTES
+        reader.read(RESIDENT_FILE, start, min(CRC_BLOCK_BYTES, nbytes - start))
+    count = bundle.config.intermediate_size
+    picks = np.unique(np.linspace(0, count - 1, min(SAMPLES, count)).astype(np.int64))
+    records = np.empty((len(picks), bundle.neuron_layout.stride), np.uint8)
+    for layer in range(bundle.config.num_layers):
+        reader.read_records(FIRST_NEURON_FILE + layer, picks, records)
 
 
 def _refusal(bundle: Bundle, reason: str) -> CheckpointError:
@@ -93,41 +287,42 @@ def _refusal(bundle: Bundle, reason: str) -> CheckpointError:
 
 
 def _through_layer(
-    bundle: Bundle,
-    reader: FlashReader,
+    config: ModelConfig,
+    quant: QuantConfig,
     resident: TensorFile,
-    runner: _native.Runner,
+    table: EmbeddingSource,
+    source: FeedForwardSource,
+    backend: _LayerBackend,
     layer: int,
     tokens: Sequence[int],
     x: Float32 | None,
+    inputs: Sequence[Part],
 ) -> Float32:
-    """(T, D) output of a layer for its input x (T, D); without x, the input is the tokens' embedding."""
-    config = replace(bundle.config, layers=bundle.config.layers[layer : layer + 1])
-    source = NeuronRecords(bundle, reader, layer)
-    stride = source.layout.stride
-    neurons = max(1, PIECE_BYTES // (stride * BLOCK_NEURONS)) * BLOCK_NEURONS
-    backend = CpuBackend(runner, segment_neurons=neurons, piece_neurons=neurons)
-    with closing(backend):
-        loaded = _loaded(backend, layer_parts(bundle, resident, layer))
-        feed_forward = backend.load_feed_forward(0, source, biases=feed_forward_biases(loaded))
-        feed_forward.neurons = _Pieces(source, neurons)
-        weights = layer_weights(backend, config, config.layers[0], loaded, feed_forward)
-        embedding = backend.load_embedding(embedding_records(bundle, reader))
-        positions = project_in = None
-        if x is None:
-            others = [*position_parts(config, resident), *model_weight_parts(bundle, resident)]
-            loaded = _loaded(backend, others)
-            positions, project_in = loaded_positions(config, loaded), loaded.get("project_in")
-        model_weights = ModelWeights(embedding, [weights], None, None, positions, project_in)
-        model = Transformer(config, backend, model_weights)
-        # The arrays that a backend returns are valid only until its next op.
-        return np.array(model.hidden_states(tokens, KVCache(KVLayout(config, 16)), x=x))
+    """(T, D) output of a layer for its input x (T, D); without x, the input is the tokens' embedding.
+
+    inputs: the parts with which that is made.
+    """
+    alone = replace(config, layers=config.layers[layer : layer + 1])
+    backend.next_layer()
+    loaded = _loaded(backend, layer_parts(config, quant, resident, layer))
+    feed_forward = backend.load_feed_forward(0, source, biases=feed_forward_biases(loaded))
+    feed_forward.neurons = _Pieces(source, backend.neurons)
+    weights = layer_weights(backend, alone, alone.layers[0], loaded, feed_forward)
+    embedding = backend.load_embedding(table)
+    positions = project_in = None
+    if x is None:
+        loaded = _loaded(backend, inputs)
+        positions, project_in = loaded_positions(alone, loaded), loaded.get("project_in")
+    model_weights = ModelWeights(embedding, [weights], None, None, positions, project_in)
+    model = Transformer(alone, backend, model_weights)
+    # The arrays that a backend returns are valid only until its next op.
+    return np.array(model.hidden_states(tokens, KVCache(KVLayout(alone, 16)), x=x))
 
 
 class _Pieces(NeuronSource):
     """Neuron source that reads the neurons of `source` a piece at a time."""
 
-    def __init__(self, source: NeuronRecords, piece_neurons: int) -> None:
+    def __init__(self, source: FeedForwardSource, piece_neurons: int) -> None:
         self._source = source
         self._piece_neurons = piece_neurons
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -28,6 +29,10 @@ NUMPY_TYPES: dict[StoredType, np.dtype[Any]] = {
     "F16": np.dtype("<f2"),
     "BF16": np.dtype("<u2"),
 }
+
+
+_LEAST_AHEAD, _MOST_AHEAD = 256 << 10, 4 << 20
+"""Bytes of a read after which as many are read ahead, and most bytes of these."""
 
 
 class SourceFile:
@@ -67,8 +72,16 @@ class SourceFile:
                         f"{self.path.name} ends at byte {offset + done}, too early; download it again"
                     )
                 done += count
+            self._read_ahead(offset + done, len(view))
         except OSError as error:
             raise CheckpointError(f"reading {self.path} failed: {error.strerror}") from error
+
+    def _read_ahead(self, offset: int, nbytes: int) -> None:
+        """Have the system read on, as far as was just read: the next block of a tensor, most often."""
+        if nbytes >= _LEAST_AHEAD and hasattr(os, "posix_fadvise"):
+            nbytes = min(nbytes, _MOST_AHEAD)
+            with suppress(OSError):
+                os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """`nbytes` bytes from byte `offset`."""

@@ -161,11 +161,15 @@ class CpuBackend(OffloadingBackend):
         return np.array(values, dtype=np.float32)
 
     def load_linear(self, source: LinearSource) -> CpuLinear:
-        matrix = _native.Matrix(source.rows, source.cols, source.stored)
+        matrix = self.new_matrix(source)
         for row0, codes, scales, biases in source.chunks():
             matrix.load_rows(self.runner, row0, codes, scales.view(np.uint16), biases.view(np.uint16))
         bias = None if source.bias is None else np.array(source.bias, dtype=np.float32)
         return CpuLinear(matrix, bias)
+
+    def new_matrix(self, source: LinearSource) -> _native.Matrix:
+        """The matrix into which `load_linear` loads."""
+        return _native.Matrix(source.rows, source.cols, source.stored)
 
     def load_feed_forward(
         self,

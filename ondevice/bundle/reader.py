@@ -143,7 +143,7 @@ class Bundle:
         self._folder = path.resolve()
         self._check_sizes()
         self._check_headers()
-        self._spans = _spans(RESIDENT, resident_tensors(self.config, self.quant))
+        self._spans = tensor_spans(RESIDENT, resident_tensors(self.config, self.quant))
         self._crcs = self._read_checksums()
         self._rechecked: dict[str, CheckedFile] = {}
         self.added: dict[str, AddedFile] = {}
@@ -385,7 +385,7 @@ class Bundle:
         file = CheckedFile.of(self._folder / name, nbytes, layout, np.array(crcs, dtype=np.uint32))
         self.added[name] = AddedFile(sidecar, file, layout, sha256)
         self.bundle_bytes += manifest_bytes + nbytes
-        self._spans |= _spans(name, tensors)
+        self._spans |= tensor_spans(name, tensors)
 
     def _read_hotness(self, data: bytes) -> Hotness:
         hotness = parse_hotness(data, self.manifest)
@@ -420,7 +420,8 @@ class Bundle:
         return np.frombuffer(data, dtype="<u4")
 
 
-def _spans(file: str, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpan]:
+def tensor_spans(file: str, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpan]:
+    """The places of a file's tensors, by name."""
     offset = len(resident_header(tensors))
     spans = {}
     for name, spec in tensors.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +45,7 @@ from ondevice.bundle.manifest import (
     manifest_text,
     parse_manifest,
 )
+from ondevice.bundle.reader import CheckedFile
 from ondevice.bundle.resume import Claim, ResidentClaim, SourceStamp, load_state
 from ondevice.config import QuantConfig
 from ondevice.errors import BundleError
@@ -88,6 +89,7 @@ class BundleWriter:
         self._fingerprint = fingerprint
         self._checkpoint_bytes = checkpoint_bytes
         self._finished: dict[str, FileDigest] = {}
+        self._resident: FileDigest | None = None
         with _disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._state = load_state(folder, config, quant, fingerprint, sources or {}, options or {})
@@ -133,6 +135,7 @@ class BundleWriter:
         prefix, self._prefix = self._prefix or self._resident_prefix(), None
         count = self.resident_finished()
         with self._sink(RESIDENT, prefix) as sink:
+            self._resident = sink.digest
             sink.begin()
             for name, chunks in tensors:
                 if count == len(expected) or name != expected[count][0]:
@@ -144,6 +147,18 @@ class BundleWriter:
                 raise ValueError(f"{RESIDENT} got {count} tensors of {len(expected)}")
             sink.publish()
             self._record(RESIDENT, sink.digest)
+
+    def written(self, name: str) -> CheckedFile:
+        """The finished file `name`, or what `write_resident` has written so far, as a file to be read."""
+        path, digest, layout = self.folder / name, self._finished.get(name), self._layout(name)
+        if digest is None and name == RESIDENT and self._resident is not None:
+            path, digest = temporary_path(path), self._resident
+        if digest is None:
+            raise ValueError(f"{name!r} isn't written yet")
+        file = CheckedFile.of(path, digest.nbytes, layout, digest.crcs())
+        if layout.halves_period:
+            return file
+        return replace(file, halves=tuple(part for part in file.halves if part[1] <= file.nbytes))
 
     def add_blob(self, name: str, data: bytes) -> None:
         """Writes a tokenizer file or chat template."""
@@ -254,7 +269,17 @@ class _FileSink:
         with _disk_errors(self.path):
             while rest:
                 rest = rest[self._file.write(rest) :]
+            self._begin_writeback(data.nbytes)
         self.digest.update(data)
+
+    def _begin_writeback(self, nbytes: int) -> None:
+        """Have the system write the last bytes now, while others are made, and not when `sync` waits for it.
+
+        The advice drops no pages that aren't on the disk yet.
+        """
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):
+                os.posix_fadvise(self._file.fileno(), self.digest.nbytes, nbytes, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
         """Makes the bytes written so far durable."""

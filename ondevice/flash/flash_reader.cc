@@ -97,7 +97,13 @@ void FlashReader::run(std::vector<WantedPiece> pieces) {
 void FlashReader::read(size_t file_index, int64_t offset, int64_t nbytes, uint8_t* out) {
   const FlashFile& source = file(file_index);
   std::vector<WantedPiece> pieces;
-  for (Range range : source.cut(source.expand(offset, nbytes), kStagedBytes)) {
+  const Range all = source.expand(offset, nbytes);
+  const bool whole = all.begin == offset && all.end == offset + nbytes;
+  for (Range range : source.cut(all, kStagedBytes)) {
+    if (whole && !direct_) {  // whole units, from any offset to any address
+      pieces.push_back({{&source, range, 1, out + (range.begin - offset)}, {}, nullptr});
+      continue;
+    }
     const Range wanted = {std::max(range.begin, offset), std::min(range.end, offset + nbytes)};
     pieces.push_back({{&source, range, source.block()}, wanted, out + (wanted.begin - offset)});
   }

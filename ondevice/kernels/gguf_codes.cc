@@ -171,11 +171,44 @@ void decode_parts(const uint8_t* data, int64_t rows, int64_t row_bytes, int64_t 
   }
 }
 
+// Value `at` of a block of 32; reading all of them for one would take as long as rounding them.
+template <Kind kKind>
+inline float read_value(const uint8_t* block, int64_t at) {
+  const BlockType& type = kTypes[kKind];
+  const int zero = type.own.implied ? 1 << (type.own.bits - 1) : 0;
+  const float scale = half_at(block);
+  if constexpr (kKind == kQ8_0) return scale * static_cast<float>(static_cast<int8_t>(block[2 + at]));
+  const uint8_t* codes = block + type.nbytes - 16;
+  int code = at < 16 ? codes[at] & 15 : codes[at - 16] >> 4;
+  if constexpr (kKind == kQ5_0 || kKind == kQ5_1) code += (codes[at / 8 - 4] >> at % 8 & 1) * 16;
+  const float value = scale * static_cast<float>(code - zero);
+  return type.own.implied ? value : value + half_at(block + 2);
+}
+
+template <Kind kKind>
+void decode_values(const uint8_t* data, int64_t rows, int64_t row_bytes, int64_t column, float* out) {
+  const BlockType& type = kTypes[kKind];
+  data += column / type.values * type.nbytes;
+  if constexpr (kKind == kQ4_K || kKind == kQ5_K) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const Part part = read_part<kKind>(data + r * row_bytes, column % type.values / kPart);
+      out[r] = part.scale * static_cast<float>(part.codes[column % kPart]);
+      out[r] += part.bias;
+    }
+  } else {
+    for (int64_t r = 0; r < rows; ++r) out[r] = read_value<kKind>(data + r * row_bytes, column % kPart);
+  }
+}
+
 using CopyParts = void (*)(const uint8_t*, int64_t, const RowFormat&, uint8_t*, float*, float*);
 using CopyHalves = void (*)(const uint8_t*, int64_t, const RowFormat&, uint8_t*, uint16_t*, uint16_t*);
 using DecodeParts = void (*)(const uint8_t*, int64_t, int64_t, int64_t, float*);
 constexpr CopyParts kCopy[] = {copy_parts<kQ4_0>, copy_parts<kQ4_1>, copy_parts<kQ5_0>, copy_parts<kQ5_1>,
                                copy_parts<kQ8_0>, copy_parts<kQ4_K>, copy_parts<kQ5_K>};
+using DecodeValues = void (*)(const uint8_t*, int64_t, int64_t, int64_t, float*);
+constexpr DecodeValues kDecodeValues[] = {decode_values<kQ4_0>, decode_values<kQ4_1>, decode_values<kQ5_0>,
+                                          decode_values<kQ5_1>, decode_values<kQ8_0>, decode_values<kQ4_K>,
+                                          decode_values<kQ5_K>};
 constexpr CopyHalves kCopyHalves[] = {copy_halves<kQ4_0>, copy_halves<kQ4_1>, copy_halves<kQ5_0>,
                                       copy_halves<kQ5_1>, copy_halves<kQ8_0>};
 constexpr DecodeParts kDecode[] = {decode_parts<kQ4_0>, decode_parts<kQ4_1>, decode_parts<kQ5_0>,
@@ -237,11 +270,7 @@ bool quantize_columns(Runner& runner, const BlockType& type, const uint8_t* data
 
 void decode_column(const BlockType& type, const uint8_t* data, int64_t rows, int64_t row_bytes,
                    int64_t column, float* out) {
-  float values[kPart];
-  for (int64_t r = 0; r < rows; ++r) {
-    kDecode[kind_of(type)](data + r * row_bytes, 1, row_bytes, column / kPart, values);
-    out[r] = values[column % kPart];
-  }
+  kDecodeValues[kind_of(type)](data, rows, row_bytes, column, out);
 }
 
 }  // namespace ondevice

@@ -32,7 +32,7 @@ from ondevice.bundle.streams import STREAMS
 from ondevice.bundle.thresholds import THRESHOLDS, ThresholdPoint
 from ondevice.bundle.weight_shapes import WeightShape, layer_weight_shapes, model_weight_shapes
 from ondevice.callbacks import IsCancelled, never_cancelled
-from ondevice.config import RowFormat, Sparsity
+from ondevice.config import QuantConfig, RowFormat, Sparsity
 from ondevice.flash.reader import FlashReader
 from ondevice.model.parts import MatrixPart, Part, VectorPart, part_tasks
 from ondevice.model.records import (
@@ -104,7 +104,10 @@ def load_weights(
     resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE)
     embedding = embedding_records(bundle, reader)
     layers = [
-        [*layer_parts(bundle, resident, layer), *cutoff_gates(bundle, reader, layer, sparsity)]
+        [
+            *layer_parts(config, bundle.quant, resident, layer),
+            *cutoff_gates(bundle, reader, layer, sparsity),
+        ]
         for layer in range(config.num_layers)
     ]
     final_norm = norm_parts(config, resident, "final_norm") if config.final_norm else []
@@ -246,14 +249,14 @@ def loaded_norm(config: ModelConfig, loaded: Mapping[str, Any], field: str) -> N
     return Norm(loaded[field], norm.eps, loaded.get(f"{field}_bias"), norm.kind == "layer")
 
 
-def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
+def layer_parts(config: ModelConfig, quant: QuantConfig, resident: TensorFile, layer: int) -> list[Part]:
     """The parts of one layer's LayerWeights that are in the resident file, in the file's order."""
-    config, prefix = bundle.config, f"layers.{layer}"
+    prefix = f"layers.{layer}"
     spec = config.layers[layer]
     attention, feed_forward = spec.attention, spec.feed_forward
 
     def matrix(field: Literal["qkv", "out"], rows: int, cols: int, has_bias: bool) -> list[Part]:
-        name, stored = f"{prefix}.attention.{field}", bundle.quant.of(field)
+        name, stored = f"{prefix}.attention.{field}", quant.of(field)
         bias = partial(resident.vector, f"{name}.bias") if has_bias else None
         return [MatrixPart(field, rows, cols, stored, partial(resident.rows, name, stored), bias)]
 
@@ -271,7 +274,7 @@ def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
     others = [
         part
         for weight in layer_weight_shapes(config, spec)
-        for part in _weight_parts(resident, bundle.quant.down, f"{prefix}.", weight)
+        for part in _weight_parts(resident, quant.down, f"{prefix}.", weight)
     ]
 
     return [

@@ -32,7 +32,7 @@ class NeuronRecords:
         self._gates = GateDigest(bundle, layer) if bundle.config.zeros_gates else None
 
     def read(self, first: int, count: int) -> Bytes:
-        records = _read_span(self._reader, self.file, self.layout, first, count)
+        records = read_span(self._reader, self.file, self.layout, first, count)
         self.check_gates(first, records)
         return records
 
@@ -52,14 +52,20 @@ class NeuronRecords:
 def embedding_records(bundle: Bundle, reader: FlashReader) -> EmbeddingRecords:
     """`EmbeddingSource` of the bundle's embedding file."""
     return EmbeddingRecords(
-        bundle, reader, EMBEDDING_FILE, bundle.config.embedding_size, bundle.embedding_layout
+        bundle.config.vocab_size,
+        reader,
+        EMBEDDING_FILE,
+        bundle.config.embedding_size,
+        bundle.embedding_layout,
     )
 
 
 def per_layer_records(bundle: Bundle, reader: FlashReader) -> EmbeddingRecords:
     """`EmbeddingSource` of the bundle's file of per-layer inputs."""
     file = FIRST_NEURON_FILE + bundle.config.num_layers
-    return EmbeddingRecords(bundle, reader, file, bundle.config.per_layer_size, bundle.per_layer_layout)
+    return EmbeddingRecords(
+        bundle.config.vocab_size, reader, file, bundle.config.per_layer_size, bundle.per_layer_layout
+    )
 
 
 class EmbeddingRecords:
@@ -69,11 +75,11 @@ class EmbeddingRecords:
     """
 
     def __init__(
-        self, bundle: Bundle, reader: FlashReader, file: int, width: int, layout: RecordLayout
+        self, vocab_size: int, reader: FlashReader, file: int, width: int, layout: RecordLayout
     ) -> None:
         self._reader = reader
         self.file = file
-        self.vocab_size = bundle.config.vocab_size
+        self.vocab_size = vocab_size
         self.hidden_size = width
         self.layout = layout
 
@@ -99,7 +105,7 @@ def record_rows(
 
     digest: checks gate rows against their layer's sha256.
     """
-    records = _read_span(reader, file, layout, row0, count)
+    records = read_span(reader, file, layout, row0, count)
     if digest is not None:
         digest.take(row0, records)
     return record_chunk(records, 0, layout.parts[0][0], row0)
@@ -113,6 +119,7 @@ def record_chunk(records: Bytes, offset: int, row: RowLayout, row0: int) -> RowC
     return RowChunk(row0, records[:, offset:scales_at], scales.view(np.float16), biases.view(np.float16))
 
 
-def _read_span(reader: FlashReader, file: int, layout: RecordLayout, first: int, count: int) -> Bytes:
+def read_span(reader: FlashReader, file: int, layout: RecordLayout, first: int, count: int) -> Bytes:
+    """Records first .. first + count of a file, (count, stride). Raises FlashReadError."""
     start = DATA_OFFSET + first * layout.stride
     return reader.read(file, start, count * layout.stride).reshape(count, layout.stride)

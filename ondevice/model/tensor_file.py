@@ -7,13 +7,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ondevice.backends.base import Bytes, Float32, RowChunk
 from ondevice.bundle.layout import CRC_BLOCK_BYTES
-from ondevice.bundle.reader import Bundle, CheckedFile
+from ondevice.bundle.reader import CheckedFile, TensorSpan
 from ondevice.config import RowFormat
 from ondevice.errors import BundleError, thread_refused
 from ondevice.flash.reader import FlashReader
@@ -51,14 +51,20 @@ class ReadAhead:
         self._pool.shutdown(cancel_futures=True)
 
 
+class TensorSpans(Protocol):
+    """Knows the places of tensors, as a `Bundle` does."""
+
+    def tensor_span(self, name: str) -> TensorSpan: ...
+
+
 class TensorFile:
     """The tensors of one file. CRC blocks that two reads share are kept. Any thread may call it.
 
     index: of `file` in the flash reader.
     """
 
-    def __init__(self, bundle: Bundle, reader: FlashReader, file: CheckedFile, index: int) -> None:
-        self._bundle = bundle
+    def __init__(self, spans: TensorSpans, reader: FlashReader, file: CheckedFile, index: int) -> None:
+        self._spans = spans
         self._reader = reader
         self._file = file
         self._index = index
@@ -67,7 +73,7 @@ class TensorFile:
 
     def vector(self, name: str) -> Float32:
         """The one-dimensional float32 tensor `name`. Raises BundleError if a value isn't finite."""
-        span = self._bundle.tensor_span(name)
+        span = self._spans.tensor_span(name)
         values: Float32 = self.read(span.offset, span.nbytes).view(np.float32)
         if not np.isfinite(values).all():
             raise BundleError(
@@ -101,7 +107,7 @@ class TensorFile:
         return out
 
     def _tensor_rows(self, name: str, row0: int, count: int) -> Bytes:
-        span = self._bundle.tensor_span(name)
+        span = self._spans.tensor_span(name)
         width = span.nbytes // span.shape[0]
         return self.read(span.offset + row0 * width, count * width).reshape(count, width)
 

@@ -116,7 +116,7 @@ def test_a_connection_that_keeps_breaking_is_given_up_and_goes_on_later(
 ) -> None:
     expected = weights(api.convert(repository, tmp_path / "expected"))
     with prepare("some/model", tmp_path / "bundle") as prepared:
-        hub.rules.break_after = [1 << 30] * 9 + [0] * 6
+        hub.rules.break_after = [1 << 30] * 14 + [0] * 6
         with pytest.raises(DownloadError, match=r"6 times in a row; check the network"):
             prepared.run()
     assert (tmp_path / "bundle.partial" / "neurons-00000.safetensors").is_file()
@@ -235,7 +235,7 @@ def test_an_interrupt_does_not_wait_for_the_network(
 
 def test_a_changed_repository_is_not_mixed_in(hub: HubServer, repository: Path, tmp_path: Path) -> None:
     with prepare("some/model", tmp_path / "bundle") as prepared:
-        hub.rules.break_after = [1 << 30] * 9 + [0] * 6
+        hub.rules.break_after = [1 << 30] * 14 + [0] * 6
         with pytest.raises(DownloadError):
             prepared.run()
     write_chat_checkpoint(repository, shards=3, seed=1)

@@ -39,29 +39,32 @@ def every_block_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ondevice.converters.progress.REPORT_SECONDS", 0.0)
 
 
-def stop_at(step: str) -> object:
+def stop_at(step: str, fraction: float = 0.0) -> object:
     def on_progress(progress: Progress) -> None:
-        if progress.step == step:
+        if progress.step == step and progress.fraction >= fraction:
             raise StopError
 
     return on_progress
 
 
-def interrupted(source: Path, output: Path, step: str, quant: str = "q4") -> Path:
-    """The partial folder of a conversion stopped once it has begun to write `step`."""
+def interrupted(source: Path, output: Path, step: str, quant: str = "q4", fraction: float = 0.0) -> Path:
+    """The partial folder of a conversion stopped once it writes `step` and so much is done."""
     with pytest.raises(StopError):
-        convert(source, output, quant, on_progress=stop_at(step))  # type: ignore[arg-type]
+        convert(source, output, quant, on_progress=stop_at(step, fraction))  # type: ignore[arg-type]
     assert not output.exists()
     return output.with_name(output.name + ".partial")
 
 
 @pytest.mark.parametrize(
-    "step", ["neurons-00001.safetensors", "embedding.safetensors", "resident.safetensors"]
+    ("step", "fraction"),
+    [("neurons-00001.safetensors", 0), ("neurons-00002.safetensors", 0), ("resident.safetensors", 0.8)],
 )
 @pytest.mark.parametrize("quant", ["q4", "f16"])
-def test_a_stopped_conversion_resumes(source: Path, tmp_path: Path, step: str, quant: str) -> None:
+def test_a_stopped_conversion_resumes(
+    source: Path, tmp_path: Path, step: str, fraction: float, quant: str
+) -> None:
     expected = folder_bytes(convert(source, tmp_path / "expected", quant))
-    partial = interrupted(source, tmp_path / "b", step, quant)
+    partial = interrupted(source, tmp_path / "b", step, quant, fraction)
     seen: list[Progress] = []
     convert(source, tmp_path / "b", quant, resume=True, on_progress=seen.append)
     assert folder_bytes(tmp_path / "b") == expected
@@ -101,7 +104,7 @@ def test_a_conversion_that_only_missed_its_last_renaming(source: Path, tmp_path:
 
 def test_damage_in_between_is_found_and_repaired(source: Path, tmp_path: Path) -> None:
     expected = folder_bytes(convert(source, tmp_path / "expected"))
-    partial = interrupted(source, tmp_path / "b", "resident.safetensors")
+    partial = interrupted(source, tmp_path / "b", "neurons-00002.safetensors")
     damaged = partial / "neurons-00000.safetensors"
     content = bytearray(damaged.read_bytes())
     content[5000] ^= 1
@@ -112,7 +115,7 @@ def test_damage_in_between_is_found_and_repaired(source: Path, tmp_path: Path) -
 @pytest.mark.parametrize("content", [None, b"", b"[1]", b"{}", b'{"neurons-00000.safetensors": 3}'])
 def test_a_lost_error_log_starts_again(source: Path, tmp_path: Path, content: bytes | None) -> None:
     expected = folder_bytes(convert(source, tmp_path / "expected"))
-    partial = interrupted(source, tmp_path / "b", "embedding.safetensors")
+    partial = interrupted(source, tmp_path / "b", "neurons-00002.safetensors")
     log = partial / "quantisation-error.json"
     log.unlink()
     if content is not None:
@@ -121,7 +124,7 @@ def test_a_lost_error_log_starts_again(source: Path, tmp_path: Path, content: by
 
 
 def test_an_unfinished_conversion_is_not_overwritten_by_accident(source: Path, tmp_path: Path) -> None:
-    partial = interrupted(source, tmp_path / "b", "embedding.safetensors")
+    partial = interrupted(source, tmp_path / "b", "neurons-00002.safetensors")
     before = folder_bytes(partial)
     with pytest.raises(UsageError, match="resume=True"):
         convert(source, tmp_path / "b")
@@ -132,7 +135,7 @@ def test_an_unfinished_conversion_is_not_overwritten_by_accident(source: Path, t
 
 def test_another_source_or_option_is_not_mixed_in(source: Path, tmp_path: Path) -> None:
     """The other source has the same shapes, sizes and names; only its values differ."""
-    interrupted(source, tmp_path / "b", "embedding.safetensors")
+    interrupted(source, tmp_path / "b", "neurons-00002.safetensors")
     with pytest.raises(UsageError, match="begun with quant q4, and this run has quant q8; repeat"):
         convert(source, tmp_path / "b", "q8", resume=True)
     write_checkpoint(source, num_hidden_layers=3, seed=1)
@@ -158,7 +161,7 @@ def test_a_source_that_changed_in_between_is_not_mixed_in(
     tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
     source = write_checkpoint(tmp_path / "source", num_hidden_layers=3, shards=2)
-    partial = interrupted(source, tmp_path / "b", "embedding.safetensors")
+    partial = interrupted(source, tmp_path / "b", "neurons-00002.safetensors")
     before = folder_bytes(partial)
     change(source / "model-00002-of-00002.safetensors")
     with pytest.raises(
@@ -172,7 +175,7 @@ def test_a_source_that_changed_in_between_is_not_mixed_in(
 
 def test_a_moved_source_is_the_same_source(source: Path, tmp_path: Path) -> None:
     expected = folder_bytes(convert(source, tmp_path / "expected"))
-    interrupted(source, tmp_path / "b", "embedding.safetensors")
+    interrupted(source, tmp_path / "b", "neurons-00002.safetensors")
     (tmp_path / "elsewhere").mkdir()
     moved = source.rename(tmp_path / "elsewhere" / "source")
     assert folder_bytes(convert(moved, tmp_path / "b", resume=True)) == expected
@@ -207,7 +210,7 @@ def test_the_old_bundle_lives_until_the_new_one_is_whole(source: Path, tmp_path:
     output = convert(source, tmp_path / "b")
     before = folder_bytes(output)
     with pytest.raises(StopError):
-        convert(source, output, "q8", force=True, on_progress=stop_at("embedding.safetensors"))  # type: ignore[arg-type]
+        convert(source, output, "q8", force=True, on_progress=stop_at("neurons-00002.safetensors"))  # type: ignore[arg-type]
     assert folder_bytes(output) == before
 
 

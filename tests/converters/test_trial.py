@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file
 
 from ondevice.api import load
 from ondevice.bundle.reader import Bundle
+from ondevice.bundle.writer import _FileSink
 from ondevice.converters import trial
 from ondevice.converters.convert import convert
 from ondevice.converters.trial import trial_logits
@@ -48,6 +50,66 @@ def test_a_trial_gives_the_loaded_models_logits(
     found = trial_logits(Bundle.open(bundle), TOKENS)
     with load(bundle, sparsity="dense") as model:
         assert found.tobytes() == model.logits(TOKENS).tobytes()
+
+
+@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}, {"num_hidden_layers": 1}])
+def test_layers_that_are_tried_while_others_are_converted_compute_the_same(
+    tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "PIECE_BYTES", 1 << 16)
+    states: list[NDArray[np.float32] | None] = []
+    logits: list[NDArray[np.float32]] = []
+
+    def recorded(bundle: Bundle, tokens: Any, x: Any = None) -> Any:
+        states.append(x)
+        logits.append(trial_logits(bundle, tokens, x))
+        return logits[-1]
+
+    monkeypatch.setattr(trial, "trial_logits", recorded)
+    bundle = Bundle.open(convert(write_checkpoint(tmp_path / "source", **options), tmp_path / "b"))
+    assert states[0] is not None
+    again = trial_logits(bundle, trial.trial_tokens(bundle.config))
+    assert logits[0].tobytes() == again.tobytes()
+
+
+def test_a_relu_models_copies_of_gates_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So its layers are tried when both copies are written."""
+    source = write_checkpoint(tmp_path / "source", family="qwen2", hidden_act="relu")
+    monkeypatch.setattr(trial.LayersTrial, "add", None)
+    convert(source, tmp_path / "b")
+
+
+@pytest.mark.parametrize("name", ["neurons-00000", "resident", "embedding"])
+def test_what_was_written_wrongly_is_found(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the trial of the layers, before the last is converted."""
+    write = _FileSink.write
+
+    def wrongly(sink: _FileSink, data: NDArray[np.uint8]) -> None:
+        write(sink, data)
+        if sink.path.name == f"{name}.safetensors" and sink.digest.nbytes > data.size > 512:
+            os.pwrite(sink._file.fileno(), b"\xaa\x55", sink.digest.nbytes - data.size // 2)
+
+    monkeypatch.setattr(_FileSink, "write", wrongly)
+    with pytest.raises(FlashReadError, match=name):
+        convert(write_checkpoint(tmp_path / "source", num_hidden_layers=3), tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_what_the_disk_lost_later_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = trial.check_computes
+
+    def damaged(bundle: Bundle, layers: trial.LayersTrial | None = None) -> None:
+        assert layers is not None
+        assert layers.states() is not None
+        path = bundle.path / "neurons-00001.safetensors"
+        path.write_bytes(path.read_bytes()[:-4096] + bytes(4096))
+        opened(bundle, layers)
+
+    monkeypatch.setattr("ondevice.converters.convert.check_computes", damaged)
+    with pytest.raises(FlashReadError, match="neurons-00001"):
+        convert(write_checkpoint(tmp_path / "source", num_hidden_layers=2), tmp_path / "b")
 
 
 def absurd(name: str, value: float) -> Callable[[Tensors], None]:
