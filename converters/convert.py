@@ -66,6 +66,7 @@ from ondevice.converters.reading import (
     read_blocks,
     resident_sources,
 )
+from ondevice.converters.rounding.feedback import DAMPING, RANDOM_DAMPING
 from ondevice.converters.rounding.layers import LayerRounding, rounds_any
 from ondevice.converters.training.sidecars import copy_bundle
 from ondevice.converters.trial import LayersTrial, check_computes, tries_layers
@@ -96,12 +97,13 @@ class Training:
     identity: a word that identifies the training data. With the checkpoint and the options it determines the
     bytes of the bundle. run: trains the bundle in a folder, and adds the result to it. pieces: token ids by
     which weights of 4 to 6 bits are rounded, at most `most_tokens` of them in all; none to round without a
-    text.
+    text. is_random: the pieces are no text.
     """
 
     identity: str
     run: Callable[[Path], object]
     pieces: Sequence[Sequence[int]] = ()
+    is_random: bool = False
 
 
 BeginTraining = Callable[[Checkpoint], Training | None]
@@ -159,8 +161,9 @@ def convert(
         folder.claim(resume)
         folder.check_space(bundle_bytes(checkpoint, quant_config, twice=training is not None))
         # Weights that a text has rounded are another conversion's for another text.
-        written = trained if pieces else origin
-        with closing(_Conversion(checkpoint, quant_config, folder, written, pieces)) as conversion:
+        written, is_random = trained if pieces else origin, training is not None and training.is_random
+        conversion = _Conversion(checkpoint, quant_config, folder, written, pieces, is_random)
+        with closing(conversion):
             conversion.run(on_progress)
             _try_out(folder, conversion.trial)
         if training is not None:
@@ -194,9 +197,11 @@ class _Conversion:
         folder: OutputFolder,
         origin: str,
         pieces: Sequence[Sequence[int]],
+        is_random: bool,
     ) -> None:
         self._checkpoint = checkpoint
         self._pieces = pieces
+        self._is_random = is_random
         self._quant = quant
         self._folder = folder
         self._origin = origin
@@ -248,8 +253,12 @@ class _Conversion:
             quant += " with formats of the source"
         if self._pieces:
             digest = hashlib.sha256(repr(self._pieces).encode()).hexdigest()[:8]
-            text = f"of {sum(map(len, self._pieces))} tokens ({digest})"
+            text = f"of {self._count} tokens ({digest})"
         return {"--quant": quant, "--text": text}
+
+    @property
+    def _count(self) -> int:
+        return sum(map(len, self._pieces))
 
     def _is_complete(self) -> bool:
         """True if the bundle in the partial folder is whole, and only the renaming is missing."""
@@ -308,7 +317,12 @@ class _Conversion:
     ) -> Generator[Chunk, None, None]:
         """What is wanted layer by layer, each rounded when its turn comes, then what belongs to none."""
         rounding = LayerRounding(
-            self._checkpoint, self._quant, self._pieces, runner, lambda step: meter.advance(step, 0)
+            self._checkpoint,
+            self._quant,
+            self._pieces,
+            runner,
+            lambda step: meter.advance(step, 0),
+            RANDOM_DAMPING if self._is_random else DAMPING,
         )
         layers, places = self._checkpoint.config.num_layers, list(source_bytes(self._checkpoint))
         for layer in range(layers + 1):
@@ -384,8 +398,8 @@ class _Conversion:
         """Whether a text rounded the weights, and what became of quantised ones, by kind of matrix."""
         text: tuple[str, ...] = ()
         if self._pieces:
-            tokens = sum(map(len, self._pieces))
-            text = (f"weights are rounded with error feedback (GPTQ) on {tokens} tokens of a text",)
+            tokens = "random tokens" if self._is_random else "tokens of a text"
+            text = (f"weights are rounded with error feedback (GPTQ) on {self._count} {tokens}",)
         if not any(tensor.code_bits for tensor in self._checkpoint.tensors.values()):
             return text
         if self._quant.bits == 16:

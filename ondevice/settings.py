@@ -127,6 +127,7 @@ OTHER_SETTINGS: dict[str, type] = {
     "prompts": int,
     "chat": bool,
     "tokens": int,
+    "random_text": bool,
     "no_calibrate": bool,
     "resume": bool,
     "force": bool,

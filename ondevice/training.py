@@ -25,6 +25,7 @@ from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import AUTO_QUANT, BackendName, RuntimeConfig
 from ondevice.errors import BackendUnavailableError, UnsupportedModelError, UsageError
 from ondevice.host import text_tokenizer
+from ondevice.model_config import ModelConfig
 from ondevice.runtime.conversion import Prepared, prepare
 from ondevice.runtime.models import ConversionProgress, output_path
 from ondevice.runtime.resolving import ResolvedModel
@@ -296,10 +297,7 @@ def train_converted(
 
     def begin(checkpoint: Checkpoint) -> Training | None:
         config, info = checkpoint.config, checkpoint.tokenizer.info
-        if not config.is_plain:
-            raise UnsupportedModelError(
-                f"{checkpoint.name} can't learn from a text: {NO_SIDECARS}; convert it without --text"
-            )
+        _require_plain(config, checkpoint.name, "--text")
         if info.kind is None or info.file is None:
             raise UsageError(
                 f"{checkpoint.name} has no tokenizer, so it can learn nothing from a text: convert it "
@@ -320,6 +318,37 @@ def train_converted(
         return Training(hashlib.sha256(repr(pieces).encode()).hexdigest()[:32], train, rounding)
 
     return prepared.run(on_progress, resume=resume, force=force, begin_training=begin)
+
+
+def convert_by_random_tokens(
+    prepared: Prepared,
+    *,
+    on_progress: Callable[[ConversionProgress], None] | None = None,
+    resume: bool = False,
+    force: bool = False,
+) -> Path:
+    """`convert`, which rounds 4 to 6 bits with error feedback by tokens drawn at random, for want of a text.
+
+    Nothing else is learnt. Raises what `convert` raises, and UnsupportedModelError for a model that can't
+    learn from a text either.
+    """
+    from ondevice.converters.checkpoints.base import Checkpoint
+    from ondevice.converters.convert import Training
+    from ondevice.converters.rounding.layers import random_pieces
+
+    def begin(checkpoint: Checkpoint) -> Training:
+        _require_plain(checkpoint.config, checkpoint.name, "--random-text")
+        pieces = random_pieces(checkpoint.config, checkpoint.tokenizer.info.bos_id)
+        return Training("random tokens", lambda folder: None, pieces, is_random=True)
+
+    return prepared.run(on_progress, resume=resume, force=force, begin_training=begin)
+
+
+def _require_plain(config: ModelConfig, name: str, option: str) -> None:
+    if not config.is_plain:
+        raise UnsupportedModelError(
+            f"{name} can't learn from a text: {NO_SIDECARS}; convert it without {option}"
+        )
 
 
 def text_pieces(resolved: ResolvedModel, text: Text, tokens: int) -> list[list[int]]:

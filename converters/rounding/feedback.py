@@ -32,6 +32,8 @@ MOST_INPUTS = 4096
 """Inputs that feed errors back to each other, whose moments are in memory together."""
 DAMPING = 0.1
 """Share of the inputs' mean energy that is added to every input's, so that their moments can be inverted."""
+RANDOM_DAMPING = 1.0
+"""The same for the inputs that random tokens have: they are half believed."""
 READ_BYTES = 32 << 20
 """Bytes of a matrix's values, in float32, that are read and rounded at a time."""
 SLAB_INPUTS = 512
@@ -95,11 +97,13 @@ class Factor:
     values: Float32
 
 
-def factors(runner: _native.Runner, inputs: Inputs, by_energy: bool = False) -> Iterator[Factor]:
+def factors(
+    runner: _native.Runner, inputs: Inputs, damping: float, by_energy: bool = False
+) -> Iterator[Factor]:
     """The factors of blocks of inputs, in their order, or with the inputs of most energy first."""
     energies = inputs.energies()
     order = np.argsort(-energies, kind="stable") if by_energy else np.arange(inputs.count)
-    least = max(DAMPING * float(energies.mean()), 1e-30)
+    least = max(damping * float(energies.mean()), 1e-30)
     for start in range(0, inputs.count, MOST_INPUTS):
         picks = order[start : start + MOST_INPUTS]
         moments = inputs.moments(picks)
@@ -113,7 +117,11 @@ def factors(runner: _native.Runner, inputs: Inputs, by_energy: bool = False) -> 
 
 
 def rounded_by_columns(
-    runner: _native.Runner, sources: Sequence[SourceTensor], inputs: Inputs, stored: RowFormat
+    runner: _native.Runner,
+    sources: Sequence[SourceTensor],
+    inputs: Inputs,
+    stored: RowFormat,
+    damping: float = DAMPING,
 ) -> dict[str, RoundedRows]:
     """The matrices, (R, C) each, that all have these inputs, by name.
 
@@ -121,7 +129,7 @@ def rounded_by_columns(
     stored.
     """
     parts: dict[str, list[list[RoundedRows]]] = {source.name: [] for source in sources}
-    for factor in factors(runner, inputs):
+    for factor in factors(runner, inputs, damping):
         columns = slice(int(factor.picks[0]), int(factor.picks[-1]) + 1)
         for source in sources:
             step = max(1, READ_BYTES // (4 * source.shape[1]) // 16) * 16
@@ -142,7 +150,11 @@ def rounded_by_columns(
 
 
 def rounded_by_rows(
-    runner: _native.Runner, source: SourceTensor, inputs: Inputs, stored: RowFormat
+    runner: _native.Runner,
+    source: SourceTensor,
+    inputs: Inputs,
+    stored: RowFormat,
+    damping: float = DAMPING,
 ) -> RoundedRows:
     """The down projection `source`, (D, C), transposed: a neuron's column is a row with groups of its own.
 
@@ -152,7 +164,7 @@ def rounded_by_rows(
     width, count = source.shape
     step = max(1, READ_BYTES // (4 * count))
     pieces, order = [], []
-    for factor in factors(runner, inputs, by_energy=True):
+    for factor in factors(runner, inputs, damping, by_energy=True):
         down = np.empty((len(factor.picks), width), np.float32)
         for start in range(0, width, step):
             rows = to_float32(source.rows(start, min(start + step, width)))

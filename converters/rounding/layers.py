@@ -11,6 +11,7 @@ Legend: T tokens of a chunk, D hidden size.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -26,7 +27,13 @@ from ondevice.config import MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
 from ondevice.converters.quantize import RoundedRows, quantize, to_float32
-from ondevice.converters.rounding.feedback import READ_BYTES, Inputs, rounded_by_columns, rounded_by_rows
+from ondevice.converters.rounding.feedback import (
+    DAMPING,
+    READ_BYTES,
+    Inputs,
+    rounded_by_columns,
+    rounded_by_rows,
+)
 from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import head_norms
@@ -38,6 +45,8 @@ MOST_BITS = 6
 """Most bits of weights that a text rounds: 8 lose nothing that it could save."""
 MOST_TOKENS = 16384
 """Most tokens of a text that a model is run over."""
+RANDOM_TOKENS = 2048
+"""Tokens that are drawn where there is no text."""
 INPUT_BYTES = 512 << 20
 """Most bytes of hidden states and of one layer's inputs."""
 CHUNK_TOKENS = 256
@@ -62,11 +71,19 @@ def most_tokens(config: ModelConfig) -> int:
     return min(MOST_TOKENS, INPUT_BYTES // (2 * inputs + 4 * config.hidden_size))
 
 
+def random_pieces(config: ModelConfig, first: int | None) -> list[list[int]]:
+    """Pieces of tokens that are drawn evenly from the vocabulary, always the same; `first` begins each."""
+    draw, begin = random.Random(0).random, [] if first is None else [first]
+    length = max(1, min(CHUNK_TOKENS, config.max_context) - len(begin))
+    count = max(1, min(RANDOM_TOKENS, most_tokens(config)) // (length + len(begin)))
+    return [[*begin, *(int(draw() * config.vocab_size) for _ in range(length))] for _ in range(count)]
+
+
 class LayerRounding:
     """Rounds a checkpoint's matrices to 4 to 6 bits: `layer` for one layer after another, then `head`.
 
     quant: how the bundle stores weights. pieces: token ids, at most `most_tokens` in all; each piece is run
-    from an empty context. on_step: called with what is done next.
+    from an empty context. on_step: called with what is done next. damping: see `feedback.DAMPING`.
     """
 
     def __init__(
@@ -76,12 +93,14 @@ class LayerRounding:
         pieces: Sequence[Sequence[int]],
         runner: _native.Runner,
         on_step: OnStep,
+        damping: float = DAMPING,
     ) -> None:
         self._checkpoint = checkpoint
         self._quant = quant
         self._pieces = pieces
         self._runner = runner
         self._on_step = on_step
+        self._damping = damping
         self.states: list[Float32] = []
         """What leaves the last layer that was run, (T, D) for each piece."""
 
@@ -105,7 +124,9 @@ class LayerRounding:
         found |= self._by_columns(by_columns, "feed_forward", inputs["gate"])
         source = self._checkpoint.tensors[down]
         if is_rounded(self._quant.down):
-            found[source.name] = rounded_by_rows(self._runner, source, inputs["down"], self._quant.down)
+            found[source.name] = rounded_by_rows(
+                self._runner, source, inputs["down"], self._quant.down, self._damping
+            )
         return found
 
     def head(self) -> dict[str, RoundedRows]:
@@ -131,7 +152,7 @@ class LayerRounding:
             return {}
         sources = [self._checkpoint.tensors[name] for name in found]
         free = [source for source in sources if source.quantised_rows(0, 1, stored) is None]
-        return rounded_by_columns(self._runner, free, inputs, stored) if free else {}
+        return rounded_by_columns(self._runner, free, inputs, stored, self._damping) if free else {}
 
     def run(self, layer: int) -> dict[str, Inputs]:
         """Run the layer over every piece's states, which become its output.

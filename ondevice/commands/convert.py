@@ -11,6 +11,7 @@ from ondevice.commands.obtaining import offer_text, run_conversion, say_notes, s
 from ondevice.commands.options import Command, TextParts, complete_path, option
 from ondevice.commands.terminal import confirm, progress, say, take_interrupts
 from ondevice.config import AUTO_QUANT, RuntimeConfig
+from ondevice.errors import UsageError
 
 if TYPE_CHECKING:
     from ondevice.runtime.conversion import Prepared
@@ -36,12 +37,15 @@ if TYPE_CHECKING:
     shell_complete=complete_path,
     help="Text to round 4- to 6-bit weights by, to order neurons by and, with ReLU, to train predictors on.",
 )
+@option("--random-text", is_flag=True, help="Round 4- to 6-bit weights by random tokens, without a text.")
 @option("--no-calibrate", is_flag=True, help="Round by, order and train nothing, whatever --text says.")
 @option("--resume", is_flag=True, help="Continue an interrupted conversion.")
 @option("--force", is_flag=True, help="Replace an existing output.")
 @option("--offline", is_flag=True, help="Download nothing.")
 @option(
-    "--keep-source", is_flag=True, help="Keep a repository's files in the hub's cache; --text implies it."
+    "--keep-source",
+    is_flag=True,
+    help="Keep a repository's files in the hub's cache; either text implies it.",
 )
 @option("--yes", "-y", is_flag=True, help="Download without asking.")
 @click.pass_context
@@ -52,6 +56,7 @@ def convert(
     output: Path | None,
     quant: str,
     text: str | None,
+    random_text: bool,
     no_calibrate: bool,
     resume: bool,
     force: bool,
@@ -73,12 +78,21 @@ def convert(
     # A text that is set elsewhere than on the command line is meant for `eval`.
     given = context.get_parameter_source("text") is click.core.ParameterSource.COMMANDLINE
     content = None if text is None or no_calibrate or not given else TextParts(text)
+    if content is not None and random_text:
+        raise UsageError("--text rounds better than --random-text: give one of them")
+    random_text = random_text and not no_calibrate
+    several = content is not None or random_text
     take_interrupts()
-    kept = keep_source or content is not None
+    kept = keep_source or several
     with conversion.prepare(source, output, quant, offline=offline, keep_source=kept) as prepared:
-        _agree(prepared, trains=content is not None, told=keep_source, resume=resume, force=force, yes=yes)
+        _agree(prepared, trains=several, told=keep_source, resume=resume, force=force, yes=yes)
         try:
-            if content is None:
+            if random_text:
+                with progress() as show:
+                    path = training.convert_by_random_tokens(
+                        prepared, on_progress=lambda done: show(*shown(done)), resume=resume, force=force
+                    )
+            elif content is None:
                 path = run_conversion(prepared, resume=resume, force=force)
             else:
                 with progress() as show, progress() as show_training:
@@ -117,7 +131,9 @@ def _agree(prepared: Prepared, *, trains: bool, told: bool, resume: bool, force:
         return
     prepared.check_output(resume, force)
     if trains and not told:
-        say("--text reads the checkpoint more than once, so its files are kept in the hub's cache")
+        say(
+            "rounding by a text reads the checkpoint more than once, so its files are kept in the hub's cache"
+        )
     say(f"{foreseen.name}:")
     say(offer_text(foreseen, prepared.least_plan(RuntimeConfig()).minimum_budget_bytes))
     foreseen.require_space()

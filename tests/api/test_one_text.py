@@ -16,9 +16,9 @@ import pytest
 
 from ondevice.api import Model, load
 from ondevice.converters.convert import convert
-from tests.converters.test_families import FALCON, GEMMA3N, GEMMA4, GEMMA4_E, OPT, PERSIMMON, write_model
 from tests.converters.test_relu_families import FatRelu, activations, change
 from tests.support.chat import squeeze
+from tests.support.families import FALCON, GEMMA3N, GEMMA4, GEMMA4_E, OPT, PERSIMMON, write_model
 
 pytest.importorskip("transformers")
 

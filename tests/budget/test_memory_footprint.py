@@ -319,7 +319,7 @@ def test_blocks_of_other_families_keep_to_the_plan(
 ) -> None:
     """What a block holds beside a Llama's: rows before their output norm, and the input of both blocks."""
     pytest.importorskip("transformers")
-    from tests.converters.test_families import write_model
+    from tests.support.families import write_model
 
     sizes = SHAPE | {"num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": None}
     write_model(tmp_path / "source", family, sizes | options)

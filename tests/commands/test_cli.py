@@ -99,6 +99,11 @@ def test_convert_with_text_trains_predictors(ondevice: Run, tmp_path: Path) -> N
     assert "agrees with dense" in trained.err
     assert Bundle.open(tmp_path / "out").predictors is not None
     assert (Bundle.open(tmp_path / "out").manifest.provenance.ordered_tokens or 0) > 500
+    both = ondevice(*arguments, "--force", "--random-text")
+    assert both.code == 2
+    assert "give one of them" in both.err
+    assert ondevice(*arguments[:4], "--force", "--random-text").code == 0
+    assert "random tokens" in Bundle.open(tmp_path / "out").manifest.provenance.notes[0]
     again = ondevice(*arguments[:4], "--force")
     assert again.code == 0, again.err
     assert Bundle.open(tmp_path / "out").predictors is None

@@ -18,8 +18,9 @@ import pytest
 from ondevice.converters.architectures.registry import read_config
 from ondevice.converters.convert import convert
 from ondevice.errors import OndeviceError
-from tests.converters.test_families import CASES, expected, tokens, write_model
+from tests.converters.test_families import expected, tokens
 from tests.support.engines import all_logits, running
+from tests.support.families import CASES, write_model
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")

@@ -49,7 +49,7 @@ pytest.importorskip("torch")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoint `source` and the bundles `f16` and `q4`."""
-    from tests.converters.test_families import CASES, write_model
+    from tests.support.families import CASES, write_model
 
     folder = tmp_path_factory.mktemp("gemma3n")
     write_model(folder / "source", *CASES["gemma3n"])

@@ -48,7 +48,7 @@ E: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.converters.test_families import CASES, write_model
+    from tests.support.families import CASES, write_model
 
     folder = tmp_path_factory.mktemp("gemma4")
     write_model(folder / "source", *CASES["gemma4 e wide"])
@@ -60,7 +60,7 @@ def test_without_conditioning_keys_in_16_bits_are_all_that_differs(tmp_path: Pat
     """Against `transformers` in float64: `reference` is off by the order of sums, and by keys in 16 bits."""
     import torch
 
-    from tests.converters.test_families import GEMMA4_E, write_model
+    from tests.support.families import GEMMA4_E, write_model
 
     options = {**GEMMA4_E, "initializer_range": 0.1 + seed / 1000}
     model = write_model(tmp_path / "source", "Gemma4Text", options, conditioned=False)
@@ -133,7 +133,7 @@ def test_neurons_that_fill_up_are_zeros(bundle: Path) -> None:
 
 def test_zeros_that_fill_up_are_not_read(tmp_path: Path) -> None:
     """Else a download would be announced with bytes that no file has."""
-    from tests.converters.test_families import CASES, write_model
+    from tests.support.families import CASES, write_model
 
     write_model(tmp_path, *CASES["gemma4 e wide"])
     with closing(open_checkpoint(tmp_path)) as checkpoint:
@@ -193,7 +193,7 @@ def test_old_and_new_keys_of_heads_mean_the_same() -> None:
 
 def test_values_that_are_keys_are_stored_as_both(tmp_path: Path) -> None:
     """One projection of the checkpoint stands twice in the fused one, quantised too."""
-    from tests.converters.test_families import GEMMA4, write_model
+    from tests.support.families import GEMMA4, write_model
 
     write_model(tmp_path / "source", "Gemma4Text", {**GEMMA4, "attention_k_eq_v": True})
     bundle = Bundle.open(convert(tmp_path / "source", tmp_path / "bundle", "q4"))

@@ -14,9 +14,9 @@ import pytest
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.convert import convert
 from ondevice.errors import OndeviceError, UnsupportedModelError
-from tests.converters.test_families import CASES, FALCON, GEMMA4_E, LONGROPE, write_model
 from tests.converters.test_gguf_model import assert_same_bundle
 from tests.support.engines import all_logits, running
+from tests.support.families import CASES, FALCON, GEMMA4_E, LONGROPE, write_model
 from tests.support.gguf_families import write_family
 from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level, changed_gguf
 
@@ -77,7 +77,7 @@ UNALIKE = {
         },
     ),
 }
-"""Models that differ from those of test_families: as llama.cpp can hold them."""
+"""Models that differ from those of `families.CASES`: as llama.cpp can hold them."""
 ALIKE = (
     "phi3", "glm4", "glm4 no bias", "glm4 quarter", "smollm3", "smollm3 yarn", "granite",
     "granite tied", "olmo2", "olmo2 all heads", "olmo2 yarn", "stablelm", "stablelm parallel",

@@ -24,9 +24,9 @@ from ondevice.converters.convert import convert
 from ondevice.converters.progress import Progress
 from ondevice.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from ondevice.model_config import ModelConfig
-from tests.converters.test_families import write_model
 from tests.converters.test_gguf_file import header, pair
 from tests.support.engines import all_logits, running
+from tests.support.families import write_model
 from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level, gguf_name, write_gguf
 from tests.support.models import (
     LLAMA3_ROPE,

@@ -44,7 +44,7 @@ def convert(tmp_path: Path, **options: Any) -> Path:
 def test_what_comes_more_than_once_is_foreseen(hub: HubServer, tmp_path: Path, case: str) -> None:
     """Queries, keys and values that lie side by side, head by head."""
     pytest.importorskip("transformers")
-    from tests.converters.test_families import CASES, write_model
+    from tests.support.families import CASES, write_model
 
     family, options = CASES[case]
     source = hub.root / "some" / "model"

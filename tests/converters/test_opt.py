@@ -65,7 +65,7 @@ def test_what_differs_is_refused_by_name(changes: dict[str, Any], message: str) 
 
 def test_tensors_have_either_prefix_and_the_positions_their_offset(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from tests.converters.test_families import OPT, write_model
+    from tests.support.families import OPT, write_model
 
     source = tmp_path / "source"
     write_model(source, "OPT", {**OPT, "num_hidden_layers": 1})

@@ -19,8 +19,9 @@ from ondevice.converters.architectures.registry import read_config
 from ondevice.converters.convert import convert
 from ondevice.errors import UnsupportedModelError
 from ondevice.runtime.models import sparsity_modes
-from tests.converters.test_families import SIZES, expected, tokens, write_model
+from tests.converters.test_families import expected, tokens
 from tests.support.engines import all_logits, running
+from tests.support.families import SIZES, write_model
 
 torch = pytest.importorskip("torch")
 activations = pytest.importorskip("transformers.activations")

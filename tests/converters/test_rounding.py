@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,11 @@ from ondevice.converters.convert import Training, convert
 from ondevice.converters.quantize import dequantize, quantize, to_float32
 from ondevice.converters.rounding import feedback, layers
 from ondevice.converters.rounding.feedback import Inputs, rounded_by_columns, rounded_by_rows
-from ondevice.errors import CheckpointError, UsageError
+from ondevice.errors import CheckpointError, UnsupportedModelError, UsageError
 from ondevice.kernels import _native
+from ondevice.model_config import ModelConfig
+from ondevice.runtime.conversion import prepare
+from ondevice.training import convert_by_random_tokens
 from tests.benchmarks.lib.array_checkpoint import ArrayTensor
 from tests.converters.test_resume import StopError, folder_bytes, stop_at
 from tests.support.engines import all_logits, running
@@ -42,9 +46,9 @@ def by_text(source: Path, output: Path, pieces: Sequence[Sequence[int]] = PIECES
     return convert(source, output, options.pop("quant", "q4"), begin_training=lambda _: training, **options)
 
 
-def logits(folder: Path) -> np.ndarray:
+def logits(folder: Path, pieces: Sequence[Sequence[int]] = tuple(pieces_of(2, 2))) -> np.ndarray:
     with running(folder) as model:
-        return np.concatenate([all_logits(model, piece, 32) for piece in pieces_of(2, 2)])
+        return np.concatenate([all_logits(model, list(piece), 32) for piece in pieces])
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +227,38 @@ def test_the_text_is_cut_to_bounded_memory(source: Path) -> None:
     assert layers.most_tokens(config) == layers.MOST_TOKENS
     wide = replace(config, hidden_size=8192, intermediate_size=28672)
     assert layers.most_tokens(wide) * (2 * (2 * 8192 + 64 + 28672) + 4 * 8192) <= layers.INPUT_BYTES
+
+
+def test_random_tokens_round_without_a_text(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", **VARIANTS["qwen3-bias-relu2"])
+    with prepare(source, tmp_path / "random", "q4") as prepared:
+        found = convert_by_random_tokens(prepared)
+    notes = Bundle.open(found).manifest.provenance.notes
+    assert notes == ("weights are rounded with error feedback (GPTQ) on 2048 random tokens",)
+    text = np.random.default_rng(4).integers(3, 256, (4, 100)).tolist()
+    exact = logits(convert(source, tmp_path / "f16", "f16"), text)
+    plain = logits(convert(source, tmp_path / "plain", "q4"), text)
+    assert np.square(logits(found, text) - exact).mean() < 0.93 * np.square(plain - exact).mean()
+
+
+def test_random_tokens_are_always_the_same(source: Path) -> None:
+    with closing(open_checkpoint(source)) as checkpoint:
+        config = checkpoint.config
+    pieces = layers.random_pieces(config, 2)
+    assert [len(piece) for piece in pieces] == 8 * [256]
+    assert all(piece[0] == 2 and max(piece) < config.vocab_size for piece in pieces)
+    # The first number of Python's generator, whose sequence is the same in every version.
+    assert pieces[0][1] == int(0.8444218515250481 * config.vocab_size)
+    assert layers.random_pieces(replace(config, max_context=1), None)[0] == [pieces[0][1]]
+
+
+def test_a_model_that_learns_from_no_text_takes_no_random_tokens(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelConfig, "is_plain", False)
+    refused = pytest.raises(UnsupportedModelError, match="convert it without random_text")
+    with prepare(source, tmp_path / "b", "q4") as prepared, refused:
+        convert_by_random_tokens(prepared)
 
 
 def test_formats_that_a_text_rounds() -> None:

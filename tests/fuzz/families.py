@@ -7,9 +7,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from tests.converters.test_families import CASES, write_model
 from tests.converters.test_gguf_families import MODELS
 from tests.support.bundles import write_byte_tokenizer
+from tests.support.families import CASES, write_model
 from tests.support.gguf_families import write_family
 from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level
 

@@ -34,6 +34,7 @@ from ondevice.backends.reference import (
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.checkpoints.base import Checkpoint
 from ondevice.converters.convert import Training, convert
+from ondevice.converters.rounding.layers import random_pieces
 from ondevice.flash.reader import FlashReader
 from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
@@ -245,17 +246,25 @@ class Comparison:
         self._add("range", rounding.Q4.weight_bits, self.model)
 
     def convert(self, scratch: Path) -> None:
-        """What `convert` writes without a text and with the calibrating pieces."""
-        ways: dict[str, Sequence[Sequence[int]]] = {"convert": (), "convert --text": self._calibrating}
+        """What `convert` writes without a text, by random tokens, and with the calibrating pieces."""
+        ways = {
+            "convert": None,
+            "convert --random-text": Training("random", _nothing, self._random_pieces(), is_random=True),
+            "convert --text": Training("text", _nothing, self._calibrating),
+        }
         for bits in (4, 5, 6):
-            for way, pieces in ways.items():
-                training = partial(_rounding_by, pieces)
+            for way, training in ways.items():
                 began = time.perf_counter()
                 folder = scratch / f"{way} {bits}"
-                convert(checkpoint_of(self._folder), folder, f"q{bits}", begin_training=training)
+                checkpoint = checkpoint_of(self._folder)
+                convert(checkpoint, folder, f"q{bits}", begin_training=partial(_given, training))
                 seconds = time.perf_counter() - began
                 name = way if bits == 4 else f"{way}, {bits} bits"
                 self._add(name, Format(bits).weight_bits, Model(folder), seconds)
+
+    def _random_pieces(self) -> list[list[int]]:
+        bundle = Bundle.open(self._folder)
+        return random_pieces(bundle.config, bundle.manifest.tokenizer.bos_id)
 
     def formats(self) -> None:
         """Every format without and with the inputs' moments, by numpy."""
@@ -293,8 +302,12 @@ class Comparison:
         )
 
 
-def _rounding_by(pieces: Sequence[Sequence[int]], checkpoint: Checkpoint) -> Training | None:
-    return Training("text", lambda folder: None, pieces) if pieces else None
+def _given(training: Training | None, checkpoint: Checkpoint) -> Training | None:
+    return training
+
+
+def _nothing(folder: Path) -> None:
+    """What these trainings do to a bundle."""
 
 
 def main() -> None:

@@ -18,11 +18,11 @@ from ondevice.converters.convert import convert
 from ondevice.converters.training.neuron_order import order_by_contributions
 from ondevice.converters.training.predictors.train import save_predictors
 from ondevice.training import train_predictors, train_thresholds
-from tests.converters.test_families import OPT, write_model
 from tests.converters.test_relu_families import FatRelu, activations
 from tests.sparsity.test_predicted import with_offsets
 from tests.support.bundles import copy_files, made_up_pieces
 from tests.support.chat import squeeze
+from tests.support.families import OPT, write_model
 
 pytest.importorskip("transformers")
 
