@@ -20,7 +20,7 @@ from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.backends.mlx import all_of, compute_type, product_of_selected
 from ondevice.backends.mlx_kv import MlxKV
 from ondevice.backends.mlx_memory import MlxLimits
-from ondevice.backends.mlx_ops import MlxOps, hidden, normed
+from ondevice.backends.mlx_ops import MlxOps, cut_off, hidden, normed
 from ondevice.backends.mlx_weights import MlxMatrix, MlxNeurons
 from ondevice.backends.row_invariance import MOST_ROWS, RowInvariance, RowOp, measured
 from ondevice.backends.token_tree import TokenTree
@@ -110,10 +110,41 @@ class _Ops:
             yield _row_op(f"down projection of {count} neurons", down.columns_product, self._input(count))
         if shapes.selects:
             yield self._selected()
-        for spec in sorted({layer.attention for layer in config.layers}, key=repr):
+        yield from self._blocks()
+        # A layer that reads the keys of another attends as that one does.
+        for spec in sorted({replace(layer.attention, keys_of=None) for layer in config.layers}, key=repr):
             for keys in sorted({min(it, shapes.max_context) for it in KEYS}):
                 yield self._chain(keys, spec)
                 yield self._tree(keys, spec)
+
+    def _blocks(self) -> Iterator[RowOp]:
+        """Ops of blocks that few models have, but for their matrices."""
+        config, ops = self._config, MlxOps()
+        hidden, width, copies = config.hidden_size, config.per_layer_width, config.residual_copies
+        if width:
+            norm = Norm(mx.array(self._values(width)), config.norm.eps)
+
+            def normed_inputs(x: mx.array) -> mx.array:
+                rows = x.reshape(-1, width)
+                return ops.add_normed(rows, rows, norm).reshape(x.shape)
+
+            yield _row_op("norm of per-layer inputs", normed_inputs, self._input(config.per_layer_size))
+            gated = self._input(2 * width)
+            yield _row_op(
+                "gated inputs", lambda x: ops.gated(x[:, :width], x[:, width:], config.activation), gated
+            )
+        if copies > 1:
+            pairs = self._input(2 * hidden)
+            yield _row_op("size of copies", lambda x: ops.as_large(x[:, :hidden], x[:, hidden:]), pairs)
+            for rows, cols in ((copies, hidden), (copies * copies, copies), (copies, copies)):
+                weight = mx.array(self._values(rows, cols))
+                yield _row_op(
+                    f"product {rows} x {cols} of the copies",
+                    lambda x, weight=weight: ops.soft_cap(ops.products(x, weight), 1.0),  # type: ignore[misc]
+                    self._input(cols),
+                )
+        if config.num_cutoffs:
+            yield _row_op("cutoff", lambda x: cut_off(x, 0.5), self._input(config.intermediate_size))
 
     def skips_zeros(self) -> bool:
         """Whether a row's product over neurons has the same bits without those whose gate is zero."""
@@ -214,9 +245,16 @@ class _Attention:
     def __init__(
         self, shapes: ModelShapes, random: np.random.Generator, keys: int, spec: AttentionSpec
     ) -> None:
-        own = shapes.config
-        layer = replace(own.layers[0], attention=replace(spec, rope=0))
-        config = replace(own, num_heads=own.num_heads // own.num_kv_heads, num_kv_heads=1, layers=(layer,))
+        own, sizes = shapes.config, shapes.config.heads(spec)
+        layer = replace(own.layers[0], attention=replace(spec, rope=0, head_dim=0, num_kv_heads=0))
+        config = replace(
+            own,
+            num_heads=sizes.queries // sizes.keys,
+            num_kv_heads=1,
+            head_dim=sizes.width,
+            ropes=(own.ropes[spec.rope],),
+            layers=(layer,),
+        )
         self._config, self._keys, self._spec = config, keys, layer.attention
         self._ops = MlxOps()
         layout = KVLayout(config, shapes.kv_bits)
@@ -225,12 +263,14 @@ class _Attention:
         self._qkv = mx.array(random.standard_normal((MOST_ROWS, config.qkv_size), dtype=np.float32))
         angles = np.pi * random.random((MOST_ROWS, config.head_dim // 2), dtype=np.float32)
         self._turns = np.cos(angles), np.sin(angles)
-        sizes, biased = config.head_norm_sizes(layer), spec.head_norm_bias
+        lengths, biased = config.head_norm_sizes(layer), spec.head_norm_bias
         q, k = (
-            Norm(mx.ones(size), own.norm.eps, mx.ones(size) if biased else None, biased) for size in sizes
+            Norm(mx.ones(length), own.norm.eps, mx.ones(length) if biased else None, biased)
+            for length in lengths
         )
+        v = Norm(mx.ones(sizes.width), own.norm.eps) if spec.value_norm else None
         together = spec.head_norm == "projection"
-        self._norms = None if spec.head_norm == "none" else HeadNorms(q, k, together)
+        self._norms = None if spec.head_norm == "none" else HeadNorms(q, k, together, v)
         shape = (keys, 1, config.head_dim)
         before = [mx.array(random.standard_normal(shape, dtype=np.float32)) for _ in range(2)]
         self._kv.arrays.write(0, *before, 0)

@@ -145,7 +145,7 @@ def rows(name: str, folder: Path | None) -> Check:
 
     runtime, bundle, begun = RuntimeConfig(backend="mlx"), Bundle.open(folder), time.monotonic()
     try:
-        check_backend(runtime, bundle.config)
+        check_backend(runtime)
     except BackendUnavailableError as error:
         return Check(name, "skipped", str(error))
     found = row_invariance(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)

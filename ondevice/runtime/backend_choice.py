@@ -42,23 +42,17 @@ def has_mlx() -> bool:
     return True
 
 
-def settled_backend(backend: str, config: ModelConfig | None = None) -> Literal["cpu", "mlx", "reference"]:
-    """The backend that `auto` means on this machine: MLX on Apple's GPU if there is one, else cpu.
-
-    config: of the model that will run. What blocks that few models have do to a row's bits under MLX isn't
-    measured, so it runs them without drafts, and `auto` takes cpu.
-    """
+def settled_backend(backend: str) -> Literal["cpu", "mlx", "reference"]:
+    """The backend that `auto` means on this machine: MLX on Apple's GPU if there is one, else cpu."""
     if backend == "auto":
-        if config is not None and not config.is_plain:
-            return "cpu"
         apple = sys.platform == "darwin" and platform.machine() == "arm64"
         return "mlx" if apple and has_mlx() else "cpu"
     return backend  # type: ignore[return-value]
 
 
-def check_backend(runtime: RuntimeConfig, config: ModelConfig) -> None:
+def check_backend(runtime: RuntimeConfig) -> None:
     """Raises BackendUnavailableError for what the backend can't run, or a missing package."""
-    backend = settled_backend(runtime.backend, config)
+    backend = settled_backend(runtime.backend)
     if runtime.sparsity in ("exact", "predicted", "threshold") and backend == "reference":
         raise BackendUnavailableError(
             "--backend reference multiplies every neuron: it takes --sparsity dense"
@@ -111,8 +105,7 @@ def row_invariance(
     """
     if runtime.backend == "cpu":
         return BY_CONSTRUCTION
-    if runtime.backend == "reference" or not config.is_plain:
-        # What blocks that few models have do to a row's bits isn't measured.
+    if runtime.backend == "reference":
         return UNKNOWN
     chooses_mode = runtime.sparsity == "auto" and config.zeros_gates
     if runtime.speculation == "off" and not chooses_mode:
@@ -120,6 +113,9 @@ def row_invariance(
     from ondevice.backends.mlx_row_ops import ModelShapes, row_invariance
 
     memory = MlxMemory(config, quant, runtime, predictors, streams, operand_bytes=_operand_bytes())
+    if memory.selects_neurons and not config.zeros_gates and config.num_cutoffs:
+        # Its layers select few neurons or nearly all; products of so different sizes aren't measured.
+        return UNKNOWN
     segment = memory.ranges.neurons
     shapes = ModelShapes(
         config,
@@ -142,8 +138,9 @@ def _linears(memory: MemoryModel) -> Iterator[tuple[int, int, RowFormat]]:
     """(rows, columns, format) of the matrices that a token meets, a neuron's gate and up rows among them."""
     config, quant = memory.config, memory.quant
     hidden, neurons = config.hidden_size, config.intermediate_size
-    yield config.qkv_size, hidden, quant.of("qkv")
-    yield hidden, config.query_size, quant.of("out")
+    for layer in config.layers:
+        yield config.qkv_rows(layer), hidden, quant.of("qkv")
+        yield hidden, config.out_cols(layer), quant.of("out")
     yield config.vocab_size, config.embedding_size, quant.head(config.tie_embeddings)
     for rows, cols in extra_matrices(config):
         yield rows, cols, quant.down

@@ -420,4 +420,4 @@ def check_runtime(
             f"--speculation {runtime.speculation} isn't possible with this model: "
             f"{lacks if config.is_plain else NO_SIDECARS}. It can have: {have}"
         )
-    check_backend(runtime, config)
+    check_backend(runtime)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from itertools import pairwise
@@ -32,12 +33,13 @@ from ondevice.kernels import _native
 from ondevice.measure.profiling import recorded_gates
 from ondevice.model.kv_cache import KVCache
 from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig
+from ondevice.runtime.backend_choice import row_invariance
 from ondevice.runtime.models import automatic_modes, sparsity_modes
 from ondevice.runtime.resolving import _preferred, resolve
 from ondevice.training import convert_and_train
 from tests.malformed.rules import put
 from tests.support.chat import squeeze
-from tests.support.engines import all_logits, random_tokens, running
+from tests.support.engines import all_logits, always_draft, random_tokens, running
 from tests.support.sources import RecordSource, tiny_config
 
 pytest.importorskip("transformers")
@@ -214,11 +216,48 @@ def test_mlx_logits_are_those_of_the_reference(folder: Path, bits: str) -> None:
         assert np.abs(found - expected).max() < 2e-3 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("bits", ["f16", "q4"])
+def test_drafts_leave_the_text_of_mlx(folder: Path, bits: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlx.core")
+    always_draft(monkeypatch, (5, 8))
+    options: dict[str, Any] = {"backend": "mlx", "max_context": 128, "dram_budget": "2GB"}
+    prompt, texts = [5, 6, 7, 5, 6, 7, 5, 6], []
+    for speculation in ("off", "recycling"):
+        with ondevice.load(folder / bits, speculation=speculation, **options) as model:
+            texts.append(model.generate(tokens=prompt, max_tokens=40, logit_bias={2: -math.inf}))
+    assert texts[0].tokens == texts[1].tokens
+    assert texts[1].stats.drafting is not None
+    assert texts[1].stats.drafting.drafts > 0
+
+
+def test_every_op_of_these_blocks_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that gives a row other bits beside five rows than beside four narrows drafts to four."""
+    pytest.importorskip("mlx.core")
+    from ondevice.backends import mlx_ops, mlx_row_ops
+
+    bundle, runtime = Bundle.open(folder / "f16"), RuntimeConfig(backend="mlx", speculation="lookup")
+    for op in ("as_large", "products", "gated", "add_normed"):
+        true = getattr(mlx_ops.MlxOps, op)
+        # A token has a row for each layer there.
+        least = 5 * bundle.config.num_layers if op == "add_normed" else 5
+
+        def nudged(self: Any, x: Any, *others: Any, true: Any = true, least: int = least) -> Any:
+            found = true(self, x, *others)
+            return found if x.shape[0] < least else found * (1.0 + 2.0**-21)
+
+        mlx_row_ops._measured.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(mlx_ops.MlxOps, op, nudged)
+            assert row_invariance(bundle.config, bundle.quant, runtime).widths.nodes == 4, op
+    mlx_row_ops._measured.cache_clear()
+    assert row_invariance(bundle.config, bundle.quant, runtime).widths.nodes > 1
+
+
 def test_what_cannot_run_these_blocks_says_so(folder: Path) -> None:
     bundle = Bundle.open(folder / "f16")
     pytest.importorskip("mlx.core")
     with pytest.raises(BackendUnavailableError, match="drafts could change the text"):
-        resolve(bundle, RuntimeConfig(backend="mlx", speculation="lookup"))
+        resolve(bundle, RuntimeConfig(backend="mlx", speculation="lookup", sparsity="exact"))
     with pytest.raises(UnsupportedModelError, match="predictors, thresholds and streams"):
         check_possible(bundle)
 

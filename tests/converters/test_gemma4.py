@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import ondevice
 from ondevice.backends.base import KVLayout
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
@@ -24,7 +26,7 @@ from ondevice.converters.checkpoints.views import Padded
 from ondevice.converters.convert import convert
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model.kv_cache import KVCache
-from tests.support.engines import all_logits, random_tokens, running
+from tests.support.engines import all_logits, always_draft, random_tokens, running
 
 pytest.importorskip("transformers")
 pytest.importorskip("torch")
@@ -77,6 +79,20 @@ def test_without_conditioning_keys_in_16_bits_are_all_that_differs(tmp_path: Pat
     assert 2e-3 < off["reference", 16] < 2e-2
     between = np.abs(found["reference", 16] - found["cpu", 16]).max()
     assert between < 1e-3 * np.abs(expected).max()
+
+
+def test_drafts_leave_the_text_of_mlx(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers have heads of two sizes, and share keys."""
+    pytest.importorskip("mlx.core")
+    always_draft(monkeypatch, (5, 8))
+    texts = []
+    for speculation in ("off", "recycling"):
+        options: dict[str, Any] = {"backend": "mlx", "max_context": 128, "speculation": speculation}
+        with ondevice.load(bundle, **options) as model:
+            texts.append(model.generate(tokens=[5, 6, 7, 5, 6], max_tokens=40, logit_bias={2: -math.inf}))
+    assert texts[0].tokens == texts[1].tokens
+    assert texts[1].stats.drafting is not None
+    assert texts[1].stats.drafting.drafts > 0
 
 
 def test_layers_have_heads_of_their_own_size() -> None:

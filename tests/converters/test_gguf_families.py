@@ -186,6 +186,13 @@ def test_lying_metadata_of_gemma4_are_refused(tmp_path: Path) -> None:
         with pytest.raises(OndeviceError, match=message):
             open_checkpoint(path)
 
+    def turn_by_halves(writer: Any) -> None:
+        writer.tensors[0]["rope_freqs.weight"].tensor[0] = 2.0
+
+    write_family(path, source, change=turn_by_halves)
+    with pytest.raises(UnsupportedModelError, match=r"rope_freqs\.weight must be 16 factors"):
+        open_checkpoint(path)
+
 
 def llama_cpp_logits(path: Path, tokens: list[int]) -> np.ndarray:
     """llama.cpp's logits of a file's model, (T, V)."""
