@@ -355,12 +355,17 @@ def read_windows(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
     kinds = read_layer_types(reader, num_layers)
     if kinds is None:
         return tuple(window if enabled and i >= first else 0 for i in range(num_layers))
+    require_windows(kinds, enabled)
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def require_windows(kinds: Sequence[str], enabled: bool) -> None:
+    """Raises CheckpointError for sliding layers where no windows are enabled."""
     if "sliding_attention" in kinds and not enabled:
         raise CheckpointError(
             "config.json: layer_types names sliding layers while use_sliding_window is false or "
             "sliding_window is null; take config.json from the model's own repository"
         )
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
 def read_layer_types(reader: ConfigReader, num_layers: int) -> list[str] | None:

@@ -13,6 +13,7 @@ from ondevice.converters.architectures.common import (
     read_activation,
     read_layer_types,
     read_sizes,
+    require_windows,
     score_scale,
 )
 from ondevice.converters.architectures.config_reader import ConfigReader
@@ -46,8 +47,11 @@ def _read(reader: ConfigReader) -> Description:
         check_window(window)
     kinds = read_layer_types(reader, count)
     if kinds is None:
-        kinds = ["full_attention" if turn else "sliding_attention" for turn in turns]
-    windows = [window if enabled and kind == "sliding_attention" else 0 for kind in kinds]
+        kinds = [
+            "sliding_attention" if enabled and window and not turn else "full_attention" for turn in turns
+        ]
+    require_windows(kinds, enabled and window > 0)
+    windows = [window if kind == "sliding_attention" else 0 for kind in kinds]
     bias = reader.boolean("attention_bias", False)
     reader.only("mlp_bias", False)
     attention = AttentionSpec(score_scale(sizes.head_dim), bias=bias, output_bias=bias)

@@ -127,6 +127,9 @@ def test_no_key_is_dropped_in_silence(case: str, tmp_path: Path) -> None:
     changed += [(key, value) for key, value in ELSEWHERE.items() if key not in (*base, *left_out)]
     compared = 0
     for key, value in changed:
+        if key == "max_position_embeddings" and value < len(tokens()):
+            # No text goes beyond its model's context here.
+            continue
         (folder / "config.json").write_text(json.dumps({**base, key: value}))
         try:
             is_same = read_config({**base, key: value}) == known
