@@ -72,7 +72,7 @@ def _as_stored(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 @dataclass(frozen=True)
-class Family:
+class GgufFamily:
     """A family of models as GGUF files have it.
 
     Args:
@@ -242,14 +242,16 @@ _GEMMA3N_NAMES = (
         "laurel_post_norm": "laurel.post_laurel_norm",
     }
 )
-FAMILIES = {
-    "llama": Family("llama", interleaved=True),
-    "qwen2": Family("qwen2", bias_key=""),
-    "qwen3": Family("qwen3"),
-    "gemma": Family("gemma", fixed=_GEMMA, restore=_less_one),
-    "gemma2": Family("gemma2", fixed=_GEMMA, blocks=_GEMMA2_NAMES, keys=gemma2_keys, restore=_less_one),
-    "gemma3": Family("gemma3_text", fixed=_GEMMA, blocks=_GEMMA2_NAMES, keys=gemma3_keys, restore=_less_one),
-    "gemma3n": Family(
+GGUF_FAMILIES = {
+    "llama": GgufFamily("llama", interleaved=True),
+    "qwen2": GgufFamily("qwen2", bias_key=""),
+    "qwen3": GgufFamily("qwen3"),
+    "gemma": GgufFamily("gemma", fixed=_GEMMA, restore=_less_one),
+    "gemma2": GgufFamily("gemma2", fixed=_GEMMA, blocks=_GEMMA2_NAMES, keys=gemma2_keys, restore=_less_one),
+    "gemma3": GgufFamily(
+        "gemma3_text", fixed=_GEMMA, blocks=_GEMMA2_NAMES, keys=gemma3_keys, restore=_less_one
+    ),
+    "gemma3n": GgufFamily(
         "gemma3n_text",
         fixed={"hidden_activation": "gelu_pytorch_tanh"},
         blocks=_GEMMA3N_NAMES,
@@ -261,7 +263,7 @@ FAMILIES = {
         keys=gemma3n_keys,
         restore=restored_gemma3n,
     ),
-    "gemma4": Family(
+    "gemma4": GgufFamily(
         "gemma4_text",
         fixed={"hidden_activation": "gelu_pytorch_tanh"},
         blocks=_GEMMA2_NAMES | _PER_LAYER_NAMES | {"layer_output_scale": "layer_scalar"},
@@ -271,7 +273,7 @@ FAMILIES = {
         factors=frozenset((ROPE_FACTORS,)),
         varied=frozenset(("attention.head_count_kv", "feed_forward_length")),
     ),
-    "phi2": Family(
+    "phi2": GgufFamily(
         "phi",
         partial=True,
         norm_key="layer_norm_eps",
@@ -280,7 +282,7 @@ FAMILIES = {
         blocks=_FUSED | _UNGATED,
         restore=split_attention,
     ),
-    "phi3": Family(
+    "phi3": GgufFamily(
         "phi3",
         partial=True,
         bias_key="",
@@ -289,11 +291,11 @@ FAMILIES = {
         restore=split_attention,
         factors=frozenset((LONG_FACTORS, SHORT_FACTORS)),
     ),
-    "glm4": Family("glm4", partial=True, blocks=_FUSED | _FUSED_GATES, restore=split_attention),
-    "smollm3": Family("smollm3", interleaved=True),
-    "granite": Family("granite", interleaved=True, keys=_granite_keys),
-    "olmo2": Family("olmo2"),
-    "stablelm": Family(
+    "glm4": GgufFamily("glm4", partial=True, blocks=_FUSED | _FUSED_GATES, restore=split_attention),
+    "smollm3": GgufFamily("smollm3", interleaved=True),
+    "granite": GgufFamily("granite", interleaved=True, keys=_granite_keys),
+    "olmo2": GgufFamily("olmo2"),
+    "stablelm": GgufFamily(
         "stablelm",
         partial=True,
         norm_key="layer_norm_eps",
@@ -301,7 +303,7 @@ FAMILIES = {
         keys=_stablelm_keys,
         restore=_flat_head_norms,
     ),
-    "falcon": Family(
+    "falcon": GgufFamily(
         "falcon",
         norm_key="layer_norm_epsilon",
         bias_key="",
@@ -310,7 +312,7 @@ FAMILIES = {
         keys=_falcon_keys,
         restore=_restored_falcon,
     ),
-    "nemotron": Family(
+    "nemotron": GgufFamily(
         "nemotron",
         partial=True,
         norm_key="norm_eps",

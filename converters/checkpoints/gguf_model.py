@@ -24,11 +24,11 @@ from ondevice.converters.architectures.tensors import LayerNames, tensor_shapes
 from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor, plain, printable
 from ondevice.converters.checkpoints.gguf_families import (
     BLOCK_NAMES,
-    FAMILIES,
+    GGUF_FAMILIES,
     LONG_FACTORS,
     SHORT_FACTORS,
     WHOLE_NAMES,
-    Family,
+    GgufFamily,
 )
 from ondevice.converters.checkpoints.gguf_file import GgufHeader, Value, read_header
 from ondevice.converters.checkpoints.gguf_gemma import ROPE_FACTORS
@@ -107,21 +107,21 @@ def _stored_tensors(parts: list[Part]) -> dict[str, Stored]:
     return stored
 
 
-def _family(header: GgufHeader) -> Family:
+def _family(header: GgufHeader) -> GgufFamily:
     kind = header.text("general.type")
     if kind not in (None, "model"):
         raise UnsupportedModelError(f"{header.file} holds {plain(str(kind))}, not a language model")
     name = header.text("general.architecture")
     if name is None:
         raise CheckpointError(f"{header.file} has no general.architecture; it isn't a language model")
-    if name not in FAMILIES:
+    if name not in GGUF_FAMILIES:
         raise UnsupportedModelError(
-            f"{header.file}: general.architecture {plain(name)} is not one of {', '.join(FAMILIES)}"
+            f"{header.file}: general.architecture {plain(name)} is not one of {', '.join(GGUF_FAMILIES)}"
         )
-    return FAMILIES[name]
+    return GGUF_FAMILIES[name]
 
 
-def _description(header: GgufHeader, family: Family, stored: Mapping[str, Stored]) -> Description:
+def _description(header: GgufHeader, family: GgufFamily, stored: Mapping[str, Stored]) -> Description:
     values = _config_values(header, family, stored)
     try:
         description = describe(values)
@@ -164,7 +164,7 @@ def _divided(rope: RopeSpec, factors: SourceTensor, file: str) -> RopeSpec:
     return replace(rope, frequencies=tuple(frequencies.tolist()))
 
 
-def _config_values(header: GgufHeader, family: Family, stored: Mapping[str, Stored]) -> dict[str, Any]:
+def _config_values(header: GgufHeader, family: GgufFamily, stored: Mapping[str, Stored]) -> dict[str, Any]:
     """The values that a `config.json` would have. Unknown keys of the architecture are refused by name."""
     prefix = f"{header.text('general.architecture')}."
     own = {key: value for key, value in header.metadata.items() if key.startswith(prefix)}
@@ -218,7 +218,7 @@ def _config_values(header: GgufHeader, family: Family, stored: Mapping[str, Stor
     return values
 
 
-def _rotated(metadata: Metadata, family: Family, head_dim: int) -> dict[str, Any]:
+def _rotated(metadata: Metadata, family: GgufFamily, head_dim: int) -> dict[str, Any]:
     """The share of a head's dimensions that turn, where it may be a part."""
     if not family.partial:
         metadata.reader.only(metadata.prefix + "rope.dimension_count", head_dim)
@@ -283,7 +283,7 @@ def _rope_scaling(reader: ConfigReader, prefix: str) -> dict[str, Any] | None:
     )
 
 
-def _names(family: Family, stored: Mapping[str, Stored]) -> dict[str, str]:
+def _names(family: GgufFamily, stored: Mapping[str, Stored]) -> dict[str, str]:
     """Names of the file's tensors by those that they have beside a `config.json`; of those that the family
     knows."""
     blocks, wholes = {**BLOCK_NAMES, **family.blocks}, {**WHOLE_NAMES, **family.wholes}
@@ -314,7 +314,7 @@ def _usual_names(config: ModelConfig) -> dict[str, str]:
 
 
 def _selected(
-    header: GgufHeader, family: Family, description: Description, stored: Mapping[str, Stored]
+    header: GgufHeader, family: GgufFamily, description: Description, stored: Mapping[str, Stored]
 ) -> dict[str, SourceTensor]:
     """The model's tensors, by the names of `tensors.py`. All that the metadata ask for, and no others, must
     be there."""
