@@ -15,7 +15,7 @@ from ondevice.api import Model
 from ondevice.commands import convert, obtaining
 from ondevice.errors import DownloadError, OndeviceError, UsageError
 from ondevice.tokenizer import HuggingFaceTokenizer
-from tests.support.bundles import CONTEXT
+from tests.support.bundles import CONTEXT, write_chat_checkpoint
 from tests.support.command_line import Run, command
 from tests.support.models import write_checkpoint
 
@@ -209,7 +209,7 @@ def test_a_conversion_that_the_same_command_cannot_go_on_with(
         raise error
 
     monkeypatch.setattr(obtaining, "run_conversion", failed)
-    source = write_checkpoint(tmp_path / "source")
+    source = write_chat_checkpoint(tmp_path / "source")
     refused = ondevice("generate", source, "-p", "x", "--yes")
     assert str(error) in refused.err
     assert ("the same command goes on" in refused.err) == goes_on

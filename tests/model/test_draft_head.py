@@ -104,7 +104,7 @@ def test_no_text_depends_on_it(counted: Path, speculation: str, monkeypatch: pyt
 def test_it_is_planned_where_a_drafter_uses_it(counted: Path) -> None:
     config, quant = Bundle.open(counted).config, Bundle.open(counted).quant
     extra = {}
-    for speculation in ("off", "lookup", "recycling", "resident", "streams", "auto"):
+    for speculation in ("resident", "streams", "auto"):
         plans = [
             ondevice.inspect(counted, speculation=speculation, draft_head=rows)  # type: ignore[arg-type]
             for rows in (0, ROWS, config.vocab_size)
@@ -113,10 +113,8 @@ def test_it_is_planned_where_a_drafter_uses_it(counted: Path) -> None:
         extra[speculation] = plans[1].draft_bytes - plans[0].draft_bytes
     used = draft_head_bytes(config, quant, ROWS)
     assert used > ROWS * config.hidden_size // 2
-    assert extra == dict.fromkeys(("off", "lookup", "recycling"), 0) | dict.fromkeys(
-        ("resident", "streams", "auto"), used
-    )
-    with load(counted, speculation="lookup", draft_head=ROWS) as model:
+    assert extra == dict.fromkeys(("resident", "streams", "auto"), used)
+    with load(counted, speculation="lookup") as model:
         assert model._engine._generator.transformer.draft_head is None
 
 

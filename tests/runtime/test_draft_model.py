@@ -195,8 +195,8 @@ def test_what_cannot_draft_is_refused(target: Path, draft: Path, tmp_path: Path)
     for model, second, words in ((target, mute, "mute: .*and it was"), (mute, target, "and the model was")):
         with pytest.raises(UnsupportedModelError, match=words):
             ondevice.inspect(model, speculation="model", draft_model=second)
-    # Drafting is not asked for: the name doesn't matter.
-    ondevice.inspect(target, speculation="off", draft_model="nowhere")
+    with pytest.raises(UsageError, match='draft_model has no meaning without speculation="model"'):
+        ondevice.inspect(target, speculation="off", draft_model="nowhere")
 
 
 def test_vocabularies_are_compared_piece_by_piece(target: Path, draft: Path) -> None:

@@ -138,8 +138,7 @@ def test_streams_without_a_pruning_adapter_can_not_prune(tmp_path: Path) -> None
     add_streams(folder, pruning_rank=0)
     with pytest.raises(UnsupportedModelError, match=r"draft_pruning=0\.5 isn't possible.*pruning_rank"):
         ondevice.inspect(folder, draft_pruning=0.5)
-    for options in ({"speculation": "lookup", "draft_pruning": 0.5}, {}):
-        assert ondevice.inspect(folder, **options).fits  # type: ignore[arg-type]
+    assert ondevice.inspect(folder).fits
 
 
 # --- whose streams, and which of them ---------------------------------------------------------------------
