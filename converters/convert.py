@@ -4,9 +4,8 @@
 
 Everything is written in `<output>.partial`, which becomes `<output>` once it is a whole bundle. Four stages
 overlap: one thread reads, one quantises (on every core), the calling one checksums and writes, and one tries
-the layers that are written. Training,
-if any, comes before the renaming and works on a copy. If it is interrupted, it starts from the same bytes
-again.
+the layers that are written. Training, if any, comes before the renaming and works on a copy. If it is
+interrupted, it starts from the same bytes again.
 """
 
 from __future__ import annotations
@@ -95,13 +94,13 @@ class Training:
     """Training of a whole bundle before it takes its name.
 
     identity: a word that identifies the training data. With the checkpoint and the options it determines the
-    bytes of the bundle. run: trains the bundle in a folder, and adds the result to it. pieces: token ids by
-    which weights of 4 to 6 bits are rounded, at most `most_tokens` of them in all; none to round without a
-    text. is_random: the pieces are no text.
+    bytes of the bundle. run: trains the bundle in a folder, and adds the result to it; None: a text rounds,
+    and nothing is trained. pieces: token ids by which weights of 4 to 6 bits are rounded, at most
+    `most_tokens` of them in all; none to round without a text. is_random: the pieces are no text.
     """
 
     identity: str
-    run: Callable[[Path], object]
+    run: Callable[[Path], object] | None
     pieces: Sequence[Sequence[int]] = ()
     is_random: bool = False
 
@@ -159,16 +158,17 @@ def convert(
         _check_manifest(checkpoint, quant_config, trained)
         folder.check(resume, force)
         folder.claim(resume)
-        folder.check_space(bundle_bytes(checkpoint, quant_config, twice=training is not None))
+        train = None if training is None else training.run
+        folder.check_space(bundle_bytes(checkpoint, quant_config, twice=train is not None))
         # Weights that a text has rounded are another conversion's for another text.
         written, is_random = trained if pieces else origin, training is not None and training.is_random
         conversion = _Conversion(checkpoint, quant_config, folder, written, pieces, is_random)
         with closing(conversion):
             conversion.run(on_progress)
             _try_out(folder, conversion.trial)
-        if training is not None:
+        if train is not None:
             _copy_as(Bundle.open(folder.partial), folder.copy, trained)
-            training.run(folder.copy)
+            train(folder.copy)
         folder.publish()
     return folder.output
 

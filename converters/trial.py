@@ -84,7 +84,7 @@ memory of this size has huge pages: with pieces of 4 MB, a 7B trial took 1.3 cor
 SAMPLES = 16
 """Records of each layer, and blocks of the resident file, that a disk must give back."""
 READ_THREADS = 2
-"""Of a layer's reader while others are converted."""
+"""Threads that read a layer for its trial, while others are converted."""
 
 
 class LayersTrial:

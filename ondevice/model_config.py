@@ -250,6 +250,11 @@ class LayerSpec:
         """Whether each block has a norm behind it: on its output, or on the residual that this has joined."""
         return self.norms != "before"
 
+    @property
+    def joins_plainly(self) -> bool:
+        """Whether a block's output joins the residual as it is."""
+        return self.norms in ("before", "residual")
+
 
 class HeadSizes(NamedTuple):
     """A layer's heads: `queries` query heads and `keys` key (or value) heads, each `width` wide."""

@@ -329,17 +329,23 @@ def convert_by_random_tokens(
 ) -> Path:
     """`convert`, which rounds 4 to 6 bits with error feedback by tokens drawn at random, for want of a text.
 
-    Nothing else is learnt. Raises what `convert` raises, and UnsupportedModelError for a model that can't
-    learn from a text either.
+    Nothing else is learnt. Raises what `convert` raises, UsageError where no weights have so few bits, and
+    UnsupportedModelError for a model that can't learn from a text either.
     """
     from ondevice.converters.checkpoints.base import Checkpoint
     from ondevice.converters.convert import Training
-    from ondevice.converters.rounding.layers import random_pieces
+    from ondevice.converters.rounding.layers import random_pieces, rounds_any
+
+    if not rounds_any(prepared.quant):
+        raise UsageError(
+            f"--random-text rounds weights of 4 to 6 bits, and there would be none as {prepared.quant.name}; "
+            "take --quant q4, q5 or q6, or convert without it"
+        )
 
     def begin(checkpoint: Checkpoint) -> Training:
         _require_plain(checkpoint.config, checkpoint.name, "--random-text")
         pieces = random_pieces(checkpoint.config, checkpoint.tokenizer.info.bos_id)
-        return Training("random tokens", lambda folder: None, pieces, is_random=True)
+        return Training("random tokens", None, pieces, is_random=True)
 
     return prepared.run(on_progress, resume=resume, force=force, begin_training=begin)
 

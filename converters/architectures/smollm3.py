@@ -45,12 +45,11 @@ def _read(reader: ConfigReader) -> Description:
     if reader.has("sliding_window") and not reader.is_null("sliding_window"):
         window = reader.integer("sliding_window")
         check_window(window)
+    enabled = enabled and window > 0
     kinds = read_layer_types(reader, count)
     if kinds is None:
-        kinds = [
-            "sliding_attention" if enabled and window and not turn else "full_attention" for turn in turns
-        ]
-    require_windows(kinds, enabled and window > 0)
+        kinds = ["sliding_attention" if enabled and not turn else "full_attention" for turn in turns]
+    require_windows(kinds, enabled)
     windows = [window if kind == "sliding_attention" else 0 for kind in kinds]
     bias = reader.boolean("attention_bias", False)
     reader.only("mlp_bias", False)

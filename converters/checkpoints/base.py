@@ -32,7 +32,7 @@ NUMPY_TYPES: dict[StoredType, np.dtype[Any]] = {
 
 
 _LEAST_AHEAD, _MOST_AHEAD = 256 << 10, 4 << 20
-"""Bytes of a read after which as many are read ahead, and most bytes of these."""
+"""The system is asked to read on after a read of at least so many bytes, by as many, and by at most these."""
 
 
 class SourceFile:

@@ -138,7 +138,12 @@ def _first_of(kinds: list[str], kind: str, values: list[int]) -> int:
 
 
 def _gemma4_ropes(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Of a global layer's head, the first pairs turn as if all did: the factors of the others are huge."""
+    """`rope_parameters`, from the two bases and the file's factors.
+
+    In a global layer only a head's first pairs turn, with the frequencies that they would have if all did.
+    Files say so by factors: 1 for those, a huge one for the others. Raises UnsupportedModelError for other
+    factors.
+    """
     base = {"rope_type": "default", "rope_theta": values["rope_theta"]}
     if ROPE_FACTORS in metadata.stored:
         factors, pairs = metadata.vector(ROPE_FACTORS), values["head_dim"] // 2

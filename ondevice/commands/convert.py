@@ -14,6 +14,7 @@ from ondevice.config import AUTO_QUANT, RuntimeConfig
 from ondevice.errors import UsageError
 
 if TYPE_CHECKING:
+    from ondevice.bundle.reader import Bundle
     from ondevice.runtime.conversion import Prepared
 
 
@@ -72,7 +73,6 @@ def convert(
     """
     from ondevice import training
     from ondevice.bundle.reader import Bundle
-    from ondevice.commands.training_reports import predictor_table
     from ondevice.runtime import conversion
 
     # A text that is set elsewhere than on the command line is meant for `eval`.
@@ -81,11 +81,12 @@ def convert(
     if content is not None and random_text:
         raise UsageError("--text rounds better than --random-text: give one of them")
     random_text = random_text and not no_calibrate
-    several = content is not None or random_text
+    rounds = content is not None or random_text
     take_interrupts()
-    kept = keep_source or several
+    kept = keep_source or rounds
     with conversion.prepare(source, output, quant, offline=offline, keep_source=kept) as prepared:
-        _agree(prepared, trains=several, told=keep_source, resume=resume, force=force, yes=yes)
+        implied = rounds and not keep_source
+        _agree(prepared, trains=content is not None, keeps=implied, resume=resume, force=force, yes=yes)
         try:
             if random_text:
                 with progress() as show:
@@ -110,27 +111,34 @@ def convert(
     bundle = Bundle.open(path)
     say_notes(bundle)
     if content is not None:
-        if bundle.predictors is not None:
-            say(predictor_table(bundle.predictors))
-        elif not bundle.config.zeros_gates:
-            say(
-                "--text has ordered the neurons and trained no predictors: "
-                f"{bundle.config.activation} gates are hardly ever exactly zero; `ondevice train thresholds` "
-                "finds out which count for little"
-            )
+        _say_trained(bundle)
     click.echo(str(path))
 
 
-def _agree(prepared: Prepared, *, trains: bool, told: bool, resume: bool, force: bool, yes: bool) -> None:
+def _say_trained(bundle: Bundle) -> None:
+    """What a text has trained, beside the rounding that the bundle's notes tell of."""
+    from ondevice.commands.training_reports import predictor_table
+
+    if bundle.predictors is not None:
+        say(predictor_table(bundle.predictors))
+    elif not bundle.config.zeros_gates:
+        say(
+            "--text has ordered the neurons and trained no predictors: "
+            f"{bundle.config.activation} gates are hardly ever exactly zero; `ondevice train thresholds` "
+            "finds out which count for little"
+        )
+
+
+def _agree(prepared: Prepared, *, trains: bool, keeps: bool, resume: bool, force: bool, yes: bool) -> None:
     """Say what a download takes and ask, if there is one. Raises what can be known to fail before it begins.
 
-    told: the user asked to keep the source.
+    keeps: the source is kept, though the user didn't ask for that.
     """
     foreseen = prepared.foreseen(trains)
     if not foreseen.download_bytes or (resume and prepared.is_converted):
         return
     prepared.check_output(resume, force)
-    if trains and not told:
+    if keeps:
         say(
             "rounding by a text reads the checkpoint more than once, so its files are kept in the hub's cache"
         )

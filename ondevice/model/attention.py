@@ -7,6 +7,7 @@ from typing import NamedTuple
 from ondevice.backends.base import Array, Backend, Float32
 from ondevice.backends.token_tree import TokenTree
 from ondevice.model.kv_cache import KVCache
+from ondevice.model.residual import joined
 from ondevice.model.weights import LayerWeights, MultiStreamLayer
 from ondevice.model_config import LayerSpec
 
@@ -45,8 +46,6 @@ def attention(
     """
     beside = None if weights.laurel is None else _laurel(backend, weights, x)
     norm, own, adapted = weights.attention_norm, spec.attention, rows.adapted
-    residual_norm = weights.attention_output_norm if spec.norms == "residual" else None
-    output_norm = weights.attention_output_norm if residual_norm is None else None
     qkv = backend.linear(x, weights.qkv, norm)
     if adapters is not None:
         low = adapters.qkv
@@ -54,11 +53,10 @@ def attention(
     cos, sin = rows.turns[own.rope]
     owner = layer if own.keys_of is None else own.keys_of
     context = backend.attend(qkv, rows.kv, owner, rows.position, cos, sin, own, weights.head_norms, rows.tree)
-    y = backend.linear(context, weights.out, added=x if output_norm is None else None)
+    y = backend.linear(context, weights.out, added=x if spec.joins_plainly else None)
     if adapters is not None:
         y = backend.add_low_rank(y, context[adapted:], adapters.out.down, adapters.out.up, adapted)
-    found = y if output_norm is None else backend.add_normed(x, y, output_norm)
-    found = found if residual_norm is None else backend.normed(found, residual_norm)
+    found = joined(backend, spec, x, y, weights.attention_output_norm)
     return found if beside is None else (found + beside) * HALF_ROOT
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ondevice.backends.base import Array, Backend
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.model.residual import joined
 from ondevice.model.weights import LayerWeights, MultiStreamLayer
 from ondevice.model_config import LayerSpec
 
@@ -36,16 +37,13 @@ def feed_forward(
         adapted: first row to which adapters are added.
     """
     norm = weights.feed_forward_norm
-    residual_norm = weights.feed_forward_output_norm if spec.norms == "residual" else None
-    output_norm = weights.feed_forward_output_norm if residual_norm is None else None
     before = None if adapters is None else backend.rows(x, range(adapted, x.shape[0]))
-    added = residual if output_norm is None else None
+    added = residual if spec.joins_plainly else None
     y = backend.feed_forward(x, weights.feed_forward, spec.feed_forward, batch, norm=norm, added=added)
     if adapters is not None:
         low = adapters.feed_forward
         y = backend.add_low_rank(y, before, low.down, low.up, adapted, "relu", norm)
-    found = y if output_norm is None else backend.add_normed(residual, y, output_norm)
-    return found if residual_norm is None else backend.normed(found, residual_norm)
+    return joined(backend, spec, residual, y, weights.feed_forward_output_norm)
 
 
 def prefetch(backend: Backend, weights: LayerWeights, x: Array) -> None:

@@ -96,7 +96,7 @@ class Prepared:
         """
         self.output = output
         self._checkpoint = checkpoint
-        self._quant = quant
+        self.quant = quant
         self._listing = listing
         self._is_remote = listing is not None and not is_kept
         self._keep_source = keep_source
@@ -136,15 +136,15 @@ class Prepared:
             else:
                 download = sum(source_bytes(checkpoint).values())
                 download += sum(map(passed_nbytes, checkpoint.tensors.values()))
-                passing = held_matrix_bytes(checkpoint, self._quant)
+                passing = held_matrix_bytes(checkpoint, self.quant)
         return Foreseen(
             name=checkpoint.name,
             architecture=checkpoint.config.architecture,
             parameters=sum(prod(tensor.shape) for tensor in checkpoint.tensors.values()),
-            quantisation=self._quant.name,
+            quantisation=self.quant.name,
             output=self.output,
             download_bytes=download,
-            bundle_bytes=bundle_bytes(checkpoint, self._quant, twice=trains),
+            bundle_bytes=bundle_bytes(checkpoint, self.quant, twice=trains),
             present_bytes=sum(_file_sizes(self.output.with_name(self.output.name + PARTIAL))),
             passing_bytes=passing,
             kept_bytes=kept,
@@ -172,7 +172,7 @@ class Prepared:
         opening = max(0, self._process_bytes - claimed.held_bytes) + self._tokenizer_bound()
         plans = []
         for mode in modes:
-            memory = memory_model(config, self._quant, replace(settled, sparsity=mode))
+            memory = memory_model(config, self.quant, replace(settled, sparsity=mode))
             held = max(0, process - claimed.held_bytes)
             plan = plan_memory(memory, budget_bytes=0, process_bytes=held)
             plan = replace(plan, others_bytes=claimed.claimed_bytes, limit=group_limit())
@@ -213,7 +213,7 @@ class Prepared:
         return convert(
             checkpoint,
             self.output,
-            self._quant,
+            self.quant,
             on_progress,
             resume=resume,
             force=force,

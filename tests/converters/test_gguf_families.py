@@ -16,7 +16,7 @@ from ondevice.converters.convert import convert
 from ondevice.errors import OndeviceError, UnsupportedModelError
 from tests.converters.test_gguf_model import assert_same_bundle
 from tests.support.engines import all_logits, running
-from tests.support.families import CASES, FALCON, GEMMA4_E, LONGROPE, write_model
+from tests.support.families import CASES, FALCON, GEMMA4_E, LONGROPE, PHI_LESS_TURNS, write_model
 from tests.support.gguf_families import write_family
 from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level, changed_gguf
 
@@ -53,15 +53,7 @@ UNALIKE = {
         },
     ),
     "phi": ("Phi", {"head_dim": None, "num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
-    "phi less turns": (
-        "Phi",
-        {
-            "head_dim": None,
-            "hidden_size": 80,
-            "num_key_value_heads": 4,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.4},
-        },
-    ),
+    "phi less turns": ("Phi", PHI_LESS_TURNS),
     "phi3 longrope": (
         "Phi3",
         {"head_dim": None, "rope_parameters": LONGROPE, **LONG},

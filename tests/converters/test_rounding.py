@@ -15,6 +15,7 @@ import pytest
 
 from ondevice.bundle.reader import Bundle
 from ondevice.config import QuantConfig, RowFormat
+from ondevice.converters import convert as converting
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.convert import Training, convert
@@ -42,7 +43,7 @@ PIECES = pieces_of(1)
 
 def by_text(source: Path, output: Path, pieces: Sequence[Sequence[int]] = PIECES, **options: Any) -> Path:
     """A bundle at 4 bits, rounded by `pieces` and not trained further."""
-    training = Training(hashlib.sha256(repr(pieces).encode()).hexdigest()[:32], lambda folder: None, pieces)
+    training = Training(hashlib.sha256(repr(pieces).encode()).hexdigest()[:32], None, pieces)
     return convert(source, output, options.pop("quant", "q4"), begin_training=lambda _: training, **options)
 
 
@@ -229,10 +230,14 @@ def test_the_text_is_cut_to_bounded_memory(source: Path) -> None:
     assert layers.most_tokens(wide) * (2 * (2 * 8192 + 64 + 28672) + 4 * 8192) <= layers.INPUT_BYTES
 
 
-def test_random_tokens_round_without_a_text(tmp_path: Path) -> None:
+def test_random_tokens_round_without_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_checkpoint(tmp_path / "source", **VARIANTS["qwen3-bias-relu2"])
+    # Nothing is trained, so the bundle isn't written twice.
+    monkeypatch.setattr(converting, "_copy_as", None)
     with prepare(source, tmp_path / "random", "q4") as prepared:
         found = convert_by_random_tokens(prepared)
+    with prepare(source, tmp_path / "random", "q4") as prepared:
+        assert convert_by_random_tokens(prepared, resume=True) == found
     notes = Bundle.open(found).manifest.provenance.notes
     assert notes == ("weights are rounded with error feedback (GPTQ) on 2048 random tokens",)
     text = np.random.default_rng(4).integers(3, 256, (4, 100)).tolist()
@@ -258,6 +263,15 @@ def test_a_model_that_learns_from_no_text_takes_no_random_tokens(
     monkeypatch.setattr(ModelConfig, "is_plain", False)
     refused = pytest.raises(UnsupportedModelError, match="convert it without random_text")
     with prepare(source, tmp_path / "b", "q4") as prepared, refused:
+        convert_by_random_tokens(prepared)
+
+
+@pytest.mark.parametrize("quant", ["q8", "f16"])
+def test_random_tokens_have_nothing_to_round_above_six_bits(source: Path, tmp_path: Path, quant: str) -> None:
+    with (
+        prepare(source, tmp_path / "b", quant) as prepared,
+        pytest.raises(UsageError, match=f"there would be none as {quant}; take quant q4, q5 or q6"),
+    ):
         convert_by_random_tokens(prepared)
 
 

@@ -77,6 +77,17 @@ class Passes:
     tokens: int = 0
 
 
+@dataclass(frozen=True)
+class Cell:
+    """What one cell of the table came to.
+
+    wrong: the texts that aren't those of plain decoding. doubts: why the cell proves nothing, if it doesn't.
+    """
+
+    wrong: tuple[str, ...]
+    doubts: tuple[str, ...]
+
+
 class Report:
     """Progress and figures, past pytest's capture."""
 
@@ -252,10 +263,10 @@ def continued(
     plain_texts: Callable[[str, str], list[Written]],
     report: Report,
     monkeypatch: pytest.MonkeyPatch,
-) -> Callable[..., None]:
+) -> Callable[..., Cell]:
     """Continues all prompts in one cell of the table, and compares the texts with plain decoding's."""
 
-    def run(backend: str, sparsity: str, drafter: str, place: str) -> None:
+    def run(backend: str, sparsity: str, drafter: str, place: str) -> Cell:
         expected = plain_texts(backend, sparsity)
         if drafter == "auto":
             monkeypatch.setattr(ondevice.runtime.engine, "MIN_PASS_SECONDS", 0.0)
@@ -272,54 +283,62 @@ def continued(
                 squeeze(model, int((segment.total - segment.least) * share))
             found = list(texts(model, prompts, report, name))
             done_by = model.stats.speculation
-        wrong = [
+        wrong = tuple(
             f"prompt {at // len(SAMPLINGS)}, {SAMPLINGS[at % len(SAMPLINGS)]}: {mine[0]} for {plain[0]}"
             for at, (mine, plain) in enumerate(zip(found, expected, strict=True))
             if mine != plain
-        ]
+        )
         cell = {"cell": name, "texts": len(found), "tokens": sum(len(tokens) for tokens, _, _ in found)}
         cell |= {"differing": len(wrong), "passes": counted.passes, "nodes": counted.nodes}
         cell |= {"tokens_in_passes": counted.tokens, "seconds": round(time.monotonic() - began, 1)}
         report.cells.append(cell)
         report.say(f"\n{json.dumps(cell)}")
-        assert wrong == []
         hopeless = drafter == "streams" and bundle != SHIPPED
         hopeless |= options.get("draft_model") == str(stories_bundle)
-        require_drafts(drafter, done_by, counted, place, hopeless)
+        return Cell(wrong, tuple(doubts(drafter, done_by, counted, place, hopeless)))
 
     return run
 
 
-def require_drafts(drafter: str, done_by: str, counted: Passes, place: str, hopeless: bool) -> None:
-    """That the cell proves something: drafts were verified, and some were right.
+def doubts(drafter: str, done_by: str, counted: Passes, place: str, hopeless: bool) -> Iterator[str]:
+    """Why nothing is proven: no drafts were verified, or none was right.
 
     hopeless: streams that nobody trained guess hardly anything, nor does a model that learned other words.
     """
-    if drafter != "auto":
-        assert done_by == drafter
-        assert counted.nodes > 1.5 * counted.passes
-        assert hopeless or counted.tokens > 1.05 * counted.passes
-    elif done_by == "off":
+    if drafter == "auto" and done_by == "off":
         # By its plan: what drafting holds was what was missing.
-        assert counted.passes == 0
-    else:
+        if counted.passes:
+            yield f"{counted.passes} passes were counted without a drafter"
+    elif drafter == "auto":
         # Where passes wait for flash it drafts; how often depends on what they take.
-        assert place == "resident" or counted.nodes > counted.passes
+        if place != "resident" and counted.nodes <= counted.passes:
+            yield "auto drafted nothing"
+    else:
+        if done_by != drafter:
+            yield f"drafts were {done_by}'s"
+        if counted.nodes <= 1.5 * counted.passes:
+            yield f"{counted.nodes} nodes in {counted.passes} passes"
+        if not hopeless and counted.tokens <= 1.05 * counted.passes:
+            yield f"{counted.tokens} tokens from {counted.passes} passes"
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("sparsity", SPARSITIES)
 def test_every_text_is_that_of_plain_decoding(
-    sparsity: str, drafter: str, place: str, continued: Callable[..., None]
+    sparsity: str, drafter: str, place: str, continued: Callable[..., Cell]
 ) -> None:
     """On our own kernels. Some two minutes of one core's time each."""
-    continued("cpu", sparsity, drafter, place)
+    cell = continued("cpu", sparsity, drafter, place)
+    assert cell.wrong == ()
+    assert cell.doubts == ()
 
 
 @pytest.mark.skipif(ON_GPU, reason="a proof of MLX's CPU device")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.usefixtures("mlx_device")
-def test_every_text_on_mlx_is_that_of_plain_decoding(drafter: str, continued: Callable[..., None]) -> None:
+def test_every_text_on_mlx_is_that_of_plain_decoding(drafter: str, continued: Callable[..., Cell]) -> None:
     """Some ten minutes of one core's time each."""
-    continued("mlx", "exact", drafter, "resident")
+    cell = continued("mlx", "exact", drafter, "resident")
+    assert cell.wrong == ()
+    assert cell.doubts == ()

@@ -66,6 +66,12 @@ TURNING_ALL = {
     "full_attention": {"rope_type": "default", "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+PHI_LESS_TURNS = {
+    "head_dim": None,
+    "hidden_size": 80,
+    "num_key_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.4},
+}
 OPT = dict.fromkeys(ABSENT) | {"ffn_dim": 160, "init_std": 0.1, "max_position_embeddings": 64}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {}),
@@ -216,16 +222,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "ffn_hidden_size": 96},
     ),
     "phi": ("Phi", {"head_dim": None, "partial_rotary_factor": 0.5}),
-    "phi less turns": (
-        "Phi",
-        {
-            "head_dim": None,
-            "hidden_size": 80,
-            "num_key_value_heads": 4,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.4},
-            "hidden_act": "relu",
-        },
-    ),
+    "phi less turns": ("Phi", {**PHI_LESS_TURNS, "hidden_act": "relu"}),
     "phi head norms": ("Phi", {"head_dim": None, "qk_layernorm": True, "layer_norm_eps": 1e-3}),
     "persimmon": ("Persimmon", PERSIMMON),
     "persimmon whole heads": (

@@ -249,8 +249,8 @@ class Comparison:
         """What `convert` writes without a text, by random tokens, and with the calibrating pieces."""
         ways = {
             "convert": None,
-            "convert --random-text": Training("random", _nothing, self._random_pieces(), is_random=True),
-            "convert --text": Training("text", _nothing, self._calibrating),
+            "convert --random-text": Training("random", None, self._random_pieces(), is_random=True),
+            "convert --text": Training("text", None, self._calibrating),
         }
         for bits in (4, 5, 6):
             for way, training in ways.items():
@@ -304,10 +304,6 @@ class Comparison:
 
 def _given(training: Training | None, checkpoint: Checkpoint) -> Training | None:
     return training
-
-
-def _nothing(folder: Path) -> None:
-    """What these trainings do to a bundle."""
 
 
 def main() -> None:
