@@ -55,7 +55,8 @@ def test_a_chat_says_the_seed_that_it_draws(ondevice: Run, chat_bundle: Path) ->
 def test_chat_commands(ondevice: Run, chat_bundle: Path, tmp_path: Path) -> None:
     talk = tmp_path / "talk.json"
     lines = f"Hello\n/save {talk}\n/reset\n/load {talk}\n/stats\n/budget 8GB\n/help\n/quit\nmore\n"
-    result = ondevice("chat", "-m", chat_bundle, "--max-tokens", 4, "--system-prompt", "Hi.", stdin=lines)
+    options = ("-m", chat_bundle, "--temp", 0, "--max-tokens", 4, "--system-prompt", "Hi.")
+    result = ondevice("chat", *options, stdin=lines)
     assert result.code == 0
     assert result.out.count("\n") >= 1
     saved = json.loads(talk.read_text())["messages"]
