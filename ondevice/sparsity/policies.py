@@ -98,11 +98,11 @@ class Frequency:
     """A decayed count of how often a neuron fired. It starts at `frequencies` (L, F), if known."""
 
     def __init__(self, layers: int, neurons: int, decay: float, frequencies: Float32 | None = None) -> None:
-        self._fired = _known(layers, neurons, frequencies)
+        self._fired = known_frequencies(layers, neurons, frequencies)
         self._decay = decay
 
     def observe(self, layer: int, gates: Float32) -> None:
-        _decayed_mean(self._fired[layer], self._decay, fires(gates))
+        decayed_mean(self._fired[layer], self._decay, fires(gates))
 
     def scores(self, layer: int) -> Float32:
         scores: Float32 = self._fired[layer]
@@ -121,16 +121,16 @@ class GateScore:
     """
 
     def __init__(self, layers: int, neurons: int, frequencies: Float32 | None = None) -> None:
-        self._fired = _known(layers, neurons, frequencies)
+        self._fired = known_frequencies(layers, neurons, frequencies)
         self._near = np.zeros((layers, neurons), dtype=np.float32)
 
     def observe(self, layer: int, gates: Float32) -> None:
-        _decayed_mean(self._fired[layer], SLOW_DECAY, fires(gates))
+        decayed_mean(self._fired[layer], SLOW_DECAY, fires(gates))
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             scale = np.sqrt(np.mean(gates * gates, axis=1, keepdims=True))
             # NaN counts as far below zero.
             near = np.fmin(np.fmax(np.float32(0.5) + gates / scale, 0), 1)
-        _decayed_mean(self._near[layer], FAST_DECAY, near)
+        decayed_mean(self._near[layer], FAST_DECAY, near)
 
     def scores(self, layer: int) -> Float32:
         scores: Float32 = self._fired[layer] + np.float32(GATE_WEIGHT) * self._near[layer]
@@ -166,7 +166,7 @@ def selected(scores: Float32) -> Int32:
     return ids[: _native.select(scores, ids)]
 
 
-def _known(layers: int, neurons: int, frequencies: Float32 | None) -> Float32:
+def known_frequencies(layers: int, neurons: int, frequencies: Float32 | None) -> Float32:
     """(L, F) frequencies as a new array, zeros if unknown. Raises ValueError for another shape."""
     if frequencies is None:
         return np.zeros((layers, neurons), dtype=np.float32)
@@ -175,7 +175,7 @@ def _known(layers: int, neurons: int, frequencies: Float32 | None) -> Float32:
     return frequencies.astype(np.float32)
 
 
-def _decayed_mean(mean: Float32, decay: float, values: np.ndarray) -> None:
+def decayed_mean(mean: Float32, decay: float, values: np.ndarray) -> None:
     """Update the decayed mean (F,) in place with `values` (T, F)."""
     tokens = len(values)
     if tokens == 1:
