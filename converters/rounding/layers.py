@@ -67,7 +67,7 @@ def rounds_any(quant: QuantConfig) -> bool:
 
 def most_tokens(config: ModelConfig) -> int:
     """Tokens of a text that fit into INPUT_BYTES, at most MOST_TOKENS."""
-    inputs = 2 * config.hidden_size + config.query_size + config.intermediate_size
+    inputs = 2 * config.hidden_size + config.query_size + config.widest
     return min(MOST_TOKENS, INPUT_BYTES // (2 * inputs + 4 * config.hidden_size))
 
 

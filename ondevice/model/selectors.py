@@ -35,7 +35,7 @@ def selector_parts(
 
     def gates(layer: int, file: int, layout: RecordLayout, digest: GateDigest | None = None) -> MatrixPart:
         bias = partial(resident.vector, gate_bias_name(layer)) if config.feed_forward.bias else None
-        return _gate_part(bundle, reader, file, layout, bias, digest)
+        return _gate_part(bundle, reader, layer, file, layout, bias, digest)
 
     if sparsity == "exact" and not config.zeros_gates:
         return [
@@ -81,7 +81,7 @@ def _cutoff_selector(gates: MatrixPart, config: ModelConfig, layer: LayerSpec) -
         return SelectorParts((gates,), deviations=spec.cutoff)
 
     def ones() -> Float32:
-        return np.ones(config.intermediate_size, dtype=np.float32)
+        return np.ones(config.neurons(layer), dtype=np.float32)
 
     return SelectorParts((gates,), cutoff=_CutoffPart(ones, 0.0, spec))
 
@@ -96,7 +96,7 @@ def _predictor_parts(
 
     return (
         MatrixPart("down", rank, config.hidden_size, stored, partial(file.rows, down, stored)),
-        MatrixPart("up", config.intermediate_size, rank, stored, partial(file.rows, up, stored), bias),
+        MatrixPart("up", config.widths[layer], rank, stored, partial(file.rows, up, stored), bias),
     )
 
 
@@ -107,12 +107,13 @@ def cutoff_gates(bundle: Bundle, reader: FlashReader, layer: int, sparsity: Spar
     """
     if bundle.config.layers[layer].feed_forward.cutoff is None or sparsity == "exact":
         return []
-    return [_gate_part(bundle, reader, FIRST_NEURON_FILE + layer, bundle.neuron_layout, None, None)]
+    return [_gate_part(bundle, reader, layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout, None, None)]
 
 
 def _gate_part(
     bundle: Bundle,
     reader: FlashReader,
+    layer: int,
     file: int,
     layout: RecordLayout,
     bias: Callable[[], Float32] | None,
@@ -124,7 +125,7 @@ def _gate_part(
     # Whole records are read; a neuron's record has more rows.
     return MatrixPart(
         "gate",
-        config.intermediate_size,
+        config.widths[layer],
         config.hidden_size,
         bundle.quant.of("feed_forward"),
         rows,

@@ -320,7 +320,7 @@ def sparsity_modes(
     """Every sparsity mode, and whether this model can have it. damaged: sidecars, as a Bundle has them."""
     relu, least = config.zeros_gates, config.feed_forward.threshold
     limit = f"{least:.4g}" if least else "zero"
-    cut = config.num_cutoffs
+    cut = len(config.cut_off_layers)
     exact = (
         f"only neurons whose gate is above {limit}; the same text as dense"
         if relu

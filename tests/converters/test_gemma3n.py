@@ -155,7 +155,8 @@ def test_exact_mode_leaves_out_what_the_cutoffs_cut(folder: Path) -> None:
         model.logits(text)
         assert 3.4 * neurons < model._engine._neurons.lookups < 3.9 * neurons
     with recorded_gates(bundle, [text]) as gates:
-        assert np.allclose((gates > 0).mean(axis=(1, 2)), [0.1, 0.05, 0.5, 1.0, 1.0, 1.0], atol=0.05)
+        shares = [(layer > 0).mean() for layer in gates]
+        assert np.allclose(shares, [0.1, 0.05, 0.5, 1.0, 1.0, 1.0], atol=0.05)
 
 
 def test_auto_is_exact_where_neurons_come_from_flash(folder: Path) -> None:
@@ -289,9 +290,12 @@ def test_such_a_model_learns_nothing_from_a_text(folder: Path, tmp_path: Path) -
         ("num_kv_shared_layers", -1, "num_kv_shared_layers is -1"),
         ("activation_sparsity_pattern", [0.5], "names 1 layers of 6"),
         ("activation_sparsity_pattern", [1.0] * 6, "shares are from 0"),
-        ("intermediate_size", [160] * 5 + [80], "layers of different sizes"),
+        ("intermediate_size", [160] * 5 + [0], "a layer's neurons is 0"),
+        ("intermediate_size", [160] * 5 + [1 << 21], "a layer's neurons is 2097152"),
+        ("intermediate_size", [160] * 5 + [True], "must be whole numbers"),
+        ("intermediate_size", [-1] * 6, "intermediate_size is -1"),
         ("intermediate_size", [160] * 5, "names 5 layers of 6"),
-        ("intermediate_size", [], "layers of different sizes"),
+        ("intermediate_size", [], "must be whole numbers"),
         ("hidden_size", -1, "hidden_size is -1"),
         ("laurel_rank", 0, "laurel_rank is 0"),
         ("hidden_size_per_layer_input", 0, "without per-layer inputs"),

@@ -53,7 +53,6 @@ from ondevice.converters.training.streams.options import (
     MOST_LAYERS,
     RESIDENT_PARTS,
     MultiStreamOptions,
-    resident_prefix,
 )
 from ondevice.converters.training.streams.write import write_streams
 from ondevice.converters.training.token_counts import count_tokens, write_token_counts
@@ -270,7 +269,7 @@ class Training:
     ) -> None:
         """path: the file of the saved state. If an earlier run has left it, training goes on from there."""
         self._facts, self._top, self._options, self._path = facts, top, options, path
-        self._zeros_gates, self._neurons = config.zeros_gates, config.intermediate_size
+        self._zeros_gates = config.zeros_gates
         self._adam = optimizers.Adam(options.learning_rate, betas=[0.9, 0.95], bias_correction=True)
         self.parameters = initial_parameters(facts, config, options.seed)
         self._adam.init(self.parameters)
@@ -331,7 +330,7 @@ class Training:
         if masked and self._zeros_gates:
             resident = {"resident_tokens": drawn}
         elif masked:
-            resident = {"resident_neurons": resident_prefix(self._neurons, drawn)}
+            resident = {"resident_parts": drawn}
         loss, gradients = mx.value_and_grad(stream_loss)(
             self.parameters,
             self._facts,
