@@ -290,7 +290,7 @@ def test_such_a_model_learns_nothing_from_a_text(folder: Path, tmp_path: Path) -
         ("num_kv_shared_layers", -1, "num_kv_shared_layers is -1"),
         ("activation_sparsity_pattern", [0.5], "names 1 layers of 6"),
         ("activation_sparsity_pattern", [1.0] * 6, "shares are from 0"),
-        ("intermediate_size", [160] * 5 + [0], "a layer's neurons is 0"),
+        ("intermediate_size", [160] * 5 + [0], "layer 5 has no feed-forward neurons"),
         ("intermediate_size", [160] * 5 + [1 << 21], "a layer's neurons is 2097152"),
         ("intermediate_size", [160] * 5 + [True], "must be whole numbers"),
         ("intermediate_size", [-1] * 6, "intermediate_size is -1"),

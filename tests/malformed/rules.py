@@ -272,7 +272,12 @@ RULES = (
         "gates have biases",
         UnsupportedModelError,
     ),
-    Rule("neurons zero", put(*NEURON_COUNT, value=0), "feed_forward.neurons"),
+    Rule(
+        "neurons zero",
+        put(*NEURON_COUNT, value=0),
+        "layer 0 has no feed-forward neurons",
+        UnsupportedModelError,
+    ),
     Rule("neurons negative", put(*NEURON_COUNT, value=-96), "feed_forward.neurons"),
     Rule("neurons as bool", put(*NEURON_COUNT, value=True), "feed_forward.neurons"),
     Rule("neurons as text", put(*NEURON_COUNT, value="96"), "feed_forward.neurons"),

@@ -11,7 +11,7 @@ Legend: T tokens, D hidden size, F neurons of a layer, R rank of a predictor.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ Tensors = Mapping[str, NDArray[Any]]
 def copy_sidecars(source: Path, folder: Path, frequencies: Sequence[Float32], tokens: int) -> None:
     """Give the small bundle in `folder` the sidecars of `source`, from which it was rounded.
 
-    frequencies: for each layer, (F,) share of `tokens` tokens for which each neuron of the small bundle fires.
+    frequencies: for each layer, (F,) share of `tokens` tokens for which a neuron of the small bundle fires.
     """
     old, new = Bundle.open(source), Bundle.open(folder)
     if old.config.zeros_gates:
