@@ -332,8 +332,7 @@ class Bundle:
             if found is None:
                 return None
             data = found
-            if sidecar in (PREDICTORS_SIDECAR, THRESHOLDS_SIDECAR, STREAMS_SIDECAR):
-                check_sidecar_possible(sidecar, self.config)
+            check_sidecar_possible(sidecar, self.config)
             return read(data)
         except BundleError as error:
             self._note_damage(sidecar, error, says_lossless(data))

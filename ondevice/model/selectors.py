@@ -63,10 +63,11 @@ def selector_parts(
             SelectorParts(
                 (gates(layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout),),
                 cutoff=_CutoffPart(
-                    partial(file.vector, importance_name(layer)), threshold, config.feed_forward
+                    partial(file.vector, importance_name(layer)), threshold, spec.feed_forward
                 ),
+                deviations=spec.feed_forward.cutoff,
             )
-            for layer, threshold in enumerate(point.thresholds)
+            for layer, (spec, threshold) in enumerate(zip(config.layers, point.thresholds, strict=True))
         ]
     return [SelectorParts()] * config.num_layers
 
@@ -103,9 +104,9 @@ def _predictor_parts(
 def cutoff_gates(bundle: Bundle, reader: FlashReader, layer: int, sparsity: Sparsity) -> list[Part]:
     """The gate projection of a layer whose cutoff is made of all of a token's gates; else nothing.
 
-    In mode `exact` the layer's selector has it.
+    In modes `exact` and `threshold` the layer's selector has it.
     """
-    if bundle.config.layers[layer].feed_forward.cutoff is None or sparsity == "exact":
+    if bundle.config.layers[layer].feed_forward.cutoff is None or sparsity in ("exact", "threshold"):
         return []
     return [_gate_part(bundle, reader, layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout, None, None)]
 

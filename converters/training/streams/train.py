@@ -38,7 +38,7 @@ from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.token_counts import CountedTokens
 from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.converters.training.activations import record_entering
-from ondevice.converters.training.sidecars import check_possible, held_out
+from ondevice.converters.training.sidecars import check_streams_possible, held_out
 from ondevice.converters.training.streams.loss import (
     TopLayers,
     Window,
@@ -102,7 +102,7 @@ def check(bundle: Bundle, pieces: Pieces, options: MultiStreamOptions) -> Pieces
     Raises UsageError if the text is too short, or for more stream layers than the model has,
     UnsupportedModelError for a model that can't have streams.
     """
-    check_possible(bundle)
+    check_streams_possible(bundle)
     if options.layers > bundle.config.num_layers:
         raise UsageError(f"layers is {options.layers}; {bundle.name} has {bundle.config.num_layers}")
     measured = held_out(pieces)
