@@ -80,7 +80,7 @@ def no_streams(config: ModelConfig) -> str:
         "heads of several sizes": config.any_layer(
             lambda layer: layer.attention.head_dim > 0 or layer.attention.num_kv_heads > 0
         ),
-        "statistical cutoffs": config.num_cutoffs > 0,
+        "statistical cutoffs": bool(config.cut_off_layers),
     }
     *names, last = (name for name, holds in blocks.items() if holds)
     listed = f"{', '.join(names)} and {last}" if names else last
@@ -91,7 +91,7 @@ def check_sidecar_possible(sidecar: Sidecar, config: ModelConfig) -> None:
     """Raises BundleError for streams or predictors of a model whose blocks can't have them."""
     if sidecar.key == "streams" and not config.is_plain:
         raise BundleError(f"{sidecar.manifest} is there, but {no_streams(config)}: delete it")
-    if sidecar.key == "predictors" and config.num_cutoffs:
+    if sidecar.key == "predictors" and config.cut_off_layers:
         raise BundleError(f"{sidecar.manifest} is there, but {NO_PREDICTORS}: delete it")
 
 

@@ -178,7 +178,7 @@ def check(
     Raises UnsupportedModelError for a model whose gates are hardly ever zero, UsageError if the text is too
     short.
     """
-    if bundle.config.num_cutoffs:
+    if bundle.config.cut_off_layers:
         raise UnsupportedModelError(f"{bundle.name} needs no predictors: {NO_PREDICTORS} (--sparsity exact)")
     if not bundle.config.zeros_gates:
         raise UnsupportedModelError(

@@ -207,7 +207,7 @@ def test_thresholds_leave_out_the_share_that_was_asked_for(thresholds: Path) -> 
     with ondevice.load(thresholds, backend="cpu", sparsity="threshold", prefill_chunk=1) as model:
         text = random_tokens(config, 40)
         model.logits(text)
-        share = model._engine._neurons.lookups / (40 * config.num_layers * config.intermediate_size)
+        share = model._engine._neurons.lookups / (40 * config.num_neurons)
     assert share == pytest.approx(1 - np.mean([max(0.5, share) for share in zeroed]), abs=0.05)
 
 
@@ -307,7 +307,9 @@ def test_predictors_find_the_neurons_that_fire(predicted: Path) -> None:
 def test_predictors_say_why_a_model_needs_none(folder: Path) -> None:
     """Gates of Gemma 3n's cutoffs are in memory; the others' are never zero."""
     bundle = Bundle.open(folder / "f16")
-    why = "a statistical cutoff" if bundle.config.num_cutoffs else r"hardly ever exactly zero: .* thresholds"
+    why = (
+        "a statistical cutoff" if bundle.config.cut_off_layers else r"hardly ever exactly zero: .* thresholds"
+    )
     with pytest.raises(UnsupportedModelError, match=why):
         train_predictors(folder / "f16", pieces=made_up_pieces(), output=folder / "predictors", backend="cpu")
     assert not (folder / "predictors").exists()
