@@ -188,10 +188,11 @@ def _write_ordered(
         for layer in range(layers):
             on_progress(layer / layers, f"order of layer {layer + 1} of {layers}")
             if bundle.config.zeros_gates:
-                counts = co_firing_counts(activations.fired(layer)[counted], bundle.config.intermediate_size)
+                counts = co_firing_counts(activations.fired(layer)[counted], bundle.config.widths[layer])
                 orders.append(nearest_neighbour_chain(counts))
             else:
-                gates = LayerGates(bundle, NeuronRecords(bundle, reader, layer))
+                spec = bundle.config.layers[layer].feed_forward
+                gates = LayerGates(spec, NeuronRecords(bundle, reader, layer))
                 orders.append(descending(gates.mean_contributions(activations.inputs(layer)[counted])))
             for name, layout in _record_files(bundle, layer):
                 writer.write_records(name, _records(bundle, name, layout, orders[layer]))

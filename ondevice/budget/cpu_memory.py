@@ -63,7 +63,7 @@ class CpuMemory(MemoryModel):
         keys = padded(self.max_context, GROUP_SIZE) + 2 * padded(config.head_width, 16)
         scores = self._threads * 4 * rows * keys
         segment = segment_shape(config, self.quant)
-        neurons = min(segment.neurons, padded(config.intermediate_size, GROUP_SIZE))
+        neurons = min(segment.neurons, padded(config.widest, GROUP_SIZE))
         hidden_values = max(HIDDEN_BYTES, 4 * tokens * neurons)
         sampling = 8 * 8 * vocab
         # The head's output and the copy that the caller gets.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -9,6 +10,7 @@ from ondevice.budget.limits import context_words, verdict
 from ondevice.bundle.reader import Bundle
 from ondevice.commands.reports import parts, percent, residency, size
 from ondevice.commands.training_reports import stream_facts
+from ondevice.model_config import ModelConfig
 from ondevice.runtime.models import (
     ALIASES,
     SparsityMode,
@@ -62,6 +64,7 @@ def inspection(resolved: ResolvedModel) -> dict[str, Any]:
         "parameters": bundle.parameters,
         "bundle_bytes": bundle.bundle_bytes,
         "quantisation": bundle.quant.name,
+        "neurons": list(bundle.config.widths),
         "sparsity_modes": [mode.name for mode in modes if mode.available],
         "predictor_recalls": [] if found is None else [point.recall for point in found.points],
         "threshold_sparsities": [] if cuts is None else [point.sparsity for point in cuts.points],
@@ -85,6 +88,7 @@ def inspection_text(resolved: ResolvedModel) -> str:
     lines = [
         f"{bundle.name}: {config.architecture}, {bundle.parameters:,} parameters, {bundle.quant.name}, "
         f"bundle {size(bundle.bundle_bytes)}",
+        *_widths_lines(config),
         "sparsity modes:",
         *map(_mode_line, sparsity_modes(config, bundle.predictors, bundle.thresholds, bundle.damaged)),
         f"streams: {_streams_line(bundle)}",
@@ -106,6 +110,15 @@ def inspection_text(resolved: ResolvedModel) -> str:
         *(f"warning: {warning}" for warning in resolved.budget_warnings),
     ]
     return "\n".join(lines)
+
+
+def _widths_lines(config: ModelConfig) -> list[str]:
+    """A line with the layers' numbers of neurons, if they differ."""
+    found = sorted(Counter(config.widths).items())
+    if len(found) == 1:
+        return []
+    counts = (f"{neurons:,} in {layers} layer{'s' * (layers > 1)}" for neurons, layers in found)
+    return [f"feed-forward neurons: {', '.join(counts)}"]
 
 
 def _mode_change_lines(resolved: ResolvedModel) -> list[str]:

@@ -115,14 +115,12 @@ def open_neuron_memory(
             slot_bytes=buffers.slot_bytes,
             slots=buffers.slots,
         )
-    neurons = config.intermediate_size
     cache = NeuronCache(
-        config.num_layers,
-        neurons,
+        config.widths,
         slot_bytes=segment.slot_bytes,
         segment_slots=segment.slots,
         reserve=segment.reserve,
-        policy=make_policy(options.policy, config.num_layers, neurons, bundle.frequencies()),
+        policy=make_policy(options.policy, config.widths, bundle.frequencies()),
         keep=options.keep,
     )
     return NeuronFetcher(

@@ -10,6 +10,8 @@ Legend: L layers, T tokens, E experts of a layer, k chosen for a token, W tokens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ondevice.backends.base import Float32
@@ -39,12 +41,14 @@ class ExpertReuse:
         layers: L, layers with experts.
         experts: E.
         chosen: k; of more the highest count, and fewer aren't expected.
-        frequencies: (L, E) share of tokens, from 0 to 1, that chose each expert on some text.
+        frequencies: for each layer, (E,) share of tokens, from 0 to 1, that chose each expert on some text.
     """
 
-    def __init__(self, layers: int, experts: int, chosen: int, frequencies: Float32 | None = None) -> None:
+    def __init__(
+        self, layers: int, experts: int, chosen: int, frequencies: Sequence[Float32] | None = None
+    ) -> None:
         self._chosen = chosen
-        self._slow = known_frequencies(layers, experts, frequencies)
+        self._slow = np.stack(known_frequencies([experts] * layers, frequencies))
         self._fast = np.zeros((layers, experts), dtype=np.float32)
         self._scores = self._slow.copy()
         self._past = np.zeros((layers, chosen, REMEMBERED_TOKENS), dtype=np.int32)
@@ -82,10 +86,10 @@ class ExpertReuse:
         return scores
 
     def pool_scores(self, layer: int) -> Float32:
-        """(L, E) worth of a slot for each expert just after `layer`: more, the sooner its turn comes."""
+        """(L * E,) worth of a slot for each expert just after `layer`: more, the sooner its turn comes."""
         layers = len(self._scores)
         until = (np.arange(layers) - layer - 1) % layers
-        scores: Float32 = self._scores * self._nearness[until, None]
+        scores: Float32 = (self._scores * self._nearness[until, None]).ravel()
         return scores
 
     def fit(self, slots: int) -> None:

@@ -6,6 +6,7 @@ on how soon its layer comes again, which shares of layers can't express.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ class PoolPolicy(Policy, Protocol):
     """A policy whose scores can be compared across layers."""
 
     def pool_scores(self, layer: int) -> Float32:
-        """(L, F) worth of a slot for each neuron at the end of `layer`'s turn."""
+        """(N,) worth of a slot for each neuron of all layers, at the end of `layer`'s turn."""
         ...
 
 
@@ -31,15 +32,14 @@ class PooledCache(NeuronCache):
 
     def __init__(
         self,
-        layers: int,
-        neurons: int,
+        widths: Sequence[int],
         slot_bytes: int,
         segment_slots: int,
         reserve: int,
         policy: PoolPolicy,
         keep: bool = True,
     ) -> None:
-        super().__init__(layers, neurons, slot_bytes, segment_slots, reserve, policy, keep)
+        super().__init__(widths, slot_bytes, segment_slots, reserve, policy, keep)
         self._pool_policy = policy
 
     def evict_to_share(self, layer: int, keep: Int32 | None = None) -> None:
@@ -47,19 +47,18 @@ class PooledCache(NeuronCache):
         over = -self._spare
         if over <= 0:
             return
-        held = self._slot_of >= 0
+        held = self._slots >= 0
         if keep is not None:
-            held[layer, keep] = False
-        candidates = np.flatnonzero(held)
-        if over < len(candidates):
-            worth = self._pool_policy.pool_scores(layer).ravel()[candidates]
-            candidates = candidates[np.argpartition(worth, over)[:over]]
-        slots = self._slot_of.reshape(-1)
-        freed = slots[candidates]
-        slots[candidates] = -1
+            held[self._first[layer] + keep] = False
+        gone = np.flatnonzero(held)
+        if over < len(gone):
+            worth = self._pool_policy.pool_scores(layer)[gone]
+            gone = gone[np.argpartition(worth, over)[:over]]
+        freed = self._slots[gone]
+        self._slots[gone] = -1
         self._owner[freed] = -1
         self._give_back(freed)
-        for other in (candidates // self._neurons).tolist():
+        for other in (np.searchsorted(self._first, gone, side="right") - 1).tolist():
             self._counts[other] -= 1
 
     def likeliest(self, layer: int, most: int) -> Int32:
@@ -73,8 +72,7 @@ class PooledCache(NeuronCache):
 
     def _draw_shares(self) -> None:
         """Nothing is divided: any layer may hold all of its neurons."""
-        layers, neurons = self._slot_of.shape
         self._tokens = 0
-        self._shares = [neurons] * layers
+        self._shares = list(self._widths)
         self._policy.fit(self._room)
-        self.evict_to_share(layers - 1)
+        self.evict_to_share(len(self._widths) - 1)

@@ -81,5 +81,5 @@ def test_a_longer_trace_hits_a_cache_as_often() -> None:
     trace = read_trace("qwen")
     longer = extended(trace, 384, seed=1)
     for slots in (100, 400):
-        rates = [hit_rate(each.gates[::4], "lru", slots, trace.prompt) for each in (trace, longer)]
+        rates = [hit_rate(list(each.gates[::4]), "lru", slots, trace.prompt) for each in (trace, longer)]
         assert abs(rates[0] - rates[1]) < 0.02

@@ -123,25 +123,25 @@ def test_rows_together_leave_the_same_history() -> None:
 
 
 def test_known_frequencies_are_where_scores_begin() -> None:
-    frequencies = np.random.default_rng(1).random((LAYERS, EXPERTS), dtype=np.float32)
+    frequencies = list(np.random.default_rng(1).random((LAYERS, EXPERTS), dtype=np.float32))
     policy = ExpertReuse(LAYERS, EXPERTS, CHOSEN, frequencies)
     np.testing.assert_array_equal(policy.scores(2), frequencies[2])
     # The layer whose turn is next is worth most, the one that had its turn least.
-    np.testing.assert_allclose(policy.pool_scores(1)[1], frequencies[1])
-    np.testing.assert_allclose(policy.pool_scores(1)[2], frequencies[2] * math.sqrt(LAYERS))
+    worth = np.split(policy.pool_scores(1), LAYERS)
+    np.testing.assert_allclose(worth[1], frequencies[1])
+    np.testing.assert_allclose(worth[2], frequencies[2] * math.sqrt(LAYERS))
 
 
 class GlobalRecency(Recency):
     """LRU over all layers' experts."""
 
     def pool_scores(self, layer: int) -> Float32:
-        """What is above `layer` was last used a turn earlier than what is below it."""
-        turn = np.where(np.arange(len(self._used)) <= layer, 0.5, 0.0)
-        return self._used + (turn + np.arange(len(self._used)) / 1000)[:, None].astype(np.float32)
+        """What stands above `layer` was used a turn later than what stands below with the same token."""
+        return np.concatenate([used + other / 1000 for other, used in enumerate(self._used)])
 
 
 def pooled_rate(gates: Float32, slots: int, policy: ExpertReuse | GlobalRecency) -> float:
-    cache = PooledCache(LAYERS, EXPERTS, SLOT_BYTES, slots + EXPERTS, EXPERTS, policy)
+    cache = PooledCache([EXPERTS] * LAYERS, SLOT_BYTES, slots + EXPERTS, EXPERTS, policy)
     run_through(cache, list(gates), 20)
     cache.close()
     return cache.hits / cache.lookups
@@ -151,9 +151,9 @@ def pooled_rate(gates: Float32, slots: int, policy: ExpertReuse | GlobalRecency)
 def test_below_one_tokens_cycle_there_is_no_cliff(slots: int) -> None:
     """Ten experts make a cycle here. Global LRU throws out just what comes next."""
     gates = gates_of(walk(120))
-    assert pooled_rate(gates, slots, GlobalRecency(LAYERS, EXPERTS)) == 0
+    assert pooled_rate(gates, slots, GlobalRecency([EXPERTS] * LAYERS)) == 0
     ours = pooled_rate(gates, slots, ExpertReuse(LAYERS, EXPERTS, CHOSEN))
-    assert ours >= hit_rate(gates, "lru", slots, 20, equal=True) > 0
+    assert ours >= hit_rate(list(gates), "lru", slots, 20, equal=True) > 0
 
 
 def test_a_repeated_text_is_foreseen() -> None:
@@ -164,7 +164,7 @@ def test_a_repeated_text_is_foreseen() -> None:
     ).transpose(1, 0, 2)
     gates = gates_of(np.concatenate([once] * 12))
     ours = pooled_rate(gates, 30, ExpertReuse(LAYERS, EXPERTS, CHOSEN))
-    assert hit_rate(gates, "lru", 30, 20) == 0
+    assert hit_rate(list(gates), "lru", 30, 20) == 0
     assert ours >= 0.4
 
 
@@ -172,17 +172,17 @@ def test_the_same_choices_make_the_same_cache() -> None:
     gates, orders = gates_of(walk(60, seed=5)), []
     for _ in range(2):
         cache = PooledCache(
-            LAYERS, EXPERTS, SLOT_BYTES, 14 + EXPERTS, EXPERTS, ExpertReuse(LAYERS, EXPERTS, CHOSEN)
+            [EXPERTS] * LAYERS, SLOT_BYTES, 14 + EXPERTS, EXPERTS, ExpertReuse(LAYERS, EXPERTS, CHOSEN)
         )
         run_through(cache, list(gates), 0)
-        orders.append((cache.hits, cache._slot_of.copy()))
+        orders.append((cache.hits, cache._slots.copy()))
     assert orders[0][0] == orders[1][0]
     np.testing.assert_array_equal(orders[0][1], orders[1][1])
 
 
 def pool(slots: int) -> PooledCache:
     """A pool of segments of four slots, four of them in reserve."""
-    cache = PooledCache(LAYERS, EXPERTS, SLOT_BYTES, 4, 4, ExpertReuse(LAYERS, EXPERTS, CHOSEN))
+    cache = PooledCache([EXPERTS] * LAYERS, SLOT_BYTES, 4, 4, ExpertReuse(LAYERS, EXPERTS, CHOSEN))
     cache.resize(slots // 4 + 1)
     return cache
 
@@ -242,14 +242,14 @@ def test_a_pool_with_room_for_all_holds_all() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: make_policy("gate", 2, EXPERTS), lambda: ExpertReuse(2, EXPERTS, 2)]
+    "make", [lambda: make_policy("gate", [EXPERTS] * 2), lambda: ExpertReuse(2, EXPERTS, 2)]
 )
 def test_hits_grow_with_slots(make: Callable[[], ExpertReuse]) -> None:
     """The policy runs in a cache with shares too."""
     gates = gates_of(walk(60))[:2]
     rates = []
     for slots in (4, 8, 16, 32):
-        cache = NeuronCache(2, EXPERTS, SLOT_BYTES, slots + EXPERTS, EXPERTS, make())
+        cache = NeuronCache([EXPERTS] * 2, SLOT_BYTES, slots + EXPERTS, EXPERTS, make())
         run_through(cache, list(gates), 10)
         rates.append(cache.hits)
     assert all(less < more for less, more in pairwise(rates))

@@ -112,6 +112,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **GEMMA3N,
             "altup_num_inputs": 3,
+            "intermediate_size": [160, 96, 320, 160, 224, 50],
             "num_kv_shared_layers": 4,
             "attention_bias": True,
             "final_logit_softcapping": 2.0,

@@ -127,7 +127,7 @@ def rate(
     cold: the prompt isn't seen, nor what it read kept.
     """
     layers, slots = trace.chosen.shape[1], trace.slots(budget_mib)
-    shape = layers, trace.experts, SLOT_BYTES, slots + trace.experts, trace.experts
+    shape = [trace.experts] * layers, SLOT_BYTES, slots + trace.experts, trace.experts
     cache = PooledCache(*shape, policy()) if pooled else NeuronCache(*shape, policy())
     gates, start = trace.gates, trace.prompt if first is None else first
     run_through(cache, list(gates[:, trace.prompt :] if cold else gates), 0 if cold else start)
@@ -147,7 +147,7 @@ def measure(name: str, trace: RoutingTrace) -> dict[str, list[float]]:
     longer = extended(trace, EXTENDED_TOKENS, SEED)
     for policy in ("gate", "frequency"):
         found[f"neurons' {policy}, shares of layers"] = [
-            100 * hit_rate(gates, policy, trace.slots(size), trace.prompt) for size in budgets
+            100 * hit_rate(list(gates), policy, trace.slots(size), trace.prompt) for size in budgets
         ]
     found["ours, no guess"] = [
         rate(trace, size, lambda: WithoutGuess(layers, trace.experts, k)) for size in budgets
@@ -159,7 +159,7 @@ def measure(name: str, trace: RoutingTrace) -> dict[str, list[float]]:
     found[EXTENDED] = [rate(longer, size, reuse) for size in budgets]
     found["LRU, longer trace"] = [source_rate(longer, "LRU", size) for size in budgets]
     found["the next turn known"] = [rate(trace, size, lambda: NextKnown(trace)) for size in budgets]
-    best = Optimum(gates, trace.prompt)
+    best = Optimum(list(gates), trace.prompt)
     found["Belady"] = [100 * best.hit_rate(trace.slots(size)) for size in budgets]
     return found
 
