@@ -31,7 +31,7 @@ from ondevice.model_config import ModelConfig
 
 MAX_POINTS = 16
 NO_SIDECARS = (
-    "a model with per-layer inputs, copies of the residual, shared keys, heads of several sizes or "
+    "a model with experts, per-layer inputs, copies of the residual, shared keys, heads of several sizes or "
     "statistical cutoffs runs without predictors, thresholds and streams"
 )
 """What keeps them from models of which `ModelConfig.is_plain` is false."""

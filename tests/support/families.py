@@ -72,6 +72,9 @@ PHI_LESS_TURNS = {
     "num_key_value_heads": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.4},
 }
+OLMOE = {"head_dim": None, "intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MIXTRAL = {"intermediate_size": 64, "num_local_experts": 4}
 OPT = dict.fromkeys(ABSENT) | {"ffn_dim": 160, "init_std": 0.1, "max_position_embeddings": 64}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {}),
@@ -248,6 +251,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {"head_dim": None}),
     "olmo2 all heads": ("Olmo2", {"head_dim": None, "num_key_value_heads": 4, "attention_bias": True}),
     "olmo2 yarn": ("Olmo2", {"head_dim": None, "rope_parameters": YARN}),
+    "olmoe": ("Olmoe", OLMOE),
+    "olmoe renormalised": ("Olmoe", {**OLMOE, "norm_topk_prob": True, "attention_bias": True}),
+    "olmoe all chosen": (
+        "Olmoe",
+        {**OLMOE, "num_experts": 5, "num_experts_per_tok": 5, "num_key_value_heads": 4},
+    ),
+    "qwen3 moe": ("Qwen3Moe", QWEN3_MOE),
+    "qwen3 moe renormalised": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True, "hidden_act": "gelu"}),
+    "qwen3 moe one chosen": (
+        "Qwen3Moe",
+        {**QWEN3_MOE, "num_experts_per_tok": 1, "moe_intermediate_size": 40, "tie_word_embeddings": True},
+    ),
+    "mixtral": ("Mixtral", MIXTRAL),
+    "mixtral window": ("Mixtral", {**MIXTRAL, "sliding_window": 9, "num_local_experts": 3}),
+    "mixtral all chosen": ("Mixtral", {**MIXTRAL, "num_experts_per_tok": 4, "tie_word_embeddings": True}),
     "opt": ("OPT", OPT),
     "opt gelu": ("OPT", {**OPT, "activation_function": "gelu", "tie_word_embeddings": False}),
     "opt no biases": ("OPT", {**OPT, "enable_bias": False, "num_attention_heads": 2}),
