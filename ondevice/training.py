@@ -18,14 +18,12 @@ from numpy.typing import NDArray
 from ondevice.api import Name, load, open_model
 from ondevice.bundle.manifest import TokenizerInfo
 from ondevice.bundle.predictors import OperatingPoint, Predictors
-from ondevice.bundle.sidecar import NO_SIDECARS
 from ondevice.bundle.streams import MultiStreamMode, MultiStreams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import AUTO_QUANT, BackendName, RuntimeConfig
-from ondevice.errors import BackendUnavailableError, UnsupportedModelError, UsageError
+from ondevice.errors import BackendUnavailableError, UsageError
 from ondevice.host import text_tokenizer
-from ondevice.model_config import ModelConfig
 from ondevice.runtime.conversion import Prepared, prepare
 from ondevice.runtime.models import ConversionProgress, output_path
 from ondevice.runtime.resolving import ResolvedModel
@@ -297,7 +295,6 @@ def train_converted(
 
     def begin(checkpoint: Checkpoint) -> Training | None:
         config, info = checkpoint.config, checkpoint.tokenizer.info
-        _require_plain(config, checkpoint.name, "--text")
         if info.kind is None or info.file is None:
             raise UsageError(
                 f"{checkpoint.name} has no tokenizer, so it can learn nothing from a text: convert it "
@@ -329,8 +326,7 @@ def convert_by_random_tokens(
 ) -> Path:
     """`convert`, which rounds 4 to 6 bits with error feedback by tokens drawn at random, for want of a text.
 
-    Nothing else is learnt. Raises what `convert` raises, UsageError where no weights have so few bits, and
-    UnsupportedModelError for a model that can't learn from a text either.
+    Nothing else is learnt. Raises what `convert` raises, and UsageError where no weights have so few bits.
     """
     from ondevice.converters.checkpoints.base import Checkpoint
     from ondevice.converters.convert import Training
@@ -343,18 +339,10 @@ def convert_by_random_tokens(
         )
 
     def begin(checkpoint: Checkpoint) -> Training:
-        _require_plain(checkpoint.config, checkpoint.name, "--random-text")
         pieces = random_pieces(checkpoint.config, checkpoint.tokenizer.info.bos_id)
         return Training("random tokens", None, pieces, is_random=True)
 
     return prepared.run(on_progress, resume=resume, force=force, begin_training=begin)
-
-
-def _require_plain(config: ModelConfig, name: str, option: str) -> None:
-    if not config.is_plain:
-        raise UnsupportedModelError(
-            f"{name} can't learn from a text: {NO_SIDECARS}; convert it without {option}"
-        )
 
 
 def text_pieces(resolved: ResolvedModel, text: Text, tokens: int) -> list[list[int]]:

@@ -191,7 +191,8 @@ def _write_ordered(
                 counts = co_firing_counts(activations.fired(layer)[counted], bundle.config.intermediate_size)
                 orders.append(nearest_neighbour_chain(counts))
             else:
-                gates = LayerGates(bundle, NeuronRecords(bundle, reader, layer))
+                spec = bundle.config.layers[layer].feed_forward
+                gates = LayerGates(spec, NeuronRecords(bundle, reader, layer))
                 orders.append(descending(gates.mean_contributions(activations.inputs(layer)[counted])))
             for name, layout in _record_files(bundle, layer):
                 writer.write_records(name, _records(bundle, name, layout, orders[layer]))

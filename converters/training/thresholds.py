@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.backends import row_sums
 from ondevice.backends.base import Float32
 from ondevice.backends.cpu import contributions, make_runner
 from ondevice.backends.reference import read_rows
@@ -106,7 +107,8 @@ def calibrate_thresholds(
     ):
         for layer in range(layers):
             on_progress(0.5 + 0.5 * layer / layers, f"layer {layer + 1} of {layers}")
-            gates = LayerGates(bundle, NeuronRecords(bundle, reader, layer))
+            spec = bundle.config.layers[layer].feed_forward
+            gates = LayerGates(spec, NeuronRecords(bundle, reader, layer))
             inputs = activations.inputs(layer)
             importance = gates.importance(inputs[:calibrated])
             found.append(gates.thresholds(importance, inputs, calibrated, options.targets))
@@ -136,13 +138,14 @@ def check(
 class LayerGates:
     """One layer's gate and up projections, packed, and the lengths of its neurons' down columns.
 
-    An ungated layer has no up projection: up counts as 1.
+    An ungated layer has no up projection: up counts as 1. Gates are those that a cutoff leaves, if the layer
+    has one.
     """
 
-    def __init__(self, bundle: Bundle, source: NeuronRecords) -> None:
+    def __init__(self, spec: FeedForwardSpec, source: NeuronRecords) -> None:
         """Reads the layer's records. Raises FlashReadError if they don't match their checksums."""
         self._runner = make_runner(usable_cores())
-        self._spec: FeedForwardSpec = bundle.config.feed_forward
+        self._spec = spec
         self._bias = source.gate_bias()
         neurons, (row, *_, down_row) = source.num_neurons, source.layout.rows
         *offsets, down_at = source.layout.row_offsets
@@ -204,7 +207,7 @@ class LayerGates:
         sums = np.zeros(self._gate.rows)
         ones = np.ones((CHUNK_TOKENS, self._gate.rows if self._up is None else 0), dtype=np.float32)
         many = repeat(ones) if self._up is None else self._products(self._up, inputs)
-        for gates, ups in zip(self._products(self._gate, inputs, self._bias), many, strict=False):
+        for gates, ups in zip(self._gates(inputs), many, strict=False):
             for gate, up in zip(gates, ups, strict=False):
                 contributions(self._runner, gate[None], up, self._spec, gate[None])
             sums += gates.sum(axis=0, dtype=np.float64)
@@ -214,10 +217,17 @@ class LayerGates:
     def _histogram(self, inputs: NDArray[np.float16], importance: Float32) -> NDArray[np.int64]:
         """(BUCKETS,) number of neurons' contributions in each bucket."""
         counts = np.zeros(BUCKETS, dtype=np.int64)
-        for gates in self._products(self._gate, inputs, self._bias):
+        for gates in self._gates(inputs):
             contributions(self._runner, gates, importance, self._spec, gates)
             counts += np.bincount(bucket_of(gates), minlength=BUCKETS)
         return counts
+
+    def _gates(self, inputs: NDArray[np.float16]) -> Iterator[Float32]:
+        """Gates for `inputs` (N, D), at most (CHUNK_TOKENS, F) at a time."""
+        for gates in self._products(self._gate, inputs, self._bias):
+            if self._spec.cutoff is not None:
+                row_sums.cut_off(gates, self._spec.cutoff)
+            yield gates
 
     def _products(
         self, matrix: _native.Matrix, inputs: NDArray[np.float16], bias: Float32 | None = None

@@ -141,11 +141,11 @@ def load_weights(
     if config.per_layer_width:
         rows = backend.load_embedding(per_layer_records(bundle, reader), offloaded=True)
     loaded_table = backend.load_embedding(embedding)
-    blocks = _other_blocks_of_model(config, others, rows)
+    blocks = blocks_of_model(config, others, rows)
     return ModelWeights(loaded_table, loaded_layers, norm, loaded_head, table, **blocks)
 
 
-def _other_blocks_of_model(config: ModelConfig, own: Mapping[str, Any], rows: Embedding) -> dict[str, Any]:
+def blocks_of_model(config: ModelConfig, own: Mapping[str, Any], rows: Embedding | None) -> dict[str, Any]:
     """The fields of ModelWeights that few models have, of weights by name. rows: of per-layer inputs."""
     found: dict[str, Any] = {name: own.get(name) for name in ("project_in", "project_out")}
     if config.per_layer_width:

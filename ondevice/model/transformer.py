@@ -157,6 +157,41 @@ class Transformer:
         known = np.minimum(places, self.config.max_context - 1)
         return found + self.backend.rows(table, known.tolist())
 
+    def entering(self, tokens: Sequence[int], position: int = 0) -> tuple[altup.Copies, Array | None]:
+        """What enters the first layer, for tokens from `position` on: the copies of the residual, (T, D) each
+        and one in most models, and the per-layer inputs of all layers, (T, L * W), or None.
+
+        Raises UsageError for an id outside the vocabulary.
+        """
+        ids = self._checked(tokens)
+        return self._entering(ids, self._embedded(ids, position, None))
+
+    def layer(
+        self,
+        layer: int,
+        copies: altup.Copies,
+        tokens: Sequence[int],
+        kv: KVCache,
+        inputs: Array | None = None,
+    ) -> altup.Copies:
+        """One layer alone, over tokens that follow those in kv, to which it adds them.
+
+        copies: what enters it, (T, D) each; may be overwritten. inputs: the layer's own per-layer inputs,
+        (T, W). Returns what leaves it. Raises WrongThreadError, and the cache's allocator's errors.
+        """
+        check_thread(self._thread)
+        batch = ForwardBatch(tokens)
+        kv.reserve(kv.length + len(tokens))
+        self.backend.begin_pass(batch)
+        found = self._residuals(layer, copies, batch, self._rows(kv, batch), inputs)
+        kv.extend(tokens)
+        return found
+
+    def leaving(self, copies: altup.Copies) -> Array:
+        """The hidden states for `logits`, (T, D), of the copies that leave the last layer."""
+        weights = self.weights.copies
+        return copies[0] if weights is None else altup.gather(self.backend, weights, copies)
+
     def hidden_states(
         self,
         tokens: Sequence[int],
@@ -314,11 +349,8 @@ class Transformer:
         self, ids: Int32, x: Array, batch: ForwardBatch, rows: Rows, cancelled: IsCancelled | None
     ) -> Array:
         """All layers of a model that isn't plain, which has no streams: (T, D), or the last row alone."""
-        backend, config, weights = self.backend, self.config, self.weights
-        last, width, inputs = config.num_layers - 1, config.per_layer_width, None
-        if weights.per_layer is not None:
-            inputs = per_layer_inputs(backend, weights.per_layer, ids, x, config)
-        copies = [x] if weights.copies is None else altup.spread(backend, weights.copies, x)
+        config, (copies, inputs) = self.config, self._entering(ids, x)
+        last, width = config.num_layers - 1, config.per_layer_width
         for layer in range(config.num_layers):
             if cancelled is not None and cancelled():
                 raise Cancelled
@@ -326,7 +358,14 @@ class Transformer:
                 inputs = inputs[-1:]
             own = None if inputs is None else inputs[:, layer * width : (layer + 1) * width]
             copies = self._residuals(layer, copies, batch, rows, own)
-        return copies[0] if weights.copies is None else altup.gather(backend, weights.copies, copies)
+        return self.leaving(copies)
+
+    def _entering(self, ids: Int32, x: Array) -> tuple[altup.Copies, Array | None]:
+        """The copies and the per-layer inputs of all layers, for embeddings x (T, D)."""
+        backend, weights, inputs = self.backend, self.weights, None
+        if weights.per_layer is not None:
+            inputs = per_layer_inputs(backend, weights.per_layer, ids, x, self.config)
+        return [x] if weights.copies is None else altup.spread(backend, weights.copies, x), inputs
 
     def _residuals(
         self, layer: int, copies: altup.Copies, batch: ForwardBatch, rows: Rows, inputs: Array | None

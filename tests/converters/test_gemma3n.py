@@ -36,7 +36,6 @@ from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig
 from ondevice.runtime.backend_choice import row_invariance
 from ondevice.runtime.models import automatic_modes, sparsity_modes
 from ondevice.runtime.resolving import _preferred, resolve
-from ondevice.training import convert_and_train
 from tests.malformed.rules import put
 from tests.support.chat import squeeze
 from tests.support.engines import all_logits, always_draft, random_tokens, running
@@ -268,13 +267,6 @@ def test_inspection_says_why_modes_are_missing(folder: Path) -> None:
     assert modes["exact"].reason.startswith("in 3 of its 6 layers only neurons whose gate its cutoff leaves")
     # No advice to make what would be refused.
     assert modes["predicted"].reason == modes["threshold"].reason == NO_SIDECARS
-
-
-def test_such_a_model_learns_nothing_from_a_text(folder: Path, tmp_path: Path) -> None:
-    """It is said before anything is written."""
-    with pytest.raises(UnsupportedModelError, match="without text"):
-        convert_and_train(folder / "source", tmp_path / "bundle", ["words " * 999])
-    assert not (tmp_path / "bundle").exists()
 
 
 @pytest.mark.parametrize(

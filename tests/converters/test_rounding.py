@@ -22,9 +22,8 @@ from ondevice.converters.convert import Training, convert
 from ondevice.converters.quantize import dequantize, quantize, to_float32
 from ondevice.converters.rounding import feedback, layers
 from ondevice.converters.rounding.feedback import Inputs, rounded_by_columns, rounded_by_rows
-from ondevice.errors import CheckpointError, UnsupportedModelError, UsageError
+from ondevice.errors import CheckpointError, UsageError
 from ondevice.kernels import _native
-from ondevice.model_config import ModelConfig
 from ondevice.runtime.conversion import prepare
 from ondevice.training import convert_by_random_tokens
 from tests.benchmarks.lib.array_checkpoint import ArrayTensor
@@ -255,15 +254,6 @@ def test_random_tokens_are_always_the_same(source: Path) -> None:
     # The first number of Python's generator, whose sequence is the same in every version.
     assert pieces[0][1] == int(0.8444218515250481 * config.vocab_size)
     assert layers.random_pieces(replace(config, max_context=1), None)[0] == [pieces[0][1]]
-
-
-def test_a_model_that_learns_from_no_text_takes_no_random_tokens(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ModelConfig, "is_plain", False)
-    refused = pytest.raises(UnsupportedModelError, match="convert it without random_text")
-    with prepare(source, tmp_path / "b", "q4") as prepared, refused:
-        convert_by_random_tokens(prepared)
 
 
 @pytest.mark.parametrize("quant", ["q8", "f16"])

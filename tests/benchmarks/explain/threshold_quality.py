@@ -75,7 +75,7 @@ def calibrated(bundle: Bundle, variant: str, activations: Activations, tokens: i
     layers = []
     with FlashReader(bundle_files(bundle)) as reader:
         for layer in range(bundle.config.num_layers):
-            gates = LayerGates(bundle, NeuronRecords(bundle, reader, layer))
+            gates = LayerGates(bundle.config.layers[layer].feed_forward, NeuronRecords(bundle, reader, layer))
             inputs = activations.inputs(layer)
             importance: Float32 = gates.importance(inputs[:tokens])
             if variant == "per layer":

@@ -53,7 +53,7 @@ def test_importance_and_thresholds_are_those_of_numpy(bundle: Path, monkeypatch:
     importance = np.sqrt(np.mean((x[:200] @ up.T) ** 2, axis=0)) * np.linalg.norm(down, axis=0)
     contributions = np.abs(activate(x @ gate.T, opened.config.activation)) * importance
     with FlashReader(bundle_files(opened), "buffered", 2) as reader:
-        layer = LayerGates(opened, NeuronRecords(opened, reader, 1))
+        layer = LayerGates(opened.config.feed_forward, NeuronRecords(opened, reader, 1))
     found = layer.thresholds(layer.importance(inputs[:200]), inputs, 200, TARGETS)
     assert found.importance == pytest.approx(importance, rel=1e-4)
     expected = np.quantile(contributions[:200], TARGETS)
@@ -65,7 +65,7 @@ def test_importance_and_thresholds_are_those_of_numpy(bundle: Path, monkeypatch:
 def test_products_that_are_not_finite_are_refused(bundle: Path) -> None:
     opened = Bundle.open(bundle)
     with FlashReader(bundle_files(opened), "buffered", 2) as reader:
-        layer = LayerGates(opened, NeuronRecords(opened, reader, 0))
+        layer = LayerGates(opened.config.feed_forward, NeuronRecords(opened, reader, 0))
     inputs = made_up_inputs(bundle, 20)
     inputs[:, 0] = np.inf
     with pytest.raises(BundleError, match="finite"):
