@@ -22,7 +22,7 @@ from ondevice.commands.inspection import inspection, inspection_text
 from ondevice.config import RuntimeConfig
 from ondevice.converters.checkpoints.huggingface import open_huggingface
 from ondevice.converters.checkpoints.source_folder import SourceFolder
-from ondevice.converters.convert import convert
+from ondevice.converters.convert import Training, convert
 from ondevice.errors import (
     BackendUnavailableError,
     CheckpointError,
@@ -206,3 +206,10 @@ def test_experts_of_several_types_are_refused(folder: Path, tmp_path: Path) -> N
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match=r"experts\.3.* type F16"):
         open_huggingface(SourceFolder(tmp_path))
+
+
+def test_a_text_rounds_no_experts(folder: Path, tmp_path: Path) -> None:
+    begin = lambda checkpoint: Training("a text", None, [TOKENS])  # noqa: E731
+    with pytest.raises(UnsupportedModelError, match="layers have experts"):
+        convert(folder.parent / "source", tmp_path / "bundle", "q4", begin_training=begin)
+    assert not any(tmp_path.iterdir())
