@@ -14,7 +14,7 @@ from ondevice.converters.architectures.gemma import GEMMA, GEMMA2, GEMMA3
 from ondevice.converters.architectures.gemma3n import GEMMA3N
 from ondevice.converters.architectures.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from ondevice.converters.architectures.glm4 import GLM4
-from ondevice.converters.architectures.granite import GRANITE
+from ondevice.converters.architectures.granite import GRANITE, GRANITE_MOE
 from ondevice.converters.architectures.llama import LLAMA, SPARSE_LLAMA
 from ondevice.converters.architectures.mistral import MISTRAL
 from ondevice.converters.architectures.mixtral import MIXTRAL
@@ -32,7 +32,9 @@ from ondevice.converters.architectures.opt import OPT
 from ondevice.converters.architectures.persimmon import PERSIMMON
 from ondevice.converters.architectures.phi import PHI
 from ondevice.converters.architectures.phi3 import PHI3
+from ondevice.converters.architectures.phimoe import PHIMOE
 from ondevice.converters.architectures.qwen2 import QWEN2
+from ondevice.converters.architectures.qwen2_moe import QWEN2_MOE
 from ondevice.converters.architectures.qwen3 import QWEN3
 from ondevice.converters.architectures.qwen3_moe import QWEN3_MOE
 from ondevice.converters.architectures.smollm3 import SMOLLM3
@@ -66,7 +68,10 @@ _ALL = (
     NEMOTRON,
     OLMOE,
     MIXTRAL,
+    QWEN2_MOE,
     QWEN3_MOE,
+    PHIMOE,
+    GRANITE_MOE,
 )
 FAMILIES = {family.model_type: family for family in _ALL}
 

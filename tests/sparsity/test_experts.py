@@ -92,6 +92,18 @@ def test_bits_depend_on_nothing(
             assert fetcher.lookups - fetcher.hits <= 3 * 8
 
 
+@pytest.mark.parametrize("case", ["qwen2 moe", "granite moe"])
+def test_bits_beside_a_shared_expert_depend_on_nothing(tmp_path: Path, case: str) -> None:
+    """72 dense neurons with a gate, before experts that aren't whole pages; and experts of a stack."""
+    write_model(tmp_path / "source", *CASES[case])
+    folder = convert(tmp_path / "source", tmp_path / "bundle", "q4")
+    found = []
+    for slots, threads, chunk in ((None, 1, 70), (3, 2, 1), (5, 1, 7), (11, 2, 64)):
+        with running(folder, slots, threads) as (model, _):
+            found.append(in_chunks(model, chunk).tobytes())
+    assert len(set(found)) == 1
+
+
 def test_slots_may_come_and_go_between_passes(folder: Path, expected: np.ndarray) -> None:
     with running(folder, 24) as (model, fetcher):
         kv = KVCache(KVLayout(model.config, 16))

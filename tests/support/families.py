@@ -75,6 +75,17 @@ PHI_LESS_TURNS = {
 OLMOE = {"head_dim": None, "intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
 QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 MIXTRAL = {"intermediate_size": 64, "num_local_experts": 4}
+PHIMOE = {"head_dim": None, "intermediate_size": 64, "num_local_experts": 6}
+PHIMOE_ROPE = {**LONGROPE, "short_mscale": 1.25, "long_mscale": 1.25, "original_max_position_embeddings": 128}
+GRANITE_MOE = {"head_dim": None, "intermediate_size": 48, "num_local_experts": 6, "num_experts_per_tok": 3}
+QWEN2_MOE = {
+    "head_dim": None,
+    "num_experts": 8,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 72,
+    "num_experts_per_tok": 3,
+    "sliding_window": 4096,
+}
 OPT = dict.fromkeys(ABSENT) | {"ffn_dim": 160, "init_std": 0.1, "max_position_embeddings": 64}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {}),
@@ -266,6 +277,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", MIXTRAL),
     "mixtral window": ("Mixtral", {**MIXTRAL, "sliding_window": 9, "num_local_experts": 3}),
     "mixtral all chosen": ("Mixtral", {**MIXTRAL, "num_experts_per_tok": 4, "tie_word_embeddings": True}),
+    "phimoe": ("Phimoe", {**PHIMOE, "attention_bias": True, "lm_head_bias": True}),
+    "phimoe near": ("Phimoe", {**PHIMOE, "router_jitter_noise": 0.5, "tie_word_embeddings": True}),
+    "phimoe longrope": (
+        "Phimoe",
+        {**PHIMOE, "rope_parameters": PHIMOE_ROPE, "router_jitter_noise": 0.1, "num_local_experts": 2},
+    ),
+    "granite moe": ("GraniteMoe", GRANITE_MOE),
+    "granite moe scaled": (
+        "GraniteMoe",
+        {**GRANITE_MOE, "residual_multiplier": 0.5, "logits_scaling": 3.0, "attention_multiplier": 0.3},
+    ),
+    "granite moe tied": (
+        "GraniteMoe",
+        {**GRANITE_MOE, "tie_word_embeddings": True, "attention_bias": True, "embedding_multiplier": 2.0},
+    ),
+    "qwen2 moe": ("Qwen2Moe", QWEN2_MOE),
+    "qwen2 moe renormalised": (
+        "Qwen2Moe",
+        {**QWEN2_MOE, "norm_topk_prob": True, "shared_expert_intermediate_size": 33, "qkv_bias": False},
+    ),
     "opt": ("OPT", OPT),
     "opt gelu": ("OPT", {**OPT, "activation_function": "gelu", "tie_word_embeddings": False}),
     "opt no biases": ("OPT", {**OPT, "enable_bias": False, "num_attention_heads": 2}),
