@@ -148,7 +148,7 @@ class LayersTrial:
             table = EmbeddingRecords(
                 config.vocab_size, reader, EMBEDDING_FILE, config.hidden_size, embedding_layout(config, quant)
             )
-            source = _WrittenNeurons(config, quant, reader, self._buffers)
+            source = _WrittenNeurons(config, quant, config.widths[layer], reader, self._buffers)
             inputs = position_parts(config, tensors)
             self._x = _through_layer(
                 config, quant, tensors, table, source, self._backend, layer, self._tokens, x, inputs
@@ -163,10 +163,15 @@ class _WrittenNeurons:
     """
 
     def __init__(
-        self, config: ModelConfig, quant: QuantConfig, reader: FlashReader, buffers: list[Bytes]
+        self,
+        config: ModelConfig,
+        quant: QuantConfig,
+        neurons: int,
+        reader: FlashReader,
+        buffers: list[Bytes],
     ) -> None:
         self.file = FIRST_NEURON_FILE
-        self.num_neurons = config.intermediate_size
+        self.num_neurons = neurons
         self.hidden_size = config.hidden_size
         self.layout: RecordLayout = neuron_layout(config, quant)
         self._reader = reader
@@ -272,10 +277,9 @@ def _read_sample(bundle: Bundle, reader: FlashReader) -> None:
     for block in np.linspace(0, len(blocks) - 1, min(SAMPLES, len(blocks))).astype(int).tolist():
         start = block * CRC_BLOCK_BYTES
         reader.read(RESIDENT_FILE, start, min(CRC_BLOCK_BYTES, nbytes - start))
-    count = bundle.config.intermediate_size
-    picks = np.unique(np.linspace(0, count - 1, min(SAMPLES, count)).astype(np.int64))
-    records = np.empty((len(picks), bundle.neuron_layout.stride), np.uint8)
-    for layer in range(bundle.config.num_layers):
+    for layer, count in enumerate(bundle.config.widths):
+        picks = np.unique(np.linspace(0, count - 1, min(SAMPLES, count)).astype(np.int64))
+        records = np.empty((len(picks), bundle.neuron_layout.stride), np.uint8)
         reader.read_records(FIRST_NEURON_FILE + layer, picks, records)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 from ondevice.errors import UnsupportedModelError
@@ -84,10 +85,7 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         check_factor("attention scale", self.scale)
         for name in ("head_dim", "num_kv_heads"):
-            if not 0 <= getattr(self, name) <= SIZE_LIMITS[name]:
-                raise UnsupportedModelError(
-                    f"a layer's {name} is {getattr(self, name)}; it must be from 0 to {SIZE_LIMITS[name]}"
-                )
+            _check_integer(f"a layer's {name}", getattr(self, name), 0, SIZE_LIMITS[name])
         if self.head_norm != "head" and (self.value_norm or (self.keys_of is not None and self.has_norms)):
             raise UnsupportedModelError(
                 f"head_norm is {self.head_norm!r}; layers whose values are normed need 'head', and those "
@@ -127,6 +125,7 @@ class FeedForwardSpec:
         cutoff: if not None, gates are lessened by m + cutoff * s, and those that are negative then become
             zeros: m is the mean of the token's gates, s their standard deviation (statistical top-k, arXiv
             2506.06644). A float32 value.
+        neurons: number of neurons; None: the model's `intermediate_size`.
     """
 
     activation: Activation
@@ -136,9 +135,12 @@ class FeedForwardSpec:
     bias: bool = False
     output_bias: bool = False
     cutoff: float | None = None
+    neurons: int | None = None
 
     def __post_init__(self) -> None:
         _check_choice("activation", self.activation, ACTIVATIONS)
+        if self.neurons is not None:
+            _check_integer("a layer's neurons", self.neurons, 0, SIZE_LIMITS["intermediate_size"])
         if self.cutoff is not None and not -MAX_DEVIATIONS <= self.cutoff <= MAX_DEVIATIONS:
             raise UnsupportedModelError(
                 f"cutoff of gates is {self.cutoff}; it must be from {-MAX_DEVIATIONS:g} to {MAX_DEVIATIONS:g}"
@@ -236,8 +238,8 @@ class ModelConfig:
     Args:
         architecture: the family's name, for people.
         hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size: sizes of all layers;
-            a layer's `AttentionSpec` may say other ones of its heads. The neurons of a layer's experts are
-            among its `intermediate_size`.
+            a layer's `AttentionSpec` may say other ones of its heads, its `FeedForwardSpec` another number of
+            neurons. The neurons of a layer's experts are among its neurons.
         max_context: most tokens that the model was made for.
         norm: the form of all norms but those of heads, which share its eps.
         ropes: the rotary embeddings that layers refer to.
@@ -284,9 +286,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name, limit in SIZE_LIMITS.items():
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= limit:
-                raise UnsupportedModelError(f"{name} is {value!r}; it must be an integer from 1 to {limit}")
+            _check_integer(name, getattr(self, name), 1, limit)
         self._check_heads(self.num_kv_heads, self.head_dim)
         if not self.ropes:
             raise UnsupportedModelError(
@@ -310,15 +310,16 @@ class ModelConfig:
                 raise UnsupportedModelError(
                     f"a rope has {pairs} frequencies for {sizes.width // 2} pairs of a head"
                 )
-        if len({replace(layer.feed_forward, cutoff=None) for layer in self.layers}) > 1:
+        if 0 in self.widths:
             raise UnsupportedModelError(
-                "layers have different feed-forwards; this release runs equal ones, but for their cutoffs"
+                f"layer {self.widths.index(0)} has no feed-forward neurons; this release runs none like it"
             )
-        if not 0 <= self.embedding_width <= SIZE_LIMITS["hidden_size"]:
+        if len({replace(layer.feed_forward, cutoff=None, neurons=None) for layer in self.layers}) > 1:
             raise UnsupportedModelError(
-                f"embedding_width is {self.embedding_width}; it must be from 0 to "
-                f"{SIZE_LIMITS['hidden_size']}"
+                "layers have different feed-forwards; this release runs equal ones, but for cutoffs and "
+                "numbers of neurons"
             )
+        _check_integer("embedding_width", self.embedding_width, 0, SIZE_LIMITS["hidden_size"])
         self._check_experts()
         self._check_residuals()
         self._check_shared_keys()
@@ -344,7 +345,7 @@ class ModelConfig:
             if self.dense_neurons(layer) < 0:
                 raise UnsupportedModelError(
                     f"a layer's experts have {layer.experts and layer.experts.num_neurons} neurons; all of "
-                    f"the layer's are {self.intermediate_size}"
+                    f"the layer's are {self.neurons(layer)}"
                 )
             if layer.experts is not None and layer.experts.shared_gate and not self.dense_neurons(layer):
                 raise UnsupportedModelError("a layer has a gate of shared experts, but none of these")
@@ -352,12 +353,8 @@ class ModelConfig:
     def _check_residuals(self) -> None:
         """Raises UnsupportedModelError for per-layer inputs or copies of the residual that can't be run."""
         width, copies = self.per_layer_width, self.residual_copies
-        if not 0 <= width <= SIZE_LIMITS["hidden_size"]:
-            raise UnsupportedModelError(
-                f"per_layer_width is {width}; it must be from 0 to {SIZE_LIMITS['hidden_size']}"
-            )
-        if not 1 <= copies <= MAX_COPIES:
-            raise UnsupportedModelError(f"residual_copies is {copies}; it must be from 1 to {MAX_COPIES}")
+        _check_integer("per_layer_width", width, 0, SIZE_LIMITS["hidden_size"])
+        _check_integer("residual_copies", copies, 1, MAX_COPIES)
         if self.per_layer_multiplier != 1.0 and not width:
             raise UnsupportedModelError(
                 "per_layer_multiplier is of per-layer inputs, which this model hasn't"
@@ -415,8 +412,28 @@ class ModelConfig:
 
     @property
     def feed_forward(self) -> FeedForwardSpec:
-        """The feed-forward of every layer."""
+        """The feed-forward of every layer, but for cutoffs and numbers of neurons."""
         return self.layers[0].feed_forward
+
+    def neurons(self, layer: LayerSpec) -> int:
+        """Number of neurons of a layer."""
+        own = layer.feed_forward.neurons
+        return self.intermediate_size if own is None else own
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Number of neurons of each layer."""
+        return tuple(map(self.neurons, self.layers))
+
+    @property
+    def widest(self) -> int:
+        """Number of neurons of the widest layer."""
+        return max(self.widths, default=self.intermediate_size)
+
+    @property
+    def num_neurons(self) -> int:
+        """Number of neurons of all layers together."""
+        return sum(self.widths)
 
     @property
     def experts(self) -> ExpertsSpec | None:
@@ -425,7 +442,7 @@ class ModelConfig:
 
     def dense_neurons(self, layer: LayerSpec) -> int:
         """Number of a layer's neurons that aren't an expert's: they come first."""
-        return self.intermediate_size - (0 if layer.experts is None else layer.experts.num_neurons)
+        return self.neurons(layer) - (0 if layer.experts is None else layer.experts.num_neurons)
 
     @property
     def zeros_gates(self) -> bool:
@@ -433,14 +450,14 @@ class ModelConfig:
         return self.feed_forward.zeros_gates
 
     @property
-    def num_cutoffs(self) -> int:
-        """Number of layers whose gates have a statistical cutoff."""
-        return sum(layer.feed_forward.cutoff is not None for layer in self.layers)
+    def cut_off_layers(self) -> tuple[LayerSpec, ...]:
+        """The layers whose gates have a statistical cutoff."""
+        return tuple(layer for layer in self.layers if layer.feed_forward.cutoff is not None)
 
     @property
     def has_exact_zeros(self) -> bool:
         """True if layers have gates that become exact zeros: all layers, or those with a cutoff."""
-        return self.zeros_gates or self.num_cutoffs > 0
+        return self.zeros_gates or bool(self.cut_off_layers)
 
     def any_layer(self, holds: Callable[[LayerSpec], bool]) -> bool:
         """True if `holds` is true of a layer."""
@@ -532,7 +549,7 @@ class ModelConfig:
             and self.num_kv_layers == self.num_layers
             and not self.any_layer(lambda it: it.laurel_rank > 0 or it.scaled or it.attention.value_norm)
             and not self.any_layer(lambda it: it.attention.head_dim > 0 or it.attention.num_kv_heads > 0)
-            and not self.num_cutoffs
+            and not self.cut_off_layers
             and self.experts is None
         )
 
@@ -552,6 +569,11 @@ SIZE_LIMITS = {
     "vocab_size": 1 << 22,
     "max_context": 1 << 24,
 }
+
+
+def _check_integer(name: str, value: object, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise UnsupportedModelError(f"{name} is {value!r}; it must be an integer from {least} to {most}")
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -70,20 +70,18 @@ def with_experts(
     """`config` with experts in the layers for which `sparse` is true.
 
     shared: neurons of the dense feed-forward beside them. Other layers have the config's own number.
-
-    Raises UnsupportedModelError where layers would have different numbers of neurons.
     """
-    widths = {experts.num_neurons + shared if has else config.intermediate_size for has in sparse}
-    if len(widths) > 1:
-        raise UnsupportedModelError(
-            f"config.json: layers would have {' or '.join(map(str, sorted(widths)))} neurons; this release "
-            "runs layers with equal numbers"
-        )
+    together = experts.num_neurons + shared
+    if all(sparse):
+        layers = tuple(replace(layer, experts=experts) for layer in config.layers)
+        return replace(config, intermediate_size=together, layers=layers)
     layers = tuple(
-        replace(layer, experts=experts if has else None)
+        replace(layer, experts=experts, feed_forward=replace(layer.feed_forward, neurons=together))
+        if has
+        else layer
         for layer, has in zip(config.layers, sparse, strict=True)
     )
-    return replace(config, intermediate_size=widths.pop(), layers=layers)
+    return replace(config, layers=layers)
 
 
 def join_experts(tensors: Tensors, config: ModelConfig, names: ExpertNames = QWEN_NAMES) -> Tensors:

@@ -58,7 +58,7 @@ SHARED = ("k_proj.weight", "v_proj.weight", "k_norm.weight", "k_proj.bias", "v_p
 
 
 def _read(reader: ConfigReader) -> Description:
-    sizes = _sizes(reader)
+    sizes, neurons = _sizes(reader)
     layers = sizes.num_layers
     kinds = read_layer_types(reader, layers)
     if kinds is None:
@@ -84,11 +84,11 @@ def _read(reader: ConfigReader) -> Description:
                 window=window if kind == "sliding_attention" else 0,
                 keys_of=owner,
             ),
-            replace(feed_forward, cutoff=cutoff),
+            replace(feed_forward, cutoff=cutoff, neurons=own_neurons(count, sizes)),
             "both",
             laurel_rank=rank,
         )
-        for kind, owner, cutoff in zip(kinds, owners, _cutoffs(reader, layers), strict=True)
+        for kind, owner, cutoff, count in zip(kinds, owners, _cutoffs(reader, layers), neurons, strict=True)
     ]
     width = reader.integer("hidden_size_per_layer_input", 256)
     config = decoder(
@@ -124,13 +124,11 @@ def per_layer_vocabulary(reader: ConfigReader, vocab_size: int) -> int:
     return known
 
 
-def _sizes(reader: ConfigReader) -> Sizes:
-    """Sizes; the number of neurons may stand once for each layer, and must be the same in all."""
+def _sizes(reader: ConfigReader) -> tuple[Sizes, list[int]]:
+    """Sizes, and every layer's number of neurons, which may stand once for all layers."""
     neurons = reader.values_of("intermediate_size")
-    if any(type(count) is not int for count in neurons) or len(set(neurons)) != 1:
-        raise UnsupportedModelError(
-            f"config.json: intermediate_size is {shown(neurons)}; layers of different sizes aren't supported"
-        )
+    if any(type(count) is not int for count in neurons):
+        raise CheckpointError(f"config.json: intermediate_size is {shown(neurons)}; it must be whole numbers")
     sizes = read_sizes(
         reader.with_value("intermediate_size", neurons[0]),
         max_context=32768,
@@ -143,7 +141,12 @@ def _sizes(reader: ConfigReader) -> Sizes:
         raise CheckpointError(
             f"config.json: intermediate_size names {len(neurons)} layers of {sizes.num_layers}"
         )
-    return sizes
+    return sizes, neurons if len(neurons) > 1 else neurons * sizes.num_layers
+
+
+def own_neurons(count: int, sizes: Sizes) -> int | None:
+    """A layer's own number of neurons, of which it has `count`; None if that is the model's."""
+    return None if count == sizes.intermediate_size else count
 
 
 def key_owners(kinds: list[str], shared: int) -> list[int | None]:

@@ -33,8 +33,6 @@ from ondevice.converters.architectures.gemma3n import (
     without_shared_keys,
 )
 from ondevice.converters.architectures.rotary import read_section, rope_spec
-from ondevice.converters.architectures.tensors import LayerNames
-from ondevice.converters.checkpoints.views import Padded
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import (
     SIZE_LIMITS,
@@ -65,9 +63,7 @@ def _read(reader: ConfigReader, max_context: int, window: int, inputs: int) -> D
     heads = _heads(reader, sizes, kinds, key_values)
     shared = reader.integer("num_kv_shared_layers", 0)
     owners = key_owners(kinds, shared)
-    narrow = sizes.num_layers - shared if reader.boolean("use_double_wide_mlp", False) and shared else 0
-    if narrow:
-        sizes = replace(sizes, intermediate_size=2 * sizes.intermediate_size)
+    double = reader.boolean("use_double_wide_mlp", False)
     bias = reader.boolean("attention_bias", False)
     window = reader.integer("sliding_window", window)
     check_window(window)
@@ -82,7 +78,10 @@ def _read(reader: ConfigReader, max_context: int, window: int, inputs: int) -> D
                 keys_of=owner,
                 **heads[kind],
             ),
-            feed_forward,
+            replace(
+                feed_forward,
+                neurons=2 * sizes.intermediate_size if double and owner is not None else None,
+            ),
             "both",
             scaled=True,
         )
@@ -106,13 +105,7 @@ def _read(reader: ConfigReader, max_context: int, window: int, inputs: int) -> D
     # Of models without per-layer inputs, it says nothing.
     reader.integer("vocab_size_per_layer_input", 0)
     joint = [layer for layer, kind in enumerate(kinds) if key_values and kind == GLOBAL]
-    notes: tuple[str, ...] = ()
-    if narrow:
-        notes = (
-            f"its first {narrow} layers have {sizes.intermediate_size // 2} neurons, the others twice as "
-            "many; zeros fill them up to the same number, which takes room and changes no text",
-        )
-    return Description(config, lambda tensors: _adapt(tensors, config, known, joint, narrow), notes)
+    return Description(config, lambda tensors: _adapt(tensors, config, known, joint))
 
 
 def _check_kind(reader: ConfigReader) -> None:
@@ -218,11 +211,10 @@ def _proportional(rope: ConfigReader, width: int, base: float) -> RopeSpec:
     return RopeSpec((*turns, *[0.0] * (len(whole) - turning)))
 
 
-def _adapt(tensors: Tensors, config: ModelConfig, known: int, joint: list[int], narrow: int) -> Tensors:
+def _adapt(tensors: Tensors, config: ModelConfig, known: int, joint: list[int]) -> Tensors:
     """The tensors by our names.
 
-    known: as for Gemma 3n. joint: layers whose values are made by the projection of the keys. narrow: number
-    of layers, the first ones, that have half the neurons.
+    known: as for Gemma 3n. joint: layers whose values are made by the projection of the keys.
     """
     found = without_shared_keys(renamed(tensors, NAMES), config)
     for layer in joint:
@@ -230,17 +222,6 @@ def _adapt(tensors: Tensors, config: ModelConfig, known: int, joint: list[int], 
             keys, values = (f"model.layers.{layer}.self_attn.{which}_proj.{kind}" for which in "kv")
             if keys in found:
                 found[values] = found[keys]
-    hidden, inner = config.hidden_size, config.intermediate_size
-    for layer in range(narrow):
-        name = LayerNames(layer)
-        for matrix, held, wanted in (
-            (name.gate, (inner // 2, hidden), (inner, hidden)),
-            (name.up, (inner // 2, hidden), (inner, hidden)),
-            (name.down, (hidden, inner // 2), (hidden, inner)),
-        ):
-            # Others are refused by their shapes.
-            if matrix in found and found[matrix].shape == held:
-                found[matrix] = Padded(matrix, found[matrix], wanted)
     return with_per_layer_inputs(found, config, known) if config.per_layer_width else found
 
 

@@ -14,6 +14,7 @@ from ondevice.converters.architectures.gemma import GEMMA, GEMMA2, GEMMA3
 from ondevice.converters.architectures.gemma3n import GEMMA3N
 from ondevice.converters.architectures.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from ondevice.converters.architectures.glm4 import GLM4
+from ondevice.converters.architectures.glm4_moe import GLM4_MOE
 from ondevice.converters.architectures.granite import GRANITE, GRANITE_MOE
 from ondevice.converters.architectures.llama import LLAMA, SPARSE_LLAMA
 from ondevice.converters.architectures.mistral import MISTRAL
@@ -72,6 +73,7 @@ _ALL = (
     QWEN3_MOE,
     PHIMOE,
     GRANITE_MOE,
+    GLM4_MOE,
 )
 FAMILIES = {family.model_type: family for family in _ALL}
 

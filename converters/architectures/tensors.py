@@ -104,7 +104,7 @@ def model_weight(name: str) -> str:
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of a model, by its name here."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.embedding_size)}
     if config.learned_positions:
         shapes[POSITIONS] = (config.max_context, hidden)
@@ -126,6 +126,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                 shapes[name.head_norm(which)] = (size,)
                 if spec.attention.head_norm_bias:
                     shapes[name.head_norm_bias(which)] = (size,)
+        inner = config.neurons(spec)
         shapes |= {name.gate: (inner, hidden), name.down: (hidden, inner)}
         if spec.feed_forward.gated:
             shapes[name.up] = (inner, hidden)

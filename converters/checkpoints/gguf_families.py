@@ -262,6 +262,7 @@ GGUF_FAMILIES = {
         },
         keys=gemma3n_keys,
         restore=restored_gemma3n,
+        varied=frozenset(("feed_forward_length",)),
     ),
     "gemma4": GgufFamily(
         "gemma4_text",

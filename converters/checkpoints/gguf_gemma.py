@@ -67,6 +67,8 @@ def gemma3n_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
         normal = NormalDist()
         # Configs name shares of few digits.
         found["activation_sparsity_pattern"] = [round(normal.cdf(scale), 6) for scale in scales]
+    if (neurons := metadata.array("feed_forward_length")) is not None:
+        found["intermediate_size"] = [int(count) for count in neurons]
     if (local := metadata.array("attention.sliding_window_pattern")) is not None:
         found["layer_types"] = ["sliding_attention" if is_local else "full_attention" for is_local in local]
     if metadata.has("final_logit_softcapping"):

@@ -167,54 +167,6 @@ class Scaled(_View):
 
 
 @dataclass(frozen=True)
-class Padded(_View):
-    """The matrix `source` with zeros behind its rows and columns, up to `shape`."""
-
-    name: str
-    source: SourceTensor
-    wanted: tuple[int, int]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.wanted
-
-    @property
-    def nbytes(self) -> int:
-        # Zeros are in no file.
-        return self.source.nbytes
-
-    @property
-    def code_format(self) -> RowFormat | None:
-        return None
-
-    def rows(self, start: int, stop: int) -> Weights:
-        held = self.source.shape[0]
-        first, last = min(start, held), min(stop, held)
-        # Of rows that are all padding, one is read for its type.
-        found = self.source.rows(first, last) if last > first else self.source.rows(0, 1)[:0]
-        return _with_zeros(found, stop - start, self.wanted[1])
-
-    def columns(self, start: int, stop: int) -> Weights:
-        held = self.source.shape[1]
-        first, last = min(start, held), min(stop, held)
-        found = self.source.columns(first, last) if last > first else self.source.columns(0, 1)[:, :0]
-        return _with_zeros(found, self.wanted[0], stop - start)
-
-    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
-        return None
-
-    def vector(self) -> NDArray[np.float32]:
-        raise ValueError(f"{self.name} is a matrix")
-
-    def sample(self, start: int, nbytes: int) -> bytes:
-        return self.source.sample(min(start, max(0, self.source.nbytes - nbytes)), nbytes)
-
-
-def _with_zeros(values: Weights, rows: int, columns: int) -> Weights:
-    return np.pad(values, [(0, rows - values.shape[0]), (0, columns - values.shape[1])])
-
-
-@dataclass(frozen=True)
 class Joined(_View):
     """The vectors `parts`, of one type, one after the other."""
 

@@ -63,7 +63,7 @@ def rounds_any(quant: QuantConfig) -> bool:
 def most_tokens(config: ModelConfig) -> int:
     """Tokens of a text that fit into INPUT_BYTES, at most MOST_TOKENS."""
     hidden = config.hidden_size
-    inputs = 2 * hidden + config.query_size + config.intermediate_size
+    inputs = 2 * hidden + config.query_size + config.widest
     if config.per_layer_width:
         # Those of the block of per-layer inputs, and embeddings.
         inputs += 2 * hidden + config.per_layer_width

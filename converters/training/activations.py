@@ -58,11 +58,11 @@ STREAM_SLOTS = 4
 class Activations:
     """The recorded activations of `tokens` tokens of one model, in `folder`."""
 
-    def __init__(self, folder: Path, layers: int, hidden_size: int, neurons: int) -> None:
+    def __init__(self, folder: Path, hidden_size: int, widths: Sequence[int]) -> None:
+        """widths: F of each layer."""
         self._folder = folder
-        self._layers = layers
         self._hidden_size = hidden_size
-        self._neurons = neurons
+        self._widths = widths
         self.tokens = 0
 
     def inputs(self, layer: int) -> NDArray[np.float16]:
@@ -73,7 +73,7 @@ class Activations:
     def fired(self, layer: int) -> NDArray[np.uint8]:
         """(N, ceil(F / 8)) bits, set where a neuron fired, eight to a byte as `numpy.packbits` packs them."""
         values = np.memmap(self.path("fired", layer), np.uint8, "r")
-        return values.reshape(-1, -(-self._neurons // 8))
+        return values.reshape(-1, -(-self._widths[layer] // 8))
 
     @contextmanager
     def recording(self) -> Iterator[Observer]:
@@ -81,7 +81,7 @@ class Activations:
         with ExitStack() as stack:
             files = [
                 tuple(stack.enter_context(self.path(kind, layer).open("wb")) for kind in ("inputs", "fired"))
-                for layer in range(self._layers)
+                for layer in range(len(self._widths))
             ]
 
             def add(layer: int, x: Float32, gates: Float32) -> None:
@@ -96,12 +96,12 @@ class Activations:
 
         Raises OndeviceError if the disk refuses.
         """
-        fired, path = self.fired(layer), self.path("fired", layer)
+        fired, path, neurons = self.fired(layer), self.path("fired", layer), self._widths[layer]
         temporary = temporary_path(path)
         with disk_errors(path, "use a temporary folder (TMPDIR) with more room"):
             with temporary.open("wb") as file:
                 for start in range(0, len(fired), CHUNK_TOKENS):
-                    bits = np.unpackbits(fired[start : start + CHUNK_TOKENS], axis=1, count=self._neurons)
+                    bits = np.unpackbits(fired[start : start + CHUNK_TOKENS], axis=1, count=neurons)
                     file.write(np.packbits(bits[:, order], axis=1).tobytes())
             temporary.replace(path)
 
@@ -131,9 +131,9 @@ def record_activations(
     """
     config = bundle.config
     total = sum(len(piece) for piece in pieces)
-    token_bytes = config.num_layers * (2 * config.hidden_size + -(-config.intermediate_size // 8))
+    token_bytes = sum(2 * config.hidden_size + -(-neurons // 8) for neurons in config.widths)
     check_room(folder, total, token_bytes, "activations")
-    activations = Activations(folder, config.num_layers, config.hidden_size, config.intermediate_size)
+    activations = Activations(folder, config.hidden_size, config.widths)
     with activations.recording() as observe:
         observe_gates(bundle, pieces, observe, on_progress, backend=backend)
     activations.tokens = total
@@ -150,7 +150,7 @@ def record_inputs(
     config = bundle.config
     total = sum(len(piece) for piece in pieces)
     check_room(folder, total, config.num_layers * 2 * config.hidden_size, "activations")
-    activations = Activations(folder, config.num_layers, config.hidden_size, config.intermediate_size)
+    activations = Activations(folder, config.hidden_size, config.widths)
     with ExitStack() as stack:
         files = [
             stack.enter_context(activations.path("inputs", layer).open("wb"))
@@ -339,7 +339,7 @@ def gate_shift(bundle: Bundle, layer: int) -> Float32 | None:
         return None
     with FlashReader(bundle_files(bundle), threads=2) as reader:
         bias = NeuronRecords(bundle, reader, layer).gate_bias()
-    shift = np.zeros(bundle.config.intermediate_size, np.float32) if bias is None else bias
+    shift = np.zeros(bundle.config.widths[layer], np.float32) if bias is None else bias
     return shift - np.float32(spec.threshold)
 
 
@@ -347,7 +347,7 @@ def gate_rows(bundle: Bundle, layer: int) -> Float32:
     """(F, D) a layer's gate projection, dequantised from its stored rows."""
     layout = bundle.gate_layout
     row = layout.parts[0][0]
-    count, stride = bundle.config.intermediate_size, layout.stride
+    count, stride = bundle.config.widths[layer], layout.stride
     file = bundle.gate_file(layer)
     with FlashReader([file], threads=2) as reader:
         records = reader.read(0, file.crc_start, count * stride).reshape(count, stride)

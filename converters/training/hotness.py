@@ -6,6 +6,7 @@ The format is in `ondevice/bundle/hotness.py`. Memory: the counts of one layer, 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,14 +24,13 @@ COUNTED_TOKENS = 256
 """Tokens whose bits are unpacked together."""
 
 
-def firing_frequencies(activations: Activations, config: ModelConfig, tokens: int) -> Float32:
-    """(L, F) share of the first `tokens` recorded tokens, at least one, for which each neuron fired."""
-    layers, neurons = config.num_layers, config.intermediate_size
-    return np.stack([_share(activations.fired(layer)[:tokens], neurons) for layer in range(layers)])
+def firing_frequencies(activations: Activations, config: ModelConfig, tokens: int) -> list[Float32]:
+    """For each layer, (F,) share of the first `tokens` recorded tokens, at least one, that fired a neuron."""
+    return [_share(activations.fired(layer)[:tokens], neurons) for layer, neurons in enumerate(config.widths)]
 
 
-def write_hotness(bundle: Bundle, frequencies: Float32, tokens: int, output: Path) -> None:
-    """Write both files to the folder `output`: frequencies (L, F), counted on `tokens` tokens.
+def write_hotness(bundle: Bundle, frequencies: Sequence[Float32], tokens: int, output: Path) -> None:
+    """Write both files to the folder `output`: frequencies (F,) of each layer, counted on `tokens` tokens.
 
     The JSON file is deleted first and written last, so that no crash leaves one that doesn't describe the
     data. Raises OndeviceError if the disk refuses.

@@ -188,7 +188,7 @@ def _write_ordered(
         for layer in range(layers):
             on_progress(layer / layers, f"order of layer {layer + 1} of {layers}")
             if bundle.config.zeros_gates:
-                counts = co_firing_counts(activations.fired(layer)[counted], bundle.config.intermediate_size)
+                counts = co_firing_counts(activations.fired(layer)[counted], bundle.config.widths[layer])
                 orders.append(nearest_neighbour_chain(counts))
             else:
                 spec = bundle.config.layers[layer].feed_forward

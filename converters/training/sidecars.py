@@ -23,7 +23,7 @@ from ondevice.bundle.files import (
 )
 from ondevice.bundle.layout import MANIFEST, TensorSpec, tensors_layout
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.sidecar import NO_SIDECARS, Sidecar
+from ondevice.bundle.sidecar import Sidecar, no_streams
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.bundle.verify import SIDECARS
 from ondevice.converters.output_folder import OutputFolder
@@ -37,10 +37,10 @@ MEASURED_SHARE = 0.1
 _REMEDY = "make room, or choose another --output"
 
 
-def check_possible(bundle: Bundle) -> None:
-    """Raises UnsupportedModelError for a model that can't have predictors, thresholds or streams."""
+def check_streams_possible(bundle: Bundle) -> None:
+    """Raises UnsupportedModelError for a model that can't have streams."""
     if not bundle.config.is_plain:
-        raise UnsupportedModelError(f"{bundle.name} can't have these: {NO_SIDECARS}")
+        raise UnsupportedModelError(f"{bundle.name} can't have streams: {no_streams(bundle.config)}")
 
 
 def held_out(pieces: Sequence[Sequence[int]], share: float = MEASURED_SHARE) -> Sequence[Sequence[int]]:

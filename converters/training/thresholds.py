@@ -37,7 +37,6 @@ from ondevice.config import TRAIN_TOKENS
 from ondevice.converters.training.activations import record_inputs, temporarily_recorded
 from ondevice.converters.training.sidecars import (
     MEASURED_SHARE,
-    check_possible,
     held_out,
     save_sidecar,
     write_tensors,
@@ -126,7 +125,6 @@ def check(
     Raises UnsupportedModelError for a model whose gates have a threshold of their own, UsageError if the text
     is too short.
     """
-    check_possible(bundle)
     if bundle.config.zeros_gates:
         raise UnsupportedModelError(
             f"{bundle.name} has {bundle.config.activation} gates, whose threshold is zero: --sparsity exact "

@@ -312,7 +312,7 @@ class Selector:
 
     least_gate: of gates without a cutoff: those at or below it don't fire, and scores are gates less it.
     deviations: if not None, gates have a statistical cutoff, so many standard deviations from their mean
-        (`FeedForwardSpec.cutoff`); scores are the gates that it leaves.
+        (`FeedForwardSpec.cutoff`); scores are the gates that it leaves, or are made of them with a `cutoff`.
     """
 
     matrices: tuple[Linear, ...]

@@ -467,10 +467,10 @@ class CpuBackend(OffloadingBackend):
             out = self._buffer(op, (len(x), linear.matrix.rows))
             linear.matrix.forward(self.runner, x, linear.bias, out, norm)
             x, norm = out, None
-        if selector.cutoff is not None:
-            return self._cut_off(x, selector.cutoff), x
         if selector.deviations is not None:
             row_sums.cut_off(x, selector.deviations)
+        if selector.cutoff is not None:
+            return self._cut_off(x, selector.cutoff), x
         if not selector.least_gate:
             return x, x
         scores = self._buffer("cut off", (len(x), x.shape[1]))

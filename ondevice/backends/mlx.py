@@ -350,9 +350,9 @@ class MlxBackend(OffloadingBackend, MlxOps):
         found = normed(x, norm)
         for linear in selector.matrices:
             found = self.product(found, linear)
+        found = cut_off(found, selector.deviations)
         if selector.cutoff is not None:
             return _cut_off(found, selector.cutoff), found
-        found = cut_off(found, selector.deviations)
         return (found - selector.least_gate if selector.least_gate else found), found
 
 

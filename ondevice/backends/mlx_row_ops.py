@@ -98,7 +98,7 @@ class _Ops:
         weight = mx.array(self._values(config.hidden_size))
         norm = Norm(weight, config.norm.eps, None, config.norm.kind == "layer")
         yield _row_op("norm", lambda it: normed(it, norm), self._input(config.hidden_size))
-        activated = self._input(config.intermediate_size)
+        activated = self._input(config.widest)
         yield _row_op("activation", lambda it: hidden(it, None, config.feed_forward), activated)
         for rows, cols, stored in sorted(set(shapes.linears)):
             matrix = self._matrix(self._outputs(rows), cols, stored)
@@ -143,8 +143,8 @@ class _Ops:
                     lambda x, weight=weight: ops.soft_cap(ops.products(x, weight), 1.0),  # type: ignore[misc]
                     self._input(cols),
                 )
-        if config.num_cutoffs:
-            yield _row_op("cutoff", lambda x: cut_off(x, 0.5), self._input(config.intermediate_size))
+        for neurons in sorted(set(map(config.neurons, config.cut_off_layers))):
+            yield _row_op(f"cutoff of {neurons}", lambda x: cut_off(x, 0.5), self._input(neurons))
 
     def skips_zeros(self) -> bool:
         """Whether a row's product over neurons has the same bits without those whose gate is zero."""

@@ -77,7 +77,7 @@ class CpuMemory(MemoryModel):
         rows = max(QUERY_ROWS, config.queries_per_key)
         keys = padded(self.max_context, GROUP_SIZE) + 2 * padded(config.head_width, 16)
         scores = self._threads * 4 * rows * keys
-        neurons = min(self._neurons_at_once, padded(config.intermediate_size, GROUP_SIZE))
+        neurons = min(self._neurons_at_once, padded(config.widest, GROUP_SIZE))
         hidden_values = max(HIDDEN_BYTES, 4 * tokens * neurons)
         sampling = 8 * 8 * vocab
         # The head's output and the copy that the caller gets.

@@ -119,7 +119,7 @@ class MemoryModel(ABC):
         """Weights of every token: attention, norms, head, checksum tables, and what selects neurons."""
         selecting = 0
         if self.selects_neurons:
-            selecting = self.config.num_layers * self.config.intermediate_size * NEURON_TABLE_BYTES
+            selecting = self.config.num_neurons * NEURON_TABLE_BYTES
         if self.runtime.sparsity in GATED:
             selecting += self._gates_bytes
         if self.config.experts is not None:
@@ -138,11 +138,10 @@ class MemoryModel(ABC):
         found = self._used_predictors
         if found is None:
             return 0
-        neurons, hidden = self.config.intermediate_size, self.config.hidden_size
-        stored = RowFormat(found.bits)
+        hidden, stored = self.config.hidden_size, RowFormat(found.bits)
         return sum(
             interleaved_bytes(rank, hidden, stored) + interleaved_bytes(neurons, rank, stored) + 4 * neurons
-            for rank in found.ranks
+            for rank, neurons in zip(found.ranks, self.config.widths, strict=True)
         )
 
     @property
@@ -161,7 +160,7 @@ class MemoryModel(ABC):
         if config.experts is not None:
             held += 2 * (nodes - 1) * config.num_layers * config.experts.count
         elif runtime.sparsity != "dense":
-            neurons = config.num_layers * config.intermediate_size
+            neurons = config.num_neurons
             if runs_streams(runtime.speculation, self.streams) or runtime.speculation == "resident":
                 # Scores of neurons that drafting went without: the next pass reads them first.
                 held += 4 * neurons
@@ -215,8 +214,7 @@ class MemoryModel(ABC):
         weights += interleaved_bytes(
             config.vocab_size, config.embedding_size, quant.head(config.tie_embeddings)
         )
-        records = config.num_layers * config.intermediate_size
-        checksums = records * len(neuron_layout(config, self.quant).parts)
+        checksums = config.num_neurons * len(neuron_layout(config, self.quant).parts)
         checksums += config.vocab_size * (2 if config.per_layer_width else 1) + weights // CRC_BLOCK_BYTES
         return weights + 4 * checksums
 
@@ -232,8 +230,8 @@ class MemoryModel(ABC):
             return self._mixture_floats
         # In the layer: the copies before it and as predicted, what one product is made of, and gates, twice.
         within = (2 * copies if copies > 1 else 0) * hidden + (3 * hidden + 2 * rank if rank else 0)
-        if config.num_cutoffs:
-            within += 2 * config.intermediate_size
+        if config.cut_off_layers:
+            within += 2 * max(map(config.neurons, config.cut_off_layers))
         # Behind it: also the copies as corrected, and with the per-layer block's output.
         behind = (4 * copies if copies > 1 else 1) * hidden
         if not config.per_layer_width:
@@ -265,16 +263,19 @@ class MemoryModel(ABC):
         """
         if self.runtime.sparsity in GATED:
             return 0
-        rows, hidden = self.config.intermediate_size, self.config.hidden_size
-        return self.config.num_cutoffs * interleaved_bytes(rows, hidden, self.quant.of("feed_forward"))
+        rows = map(self.config.neurons, self.config.cut_off_layers)
+        return sum(map(self._gate_rows_bytes, rows))
 
     @property
     def _gates_bytes(self) -> int:
         """Every layer's gate projection, packed, with each row's checksum or importance, and its bias."""
-        neurons, hidden = self.config.intermediate_size, self.config.hidden_size
         vectors = 2 if self.config.feed_forward.bias else 1
-        packed = interleaved_bytes(neurons, hidden, self.quant.of("feed_forward"))
-        return self.config.num_layers * (packed + 4 * vectors * neurons)
+        packed = sum(map(self._gate_rows_bytes, self.config.widths))
+        return packed + 4 * vectors * self.config.num_neurons
+
+    def _gate_rows_bytes(self, neurons: int) -> int:
+        """The gate projection of so many neurons, packed."""
+        return interleaved_bytes(neurons, self.config.hidden_size, self.quant.of("feed_forward"))
 
     def _adapter_bytes(self, nodes: int) -> int:
         """Adapters of multi-stream attention where it runs, and what drafts of `nodes` tokens add to it."""
@@ -315,10 +316,10 @@ class MemoryModel(ABC):
         """
         if not self.selects_neurons:
             return 0
-        neurons = padded(self.config.intermediate_size, GROUP_SIZE)
+        neurons = padded(self.config.widest, GROUP_SIZE)
         config = self.config
         limited = self.runtime.sparsity == "exact" and (
-            config.feed_forward.threshold > 0 or config.num_cutoffs > 0
+            config.feed_forward.threshold > 0 or bool(config.cut_off_layers)
         )
         arrays = 3 if limited or self.runtime.sparsity == "threshold" else 2
         found = self._used_predictors

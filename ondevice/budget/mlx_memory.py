@@ -64,7 +64,7 @@ class MlxMemory(MemoryModel):
     def stage_neurons(self) -> int:
         """Neurons of one stage: a token's of a layer, each range in whole blocks, or at least a segment's."""
         ranges = self.ranges
-        selected = padded(fetch_neurons(self.config), GROUP_SIZE) + ranges.per_layer * GROUP_SIZE
+        selected = padded(fetch_neurons(self.config), GROUP_SIZE) + max(ranges.per_layer) * GROUP_SIZE
         return max(ranges.neurons, selected)
 
     @property
@@ -89,22 +89,22 @@ class MlxMemory(MemoryModel):
     @property
     def weights_bytes(self) -> int:
         config = self.config
-        hidden, neurons = padded(config.hidden_size, GROUP_SIZE), config.intermediate_size
-        gates = neurons * hidden if self.runtime.sparsity in GATED else 0
+        hidden, gated = padded(config.hidden_size, GROUP_SIZE), self.runtime.sparsity in GATED
         quant, more = self.quant, 0
         for layer in config.layers:
             queries = padded(config.out_cols(layer), GROUP_SIZE)
             more += self._wider_bytes(config.qkv_rows(layer) * hidden, quant.of("qkv"))
             more += self._wider_bytes(config.hidden_size * queries, quant.of("out"))
-            cut = neurons * hidden if layer.feed_forward.cutoff is not None else 0
-            more += self._wider_bytes(gates or cut, quant.of("feed_forward"))
+            if gated or layer.feed_forward.cutoff is not None:
+                more += self._wider_bytes(config.neurons(layer) * hidden, quant.of("feed_forward"))
         for weight in extra_matrices(config):
             rows, cols = weight.shape
             more += self._wider_bytes(rows * padded(cols, GROUP_SIZE), weight.stored(quant))
         head = config.vocab_size * padded(config.embedding_size, GROUP_SIZE)
         more += self._wider_bytes(head, quant.head(config.tie_embeddings))
         if self._used_predictors is not None:
-            low = sum(padded(rank, GROUP_SIZE) * (hidden + neurons) for rank in self._used_predictors.ranks)
+            sizes = zip(self._used_predictors.ranks, config.widths, strict=True)
+            low = sum(padded(rank, GROUP_SIZE) * (hidden + neurons) for rank, neurons in sizes)
             more += self._wider_bytes(low, RowFormat(self._used_predictors.bits))
         return super().weights_bytes + more
 
@@ -128,7 +128,7 @@ class MlxMemory(MemoryModel):
     def activation_bytes(self, tokens: int) -> int:
         """A layer's activations before MLX frees them. Attention's scores and masks exist whole."""
         config, context = self.config, self.max_context
-        neurons = max(fetch_neurons(config), config.intermediate_size)
+        neurons = max(fetch_neurons(config), config.widest)
         per_token = 8 * config.hidden_size + 3 * config.qkv_size + 4 * config.query_size + 4 * neurons
         per_token += 2 * self._extra_floats
         scores = (config.num_heads + 1) * context

@@ -17,10 +17,10 @@ class ReferenceMemory(CpuMemory):
     @property
     def weights_bytes(self) -> int:
         config = self.config
-        rows = config.num_layers * config.feed_forward.num_rows * config.intermediate_size
+        rows = config.feed_forward.num_rows * config.num_neurons
         rows += sum(config.out_cols(layer) + config.qkv_rows(layer) for layer in config.layers)
         # The gates of cutoffs are there twice.
-        rows += config.intermediate_size * config.num_cutoffs
+        rows += sum(map(config.neurons, config.cut_off_layers))
         others = sum(prod(weight.shape) for weight in extra_matrices(config))
         others += config.embedding_size * config.vocab_size + config.positions_size
         return 4 * (config.hidden_size * rows + others)
@@ -31,7 +31,7 @@ class ReferenceMemory(CpuMemory):
 
     @property
     def segment(self) -> SegmentShape:
-        return replace(segment_shape(self.config, self.quant), per_layer=0)
+        return replace(segment_shape(self.config, self.quant), per_layer=())
 
     @property
     def buffers(self) -> BufferShape:
@@ -43,6 +43,6 @@ class ReferenceMemory(CpuMemory):
         They are wide hidden values, whole matrices of scores, and keys and values read back.
         """
         config, context, chunk = self.config, self.max_context, self.pass_tokens
-        hidden = 16 * chunk * config.intermediate_size
+        hidden = 16 * chunk * config.widest
         temporaries = hidden + 8 * chunk * context + 6 * config.kv_size * context
         return super().activation_bytes(chunk) + 4 * temporaries

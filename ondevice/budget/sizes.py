@@ -7,6 +7,7 @@ models derived from it put them together.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ondevice.bundle.layout import RowLayout, neuron_layout, padded
 from ondevice.bundle.streams import MultiStreams
@@ -47,17 +48,19 @@ Rows of streams aren't tokens: such a pass may have STREAM_ROWS of them as well.
 
 @dataclass(frozen=True)
 class SegmentShape:
-    """The equal pieces that feed-forward memory comes in: each holds `neurons` neurons of one layer."""
+    """The equal pieces that feed-forward memory comes in: each holds `neurons` neurons of one layer.
+
+    per_layer: for each layer, the segments that hold all of its neurons.
+    """
 
     neurons: int
     nbytes: int
-    per_layer: int
-    num_layers: int
+    per_layer: tuple[int, ...]
 
     @property
     def total(self) -> int:
         """Segments that hold every neuron of the model."""
-        return self.per_layer * self.num_layers
+        return sum(self.per_layer)
 
     @property
     def least(self) -> int:
@@ -65,15 +68,23 @@ class SegmentShape:
         return 0
 
     def quota(self, segments: int) -> tuple[int, ...]:
-        """Segments of each layer, as even as can be.
+        """Segments of each layer: as nearly the same share of every layer as can be.
 
-        The remainder goes to layers in one fixed order, spread over the depth: with fewer segments no layer
-        has more than before.
+        Layers get them in one fixed order, spread over the depth: with fewer segments no layer has more than
+        before.
         """
-        each, rest = divmod(max(0, min(segments, self.total)), self.num_layers)
-        order = sorted(range(self.num_layers), key=lambda layer: f"{layer:020b}"[::-1])
-        first = set(order[:rest])
-        return tuple(each + (layer in first) for layer in range(self.num_layers))
+        found = [0] * len(self.per_layer)
+        for layer in self._order[: max(0, segments)]:
+            found[layer] += 1
+        return tuple(found)
+
+    @cached_property
+    def _order(self) -> list[int]:
+        """The layer of every segment, in the order in which layers get them."""
+        spread = sorted(range(len(self.per_layer)), key=lambda layer: f"{layer:020b}"[::-1])
+        places = [(held / most, at) for at, most in enumerate(self.per_layer) for held in range(most)]
+        rank = {layer: place for place, layer in enumerate(spread)}
+        return [layer for _, layer in sorted(places, key=lambda place: (place[0], rank[place[1]]))]
 
 
 @dataclass(frozen=True)
@@ -128,7 +139,7 @@ def interleaved_bytes(rows: int, cols: int, stored: RowFormat) -> int:
 def segment_shape(
     config: ModelConfig, quant: QuantConfig, block_bytes: int = 0, aim_bytes: int = SEGMENT_BYTES
 ) -> SegmentShape:
-    """Segments near `aim_bytes`, or an eighth of a layer if that is less, sized so that little is wasted.
+    """Segments near `aim_bytes`, or an eighth of the widest layer if less, sized so that little is wasted.
 
     Args:
         config: The model's shape.
@@ -137,15 +148,14 @@ def segment_shape(
         aim_bytes: Target size of a segment.
     """
     unit = block_bytes or _block_bytes(config, quant)
-    units = -(-config.intermediate_size // GROUP_SIZE)
-    aim = max(1, min(aim_bytes // unit, units // SEGMENTS_PER_SMALL_LAYER))
+    units = [-(-neurons // GROUP_SIZE) for neurons in config.widths]
+    aim = max(1, min(aim_bytes // unit, max(units) // SEGMENTS_PER_SMALL_LAYER))
     sizes = range(max(1, (aim + 1) // 2), 2 * aim + 1)
-    size = min(sizes, key=lambda size: (size * -(-units // size), abs(size - aim), size))
+    size = min(sizes, key=lambda size: (sum(padded(own, size) for own in units), abs(size - aim), size))
     return SegmentShape(
         neurons=size * GROUP_SIZE,
         nbytes=padded(size * unit, PAGE_BYTES),
-        per_layer=-(-units // size),
-        num_layers=config.num_layers,
+        per_layer=tuple(-(-own // size) for own in units),
     )
 
 
@@ -156,7 +166,7 @@ def slot_shape(config: ModelConfig, quant: QuantConfig, whole: bool) -> SlotShap
     """
     layout = neuron_layout(config, quant)
     slot_bytes = layout.stride if whole else layout.part_bytes[1]
-    neurons = config.num_layers * config.intermediate_size
+    neurons = config.num_neurons
     # Two batches of a layer, what was prefetched for it, and what is being prefetched for the next layer.
     reserve = 2 * fetch_neurons(config) + 2 * prefetch_neurons(config)
     slots = max(GROUP_SIZE, min(SEGMENT_BYTES // slot_bytes, -(-neurons // 16)))
@@ -184,7 +194,7 @@ def dense_bytes(config: ModelConfig, quant: QuantConfig) -> int:
 
 def fetch_neurons(config: ModelConfig) -> int:
     """Most neurons that are read and multiplied at a time, in whole blocks of 64."""
-    return min(FETCH_NEURONS, padded(-(-config.intermediate_size // 4), GROUP_SIZE))
+    return min(FETCH_NEURONS, padded(-(-config.widest // 4), GROUP_SIZE))
 
 
 def prefetch_neurons(config: ModelConfig) -> int:
@@ -203,13 +213,13 @@ def fetch_shape(slot_bytes: int) -> BufferShape:
 
 
 def buffer_shape(config: ModelConfig, quant: QuantConfig) -> BufferShape:
-    """Reads near 2 MiB, or a quarter of a layer if that is less, in whole blocks of 64 records."""
+    """Reads near 2 MiB, or a quarter of the widest layer if that is less, in whole blocks of 64 records."""
     stride = neuron_layout(config, quant).stride
-    blocks = -(-config.intermediate_size // GROUP_SIZE)
+    blocks = -(-config.widest // GROUP_SIZE)
     size = max(1, min(STREAM_SLOT_BYTES // (stride * GROUP_SIZE), -(-blocks // 4)))
     # A read is widened to page boundaries on both sides.
     slot_bytes = padded(size * GROUP_SIZE * stride, PAGE_BYTES) + PAGE_BYTES
-    share = config.num_layers * config.intermediate_size * stride // STREAM_SHARE
+    share = config.num_neurons * stride // STREAM_SHARE
     return BufferShape(
         neurons=size * GROUP_SIZE,
         slot_bytes=slot_bytes,

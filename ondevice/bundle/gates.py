@@ -33,7 +33,7 @@ class GateDigest:
         self._name = gate_file_name(layer)
         self._expected = bundle.manifest.files[self._name].sha256
         self._layout = bundle.gate_layout
-        self._num_rows = bundle.config.intermediate_size
+        self._num_rows = bundle.config.widths[layer]
         self._sha256 = hashlib.sha256(file_layout(self._name, bundle.config, bundle.quant).header)
         self._rows = 0
         self._early: dict[int, NDArray[np.uint8]] = {}

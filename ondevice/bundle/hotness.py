@@ -10,6 +10,7 @@ Legend: L layers, F neurons of a layer.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -48,9 +49,13 @@ class Hotness:
 
 
 def hotness_layout(config: ModelConfig) -> FileLayout:
-    """Size and header of `hotness.safetensors`: one tensor, `frequency`, F16 (L, F)."""
-    spec = TensorSpec("F16", (config.num_layers, config.intermediate_size))
-    return tensors_layout({FREQUENCY_TENSOR: spec})
+    """Size and header of `hotness.safetensors`: one tensor, `frequency`, F16 (L, F).
+
+    Where layers have different numbers of neurons it is (N,), one layer's after the other's.
+    """
+    equal = len(set(config.widths)) == 1
+    shape = (config.num_layers, config.widest) if equal else (config.num_neurons,)
+    return tensors_layout({FREQUENCY_TENSOR: TensorSpec("F16", shape)})
 
 
 def hotness_text(hotness: Hotness) -> bytes:
@@ -73,16 +78,19 @@ def parse_hotness(data: bytes, manifest: Manifest) -> Hotness:
     return hotness
 
 
-def frequencies_bytes(frequencies: NDArray[np.floating], config: ModelConfig) -> bytes:
-    """The bytes of `hotness.safetensors`. frequencies: (L, F) shares of tokens, from 0 to 1."""
-    shape = config.num_layers, config.intermediate_size
-    if frequencies.shape != shape or not _are_shares(frequencies):
-        raise ValueError(f"frequencies {frequencies.shape} aren't shares from 0 to 1 in the shape {shape}")
-    return hotness_layout(config).header + frequencies.astype("<f2").tobytes()
+def frequencies_bytes(frequencies: Sequence[NDArray[np.floating]], config: ModelConfig) -> bytes:
+    """The bytes of `hotness.safetensors`. frequencies: for each layer, (F,) shares of tokens, from 0 to 1."""
+    shapes = [shares.shape for shares in frequencies]
+    if shapes != [(neurons,) for neurons in config.widths] or not all(map(_are_shares, frequencies)):
+        raise ValueError(f"frequencies {shapes} aren't shares from 0 to 1 of {config.widths} neurons")
+    return hotness_layout(config).header + np.concatenate(frequencies).astype("<f2").tobytes()
 
 
-def parse_frequencies(data: bytes, hotness: Hotness, config: ModelConfig) -> NDArray[np.float32]:
-    """(L, F) share of tokens for which each neuron fired. Raises BundleError if the file is damaged."""
+def parse_frequencies(data: bytes, hotness: Hotness, config: ModelConfig) -> list[NDArray[np.float32]]:
+    """For each layer, (F,) share of tokens for which each neuron fired.
+
+    Raises BundleError if the file is damaged.
+    """
     layout = hotness_layout(config)
     if len(data) != layout.nbytes or not data.startswith(layout.header):
         raise BundleError(f"{HOTNESS} isn't the {layout.nbytes} bytes that this model implies")
@@ -91,7 +99,7 @@ def parse_frequencies(data: bytes, hotness: Hotness, config: ModelConfig) -> NDA
     stored = np.frombuffer(data, "<f2", offset=len(layout.header))
     if not _are_shares(stored):
         raise BundleError(f"{HOTNESS} holds what isn't a share from 0 to 1")
-    return stored.astype(np.float32).reshape(config.num_layers, config.intermediate_size)
+    return np.split(stored.astype(np.float32), np.cumsum(config.widths)[:-1])
 
 
 def _are_shares(values: NDArray[np.floating]) -> bool:

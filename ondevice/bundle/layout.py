@@ -268,7 +268,7 @@ def _layer_tensors(
     tensors |= vector(f"{attention}.out.bias", hidden * spec.attention.output_bias)
     tensors |= norm("attention_output_norm", spec.norms_output)
     tensors |= norm("feed_forward_norm", spec.norms_input)
-    tensors |= vector(f"{prefix}.feed_forward.gate.bias", config.intermediate_size * spec.feed_forward.bias)
+    tensors |= vector(f"{prefix}.feed_forward.gate.bias", config.neurons(spec) * spec.feed_forward.bias)
     tensors |= vector(f"{prefix}.feed_forward.down.bias", hidden * spec.feed_forward.output_bias)
     tensors |= norm("feed_forward_output_norm", spec.norms_output)
     return tensors | _weight_tensors(f"{prefix}.", layer_weight_shapes(config, spec), quant)
@@ -357,10 +357,15 @@ def file_layout(name: str, config: ModelConfig, quant: QuantConfig) -> FileLayou
     if name == PER_LAYER:
         return _record_file(config.vocab_size, per_layer_layout(config, quant))
     if name.startswith("neurons-"):
-        return _record_file(config.intermediate_size, neuron_layout(config, quant))
+        return _record_file(config.widths[_layer_of(name)], neuron_layout(config, quant))
     if name.startswith("gates-"):
-        return _record_file(config.intermediate_size, gate_layout(config, quant))
+        return _record_file(config.widths[_layer_of(name)], gate_layout(config, quant))
     return FileLayout(None, b"", 0, (CRC_BLOCK_BYTES,))
+
+
+def _layer_of(name: str) -> int:
+    """The layer whose neurons or gates the file `name` holds."""
+    return int(name.partition("-")[2].removesuffix(".safetensors"))
 
 
 def _record_file(num_records: int, record: RecordLayout) -> FileLayout:

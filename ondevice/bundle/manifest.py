@@ -183,7 +183,7 @@ def parse_manifest(data: bytes) -> Manifest:
         )
     config = parse_model(root.section("model"))
     quant = _parse_quantisation(root.section("quantisation"), config.tie_embeddings)
-    root.equal("neurons", _layout_json(config.intermediate_size, neuron_layout(config, quant)))
+    root.equal("neurons", _neurons_json(config, neuron_layout(config, quant)))
     root.equal("embedding", _layout_json(config.vocab_size, embedding_layout(config, quant)))
     _check_gates(root, config, quant)
     if config.per_layer_width:
@@ -206,14 +206,21 @@ def model_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any]:
         "version": VERSION,
         "model": model_section(config),
         "quantisation": _quantisation_json(quant),
-        "neurons": _layout_json(config.intermediate_size, neuron_layout(config, quant)),
+        "neurons": _neurons_json(config, neuron_layout(config, quant)),
         "embedding": _layout_json(config.vocab_size, embedding_layout(config, quant)),
         "gates": _gates_json(config, quant),
     }
 
 
 def _gates_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any] | None:
-    return _layout_json(config.intermediate_size, gate_layout(config, quant)) if config.zeros_gates else None
+    return _neurons_json(config, gate_layout(config, quant)) if config.zeros_gates else None
+
+
+def _neurons_json(config: ModelConfig, layout: RecordLayout) -> dict[str, Any]:
+    """Records of every layer's neurons: one number of them, or a list where layers have different ones."""
+    widths = config.widths
+    equal = len(set(widths)) <= 1
+    return _layout_json(config.widest if equal else 0, layout) | ({} if equal else {"num_records": [*widths]})
 
 
 def _check_gates(root: Section, config: ModelConfig, quant: QuantConfig) -> None:

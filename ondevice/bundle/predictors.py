@@ -95,8 +95,8 @@ def predictor_tensors(
     stored = RowFormat(bits)
     for layer, rank in enumerate(ranks):
         tensors |= linear_tensors(f"layers.{layer}.down", rank, config.hidden_size, stored)
-        tensors |= linear_tensors(f"layers.{layer}.up", config.intermediate_size, rank, stored)
-        tensors[f"layers.{layer}.bias"] = TensorSpec("F32", (config.intermediate_size,))
+        tensors |= linear_tensors(f"layers.{layer}.up", config.widths[layer], rank, stored)
+        tensors[f"layers.{layer}.bias"] = TensorSpec("F32", (config.widths[layer],))
     return tensors
 
 

@@ -190,10 +190,8 @@ class Bundle:
         """Number of the model's logical parameters; tied embeddings count once."""
         config = self.config
         hidden = config.hidden_size
-        rows = config.feed_forward.num_rows * config.intermediate_size
-        layers = hidden * sum(
-            config.qkv_rows(layer) + config.out_cols(layer) + rows for layer in config.layers
-        )
+        rows = sum(config.qkv_rows(layer) + config.out_cols(layer) for layer in config.layers)
+        layers = hidden * (rows + config.feed_forward.num_rows * config.num_neurons)
         others = sum(prod(weight.shape) for weight in extra_matrices(config)) + vectors_size(config)
         tables = config.embedding_size * (1 if config.tie_embeddings else 2) + config.per_layer_size
         return layers + others + config.vocab_size * tables
@@ -245,8 +243,8 @@ class Bundle:
             raise BundleError(f"the bundle {self.path} has no {name}")
         return self.added[name].file
 
-    def frequencies(self) -> NDArray[np.float32] | None:
-        """(L, F) share of tokens for which each neuron fired on text; None if the bundle has no hotness.
+    def frequencies(self) -> list[NDArray[np.float32]] | None:
+        """For each layer, (F,) share of tokens for which each neuron fired on text; None without hotness.
 
         Raises BundleError if the file has been damaged since the bundle was opened.
         """
@@ -335,8 +333,7 @@ class Bundle:
             if found is None:
                 return None
             data = found
-            if sidecar in (PREDICTORS_SIDECAR, THRESHOLDS_SIDECAR, STREAMS_SIDECAR):
-                check_sidecar_possible(sidecar, self.config)
+            check_sidecar_possible(sidecar, self.config)
             return read(data)
         except BundleError as error:
             self._note_damage(sidecar, error, says_lossless(data))

@@ -30,11 +30,12 @@ from ondevice.errors import BundleError, UnsupportedModelError
 from ondevice.model_config import ModelConfig
 
 MAX_POINTS = 16
-NO_SIDECARS = (
-    "a model with experts, per-layer inputs, copies of the residual, shared keys, heads of several sizes or "
-    "statistical cutoffs runs without predictors, thresholds and streams"
+NO_PREDICTORS = (
+    "a statistical cutoff takes all of a token's gates, so they are in memory and say themselves which "
+    "neurons count"
 )
-"""What keeps them from models of which `ModelConfig.is_plain` is false."""
+"""What keeps predictors from models with cutoffs."""
+NO_SIDECARS = "a model with experts runs without predictors, thresholds and streams"
 
 Point = TypeVar("Point")
 
@@ -68,10 +69,34 @@ def weights_digest(manifest: Manifest) -> str:
     return hashlib.sha256(canonical_json([manifest.files[name].sha256 for name in names])).hexdigest()
 
 
+def no_streams(config: ModelConfig) -> str:
+    """What keeps streams from a model of which `ModelConfig.is_plain` is false: some of its blocks."""
+    blocks = {
+        "per-layer inputs": config.per_layer_width > 0,
+        "copies of the residual": config.residual_copies > 1,
+        "low-rank blocks beside attention": config.any_layer(lambda layer: layer.laurel_rank > 0),
+        "layers that scale the residual": config.any_layer(lambda layer: layer.scaled),
+        "normed values": config.any_layer(lambda layer: layer.attention.value_norm),
+        "keys that layers share": config.num_kv_layers < config.num_layers,
+        "heads of several sizes": config.any_layer(
+            lambda layer: layer.attention.head_dim > 0 or layer.attention.num_kv_heads > 0
+        ),
+        "statistical cutoffs": bool(config.cut_off_layers),
+        "experts": config.experts is not None,
+    }
+    *names, last = (name for name, holds in blocks.items() if holds)
+    listed = f"{', '.join(names)} and {last}" if names else last
+    return f"streams are trained through one residual and layers without {listed}, which this model has"
+
+
 def check_sidecar_possible(sidecar: Sidecar, config: ModelConfig) -> None:
-    """Raises BundleError for streams, predictors or thresholds of a model whose blocks can't have them."""
-    if not config.is_plain:
-        raise BundleError(f"{sidecar.manifest} is there, but {NO_SIDECARS}: delete {sidecar.manifest}")
+    """Raises BundleError for what a model can't have because of its blocks."""
+    if config.experts is not None:
+        raise BundleError(f"{sidecar.manifest} is there, but {NO_SIDECARS}: delete it")
+    if sidecar.key == "streams" and not config.is_plain:
+        raise BundleError(f"{sidecar.manifest} is there, but {no_streams(config)}: delete it")
+    if sidecar.key == "predictors" and config.cut_off_layers:
+        raise BundleError(f"{sidecar.manifest} is there, but {NO_PREDICTORS}: delete it")
 
 
 def sidecar_text(sidecar: Sidecar, content: Mapping[str, Any]) -> bytes:

@@ -81,8 +81,8 @@ class Thresholds:
 
 def threshold_tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
     """The exact tensors of the file, in the order of their bytes: the importance of every layer's neurons."""
-    spec = TensorSpec("F32", (config.intermediate_size,))
-    return {importance_name(layer): spec for layer in range(config.num_layers)}
+    specs = (TensorSpec("F32", (neurons,)) for neurons in config.widths)
+    return {importance_name(layer): spec for layer, spec in enumerate(specs)}
 
 
 def importance_name(layer: int) -> str:

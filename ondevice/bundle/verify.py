@@ -192,8 +192,9 @@ def _different_gates(bundle: Bundle, layer: int) -> BundleError:
     gates, neurons = bundle.gate_file(layer), bundle.neuron_file(layer)
     strides = bundle.gate_layout.stride, bundle.neuron_layout.stride
     used, step = bundle.gate_layout.row_bytes[0], max(1, CHUNK_BYTES // bundle.neuron_layout.stride)
-    for first in range(0, bundle.config.intermediate_size, step):
-        count = min(step, bundle.config.intermediate_size - first)
+    num_neurons = bundle.config.widths[layer]
+    for first in range(0, num_neurons, step):
+        count = min(step, num_neurons - first)
         rows, records = (
             np.frombuffer(
                 read_range(file.path, file.crc_start + first * stride, count * stride), np.uint8

@@ -115,6 +115,6 @@ def _norms_and_biases(config: ModelConfig, layer: LayerSpec) -> int:
     attention, feed_forward = layer.attention, layer.feed_forward
     norms = (layer.norms_input + layer.norms_output) * 2 * config.norm_size
     biases = attention.bias * config.qkv_rows(layer) + attention.output_bias * config.hidden_size
-    biases += feed_forward.bias * config.intermediate_size + feed_forward.output_bias * config.hidden_size
+    biases += feed_forward.bias * config.neurons(layer) + feed_forward.output_bias * config.hidden_size
     head_norms = sum(config.head_norm_sizes(layer)) * (2 if attention.head_norm_bias else 1)
     return norms + biases + head_norms

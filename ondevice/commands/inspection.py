@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +11,7 @@ from ondevice.budget.sizes import DECODE_TOKENS, SlotShape
 from ondevice.bundle.reader import Bundle
 from ondevice.commands.reports import parts, percent, residency, size
 from ondevice.commands.training_reports import stream_facts
+from ondevice.model_config import ModelConfig
 from ondevice.runtime.models import (
     ALIASES,
     SparsityMode,
@@ -63,6 +65,7 @@ def inspection(resolved: ResolvedModel) -> dict[str, Any]:
         "parameters": bundle.parameters,
         "bundle_bytes": bundle.bundle_bytes,
         "quantisation": bundle.quant.name,
+        "neurons": list(bundle.config.widths),
         "sparsity_modes": [mode.name for mode in modes if mode.available],
         "predictor_recalls": [] if found is None else [point.recall for point in found.points],
         "threshold_sparsities": [] if cuts is None else [point.sparsity for point in cuts.points],
@@ -87,6 +90,7 @@ def inspection_text(resolved: ResolvedModel) -> str:
     lines = [
         f"{bundle.name}: {config.architecture}, {bundle.parameters:,} parameters, {bundle.quant.name}, "
         f"bundle {size(bundle.bundle_bytes)}",
+        *_widths_lines(config),
         "sparsity modes:",
         *map(_mode_line, sparsity_modes(config, bundle.predictors, bundle.thresholds, bundle.damaged)),
         *_expert_lines(resolved),
@@ -149,6 +153,15 @@ def _expert_lines(resolved: ResolvedModel) -> list[str]:
     )
     below = "less than a token's cycle: most are read for each token"
     return [line if found["in_memory"] >= cycle else f"{line}, {below}"]
+
+
+def _widths_lines(config: ModelConfig) -> list[str]:
+    """A line with the layers' numbers of neurons, if they differ."""
+    found = sorted(Counter(config.widths).items())
+    if len(found) == 1:
+        return []
+    counts = (f"{neurons:,} in {layers} layer{'s' * (layers > 1)}" for neurons, layers in found)
+    return [f"feed-forward neurons: {', '.join(counts)}"]
 
 
 def _mode_change_lines(resolved: ResolvedModel) -> list[str]:

@@ -96,7 +96,7 @@ class Profile:
     tokens: int
     num_layers: int
     num_neurons: int
-    """F, the neurons of one layer."""
+    """Neurons of one layer, the widest."""
     firing: Firing | None
     misses: CacheMisses | None
     reads: Throughput
@@ -128,13 +128,15 @@ def profile(
         on_progress: called with the share done, from 0 to 1, and the current step.
 
     The run holds in memory the weights that every token needs and all gate weights. On disk it takes
-    4 * L * F bytes per token.
+    4 bytes per token and neuron.
 
     Raises UsageError for too little text, OndeviceError if the disk has no room, and what `load` raises.
     """
     resolved = open_model(model, RuntimeConfig())
     bundle, config = resolved.bundle, resolved.bundle.config
     notes: list[str] = []
+    if len(set(config.widths)) > 1:
+        notes.append(f"its layers have from {min(config.widths):,} to {config.widest:,} neurons")
     firing = misses = None
     source, total = "none", 0
     if config.has_exact_zeros:
@@ -160,7 +162,7 @@ def profile(
         text=source,
         tokens=total,
         num_layers=config.num_layers,
-        num_neurons=config.intermediate_size,
+        num_neurons=config.widest,
         firing=firing,
         misses=misses,
         reads=reads,
@@ -168,8 +170,8 @@ def profile(
     )
 
 
-def firing_of(gates: Float32, lengths: Sequence[int]) -> Firing:
-    """How neurons fire, from gates (L, T, F).
+def firing_of(gates: Sequence[Float32], lengths: Sequence[int]) -> Firing:
+    """How neurons fire, from gates (T, F) of each layer.
 
     lengths: tokens of each piece of the text, which add up to T. At least one piece has two or more.
     """
@@ -188,11 +190,16 @@ def firing_of(gates: Float32, lengths: Sequence[int]) -> Firing:
     return Firing(tuple(active), tuple(also_before), tuple(distinct))
 
 
-def cache_misses(gates: Float32, on_progress: Callable[[float], None] = lambda fraction: None) -> CacheMisses:
-    """Replay gates (L, T, F) through caches of all sizes and policies. on_progress gets the share done."""
-    layers, tokens, neurons = gates.shape
-    warm_up = min(WARM_UP_TOKENS, tokens // 4)
-    slots = [int(share * layers * neurons) for share in SHARES]
+def cache_misses(
+    gates: Sequence[Float32], on_progress: Callable[[float], None] = lambda fraction: None
+) -> CacheMisses:
+    """Replay gates (T, F) of each layer through caches of all sizes and policies.
+
+    on_progress gets the share done.
+    """
+    warm_up = min(WARM_UP_TOKENS, len(gates[0]) // 4)
+    neurons = sum(layer.shape[1] for layer in gates)
+    slots = [int(share * neurons) for share in SHARES]
     policies: dict[str, tuple[float, ...]] = {}
     for number, policy in enumerate(POLICIES):
         rates = []
@@ -210,10 +217,10 @@ def recorded_gates(
     bundle: Bundle,
     pieces: Sequence[Sequence[int]],
     on_progress: OnCount = ignore_count,
-) -> Iterator[Float32]:
-    """Gates (L, T, F) before the activation, for pieces of token ids, each read from an empty context.
+) -> Iterator[list[Float32]]:
+    """Each layer's gates (T, F) before the activation, for pieces of token ids, each from an empty context.
 
-    They lie in a file on disk that is read as they are used and deleted at the end. on_progress is called
+    They lie in files on disk that are read as they are used and deleted at the end. on_progress is called
     with the number of tokens done. Raises OndeviceError if the disk has no room, BundleError for a model
     whose gates are hardly ever zero.
     """
@@ -221,14 +228,16 @@ def recorded_gates(
 
     config, tokens = bundle.config, sum(map(len, pieces))
     with tempfile.TemporaryDirectory(prefix="ondevice-gates-") as scratch:
-        check_room(Path(scratch), tokens, 4 * config.num_layers * config.intermediate_size, "gates")
-        shape = (config.num_layers, tokens, config.intermediate_size)
-        gates = np.memmap(Path(scratch) / "gates", np.float32, "w+", shape=shape)
+        check_room(Path(scratch), tokens, 4 * config.num_neurons, "gates")
+        gates: list[Float32] = [
+            np.memmap(Path(scratch) / f"gates-{layer}", np.float32, "w+", shape=(tokens, neurons))
+            for layer, neurons in enumerate(config.widths)
+        ]
         written = [0] * config.num_layers
 
         def observe(layer: int, x: Float32, values: Float32) -> None:
             start = written[layer]
-            gates[layer, start : start + len(values)] = values
+            gates[layer][start : start + len(values)] = values
             written[layer] += len(values)
 
         observe_gates(bundle, pieces, observe, on_progress)

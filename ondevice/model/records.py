@@ -26,7 +26,7 @@ class NeuronRecords:
         self._layer = layer
         self._reader = reader
         self.file = FIRST_NEURON_FILE + layer
-        self.num_neurons = bundle.config.intermediate_size
+        self.num_neurons = bundle.config.widths[layer]
         self.hidden_size = bundle.config.hidden_size
         self.layout: RecordLayout = bundle.neuron_layout
         self._gates = GateDigest(bundle, layer) if bundle.config.zeros_gates else None

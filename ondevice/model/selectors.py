@@ -35,7 +35,7 @@ def selector_parts(
 
     def gates(layer: int, file: int, layout: RecordLayout, digest: GateDigest | None = None) -> MatrixPart:
         bias = partial(resident.vector, gate_bias_name(layer)) if config.feed_forward.bias else None
-        return _gate_part(bundle, reader, file, layout, bias, digest)
+        return _gate_part(bundle, reader, layer, file, layout, bias, digest)
 
     if sparsity == "exact" and not config.zeros_gates:
         return [
@@ -63,10 +63,11 @@ def selector_parts(
             SelectorParts(
                 (gates(layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout),),
                 cutoff=_CutoffPart(
-                    partial(file.vector, importance_name(layer)), threshold, config.feed_forward
+                    partial(file.vector, importance_name(layer)), threshold, spec.feed_forward
                 ),
+                deviations=spec.feed_forward.cutoff,
             )
-            for layer, threshold in enumerate(point.thresholds)
+            for layer, (spec, threshold) in enumerate(zip(config.layers, point.thresholds, strict=True))
         ]
     return [SelectorParts()] * config.num_layers
 
@@ -81,7 +82,7 @@ def _cutoff_selector(gates: MatrixPart, config: ModelConfig, layer: LayerSpec) -
         return SelectorParts((gates,), deviations=spec.cutoff)
 
     def ones() -> Float32:
-        return np.ones(config.intermediate_size, dtype=np.float32)
+        return np.ones(config.neurons(layer), dtype=np.float32)
 
     return SelectorParts((gates,), cutoff=_CutoffPart(ones, 0.0, spec))
 
@@ -96,23 +97,24 @@ def _predictor_parts(
 
     return (
         MatrixPart("down", rank, config.hidden_size, stored, partial(file.rows, down, stored)),
-        MatrixPart("up", config.intermediate_size, rank, stored, partial(file.rows, up, stored), bias),
+        MatrixPart("up", config.widths[layer], rank, stored, partial(file.rows, up, stored), bias),
     )
 
 
 def cutoff_gates(bundle: Bundle, reader: FlashReader, layer: int, sparsity: Sparsity) -> list[Part]:
     """The gate projection of a layer whose cutoff is made of all of a token's gates; else nothing.
 
-    In mode `exact` the layer's selector has it.
+    In modes `exact` and `threshold` the layer's selector has it.
     """
-    if bundle.config.layers[layer].feed_forward.cutoff is None or sparsity == "exact":
+    if bundle.config.layers[layer].feed_forward.cutoff is None or sparsity in ("exact", "threshold"):
         return []
-    return [_gate_part(bundle, reader, FIRST_NEURON_FILE + layer, bundle.neuron_layout, None, None)]
+    return [_gate_part(bundle, reader, layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout, None, None)]
 
 
 def _gate_part(
     bundle: Bundle,
     reader: FlashReader,
+    layer: int,
     file: int,
     layout: RecordLayout,
     bias: Callable[[], Float32] | None,
@@ -124,7 +126,7 @@ def _gate_part(
     # Whole records are read; a neuron's record has more rows.
     return MatrixPart(
         "gate",
-        config.intermediate_size,
+        config.widths[layer],
         config.hidden_size,
         bundle.quant.of("feed_forward"),
         rows,

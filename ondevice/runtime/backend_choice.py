@@ -120,7 +120,7 @@ def row_invariance(
     from ondevice.backends.mlx_row_ops import ModelShapes, row_invariance
 
     memory = MlxMemory(config, quant, runtime, predictors, streams, operand_bytes=_operand_bytes())
-    if memory.selects_neurons and not config.zeros_gates and config.num_cutoffs:
+    if memory.selects_neurons and not config.zeros_gates and config.cut_off_layers:
         # Its layers select few neurons or nearly all; products of so different sizes aren't measured.
         return UNKNOWN
     segment = memory.ranges.neurons
@@ -130,7 +130,7 @@ def row_invariance(
         runtime.kv_bits,
         context_tokens(config, runtime),
         tuple(_linears(memory)),
-        tuple(sorted({min(segment, config.intermediate_size), config.intermediate_size % segment} - {0})),
+        tuple(sorted({size for own in config.widths for size in (min(segment, own), own % segment)} - {0})),
         selects=memory.selects_neurons or chooses_mode,
     )
     # MLX keeps a thread for every thread that ever computed, so this one is left to the model's.
@@ -144,16 +144,16 @@ def row_invariance(
 def _linears(memory: MemoryModel) -> Iterator[tuple[int, int, RowFormat]]:
     """(rows, columns, format) of the matrices that a token meets, a neuron's gate and up rows among them."""
     config, quant = memory.config, memory.quant
-    hidden, neurons = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     for layer in config.layers:
         yield config.qkv_rows(layer), hidden, quant.of("qkv")
         yield hidden, config.out_cols(layer), quant.of("out")
+        yield config.neurons(layer), hidden, quant.of("feed_forward")
     yield config.vocab_size, config.embedding_size, quant.head(config.tie_embeddings)
     for weight in extra_matrices(config):
         yield weight.shape[0], weight.shape[1], weight.stored(quant)
-    yield neurons, hidden, quant.of("feed_forward")
     if memory.predictors is not None and memory.runtime.sparsity == "predicted":
-        for rank in memory.predictors.ranks:
+        for rank, neurons in zip(memory.predictors.ranks, config.widths, strict=True):
             yield rank, hidden, RowFormat(memory.predictors.bits)
             yield neurons, rank, RowFormat(memory.predictors.bits)
     if memory.streams is not None and runs_streams(memory.runtime.speculation, memory.streams):

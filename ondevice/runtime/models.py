@@ -20,7 +20,7 @@ from ondevice.bundle.files import read_whole
 from ondevice.bundle.layout import MANIFEST, RESIDENT
 from ondevice.bundle.manifest import parse_manifest
 from ondevice.bundle.predictors import OperatingPoint, Predictors
-from ondevice.bundle.sidecar import NO_SIDECARS, listed_targets
+from ondevice.bundle.sidecar import NO_PREDICTORS, NO_SIDECARS, listed_targets, no_streams
 from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
@@ -323,7 +323,7 @@ def sparsity_modes(
         return _modes_of_experts(config.experts)
     relu, least = config.zeros_gates, config.feed_forward.threshold
     limit = f"{least:.4g}" if least else "zero"
-    cut = config.num_cutoffs
+    cut = len(config.cut_off_layers)
     exact = (
         f"only neurons whose gate is above {limit}; the same text as dense"
         if relu
@@ -338,11 +338,12 @@ def sparsity_modes(
         if predictors is not None
         else damaged["predictors"].for_command_line
         if "predictors" in damaged
-        else NO_SIDECARS
-        if not config.is_plain
         else "its bundle holds no predictors; `ondevice train predictors` makes them"
         if relu
-        else f"predictors say which gates are zero, and {config.activation} gates hardly ever are"
+        else NO_PREDICTORS
+        if cut
+        else f"predictors say which gates are zero, and {config.activation} gates hardly ever are; "
+        "`threshold` leaves out small ones"
     )
     threshold = (
         "only neurons whose gate is large enough; not the same text as dense; --threshold-sparsity "
@@ -350,8 +351,6 @@ def sparsity_modes(
         if thresholds is not None
         else damaged["thresholds"].for_command_line
         if "thresholds" in damaged
-        else NO_SIDECARS
-        if not config.is_plain
         else f"{config.activation} gates have a threshold of their own, {limit}: `exact` loses nothing"
         if relu
         else "its bundle holds no thresholds; `ondevice train thresholds --model DIR --text FILE` makes them"
@@ -436,7 +435,7 @@ def check_runtime(
         lacks = "its bundle has no streams; `ondevice train streams` makes them"
         raise UnsupportedModelError(
             f"--speculation {runtime.speculation} isn't possible with this model: "
-            f"{lacks if config.is_plain else NO_SIDECARS}. It can have: {have}"
+            f"{lacks if config.is_plain else no_streams(config)}. It can have: {have}"
         )
     if runtime.speculation == "resident" and config.experts is not None:
         raise UnsupportedModelError(

@@ -120,14 +120,12 @@ def open_neuron_memory(
             slot_bytes=buffers.slot_bytes,
             slots=buffers.slots,
         )
-    neurons = config.intermediate_size
     cache = NeuronCache(
-        config.num_layers,
-        neurons,
+        config.widths,
         slot_bytes=segment.slot_bytes,
         segment_slots=segment.slots,
         reserve=segment.reserve,
-        policy=make_policy(options.policy, config.num_layers, neurons, bundle.frequencies()),
+        policy=make_policy(options.policy, config.widths, bundle.frequencies()),
         keep=options.keep,
     )
     return NeuronFetcher(
@@ -150,14 +148,13 @@ def _expert_memory(
     reader: FlashReader,
     options: FetchOptions,
 ) -> ExpertFetcher:
-    layers = bundle.config.num_layers
+    widths = [0 if layer.experts is None else experts.count for layer in bundle.config.layers]
     cache = NeuronCache(
-        layers,
-        experts.count,
+        widths,
         slot_bytes=slots.slot_bytes,
         segment_slots=slots.slots,
         reserve=slots.reserve,
-        policy=make_policy(options.policy, layers, experts.count),
+        policy=make_policy(options.policy, widths),
         keep=options.keep,
     )
     return ExpertFetcher(backend.feed_forwards, reader, cache, experts, slots.reserve)

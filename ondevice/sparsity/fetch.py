@@ -95,6 +95,7 @@ class NeuronFetcher(NeuronSource):
         options: FetchOptions,
     ) -> None:
         self._layers = layers
+        self._widest = max(layer.source.num_neurons for layer in layers)
         self._cache = cache
         self._batch = batch
         predicted = any(layer.selector is not None and layer.selector.predicted for layer in layers)
@@ -112,8 +113,8 @@ class NeuronFetcher(NeuronSource):
         )
         self._fill_ahead = options.keep and options.fill_ahead
         self._prefetched_hits = 0
-        self._draft_scores: NDArray[np.float16] = np.zeros((0, 0, 0), dtype=np.float16)
-        """(layers, draft tokens, F) scores of the last pass's draft tokens, in the order of its batch."""
+        self._draft_scores: list[NDArray[np.float16]] = []
+        """By layer, (draft tokens, F) scores of the last pass's draft tokens, in the order of its batch."""
         self._since = 0.0
         self._waited = self._managed = 0.0
         self._read_seconds = 0.0
@@ -162,7 +163,7 @@ class NeuronFetcher(NeuronSource):
         accepted = [row - batch.text_rows for row in rows if row >= batch.text_rows]
         if accepted and not self._cache.holds_all:
             for layer in range(len(self._layers)):
-                self._cache.observe(layer, self._draft_scores[layer, accepted].astype(np.float32))
+                self._cache.observe(layer, self._draft_scores[layer][accepted].astype(np.float32))
 
     def fill(self) -> bool:
         """While the model is idle: warm the cache up a little further. False if nothing is left to do."""
@@ -181,9 +182,11 @@ class NeuronFetcher(NeuronSource):
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Prefetch the first layer's neurons that drafting selected and lacked, and manage the cache."""
         self._prefetcher.begin_expected()
-        if batch.draft_rows > self._draft_scores.shape[1]:
-            shape = len(self._layers), batch.draft_rows, self._layers[0].source.num_neurons
-            self._draft_scores = np.zeros(shape, dtype=np.float16)
+        if batch.draft_rows > (len(self._draft_scores[0]) if self._draft_scores else 0):
+            self._draft_scores = [
+                np.zeros((batch.draft_rows, layer.source.num_neurons), dtype=np.float16)
+                for layer in self._layers
+            ]
         if not (self._cache.holds_all and self._cache.is_full):
             self._since = time.perf_counter()
             self._manage_cache(len(batch.tokens))
@@ -286,7 +289,7 @@ class NeuronFetcher(NeuronSource):
         if batch.draft_rows:
             rows = range(len(scores)) if batch.unpruned_rows is None else batch.unpruned_rows
             with np.errstate(over="ignore"):
-                self._draft_scores[layer, [row - text_rows for row in rows[text_rows:]]] = scores[text_rows:]
+                self._draft_scores[layer][[row - text_rows for row in rows[text_rows:]]] = scores[text_rows:]
 
     def _wait(self, reads: RecordReads, missing: int) -> None:
         self._managed += self._lap()
@@ -307,7 +310,7 @@ class NeuronFetcher(NeuronSource):
         self._waited += waited
         used = 0
         if arrived:
-            wanted = np.zeros(self._layers[0].source.num_neurons, dtype=bool)
+            wanted = np.zeros(self._widest, dtype=bool)
             wanted[ids] = True
             used = int(np.count_nonzero(wanted[prefetched]))
         self._prefetched_hits += used

@@ -5,11 +5,12 @@ scores, and in each layer the best neurons keep their slots. A slot may come fro
 moves: a neuron gets a free slot when it is read, and frees it when it is evicted. The memory plan decides the
 number of segments; the cache owns them.
 
-Legend: L layers, F neurons of a layer, n neurons of a request.
+Legend: L layers, F neurons of a layer, N neurons of all layers, n neurons of a request.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,15 +40,14 @@ class Placement:
 
 
 class NeuronCache:
-    """A cache of L x F neurons. Each slot belongs to a layer's share or to a common reserve.
+    """A cache of N neurons. Each slot belongs to a layer's share or to a common reserve.
 
     A neuron that is read gets a slot at once, from the reserve if its layer's share is used up. Then
     `evict_to_share` evicts the neurons with the lowest scores until the layer keeps to its share. So at most
     `reserve` missing neurons may get slots between two calls of `evict_to_share`.
 
     Args:
-        layers: L.
-        neurons: F.
+        widths: F of each layer.
         slot_bytes: bytes of a slot.
         segment_slots: slots in a segment.
         reserve: slots that belong to no layer.
@@ -57,8 +57,7 @@ class NeuronCache:
 
     def __init__(
         self,
-        layers: int,
-        neurons: int,
+        widths: Sequence[int],
         slot_bytes: int,
         segment_slots: int,
         reserve: int,
@@ -66,7 +65,9 @@ class NeuronCache:
         keep: bool = True,
     ) -> None:
         self._keep = keep
-        self._neurons = neurons
+        self._widths = tuple(widths)
+        self._first = [sum(self._widths[:layer]) for layer in range(len(self._widths))]
+        """Number of every layer's first neuron, where neurons are counted through all layers."""
         self.slot_bytes = slot_bytes
         self._segment_slots = segment_slots
         self._reserve = reserve
@@ -77,16 +78,18 @@ class NeuronCache:
         self._segments: list[Bytes] = []
         self._address: Addresses = np.zeros(0, dtype=np.uint64)
         """Address of every slot that exists."""
-        self._slot_of: Int32 = np.full((layers, neurons), -1, dtype=np.int32)
+        self._slots: Int32 = np.full(sum(self._widths), -1, dtype=np.int32)
+        self._slot_of: list[Int32] = np.split(self._slots, self._first[1:])
+        """The slot of every neuron, (N,), and by layer, (F,), as views; -1 without one."""
         self._owner: Int32 = np.zeros(0, dtype=np.int32)
-        """layer * F + neuron of every slot that exists; -1 for an empty one."""
+        """Number of the neuron in every slot that exists; -1 for an empty one."""
         self._free: Int32 = np.zeros(0, dtype=np.int32)
         """A stack of slots: the first `_num_free` are free."""
         self._num_free = 0
-        self._counts = [0] * layers
-        self._reserved = [0] * layers
+        self._counts = [0] * len(self._widths)
+        self._reserved = [0] * len(self._widths)
         """Slots of each layer that are being read into and don't count as held yet."""
-        self._shares = [0] * layers
+        self._shares = [0] * len(self._widths)
         """Slots that each layer may keep."""
         self._tokens = 0
         """Tokens since slots were last divided."""
@@ -111,14 +114,12 @@ class NeuronCache:
         No reservation may be open: its slots are being written to.
         """
         self._quota = segments
-        self.holds_all = self._room >= self._slot_of.size
+        self.holds_all = self._room >= self._slots.size
         limit = segments * self._segment_slots
         if len(self._segments) > segments:
             gone = self._owner[limit:]
-            layers, neurons = np.divmod(gone[gone >= 0], self._neurons)
-            self._slot_of[layers, neurons] = -1
-            for layer, count in zip(*np.unique(layers, return_counts=True), strict=True):
-                self._counts[layer] -= int(count)
+            self._slots[gone[gone >= 0]] = -1
+            self._counts = [int(np.count_nonzero(slots >= 0)) for slots in self._slot_of]
             free = self._free[: self._num_free]
             free = free[free < limit]
             self._free, self._num_free = np.resize(free, limit), len(free)
@@ -155,7 +156,7 @@ class NeuronCache:
         if len(missing):
             new = self._take(len(missing))
             own[missing] = slots[ids[missing]] = new
-            self._owner[new] = layer * self._neurons + ids[missing]
+            self._owner[new] = self._first[layer] + ids[missing]
             self._counts[layer] += len(missing)
         return Placement(self._address[own], missing)
 
@@ -190,20 +191,20 @@ class NeuronCache:
     @property
     def is_full(self) -> bool:
         """Whether all neurons have slots."""
-        return sum(self._counts) == self._slot_of.size
+        return sum(self._counts) == self._slots.size
 
     def holds_layer(self, layer: int) -> bool:
         """Whether all of a layer's neurons have slots."""
-        return self._counts[layer] == self._neurons
+        return self._counts[layer] == self._widths[layer]
 
     def held(self, layer: int, ids: Int32) -> Int32:
         """The ids among `ids` whose neurons have slots."""
-        found: Int32 = ids[self._slot_of[layer, ids] >= 0]
+        found: Int32 = ids[self._slot_of[layer][ids] >= 0]
         return found
 
     def lie_at(self, layer: int, ids: Int32) -> Addresses:
         """Addresses of neurons that have slots. Not counted as lookups: drafting uses it."""
-        places: Addresses = self._address[self._slot_of[layer, ids]]
+        places: Addresses = self._address[self._slot_of[layer][ids]]
         return places
 
     def absent(self, layer: int) -> NDArray[np.intp]:
@@ -236,10 +237,11 @@ class NeuronCache:
         Returns their ids, and the slots of the other neurons. These slots stay reserved: `release` them once
         nothing writes to them any more.
         """
-        absent = self._slot_of[layer, ids] < 0
+        own = self._slot_of[layer]
+        absent = own[ids] < 0
         new, held = ids[absent], slots[absent]
-        self._slot_of[layer, new] = held
-        self._owner[held] = layer * self._neurons + new
+        own[new] = held
+        self._owner[held] = self._first[layer] + new
         self._counts[layer] += len(new)
         self._reserved[layer] -= len(new)
         return new, slots[~absent]
@@ -268,10 +270,10 @@ class NeuronCache:
         Shares from calibrated miss-rate curves give the same hit rate, in small caches 0.3 points less
         (tests/benchmarks/explain/cache_hit_rates.py).
         """
-        layers, neurons = self._slot_of.shape
+        widths, layers = np.array(self._widths), len(self._widths)
         self._tokens = 0
         if self.holds_all:
-            self._shares = [neurons] * layers
+            self._shares = list(self._widths)
             return
         self._policy.fit(self._room)
         scores = np.concatenate([self._policy.scores(layer) for layer in range(layers)])
@@ -279,12 +281,14 @@ class NeuronCache:
         best = np.argpartition(scores, min(rest, scores.size - 1))[rest:]
         # Neurons that haven't been seen to fire tell nothing about their layer: divide their slots evenly.
         seen = best[scores[best] > scores.min()]
-        even = (self._room - len(seen)) // layers
-        shares = np.bincount(seen // neurons, minlength=layers) + even
-        excess = int(np.maximum(shares - neurons, 0).sum())
-        self._shares = np.minimum(shares, neurons).tolist()
+        even = (self._room - len(seen)) * widths // widths.sum()
+        chosen = np.zeros(scores.size, dtype=bool)
+        chosen[seen] = True
+        shares = np.array([np.count_nonzero(part) for part in np.split(chosen, self._first[1:])]) + even
+        excess = int(np.maximum(shares - widths, 0).sum())
+        self._shares = np.minimum(shares, widths).tolist()
         for layer in range(layers):
-            more = min(excess, neurons - self._shares[layer])
+            more = min(excess, self._widths[layer] - self._shares[layer])
             self._shares[layer] += more
             excess -= more
         for layer in range(layers):

@@ -4,11 +4,12 @@ A policy sees the gates of every accepted token, and gives each neuron a score. 
 excess over thresholds, can take the place of gates.) The cache keeps a layer's neurons with the highest
 scores, and gives each layer slots by its share of the model's highest scores. NaN counts as fired.
 
-Legend: L layers, T tokens, F neurons of a layer.
+Legend: T tokens, F neurons of a layer; widths: F of each layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Protocol, get_args
 
 import numpy as np
@@ -51,10 +52,10 @@ class Policy(Protocol):
 class Recency:
     """Evicts the least recently used neuron first."""
 
-    def __init__(self, layers: int, neurons: int) -> None:
-        self._used = np.full((layers, neurons), -np.inf, dtype=np.float32)
-        """The last token that used each neuron, counted from 1."""
-        self._tokens = [0] * layers
+    def __init__(self, widths: Sequence[int]) -> None:
+        self._used = [np.full(neurons, -np.inf, dtype=np.float32) for neurons in widths]
+        """The last token that used each neuron of a layer, counted from 1."""
+        self._tokens = [0] * len(widths)
 
     def observe(self, layer: int, gates: Float32) -> None:
         used = self._used[layer]
@@ -78,8 +79,8 @@ class Window(Recency):
     at once. Here they keep their slots until these are needed, and are evicted first, in no order.
     """
 
-    def __init__(self, layers: int, neurons: int) -> None:
-        super().__init__(layers, neurons)
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__(widths)
         self._window = np.float32(np.inf)
         """k, in tokens."""
 
@@ -88,17 +89,21 @@ class Window(Recency):
         return np.where(used > self._tokens[layer] - self._window, used, np.float32(-np.inf))
 
     def fit(self, slots: int) -> None:
-        ages = (np.array(self._tokens, dtype=np.float32)[:, None] - self._used).ravel()
+        ages = np.concatenate(
+            [np.float32(tokens) - used for tokens, used in zip(self._tokens, self._used, strict=True)]
+        )
         # Tokens since the most recent use that doesn't fit; a neuron that the newest token used has age 0.
         longest = np.partition(ages, slots)[slots] if slots < ages.size else np.float32(np.inf)
         self._window = max(longest, np.float32(1))
 
 
 class Frequency:
-    """A decayed count of how often a neuron fired. It starts at `frequencies` (L, F), if known."""
+    """A decayed count of how often a neuron fired. It starts at each layer's `frequencies` (F,), if known."""
 
-    def __init__(self, layers: int, neurons: int, decay: float, frequencies: Float32 | None = None) -> None:
-        self._fired = _known(layers, neurons, frequencies)
+    def __init__(
+        self, widths: Sequence[int], decay: float, frequencies: Sequence[Float32] | None = None
+    ) -> None:
+        self._fired = _known(widths, frequencies)
         self._decay = decay
 
     def observe(self, layer: int, gates: Float32) -> None:
@@ -117,12 +122,12 @@ class GateScore:
 
     A gate just below zero is likelier to fire next than one far below. Gates are measured in units of their
     layer's root mean square, so a score means the same in every layer and model. The slow count starts at
-    `frequencies` (L, F) if they are known; keeping them as a separate constant term gave fewer hits.
+    each layer's `frequencies` (F,) if known; keeping them as a separate constant term gave fewer hits.
     """
 
-    def __init__(self, layers: int, neurons: int, frequencies: Float32 | None = None) -> None:
-        self._fired = _known(layers, neurons, frequencies)
-        self._near = np.zeros((layers, neurons), dtype=np.float32)
+    def __init__(self, widths: Sequence[int], frequencies: Sequence[Float32] | None = None) -> None:
+        self._fired = _known(widths, frequencies)
+        self._near = _known(widths, None)
 
     def observe(self, layer: int, gates: Float32) -> None:
         _decayed_mean(self._fired[layer], SLOW_DECAY, fires(gates))
@@ -140,19 +145,21 @@ class GateScore:
         """Scores don't depend on the number of slots."""
 
 
-def make_policy(name: PolicyName, layers: int, neurons: int, frequencies: Float32 | None = None) -> Policy:
+def make_policy(
+    name: PolicyName, widths: Sequence[int], frequencies: Sequence[Float32] | None = None
+) -> Policy:
     """The policy called `name`, before it has seen a token.
 
-    frequencies: (L, F) share of tokens, from 0 to 1, for which each neuron fired on some text. Policies that
-    count start with them; policies of recency can't use them.
+    frequencies: for each layer, (F,) share of tokens, from 0 to 1, for which each neuron fired on some text.
+    Policies that count start with them; policies of recency can't use them.
     """
     if name == "lru":
-        return Recency(layers, neurons)
+        return Recency(widths)
     if name == "window":
-        return Window(layers, neurons)
+        return Window(widths)
     if name == "frequency":
-        return Frequency(layers, neurons, FREQUENCY_DECAY, frequencies)
-    return GateScore(layers, neurons, frequencies)
+        return Frequency(widths, FREQUENCY_DECAY, frequencies)
+    return GateScore(widths, frequencies)
 
 
 def fires(gates: Float32) -> np.ndarray:
@@ -166,13 +173,14 @@ def selected(scores: Float32) -> Int32:
     return ids[: _native.select(scores, ids)]
 
 
-def _known(layers: int, neurons: int, frequencies: Float32 | None) -> Float32:
-    """(L, F) frequencies as a new array, zeros if unknown. Raises ValueError for another shape."""
+def _known(widths: Sequence[int], frequencies: Sequence[Float32] | None) -> list[Float32]:
+    """Each layer's frequencies as new arrays, zeros if unknown. Raises ValueError for other shapes."""
     if frequencies is None:
-        return np.zeros((layers, neurons), dtype=np.float32)
-    if frequencies.shape != (layers, neurons):
-        raise ValueError(f"frequencies {frequencies.shape} aren't those of {layers} x {neurons} neurons")
-    return frequencies.astype(np.float32)
+        return [np.zeros(neurons, dtype=np.float32) for neurons in widths]
+    found = [len(shares) for shares in frequencies]
+    if found != list(widths):
+        raise ValueError(f"frequencies of {found} neurons aren't those of {list(widths)}")
+    return [shares.astype(np.float32) for shares in frequencies]
 
 
 def _decayed_mean(mean: Float32, decay: float, values: np.ndarray) -> None:

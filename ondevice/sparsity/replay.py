@@ -2,7 +2,7 @@
 
 Nothing is read or multiplied. This module knows neither the model nor the origin of its gates.
 
-Legend: L layers, T tokens, F neurons of a layer.
+Legend: T tokens, F neurons of a layer. Gates are (T, F) for each layer, all of the same tokens.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ SLOT_BYTES = 64
 """Size of a slot, in bytes; nothing is read into it."""
 
 
-def hit_rate(gates: Float32, policy: PolicyName, slots: int, warm_up: int, equal: bool = False) -> float:
+def hit_rate(
+    gates: Sequence[Float32], policy: PolicyName, slots: int, warm_up: int, equal: bool = False
+) -> float:
     """Share of firing neurons that a cache holds, from 0 to 1. It is 1 if none fires.
 
     Args:
-        gates: (L, T, F) recorded gates.
+        gates: recorded gates of each layer.
         policy: the cache's policy.
         slots: slots of the cache, for all layers together.
         warm_up: index of the first token that is counted.
-        equal: give every layer the same number of slots, where the runtime divides them by score.
+        equal: give every layer the same share of slots, where the runtime divides them by score.
     """
     hits = lookups = 0
     for group in _groups(len(gates), equal):
-        count, (tokens, neurons) = len(group), gates.shape[1:]
-        room = slots * count // len(gates)
-        cache = NeuronCache(
-            count, neurons, SLOT_BYTES, room + neurons, neurons, make_policy(policy, count, neurons)
-        )
+        widths = [gates[layer].shape[1] for layer in group]
+        room, reserve = _room(gates, group, slots), max(widths)
+        cache = NeuronCache(widths, SLOT_BYTES, room + reserve, reserve, make_policy(policy, widths))
         cache.resize(1)
-        for token in range(tokens):
+        for token in range(len(gates[0])):
             if token == warm_up:
                 cache.hits = cache.lookups = 0
             cache.divide(1)
             for index, layer in enumerate(group):
-                row = gates[layer, token : token + 1]
+                row = gates[layer][token : token + 1]
                 cache.observe(index, row)
                 cache.acquire(index, np.flatnonzero(fires(row[0])).astype(np.int32))
                 cache.evict_to_share(index)
@@ -60,16 +60,16 @@ class Optimum:
     fire next at each step, as it doesn't matter which neurons they are.
     """
 
-    def __init__(self, gates: Float32, warm_up: int, equal: bool = False) -> None:
-        """gates: (L, T, F). warm_up, equal: as in `hit_rate`."""
-        self._layers = len(gates)
+    def __init__(self, gates: Sequence[Float32], warm_up: int, equal: bool = False) -> None:
+        """gates, warm_up, equal: as in `hit_rate`."""
+        self._gates = gates
         self._groups = [_Schedule(gates, group, warm_up) for group in _groups(len(gates), equal)]
 
     def hit_rate(self, slots: int) -> float:
         """Share of firing neurons that a cache of `slots` slots holds, from 0 to 1. It is 1 if none fires."""
         hits = lookups = 0
         for group in self._groups:
-            hits += group.hits(slots * group.layers // self._layers)
+            hits += group.hits(_room(self._gates, group.layers, slots))
             lookups += group.lookups
         return hits / lookups if lookups else 1.0
 
@@ -77,27 +77,26 @@ class Optimum:
 class _Schedule:
     """Layers that share slots: for the neurons that fire in each step, the steps of their next firing."""
 
-    def __init__(self, gates: Float32, group: Sequence[int], warm_up: int) -> None:
-        self.layers = len(group)
+    def __init__(self, gates: Sequence[Float32], group: Sequence[int], warm_up: int) -> None:
+        self.layers = group
         self.lookups = 0
-        tokens, neurons = gates.shape[1:]
-        end = tokens - warm_up
-        self._steps = end * self.layers
+        count, end = len(group), len(gates[0]) - warm_up
+        self._steps = end * count
         # Hits before `warm_up` don't count, so the cache then holds the neurons that fire first afterwards.
         self._at_first = np.zeros(self._steps, dtype=np.int64)
         self._follow: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = [_NONE] * self._steps
         for index, layer in enumerate(group):
-            following = np.full(neurons, end, dtype=np.int64)
+            following = np.full(gates[layer].shape[1], end, dtype=np.int64)
             for token in range(end - 1, -1, -1):
-                active = fires(gates[layer, warm_up + token])
+                active = fires(gates[layer][warm_up + token])
                 self.lookups += int(active.sum())
                 again = following[active]
                 found, counts = np.unique(again[again < end], return_counts=True)
-                self._follow[token * self.layers + index] = found * self.layers + index, counts
+                self._follow[token * count + index] = found * count + index, counts
                 following[active] = token
-            seen = fires(gates[layer, :warm_up]).any(axis=0) & (following < end)
+            seen = fires(gates[layer][:warm_up]).any(axis=0) & (following < end)
             found, counts = np.unique(following[seen], return_counts=True)
-            self._at_first[found * self.layers + index] = counts
+            self._at_first[found * count + index] = counts
 
     def hits(self, slots: int) -> int:
         held = self._at_first.copy()
@@ -134,6 +133,12 @@ def _shrink(held: NDArray[np.int64], farthest: list[int], count: int, slots: int
         if not held[step]:
             heapq.heappop(farthest)
     return count
+
+
+def _room(gates: Sequence[Float32], group: Sequence[int], slots: int) -> int:
+    """Slots that a group of layers has of `slots` slots, by its share of all neurons."""
+    widths: list[int] = [layer.shape[1] for layer in gates]
+    return slots * sum(widths[layer] for layer in group) // sum(widths)
 
 
 def _groups(layers: int, equal: bool) -> list[list[int]]:

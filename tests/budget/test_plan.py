@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ondevice.backends.base import KVLayout
 from ondevice.budget.cpu_memory import CpuMemory
 from ondevice.budget.limits import require_fit
+from ondevice.budget.memory_model import NEURON_TABLE_BYTES
 from ondevice.budget.plan import PROCESS_ALLOWANCE_BYTES, REPEAT_MARGIN_BYTES, Plan, plan_memory
 from ondevice.budget.reference_memory import ReferenceMemory
 from ondevice.budget.sizes import (
@@ -28,6 +29,7 @@ from ondevice.errors import BudgetError, UsageError
 from ondevice.model_config import ModelConfig
 from ondevice.speculation.registry import drafter_bytes
 from ondevice.speculation.tree import DRAFT_NODES, STREAM_ROWS
+from tests.support.widths import with_widths
 
 LLAMA_7B = llama_config("llama", 4096, 32, 32, 32, 128, 11008, 32000, 4096, "silu", 1e-5, 1e4)
 TINY = llama_config("llama", 64, 5, 8, 4, 8, 172, 512, 512, "silu", 1e-5, 1e4, tie_embeddings=True)
@@ -53,14 +55,18 @@ def streams_of(mode: Any, bits: Any = 8) -> MultiStreams:
 
 def configs() -> st.SearchStrategy[ModelConfig]:
     return st.builds(
-        lambda width, layers, heads, neurons, vocab: llama_config(
-            "llama", width * 8, layers, heads * 2, heads, 16, neurons, vocab, 2048, "silu", 1e-5, 1e4
+        lambda width, layers, heads, neurons, vocab, others: with_widths(
+            llama_config(
+                "llama", width * 8, layers, heads * 2, heads, 16, neurons, vocab, 2048, "silu", 1e-5, 1e4
+            ),
+            others,
         ),
         st.integers(1, 1100),
         st.integers(1, 90),
         st.integers(1, 8),
         st.integers(1, 30000),
         st.integers(2, 200000),
+        st.lists(st.one_of(st.none(), st.integers(1, 30000)), max_size=4),
     )
 
 
@@ -184,11 +190,12 @@ def test_segments_cover_a_layer_and_waste_little(config: ModelConfig, bits: Any)
     quant = QuantConfig(bits)
     shape = segment_shape(config, quant)
     assert shape.neurons % 64 == 0
-    assert (shape.per_layer - 1) * shape.neurons < config.intermediate_size <= shape.per_layer * shape.neurons
+    for segments, neurons in zip(shape.per_layer, config.widths, strict=True):
+        assert (segments - 1) * shape.neurons < neurons <= segments * shape.neurons
     assert shape.nbytes >= 3 * interleaved_bytes(shape.neurons, config.hidden_size, RowFormat(bits))
     assert shape.nbytes <= 16 << 20 or shape.neurons == 64
-    if config.intermediate_size >= 64 * 64:
-        assert shape.per_layer * shape.neurons <= config.intermediate_size * 1.05 + 64
+    if len(set(config.widths)) == 1 and config.widest >= 64 * 64:
+        assert shape.per_layer[0] * shape.neurons <= config.widest * 1.05 + 64
 
 
 @given(configs(), st.sampled_from([4, 8, 16]))
@@ -234,8 +241,38 @@ def test_segments_are_divided_evenly() -> None:
         assert max(quota) - min(quota) <= 1
         fewer = shape.quota(segments - 1)
         assert all(less <= more for less, more in zip(fewer, quota, strict=True))
-    assert shape.quota(shape.total + 5) == (shape.per_layer,) * 32
+    assert shape.quota(shape.total + 5) == shape.per_layer == (shape.per_layer[0],) * 32
     assert shape.quota(-1) == (0,) * 32
+
+
+def test_layers_of_other_widths_have_the_same_share_of_their_neurons() -> None:
+    config = with_widths(LLAMA_7B, [None] * 16 + [2 * LLAMA_7B.intermediate_size] * 16)
+    shape, equal = segment_shape(config, Q4), segment_shape(LLAMA_7B, Q4)
+    assert shape.total == 1.5 * equal.total
+    for segments in (0, 1, 5, 31, 33, 100, shape.total // 2, shape.total - 1, shape.total):
+        quota = shape.quota(segments)
+        assert sum(quota) == segments
+        shares = [held / most for held, most in zip(quota, shape.per_layer, strict=True)]
+        assert max(shares) - min(shares) < 1 / min(shape.per_layer) + 1e-9
+        fewer = shape.quota(segments - 1)
+        assert all(less <= more for less, more in zip(fewer, quota, strict=True))
+
+
+def test_wider_layers_cost_what_they_have_more() -> None:
+    config = with_widths(LLAMA_7B, [None] * 16 + [2 * LLAMA_7B.intermediate_size] * 16)
+    uneven, equal = (plan_for(it, Q4, 1 << 40) for it in (config, LLAMA_7B))
+    neurons = 16 * LLAMA_7B.intermediate_size
+    assert uneven.segment.total * uneven.segment.nbytes == pytest.approx(
+        1.5 * equal.segment.total * equal.segment.nbytes, rel=0.01
+    )
+    assert uneven.weights_bytes == equal.weights_bytes + 2 * 4 * neurons
+    exact = [
+        plan_memory(CpuMemory(it, Q4, RuntimeConfig(sparsity="exact")), budget_bytes=1 << 40, process_bytes=0)
+        for it in (config, LLAMA_7B)
+    ]
+    gates = neurons * (interleaved_bytes(16, 4096, RowFormat(4)) // 16 + 4)
+    more = exact[0].weights_bytes - exact[1].weights_bytes
+    assert more == 2 * 4 * neurons + neurons * NEURON_TABLE_BYTES + gates
 
 
 def test_the_embedding_goes_to_flash_before_feed_forward_does() -> None:

@@ -23,9 +23,10 @@ from ondevice.errors import BundleError, ModelNotFoundError, OndeviceError
 from ondevice.model_config import AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec
 from ondevice.rope_spec import RopeSpec
 from tests.golden.build import CONFIG, GOLDEN, Recipe, fill, golden_config
-from tests.malformed.rules import RULES, Rule, put
+from tests.malformed.rules import RULES, Rule, manifest_of, put
 from tests.support.crc32c import crc32c
 from tests.support.sources import FEED_FORWARDS, with_feed_forward
+from tests.support.widths import with_widths
 
 MOST_MEMORY = 8 << 20
 
@@ -220,6 +221,23 @@ def test_every_feed_forward_survives(tmp_path: Path, kind: str) -> None:
     rows = [row for part in bundle.neuron_layout.parts for row in part]
     assert len(rows) == (3 if config.feed_forward.gated else 2)
     assert verify(bundle.path, crc32c).checksums > 2 * config.num_layers * config.intermediate_size
+
+
+def test_layers_of_different_widths_survive(tmp_path: Path) -> None:
+    """Each layer's files hold its own neurons, which the manifest lists."""
+    config = with_widths(CONFIG, [40, None])
+    bundle = _written(tmp_path / "b", Recipe(config=config))
+    assert bundle.config == config
+    assert bundle.config.widths == (40, 96)
+    manifest = manifest_of(bundle.path)
+    assert manifest["neurons"]["num_records"] == manifest["gates"]["num_records"] == [40, 96]
+    assert [layer["feed_forward"].get("neurons") for layer in manifest["model"]["layers"]] == [40, None]
+    for layer, neurons in enumerate((40, 96)):
+        assert bundle.neuron_file(layer).nbytes == 4096 + neurons * bundle.neuron_layout.stride
+        assert len(bundle.gate_file(layer).crcs) == neurons
+    # As many units, the two layers of a golden bundle have 112 neurons more.
+    golden = verify(GOLDEN, crc32c).checksums
+    assert verify(bundle.path, crc32c).checksums == golden - 56 * 3
 
 
 def test_opening_reads_no_weights(copy: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,15 @@ import ondevice
 from ondevice.backends.base import KVLayout
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
+from ondevice.bundle.layout import DATA_OFFSET, neuron_file_name
 from ondevice.bundle.model_section import model_section, parse_model
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.strict_json import Section
+from ondevice.bundle.verify import verify
 from ondevice.converters.architectures.registry import describe, read_config
-from ondevice.converters.checkpoints.opening import open_checkpoint
-from ondevice.converters.checkpoints.views import Padded
 from ondevice.converters.convert import convert
 from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache
 from tests.support.engines import all_logits, always_draft, random_tokens, running
 
@@ -116,30 +116,23 @@ def test_layers_have_heads_of_their_own_size() -> None:
 
 
 def test_an_e_model_keeps_few_keys() -> None:
-    config, notes = read_config(E), describe(E).notes
-    assert (config.num_kv_layers, config.per_layer_width, config.intermediate_size) == (15, 256, 12288)
+    config = read_config(E)
+    assert (config.num_kv_layers, config.per_layer_width, config.intermediate_size) == (15, 256, 6144)
+    assert config.widths == (6144,) * 15 + (12288,) * 20
+    assert not describe(E).notes
     assert {layer.attention.keys_of for layer in config.layers[15:]} == {13, 14}
-    assert "first 15 layers have 6144 neurons" in notes[0]
     assert config.per_layer_multiplier == np.float32(128**0.5)
     assert parse_model(Section(model_section(config), "model")) == config
 
 
-def test_neurons_that_fill_up_are_zeros(bundle: Path) -> None:
-    """They change nothing: `test_families.py` compares this model with one that lacks them."""
+def test_wide_layers_alone_have_more_records(bundle: Path) -> None:
+    """Those that share keys. What such a model says is compared in `test_families.py`."""
     opened = Bundle.open(bundle)
-    assert opened.config.intermediate_size == 320
-    assert any("zeros fill" in note for note in opened.manifest.provenance.notes)
-
-
-def test_zeros_that_fill_up_are_not_read(tmp_path: Path) -> None:
-    """Else a download would be announced with bytes that no file has."""
-    from tests.support.families import CASES, write_model
-
-    write_model(tmp_path, *CASES["gemma4 e wide"])
-    with closing(open_checkpoint(tmp_path)) as checkpoint:
-        filled = [it for it in checkpoint.tensors.values() if isinstance(it, Padded)]
-        assert filled
-        assert [it.nbytes for it in filled] == [it.source.nbytes for it in filled]
+    layout, records = opened.neuron_layout, opened.manifest.files
+    assert opened.config.widths == (160, 160, 320, 320, 320, 320)
+    for layer, neurons in enumerate(opened.config.widths):
+        assert records[neuron_file_name(layer)].nbytes == DATA_OFFSET + neurons * layout.stride
+    verify(bundle, _native.crc32c)
 
 
 def test_a_tree_has_the_bits_of_one_pass(bundle: Path) -> None:

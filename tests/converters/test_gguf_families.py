@@ -16,7 +16,7 @@ from ondevice.converters.convert import convert
 from ondevice.errors import OndeviceError, UnsupportedModelError
 from tests.converters.test_gguf_model import assert_same_bundle
 from tests.support.engines import all_logits, running
-from tests.support.families import CASES, FALCON, GEMMA4_E, LONGROPE, PHI_LESS_TURNS, write_model
+from tests.support.families import CASES, FALCON, GEMMA3N, GEMMA4_E, LONGROPE, PHI_LESS_TURNS, write_model
 from tests.support.gguf_families import write_family
 from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level, changed_gguf
 
@@ -39,6 +39,14 @@ UNALIKE = {
             "hidden_size_per_layer_input": 256,
             "laurel_rank": 64,
             "sliding_window": 9,
+            "vocab_size_per_layer_input": BYTE_LEVEL_TOKENS,
+        },
+    ),
+    "gemma3n widths": (
+        "Gemma3nText",
+        {
+            **GEMMA3N,
+            "intermediate_size": [160, 96, 320, 160, 224, 50],
             "vocab_size_per_layer_input": BYTE_LEVEL_TOKENS,
         },
     ),
@@ -76,8 +84,8 @@ ALIKE = (
     "stablelm whole heads", "stablelm head norms", "falcon", "falcon newer, one norm", 
     "nemotron", "nemotron bias", "nemotron wide heads", "gemma4", "gemma4 six layers",
 )  # fmt: skip
-REFUSED = ("smollm3 yarn", "olmo2 all heads", "stablelm whole heads", "nemotron wide heads")
-"""Models that llama.cpp doesn't load: it knows no biases or no tied head in these families."""
+REFUSED = ("smollm3 yarn", "olmo2 all heads", "stablelm whole heads", "nemotron wide heads", "gemma3n widths")
+"""Models that llama.cpp doesn't load: it knows no biases, no tied head, or one width in these families."""
 FUZZED = ("phi3 partial", "granite", "stablelm head norms", "falcon newer", "nemotron bias", "gemma3n")
 FUZZED += ("gemma4", "gemma4 e wide")
 ROUNDS = 60

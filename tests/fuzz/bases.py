@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from ondevice.bundle.reader import Bundle
@@ -22,6 +23,7 @@ from tests.support.made_up_streams import add_streams
 from tests.support.mlx_folders import MXFP4, Scheme, write_mlx_folder
 from tests.support.models import LINEAR_ROPE, LLAMA3_ROPE, write_checkpoint
 from tests.support.small_tokenizers import small_json, train_sentencepiece
+from tests.support.widths import write_uneven_checkpoint
 
 VOCAB = 384
 LLAMA3_PATTERN = (
@@ -42,6 +44,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     },
     "mistral": {"family": "mistral", "sliding_window": 7, "hidden_act": "gelu", "dtype": "F16"},
 }  # fmt: skip
+UNEVEN = {"hidden_act": "fatrelu", "hidden_act_param": 0.1}
+"""Options of a bundle whose layers have different numbers of neurons."""
 QUANTS = {"relu": "q4", "silu": "q8", "qwen3": "f16"}
 
 
@@ -204,4 +208,8 @@ def _write_bundles(folder: Path) -> None:
             write_thresholds(Bundle.open(target), layers, target, [0.5, 0.6], 100, 10)
         if name != "qwen3":
             add_streams(target)
+    with pytest.MonkeyPatch.context() as patch:
+        options = {name: value for name, value in SHAPE.items() if name != "intermediate_size"}
+        source = write_uneven_checkpoint(patch, folder / "made" / "source", (160, 70), **options | UNEVEN)
+        convert_bundle(source, folder / "bundles" / "uneven", "q4")
     shutil.rmtree(folder / "made")

@@ -23,6 +23,7 @@ from tests.fuzz.bases import Bases
 from tests.fuzz.mutations import VALUES, change_json, changed_bytes, changed_header, make_odd
 from tests.fuzz.texts import Trial, copied
 from tests.malformed.rules import manifest_of, seal
+from tests.support.widths import with_widths
 
 MOST_BYTES = 24 << 20
 """Of a bundle that is made up whole; larger ones are sparse files, and not signed."""
@@ -228,6 +229,9 @@ def _reshape(folder: Path, config: ModelConfig, quant: QuantConfig, rng: random.
         for _ in range(rng.choice([1, 1, 2, 3])):
             name = rng.choice(sorted(SIZES))
             config = _resized(config, name, rng.choice(SIZES[name]), rng)
+        if rng.random() < 0.3:
+            sizes = [None, *SIZES["intermediate_size"]]
+            config = with_widths(config, [rng.choice(sizes) for _ in config.layers[:3]])
         if rng.random() < 0.3:
             quant = QuantConfig(cast(Any, rng.choice([4, 8, 16])))
         layouts = {

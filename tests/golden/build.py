@@ -91,7 +91,7 @@ def records(recipe: Recipe, which: int) -> Iterator[np.ndarray]:
     """Random records, uint8 (n, stride), 40 at a time. `which` is the layer, or -1 for the embedding."""
     embedding = which < 0
     layout = (embedding_layout if embedding else neuron_layout)(recipe.config, recipe.quant)
-    left = recipe.config.vocab_size if embedding else recipe.config.intermediate_size
+    left = recipe.config.vocab_size if embedding else recipe.config.widths[which]
     random = _random(recipe.seed, 1, which + 1)
     while left:
         count = min(left, 40)

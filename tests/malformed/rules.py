@@ -73,6 +73,7 @@ LAYER = ("model", "layers", 0)
 EXPERTS: dict[str, Any] = {
     "count": 4, "chosen": 2, "neurons": 8, "scoring": "softmax", "renormalised": False, "factor": 1.0,
 }  # fmt: skip
+NEURON_COUNT = (*LAYER, "feed_forward", "neurons")
 FREQUENCIES = ("model", "ropes", 0, "frequencies")
 
 
@@ -85,6 +86,19 @@ def put(*path: str | int, value: Any) -> Callable[[Path], None]:
         for key in path[:-1]:
             target = target[key]
         target[path[-1]] = value
+        seal(folder, manifest)
+
+    return break_bundle
+
+
+def with_neurons(count: int) -> Callable[[Path], None]:
+    """Says everywhere but in the files' own entries that the first layer has `count` neurons."""
+
+    def break_bundle(folder: Path) -> None:
+        manifest = manifest_of(folder)
+        manifest["model"]["layers"][0]["feed_forward"]["neurons"] = count
+        for records in ("neurons", "gates"):
+            manifest[records]["num_records"] = [count, 96]
         seal(folder, manifest)
 
     return break_bundle
@@ -261,6 +275,22 @@ RULES = (
         "gates have biases",
         UnsupportedModelError,
     ),
+    Rule(
+        "neurons zero",
+        put(*NEURON_COUNT, value=0),
+        "layer 0 has no feed-forward neurons",
+        UnsupportedModelError,
+    ),
+    Rule("neurons negative", put(*NEURON_COUNT, value=-96), "feed_forward.neurons"),
+    Rule("neurons as bool", put(*NEURON_COUNT, value=True), "feed_forward.neurons"),
+    Rule("neurons as text", put(*NEURON_COUNT, value="96"), "feed_forward.neurons"),
+    Rule("neurons as float", put(*NEURON_COUNT, value=96.0), "feed_forward.neurons"),
+    Rule("neurons null", put(*NEURON_COUNT, value=None), "feed_forward.neurons"),
+    Rule("neurons huge", put(*NEURON_COUNT, value=1 << 40), "feed_forward.neurons"),
+    Rule("neurons other than records", put(*NEURON_COUNT, value=95), "neurons.num_records"),
+    Rule("records listed where equal", put("neurons", "num_records", value=[96, 96]), "num_records"),
+    Rule("neurons and records of no file", with_neurons(95), "neurons-00000.safetensors has .* bytes"),
+    Rule("more neurons than are there", with_neurons(1 << 20), "neurons-00000.safetensors has .* bytes"),
     Rule(
         "feed-forward key unknown",
         put(*LAYER, "feed_forward", "experts", value=8),

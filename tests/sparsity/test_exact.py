@@ -199,7 +199,7 @@ def test_damage_on_the_way_is_an_error_and_the_session_goes_on(tmp_path: Path) -
         for _ in range(3):
             with pytest.raises(FlashReadError, match=neuron_file_name(3)):
                 text(model)
-            held = (cache._slot_of >= 0).sum() + sum(cache._reserved)
+            held = (cache._slots >= 0).sum() + sum(cache._reserved)
             assert held + cache._num_free == len(cache._owner)
         for record in range(0, 3000, 3):
             flip_byte(bundle / neuron_file_name(3), second_part + record * layout.stride)

@@ -92,9 +92,13 @@ def test_bits_depend_on_nothing(
             assert fetcher.lookups - fetcher.hits <= 3 * 8
 
 
-@pytest.mark.parametrize("case", ["qwen2 moe", "granite moe"])
+@pytest.mark.parametrize(
+    "case", ["qwen2 moe", "granite moe", "glm4 moe head norms", "qwen3 moe dense between"]
+)
 def test_bits_beside_a_shared_expert_depend_on_nothing(tmp_path: Path, case: str) -> None:
-    """72 dense neurons with a gate, before experts that aren't whole pages; and experts of a stack."""
+    """72 dense neurons with a gate, before experts that aren't whole pages; experts of a stack; dense layers
+    first, and between.
+    """
     write_model(tmp_path / "source", *CASES[case])
     folder = convert(tmp_path / "source", tmp_path / "bundle", "q4")
     found = []
@@ -175,7 +179,7 @@ def test_inspect_knows_a_tokens_cycle(folder: Path) -> None:
     [
         ({"sparsity": "dense"}, "dense.* isn't possible"),
         ({"sparsity": "exact"}, "exact.* isn't possible"),
-        ({"sparsity": "threshold"}, "experts, per-layer inputs"),
+        ({"sparsity": "threshold"}, "a model with experts runs without"),
         ({"speculation": "resident"}, "resident.* isn't possible"),
         ({"speculation": "streams"}, "streams.* isn't possible"),
         ({"backend": "mlx"}, "mlx.* doesn't run models with experts"),

@@ -15,18 +15,20 @@ from ondevice.sparsity.policies import POLICIES, PolicyName, make_policy
 
 LAYERS, NEURONS, SLOT_BYTES, SEGMENT_SLOTS, RESERVE = 3, 40, 96, 16, 24
 GUESSES = 4
+WIDTHS = (40, 24, 56)
+"""Neurons of layers that differ; as many together as of LAYERS equal ones."""
 
 
-def cache_of(policy: PolicyName = "gate", segments: int = 4) -> NeuronCache:
-    cache = NeuronCache(
-        LAYERS, NEURONS, SLOT_BYTES, SEGMENT_SLOTS, RESERVE, make_policy(policy, LAYERS, NEURONS)
-    )
+def cache_of(
+    policy: PolicyName = "gate", segments: int = 4, widths: tuple[int, ...] = (NEURONS,) * LAYERS
+) -> NeuronCache:
+    cache = NeuronCache(widths, SLOT_BYTES, SEGMENT_SLOTS, RESERVE, make_policy(policy, widths))
     cache.resize(segments)
     return cache
 
 
-def gates_that_fire(ids: list[int]) -> Float32:
-    gates = np.full((1, NEURONS), -1.0, np.float32)
+def gates_that_fire(ids: list[int], neurons: int = NEURONS) -> Float32:
+    gates = np.full((1, neurons), -1.0, np.float32)
     gates[0, ids] = 1.0
     return gates
 
@@ -34,9 +36,9 @@ def gates_that_fire(ids: list[int]) -> Float32:
 class Cache(RuleBasedStateMachine):
     """Passes, changes of the budget and failed reads in any order; contents are followed by address."""
 
-    @initialize(policy=st.sampled_from(POLICIES))
-    def begin(self, policy: PolicyName) -> None:
-        self.cache = cache_of(policy)
+    @initialize(policy=st.sampled_from(POLICIES), widths=st.sampled_from([WIDTHS, (NEURONS,) * LAYERS]))
+    def begin(self, policy: PolicyName, widths: tuple[int, ...]) -> None:
+        self.cache, self.widths = cache_of(policy, widths=widths), widths
         self.segments = 4
         self.at: dict[int, tuple[int, int]] = {}
         """Which neuron was last read to an address."""
@@ -45,15 +47,16 @@ class Cache(RuleBasedStateMachine):
 
     @rule(
         layer=st.integers(0, LAYERS - 1),
-        ids=st.lists(st.integers(0, NEURONS - 1), max_size=20, unique=True).map(sorted),
-        guess=st.sets(st.integers(0, NEURONS - 1), max_size=GUESSES),
+        ids=st.lists(st.integers(0, max(WIDTHS) - 1), max_size=20, unique=True).map(sorted),
+        guess=st.sets(st.integers(0, max(WIDTHS) - 1), max_size=GUESSES),
         arrive=st.integers(0, GUESSES),
         fails=st.booleans(),
     )
     def use(self, layer: int, ids: list[int], guess: set[int], arrive: int, fails: bool) -> None:
         self.cache.divide(1, keep=self.reservation is not None)
         self.guess(layer, guess, arrive)
-        self.cache.observe(layer, gates_that_fire(ids))
+        ids = [i for i in ids if i < self.widths[layer]]
+        self.cache.observe(layer, gates_that_fire(ids, self.widths[layer]))
         wanted = np.array(ids, np.int32)
         placement = self.cache.acquire(layer, wanted)
         addresses = placement.addresses.tolist()
@@ -84,7 +87,7 @@ class Cache(RuleBasedStateMachine):
             ids = self.cache.likeliest(layer, most)
             slots, addresses = self.cache.reserve(layer, len(ids))
             assert len(ids) <= most
-            assert (self.cache._slot_of[layer, ids] < 0).all()
+            assert (self.cache._slot_of[layer][ids] < 0).all()
             self.reservation = (layer, ids, slots, addresses.tolist())
 
     @rule(fails=st.booleans())
@@ -93,10 +96,10 @@ class Cache(RuleBasedStateMachine):
             return
         layer, ids, slots, addresses = self.reservation
         self.reservation = None
-        before = self.cache._slot_of[layer, ids].copy()
+        before = self.cache._slot_of[layer][ids].copy()
         if fails:
             self.cache.release(layer, slots)
-            np.testing.assert_array_equal(self.cache._slot_of[layer, ids], before)
+            np.testing.assert_array_equal(self.cache._slot_of[layer][ids], before)
             return
         adopted, spare = self.cache.commit(layer, ids, slots)
         # What a pass has read meanwhile keeps its slot, and the other one isn't free before it is said so.
@@ -119,21 +122,20 @@ class Cache(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         cache = self.cache
-        held = cache._slot_of[cache._slot_of >= 0]
+        slots = np.concatenate(cache._slot_of)
+        held = slots[slots >= 0]
         free = cache._free[: cache._num_free]
         existing = len(cache._segments) * SEGMENT_SLOTS
         claimed = [] if self.reservation is None else self.reservation[2].tolist()
         assert sorted([*held.tolist(), *free.tolist(), *claimed]) == list(range(existing))
-        layers, neurons = np.nonzero(cache._slot_of >= 0)
-        owners = cache._owner[cache._slot_of[layers, neurons]]
-        np.testing.assert_array_equal(owners, layers * NEURONS + neurons)
-        assert cache._counts == (cache._slot_of >= 0).sum(axis=1).tolist()
+        np.testing.assert_array_equal(cache._owner[held], np.flatnonzero(slots >= 0))
+        assert tuple(map(len, cache._slot_of)) == self.widths
+        assert cache._counts == [int((own >= 0).sum()) for own in cache._slot_of]
         assert cache.nbytes == existing * SLOT_BYTES <= self.segments * SEGMENT_SLOTS * SLOT_BYTES
         kept = [count + claimed for count, claimed in zip(cache._counts, cache._reserved, strict=True)]
         assert all(count <= share for count, share in zip(kept, cache._shares, strict=True))
-        assert sum(min(share, NEURONS) for share in cache._shares) <= max(
-            self.segments * SEGMENT_SLOTS - RESERVE, 0
-        )
+        shares = map(min, cache._shares, self.widths)
+        assert sum(shares) <= max(self.segments * SEGMENT_SLOTS - RESERVE, 0)
 
 
 TestCache = Cache.TestCase
@@ -160,7 +162,7 @@ def test_shares_follow_where_neurons_fire() -> None:
             for half in (ids[:13], ids[13:]):
                 cache.acquire(layer, np.array(half, np.int32))
                 cache.evict_to_share(layer)
-    held = (cache._slot_of >= 0).sum(axis=1).tolist()
+    held = [int((own >= 0).sum()) for own in cache._slot_of]
     assert held == [25, 2, 0]
 
 
@@ -206,4 +208,4 @@ def test_where_all_neurons_fit_nobody_goes() -> None:
         for first in range(0, NEURONS, 20):
             cache.acquire(layer, np.arange(first, first + 20, dtype=np.int32))
             cache.evict_to_share(layer)
-    assert (cache._slot_of >= 0).all()
+    assert all((own >= 0).all() for own in cache._slot_of)

@@ -27,19 +27,23 @@ def gates_of(tokens: int, seed: int = 0) -> Float32:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_tokens_seen_together_or_alone_score_the_same(name: PolicyName) -> None:
-    gates, together, alone = gates_of(40), make_policy(name, 2, NEURONS), make_policy(name, 2, NEURONS)
+    gates, together, alone = (
+        gates_of(40),
+        make_policy(name, (NEURONS,) * 2),
+        make_policy(name, (NEURONS,) * 2),
+    )
     together.observe(1, gates[:33])
     together.observe(1, gates[33:])
     for row in gates:
         alone.observe(1, row[None])
     np.testing.assert_allclose(together.scores(1), alone.scores(1), rtol=1e-4, atol=1e-6)
     # Layers don't see each other.
-    untouched = make_policy(name, 2, NEURONS)
+    untouched = make_policy(name, (NEURONS,) * 2)
     np.testing.assert_array_equal(together.scores(0), untouched.scores(0))
 
 
 def test_least_recently_used() -> None:
-    gates, policy = gates_of(30), make_policy("lru", 1, NEURONS)
+    gates, policy = gates_of(30), make_policy("lru", (NEURONS,))
     policy.observe(0, gates)
     last = [max((t for t in range(30) if gates[t, n] > 0), default=-1) for n in range(NEURONS)]
     order = np.argsort(policy.scores(0), kind="stable")
@@ -62,7 +66,7 @@ def test_what_any_token_wants_is_selected(tokens: int, neurons: int, density: fl
 
 @pytest.mark.parametrize("slots", [1, 40, 61, 75, 97, 98, 99, 100, 101])
 def test_the_window_is_the_longest_that_fits(slots: int) -> None:
-    gates, policy = [gates_of(60), gates_of(60, seed=1)], make_policy("window", 2, NEURONS)
+    gates, policy = [gates_of(60), gates_of(60, seed=1)], make_policy("window", (NEURONS,) * 2)
     policy.fit(slots)
     for layer in range(2):
         policy.observe(layer, gates[layer])
@@ -80,7 +84,7 @@ def test_the_window_is_the_longest_that_fits(slots: int) -> None:
 
 
 def test_a_decayed_count() -> None:
-    gates, policy = gates_of(25), make_policy("frequency", 1, NEURONS)
+    gates, policy = gates_of(25), make_policy("frequency", (NEURONS,))
     policy.observe(0, gates)
     expected = [
         (1 - FREQUENCY_DECAY) * sum(FREQUENCY_DECAY ** (24 - t) for t in range(25) if gates[t, n] > 0)
@@ -90,7 +94,7 @@ def test_a_decayed_count() -> None:
 
 
 def test_the_gate_score() -> None:
-    gates, policy = gates_of(25), make_policy("gate", 1, NEURONS)
+    gates, policy = gates_of(25), make_policy("gate", (NEURONS,))
     policy.observe(0, gates)
     fired, near = np.zeros(NEURONS), np.zeros(NEURONS)
     for row in gates.astype(float):
@@ -103,7 +107,7 @@ def test_the_gate_score() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.0])
 def test_what_is_no_number_counts_as_fired_and_spoils_no_score(name: PolicyName, value: float) -> None:
-    gates, policy = gates_of(3), make_policy(name, 1, NEURONS)
+    gates, policy = gates_of(3), make_policy(name, (NEURONS,))
     gates[1, 4] = value
     assert fires(gates)[1, 4] == (not value <= 0)
     policy.observe(0, gates)
@@ -115,11 +119,11 @@ def test_what_is_no_number_counts_as_fired_and_spoils_no_score(name: PolicyName,
 @pytest.mark.parametrize("name", ["gate", "frequency"])
 def test_policies_that_count_begin_with_what_is_known(name: PolicyName) -> None:
     frequencies = np.random.default_rng(2).random((2, NEURONS), dtype=np.float32)
-    policy = make_policy(name, 2, NEURONS, frequencies)
+    policy = make_policy(name, (NEURONS,) * 2, frequencies)
     np.testing.assert_array_equal(policy.scores(1), frequencies[1])
     before = frequencies.copy()
     policy.observe(1, gates_of(5))
     assert (policy.scores(1) != frequencies[1]).all()
     np.testing.assert_array_equal(frequencies, before)
-    with pytest.raises(ValueError, match=r"\(2, 50\)"):
-        make_policy(name, 3, NEURONS, frequencies)
+    with pytest.raises(ValueError, match=r"\[50, 50\]"):
+        make_policy(name, (NEURONS,) * 3, frequencies)

@@ -76,16 +76,16 @@ def expert_fetcher(
     config, experts = bundle.config, bundle.config.experts
     assert experts is not None
     shape = expert_shape(config, bundle.quant, experts)
+    widths = [0 if layer.experts is None else experts.count for layer in config.layers]
     cache = NeuronCache(
-        config.num_layers,
-        experts.count,
+        widths,
         slot_bytes=shape.slot_bytes,
         segment_slots=1,
         reserve=shape.reserve,
-        policy=make_policy("gate", config.num_layers, experts.count),
+        policy=make_policy("gate", widths),
     )
     fetcher = ExpertFetcher(backend.feed_forwards, reader, cache, experts, shape.reserve)
-    fetcher.resize([slots or config.num_layers * experts.count + shape.reserve])
+    fetcher.resize([slots or sum(widths) + shape.reserve])
     return fetcher
 
 

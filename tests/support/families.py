@@ -86,6 +86,13 @@ QWEN2_MOE = {
     "num_experts_per_tok": 3,
     "sliding_window": 4096,
 }
+GLM4_MOE = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "pad_token_id": None,
+}
 OPT = dict.fromkeys(ABSENT) | {"ffn_dim": 160, "init_std": 0.1, "max_position_embeddings": 64}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {}),
@@ -126,6 +133,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **GEMMA3N,
             "altup_num_inputs": 3,
+            "intermediate_size": [160, 96, 320, 160, 224, 50],
             "num_kv_shared_layers": 4,
             "attention_bias": True,
             "final_logit_softcapping": 2.0,
@@ -297,6 +305,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Moe",
         {**QWEN2_MOE, "norm_topk_prob": True, "shared_expert_intermediate_size": 33, "qkv_bias": False},
     ),
+    "qwen3 moe dense between": (
+        "Qwen3Moe",
+        {**QWEN3_MOE, "decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3]},
+    ),
+    "qwen2 moe dense between": ("Qwen2Moe", {**QWEN2_MOE, "mlp_only_layers": [0, 2]}),
+    "glm4 moe": ("Glm4Moe", {**GLM4_MOE, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}),
+    "glm4 moe head norms": (
+        "Glm4Moe",
+        {**GLM4_MOE, "use_qk_norm": True, "first_k_dense_replace": 2, "n_shared_experts": 2}
+        | {"attention_bias": True, "norm_topk_prob": False},
+    ),
+    "glm4 moe all sparse": ("Glm4Moe", {**GLM4_MOE, "first_k_dense_replace": 0, "n_group": 2}),
     "opt": ("OPT", OPT),
     "opt gelu": ("OPT", {**OPT, "activation_function": "gelu", "tie_word_embeddings": False}),
     "opt no biases": ("OPT", {**OPT, "enable_bias": False, "num_attention_heads": 2}),
@@ -330,6 +350,8 @@ def write_model(folder: Path, family: str, options: dict[str, Any], conditioned:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.fill_(0.75 + 0.125 * int(name.split(".")[2]))
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn_like(buffer))
         if family.startswith("Gemma4") and conditioned:
             # Scores have no other factor. With norms near 1, softmax takes nearly one key alone. What keys
             # lose in 16 bits is then more than the limit for `cpu` allows: see `test_gemma4.py`.

@@ -125,12 +125,12 @@ def _assert_nothing_leaked(model: Model) -> None:
     assert isinstance(neurons, NeuronFetcher)
     neurons._prefetcher.drop()
     cache, reservation = neurons._cache, neurons._warm_up._reservation
-    held = np.sort(cache._slot_of[cache._slot_of >= 0])
+    held = np.sort(cache._slots[cache._slots >= 0])
     claimed = np.zeros(0, np.int32) if reservation is None else reservation.slots
     every = np.sort(np.concatenate([held, claimed, cache._free[: cache._num_free]]))
     np.testing.assert_array_equal(every, np.arange(len(cache._owner)))
     np.testing.assert_array_equal(held, np.flatnonzero(cache._owner >= 0))
-    assert cache._counts == (cache._slot_of >= 0).sum(axis=1).tolist()
+    assert cache._counts == [int((own >= 0).sum()) for own in cache._slot_of]
     assert sum(cache._reserved) == len(claimed)
     for layer, share in enumerate(cache._shares):
         assert cache._counts[layer] + cache._reserved[layer] <= share

@@ -45,15 +45,16 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 def every_block() -> ModelConfig:
     """Layers of every kind of a plain model: each place of norms, all kinds of head norms, windows, caps,
-    ropes, parallel; learned positions, narrow embeddings, a head with a bias."""
+    ropes, parallel; neurons in other numbers; learned positions, narrow embeddings, a head with a bias."""
     plain = tiny_config(intermediate_size=136, attention_bias=True, attention_output_bias=True)
     spec = plain.layers[0]
     turning, attention = plain.ropes[0].frequencies, replace(spec.attention, head_norm="layer")
+    wide = replace(spec.feed_forward, neurons=330)
     layers = (
         replace(spec, norms="both", attention=replace(attention, soft_cap=0.7, window=11, scale=0.5)),
         replace(spec, norms="after", attention=replace(spec.attention, head_norm="projection", rope=1)),
         # What enters isn't normed here: with scores as small as behind a norm, no key takes all.
-        replace(spec, norms="residual", attention=replace(spec.attention, scale=0.02)),
+        replace(spec, norms="residual", attention=replace(spec.attention, scale=0.02), feed_forward=wide),
         replace(spec, parallel=True, attention=replace(spec.attention, head_norm="head", rope=2)),
     )
     return replace(
@@ -225,14 +226,14 @@ class RandomWeights:
         def vector(name: str, size: int, mean: float) -> None:
             self.vectors[name] = (mean + 0.1 * generator.standard_normal(size)).astype(np.float32)
 
-        width, neurons = config.hidden_size, config.intermediate_size
+        width = config.hidden_size
         matrix("embedding", config.vocab_size, config.embedding_size, 1)
         matrix("head", config.vocab_size, config.embedding_size, config.embedding_size)
         for weight in model_weight_shapes(config):
             matrix(weight.name, *weight.shape, weight.shape[1])
         vector("final_norm", width, 1.0)
         vector("final_norm.bias", width, 0.0)
-        for i in range(config.num_layers):
+        for i, neurons in enumerate(config.widths):
             vector(f"{i}.attention_norm", width, 1.0)
             vector(f"{i}.feed_forward_norm", width, 1.0)
             vector(f"{i}.attention_output_norm", width, 1.0)

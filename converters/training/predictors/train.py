@@ -25,7 +25,7 @@ from ondevice.bundle.predictors import (
     predictors_text,
 )
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.sidecar import weights_digest
+from ondevice.bundle.sidecar import NO_PREDICTORS, weights_digest
 from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import GROUP_SIZE, TRAIN_TOKENS, Bits
 from ondevice.converters.quantize import QuantizedRows, quantize
@@ -52,7 +52,6 @@ from ondevice.converters.training.predictors.low_rank import split, train_layer
 from ondevice.converters.training.predictors.operating_points import HeldBack, measure, thresholds
 from ondevice.converters.training.sidecars import (
     MEASURED_SHARE,
-    check_possible,
     held_out,
     save_sidecar,
     write_tensors,
@@ -179,11 +178,13 @@ def check(
     Raises UnsupportedModelError for a model whose gates are hardly ever zero, UsageError if the text is too
     short.
     """
-    check_possible(bundle)
+    if bundle.config.cut_off_layers:
+        raise UnsupportedModelError(f"{bundle.name} needs no predictors: {NO_PREDICTORS} (--sparsity exact)")
     if not bundle.config.zeros_gates:
         raise UnsupportedModelError(
             f"{bundle.name} has {bundle.config.activation} gates, which are hardly ever exactly zero: "
-            f"there is nothing to predict; it takes {ZEROING_NAMES}"
+            f"there is nothing to predict; it takes {ZEROING_NAMES}. `ondevice train thresholds` finds how "
+            "small a gate may be to be left out"
         )
     return held_out(pieces, options.measured_share)
 

@@ -39,7 +39,7 @@ from ondevice.backends.mlx_ops import MlxLinear, activate, normed
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import EMBEDDINGS, PRUNING, MultiStreams, layer_prefix
 from ondevice.converters.quantize import dequantize, quantize
-from ondevice.converters.training.streams.options import longest_run
+from ondevice.converters.training.streams.options import longest_run, resident_prefix
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache
@@ -79,11 +79,11 @@ class TopLayers:
         parameters: Parameters,
         streams: MultiStreams,
         resident_tokens: int = 0,
-        resident_neurons: int = 0,
+        resident_parts: int = 0,
     ) -> Transformer:
         """The layers with streams. streams: their shape. The other arguments: see `ResidentBackend`."""
         adapters = stream_weights(parameters, streams, self.config.num_layers)
-        backend = ResidentBackend(resident_tokens, resident_neurons)
+        backend = ResidentBackend(resident_tokens, resident_parts)
         return Transformer(self.config, backend, self.weights, adapters)
 
 
@@ -96,13 +96,14 @@ class ResidentBackend(MlxFloatBackend):
     Args:
         resident_tokens: for a model with ReLU gates, whose neurons are cached: streams use the neurons that
             this many last tokens used, the stream's own token included.
-        resident_neurons: for other models: streams use this many first neurons of each layer.
+        resident_parts: for other models: streams use the first neurons of each layer, so many of its
+            RESIDENT_PARTS.
     """
 
-    def __init__(self, resident_tokens: int, resident_neurons: int = 0) -> None:
+    def __init__(self, resident_tokens: int, resident_parts: int = 0) -> None:
         super().__init__()
         self._tokens = resident_tokens
-        self._neurons = resident_neurons
+        self._parts = resident_parts
         self._used: dict[int, mx.array] = {}
         """Neurons used by the last tokens, (at most resident_tokens - 1, F), by `id` of a layer's weights."""
 
@@ -116,9 +117,10 @@ class ResidentBackend(MlxFloatBackend):
         added: mx.array | None = None,
     ) -> mx.array:
         own = batch.num_exact_rows
-        if self._neurons and own < x.shape[0]:
+        if self._parts and own < x.shape[0]:
             text = super().feed_forward(x[:own], weight, spec, batch, norm)
-            streams = super().feed_forward(x[own:], weight.first(self._neurons), spec, batch, norm)
+            first = weight.first(resident_prefix(weight.gate.shape[0], self._parts))
+            streams = super().feed_forward(x[own:], first, spec, batch, norm)
             product = mx.concatenate([text, streams])
             return product if added is None else added + product
         if not self._tokens:
@@ -230,7 +232,7 @@ def stream_loss(
     window: Window,
     run: range,
     resident_tokens: int = 0,
-    resident_neurons: int = 0,
+    resident_parts: int = 0,
 ) -> mx.array:
     """The loss of the streams of the tokens `run`, in nats per token.
 
@@ -245,9 +247,9 @@ def stream_loss(
         top: the frozen layers.
         window: the text, of T tokens.
         run: the tokens that have streams; run.stop + S < T.
-        resident_tokens, resident_neurons: see `ResidentBackend`.
+        resident_tokens, resident_parts: see `ResidentBackend`.
     """
-    model = top.model(parameters, streams, resident_tokens, resident_neurons)
+    model = top.model(parameters, streams, resident_tokens, resident_parts)
     shared, count = streams.mode == "shared", streams.streams
     main, ends = states(model, window, [run], len(window.tokens) if shared else run.stop + count)
     drafted = model.logits(ends.reshape(-1, ends.shape[2])).reshape(len(run), count, -1)

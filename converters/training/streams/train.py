@@ -38,7 +38,7 @@ from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.token_counts import CountedTokens
 from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.converters.training.activations import record_entering
-from ondevice.converters.training.sidecars import check_possible, held_out
+from ondevice.converters.training.sidecars import check_streams_possible, held_out
 from ondevice.converters.training.streams.loss import (
     TopLayers,
     Window,
@@ -53,7 +53,6 @@ from ondevice.converters.training.streams.options import (
     MOST_LAYERS,
     RESIDENT_PARTS,
     MultiStreamOptions,
-    resident_prefix,
 )
 from ondevice.converters.training.streams.write import write_streams
 from ondevice.converters.training.token_counts import count_tokens, write_token_counts
@@ -103,7 +102,7 @@ def check(bundle: Bundle, pieces: Pieces, options: MultiStreamOptions) -> Pieces
     Raises UsageError if the text is too short, or for more stream layers than the model has,
     UnsupportedModelError for a model that can't have streams.
     """
-    check_possible(bundle)
+    check_streams_possible(bundle)
     if options.layers > bundle.config.num_layers:
         raise UsageError(f"layers is {options.layers}; {bundle.name} has {bundle.config.num_layers}")
     measured = held_out(pieces)
@@ -270,7 +269,7 @@ class Training:
     ) -> None:
         """path: the file of the saved state. If an earlier run has left it, training goes on from there."""
         self._facts, self._top, self._options, self._path = facts, top, options, path
-        self._zeros_gates, self._neurons = config.zeros_gates, config.intermediate_size
+        self._zeros_gates = config.zeros_gates
         self._adam = optimizers.Adam(options.learning_rate, betas=[0.9, 0.95], bias_correction=True)
         self.parameters = initial_parameters(facts, config, options.seed)
         self._adam.init(self.parameters)
@@ -331,7 +330,7 @@ class Training:
         if masked and self._zeros_gates:
             resident = {"resident_tokens": drawn}
         elif masked:
-            resident = {"resident_neurons": resident_prefix(self._neurons, drawn)}
+            resident = {"resident_parts": drawn}
         loss, gradients = mx.value_and_grad(stream_loss)(
             self.parameters,
             self._facts,

@@ -40,12 +40,13 @@ def held_out_windows(data: Path, domain: str, tokens: int) -> list[list[int]]:
     return [text[start : start + WINDOW] for start in range(0, len(text) - WINDOW + 1, WINDOW)]
 
 
-def calibrated(gates: Float32, others: Float32, slots: Sequence[int]) -> list[float]:
-    """The default policy's hit rates in gates (L, T, F) for each of `slots`, by the curves of `others`.
+def calibrated(gates: Sequence[Float32], others: Sequence[Float32], slots: Sequence[int]) -> list[float]:
+    """The default policy's hit rates in gates for each of `slots`, by the curves of `others`.
 
-    A step of slots at a time goes to the layer that `others` say it brings the most hits.
+    gates, others: (T, F) of each layer; all layers are equally wide. A step of slots at a time goes to the
+    layer that `others` say it brings the most hits.
     """
-    layers, _, neurons = gates.shape
+    layers, neurons = len(gates), gates[0].shape[1]
     step = neurons // CURVE_STEPS
     lookups = [int(fires(layer[WARM_UP_TOKENS:]).sum()) for layer in others]
     curves = [
@@ -67,7 +68,7 @@ def calibrated(gates: Float32, others: Float32, slots: Sequence[int]) -> list[fl
             steps[int(np.argmax(gains))] += 1
         hits = wanted = 0.0
         for layer, taken in enumerate(steps):
-            fired = int(fires(gates[layer, WARM_UP_TOKENS:]).sum())
+            fired = int(fires(gates[layer][WARM_UP_TOKENS:]).sum())
             rate = hit_rate(gates[layer : layer + 1], DEFAULT_POLICY, taken * step, WARM_UP_TOKENS)
             hits, wanted = hits + fired * rate, wanted + fired
         rates.append(hits / wanted)

@@ -151,8 +151,9 @@ def read_for_streams(engine: Engine) -> None:
     assert isinstance(neurons, NeuronFetcher)
     select, most = neurons.select, 4 * DRAFT_NODES
     # Room for the scores of all rows of a pass that are no part of the text.
-    config = engine._bundle.config
-    neurons._draft_scores = np.zeros((config.num_layers, 2 * most, config.intermediate_size), np.float16)
+    neurons._draft_scores = [
+        np.zeros((2 * most, width), np.float16) for width in engine._bundle.config.widths
+    ]
 
     def all_exact(layer: int, scores: Float32, batch: ForwardBatch) -> Batches:
         if batch.stream_rows:

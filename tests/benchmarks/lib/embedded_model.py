@@ -47,7 +47,7 @@ def embed(source: Path, shape: Shape, folder: Path, tokens: int = CALIBRATION_TO
     small = small_in_q4(source, head_dim, folder / "small")
     text = record(small, own_text(small.bundle.path, tokens, 0))
     model = EmbeddedModel(small, shape, text)
-    copy_sidecars(source, small.bundle.path, np.array(model.frequencies), len(text.entering[0]))
+    copy_sidecars(source, small.bundle.path, model.frequencies, len(text.entering[0]))
     name = small.bundle.manifest.provenance.source
     note = f"embedded model: the function of {name} in q4, in the shape {shape.name}"
     write_bundle(

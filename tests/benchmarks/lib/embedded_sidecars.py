@@ -11,7 +11,7 @@ Legend: T tokens, D hidden size, F neurons of a layer, R rank of a predictor.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,10 +58,10 @@ MEASURED_LAYERS = 8
 Tensors = Mapping[str, NDArray[Any]]
 
 
-def copy_sidecars(source: Path, folder: Path, frequencies: Float32, tokens: int) -> None:
+def copy_sidecars(source: Path, folder: Path, frequencies: Sequence[Float32], tokens: int) -> None:
     """Give the small bundle in `folder` the sidecars of `source`, from which it was rounded.
 
-    frequencies: (L, F) share of `tokens` tokens for which each neuron of the small bundle fires.
+    frequencies: for each layer, (F,) share of `tokens` tokens for which a neuron of the small bundle fires.
     """
     old, new = Bundle.open(source), Bundle.open(folder)
     if old.config.zeros_gates:
@@ -106,13 +106,13 @@ def embed_sidecars(model: EmbeddedModel, folder: Path) -> None:
     facts = small.predictors
     stored: Tensors = {} if facts is None else load_file(small.path / PREDICTORS)
     layers = []
-    frequencies = np.zeros((model.shape.num_layers, model.shape.intermediate_size), np.float32)
+    frequencies = [np.zeros(model.shape.intermediate_size, np.float32) for _ in range(model.shape.num_layers)]
     for layer, source in enumerate(model.sources):
         if facts is not None:
             layers.append(embedded_predictor(model, facts, stored, layer))
-        frequencies[layer, model.filler_places(layer)] = model.fillers(layer).fires.mean(axis=1)
+        frequencies[layer][model.filler_places(layer)] = model.fillers(layer).fires.mean(axis=1)
         if model.is_real(layer):
-            frequencies[layer, model.neuron_places(layer)] = model.frequencies[source]
+            frequencies[layer][model.neuron_places(layer)] = model.frequencies[source]
     if facts is not None:
         _write_predictors(model, facts, layers, large)
     write_hotness(large, frequencies, len(model.text.entering[0]), folder)

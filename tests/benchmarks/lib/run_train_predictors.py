@@ -98,7 +98,7 @@ def repeat(bundle: Bundle, spec: dict[str, Any]) -> None:
 def activations(bundle: Bundle, folder: Path) -> Activations:
     """What is recorded in `folder`."""
     config = bundle.config
-    return Activations(folder, config.num_layers, config.hidden_size, config.intermediate_size)
+    return Activations(folder, config.hidden_size, config.widths)
 
 
 def run(spec: dict[str, Any]) -> dict[str, object]:
