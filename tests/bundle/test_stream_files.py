@@ -18,7 +18,7 @@ from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.budget.sizes import stream_bytes
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.sidecar import sidecar_text
+from ondevice.bundle.sidecar import no_streams, sidecar_text
 from ondevice.bundle.streams import (
     STREAMS,
     STREAMS_MANIFEST,
@@ -41,10 +41,12 @@ from ondevice.model.loading import bundle_files
 from ondevice.model.stream_loading import load_streams
 from ondevice.model.transformer import Cancelled
 from ondevice.model.weights import MultiStreamWeights
+from ondevice.model_config import ModelConfig
 from tests.support.bundles import convert_bundle, copy_files, open_sound, write_chat_checkpoint
 from tests.support.command_line import Run
 from tests.support.flash_files import flip_byte
 from tests.support.made_up_streams import add_streams, made_up_arrays
+from tests.support.sources import every_block, tiny_config
 
 # Two key/value heads and a head width of its own: no two sizes of the model are equal.
 SHAPE = {"head_dim": 24, "num_key_value_heads": 2}
@@ -396,3 +398,34 @@ def test_the_commands_know_them(ondevice: Run, copied: Path) -> None:
 
 def test_a_conversion_that_replaces_a_bundle_replaces_its_streams(copied: Path) -> None:
     OutputFolder(copied).check(resume=False, force=True)
+
+
+def of_last_layer(changed: ModelConfig, **changes: Any) -> ModelConfig:
+    *others, last = changed.layers
+    return replace(changed, layers=(*others, replace(last, **changes)))
+
+
+def test_every_block_that_stands_in_the_way_is_named() -> None:
+    """By itself, where a model can have it by itself."""
+    config = tiny_config()
+    attention, block = config.layers[-1].attention, config.feed_forward
+    assert config.is_plain
+    assert every_block().is_plain
+    for changed, named in (
+        (replace(config, per_layer_width=8), "per-layer inputs"),
+        (
+            replace(config, per_layer_width=8, residual_copies=2),
+            "per-layer inputs and copies of the residual",
+        ),
+        (of_last_layer(config, laurel_rank=4), "low-rank blocks beside attention"),
+        (of_last_layer(config, scaled=True), "layers that scale the residual"),
+        (
+            of_last_layer(config, attention=replace(attention, head_norm="head", value_norm=True)),
+            "normed values",
+        ),
+        (of_last_layer(config, attention=replace(attention, keys_of=0)), "keys that layers share"),
+        (of_last_layer(config, attention=replace(attention, num_kv_heads=4)), "heads of several sizes"),
+        (of_last_layer(config, feed_forward=replace(block, cutoff=1.0)), "statistical cutoffs"),
+    ):
+        assert not changed.is_plain
+        assert f"without {named}, which this model has" in no_streams(changed)

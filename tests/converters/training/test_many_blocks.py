@@ -139,7 +139,8 @@ def test_a_text_meets_the_inputs_that_the_model_multiplies(
 def hidden_of(tensors: Any, spec: Any, layer: int, x: np.ndarray) -> np.ndarray:
     """What the down projection multiplies, for inputs x of the gates."""
     name = LayerNames(layer)
-    gate, up = (to_float32(tensors[it].rows(0, 160)).astype(np.float64) for it in (name.gate, name.up))
+    found = [tensors[matrix] for matrix in (name.gate, name.up)]
+    gate, up = (to_float32(tensor.rows(0, tensor.shape[0])).astype(np.float64) for tensor in found)
     gates = x @ gate.T
     if spec.cutoff is not None:
         least = gates.mean(axis=1, keepdims=True) + spec.cutoff * gates.std(axis=1, keepdims=True)
