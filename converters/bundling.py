@@ -74,7 +74,7 @@ def pack(
                 records = pack_records(rows, layout)
                 yield Chunk(block.file, block.tensor, records, block.nbytes, fidelity, block.last)
                 continue
-            codes = rows[0].codes.view(np.float16 if quant.bits == 16 else np.uint32)
+            codes = rows[0].codes.view(np.float16 if block.formats[0].bits == 16 else np.uint32)
             yield Chunk(block.file, f"{block.tensor}.codes", codes, block.nbytes, fidelity)
             groups.append((rows[0].scales, rows[0].biases))
             if block.last:

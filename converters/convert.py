@@ -146,6 +146,11 @@ def convert(
         origin = _origin(checkpoint)
         trained = origin if training is None else f"{origin} {training.identity}"
         pieces = () if training is None or not rounds_any(quant_config) else training.pieces
+        if training is not None and checkpoint.config.experts is not None:
+            raise UnsupportedModelError(
+                f"{checkpoint.name} can't learn from a text yet, as its layers have experts; convert it "
+                "without --text or --random-text"
+            )
         if resume and _is_converted(folder.output, checkpoint, quant_config, trained):
             folder.discard_leftover()
             return folder.output

@@ -19,6 +19,7 @@ from ondevice.bundle.layout import (
     POSITIONS,
     RECORDS_TENSOR,
     RESIDENT,
+    TensorSpec,
     gate_file_name,
     neuron_file_name,
     resident_tensors,
@@ -93,7 +94,7 @@ def read_blocks(
     for layer, tensors in resident:
         for tensor, sources in tensors:
             if wanted(RESIDENT, tensor):
-                yield from _resident(tensor, sources, tensor in specs, quant, rounded)
+                yield from _resident(tensor, sources, specs, quant, rounded)
         if layer < layers:
             yield from _layer_records(checkpoint, layer, wanted, quant, rounded)
 
@@ -125,12 +126,12 @@ def _layer_records(
 def _resident(
     tensor: str,
     sources: Sequence[SourceTensor],
-    is_whole: bool,
+    specs: Mapping[str, TensorSpec],
     quant: QuantConfig,
     rounded: Mapping[str, RoundedRows],
 ) -> Iterator[Block]:
-    """is_whole: it is one tensor of the bundle, without codes and scales."""
-    if is_whole and len(sources[0].shape) == 2:
+    """specs: the tensors of the resident file; a matrix is several, with codes and scales."""
+    if tensor in specs and len(sources[0].shape) == 2:
         yield from _values(tensor, sources[0])
     elif len(sources[0].shape) == 1:
         vector = np.concatenate([source.vector() for source in sources])
@@ -139,6 +140,8 @@ def _resident(
     else:
         kind = matrix_kind(tensor)
         stored = quant.down if kind is None else quant.of(kind)
+        if specs[f"{tensor}.codes"].dtype == "F16":
+            stored = RowFormat(16)
         yield from _matrix(RESIDENT, tensor, NAMES_OF_KINDS[kind], sources, stored, rounded)
 
 

@@ -16,7 +16,7 @@ from ondevice.errors import UsageError
 from ondevice.model_config import SIZE_LIMITS
 
 BackendName = Literal["auto", "cpu", "mlx", "reference"]
-Sparsity = Literal["auto", "dense", "exact", "predicted", "threshold"]
+Sparsity = Literal["auto", "dense", "exact", "predicted", "threshold", "experts"]
 Speculation = Literal["auto", "off", "streams", "resident", "recycling", "lookup", "model"]
 WhenFull = Literal["drop", "stop"]
 """What a full conversation does: `drop` forgets its oldest turns, `stop` refuses the next one."""

@@ -12,6 +12,8 @@ from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 from ondevice.errors import UnsupportedModelError
+from ondevice.experts_spec import ExpertsSpec
+from ondevice.rope_spec import MAX_FACTOR, RopeSpec, check_factor
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
@@ -30,50 +32,6 @@ MAX_COPIES = 16
 """Most copies of the residual."""
 MAX_DEVIATIONS = 10.0
 """Farthest that a statistical cutoff of gates may lie from their mean, in standard deviations."""
-MAX_FACTOR = 1e6
-"""Largest multiplier and soft cap."""
-MIN_FACTOR = 1e-6
-
-
-@dataclass(frozen=True)
-class RopeSpec:
-    """Rotary position embedding (arXiv 2104.09864) of a head's dimension pairs (i, i + Dh / 2).
-
-    frequencies: (Dh / 2,) angle of each pair in radians per position, scaled for long contexts already; each
-        is a float32 value. A pair with frequency 0 isn't turned.
-    magnitude: factor of the cosine and sine of the pairs that turn (YaRN, arXiv 2309.00071, section 3.4).
-    long_frequencies: these take the place of `frequencies`, from a text's first token on, in a context of
-        more than `original_context` tokens (LongRoPE, arXiv 2402.13753). Empty, and 0: `frequencies` serve
-        every context. The context decides, not the text's length: so a token's keys never change.
-    """
-
-    frequencies: tuple[float, ...]
-    magnitude: float = 1.0
-    long_frequencies: tuple[float, ...] = ()
-    original_context: int = 0
-
-    def __post_init__(self) -> None:
-        if not all(0.0 <= frequency <= 1.0 for frequency in (*self.frequencies, *self.long_frequencies)):
-            raise UnsupportedModelError("rotary frequencies must be from 0 to 1 radian per position")
-        _check_factor("rope magnitude", self.magnitude)
-        turning = [frequency > 0 for frequency in self.frequencies]
-        if self.long_frequencies and [it > 0 for it in self.long_frequencies] != turning:
-            raise UnsupportedModelError("a rope's long_frequencies turn other pairs than its frequencies")
-        if bool(self.long_frequencies) != (self.original_context > 0) or self.original_context < 0:
-            raise UnsupportedModelError(
-                f"a rope's original_context is {self.original_context}; it must be 1 or more with "
-                "long_frequencies, and 0 without"
-            )
-
-    def within(self, context: int) -> RopeSpec:
-        """The embedding in a context of so many tokens."""
-        is_long = bool(self.long_frequencies) and context > self.original_context
-        return RopeSpec(self.long_frequencies if is_long else self.frequencies, self.magnitude)
-
-    @property
-    def turning(self) -> int:
-        """Number of a head's dimensions that are turned."""
-        return 2 * sum(frequency > 0 for frequency in self.frequencies)
 
 
 @dataclass(frozen=True)
@@ -125,7 +83,7 @@ class AttentionSpec:
     num_kv_heads: int = 0
 
     def __post_init__(self) -> None:
-        _check_factor("attention scale", self.scale)
+        check_factor("attention scale", self.scale)
         for name in ("head_dim", "num_kv_heads"):
             _check_integer(f"a layer's {name}", getattr(self, name), 0, SIZE_LIMITS[name])
         if self.head_norm != "head" and (self.value_norm or (self.keys_of is not None and self.has_norms)):
@@ -134,7 +92,7 @@ class AttentionSpec:
                 "that share keys and values that or 'none'"
             )
         if self.soft_cap:
-            _check_factor("attention soft_cap", self.soft_cap)
+            check_factor("attention soft_cap", self.soft_cap)
         _check_choice("head_norm", self.head_norm, get_args(HeadNorm))
         if self.window < 0:
             raise UnsupportedModelError(f"window is {self.window}; it must be 0 or more")
@@ -222,6 +180,7 @@ class LayerSpec:
     laurel_rank: if not 0, a low-rank block of this rank stands beside attention (LAuReL, arXiv 2411.07501):
         what leaves attention, x, becomes (x + n + norm(up @ down @ n)) / sqrt(2) for the normed input n.
     scaled: whether the residual is multiplied by a number of the layer's own in the end.
+    experts: the layer's experts, which are among its neurons and have their arithmetic; None without any.
     """
 
     attention: AttentionSpec
@@ -230,6 +189,7 @@ class LayerSpec:
     parallel: bool = False
     laurel_rank: int = 0
     scaled: bool = False
+    experts: ExpertsSpec | None = None
 
     def __post_init__(self) -> None:
         _check_choice("norms", self.norms, get_args(NormPlaces))
@@ -241,6 +201,9 @@ class LayerSpec:
             raise UnsupportedModelError("a low-rank block beside attention needs a norm before that")
         if self.parallel and self.norms == "residual":
             raise UnsupportedModelError("blocks side by side with norms of the residual aren't supported")
+        spec = self.feed_forward
+        if self.experts is not None and (spec.bias or spec.output_bias or spec.cutoff is not None):
+            raise UnsupportedModelError("experts with biases or with cutoffs of gates aren't supported")
 
     @property
     def norms_input(self) -> bool:
@@ -276,7 +239,7 @@ class ModelConfig:
         architecture: the family's name, for people.
         hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size: sizes of all layers;
             a layer's `AttentionSpec` may say other ones of its heads, its `FeedForwardSpec` another number of
-            neurons.
+            neurons. The neurons of a layer's experts are among its neurons.
         max_context: most tokens that the model was made for.
         norm: the form of all norms but those of heads, which share its eps.
         ropes: the rotary embeddings that layers refer to.
@@ -357,12 +320,13 @@ class ModelConfig:
                 "numbers of neurons"
             )
         _check_integer("embedding_width", self.embedding_width, 0, SIZE_LIMITS["hidden_size"])
+        self._check_experts()
         self._check_residuals()
         self._check_shared_keys()
-        _check_factor("embedding_multiplier", self.embedding_multiplier)
-        _check_factor("per_layer_multiplier", self.per_layer_multiplier)
+        check_factor("embedding_multiplier", self.embedding_multiplier)
+        check_factor("per_layer_multiplier", self.per_layer_multiplier)
         if self.logit_soft_cap:
-            _check_factor("logit_soft_cap", self.logit_soft_cap)
+            check_factor("logit_soft_cap", self.logit_soft_cap)
 
     def _check_heads(self, keys: int, width: int) -> None:
         """Raises UnsupportedModelError for heads that can't be run."""
@@ -372,6 +336,19 @@ class ModelConfig:
             )
         if width % 2:
             raise UnsupportedModelError(f"head_dim {width} is odd; rotary embedding needs pairs")
+
+    def _check_experts(self) -> None:
+        """Raises UnsupportedModelError for experts that can't be run."""
+        if len({layer.experts for layer in self.layers} - {None}) > 1:
+            raise UnsupportedModelError("layers have different experts; this release runs equal ones")
+        for layer in self.layers:
+            if self.dense_neurons(layer) < 0:
+                raise UnsupportedModelError(
+                    f"a layer's experts have {layer.experts and layer.experts.num_neurons} neurons; all of "
+                    f"the layer's are {self.neurons(layer)}"
+                )
+            if layer.experts is not None and layer.experts.shared_gate and not self.dense_neurons(layer):
+                raise UnsupportedModelError("a layer has a gate of shared experts, but none of these")
 
     def _check_residuals(self) -> None:
         """Raises UnsupportedModelError for per-layer inputs or copies of the residual that can't be run."""
@@ -457,6 +434,15 @@ class ModelConfig:
     def num_neurons(self) -> int:
         """Number of neurons of all layers together."""
         return sum(self.widths)
+
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        """The experts of every layer that has some; None if none has."""
+        return next((layer.experts for layer in self.layers if layer.experts is not None), None)
+
+    def dense_neurons(self, layer: LayerSpec) -> int:
+        """Number of a layer's neurons that aren't an expert's: they come first."""
+        return self.neurons(layer) - (0 if layer.experts is None else layer.experts.num_neurons)
 
     @property
     def zeros_gates(self) -> bool:
@@ -555,8 +541,8 @@ class ModelConfig:
 
     @property
     def is_plain(self) -> bool:
-        """True without per-layer inputs, copies and scales of the residual, low-rank blocks beside attention,
-        normed values, shared keys, heads of several sizes and statistical cutoffs.
+        """True without experts, per-layer inputs, copies and scales of the residual, low-rank blocks beside
+        attention, normed values, shared keys, heads of several sizes and statistical cutoffs.
         """
         return (
             not self.per_layer_width
@@ -564,6 +550,7 @@ class ModelConfig:
             and not self.any_layer(lambda it: it.laurel_rank > 0 or it.scaled or it.attention.value_norm)
             and not self.any_layer(lambda it: it.attention.head_dim > 0 or it.attention.num_kv_heads > 0)
             and not self.cut_off_layers
+            and self.experts is None
         )
 
     @property
@@ -587,11 +574,6 @@ SIZE_LIMITS = {
 def _check_integer(name: str, value: object, least: int, most: int) -> None:
     if type(value) is not int or not least <= value <= most:
         raise UnsupportedModelError(f"{name} is {value!r}; it must be an integer from {least} to {most}")
-
-
-def _check_factor(name: str, value: float) -> None:
-    if not MIN_FACTOR <= value <= MAX_FACTOR:
-        raise UnsupportedModelError(f"{name} is {value}; it must be from {MIN_FACTOR:g} to {MAX_FACTOR:g}")
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

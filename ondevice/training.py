@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from ondevice.api import Name, load, open_model
 from ondevice.bundle.manifest import TokenizerInfo
 from ondevice.bundle.predictors import OperatingPoint, Predictors
+from ondevice.bundle.sidecar import NO_SIDECARS
 from ondevice.bundle.streams import MultiStreamMode, MultiStreams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import AUTO_QUANT, BackendName, RuntimeConfig
-from ondevice.errors import BackendUnavailableError, UsageError
+from ondevice.errors import BackendUnavailableError, UnsupportedModelError, UsageError
 from ondevice.host import text_tokenizer
 from ondevice.runtime.conversion import Prepared, prepare
 from ondevice.runtime.models import ConversionProgress, output_path
@@ -384,9 +385,11 @@ def _pieces(resolved: ResolvedModel, text: Text | None, pieces: Pieces | None, t
 def _check_target(resolved: ResolvedModel, output: Name | None) -> Path:
     """The folder that gets the training's result: the model's own, or `output`.
 
-    Raises UsageError if the model's folder can't be written to or `output` exists, and what `load` raises for
-    a budget that is too small.
+    Raises UsageError if the model's folder can't be written to or `output` exists, UnsupportedModelError for
+    a model that can't be trained for, and what `load` raises for a budget that is too small.
     """
+    if resolved.bundle.config.experts is not None:
+        raise UnsupportedModelError(f"{resolved.bundle.name} can't be trained for: {NO_SIDECARS}")
     resolved.require_fit()
     folder = resolved.bundle.path if output is None else output_path(output).absolute()
     if output is None and not os.access(folder, os.W_OK):

@@ -21,9 +21,9 @@ from ondevice.model_config import (
     ModelConfig,
     NormPlaces,
     NormSpec,
-    RopeSpec,
     UpActivation,
 )
+from ondevice.rope_spec import RopeSpec
 
 ACTIVATION_NAMES: dict[str, Activation] = {
     "silu": "silu",
@@ -303,6 +303,7 @@ def read_llama(
     attention: Mapping[str, Any] | None = None,
     windows: Callable[[int], Sequence[int]] = lambda num_layers: (),
     up_activation: UpActivation = "none",
+    eps: float = 1e-6,
 ) -> ModelConfig:
     """The ModelConfig of a family with a Llama's blocks, from a Llama's keys.
 
@@ -313,6 +314,7 @@ def read_llama(
         attention: fields of every AttentionSpec.
         windows: the attention window of each layer, given their number; empty for full attention.
         up_activation: what the up projection goes through.
+        eps: of the norms, where the key is missing.
     """
     sizes = read_sizes(reader, max_context=max_context, kv_heads=kv_heads, head_dim=head_dim)
     spec = AttentionSpec(score_scale(sizes.head_dim), **(attention or {}))
@@ -323,7 +325,7 @@ def read_llama(
         sizes,
         layers,
         [read_rope(reader, sizes.head_dim, sizes.max_context)],
-        norm=NormSpec("rms", reader.number("rms_norm_eps", 1e-6)),
+        norm=NormSpec("rms", reader.number("rms_norm_eps", eps)),
         tie_embeddings=reader.boolean("tie_word_embeddings", False),
     )
 

@@ -41,8 +41,8 @@ from ondevice.model_config import (
     LayerSpec,
     ModelConfig,
     NormSpec,
-    RopeSpec,
 )
+from ondevice.rope_spec import RopeSpec
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 GLOBAL_HEAD_DIM = 512

@@ -1,4 +1,7 @@
-"""Granite, dense: a Llama with multipliers of the embedding, of scores, of what blocks add, and of logits."""
+"""Granite: a Llama with multipliers of the embedding, of scores, of what blocks add, and of logits.
+
+Granite-MoE has experts in every layer, stacked in one tensor.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,76 @@ from dataclasses import replace
 from ondevice.converters.architectures.adapting import logits_scaled, outputs_scaled
 from ondevice.converters.architectures.common import Description, Family, Tensors, float32, read_llama
 from ondevice.converters.architectures.config_reader import ConfigReader
+from ondevice.converters.architectures.experts import (
+    ExpertNames,
+    join_experts,
+    read_count,
+    read_training_keys,
+    unstacked,
+    with_experts,
+)
 from ondevice.errors import CheckpointError
+from ondevice.experts_spec import ExpertsSpec
+from ondevice.model_config import ModelConfig
+
+EXPERTS = ExpertNames(
+    gate="block_sparse_moe.{}.gate.weight",
+    up="block_sparse_moe.{}.up.weight",
+    down="block_sparse_moe.{}.down.weight",
+    router="block_sparse_moe.router.layer.weight",
+)
+"""The experts' names, once their stacks are apart."""
 
 
 def _read(reader: ConfigReader) -> Description:
-    bias = reader.boolean("attention_bias", False)
     reader.only("mlp_bias", False)
-    config = read_llama(reader, "granite", max_context=2048, attention={"bias": bias, "output_bias": bias})
-    embedding, scale = (
-        float32(_positive(reader, key)) for key in ("embedding_multiplier", "attention_multiplier")
-    )
-    layers = tuple(replace(layer, attention=replace(layer.attention, scale=scale)) for layer in config.layers)
-    config = replace(config, layers=layers, embedding_multiplier=embedding)
+    config = _read_attention(reader, "granite")
     residual, divisor = _positive(reader, "residual_multiplier"), _positive(reader, "logits_scaling")
 
     def adapt(tensors: Tensors) -> Tensors:
         return logits_scaled(outputs_scaled(tensors, config, residual), 1 / divisor)
 
     return Description(config, adapt)
+
+
+def _read_experts(reader: ConfigReader) -> Description:
+    config = _read_attention(reader, "granitemoe")
+    # Weights are a softmax of the chosen experts' logits.
+    experts = ExpertsSpec(
+        read_count(reader, 8, "num_local_experts"),
+        reader.integer("num_experts_per_tok", 2),
+        config.intermediate_size,
+        renormalised=True,
+    )
+    read_training_keys(reader)
+    config = with_experts(config, experts, [True] * config.num_layers)
+    residual, divisor = _positive(reader, "residual_multiplier"), _positive(reader, "logits_scaling")
+
+    def adapt(tensors: Tensors) -> Tensors:
+        names, module = (EXPERTS.gate, EXPERTS.up), "block_sparse_moe."
+        found = unstacked(
+            tensors,
+            config,
+            f"{module}input_linear.weight",
+            lambda expert: [it.format(expert) for it in names],
+        )
+        found = unstacked(
+            found, config, f"{module}output_linear.weight", lambda expert: [EXPERTS.down.format(expert)]
+        )
+        found = join_experts(found, config, EXPERTS)
+        return logits_scaled(outputs_scaled(found, config, residual), 1 / divisor)
+
+    return Description(config, adapt)
+
+
+def _read_attention(reader: ConfigReader, name: str) -> ModelConfig:
+    bias = reader.boolean("attention_bias", False)
+    config = read_llama(reader, name, max_context=2048, attention={"bias": bias, "output_bias": bias})
+    embedding, scale = (
+        float32(_positive(reader, key)) for key in ("embedding_multiplier", "attention_multiplier")
+    )
+    layers = tuple(replace(layer, attention=replace(layer.attention, scale=scale)) for layer in config.layers)
+    return replace(config, layers=layers, embedding_multiplier=embedding)
 
 
 def _positive(reader: ConfigReader, key: str) -> float:
@@ -35,3 +90,4 @@ def _positive(reader: ConfigReader, key: str) -> float:
 
 
 GRANITE = Family("granite", "GraniteForCausalLM", _read)
+GRANITE_MOE = Family("granitemoe", "GraniteMoeForCausalLM", _read_experts)

@@ -14,9 +14,11 @@ from ondevice.converters.architectures.gemma import GEMMA, GEMMA2, GEMMA3
 from ondevice.converters.architectures.gemma3n import GEMMA3N
 from ondevice.converters.architectures.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from ondevice.converters.architectures.glm4 import GLM4
-from ondevice.converters.architectures.granite import GRANITE
+from ondevice.converters.architectures.glm4_moe import GLM4_MOE
+from ondevice.converters.architectures.granite import GRANITE, GRANITE_MOE
 from ondevice.converters.architectures.llama import LLAMA, SPARSE_LLAMA
 from ondevice.converters.architectures.mistral import MISTRAL
+from ondevice.converters.architectures.mixtral import MIXTRAL
 from ondevice.converters.architectures.multimodal import (
     MULTIMODAL,
     Multimodal,
@@ -26,12 +28,16 @@ from ondevice.converters.architectures.multimodal import (
 )
 from ondevice.converters.architectures.nemotron import NEMOTRON
 from ondevice.converters.architectures.olmo2 import OLMO2
+from ondevice.converters.architectures.olmoe import OLMOE
 from ondevice.converters.architectures.opt import OPT
 from ondevice.converters.architectures.persimmon import PERSIMMON
 from ondevice.converters.architectures.phi import PHI
 from ondevice.converters.architectures.phi3 import PHI3
+from ondevice.converters.architectures.phimoe import PHIMOE
 from ondevice.converters.architectures.qwen2 import QWEN2
+from ondevice.converters.architectures.qwen2_moe import QWEN2_MOE
 from ondevice.converters.architectures.qwen3 import QWEN3
+from ondevice.converters.architectures.qwen3_moe import QWEN3_MOE
 from ondevice.converters.architectures.smollm3 import SMOLLM3
 from ondevice.converters.architectures.stablelm import STABLELM
 from ondevice.errors import UnsupportedModelError
@@ -61,6 +67,13 @@ _ALL = (
     PHI,
     PERSIMMON,
     NEMOTRON,
+    OLMOE,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    PHIMOE,
+    GRANITE_MOE,
+    GLM4_MOE,
 )
 FAMILIES = {family.model_type: family for family in _ALL}
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import numpy as np
@@ -197,12 +198,91 @@ class Joined(_View):
         return np.concatenate([part.vector() for part in self.parts])
 
     def sample(self, start: int, nbytes: int) -> bytes:
-        found = b""
-        for part in self.parts:
-            if start < part.nbytes and len(found) < nbytes:
-                found += part.sample(start, nbytes - len(found))
-            start = max(0, start - part.nbytes)
-        return found
+        return _sample(self.parts, start, nbytes)
+
+
+@dataclass(frozen=True)
+class Matrices(_View):
+    """The matrices `parts`, of one type, below each other (R of all, C), or side by side (R, C of all).
+
+    beside: true for side by side.
+    """
+
+    name: str
+    parts: tuple[SourceTensor, ...]
+    beside: bool = False
+
+    @property
+    def source(self) -> SourceTensor:  # type: ignore[override]
+        return self.parts[0]
+
+    @cached_property
+    def _starts(self) -> NDArray[np.int64]:
+        """First row, or column, of each part, and the end of the last."""
+        return np.cumsum([0, *(part.shape[self.beside] for part in self.parts)])
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        rows, columns = self.parts[0].shape
+        end = int(self._starts[-1])
+        return (rows, end) if self.beside else (end, columns)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @cached_property
+    def values_nbytes(self) -> int:
+        return sum(part.values_nbytes for part in self.parts)
+
+    @cached_property
+    def files(self) -> tuple[SourceFile, ...]:
+        return tuple(dict.fromkeys(file for part in self.parts for file in part.files))
+
+    @property
+    def code_format(self) -> RowFormat | None:
+        return None
+
+    def rows(self, start: int, stop: int) -> Weights:
+        if self.beside:
+            return np.concatenate([part.rows(start, stop) for part in self.parts], axis=1)
+        return np.concatenate([part.rows(*span) for part, span in self._spans(start, stop)])
+
+    def columns(self, start: int, stop: int) -> Weights:
+        if not self.beside:
+            return np.concatenate([part.columns(start, stop) for part in self.parts])
+        return np.concatenate([part.columns(*span) for part, span in self._spans(start, stop)], axis=1)
+
+    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+        return None
+
+    def vector(self) -> NDArray[np.float32]:
+        raise ValueError(f"{self.name} is a matrix")
+
+    def sample(self, start: int, nbytes: int) -> bytes:
+        return _sample(self.parts, start, nbytes)
+
+    def _spans(self, start: int, stop: int) -> Iterator[tuple[SourceTensor, tuple[int, int]]]:
+        """The parts that hold [start, stop), and what of each, counted from its own start."""
+        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        for index in range(max(0, first), len(self.parts)):
+            begin, end = int(self._starts[index]), int(self._starts[index + 1])
+            if begin >= stop:
+                return
+            if end > start:
+                yield self.parts[index], (max(start, begin) - begin, min(stop, end) - begin)
+
+
+def _sample(parts: Sequence[SourceTensor], start: int, nbytes: int) -> bytes:
+    """As of `SourceTensor`, of parts one after the other."""
+    found = b""
+    for part in parts:
+        if len(found) == nbytes:
+            break
+        if start < part.nbytes:
+            found += part.sample(start, nbytes - len(found))
+        start = max(0, start - part.nbytes)
+    return found
 
 
 def head_rows(heads: int, order: Sequence[int]) -> NDArray[np.int64]:

@@ -98,7 +98,7 @@ class WatchedWeights:
 
     def _weight(self, weight: WeightShape, source: str, which: str) -> Any:
         """A weight that few models have: a matrix whose inputs are kept as `which`, or float32 values."""
-        if weight.quantised:
+        if weight.is_matrix:
             return self._matrix(which, [source])
         tensor = self._checkpoint.tensors[source]
         if len(tensor.shape) == 1:

@@ -22,7 +22,14 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RecordLayout
 from ondevice.config import RowFormat
-from ondevice.model_config import Activation, AttentionSpec, FeedForwardSpec, HeadSizes, ModelConfig
+from ondevice.model_config import (
+    Activation,
+    AttentionSpec,
+    FeedForwardSpec,
+    HeadSizes,
+    LayerSpec,
+    ModelConfig,
+)
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Float16: TypeAlias = NDArray[np.float16]
@@ -271,6 +278,17 @@ class Biases(NamedTuple):
 NO_BIASES = Biases()
 
 
+class Router(NamedTuple):
+    """What chooses a layer's experts: matrix (E, D), and choice_bias (E,), added to scores for the choice.
+
+    shared_gate: (1, D), whose product's sigmoid multiplies the dense feed-forward's output.
+    """
+
+    matrix: Linear
+    choice_bias: Vector | None = None
+    shared_gate: Linear | None = None
+
+
 @dataclass(frozen=True)
 class Cutoff:
     """The rule that selects a neuron by its gate: |activation(gate)| * importance > threshold.
@@ -332,11 +350,13 @@ class Backend(Protocol):
         selector: Selector | None = None,
         biases: Biases = NO_BIASES,
         gates: Linear | None = None,
+        dense: int | None = None,
     ) -> FeedForward:
         """Load one layer's neurons. Called for layers 0, 1, ... in order.
 
         selector: decides which neurons are multiplied for a token; without it, all are. gates: the gate
-        projection, (F, D), of a layer whose gates have a statistical cutoff.
+        projection, (F, D), of a layer whose gates have a statistical cutoff. dense: in a model with experts,
+        number of the layer's neurons that aren't an expert's; these come first and stay in memory.
         """
         ...
 
@@ -488,6 +508,32 @@ class Backend(Protocol):
             x: (R, D), the rows of `batch`.
             weight: the layer's neurons.
             spec: the block's arithmetic.
+            batch: the rows of the pass.
+            norm: applied to x first.
+            added: (R, D), which may be x; the result may overwrite it.
+        """
+        ...
+
+    def mixture(
+        self,
+        x: Array,
+        weight: FeedForward,
+        router: Router,
+        spec: LayerSpec,
+        batch: ForwardBatch,
+        norm: Norm | None = None,
+        added: Array | None = None,
+    ) -> Array:
+        """dense(n) + sum(w_e * expert_e(n)) + added, (R, D), with n = norm(x). Called for layers in order.
+
+        The sum is over a row's experts in the order of their numbers; each is a feed-forward, as of
+        `feed_forward`, as is the dense one, which may be missing.
+
+        Args:
+            x: (R, D), the rows of `batch`.
+            weight: the layer's neurons.
+            router: chooses each row's experts and their weights w.
+            spec: the layer's arithmetic; it has experts.
             batch: the rows of the pass.
             norm: applied to x first.
             added: (R, D), which may be x; the result may overwrite it.

@@ -28,19 +28,26 @@ from ondevice.backends.base import (
     KVStore,
     LinearSource,
     Norm,
+    Router,
     Selector,
 )
 from ondevice.backends.embedding_table import EmbeddingTable
-from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer
+from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer, FirstNeurons
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.offloading import OffloadingBackend
+from ondevice.backends.routing import route, sigmoid
 from ondevice.backends.token_tree import TokenTree
+from ondevice.bundle.layout import padded
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native, memory
-from ondevice.model_config import ACTIVATIONS, Activation, AttentionSpec, FeedForwardSpec
+from ondevice.model_config import ACTIVATIONS, Activation, AttentionSpec, FeedForwardSpec, LayerSpec
 
 SCORES = ("scores", "more scores")
 """Names of the output buffers of a selector's matrices."""
+READ_BYTES = 4 << 20
+"""Bytes of neurons that are read at a time into memory where they stay."""
+HELD_ROWS = 16
+"""Most rows of a pass whose outputs of all experts are held at once."""
 VIEWS = 64
 """Most views of output arrays kept at once; bounded, as the last chunks of prompts have every length."""
 
@@ -110,6 +117,14 @@ class CpuFeedForward(FeedForwardLayer):
         self.output_bias: Float32 | None = biases.output
         self._runner = runner
 
+    def hold_all(self, read_bytes: int) -> None:
+        """Read all neurons into one segment, which holds them; so many bytes, or a block, at a time."""
+        segment, source = self.new_segment(), self.source
+        step = max(1, read_bytes // (source.layout.stride * BLOCK_NEURONS)) * BLOCK_NEURONS
+        for first in range(0, source.num_neurons, step):
+            self.pack(segment, 0, first, source.read(first, min(step, source.num_neurons - first)))
+        self.segments.append(segment)
+
     def with_bias(self, out: Float32) -> Float32:
         """`out` (T, D), the output bias added in place, if there is one."""
         if self.output_bias is not None:
@@ -178,8 +193,15 @@ class CpuBackend(OffloadingBackend):
         selector: Selector | None = None,
         biases: Biases = NO_BIASES,
         gates: CpuLinear | None = None,
+        dense: int | None = None,
     ) -> CpuFeedForward:
-        loaded = CpuFeedForward(self.runner, layer, source, self._segment_neurons, selector, biases, gates)
+        neurons = self._segment_neurons
+        if dense is not None:
+            source = FirstNeurons(source, dense)
+            neurons = max(BLOCK_NEURONS, padded(dense, BLOCK_NEURONS))
+        loaded = CpuFeedForward(self.runner, layer, source, neurons, selector, biases, gates)
+        if dense:
+            loaded.hold_all(READ_BYTES)
         self.feed_forwards.append(loaded)
         return loaded
 
@@ -373,6 +395,39 @@ class CpuBackend(OffloadingBackend):
         row_sums.cut_off(gates, cutoff)
         return gates
 
+    def mixture(
+        self,
+        x: Float32,
+        weight: CpuFeedForward,
+        router: Router,
+        spec: LayerSpec,
+        batch: ForwardBatch,
+        norm: Norm | None = None,
+        added: Float32 | None = None,
+    ) -> Float32:
+        experts, form, native = spec.experts, native_form(spec.feed_forward), weight.native
+        assert experts is not None
+        x = x if norm is None else self.normed(x, norm)
+        routing = route(self.linear(x, router.matrix), experts, router.choice_bias)
+        total = np.zeros_like(x)
+        if weight.segments:
+            native.forward(self.runner, x, weight.segments, form, total)
+            if router.shared_gate is not None:
+                total *= sigmoid(self.linear(x, router.shared_gate))
+        # Outputs are added in the order of experts. Where few rows are wanted, they can be held until then.
+        in_order, held = len(x) > HELD_ROWS, []
+        for expert, address in weight.neurons.experts(weight.index, routing, batch, in_order):
+            rows, weights = routing.rows_of(expert)
+            own = x if len(rows) == len(x) else x[rows]
+            out = np.empty_like(own)
+            native.forward_records(self.runner, own, address, experts.neurons, form, out)
+            out *= weights
+            held.append((expert, rows, out))
+            if in_order:
+                _add_to(total, held)
+        _add_to(total, held)
+        return total if added is None else np.add(added, total, out=added)
+
     def rows(self, x: Float32, tokens: Sequence[int]) -> Float32:
         return x[list(tokens)]
 
@@ -456,6 +511,16 @@ class CpuBackend(OffloadingBackend):
                 self._views.clear()
             view = self._views[op, shape] = self._buffers[op][:size].reshape(shape)
         return view
+
+
+def _add_to(total: Float32, held: list[tuple[int, NDArray[np.intp], Float32]]) -> None:
+    """Add the outputs of experts to their rows of `total` (T, D), in ascending order; empties `held`."""
+    for _, rows, out in sorted(held, key=lambda it: it[0]):
+        if len(rows) == len(total):
+            total += out
+        else:
+            total[rows] += out
+    held.clear()
 
 
 def _addresses(kv: KVStore) -> NDArray[np.uint64]:

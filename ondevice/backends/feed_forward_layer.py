@@ -36,6 +36,23 @@ class PieceMemory:
         """Wait until these computations have ended, so that their neurons may be overwritten."""
 
 
+class FirstNeurons:
+    """`FeedForwardSource` of the first `count` neurons of another: those that aren't an expert's."""
+
+    def __init__(self, source: FeedForwardSource, count: int) -> None:
+        self._source = source
+        self.num_neurons = count
+        self.file = source.file
+        self.hidden_size = source.hidden_size
+        self.layout = source.layout
+
+    def read(self, first: int, count: int) -> Bytes:
+        return self._source.read(first, count)
+
+    def check_gates(self, first: int, records: Bytes) -> None:
+        self._source.check_gates(first, records)
+
+
 class FeedForwardLayer:
     """One layer's neurons, in ascending order: a resident prefix in segments, the rest from `neurons`.
 

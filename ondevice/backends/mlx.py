@@ -100,6 +100,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         selector: Selector | None = None,
         biases: Biases = NO_BIASES,
         gates: MlxLinear | None = None,
+        dense: int | None = None,
     ) -> MlxFeedForward:
         loaded = MlxFeedForward(
             layer, source, self._segment_neurons, self.dtype, self._pieces, selector, biases, gates

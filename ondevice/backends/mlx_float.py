@@ -80,6 +80,7 @@ class MlxFloatBackend(MlxOps):
         selector: Selector | None = None,
         biases: Biases = NO_BIASES,
         gates: MlxLinear | None = None,
+        dense: int | None = None,
     ) -> MlxFeedForward:
         # Every neuron is multiplied here: nothing is selected.
         loaded = self._loader.load_feed_forward(layer, source)

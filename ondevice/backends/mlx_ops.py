@@ -19,6 +19,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import read_rows
 from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.token_tree import TokenTree
+from ondevice.errors import BackendUnavailableError
 from ondevice.model_config import Activation, AttentionSpec, FeedForwardSpec
 
 
@@ -107,6 +108,9 @@ class MlxOps:
 
     def soft_cap(self, x: mx.array, cap: float) -> mx.array:
         return cap * mx.tanh(x / cap)
+
+    def mixture(self, *arguments: Any, **options: Any) -> mx.array:
+        raise BackendUnavailableError("--backend mlx doesn't run experts yet; use --backend cpu")
 
     def rows(self, x: mx.array, tokens: Sequence[int]) -> mx.array:
         return x[mx.array(list(tokens))]

@@ -1,7 +1,8 @@
 """The interface through which backends get a layer's neurons; `sparsity` implements it.
 
 A forward pass reaches flash through it: a backend's `feed_forward` calls the `neurons` of its layer. They are
-a `sparsity.segments.SegmentPool` in dense mode, a `sparsity.fetch.NeuronFetcher` if neurons are selected.
+a `sparsity.segments.SegmentPool` in dense mode, a `sparsity.fetch.NeuronFetcher` if neurons are selected, a
+`sparsity.experts.ExpertFetcher` in models with experts.
 
 Legend: R rows of a forward pass, F neurons of a layer.
 """
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import Bytes, Float32, Int32
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.routing import Routing
 from ondevice.errors import OndeviceError
 
 Segment: TypeAlias = Any
@@ -73,6 +75,15 @@ class NeuronSource:
         """
         raise OndeviceError("nothing provides the neurons that aren't resident")
 
+    def experts(
+        self, layer: int, routing: Routing, batch: ForwardBatch, in_order: bool
+    ) -> Iterator[tuple[int, int]]:
+        """Every expert of `routing.experts`, and the address of its first record; each until the next.
+
+        in_order: whether they come in ascending order; otherwise those in memory come first.
+        """
+        raise OndeviceError("nothing provides the experts")
+
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
         """Take the result of verifying the last pass's `batch`, which had draft tokens.
 
@@ -90,6 +101,11 @@ class ClosedNeurons(NeuronSource):
         raise _closed()
 
     def offloaded(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes | Segment]:
+        raise _closed()
+
+    def experts(
+        self, layer: int, routing: Routing, batch: ForwardBatch, in_order: bool
+    ) -> Iterator[tuple[int, int]]:
         raise _closed()
 
 

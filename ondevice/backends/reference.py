@@ -30,17 +30,19 @@ from ondevice.backends.base import (
     KVStore,
     LinearSource,
     Norm,
+    Router,
     Selector,
 )
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.routing import route, sigmoid
 from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.codes import unpack
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import RowFormat
 from ondevice.kernels import _native
-from ondevice.model_config import Activation, AttentionSpec, FeedForwardSpec
+from ondevice.model_config import Activation, AttentionSpec, FeedForwardSpec, LayerSpec
 
 RECORDS_PER_READ = 1024
 _KV_TYPES = {32: np.float32, 16: np.float16, 8: np.int8}
@@ -66,6 +68,11 @@ class ReferenceFeedForward:
     up: Float32 | None
     down: Float32
     biases: Biases = NO_BIASES
+
+    def some(self, first: int, count: int) -> ReferenceFeedForward:
+        """The neurons first .. first + count by themselves, which have no biases."""
+        own = slice(first, first + count)
+        return ReferenceFeedForward(self.gate[own], None if self.up is None else self.up[own], self.down[own])
 
 
 class ReferenceBackend:
@@ -113,6 +120,7 @@ class ReferenceBackend:
         selector: Selector | None = None,
         biases: Biases = NO_BIASES,
         gates: ReferenceLinear | None = None,
+        dense: int | None = None,
     ) -> ReferenceFeedForward:
         # Every neuron is multiplied here: nothing is selected.
         shape, offsets = (source.num_neurons, source.hidden_size), source.layout.row_offsets
@@ -273,6 +281,32 @@ class ReferenceBackend:
         if weight.biases.output is not None:
             product += weight.biases.output
         return product if added is None else added + product
+
+    def mixture(
+        self,
+        x: Float32,
+        weight: ReferenceFeedForward,
+        router: Router,
+        spec: LayerSpec,
+        batch: ForwardBatch,
+        norm: Norm | None = None,
+        added: Float32 | None = None,
+    ) -> Float32:
+        experts, x = spec.experts, self.normed(x, norm)
+        assert experts is not None
+        first = len(weight.gate) - experts.num_neurons
+        total = np.zeros_like(x)
+        if first:
+            dense = weight.some(0, first)
+            total += hidden(x, dense, spec.feed_forward) @ dense.down
+            if router.shared_gate is not None:
+                total *= sigmoid(self.linear(x, router.shared_gate))
+        routing = route(self.linear(x, router.matrix), experts, router.choice_bias)
+        for expert in routing.experts.tolist():
+            rows, weights = routing.rows_of(expert)
+            own = weight.some(first + expert * experts.neurons, experts.neurons)
+            total[rows] += weights * (hidden(x[rows], own, spec.feed_forward) @ own.down)
+        return total if added is None else added + total
 
     def rows(self, x: Float32, tokens: Sequence[int]) -> Float32:
         return x[list(tokens)]

@@ -10,6 +10,7 @@ from ondevice.budget.sizes import (
     SegmentShape,
     SlotShape,
     buffer_shape,
+    expert_shape,
     logits_rows,
     segment_shape,
 )
@@ -28,16 +29,30 @@ class CpuMemory(MemoryModel):
 
     @property
     def segment(self) -> SegmentShape | SlotShape:
+        if self.config.experts is not None:
+            return expert_shape(self.config, self.quant, self.config.experts)
         return self._slots if self.selects_neurons else segment_shape(self.config, self.quant)
 
     @property
     def buffers(self) -> BufferShape:
+        if self.config.experts is not None:
+            # Experts are read straight into their slots.
+            return BufferShape(GROUP_SIZE, 0, 0, 0)
         return self._fetch if self.selects_neurons else buffer_shape(self.config, self.quant)
 
     def activation_bytes(self, tokens: int) -> int:
         # The heap keeps about a quarter more than is in use.
         kernels = self._kernel_bytes(tokens) * 5 // 4
         return kernels + 4 * tokens * self._extra_floats + self._selecting_bytes(tokens)
+
+    @property
+    def _neurons_at_once(self) -> int:
+        """Neurons whose hidden values exist at once: those of a segment, or of an expert."""
+        experts = self.config.experts
+        if experts is None:
+            return segment_shape(self.config, self.quant).neurons
+        dense = max(map(self.config.dense_neurons, self.config.layers))
+        return padded(max(experts.neurons, dense), GROUP_SIZE)
 
     def _kernel_bytes(self, tokens: int) -> int:
         """Activations, attention scores, hidden values and logits of a dense forward pass.
@@ -62,8 +77,7 @@ class CpuMemory(MemoryModel):
         rows = max(QUERY_ROWS, config.queries_per_key)
         keys = padded(self.max_context, GROUP_SIZE) + 2 * padded(config.head_width, 16)
         scores = self._threads * 4 * rows * keys
-        segment = segment_shape(config, self.quant)
-        neurons = min(segment.neurons, padded(config.widest, GROUP_SIZE))
+        neurons = min(self._neurons_at_once, padded(config.widest, GROUP_SIZE))
         hidden_values = max(HIDDEN_BYTES, 4 * tokens * neurons)
         sampling = 8 * 8 * vocab
         # The head's output and the copy that the caller gets.

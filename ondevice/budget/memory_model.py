@@ -17,6 +17,7 @@ from ondevice.budget.sizes import (
     SegmentShape,
     SlotShape,
     context_tokens,
+    dense_bytes,
     draft_head_bytes,
     draft_head_rows,
     draft_nodes,
@@ -104,6 +105,8 @@ class MemoryModel(ABC):
     @property
     def sparsity(self) -> str:
         """The sparsity mode that is planned."""
+        if self.config.experts is not None:
+            return "experts"
         return self.runtime.sparsity if self.selects_neurons else "dense"
 
     @property
@@ -119,6 +122,9 @@ class MemoryModel(ABC):
             selecting = self.config.num_neurons * NEURON_TABLE_BYTES
         if self.runtime.sparsity in GATED:
             selecting += self._gates_bytes
+        if self.config.experts is not None:
+            selecting += dense_bytes(self.config, self.quant)
+            selecting += self.config.num_layers * self.config.experts.count * NEURON_TABLE_BYTES
         return self._matrices_bytes + selecting
 
     @property
@@ -151,7 +157,9 @@ class MemoryModel(ABC):
         drafter = self.draft_model_bytes + drafter_bytes(runtime.speculation, config, self.max_context, nodes)
         if not drafter:
             return held
-        if runtime.sparsity != "dense":
+        if config.experts is not None:
+            held += 2 * (nodes - 1) * config.num_layers * config.experts.count
+        elif runtime.sparsity != "dense":
             neurons = config.num_neurons
             if runs_streams(runtime.speculation, self.streams) or runtime.speculation == "resident":
                 # Scores of neurons that drafting went without: the next pass reads them first.
@@ -198,7 +206,10 @@ class MemoryModel(ABC):
         matrices += sum(
             interleaved_bytes(hidden, config.out_cols(layer), quant.of("out")) for layer in config.layers
         )
-        matrices += sum(interleaved_bytes(rows, cols, quant.down) for rows, cols in extra_matrices(config))
+        matrices += sum(
+            interleaved_bytes(weight.shape[0], weight.shape[1], weight.stored(quant))
+            for weight in extra_matrices(config)
+        )
         weights = matrices + 4 * vectors_size(config) + self._cutoff_bytes
         weights += interleaved_bytes(
             config.vocab_size, config.embedding_size, quant.head(config.tie_embeddings)
@@ -215,6 +226,8 @@ class MemoryModel(ABC):
             return 0
         hidden, copies = padded(config.hidden_size, GROUP_SIZE), config.residual_copies
         rank = max(layer.laurel_rank for layer in config.layers)
+        if config.experts is not None:
+            return self._mixture_floats
         # In the layer: the copies before it and as predicted, what one product is made of, and gates, twice.
         within = (2 * copies if copies > 1 else 0) * hidden + (3 * hidden + 2 * rank if rank else 0)
         if config.cut_off_layers:
@@ -229,6 +242,18 @@ class MemoryModel(ABC):
         reading = 2 * row + stride // 4
         held = row + max(0, row - config.qkv_size)
         return held + max(reading, within, behind + 2 * hidden + 4 * config.per_layer_width)
+
+    @property
+    def _mixture_floats(self) -> int:
+        """Values that a token takes in a layer with experts: its normed input and its output, both gathered
+        for an expert, and what the router makes of its logits.
+        """
+        assert self.config.experts is not None
+        hidden = padded(self.config.hidden_size, GROUP_SIZE)
+        groups = hidden // GROUP_SIZE
+        # As where neurons are selected: groups of outputs lie 16 side by side, and tiles are listed.
+        lanes = 16 * (padded(groups, 16) - groups) + 17
+        return 5 * hidden + 20 * self.config.experts.count + lanes
 
     @property
     def _cutoff_bytes(self) -> int:
@@ -280,7 +305,7 @@ class MemoryModel(ABC):
     @property
     def _widest_input(self) -> int:
         """Columns of the widest matrix outside the feed-forward blocks."""
-        others = (cols for _, cols in extra_matrices(self.config))
+        others = (weight.shape[1] for weight in extra_matrices(self.config))
         return max(self.config.hidden_size, self.config.query_size, *others)
 
     def _selecting_bytes(self, tokens: int) -> int:

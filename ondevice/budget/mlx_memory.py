@@ -97,8 +97,9 @@ class MlxMemory(MemoryModel):
             more += self._wider_bytes(config.hidden_size * queries, quant.of("out"))
             if gated or layer.feed_forward.cutoff is not None:
                 more += self._wider_bytes(config.neurons(layer) * hidden, quant.of("feed_forward"))
-        for rows, cols in extra_matrices(config):
-            more += self._wider_bytes(rows * padded(cols, GROUP_SIZE), quant.down)
+        for weight in extra_matrices(config):
+            rows, cols = weight.shape
+            more += self._wider_bytes(rows * padded(cols, GROUP_SIZE), weight.stored(quant))
         head = config.vocab_size * padded(config.embedding_size, GROUP_SIZE)
         more += self._wider_bytes(head, quant.head(config.tie_embeddings))
         if self._used_predictors is not None:

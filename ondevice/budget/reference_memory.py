@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 from ondevice.budget.cpu_memory import CpuMemory
 from ondevice.budget.sizes import BufferShape, SegmentShape, segment_shape
@@ -20,7 +21,7 @@ class ReferenceMemory(CpuMemory):
         rows += sum(config.out_cols(layer) + config.qkv_rows(layer) for layer in config.layers)
         # The gates of cutoffs are there twice.
         rows += sum(map(config.neurons, config.cut_off_layers))
-        others = sum(rows * cols for rows, cols in extra_matrices(config))
+        others = sum(prod(weight.shape) for weight in extra_matrices(config))
         others += config.embedding_size * config.vocab_size + config.positions_size
         return 4 * (config.hidden_size * rows + others)
 

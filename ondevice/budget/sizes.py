@@ -13,6 +13,7 @@ from ondevice.bundle.layout import RowLayout, neuron_layout, padded
 from ondevice.bundle.streams import MultiStreams
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.errors import UsageError
+from ondevice.experts_spec import ExpertsSpec
 from ondevice.model_config import ModelConfig
 from ondevice.speculation.registry import has_draft_head
 from ondevice.speculation.tree import DRAFT_NODES
@@ -170,6 +171,25 @@ def slot_shape(config: ModelConfig, quant: QuantConfig, whole: bool) -> SlotShap
     reserve = 2 * fetch_neurons(config) + 2 * prefetch_neurons(config)
     slots = max(GROUP_SIZE, min(SEGMENT_BYTES // slot_bytes, -(-neurons // 16)))
     return SlotShape(slots, slot_bytes, reserve, -(-(neurons + reserve) // slots))
+
+
+def expert_shape(config: ModelConfig, quant: QuantConfig, experts: ExpertsSpec) -> SlotShape:
+    """Slots for whole experts, in segments near 8 MiB, or a sixteenth of all experts if that is less.
+
+    The reserve holds those that a token chooses in one layer.
+    """
+    nbytes = experts.neurons * neuron_layout(config, quant).stride
+    # An expert lies in its page as on flash, so one that isn't whole pages may touch one more.
+    slot_bytes = nbytes if nbytes % PAGE_BYTES == 0 else padded(nbytes, PAGE_BYTES) + PAGE_BYTES
+    count = experts.count * sum(layer.experts is not None for layer in config.layers)
+    slots = max(1, min(SEGMENT_BYTES // slot_bytes, -(-count // 16)))
+    return SlotShape(slots, slot_bytes, experts.chosen, -(-(count + experts.chosen) // slots))
+
+
+def dense_bytes(config: ModelConfig, quant: QuantConfig) -> int:
+    """Neurons that aren't an expert's in a model with experts, packed: they stay in memory."""
+    blocks = sum(-(-config.dense_neurons(layer) // GROUP_SIZE) for layer in config.layers)
+    return blocks * _block_bytes(config, quant)
 
 
 def fetch_neurons(config: ModelConfig) -> int:

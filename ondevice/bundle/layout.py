@@ -276,11 +276,12 @@ def _layer_tensors(
 
 def _weight_tensors(prefix: str, weights: Iterable[WeightShape], quant: QuantConfig) -> dict[str, TensorSpec]:
     tensors: dict[str, TensorSpec] = {}
-    for name, shape, quantised in weights:
-        if quantised:
-            tensors |= linear_tensors(f"{prefix}{name}", shape[0], shape[1], quant.down)
+    for weight in weights:
+        name, shape = f"{prefix}{weight.name}", weight.shape
+        if weight.is_matrix:
+            tensors |= linear_tensors(name, shape[0], shape[1], weight.stored(quant))
         else:
-            tensors[f"{prefix}{name}"] = TensorSpec("F32", shape)
+            tensors[name] = TensorSpec("F32", shape)
     return tensors
 
 

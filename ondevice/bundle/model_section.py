@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any, cast
 
 from ondevice.bundle.strict_json import Section
+from ondevice.experts_spec import MAX_EXPERT_NEURONS, MAX_EXPERTS, MAX_WEIGHT_FACTOR, ExpertsSpec, Scoring
 from ondevice.model_config import (
     MAX_DEVIATIONS,
-    MAX_FACTOR,
     SIZE_LIMITS,
     Activation,
     AttentionSpec,
@@ -20,9 +20,9 @@ from ondevice.model_config import (
     NormKind,
     NormPlaces,
     NormSpec,
-    RopeSpec,
     UpActivation,
 )
+from ondevice.rope_spec import MAX_FACTOR, RopeSpec
 
 _MAX_TOKENS = 1 << 24
 _MAX_LAYERS = 1 << 10
@@ -46,9 +46,10 @@ FACTORS = {"per_layer_multiplier": 1.0}
 _PLAIN = asdict(FeedForwardSpec("silu"))
 """Values of a feed-forward's keys where they are absent; the activation never is."""
 _PLAIN_ROPE = {"long_frequencies": [], "original_context": 0}
-_PLAIN_LAYER = {"laurel_rank": 0, "scaled": False}
+_PLAIN_LAYER = {"laurel_rank": 0, "scaled": False, "experts": None}
+_PLAIN_EXPERTS = {"choice_bias": False, "groups": 1, "chosen_groups": 1, "jitter": 0.0, "shared_gate": False}
 _PLAIN_ATTENTION = {"value_norm": False, "keys_of": None, "head_dim": 0, "num_kv_heads": 0}
-"""Likewise of a rope's, a layer's and its attention's."""
+"""Likewise of a rope's, a layer's, its experts' and its attention's."""
 
 
 def model_section(config: ModelConfig) -> dict[str, Any]:
@@ -59,6 +60,8 @@ def model_section(config: ModelConfig) -> dict[str, Any]:
         layer["feed_forward"] = {
             name: value for name, value in spec.items() if name == "activation" or value != _PLAIN[name]
         }
+        if layer["experts"] is not None:
+            _drop(layer["experts"], _PLAIN_EXPERTS)
         _drop(layer, _PLAIN_LAYER)
         _drop(layer["attention"], _PLAIN_ATTENTION)
     for rope in section["ropes"]:
@@ -119,6 +122,8 @@ def _parse_layer(section: Section) -> LayerSpec:
         given["laurel_rank"] = section.integer("laurel_rank", 1, _MAX_TOKENS)
     if "scaled" in section.names:
         given["scaled"] = section.boolean("scaled")
+    if "experts" in section.names:
+        given["experts"] = _parse_experts(section.section("experts"))
     layer = LayerSpec(
         attention=_parse_attention(section.section("attention")),
         feed_forward=_parse_feed_forward(section.section("feed_forward")),
@@ -128,6 +133,29 @@ def _parse_layer(section: Section) -> LayerSpec:
     )
     section.close()
     return layer
+
+
+def _parse_experts(section: Section) -> ExpertsSpec:
+    given: dict[str, Any] = {}
+    for name in ("choice_bias", "shared_gate"):
+        if name in section.names:
+            given[name] = section.boolean(name)
+    for name in ("groups", "chosen_groups"):
+        if name in section.names:
+            given[name] = section.integer(name, 1, MAX_EXPERTS)
+    if "jitter" in section.names:
+        given["jitter"] = section.number("jitter", 0.0, 1.0)
+    experts = ExpertsSpec(
+        count=section.integer("count", 1, MAX_EXPERTS),
+        chosen=section.integer("chosen", 1, MAX_EXPERTS),
+        neurons=section.integer("neurons", 1, MAX_EXPERT_NEURONS),
+        scoring=cast(Scoring, section.text("scoring", 16)),
+        renormalised=section.boolean("renormalised"),
+        factor=section.number("factor", 0.0, MAX_WEIGHT_FACTOR),
+        **given,
+    )
+    section.close()
+    return experts
 
 
 def _parse_attention(section: Section) -> AttentionSpec:

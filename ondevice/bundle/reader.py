@@ -12,6 +12,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TypeVar
 
@@ -191,7 +192,7 @@ class Bundle:
         hidden = config.hidden_size
         rows = sum(config.qkv_rows(layer) + config.out_cols(layer) for layer in config.layers)
         layers = hidden * (rows + config.feed_forward.num_rows * config.num_neurons)
-        others = sum(rows * cols for rows, cols in extra_matrices(config)) + vectors_size(config)
+        others = sum(prod(weight.shape) for weight in extra_matrices(config)) + vectors_size(config)
         tables = config.embedding_size * (1 if config.tie_embeddings else 2) + config.per_layer_size
         return layers + others + config.vocab_size * tables
 

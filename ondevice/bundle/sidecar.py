@@ -35,6 +35,7 @@ NO_PREDICTORS = (
     "neurons count"
 )
 """What keeps predictors from models with cutoffs."""
+NO_SIDECARS = "a model with experts runs without predictors, thresholds and streams"
 
 Point = TypeVar("Point")
 
@@ -81,6 +82,7 @@ def no_streams(config: ModelConfig) -> str:
             lambda layer: layer.attention.head_dim > 0 or layer.attention.num_kv_heads > 0
         ),
         "statistical cutoffs": bool(config.cut_off_layers),
+        "experts": config.experts is not None,
     }
     *names, last = (name for name, holds in blocks.items() if holds)
     listed = f"{', '.join(names)} and {last}" if names else last
@@ -88,7 +90,9 @@ def no_streams(config: ModelConfig) -> str:
 
 
 def check_sidecar_possible(sidecar: Sidecar, config: ModelConfig) -> None:
-    """Raises BundleError for streams or predictors of a model whose blocks can't have them."""
+    """Raises BundleError for what a model can't have because of its blocks."""
+    if config.experts is not None:
+        raise BundleError(f"{sidecar.manifest} is there, but {NO_SIDECARS}: delete it")
     if sidecar.key == "streams" and not config.is_plain:
         raise BundleError(f"{sidecar.manifest} is there, but {no_streams(config)}: delete it")
     if sidecar.key == "predictors" and config.cut_off_layers:

@@ -7,18 +7,26 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
+from ondevice.config import QuantConfig, RowFormat
 from ondevice.model_config import LayerSpec, ModelConfig
 
 
 class WeightShape(NamedTuple):
     """A weight that only some models have: its name in a bundle, behind the prefix of a layer's.
 
-    shape: (rows, columns) of a matrix that is quantised, else the shape of float32 values.
+    shape: (rows, columns) of a matrix, else the shape of float32 values.
+    is_matrix: whether it is stored as matrices are.
+    is_half: whether this matrix has 16 bits, whatever others have.
     """
 
     name: str
     shape: tuple[int, ...]
-    quantised: bool
+    is_matrix: bool
+    is_half: bool = False
+
+    def stored(self, quant: QuantConfig) -> RowFormat:
+        """How this matrix is stored."""
+        return RowFormat(16) if self.is_half else quant.down
 
 
 def model_weight_shapes(config: ModelConfig) -> tuple[WeightShape, ...]:
@@ -72,19 +80,26 @@ def layer_weight_shapes(config: ModelConfig, layer: LayerSpec) -> tuple[WeightSh
             WeightShape("per_layer.out", (hidden, width), True),
             WeightShape("per_layer.norm.weight", (hidden,), False),
         ]
+    if layer.experts is not None:
+        # A choice of experts isn't to depend on how weights are rounded.
+        found.append(WeightShape("router", (layer.experts.count, hidden), True, is_half=True))
+        if layer.experts.choice_bias:
+            found.append(WeightShape("router.choice_bias", (layer.experts.count,), False))
+        if layer.experts.shared_gate:
+            found.append(WeightShape("shared_gate", (1, hidden), True, is_half=True))
     if layer.scaled:
         found.append(WeightShape("scale", (1,), False))
     return tuple(found)
 
 
-def extra_matrices(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
-    """Shapes of all quantised matrices among these weights."""
-    return tuple(weight.shape for weight in _all_shapes(config) if weight.quantised)
+def extra_matrices(config: ModelConfig) -> tuple[WeightShape, ...]:
+    """All matrices among these weights."""
+    return tuple(weight for weight in _all_shapes(config) if weight.is_matrix)
 
 
 def vectors_size(config: ModelConfig) -> int:
     """Number of values of all norms, biases, learned positions and other float32 weights."""
-    others = sum(prod(weight.shape) for weight in _all_shapes(config) if not weight.quantised)
+    others = sum(prod(weight.shape) for weight in _all_shapes(config) if not weight.is_matrix)
     others += (
         config.final_norm * config.norm_size + config.positions_size + config.head_bias * config.vocab_size
     )

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ondevice.budget.limits import context_words, verdict
+from ondevice.budget.sizes import DECODE_TOKENS, SlotShape
 from ondevice.bundle.reader import Bundle
 from ondevice.commands.reports import parts, percent, residency, size
 from ondevice.commands.training_reports import stream_facts
@@ -68,6 +69,7 @@ def inspection(resolved: ResolvedModel) -> dict[str, Any]:
         "sparsity_modes": [mode.name for mode in modes if mode.available],
         "predictor_recalls": [] if found is None else [point.recall for point in found.points],
         "threshold_sparsities": [] if cuts is None else [point.sparsity for point in cuts.points],
+        "experts": _expert_facts(resolved),
         "streams": None if bundle.streams is None else stream_facts(bundle.streams, bundle.config),
         "damaged": {key: error.for_command_line for key, error in bundle.damaged.items()},
         "speculation": resolved.runtime.speculation,
@@ -91,6 +93,7 @@ def inspection_text(resolved: ResolvedModel) -> str:
         *_widths_lines(config),
         "sparsity modes:",
         *map(_mode_line, sparsity_modes(config, bundle.predictors, bundle.thresholds, bundle.damaged)),
+        *_expert_lines(resolved),
         f"streams: {_streams_line(bundle)}",
         *(
             f"{key}: {bundle.damaged[key].for_command_line}"
@@ -110,6 +113,46 @@ def inspection_text(resolved: ResolvedModel) -> str:
         *(f"warning: {warning}" for warning in resolved.budget_warnings),
     ]
     return "\n".join(lines)
+
+
+def _expert_facts(resolved: ResolvedModel) -> dict[str, int] | None:
+    """Numbers of experts, and the bytes that a token's take in all layers; None for a model without any.
+
+    `in_memory` are kept beside a full context.
+    """
+    config, plan = resolved.bundle.config, resolved.plan
+    experts = config.experts
+    if experts is None:
+        return None
+    layers = sum(layer.experts is not None for layer in config.layers)
+    nbytes = experts.neurons * resolved.bundle.neuron_layout.stride
+    room = 0
+    if isinstance(plan.segment, SlotShape):
+        slots = plan.segments_for(plan.kv_cache_bytes, DECODE_TOKENS) * plan.segment.slots
+        room = min(layers * experts.count, max(0, slots - plan.segment.reserve))
+    return {
+        "layers": layers,
+        "count": experts.count,
+        "chosen": experts.chosen,
+        "expert_bytes": nbytes,
+        "cycle_bytes": layers * experts.chosen * nbytes,
+        "in_memory": room if resolved.runtime.backend != "reference" else layers * experts.count,
+    }
+
+
+def _expert_lines(resolved: ResolvedModel) -> list[str]:
+    """A line with a token's cycle and what the budget keeps, for a model with experts."""
+    found = _expert_facts(resolved)
+    if found is None:
+        return []
+    total, cycle = found["layers"] * found["count"], found["layers"] * found["chosen"]
+    line = (
+        f"experts: {found['count']} in each of {found['layers']} layers, {size(found['expert_bytes'])} each; "
+        f"a token's cycle is {cycle} of them, {size(found['cycle_bytes'])}; the budget keeps "
+        f"{found['in_memory']} of {total}"
+    )
+    below = "less than a token's cycle: most are read for each token"
+    return [line if found["in_memory"] >= cycle else f"{line}, {below}"]
 
 
 def _widths_lines(config: ModelConfig) -> list[str]:

@@ -43,6 +43,11 @@ def residency(plan: Plan) -> str:
         return "everything will be resident, read from flash once, as tokens first need it"
     if not plan.offloads_weights:
         return "the feed-forward will be resident; a row of the embedding is read from flash for each token"
+    if plan.sparsity == "experts":
+        return (
+            f"room for {share(start, total)} of the experts at the start, {share(full, total)} at "
+            f"{plan.max_context} tokens; of the others, those that are chosen are read from flash"
+        )
     if plan.sparsity != "dense":
         return (
             f"room for {share(start, total)} of the neurons at the start, {share(full, total)} at "

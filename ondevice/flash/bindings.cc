@@ -20,6 +20,7 @@
 
 #include "crc32c.h"
 #include "flash_reader.h"
+#include "range_reads.h"
 #include "read_ahead.h"
 #include "record_batch.h"
 
@@ -236,6 +237,17 @@ void bind_batch(nb::module_& m) {
       .def("stats", [](RecordBatch& self) { return times(self.stats()); }, Release());
 }
 
+void bind_ranges(nb::module_& m) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<RangeReads>(m, "RangeReads")
+      .def(nb::init<std::shared_ptr<FlashReader>>(), nb::arg("reader"))
+      .def("begin", &RangeReads::begin, nb::arg("file"), nb::arg("offset"), nb::arg("nbytes"),
+           nb::arg("target"), Release())
+      .def("wait", &RangeReads::wait, nb::arg("ticket"), Release())
+      .def("cancel", &RangeReads::cancel, Release())
+      .def("close", &RangeReads::close, Release());
+}
+
 void raise(const char* type, const char* message) {
   nb::object error = nb::module_::import_("ondevice.errors").attr(type);
   nb::object text = nb::steal(PyUnicode_DecodeFSDefault(message));
@@ -269,6 +281,7 @@ void bind_flash(nb::module_& m, nb::module_& testing) {
   bind_reader(m);
   bind_read_ahead(m);
   bind_batch(m);
+  bind_ranges(m);
 }
 
 }  // namespace ondevice

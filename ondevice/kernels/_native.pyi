@@ -200,6 +200,11 @@ class FeedForward:
         slots: (F,), each neuron's slot; addresses: each slot's; `whole` as in FeedForwardPass.add_selected.
         """
 
+    def forward_records(
+        self, runner: Runner, x: Float32, address: int, count: int, form: GateForm, out: Float32
+    ) -> None:
+        """out (T, hidden) = the output of `count` neurons alone, whose records begin at `address`."""
+
 class FeedForwardPass:
     """One forward pass through a layer, neurons added piece by piece in ascending order.
 
@@ -362,6 +367,15 @@ class RecordBatch:
     def finish(self) -> None: ...
     def close(self) -> None: ...
     def stats(self) -> ReadStats: ...
+
+class RangeReads:
+    """Ranges of whole checked units, read straight to given addresses; see flash/range_reads.h."""
+
+    def __init__(self, reader: FlashReader) -> None: ...
+    def begin(self, file: int, offset: int, nbytes: int, target: int) -> int: ...
+    def wait(self, ticket: int) -> None: ...
+    def cancel(self) -> None: ...
+    def close(self) -> None: ...
 
 class ReadAhead:
     def __init__(

@@ -68,6 +68,18 @@ int64_t forward_selected(const FeedForward& layer, Runner& runner, const Rows& x
                                 x.stride(0), tokens, gates, out.data(), norms, base);
 }
 
+void forward_records(const FeedForward& layer, Runner& runner, const Rows& x, uint64_t address, int64_t count,
+                     const FormArg& form, const CArray<float, 2>& out) {
+  const int64_t tokens = rows_of(x, layer.hidden());
+  const GateForm gates = form_of(form);
+  require(address != 0 && count > 0 && count < (int64_t{1} << 31), "records have an address and a number");
+  require(!layer.bias(), "experts have no biases");
+  added_to(out, layer, tokens, {});
+  nb::gil_scoped_release release;
+  layer.forward_records(runner, reinterpret_cast<const uint8_t*>(address), count, x.data(), x.stride(0),
+                        tokens, gates, out.data());
+}
+
 void begin(FeedForwardPass* self, Runner& runner, const FeedForward& layer, const Rows& x,
            const FormArg& form, const NormArg& norm) {
   const int64_t tokens = rows_of(x, layer.hidden());
@@ -170,7 +182,9 @@ void bind_feed_forward(nb::module_& m) {
       .def("forward_selected", &forward_selected, nb::arg("runner"), nb::arg("x"), nb::arg("scorer"),
            nb::arg("bias").none(), nb::arg("low_rank").none(), nb::arg("slots"), nb::arg("addresses"),
            nb::arg("whole"), nb::arg("form"), nb::arg("out"), nb::arg("norm").none() = nb::none(),
-           nb::arg("added").none() = nb::none());
+           nb::arg("added").none() = nb::none())
+      .def("forward_records", &forward_records, nb::arg("runner"), nb::arg("x"), nb::arg("address"),
+           nb::arg("count"), nb::arg("form"), nb::arg("out"));
 
   nb::class_<FeedForwardPass>(m, "FeedForwardPass")
       .def("__init__", &begin, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::arg("runner"),

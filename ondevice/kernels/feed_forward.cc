@@ -160,4 +160,24 @@ int64_t FeedForward::forward_selected(Runner& runner, const Scorer& scorer, cons
   return count;
 }
 
+void FeedForward::forward_records(Runner& runner, const uint8_t* records, int64_t count, const float* x,
+                                  int64_t x_stride, int64_t tokens, const GateForm& form, float* out) const {
+  FeedForwardScratch& scratch = runner.feed_forward_scratch();
+  std::vector<int32_t>& ids = scratch.selected_ids;
+  std::vector<const uint8_t*>& parts = scratch.selected_parts;
+  ids.resize(static_cast<size_t>(count));
+  parts.resize(static_cast<size_t>(count));
+  scratch.scores.grow(static_cast<size_t>(count) * sizeof(float));
+  float* ones = scratch.scores.as<float>();
+  for (int64_t k = 0; k < count; ++k) {
+    ids[k] = static_cast<int32_t>(k);
+    parts[k] = records + k * record_.stride;
+    ones[k] = 1.0f;
+  }
+  FeedForwardPass pass(runner, *this, runner.prepare(x, x_stride, tokens, hidden_, format_), form);
+  // All tokens have one row of scores.
+  pass.add_selected({ids.data(), parts.data(), count, true, ones, 0});
+  pass.finish(out);
+}
+
 }  // namespace ondevice

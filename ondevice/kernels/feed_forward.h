@@ -84,6 +84,9 @@ class FeedForward {
   int64_t forward_selected(Runner& runner, const Scorer& scorer, const ResidentRecords& resident,
                            const float* x, int64_t x_stride, int64_t tokens, const GateForm& form, float* out,
                            const Norm& norm, const float* added) const;
+  // A forward pass over `count` neurons alone, whose whole records follow each other: an expert.
+  void forward_records(Runner& runner, const uint8_t* records, int64_t count, const float* x,
+                       int64_t x_stride, int64_t tokens, const GateForm& form, float* out) const;
 
  private:
   int64_t hidden_, groups_;

@@ -24,7 +24,8 @@ def feed_forward(
 ) -> Array:
     """residual + down(activation(gate(norm(x))) * up(norm(x))), (R, D), for x (R, D), as `spec` has it.
 
-    Norms stand where `spec` has them.
+    In a layer with experts, there is such a product of each that a row chooses. Norms stand where `spec` has
+    them.
 
     Args:
         backend: multiplies.
@@ -39,7 +40,10 @@ def feed_forward(
     norm = weights.feed_forward_norm
     before = None if adapters is None else backend.rows(x, range(adapted, x.shape[0]))
     added = residual if spec.joins_plainly else None
-    y = backend.feed_forward(x, weights.feed_forward, spec.feed_forward, batch, norm=norm, added=added)
+    if weights.router is None:
+        y = backend.feed_forward(x, weights.feed_forward, spec.feed_forward, batch, norm=norm, added=added)
+    else:
+        y = backend.mixture(x, weights.feed_forward, weights.router, spec, batch, norm=norm, added=added)
     if adapters is not None:
         low = adapters.feed_forward
         y = backend.add_low_rank(y, before, low.down, low.up, adapted, "relu", norm)

@@ -20,6 +20,7 @@ from ondevice.backends.base import (
     FeedForward,
     HeadNorms,
     Norm,
+    Router,
 )
 from ondevice.bundle.layout import (
     PER_LAYER,
@@ -32,7 +33,7 @@ from ondevice.bundle.streams import STREAMS
 from ondevice.bundle.thresholds import THRESHOLDS, ThresholdPoint
 from ondevice.bundle.weight_shapes import WeightShape, layer_weight_shapes, model_weight_shapes
 from ondevice.callbacks import IsCancelled, never_cancelled
-from ondevice.config import QuantConfig, RowFormat, Sparsity
+from ondevice.config import QuantConfig, Sparsity
 from ondevice.flash.reader import FlashReader
 from ondevice.model.parts import MatrixPart, Part, VectorPart, part_tasks
 from ondevice.model.records import (
@@ -128,8 +129,10 @@ def load_weights(
             records, chosen = NeuronRecords(bundle, reader, layer), selector.load(backend, ahead)
             gates = loaded.get("gate") if chosen is None else chosen.cut_gates
             biases = feed_forward_biases(loaded)
-            neurons = backend.load_feed_forward(layer, records, chosen, biases, gates)
-            loaded_layers.append(layer_weights(backend, config, config.layers[layer], loaded, neurons))
+            spec = config.layers[layer]
+            dense = None if config.experts is None else config.dense_neurons(spec)
+            neurons = backend.load_feed_forward(layer, records, chosen, biases, gates, dense)
+            loaded_layers.append(layer_weights(backend, config, spec, loaded, neurons))
         others = {part.field: part.load(backend, ahead) for part in extra}
         last = {part.field: part.load(backend, ahead) for part in final_norm}
         loaded_head = head.load(backend, ahead)
@@ -205,6 +208,8 @@ def _other_blocks(config: ModelConfig, own: Mapping[str, Any]) -> dict[str, Any]
         norm = _weight_norm(config, own, "per_layer")
         found["per_layer"] = PerLayerBlock(own["per_layer.gate"], own["per_layer.out"], norm)
     found["scale"] = own.get("scale")
+    if "router" in own:
+        found["router"] = Router(own["router"], own.get("router.choice_bias"), own.get("shared_gate"))
     return found
 
 
@@ -274,7 +279,7 @@ def layer_parts(config: ModelConfig, quant: QuantConfig, resident: TensorFile, l
     others = [
         part
         for weight in layer_weight_shapes(config, spec)
-        for part in _weight_parts(resident, quant.down, f"{prefix}.", weight)
+        for part in _weight_parts(resident, quant, f"{prefix}.", weight)
     ]
 
     return [
@@ -297,15 +302,15 @@ def model_weight_parts(bundle: Bundle, resident: TensorFile) -> list[Part]:
     return [
         part
         for weight in model_weight_shapes(bundle.config)
-        for part in _weight_parts(resident, bundle.quant.down, "", weight)
+        for part in _weight_parts(resident, bundle.quant, "", weight)
     ]
 
 
-def _weight_parts(resident: TensorFile, stored: RowFormat, prefix: str, weight: WeightShape) -> list[Part]:
+def _weight_parts(resident: TensorFile, quant: QuantConfig, prefix: str, weight: WeightShape) -> list[Part]:
     name = f"{prefix}{weight.name}"
-    if not weight.quantised:
+    if not weight.is_matrix:
         return [VectorPart(weight.name, partial(resident.vector, name))]
-    rows, cols = weight.shape
+    (rows, cols), stored = weight.shape, weight.stored(quant)
     return [MatrixPart(weight.name, rows, cols, stored, partial(resident.rows, name, stored))]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.base import Array, Embedding, FeedForward, HeadNorms, Linear, Norm, Vector
+from ondevice.backends.base import Array, Embedding, FeedForward, HeadNorms, Linear, Norm, Router, Vector
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class LayerWeights:
     copies: CopiesOfLayer | None = None
     per_layer: PerLayerBlock | None = None
     scale: Vector | None = None
+    router: Router | None = None
 
 
 @dataclass(frozen=True)

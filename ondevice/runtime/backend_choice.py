@@ -42,17 +42,24 @@ def has_mlx() -> bool:
     return True
 
 
-def settled_backend(backend: str) -> Literal["cpu", "mlx", "reference"]:
-    """The backend that `auto` means on this machine: MLX on Apple's GPU if there is one, else cpu."""
+def settled_backend(backend: str, config: ModelConfig | None = None) -> Literal["cpu", "mlx", "reference"]:
+    """The backend that `auto` means on this machine: MLX on Apple's GPU if there is one, else cpu.
+
+    Models with experts run on `cpu`.
+    """
+    if backend == "auto" and config is not None and config.experts is not None:
+        return "cpu"
     if backend == "auto":
         apple = sys.platform == "darwin" and platform.machine() == "arm64"
         return "mlx" if apple and has_mlx() else "cpu"
     return backend  # type: ignore[return-value]
 
 
-def check_backend(runtime: RuntimeConfig) -> None:
+def check_backend(runtime: RuntimeConfig, config: ModelConfig | None = None) -> None:
     """Raises BackendUnavailableError for what the backend can't run, or a missing package."""
-    backend = settled_backend(runtime.backend)
+    backend = settled_backend(runtime.backend, config)
+    if backend == "mlx" and config is not None and config.experts is not None:
+        raise BackendUnavailableError("--backend mlx doesn't run models with experts; use --backend cpu")
     if runtime.sparsity in ("exact", "predicted", "threshold") and backend == "reference":
         raise BackendUnavailableError(
             "--backend reference multiplies every neuron: it takes --sparsity dense"
@@ -143,8 +150,8 @@ def _linears(memory: MemoryModel) -> Iterator[tuple[int, int, RowFormat]]:
         yield hidden, config.out_cols(layer), quant.of("out")
         yield config.neurons(layer), hidden, quant.of("feed_forward")
     yield config.vocab_size, config.embedding_size, quant.head(config.tie_embeddings)
-    for rows, cols in extra_matrices(config):
-        yield rows, cols, quant.down
+    for weight in extra_matrices(config):
+        yield weight.shape[0], weight.shape[1], weight.stored(quant)
     if memory.predictors is not None and memory.runtime.sparsity == "predicted":
         for rank, neurons in zip(memory.predictors.ranks, config.widths, strict=True):
             yield rank, hidden, RowFormat(memory.predictors.bits)

@@ -161,7 +161,7 @@ class Prepared:
         check_runtime(config, runtime, None, None)
         settled = replace(
             runtime,
-            backend=settled_backend(runtime.backend),
+            backend=settled_backend(runtime.backend, config),
             threads=runtime.threads or usable_cores(),
             speculation="off" if runtime.speculation in ("auto", "model") else runtime.speculation,
             max_context=runtime.max_context or min(LEAST_CONTEXT, config.original_context),

@@ -92,6 +92,10 @@ def plan_draft(
 
     Raises UnsupportedModelError if one of the two has no tokenizer: their tokens can't be compared.
     """
+    if bundle.config.experts is not None:
+        raise UnsupportedModelError(
+            f"--draft-model {bundle.name}: it has experts, and only models without can draft yet"
+        )
     if own is None or target is None:
         raise UnsupportedModelError(
             f"--draft-model {bundle.name}: drafting takes both models' tokenizers, and "

@@ -295,7 +295,8 @@ def _open_reader(resolved: ResolvedModel) -> tuple[FlashReader, CostModel]:
     """A reader of the model's files, and the costs of its reads: measured where neurons are selected."""
     bundle, runtime, segment = resolved.bundle, resolved.runtime, resolved.plan.segment
     files = bundle_files(bundle, runtime.sparsity, resolved.runs_streams)
-    if not isinstance(segment, SlotShape):
+    if not isinstance(segment, SlotShape) or bundle.config.experts is not None:
+        # Large reads need few at once.
         return FlashReader(files, runtime.io), UNMEASURED
     costs = device_costs([bundle.neuron_file(layer) for layer in range(bundle.config.num_layers)])
     threads = min(FETCH_DEPTH, costs.threads(segment.slot_bytes))

@@ -20,7 +20,7 @@ from ondevice.bundle.files import read_whole
 from ondevice.bundle.layout import MANIFEST, RESIDENT
 from ondevice.bundle.manifest import parse_manifest
 from ondevice.bundle.predictors import OperatingPoint, Predictors
-from ondevice.bundle.sidecar import NO_PREDICTORS, listed_targets, no_streams
+from ondevice.bundle.sidecar import NO_PREDICTORS, NO_SIDECARS, listed_targets, no_streams
 from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
@@ -31,6 +31,7 @@ from ondevice.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from ondevice.experts_spec import ExpertsSpec
 from ondevice.model_config import ZEROING_NAMES, ModelConfig
 from ondevice.runtime.backend_choice import check_backend
 from ondevice.runtime.repository import Repository, converted_from, model_name, parse_repository
@@ -318,6 +319,8 @@ def sparsity_modes(
     damaged: Mapping[str, BundleError] = NOTHING_DAMAGED,
 ) -> tuple[SparsityMode, ...]:
     """Every sparsity mode, and whether this model can have it. damaged: sidecars, as a Bundle has them."""
+    if config.experts is not None:
+        return _modes_of_experts(config.experts)
     relu, least = config.zeros_gates, config.feed_forward.threshold
     limit = f"{least:.4g}" if least else "zero"
     cut = len(config.cut_off_layers)
@@ -357,6 +360,19 @@ def sparsity_modes(
         SparsityMode("exact", config.has_exact_zeros, exact),
         SparsityMode("predicted", predictors is not None, predicted),
         SparsityMode("threshold", thresholds is not None, threshold),
+        SparsityMode("experts", False, "its layers have no experts that a router chooses among"),
+    )
+
+
+def _modes_of_experts(experts: ExpertsSpec) -> tuple[SparsityMode, ...]:
+    """The modes of a model with experts."""
+    chosen = f"only the {experts.chosen} of {experts.count} experts that each token chooses; exact"
+    return (
+        SparsityMode("dense", False, "a token is defined by the experts that it chooses, not by all of them"),
+        SparsityMode("exact", False, "neurons of experts aren't left out one by one"),
+        SparsityMode("predicted", False, NO_SIDECARS),
+        SparsityMode("threshold", False, NO_SIDECARS),
+        SparsityMode("experts", True, chosen),
     )
 
 
@@ -366,6 +382,8 @@ def automatic_modes(config: ModelConfig, runtime: RuntimeConfig) -> list[Sparsit
     What MLX does to the bits where a cutoff's zeros are skipped isn't measured, and no budget may change a
     text.
     """
+    if config.experts is not None:
+        return ["experts"]
     exact = config.zeros_gates if runtime.backend == "mlx" else config.has_exact_zeros
     return ["exact", "dense"] if exact and runtime.backend != "reference" else ["dense"]
 
@@ -419,4 +437,9 @@ def check_runtime(
             f"--speculation {runtime.speculation} isn't possible with this model: "
             f"{lacks if config.is_plain else no_streams(config)}. It can have: {have}"
         )
-    check_backend(runtime)
+    if runtime.speculation == "resident" and config.experts is not None:
+        raise UnsupportedModelError(
+            "--speculation resident isn't possible with this model: its drafts would take other experts than "
+            "the model's own. It can have: off, lookup, recycling, model, auto"
+        )
+    check_backend(runtime, config)

@@ -9,8 +9,10 @@ from ondevice.backends.budgeted import BudgetedBackend
 from ondevice.budget.plan import Plan
 from ondevice.budget.sizes import DECODE_TOKENS, SlotShape, fetch_neurons, prefetch_neurons
 from ondevice.bundle.reader import Bundle
+from ondevice.experts_spec import ExpertsSpec
 from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
+from ondevice.sparsity.experts import ExpertFetcher
 from ondevice.sparsity.fetch import FetchOptions, NeuronFetcher
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import make_policy
@@ -23,8 +25,8 @@ from ondevice.units import trim_heap
 class NeuronMemory(Protocol):
     """The memory that holds a model's neurons and feeds them to its layers.
 
-    It is a SegmentPool in dense mode, a NeuronFetcher where neurons are selected, and NoNeuronMemory for a
-    backend that holds every neuron itself.
+    It is a SegmentPool in dense mode, a NeuronFetcher where neurons are selected, an ExpertFetcher in models
+    with experts, and NoNeuronMemory for a backend that holds every neuron itself.
     """
 
     @property
@@ -106,6 +108,9 @@ def open_neuron_memory(
     config, segment, buffers, layers = bundle.config, plan.segment, plan.buffers, backend.feed_forwards
     if not layers:
         return NoNeuronMemory()
+    if config.experts is not None:
+        assert isinstance(segment, SlotShape)
+        return _expert_memory(bundle, segment, config.experts, backend, reader, options)
     if not isinstance(segment, SlotShape):
         return SegmentPool(
             layers,
@@ -133,6 +138,26 @@ def open_neuron_memory(
         costs=costs,
         options=options,
     )
+
+
+def _expert_memory(
+    bundle: Bundle,
+    slots: SlotShape,
+    experts: ExpertsSpec,
+    backend: BudgetedBackend,
+    reader: FlashReader,
+    options: FetchOptions,
+) -> ExpertFetcher:
+    widths = [0 if layer.experts is None else experts.count for layer in bundle.config.layers]
+    cache = NeuronCache(
+        widths,
+        slot_bytes=slots.slot_bytes,
+        segment_slots=slots.slots,
+        reserve=slots.reserve,
+        policy=make_policy(options.policy, widths),
+        keep=options.keep,
+    )
+    return ExpertFetcher(backend.feed_forwards, reader, cache, experts, slots.reserve)
 
 
 class NeuronQuota:

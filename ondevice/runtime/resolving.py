@@ -145,7 +145,7 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
         raise bundle.incomplete
     runtime = replace(
         runtime,
-        backend=settled_backend(runtime.backend),
+        backend=settled_backend(runtime.backend, bundle.config),
         threads=runtime.threads or usable_cores(),
     )
     rows = row_invariance(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)

@@ -18,7 +18,16 @@ from ondevice.api import Model, load
 from ondevice.converters.convert import convert
 from tests.converters.test_relu_families import FatRelu, activations, change
 from tests.support.chat import squeeze
-from tests.support.families import FALCON, GEMMA3N, GEMMA4, GEMMA4_E, OPT, PERSIMMON, write_model
+from tests.support.families import (
+    FALCON,
+    GEMMA3N,
+    GEMMA4,
+    GEMMA4_E,
+    OLMOE,
+    OPT,
+    PERSIMMON,
+    write_model,
+)
 
 pytest.importorskip("transformers")
 
@@ -81,6 +90,27 @@ def test_one_text(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) ->
             squeeze(model)
             assert texts(model) == expected, settings
             assert model.logits(PROMPT).tobytes() == logits.tobytes(), settings
+
+
+def test_one_text_of_experts(tmp_path: Path) -> None:
+    write_model(tmp_path / "source", "Olmoe", {**OLMOE, "intermediate_size": 100, "num_experts": 12})
+    bundle = convert(tmp_path / "source", tmp_path / "bundle", "q4")
+    with load(bundle, speculation="off", threads=1) as model:
+        expected, logits = texts(model), model.logits(PROMPT)
+    assert len(set(expected[1])) > 5, "the text says nothing"
+    for settings in (
+        {"threads": 2, "prefill_chunk": 3, "speculation": "lookup"},
+        {"kernel_target": "scalar", "speculation": "recycling", "io": "buffered"},
+        {"speculation": "auto", "prefill_chunk": 1},
+    ):
+        with load(bundle, **settings) as model:
+            assert texts(model) == expected, settings
+            for segments in (0, 3):
+                squeeze(model, segments)
+                assert texts(model) == expected, settings
+                assert model.logits(PROMPT).tobytes() == logits.tobytes(), settings
+            model.set_dram_budget(model.plan.full_bytes)
+            assert texts(model) == expected, settings
 
 
 def test_one_text_of_gemma3n(tmp_path: Path) -> None:

@@ -63,10 +63,6 @@ def test_sampling_of_another_type_is_refused() -> None:
         sampling_options(5, {})  # type: ignore[arg-type]
 
 
-def test_what_cannot_work_yet_is_no_choice() -> None:
-    assert "experts" not in RUNTIME_OPTIONS["sparsity"].choices
-
-
 def test_flags_choices_and_variables_are_the_documented_ones() -> None:
     assert RUNTIME_OPTIONS["dram_budget"].flag == "--dram-budget"
     assert variable("--dram-budget") == "ONDEVICE_DRAM_BUDGET"

@@ -70,6 +70,9 @@ def reseal(folder: Path, *names: str) -> None:
 
 
 LAYER = ("model", "layers", 0)
+EXPERTS: dict[str, Any] = {
+    "count": 4, "chosen": 2, "neurons": 8, "scoring": "softmax", "renormalised": False, "factor": 1.0,
+}  # fmt: skip
 NEURON_COUNT = (*LAYER, "feed_forward", "neurons")
 FREQUENCIES = ("model", "ropes", 0, "frequencies")
 
@@ -305,6 +308,27 @@ RULES = (
         put(*FREQUENCIES, value=[1.0] * 7),
         "7 frequencies for 8 pairs",
         UnsupportedModelError,
+    ),
+    Rule("experts unknown key", put(*LAYER, "experts", value={**EXPERTS, "x": 1}), "experts.*x"),
+    Rule("experts none", put(*LAYER, "experts", value={**EXPERTS, "count": 0}), "experts.count"),
+    Rule("experts endless", put(*LAYER, "experts", value={**EXPERTS, "count": 1 << 40}), "experts.count"),
+    Rule("experts factor", put(*LAYER, "experts", value={**EXPERTS, "factor": 1e9}), "experts.factor"),
+    *(
+        Rule(f"experts {name}", put(*LAYER, "experts", value=EXPERTS | values), says, UnsupportedModelError)
+        for name, values, says in (
+            ("chosen beyond", {"chosen": 5}, "chosen is 5"),
+            ("scoring", {"scoring": "random"}, "scoring 'random'"),
+            ("of uneven groups", {"groups": 3, "chosen_groups": 2}, "groups"),
+            ("of too few groups", {"groups": 2, "chosen": 3}, "groups"),
+            ("jitter", {"jitter": 0.1}, "has no jitter"),
+            ("sparsemixer", {"scoring": "sparsemixer", "chosen": 3}, "sparsemixer chooses 2"),
+            ("wider than the layer", {"count": 4096, "neurons": 1 << 20}, "a layer's experts have"),
+            (
+                "shared gate alone",
+                {"count": 1, "chosen": 1, "neurons": 96, "shared_gate": True},
+                "gate of shared experts",
+            ),
+        )
     ),
     Rule("ropes none", put("model", "ropes", value=[]), "at least one rope", UnsupportedModelError),
     Rule(

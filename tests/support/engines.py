@@ -16,7 +16,7 @@ import ondevice.runtime.engine
 from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
-from ondevice.budget.sizes import buffer_shape, segment_shape
+from ondevice.budget.sizes import buffer_shape, expert_shape, segment_shape
 from ondevice.bundle.layout import EMBEDDING, RESIDENT, RowLayout, neuron_file_name
 from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import IsCancelled
@@ -25,6 +25,9 @@ from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
 from ondevice.model_config import ModelConfig
+from ondevice.sparsity.experts import ExpertFetcher
+from ondevice.sparsity.neuron_cache import NeuronCache
+from ondevice.sparsity.policies import make_policy
 from ondevice.sparsity.segments import SegmentPool
 from ondevice.speculation.policy import TreePolicy
 
@@ -48,6 +51,11 @@ def running(folder: Path, backend: BackendName = "reference") -> Iterator[Transf
             make_runner(threads=1), segment_neurons=segments.neurons, piece_neurons=buffers.neurons
         )
         weights = load_weights(bundle, reader, cpu)
+        if bundle.config.experts is not None:
+            fetcher = expert_fetcher(bundle, reader, cpu)
+            yield Transformer(bundle.config, cpu, weights)
+            fetcher.close()
+            return
         pool = SegmentPool(
             cpu.feed_forwards,
             reader,
@@ -59,6 +67,26 @@ def running(folder: Path, backend: BackendName = "reference") -> Iterator[Transf
         pool.resize(segments.quota(segments.total))
         yield Transformer(bundle.config, cpu, weights)
         pool.close()
+
+
+def expert_fetcher(
+    bundle: Bundle, reader: FlashReader, backend: CpuBackend, slots: int | None = None
+) -> ExpertFetcher:
+    """Experts for a backend that has loaded a bundle: all in memory, or in `slots` slots, one a segment."""
+    config, experts = bundle.config, bundle.config.experts
+    assert experts is not None
+    shape = expert_shape(config, bundle.quant, experts)
+    widths = [0 if layer.experts is None else experts.count for layer in config.layers]
+    cache = NeuronCache(
+        widths,
+        slot_bytes=shape.slot_bytes,
+        segment_slots=1,
+        reserve=shape.reserve,
+        policy=make_policy("gate", widths),
+    )
+    fetcher = ExpertFetcher(backend.feed_forwards, reader, cache, experts, shape.reserve)
+    fetcher.resize([slots or sum(widths) + shape.reserve])
+    return fetcher
 
 
 def all_logits(model: Transformer, tokens: list[int], kv_bits: Literal[32, 16, 8] = 16) -> np.ndarray:

@@ -72,6 +72,27 @@ PHI_LESS_TURNS = {
     "num_key_value_heads": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.4},
 }
+OLMOE = {"head_dim": None, "intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MIXTRAL = {"intermediate_size": 64, "num_local_experts": 4}
+PHIMOE = {"head_dim": None, "intermediate_size": 64, "num_local_experts": 6}
+PHIMOE_ROPE = {**LONGROPE, "short_mscale": 1.25, "long_mscale": 1.25, "original_max_position_embeddings": 128}
+GRANITE_MOE = {"head_dim": None, "intermediate_size": 48, "num_local_experts": 6, "num_experts_per_tok": 3}
+QWEN2_MOE = {
+    "head_dim": None,
+    "num_experts": 8,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 72,
+    "num_experts_per_tok": 3,
+    "sliding_window": 4096,
+}
+GLM4_MOE = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "pad_token_id": None,
+}
 OPT = dict.fromkeys(ABSENT) | {"ffn_dim": 160, "init_std": 0.1, "max_position_embeddings": 64}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {}),
@@ -249,6 +270,53 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {"head_dim": None}),
     "olmo2 all heads": ("Olmo2", {"head_dim": None, "num_key_value_heads": 4, "attention_bias": True}),
     "olmo2 yarn": ("Olmo2", {"head_dim": None, "rope_parameters": YARN}),
+    "olmoe": ("Olmoe", OLMOE),
+    "olmoe renormalised": ("Olmoe", {**OLMOE, "norm_topk_prob": True, "attention_bias": True}),
+    "olmoe all chosen": (
+        "Olmoe",
+        {**OLMOE, "num_experts": 5, "num_experts_per_tok": 5, "num_key_value_heads": 4},
+    ),
+    "qwen3 moe": ("Qwen3Moe", QWEN3_MOE),
+    "qwen3 moe renormalised": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True, "hidden_act": "gelu"}),
+    "qwen3 moe one chosen": (
+        "Qwen3Moe",
+        {**QWEN3_MOE, "num_experts_per_tok": 1, "moe_intermediate_size": 40, "tie_word_embeddings": True},
+    ),
+    "mixtral": ("Mixtral", MIXTRAL),
+    "mixtral window": ("Mixtral", {**MIXTRAL, "sliding_window": 9, "num_local_experts": 3}),
+    "mixtral all chosen": ("Mixtral", {**MIXTRAL, "num_experts_per_tok": 4, "tie_word_embeddings": True}),
+    "phimoe": ("Phimoe", {**PHIMOE, "attention_bias": True, "lm_head_bias": True}),
+    "phimoe near": ("Phimoe", {**PHIMOE, "router_jitter_noise": 0.5, "tie_word_embeddings": True}),
+    "phimoe longrope": (
+        "Phimoe",
+        {**PHIMOE, "rope_parameters": PHIMOE_ROPE, "router_jitter_noise": 0.1, "num_local_experts": 2},
+    ),
+    "granite moe": ("GraniteMoe", GRANITE_MOE),
+    "granite moe scaled": (
+        "GraniteMoe",
+        {**GRANITE_MOE, "residual_multiplier": 0.5, "logits_scaling": 3.0, "attention_multiplier": 0.3},
+    ),
+    "granite moe tied": (
+        "GraniteMoe",
+        {**GRANITE_MOE, "tie_word_embeddings": True, "attention_bias": True, "embedding_multiplier": 2.0},
+    ),
+    "qwen2 moe": ("Qwen2Moe", QWEN2_MOE),
+    "qwen2 moe renormalised": (
+        "Qwen2Moe",
+        {**QWEN2_MOE, "norm_topk_prob": True, "shared_expert_intermediate_size": 33, "qkv_bias": False},
+    ),
+    "qwen3 moe dense between": (
+        "Qwen3Moe",
+        {**QWEN3_MOE, "decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3]},
+    ),
+    "qwen2 moe dense between": ("Qwen2Moe", {**QWEN2_MOE, "mlp_only_layers": [0, 2]}),
+    "glm4 moe": ("Glm4Moe", {**GLM4_MOE, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}),
+    "glm4 moe head norms": (
+        "Glm4Moe",
+        {**GLM4_MOE, "use_qk_norm": True, "first_k_dense_replace": 2, "n_shared_experts": 2}
+        | {"attention_bias": True, "norm_topk_prob": False},
+    ),
+    "glm4 moe all sparse": ("Glm4Moe", {**GLM4_MOE, "first_k_dense_replace": 0, "n_group": 2}),
     "opt": ("OPT", OPT),
     "opt gelu": ("OPT", {**OPT, "activation_function": "gelu", "tie_word_embeddings": False}),
     "opt no biases": ("OPT", {**OPT, "enable_bias": False, "num_attention_heads": 2}),
@@ -282,6 +350,8 @@ def write_model(folder: Path, family: str, options: dict[str, Any], conditioned:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.fill_(0.75 + 0.125 * int(name.split(".")[2]))
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn_like(buffer))
         if family.startswith("Gemma4") and conditioned:
             # Scores have no other factor. With norms near 1, softmax takes nearly one key alone. What keys
             # lose in 16 bits is then more than the limit for `cpu` allows: see `test_gemma4.py`.

@@ -176,6 +176,7 @@ class _TopBackend(MlxFloatBackend):
         selector: Selector | None = None,
         biases: Biases = NO_BIASES,
         gates: MlxLinear | None = None,
+        dense: int | None = None,
     ) -> Any:
         # The feed-forward is the last part of a layer.
         self._layer = layer + 1

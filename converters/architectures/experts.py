@@ -1,0 +1,174 @@
+"""What families with experts share: their keys, and their experts' tensors as one layer's neurons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ondevice.converters.architectures.common import Tensors
+from ondevice.converters.architectures.config_reader import ConfigReader
+from ondevice.converters.architectures.tensors import LayerNames
+from ondevice.converters.checkpoints.base import NUMPY_TYPES, SourceTensor, StoredTensor
+from ondevice.converters.checkpoints.views import Matrices
+from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.experts_spec import MAX_EXPERTS, ExpertsSpec
+from ondevice.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Names of a layer's experts' tensors in a checkpoint, behind `model.layers.N.`.
+
+    Args:
+        gate, up, down: matrices of one expert; `{}` is its number.
+        router: the router's matrix.
+        choice_bias: what is added to scores for the choice; empty without.
+        shared: the dense feed-forward beside the experts, before `gate_proj.weight` and so on.
+        shared_gate: the matrix of its gate; empty without.
+    """
+
+    gate: str = "mlp.experts.{}.gate_proj.weight"
+    up: str = "mlp.experts.{}.up_proj.weight"
+    down: str = "mlp.experts.{}.down_proj.weight"
+    router: str = "mlp.gate.weight"
+    choice_bias: str = ""
+    shared: str = ""
+    shared_gate: str = ""
+
+
+QWEN_NAMES = ExpertNames()
+MIXTRAL_NAMES = ExpertNames(
+    gate="block_sparse_moe.experts.{}.w1.weight",
+    up="block_sparse_moe.experts.{}.w3.weight",
+    down="block_sparse_moe.experts.{}.w2.weight",
+    router="block_sparse_moe.gate.weight",
+)
+
+
+def read_count(reader: ConfigReader, default: int | None = None, *keys: str) -> int:
+    """The number of experts, which stands under one of `keys`, or under several that agree."""
+    found = {key: reader.integer(key) for key in keys if reader.has(key) and not reader.is_null(key)}
+    if len(set(found.values())) > 1:
+        raise CheckpointError(f"config.json: {' and '.join(found)} differ: {list(found.values())}")
+    count = next(iter(found.values())) if found else reader.integer(keys[0], default)
+    if not 1 <= count <= MAX_EXPERTS:
+        raise UnsupportedModelError(
+            f"config.json: {next(iter(found), keys[0])} is {count}; it must be from 1 to {MAX_EXPERTS}"
+        )
+    return count
+
+
+def read_training_keys(reader: ConfigReader) -> None:
+    """Keys that only training uses."""
+    reader.boolean("output_router_logits", False)
+    reader.number("router_aux_loss_coef", 0.0)
+
+
+def with_experts(
+    config: ModelConfig, experts: ExpertsSpec, sparse: Sequence[bool], shared: int = 0
+) -> ModelConfig:
+    """`config` with experts in the layers for which `sparse` is true.
+
+    shared: neurons of the dense feed-forward beside them. Other layers have the config's own number.
+    """
+    together = experts.num_neurons + shared
+    if all(sparse):
+        layers = tuple(replace(layer, experts=experts) for layer in config.layers)
+        return replace(config, intermediate_size=together, layers=layers)
+    layers = tuple(
+        replace(layer, experts=experts, feed_forward=replace(layer.feed_forward, neurons=together))
+        if has
+        else layer
+        for layer, has in zip(config.layers, sparse, strict=True)
+    )
+    return replace(config, layers=layers)
+
+
+def join_experts(tensors: Tensors, config: ModelConfig, names: ExpertNames = QWEN_NAMES) -> Tensors:
+    """The tensors, in which a layer's experts are one feed-forward's matrices, as `tensors.py` names them.
+
+    Raises CheckpointError for missing experts, and for ones of other shapes or of different types.
+    """
+    found = dict(tensors)
+    for layer, spec in enumerate(config.layers):
+        if spec.experts is None:
+            continue
+        name, prefix = LayerNames(layer), f"model.layers.{layer}."
+        dense = config.dense_neurons(spec)
+        for which, ours in (("gate", name.gate), ("up", name.up), ("down", name.down)):
+            pattern = prefix + getattr(names, which)
+            sources = [pattern.format(expert) for expert in range(spec.experts.count)]
+            if dense:
+                sources.insert(0, f"{prefix}{names.shared}{which}_proj.weight")
+            widths = [dense] * (dense > 0) + [spec.experts.neurons] * spec.experts.count
+            found[ours] = _joined(found, ours, sources, widths, config.hidden_size, which == "down")
+        for theirs, new in (
+            (names.router, "router"),
+            (names.choice_bias, "router.choice_bias"),
+            (names.shared_gate, "shared_gate"),
+        ):
+            if theirs and prefix + theirs in found:
+                found[name.weight(new)] = found.pop(prefix + theirs)
+    return found
+
+
+def _joined(
+    tensors: dict[str, SourceTensor],
+    name: str,
+    sources: Sequence[str],
+    widths: Sequence[int],
+    hidden: int,
+    beside: bool,
+) -> Matrices:
+    """The matrices `sources`, taken out of `tensors`, as one. widths: neurons of each."""
+    missing = [source for source in sources if source not in tensors]
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} tensors of experts that config.json asks for are missing, {missing[0]} first; "
+            "is the download complete, and does config.json belong to it?"
+        )
+    parts = tuple(tensors.pop(source) for source in sources)
+    for part, width in zip(parts, widths, strict=True):
+        wanted = (hidden, width) if beside else (width, hidden)
+        if part.shape != wanted or part.dtype != parts[0].dtype or part.code_bits:
+            raise CheckpointError(
+                f"{part.name} has shape {list(part.shape)} and type {part.dtype}; config.json asks for "
+                f"{list(wanted)}, and the layer's first expert is {parts[0].dtype}; take config.json and the "
+                "weights from the same repository, as they were before they were quantised"
+            )
+    return Matrices(name, parts, beside)
+
+
+def unstacked(
+    tensors: Tensors, config: ModelConfig, name: str, named: Callable[[int], Sequence[str]]
+) -> Tensors:
+    """Each layer's stacked tensor `name`, (E, rows, columns), as a matrix for each expert, or several.
+
+    named: gives an expert's names for equal parts of its rows, in order, behind `model.layers.N.`.
+
+    Raises CheckpointError for another shape, UnsupportedModelError for one that isn't plain values.
+    """
+    found = dict(tensors)
+    for layer, spec in enumerate(config.layers):
+        prefix = f"model.layers.{layer}."
+        stack = found.pop(prefix + name, None)
+        if spec.experts is None or stack is None:
+            continue
+        if not isinstance(stack, StoredTensor):
+            raise UnsupportedModelError(
+                f"{stack.name} is quantised; only stacked experts of values can be read"
+            )
+        shape, parts = stack.shape, len(named(0))
+        if len(shape) != 3 or shape[0] != spec.experts.count or shape[1] % parts:
+            raise CheckpointError(
+                f"{stack.name} has shape {list(shape)}; config.json asks for a stack of {spec.experts.count} "
+                "experts; take config.json and the weights from the same repository"
+            )
+        rows, columns = shape[1] // parts, shape[2]
+        step = rows * columns * NUMPY_TYPES[stack.dtype].itemsize
+        for expert in range(shape[0]):
+            for part, new in enumerate(named(expert)):
+                offset = stack.offset + (expert * parts + part) * step
+                full = prefix + new
+                found[full] = StoredTensor(full, stack.dtype, (rows, columns), stack.file, offset)
+    return found

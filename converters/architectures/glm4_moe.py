@@ -1,0 +1,90 @@
+"""GLM-4.5-MoE: experts chosen by sigmoids with a bias, within groups; a shared one; dense layers first.
+
+Its last layers predict several tokens ahead, and are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+from ondevice.converters.architectures.adapting import in_halves
+from ondevice.converters.architectures.common import (
+    Description,
+    Family,
+    Tensors,
+    alike,
+    decoder,
+    read_activation,
+    read_sizes,
+    score_scale,
+)
+from ondevice.converters.architectures.config_reader import ConfigReader
+from ondevice.converters.architectures.experts import (
+    ExpertNames,
+    join_experts,
+    read_count,
+    read_training_keys,
+    with_experts,
+)
+from ondevice.converters.architectures.rotary import read_rope
+from ondevice.errors import CheckpointError
+from ondevice.experts_spec import MAX_EXPERT_NEURONS, ExpertsSpec
+from ondevice.model_config import AttentionSpec, ModelConfig, NormSpec
+
+NAMES = ExpertNames(choice_bias="mlp.gate.e_score_correction_bias", shared="mlp.shared_experts.")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def _read(reader: ConfigReader) -> Description:
+    sizes = read_sizes(reader, max_context=131072, kv_heads=8, head_dim=128)
+    attention = AttentionSpec(
+        score_scale(sizes.head_dim),
+        bias=reader.boolean("attention_bias", False),
+        head_norm="head" if reader.boolean("use_qk_norm", False) else "none",
+    )
+    config = decoder(
+        "glm4_moe",
+        sizes,
+        alike(sizes.num_layers, attention, read_activation(reader)),
+        [read_rope(reader, sizes.head_dim, sizes.max_context, rotated_share=0.5)],
+        norm=NormSpec("rms", reader.number("rms_norm_eps", 1e-5)),
+        tie_embeddings=reader.boolean("tie_word_embeddings", False),
+    )
+    experts = ExpertsSpec(
+        read_count(reader, 128, "n_routed_experts", "num_local_experts", "num_experts"),
+        reader.integer("num_experts_per_tok", 8),
+        reader.integer("moe_intermediate_size", 1408),
+        "sigmoid",
+        renormalised=reader.boolean("norm_topk_prob", True),
+        factor=reader.number("routed_scaling_factor", 1.0),
+        choice_bias=True,
+        groups=reader.integer("n_group", 1),
+        chosen_groups=reader.integer("topk_group", 1),
+    )
+    read_training_keys(reader)
+    shared = reader.integer("n_shared_experts", 1) * experts.neurons
+    if not 0 <= shared <= MAX_EXPERT_NEURONS:
+        raise CheckpointError(
+            f"config.json: n_shared_experts is {shared // experts.neurons}, of {experts.neurons} neurons; "
+            f"together they may have {MAX_EXPERT_NEURONS}"
+        )
+    dense = reader.integer("first_k_dense_replace", 1)
+    ahead = reader.integer("num_nextn_predict_layers", 0)
+    config = with_experts(config, experts, [layer >= dense for layer in range(config.num_layers)], shared)
+    notes = ("the layers that predict tokens ahead are left out",) if ahead > 0 else ()
+    return Description(config, partial(_adapt, config), notes)
+
+
+def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
+    own = {name: tensor for name, tensor in tensors.items() if not _is_ahead(name, config)}
+    return in_halves(join_experts(own, config, NAMES), config)
+
+
+def _is_ahead(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor is of a layer behind the last."""
+    found = _LAYER.match(name)
+    return found is not None and int(found[1]) >= config.num_layers
+
+
+GLM4_MOE = Family("glm4_moe", "Glm4MoeForCausalLM", _read)

@@ -1,0 +1,139 @@
+"""Which experts each token goes to, and how much each counts: what follows a router's logits.
+
+In numpy, by additions, multiplications and divisions of single values alone, so that a row's result has the
+same bits on every machine and beside any other rows. Legend: T tokens, E experts, k chosen for a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.backends.base import Float32, Int32
+from ondevice.experts_spec import ExpertsSpec
+
+Float64 = NDArray[np.float64]
+
+_LOG2_E = 1.4426950408889634
+_LN2_HIGH, _LN2_LOW = 0.6931471803691238, 1.9082149292705877e-10
+"""The natural logarithm of 2 in two parts, the first with few enough digits to be multiplied exactly."""
+_EXP_TERMS = 13
+"""Terms of exp's series for less than half of that: the next is below a float64's last digit."""
+_LEAST_EXPONENT = -700.0
+_CHOSEN = np.float32(1e-6)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of T tokens.
+
+    ids: (T, k), ascending in each row. weights: (T, k). choice: (T, E), what decided.
+    """
+
+    ids: Int32
+    weights: Float32
+    choice: Float32
+
+    @cached_property
+    def experts(self) -> Int32:
+        """The experts of all tokens, each once, ascending."""
+        return np.unique(self.ids)
+
+    def rows_of(self, expert: int) -> tuple[NDArray[np.intp], Float32]:
+        """The tokens that go to an expert, ascending, (n,), and its weight for each, (n, 1)."""
+        rows, places = np.nonzero(self.ids == expert)
+        return rows, self.weights[rows, places, None]
+
+    @property
+    def gates(self) -> Float32:
+        """(T, E) by how much a score exceeds the lowest of the chosen ones; above 0 for these alone."""
+        own = np.take_along_axis(self.choice, self.ids, axis=1)
+        gates: Float32 = self.choice - own.min(axis=1, keepdims=True)
+        np.put_along_axis(gates, self.ids, np.maximum(own - own.min(axis=1, keepdims=True), _CHOSEN), axis=1)
+        return gates
+
+
+def route(logits: Float32, spec: ExpertsSpec, choice_bias: Float32 | None = None) -> Routing:
+    """The experts of each token of logits (T, E), which stay as they are. choice_bias: (E,)."""
+    if spec.scoring == "sparsemixer":
+        return _sparsemixer(logits, spec)
+    scores = logits if spec.scoring == "softmax" else sigmoid(logits)
+    choice = scores.copy() if choice_bias is None else scores + choice_bias
+    among = choice if spec.groups == 1 else _of_best_groups(choice, spec)
+    ids = np.sort(_highest(among, spec.chosen), axis=1)
+    own = np.take_along_axis(scores, ids, axis=1).astype(np.float64)
+    if spec.scoring == "softmax":
+        highest = logits.max(axis=1, keepdims=True)
+        own = exp(own - highest)
+        if not spec.renormalised:
+            own /= _sums(exp(logits.astype(np.float64) - highest))
+    if spec.renormalised:
+        own /= _sums(own) + (1e-20 if spec.scoring == "sigmoid" else 0.0)
+    return Routing(ids, (own * spec.factor).astype(np.float32), choice)
+
+
+def sigmoid(x: Float32) -> Float32:
+    """1 / (1 + e^-x), rounded from float64; for x below -700, that of -700."""
+    return (1.0 / (1.0 + exp(np.minimum(-x, np.float32(-_LEAST_EXPONENT))))).astype(np.float32)
+
+
+def exp(x: NDArray[np.floating]) -> Float64:
+    """e^x in float64 for x up to 700; what is below -700 counts as that."""
+    wide = np.maximum(x.astype(np.float64), _LEAST_EXPONENT)
+    twos = np.rint(wide * _LOG2_E)
+    rest = (wide - twos * _LN2_HIGH) - twos * _LN2_LOW
+    found = np.ones_like(rest)
+    for term in range(_EXP_TERMS, 0, -1):
+        found = found * rest / term + 1.0
+    # NaN stays NaN.
+    return np.ldexp(found, np.nan_to_num(twos).astype(np.int32))
+
+
+def _highest(scores: Float32, count: int) -> Int32:
+    """(T, count) columns of the highest scores of each row; of equal ones the first."""
+    return np.argsort(-scores, axis=1, kind="stable")[:, :count].astype(np.int32)
+
+
+def _of_best_groups(choice: Float32, spec: ExpertsSpec) -> Float32:
+    """Scores (T, E), but for -inf in all groups of experts other than a token's best."""
+    grouped = choice.reshape(len(choice), spec.groups, -1)
+    two = np.sort(grouped, axis=2)[:, :, -2:]
+    best = _highest(two[:, :, 1] + two[:, :, 0], spec.chosen_groups)
+    among = np.full_like(grouped, -np.inf)
+    for row, groups in enumerate(best):
+        among[row, groups] = grouped[row, groups]
+    return among.reshape(choice.shape)
+
+
+def _sparsemixer(logits: Float32, spec: ExpertsSpec) -> Routing:
+    """Two experts, one after the other (arXiv 2409.12136, in its authors' code)."""
+    left = logits.astype(np.float64)
+    ids, weights = [], []
+    for _ in range(spec.chosen):
+        chosen = _highest(left.astype(np.float32), 1)
+        highest = np.take_along_axis(left, chosen, axis=1)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            distance = (highest - logits) / np.maximum(np.abs(logits), highest)
+            near = ~(distance > 2.0 * spec.jitter) & np.isfinite(left)
+        shares = np.where(near, exp(np.where(near, left - highest, 0.0)), 0.0)
+        ids.append(chosen)
+        weights.append(1.0 / _sums(shares))
+        np.put_along_axis(left, chosen, -np.inf, axis=1)
+    chosen, own = np.concatenate(ids, axis=1), np.concatenate(weights, axis=1)
+    order = np.argsort(chosen, axis=1, kind="stable")
+    own = np.take_along_axis(own, order, axis=1) * spec.factor
+    return Routing(np.take_along_axis(chosen, order, axis=1), own.astype(np.float32), logits.copy())
+
+
+def _sums(values: Float64) -> Float64:
+    """Sums over the last axis of (T, n), (T, 1), in one order, as `row_sums.row_sums` has it."""
+    found = values.copy()
+    width = found.shape[1]
+    while width > 1:
+        half = -(-width // 2)
+        found[:, : width - half] += found[:, half:width]
+        width = half
+    return found[:, :1].copy()

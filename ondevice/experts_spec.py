@@ -1,0 +1,112 @@
+"""What a layer's mixture of experts is (arXiv 1701.06538): the experts, and how a router chooses among them.
+
+Legend: E experts of a layer, k chosen for a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ondevice.errors import UnsupportedModelError
+
+Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
+"""How a router's logits become the weights of the chosen experts.
+
+`softmax` of all logits; those of the highest are chosen. `sigmoid` of each. `sparsemixer` (arXiv 2409.12136):
+the two highest one after the other, each weighted by a softmax of the logits that come near it.
+"""
+MAX_EXPERTS = 1 << 12
+MAX_CHOSEN = 1 << 8
+"""Most experts of a layer, and most that a token chooses."""
+MAX_EXPERT_NEURONS = 1 << 20
+MAX_WEIGHT_FACTOR = 1e4
+MAX_JITTER = 1.0
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """A layer's experts: each is a feed-forward of `neurons` neurons, with the arithmetic of the layer's own.
+
+    A layer's neurons are those of its dense feed-forward, if it has any ("shared experts"), then those of
+    expert 0, expert 1 and so on. A token's output is that of the dense feed-forward plus the weighted outputs
+    of its k experts, which are added in the order of their numbers. Of equal scores the lower number's is
+    chosen.
+
+    Args:
+        count: E.
+        chosen: k.
+        neurons: neurons of one expert.
+        scoring: what makes weights of logits.
+        renormalised: whether a token's weights are divided by their sum.
+        factor: of the weights, a float32 value.
+        choice_bias: whether scores have a bias that decides the choice alone, one value for each expert.
+        groups: groups that experts are divided into, all of a size. A token chooses among the experts of its
+            `chosen_groups` best groups; a group is as good as its two best scores together.
+        chosen_groups: see `groups`.
+        jitter: of `sparsemixer`: logits nearer to the highest than twice this share of it count as near.
+        shared_gate: whether the dense feed-forward's output is multiplied by the sigmoid of a product.
+    """
+
+    count: int
+    chosen: int
+    neurons: int
+    scoring: Scoring = "softmax"
+    renormalised: bool = False
+    factor: float = 1.0
+    choice_bias: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    jitter: float = 0.0
+    shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        for name, limit in (
+            ("count", MAX_EXPERTS),
+            ("chosen", min(self.count, MAX_CHOSEN)),
+            ("neurons", MAX_EXPERT_NEURONS),
+            ("groups", self.count),
+            ("chosen_groups", self.groups),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= limit:
+                raise UnsupportedModelError(
+                    f"experts: {name} is {value!r}; it must be an integer from 1 to {limit}"
+                )
+        if self.scoring not in get_args(Scoring):
+            raise UnsupportedModelError(
+                f"experts: scoring {self.scoring!r} is not one of {', '.join(get_args(Scoring))}"
+            )
+        if not 1 / MAX_WEIGHT_FACTOR <= self.factor <= MAX_WEIGHT_FACTOR:
+            raise UnsupportedModelError(
+                f"experts: factor is {self.factor}; it must be from {1 / MAX_WEIGHT_FACTOR:g} to "
+                f"{MAX_WEIGHT_FACTOR:g}"
+            )
+        if not 0.0 <= self.jitter <= MAX_JITTER:
+            raise UnsupportedModelError(
+                f"experts: jitter is {self.jitter}; it must be from 0 to {MAX_JITTER:g}"
+            )
+        self._check_groups()
+        if self.scoring == "sparsemixer" and (self.chosen != 2 or self.renormalised or self.choice_bias):
+            raise UnsupportedModelError(
+                "experts: sparsemixer chooses 2 experts, by logits alone, and renormalises nothing"
+            )
+        if self.scoring != "sparsemixer" and self.jitter:
+            raise UnsupportedModelError(f"experts: {self.scoring} has no jitter; sparsemixer has")
+
+    def _check_groups(self) -> None:
+        if self.groups == 1:
+            return
+        size = self.count // self.groups
+        if self.count % self.groups or size < 2 or self.chosen > self.chosen_groups * size:
+            raise UnsupportedModelError(
+                f"experts: {self.chosen} of {self.count} can't be chosen from {self.chosen_groups} of "
+                f"{self.groups} groups, which must be of equal size, 2 experts or more"
+            )
+        if self.scoring == "sparsemixer":
+            raise UnsupportedModelError("experts: sparsemixer knows no groups")
+
+    @property
+    def num_neurons(self) -> int:
+        """Neurons of all experts of a layer together."""
+        return self.count * self.neurons

@@ -1,0 +1,58 @@
+"""What a rotary position embedding is, and the range of a model's factors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ondevice.errors import UnsupportedModelError
+
+MAX_FACTOR = 1e6
+"""Largest multiplier and soft cap."""
+MIN_FACTOR = 1e-6
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary position embedding (arXiv 2104.09864) of a head's dimension pairs (i, i + Dh / 2).
+
+    frequencies: (Dh / 2,) angle of each pair in radians per position, scaled for long contexts already; each
+        is a float32 value. A pair with frequency 0 isn't turned.
+    magnitude: factor of the cosine and sine of the pairs that turn (YaRN, arXiv 2309.00071, section 3.4).
+    long_frequencies: these take the place of `frequencies`, from a text's first token on, in a context of
+        more than `original_context` tokens (LongRoPE, arXiv 2402.13753). Empty, and 0: `frequencies` serve
+        every context. The context decides, not the text's length: so a token's keys never change.
+    """
+
+    frequencies: tuple[float, ...]
+    magnitude: float = 1.0
+    long_frequencies: tuple[float, ...] = ()
+    original_context: int = 0
+
+    def __post_init__(self) -> None:
+        if not all(0.0 <= frequency <= 1.0 for frequency in (*self.frequencies, *self.long_frequencies)):
+            raise UnsupportedModelError("rotary frequencies must be from 0 to 1 radian per position")
+        check_factor("rope magnitude", self.magnitude)
+        turning = [frequency > 0 for frequency in self.frequencies]
+        if self.long_frequencies and [it > 0 for it in self.long_frequencies] != turning:
+            raise UnsupportedModelError("a rope's long_frequencies turn other pairs than its frequencies")
+        if bool(self.long_frequencies) != (self.original_context > 0) or self.original_context < 0:
+            raise UnsupportedModelError(
+                f"a rope's original_context is {self.original_context}; it must be 1 or more with "
+                "long_frequencies, and 0 without"
+            )
+
+    def within(self, context: int) -> RopeSpec:
+        """The embedding in a context of so many tokens."""
+        is_long = bool(self.long_frequencies) and context > self.original_context
+        return RopeSpec(self.long_frequencies if is_long else self.frequencies, self.magnitude)
+
+    @property
+    def turning(self) -> int:
+        """Number of a head's dimensions that are turned."""
+        return 2 * sum(frequency > 0 for frequency in self.frequencies)
+
+
+def check_factor(name: str, value: float) -> None:
+    """Raises UnsupportedModelError for a factor out of range."""
+    if not MIN_FACTOR <= value <= MAX_FACTOR:
+        raise UnsupportedModelError(f"{name} is {value}; it must be from {MIN_FACTOR:g} to {MAX_FACTOR:g}")
