@@ -103,11 +103,11 @@ class Frequency:
     def __init__(
         self, widths: Sequence[int], decay: float, frequencies: Sequence[Float32] | None = None
     ) -> None:
-        self._fired = _known(widths, frequencies)
+        self._fired = known_frequencies(widths, frequencies)
         self._decay = decay
 
     def observe(self, layer: int, gates: Float32) -> None:
-        _decayed_mean(self._fired[layer], self._decay, fires(gates))
+        decayed_mean(self._fired[layer], self._decay, fires(gates))
 
     def scores(self, layer: int) -> Float32:
         scores: Float32 = self._fired[layer]
@@ -126,16 +126,16 @@ class GateScore:
     """
 
     def __init__(self, widths: Sequence[int], frequencies: Sequence[Float32] | None = None) -> None:
-        self._fired = _known(widths, frequencies)
-        self._near = _known(widths, None)
+        self._fired = known_frequencies(widths, frequencies)
+        self._near = known_frequencies(widths, None)
 
     def observe(self, layer: int, gates: Float32) -> None:
-        _decayed_mean(self._fired[layer], SLOW_DECAY, fires(gates))
+        decayed_mean(self._fired[layer], SLOW_DECAY, fires(gates))
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             scale = np.sqrt(np.mean(gates * gates, axis=1, keepdims=True))
             # NaN counts as far below zero.
             near = np.fmin(np.fmax(np.float32(0.5) + gates / scale, 0), 1)
-        _decayed_mean(self._near[layer], FAST_DECAY, near)
+        decayed_mean(self._near[layer], FAST_DECAY, near)
 
     def scores(self, layer: int) -> Float32:
         scores: Float32 = self._fired[layer] + np.float32(GATE_WEIGHT) * self._near[layer]
@@ -173,7 +173,7 @@ def selected(scores: Float32) -> Int32:
     return ids[: _native.select(scores, ids)]
 
 
-def _known(widths: Sequence[int], frequencies: Sequence[Float32] | None) -> list[Float32]:
+def known_frequencies(widths: Sequence[int], frequencies: Sequence[Float32] | None) -> list[Float32]:
     """Each layer's frequencies as new arrays, zeros if unknown. Raises ValueError for other shapes."""
     if frequencies is None:
         return [np.zeros(neurons, dtype=np.float32) for neurons in widths]
@@ -183,7 +183,7 @@ def _known(widths: Sequence[int], frequencies: Sequence[Float32] | None) -> list
     return [shares.astype(np.float32) for shares in frequencies]
 
 
-def _decayed_mean(mean: Float32, decay: float, values: np.ndarray) -> None:
+def decayed_mean(mean: Float32, decay: float, values: np.ndarray) -> None:
     """Update the decayed mean (F,) in place with `values` (T, F)."""
     tokens = len(values)
     if tokens == 1:

@@ -38,19 +38,27 @@ def hit_rate(
         widths = [gates[layer].shape[1] for layer in group]
         room, reserve = _room(gates, group, slots), max(widths)
         cache = NeuronCache(widths, SLOT_BYTES, room + reserve, reserve, make_policy(policy, widths))
-        cache.resize(1)
-        for token in range(len(gates[0])):
-            if token == warm_up:
-                cache.hits = cache.lookups = 0
-            cache.divide(1)
-            for index, layer in enumerate(group):
-                row = gates[layer][token : token + 1]
-                cache.observe(index, row)
-                cache.acquire(index, np.flatnonzero(fires(row[0])).astype(np.int32))
-                cache.evict_to_share(index)
+        run_through(cache, [gates[layer] for layer in group], warm_up)
         hits, lookups = hits + cache.hits, lookups + cache.lookups
         cache.close()
     return hits / lookups if lookups else 1.0
+
+
+def run_through(cache: NeuronCache, gates: Sequence[Float32], warm_up: int) -> None:
+    """Run each layer's gates (T, F) through a cache of one segment, token by token.
+
+    The cache counts lookups and hits from the token `warm_up` on.
+    """
+    cache.resize(1)
+    for token in range(len(gates[0])):
+        if token == warm_up:
+            cache.hits = cache.lookups = 0
+        cache.divide(1)
+        for layer, rows in enumerate(gates):
+            row = rows[token : token + 1]
+            cache.observe(layer, row)
+            cache.acquire(layer, np.flatnonzero(fires(row[0])).astype(np.int32))
+            cache.evict_to_share(layer)
 
 
 class Optimum:

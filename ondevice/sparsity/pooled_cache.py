@@ -1,0 +1,78 @@
+"""A neuron cache whose slots belong to no layer: one pool, from which what is worth least goes.
+
+For experts, of which a layer has few and a pass uses few, in all layers in turn: a slot's worth then depends
+on how soon its layer comes again, which shares of layers can't express.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from ondevice.backends.base import Float32, Int32
+from ondevice.sparsity.neuron_cache import NeuronCache
+from ondevice.sparsity.policies import Policy
+
+
+class PoolPolicy(Policy, Protocol):
+    """A policy whose scores can be compared across layers."""
+
+    def pool_scores(self, layer: int) -> Float32:
+        """(N,) worth of a slot for each neuron of all layers, at the end of `layer`'s turn."""
+        ...
+
+
+class PooledCache(NeuronCache):
+    """A `NeuronCache` without shares: `evict_to_share` keeps all layers together to the room there is.
+
+    Args: those of NeuronCache, but for the policy.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        slot_bytes: int,
+        segment_slots: int,
+        reserve: int,
+        policy: PoolPolicy,
+        keep: bool = True,
+    ) -> None:
+        super().__init__(widths, slot_bytes, segment_slots, reserve, policy, keep)
+        self._pool_policy = policy
+
+    def evict_to_share(self, layer: int, keep: Int32 | None = None) -> None:
+        """Evict the neurons worth least at the end of `layer`'s turn, but none of the layer's in `keep`."""
+        over = -self._spare
+        if over <= 0:
+            return
+        held = self._slots >= 0
+        if keep is not None:
+            held[self._first[layer] + keep] = False
+        gone = np.flatnonzero(held)
+        if over < len(gone):
+            worth = self._pool_policy.pool_scores(layer)[gone]
+            gone = gone[np.argpartition(worth, over)[:over]]
+        freed = self._slots[gone]
+        self._slots[gone] = -1
+        self._owner[freed] = -1
+        self._give_back(freed)
+        for other in (np.searchsorted(self._first, gone, side="right") - 1).tolist():
+            self._counts[other] -= 1
+
+    def likeliest(self, layer: int, most: int) -> Int32:
+        """Ascending ids of the likeliest absent neurons: at most `most`, within the room left."""
+        return super().likeliest(layer, min(most, self._spare))
+
+    @property
+    def _spare(self) -> int:
+        """Slots left of the room; below 0 where more neurons are held."""
+        return self._room - sum(self._counts) - sum(self._reserved)
+
+    def _draw_shares(self) -> None:
+        """Nothing is divided: any layer may hold all of its neurons."""
+        self._tokens = 0
+        self._shares = list(self._widths)
+        self._policy.fit(self._room)
+        self.evict_to_share(len(self._widths) - 1)
