@@ -56,8 +56,16 @@ class Routing:
         return gates
 
 
-def route(logits: Float32, spec: ExpertsSpec, choice_bias: Float32 | None = None) -> Routing:
-    """The experts of each token of logits (T, E), which stay as they are. choice_bias: (E,)."""
+def route(
+    logits: Float32,
+    spec: ExpertsSpec,
+    choice_bias: Float32 | None = None,
+    scales: Float32 | None = None,
+) -> Routing:
+    """The experts of each token of logits (T, E), which stay as they are.
+
+    choice_bias: (E,). scales: (E,), factors of weights.
+    """
     if spec.scoring == "sparsemixer":
         return _sparsemixer(logits, spec)
     scores = logits if spec.scoring == "softmax" else sigmoid(logits)
@@ -72,7 +80,8 @@ def route(logits: Float32, spec: ExpertsSpec, choice_bias: Float32 | None = None
             own /= _sums(exp(logits.astype(np.float64) - highest))
     if spec.renormalised:
         own /= _sums(own) + (1e-20 if spec.scoring == "sigmoid" else 0.0)
-    return Routing(ids, (own * spec.factor).astype(np.float32), choice)
+    own = own * spec.factor if scales is None else own * spec.factor * scales[ids]
+    return Routing(ids, own.astype(np.float32), choice)
 
 
 def sigmoid(x: Float32) -> Float32:
