@@ -46,6 +46,9 @@ class ExpertsSpec:
         chosen_groups: see `groups`.
         jitter: of `sparsemixer`: logits nearer to the highest than twice this share of it count as near.
         shared_gate: whether the dense feed-forward's output is multiplied by the sigmoid of a product.
+        apart: whether experts and dense feed-forward are blocks side by side, as in Gemma 4: the router's
+            input and the experts' have norms of their own, instead of the dense one's; so have both outputs
+            before they are added to each other; and each expert's weights are multiplied by a number.
     """
 
     count: int
@@ -59,6 +62,7 @@ class ExpertsSpec:
     chosen_groups: int = 1
     jitter: float = 0.0
     shared_gate: bool = False
+    apart: bool = False
 
     def __post_init__(self) -> None:
         for name, limit in (
@@ -90,6 +94,10 @@ class ExpertsSpec:
         if self.scoring == "sparsemixer" and (self.chosen != 2 or self.renormalised or self.choice_bias):
             raise UnsupportedModelError(
                 "experts: sparsemixer chooses 2 experts, by logits alone, and renormalises nothing"
+            )
+        if self.apart and (self.shared_gate or self.scoring == "sparsemixer"):
+            raise UnsupportedModelError(
+                "experts: those that stand apart have no shared gate, nor sparsemixer"
             )
         if self.scoring != "sparsemixer" and self.jitter:
             raise UnsupportedModelError(f"experts: {self.scoring} has no jitter; sparsemixer has")

@@ -347,8 +347,13 @@ class ModelConfig:
                     f"a layer's experts have {layer.experts and layer.experts.num_neurons} neurons; all of "
                     f"the layer's are {self.neurons(layer)}"
                 )
-            if layer.experts is not None and layer.experts.shared_gate and not self.dense_neurons(layer):
-                raise UnsupportedModelError("a layer has a gate of shared experts, but none of these")
+            spec = layer.experts
+            if spec is not None and (spec.shared_gate or spec.apart) and not self.dense_neurons(layer):
+                raise UnsupportedModelError(
+                    "a layer has a gate or a norm of shared experts, but none of these"
+                )
+            if spec is not None and spec.apart and (self.norm.bias or self.norm.kind != "rms"):
+                raise UnsupportedModelError("experts that stand apart run with RMS norms without biases")
 
     def _check_residuals(self) -> None:
         """Raises UnsupportedModelError for per-layer inputs or copies of the residual that can't be run."""

@@ -1,4 +1,4 @@
-"""Gemma 4 (text), dense: global layers with heads of their own size that may be keys and values at once,
+"""Gemma 4 (text): global layers with heads of their own size that may be keys and values at once,
 a number that scales what leaves each layer, and, in the E models, per-layer inputs and shared keys.
 """
 
@@ -23,6 +23,13 @@ from ondevice.converters.architectures.common import (
     read_sizes,
 )
 from ondevice.converters.architectures.config_reader import ConfigReader, shown
+from ondevice.converters.architectures.experts import (
+    ExpertNames,
+    join_experts,
+    read_count,
+    unstacked,
+    with_experts,
+)
 from ondevice.converters.architectures.gemma import GLOBAL_THETA, LOCAL_THETA, OUTPUT_NORMS, PATTERN
 from ondevice.converters.architectures.gemma3n import (
     PER_LAYER_NAMES,
@@ -33,7 +40,10 @@ from ondevice.converters.architectures.gemma3n import (
     without_shared_keys,
 )
 from ondevice.converters.architectures.rotary import read_section, rope_spec
+from ondevice.converters.architectures.tensors import LayerNames
+from ondevice.converters.checkpoints.views import Scaled
 from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.experts_spec import ExpertsSpec
 from ondevice.model_config import (
     SIZE_LIMITS,
     AttentionSpec,
@@ -49,6 +59,22 @@ GLOBAL_HEAD_DIM = 512
 ROTATED = 0.25
 """Share of a global head's dimensions that turn, where the file has no rotary parameters."""
 NAMES = OUTPUT_NORMS | PER_LAYER_NAMES | {"layer_scalar": "scale"}
+
+EXPERT_NAMES = {
+    "router.scale": "router.norm.weight",
+    "router.per_expert_scale": "router.scales",
+    "pre_feedforward_layernorm_2.weight": "experts.norm.weight",
+    "post_feedforward_layernorm_2.weight": "experts.output_norm.weight",
+    "post_feedforward_layernorm_1.weight": "dense.output_norm.weight",
+}
+EXPERTS = ExpertNames(
+    gate="experts.{}.gate.weight",
+    up="experts.{}.up.weight",
+    down="experts.{}.down.weight",
+    router="router.proj.weight",
+    shared="mlp.",
+)
+"""The experts' names, once their stacks are apart."""
 
 Heads = dict[str, dict[str, Any]]
 """The fields of AttentionSpec by which layers of a kind differ from the model's sizes."""
@@ -101,6 +127,7 @@ def _read(reader: ConfigReader, max_context: int, window: int, inputs: int) -> D
         per_layer_width=width,
         per_layer_multiplier=per_layer_multiplier(width),
     )
+    config = _with_experts(reader, config)
     known = per_layer_vocabulary(reader, config.vocab_size) if width else config.vocab_size
     # Of models without per-layer inputs, it says nothing.
     reader.integer("vocab_size_per_layer_input", 0)
@@ -108,15 +135,28 @@ def _read(reader: ConfigReader, max_context: int, window: int, inputs: int) -> D
     return Description(config, lambda tensors: _adapt(tensors, config, known, joint))
 
 
-def _check_kind(reader: ConfigReader) -> None:
-    """Raises UnsupportedModelError for mixtures of experts, and for texts whose tokens see later ones."""
-    if reader.boolean("enable_moe_block", False):
+def _with_experts(reader: ConfigReader, config: ModelConfig) -> ModelConfig:
+    """The config with the experts that stand beside each layer's dense feed-forward, if there are any."""
+    if not reader.boolean("enable_moe_block", False):
+        for unused in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+            reader.integer(unused, 0)
+        return config
+    if len(set(config.widths)) > 1:
         raise UnsupportedModelError(
-            "config.json: enable_moe_block is true; mixtures of experts aren't supported, only the dense and "
-            "the E models of Gemma 4 are"
+            "config.json: use_double_wide_mlp beside enable_moe_block isn't known of any model"
         )
-    for unused in ("num_experts", "top_k_experts", "moe_intermediate_size"):
-        reader.integer(unused, 0)
+    experts = ExpertsSpec(
+        read_count(reader, None, "num_experts"),
+        reader.integer("top_k_experts"),
+        reader.integer("moe_intermediate_size"),
+        renormalised=True,
+        apart=True,
+    )
+    return with_experts(config, experts, [True] * config.num_layers, config.intermediate_size)
+
+
+def _check_kind(reader: ConfigReader) -> None:
+    """Raises UnsupportedModelError for texts whose tokens see later ones."""
     if (sees := reader.text("use_bidirectional_attention", "vision")) != "vision":
         raise UnsupportedModelError(
             f"config.json: use_bidirectional_attention is {shown(sees)}; only 'vision', under which a text's "
@@ -216,6 +256,8 @@ def _adapt(tensors: Tensors, config: ModelConfig, known: int, joint: list[int]) 
 
     known: as for Gemma 3n. joint: layers whose values are made by the projection of the keys.
     """
+    if config.experts is not None:
+        tensors = _adapt_experts(tensors, config)
     found = without_shared_keys(renamed(tensors, NAMES), config)
     for layer in joint:
         for kind in ("weight", "bias"):
@@ -223,6 +265,21 @@ def _adapt(tensors: Tensors, config: ModelConfig, known: int, joint: list[int]) 
             if keys in found:
                 found[values] = found[keys]
     return with_per_layer_inputs(found, config, known) if config.per_layer_width else found
+
+
+def _adapt_experts(tensors: Tensors, config: ModelConfig) -> Tensors:
+    """A layer's experts as neurons, and the router's norm as one of the usual form."""
+    gates, ups = EXPERTS.gate, EXPERTS.up
+    found = unstacked(
+        tensors, config, "experts.gate_up_proj", lambda expert: [gates.format(expert), ups.format(expert)]
+    )
+    found = unstacked(found, config, "experts.down_proj", lambda expert: [EXPERTS.down.format(expert)])
+    scaled = dict(renamed(join_experts(found, config, EXPERTS), EXPERT_NAMES))
+    for layer in range(config.num_layers):
+        name = LayerNames(layer).weight("router.norm.weight")
+        if name in scaled:
+            scaled[name] = Scaled(name, scaled[name], factor=config.hidden_size**-0.5)
+    return scaled
 
 
 def _reader(max_context: int, window: int, inputs: int) -> Callable[[ConfigReader], Description]:

@@ -281,12 +281,26 @@ NO_BIASES = Biases()
 class Router(NamedTuple):
     """What chooses a layer's experts: matrix (E, D), and choice_bias (E,), added to scores for the choice.
 
-    shared_gate: (1, D), whose product's sigmoid multiplies the dense feed-forward's output.
+    shared_gate: (1, D), whose product's sigmoid multiplies the dense feed-forward's output. apart: of experts
+    that stand apart.
     """
 
     matrix: Linear
     choice_bias: Vector | None = None
     shared_gate: Linear | None = None
+    apart: Apart | None = None
+
+
+class Apart(NamedTuple):
+    """Norms of the router's input and of the experts', in the place of the dense feed-forward's; of the sum
+    of the experts' outputs, and of the dense output, before these join; scales (E,) of the experts' weights.
+    """
+
+    router: Norm
+    experts: Norm
+    output: Norm
+    dense_output: Norm
+    scales: Vector
 
 
 @dataclass(frozen=True)
@@ -525,6 +539,8 @@ class Backend(Protocol):
         added: Array | None = None,
     ) -> Array:
         """dense(n) + sum(w_e * expert_e(n)) + added, (R, D), with n = norm(x). Called for layers in order.
+
+        Experts that stand apart have other norms: see `Apart`.
 
         The sum is over a row's experts in the order of their numbers; each is a feed-forward, as of
         `feed_forward`, as is the dense one, which may be missing.

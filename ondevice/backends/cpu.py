@@ -407,13 +407,19 @@ class CpuBackend(OffloadingBackend):
     ) -> Float32:
         experts, form, native = spec.experts, native_form(spec.feed_forward), weight.native
         assert experts is not None
+        apart, residual = router.apart, x
         x = x if norm is None else self.normed(x, norm)
-        routing = route(self.linear(x, router.matrix), experts, router.choice_bias)
         total = np.zeros_like(x)
         if weight.segments:
             native.forward(self.runner, x, weight.segments, form, total)
             if router.shared_gate is not None:
                 total *= sigmoid(self.linear(x, router.shared_gate))
+        dense_output = total
+        if apart is not None:
+            dense_output, total = self.normed(total, apart.dense_output), np.zeros_like(x)
+            x = self.normed(residual, apart.experts)
+        logits = self.linear(x if apart is None else residual, router.matrix, apart and apart.router)
+        routing = route(logits, experts, router.choice_bias, apart and apart.scales)
         # Outputs are added in the order of experts. Where few rows are wanted, they can be held until then.
         in_order, held = len(x) > HELD_ROWS, []
         for expert, address in weight.neurons.experts(weight.index, routing, batch, in_order):
@@ -426,6 +432,8 @@ class CpuBackend(OffloadingBackend):
             if in_order:
                 _add_to(total, held)
         _add_to(total, held)
+        if apart is not None:
+            total = np.add(dense_output, self.normed(total, apart.output), out=dense_output)
         return total if added is None else np.add(added, total, out=added)
 
     def rows(self, x: Float32, tokens: Sequence[int]) -> Float32:

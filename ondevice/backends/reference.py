@@ -292,8 +292,9 @@ class ReferenceBackend:
         norm: Norm | None = None,
         added: Float32 | None = None,
     ) -> Float32:
-        experts, x = spec.experts, self.normed(x, norm)
+        experts, apart, residual = spec.experts, router.apart, x
         assert experts is not None
+        x = self.normed(x, norm)
         first = len(weight.gate) - experts.num_neurons
         total = np.zeros_like(x)
         if first:
@@ -301,11 +302,18 @@ class ReferenceBackend:
             total += hidden(x, dense, spec.feed_forward) @ dense.down
             if router.shared_gate is not None:
                 total *= sigmoid(self.linear(x, router.shared_gate))
-        routing = route(self.linear(x, router.matrix), experts, router.choice_bias)
+        dense_output = total
+        if apart is not None:
+            dense_output, total = self.normed(total, apart.dense_output), np.zeros_like(x)
+            x = self.normed(residual, apart.experts)
+        logits = self.linear(x if apart is None else self.normed(residual, apart.router), router.matrix)
+        routing = route(logits, experts, router.choice_bias, None if apart is None else apart.scales)
         for expert in routing.experts.tolist():
             rows, weights = routing.rows_of(expert)
             own = weight.some(first + expert * experts.neurons, experts.neurons)
             total[rows] += weights * (hidden(x[rows], own, spec.feed_forward) @ own.down)
+        if apart is not None:
+            total = dense_output + self.normed(total, apart.output)
         return total if added is None else added + total
 
     def rows(self, x: Float32, tokens: Sequence[int]) -> Float32:

@@ -6,6 +6,7 @@ same bits on every machine and beside any other rows. Legend: T tokens, E expert
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,8 +21,8 @@ Float64 = NDArray[np.float64]
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.6931471803691238, 1.9082149292705877e-10
 """The natural logarithm of 2 in two parts, the first with few enough digits to be multiplied exactly."""
-_EXP_TERMS = 13
-"""Terms of exp's series for less than half of that: the next is below a float64's last digit."""
+_EXP_TERMS = tuple(1.0 / math.factorial(n) for n in range(13, -1, -1))
+"""Factors of exp's series for less than half of that: the next is below a float64's last digit."""
 _LEAST_EXPONENT = -700.0
 _CHOSEN = np.float32(1e-6)
 
@@ -40,7 +41,7 @@ class Routing:
     @cached_property
     def experts(self) -> Int32:
         """The experts of all tokens, each once, ascending."""
-        return np.unique(self.ids)
+        return self.ids[0] if len(self.ids) == 1 else np.unique(self.ids)
 
     def rows_of(self, expert: int) -> tuple[NDArray[np.intp], Float32]:
         """The tokens that go to an expert, ascending, (n,), and its weight for each, (n, 1)."""
@@ -56,8 +57,16 @@ class Routing:
         return gates
 
 
-def route(logits: Float32, spec: ExpertsSpec, choice_bias: Float32 | None = None) -> Routing:
-    """The experts of each token of logits (T, E), which stay as they are. choice_bias: (E,)."""
+def route(
+    logits: Float32,
+    spec: ExpertsSpec,
+    choice_bias: Float32 | None = None,
+    scales: Float32 | None = None,
+) -> Routing:
+    """The experts of each token of logits (T, E), which stay as they are.
+
+    choice_bias: (E,). scales: (E,), factors of weights.
+    """
     if spec.scoring == "sparsemixer":
         return _sparsemixer(logits, spec)
     scores = logits if spec.scoring == "softmax" else sigmoid(logits)
@@ -67,12 +76,15 @@ def route(logits: Float32, spec: ExpertsSpec, choice_bias: Float32 | None = None
     own = np.take_along_axis(scores, ids, axis=1).astype(np.float64)
     if spec.scoring == "softmax":
         highest = logits.max(axis=1, keepdims=True)
-        own = exp(own - highest)
-        if not spec.renormalised:
-            own /= _sums(exp(logits.astype(np.float64) - highest))
+        if spec.renormalised:
+            own = exp(own - highest)
+        else:
+            shares = exp(logits.astype(np.float64) - highest)
+            own = np.take_along_axis(shares, ids, axis=1) / _sums(shares)
     if spec.renormalised:
         own /= _sums(own) + (1e-20 if spec.scoring == "sigmoid" else 0.0)
-    return Routing(ids, (own * spec.factor).astype(np.float32), choice)
+    own = own * spec.factor if scales is None else own * spec.factor * scales[ids]
+    return Routing(ids, own.astype(np.float32), choice)
 
 
 def sigmoid(x: Float32) -> Float32:
@@ -85,11 +97,12 @@ def exp(x: NDArray[np.floating]) -> Float64:
     wide = np.maximum(x.astype(np.float64), _LEAST_EXPONENT)
     twos = np.rint(wide * _LOG2_E)
     rest = (wide - twos * _LN2_HIGH) - twos * _LN2_LOW
-    found = np.ones_like(rest)
-    for term in range(_EXP_TERMS, 0, -1):
-        found = found * rest / term + 1.0
-    # NaN stays NaN.
-    return np.ldexp(found, np.nan_to_num(twos).astype(np.int32))
+    found = np.full_like(rest, _EXP_TERMS[0])
+    for term in _EXP_TERMS[1:]:
+        found *= rest
+        found += term
+    # NaN stays NaN, whatever its power of two.
+    return np.ldexp(found, np.fmax(twos, 2.0 * _LEAST_EXPONENT).astype(np.int32))
 
 
 def _highest(scores: Float32, count: int) -> Int32:

@@ -226,8 +226,7 @@ class MemoryModel(ABC):
             return 0
         hidden, copies = padded(config.hidden_size, GROUP_SIZE), config.residual_copies
         rank = max(layer.laurel_rank for layer in config.layers)
-        if config.experts is not None:
-            return self._mixture_floats
+        mixture = self._mixture_floats
         # In the layer: the copies before it and as predicted, what one product is made of, and gates, twice.
         within = (2 * copies if copies > 1 else 0) * hidden + (3 * hidden + 2 * rank if rank else 0)
         if config.cut_off_layers:
@@ -235,25 +234,27 @@ class MemoryModel(ABC):
         # Behind it: also the copies as corrected, and with the per-layer block's output.
         behind = (4 * copies if copies > 1 else 1) * hidden
         if not config.per_layer_width:
-            return max(within, behind)
+            return mixture + max(within, behind)
         # The inputs, the rows as they are read with their padding, and the projection that joins them.
         row = padded(config.per_layer_size, GROUP_SIZE)
         stride = per_layer_layout(config, self.quant).stride
         reading = 2 * row + stride // 4
         held = row + max(0, row - config.qkv_size)
-        return held + max(reading, within, behind + 2 * hidden + 4 * config.per_layer_width)
+        return mixture + held + max(reading, within, behind + 2 * hidden + 4 * config.per_layer_width)
 
     @property
     def _mixture_floats(self) -> int:
         """Values that a token takes in a layer with experts: its normed input and its output, both gathered
         for an expert, and what the router makes of its logits.
         """
-        assert self.config.experts is not None
+        if self.config.experts is None:
+            return 0
         hidden = padded(self.config.hidden_size, GROUP_SIZE)
         groups = hidden // GROUP_SIZE
         # As where neurons are selected: groups of outputs lie 16 side by side, and tiles are listed.
         lanes = 16 * (padded(groups, 16) - groups) + 17
-        return 5 * hidden + 20 * self.config.experts.count + lanes
+        arrays = 7 if self.config.experts.apart else 5
+        return arrays * hidden + 20 * self.config.experts.count + lanes
 
     @property
     def _cutoff_bytes(self) -> int:

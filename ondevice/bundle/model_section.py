@@ -47,7 +47,14 @@ _PLAIN = asdict(FeedForwardSpec("silu"))
 """Values of a feed-forward's keys where they are absent; the activation never is."""
 _PLAIN_ROPE = {"long_frequencies": [], "original_context": 0}
 _PLAIN_LAYER = {"laurel_rank": 0, "scaled": False, "experts": None}
-_PLAIN_EXPERTS = {"choice_bias": False, "groups": 1, "chosen_groups": 1, "jitter": 0.0, "shared_gate": False}
+_PLAIN_EXPERTS = {
+    "choice_bias": False,
+    "groups": 1,
+    "chosen_groups": 1,
+    "jitter": 0.0,
+    "shared_gate": False,
+    "apart": False,
+}
 _PLAIN_ATTENTION = {"value_norm": False, "keys_of": None, "head_dim": 0, "num_kv_heads": 0}
 """Likewise of a rope's, a layer's, its experts' and its attention's."""
 
@@ -137,7 +144,7 @@ def _parse_layer(section: Section) -> LayerSpec:
 
 def _parse_experts(section: Section) -> ExpertsSpec:
     given: dict[str, Any] = {}
-    for name in ("choice_bias", "shared_gate"):
+    for name in ("choice_bias", "shared_gate", "apart"):
         if name in section.names:
             given[name] = section.boolean(name)
     for name in ("groups", "chosen_groups"):

@@ -10,6 +10,9 @@ from typing import NamedTuple
 from ondevice.config import QuantConfig, RowFormat
 from ondevice.model_config import LayerSpec, ModelConfig
 
+EXPERT_NORMS = ("router.norm", "experts.norm", "experts.output_norm", "dense.output_norm")
+"""Norms of a layer whose experts stand apart, in a bundle's order."""
+
 
 class WeightShape(NamedTuple):
     """A weight that only some models have: its name in a bundle, behind the prefix of a layer's.
@@ -87,6 +90,9 @@ def layer_weight_shapes(config: ModelConfig, layer: LayerSpec) -> tuple[WeightSh
             found.append(WeightShape("router.choice_bias", (layer.experts.count,), False))
         if layer.experts.shared_gate:
             found.append(WeightShape("shared_gate", (1, hidden), True, is_half=True))
+        if layer.experts.apart:
+            found += [WeightShape(f"{name}.weight", (hidden,), False) for name in EXPERT_NORMS]
+            found.append(WeightShape("router.scales", (layer.experts.count,), False))
     if layer.scaled:
         found.append(WeightShape("scale", (1,), False))
     return tuple(found)

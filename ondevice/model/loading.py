@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ondevice.backends.base import (
+    Apart,
     Array,
     Backend,
     Biases,
@@ -31,7 +32,7 @@ from ondevice.bundle.predictors import PREDICTORS, OperatingPoint
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.streams import STREAMS
 from ondevice.bundle.thresholds import THRESHOLDS, ThresholdPoint
-from ondevice.bundle.weight_shapes import WeightShape, layer_weight_shapes, model_weight_shapes
+from ondevice.bundle.weight_shapes import EXPERT_NORMS, WeightShape, layer_weight_shapes, model_weight_shapes
 from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import QuantConfig, Sparsity
 from ondevice.flash.reader import FlashReader
@@ -209,8 +210,17 @@ def _other_blocks(config: ModelConfig, own: Mapping[str, Any]) -> dict[str, Any]
         found["per_layer"] = PerLayerBlock(own["per_layer.gate"], own["per_layer.out"], norm)
     found["scale"] = own.get("scale")
     if "router" in own:
-        found["router"] = Router(own["router"], own.get("router.choice_bias"), own.get("shared_gate"))
+        found["router"] = Router(
+            own["router"], own.get("router.choice_bias"), own.get("shared_gate"), _apart(config, own)
+        )
     return found
+
+
+def _apart(config: ModelConfig, own: Mapping[str, Any]) -> Apart | None:
+    if "router.scales" not in own:
+        return None
+    router, experts, output, dense = (Norm(own[f"{it}.weight"], config.norm.eps) for it in EXPERT_NORMS)
+    return Apart(router, experts, output, dense, own["router.scales"])
 
 
 def _weight_norm(config: ModelConfig, loaded: Mapping[str, Any], block: str) -> Norm:

@@ -137,8 +137,9 @@ class ExpertFetcher(NeuronSource):
         ids = routing.experts
         held = cache.held(layer, ids)
         addresses = dict(zip(held.tolist(), cache.acquire(layer, held).addresses.tolist(), strict=True))
-        missing = deque(np.setdiff1d(ids, held, assume_unique=True).tolist())
-        order: list[int] = ids.tolist() if in_order else [*held.tolist(), *missing]
+        wanted: list[int] = ids.tolist()
+        missing = deque(expert for expert in wanted if expert not in addresses)
+        order = wanted if in_order else [*addresses, *missing]
         under_way: deque[tuple[int, int, int]] = deque()
         arrived = False
         try:

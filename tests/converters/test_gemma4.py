@@ -152,7 +152,12 @@ def test_a_tree_has_the_bits_of_one_pass(bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "names"),
     [
-        ({"enable_moe_block": True, "num_experts": 128}, UnsupportedModelError, "mixtures of experts"),
+        ({"enable_moe_block": True, "num_experts": 128}, CheckpointError, "has no top_k_experts"),
+        (
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 8},
+            UnsupportedModelError,
+            "chosen is 5",
+        ),
         ({"use_bidirectional_attention": "all"}, UnsupportedModelError, "use_bidirectional_attention"),
         ({"global_head_dim": 1 << 20}, CheckpointError, "head_dim"),
         ({"global_head_dim": 255}, UnsupportedModelError, "255"),

@@ -326,7 +326,7 @@ RULES = (
             (
                 "shared gate alone",
                 {"count": 1, "chosen": 1, "neurons": 96, "shared_gate": True},
-                "gate of shared experts",
+                "gate or a norm of shared",
             ),
         )
     ),

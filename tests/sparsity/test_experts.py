@@ -93,7 +93,7 @@ def test_bits_depend_on_nothing(
 
 
 @pytest.mark.parametrize(
-    "case", ["qwen2 moe", "granite moe", "glm4 moe head norms", "qwen3 moe dense between"]
+    "case", ["qwen2 moe", "granite moe", "glm4 moe head norms", "qwen3 moe dense between", "gemma4 moe"]
 )
 def test_bits_beside_a_shared_expert_depend_on_nothing(tmp_path: Path, case: str) -> None:
     """72 dense neurons with a gate, before experts that aren't whole pages; experts of a stack; dense layers

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ondevice.converters.convert import convert
 from ondevice.training import train_predictors
-from tests.support.bundles import convert_bundle, write_chat_checkpoint
+from tests.support.bundles import convert_bundle, write_byte_tokenizer, write_chat_checkpoint
 from tests.support.fault_rounds import KINDS, Table
 from tests.support.faults import output_under
 
@@ -34,6 +35,16 @@ def predicted_bundle(bundle: Path) -> Path:
     output = bundle.with_name("predicted")
     train_predictors(bundle, pieces=pieces, output=output)
     return output
+
+
+@pytest.fixture(scope="module")
+def expert_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    families = pytest.importorskip("tests.support.families")
+    folder = tmp_path_factory.mktemp("experts")
+    options = {**families.OLMOE, "vocab_size": 384, "intermediate_size": 100, "num_experts": 12}
+    families.write_model(folder / "checkpoint", "Olmoe", options)
+    write_byte_tokenizer(folder / "checkpoint")
+    return convert(folder / "checkpoint", folder / "plain", "q4")
 
 
 @pytest.fixture(params=["ring", "threads"])
@@ -82,6 +93,21 @@ def test_some_faults(shim: Path, tmp_path: Path, bundle: Path, way: str) -> None
         if errors:
             break
     assert errors > 0
+
+
+def test_some_faults_of_experts(shim: Path, tmp_path: Path, expert_bundle: Path) -> None:
+    counts = run_rounds(shim, tmp_path, expert_bundle, "threads", "experts", rounds=12)
+    assert sum(counts["faults"]["pread"][kind] for kind in KINDS) >= 30
+    assert counts["errors"] > 0
+
+
+@pytest.mark.slow
+def test_a_thousand_faults_of_experts(shim: Path, tmp_path: Path, expert_bundle: Path) -> None:
+    counts = run_rounds(shim, tmp_path, expert_bundle, "threads", "experts", rounds=400, minutes=30)
+    spoilt = counts["faults"]["pread"]
+    assert sum(spoilt[kind] for kind in KINDS) >= 1000
+    assert all(spoilt[kind] >= 10 for kind in KINDS), counts
+    assert min(spoilt["late"], *(counts[ending] for ending in ("right", "errors", "cancelled"))) >= 50, counts
 
 
 @pytest.mark.slow

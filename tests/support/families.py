@@ -62,6 +62,14 @@ GEMMA4_E = {
     "vocab_size_per_layer_input": 256,
     "num_kv_shared_layers": 2,
 }
+# With three chosen, a margin of 2e-5 between two scores lets `cpu` choose another expert at one position.
+GEMMA4_MOE = {
+    **GEMMA4,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 48,
+}
 TURNING_ALL = {
     "full_attention": {"rope_type": "default", "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -317,6 +325,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_bias": True, "norm_topk_prob": False},
     ),
     "glm4 moe all sparse": ("Glm4Moe", {**GLM4_MOE, "first_k_dense_replace": 0, "n_group": 2}),
+    "gemma4 moe": ("Gemma4Text", GEMMA4_MOE),
+    "gemma4 moe joint values": (
+        "Gemma4Text",
+        {**GEMMA4_MOE, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_experts": 5}
+        | {"top_k_experts": 5, "final_logit_softcapping": 2.0},
+    ),
+    "gemma4 moe with inputs": (
+        "Gemma4Text",
+        {**GEMMA4_MOE, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 256}
+        | {"top_k_experts": 1, "rms_norm_eps": 1e-5},
+    ),
     "opt": ("OPT", OPT),
     "opt gelu": ("OPT", {**OPT, "activation_function": "gelu", "tie_word_embeddings": False}),
     "opt no biases": ("OPT", {**OPT, "enable_bias": False, "num_attention_heads": 2}),
