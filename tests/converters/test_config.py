@@ -303,3 +303,43 @@ def test_nemotrons_keys_are_read() -> None:
     assert (config.head_dim, config.ropes[0].turning, config.activation) == (128, 64, "relu2")
     with pytest.raises(UnsupportedModelError, match="kv_channels is 64"):
         read_config(NEMOTRON_4B | {"kv_channels": 64})
+
+
+LLAVA: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "ignore_index": -100,
+    "image_token_index": 32000, "pad_token_id": 32001, "projector_hidden_act": "gelu",
+    "text_config": {
+        "_name_or_path": "lmsys/vicuna-7b-v1.5", "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 4096, "model_type": "llama", "rms_norm_eps": 1e-5,
+        "torch_dtype": "float16", "vocab_size": 32064,
+    },
+    "tie_word_embeddings": False, "torch_dtype": "float16", "transformers_version": "4.36.0.dev0",
+    "vision_config": {
+        "hidden_size": 1024, "image_size": 336, "intermediate_size": 4096, "model_type": "clip_vision_model",
+        "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768,
+        "vocab_size": 32000,
+    },
+    "vision_feature_layer": -2, "vision_feature_select_strategy": "default", "vocab_size": 32064,
+}  # fmt: skip
+"""The keys of `llava-1.5-7b-hf`, which leaves out what is Llama's default."""
+
+
+@pytest.mark.parametrize("text", ["llama", "mistral", "qwen2"])
+def test_llavas_text_model_has_the_defaults_of_its_family(text: str) -> None:
+    """As `transformers` fills them in."""
+    transformers = pytest.importorskip("transformers")
+    values = LLAVA | {"text_config": LLAVA["text_config"] | {"model_type": text}}
+    theirs = transformers.LlavaConfig(**values).text_config.to_dict()
+    kept = {key: value for key, value in theirs.items() if key != "architectures"}
+    assert read_config(values) == read_config(kept)
+    assert read_config(values).layers == read_config(values | {"text_config": kept}).layers
+
+
+@pytest.mark.parametrize("depth", [1, 490])
+def test_towers_within_towers_are_refused(depth: int) -> None:
+    """Without a limit, a deep nest of them ended in a traceback."""
+    values = tiny_config("llama") | {"model_type": "gemma3_text"}
+    for _ in range(depth + 1):
+        values = {"model_type": "gemma3", "text_config": values}
+    with pytest.raises(UnsupportedModelError, match="'gemma3'; of gemma3 only gemma3_text can be"):
+        read_config(values)
