@@ -29,6 +29,9 @@ HARMLESS_KEYS = frozenset({
     "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache",
 })
 # fmt: on
+OWN_CONFIG = "take config.json from the model's own repository"
+SAME_REPOSITORY = "take config.json and the weights from the same repository"
+"""Remedies for a damaged config, and for one that tensors don't go with."""
 INTEGER_LIMIT = 1 << 64
 """JSON has integers of any length, of which the longer ones are no floats."""
 
@@ -139,7 +142,9 @@ class ConfigReader:
         if value is None:
             value = default
         if value is None:
-            raise CheckpointError(f"{self.where} has no {key}; it isn't the config of a language model")
+            raise CheckpointError(
+                f"{self.where} has no {key}, without which no model can be read; download it again"
+            )
         return value
 
     def _wrong(self, key: str, value: object, wanted: str) -> CheckpointError:

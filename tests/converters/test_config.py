@@ -188,6 +188,30 @@ def test_what_changes_the_arithmetic_is_refused_by_name(family: str, key: str, v
         read(family, **{key: value})
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("family", "changes", "match"),
+    [
+        ("llama", {"rms_norm_eps": 0.0}, "norm eps is 0.0"),
+        ("llama", {"intermediate_size": -96}, "intermediate_size is -96"),
+        ("gemma2", {"query_pre_attn_scalar": 1e-80}, "attention scale is inf"),
+        ("gemma2", {"query_pre_attn_scalar": 1e290}, "attention scale is 0"),
+        (
+            "gemma3n_text",
+            {"hidden_size_per_layer_input": -1, "num_kv_shared_layers": 0},
+            "per_layer_width is -1",
+        ),
+    ],
+)
+def test_what_no_model_can_have_names_the_file_and_a_remedy(
+    family: str, changes: dict[str, Any], match: str
+) -> None:
+    """ModelConfig and its specs know of no file, and numpy warns of what they refuse."""
+    values = tiny_config() | {"model_type": family, "architectures": None} | changes
+    with pytest.raises(UnsupportedModelError, match=f"^config.json: {match}.*; take config.json from"):
+        read_config(values)
+
+
 @pytest.mark.parametrize("scaling", [
     {"rope_type": "proportional", "factor": 2.0},
     {"rope_type": "linear", "factor": 2.0, "attention_factor": 1.5},
