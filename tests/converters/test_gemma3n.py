@@ -24,6 +24,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import NO_PREDICTORS, no_streams, sidecar_text
 from ondevice.bundle.streams import STREAMS_SIDECAR
 from ondevice.bundle.verify import verify
+from ondevice.commands.convert import say_trained
 from ondevice.config import RuntimeConfig
 from ondevice.converters.architectures.registry import read_config
 from ondevice.converters.convert import convert
@@ -273,6 +274,15 @@ def test_inspection_says_why_modes_are_missing(folder: Path) -> None:
     # No advice to make what would be refused.
     assert modes["predicted"].reason == NO_PREDICTORS
     assert "train thresholds" in modes["threshold"].reason
+
+
+def test_conversion_with_a_text_says_why_it_trained_no_predictors(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say_trained(Bundle.open(folder / "q4"))
+    said = " ".join(capsys.readouterr().err.split())
+    assert NO_PREDICTORS in said
+    assert "hardly ever" not in said
 
 
 @pytest.mark.parametrize(
