@@ -33,6 +33,7 @@ from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.weight_shapes import extra_matrices, vectors_size
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.model_config import ModelConfig
+from ondevice.sparsity.expert_reuse import history_bytes
 from ondevice.speculation.registry import drafter_bytes, drafts_with_streams, runs_streams
 from ondevice.speculation.tree import LOGITS_AHEAD, STREAM_ROWS
 
@@ -124,7 +125,9 @@ class MemoryModel(ABC):
             selecting += self._gates_bytes
         if self.config.experts is not None:
             selecting += dense_bytes(self.config, self.quant)
-            selecting += self.config.num_layers * self.config.experts.count * NEURON_TABLE_BYTES
+            experts = self.config.experts
+            table = experts.count * NEURON_TABLE_BYTES + history_bytes(experts.chosen)
+            selecting += self.config.num_layers * table
         return self._matrices_bytes + selecting
 
     @property

@@ -9,7 +9,6 @@ from ondevice.backends.budgeted import BudgetedBackend
 from ondevice.budget.plan import Plan
 from ondevice.budget.sizes import DECODE_TOKENS, SlotShape, fetch_neurons, prefetch_neurons
 from ondevice.bundle.reader import Bundle
-from ondevice.experts_spec import ExpertsSpec
 from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
 from ondevice.sparsity.experts import ExpertFetcher
@@ -110,7 +109,10 @@ def open_neuron_memory(
         return NoNeuronMemory()
     if config.experts is not None:
         assert isinstance(segment, SlotShape)
-        return _expert_memory(bundle, segment, config.experts, backend, reader, options)
+        experts = [layer.experts for layer in config.layers]
+        return ExpertFetcher(
+            layers, reader, experts, segment.slot_bytes, segment.slots, segment.reserve, options.keep
+        )
     if not isinstance(segment, SlotShape):
         return SegmentPool(
             layers,
@@ -138,26 +140,6 @@ def open_neuron_memory(
         costs=costs,
         options=options,
     )
-
-
-def _expert_memory(
-    bundle: Bundle,
-    slots: SlotShape,
-    experts: ExpertsSpec,
-    backend: BudgetedBackend,
-    reader: FlashReader,
-    options: FetchOptions,
-) -> ExpertFetcher:
-    widths = [0 if layer.experts is None else experts.count for layer in bundle.config.layers]
-    cache = NeuronCache(
-        widths,
-        slot_bytes=slots.slot_bytes,
-        segment_slots=slots.slots,
-        reserve=slots.reserve,
-        policy=make_policy(options.policy, widths),
-        keep=options.keep,
-    )
-    return ExpertFetcher(backend.feed_forwards, reader, cache, experts, slots.reserve)
 
 
 class NeuronQuota:

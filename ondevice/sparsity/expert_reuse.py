@@ -116,3 +116,8 @@ class ExpertReuse:
         chosen = past[:, told]
         found = np.bincount(chosen.ravel(), np.tile(worth[told], self._chosen), minlength=len(used))
         return found.astype(np.float32)
+
+
+def history_bytes(chosen: int) -> int:
+    """Bytes that a layer's remembered tokens take."""
+    return 4 * chosen * REMEMBERED_TOKENS

@@ -24,7 +24,8 @@ from ondevice.errors import OndeviceError
 from ondevice.experts_spec import ExpertsSpec
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
-from ondevice.sparsity.neuron_cache import NeuronCache
+from ondevice.sparsity.expert_reuse import ExpertReuse
+from ondevice.sparsity.pooled_cache import PooledCache
 from ondevice.sparsity.prefetch import PrefetchQuality
 from ondevice.stats import PassTimes
 from ondevice.units import PAGE_BYTES
@@ -36,26 +37,36 @@ class ExpertFetcher(NeuronSource):
     Args:
         layers: the model's layers, in order; each gets this object as its `neurons`.
         reader: over the bundle's files.
-        cache: of experts; owned by this object from now on, and closed by `close`.
-        experts: what the layers' experts are.
-        most: most experts that are read at once: the cache's reserve.
+        experts: what the experts of each layer are; None for a layer without any.
+        slot_bytes, segment_slots: bytes of a slot, and slots in a segment.
+        most: most experts that are read at once: slots that are kept free for them.
+        keep: whether experts may stay after the pass that read them.
     """
 
     def __init__(
         self,
         layers: Sequence[FeedForwardLayer],
         reader: FlashReader,
-        cache: NeuronCache,
-        experts: ExpertsSpec,
+        experts: Sequence[ExpertsSpec | None],
+        slot_bytes: int,
+        segment_slots: int,
         most: int,
+        keep: bool = True,
     ) -> None:
         self._layers = layers
-        self._cache = cache
-        self._experts = experts
+        found = {layer: spec for layer, spec in enumerate(experts) if spec is not None}
+        self._turns = {layer: turn for turn, layer in enumerate(found)}
+        """By layer: its number among those that have experts, which alone the cache knows."""
+        self._experts = next(iter(found.values()))
+        count, policy = (
+            self._experts.count,
+            ExpertReuse(len(found), self._experts.count, self._experts.chosen),
+        )
+        self._cache = PooledCache([count] * len(found), slot_bytes, segment_slots, most, policy, keep)
         self._most = most
         self._reads = _native.RangeReads(reader.native)
         self._draft_gates: NDArray[np.float16] = np.zeros((0, 0, 0), dtype=np.float16)
-        """(layers, draft tokens, E) gates of the last pass's draft tokens, in the order of its batch."""
+        """(turns, draft tokens, E) gates of the last pass's draft tokens, in the order of its batch."""
         self._since = 0.0
         self._waited = self._managed = 0.0
         for layer in layers:
@@ -106,9 +117,9 @@ class ExpertFetcher(NeuronSource):
             layer.neurons = ClosedNeurons()
 
     def begin_pass(self, batch: ForwardBatch) -> None:
-        """Divide the slots among layers, if it is time."""
+        """Make room for the gates of draft tokens."""
         if batch.draft_rows > self._draft_gates.shape[1]:
-            shape = len(self._layers), batch.draft_rows, self._experts.count
+            shape = len(self._turns), batch.draft_rows, self._experts.count
             self._draft_gates = np.zeros(shape, dtype=np.float16)
         self._since = time.perf_counter()
         self._cache.divide(len(batch.tokens))
@@ -118,8 +129,8 @@ class ExpertFetcher(NeuronSource):
         """Tell the cache about the accepted draft tokens."""
         accepted = [row - batch.text_rows for row in rows if row >= batch.text_rows]
         if accepted and not self._cache.holds_all:
-            for layer in range(len(self._layers)):
-                self._cache.observe(layer, self._draft_gates[layer, accepted].astype(np.float32))
+            for turn, gates in enumerate(self._draft_gates[:, accepted]):
+                self._cache.observe(turn, gates.astype(np.float32))
 
     def offloaded(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes | Segment]:
         """No neurons: those that aren't an expert's stay in memory."""
@@ -131,12 +142,12 @@ class ExpertFetcher(NeuronSource):
         if batch.resident_only or batch.stream_rows:
             raise OndeviceError("experts can't be estimated from those in memory alone")
         self._since = time.perf_counter()
-        cache = self._cache
+        cache, turn = self._cache, self._turns[layer]
         if not cache.holds_all:
-            self._observe(layer, routing, batch)
+            self._observe(turn, routing, batch)
         ids = routing.experts
-        held = cache.held(layer, ids)
-        addresses = dict(zip(held.tolist(), cache.acquire(layer, held).addresses.tolist(), strict=True))
+        held = cache.held(turn, ids)
+        addresses = dict(zip(held.tolist(), cache.acquire(turn, held).addresses.tolist(), strict=True))
         wanted: list[int] = ids.tolist()
         missing = deque(expert for expert in wanted if expert not in addresses)
         order = wanted if in_order else [*addresses, *missing]
@@ -154,22 +165,22 @@ class ExpertFetcher(NeuronSource):
         finally:
             if not arrived:
                 self._give_up(layer, under_way)
-            cache.evict_to_share(layer)
+            cache.evict_to_share(turn)
             self._managed += self._lap()
 
     def _begin(
         self, layer: int, missing: deque[int], under_way: deque[tuple[int, int, int]], kept: Sequence[int]
     ) -> None:
         """Begin to read as many of the missing experts as there is room for; `kept` are still needed."""
-        cache = self._cache
+        cache, turn = self._cache, self._turns[layer]
         while missing and len(under_way) < self._most:
             if not cache.has_room(1):
-                cache.evict_to_share(layer, np.array(kept, dtype=np.int32))
+                cache.evict_to_share(turn, np.array(kept, dtype=np.int32))
                 if not cache.has_room(1):
                     return
             expert = missing.popleft()
             own = np.array([expert], dtype=np.int32)
-            slot, begun = int(cache.acquire(layer, own).addresses[0]), False
+            slot, begun = int(cache.acquire(turn, own).addresses[0]), False
             try:
                 offset = self._offset(layer, expert)
                 file, target = self._layers[layer].source.file, slot + offset % PAGE_BYTES
@@ -177,7 +188,7 @@ class ExpertFetcher(NeuronSource):
                 begun = True
             finally:
                 if not begun:
-                    cache.evict(layer, own)
+                    cache.evict(turn, own)
             under_way.append((expert, slot, ticket))
 
     def _next(self, under_way: deque[tuple[int, int, int]]) -> int:
@@ -195,16 +206,17 @@ class ExpertFetcher(NeuronSource):
         """Wait until nothing is written to any more, and free the slots of what hasn't arrived."""
         self._reads.cancel()
         if under_way:
-            self._cache.evict(layer, np.array([expert for expert, _, _ in under_way], dtype=np.int32))
+            absent = np.array([expert for expert, _, _ in under_way], dtype=np.int32)
+            self._cache.evict(self._turns[layer], absent)
 
-    def _observe(self, layer: int, routing: Routing, batch: ForwardBatch) -> None:
+    def _observe(self, turn: int, routing: Routing, batch: ForwardBatch) -> None:
         """Tell the cache the gates of the text's tokens now; keep those of draft tokens until `accept`."""
         gates, text_rows = routing.gates, batch.text_rows
-        self._cache.observe(layer, gates[:text_rows])
+        self._cache.observe(turn, gates[:text_rows])
         if batch.draft_rows:
             rows = range(len(gates)) if batch.unpruned_rows is None else batch.unpruned_rows
             with np.errstate(over="ignore"):
-                self._draft_gates[layer, [row - text_rows for row in rows[text_rows:]]] = gates[text_rows:]
+                self._draft_gates[turn, [row - text_rows for row in rows[text_rows:]]] = gates[text_rows:]
 
     def _expert_bytes(self, layer: int) -> int:
         return self._experts.neurons * self._layers[layer].source.layout.stride

@@ -118,18 +118,30 @@ def test_slots_may_come_and_go_between_passes(folder: Path, expected: np.ndarray
 
 @pytest.mark.parametrize("slots", [3, 12, None])
 def test_draft_trees_change_no_bit(folder: Path, expected: np.ndarray, slots: int | None) -> None:
-    """Wrong tokens beside the text's, all in one pass; only the text's stay."""
-    rng = np.random.default_rng(3)
     with running(folder, slots) as (model, _):
-        kv = KVCache(KVLayout(model.config, 16))
-        for at in range(0, len(TOKENS), 2):
-            wrong = rng.integers(0, 256, 3).tolist()
-            tokens = [TOKENS[at], wrong[0], TOKENS[at + 1], wrong[1], wrong[2]]
-            batch = ForwardBatch(tokens, TokenTree([-1, 0, 0, 1, 2]), draft_rows=4)
-            logits = np.array(model.logits(model.run(batch, kv).hidden))
-            assert logits[[0, 2]].tobytes() == expected[at : at + 2].tobytes()
-            kv.keep(at, [0, 2], partial(model.backend.kv_move, kv))
-            model.accept(batch, [0, 2])
+        assert in_trees(model).tobytes() == expected.tobytes()
+
+
+def test_draft_trees_beside_dense_layers_change_no_bit(tmp_path: Path) -> None:
+    write_model(tmp_path / "source", *CASES["qwen3 moe dense between"])
+    folder = convert(tmp_path / "source", tmp_path / "bundle", "q4")
+    with running(folder, None) as (model, _):
+        expected = in_chunks(model, 64)
+    with running(folder, 5) as (model, _):
+        assert in_trees(model).tobytes() == expected.tobytes()
+
+
+def in_trees(model: Transformer) -> np.ndarray:
+    """Logits of the text, two tokens a pass, with wrong ones beside them, of which none stays."""
+    rng, kv, found = np.random.default_rng(3), KVCache(KVLayout(model.config, 16)), []
+    for at in range(0, len(TOKENS), 2):
+        wrong = rng.integers(0, 256, 3).tolist()
+        tokens = [TOKENS[at], wrong[0], TOKENS[at + 1], wrong[1], wrong[2]]
+        batch = ForwardBatch(tokens, TokenTree([-1, 0, 0, 1, 2]), draft_rows=4)
+        found.append(np.array(model.logits(model.run(batch, kv).hidden))[[0, 2]])
+        kv.keep(at, [0, 2], partial(model.backend.kv_move, kv))
+        model.accept(batch, [0, 2])
+    return np.concatenate(found)
 
 
 def test_damage_is_an_error_and_costs_no_slot(folder: Path, tmp_path: Path, expected: np.ndarray) -> None:

@@ -26,8 +26,6 @@ from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
 from ondevice.model_config import ModelConfig
 from ondevice.sparsity.experts import ExpertFetcher
-from ondevice.sparsity.neuron_cache import NeuronCache
-from ondevice.sparsity.policies import make_policy
 from ondevice.sparsity.segments import SegmentPool
 from ondevice.speculation.policy import TreePolicy
 
@@ -76,16 +74,10 @@ def expert_fetcher(
     config, experts = bundle.config, bundle.config.experts
     assert experts is not None
     shape = expert_shape(config, bundle.quant, experts)
-    widths = [0 if layer.experts is None else experts.count for layer in config.layers]
-    cache = NeuronCache(
-        widths,
-        slot_bytes=shape.slot_bytes,
-        segment_slots=1,
-        reserve=shape.reserve,
-        policy=make_policy("gate", widths),
-    )
-    fetcher = ExpertFetcher(backend.feed_forwards, reader, cache, experts, shape.reserve)
-    fetcher.resize([slots or sum(widths) + shape.reserve])
+    specs = [layer.experts for layer in config.layers]
+    fetcher = ExpertFetcher(backend.feed_forwards, reader, specs, shape.slot_bytes, 1, shape.reserve)
+    total = experts.count * sum(spec is not None for spec in specs)
+    fetcher.resize([slots or total + shape.reserve])
     return fetcher
 
 
