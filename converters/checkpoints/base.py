@@ -32,7 +32,7 @@ NUMPY_TYPES: dict[StoredType, np.dtype[Any]] = {
 
 
 _LEAST_AHEAD, _MOST_AHEAD = 256 << 10, 4 << 20
-"""The system is asked to read on after a read of at least so many bytes, by as many, and by at most these."""
+"""After a read of at least the first, in bytes, the system reads on by as many, by at most the second."""
 
 
 class SourceFile:
