@@ -27,9 +27,8 @@ from ondevice.bundle.layout import (
 from ondevice.bundle.weight_shapes import layer_weight_shapes, model_weight_shapes
 from ondevice.config import MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures import tensors as names
-from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
+from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor, not_finite
 from ondevice.converters.quantize import EncodedColumns, RoundedRows, SourceCodes, Weights, to_float32
-from ondevice.errors import CheckpointError
 
 BLOCK_BYTES = 4 << 20
 """Bytes of one matrix's values that are read, quantised and written at a time."""
@@ -287,7 +286,7 @@ def _values(tensor: str, source: SourceTensor) -> Iterator[Block]:
         stop = min(start + step, count)
         values = to_float32(source.rows(start, stop)).reshape(-1)
         if not np.isfinite(values).all():
-            raise CheckpointError(f"{source.name} holds NaN or infinity; the checkpoint is damaged")
+            raise not_finite(source)
         nbytes = _share(source, start, stop, count)
         yield Block(RESIDENT, tensor, (source.name,), (), (), (values,), nbytes, stop == count)
 

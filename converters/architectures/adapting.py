@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ondevice.converters.architectures.common import Tensors
+from ondevice.converters.architectures.config_reader import SAME_REPOSITORY
 from ondevice.converters.architectures.tensors import FINAL_NORM, LayerNames
 from ondevice.converters.checkpoints.views import Joined, RowsOf, Scaled, head_rows
 from ondevice.errors import CheckpointError
@@ -44,8 +45,8 @@ def split(tensors: Tensors, config: ModelConfig, name: str, parts: Mapping[str, 
             continue
         if not fused.shape or fused.shape[0] != total:
             raise CheckpointError(
-                f"{fused.name} has shape {list(fused.shape)}; config.json asks for {total} rows; take "
-                "config.json and the weights from the same repository"
+                f"{fused.name} has shape {list(fused.shape)}; config.json asks for {total} rows; "
+                f"{SAME_REPOSITORY}"
             )
         first = 0
         for part, rows in parts.items():
@@ -102,7 +103,8 @@ def in_halves(tensors: Tensors, config: ModelConfig, interleaved: bool = False) 
                 count = source.shape[0] // width if source.shape else 0
                 if count * width != (source.shape or (0,))[0] or count not in (1, heads):
                     raise CheckpointError(
-                        f"{tensor} has shape {list(source.shape)}; config.json asks for {heads * width} rows"
+                        f"{tensor} has shape {list(source.shape)}; config.json asks for {heads * width} "
+                        f"rows; {SAME_REPOSITORY}"
                     )
                 found[tensor] = RowsOf(tensor, source, head_rows(count, order), len(order))
     return found
@@ -125,7 +127,7 @@ def split_grouped(tensors: Tensors, config: ModelConfig, name: str) -> Tensors:
             if not fused.shape or fused.shape[0] != config.qkv_size:
                 raise CheckpointError(
                     f"{fused.name} has shape {list(fused.shape)}; config.json asks for {config.qkv_size} "
-                    "rows; take config.json and the weights from the same repository"
+                    f"rows; {SAME_REPOSITORY}"
                 )
             for which, chosen in picks.items():
                 new = f"model.layers.{layer}.self_attn.{which}_proj.{kind}"
@@ -145,8 +147,8 @@ def one_norm_for_both(tensors: Tensors, config: ModelConfig) -> Tensors:
             own, shared = norm("feed_forward_norm"), norm("attention_norm")
             if own in found:
                 raise CheckpointError(
-                    f"{own} is there, but by config.json both blocks of a layer read {shared}; take "
-                    "config.json and the weights from the same repository"
+                    f"{own} is there, but by config.json both blocks of a layer read {shared}; "
+                    f"{SAME_REPOSITORY}"
                 )
             if shared in found:
                 found[own] = found[shared]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.converters.architectures.config_reader import ConfigReader, shown
+from ondevice.converters.architectures.config_reader import OWN_CONFIG, ConfigReader, shown
 from ondevice.converters.architectures.rotary import RopeScaling, read_rope, rope_spec
 from ondevice.converters.checkpoints.base import SourceTensor
 from ondevice.errors import CheckpointError, UnsupportedModelError
@@ -366,7 +366,7 @@ def require_windows(kinds: Sequence[str], enabled: bool) -> None:
     if "sliding_attention" in kinds and not enabled:
         raise CheckpointError(
             "config.json: layer_types names sliding layers while use_sliding_window is false or "
-            "sliding_window is null; take config.json from the model's own repository"
+            f"sliding_window is null; {OWN_CONFIG}"
         )
 
 
@@ -380,8 +380,7 @@ def read_layer_types(reader: ConfigReader, num_layers: int) -> list[str] | None:
         raise UnsupportedModelError(f"config.json: layer_types has {', '.join(sorted(unknown))}")
     if len(kinds) != num_layers:
         raise CheckpointError(
-            f"config.json: layer_types names {len(kinds)} layers of {num_layers}; take config.json from the "
-            "model's own repository"
+            f"config.json: layer_types names {len(kinds)} layers of {num_layers}; {OWN_CONFIG}"
         )
     return kinds
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ondevice.converters.architectures.common import Tensors
+from ondevice.converters.architectures.config_reader import ConfigReader, shown
+from ondevice.errors import UnsupportedModelError
 
 OTHER_TOWERS = (
     "vision_tower.",
@@ -21,10 +23,10 @@ _TEXT = ("language_model.", "model.language_model.")
 _HARMLESS = frozenset({
     "audio_config", "audio_soft_tokens_per_image", "audio_token_id", "boa_token_id", "boi_token_id",
     "boi_token_index", "eoa_token_id", "eoa_token_index", "eoi_token_id", "eoi_token_index",
-    "image_seq_length", "image_token_id", "image_token_index", "mm_tokens_per_image",
+    "ignore_index", "image_seq_length", "image_token_id", "image_token_index", "mm_tokens_per_image",
     "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "text_config",
     "tie_word_embeddings", "video_token_id", "vision_config", "vision_feature_layer",
-    "vision_feature_select_strategy", "vision_soft_tokens_per_image",
+    "vision_feature_select_strategy", "vision_soft_tokens_per_image", "vocab_size",
 })  # fmt: skip
 """Keys about images, and those that the text model's own config repeats."""
 
@@ -33,13 +35,32 @@ _HARMLESS = frozenset({
 class Multimodal:
     """A family whose text model is described by the section `text_config`, and is of another family.
 
-    model_type, class_name: its names in `config.json`. text_type: the text model's, where the section names
-    none.
+    Args:
+        model_type, class_name: its names in `config.json`.
+        text_type: the text model's, where the section names none.
+        other_texts: others that it may have.
+        defaults: values of keys that the section may leave out, by the text model's type.
     """
 
     model_type: str
     class_name: str
     text_type: str
+    other_texts: tuple[str, ...] = ()
+    defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+_SEVEN_BILLION = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_LLAVA_DEFAULTS = {
+    "llama": {**_SEVEN_BILLION, "intermediate_size": 11008, "vocab_size": 32000},
+    "mistral": {**_SEVEN_BILLION, "intermediate_size": 14336, "vocab_size": 32000},
+    "qwen2": {
+        **_SEVEN_BILLION,
+        "intermediate_size": 22016,
+        "vocab_size": 151936,
+        "num_key_value_heads": 32,
+    },
+}
+"""What the classes of the text models in `transformers` have where their config says nothing."""
 
 
 MULTIMODAL = {
@@ -50,7 +71,7 @@ MULTIMODAL = {
         Multimodal("gemma4", "Gemma4ForConditionalGeneration", "gemma4_text"),
         Multimodal("gemma4_unified", "Gemma4UnifiedForConditionalGeneration", "gemma4_unified_text"),
         Multimodal("mistral3", "Mistral3ForConditionalGeneration", "mistral"),
-        Multimodal("llava", "LlavaForConditionalGeneration", "llama"),
+        Multimodal("llava", "LlavaForConditionalGeneration", "llama", ("mistral", "qwen2"), _LLAVA_DEFAULTS),
     )
 }
 
@@ -61,11 +82,21 @@ def harmless(values: Mapping[str, Any]) -> frozenset[str]:
 
 
 def text_values(family: Multimodal, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The `config.json` that the text model would have by itself."""
+    """The `config.json` that the text model would have by itself.
+
+    Raises UnsupportedModelError for a text model of another family, so for towers within towers too.
+    """
     text = {key: value for key, value in values["text_config"].items() if key != "architectures"}
     if "tie_word_embeddings" in values:
         text.setdefault("tie_word_embeddings", values["tie_word_embeddings"])
-    return {"model_type": family.text_type} | text
+    kind = ConfigReader(text, "config.json: text_config").text("model_type", family.text_type)
+    known = (family.text_type, *family.other_texts)
+    if kind not in known:
+        raise UnsupportedModelError(
+            f"config.json: text_config has the model_type {shown(kind)}; of {family.model_type} only "
+            f"{' or '.join(known)} can be converted"
+        )
+    return {**family.defaults.get(kind, {}), **text, "model_type": kind}
 
 
 def text_tensors(tensors: Tensors) -> Tensors:

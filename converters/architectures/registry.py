@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from ondevice.converters.architectures.bamboo import BAMBOO
 from ondevice.converters.architectures.common import Description, Tensors
-from ondevice.converters.architectures.config_reader import HARMLESS_KEYS, ConfigReader, shown
+from ondevice.converters.architectures.config_reader import HARMLESS_KEYS, OWN_CONFIG, ConfigReader, shown
 from ondevice.converters.architectures.falcon import FALCON
 from ondevice.converters.architectures.gemma import GEMMA, GEMMA2, GEMMA3
 from ondevice.converters.architectures.gemma3n import GEMMA3N
@@ -87,7 +89,8 @@ def describe(values: Mapping[str, Any]) -> Description:
     """The model that a parsed `config.json` describes.
 
     Raises UnsupportedModelError for another family or head, for a value that isn't implemented, and for an
-    unknown key. Raises CheckpointError for a key that is missing or has the wrong type.
+    unknown key. Raises CheckpointError for a key that is missing or has the wrong type. Messages begin with
+    `config.json`.
     """
     reader = ConfigReader(values)
     model_type = reader.text("model_type", "")
@@ -104,7 +107,15 @@ def describe(values: Mapping[str, Any]) -> Description:
         raise UnsupportedModelError(
             "config.json: is_causal is false: tokens see later ones; only causal attention can be converted"
         )
-    description = family.read(reader)
+    try:
+        # Numbers that float32 doesn't hold become infinite or 0, which the specs refuse.
+        with np.errstate(all="ignore"):
+            description = family.read(reader)
+    except UnsupportedModelError as error:
+        if str(error).startswith("config.json"):
+            raise
+        # Of ModelConfig or of a spec, which know of no file.
+        raise UnsupportedModelError(f"config.json: {error}; {OWN_CONFIG}") from error
     reader.close(HARMLESS_KEYS)
     return replace(description, notes=(*description.notes, *_rope_notes(values, description.config)))
 

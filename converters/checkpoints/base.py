@@ -257,7 +257,7 @@ class StoredTensor:
         self.file.read_into(self.offset, out)
         values = to_float32(out)
         if not np.isfinite(values).all():
-            raise CheckpointError(f"{self.name} holds NaN or infinity; the checkpoint is damaged")
+            raise not_finite(self)
         return in_halves(values, self.interleaved_head_dim) if self.interleaved_head_dim else values
 
     def sample(self, start: int, nbytes: int) -> bytes:
@@ -288,6 +288,14 @@ def printable(name: str) -> str:
 def plain(name: str) -> str:
     """A name from a checkpoint as a short piece of ASCII for a message."""
     return ascii(name[:80])[1:-1][:80]
+
+
+def not_finite(tensor: SourceTensor) -> CheckpointError:
+    """The error of a vector that holds NaN or infinity."""
+    return CheckpointError(
+        f"{tensor.files[0].path.name}: {tensor.name} holds NaN or infinity; the checkpoint is damaged, "
+        "download it again"
+    )
 
 
 @dataclass(frozen=True)

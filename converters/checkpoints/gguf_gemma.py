@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ondevice.converters.architectures.common import Tensors
-from ondevice.converters.architectures.config_reader import shown
+from ondevice.converters.architectures.config_reader import SAME_REPOSITORY, shown
 from ondevice.converters.checkpoints.base import SourceTensor, StoredTensor
 from ondevice.converters.checkpoints.gguf_metadata import Metadata
 from ondevice.converters.checkpoints.gguf_tensor import QuantizedTensor
@@ -189,7 +189,8 @@ def restored_gemma4(tensors: Tensors, config: ModelConfig) -> Tensors:
 def _slices(tensor: SourceTensor, stem: str, count: int) -> dict[str, SourceTensor]:
     if not isinstance(tensor, StoredTensor | QuantizedTensor) or tensor.shape[:-2] != (count,):
         raise CheckpointError(
-            f"{tensor.name} has shape {list(tensor.shape)}; config.json asks for {count} matrices"
+            f"{tensor.name} has shape {list(tensor.shape)}; config.json asks for {count} matrices; "
+            f"{SAME_REPOSITORY}"
         )
     step = tensor.nbytes // count
     names = [f"{stem}.{i}.weight" for i in range(count)]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.converters.architectures.common import Description
-from ondevice.converters.architectures.config_reader import ConfigReader
+from ondevice.converters.architectures.config_reader import OWN_CONFIG, SAME_REPOSITORY, ConfigReader
 from ondevice.converters.architectures.registry import describe
 from ondevice.converters.architectures.tensors import LayerNames, tensor_shapes
 from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor, plain, printable
@@ -123,7 +123,8 @@ def _family(header: GgufHeader) -> GgufFamily:
 
 
 def _description(header: GgufHeader, family: GgufFamily, stored: Mapping[str, Stored]) -> Description:
-    values = _config_values(header, family, stored)
+    with np.errstate(all="ignore"):
+        values = _config_values(header, family, stored)
     try:
         description = describe(values)
     except (CheckpointError, UnsupportedModelError) as error:
@@ -139,10 +140,14 @@ def _description(header: GgufHeader, family: GgufFamily, stored: Mapping[str, St
 def _of_metadata(
     header: GgufHeader, error: CheckpointError | UnsupportedModelError
 ) -> CheckpointError | UnsupportedModelError:
-    """The error of a config or of tensors that don't go with it, as one of the file."""
-    if "config.json" not in str(error):
+    """The error of a config or of tensors that don't go with it, as one of the file, which has no config."""
+    text = str(error)
+    if text.startswith(header.file):
         return error
-    return type(error)(f"{header.file}, whose metadata were read as a config.json: {error}")
+    for remedy in (OWN_CONFIG, SAME_REPOSITORY):
+        text = text.replace(remedy, "download it again, or convert the Hugging Face folder it was made from")
+    text = text.removeprefix("config.json: ").replace("config.json", "that config")
+    return type(error)(f"{header.file}, whose metadata were read as a config.json: {text}")
 
 
 def _divided(rope: RopeSpec, factors: SourceTensor, file: str) -> RopeSpec:

@@ -15,11 +15,18 @@ from numpy.typing import NDArray
 
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import RowFormat
-from ondevice.converters.checkpoints.base import SourceFile, SourceTensor, StoredTensor, StoredType, in_halves
+from ondevice.converters.checkpoints.base import (
+    SourceFile,
+    SourceTensor,
+    StoredTensor,
+    StoredType,
+    in_halves,
+    not_finite,
+)
 from ondevice.converters.checkpoints.gguf_codecs import CODE_FORMATS, DECODERS, decode
 from ondevice.converters.checkpoints.gguf_file import TensorEntry, TensorType
 from ondevice.converters.quantize import QuantizedRows, SourceCodes, padded_codes
-from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.errors import UnsupportedModelError
 from ondevice.kernels import _native
 
 _READ_BYTES = 1 << 20
@@ -163,7 +170,7 @@ class QuantizedTensor:
         values = np.empty((1, self.shape[0]), dtype=np.float32)
         self._decode_rows(0, values)
         if not np.isfinite(values).all():
-            raise CheckpointError(f"{self.name} holds NaN or infinity; the checkpoint is damaged")
+            raise not_finite(self)
         return in_halves(values[0], self.interleaved_head_dim) if self.interleaved_head_dim else values[0]
 
     def sample(self, start: int, nbytes: int) -> bytes:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ondevice.bundle.manifest import GENERATION_RANGES
 from ondevice.config import LEAST_TEMPERATURE
+from ondevice.converters.architectures.config_reader import SAME_REPOSITORY
 from ondevice.converters.architectures.registry import describe
 from ondevice.converters.architectures.tensors import EMBEDDING, HEAD, tensor_shapes
 from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor, plain, printable
@@ -159,8 +160,8 @@ def _select(tensors: Mapping[str, SourceTensor], config: ModelConfig) -> dict[st
     for name, shape in expected.items():
         if tensors[name].shape != shape:
             raise CheckpointError(
-                f"{name} has shape {list(tensors[name].shape)}; config.json asks for {list(shape)}; take "
-                "config.json and the weights from the same repository"
+                f"{name} has shape {list(tensors[name].shape)}; config.json asks for {list(shape)}; "
+                f"{SAME_REPOSITORY}"
             )
     extra = sorted(name for name in set(tensors) - set(expected) if not name.endswith("rotary_emb.inv_freq"))
     if extra == [HEAD] and config.tie_embeddings:

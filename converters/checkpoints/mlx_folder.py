@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from ondevice.converters.architectures.config_reader import SAME_REPOSITORY
 from ondevice.converters.checkpoints.base import SourceTensor, StoredType
 from ondevice.converters.checkpoints.mlx_tensor import MlxTensor
 from ondevice.converters.checkpoints.safetensors_file import RawTensor, floating
@@ -24,7 +25,6 @@ _DEFAULTS = {AFFINE: (4, 64), MXFP4: (4, 32)}
 _BITS = {AFFINE: (2, 3, 4, 5, 6, 8), MXFP4: (4,)}
 _GROUPS = {AFFINE: (32, 64, 128), MXFP4: (32,)}
 _UNQUANTISED = "start from the checkpoint before it was quantised"
-_SAME_SOURCE = "take config.json and the weights from the same repository"
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def read_quantisation(values: Mapping[str, Any]) -> MlxQuantisation | None:
         return None
     found = _parse(content, KEY)
     if copy and _parse(copy, COPY_KEY) != found:
-        raise CheckpointError(f"config.json: {KEY} and {COPY_KEY} contradict each other; {_SAME_SOURCE}")
+        raise CheckpointError(f"config.json: {KEY} and {COPY_KEY} contradict each other; {SAME_REPOSITORY}")
     return found
 
 
@@ -106,21 +106,21 @@ def _joined(module: str, wanted: MlxFormat | None, tensors: Mapping[str, RawTens
     if wanted is None:
         raise CheckpointError(
             f"config.json: {KEY} says that {_cut(module)} isn't quantised, but {_cut(scales.name)} is there; "
-            f"{_SAME_SOURCE}"
+            f"{SAME_REPOSITORY}"
         )
     if codes is None or (biases is None) != (wanted.mode == MXFP4):
         part = "weight" if codes is None else "biases"
         problem = "has no" if part == "weight" or biases is None else "has"
         raise CheckpointError(
             f"{_cut(module)} {problem} .{part}, though it has .scales and is {wanted}; is the download "
-            f"complete? {_SAME_SOURCE}"
+            f"complete? {SAME_REPOSITORY}"
         )
     scale_types = ("U8",) if biases is None else get_args(StoredType)
     for part_tensor, allowed in ((codes, ("U32",)), (scales, scale_types), (biases, get_args(StoredType))):
         if part_tensor is not None and part_tensor.dtype not in allowed:
             raise CheckpointError(
                 f"{_cut(part_tensor.name)} is stored as {part_tensor.dtype}; {wanted} has it as "
-                f"{', '.join(allowed)}; {_SAME_SOURCE}"
+                f"{', '.join(allowed)}; {SAME_REPOSITORY}"
             )
     _check_shapes(module, wanted, codes, scales, biases)
     return MlxTensor(codes.name, wanted.bits, wanted.group, codes, scales, biases)
@@ -142,7 +142,7 @@ def _check_shapes(
         raise CheckpointError(
             f"{_cut(codes.name)} has rows of {words} words, and .scales {groups} groups; config.json says "
             f"{wanted}, and {groups} such groups have {wanted.bits * wanted.group * groups} bits, not "
-            f"{32 * words}; {_SAME_SOURCE}"
+            f"{32 * words}; {SAME_REPOSITORY}"
         )
 
 
@@ -152,11 +152,13 @@ def _check_exception(
     """Check that an entry of one module names a module of the folder, quantised as it says."""
     if f"{module}.weight" not in tensors:
         raise CheckpointError(
-            f"config.json: {KEY} names the module {_cut(module)}, which has no .weight here; {_SAME_SOURCE}"
+            f"config.json: {KEY} names the module {_cut(module)}, which has no .weight here; "
+            f"{SAME_REPOSITORY}"
         )
     if wanted is not None and not quantised:
         raise CheckpointError(
-            f"config.json: {KEY} says that {_cut(module)} is {wanted}, but it has no .scales; {_SAME_SOURCE}"
+            f"config.json: {KEY} says that {_cut(module)} is {wanted}, but it has no .scales; "
+            f"{SAME_REPOSITORY}"
         )
 
 
@@ -166,7 +168,7 @@ def _parse(content: Any, where: str) -> MlxQuantisation:
     settings = {key: value for key, value in content.items() if key in ("mode", "bits", "group_size")}
     for key in ("bits", "group_size"):
         if key not in settings:
-            raise CheckpointError(f"config.json: {where} has no {key}; {_SAME_SOURCE}")
+            raise CheckpointError(f"config.json: {where} has no {key}; {SAME_REPOSITORY}")
     default = _format(settings, where)
     modules: dict[str, MlxFormat | None] = {}
     for module, value in content.items():

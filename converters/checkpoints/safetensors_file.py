@@ -14,7 +14,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.bundle.strict_json import unique_keys
+from ondevice.bundle.strict_json import json_fault, unique_keys
 from ondevice.converters.checkpoints.base import SourceFile, StoredTensor, StoredType, plain
 from ondevice.errors import CheckpointError, UnsupportedModelError
 
@@ -102,7 +102,7 @@ def _header(file: SourceFile, length: int) -> dict[str, dict[str, Any]]:
     try:
         header = json.loads(file.read(8, length).decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
-        raise _unsound(file, f"its header isn't sound JSON: {str(error)[:200]}") from error
+        raise _unsound(file, f"its header isn't sound JSON: {json_fault(error)}") from error
     if not isinstance(header, dict):
         raise _unsound(file, "its header isn't an object")
     header.pop("__metadata__", None)

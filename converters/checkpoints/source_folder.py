@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ondevice.bundle.strict_json import unique_keys
+from ondevice.bundle.strict_json import json_fault, unique_keys
 from ondevice.converters.checkpoints.base import SourceFile, plain
 from ondevice.errors import CheckpointError, ModelNotFoundError, reading_failed
 
@@ -106,7 +106,9 @@ class SourceFolder:
         try:
             value = json.loads(self.read(name, limit), object_pairs_hook=unique_keys)
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{name} isn't valid JSON ({error}); download it again") from error
+            raise CheckpointError(
+                f"{name} isn't valid JSON ({json_fault(error)}); download it again"
+            ) from error
         if not isinstance(value, dict):
             raise CheckpointError(f"{name} doesn't hold a JSON object; download it again")
         return value

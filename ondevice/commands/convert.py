@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ondevice.bundle.sidecar import NO_PREDICTORS
 from ondevice.commands.obtaining import offer_text, run_conversion, say_notes, shown
 from ondevice.commands.options import Command, TextParts, complete_path, option
 from ondevice.commands.terminal import confirm, progress, say, take_interrupts
@@ -111,21 +112,22 @@ def convert(
     bundle = Bundle.open(path)
     say_notes(bundle)
     if content is not None:
-        _say_trained(bundle)
+        say_trained(bundle)
     click.echo(str(path))
 
 
-def _say_trained(bundle: Bundle) -> None:
+def say_trained(bundle: Bundle) -> None:
     """What a text has trained, beside the rounding that the bundle's notes tell of."""
     from ondevice.commands.training_reports import predictor_table
 
     if bundle.predictors is not None:
         say(predictor_table(bundle.predictors))
     elif not bundle.config.zeros_gates:
+        gates = f"{bundle.config.activation} gates are hardly ever exactly zero"
+        reason = NO_PREDICTORS if bundle.config.cut_off_layers else gates
         say(
-            "--text has ordered the neurons and trained no predictors: "
-            f"{bundle.config.activation} gates are hardly ever exactly zero; `ondevice train thresholds` "
-            "finds out which count for little"
+            f"--text has ordered the neurons and trained no predictors: {reason}; "
+            "`ondevice train thresholds` finds out which count for little"
         )
 
 

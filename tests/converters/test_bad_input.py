@@ -49,6 +49,14 @@ def edit_index(source: Path, change: Callable[[dict[str, str]], None]) -> None:
 SHARD = "model-00002-of-00003.safetensors"
 
 
+def test_a_number_of_thousands_of_digits(source: Path) -> None:
+    """Python's own message advises to call one of its functions."""
+    (source / "config.json").write_text('{"hidden_size": 1' + 5000 * "0" + "}")
+    assert_refused(
+        source, CheckpointError, r"config.json isn't valid JSON \(a number has thousands of digits\)"
+    )
+
+
 def test_a_missing_shard(source: Path) -> None:
     (source / SHARD).unlink()
     assert_refused(source, CheckpointError, f"no {SHARD}; is the download complete")

@@ -168,7 +168,8 @@ def test_harmless_and_switched_off_keys_are_ignored(family: str) -> None:
     extras = {
         "torch_dtype": "bfloat16", "dtype": "float16", "transformers_version": "4.1", "_name_or_path": "x/y",
         "use_cache": False, "pad_token_id": 0, "initializer_range": 0.1, "attention_dropout": 0.1,
-        "quantization_config": None, "some_new_switch": False, "auto_map": {}, "pruned_heads": {},
+        "quantization_config": None, "some_new_switch": None, "auto_map": {}, "pruned_heads": {},
+        "is_decoder": False, "add_cross_attention": False, "torchscript": False, "rope_interleaved": False,
     }  # fmt: skip
     assert read(family, **extras) == read(family)
 
@@ -181,11 +182,38 @@ def test_harmless_and_switched_off_keys_are_ignored(family: str) -> None:
     ("llama", "sliding_window", 4096), ("llama", "quantization_config", {"bits": 4}),
     ("llama", "auto_map", {"AutoModel": "evil.Model"}), ("llama", "is_encoder_decoder", True),
     ("mistral", "attention_bias", True), ("mistral", "num_local_experts", 8),
+    ("llama", "layer_norm_elementwise_affine", False), ("llama", "use_bias", False),
+    ("llama", "scale_attn_weights", False), ("llama", "partial_rotary_factor", False),
+    ("llama", "pretraining_tp", True), ("llama", "use_parallel_residual", False),
     ("qwen2", "use_mrope", True), ("qwen3", "layer_norm_scale", 1.0), ("llama", "is_causal", False),
 ])  # fmt: skip
 def test_what_changes_the_arithmetic_is_refused_by_name(family: str, key: str, value: object) -> None:
     with pytest.raises(UnsupportedModelError, match=key):
         read(family, **{key: value})
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("family", "changes", "match"),
+    [
+        ("llama", {"rms_norm_eps": 0.0}, "norm eps is 0.0"),
+        ("llama", {"intermediate_size": -96}, "intermediate_size is -96"),
+        ("gemma2", {"query_pre_attn_scalar": 1e-80}, "attention scale is inf"),
+        ("gemma2", {"query_pre_attn_scalar": 1e290}, "attention scale is 0"),
+        (
+            "gemma3n_text",
+            {"hidden_size_per_layer_input": -1, "num_kv_shared_layers": 0},
+            "per_layer_width is -1",
+        ),
+    ],
+)
+def test_what_no_model_can_have_names_the_file_and_a_remedy(
+    family: str, changes: dict[str, Any], match: str
+) -> None:
+    """ModelConfig and its specs know of no file, and numpy warns of what they refuse."""
+    values = tiny_config() | {"model_type": family, "architectures": None} | changes
+    with pytest.raises(UnsupportedModelError, match=f"^config.json: {match}.*; take config.json from"):
+        read_config(values)
 
 
 @pytest.mark.parametrize("scaling", [
@@ -303,3 +331,43 @@ def test_nemotrons_keys_are_read() -> None:
     assert (config.head_dim, config.ropes[0].turning, config.activation) == (128, 64, "relu2")
     with pytest.raises(UnsupportedModelError, match="kv_channels is 64"):
         read_config(NEMOTRON_4B | {"kv_channels": 64})
+
+
+LLAVA: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "ignore_index": -100,
+    "image_token_index": 32000, "pad_token_id": 32001, "projector_hidden_act": "gelu",
+    "text_config": {
+        "_name_or_path": "lmsys/vicuna-7b-v1.5", "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 4096, "model_type": "llama", "rms_norm_eps": 1e-5,
+        "torch_dtype": "float16", "vocab_size": 32064,
+    },
+    "tie_word_embeddings": False, "torch_dtype": "float16", "transformers_version": "4.36.0.dev0",
+    "vision_config": {
+        "hidden_size": 1024, "image_size": 336, "intermediate_size": 4096, "model_type": "clip_vision_model",
+        "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768,
+        "vocab_size": 32000,
+    },
+    "vision_feature_layer": -2, "vision_feature_select_strategy": "default", "vocab_size": 32064,
+}  # fmt: skip
+"""The keys of `llava-1.5-7b-hf`, which leaves out what is Llama's default."""
+
+
+@pytest.mark.parametrize("text", ["llama", "mistral", "qwen2"])
+def test_llavas_text_model_has_the_defaults_of_its_family(text: str) -> None:
+    """As `transformers` fills them in."""
+    transformers = pytest.importorskip("transformers")
+    values = LLAVA | {"text_config": LLAVA["text_config"] | {"model_type": text}}
+    theirs = transformers.LlavaConfig(**values).text_config.to_dict()
+    kept = {key: value for key, value in theirs.items() if key != "architectures"}
+    assert read_config(values) == read_config(kept)
+    assert read_config(values).layers == read_config(values | {"text_config": kept}).layers
+
+
+@pytest.mark.parametrize("depth", [1, 490])
+def test_towers_within_towers_are_refused(depth: int) -> None:
+    """Without a limit, a deep nest of them ended in a traceback."""
+    values = tiny_config("llama") | {"model_type": "gemma3_text"}
+    for _ in range(depth + 1):
+        values = {"model_type": "gemma3", "text_config": values}
+    with pytest.raises(UnsupportedModelError, match="'gemma3'; of gemma3 only gemma3_text can be"):
+        read_config(values)

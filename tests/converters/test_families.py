@@ -70,15 +70,17 @@ def text_of(name: str, prefix: str) -> str:
         ("gemma3", ("gemma3", "Gemma3ForConditionalGeneration")),
         ("gemma3n", ("gemma3n", "Gemma3nForConditionalGeneration")),
         ("gemma4 e", ("gemma4", "Gemma4ForConditionalGeneration")),
-        ("llava", ("llava", "LlavaForConditionalGeneration")),
+        ("gemma4 unified", ("gemma4_unified", "Gemma4UnifiedForConditionalGeneration")),
+        ("mistral", ("mistral3", "Mistral3ForConditionalGeneration")),
+        ("llama", ("llava", "LlavaForConditionalGeneration")),
     ],
 )
 def test_a_text_model_among_other_towers(
     family: Any, tmp_path: Path, case: str, outer: tuple[str, str], prefix: str
 ) -> None:
     """Its bundle is that of the text model by itself, and says that the rest was left out."""
-    if case == "llava":
-        source = write_checkpoint(tmp_path / "text")
+    if case not in CASES:
+        source = write_checkpoint(tmp_path / "text", case)
         alone = convert(source, tmp_path / "alone", "f16")
     else:
         alone = family(case)[1]

@@ -13,12 +13,13 @@ import pytest
 
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.convert import convert
-from ondevice.errors import OndeviceError, UnsupportedModelError
+from ondevice.errors import CheckpointError, OndeviceError, UnsupportedModelError
 from tests.converters.test_gguf_model import assert_same_bundle
 from tests.support.engines import all_logits, running
 from tests.support.families import CASES, FALCON, GEMMA3N, GEMMA4_E, LONGROPE, PHI_LESS_TURNS, write_model
 from tests.support.gguf_families import write_family
 from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level, changed_gguf
+from tests.support.refusals import assert_refused
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("transformers")
@@ -107,6 +108,18 @@ def test_a_family_gives_the_bundle_of_its_folder(tmp_path: Path, case: str) -> N
     write_family(tmp_path / "model.gguf", source)
     mine = convert(tmp_path / "model.gguf", tmp_path / "mine", "f16")
     assert_same_bundle(mine, convert(source, tmp_path / "theirs", "f16"))
+
+
+def test_the_remedy_of_a_file_names_no_config(tmp_path: Path) -> None:
+    """A GGUF file comes without one."""
+
+    def fewer_neurons(writer: Any) -> None:
+        writer.kv_data[0]["phi3.feed_forward_length"].value = 96
+
+    source = written(tmp_path / "source", "phi3")
+    write_family(tmp_path / "model.gguf", source, change=fewer_neurons)
+    message = r"^model.gguf, whose metadata .*; that config asks for 192 rows; download it again, or convert"
+    assert_refused(tmp_path / "model.gguf", CheckpointError, message)
 
 
 @pytest.mark.parametrize("case", FUZZED)

@@ -375,13 +375,20 @@ def u32(key: str, value: int) -> Callable[[Any], None]:
         (lambda w: w.add_string("general.type", "adapter"), UnsupportedModelError, "holds adapter, not"),
         (u32("llama.expert_count", 8), UnsupportedModelError, "is a mixture of experts"),
         (u32("llama.some.new_key", 1), UnsupportedModelError, "has keys .* llama.some.new_key = 1"),
+        (lambda w: w.add_bool("llama.use_parallel_residual", False), UnsupportedModelError,
+         "has keys .* llama.use_parallel_residual = False"),
         (lambda w: w.add_bool("llama.attention.causal", False), UnsupportedModelError, "isn't a causal"),
         (u32("llama.attention.value_length", 8), UnsupportedModelError, "value_length is 8, which"),
         (lambda w: w.add_string("llama.attention.key_length", "x"), CheckpointError, "key_length is 'x'; it"),
         (lambda w: w.add_string("llama.rope.scaling.type", "ntk"), UnsupportedModelError,
-         "model.gguf, whose metadata were read as a config.json: config.json: rope_scaling: 'ntk' is not"),
+         "model.gguf, whose metadata were read as a config.json: rope_scaling: 'ntk' is not"),
         (lambda w: w.add_array("llama.attention.key_length", [16, 8]), CheckpointError, "an array of 2"),
         (u32("llama.attention.key_length", 15), UnsupportedModelError, "rope.dimension_count is 16, which"),
+        (lambda w: setattr(w.kv_data[0]["llama.attention.layer_norm_rms_epsilon"], "value", 0.0),
+         UnsupportedModelError,
+         "^model.gguf, whose metadata .*: norm eps is 0.0; .*; download it again, or convert the"),
+        (lambda w: w.kv_data[0].pop("llama.attention.layer_norm_rms_epsilon"), CheckpointError,
+         "model.gguf has no llama.attention.layer_norm_rms_epsilon, .*; download it again"),
     ],
 )  # fmt: skip
 def test_metadata_that_are_not_known(
@@ -408,6 +415,9 @@ def test_tensors_that_are_missing_extra_or_of_another_shape(source: Path, tmp_pa
     assert_refused(path, UnsupportedModelError, r"no part of a llama model, blk\.0\.ffn_gate\.bias")
     write_gguf(path, source, tensors=weights | {"model.norm.weight": np.ones(63, dtype=np.float32)})
     assert_refused(path, CheckpointError, r"output_norm.weight has shape \[63\]; the metadata ask for \[64\]")
+    write_gguf(path, source, tensors=weights | {"model.norm.weight": np.full(64, np.nan, dtype=np.float32)})
+    message = r"^model.gguf: model.norm.weight holds NaN or infinity; .*, download it again"
+    assert_refused(path, CheckpointError, message)
     write_gguf(path, source, tensors={k: v for k, v in weights.items() if "embed" not in k})
     assert_refused(path, CheckpointError, "has no matrix token_embd.weight")
 

@@ -278,8 +278,7 @@ RULES = (
     Rule(
         "neurons zero",
         put(*NEURON_COUNT, value=0),
-        "layer 0 has no feed-forward neurons",
-        UnsupportedModelError,
+        "feed_forward.neurons",
     ),
     Rule("neurons negative", put(*NEURON_COUNT, value=-96), "feed_forward.neurons"),
     Rule("neurons as bool", put(*NEURON_COUNT, value=True), "feed_forward.neurons"),
