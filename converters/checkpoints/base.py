@@ -290,6 +290,11 @@ def plain(name: str) -> str:
     return ascii(name[:80])[1:-1][:80]
 
 
+def some_of(names: list[str]) -> str:
+    """The first three of a checkpoint's names, for a message."""
+    return ", ".join(map(plain, names[:3])) + (", ..." if len(names) > 3 else "")
+
+
 def not_finite(tensor: SourceTensor) -> CheckpointError:
     """The error of a vector that holds NaN or infinity."""
     return CheckpointError(
