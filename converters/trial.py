@@ -2,7 +2,7 @@
 
 The layers of one that is converted without a stop are tried while the next are converted.
 
-One layer's attention is in memory at a time, and a few MB of neurons or of the output head, or two experts.
+One layer's attention is in memory at a time, and a few MB of neurons or of the output head, or an expert.
 So a trial takes no more memory than the conversion did.
 """
 

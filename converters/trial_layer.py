@@ -6,7 +6,6 @@ A layer's attention is loaded whole, and a few MB of its neurons, or one of its 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -234,16 +233,12 @@ class _Experts(NeuronSource):
     def experts(
         self, layer: int, routing: Routing, batch: ForwardBatch, in_order: bool
     ) -> Iterator[tuple[int, int]]:
-        wanted: list[int] = routing.experts.tolist()
-        with closing(ahead(self._read(wanted), 1)) as read:
-            for expert, records in zip(wanted, read, strict=True):
-                yield expert, records.ctypes.data
-
-    def _read(self, wanted: Sequence[int]) -> Generator[Bytes, None, None]:
-        step = self._experts.neurons
-        begin = self._source.num_neurons - self._experts.num_neurons
-        for expert in wanted:
-            yield self._source.read(begin + expert * step, step)
+        step, begin = self._experts.neurons, self._source.num_neurons - self._experts.num_neurons
+        for expert in routing.experts.tolist():
+            records = self._source.read(begin + expert * step, step)
+            yield expert, records.ctypes.data
+            # One at a time, as they may be large.
+            del records
 
 
 def loaded_parts(backend: CpuBackend, parts: Sequence[Part]) -> dict[str, Any]:
