@@ -256,8 +256,8 @@ class ModelConfig:
             second table for each layer ("per-layer embeddings"): x += norm(out @ (act(gate @ x) * input)),
             where input is the row times `per_layer_multiplier`, a float32 value, plus
             norm(projection @ embedding).
-        residual_copies: if not 1, there are so many residuals of which one goes through each layer, and the
-            others follow it (alternating updates, AltUp, arXiv 2301.13310); see `model/altup.py`.
+        residual_copies: number of residuals. If it isn't 1, one goes through each layer, and the others
+            follow it (alternating updates, AltUp, arXiv 2301.13310); see `model/altup.py`.
         head_bias: whether the output head has a bias.
         final_norm: whether the last layer's output is normed before the head.
     """
@@ -397,7 +397,7 @@ class ModelConfig:
         return min((rope.original_context or self.max_context for rope in self.ropes), default=0)
 
     def within(self, context: int) -> ModelConfig:
-        """The model with the rotary embeddings of a context of so many tokens."""
+        """The model with the rotary embeddings of a context of `context` tokens."""
         return replace(self, ropes=tuple(rope.within(context) for rope in self.ropes))
 
     @property

@@ -14,9 +14,10 @@ from ondevice.errors import CheckpointError, UnsupportedModelError
 
 # fmt: off
 HARMLESS_KEYS = frozenset({
-    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures",
-    "attention_dropout", "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "cache_implementation",
-    "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype",
+    "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled", "_name_or_path",
+    "architectures", "attention_dropout", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
+    "cache_implementation", "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty",
+    "do_sample", "dtype",
     "early_stopping", "eos_token_id", "exponential_decay_length_penalty", "finetuning_task",
     "forced_bos_token_id", "forced_eos_token_id", "hidden_dropout", "id2label", "initializer_range",
     "is_llama_config", "keys_to_ignore_at_inference", "label2id", "length_penalty", "max_length",

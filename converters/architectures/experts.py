@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ondevice.converters.architectures.common import Tensors
-from ondevice.converters.architectures.config_reader import ConfigReader
+from ondevice.converters.architectures.config_reader import SAME_REPOSITORY, ConfigReader
 from ondevice.converters.architectures.tensors import LayerNames
 from ondevice.converters.checkpoints.base import NUMPY_TYPES, SourceTensor, StoredTensor
 from ondevice.converters.checkpoints.views import Matrices
@@ -162,7 +162,7 @@ def unstacked(
         if len(shape) != 3 or shape[0] != spec.experts.count or shape[1] % parts:
             raise CheckpointError(
                 f"{stack.name} has shape {list(shape)}; config.json asks for a stack of {spec.experts.count} "
-                "experts; take config.json and the weights from the same repository"
+                f"experts; {SAME_REPOSITORY}"
             )
         rows, columns = shape[1] // parts, shape[2]
         step = rows * columns * NUMPY_TYPES[stack.dtype].itemsize

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ondevice.bundle.sidecar import NO_PREDICTORS
 from ondevice.commands.obtaining import offer_text, run_conversion, say_notes, shown
 from ondevice.commands.options import Command, TextParts, complete_path, option
 from ondevice.commands.terminal import confirm, progress, say, take_interrupts
@@ -40,14 +39,18 @@ if TYPE_CHECKING:
     help="Text to round 4- to 6-bit weights by, to order neurons by and, with ReLU, to train predictors on.",
 )
 @option("--random-text", is_flag=True, help="Round 4- to 6-bit weights by random tokens, without a text.")
-@option("--no-calibrate", is_flag=True, help="Round by, order and train nothing, whatever --text says.")
+@option(
+    "--no-calibrate",
+    is_flag=True,
+    help="Round by, order and train nothing, whatever --text and --random-text say.",
+)
 @option("--resume", is_flag=True, help="Continue an interrupted conversion.")
 @option("--force", is_flag=True, help="Replace an existing output.")
 @option("--offline", is_flag=True, help="Download nothing.")
 @option(
     "--keep-source",
     is_flag=True,
-    help="Keep a repository's files in the hub's cache; either text implies it.",
+    help="Keep a repository's files in the hub's cache; --text and --random-text imply it.",
 )
 @option("--yes", "-y", is_flag=True, help="Download without asking.")
 @click.pass_context
@@ -118,6 +121,7 @@ def convert(
 
 def say_trained(bundle: Bundle) -> None:
     """What a text has trained, beside the rounding that the bundle's notes tell of."""
+    from ondevice.bundle.sidecar import NO_PREDICTORS
     from ondevice.commands.training_reports import predictor_table
 
     if bundle.predictors is not None:

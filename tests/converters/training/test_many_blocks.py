@@ -151,7 +151,7 @@ def hidden_of(tensors: Any, spec: Any, layer: int, x: np.ndarray) -> np.ndarray:
 def test_other_text_loses_less_than_by_least_squares(folder: Path) -> None:
     """In logits, and in the KL divergence of what the rounded model says from what the model says.
 
-    Random models of so many blocks turn small errors into large ones, so half of the errors stays half of
+    Random models of many blocks turn small errors into large ones, so half of the errors stays half of
     them only in each product.
     """
     exact, squares, divergences = logits(folder / "f16"), [], []
