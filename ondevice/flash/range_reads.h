@@ -31,6 +31,8 @@ class RangeReads : public PieceSource {
   // std::out_of_range and std::invalid_argument for impossible arguments.
   uint64_t begin(size_t file, int64_t offset, int64_t nbytes, uint64_t target);
   // Waits until the range has arrived and matches its checksums, or throws FlashError. A ticket is used once.
+  // Throws std::invalid_argument for an unknown ticket, and if all is closed meanwhile: then the memory may
+  // be written to until cancel() or close() has returned.
   void wait(uint64_t ticket);
   // Begins no more reads, waits for those in flight and forgets all tickets.
   void cancel();

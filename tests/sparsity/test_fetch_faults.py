@@ -107,7 +107,8 @@ def test_a_thousand_faults_of_experts(shim: Path, tmp_path: Path, expert_bundle:
     spoilt = counts["faults"]["pread"]
     assert sum(spoilt[kind] for kind in KINDS) >= 1000
     assert all(spoilt[kind] >= 10 for kind in KINDS), counts
-    assert min(spoilt["late"], *(counts[ending] for ending in ("right", "errors", "cancelled"))) >= 50, counts
+    assert min(counts[ending] for ending in ("right", "errors", "cancelled")) >= 50, counts
+    assert spoilt["late"] >= 20, counts  # few, as the cache spares most reads
 
 
 @pytest.mark.slow

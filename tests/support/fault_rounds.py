@@ -33,6 +33,7 @@ from ondevice.errors import FlashReadError
 from ondevice.generate import Event
 from ondevice.sparsity.experts import ExpertFetcher
 from ondevice.sparsity.fetch import NeuronFetcher
+from ondevice.sparsity.pooled_cache import PooledCache
 from tests.support.bundles import EOS
 from tests.support.chat import PROMPT, squeeze
 
@@ -137,6 +138,8 @@ def _assert_nothing_leaked(model: Model) -> None:
     np.testing.assert_array_equal(held, np.flatnonzero(cache._owner >= 0))
     assert cache._counts == [int((own >= 0).sum()) for own in cache._slot_of]
     assert sum(cache._reserved) == len(claimed)
+    if isinstance(cache, PooledCache):
+        assert cache._spare >= 0
     for layer, share in enumerate(cache._shares):
         assert cache._counts[layer] + cache._reserved[layer] <= share
 
