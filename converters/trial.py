@@ -2,34 +2,27 @@
 
 The layers of one that is converted without a stop are tried while the next are converted.
 
-One layer's attention is in memory at a time, and a few MB of neurons or of the output head. So a trial takes
-no more memory than the conversion did.
+One layer's attention is in memory at a time, and a few MB of neurons or of the output head, or two experts.
+So a trial takes no more memory than the conversion did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from ondevice.backends.base import (
     Bytes,
-    EmbeddingSource,
-    FeedForwardSource,
     Float32,
-    KVLayout,
-    LinearSource,
     RowChunk,
 )
 from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
-from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.backends.neuron_source import NeuronSource
 from ondevice.bundle.layout import (
     CRC_BLOCK_BYTES,
     DATA_OFFSET,
@@ -41,46 +34,34 @@ from ondevice.bundle.layout import (
     resident_tensors,
 )
 from ondevice.bundle.reader import Bundle, CheckedFile, TensorSpan, tensor_spans
-from ondevice.callbacks import never_cancelled
 from ondevice.config import QuantConfig
-from ondevice.converters.pipeline import ahead
+from ondevice.converters import trial_layer
+from ondevice.converters.trial_layer import LayerBackend, LayerByLayer, loaded_parts, through_layer
 from ondevice.errors import BundleError, CheckpointError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
-from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import (
     bundle_files,
-    feed_forward_biases,
     head_part,
-    layer_parts,
-    layer_weights,
     loaded_norm,
-    loaded_positions,
     model_weight_parts,
     norm_parts,
     position_parts,
 )
-from ondevice.model.parts import Part, part_tasks
 from ondevice.model.records import (
     EMBEDDING_FILE,
     FIRST_NEURON_FILE,
     RESIDENT_FILE,
     EmbeddingRecords,
-    NeuronRecords,
     embedding_records,
     read_span,
 )
-from ondevice.model.tensor_file import ReadAhead, TensorFile
-from ondevice.model.transformer import Transformer
-from ondevice.model.weights import ModelWeights
+from ondevice.model.tensor_file import TensorFile
 from ondevice.model_config import ModelConfig
 from ondevice.units import usable_cores
 
 TRIAL_TOKENS = 64
 """Tokens tried, evenly spaced in the vocabulary. With 8, weights passed that were fuzzed to be unusable."""
-PIECE_BYTES = 8 << 20
-"""Bytes of neurons, or of the head's rows, that are computed together; as many are read meanwhile. Fresh
-memory of this size has huge pages: with pieces of 4 MB, a 7B trial took 1.3 core seconds more."""
 SAMPLES = 16
 """Records of each layer, and blocks of the resident file, that a disk must give back."""
 READ_THREADS = 2
@@ -100,11 +81,11 @@ class LayersTrial:
         self._spans = tensor_spans(RESIDENT, resident_tensors(config, quant))
         self._tokens = trial_tokens(config)
         # Conversion has the other cores.
-        self._backend = _LayerBackend(make_runner(1), neuron_layout(config, quant))
+        self._backend = LayerBackend(make_runner(1), neuron_layout(config, quant))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="converter-trial")
         self._pending: list[Future[None]] = []
         self._readers: list[FlashReader] = []
-        self._buffers = [np.empty(PIECE_BYTES, np.uint8) for _ in range(2)]
+        self._buffers = [np.empty(trial_layer.PIECE_BYTES, np.uint8) for _ in range(2)]
         self._x: Float32 | None = None
 
     def tensor_span(self, name: str) -> TensorSpan:
@@ -150,7 +131,7 @@ class LayersTrial:
             )
             source = _WrittenNeurons(config, quant, config.widths[layer], reader, self._buffers)
             inputs = position_parts(config, tensors)
-            self._x = _through_layer(
+            self._x = through_layer(
                 config, quant, tensors, table, source, self._backend, layer, self._tokens, x, inputs
             )
         self._readers.remove(reader)
@@ -181,7 +162,7 @@ class _WrittenNeurons:
         """As of its protocol, but valid until the read after the next: memory that was used is cheaper."""
         self._buffers.reverse()
         nbytes, stride = count * self.layout.stride, self.layout.stride
-        if nbytes > PIECE_BYTES:
+        if nbytes > trial_layer.PIECE_BYTES:
             return read_span(self._reader, self.file, self.layout, first, count)
         out = self._buffers[0][:nbytes]
         self._reader.read(self.file, DATA_OFFSET + first * stride, nbytes, out)
@@ -189,29 +170,6 @@ class _WrittenNeurons:
 
     def check_gates(self, first: int, records: Bytes) -> None:
         """Their copies are compared where a bundle has them."""
-
-
-class _LayerBackend(CpuBackend):
-    """A backend for one layer after another, whose matrices have the memory of those of the layer before."""
-
-    def __init__(self, runner: _native.Runner, layout: RecordLayout) -> None:
-        neurons = max(1, PIECE_BYTES // (layout.stride * BLOCK_NEURONS)) * BLOCK_NEURONS
-        super().__init__(runner, segment_neurons=neurons, piece_neurons=neurons)
-        self.neurons = neurons
-        self._used: list[tuple[Any, _native.Matrix]] = []
-        self._free: list[tuple[Any, _native.Matrix]] = []
-
-    def new_matrix(self, source: LinearSource) -> _native.Matrix:
-        key = (source.rows, source.cols, source.stored)
-        at = next((i for i, (free, _) in enumerate(self._free) if free == key), None)
-        matrix = super().new_matrix(source) if at is None else self._free.pop(at)[1]
-        self._used.append((key, matrix))
-        return matrix
-
-    def next_layer(self) -> None:
-        """Forget the layer that was loaded."""
-        self._free, self._used = self._used, []
-        self.feed_forwards.clear()
 
 
 def tries_layers(config: ModelConfig) -> bool:
@@ -233,10 +191,6 @@ def check_computes(bundle: Bundle, layers: LayersTrial | None = None) -> None:
     doesn't give back what was written.
     """
     config = bundle.config
-    if not config.is_plain:
-        # More than one residual goes from layer to layer, layers read the keys of others, or blocks need all
-        # of a token's values; the first forward pass checks its logits.
-        return
     try:
         logits = trial_logits(bundle, trial_tokens(config), None if layers is None else layers.states())
     except BundleError as error:
@@ -253,20 +207,13 @@ def trial_logits(bundle: Bundle, tokens: Sequence[int], x: Float32 | None = None
     x: (T, D) the last layer's output, if it is known; of layers, only a sample is read then.
     """
     runner = make_runner(usable_cores())
-    config, quant = bundle.config, bundle.quant
     with FlashReader(bundle_files(bundle)) as reader:
         resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE)
         if x is not None:
             _read_sample(bundle, reader)
         else:
-            with closing(_LayerBackend(runner, bundle.neuron_layout)) as backend:
-                for layer in range(config.num_layers):
-                    table, source = embedding_records(bundle, reader), NeuronRecords(bundle, reader, layer)
-                    inputs = [*position_parts(config, resident), *model_weight_parts(bundle, resident)]
-                    x = _through_layer(
-                        config, quant, resident, table, source, backend, layer, tokens, x, inputs
-                    )
-        assert x is not None
+            with closing(LayerBackend(runner, bundle.neuron_layout)) as backend:
+                x = LayerByLayer(bundle, reader, resident, backend, tokens).run()
         return np.concatenate(list(_logits(bundle, reader, resident, runner, x)), axis=1)
 
 
@@ -290,56 +237,6 @@ def _refusal(bundle: Bundle, reason: str) -> CheckpointError:
     )
 
 
-def _through_layer(
-    config: ModelConfig,
-    quant: QuantConfig,
-    resident: TensorFile,
-    table: EmbeddingSource,
-    source: FeedForwardSource,
-    backend: _LayerBackend,
-    layer: int,
-    tokens: Sequence[int],
-    x: Float32 | None,
-    inputs: Sequence[Part],
-) -> Float32:
-    """(T, D) output of a layer for its input x (T, D); without x, the input is the tokens' embedding.
-
-    inputs: the parts with which that is made.
-    """
-    alone = replace(config, layers=config.layers[layer : layer + 1])
-    backend.next_layer()
-    loaded = _loaded(backend, layer_parts(config, quant, resident, layer))
-    feed_forward = backend.load_feed_forward(0, source, biases=feed_forward_biases(loaded))
-    feed_forward.neurons = _Pieces(source, backend.neurons)
-    weights = layer_weights(backend, alone, alone.layers[0], loaded, feed_forward)
-    embedding = backend.load_embedding(table)
-    positions = project_in = None
-    if x is None:
-        loaded = _loaded(backend, inputs)
-        positions, project_in = loaded_positions(alone, loaded), loaded.get("project_in")
-    model_weights = ModelWeights(embedding, [weights], None, None, positions, project_in)
-    model = Transformer(alone, backend, model_weights)
-    # The arrays that a backend returns are valid only until its next op.
-    return np.array(model.hidden_states(tokens, KVCache(KVLayout(alone, 16)), x=x))
-
-
-class _Pieces(NeuronSource):
-    """Neuron source that reads the neurons of `source` a piece at a time."""
-
-    def __init__(self, source: FeedForwardSource, piece_neurons: int) -> None:
-        self._source = source
-        self._piece_neurons = piece_neurons
-
-    def offloaded(self, layer: int, batch: ForwardBatch) -> Iterator[Bytes]:
-        # The next piece is read while this one is computed.
-        return ahead(self._read(), 1)
-
-    def _read(self) -> Generator[Bytes, None, None]:
-        step, end = self._piece_neurons, self._source.num_neurons
-        for first in range(0, end, step):
-            yield self._source.read(first, min(step, end - first))
-
-
 def _logits(
     bundle: Bundle, reader: FlashReader, resident: TensorFile, runner: _native.Runner, x: Float32
 ) -> Iterator[Float32]:
@@ -347,7 +244,7 @@ def _logits(
     config, x = bundle.config, _narrowed(bundle, resident, runner, x)
     head = head_part(bundle, resident, embedding_records(bundle, reader))
     biases = resident.vector("head.bias") if config.head_bias else None
-    count = max(1, PIECE_BYTES // RowLayout(config.embedding_size, *head.stored).nbytes)
+    count = max(1, trial_layer.PIECE_BYTES // RowLayout(config.embedding_size, *head.stored).nbytes)
     for first in range(0, config.vocab_size, count):
 
         def piece(row0: int, number: int, first: int = first) -> RowChunk:
@@ -358,7 +255,7 @@ def _logits(
             number = min(count, config.vocab_size - first)
             bias = None if biases is None else partial(biases.__getitem__, slice(first, first + number))
             part = replace(head, num_rows=number, rows=piece, bias=bias)
-            logits = backend.linear(x, _loaded(backend, [part])["head"])
+            logits = backend.linear(x, loaded_parts(backend, [part])["head"])
             cap = config.logit_soft_cap
             yield np.array(backend.soft_cap(logits, cap) if cap else logits)
 
@@ -371,12 +268,7 @@ def _narrowed(bundle: Bundle, resident: TensorFile, runner: _native.Runner, x: F
     )
     with closing(backend):
         norm = norm_parts(config, resident, "final_norm") if config.final_norm else []
-        loaded = _loaded(backend, [*norm, *model_weight_parts(bundle, resident)])
+        loaded = loaded_parts(backend, [*norm, *model_weight_parts(bundle, resident)])
         if config.final_norm:
             x = backend.normed(x, loaded_norm(config, loaded, "final_norm"))
         return np.array(backend.linear(x, loaded["project_out"])) if config.embedding_width else x
-
-
-def _loaded(backend: CpuBackend, parts: Sequence[Part]) -> dict[str, Any]:
-    with ReadAhead(part_tasks(parts, never_cancelled)) as ahead:
-        return {part.field: part.load(backend, ahead) for part in parts}

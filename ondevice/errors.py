@@ -179,3 +179,11 @@ def system_refusals() -> Iterator[None]:
             "the system refuses memory that the budget allows; lower --dram-budget, or raise the limit that "
             "the process runs under"
         ) from error
+
+
+def json_fault(error: Exception) -> str:
+    """What is wrong with a text that `json` refused, as at most 200 characters for a message."""
+    # Of numbers of thousands of digits Python says which of its functions to call.
+    if "int_max_str_digits" in str(error):
+        return "a number has thousands of digits"
+    return str(error)[:200]

@@ -125,7 +125,7 @@ class FeedForwardSpec:
         cutoff: if not None, gates are lessened by m + cutoff * s, and those that are negative then become
             zeros: m is the mean of the token's gates, s their standard deviation (statistical top-k, arXiv
             2506.06644). A float32 value.
-        neurons: number of neurons; None: the model's `intermediate_size`.
+        neurons: number of neurons, experts' included, at least 1; None: the model's `intermediate_size`.
     """
 
     activation: Activation
@@ -140,7 +140,7 @@ class FeedForwardSpec:
     def __post_init__(self) -> None:
         _check_choice("activation", self.activation, ACTIVATIONS)
         if self.neurons is not None:
-            _check_integer("a layer's neurons", self.neurons, 0, SIZE_LIMITS["intermediate_size"])
+            _check_integer("a layer's neurons", self.neurons, 1, SIZE_LIMITS["intermediate_size"])
         if self.cutoff is not None and not -MAX_DEVIATIONS <= self.cutoff <= MAX_DEVIATIONS:
             raise UnsupportedModelError(
                 f"cutoff of gates is {self.cutoff}; it must be from {-MAX_DEVIATIONS:g} to {MAX_DEVIATIONS:g}"
@@ -256,8 +256,8 @@ class ModelConfig:
             second table for each layer ("per-layer embeddings"): x += norm(out @ (act(gate @ x) * input)),
             where input is the row times `per_layer_multiplier`, a float32 value, plus
             norm(projection @ embedding).
-        residual_copies: if not 1, there are so many residuals of which one goes through each layer, and the
-            others follow it (alternating updates, AltUp, arXiv 2301.13310); see `model/altup.py`.
+        residual_copies: number of residuals. If it isn't 1, one goes through each layer, and the others
+            follow it (alternating updates, AltUp, arXiv 2301.13310); see `model/altup.py`.
         head_bias: whether the output head has a bias.
         final_norm: whether the last layer's output is normed before the head.
     """
@@ -310,10 +310,6 @@ class ModelConfig:
                 raise UnsupportedModelError(
                     f"a rope has {pairs} frequencies for {sizes.width // 2} pairs of a head"
                 )
-        if 0 in self.widths:
-            raise UnsupportedModelError(
-                f"layer {self.widths.index(0)} has no feed-forward neurons; this release runs none like it"
-            )
         if len({replace(layer.feed_forward, cutoff=None, neurons=None) for layer in self.layers}) > 1:
             raise UnsupportedModelError(
                 "layers have different feed-forwards; this release runs equal ones, but for cutoffs and "
@@ -401,7 +397,7 @@ class ModelConfig:
         return min((rope.original_context or self.max_context for rope in self.ropes), default=0)
 
     def within(self, context: int) -> ModelConfig:
-        """The model with the rotary embeddings of a context of so many tokens."""
+        """The model with the rotary embeddings of a context of `context` tokens."""
         return replace(self, ropes=tuple(rope.within(context) for rope in self.ropes))
 
     @property

@@ -42,7 +42,7 @@ class RopeSpec:
             )
 
     def within(self, context: int) -> RopeSpec:
-        """The embedding in a context of so many tokens."""
+        """The embedding in a context of `context` tokens."""
         is_long = bool(self.long_frequencies) and context > self.original_context
         return RopeSpec(self.long_frequencies if is_long else self.frequencies, self.magnitude)
 

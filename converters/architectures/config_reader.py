@@ -1,8 +1,8 @@
 """The strict reader of `config.json`.
 
 A key is *read* (it decides the arithmetic), *harmless* (it can't change a forward pass), or refused by name,
-because ignoring an unknown key could give a wrong model. Keys that are off (null, false, empty) are never
-refused.
+because ignoring an unknown key could give a wrong model. Keys that are null or empty are never refused. One
+that is false is, unless false is known to mean what a model without the key does: elsewhere it departs.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from ondevice.errors import CheckpointError, UnsupportedModelError
 
 # fmt: off
 HARMLESS_KEYS = frozenset({
-    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures",
-    "attention_dropout", "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "cache_implementation",
-    "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype",
+    "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled", "_name_or_path",
+    "architectures", "attention_dropout", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
+    "cache_implementation", "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty",
+    "do_sample", "dtype",
     "early_stopping", "eos_token_id", "exponential_decay_length_penalty", "finetuning_task",
     "forced_bos_token_id", "forced_eos_token_id", "hidden_dropout", "id2label", "initializer_range",
     "is_llama_config", "keys_to_ignore_at_inference", "label2id", "length_penalty", "max_length",
@@ -28,6 +29,17 @@ HARMLESS_KEYS = frozenset({
     "tokenizer_class", "top_k", "top_p", "torch_dtype", "transformers.js_config", "transformers_version",
     "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache",
 })
+UNLESS_TRUE = frozenset({
+    "add_bias_linear", "add_cross_attention", "alibi", "apply_residual_connection_post_layernorm",
+    "attention_bias", "attention_k_eq_v", "attention_out_bias", "enable_moe_block",
+    "gradient_checkpointing", "is_decoder", "is_moe", "lm_head_bias", "mlp_bias", "mup_enabled", "norm_bias",
+    "output_router_logits", "qk_layernorm", "qk_norm", "qkv_bias", "reorder_and_upcast_attn",
+    "rope_interleaved", "scale_attn_by_inverse_layer_idx", "tf_legacy_loss", "tie_encoder_decoder",
+    "torchscript", "use_bfloat16", "use_bidirectional_attention", "use_double_wide_mlp", "use_dynamic_ntk",
+    "use_flash_attn", "use_logn_attn", "use_long_context", "use_mrope", "use_qk_norm", "use_qkv_bias",
+    "use_sliding_window",
+})
+"""Keys that change something only where they are true."""
 # fmt: on
 OWN_CONFIG = "take config.json from the model's own repository"
 SAME_REPOSITORY = "take config.json and the weights from the same repository"
@@ -114,19 +126,19 @@ class ConfigReader:
         return self.has(key) and self._values[key] is None
 
     def only(self, key: str, allowed: object) -> None:
-        """Refuse, by name, a value of `key` other than `allowed` or off."""
+        """Refuse, by name, a value of `key` other than `allowed` or null."""
         value = self._value(key, allowed)
-        if value != allowed and not _is_off(value):
+        if value != allowed or isinstance(value, bool) != isinstance(allowed, bool):
             raise UnsupportedModelError(
                 f"{self.where}: {key} is {shown(value)}, which this converter doesn't implement"
             )
 
     def close(self, harmless: frozenset[str] = frozenset()) -> None:
-        """Refuse every key that was neither read nor harmless, unless it is off."""
+        """Refuse every key that was neither read nor harmless, unless its value says nothing."""
         unknown = [
             key
             for key, value in self._values.items()
-            if key not in self._read and key not in harmless and not _is_off(value)
+            if key not in self._read and key not in harmless and not _says_nothing(key, value)
         ]
         if unknown:
             listed = ", ".join(
@@ -161,5 +173,5 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _is_off(value: object) -> bool:
-    return value is None or value is False or value in ({}, [], "")
+def _says_nothing(key: str, value: object) -> bool:
+    return value is None or value in ({}, [], "") or (value is False and key in UNLESS_TRUE)

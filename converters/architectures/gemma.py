@@ -76,8 +76,8 @@ def _read_gemma2(reader: ConfigReader) -> Description:
         _windows(reader, kinds),
         "both",
         _activation(reader),
-        attention={"soft_cap": _cap(reader, "attn_logit_softcapping", 50.0)},
-        logit_soft_cap=_cap(reader, "final_logit_softcapping", 30.0),
+        attention={"soft_cap": read_soft_cap(reader, "attn_logit_softcapping", 50.0)},
+        logit_soft_cap=read_soft_cap(reader, "final_logit_softcapping", 30.0),
     )
     return Description(config, _adapt)
 
@@ -103,7 +103,7 @@ def _read_gemma3(reader: ConfigReader) -> Description:
         "both",
         _activation(reader),
         attention={"head_norm": "head"},
-        logit_soft_cap=_cap(reader, "final_logit_softcapping", 0.0),
+        logit_soft_cap=read_soft_cap(reader, "final_logit_softcapping", 0.0),
     )
     # Local layers have a rotary base of their own.
     layers = tuple(
@@ -142,6 +142,11 @@ def read_ropes(reader: ConfigReader, sizes: Sizes) -> list[RopeSpec]:
         )
         for kind, base in bases.items()
     ]
+
+
+def read_soft_cap(reader: ConfigReader, key: str, default: float) -> float:
+    """A soft cap; 0 where the key is null."""
+    return 0.0 if reader.is_null(key) else reader.number(key, default)
 
 
 def _decoder(
@@ -187,11 +192,6 @@ def _windows(reader: ConfigReader, kinds: list[str]) -> list[int]:
     window = reader.integer("sliding_window", 4096)
     check_window(window)
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
-
-
-def _cap(reader: ConfigReader, key: str, default: float) -> float:
-    """A soft cap; 0 where the key is null."""
-    return 0.0 if reader.is_null(key) else reader.number(key, default)
 
 
 def _adapt(tensors: Tensors) -> Tensors:

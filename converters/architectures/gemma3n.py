@@ -23,7 +23,7 @@ from ondevice.converters.architectures.common import (
     read_sizes,
 )
 from ondevice.converters.architectures.config_reader import ConfigReader, shown
-from ondevice.converters.architectures.gemma import OUTPUT_NORMS, read_ropes
+from ondevice.converters.architectures.gemma import OUTPUT_NORMS, read_ropes, read_soft_cap
 from ondevice.converters.architectures.tensors import PER_LAYER, LayerNames, model_weight
 from ondevice.converters.checkpoints.base import SourceTensor
 from ondevice.converters.checkpoints.views import RowsOf, Scaled
@@ -98,7 +98,7 @@ def _read(reader: ConfigReader) -> Description:
         read_ropes(reader, sizes),
         norm=NormSpec("rms", reader.number("rms_norm_eps", 1e-6)),
         embedding_multiplier=float32(sizes.hidden_size**0.5),
-        logit_soft_cap=_final_cap(reader),
+        logit_soft_cap=read_soft_cap(reader, "final_logit_softcapping", 30.0),
         tie_embeddings=reader.boolean("tie_word_embeddings", True),
         per_layer_width=width,
         per_layer_multiplier=per_layer_multiplier(width),
@@ -200,12 +200,6 @@ def _copies(reader: ConfigReader) -> int:
     for dropped in ("altup_coef_clip", "altup_lr_multiplier"):
         reader.number(dropped, 0.0)
     return copies
-
-
-def _final_cap(reader: ConfigReader) -> float:
-    """The soft cap of logits; 0 where the key is null."""
-    key = "final_logit_softcapping"
-    return 0.0 if reader.is_null(key) else reader.number(key, 30.0)
 
 
 def _adapt(tensors: Tensors, config: ModelConfig, known: int) -> Tensors:

@@ -30,7 +30,13 @@ from ondevice.converters.architectures.experts import (
     unstacked,
     with_experts,
 )
-from ondevice.converters.architectures.gemma import GLOBAL_THETA, LOCAL_THETA, OUTPUT_NORMS, PATTERN
+from ondevice.converters.architectures.gemma import (
+    GLOBAL_THETA,
+    LOCAL_THETA,
+    OUTPUT_NORMS,
+    PATTERN,
+    read_soft_cap,
+)
 from ondevice.converters.architectures.gemma3n import (
     PER_LAYER_NAMES,
     key_owners,
@@ -113,7 +119,6 @@ def _read(reader: ConfigReader, max_context: int, window: int, inputs: int) -> D
         )
         for kind, owner in zip(kinds, owners, strict=True)
     ]
-    cap = "final_logit_softcapping"
     width = reader.integer("hidden_size_per_layer_input", inputs)
     config = decoder(
         "gemma4_text",
@@ -122,7 +127,7 @@ def _read(reader: ConfigReader, max_context: int, window: int, inputs: int) -> D
         _ropes(reader, sizes, heads),
         norm=NormSpec("rms", reader.number("rms_norm_eps", 1e-6)),
         embedding_multiplier=float32(sizes.hidden_size**0.5),
-        logit_soft_cap=0.0 if reader.is_null(cap) else reader.number(cap, 0.0),
+        logit_soft_cap=read_soft_cap(reader, "final_logit_softcapping", 0.0),
         tie_embeddings=reader.boolean("tie_word_embeddings", True),
         per_layer_width=width,
         per_layer_multiplier=per_layer_multiplier(width),

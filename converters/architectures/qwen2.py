@@ -7,7 +7,8 @@ from ondevice.converters.architectures.config_reader import ConfigReader
 
 
 def _read(reader: ConfigReader) -> Description:
-    reader.only("attention_bias", True)
+    # `transformers` doesn't read it; the tensors say whether there are biases.
+    reader.boolean("attention_bias", True)
     config = read_llama(
         reader,
         "qwen2",

@@ -32,7 +32,7 @@ NUMPY_TYPES: dict[StoredType, np.dtype[Any]] = {
 
 
 _LEAST_AHEAD, _MOST_AHEAD = 256 << 10, 4 << 20
-"""The system is asked to read on after a read of at least so many bytes, by as many, and by at most these."""
+"""After a read of at least the first, in bytes, the system reads on by as many, by at most the second."""
 
 
 class SourceFile:
@@ -288,6 +288,11 @@ def printable(name: str) -> str:
 def plain(name: str) -> str:
     """A name from a checkpoint as a short piece of ASCII for a message."""
     return ascii(name[:80])[1:-1][:80]
+
+
+def some_of(names: list[str]) -> str:
+    """The first three of a checkpoint's names, for a message."""
+    return ", ".join(map(plain, names[:3])) + (", ..." if len(names) > 3 else "")
 
 
 def not_finite(tensor: SourceTensor) -> CheckpointError:

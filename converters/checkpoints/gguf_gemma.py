@@ -67,10 +67,11 @@ def gemma3n_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
         normal = NormalDist()
         # Configs name shares of few digits.
         found["activation_sparsity_pattern"] = [round(normal.cdf(scale), 6) for scale in scales]
-    if (neurons := metadata.array("feed_forward_length")) is not None:
-        found["intermediate_size"] = [int(count) for count in neurons]
-    if (local := metadata.array("attention.sliding_window_pattern")) is not None:
-        found["layer_types"] = ["sliding_attention" if is_local else "full_attention" for is_local in local]
+    layers = values["num_hidden_layers"]
+    if metadata.is_array("feed_forward_length"):
+        found["intermediate_size"] = _of_layers(metadata, "feed_forward_length", layers, 0)
+    if metadata.has("attention.sliding_window_pattern"):
+        found["layer_types"] = _kinds(metadata, layers)
     if metadata.has("final_logit_softcapping"):
         found["final_logit_softcapping"] = metadata.number("final_logit_softcapping")
     return found
@@ -84,8 +85,7 @@ def gemma4_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
             f"{metadata.header.file}: {metadata.prefix}attention.shared_kv_layers is {shared} of {layers} "
             f"layers; there may be {SIZE_LIMITS['num_layers']}, and the first must have keys of its own"
         )
-    local = _of_layers(metadata, "attention.sliding_window_pattern", layers, 1.0)
-    kinds = ["sliding_attention" if is_local else "full_attention" for is_local in local]
+    kinds = _kinds(metadata, layers)
     head_dim = metadata.integer("attention.key_length_swa", values["head_dim"])
     for same in ("attention.value_length_swa", "rope.dimension_count_swa"):
         metadata.reader.only(metadata.prefix + same, head_dim)
@@ -122,16 +122,32 @@ def gemma4_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     return found
 
 
-def _of_layers(metadata: Metadata, key: str, layers: int, default: float) -> list[int]:
+def _kinds(metadata: Metadata, layers: int) -> list[str]:
+    """Each layer's kind of attention.
+
+    Raises UnsupportedModelError for a single value, which could be a period or one for all.
+    """
+    key = "attention.sliding_window_pattern"
+    if not metadata.is_array(key):
+        raise UnsupportedModelError(
+            f"{metadata.header.file}: {metadata.prefix}{key} is missing or one value; only an array, which "
+            "says of each layer whether it is a local one, can be converted; download a newer file, or "
+            "convert the model's Hugging Face folder"
+        )
+    local = _of_layers(metadata, key, layers, 0)
+    return ["sliding_attention" if is_local else "full_attention" for is_local in local]
+
+
+def _of_layers(metadata: Metadata, key: str, layers: int, default: int) -> list[int]:
     """A whole number for each layer, of an array or of one number for all; `default` where there is none."""
-    if isinstance(metadata.header.metadata.get(metadata.prefix + key), np.ndarray):
+    if metadata.is_array(key):
         found = [int(value) for value in metadata.array(key) or []]
         if len(found) != layers:
             raise CheckpointError(
                 f"{metadata.header.file}: {metadata.prefix}{key} has {len(found)} values for {layers} layers"
             )
         return found
-    return [metadata.integer(key, int(default))] * layers
+    return [metadata.integer(key, default)] * layers
 
 
 def _first_of(kinds: list[str], kind: str, values: list[int]) -> int:

@@ -46,6 +46,10 @@ class Metadata:
     def has(self, key: str) -> bool:
         return self.reader.has(self.prefix + key)
 
+    def is_array(self, key: str) -> bool:
+        """True if the key is there, and an array of numbers."""
+        return isinstance(self.header.metadata.get(self.prefix + key), np.ndarray)
+
     def integer(self, key: str, default: int | None = None) -> int:
         return self.reader.integer(self.prefix + key, default)
 

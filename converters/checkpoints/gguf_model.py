@@ -21,7 +21,14 @@ from ondevice.converters.architectures.common import Description
 from ondevice.converters.architectures.config_reader import OWN_CONFIG, SAME_REPOSITORY, ConfigReader
 from ondevice.converters.architectures.registry import describe
 from ondevice.converters.architectures.tensors import LayerNames, tensor_shapes
-from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor, plain, printable
+from ondevice.converters.checkpoints.base import (
+    Checkpoint,
+    SourceFile,
+    SourceTensor,
+    plain,
+    printable,
+    some_of,
+)
 from ondevice.converters.checkpoints.gguf_experts import EXPERT_NAMES
 from ondevice.converters.checkpoints.gguf_families import (
     BLOCK_NAMES,
@@ -355,14 +362,14 @@ def _selected(
     missing = [shown.get(name, name) for name in shapes if name not in tensors]
     if missing:
         raise CheckpointError(
-            f"{header.file} lacks {len(missing)} tensors that its metadata ask for, {_some(missing)}; is the "
-            "download complete?"
+            f"{header.file} lacks {len(missing)} tensors that its metadata ask for, {some_of(missing)}; is "
+            "the download complete?"
         )
     extra = sorted(unknown | {shown.get(name, name) for name in set(tensors) - set(shapes)})
     if extra:
         raise UnsupportedModelError(
             f"{header.file} has {len(extra)} tensors that are no part of a {config.architecture} model, "
-            f"{_some(extra)}; leaving them out could change what it says"
+            f"{some_of(extra)}; leaving them out could change what it says"
         )
     for name, shape in shapes.items():
         if tensors[name].shape != shape:
@@ -371,7 +378,3 @@ def _selected(
                 f"ask for {list(shape)}; download it again"
             )
     return {name: tensors[name] for name in shapes}
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(plain(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")

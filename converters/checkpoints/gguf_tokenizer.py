@@ -48,16 +48,17 @@ def read_gguf_tokenizer(header: GgufHeader, folder: SourceFolder, vocab_size: in
     """
     tokens = _tokens(header, vocab_size)
     bos_id, eos_ids = _token_id(header, "bos_token_id", vocab_size), _eos_ids(header, tokens, vocab_size)
-    template = header.text("tokenizer.chat_template")
-    blob = None if template is None else checked_template(template.encode())
     if folder.has(TOKENIZER_FILES["tokenizers"]):
         config = {"bos_token_id": bos_id, "eos_token_id": list(eos_ids)}
         found = read_tokenizer(folder, config, {}, vocab_size)
         _check_same(found, tokens, header)
-        if CHAT_TEMPLATE in found.blobs or blob is None:
+        # A template beside the file comes before the file's own, which then needn't be one that can be used.
+        blob = None if CHAT_TEMPLATE in found.blobs else _template(header)
+        if blob is None:
             return found
         info = replace(found.info, chat_template=CHAT_TEMPLATE)
         return TokenizerFiles(info, {**found.blobs, CHAT_TEMPLATE: blob})
+    blob = _template(header)
     blobs = {} if blob is None else {CHAT_TEMPLATE: blob}
     chat_template = None if blob is None else CHAT_TEMPLATE
     if not tokens:
@@ -93,6 +94,11 @@ def _converted(
         f"{header.file}: tokenizer.ggml.model is {_quoted(model)}, and only llama, gpt2 and gemma4 are "
         "known; put the model's tokenizer.json beside the file"
     )
+
+
+def _template(header: GgufHeader) -> bytes | None:
+    text = header.text("tokenizer.chat_template")
+    return None if text is None else checked_template(text.encode())
 
 
 def _tokens(header: GgufHeader, vocab_size: int) -> list[tuple[str, int]]:

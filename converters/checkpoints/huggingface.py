@@ -17,7 +17,7 @@ from ondevice.config import LEAST_TEMPERATURE
 from ondevice.converters.architectures.config_reader import SAME_REPOSITORY
 from ondevice.converters.architectures.registry import describe
 from ondevice.converters.architectures.tensors import EMBEDDING, HEAD, tensor_shapes
-from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor, plain, printable
+from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor, plain, printable, some_of
 from ondevice.converters.checkpoints.mlx_folder import (
     COPY_KEY,
     KEY,
@@ -154,7 +154,7 @@ def _select(tensors: Mapping[str, SourceTensor], config: ModelConfig) -> dict[st
     missing = sorted(set(expected) - set(tensors))
     if missing:
         raise CheckpointError(
-            f"{len(missing)} tensors that config.json asks for are missing, {_some(missing)}; is the "
+            f"{len(missing)} tensors that config.json asks for are missing, {some_of(missing)}; is the "
             "download complete, and does config.json belong to it?"
         )
     for name, shape in expected.items():
@@ -169,7 +169,7 @@ def _select(tensors: Mapping[str, SourceTensor], config: ModelConfig) -> dict[st
         extra = []
     if extra:
         raise CheckpointError(
-            f"{len(extra)} tensors are no part of a {config.architecture} model, {_some(extra)}; leaving "
+            f"{len(extra)} tensors are no part of a {config.architecture} model, {some_of(extra)}; leaving "
             "them out could change what it says"
         )
     return {name: tensors[name] for name in expected}
@@ -189,7 +189,3 @@ def _check_tied(head: SourceTensor, embedding: SourceTensor) -> None:
             f"config.json says tie_word_embeddings, but {HEAD} differs from {EMBEDDING}; if the head is "
             "meant, set tie_word_embeddings to false there"
         )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(map(plain, names[:3])) + (", ..." if len(names) > 3 else "")

@@ -80,9 +80,15 @@ def quantised_tensors(
 ) -> dict[str, SourceTensor]:
     """The tensors of a folder by name, the parts of each quantised module made one.
 
-    Raises CheckpointError if a part is missing, or has another type or shape than config.json asks for.
+    Raises CheckpointError if a part is missing, or has another type or shape than config.json asks for, and
+    if nothing is quantised though no module is excepted.
     """
     modules = {name.removesuffix(".scales") for name in tensors if name.endswith(".scales")}
+    if not modules and not quantisation.modules:
+        raise CheckpointError(
+            f"config.json has {KEY}, but no tensor has .scales; {SAME_REPOSITORY}, or remove {KEY} there if "
+            "the weights aren't quantised"
+        )
     for module, wanted in quantisation.modules.items():
         _check_exception(module, wanted, module in modules, tensors)
     found: dict[str, SourceTensor] = {}

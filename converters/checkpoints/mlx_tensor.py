@@ -89,7 +89,7 @@ class MlxTensor:
         return RowFormat(cast(Bits, max(self.bits, 4)), 32 if self.group % GROUP_SIZE else 64)
 
     def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
-        """Codes are kept in groups of 32, 64 and 128, at so many bits or, as the same numbers, at fewer."""
+        """Codes are kept in groups of 32, 64 and 128, at `stored.bits` or, as the same numbers, fewer."""
         bits, size, implied = stored
         if self.biases is None or bits == 16 or self.bits > bits or self.group % size or implied:
             return None

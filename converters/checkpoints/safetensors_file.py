@@ -14,9 +14,9 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.bundle.strict_json import json_fault, unique_keys
+from ondevice.bundle.strict_json import unique_keys
 from ondevice.converters.checkpoints.base import SourceFile, StoredTensor, StoredType, plain
-from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.errors import CheckpointError, UnsupportedModelError, json_fault
 
 MAX_HEADER_BYTES = 8 << 20
 """Most bytes of a header: 50,000 tensors. Models that can be converted have a thousand, of 150 bytes each."""

@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ondevice.bundle.strict_json import json_fault, unique_keys
+from ondevice.bundle.strict_json import unique_keys
 from ondevice.converters.checkpoints.base import SourceFile, plain
-from ondevice.errors import CheckpointError, ModelNotFoundError, reading_failed
+from ondevice.errors import CheckpointError, ModelNotFoundError, json_fault, reading_failed
 
 MAX_JSON_BYTES = 16 << 20
 """Most bytes of a JSON file. The largest are the indices of models in hundreds of files, 9 MB."""

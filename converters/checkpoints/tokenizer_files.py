@@ -15,7 +15,7 @@ from typing import Any
 
 from ondevice.bundle.layout import CHAT_TEMPLATE, TOKENIZER_FILES
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, TokenizerInfo, TokenizerKind
-from ondevice.chat_template import MAX_TEMPLATE_CHARS
+from ondevice.chat_template import TEMPLATE_REMEDY, ChatTemplate
 from ondevice.converters.architectures.config_reader import shown
 from ondevice.converters.checkpoints.added_tokens import with_added_tokens
 from ondevice.converters.checkpoints.base import TokenizerFiles
@@ -198,17 +198,15 @@ def _chat_template(folder: SourceFolder, settings: dict[str, Any]) -> bytes | No
 def checked_template(data: bytes) -> bytes | None:
     """A chat template as a bundle stores it; None if it is empty.
 
-    Raises CheckpointError if it isn't UTF-8 or is too long.
+    Raises CheckpointError if it isn't UTF-8, is too long or doesn't compile.
     """
     try:
         text = data.decode("utf-8")
+        ChatTemplate(text)
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"the chat template isn't UTF-8 text: {error}") from error
-    if len(text) > MAX_TEMPLATE_CHARS:
-        raise CheckpointError(
-            f"the chat template has {len(text)} characters; the limit is {MAX_TEMPLATE_CHARS}, so shorten "
-            "it, or remove it for a plain transcript"
-        )
+        raise CheckpointError(f"the chat template isn't UTF-8 text: {error}; {TEMPLATE_REMEDY}") from error
+    except BundleError as error:
+        raise CheckpointError(str(error)) from error
     return data if text.strip() else None
 
 

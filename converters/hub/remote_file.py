@@ -75,7 +75,7 @@ class RemoteFile(SourceFile):
             self._fill(offset, memoryview(out.data).cast("B"), read_on=True)
 
     def read_columns(self, offset: int, stride: int, out: NDArray[Any]) -> None:
-        """As in SourceFile; the whole tensor is read first, as nobody can ask for every so many bytes."""
+        """As in SourceFile; the whole tensor is read first, as no request asks for bytes at a stride."""
         with self._lock:
             start, stop, name = self._tensor_at(offset)
             # The parts of a quantised matrix differ in the last word of their names.

@@ -34,7 +34,7 @@ from ondevice.converters.rounding.feedback import (
 from ondevice.converters.rounding.watched import EMBEDDED, SAME_INPUTS, WatchedBackend, WatchedWeights
 from ondevice.kernels import _native
 from ondevice.model.altup import Copies
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.kv_cache import KVCache, cache_over
 from ondevice.model.transformer import Transformer
 from ondevice.model_config import LayerSpec, ModelConfig
 
@@ -221,7 +221,7 @@ class LayerRounding:
                 self._enter(model)
             layout, is_read = KVLayout(model.config, 16), layer in _owners(config)
             for index in range(len(self._pieces)):
-                kv = KVCache(layout) if owner is None else _over(layout, self._keys[owner][index])
+                kv = KVCache(layout) if owner is None else cache_over(layout, self._keys[owner][index])
                 self._run_piece(model, layer, index, kv)
                 if is_read:
                     self._keys.setdefault(layer, []).append(kv.blocks)
@@ -252,9 +252,3 @@ class LayerRounding:
 def _joined(chunks: Sequence[Copies]) -> Copies:
     """The copies of the residual of all chunks, one after another."""
     return [np.concatenate(copy) for copy in zip(*chunks, strict=True)]
-
-
-def _over(layout: KVLayout, blocks: Sequence[Block]) -> KVCache:
-    """An empty cache of blocks that hold the keys and values of tokens yet to come."""
-    held = iter(blocks)
-    return KVCache(layout, lambda nbytes: next(held))

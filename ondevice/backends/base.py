@@ -325,7 +325,7 @@ class Selector:
     flash", arXiv 2312.11514, section 3.1), which estimates the scores.
 
     least_gate: of gates without a cutoff: those at or below it don't fire, and scores are gates less it.
-    deviations: if not None, gates have a statistical cutoff, so many standard deviations from their mean
+    deviations: if not None, gates have a statistical cutoff, this many standard deviations from their mean
         (`FeedForwardSpec.cutoff`); scores are the gates that it leaves, or are made of them with a `cutoff`.
     """
 

@@ -118,7 +118,7 @@ class CpuFeedForward(FeedForwardLayer):
         self._runner = runner
 
     def hold_all(self, read_bytes: int) -> None:
-        """Read all neurons into one segment, which holds them; so many bytes, or a block, at a time."""
+        """Read all neurons into one segment, which holds them; `read_bytes` bytes, or a block, at a time."""
         segment, source = self.new_segment(), self.source
         step = max(1, read_bytes // (source.layout.stride * BLOCK_NEURONS)) * BLOCK_NEURONS
         for first in range(0, source.num_neurons, step):

@@ -43,7 +43,7 @@ def as_large(x: Float32, other: Float32) -> Float32:
 
 
 def cut_off(gates: Float32, deviations: float) -> None:
-    """Lessen each row of gates (T, F) by its mean and so many standard deviations, down to zero, in place."""
+    """Lessen each row of gates (T, F) by its mean and `deviations` times its spread, to 0 at least."""
     count = np.float32(gates.shape[1])
     mean = row_sums(gates.copy()) / count
     from_mean = gates - mean

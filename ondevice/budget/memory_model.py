@@ -278,7 +278,7 @@ class MemoryModel(ABC):
         return packed + 4 * vectors * self.config.num_neurons
 
     def _gate_rows_bytes(self, neurons: int) -> int:
-        """The gate projection of so many neurons, packed."""
+        """The gate projection of `neurons` neurons, packed."""
         return interleaved_bytes(neurons, self.config.hidden_size, self.quant.of("feed_forward"))
 
     def _adapter_bytes(self, nodes: int) -> int:

@@ -196,7 +196,7 @@ def _parse_feed_forward(section: Section) -> FeedForwardSpec:
         "bias": section.boolean,
         "output_bias": section.boolean,
         "cutoff": lambda key: section.number(key, -MAX_DEVIATIONS, MAX_DEVIATIONS),
-        "neurons": lambda key: section.integer(key, 0, SIZE_LIMITS["intermediate_size"]),
+        "neurons": lambda key: section.integer(key, 1, SIZE_LIMITS["intermediate_size"]),
     }
     values: dict[str, Any] = {key: read(key) for key, read in given.items() if key in section.names}
     feed_forward = FeedForwardSpec(cast(Activation, section.text("activation", 64)), **values)

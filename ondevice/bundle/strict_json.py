@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from ondevice.errors import BundleError
+from ondevice.errors import BundleError, json_fault
 
 MAX_JSON_BYTES = 1 << 20
 MAX_NESTING = 16
@@ -35,14 +35,6 @@ def parse_json(data: bytes, where: str) -> Any:
         )
     except ValueError as error:
         raise BundleError(f"{where} isn't valid JSON: {json_fault(error)}") from error
-
-
-def json_fault(error: Exception) -> str:
-    """What is wrong with a text that `json` refused, as at most 200 characters for a message."""
-    # Of numbers of thousands of digits Python says which of its functions to call.
-    if "int_max_str_digits" in str(error):
-        return "a number has thousands of digits"
-    return str(error)[:200]
 
 
 def canonical_json(value: object) -> bytes:

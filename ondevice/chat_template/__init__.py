@@ -21,7 +21,11 @@ _UNITS_PER_MESSAGE = 1000
 _UNITS_PER_CHAR = 64
 _LONG_CHARS = 1 << 16
 """Characters above which a message is encoded by itself first, to see whether a context could hold it."""
-_REMEDY = "put another chat_template.jinja into the checkpoint's folder and convert it again"
+TEMPLATE_REMEDY = (
+    "put another chat_template.jinja into the checkpoint's folder (of a repository, into a downloaded copy; "
+    "beside a GGUF file, together with the model's tokenizer.json) and convert it again"
+)
+"""What to do about a template that can't be used."""
 
 DEFAULT_TEMPLATE = """\
 {% for message in messages %}
@@ -70,7 +74,7 @@ class ChatTemplate:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise BundleError(
                 f"the chat template has {len(source)} characters; the limit is {MAX_TEMPLATE_CHARS}; "
-                f"{_REMEDY}"
+                f"{TEMPLATE_REMEDY}"
             )
         self._names = {"bos_token": bos_token, "eos_token": eos_token}
         self._lock = threading.Lock()
@@ -82,7 +86,7 @@ class ChatTemplate:
         try:
             text = None if source is None else source.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise BundleError(f"the chat template is not UTF-8: {error}; {_REMEDY}") from error
+            raise BundleError(f"the chat template is not UTF-8: {error}; {TEMPLATE_REMEDY}") from error
         bos = "" if tokenizer.bos_id is None else tokenizer.piece(tokenizer.bos_id)
         eos = tokenizer.piece(tokenizer.eos_ids[0]) if tokenizer.eos_ids else ""
         return ChatTemplate(text, bos_token=bos, eos_token=eos)
@@ -151,7 +155,9 @@ class ChatTemplate:
         try:
             self._template = self._environment.compile_guarded(source)
         except (jinja2.TemplateError, *_FAILURES) as error:
-            raise BundleError(f"the chat template can't be used: {_reason(error)}; {_REMEDY}") from error
+            raise BundleError(
+                f"the chat template can't be used: {_reason(error)}; {TEMPLATE_REMEDY}"
+            ) from error
 
     def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
         import jinja2
@@ -173,7 +179,7 @@ class ChatTemplate:
             except MessagesRefused as error:
                 raise UsageError(f"the chat template refuses these messages: {error}") from error
             except (jinja2.TemplateError, *_FAILURES) as error:
-                raise BundleError(f"the chat template failed: {_reason(error)}; {_REMEDY}") from error
+                raise BundleError(f"the chat template failed: {_reason(error)}; {TEMPLATE_REMEDY}") from error
 
 
 def _all_checked(messages: Sequence[Message]) -> list[dict[str, str]]:

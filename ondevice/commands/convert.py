@@ -39,14 +39,18 @@ if TYPE_CHECKING:
     help="Text to round 4- to 6-bit weights by, to order neurons by and, with ReLU, to train predictors on.",
 )
 @option("--random-text", is_flag=True, help="Round 4- to 6-bit weights by random tokens, without a text.")
-@option("--no-calibrate", is_flag=True, help="Round by, order and train nothing, whatever --text says.")
+@option(
+    "--no-calibrate",
+    is_flag=True,
+    help="Round by, order and train nothing, whatever --text and --random-text say.",
+)
 @option("--resume", is_flag=True, help="Continue an interrupted conversion.")
 @option("--force", is_flag=True, help="Replace an existing output.")
 @option("--offline", is_flag=True, help="Download nothing.")
 @option(
     "--keep-source",
     is_flag=True,
-    help="Keep a repository's files in the hub's cache; either text implies it.",
+    help="Keep a repository's files in the hub's cache; --text and --random-text imply it.",
 )
 @option("--yes", "-y", is_flag=True, help="Download without asking.")
 @click.pass_context
@@ -111,21 +115,23 @@ def convert(
     bundle = Bundle.open(path)
     say_notes(bundle)
     if content is not None:
-        _say_trained(bundle)
+        say_trained(bundle)
     click.echo(str(path))
 
 
-def _say_trained(bundle: Bundle) -> None:
+def say_trained(bundle: Bundle) -> None:
     """What a text has trained, beside the rounding that the bundle's notes tell of."""
+    from ondevice.bundle.sidecar import NO_PREDICTORS
     from ondevice.commands.training_reports import predictor_table
 
     if bundle.predictors is not None:
         say(predictor_table(bundle.predictors))
     elif not bundle.config.zeros_gates:
+        gates = f"{bundle.config.activation} gates are hardly ever exactly zero"
+        reason = NO_PREDICTORS if bundle.config.cut_off_layers else gates
         say(
-            "--text has ordered the neurons and trained no predictors: "
-            f"{bundle.config.activation} gates are hardly ever exactly zero; `ondevice train thresholds` "
-            "finds out which count for little"
+            f"--text has ordered the neurons and trained no predictors: {reason}; "
+            "`ondevice train thresholds` finds out which count for little"
         )
 
 

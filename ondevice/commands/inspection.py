@@ -9,6 +9,7 @@ from typing import Any
 from ondevice.budget.limits import context_words, verdict
 from ondevice.budget.sizes import DECODE_TOKENS, SlotShape
 from ondevice.bundle.reader import Bundle
+from ondevice.bundle.sidecar import no_streams
 from ondevice.commands.reports import parts, percent, residency, size
 from ondevice.commands.training_reports import stream_facts
 from ondevice.model_config import ModelConfig
@@ -190,7 +191,9 @@ def _streams_line(bundle: Bundle) -> str:
     found = bundle.streams
     if found is None:
         damage = bundle.damaged.get("streams")
-        return "none" if damage is None else damage.for_command_line
+        if damage is not None:
+            return damage.for_command_line
+        return "none" if bundle.config.is_plain else f"none: {no_streams(bundle.config)}"
     accepted = ", ".join(map(percent, found.acceptance))
     added = found.adapter_parameters(bundle.config) + found.embedding_parameters(bundle.config)
     return f"{found.streams}, {found.mode}, {added:,} parameters; accepted {accepted}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,9 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 measuring_options = add_options({"dram_budget": RUNTIME_OPTIONS["dram_budget"]})
 """Further options of a training whose result is run to be measured."""
-backend_options = add_options({"backend": RUNTIME_OPTIONS["backend"]})
+TRAINING_BACKENDS = tuple(name for name in RUNTIME_OPTIONS["backend"].choices if name != "reference")
+"""`reference` multiplies every neuron, so there is nothing to predict for it."""
+backend_options = add_options({"backend": replace(RUNTIME_OPTIONS["backend"], choices=TRAINING_BACKENDS)})
 """Further options of a training that more than one backend can do."""
 
 

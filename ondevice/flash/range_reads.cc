@@ -25,7 +25,7 @@ uint64_t RangeReads::begin(size_t file_index, int64_t offset, int64_t nbytes, ui
   if (target % kPage != phase)
     throw std::invalid_argument("a target lies in its page as what is read does in its own");
   Wanted wanted{&file, file.cut(range, kPieceBytes), reinterpret_cast<uint8_t*>(target - phase),
-                page_down(offset), 0};
+                page_down(offset)};
   wanted.pending = wanted.pieces.size();
   uint64_t ticket = 0;
   {

@@ -45,10 +45,9 @@ class RangeReads : public PieceSource {
     const FlashFile* file;
     std::vector<Range> pieces;
     uint8_t* first_page;
-    int64_t base;  // offset in the file of the byte at first_page
-    size_t pending;
-    size_t next = 0;
-    std::string error;
+    int64_t base;                  // offset in the file of the byte at first_page
+    size_t pending = 0, next = 0;  // pieces that haven't arrived; the first that hasn't begun
+    std::string error = {};
   };
 
   std::shared_ptr<FlashReader> reader_;

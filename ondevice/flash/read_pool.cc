@@ -273,7 +273,8 @@ void ReadPool::stop() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopped_ = true;
-    for (PieceSource* source : ahead_) source->pool_stopped();
+    for (const auto* sources : {&urgent_, &ahead_})
+      for (PieceSource* source : *sources) source->pool_stopped();
     threads.swap(threads_);  // two threads may stop it at once
   }
   work_.notify_all();

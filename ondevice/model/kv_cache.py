@@ -152,3 +152,9 @@ class KVCache:
         # Last: arrays that can't shrink for want of memory still have room for every block.
         if self.arrays is not None:
             self.arrays.resize(n_blocks)
+
+
+def cache_over(layout: KVLayout, blocks: Sequence[Block]) -> KVCache:
+    """An empty cache of blocks that hold the keys and values of tokens yet to come."""
+    held = iter(blocks)
+    return KVCache(layout, lambda nbytes: next(held))

@@ -1,7 +1,7 @@
 """The cache policy of experts: how often and how lately an expert was chosen, and what followed like tokens.
 
 A token's path through the layers tells much about the next token's, where the text has had such a path before
-(a word, a place in a sentence). So beside two decayed means of an expert's use there is a guess: what the
+(a word, a place in a sentence). So beside two decayed means of an expert's use there is a forecast: what the
 layer chose after the past tokens whose paths were most like the newest one's. Nothing but what routers chose
 is seen. Every constant has a wide plateau, see docs/experts.md.
 
@@ -23,9 +23,9 @@ FAST_DECAY = 0.5
 """Decay per token of the same over the last few tokens."""
 FAST_WEIGHT = np.float32(0.5)
 REMEMBERED_TOKENS = 256
-"""W. The longer, the better the guess: 64 cost up to 0.6 points of hits, 32 up to 1.6."""
+"""W. The longer, the better the forecast: 64 cost up to 0.6 points of hits, 32 up to 1.6."""
 SIMILAR_TOKENS = 16
-"""Past tokens that the guess is made from."""
+"""Past tokens that the forecast is made from."""
 TOKEN_DECAY = 0.02
 """What a layer's likeness still counts one token later: most is told by the dozen layers before."""
 SHARPNESS = np.float32(10)
@@ -78,7 +78,7 @@ class ExpertReuse:
         self._seen[layer] = min(self._seen[layer] + new, REMEMBERED_TOKENS)
         self._scores[layer] = self._slow[layer] + FAST_WEIGHT * self._fast[layer]
         if self._seen[layer] > 1:
-            self._scores[layer] += self._guess(layer, used[-1])
+            self._scores[layer] += self._forecast(layer, used[-1])
 
     def scores(self, layer: int) -> Float32:
         """(E,) scores: the higher, the likelier to be chosen in the next turns."""
@@ -95,7 +95,7 @@ class ExpertReuse:
     def fit(self, slots: int) -> None:
         """Scores don't depend on the number of slots."""
 
-    def _guess(self, layer: int, used: Float32) -> Float32:
+    def _forecast(self, layer: int, used: Float32) -> Float32:
         """(E,) what the layer chose after the tokens most like the newest, which chose `used` (E,)."""
         count = self._seen[layer]
         past = self._past[layer, :, :count]

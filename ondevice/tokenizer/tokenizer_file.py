@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
-from ondevice.errors import BundleError, UnsupportedModelError
+from ondevice.errors import BundleError, UnsupportedModelError, json_fault
 from ondevice.tokenizer.base import MAX_TOKEN_CHARS, SPACE_MARK, LeadingSpace
 from ondevice.tokenizer.pattern import Cost, PatternCost, pattern_cost
 
@@ -114,7 +114,7 @@ def read_tokenizer_file(data: bytes) -> TokenizerFile:
     try:
         document = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise BundleError(f"tokenizer.json can't be used: {str(error)[:200]}") from error
+        raise BundleError(f"tokenizer.json can't be used: {json_fault(error)}") from error
     document = _object(document, "tokenizer.json")
     model = _object(document.get("model"), "its model")
     vocabulary = _vocabulary(model)

@@ -45,7 +45,7 @@ def plan_under(budget: int, limit: MemoryRoom | None = None) -> Plan:
 
 @pytest.fixture
 def rooms(monkeypatch: pytest.MonkeyPatch) -> Rooms:
-    """Puts this process into a made-up control group of so many bytes, all of them free."""
+    """Puts this process into a made-up control group of `limit` bytes, all of them free."""
 
     def put(limit: int, available: int | None = None) -> MemoryRoom:
         found = group(limit, available)

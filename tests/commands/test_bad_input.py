@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ondevice.chat_template import TEMPLATE_REMEDY
 from ondevice.errors import CheckpointError, OndeviceError, UnsupportedModelError
 from tests.support.bundles import TEMPLATE, convert_bundle, write_byte_tokenizer, write_chat_checkpoint
 from tests.support.command_line import Run, command
@@ -89,7 +90,7 @@ def test_a_template_that_tries_to_escape(ondevice: Run, tmp_path: Path) -> None:
     result = ondevice("chat", "-m", bundle, stdin="Hello\n")
     assert (result.code, result.out) == (6, "")
     assert "attribute '__class__' of 'str' is out of bounds" in result.err
-    assert "put another chat_template.jinja into the checkpoint's folder and convert it again" in result.err
+    assert TEMPLATE_REMEDY in result.err
     write_byte_tokenizer(source)
     (source / "chat_template.jinja").write_text(TEMPLATE)
     assert ondevice("convert", source, "-o", bundle, "--force").code == 0

@@ -25,6 +25,13 @@ def test_the_prompt_may_come_from_stdin(ondevice: Run, chat_bundle: Path) -> Non
     assert ondevice("generate", *options, "-p", "-", stdin=b"\xff\xfe").code == 2
 
 
+def test_training_predictors_offers_no_backend_that_it_refuses(ondevice: Run) -> None:
+    assert "reference" not in ondevice("train", "predictors", "--help").out
+    refused = ondevice("train", "predictors", "--text", "x", "--backend", "reference")
+    assert refused.code == 2
+    assert "cpu" in refused.err
+
+
 def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(
     ondevice: Run, chat_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,7 +168,8 @@ def test_harmless_and_switched_off_keys_are_ignored(family: str) -> None:
     extras = {
         "torch_dtype": "bfloat16", "dtype": "float16", "transformers_version": "4.1", "_name_or_path": "x/y",
         "use_cache": False, "pad_token_id": 0, "initializer_range": 0.1, "attention_dropout": 0.1,
-        "quantization_config": None, "some_new_switch": False, "auto_map": {}, "pruned_heads": {},
+        "quantization_config": None, "some_new_switch": None, "auto_map": {}, "pruned_heads": {},
+        "is_decoder": False, "add_cross_attention": False, "torchscript": False, "rope_interleaved": False,
     }  # fmt: skip
     assert read(family, **extras) == read(family)
 
@@ -181,6 +182,9 @@ def test_harmless_and_switched_off_keys_are_ignored(family: str) -> None:
     ("llama", "sliding_window", 4096), ("llama", "quantization_config", {"bits": 4}),
     ("llama", "auto_map", {"AutoModel": "evil.Model"}), ("llama", "is_encoder_decoder", True),
     ("mistral", "attention_bias", True), ("mistral", "num_local_experts", 8),
+    ("llama", "layer_norm_elementwise_affine", False), ("llama", "use_bias", False),
+    ("llama", "scale_attn_weights", False), ("llama", "partial_rotary_factor", False),
+    ("llama", "pretraining_tp", True), ("llama", "use_parallel_residual", False),
     ("qwen2", "use_mrope", True), ("qwen3", "layer_norm_scale", 1.0), ("llama", "is_causal", False),
 ])  # fmt: skip
 def test_what_changes_the_arithmetic_is_refused_by_name(family: str, key: str, value: object) -> None:

@@ -24,6 +24,8 @@ from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import NO_PREDICTORS, no_streams, sidecar_text
 from ondevice.bundle.streams import STREAMS_SIDECAR
 from ondevice.bundle.verify import verify
+from ondevice.commands.convert import say_trained
+from ondevice.commands.inspection import inspection_text
 from ondevice.config import RuntimeConfig
 from ondevice.converters.architectures.registry import read_config
 from ondevice.converters.convert import convert
@@ -273,6 +275,17 @@ def test_inspection_says_why_modes_are_missing(folder: Path) -> None:
     # No advice to make what would be refused.
     assert modes["predicted"].reason == NO_PREDICTORS
     assert "train thresholds" in modes["threshold"].reason
+    resolved = resolve(Bundle.open(folder / "q4"), RuntimeConfig(backend="cpu"))
+    assert f"streams: none: {no_streams(resolved.bundle.config)}" in inspection_text(resolved)
+
+
+def test_conversion_with_a_text_says_why_it_trained_no_predictors(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say_trained(Bundle.open(folder / "q4"))
+    said = " ".join(capsys.readouterr().err.split())
+    assert NO_PREDICTORS in said
+    assert "hardly ever" not in said
 
 
 @pytest.mark.parametrize(
@@ -287,7 +300,7 @@ def test_inspection_says_why_modes_are_missing(folder: Path) -> None:
         ("num_kv_shared_layers", -1, "num_kv_shared_layers is -1"),
         ("activation_sparsity_pattern", [0.5], "names 1 layers of 6"),
         ("activation_sparsity_pattern", [1.0] * 6, "shares are from 0"),
-        ("intermediate_size", [160] * 5 + [0], "layer 5 has no feed-forward neurons"),
+        ("intermediate_size", [160] * 5 + [0], "a layer's neurons is 0; it must be an integer from 1 to"),
         ("intermediate_size", [160] * 5 + [1 << 21], "a layer's neurons is 2097152"),
         ("intermediate_size", [160] * 5 + [True], "must be whole numbers"),
         ("intermediate_size", [-1] * 6, "intermediate_size is -1"),

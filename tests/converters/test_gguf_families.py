@@ -149,6 +149,32 @@ def test_the_remedy_of_a_file_names_no_config(tmp_path: Path) -> None:
     assert_refused(tmp_path / "model.gguf", CheckpointError, message)
 
 
+def test_gemma3ns_neurons_may_be_one_number_or_one_a_layer(tmp_path: Path) -> None:
+    """As Gemma 4's. A sliding pattern of one value could be a period, or one for all."""
+    source, path = written(tmp_path / "source", "gemma3n"), tmp_path / "model.gguf"
+
+    def change(key: str, value: Any) -> Callable[[Any], None]:
+        def changed(writer: Any) -> None:
+            writer.kv_data[0].pop(f"gemma3n.{key}")
+            add = writer.add_array if isinstance(value, list) else writer.add_uint32
+            add(f"gemma3n.{key}", value)
+
+        return changed
+
+    found = []
+    for neurons in (160, [160] * 25):
+        write_family(path, source, change=change("feed_forward_length", neurons))
+        found.append(open_checkpoint(path).config)
+    assert found[0] == found[1] == open_checkpoint(source).config
+    for key, value, message in (
+        ("feed_forward_length", [160] * 5, "has 5 values for 25 layers"),
+        ("attention.sliding_window_pattern", 5, "is missing or one value; only an array"),
+    ):
+        write_family(path, source, change=change(key, value))
+        with pytest.raises(OndeviceError, match=message):
+            open_checkpoint(path)
+
+
 @pytest.mark.parametrize("case", FUZZED)
 def test_changed_headers_are_refused_or_read(tmp_path: Path, case: str) -> None:
     """Any bytes of a family's header changed: a checkpoint or a typed error, nothing else."""
@@ -201,6 +227,7 @@ LYING: list[tuple[str, Any, str]] = [
     ("feed_forward_length", [160] * 5, "feed_forward_length has 5 values for 6 layers"),
     ("attention.head_count_kv", [2] * 7, "head_count_kv has 7 values for 6 layers"),
     ("attention.sliding_window_pattern", [True], "sliding_window_pattern has 1 values for 6 layers"),
+    ("attention.sliding_window_pattern", 6, "sliding_window_pattern is missing or one value; only an array"),
     ("attention.key_length_swa", 8, "value_length_swa is 16"),
     ("rope.dimension_count_swa", 8, "dimension_count_swa is 8"),
     ("expert_count", 8, "mixture of experts"),

@@ -375,6 +375,8 @@ def u32(key: str, value: int) -> Callable[[Any], None]:
         (lambda w: w.add_string("general.type", "adapter"), UnsupportedModelError, "holds adapter, not"),
         (u32("llama.expert_count", 8), CheckpointError, "has no llama.expert_used_count"),
         (u32("llama.some.new_key", 1), UnsupportedModelError, "has keys .* llama.some.new_key = 1"),
+        (lambda w: w.add_bool("llama.use_parallel_residual", False), UnsupportedModelError,
+         "has keys .* llama.use_parallel_residual = False"),
         (lambda w: w.add_bool("llama.attention.causal", False), UnsupportedModelError, "isn't a causal"),
         (u32("llama.attention.value_length", 8), UnsupportedModelError, "value_length is 8, which"),
         (lambda w: w.add_string("llama.attention.key_length", "x"), CheckpointError, "key_length is 'x'; it"),

@@ -324,6 +324,7 @@ def test_gemma4_merges_whole_texts(tmp_path: Path) -> None:
         (small(eot_token_id=-1), CheckpointError, "eot_token_id must be an id below"),
         (small(chat_template=b"\xff"), CheckpointError, "tokenizer.chat_template must be UTF-8"),
         (small(chat_template="x" * 2_000_000), CheckpointError, "the chat template has"),
+        (small(chat_template="{% if x"), CheckpointError, "TemplateSyntaxError.*beside a GGUF file"),
         (spelled(scores=None), CheckpointError, "scores must be a finite score for each of 266"),
         (spelled(scores=[0.0] * 5), CheckpointError, "scores must be"),
         (spelled(scores=[float("nan")] * 267), CheckpointError, "scores must be"),
@@ -363,5 +364,8 @@ def test_a_tokenizer_json_beside_the_file_is_preferred(tmp_path: Path) -> None:
     write_json(tmp_path / "tokenizer_config.json", bos_token="<bos>", chat_template="{{ beside }}")
     found = read(made, tmp_path, 300)
     assert (found.info.bos_id, found.blobs["chat_template.jinja"]) == (256, b"{{ beside }}")
+    # The file's own needn't be one that can be used.
+    made = small(tokens=alphabet, token_type=[1] * 256, pre="wrong", chat_template="{% if own")
+    assert read(made, tmp_path, 300).blobs["chat_template.jinja"] == b"{{ beside }}"
     with pytest.raises(CheckpointError, match=r"beside m\.gguf gives .* the id 255, and the file 0; it"):
         read(small(tokens=alphabet[-1:] + alphabet[:-1], token_type=[1] * 256), tmp_path, 300)

@@ -194,6 +194,14 @@ def test_quantised_tensors_without_the_setting(folder: MlxFolder) -> None:
     assert_refused(source, UnsupportedModelError, f"is stored as U32; only F32.* so {UNQUANTISED}")
 
 
+def test_the_setting_without_quantised_tensors(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization"] = {"group_size": 64, "bits": 4}
+    (source / "config.json").write_text(json.dumps(config))
+    assert_refused(source, CheckpointError, f"no tensor has .scales; {SAME_SOURCE}, or remove quantization")
+
+
 def test_parts_of_mxfp4(tmp_path: Path) -> None:
     folder = write_mlx_folder(tmp_path / "source", MXFP4, num_hidden_layers=1)
     scales = folder.stored[f"{UP}.scales"][1].copy()

@@ -224,10 +224,18 @@ def test_templates_that_are_no_text(source: Path) -> None:
     assert_refused(source, CheckpointError, "isn't UTF-8")
 
 
+def test_templates_that_do_not_compile(source: Path) -> None:
+    """Refused before anything is written, not in the first chat."""
+    write_json(source / "tokenizer_config.json", chat_template="{% for message in messages %}")
+    assert_refused(source, CheckpointError, "(?s)TemplateSyntaxError: .*line 1.*of a repository")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    assert converted(source)[1].read_small("chat_template.jinja") == b"{{ messages }}"
+
+
 @pytest.mark.parametrize("character", ["x", "\U0001f600"])
 def test_the_longest_template_that_the_runtime_takes(source: Path, character: str) -> None:
     write_json(source / "tokenizer_config.json", chat_template=character * (MAX_TEMPLATE_CHARS + 1))
-    assert_refused(source, CheckpointError, "has 65537 characters; the limit is 65536, so shorten it")
+    assert_refused(source, CheckpointError, "has 65537 characters; the limit is 65536; put another")
     (source / "chat_template.jinja").write_text(character * (MAX_TEMPLATE_CHARS + 1))
     assert_refused(
         source, CheckpointError, "has 65537 characters|larger than 262144 bytes; download it again"

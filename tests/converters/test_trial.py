@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from ondevice.api import load
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.writer import _FileSink
-from ondevice.converters import trial
+from ondevice.converters import trial, trial_layer
 from ondevice.converters.convert import convert
 from ondevice.converters.trial import trial_logits
 from ondevice.errors import CheckpointError, FlashReadError
@@ -36,6 +36,13 @@ def with_tensors(folder: Path, change: Callable[[Tensors], None]) -> Path:
     return source
 
 
+def family_checkpoint(folder: Path, family: str) -> Path:
+    from tests.support.families import CASES, write_model
+
+    write_model(folder, *CASES[family])
+    return folder
+
+
 @pytest.mark.parametrize("quant", ["q4", "f16"])
 @pytest.mark.parametrize("options", [
     {}, {"family": "qwen3"}, {"family": "qwen2", "hidden_act": "relu"},
@@ -45,18 +52,52 @@ def test_a_trial_gives_the_loaded_models_logits(
     tmp_path: Path, options: dict[str, Any], quant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer at a time, and the neurons and the head in pieces: to the bit."""
-    monkeypatch.setattr(trial, "PIECE_BYTES", 1 << 12)
+    monkeypatch.setattr(trial_layer, "PIECE_BYTES", 1 << 12)
     bundle = convert(write_checkpoint(tmp_path / "source", **options), tmp_path / "b", quant)
     found = trial_logits(Bundle.open(bundle), TOKENS)
     with load(bundle, sparsity="dense") as model:
         assert found.tobytes() == model.logits(TOKENS).tobytes()
 
 
+FAMILIES = ["gemma3n", "gemma4 e", "gemma4 moe with inputs", "olmoe", "glm4 moe", "qwen2 moe dense between"]
+"""Copies of the residual, cutoffs, shared keys, and experts alone and beside others."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trial_gives_the_logits_of_models_of_other_blocks(tmp_path: Path, family: str) -> None:
+    pytest.importorskip("transformers")
+    bundle = convert(family_checkpoint(tmp_path / "source", family), tmp_path / "b", "q4")
+    has_experts = Bundle.open(bundle).config.experts is not None
+    with load(bundle, sparsity="auto" if has_experts else "dense") as model:
+        tokens = trial.trial_tokens(Bundle.open(bundle).config)
+        assert trial_logits(Bundle.open(bundle), tokens).tobytes() == model.logits(list(tokens)).tobytes()
+
+
+@pytest.mark.parametrize(("change", "match"), [
+    (("norm.weight", 3e38), "what it computes is not finite"),
+    (("norm.weight", 0.0), "every token is as likely as any other"),
+])  # fmt: skip
+@pytest.mark.parametrize("family", ["gemma4 e", "olmoe"])
+def test_models_of_other_blocks_that_say_nothing_are_refused(
+    tmp_path: Path, family: str, change: tuple[str, float], match: str
+) -> None:
+    pytest.importorskip("transformers")
+    source = family_checkpoint(tmp_path / "source", family)
+    tensors = load_file(source / "model.safetensors")
+    for name in tensors:
+        if name.endswith(f"model.{change[0]}"):
+            tensors[name][...] = change[1]
+    save_safetensors(source / "model.safetensors", tensors)
+    with pytest.raises(CheckpointError, match=match):
+        convert(source, tmp_path / "b", "q4")
+    assert not (tmp_path / "b").exists()
+
+
 @pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}, {"num_hidden_layers": 1}])
 def test_layers_that_are_tried_while_others_are_converted_compute_the_same(
     tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(trial_layer, "PIECE_BYTES", 1 << 16)
     states: list[NDArray[np.float32] | None] = []
     logits: list[NDArray[np.float32]] = []
 

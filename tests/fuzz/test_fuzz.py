@@ -1,4 +1,4 @@
-"""The fuzzer finds what it is there to find, and finds nothing in so many cases; `make fuzz` tries more."""
+"""The fuzzer finds what it is there to find, and finds nothing in a few cases; `make fuzz` tries more."""
 
 from __future__ import annotations
 

@@ -315,7 +315,7 @@ def _sentencepiece(data: bytes, rng: random.Random) -> bytes:
 
 
 def _charsmap(rng: random.Random) -> bytes:
-    """A trie of so many bytes, and what its leaves say; mostly nonsense."""
+    """A trie of up to 4 KiB, and what its leaves say; mostly nonsense."""
     units = rng.randbytes(4 * rng.choice([0, 1, 16, 256, 1024]))
     texts = rng.choice([b"", b"a\x00", b"x" * rng.choice([10, 5000, 100_000]) + b"\x00", rng.randbytes(200)])
     size = rng.choice([len(units), len(units), 0, len(units) + 4, 1 << 31, (1 << 32) - 1])

@@ -91,7 +91,7 @@ class Layer:
     ) -> Float32:
         """The same from scattered copies of the records of those that fire, and of `also` that don't.
 
-        At most so many `blocks` of 64 stored neurons are added at a time.
+        At most `blocks` blocks of 64 stored neurons are added at a time.
         """
         gates = self.gates(runner, x)
         chosen = (gates > self.least).any(axis=0)

@@ -205,6 +205,7 @@ RULES = (
     Rule("manifest is a pipe", replace_file("bundle.json", os.mkfifo), "isn't a regular file"),
     Rule("manifest too long", text(b" " * ((1 << 20) + 1)), "limit is 1048576"),
     Rule("manifest empty", text(b""), "isn't valid JSON"),
+    Rule("manifest long number", text(b'{"manifest": 1' + b"0" * 5000 + b"}"), "a number has thousands"),
     Rule("manifest cut", text(b'{"manifest": {'), "isn't valid JSON"),
     Rule("manifest not UTF-8", text(b'{"manifest": "\xff"}'), "isn't valid JSON"),
     Rule("manifest in UTF-16", text('{"manifest": 1}'.encode("utf-16")), "isn't valid JSON"),
@@ -278,8 +279,7 @@ RULES = (
     Rule(
         "neurons zero",
         put(*NEURON_COUNT, value=0),
-        "layer 0 has no feed-forward neurons",
-        UnsupportedModelError,
+        "feed_forward.neurons",
     ),
     Rule("neurons negative", put(*NEURON_COUNT, value=-96), "feed_forward.neurons"),
     Rule("neurons as bool", put(*NEURON_COUNT, value=True), "feed_forward.neurons"),

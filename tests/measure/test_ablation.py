@@ -42,7 +42,7 @@ SHAPE = {
     "hidden_act": "relu",
 }
 FIRING = 10
-"""One neuron in so many may fire."""
+"""Neurons of which one may fire."""
 COUNTS = {"prompt_tokens": 20, "max_tokens": 6, "warm_up_tokens": 4}
 PAGE = 4096
 

@@ -9,7 +9,7 @@ VECTORS := build/native/vectors.bin
 
 # One build's programs beside kernel_vectors.
 NATIVE_RUN = $(1)/allocations build/native; $(1)/pool_stress; $(1)/read_ahead_stress build/native; \
-	$(1)/record_stress build/native; $(1)/flash_fuzz build/native 5
+	$(1)/range_stress build/native; $(1)/record_stress build/native; $(1)/flash_fuzz build/native 5
 
 .PHONY: test-native test-neon test-sanitize test-tsan
 

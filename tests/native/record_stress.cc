@@ -11,68 +11,20 @@
 #include <cstdlib>
 #include <memory>
 #include <random>
-#include <set>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "../../ondevice/flash/flash_reader.h"
 #include "../../ondevice/flash/record_batch.h"
-#include "made_up_file.h"
+#include "made_up_files.h"
 
 using namespace ondevice;
 
 namespace {
 
-// Of the second file, which shrinks once it is open, this many records are left.
-constexpr int64_t kLeft = 1500;
 constexpr uint8_t kUntouched = 0xEE;
 constexpr size_t kGuard = 8, kBlock = 512;
-
-// Damage in first parts, which nobody may want, and in second parts.
-std::vector<int64_t> wrong_units() {
-  std::vector<int64_t> units;
-  for (int64_t id = 40; id < kRecords; id += 97) units.push_back(2 * id + 1);
-  for (int64_t id = 10; id < kRecords; id += 101) units.push_back(2 * id);
-  return units;
-}
-
-struct Files {
-  std::string whole, shrinking;
-  MadeUpFile data;
-  FileSpec shrunk;
-  std::set<int64_t> wrong;
-  // Whether the system has io_uring; then a reader that shall use it does.
-  const bool io_uring = ReadRing::make(1) != nullptr;
-
-  explicit Files(const std::string& folder)
-      : whole(folder + "/record_stress.bin"), shrinking(folder + "/record_stress_shrinking.bin") {
-    for (const int64_t unit : wrong_units()) wrong.insert(unit);
-    data = make_up_file(whole, wrong_units());
-    shrunk = make_up_file(shrinking, {}).spec;
-  }
-  ~Files() {
-    unlink(whole.c_str());
-    unlink(shrinking.c_str());
-  }
-
-  std::shared_ptr<FlashReader> open(IoMode io, size_t depth, bool ring) const {
-    write_file(shrinking, data.bytes);
-    auto reader = std::make_shared<FlashReader>(std::vector<FileSpec>{data.spec, shrunk}, io, depth, ring);
-    expect(reader->pool().has_ring() == (ring && io_uring && reader->direct()),
-           "a reader has no ring, or one too many");
-    expect(truncate(shrinking.c_str(), kHeader + kLeft * kStride) == 0, "the file doesn't shrink");
-    return reader;
-  }
-
-  bool sound(size_t file, size_t first_part, size_t parts, int64_t id) const {
-    if (file == 1) return id < kLeft;
-    for (size_t part = first_part; part < first_part + parts; ++part)
-      if (wrong.count(2 * id + static_cast<int64_t>(part))) return false;
-    return true;
-  }
-};
 
 // Some records of a file, and a target for each between bytes that nobody may touch.
 class Wanted {
@@ -244,7 +196,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   const int rounds = argc > 2 ? atoi(argv[2]) : 3;
-  const Files files(argv[1]);
+  const Files files(std::string(argv[1]) + "/record_stress");
   for (int round = 0; round < rounds; ++round) {
     for (const auto& [io, ring] :
          {std::pair{IoMode::kAuto, false}, {IoMode::kAuto, true}, {IoMode::kBuffered, false}}) {

@@ -57,7 +57,7 @@ class Simulation:
         propose: float = 0.0,
         noise: Callable[[], float] = lambda: 1.0,
     ) -> list[int]:
-        """Sizes of the drafts of so many passes. plain, node, propose: seconds."""
+        """Sizes of the drafts of `passes` passes. plain, node, propose: seconds."""
         right = claimed if right is None else right
         for _ in range(passes):
             asked, nodes = 0, self.policy.begin()

@@ -40,7 +40,7 @@ def budget_between(bundle: Path, quarters: int, **options: Any) -> int:
 
 
 def squeeze(model: Model, segments: int = 0) -> None:
-    """Keep a loaded model to what it needs with a full context, and so many segments.
+    """Keep a loaded model to what it needs with a full context, and `segments` segments.
 
     Beside small models' neurons the scratch memory of a long prompt is large: it isn't theirs here.
     """
@@ -57,7 +57,7 @@ def fetch_with(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
 def pause_engine(
     model: Model, monkeypatch: pytest.MonkeyPatch, work: str = "generate", after: int = 2
 ) -> list[Any]:
-    """After so many items of its work the engine waits to be cancelled; what it makes is listed."""
+    """After `after` items of its work the engine waits to be cancelled; what it makes is listed."""
     made: list[Any] = []
     run = getattr(model._engine, work)
 

@@ -135,7 +135,7 @@ def write_mlx_folder(
         exceptions: the scheme of a module, or None for one that stays floating-point.
         family: see `tiny_config`.
         floats: type of what isn't quantised.
-        grid_bits: not 0 for down projections that bundles of so many bits hold exactly.
+        grid_bits: not 0 for down projections that bundles of this many bits hold exactly.
         shards: number of safetensors files.
         options: keys of `config.json`.
     """

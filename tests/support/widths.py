@@ -22,7 +22,7 @@ WIDTHS = (700, 150, 1030)
 
 
 def with_widths(config: ModelConfig, widths: Sequence[int | None]) -> ModelConfig:
-    """The model with so many neurons in its first layers; None: the model's `intermediate_size`."""
+    """The model with these numbers of neurons in its first layers; None: the model's `intermediate_size`."""
     own = [*widths, *[None] * config.num_layers][: config.num_layers]
     layers = zip(config.layers, own, strict=True)
     return replace(
@@ -35,7 +35,7 @@ def with_widths(config: ModelConfig, widths: Sequence[int | None]) -> ModelConfi
 
 
 def read_widths(patch: pytest.MonkeyPatch, widths: Sequence[int]) -> None:
-    """Let checkpoints of Llama's keys be models whose layers have so many neurons."""
+    """Let checkpoints of Llama's keys be models whose layers have these numbers of neurons."""
     family = registry.FAMILIES["llama"]
 
     def read(reader: ConfigReader) -> Description:

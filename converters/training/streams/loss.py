@@ -96,8 +96,8 @@ class ResidentBackend(MlxFloatBackend):
     Args:
         resident_tokens: for a model with ReLU gates, whose neurons are cached: streams use the neurons that
             this many last tokens used, the stream's own token included.
-        resident_parts: for other models: streams use the first neurons of each layer, so many of its
-            RESIDENT_PARTS.
+        resident_parts: for other models: streams use the first neurons of each layer, this many of its
+            RESIDENT_PARTS parts.
     """
 
     def __init__(self, resident_tokens: int, resident_parts: int = 0) -> None:

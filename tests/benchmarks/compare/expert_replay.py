@@ -49,23 +49,23 @@ OURS, SHARED, EXTENDED = "ours", "ours, shares of layers", "ours, longer trace"
 EXTENDED_TOKENS, EXTENDED_WITHIN, SEED = 512, 2.0, 1
 
 
-class WithoutGuess(ExpertReuse):
+class WithoutForecast(ExpertReuse):
     """Two decayed means alone."""
 
-    def _guess(self, layer: int, used: Float32) -> Float32:
+    def _forecast(self, layer: int, used: Float32) -> Float32:
         return np.zeros_like(used)
 
 
 class NextKnown(ExpertReuse):
-    """In the guess's place what the layer's next turn will choose: what a perfect guess could bring."""
+    """In place of the forecast, what the layer's next turn will choose: what a perfect one could bring."""
 
     def __init__(self, trace: RoutingTrace) -> None:
         _, layers, k = trace.chosen.shape
         super().__init__(layers, trace.experts, k)
         self._next = [iter(rows[rows[:, 0] >= 0][2:]) for rows in trace.chosen.transpose(1, 0, 2)]
-        """What follows the second token, with which guesses begin."""
+        """What follows the second token, with which forecasts begin."""
 
-    def _guess(self, layer: int, used: Float32) -> Float32:
+    def _forecast(self, layer: int, used: Float32) -> Float32:
         found = np.zeros_like(used)
         found[next(self._next[layer], [])] = 1
         return found
@@ -149,8 +149,8 @@ def measure(name: str, trace: RoutingTrace) -> dict[str, list[float]]:
         found[f"neurons' {policy}, shares of layers"] = [
             100 * hit_rate(list(gates), policy, trace.slots(size), trace.prompt) for size in budgets
         ]
-    found["ours, no guess"] = [
-        rate(trace, size, lambda: WithoutGuess(layers, trace.experts, k)) for size in budgets
+    found["ours, no forecast"] = [
+        rate(trace, size, lambda: WithoutForecast(layers, trace.experts, k)) for size in budgets
     ]
     found[SHARED] = [rate(trace, size, reuse, pooled=False) for size in budgets]
     found[OURS] = [rate(trace, size, reuse) for size in budgets]

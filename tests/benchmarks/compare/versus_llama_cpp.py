@@ -49,7 +49,7 @@ HEADLINE_SETTINGS = (
 class Case:
     """One row of the table. `figure` names what is compared; ratios are above 1 where ondevice is better.
 
-    `share` limits both to that part of the GGUF's size, `limit_bytes` to so many bytes; neither: unlimited.
+    `share` limits both to that part of the GGUF's size, `limit_bytes` to its own; neither: unlimited.
     """
 
     name: str

@@ -4,7 +4,7 @@
 
 The other tree must have been set up (`make build` there): its interpreter, with its own build, runs this
 tree's measuring script. Cases: decoding and a prompt of 512 tokens in memory, dense streaming at half of what
-the model takes, `exact` at three quarters and `predicted` at half, on Llama-7B shapes of so many layers, and
+the model takes, `exact` at three quarters and `predicted` at half, on Llama-7B shapes of a few layers, and
 decoding with the model that ships. A ratio is this tree's rate over the other's. Ends with one JSON line;
 exits 0 only if every median ratio is at least `--at-least`.
 """

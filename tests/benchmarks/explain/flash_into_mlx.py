@@ -34,7 +34,7 @@ BAR = 0.95
 
 
 def rate(ahead: ReadAhead, count: int) -> float:
-    """Bytes per second of so many extents."""
+    """Bytes per second of `count` extents."""
     started, nbytes = time.perf_counter(), 0
     for _ in range(count):
         nbytes += ahead.next().nbytes

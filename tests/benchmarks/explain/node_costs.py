@@ -77,7 +77,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Taken:
-    """A pass over a draft took so long, and brought so many bytes from flash."""
+    """What a pass over a draft took, and what it read from flash."""
 
     seconds: float
     flash_bytes: int
@@ -90,7 +90,7 @@ def ranked(depth: int) -> list[tuple[int, float]]:
 
 
 def shape(kind: str, nodes: int) -> Draft:
-    """A chain of so many nodes, or the tree of them that the assumed chances make likeliest."""
+    """A chain of `nodes` nodes, or the tree of them that the assumed chances make likeliest."""
 
     def propose(path: Sequence[int]) -> Proposals:
         candidates = ranked(len(path))
@@ -288,7 +288,7 @@ def derive(rows: Sequence[dict[str, Any]], given: Mapping[str, Any] | None) -> d
 
 
 def read_acceptance(path: Path) -> dict[str, dict[str, float]]:
-    """Tokens per pass by shape and nodes. Exits with the reason if a draft can't give so many."""
+    """Tokens per pass by shape and nodes. Exits with the reason if a draft can't have as many nodes."""
     given: dict[str, dict[str, float]] = json.loads(path.read_text(encoding="utf-8"))
     for kind, table in given.items():
         for nodes, tokens in table.items():

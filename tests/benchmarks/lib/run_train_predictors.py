@@ -1,8 +1,8 @@
 """A part of `ondevice train predictors` on a synthetic bundle, in a fresh process. JSON in, JSON out.
 
-Spec: model, folder (of recorded activations), tokens, part: `record` activations of so many tokens; `fit` one
-`layer`'s predictor on so many of them, repeated where there are fewer, without gradient steps; or `step`, one
-epoch of these for all `ranks` at once. Seconds are of the wall and of the processor: others may use the
+Spec: model, folder (of recorded activations), tokens, part: `record` activations of as many tokens; `fit` one
+`layer`'s predictor on as many, repeated where there are fewer, without gradient steps; or `step`, one epoch
+of these for all `ranks` at once. Seconds are of the wall and of the processor: others may use the
 machine meanwhile.
 """
 

@@ -48,7 +48,7 @@ STD = np.float32(0.02)
 CONSTANT = np.float32(8.0)
 """The constant channel after the norm, where others have a variance of one."""
 SLOW_PART = 8
-"""One in so many channels is slow."""
+"""Channels of which one is slow."""
 ROTARY_PAIRS = range(18, 25)
 SCORE = 8.0
 """Sum of the products of queries and keys at distance 0, scaled by 1 / sqrt(head_dim)."""
