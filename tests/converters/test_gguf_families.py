@@ -115,7 +115,7 @@ REFUSED = ("smollm3 yarn", "olmo2 all heads", "stablelm whole heads", "nemotron 
 UNLIKE = ("gemma3n", "phimoe", "phimoe longrope")
 """Models that llama.cpp reads otherwise: it has no sparsemixer. For Gemma 3n see the last test."""
 FUZZED = ("phi3 partial", "granite", "stablelm head norms", "falcon newer", "nemotron bias", "gemma3n")
-FUZZED += ("gemma4", "gemma4 e wide")
+FUZZED += ("gemma4", "gemma4 e wide", "qwen2 moe", "glm4 moe")
 ROUNDS = 60
 LIMITS = {"F16": 1e-2, "Q8_0": 1e-1}
 """Largest difference from llama.cpp's logits, of the largest logit."""
