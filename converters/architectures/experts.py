@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from ondevice.converters.architectures.common import Tensors
 from ondevice.converters.architectures.config_reader import SAME_REPOSITORY, ConfigReader
 from ondevice.converters.architectures.tensors import LayerNames
-from ondevice.converters.checkpoints.base import NUMPY_TYPES, SourceTensor, StoredTensor
+from ondevice.converters.checkpoints.base import SourceTensor, StoredTensor
+from ondevice.converters.checkpoints.gguf_tensor import QuantizedTensor
 from ondevice.converters.checkpoints.views import Matrices
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.experts_spec import MAX_EXPERTS, ExpertsSpec
@@ -130,13 +131,20 @@ def _joined(
     parts = tuple(tensors.pop(source) for source in sources)
     for part, width in zip(parts, widths, strict=True):
         wanted = (hidden, width) if beside else (width, hidden)
-        if part.shape != wanted or part.dtype != parts[0].dtype or part.code_bits:
+        if part.shape != wanted or not _alike(part, parts[0]):
+            before = ", as they were before they were quantised" if part.code_bits else ""
             raise CheckpointError(
                 f"{part.name} has shape {list(part.shape)} and type {part.dtype}; config.json asks for "
-                f"{list(wanted)}, and the layer's first expert is {parts[0].dtype}; take config.json and the "
-                "weights from the same repository, as they were before they were quantised"
+                f"{list(wanted)}, and the layer's first expert is {parts[0].dtype}; {SAME_REPOSITORY}{before}"
             )
     return Matrices(name, parts, beside)
+
+
+def _alike(part: SourceTensor, other: SourceTensor) -> bool:
+    """Whether both give values of one type: quantised tensors of GGUF files and float32 ones go together."""
+    if isinstance(part, QuantizedTensor) or isinstance(other, QuantizedTensor):
+        return all(isinstance(it, QuantizedTensor) or it.dtype == "F32" for it in (part, other))
+    return part.dtype == other.dtype and not part.code_bits
 
 
 def unstacked(
@@ -146,7 +154,7 @@ def unstacked(
 
     named: gives an expert's names for equal parts of its rows, in order, behind `model.layers.N.`.
 
-    Raises CheckpointError for another shape, UnsupportedModelError for one that isn't plain values.
+    Raises CheckpointError for another shape, UnsupportedModelError for quantised values but a GGUF file's.
     """
     found = dict(tensors)
     for layer, spec in enumerate(config.layers):
@@ -154,9 +162,9 @@ def unstacked(
         stack = found.pop(prefix + name, None)
         if spec.experts is None or stack is None:
             continue
-        if not isinstance(stack, StoredTensor):
+        if not isinstance(stack, StoredTensor | QuantizedTensor):
             raise UnsupportedModelError(
-                f"{stack.name} is quantised; only stacked experts of values can be read"
+                f"{stack.name} is quantised; only stacked experts of values, or of a GGUF file, can be read"
             )
         shape, parts = stack.shape, len(named(0))
         if len(shape) != 3 or shape[0] != spec.experts.count or shape[1] % parts:
@@ -165,10 +173,10 @@ def unstacked(
                 f"experts; {SAME_REPOSITORY}"
             )
         rows, columns = shape[1] // parts, shape[2]
-        step = rows * columns * NUMPY_TYPES[stack.dtype].itemsize
+        step = stack.nbytes // (shape[0] * parts)
         for expert in range(shape[0]):
             for part, new in enumerate(named(expert)):
                 offset = stack.offset + (expert * parts + part) * step
                 full = prefix + new
-                found[full] = StoredTensor(full, stack.dtype, (rows, columns), stack.file, offset)
+                found[full] = replace(stack, name=full, shape=(rows, columns), offset=offset)
     return found

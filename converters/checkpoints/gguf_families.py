@@ -19,6 +19,17 @@ from ondevice.converters.architectures.common import Tensors
 from ondevice.converters.architectures.config_reader import shown
 from ondevice.converters.architectures.tensors import LayerNames
 from ondevice.converters.checkpoints.base import StoredTensor
+from ondevice.converters.checkpoints.gguf_experts import (
+    expert_blocks,
+    glm4moe_keys,
+    granitemoe_keys,
+    mixtral_keys,
+    olmoe_keys,
+    phimoe_keys,
+    qwen2moe_keys,
+    qwen3moe_keys,
+    restored_experts,
+)
 from ondevice.converters.checkpoints.gguf_gemma import (
     ROPE_FACTORS,
     Values,
@@ -63,6 +74,10 @@ _GEMMA2_NAMES = {
 }
 
 
+Keys = Callable[[Metadata, Values], dict[str, Any]]
+"""Gives a family's own values, of the metadata and the values so far."""
+
+
 def _no_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     return {}
 
@@ -98,7 +113,7 @@ class GgufFamily:
     fixed: Mapping[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})
     blocks: Mapping[str, str] = field(default_factory=dict)
     wholes: Mapping[str, str] = field(default_factory=dict)
-    keys: Callable[[Metadata, Values], dict[str, Any]] = _no_keys
+    keys: Keys = _no_keys
     restore: Callable[[Tensors, ModelConfig], Tensors] = _as_stored
     factors: frozenset[str] = frozenset()
     varied: frozenset[str] = frozenset()
@@ -217,6 +232,20 @@ def _flat_head_norms(tensors: Tensors, config: ModelConfig) -> Tensors:
     return found
 
 
+def _with_experts(model_type: str, keys: Keys, **options: Any) -> GgufFamily:
+    blocks = expert_blocks(model_type) | options.pop("blocks", {})
+    return GgufFamily(model_type, blocks=blocks, keys=keys, restore=restored_experts, **options)
+
+
+def _joint(*parts: Keys) -> Keys:
+    """The keys of all `parts`."""
+
+    def keys(metadata: Metadata, values: Values) -> dict[str, Any]:
+        return {key: value for part in parts for key, value in part(metadata, values).items()}
+
+    return keys
+
+
 _GEMMA = {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}
 _PER_LAYER_NAMES = {
     "inp_gate": "per_layer_input_gate",
@@ -322,9 +351,26 @@ GGUF_FAMILIES = {
         keys=_nemotron_keys,
         restore=_less_one,
     ),
+    "qwen3moe": _with_experts("qwen3_moe", qwen3moe_keys),
+    "qwen2moe": _with_experts("qwen2_moe", qwen2moe_keys, bias_key="qkv_bias"),
+    "olmoe": _with_experts("olmoe", olmoe_keys),
+    "granitemoe": _with_experts("granitemoe", _joint(_granite_keys, granitemoe_keys), interleaved=True),
+    "phimoe": _with_experts(
+        "phimoe",
+        _joint(_phi3_keys, phimoe_keys),
+        factors=frozenset((LONG_FACTORS, SHORT_FACTORS)),
+    ),
+    "glm4moe": _with_experts(
+        "glm4_moe",
+        glm4moe_keys,
+        partial=True,
+        blocks={"post_attention_norm": "post_attention_layernorm"},
+    ),
 }
 """By the value of `general.architecture`. A family joins with a line here when `converters/architectures`
 reads its config.
 
-Mistral's models say llama, and are marked by a sliding window where the file has one.
+Mistral's models say llama, and are marked by a sliding window where the file has one; Mixtral's too, which
+have experts.
 """
+MIXTRAL = _with_experts("mixtral", mixtral_keys, interleaved=True, bias_key="")

@@ -29,10 +29,12 @@ from ondevice.converters.checkpoints.base import (
     printable,
     some_of,
 )
+from ondevice.converters.checkpoints.gguf_experts import EXPERT_NAMES
 from ondevice.converters.checkpoints.gguf_families import (
     BLOCK_NAMES,
     GGUF_FAMILIES,
     LONG_FACTORS,
+    MIXTRAL,
     SHORT_FACTORS,
     WHOLE_NAMES,
     GgufFamily,
@@ -48,7 +50,7 @@ from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import ModelConfig
 from ondevice.rope_spec import RopeSpec
 
-_NAME = re.compile(r"(?:blk\.(0|[1-9]\d{0,3})\.)?(\w{1,64})\.(weight|bias)")
+_NAME = re.compile(r"(?:blk\.(0|[1-9]\d{0,3})\.)?((?:nextn\.)?\w{1,64})\.(weight|bias)")
 
 _HARMLESS = (
     "vocab_size",
@@ -126,6 +128,8 @@ def _family(header: GgufHeader) -> GgufFamily:
         raise UnsupportedModelError(
             f"{header.file}: general.architecture {plain(name)} is not one of {', '.join(GGUF_FAMILIES)}"
         )
+    if name == "llama" and _scalar(header.metadata.get("llama.expert_count", 0)):
+        return MIXTRAL
     return GGUF_FAMILIES[name]
 
 
@@ -218,7 +222,7 @@ def _config_values(header: GgufHeader, family: GgufFamily, stored: Mapping[str, 
     }
     reader.only(prefix + "attention.value_length", head_dim)
     values |= _rotated(metadata, family, head_dim)
-    _check_decoder(metadata)
+    _check_decoder(metadata, family)
     values |= family.keys(metadata, values)
     window = metadata.integer("attention.sliding_window", 0)
     if window and family.model_type == "llama":
@@ -246,12 +250,12 @@ def _rotated(metadata: Metadata, family: GgufFamily, head_dim: int) -> dict[str,
     return {"partial_rotary_factor": (rotated + 0.5) / head_dim}
 
 
-def _check_decoder(metadata: Metadata) -> None:
-    """Raises UnsupportedModelError for a mixture of experts, and for a model that isn't causal."""
+def _check_decoder(metadata: Metadata, family: GgufFamily) -> None:
+    """Raises UnsupportedModelError for experts in a family without, and for a model that isn't causal."""
     for key in ("expert_count", "expert_used_count"):
-        if metadata.integer(key, 0):
+        if metadata.integer(key, 0) and family.model_type not in EXPERT_NAMES:
             raise UnsupportedModelError(
-                f"{metadata.header.file} is a mixture of experts, which can't be converted yet"
+                f"{metadata.header.file} is a mixture of experts, which can't be converted in this family yet"
             )
     if not metadata.boolean("attention.causal", True):
         raise UnsupportedModelError(

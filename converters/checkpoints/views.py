@@ -240,8 +240,13 @@ class Matrices(_View):
         return tuple(dict.fromkeys(file for part in self.parts for file in part.files))
 
     @property
+    def code_bits(self) -> int:
+        return self.parts[-1].code_bits
+
+    @property
     def code_format(self) -> RowFormat | None:
-        return None
+        """The last part's, as the experts follow a dense feed-forward. Side by side, none are kept."""
+        return None if self.beside else self.parts[-1].code_format
 
     def rows(self, start: int, stop: int) -> Weights:
         if self.beside:
@@ -254,7 +259,15 @@ class Matrices(_View):
         return np.concatenate([part.columns(*span) for part, span in self._spans(start, stop)], axis=1)
 
     def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
-        return None
+        if self.beside:
+            return None
+        found = [part.quantised_rows(*span, stored) for part, span in self._spans(start, stop)]
+        codes = [it for it in found if it is not None]
+        if len(codes) < len(found):
+            return None
+        return SourceCodes(
+            *(np.concatenate([getattr(it, name) for it in codes]) for name in ("codes", "scales", "biases"))
+        )
 
     def vector(self) -> NDArray[np.float32]:
         raise ValueError(f"{self.name} is a matrix")

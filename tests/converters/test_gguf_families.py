@@ -3,6 +3,7 @@ logits."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,18 @@ from ondevice.converters.convert import convert
 from ondevice.errors import CheckpointError, OndeviceError, UnsupportedModelError
 from tests.converters.test_gguf_model import assert_same_bundle
 from tests.support.engines import all_logits, running
-from tests.support.families import CASES, FALCON, GEMMA3N, GEMMA4_E, LONGROPE, PHI_LESS_TURNS, write_model
+from tests.support.families import (
+    CASES,
+    FALCON,
+    GEMMA3N,
+    GEMMA4_E,
+    LONGROPE,
+    OLMOE,
+    PHI_LESS_TURNS,
+    PHIMOE,
+    QWEN3_MOE,
+    write_model,
+)
 from tests.support.gguf_families import write_family
 from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level, changed_gguf
 from tests.support.refusals import assert_refused
@@ -26,6 +38,12 @@ pytest.importorskip("transformers")
 
 LONG = {"max_position_embeddings": 2048, "original_max_position_embeddings": 512}
 """llama.cpp takes the factors for longer texts if it is told of a longer context."""
+PHIMOE_MAGNITUDES = {
+    "original_max_position_embeddings": 128,
+    "short_mscale": math.sqrt(1 + math.log(4) / math.log(128)),
+    "long_mscale": math.sqrt(1 + math.log(4) / math.log(128)),
+}
+"""Files have longrope's usual magnitude, whatever the model's."""
 UNALIKE = {
     "granite odd factors": (
         "Granite",
@@ -61,6 +79,12 @@ UNALIKE = {
             "use_double_wide_mlp": True,
         },
     ),
+    "olmoe": ("Olmoe", {**OLMOE, "num_key_value_heads": 4}),
+    "qwen3 moe": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True}),
+    "phimoe longrope": (
+        "Phimoe",
+        {**PHIMOE, "attention_bias": True, "rope_parameters": {**LONGROPE, **PHIMOE_MAGNITUDES}},
+    ),
     "phi": ("Phi", {"head_dim": None, "num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
     "phi less turns": ("Phi", PHI_LESS_TURNS),
     "phi3 longrope": (
@@ -84,11 +108,14 @@ ALIKE = (
     "granite tied", "olmo2", "olmo2 all heads", "olmo2 yarn", "stablelm", "stablelm parallel",
     "stablelm whole heads", "stablelm head norms", "falcon", "falcon newer, one norm", 
     "nemotron", "nemotron bias", "nemotron wide heads", "gemma4", "gemma4 six layers",
+    "mixtral", "granite moe scaled", "qwen2 moe", "phimoe", "glm4 moe", "glm4 moe head norms",
 )  # fmt: skip
 REFUSED = ("smollm3 yarn", "olmo2 all heads", "stablelm whole heads", "nemotron wide heads", "gemma3n widths")
 """Models that llama.cpp doesn't load: it knows no biases, no tied head, or one width in these families."""
+UNLIKE = ("gemma3n", "phimoe", "phimoe longrope")
+"""Models that llama.cpp reads otherwise: it has no sparsemixer. For Gemma 3n see the last test."""
 FUZZED = ("phi3 partial", "granite", "stablelm head norms", "falcon newer", "nemotron bias", "gemma3n")
-FUZZED += ("gemma4", "gemma4 e wide")
+FUZZED += ("gemma4", "gemma4 e wide", "qwen2 moe", "glm4 moe")
 ROUNDS = 60
 LIMITS = {"F16": 1e-2, "Q8_0": 1e-1}
 """Largest difference from llama.cpp's logits, of the largest logit."""
@@ -253,16 +280,20 @@ def bytes_of(count: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LIMITS)
-@pytest.mark.parametrize("case", [name for name in MODELS if name not in (*REFUSED, "gemma3n")])
+@pytest.mark.parametrize("case", [name for name in MODELS if name not in REFUSED + UNLIKE])
 def test_a_family_speaks_as_llama_cpp_does(tmp_path: Path, case: str, kind: str) -> None:
-    """The very file, by llama.cpp. It rounds activations to float16, or to 8 bits for Q8_0, and GELU too."""
+    """The very file, by llama.cpp. It rounds activations to float16, or to 8 bits for Q8_0, and GELU too.
+
+    Among experts, rounding to 8 bits changes some choices.
+    """
     source = written(tmp_path / "source", case)
     path = tmp_path / "model.gguf"
     write_family(path, source, kind, add_byte_level)
     expected = llama_cpp_logits(path, bytes_of(100))
     with running(convert(path, tmp_path / "mine", "f16")) as model:
         logits = all_logits(model, bytes_of(100), 32)
-    assert np.abs(logits - expected).max() < LIMITS[kind] * np.abs(expected).max()
+    far = np.abs(logits - expected).max(axis=1) >= LIMITS[kind] * np.abs(expected).max()
+    assert far.mean() <= (0.1 if kind == "Q8_0" and "expert" in path.read_bytes().decode("latin1") else 0.0)
     assert (logits.argmax(axis=1) == expected.argmax(axis=1)).mean() > 0.9
 
 

@@ -373,7 +373,7 @@ def u32(key: str, value: int) -> Callable[[Any], None]:
     ("change", "error", "message"),
     [
         (lambda w: w.add_string("general.type", "adapter"), UnsupportedModelError, "holds adapter, not"),
-        (u32("llama.expert_count", 8), UnsupportedModelError, "is a mixture of experts"),
+        (u32("llama.expert_count", 8), CheckpointError, "has no llama.expert_used_count"),
         (u32("llama.some.new_key", 1), UnsupportedModelError, "has keys .* llama.some.new_key = 1"),
         (lambda w: w.add_bool("llama.use_parallel_residual", False), UnsupportedModelError,
          "has keys .* llama.use_parallel_residual = False"),

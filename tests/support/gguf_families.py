@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import NormalDist
@@ -16,9 +17,17 @@ from safetensors.numpy import load_file
 
 from tests.support.gguf_models import permuted
 
-ARCHITECTURES = {"phi": "phi2", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4"}
+ARCHITECTURES = {
+    "phi": "phi2",
+    "gemma3n_text": "gemma3n",
+    "gemma4_text": "gemma4",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "glm4_moe": "glm4moe",
+}
 """Names of families in GGUF files, where they differ from `model_type`."""
-PLAIN = ("altup_correct_coef", "altup_predict_coef")
+PLAIN = ("altup_correct_coef", "altup_predict_coef", "ffn_gate_inp")
 """Matrices that are stored as float32."""
 _STACKED = {
     "altup_projections": "model.altup_projections",
@@ -26,6 +35,7 @@ _STACKED = {
     "q_layernorm": "model.layers.{}.self_attn.q_layernorm",
     "k_layernorm": "model.layers.{}.self_attn.k_layernorm",
 }
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 def write_family(
@@ -69,7 +79,20 @@ def _moved(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict
             stem = _STACKED[module].format(parts[2])
             stacks.setdefault(f"{stem}.weight", {})[int(parts[-2])] = values
             continue
-        if family in ("smollm3", "granite"):
+        if (expert := _EXPERT.fullmatch(name)) is not None:
+            stacks.setdefault(f"{expert[1]}.{expert[3]}.weight", {})[int(expert[2])] = values
+            continue
+        if name.endswith("input_linear.weight"):
+            # Granite's stacks of gates above ups.
+            stem = f"model.layers.{parts[2]}.mlp.experts"
+            gates, ups = np.split(values, 2, axis=1)
+            moved |= {f"{stem}.gate_proj.weight": gates, f"{stem}.up_proj.weight": ups}
+            continue
+        if name.endswith("shared_expert_gate.weight"):
+            values = values[0]
+        if name.endswith("e_score_correction_bias"):
+            name = name.removesuffix("_bias") + ".bias"
+        if family in ("smollm3", "granite", "granitemoe", "mixtral"):
             for which, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
                 if f"self_attn.{which}_proj." in name:
                     values = permuted(values, config[heads])
@@ -139,12 +162,36 @@ def _add_config(writer: Any, config: Mapping[str, Any]) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(whole["factor"])
         writer.add_rope_scaling_orig_ctx_len(whole["original_max_position_embeddings"])
+    _add_experts(writer, config)
     _OWN.get(family, lambda writer, config: None)(writer, config)
+
+
+def _add_experts(writer: Any, config: Mapping[str, Any]) -> None:
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if config.get(key):
+            writer.add_expert_count(config[key])
+            writer.add_expert_used_count(config["num_experts_per_tok"])
+            break
+    if config.get("moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _add_glm4_moe(writer: Any, config: Mapping[str, Any]) -> None:
+    import gguf
+
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
 
 
 def _add_phi3(writer: Any, config: Mapping[str, Any]) -> None:
     rope, context = config["rope_parameters"], config["max_position_embeddings"]
-    original = rope.get("original_max_position_embeddings") or config["original_max_position_embeddings"]
+    original = rope.get("original_max_position_embeddings")
+    original = original or config.get("original_max_position_embeddings", context)
     writer.add_rope_scaling_orig_ctx_len(original)
     writer.add_sliding_window(config["sliding_window"] or 0)
     if rope["rope_type"] == "longrope":
@@ -215,6 +262,12 @@ def _add_gemma4(writer: Any, config: Mapping[str, Any]) -> None:
 _OWN: dict[str, Callable[[Any, Mapping[str, Any]], None]] = {
     "phi3": _add_phi3,
     "granite": _add_granite,
+    "granitemoe": _add_granite,
+    "phimoe": _add_phi3,
+    "glm4_moe": _add_glm4_moe,
+    "qwen2_moe": lambda writer, config: writer.add_expert_shared_feed_forward_length(
+        config["shared_expert_intermediate_size"]
+    ),
     "gemma3n_text": _add_gemma3n,
     "gemma4_text": _add_gemma4,
     "stablelm": lambda writer, config: writer.add_parallel_residual(config["use_parallel_residual"]),

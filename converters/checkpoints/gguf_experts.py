@@ -1,0 +1,248 @@
+"""Mixtures of experts in GGUF files: the values of their keys in a `config.json`, and the names of their
+tensors. The experts of a layer are merged there, (experts, rows, columns).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ondevice.converters.architectures.common import Tensors
+from ondevice.converters.architectures.config_reader import SAME_REPOSITORY
+from ondevice.converters.architectures.experts import MIXTRAL_NAMES, QWEN_NAMES, ExpertNames, unstacked
+from ondevice.converters.architectures.glm4_moe import NAMES as GLM4_NAMES
+from ondevice.converters.architectures.granite import EXPERTS as GRANITE_NAMES
+from ondevice.converters.architectures.qwen2_moe import NAMES as QWEN2_NAMES
+from ondevice.converters.checkpoints.base import StoredTensor
+from ondevice.converters.checkpoints.gguf_gemma import Values
+from ondevice.converters.checkpoints.gguf_metadata import Metadata
+from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.model_config import ModelConfig
+
+GATING = {1: "softmax", 2: "sigmoid"}
+"""Values of `expert_gating_func`; 0, or none, is a family's own."""
+EXPERT_NAMES: Mapping[str, ExpertNames] = {
+    "qwen3_moe": QWEN_NAMES,
+    "olmoe": QWEN_NAMES,
+    "qwen2_moe": QWEN2_NAMES,
+    "mixtral": MIXTRAL_NAMES,
+    "granitemoe": GRANITE_NAMES,
+    "phimoe": MIXTRAL_NAMES,
+    "glm4_moe": GLM4_NAMES,
+}
+"""Names beside a `config.json`, by `model_type`, of families whose experts GGUF files can hold."""
+_NEUTRAL: Mapping[str, float] = {
+    "expert_weights_scale": 1,
+    "expert_group_count": 1,
+    "expert_group_used_count": 1,
+    "leading_dense_block_count": 0,
+    "expert_shared_count": 0,
+    "expert_shared_feed_forward_length": 0,
+}
+"""Keys of few families, by the values that change nothing."""
+_AHEAD = ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "shared_head_norm")
+"""Tensors of layers that predict tokens ahead, which are left out."""
+
+
+def expert_blocks(model_type: str) -> dict[str, str]:
+    """Names of a block's experts beside a `config.json`, by those in GGUF files; `.weight` follows.
+
+    Merged tensors have the names of an expert's, without its number.
+    """
+    names = EXPERT_NAMES[model_type]
+    found = {f"ffn_{which}_exps": _merged(getattr(names, which)) for which in ("gate", "up", "down")}
+    found["ffn_gate_inp"] = names.router
+    if names.shared:
+        found |= {
+            f"ffn_{which}_shexp": f"{names.shared}{which}_proj.weight" for which in ("gate", "up", "down")
+        }
+    if names.shared_gate:
+        found["ffn_gate_inp_shexp"] = names.shared_gate
+    found = {old: new.removesuffix(".weight") for old, new in found.items()}
+    if names.choice_bias:
+        found["exp_probs_b"] = names.choice_bias
+        found |= {f"nextn.{name}": f"nextn.{name}" for name in _AHEAD}
+    return found
+
+
+def _merged(name: str) -> str:
+    return name.replace(".{}", "")
+
+
+def restored_experts(tensors: Tensors, config: ModelConfig) -> Tensors:
+    """Each expert's matrices by themselves, and the shared expert's gate as a matrix of one row.
+
+    Raises CheckpointError for merged tensors that are missing, or have other shapes.
+    """
+    names = EXPERT_NAMES[config.architecture]
+    for which in ("gate", "up", "down"):
+        name: str = getattr(names, which)
+        _check_merged(tensors, config, which)
+        tensors = unstacked(tensors, config, _merged(name), partial(_one_expert, name))
+    found = dict(tensors)
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        if names.choice_bias and (bias := found.pop(f"{prefix}{names.choice_bias}.bias", None)) is not None:
+            found[prefix + names.choice_bias] = bias
+        gate = found.get(prefix + names.shared_gate)
+        if names.shared_gate and isinstance(gate, StoredTensor) and len(gate.shape) == 1:
+            found[gate.name] = replace(gate, shape=(1, *gate.shape))
+    return found
+
+
+def _one_expert(name: str, expert: int) -> list[str]:
+    return [name.format(expert)]
+
+
+def _check_merged(tensors: Tensors, config: ModelConfig, which: str) -> None:
+    """Raises CheckpointError where a layer's merged `gate`, `up` or `down` is missing, or misshapen."""
+    merged = _merged(getattr(EXPERT_NAMES[config.architecture], which))
+    for layer, spec in enumerate(config.layers):
+        if spec.experts is None:
+            continue
+        name, stack = f"blk.{layer}.ffn_{which}_exps.weight", tensors.get(f"model.layers.{layer}.{merged}")
+        if stack is None:
+            raise CheckpointError(
+                f"{name}, which config.json asks for, is missing: experts can be converted that are merged "
+                "in a tensor each of gates, ups and downs; take a newer file of the model"
+            )
+        rows, columns = spec.experts.neurons, config.hidden_size
+        wanted = (spec.experts.count, *((columns, rows) if which == "down" else (rows, columns)))
+        if stack.shape != wanted:
+            raise CheckpointError(
+                f"{name} has shape {list(stack.shape)}; config.json asks for {list(wanted)}; "
+                f"{SAME_REPOSITORY}"
+            )
+
+
+def _experts(metadata: Metadata, count: str, neurons: int, *own: str, gating: str = "softmax") -> Values:
+    """The number of experts, under the key `count`, and of chosen ones.
+
+    neurons: of one expert, if the family has no key for it. own: keys that the family reads by itself.
+    gating: its function.
+
+    Raises UnsupportedModelError for another function, and for what only other families have.
+    """
+    where = f"{metadata.header.file}: {metadata.prefix}"
+    number = metadata.integer("expert_gating_func", 0)
+    if number and GATING.get(number) != gating:
+        known = next(key for key, name in GATING.items() if name == gating)
+        raise UnsupportedModelError(
+            f"{where}expert_gating_func is {number}; only {known}, {gating}, can be converted in this family"
+        )
+    for key, only in {**_NEUTRAL, "expert_feed_forward_length": neurons}.items():
+        # Zero stands for none.
+        if key not in own and metadata.has(key) and metadata.number(key) not in (0, only):
+            raise UnsupportedModelError(
+                f"{where}{key} is {metadata.number(key):g}; only {only} can be converted in this family"
+            )
+    return {
+        count: metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+    }
+
+
+def _always_renormalised(metadata: Metadata) -> None:
+    if not metadata.boolean("expert_weights_norm", True):
+        raise UnsupportedModelError(
+            f"{metadata.header.file}: {metadata.prefix}expert_weights_norm is false; only weights divided by "
+            "their sum can be converted in this family"
+        )
+
+
+def olmoe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
+    return {
+        **_experts(metadata, "num_experts", values["intermediate_size"]),
+        "norm_topk_prob": metadata.boolean("expert_weights_norm", False),
+    }
+
+
+def qwen3moe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
+    """Files don't say that weights are divided by their sum, as those of all published models are."""
+    return {
+        **_experts(metadata, "num_experts", 0, "expert_feed_forward_length"),
+        "moe_intermediate_size": _neurons(metadata, values),
+        "norm_topk_prob": metadata.boolean("expert_weights_norm", True),
+    }
+
+
+def qwen2moe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
+    own = ("expert_feed_forward_length", "expert_shared_feed_forward_length")
+    return {
+        **_experts(metadata, "num_experts", 0, *own),
+        "moe_intermediate_size": _neurons(metadata, values),
+        "shared_expert_intermediate_size": metadata.integer(own[1], values["intermediate_size"]),
+        "norm_topk_prob": metadata.boolean("expert_weights_norm", False),
+    }
+
+
+def _neurons(metadata: Metadata, values: Values) -> int:
+    """An expert's neurons. Older files lack them; the chosen ones have those of a dense layer together."""
+    used = max(1, metadata.integer("expert_used_count"))
+    return metadata.integer("expert_feed_forward_length", values["intermediate_size"] // used)
+
+
+def mixtral_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
+    _always_renormalised(metadata)
+    window = metadata.integer("attention.sliding_window", 0)
+    return {
+        **_experts(metadata, "num_local_experts", values["intermediate_size"]),
+        "sliding_window": window or None,
+    }
+
+
+def granitemoe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
+    """Beside the keys of a Granite without experts."""
+    _always_renormalised(metadata)
+    return {**_experts(metadata, "num_local_experts", values["intermediate_size"])}
+
+
+def phimoe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
+    """Beside the keys of a Phi-3. Files have nothing of sparsemixer, whose jitter is that of all models."""
+    _always_renormalised(metadata)
+    return {
+        **_experts(metadata, "num_local_experts", values["intermediate_size"]),
+        "lm_head_bias": "output.bias" in metadata.stored,
+    }
+
+
+def glm4moe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
+    """Layers behind the last predict tokens ahead."""
+    ahead = metadata.integer("nextn_predict_layers", 0)
+    if not 0 <= ahead < values["num_hidden_layers"]:
+        raise CheckpointError(
+            f"{metadata.header.file}: {metadata.prefix}nextn_predict_layers is {ahead} of "
+            f"{values['num_hidden_layers']} layers; one layer at least must be left"
+        )
+    own = (*_NEUTRAL, "expert_feed_forward_length")
+    return {
+        **_experts(metadata, "n_routed_experts", 0, *own, gating="sigmoid"),
+        "num_hidden_layers": values["num_hidden_layers"] - ahead,
+        "num_nextn_predict_layers": ahead,
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "n_shared_experts": _shared(metadata),
+        "first_k_dense_replace": metadata.integer("leading_dense_block_count", 0),
+        "norm_topk_prob": metadata.boolean("expert_weights_norm", False),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 0.0) or 1.0,
+        "n_group": metadata.integer("expert_group_count", 0) or 1,
+        "topk_group": metadata.integer("expert_group_used_count", 0) or 1,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in metadata.stored,
+    }
+
+
+def _shared(metadata: Metadata) -> int:
+    """Shared experts, each as large as the others."""
+    count, neurons = (
+        metadata.integer("expert_shared_count", 0),
+        metadata.integer("expert_feed_forward_length"),
+    )
+    key = "expert_shared_feed_forward_length"
+    together = metadata.integer(key, 0) or count * neurons
+    if together != count * neurons:
+        raise UnsupportedModelError(
+            f"{metadata.header.file}: {metadata.prefix}{key} is {together}; {count} shared experts of "
+            f"{neurons} neurons can be converted"
+        )
+    return count

@@ -1,0 +1,162 @@
+"""Mixtures of experts in GGUF files, whose experts are merged; see also `test_gguf_families.py`."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from ondevice.config import RowFormat
+from ondevice.converters.checkpoints.opening import open_checkpoint
+from ondevice.converters.convert import convert
+from ondevice.converters.quantize import to_float32
+from ondevice.errors import CheckpointError, OndeviceError
+from tests.converters.test_gguf_model import assert_same_bundle
+from tests.support.families import CASES, QWEN2_MOE, QWEN3_MOE, write_model
+from tests.support.gguf_families import write_family
+
+gguf = pytest.importorskip("gguf")
+
+GATE, DOWN = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "down"))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3-MoE: 8 experts of 64 neurons, 2 chosen, and 3 layers of 64 values."""
+    folder = tmp_path_factory.mktemp("qwen3") / "source"
+    write_model(folder, "Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True})
+    return folder
+
+
+def set_key(writer: Any, key: str, value: Any) -> None:
+    name = f"{writer.arch}.{key}"
+    writer.kv_data[0].pop(name, None)
+    add = {bool: writer.add_bool, float: writer.add_float32, int: writer.add_uint32, list: writer.add_array}
+    add[type(value)](name, value)
+
+
+LYING: list[tuple[str, Any, str]] = [
+    ("expert_count", 7, r"blk\.0\.ffn_gate_exps\.weight has shape \[8, 64, 64\]; .* \[7, 64, 64\]"),
+    ("expert_count", 1 << 31, "num_experts is 2147483648; it must be from 1 to 4096"),
+    ("expert_count", 4096, r"asks for \[4096, 64, 64\]"),
+    ("expert_count", 0, "num_experts is 0"),
+    ("expert_count", [8, 8, 7], "must be an integer"),
+    ("expert_used_count", 9, "chosen is 9; it must be an integer from 1 to 8"),
+    ("expert_feed_forward_length", 32, r"has shape \[8, 64, 64\].*asks for \[8, 32, 64\]"),
+    ("expert_gating_func", 2, "expert_gating_func is 2; only 1, softmax"),
+    ("expert_gating_func", 77, "expert_gating_func is 77"),
+    ("expert_weights_scale", 2.5, "expert_weights_scale is 2.5; only 1"),
+    ("expert_group_count", 4, "expert_group_count is 4; only 1"),
+    ("leading_dense_block_count", 1, "leading_dense_block_count is 1; only 0"),
+    ("expert_shared_feed_forward_length", 64, "expert_shared_feed_forward_length is 64; only 0"),
+    ("expert_chunk_feed_forward_length", 64, "expert_chunk_feed_forward_length"),
+]
+"""Metadata of Qwen3-MoE that are refused."""
+
+
+@pytest.mark.parametrize(("key", "value", "message"), LYING)
+def test_lying_metadata_are_refused(source: Path, tmp_path: Path, key: str, value: Any, message: str) -> None:
+    write_family(tmp_path / "model.gguf", source, change=lambda writer: set_key(writer, key, value))
+    with pytest.raises(OndeviceError, match=message):
+        open_checkpoint(tmp_path / "model.gguf")
+
+
+def test_merged_tensors_of_other_sizes_are_refused(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    for name, shape in (("gate", (8, 32, 128)), ("up", (4, 128, 64)), ("down", (512, 64)), ("down", (8, 64))):
+        full = f"blk.1.ffn_{name}_exps.weight"
+
+        def change(writer: Any, name: str = full, shape: tuple[int, ...] = shape) -> None:
+            add = writer.add_tensor
+
+            def add_other(new: str, values: np.ndarray, **options: Any) -> None:
+                add(new, np.resize(values, shape) if new == name else values, **options)
+
+            writer.add_tensor = add_other
+
+        write_family(path, source, change=change)
+        with pytest.raises(CheckpointError, match=rf"{full} has shape .*asks for \[8, 64, 64\]; download"):
+            open_checkpoint(path)
+
+
+def test_experts_one_by_one_are_refused(source: Path, tmp_path: Path) -> None:
+    """As files from before April 2024 have them."""
+
+    def change(writer: Any) -> None:
+        add = writer.add_tensor
+        writer.add_tensor = lambda name, values, **options: add(
+            name.replace("ffn_up_exps", "ffn_up.0"), values, **options
+        )
+
+    write_family(tmp_path / "model.gguf", source, change=change)
+    with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_up_exps\.weight.* is missing: .*a newer file"):
+        open_checkpoint(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "MXFP4", "BF16"])
+def test_quantised_experts_are_decoded_and_codes_kept(source: Path, tmp_path: Path, kind: str) -> None:
+    """Rows, columns and codes across the borders of experts are those of the file's matrices."""
+    path = tmp_path / "model.gguf"
+    write_family(path, source, kind)
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    exact = {
+        name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        for name in ("gate", "down")
+        for tensor in [stored[f"blk.0.ffn_{name}_exps.weight"]]
+    }
+    with closing(open_checkpoint(path)) as checkpoint:
+        gate, down = checkpoint.tensors[GATE], checkpoint.tensors[DOWN]
+        rows = exact["gate"].reshape(512, 64)[50:200]
+        assert np.array_equal(to_float32(gate.rows(50, 200)), rows)
+        columns = exact["down"].transpose(1, 0, 2).reshape(64, 512)
+        assert np.array_equal(to_float32(down.columns(50, 200)), columns[:, 50:200])
+        bits = int(kind[-1]) if kind == "MXFP4" else int(kind[1]) if kind[0] == "Q" else 0
+        assert gate.code_bits == down.code_bits == bits
+        own = gate.code_format
+        if kind[0] != "Q":
+            assert own is None
+            return
+        assert own == RowFormat(int(kind[1]), 32, True)
+        assert down.code_format is None
+        codes = gate.quantised_rows(50, 200, own)
+        assert codes is not None
+        assert codes.biases.shape == (150, 0)
+        unpacked = codes.codes if own.bits == 8 else np.stack([codes.codes & 15, codes.codes >> 4], 2)
+        values = unpacked.reshape(150, -1)[:, :64].astype(np.float32) - (1 << own.bits >> 1)
+        assert np.array_equal(values * np.repeat(codes.scales.astype(np.float32), 32, axis=1)[:, :64], rows)
+        assert gate.quantised_rows(50, 200, RowFormat(4, 64)) is None
+
+
+def test_a_shared_expert_may_be_of_another_type(tmp_path: Path) -> None:
+    """As in files of mixed types. Neurons of 72 don't fill blocks, so its down projection is float32."""
+    path, source = tmp_path / "model.gguf", tmp_path / "source"
+    write_model(source, "Qwen2Moe", {**QWEN2_MOE, "moe_intermediate_size": 64})
+    write_family(path, source, "Q8_0")
+    with closing(open_checkpoint(path)) as checkpoint:
+        down = checkpoint.tensors[DOWN]
+        assert down.shape == (64, 72 + 8 * 64)
+        assert down.code_bits == 8
+        shared = load_file(source / "model.safetensors")["model.layers.0.mlp.shared_expert.down_proj.weight"]
+        assert np.array_equal(down.columns(0, 72), shared)
+    convert(path, tmp_path / "mine", "q4")
+
+
+def test_layers_that_predict_ahead_are_left_out(tmp_path: Path) -> None:
+    source, path = tmp_path / "source", tmp_path / "model.gguf"
+    write_model(source, "Glm4Moe", CASES["glm4 moe"][1])
+
+    def change(writer: Any) -> None:
+        set_key(writer, "block_count", 4)
+        set_key(writer, "nextn_predict_layers", 1)
+        for name in ("nextn.eh_proj", "attn_q", "ffn_gate_exps", "attn_norm"):
+            writer.add_tensor(f"blk.3.{name}.weight", np.ones((2, 32), np.float32))
+
+    write_family(path, source, change=change)
+    assert_same_bundle(convert(path, tmp_path / "mine", "f16"), convert(source, tmp_path / "theirs", "f16"))
+    write_family(path, source, change=lambda writer: set_key(writer, "nextn_predict_layers", 3))
+    with pytest.raises(CheckpointError, match="nextn_predict_layers is 3 of 3 layers"):
+        open_checkpoint(path)
