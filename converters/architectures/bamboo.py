@@ -1,6 +1,6 @@
 """Bamboo and TurboSparse-Mistral (arXiv 2406.05955): a Mistral whose gates and ups both go through ReLU.
 
-TurboSparse checkpoints bring predictors of the authors' own, which guess what dReLU makes zero; without them
+TurboSparse checkpoints bring predictors of the authors' own, which predict what dReLU makes zero; without them
 the model is exact, so they are left out. `ondevice train predictors` makes ours.
 """
 

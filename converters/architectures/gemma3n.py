@@ -31,7 +31,7 @@ from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import MAX_COPIES, AttentionSpec, FeedForwardSpec, LayerSpec, ModelConfig, NormSpec
 
 GLOBAL_INTERVAL = 5
-"""Every so many layers there is a global one, unless the file names each layer's kind."""
+"""Layers from one global one to the next, unless the file names each layer's kind."""
 CUT_LAYERS, CUT_SHARE = 10, 0.95
 """Layers with cutoffs and the share of gates below them, where a file of more than ten layers names none."""
 PER_LAYER_NAMES = {
