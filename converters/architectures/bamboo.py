@@ -1,7 +1,7 @@
 """Bamboo and TurboSparse-Mistral (arXiv 2406.05955): a Mistral whose gates and ups both go through ReLU.
 
-TurboSparse checkpoints bring predictors of the authors' own, which predict what dReLU makes zero; without them
-the model is exact, so they are left out. `ondevice train predictors` makes ours.
+TurboSparse checkpoints bring predictors of the authors' own, of what dReLU makes zero; without them the model
+is exact, so they are left out. `ondevice train predictors` makes ours.
 """
 
 from __future__ import annotations
