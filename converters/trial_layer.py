@@ -30,7 +30,6 @@ from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import never_cancelled
 from ondevice.config import QuantConfig
 from ondevice.converters.pipeline import ahead
-from ondevice.experts_spec import ExpertsSpec
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.model.altup import Copies
@@ -50,7 +49,7 @@ from ondevice.model.selectors import cutoff_gates
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.transformer import Transformer
 from ondevice.model.weights import ModelWeights
-from ondevice.model_config import LayerSpec, ModelConfig
+from ondevice.model_config import ExpertsSpec, LayerSpec, ModelConfig
 
 PIECE_BYTES = 8 << 20
 """Bytes of neurons, or of the head's rows, that are computed together; as many are read meanwhile. Fresh

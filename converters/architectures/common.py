@@ -21,9 +21,9 @@ from ondevice.model_config import (
     ModelConfig,
     NormPlaces,
     NormSpec,
+    RopeSpec,
     UpActivation,
 )
-from ondevice.rope_spec import RopeSpec
 
 ACTIVATION_NAMES: dict[str, Activation] = {
     "silu": "silu",

@@ -12,8 +12,7 @@ from ondevice.converters.checkpoints.base import SourceTensor, StoredTensor
 from ondevice.converters.checkpoints.gguf_tensor import QuantizedTensor
 from ondevice.converters.checkpoints.views import Matrices
 from ondevice.errors import CheckpointError, UnsupportedModelError
-from ondevice.experts_spec import MAX_EXPERTS, ExpertsSpec
-from ondevice.model_config import ModelConfig
+from ondevice.model_config import MAX_EXPERTS, ExpertsSpec, ModelConfig
 
 
 @dataclass(frozen=True)

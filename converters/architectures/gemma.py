@@ -33,8 +33,8 @@ from ondevice.model_config import (
     ModelConfig,
     NormPlaces,
     NormSpec,
+    RopeSpec,
 )
-from ondevice.rope_spec import RopeSpec
 
 PATTERN = 6
 """Gemma 3's interval between global layers."""

@@ -49,16 +49,16 @@ from ondevice.converters.architectures.rotary import read_section, rope_spec
 from ondevice.converters.architectures.tensors import LayerNames
 from ondevice.converters.checkpoints.views import Scaled
 from ondevice.errors import CheckpointError, UnsupportedModelError
-from ondevice.experts_spec import ExpertsSpec
 from ondevice.model_config import (
     SIZE_LIMITS,
     AttentionSpec,
+    ExpertsSpec,
     FeedForwardSpec,
     LayerSpec,
     ModelConfig,
     NormSpec,
+    RopeSpec,
 )
-from ondevice.rope_spec import RopeSpec
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 GLOBAL_HEAD_DIM = 512

@@ -29,8 +29,7 @@ from ondevice.converters.architectures.experts import (
 )
 from ondevice.converters.architectures.rotary import read_rope
 from ondevice.errors import CheckpointError
-from ondevice.experts_spec import MAX_EXPERT_NEURONS, ExpertsSpec
-from ondevice.model_config import AttentionSpec, ModelConfig, NormSpec
+from ondevice.model_config import MAX_EXPERT_NEURONS, AttentionSpec, ExpertsSpec, ModelConfig, NormSpec
 
 NAMES = ExpertNames(choice_bias="mlp.gate.e_score_correction_bias", shared="mlp.shared_experts.")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")

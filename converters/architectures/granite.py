@@ -19,8 +19,7 @@ from ondevice.converters.architectures.experts import (
     with_experts,
 )
 from ondevice.errors import CheckpointError
-from ondevice.experts_spec import ExpertsSpec
-from ondevice.model_config import ModelConfig
+from ondevice.model_config import ExpertsSpec, ModelConfig
 
 EXPERTS = ExpertNames(
     gate="block_sparse_moe.{}.gate.weight",

@@ -12,7 +12,7 @@ from ondevice.converters.architectures.experts import (
     read_training_keys,
     with_experts,
 )
-from ondevice.experts_spec import ExpertsSpec
+from ondevice.model_config import ExpertsSpec
 
 
 def _read(reader: ConfigReader) -> Description:

@@ -27,8 +27,7 @@ from ondevice.converters.architectures.config_reader import ConfigReader
 from ondevice.converters.architectures.tensors import POSITIONS, model_weight
 from ondevice.converters.checkpoints.views import RowsOf
 from ondevice.errors import CheckpointError, UnsupportedModelError
-from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig, NormSpec
-from ondevice.rope_spec import RopeSpec
+from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig, NormSpec, RopeSpec
 
 _FIRST_POSITION = 2
 """Row of the position table that a text's first token has."""

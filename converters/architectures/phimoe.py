@@ -25,8 +25,7 @@ from ondevice.converters.architectures.experts import (
 )
 from ondevice.converters.architectures.rotary import read_rope
 from ondevice.errors import UnsupportedModelError
-from ondevice.experts_spec import ExpertsSpec
-from ondevice.model_config import AttentionSpec, NormSpec
+from ondevice.model_config import AttentionSpec, ExpertsSpec, NormSpec
 
 
 def _read(reader: ConfigReader) -> Description:

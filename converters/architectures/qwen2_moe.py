@@ -15,7 +15,7 @@ from ondevice.converters.architectures.experts import (
 )
 from ondevice.converters.architectures.qwen3_moe import read_sparse_layers
 from ondevice.errors import CheckpointError
-from ondevice.experts_spec import MAX_EXPERT_NEURONS, ExpertsSpec
+from ondevice.model_config import MAX_EXPERT_NEURONS, ExpertsSpec
 
 NAMES = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate.weight")
 

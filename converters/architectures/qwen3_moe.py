@@ -13,7 +13,7 @@ from ondevice.converters.architectures.experts import (
     with_experts,
 )
 from ondevice.errors import CheckpointError
-from ondevice.experts_spec import ExpertsSpec
+from ondevice.model_config import ExpertsSpec
 
 
 def _read(reader: ConfigReader) -> Description:

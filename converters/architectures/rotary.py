@@ -14,8 +14,7 @@ import numpy as np
 
 from ondevice.converters.architectures.config_reader import ConfigReader, shown
 from ondevice.errors import CheckpointError, UnsupportedModelError
-from ondevice.model_config import SIZE_LIMITS
-from ondevice.rope_spec import RopeSpec
+from ondevice.model_config import SIZE_LIMITS, RopeSpec
 
 ScalingKind = Literal["linear", "llama3", "yarn", "longrope"]
 

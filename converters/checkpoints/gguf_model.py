@@ -47,8 +47,7 @@ from ondevice.converters.checkpoints.gguf_tensor import source_tensor
 from ondevice.converters.checkpoints.gguf_tokenizer import read_gguf_tokenizer
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.errors import CheckpointError, UnsupportedModelError
-from ondevice.model_config import ModelConfig
-from ondevice.rope_spec import RopeSpec
+from ondevice.model_config import ModelConfig, RopeSpec
 
 _NAME = re.compile(r"(?:blk\.(0|[1-9]\d{0,3})\.)?((?:nextn\.)?\w{1,64})\.(weight|bias)")
 

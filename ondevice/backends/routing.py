@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32, Int32
-from ondevice.experts_spec import ExpertsSpec
+from ondevice.model_config import ExpertsSpec
 
 Float64 = NDArray[np.float64]
 

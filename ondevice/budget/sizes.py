@@ -13,8 +13,7 @@ from ondevice.bundle.layout import RowLayout, neuron_layout, padded
 from ondevice.bundle.streams import MultiStreams
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.errors import UsageError
-from ondevice.experts_spec import ExpertsSpec
-from ondevice.model_config import ModelConfig
+from ondevice.model_config import ExpertsSpec, ModelConfig
 from ondevice.speculation.registry import has_draft_head
 from ondevice.speculation.tree import DRAFT_NODES
 from ondevice.units import PAGE_BYTES

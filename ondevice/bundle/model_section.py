@@ -7,12 +7,16 @@ from dataclasses import asdict
 from typing import Any, cast
 
 from ondevice.bundle.strict_json import Section
-from ondevice.experts_spec import MAX_EXPERT_NEURONS, MAX_EXPERTS, MAX_WEIGHT_FACTOR, ExpertsSpec, Scoring
 from ondevice.model_config import (
     MAX_DEVIATIONS,
+    MAX_EXPERT_NEURONS,
+    MAX_EXPERTS,
+    MAX_FACTOR,
+    MAX_WEIGHT_FACTOR,
     SIZE_LIMITS,
     Activation,
     AttentionSpec,
+    ExpertsSpec,
     FeedForwardSpec,
     HeadNorm,
     LayerSpec,
@@ -20,9 +24,10 @@ from ondevice.model_config import (
     NormKind,
     NormPlaces,
     NormSpec,
+    RopeSpec,
+    Scoring,
     UpActivation,
 )
-from ondevice.rope_spec import MAX_FACTOR, RopeSpec
 
 _MAX_TOKENS = 1 << 24
 _MAX_LAYERS = 1 << 10

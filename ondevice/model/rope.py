@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
-from ondevice.rope_spec import RopeSpec
+from ondevice.model_config import RopeSpec
 
 # pi/2 in three parts of at most 33 bits (fdlibm's split): k * part is exact for every k below 2^20.
 _HALF_PI = (1.57079632673412561417e00, 6.07710050630396597660e-11, 2.02226624879595063154e-21)

@@ -31,8 +31,7 @@ from ondevice.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from ondevice.experts_spec import ExpertsSpec
-from ondevice.model_config import ZEROING_NAMES, ModelConfig
+from ondevice.model_config import ZEROING_NAMES, ExpertsSpec, ModelConfig
 from ondevice.runtime.backend_choice import check_backend
 from ondevice.runtime.repository import Repository, converted_from, model_name, parse_repository
 from ondevice.speculation.registry import DRAFTERS, needs

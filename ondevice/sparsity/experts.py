@@ -17,21 +17,21 @@ from numpy.typing import NDArray
 from ondevice.backends.base import Bytes
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.backends.neuron_source import ClosedNeurons, NeuronSource, Segment
+from ondevice.backends.neuron_source import Segment
 from ondevice.backends.routing import Routing
 from ondevice.bundle.layout import DATA_OFFSET
 from ondevice.errors import OndeviceError
-from ondevice.experts_spec import ExpertsSpec
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
+from ondevice.model_config import ExpertsSpec
+from ondevice.sparsity.cached_source import CachedSource
 from ondevice.sparsity.expert_reuse import ExpertReuse
 from ondevice.sparsity.pooled_cache import PooledCache
 from ondevice.sparsity.prefetch import PrefetchQuality
-from ondevice.stats import PassTimes
 from ondevice.units import PAGE_BYTES
 
 
-class ExpertFetcher(NeuronSource):
+class ExpertFetcher(CachedSource):
     """Provides a model's layers with experts from `cache`, and from flash if they aren't cached.
 
     Args:
@@ -53,48 +53,23 @@ class ExpertFetcher(NeuronSource):
         most: int,
         keep: bool = True,
     ) -> None:
-        self._layers = layers
         found = {layer: spec for layer, spec in enumerate(experts) if spec is not None}
         self._turns = {layer: turn for turn, layer in enumerate(found)}
         """By layer: its number among those that have experts, which alone the cache knows."""
         self._experts = next(iter(found.values()))
-        count, policy = (
-            self._experts.count,
-            ExpertReuse(len(found), self._experts.count, self._experts.chosen),
-        )
-        self._cache = PooledCache([count] * len(found), slot_bytes, segment_slots, most, policy, keep)
+        count = self._experts.count
+        policy = ExpertReuse(len(found), count, self._experts.chosen)
+        cache = PooledCache([count] * len(found), slot_bytes, segment_slots, most, policy, keep)
         self._most = most
         self._reads = _native.RangeReads(reader.native)
         self._draft_gates: NDArray[np.float16] = np.zeros((0, 0, 0), dtype=np.float16)
         """(turns, draft tokens, E) gates of the last pass's draft tokens, in the order of its batch."""
-        self._since = 0.0
-        self._waited = self._managed = 0.0
-        for layer in layers:
-            layer.neurons = self
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the slots that exist."""
-        return self._cache.nbytes
-
-    @property
-    def filled_bytes(self) -> int:
-        """Bytes of the slots that exist, as slots are made when needed. Safe from any thread."""
-        return self._cache.nbytes
-
-    @property
-    def lookups(self) -> int:
-        """Experts that passes have multiplied, counted once per pass and layer."""
-        return self._cache.lookups
+        super().__init__(layers, cache)
 
     @property
     def hits(self) -> int:
         """Lookups whose expert was in memory when the pass came to its layer."""
         return self._cache.hits
-
-    @property
-    def times(self) -> PassTimes:
-        return PassTimes(self._waited, self._managed)
 
     @property
     def prefetching(self) -> PrefetchQuality:
@@ -112,9 +87,7 @@ class ExpertFetcher(NeuronSource):
     def close(self) -> None:
         """Wait for the reads under way and free the slots. The layers then refuse to be multiplied."""
         self._reads.close()
-        self._cache.close()
-        for layer in self._layers:
-            layer.neurons = ClosedNeurons()
+        self._close_cache()
 
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Make room for the gates of draft tokens."""
@@ -229,8 +202,3 @@ class ExpertFetcher(NeuronSource):
     def _phase(self, layer: int, expert: int) -> int:
         """Bytes from the begin of an expert's slot to the expert, which lies in its page as on flash."""
         return self._offset(layer, expert) % PAGE_BYTES
-
-    def _lap(self) -> float:
-        """Seconds since the last lap."""
-        before, self._since = self._since, time.perf_counter()
-        return self._since - before

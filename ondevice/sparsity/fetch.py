@@ -18,16 +18,16 @@ from numpy.typing import NDArray
 from ondevice.backends.base import Float32, Int32
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.backends.neuron_source import Batches, ClosedNeurons, NeuronSource, ResidentLayer
+from ondevice.backends.neuron_source import Batches, ResidentLayer
 from ondevice.errors import FlashReadError
 from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
 from ondevice.sparsity.cache_warm_up import CacheWarmUp
+from ondevice.sparsity.cached_source import CachedSource
 from ondevice.sparsity.neuron_cache import NeuronCache, Placement
 from ondevice.sparsity.policies import DEFAULT_POLICY, PolicyName, selected
 from ondevice.sparsity.prefetch import PREFETCH_TOKENS, Prefetcher, PrefetchQuality
 from ondevice.sparsity.record_reads import Parts, RecordReads, one_by_one
-from ondevice.stats import PassTimes
 
 WHOLE_RECORD, UP_AND_DOWN = 0, 1
 """First part of a neuron's record that is read. If gates select, gate rows are in memory already."""
@@ -68,7 +68,7 @@ class FetchOptions:
 DEFAULT_FETCH = FetchOptions()
 
 
-class NeuronFetcher(NeuronSource):
+class NeuronFetcher(CachedSource):
     """Provides a model's layers with neurons from `cache`, and from flash if they aren't cached.
 
     Args:
@@ -94,9 +94,7 @@ class NeuronFetcher(NeuronSource):
         costs: CostModel,
         options: FetchOptions,
     ) -> None:
-        self._layers = layers
         self._widest = max(layer.source.num_neurons for layer in layers)
-        self._cache = cache
         self._batch = batch
         predicted = any(layer.selector is not None and layer.selector.predicted for layer in layers)
         first = WHOLE_RECORD if predicted else UP_AND_DOWN
@@ -115,37 +113,15 @@ class NeuronFetcher(NeuronSource):
         self._prefetched_hits = 0
         self._draft_scores: list[NDArray[np.float16]] = []
         """By layer, (draft tokens, F) scores of the last pass's draft tokens, in the order of its batch."""
-        self._since = 0.0
-        self._waited = self._managed = 0.0
         self._read_seconds = 0.0
         """EMA of the waiting time per missing neuron, in seconds."""
         self._prefetches = options.prefetch
-        for layer in layers:
-            layer.neurons = self
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the slots that exist."""
-        return self._cache.nbytes
-
-    @property
-    def filled_bytes(self) -> int:
-        """Bytes of the slots that exist, as slots are made when needed. Safe from any thread."""
-        return self._cache.nbytes
-
-    @property
-    def lookups(self) -> int:
-        """Neurons that passes have multiplied, counted once per pass and layer."""
-        return self._cache.lookups
+        super().__init__(layers, cache)
 
     @property
     def hits(self) -> int:
         """Neurons that were in memory when the pass came to their layer, without prefetched ones."""
         return self._cache.hits - self._prefetched_hits
-
-    @property
-    def times(self) -> PassTimes:
-        return PassTimes(self._waited, self._managed)
 
     @property
     def prefetching(self) -> PrefetchQuality:
@@ -175,9 +151,7 @@ class NeuronFetcher(NeuronSource):
         self._warm_up.close()
         for reads in self._reads:
             reads.close()
-        self._cache.close()
-        for layer in self._layers:
-            layer.neurons = ClosedNeurons()
+        self._close_cache()
 
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Prefetch the first layer's neurons that drafting selected and lacked, and manage the cache."""
@@ -263,11 +237,6 @@ class NeuronFetcher(NeuronSource):
         self._since = time.perf_counter()
         self._cache.evict_to_share(layer)
         self._managed += self._lap()
-
-    def _lap(self) -> float:
-        """Seconds since the last lap."""
-        before, self._since = self._since, time.perf_counter()
-        return self._since - before
 
     def _manage_cache(self, tokens: int) -> None:
         """Before a pass over `tokens` tokens: divide the slots among layers, continue cache warm-up."""

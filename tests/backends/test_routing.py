@@ -7,7 +7,7 @@ import pytest
 
 from ondevice.backends.base import Float32
 from ondevice.backends.routing import exp, route, sigmoid
-from ondevice.experts_spec import ExpertsSpec
+from ondevice.model_config import ExpertsSpec
 
 SPECS = {
     "softmax": ExpertsSpec(16, 4, 8),

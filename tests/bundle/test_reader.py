@@ -20,8 +20,7 @@ from ondevice.bundle.verify import verify
 from ondevice.bundle.writer import BundleWriter
 from ondevice.config import QuantConfig
 from ondevice.errors import BundleError, ModelNotFoundError, OndeviceError
-from ondevice.model_config import AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec
-from ondevice.rope_spec import RopeSpec
+from ondevice.model_config import AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec, RopeSpec
 from tests.golden.build import CONFIG, GOLDEN, Recipe, fill, golden_config
 from tests.malformed.rules import RULES, Rule, manifest_of, put
 from tests.support.crc32c import crc32c

@@ -11,8 +11,7 @@ from ondevice.converters.architectures import tensors
 from ondevice.converters.architectures.registry import read_config
 from ondevice.converters.architectures.rotary import RopeScaling, rope_spec
 from ondevice.errors import CheckpointError, UnsupportedModelError
-from ondevice.model_config import ModelConfig
-from ondevice.rope_spec import RopeSpec
+from ondevice.model_config import ModelConfig, RopeSpec
 from tests.support.models import LINEAR_ROPE, LLAMA3_ROPE, VARIANTS, tensor_shapes, tiny_config
 
 

@@ -16,8 +16,7 @@ from ondevice.bundle.manifest import bundle_files, model_json
 from ondevice.bundle.reader import Bundle
 from ondevice.config import QuantConfig
 from ondevice.errors import OndeviceError
-from ondevice.model_config import ModelConfig
-from ondevice.rope_spec import RopeSpec
+from ondevice.model_config import ModelConfig, RopeSpec
 from tests.fuzz import signing, template_cases, tokenizer_cases
 from tests.fuzz.bases import Bases
 from tests.fuzz.mutations import VALUES, change_json, changed_bytes, changed_header, make_odd

@@ -20,8 +20,7 @@ from ondevice.converters.architectures.common import llama_config
 from ondevice.model.loading import head_norms as loaded_head_norms
 from ondevice.model.transformer import Transformer
 from ondevice.model.weights import LayerWeights, ModelWeights
-from ondevice.model_config import Activation, FeedForwardSpec, LayerSpec, ModelConfig, NormSpec
-from ondevice.rope_spec import RopeSpec
+from ondevice.model_config import Activation, FeedForwardSpec, LayerSpec, ModelConfig, NormSpec, RopeSpec
 
 
 def tiny_config(**changes: Any) -> ModelConfig:

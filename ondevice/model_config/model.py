@@ -12,8 +12,9 @@ from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 from ondevice.errors import UnsupportedModelError
-from ondevice.experts_spec import ExpertsSpec
-from ondevice.rope_spec import MAX_FACTOR, RopeSpec, check_factor
+from ondevice.model_config.checks import MAX_FACTOR, check_choice, check_factor, check_integer
+from ondevice.model_config.experts import ExpertsSpec
+from ondevice.model_config.rope import RopeSpec
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
@@ -46,7 +47,7 @@ class NormSpec:
     bias: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("norm kind", self.kind, get_args(NormKind))
+        check_choice("norm kind", self.kind, get_args(NormKind))
         if not 0.0 < self.eps < 1.0:
             raise UnsupportedModelError(f"norm eps is {self.eps}; it must be above 0 and below 1")
 
@@ -85,7 +86,7 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         check_factor("attention scale", self.scale)
         for name in ("head_dim", "num_kv_heads"):
-            _check_integer(f"a layer's {name}", getattr(self, name), 0, SIZE_LIMITS[name])
+            check_integer(f"a layer's {name}", getattr(self, name), 0, SIZE_LIMITS[name])
         if self.head_norm != "head" and (self.value_norm or (self.keys_of is not None and self.has_norms)):
             raise UnsupportedModelError(
                 f"head_norm is {self.head_norm!r}; layers whose values are normed need 'head', and those "
@@ -93,7 +94,7 @@ class AttentionSpec:
             )
         if self.soft_cap:
             check_factor("attention soft_cap", self.soft_cap)
-        _check_choice("head_norm", self.head_norm, get_args(HeadNorm))
+        check_choice("head_norm", self.head_norm, get_args(HeadNorm))
         if self.window < 0:
             raise UnsupportedModelError(f"window is {self.window}; it must be 0 or more")
 
@@ -138,9 +139,9 @@ class FeedForwardSpec:
     neurons: int | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("activation", self.activation, ACTIVATIONS)
+        check_choice("activation", self.activation, ACTIVATIONS)
         if self.neurons is not None:
-            _check_integer("a layer's neurons", self.neurons, 1, SIZE_LIMITS["intermediate_size"])
+            check_integer("a layer's neurons", self.neurons, 1, SIZE_LIMITS["intermediate_size"])
         if self.cutoff is not None and not -MAX_DEVIATIONS <= self.cutoff <= MAX_DEVIATIONS:
             raise UnsupportedModelError(
                 f"cutoff of gates is {self.cutoff}; it must be from {-MAX_DEVIATIONS:g} to {MAX_DEVIATIONS:g}"
@@ -149,7 +150,7 @@ class FeedForwardSpec:
             raise UnsupportedModelError(
                 f"a statistical cutoff of gates with biases, or before {self.activation!r}, isn't supported"
             )
-        _check_choice("up_activation", self.up_activation, get_args(UpActivation))
+        check_choice("up_activation", self.up_activation, get_args(UpActivation))
         if not 0.0 <= self.threshold <= MAX_FACTOR:
             raise UnsupportedModelError(
                 f"activation threshold is {self.threshold}; it must be from 0 to {MAX_FACTOR:g}"
@@ -192,7 +193,7 @@ class LayerSpec:
     experts: ExpertsSpec | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("norms", self.norms, get_args(NormPlaces))
+        check_choice("norms", self.norms, get_args(NormPlaces))
         if not 0 <= self.laurel_rank <= SIZE_LIMITS["hidden_size"]:
             raise UnsupportedModelError(
                 f"laurel_rank is {self.laurel_rank}; it must be from 0 to {SIZE_LIMITS['hidden_size']}"
@@ -286,7 +287,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name, limit in SIZE_LIMITS.items():
-            _check_integer(name, getattr(self, name), 1, limit)
+            check_integer(name, getattr(self, name), 1, limit)
         self._check_heads(self.num_kv_heads, self.head_dim)
         if not self.ropes:
             raise UnsupportedModelError(
@@ -315,7 +316,7 @@ class ModelConfig:
                 "layers have different feed-forwards; this release runs equal ones, but for cutoffs and "
                 "numbers of neurons"
             )
-        _check_integer("embedding_width", self.embedding_width, 0, SIZE_LIMITS["hidden_size"])
+        check_integer("embedding_width", self.embedding_width, 0, SIZE_LIMITS["hidden_size"])
         self._check_experts()
         self._check_residuals()
         self._check_shared_keys()
@@ -354,8 +355,8 @@ class ModelConfig:
     def _check_residuals(self) -> None:
         """Raises UnsupportedModelError for per-layer inputs or copies of the residual that can't be run."""
         width, copies = self.per_layer_width, self.residual_copies
-        _check_integer("per_layer_width", width, 0, SIZE_LIMITS["hidden_size"])
-        _check_integer("residual_copies", copies, 1, MAX_COPIES)
+        check_integer("per_layer_width", width, 0, SIZE_LIMITS["hidden_size"])
+        check_integer("residual_copies", copies, 1, MAX_COPIES)
         if self.per_layer_multiplier != 1.0 and not width:
             raise UnsupportedModelError(
                 "per_layer_multiplier is of per-layer inputs, which this model hasn't"
@@ -570,13 +571,3 @@ SIZE_LIMITS = {
     "vocab_size": 1 << 22,
     "max_context": 1 << 24,
 }
-
-
-def _check_integer(name: str, value: object, least: int, most: int) -> None:
-    if type(value) is not int or not least <= value <= most:
-        raise UnsupportedModelError(f"{name} is {value!r}; it must be an integer from {least} to {most}")
-
-
-def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UnsupportedModelError(f"{name} {value!r} is not one of {', '.join(allowed)}")

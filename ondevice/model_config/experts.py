@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ondevice.errors import UnsupportedModelError
+from ondevice.model_config.checks import check_choice, check_integer
 
 Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 """How a router's logits become the weights of the chosen experts.
@@ -72,15 +73,8 @@ class ExpertsSpec:
             ("groups", self.count),
             ("chosen_groups", self.groups),
         ):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= limit:
-                raise UnsupportedModelError(
-                    f"experts: {name} is {value!r}; it must be an integer from 1 to {limit}"
-                )
-        if self.scoring not in get_args(Scoring):
-            raise UnsupportedModelError(
-                f"experts: scoring {self.scoring!r} is not one of {', '.join(get_args(Scoring))}"
-            )
+            check_integer(f"experts: {name}", getattr(self, name), 1, limit)
+        check_choice("experts: scoring", self.scoring, get_args(Scoring))
         if not 1 / MAX_WEIGHT_FACTOR <= self.factor <= MAX_WEIGHT_FACTOR:
             raise UnsupportedModelError(
                 f"experts: factor is {self.factor}; it must be from {1 / MAX_WEIGHT_FACTOR:g} to "

@@ -1,14 +1,11 @@
-"""What a rotary position embedding is, and the range of a model's factors."""
+"""What a rotary position embedding is."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ondevice.errors import UnsupportedModelError
-
-MAX_FACTOR = 1e6
-"""Largest multiplier and soft cap."""
-MIN_FACTOR = 1e-6
+from ondevice.model_config.checks import check_factor
 
 
 @dataclass(frozen=True)
@@ -50,9 +47,3 @@ class RopeSpec:
     def turning(self) -> int:
         """Number of a head's dimensions that are turned."""
         return 2 * sum(frequency > 0 for frequency in self.frequencies)
-
-
-def check_factor(name: str, value: float) -> None:
-    """Raises UnsupportedModelError for a factor out of range."""
-    if not MIN_FACTOR <= value <= MAX_FACTOR:
-        raise UnsupportedModelError(f"{name} is {value}; it must be from {MIN_FACTOR:g} to {MAX_FACTOR:g}")

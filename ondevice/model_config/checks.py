@@ -1,0 +1,27 @@
+"""The range of a description's values, and the errors for those outside it."""
+
+from __future__ import annotations
+
+from ondevice.errors import UnsupportedModelError
+
+MAX_FACTOR = 1e6
+"""Largest multiplier and soft cap."""
+MIN_FACTOR = 1e-6
+
+
+def check_factor(name: str, value: float) -> None:
+    """Raises UnsupportedModelError for a factor out of range."""
+    if not MIN_FACTOR <= value <= MAX_FACTOR:
+        raise UnsupportedModelError(f"{name} is {value}; it must be from {MIN_FACTOR:g} to {MAX_FACTOR:g}")
+
+
+def check_integer(name: str, value: object, least: int, most: int) -> None:
+    """Raises UnsupportedModelError for anything but an integer from `least` to `most`."""
+    if type(value) is not int or not least <= value <= most:
+        raise UnsupportedModelError(f"{name} is {value!r}; it must be an integer from {least} to {most}")
+
+
+def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raises UnsupportedModelError for a value that isn't among the allowed ones."""
+    if value not in allowed:
+        raise UnsupportedModelError(f"{name} {value!r} is not one of {', '.join(allowed)}")
