@@ -1,6 +1,7 @@
 """Generation after generation while reads go wrong; run under the shim by `test_fetch_faults.py`.
 
-Reads go through io_uring where `FLASH_FAULT_RING` is set, else by threads, direct and buffered in turn. Every
+Reads go through io_uring where `FLASH_FAULT_RING` is set, else by threads, direct and buffered in turn. (An
+engine reads experts by threads; with the ring its reader is given one, which must serve as well.) Every
 round draws faults, generates, and demands the right tokens, a read error that was injected, or to be
 cancelled; after the last two, with the faults off, the right tokens. Then every slot must be held, claimed or
 free, and threads and open files as many as before. A round's draws depend on its number and the seed alone;
@@ -23,13 +24,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+import ondevice.runtime.engine
 from ondevice.api import Model, load
 from ondevice.config import SamplingConfig
 from ondevice.errors import FlashReadError
+from ondevice.flash.reader import FlashReader
 from ondevice.generate import Event
 from ondevice.sparsity.experts import ExpertFetcher
 from ondevice.sparsity.fetch import NeuronFetcher
@@ -260,6 +264,8 @@ def main() -> None:
     options = parser.parse_args()
     table = Table.of(os.environ["FLASH_FAULT_TABLE"])
     ring = "FLASH_FAULT_RING" in os.environ
+    if ring and options.sparsity == "experts":
+        ondevice.runtime.engine.FlashReader = partial(FlashReader, ring=True)  # type: ignore[misc, assignment]
     tally = Counter[str]()
     ahead = logging.Handler()
     ahead.emit = lambda record: tally.update(["ahead"] * ("failed" in record.msg))  # type: ignore[method-assign]
