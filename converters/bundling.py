@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.bundle.layout import RESIDENT, RecordLayout, file_layout
+from ondevice.bundle.layout import (
+    RESIDENT,
+    TILE_ROWS,
+    ExpertLayout,
+    RecordLayout,
+    file_layout,
+    padded,
+)
 from ondevice.config import QuantConfig, RowFormat
 from ondevice.converters.fidelity import Fidelity, joined, measure
 from ondevice.converters.quantize import (
@@ -33,7 +40,8 @@ from ondevice.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next bytes of a bundle file: records (n, stride), or elements of one resident tensor.
+    """The next bytes of a bundle file: records (n, stride), bytes (n,) of experts that are stored as
+    matrices, or elements of one resident tensor.
 
     source_bytes: checkpoint bytes that it was made of. fidelity: what storing these did to them, by kind;
     nothing at 16 bits. last: true for the last records of a file.
@@ -54,11 +62,20 @@ def pack(
 
     Raises CheckpointError if a value can't be stored.
     """
-    layouts: dict[str, RecordLayout | None] = {}
+    layouts: dict[str, RecordLayout | ExpertLayout | None] = {}
     groups: list[tuple[NDArray[np.float16], NDArray[np.float16]]] = []
+    at = 0  # bytes of an expert's record that are packed
     with closing(blocks):
         for block in blocks:
             first = block.rows[0]
+            if block.file not in layouts:
+                layouts[block.file] = file_layout(block.file, config, quant).record
+            layout = layouts[block.file]
+            if isinstance(layout, ExpertLayout):
+                chunk = _expert_chunk(runner, block, layout, at)
+                at = (at + chunk.data.nbytes) % layout.stride
+                yield chunk
+                continue
             if isinstance(first, np.ndarray) and first.ndim == 1:
                 yield Chunk(block.file, block.tensor, first, block.nbytes)
                 continue
@@ -67,9 +84,6 @@ def pack(
                 for name, weights, stored in zip(block.sources, block.rows, block.formats, strict=True)
             ]
             fidelity = _fidelity(runner, block, rows)
-            if block.file not in layouts:
-                layouts[block.file] = file_layout(block.file, config, quant).record
-            layout = layouts[block.file]
             if layout is not None:
                 records = pack_records(rows, layout)
                 yield Chunk(block.file, block.tensor, records, block.nbytes, fidelity, block.last)
@@ -93,6 +107,30 @@ def pack_records(rows: Sequence[QuantizedRows], layout: RecordLayout) -> NDArray
                 records[:, offset : offset + values.shape[1]] = values
                 offset += values.shape[1]
     return records
+
+
+def _expert_chunk(runner: _native.Runner, block: Block, layout: ExpertLayout, at: int) -> Chunk:
+    """Rows of an expert's matrix, or all its products' biases, as its record has them from byte `at` on.
+
+    What ends a part is followed by the part's padding.
+    """
+    source = block.rows[0]
+    fidelity: dict[str, Fidelity] = {}
+    if isinstance(source, np.ndarray) and source.ndim == 1:
+        data = np.zeros(4 * padded(len(source), TILE_ROWS), dtype=np.uint8)
+        data[: source.nbytes] = source.view(np.uint8)
+    else:
+        stored = block.formats[0]
+        rows = _stored(runner, source, stored, block.sources[0])
+        fidelity = _fidelity(runner, block, [rows])
+        row_bytes = rows.codes.shape[1] + 2 * (rows.scales.shape[1] + rows.biases.shape[1])
+        data = np.empty(padded(len(rows.codes), TILE_ROWS) * row_bytes, dtype=np.uint8)
+        codes, scales, biases = (np.ascontiguousarray(values) for values in vars(rows).values())
+        _native.tile_rows(runner, stored, codes, scales.view(np.uint8), biases.view(np.uint8), data)
+    end = at + data.nbytes
+    padding = sum(stop - start for start, stop in layout.padding if start == end)
+    data = np.concatenate([data, np.zeros(padding, dtype=np.uint8)]) if padding else data
+    return Chunk(block.file, block.tensor, data, block.nbytes, fidelity, block.last)
 
 
 def _group_chunks(

@@ -10,7 +10,7 @@ from typing import get_args
 from ondevice.config import MATRIX_KINDS, Bits, MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
-from ondevice.converters.reading import matrix_kind, resident_sources
+from ondevice.converters.reading import EXPERT_KINDS, matrix_kind, resident_sources
 
 
 def chosen_quant(checkpoint: Checkpoint) -> QuantConfig:
@@ -29,16 +29,21 @@ def chosen_quant(checkpoint: Checkpoint) -> QuantConfig:
 
 
 def _matrices(checkpoint: Checkpoint) -> dict[MatrixKind, list[SourceTensor]]:
-    """The checkpoint's matrices by kind, but for down projections."""
+    """The checkpoint's matrices by kind, but for down projections of neurons."""
     found: dict[MatrixKind, list[SourceTensor]] = {kind: [] for kind in MATRIX_KINDS}
     for name, sources in resident_sources(checkpoint):
         kind = matrix_kind(name)
         if kind is not None and len(sources[0].shape) == 2:
             found[kind] += sources
     found["embedding"].append(checkpoint.tensors[names.EMBEDDING])
-    for layer in range(checkpoint.config.num_layers):
-        *by_rows, _ = names.LayerNames(layer).neurons(checkpoint.config.layers[layer])
+    for layer, spec in enumerate(checkpoint.config.layers):
+        own = names.LayerNames(layer)
+        *by_rows, _ = own.neurons(spec) if checkpoint.config.records[layer] else ("",)
         found["feed_forward"] += [checkpoint.tensors[row] for row in by_rows]
+        if layer in checkpoint.config.expert_layers and spec.experts is not None:
+            for expert in range(spec.experts.count):
+                for which in names.expert_matrices(spec):
+                    found[EXPERT_KINDS[which]].append(checkpoint.tensors[own.expert(expert, which)])
     return found
 
 

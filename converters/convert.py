@@ -28,6 +28,7 @@ from ondevice.bundle.layout import (
     PER_LAYER,
     RECORDS_TENSOR,
     RESIDENT,
+    expert_file_name,
     file_layout,
     gate_file_name,
     neuron_file_name,
@@ -58,6 +59,7 @@ from ondevice.converters.pipeline import ahead
 from ondevice.converters.progress import OnProgress, ProgressMeter
 from ondevice.converters.quantize import RoundedRows
 from ondevice.converters.reading import (
+    EXPERT_KINDS,
     NAMES_OF_KINDS,
     NOT_ROUNDED,
     Wanted,
@@ -79,7 +81,7 @@ from ondevice.errors import (
 from ondevice.kernels import _native
 from ondevice.units import usable_cores
 
-CONVERTER_VERSION = "7"
+CONVERTER_VERSION = "8"
 """Version of the converter. It changes whenever the same checkpoint would give other bytes."""
 BLOCKS_AHEAD = 4
 _MANIFEST_BYTES = 1 << 20
@@ -214,7 +216,8 @@ class _Conversion:
         self._neurons = [neuron_file_name(layer) for layer in layers]
         gates = [gate_file_name(layer) for layer in layers if checkpoint.config.zeros_gates]
         self._tables = [EMBEDDING, *([PER_LAYER] if checkpoint.config.per_layer_width else [])]
-        self._record_files = [*self._neurons, *gates, *self._tables]
+        self._experts = [expert_file_name(layer) for layer in checkpoint.config.expert_layers]
+        self._record_files = [*self._neurons, *gates, *self._experts, *self._tables]
         self.trial: LayersTrial | None = None
         """The trial of the layers, where this run has written all of them."""
         self._open()
@@ -271,11 +274,16 @@ class _Conversion:
             self._writer.finished(name) for name in (*self._record_files, RESIDENT)
         )
 
+    @property
+    def _measured(self) -> list[str]:
+        """The record files whose quantisation error is measured: those that aren't copies."""
+        return [*self._neurons, *self._experts, *self._tables]
+
     def _errors_are_known(self) -> bool:
         """True if the errors of all finished files were saved; only damage can have lost one."""
         if self._quant.bits == 16:
             return True
-        finished = [name for name in (*self._neurons, *self._tables) if self._writer.finished(name)]
+        finished = [name for name in self._measured if self._writer.finished(name)]
         resident = list(resident_tensors(self._checkpoint.config, self._quant))
         finished += [n for n in resident[: self._writer.resident_finished()] if n.endswith(".codes")]
         return all(name in self._errors for name in finished)
@@ -296,6 +304,9 @@ class _Conversion:
         # A text rounds the embedding last.
         if not begun and not self._pieces and tries_layers(self._checkpoint.config):
             self.trial = LayersTrial(self._checkpoint.config, self._quant)
+        for name, records in zip(self._neurons, self._checkpoint.config.records, strict=True):
+            if not records:
+                self._writer.write_records(name, self._data(name, iter(())))
         chunks = self._rounded_chunks if self._pieces else self._plain_chunks
         self._write_chunks(chunks(wanted, meter, runner), missing)
 
@@ -376,7 +387,7 @@ class _Conversion:
         for chunk in chunks:
             fidelity = joined(fidelity, chunk.fidelity)
             yield chunk.data
-        counted = name.endswith(".codes") or name in (*self._neurons, *self._tables)
+        counted = name.endswith(".codes") or name in self._measured
         if self._quant.bits != 16 and counted:
             self._errors.save(name, fidelity)
 
@@ -418,6 +429,7 @@ class _Conversion:
             "embedding": "embedding",
             "gate": "feed_forward",
             "up": "feed_forward",
+            **{f"expert_{which}": kind for which, kind in EXPERT_KINDS.items()},
             **{name: matrix for matrix, name in NAMES_OF_KINDS.items() if matrix is not None},
         }
         return self._quant.of(matrices[kind]) if kind in matrices else self._quant.down
@@ -498,8 +510,13 @@ def source_bytes(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
         sizes[PER_LAYER, RECORDS_TENSOR] = tensors[names.PER_LAYER].nbytes
     for layer, spec in enumerate(checkpoint.config.layers):
         name = names.LayerNames(layer)
-        nbytes = sum(tensors[source].nbytes for source in name.neurons(spec))
-        sizes[neuron_file_name(layer), RECORDS_TENSOR] = nbytes
+        if checkpoint.config.records[layer]:
+            nbytes = sum(tensors[source].nbytes for source in name.neurons(spec))
+            sizes[neuron_file_name(layer), RECORDS_TENSOR] = nbytes
+        if layer in checkpoint.config.expert_layers:
+            experts = names.expert_shapes(name, spec, checkpoint.config.hidden_size)
+            nbytes = sum(tensors[source].nbytes for source in experts)
+            sizes[expert_file_name(layer), RECORDS_TENSOR] = nbytes
         if checkpoint.config.zeros_gates:
             sizes[gate_file_name(layer), RECORDS_TENSOR] = tensors[name.gate].nbytes
     for tensor, sources in resident_sources(checkpoint):

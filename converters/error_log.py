@@ -11,7 +11,9 @@ from ondevice.converters.fidelity import Fidelity, joined
 from ondevice.converters.quantize import SquaredError
 from ondevice.errors import OndeviceError
 
-_SUMMARISED = {"gate": "feed_forward", "up": "feed_forward", "down": "feed_forward"}
+_SUMMARISED = {
+    f"{prefix}{which}": "feed_forward" for prefix in ("", "expert_") for which in ("gate", "up", "down")
+}
 """Kinds that the summary puts together, as a bundle's manifest has one error for them."""
 
 
@@ -42,7 +44,7 @@ class ErrorLog:
             ) from error_
 
     def kinds(self) -> dict[str, Fidelity]:
-        """Everything so far by kind: attention, down, embedding, gate, head, up."""
+        """Everything so far by kind, such as attention, down or embedding."""
         kinds: dict[str, Fidelity] = {}
         for _, entry in sorted(self._entries.items()):
             kinds = joined(kinds, entry)

@@ -47,7 +47,7 @@ _NAMES = frozenset(
     | {PREDICTORS, PREDICTORS_MANIFEST, THRESHOLDS, THRESHOLDS_MANIFEST, HOTNESS, HOTNESS_MANIFEST}
     | {STREAMS, STREAMS_MANIFEST, TOKEN_COUNTS, TOKEN_COUNTS_MANIFEST, STATE_FILE, ErrorLog.FILE}
 )
-_LAYERS = re.compile(r"(neurons|gates)-\d{5}\.safetensors", re.ASCII)
+_LAYERS = re.compile(r"(neurons|gates|experts)-\d{5}\.safetensors", re.ASCII)
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import lcm
 
@@ -20,6 +20,7 @@ from ondevice.bundle.layout import (
     RECORDS_TENSOR,
     RESIDENT,
     TensorSpec,
+    expert_file_name,
     gate_file_name,
     neuron_file_name,
     resident_tensors,
@@ -38,6 +39,8 @@ DOWN_BLOCK_BYTES = 96 << 20
 Wanted = Callable[[str, str], bool]
 """Gets a bundle file and a resident tensor (or `records`), and returns true if it is to be read."""
 NOT_ROUNDED: Mapping[str, RoundedRows] = {}
+EXPERT_KINDS: Mapping[str, MatrixKind] = {"gate": "experts", "up": "experts", "down": "experts_down"}
+"""The kind of each of an expert's matrices."""
 NAMES_OF_KINDS: Mapping[MatrixKind | None, str] = {
     "qkv": "attention",
     "out": "attention_output",
@@ -53,8 +56,9 @@ class Block:
     and down (transposed).
 
     file: the bundle file that they go to. tensor: the resident tensor, without `.codes`, or `records`.
-    sources: the checkpoint's names of `rows`. kinds: attention, attention_output, down, embedding, gate,
-    head, other, per_layer or up, for each of a matrix. formats: how each matrix is stored. rows: each (n,
+    sources: the checkpoint's names of `rows`. kinds: attention, attention_output, down, embedding,
+    expert_down, expert_gate, expert_up, gate, head, other, per_layer or up, for each of a matrix. formats:
+    how each matrix is stored. rows: each (n,
     columns) in the stored type, or the checkpoint's own codes of n rows, or n rows that are rounded, or n
     columns that are still encoded; a vector is (n,) float32. nbytes: checkpoint bytes of them. last: true for
     the last block of the tensor.
@@ -76,7 +80,7 @@ def read_blocks(
     quant: QuantConfig,
     rounded: Mapping[str, RoundedRows] = NOT_ROUNDED,
 ) -> Generator[Block, None, None]:
-    """The embedding and per-layer rows; by layer resident tensors, neurons and their gates; then the rest.
+    """The embedding and per-layer rows; by layer resident tensors, neurons, their gates, experts; the rest.
 
     quant: how the bundle stores weights. The checkpoint's own codes are taken where they fit.
     rounded: matrices to take as they are, by their names. A down projection's rows are neurons.
@@ -113,13 +117,15 @@ def _layer_records(
     quant: QuantConfig,
     rounded: Mapping[str, RoundedRows],
 ) -> Iterator[Block]:
-    """A layer's neurons, then their gates if they have a file of their own."""
-    if wanted(neuron_file_name(layer), RECORDS_TENSOR):
+    """A layer's neurons, their gates if they have a file of their own, and its experts, if they have one."""
+    if checkpoint.config.records[layer] and wanted(neuron_file_name(layer), RECORDS_TENSOR):
         yield from _neurons(checkpoint, layer, quant, rounded)
     if checkpoint.config.zeros_gates and wanted(gate_file_name(layer), RECORDS_TENSOR):
         gate = checkpoint.tensors[names.LayerNames(layer).gate]
         stored = quant.of("feed_forward")
         yield from _matrix(gate_file_name(layer), RECORDS_TENSOR, "gate", [gate], stored, rounded)
+    if layer in checkpoint.config.expert_layers and wanted(expert_file_name(layer), RECORDS_TENSOR):
+        yield from _experts(checkpoint, layer, quant)
 
 
 def _resident(
@@ -206,9 +212,10 @@ def _norm(
 
 def held_matrix_bytes(checkpoint: Checkpoint, quant: QuantConfig) -> int:
     """Bytes of the largest down projection that is read in several blocks of columns; 0 if none is."""
-    layers = range(checkpoint.config.num_layers)
+    layers = (layer for layer, records in enumerate(checkpoint.config.records) if records)
     downs = [checkpoint.tensors[names.LayerNames(layer).down] for layer in layers]
-    return max(down.nbytes if _columns_bytes(down, quant) > DOWN_BLOCK_BYTES else 0 for down in downs)
+    sizes = (down.nbytes if _columns_bytes(down, quant) > DOWN_BLOCK_BYTES else 0 for down in downs)
+    return max(sizes, default=0)
 
 
 def _columns_bytes(down: SourceTensor, quant: QuantConfig) -> int:
@@ -255,6 +262,23 @@ def _neurons(
                 nbytes,
                 stop == neurons,
             )
+
+
+def _experts(checkpoint: Checkpoint, layer: int, quant: QuantConfig) -> Iterator[Block]:
+    """A layer's experts, matrix by matrix, each followed by its products' biases, if it has any."""
+    name, spec, tensors = names.LayerNames(layer), checkpoint.config.layers[layer], checkpoint.tensors
+    assert spec.experts is not None
+    file, last = expert_file_name(layer), spec.experts.count - 1
+    for expert in range(spec.experts.count):
+        for which in names.expert_matrices(spec):
+            source, stored = tensors[name.expert(expert, which)], quant.of(EXPERT_KINDS[which])
+            ends = (expert, which) == (last, "down")
+            for block in _matrix(file, RECORDS_TENSOR, f"expert_{which}", [source], stored, NOT_ROUNDED):
+                yield replace(block, last=ends and block.last and not spec.experts.bias)
+            if spec.experts.bias:
+                bias = tensors[name.expert_bias(expert, which)]
+                values = bias.vector()
+                yield Block(file, RECORDS_TENSOR, (bias.name,), (), (), (values,), bias.nbytes, ends)
 
 
 def _matrix(

@@ -155,6 +155,7 @@ class _WrittenNeurons:
         self.num_neurons = neurons
         self.hidden_size = config.hidden_size
         self.layout: RecordLayout = neuron_layout(config, quant)
+        self.experts = None
         self._reader = reader
         self._buffers = buffers
 
@@ -224,7 +225,7 @@ def _read_sample(bundle: Bundle, reader: FlashReader) -> None:
     for block in np.linspace(0, len(blocks) - 1, min(SAMPLES, len(blocks))).astype(int).tolist():
         start = block * CRC_BLOCK_BYTES
         reader.read(RESIDENT_FILE, start, min(CRC_BLOCK_BYTES, nbytes - start))
-    for layer, count in enumerate(bundle.config.widths):
+    for layer, count in enumerate(bundle.config.records):
         picks = np.unique(np.linspace(0, count - 1, min(SAMPLES, count)).astype(np.int64))
         records = np.empty((len(picks), bundle.neuron_layout.stride), np.uint8)
         reader.read_records(FIRST_NEURON_FILE + layer, picks, records)

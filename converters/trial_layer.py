@@ -21,6 +21,7 @@ from ondevice.backends.base import (
     LinearSource,
 )
 from ondevice.backends.cpu import CpuBackend, CpuFeedForward
+from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import NeuronSource
@@ -49,7 +50,7 @@ from ondevice.model.selectors import cutoff_gates
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.transformer import Transformer
 from ondevice.model.weights import ModelWeights
-from ondevice.model_config import ExpertsSpec, LayerSpec, ModelConfig
+from ondevice.model_config import LayerSpec, ModelConfig
 
 PIECE_BYTES = 8 << 20
 """Bytes of neurons, or of the head's rows, that are computed together; as many are read meanwhile. Fresh
@@ -192,7 +193,8 @@ class LayerByLayer:
         if spec.experts is None:
             feed_forward.neurons = _Pieces(source, self._backend.neurons)
         else:
-            feed_forward.neurons = _Experts(source, spec.experts)
+            assert source.experts is not None
+            feed_forward.neurons = _Experts(source.experts)
         return feed_forward
 
 
@@ -219,10 +221,9 @@ class _Pieces(NeuronSource):
 
 
 class _Experts(NeuronSource):
-    """Neuron source that reads the experts of `source` one at a time."""
+    """Neuron source that reads experts one at a time."""
 
-    def __init__(self, source: FeedForwardSource, experts: ExpertsSpec) -> None:
-        self._source = source
+    def __init__(self, experts: ExpertRecords) -> None:
         self._experts = experts
 
     def offloaded(self, layer: int, batch: ForwardBatch) -> Sequence[Bytes]:
@@ -232,12 +233,11 @@ class _Experts(NeuronSource):
     def experts(
         self, layer: int, routing: Routing, batch: ForwardBatch, in_order: bool
     ) -> Iterator[tuple[int, int]]:
-        step, begin = self._experts.neurons, self._source.num_neurons - self._experts.num_neurons
         for expert in routing.experts.tolist():
-            records = self._source.read(begin + expert * step, step)
-            yield expert, records.ctypes.data
+            record = self._experts.read(expert)
+            yield expert, record.ctypes.data
             # One at a time, as they may be large.
-            del records
+            del record
 
 
 def loaded_parts(backend: CpuBackend, parts: Sequence[Part]) -> dict[str, Any]:

@@ -59,9 +59,10 @@ class RowFormat(NamedTuple):
         return 1 << (self.bits - 1)
 
 
-MatrixKind = Literal["qkv", "out", "head", "embedding", "feed_forward"]
-"""Matrices that are stored alike in every layer. `feed_forward` has neurons' gate and up rows; a tied head is
-the embedding."""
+MatrixKind = Literal["qkv", "out", "head", "embedding", "feed_forward", "experts", "experts_down"]
+"""Matrices that are stored alike in every layer. `feed_forward` has neurons' gate and up rows; `experts` the
+gate and up matrices of experts that are stored as matrices, `experts_down` their down matrices; a tied head
+is the embedding."""
 MATRIX_KINDS: tuple[MatrixKind, ...] = get_args(MatrixKind)
 
 

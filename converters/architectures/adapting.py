@@ -201,8 +201,9 @@ def outputs_scaled(tensors: Tensors, config: ModelConfig, factor: float) -> Tens
     """What attention and feed-forward add to the residual, times `factor`."""
     found = dict(tensors)
     for layer in range(config.num_layers):
-        name = LayerNames(layer)
-        for tensor in (name.projection("o"), name.projection_bias("o"), name.down):
+        name, experts = LayerNames(layer), config.layers[layer].experts
+        downs = [name.down, *(name.expert(e, "down") for e in range(experts.count if experts else 0))]
+        for tensor in (name.projection("o"), name.projection_bias("o"), *downs):
             if tensor in found and factor != 1.0:
                 found[tensor] = Scaled(tensor, found[tensor], factor)
     return found

@@ -1,4 +1,4 @@
-"""What families with experts share: their keys, and their experts' tensors as one layer's neurons."""
+"""What families with experts share: their keys, and the names of their experts' tensors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,10 @@ def with_experts(
     """`config` with experts in the layers for which `sparse` is true.
 
     shared: neurons of the dense feed-forward beside them. Other layers have the config's own number.
+    Experts whose activation makes zeros are stored neuron by neuron, all others as matrices.
     """
+    if config.zeros_gates:
+        experts = replace(experts, layout="neurons")
     together = experts.num_neurons + shared
     if all(sparse):
         layers = tuple(replace(layer, experts=experts) for layer in config.layers)
@@ -85,7 +88,8 @@ def with_experts(
 
 
 def join_experts(tensors: Tensors, config: ModelConfig, names: ExpertNames = QWEN_NAMES) -> Tensors:
-    """The tensors, in which a layer's experts are one feed-forward's matrices, as `tensors.py` names them.
+    """The tensors, with experts as `tensors.py` names them: matrices by themselves where they are stored so,
+    else parts of one feed-forward's.
 
     Raises CheckpointError for missing experts, and for ones of other shapes or of different types.
     """
@@ -101,7 +105,12 @@ def join_experts(tensors: Tensors, config: ModelConfig, names: ExpertNames = QWE
             if dense:
                 sources.insert(0, f"{prefix}{names.shared}{which}_proj.weight")
             widths = [dense] * (dense > 0) + [spec.experts.neurons] * spec.experts.count
-            found[ours] = _joined(found, ours, sources, widths, config.hidden_size, which == "down")
+            parts = _parts(found, sources, widths, config.hidden_size, which == "down")
+            if spec.experts.layout == "neurons":
+                found[ours] = Matrices(ours, parts, which == "down")
+                continue
+            own = [ours] * (dense > 0) + [name.expert(e, which) for e in range(spec.experts.count)]
+            found |= zip(own, parts, strict=True)
         for theirs, new in (
             (names.router, "router"),
             (names.choice_bias, "router.choice_bias"),
@@ -112,15 +121,17 @@ def join_experts(tensors: Tensors, config: ModelConfig, names: ExpertNames = QWE
     return found
 
 
-def _joined(
+def _parts(
     tensors: dict[str, SourceTensor],
-    name: str,
     sources: Sequence[str],
     widths: Sequence[int],
     hidden: int,
     beside: bool,
-) -> Matrices:
-    """The matrices `sources`, taken out of `tensors`, as one. widths: neurons of each."""
+) -> tuple[SourceTensor, ...]:
+    """The matrices `sources`, taken out of `tensors`.
+
+    widths: neurons of each. beside: whether neurons are their columns.
+    """
     missing = [source for source in sources if source not in tensors]
     if missing:
         raise CheckpointError(
@@ -136,7 +147,7 @@ def _joined(
                 f"{part.name} has shape {list(part.shape)} and type {part.dtype}; config.json asks for "
                 f"{list(wanted)}, and the layer's first expert is {parts[0].dtype}; {SAME_REPOSITORY}{before}"
             )
-    return Matrices(name, parts, beside)
+    return parts
 
 
 def _alike(part: SourceTensor, other: SourceTensor) -> bool:

@@ -69,6 +69,13 @@ class LayerNames:
         """Matrices of the feed-forward, in the order of a record's rows: gate, up if it is gated, down."""
         return (self.gate, self.up, self.down) if spec.feed_forward.gated else (self.gate, self.down)
 
+    def expert(self, expert: int, which: str) -> str:
+        """Matrix `gate`, `up` or `down` of an expert that is stored as matrices."""
+        return f"model.layers.{self.layer}.experts.{expert}.{which}.weight"
+
+    def expert_bias(self, expert: int, which: str) -> str:
+        return f"model.layers.{self.layer}.experts.{expert}.{which}.bias"
+
     @property
     def gate_bias(self) -> str:
         return f"model.layers.{self.layer}.mlp.gate_proj.bias"
@@ -95,6 +102,25 @@ class LayerNames:
             for name in NORM_NAMES
             if (spec.norms_output if name.endswith("_output_norm") else spec.norms_input)
         )
+
+
+def expert_matrices(spec: LayerSpec) -> tuple[str, ...]:
+    """An expert's matrices, in the order of its record."""
+    return ("gate", "up", "down") if spec.feed_forward.gated else ("gate", "down")
+
+
+def expert_shapes(name: LayerNames, spec: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a layer's experts, which are stored as matrices, by their names here."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    assert spec.experts is not None
+    inner = spec.experts.neurons
+    for expert in range(spec.experts.count):
+        for which in expert_matrices(spec):
+            shape = (hidden, inner) if which == "down" else (inner, hidden)
+            shapes[name.expert(expert, which)] = shape
+            if spec.experts.bias:
+                shapes[name.expert_bias(expert, which)] = shape[:1]
+    return shapes
 
 
 def model_weight(name: str) -> str:
@@ -126,10 +152,13 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                 shapes[name.head_norm(which)] = (size,)
                 if spec.attention.head_norm_bias:
                     shapes[name.head_norm_bias(which)] = (size,)
-        inner = config.neurons(spec)
-        shapes |= {name.gate: (inner, hidden), name.down: (hidden, inner)}
-        if spec.feed_forward.gated:
+        inner = config.records[layer]
+        if inner:
+            shapes |= {name.gate: (inner, hidden), name.down: (hidden, inner)}
+        if inner and spec.feed_forward.gated:
             shapes[name.up] = (inner, hidden)
+        if layer in config.expert_layers:
+            shapes |= expert_shapes(name, spec, hidden)
         if spec.feed_forward.bias:
             shapes[name.gate_bias] = (inner,)
         if spec.feed_forward.output_bias:

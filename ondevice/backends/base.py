@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RecordLayout
@@ -207,6 +208,11 @@ class FeedForwardSource(Protocol):
 
     @property
     def layout(self) -> RecordLayout: ...
+
+    @property
+    def experts(self) -> ExpertRecords | None:
+        """The layer's experts; None if it has none."""
+        ...
 
     def read(self, first: int, count: int) -> Bytes:
         """Records first .. first + count, (count, stride). Raises FlashReadError, and as `check_gates`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from ondevice.backends.base import (
     Selector,
 )
 from ondevice.backends.embedding_table import EmbeddingTable
+from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer, FirstNeurons
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.offloading import OffloadingBackend
@@ -52,6 +53,10 @@ VIEWS = 64
 """Most views of output arrays kept at once; bounded, as the last chunks of prompts have every length."""
 
 
+Form: TypeAlias = tuple[int, float, bool]
+"""What the kernels take for the arithmetic between gates and down projection."""
+
+
 def make_runner(threads: int, target: str = "auto") -> _native.Runner:
     """The kernels' runner. threads: at least 1. Raises BackendUnavailableError if `target` can't run here."""
     if target != "auto" and target not in _native.available_targets():
@@ -62,7 +67,7 @@ def make_runner(threads: int, target: str = "auto") -> _native.Runner:
     return _native.Runner(threads, target)
 
 
-def native_form(spec: FeedForwardSpec) -> tuple[int, float, bool]:
+def native_form(spec: FeedForwardSpec) -> Form:
     """What the kernels take for the arithmetic between gates and down projection."""
     return ACTIVATIONS.index(spec.activation), spec.threshold, spec.up_activation == "relu"
 
@@ -114,6 +119,7 @@ class CpuFeedForward(FeedForwardLayer):
             down,
             biases.gates,
         )
+        self.expert = _native_expert(source.hidden_size, source.experts)
         self.output_bias: Float32 | None = biases.output
         self._runner = runner
 
@@ -124,6 +130,13 @@ class CpuFeedForward(FeedForwardLayer):
         for first in range(0, source.num_neurons, step):
             self.pack(segment, 0, first, source.read(first, min(step, source.num_neurons - first)))
         self.segments.append(segment)
+
+    def forward_expert(self, x: Float32, address: int, neurons: int, form: Form, out: Float32) -> None:
+        """Write the output for x (T, D) of the expert at `address`, which has `neurons` neurons."""
+        if self.expert is None:
+            self.native.forward_records(self._runner, x, address, neurons, form, out)
+        else:
+            self.expert.forward(self._runner, x, address, form, out)
 
     def with_bias(self, out: Float32) -> Float32:
         """`out` (T, D), the output bias added in place, if there is one."""
@@ -139,6 +152,14 @@ class CpuFeedForward(FeedForwardLayer):
         blocks = -(-len(neurons) // BLOCK_NEURONS)
         block0 = (first - neurons.start) // BLOCK_NEURONS
         self.native.pack(self._runner, segment, blocks, block0, records)
+
+
+def _native_expert(hidden: int, records: ExpertRecords | None) -> _native.Expert | None:
+    """What the kernels know of a layer's experts, if they are stored as matrices."""
+    if records is None or records.layout is None:
+        return None
+    gate, *up, down = records.layout.places
+    return _native.Expert(hidden, records.layout.matrices[0].rows, gate, up[0] if up else None, down)
 
 
 class CpuBackend(OffloadingBackend):
@@ -426,7 +447,7 @@ class CpuBackend(OffloadingBackend):
             rows, weights = routing.rows_of(expert)
             own = x if len(rows) == len(x) else x[rows]
             out = np.empty_like(own)
-            native.forward_records(self.runner, own, address, experts.neurons, form, out)
+            weight.forward_expert(own, address, experts.neurons, form, out)
             out *= weights
             held.append((expert, rows, out))
             if in_order:

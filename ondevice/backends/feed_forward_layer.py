@@ -45,6 +45,7 @@ class FirstNeurons:
         self.file = source.file
         self.hidden_size = source.hidden_size
         self.layout = source.layout
+        self.experts = source.experts
 
     def read(self, first: int, count: int) -> Bytes:
         return self._source.read(first, count)

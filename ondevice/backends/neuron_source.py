@@ -78,7 +78,7 @@ class NeuronSource:
     def experts(
         self, layer: int, routing: Routing, batch: ForwardBatch, in_order: bool
     ) -> Iterator[tuple[int, int]]:
-        """Every expert of `routing.experts`, and the address of its first record; each until the next.
+        """Every expert of `routing.experts`, and its address in memory; each until the next.
 
         in_order: whether they come in ascending order; otherwise those in memory come first.
         """

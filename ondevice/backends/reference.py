@@ -33,13 +33,15 @@ from ondevice.backends.base import (
     Router,
     Selector,
 )
+from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.routing import route, sigmoid
 from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.codes import unpack
-from ondevice.bundle.layout import RowLayout
+from ondevice.bundle.layout import ExpertLayout, RowLayout
+from ondevice.bundle.tiles import untiled
 from ondevice.config import RowFormat
 from ondevice.kernels import _native
 from ondevice.model_config import Activation, AttentionSpec, FeedForwardSpec, LayerSpec
@@ -61,13 +63,16 @@ class ReferenceLinear:
 class ReferenceFeedForward:
     """gate, up, down: (F, D); row f of `down` is neuron f's column of the down projection.
 
-    up: None in an ungated feed-forward.
+    up: None in an ungated feed-forward. biases: of gates and output; up_bias: (F,), which only experts have.
+    experts: those of the layer that are stored as matrices, in order.
     """
 
     gate: Float32
     up: Float32 | None
     down: Float32
     biases: Biases = NO_BIASES
+    up_bias: Float32 | None = None
+    experts: tuple[ReferenceFeedForward, ...] = ()
 
     def some(self, first: int, count: int) -> ReferenceFeedForward:
         """The neurons first .. first + count by themselves, which have no biases."""
@@ -131,7 +136,8 @@ class ReferenceBackend:
             for target, offset, row in zip(rows, offsets, source.layout.rows, strict=True):
                 target[first : first + count] = read_rows(records, offset, row)
         gate, *up, down = rows
-        return ReferenceFeedForward(gate, up[0] if up else None, down, biases)
+        experts = _read_experts(source.experts)
+        return ReferenceFeedForward(gate, up[0] if up else None, down, biases, experts=experts)
 
     def load_embedding(self, source: EmbeddingSource, offloaded: bool = False) -> EmbeddingSource:
         return source
@@ -295,7 +301,7 @@ class ReferenceBackend:
         experts, apart, residual = spec.experts, router.apart, x
         assert experts is not None
         x = self.normed(x, norm)
-        first = len(weight.gate) - experts.num_neurons
+        first = len(weight.gate) - (0 if weight.experts else experts.num_neurons)
         total = np.zeros_like(x)
         if first:
             dense = weight.some(0, first)
@@ -310,8 +316,12 @@ class ReferenceBackend:
         routing = route(logits, experts, router.choice_bias, None if apart is None else apart.scales)
         for expert in routing.experts.tolist():
             rows, weights = routing.rows_of(expert)
-            own = weight.some(first + expert * experts.neurons, experts.neurons)
-            total[rows] += weights * (hidden(x[rows], own, spec.feed_forward) @ own.down)
+            if weight.experts:
+                own = weight.experts[expert]
+            else:
+                own = weight.some(first + expert * experts.neurons, experts.neurons)
+            out: Float32 = hidden(x[rows], own, spec.feed_forward) @ own.down
+            total[rows] += weights * (out if own.biases.output is None else out + own.biases.output)
         if apart is not None:
             total = dense_output + self.normed(total, apart.output)
         return total if added is None else added + total
@@ -352,8 +362,34 @@ def hidden(x: Float32, weight: ReferenceFeedForward, spec: FeedForwardSpec) -> F
     found = activate(gates, spec.activation, spec.threshold)
     if weight.up is not None:
         ups: Float32 = x @ weight.up.T
+        if weight.up_bias is not None:
+            ups += weight.up_bias
         found *= ups if spec.up_activation == "none" else activate(ups, spec.up_activation)
     return found
+
+
+def _read_experts(records: ExpertRecords | None) -> tuple[ReferenceFeedForward, ...]:
+    """A layer's experts that are stored as matrices; none if they are neurons."""
+    if records is None or records.layout is None:
+        return ()
+    return tuple(_expert(records.read(expert), records.layout) for expert in range(records.count))
+
+
+def _expert(record: Bytes, layout: ExpertLayout) -> ReferenceFeedForward:
+    """The expert that a record (stride,) holds."""
+    matrices, biases = [], []
+    for offset, matrix in zip(layout.part_offsets, layout.matrices, strict=True):
+        codes, scales, own, added = untiled(record[offset : offset + matrix.nbytes], matrix)
+        matrices.append(dequantise(codes, scales, own, matrix.row.stored, matrix.row.cols))
+        biases.append(added)
+    gate, *up, down = matrices
+    return ReferenceFeedForward(
+        gate,
+        up[0] if up else None,
+        np.ascontiguousarray(down.T),
+        Biases(biases[0], biases[-1]),
+        biases[1] if up else None,
+    )
 
 
 def dequantise(codes: Bytes, scales: Float16, biases: Float16, stored: RowFormat, cols: int) -> Float32:

@@ -217,7 +217,9 @@ class MemoryModel(ABC):
         weights += interleaved_bytes(
             config.vocab_size, config.embedding_size, quant.head(config.tie_embeddings)
         )
-        checksums = config.num_neurons * len(neuron_layout(config, self.quant).parts)
+        checksums = sum(config.records) * len(neuron_layout(config, self.quant).parts)
+        if config.experts is not None:
+            checksums += len(config.expert_layers) * config.experts.count * config.feed_forward.num_rows
         checksums += config.vocab_size * (2 if config.per_layer_width else 1) + weights // CRC_BLOCK_BYTES
         return weights + 4 * checksums
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ondevice.bundle.layout import RowLayout, neuron_layout, padded
+from ondevice.bundle.layout import RowLayout, expert_bytes, neuron_layout, padded
 from ondevice.bundle.streams import MultiStreams
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.errors import UsageError
@@ -177,7 +177,7 @@ def expert_shape(config: ModelConfig, quant: QuantConfig, experts: ExpertsSpec) 
 
     The reserve holds those that a token chooses in one layer.
     """
-    nbytes = experts.neurons * neuron_layout(config, quant).stride
+    nbytes = expert_bytes(config, quant)
     # An expert lies in its page as on flash, so one that isn't whole pages may touch one more.
     slot_bytes = nbytes if nbytes % PAGE_BYTES == 0 else padded(nbytes, PAGE_BYTES) + PAGE_BYTES
     count = experts.count * sum(layer.experts is not None for layer in config.layers)

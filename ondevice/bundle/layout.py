@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from ondevice.model_config import LayerSpec, ModelConfig
 
 FORMAT = "ondevice-bundle"
 VERSION = 2
+TILE_ROWS = 16
+"""Rows of a matrix that lie interleaved, where it is stored as the kernels multiply it."""
 DATA_OFFSET = 4096
 """First byte of the records in a record file, and the alignment of the data in the resident file."""
 CRC_BLOCK_BYTES = 1 << 20
@@ -53,6 +55,11 @@ def gate_file_name(layer: int) -> str:
     return f"gates-{layer:05d}.safetensors"
 
 
+def expert_file_name(layer: int) -> str:
+    """Name of the file that holds the experts of `layer`, where they are stored as matrices."""
+    return f"experts-{layer:05d}.safetensors"
+
+
 def gate_bias_name(layer: int) -> str:
     """The resident tensor of biases of `layer`'s gates, which has the neurons' order."""
     return f"layers.{layer}.feed_forward.gate.bias"
@@ -61,6 +68,21 @@ def gate_bias_name(layer: int) -> str:
 def padded(n: int, multiple: int) -> int:
     """`n` rounded up to a multiple of `multiple`."""
     return -(-n // multiple) * multiple
+
+
+class HalfRange(NamedTuple):
+    """Bytes [start, stop) that hold float16 values, and `times` - 1 ranges more, each `step` bytes behind the
+    one before it.
+    """
+
+    start: int
+    stop: int
+    step: int = 0
+    times: int = 1
+
+    def behind(self, offset: int) -> HalfRange:
+        """The ranges `offset` bytes further on."""
+        return self._replace(start=self.start + offset, stop=self.stop + offset)
 
 
 @dataclass(frozen=True)
@@ -106,9 +128,9 @@ class RowLayout:
         return self.codes_bytes + self.scales_bytes + self.biases_bytes
 
     @property
-    def halves(self) -> tuple[int, int]:
-        """(start, stop) bytes of the row's float16 values: scales and biases, or everything at 16 bits."""
-        return (0 if self.bits == 16 else self.codes_bytes), self.nbytes
+    def halves(self) -> HalfRange:
+        """Bytes of the row's float16 values: scales and biases, or everything at 16 bits."""
+        return HalfRange(0 if self.bits == 16 else self.codes_bytes, self.nbytes)
 
 
 @dataclass(frozen=True)
@@ -165,10 +187,98 @@ class RecordLayout:
         return tuple((start + used, start + full) for start, used, full in pairs if used < full)
 
     @cached_property
-    def halves(self) -> tuple[tuple[int, int], ...]:
-        """(start, stop) byte ranges of a record that hold float16 values."""
-        pairs = ((offset, row.halves) for offset, row in zip(self.row_offsets, self.rows, strict=True))
-        return tuple((offset + start, offset + stop) for offset, (start, stop) in pairs)
+    def halves(self) -> tuple[HalfRange, ...]:
+        """The bytes of a record that hold float16 values."""
+        rows = zip(self.row_offsets, self.rows, strict=True)
+        return tuple(row.halves.behind(offset) for offset, row in rows)
+
+
+@dataclass(frozen=True)
+class TiledMatrix:
+    """A matrix as the kernels multiply it, and one part of an expert's record.
+
+    It is [tiles of 16 rows], or at 16 bits [rows], and then [biases], if it has any. row: one of its rows, as
+    it is stored elsewhere. has_bias: whether its products have a bias, a float32 for each row.
+    """
+
+    rows: int
+    row: RowLayout
+    has_bias: bool = False
+
+    @property
+    def padded_rows(self) -> int:
+        return padded(self.rows, TILE_ROWS)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of 16 rows of 64 columns: their codes, scales and biases."""
+        return TILE_ROWS * self.row.nbytes * GROUP_SIZE // self.row.padded_cols
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of all rows, without the products' biases."""
+        return self.padded_rows * self.row.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows_bytes + 4 * self.padded_rows * self.has_bias
+
+    @property
+    def halves(self) -> HalfRange:
+        """The bytes that hold float16 values: scales and biases of each block, or all rows at 16 bits."""
+        if self.row.bits == 16:
+            return HalfRange(0, self.rows_bytes)
+        codes = TILE_ROWS * GROUP_SIZE * self.row.bits // 8
+        return HalfRange(codes, self.block_bytes, self.block_bytes, self.rows_bytes // self.block_bytes)
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """The record of an expert: a part for each matrix, which has its own checksum.
+
+    matrices: gate (F, D), up (F, D) if there is one, down (D, F).
+    """
+
+    matrices: tuple[TiledMatrix, ...]
+    alignment: int = DATA_OFFSET
+    """Parts begin on pages, so that a record read past the page cache lies in a slot from its start on."""
+
+    @cached_property
+    def part_bytes(self) -> tuple[int, ...]:
+        """Padded bytes of each part."""
+        return tuple(padded(matrix.nbytes, self.alignment) for matrix in self.matrices)
+
+    @cached_property
+    def part_offsets(self) -> tuple[int, ...]:
+        """First byte of each part, from the start of the record."""
+        return tuple(sum(self.part_bytes[:part]) for part in range(len(self.matrices)))
+
+    @cached_property
+    def stride(self) -> int:
+        """Bytes from one record to the next."""
+        return sum(self.part_bytes)
+
+    @cached_property
+    def padding(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) byte ranges behind the parts that hold no data and must be zero."""
+        parts = zip(self.part_offsets, self.matrices, self.part_bytes, strict=True)
+        ranges = ((start + matrix.nbytes, start + full) for start, matrix, full in parts)
+        return tuple((start, stop) for start, stop in ranges if start < stop)
+
+    @cached_property
+    def halves(self) -> tuple[HalfRange, ...]:
+        """The bytes of a record that hold float16 values."""
+        parts = zip(self.part_offsets, self.matrices, strict=True)
+        return tuple(matrix.halves.behind(offset) for offset, matrix in parts)
+
+    @cached_property
+    def places(self) -> tuple[tuple[RowFormat, int, int | None], ...]:
+        """Each matrix's format, its first byte in a record, and that of its biases, or None."""
+        parts = zip(self.part_offsets, self.matrices, strict=True)
+        return tuple(
+            (matrix.row.stored, offset, offset + matrix.rows_bytes if matrix.has_bias else None)
+            for offset, matrix in parts
+        )
 
 
 def neuron_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
@@ -178,6 +288,25 @@ def neuron_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
     """
     row, down = (RowLayout(config.hidden_size, *stored) for stored in (quant.of("feed_forward"), quant.down))
     return RecordLayout(((row,), (*(row,) * (config.feed_forward.num_rows - 2), down)))
+
+
+def expert_layout(config: ModelConfig, quant: QuantConfig) -> ExpertLayout | None:
+    """Record of one expert; None unless the model has experts that are stored as matrices."""
+    experts, hidden = config.experts, config.hidden_size
+    if experts is None or experts.layout != "matrices":
+        return None
+    row = RowLayout(hidden, *quant.of("experts"))
+    by_rows = TiledMatrix(experts.neurons, row, experts.bias)
+    down = TiledMatrix(hidden, RowLayout(experts.neurons, *quant.of("experts_down")), experts.bias)
+    return ExpertLayout((*(by_rows,) * (config.feed_forward.num_rows - 1), down))
+
+
+def expert_bytes(config: ModelConfig, quant: QuantConfig) -> int:
+    """Bytes of one expert on flash, in either layout; 0 in a model without any."""
+    whole = expert_layout(config, quant)
+    if whole is not None:
+        return whole.stride
+    return 0 if config.experts is None else config.experts.neurons * neuron_layout(config, quant).stride
 
 
 def gate_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
@@ -315,15 +444,15 @@ class FileLayout:
     """The properties of a file that follow from model and format: its size, its header and its CRC units.
 
     nbytes: None if only the manifest has it (tokenizer files). record: None unless the file holds records.
-    halves: (start, stop) byte ranges with float16 values, of every record, or of a file without records.
+    halves: where float16 values are in every record, or in a file without records.
     """
 
     nbytes: int | None
     header: bytes
     crc_start: int
     crc_units: tuple[int, ...]
-    record: RecordLayout | None = None
-    halves: tuple[tuple[int, int], ...] = ()
+    record: RecordLayout | ExpertLayout | None = None
+    halves: tuple[HalfRange, ...] = ()
 
     @property
     def halves_period(self) -> int:
@@ -343,7 +472,7 @@ def tensors_layout(tensors: Mapping[str, TensorSpec]) -> FileLayout:
     offset = len(header)
     for spec in tensors.values():
         if spec.dtype == "F16":
-            halves.append((offset, offset + spec.nbytes))
+            halves.append(HalfRange(offset, offset + spec.nbytes))
         offset += spec.nbytes
     return FileLayout(offset, header, 0, (CRC_BLOCK_BYTES,), halves=tuple(halves))
 
@@ -357,18 +486,23 @@ def file_layout(name: str, config: ModelConfig, quant: QuantConfig) -> FileLayou
     if name == PER_LAYER:
         return _record_file(config.vocab_size, per_layer_layout(config, quant))
     if name.startswith("neurons-"):
-        return _record_file(config.widths[_layer_of(name)], neuron_layout(config, quant))
+        return _record_file(config.records[_layer_of(name)], neuron_layout(config, quant))
     if name.startswith("gates-"):
-        return _record_file(config.widths[_layer_of(name)], gate_layout(config, quant))
+        return _record_file(config.records[_layer_of(name)], gate_layout(config, quant))
+    if name.startswith("experts-"):
+        layout, spec = expert_layout(config, quant), config.layers[_layer_of(name)].experts
+        assert layout is not None
+        assert spec is not None
+        return _record_file(spec.count, layout)
     return FileLayout(None, b"", 0, (CRC_BLOCK_BYTES,))
 
 
 def _layer_of(name: str) -> int:
-    """The layer whose neurons or gates the file `name` holds."""
+    """The layer whose neurons, gates or experts the file `name` holds."""
     return int(name.partition("-")[2].removesuffix(".safetensors"))
 
 
-def _record_file(num_records: int, record: RecordLayout) -> FileLayout:
+def _record_file(num_records: int, record: RecordLayout | ExpertLayout) -> FileLayout:
     header = record_header(num_records, record.stride)
     nbytes = DATA_OFFSET + num_records * record.stride
     return FileLayout(nbytes, header, DATA_OFFSET, record.part_bytes, record, record.halves)

@@ -23,8 +23,11 @@ from ondevice.bundle.layout import (
     RESIDENT,
     TOKENIZER_FILES,
     VERSION,
+    ExpertLayout,
     RecordLayout,
     embedding_layout,
+    expert_file_name,
+    expert_layout,
     gate_file_name,
     gate_layout,
     neuron_file_name,
@@ -150,8 +153,9 @@ def bundle_files(config: ModelConfig, tokenizer: TokenizerInfo) -> tuple[str, ..
     layers = range(config.num_layers)
     neurons = (neuron_file_name(layer) for layer in layers)
     gates = (gate_file_name(layer) for layer in layers if config.zeros_gates)
+    experts = (expert_file_name(layer) for layer in config.expert_layers)
     per_layer = (PER_LAYER,) if config.per_layer_width else ()
-    return (RESIDENT, EMBEDDING, *neurons, *gates, *per_layer, *tokenizer.files, CHECKSUMS)
+    return (RESIDENT, EMBEDDING, *neurons, *gates, *experts, *per_layer, *tokenizer.files, CHECKSUMS)
 
 
 def manifest_text(manifest: Manifest) -> bytes:
@@ -182,10 +186,12 @@ def parse_manifest(data: bytes) -> Manifest:
             "--force` again on the model's checkpoint"
         )
     config = parse_model(root.section("model"))
-    quant = _parse_quantisation(root.section("quantisation"), config.tie_embeddings)
+    quant = _parse_quantisation(root.section("quantisation"), config)
     root.equal("neurons", _neurons_json(config, neuron_layout(config, quant)))
     root.equal("embedding", _layout_json(config.vocab_size, embedding_layout(config, quant)))
     _check_gates(root, config, quant)
+    for key, value in _experts_json(config, quant).items():
+        root.equal(key, value)
     if config.per_layer_width:
         root.equal("per_layer", _layout_json(config.vocab_size, per_layer_layout(config, quant)))
     tokenizer = _parse_tokenizer(root.section("tokenizer"), config.vocab_size)
@@ -201,7 +207,9 @@ def model_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any]:
     per_layer = {}
     if config.per_layer_width:
         per_layer["per_layer"] = _layout_json(config.vocab_size, per_layer_layout(config, quant))
-    return per_layer | {
+    return {
+        **per_layer,
+        **_experts_json(config, quant),
         "format": FORMAT,
         "version": VERSION,
         "model": model_section(config),
@@ -216,11 +224,20 @@ def _gates_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any] | Non
     return _neurons_json(config, gate_layout(config, quant)) if config.zeros_gates else None
 
 
+def _experts_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any]:
+    """The key `experts`; nothing unless the model has experts that are stored as matrices."""
+    layout = expert_layout(config, quant)
+    if layout is None or config.experts is None:
+        return {}
+    return {"experts": _layout_json(config.experts.count, layout)}
+
+
 def _neurons_json(config: ModelConfig, layout: RecordLayout) -> dict[str, Any]:
     """Records of every layer's neurons: one number of them, or a list where layers have different ones."""
-    widths = config.widths
-    equal = len(set(widths)) <= 1
-    return _layout_json(config.widest if equal else 0, layout) | ({} if equal else {"num_records": [*widths]})
+    records = config.records
+    equal = len(set(records)) <= 1
+    count = max(records, default=config.intermediate_size) if equal else 0
+    return _layout_json(count, layout) | ({} if equal else {"num_records": [*records]})
 
 
 def _check_gates(root: Section, config: ModelConfig, quant: QuantConfig) -> None:
@@ -260,7 +277,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _layout_json(num_records: int, layout: RecordLayout) -> dict[str, Any]:
+def _layout_json(num_records: int, layout: RecordLayout | ExpertLayout) -> dict[str, Any]:
     return {
         "num_records": num_records,
         "stride": layout.stride,
@@ -279,7 +296,7 @@ def _quantisation_json(quant: QuantConfig) -> dict[str, Any]:
     return found
 
 
-def _parse_quantisation(section: Section, tied: bool) -> QuantConfig:
+def _parse_quantisation(section: Section, config: ModelConfig) -> QuantConfig:
     bits = section.integer("bits", 1, 64)
     if bits not in get_args(Bits):
         raise UnsupportedModelError(f"quantisation to {bits} bits; this release reads 4, 5, 6, 8 and 16")
@@ -287,7 +304,9 @@ def _parse_quantisation(section: Section, tied: bool) -> QuantConfig:
     plain = QuantConfig(cast(Bits, bits))
     formats = _parse_formats(section.section("matrices"), plain) if "matrices" in section.names else ()
     section.close()
-    if tied and dict(formats).get("head"):
+    if not config.expert_layers and any(kind.startswith("experts") for kind, _ in formats):
+        raise BundleError("manifest.quantisation.matrices has experts, but no layer stores them as matrices")
+    if config.tie_embeddings and dict(formats).get("head"):
         raise BundleError("manifest.quantisation.matrices has a head, but the model's head is its embedding")
     return QuantConfig(plain.bits, formats)
 

@@ -59,6 +59,8 @@ _PLAIN_EXPERTS = {
     "jitter": 0.0,
     "shared_gate": False,
     "apart": False,
+    "layout": "matrices",
+    "bias": False,
 }
 _PLAIN_ATTENTION = {"value_norm": False, "keys_of": None, "head_dim": 0, "num_kv_heads": 0}
 """Likewise of a rope's, a layer's, its experts' and its attention's."""
@@ -149,12 +151,14 @@ def _parse_layer(section: Section) -> LayerSpec:
 
 def _parse_experts(section: Section) -> ExpertsSpec:
     given: dict[str, Any] = {}
-    for name in ("choice_bias", "shared_gate", "apart"):
+    for name in ("choice_bias", "shared_gate", "apart", "bias"):
         if name in section.names:
             given[name] = section.boolean(name)
     for name in ("groups", "chosen_groups"):
         if name in section.names:
             given[name] = section.integer(name, 1, MAX_EXPERTS)
+    if "layout" in section.names:
+        given["layout"] = section.text("layout", 16)
     if "jitter" in section.names:
         given["jitter"] = section.number("jitter", 0.0, 1.0)
     experts = ExpertsSpec(

@@ -34,8 +34,11 @@ from ondevice.bundle.layout import (
     MANIFEST,
     RESIDENT,
     FileLayout,
+    HalfRange,
     TensorSpec,
     embedding_layout,
+    expert_file_name,
+    expert_layout,
     file_layout,
     gate_file_name,
     gate_layout,
@@ -87,8 +90,8 @@ class CheckedFile:
     crc_start: first byte that a CRC covers.
     crc_units: sizes in bytes of the units that cover the rest, repeating; the file's last unit may be short.
     crcs: (units,) uint32, the CRC32C of each unit.
-    halves: (start, stop) byte ranges whose float16 values must be finite. They repeat every `halves_period`
-        bytes from `crc_start` on; if that is 0, they count once, from the start of the file.
+    halves: where float16 values are, which must be finite. They repeat every `halves_period` bytes from
+        `crc_start` on; if that is 0, they count once, from the start of the file.
     """
 
     path: Path
@@ -96,7 +99,7 @@ class CheckedFile:
     crc_start: int
     crc_units: tuple[int, ...]
     crcs: np.ndarray
-    halves: tuple[tuple[int, int], ...] = ()
+    halves: tuple[HalfRange, ...] = ()
     halves_period: int = 0
 
     @classmethod
@@ -140,6 +143,7 @@ class Bundle:
         self.embedding_layout = embedding_layout(self.config, self.quant)
         self.per_layer_layout = per_layer_layout(self.config, self.quant)
         self.gate_layout = gate_layout(self.config, self.quant)
+        self.expert_layout = expert_layout(self.config, self.quant)
         self.bundle_bytes: int = manifest_bytes + sum(entry.nbytes for entry in manifest.files.values())
         self._folder = path.resolve()
         self._check_sizes()
@@ -202,6 +206,10 @@ class Bundle:
 
     def neuron_file(self, layer: int) -> CheckedFile:
         return self.file(neuron_file_name(layer))
+
+    def expert_file(self, layer: int) -> CheckedFile:
+        """The experts of `layer`. Raises BundleError if it has none that are stored as matrices."""
+        return self.file(expert_file_name(layer))
 
     def gate_file(self, layer: int) -> CheckedFile:
         """The gate file of `layer`.

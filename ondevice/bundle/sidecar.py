@@ -20,6 +20,7 @@ from ondevice.bundle.layout import (
     PER_LAYER,
     RESIDENT,
     FileLayout,
+    expert_file_name,
     gate_file_name,
     neuron_file_name,
 )
@@ -65,6 +66,7 @@ def weights_digest(manifest: Manifest) -> str:
     layers = range(manifest.config.num_layers)
     names = [RESIDENT, *(neuron_file_name(layer) for layer in layers)]
     names += [gate_file_name(layer) for layer in layers if manifest.config.zeros_gates]
+    names += [expert_file_name(layer) for layer in manifest.config.expert_layers]
     names += [PER_LAYER] if manifest.config.per_layer_width else []
     return hashlib.sha256(canonical_json([manifest.files[name].sha256 for name in names])).hexdigest()
 

@@ -17,7 +17,9 @@ from ondevice.bundle.files import read_range
 from ondevice.bundle.hotness import HOTNESS, HOTNESS_SIDECAR, hotness_layout
 from ondevice.bundle.layout import (
     CHECKSUMS,
+    ExpertLayout,
     FileLayout,
+    HalfRange,
     RecordLayout,
     file_layout,
     gate_file_name,
@@ -171,7 +173,7 @@ def _verify_file(
             records = chunk.reshape(-1, layout.record.stride)
             if stain is None:
                 stain = _padding_stain(records, layout.record, digest.nbytes)
-            if gate_rows is not None:
+            if gate_rows is not None and isinstance(layout.record, RecordLayout):
                 gate_rows.update(np.ascontiguousarray(records[:, : layout.record.row_bytes[0]]).data)
         digest.update(chunk)
         yield digest.nbytes
@@ -229,7 +231,7 @@ def _chunks(file: CheckedFile, layout: FileLayout) -> Iterator[np.ndarray]:
         raise reading_failed(error, BundleError(f"{file.path.name} can't be read: {error}")) from error
 
 
-def _padding_stain(records: np.ndarray, record: RecordLayout, offset: int) -> int | None:
+def _padding_stain(records: np.ndarray, record: RecordLayout | ExpertLayout, offset: int) -> int | None:
     """File offset of a nonzero padding byte in records (n, stride), which begin at `offset`; or None."""
     for start, stop in record.padding:
         stains = np.argwhere(records[:, start:stop])
@@ -249,14 +251,29 @@ def _broken_half(chunk: np.ndarray, layout: FileLayout, offset: int) -> int | No
         return None
     rows = chunk.reshape(-1, period or chunk.size)
     first = 0 if period else offset
-    for start, stop in layout.halves:
-        start, stop = max(start - first, 0), min(stop - first, rows.shape[1])
+    for halves in layout.halves:
+        if halves.times > 1:
+            broken = np.argwhere(~np.isfinite(_repeated(rows, halves)))
+            if broken.size:
+                row, place, half = broken[0].tolist()
+                return offset + int(row * period + halves.start + place * halves.step + 2 * half)
+            continue
+        start, stop = max(halves.start - first, 0), min(halves.stop - first, rows.shape[1])
         if start < stop:
             broken = np.argwhere(~np.isfinite(rows[:, start:stop].view("<f2")))
             if broken.size:
                 row, half = broken[0]
                 return offset + int(row) * (period or 0) + start + 2 * int(half)
     return None
+
+
+def _repeated(records: np.ndarray, halves: HalfRange) -> np.ndarray:
+    """(n, count, float16 values) of several ranges of each of the records (n, stride)."""
+    size, end = halves.stop - halves.start, halves.start + halves.step * (halves.times - 1)
+    # The bytes behind the last range's start may be fewer than a step.
+    first = records[:, halves.start : end].reshape(len(records), halves.times - 1, halves.step)[:, :, :size]
+    last = records[:, None, end : end + size]
+    return np.ascontiguousarray(np.concatenate([first, last], axis=1)).view("<f2")
 
 
 def _unit(index: int, layout: FileLayout) -> str:

@@ -28,6 +28,7 @@ from ondevice.bundle.layout import (
     CHECKSUMS,
     MANIFEST,
     RESIDENT,
+    ExpertLayout,
     FileLayout,
     RecordLayout,
     TensorSpec,
@@ -104,7 +105,10 @@ class BundleWriter:
         return name in self._finished
 
     def write_records(self, name: str, records: Iterable[np.ndarray]) -> None:
-        """Writes the record file `name` from uint8 arrays (n, stride); does nothing if it is finished."""
+        """Writes the record file `name` from uint8 arrays (n, stride); does nothing if it is finished.
+
+        Experts that are stored as matrices come in pieces: arrays (n,) of the next bytes.
+        """
         if self.finished(name):
             return
         record = self._layout(name).record
@@ -158,7 +162,7 @@ class BundleWriter:
         file = CheckedFile.of(path, digest.nbytes, layout, digest.crcs())
         if layout.halves_period:
             return file
-        return replace(file, halves=tuple(part for part in file.halves if part[1] <= file.nbytes))
+        return replace(file, halves=tuple(part for part in file.halves if part.stop <= file.nbytes))
 
     def add_blob(self, name: str, data: bytes) -> None:
         """Writes a tokenizer file or chat template."""
@@ -295,7 +299,11 @@ class _FileSink:
             publish(temporary_path(self.path), self.path)
 
 
-def _check_records(name: str, chunk: np.ndarray, record: RecordLayout) -> None:
+def _check_records(name: str, chunk: np.ndarray, record: RecordLayout | ExpertLayout) -> None:
+    if isinstance(record, ExpertLayout):
+        if chunk.dtype != np.uint8 or chunk.ndim != 1:
+            raise ValueError(f"{name}: {chunk.dtype} {chunk.shape} isn't uint8 (n,)")
+        return
     if chunk.dtype != np.uint8 or chunk.ndim != 2 or chunk.shape[1] != record.stride:
         raise ValueError(f"{name}: {chunk.dtype} {chunk.shape} isn't uint8 (n, {record.stride})")
     if any(chunk[:, start:stop].any() for start, stop in record.padding):

@@ -8,6 +8,7 @@ from typing import Any
 
 from ondevice.budget.limits import context_words, verdict
 from ondevice.budget.sizes import DECODE_TOKENS, SlotShape
+from ondevice.bundle.layout import expert_bytes
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import no_streams
 from ondevice.commands.reports import parts, percent, residency, size
@@ -126,7 +127,7 @@ def _expert_facts(resolved: ResolvedModel) -> dict[str, int] | None:
     if experts is None:
         return None
     layers = sum(layer.experts is not None for layer in config.layers)
-    nbytes = experts.neurons * resolved.bundle.neuron_layout.stride
+    nbytes = expert_bytes(config, resolved.bundle.quant)
     room = 0
     if isinstance(plan.segment, SlotShape):
         slots = plan.segments_for(plan.kv_cache_bytes, DECODE_TOKENS) * plan.segment.slots

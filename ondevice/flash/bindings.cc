@@ -72,10 +72,10 @@ auto crc32c_on(Bytes data, const std::vector<uint64_t>& units, const std::string
   return crc32c_with(data, units, Crc32cTarget::kHardware);
 }
 
-using Ranges = std::vector<std::pair<int64_t, int64_t>>;
+using HalvesArg = std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>;  // begin, end, step, count
 
 FileSpec make_spec(nb::bytes path, int64_t nbytes, int64_t crc_start, std::vector<uint64_t> units, Crcs crcs,
-                   const Ranges& halves, int64_t halves_period) {
+                   const HalvesArg& halves, int64_t halves_period) {
   FileSpec spec;
   spec.path = std::string(path.c_str(), path.size());
   spec.nbytes = nbytes;
@@ -83,7 +83,7 @@ FileSpec make_spec(nb::bytes path, int64_t nbytes, int64_t crc_start, std::vecto
   spec.units = std::move(units);
   spec.crcs = std::shared_ptr<const uint32_t>(crcs.data(), [crcs](const uint32_t*) {});
   spec.crc_count = crcs.size();
-  for (const auto& [begin, end] : halves) spec.halves.push_back({begin, end});
+  for (const auto& [begin, end, step, count] : halves) spec.halves.push_back({{begin, end}, step, count});
   spec.halves_period = halves_period;
   return spec;
 }
@@ -141,7 +141,7 @@ void bind_reader(nb::module_& m) {
       .def(
           "__init__",
           [](FileSpec* self, nb::bytes path, int64_t nbytes, int64_t crc_start, std::vector<uint64_t> units,
-             Crcs crcs, const Ranges& halves, int64_t halves_period) {
+             Crcs crcs, const HalvesArg& halves, int64_t halves_period) {
             new (self)
                 FileSpec(make_spec(path, nbytes, crc_start, std::move(units), crcs, halves, halves_period));
           },

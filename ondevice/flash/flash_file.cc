@@ -96,6 +96,7 @@ FlashFile::FlashFile(FileSpec spec, bool direct) : spec_(std::move(spec)), direc
       throw std::invalid_argument(spec_.path + ": a checked unit of " + std::to_string(unit) + " bytes");
     starts_.push_back(period_);
     period_ += static_cast<int64_t>(unit);
+    whole_pages_ = whole_pages_ && unit % kPage == 0;
   }
   grid_ = std::lcm(period_, kPage);
   size_t covered = static_cast<size_t>(spec_.nbytes - spec_.crc_start);
@@ -128,10 +129,16 @@ void FlashFile::check_spec() const {
   int64_t last = spec_.halves_period == 0 ? spec_.crc_start : 0;
   const int64_t most = spec_.halves_period == 0 ? spec_.nbytes : spec_.halves_period;
   bool good = spec_.halves_period >= 0 && spec_.halves_period % 2 == 0;
-  for (const Range& range : spec_.halves) {
+  for (const Halves& halves : spec_.halves) {
+    const Range& range = halves.first;
     good =
         good && last <= range.begin && range.begin < range.end && range.begin % 2 == 0 && range.end % 2 == 0;
-    last = range.end;
+    // A product of both is taken only where it can't overflow.
+    good = good && halves.count >= 1 && halves.count <= most && halves.step >= 0 && halves.step <= most &&
+           halves.step % 2 == 0 && (halves.count == 1 || halves.step >= range.nbytes()) &&
+           halves.step <= most / halves.count;
+    if (!good) break;
+    last = halves.end();
   }
   for (uint64_t unit : spec_.units) good = good && (spec_.halves.empty() || unit % 2 == 0);
   if (!good || (!spec_.halves.empty() && last > most))
@@ -180,10 +187,22 @@ Range FlashFile::expand(int64_t offset, int64_t nbytes) const {
 }
 
 std::vector<Range> FlashFile::cut(Range range, int64_t target) const {
+  std::vector<Range> pieces;
+  if (whole_pages_) {
+    for (int64_t begin = range.begin, end = begin; end < range.end;) {
+      const int64_t next = expand(end, 1).end;
+      if (end > begin && next - begin > target) {
+        pieces.push_back({begin, end});
+        begin = end;
+      }
+      end = next;
+      if (end == range.end) pieces.push_back({begin, end});
+    }
+    return pieces;
+  }
   int64_t step = std::max<int64_t>(target / grid_, 1) * grid_;
   int64_t from_start = range.begin - spec_.crc_start;
   int64_t first_grid = spec_.crc_start + (from_start + grid_ - 1) / grid_ * grid_;
-  std::vector<Range> pieces;
   int64_t begin = range.begin;
   for (int64_t next = first_grid + step; next < range.end; next += step) {
     pieces.push_back({begin, next});
@@ -228,17 +247,27 @@ void FlashFile::check_finite(Range range, const uint8_t* bytes) const {
   if (period > 0) base = spec_.crc_start + align_down(range.begin - spec_.crc_start, period);
   do {
     auto next = std::upper_bound(spec_.halves.begin(), spec_.halves.end(), range.begin - base,
-                                 [](int64_t offset, const Range& half) { return offset < half.end; });
-    for (; next != spec_.halves.end() && base + next->begin < range.end; ++next) {
-      const int64_t begin = std::max(range.begin, base + next->begin);
-      const int64_t end = std::min(range.end, base + next->end);
-      if (has_broken_half(bytes + (begin - range.begin), end - begin))
-        throw FlashError(spec_.path + ": the bytes from " + std::to_string(begin) +
-                         " hold scales or weights that are not finite; the file is damaged (ondevice verify "
-                         "checks all of it)");
-    }
+                                 [](int64_t offset, const Halves& halves) { return offset < halves.end(); });
+    for (; next != spec_.halves.end() && base + next->first.begin < range.end; ++next)
+      check_finite(*next, base, range, bytes);
     base += period;
   } while (period > 0 && base < range.end);
+}
+
+// Those of `halves`, which count from `base`, that lie in the range.
+void FlashFile::check_finite(const Halves& halves, int64_t base, Range range, const uint8_t* bytes) const {
+  const Range first{base + halves.first.begin, base + halves.first.end};
+  const int64_t skipped =
+      halves.count > 1 && range.begin >= first.end ? (range.begin - first.end) / halves.step + 1 : 0;
+  for (int64_t i = skipped; i < halves.count; ++i) {
+    const int64_t begin = std::max(range.begin, first.begin + i * halves.step);
+    const int64_t end = std::min(range.end, first.end + i * halves.step);
+    if (first.begin + i * halves.step >= range.end) return;
+    if (has_broken_half(bytes + (begin - range.begin), end - begin))
+      throw FlashError(spec_.path + ": the bytes from " + std::to_string(begin) +
+                       " hold scales or weights that are not finite; the file is damaged (ondevice verify "
+                       "checks all of it)");
+  }
 }
 
 void FlashFile::check_crcs(Range range, const uint8_t* bytes) const {

@@ -40,9 +40,16 @@ struct Range {
   int64_t nbytes() const { return end - begin; }
 };
 
+// A range of float16 values, and count - 1 more of its length, each `step` bytes behind the one before.
+struct Halves {
+  Range first;
+  int64_t step = 0, count = 1;
+  int64_t end() const { return first.end + step * (count - 1); }
+};
+
 // What a file must contain. CRCs cover [crc_start, nbytes) unit by unit; the unit lengths repeat. `halves`
-// are ascending ranges of float16 values, which must be finite. They count from crc_start and repeat every
-// `halves_period` bytes; if that is 0, they count from the start of the file and don't repeat.
+// are ascending, and finite. They count from crc_start and repeat every `halves_period` bytes; if that is 0,
+// they count from the start of the file and don't repeat.
 struct FileSpec {
   std::string path;
   int64_t nbytes = 0;
@@ -50,7 +57,7 @@ struct FileSpec {
   std::vector<uint64_t> units;
   std::shared_ptr<const uint32_t> crcs;  // count_crc_units() of them
   size_t crc_count = 0;
-  std::vector<Range> halves;
+  std::vector<Halves> halves;
   int64_t halves_period = 0;
 };
 
@@ -76,7 +83,8 @@ class FlashFile {
   Range expand(int64_t offset, int64_t nbytes) const;
 
   // Cuts a range of whole units into pieces of about `target` bytes. Cuts fall where a unit ends on a page
-  // boundary, so pieces share neither a page nor a unit and no byte is read twice.
+  // boundary, so pieces share neither a page nor a unit and no byte is read twice. Where all units are whole
+  // pages, a piece has more than `target` bytes only if it is one unit.
   std::vector<Range> cut(Range range, int64_t target) const;
 
   // Reads `range`, widened to multiples of `alignment`, which is block() or a multiple of it, to `out`
@@ -105,6 +113,7 @@ class FlashFile {
   void check_spec() const;
   void check_crcs(Range range, const uint8_t* bytes) const;
   void check_finite(Range range, const uint8_t* bytes) const;
+  void check_finite(const Halves& halves, int64_t base, Range range, const uint8_t* bytes) const;
 
   FileSpec spec_;
   bool direct_;
@@ -113,6 +122,7 @@ class FlashFile {
   int64_t period_ = 0;           // the sum of the unit lengths
   int64_t grid_ = 0;             // a multiple of period_ and of kPage: pieces are cut at its multiples
   std::vector<int64_t> starts_;  // of each unit within the period
+  bool whole_pages_ = true;      // whether all units are
 };
 
 }  // namespace ondevice

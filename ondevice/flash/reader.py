@@ -80,7 +80,7 @@ class FlashReader:
                 file.crc_start,
                 list(file.crc_units),
                 np.ascontiguousarray(file.crcs, dtype=np.uint32),
-                list(file.halves),
+                [tuple(halves) for halves in file.halves],
                 file.halves_period,
             )
             for file in files

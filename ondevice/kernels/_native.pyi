@@ -19,6 +19,8 @@ Format = int | tuple[int, int, bool]
 """Bits of weights, or a RowFormat: bits, columns of a group, and whether biases are implied."""
 Tree = tuple[Int32, Int32]
 """Parents and depths (T,) of a draft tree's tokens."""
+MatrixPlace = tuple[Format, int, int | None]
+"""A matrix of an expert's record: its format, its first byte, and that of its biases."""
 GateForm = tuple[int, float, bool]
 """An activation, as its index in `ondevice.model_config.ACTIVATIONS`; the threshold of `fatrelu`, else 0; and
 whether the up projection goes through ReLU."""
@@ -205,6 +207,32 @@ class FeedForward:
     ) -> None:
         """out (T, hidden) = the output of `count` neurons alone, whose records begin at `address`."""
 
+class Expert:
+    """The shape of a layer's experts, whose matrices lie whole in one record each.
+
+    gate and up (neurons, hidden), of one format, and down (hidden, neurons): each the format, the byte where
+    its tiles of 16 rows begin in a record, and the one where its float32 biases do, or None. up: None in an
+    ungated layer.
+    """
+
+    def __init__(
+        self, hidden: int, neurons: int, gate: MatrixPlace, up: MatrixPlace | None, down: MatrixPlace
+    ) -> None: ...
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a record, but for what pads it."""
+
+    def forward(self, runner: Runner, x: Float32, address: int, form: GateForm, out: Float32) -> None:
+        """out (T, hidden) = the output, for x (T, hidden), of the expert whose record is at `address`."""
+
+def tile_rows(
+    runner: Runner, stored: Format, codes: Bytes, scales: Bytes, biases: Bytes, tiles: Bytes
+) -> None:
+    """Write rows as a bundle stores them, codes (R, bytes), scales and biases (R, 2 G) bytes, as tiles.
+
+    tiles: (bytes,) of tiles of 16 rows, or of whole rows at 16 bits; zeros follow the last row.
+    """
+
 class FeedForwardPass:
     """One forward pass through a layer, neurons added piece by piece in ascending order.
 
@@ -330,7 +358,7 @@ class FileSpec:
         crc_start: int,
         units: Sequence[int],
         crcs: NDArray[np.uint32],
-        halves: Sequence[tuple[int, int]],
+        halves: Sequence[tuple[int, ...]],
         halves_period: int,
     ) -> None: ...
 

@@ -111,6 +111,7 @@ NB_MODULE(_native, m) {
   bind_attention(m);
   bind_matrix(m);
   bind_gguf(m);
+  bind_expert(m);
   bind_feed_forward(m);
   bind_flash(m, testing);
   bind_testing(testing);

@@ -61,14 +61,16 @@ from ondevice.model_config import AttentionSpec, LayerSpec, ModelConfig
 def bundle_files(bundle: Bundle, sparsity: Sparsity = "dense", streams: bool = False) -> list[CheckedFile]:
     """The files to open a FlashReader with, in the order of the indices that sources use.
 
-    The file of per-layer inputs comes after those of neurons. Then come the files that select neurons: gate
-    rows for `exact` where activations zero them, predictors for `predicted`, thresholds for `threshold`. With
-    `streams`, the adapters' file comes last. Raises BundleError if the bundle lacks one of them.
+    The file of per-layer inputs comes after those of neurons, then those of experts that are stored as
+    matrices. Then come the files that select neurons: gate rows for `exact` where activations zero them,
+    predictors for `predicted`, thresholds for `threshold`. With `streams`, the adapters' file comes last.
+    Raises BundleError if the bundle lacks one of them.
     """
     layers = range(bundle.config.num_layers)
     files = [bundle.file(RESIDENT), bundle.embedding_file, *(bundle.neuron_file(layer) for layer in layers)]
     if bundle.config.per_layer_width:
         files.append(bundle.file(PER_LAYER))
+    files += [bundle.expert_file(layer) for layer in bundle.config.expert_layers]
     if sparsity == "exact" and bundle.config.zeros_gates:
         files += [bundle.gate_file(layer) for layer in layers]
     elif sparsity == "predicted":

@@ -5,12 +5,24 @@ from __future__ import annotations
 import numpy as np
 
 from ondevice.backends.base import Bytes, Float32, Int32, RowChunk
+from ondevice.backends.expert_records import ExpertRecords
 from ondevice.bundle.gates import GateDigest
-from ondevice.bundle.layout import DATA_OFFSET, RESIDENT, RecordLayout, RowLayout, gate_bias_name
+from ondevice.bundle.layout import (
+    DATA_OFFSET,
+    RESIDENT,
+    RecordLayout,
+    RowLayout,
+    expert_bytes,
+    expert_layout,
+    gate_bias_name,
+    neuron_layout,
+)
 from ondevice.bundle.reader import Bundle
+from ondevice.config import QuantConfig
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import memory
 from ondevice.model.tensor_file import TensorFile
+from ondevice.model_config import ModelConfig
 
 # Indices of files in the flash reader.
 RESIDENT_FILE = 0
@@ -26,9 +38,10 @@ class NeuronRecords:
         self._layer = layer
         self._reader = reader
         self.file = FIRST_NEURON_FILE + layer
-        self.num_neurons = bundle.config.widths[layer]
+        self.num_neurons = bundle.config.records[layer]
         self.hidden_size = bundle.config.hidden_size
         self.layout: RecordLayout = bundle.neuron_layout
+        self.experts = expert_records(bundle.config, bundle.quant, reader, layer, self.file)
         self._gates = GateDigest(bundle, layer) if bundle.config.zeros_gates else None
 
     def read(self, first: int, count: int) -> Bytes:
@@ -47,6 +60,26 @@ class NeuronRecords:
     def check_gates(self, first: int, records: Bytes) -> None:
         if self._gates is not None and first <= self._gates.rows:
             self._gates.take(first, records)
+
+
+def first_expert_file(config: ModelConfig) -> int:
+    """Index in the flash reader of the first file of experts that are stored as matrices."""
+    return FIRST_NEURON_FILE + config.num_layers + (config.per_layer_width > 0)
+
+
+def expert_records(
+    config: ModelConfig, quant: QuantConfig, reader: FlashReader, layer: int, neuron_file: int
+) -> ExpertRecords | None:
+    """The experts of a layer, if it has any. neuron_file: the reader's index of the layer's neurons."""
+    spec = config.layers[layer]
+    if spec.experts is None:
+        return None
+    nbytes, whole = expert_bytes(config, quant), expert_layout(config, quant)
+    if whole is None:
+        first = config.dense_neurons(spec) * neuron_layout(config, quant).stride
+        return ExpertRecords(neuron_file, DATA_OFFSET + first, nbytes, spec.experts.count, reader.read)
+    file = first_expert_file(config) + config.expert_layers.index(layer)
+    return ExpertRecords(file, DATA_OFFSET, nbytes, spec.experts.count, reader.read, whole)
 
 
 def embedding_records(bundle: Bundle, reader: FlashReader) -> EmbeddingRecords:

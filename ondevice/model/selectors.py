@@ -17,7 +17,7 @@ from ondevice.bundle.thresholds import THRESHOLDS, ThresholdPoint, importance_na
 from ondevice.config import RowFormat, Sparsity
 from ondevice.flash.reader import FlashReader
 from ondevice.model.parts import MatrixPart, Part
-from ondevice.model.records import FIRST_NEURON_FILE, record_rows
+from ondevice.model.records import FIRST_NEURON_FILE, first_expert_file, record_rows
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model_config import FeedForwardSpec, LayerSpec, ModelConfig
 
@@ -31,7 +31,7 @@ def selector_parts(
 ) -> list[SelectorParts]:
     """The parts of every layer's selector."""
     config, layers = bundle.config, range(bundle.config.num_layers)
-    index = FIRST_NEURON_FILE + config.num_layers + (config.per_layer_width > 0)
+    index = first_expert_file(config) + len(config.expert_layers)
 
     def gates(layer: int, file: int, layout: RecordLayout, digest: GateDigest | None = None) -> MatrixPart:
         bias = partial(resident.vector, gate_bias_name(layer)) if config.feed_forward.bias else None

@@ -17,6 +17,8 @@ Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 `softmax` of all logits; those of the highest are chosen. `sigmoid` of each. `sparsemixer` (arXiv 2409.12136):
 the two highest one after the other, each weighted by a softmax of the logits that come near it.
 """
+ExpertLayout = Literal["matrices", "neurons"]
+"""How an expert is stored: its matrices whole, or neuron by neuron."""
 MAX_EXPERTS = 1 << 12
 MAX_CHOSEN = 1 << 8
 """Most experts of a layer, and most that a token chooses."""
@@ -50,6 +52,9 @@ class ExpertsSpec:
         apart: whether experts and dense feed-forward are blocks side by side, as in Gemma 4: the router's
             input and the experts' have norms of their own, instead of the dense one's; so have both outputs
             before they are added to each other; and each expert's weights are multiplied by a number.
+        layout: how experts are stored. `matrices` are multiplied whole; `neurons` of an expert can be read
+            and multiplied one by one, which pays where many of them add nothing.
+        bias: whether an expert's matrices have biases. Only of `matrices`.
     """
 
     count: int
@@ -64,6 +69,8 @@ class ExpertsSpec:
     jitter: float = 0.0
     shared_gate: bool = False
     apart: bool = False
+    layout: ExpertLayout = "matrices"
+    bias: bool = False
 
     def __post_init__(self) -> None:
         for name, limit in (
@@ -75,6 +82,9 @@ class ExpertsSpec:
         ):
             check_integer(f"experts: {name}", getattr(self, name), 1, limit)
         check_choice("experts: scoring", self.scoring, get_args(Scoring))
+        check_choice("experts: layout", self.layout, get_args(ExpertLayout))
+        if self.bias and self.layout != "matrices":
+            raise UnsupportedModelError("experts: only those stored as matrices have biases")
         if not 1 / MAX_WEIGHT_FACTOR <= self.factor <= MAX_WEIGHT_FACTOR:
             raise UnsupportedModelError(
                 f"experts: factor is {self.factor}; it must be from {1 / MAX_WEIGHT_FACTOR:g} to "

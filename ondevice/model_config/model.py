@@ -349,6 +349,10 @@ class ModelConfig:
                 raise UnsupportedModelError(
                     "a layer has a gate or a norm of shared experts, but none of these"
                 )
+            if spec is not None and spec.layout == "matrices" and self.zeros_gates:
+                raise UnsupportedModelError(
+                    f"experts: layout is 'matrices'; those with {self.activation} are stored as 'neurons'"
+                )
             if spec is not None and spec.apart and (self.norm.bias or self.norm.kind != "rms"):
                 raise UnsupportedModelError("experts that stand apart run with RMS norms without biases")
 
@@ -445,6 +449,20 @@ class ModelConfig:
     def dense_neurons(self, layer: LayerSpec) -> int:
         """Number of a layer's neurons that aren't an expert's: they come first."""
         return self.neurons(layer) - (0 if layer.experts is None else layer.experts.num_neurons)
+
+    @cached_property
+    def records(self) -> tuple[int, ...]:
+        """Number of neurons of each layer that have a record of their own: all but those of experts that are
+        stored as matrices.
+        """
+        whole = self.experts is not None and self.experts.layout == "matrices"
+        return tuple(map(self.dense_neurons, self.layers)) if whole else self.widths
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers whose experts are stored as matrices."""
+        layers = enumerate(self.layers)
+        return tuple(i for i, it in layers if it.experts is not None and it.experts.layout == "matrices")
 
     @property
     def zeros_gates(self) -> bool:

@@ -1,8 +1,8 @@
 """The `NeuronSource` of experts: those that a pass chose, from the cache or from flash.
 
-An expert is one run of records, read in one piece straight into its slot, and multiplied there. Those in
-memory come first, or, where they have to come in order, while the next ones are read. If one can't be read,
-its slot is freed: an expert is never multiplied before it has arrived whole.
+An expert is one record, or one run of them, read in one piece straight into its slot, and multiplied there.
+Those in memory come first, or, where they have to come in order, while the next ones are read. If one can't
+be read, its slot is freed: an expert is never multiplied before it has arrived whole.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Bytes
+from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import Segment
 from ondevice.backends.routing import Routing
-from ondevice.bundle.layout import DATA_OFFSET
 from ondevice.errors import OndeviceError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
@@ -155,9 +155,10 @@ class ExpertFetcher(CachedSource):
             own = np.array([expert], dtype=np.int32)
             slot, begun = int(cache.acquire(turn, own).addresses[0]), False
             try:
-                offset = self._offset(layer, expert)
-                file, target = self._layers[layer].source.file, slot + offset % PAGE_BYTES
-                ticket = self._reads.begin(file, offset, self._expert_bytes(layer), target)
+                records = self._records(layer)
+                offset = records.offset(expert)
+                target = slot + offset % PAGE_BYTES
+                ticket = self._reads.begin(records.file, offset, records.nbytes, target)
                 begun = True
             finally:
                 if not begun:
@@ -191,14 +192,11 @@ class ExpertFetcher(CachedSource):
             with np.errstate(over="ignore"):
                 self._draft_gates[turn, [row - text_rows for row in rows[text_rows:]]] = gates[text_rows:]
 
-    def _expert_bytes(self, layer: int) -> int:
-        return self._experts.neurons * self._layers[layer].source.layout.stride
-
-    def _offset(self, layer: int, expert: int) -> int:
-        """First byte of an expert in its layer's file."""
-        source = self._layers[layer].source
-        return DATA_OFFSET + source.num_neurons * source.layout.stride + expert * self._expert_bytes(layer)
+    def _records(self, layer: int) -> ExpertRecords:
+        found = self._layers[layer].source.experts
+        assert found is not None
+        return found
 
     def _phase(self, layer: int, expert: int) -> int:
         """Bytes from the begin of an expert's slot to the expert, which lies in its page as on flash."""
-        return self._offset(layer, expert) % PAGE_BYTES
+        return self._records(layer).offset(expert) % PAGE_BYTES

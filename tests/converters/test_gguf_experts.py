@@ -8,20 +8,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
+from ondevice.backends.reference import dequantise
+from ondevice.bundle.reader import Bundle
+from ondevice.bundle.tiles import untiled
 from ondevice.config import RowFormat
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.convert import convert
-from ondevice.converters.quantize import to_float32
+from ondevice.converters.quantize import dequantize, to_float32
 from ondevice.errors import CheckpointError, OndeviceError
+from ondevice.flash.reader import FlashReader
+from ondevice.model.loading import bundle_files
+from ondevice.model.records import NeuronRecords
 from tests.converters.test_gguf_model import assert_same_bundle
 from tests.support.families import CASES, QWEN2_MOE, QWEN3_MOE, write_model
 from tests.support.gguf_families import write_family
 
 gguf = pytest.importorskip("gguf")
-
-GATE, DOWN = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "down"))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +102,7 @@ def test_experts_one_by_one_are_refused(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "MXFP4", "BF16"])
 def test_quantised_experts_are_decoded_and_codes_kept(source: Path, tmp_path: Path, kind: str) -> None:
-    """Rows, columns and codes across the borders of experts are those of the file's matrices."""
+    """Values and codes of an expert are those of the file's merged matrices, down projections' too."""
     path = tmp_path / "model.gguf"
     write_family(path, source, kind)
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
@@ -109,26 +112,53 @@ def test_quantised_experts_are_decoded_and_codes_kept(source: Path, tmp_path: Pa
         for tensor in [stored[f"blk.0.ffn_{name}_exps.weight"]]
     }
     with closing(open_checkpoint(path)) as checkpoint:
-        gate, down = checkpoint.tensors[GATE], checkpoint.tensors[DOWN]
-        rows = exact["gate"].reshape(512, 64)[50:200]
-        assert np.array_equal(to_float32(gate.rows(50, 200)), rows)
-        columns = exact["down"].transpose(1, 0, 2).reshape(64, 512)
-        assert np.array_equal(to_float32(down.columns(50, 200)), columns[:, 50:200])
-        bits = int(kind[-1]) if kind == "MXFP4" else int(kind[1]) if kind[0] == "Q" else 0
-        assert gate.code_bits == down.code_bits == bits
-        own = gate.code_format
-        if kind[0] != "Q":
-            assert own is None
-            return
-        assert own == RowFormat(int(kind[1]), 32, True)
-        assert down.code_format is None
-        codes = gate.quantised_rows(50, 200, own)
-        assert codes is not None
-        assert codes.biases.shape == (150, 0)
-        unpacked = codes.codes if own.bits == 8 else np.stack([codes.codes & 15, codes.codes >> 4], 2)
-        values = unpacked.reshape(150, -1)[:, :64].astype(np.float32) - (1 << own.bits >> 1)
-        assert np.array_equal(values * np.repeat(codes.scales.astype(np.float32), 32, axis=1)[:, :64], rows)
-        assert gate.quantised_rows(50, 200, RowFormat(4, 64)) is None
+        for name, values in exact.items():
+            own, values = checkpoint.tensors[f"model.layers.0.experts.5.{name}.weight"], values[5]
+            assert np.array_equal(to_float32(own.rows(7, 50)), values[7:50])
+            bits = int(kind[-1]) if kind == "MXFP4" else int(kind[1]) if kind[0] == "Q" else 0
+            assert own.code_bits == bits
+            if kind[0] != "Q":
+                assert own.code_format is None
+                continue
+            assert own.code_format == RowFormat(bits, 32, True)  # type: ignore[arg-type]
+            codes = own.quantised_rows(7, 50, own.code_format)
+            assert codes is not None
+            assert np.array_equal(dequantize(codes, own.code_format, 64), values[7:50])
+            assert own.quantised_rows(7, 50, RowFormat(4, 64)) is None
+
+
+FORMATS = {
+    "Q4_0": RowFormat(4, 32, True),
+    "Q4_1": RowFormat(4, 32),
+    "Q5_0": RowFormat(5, 32, True),
+    "Q5_1": RowFormat(5, 32),
+    "Q8_0": RowFormat(8, 32, True),
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_all_codes_of_experts_are_copied(source: Path, tmp_path: Path, kind: str) -> None:
+    """Every value of a record is the file's, and the manifest's notes say so."""
+    path = tmp_path / "model.gguf"
+    write_family(path, source, kind)
+    bundle = Bundle.open(convert(path, tmp_path / "mine"))
+    layout, stored = bundle.expert_layout, FORMATS[kind]
+    assert layout is not None
+    assert (bundle.quant.of("experts"), bundle.quant.of("experts_down")) == (stored, stored)
+    notes = [f"expert_{which}: codes and scales copied" for which in ("down", "gate", "up")]
+    assert [it for it in bundle.manifest.provenance.notes if it.startswith("expert")] == notes
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    with FlashReader(bundle_files(bundle)) as reader:
+        records = NeuronRecords(bundle, reader, 1).experts
+        assert records is not None
+        record = records.read(6)
+    for name, offset, matrix in zip(
+        ("gate", "up", "down"), layout.part_offsets, layout.matrices, strict=True
+    ):
+        tensor = tensors[f"blk.1.ffn_{name}_exps.weight"]
+        codes, scales, biases, _ = untiled(record[offset : offset + matrix.nbytes], matrix)
+        mine = dequantise(codes, scales, biases, stored, matrix.row.cols)
+        assert np.array_equal(mine, gguf.quants.dequantize(tensor.data, tensor.tensor_type)[6])
 
 
 def test_a_shared_expert_may_be_of_another_type(tmp_path: Path) -> None:
@@ -137,11 +167,9 @@ def test_a_shared_expert_may_be_of_another_type(tmp_path: Path) -> None:
     write_model(source, "Qwen2Moe", {**QWEN2_MOE, "moe_intermediate_size": 64})
     write_family(path, source, "Q8_0")
     with closing(open_checkpoint(path)) as checkpoint:
-        down = checkpoint.tensors[DOWN]
-        assert down.shape == (64, 72 + 8 * 64)
-        assert down.code_bits == 8
-        shared = load_file(source / "model.safetensors")["model.layers.0.mlp.shared_expert.down_proj.weight"]
-        assert np.array_equal(down.columns(0, 72), shared)
+        shared = checkpoint.tensors["model.layers.0.mlp.down_proj.weight"]
+        assert (shared.shape, shared.code_bits) == ((64, 72), 0)
+        assert checkpoint.tensors["model.layers.0.experts.7.down.weight"].code_bits == 8
     convert(path, tmp_path / "mine", "q4")
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ondevice.bundle.layout import HalfRange
 from ondevice.bundle.reader import CheckedFile
 from ondevice.errors import FlashReadError
 from ondevice.flash.reader import FlashReader
@@ -19,7 +20,7 @@ from ondevice.kernels import _native
 from tests.support.flash_files import HEADER_BYTES, PARTS, STRIDE, RecordFile, write_records
 
 RECORDS = 37
-HALVES = ((64, 128), (130, 132), (630, 700))
+HALVES = (HalfRange(64, 128), HalfRange(130, 132), HalfRange(140, 148, 24, 20), HalfRange(630, 700))
 """Of a record; the last ones lie in both parts."""
 END = HEADER_BYTES + RECORDS * STRIDE
 many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -29,8 +30,9 @@ def half_places() -> list[int]:
     return [
         HEADER_BYTES + record * STRIDE + at
         for record in range(RECORDS)
-        for start, stop in HALVES
-        for at in range(start, stop, 2)
+        for start, stop, step, count in HALVES
+        for begin in (start + step * i for i in range(count))
+        for at in range(begin, begin + stop - start, 2)
     ]
 
 
@@ -48,7 +50,7 @@ def with_halves(path: Path, broken: int | None, once: bool) -> CheckedFile:
     halves = HALVES
     if once:
         starts = range(HEADER_BYTES, END, STRIDE)
-        halves = tuple((first + start, first + stop) for first in starts for start, stop in HALVES)
+        halves = tuple(places.behind(first) for first in starts for places in halves)
     return replace(records.checked, crcs=crcs, halves=halves, halves_period=0 if once else STRIDE)
 
 
@@ -101,16 +103,24 @@ def test_every_value_that_is_no_number_is_found(tmp_path: Path, value: int, once
         (((0, STRIDE + 2),), STRIDE),
         (((-2, 4),), STRIDE),
         (((0, 4),), -2),
+        (((0, 4, 2, 2),), STRIDE),
+        (((0, 4, 5, 2),), STRIDE),
+        (((0, 4, -4, 2),), STRIDE),
+        (((0, 4, 4, 0),), STRIDE),
+        (((0, 4, STRIDE, 2),), STRIDE),
+        (((0, 4, 1 << 40, 1 << 40),), STRIDE),
+        (((0, 4, 8, 3), (12, 16)), STRIDE),
         (((0, 4),), 0),
         (((HEADER_BYTES, END + 2),), 0),
     ],
 )
 def test_impossible_places_are_refused(
-    tmp_path: Path, halves: tuple[tuple[int, int], ...], period: int
+    tmp_path: Path, halves: tuple[tuple[int, ...], ...], period: int
 ) -> None:
     records: RecordFile = write_records(tmp_path / "records.flash", RECORDS)
+    places = tuple(HalfRange(*place) for place in halves)
     with pytest.raises(ValueError, match="float16 values must ascend"):
-        FlashReader([replace(records.checked, halves=halves, halves_period=period)])
+        FlashReader([replace(records.checked, halves=places, halves_period=period)])
 
 
 @pytest.mark.parametrize("ring", [False, True])

@@ -46,7 +46,7 @@ TOKENS = np.random.default_rng(5).integers(0, 256, 70).tolist()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight experts of 48 neurons, which aren't whole pages, three for each token; three layers."""
+    """Eight experts of 48 neurons, three for each token; three layers."""
     made = tmp_path_factory.mktemp("experts")
     write_model(made / "source", *CASES["olmoe"])
     return convert(made / "source", made / "bundle", "q4")
@@ -93,13 +93,23 @@ def test_bits_depend_on_nothing(
 
 
 @pytest.mark.parametrize(
-    "case", ["qwen2 moe", "granite moe", "glm4 moe head norms", "qwen3 moe dense between", "gemma4 moe"]
+    ("case", "act"),
+    [
+        ("qwen2 moe", "silu"),
+        ("granite moe", "silu"),
+        ("glm4 moe head norms", "silu"),
+        ("qwen3 moe dense between", "silu"),
+        ("gemma4 moe", None),
+        ("olmoe", "relu2"),
+        ("qwen2 moe", "relu"),
+    ],
 )
-def test_bits_beside_a_shared_expert_depend_on_nothing(tmp_path: Path, case: str) -> None:
-    """72 dense neurons with a gate, before experts that aren't whole pages; experts of a stack; dense layers
-    first, and between.
+def test_bits_of_other_models_depend_on_nothing(tmp_path: Path, case: str, act: str | None) -> None:
+    """72 dense neurons with a gate; experts of a stack; dense layers first, and between; experts that are
+    runs of neurons, which aren't whole pages.
     """
-    write_model(tmp_path / "source", *CASES[case])
+    family, values = CASES[case]
+    write_model(tmp_path / "source", family, values if act is None else {**values, "hidden_act": act})
     folder = convert(tmp_path / "source", tmp_path / "bundle", "q4")
     found = []
     for slots, threads, chunk in ((None, 1, 70), (3, 2, 1), (5, 1, 7), (11, 2, 64)):
@@ -149,14 +159,16 @@ def test_damage_is_an_error_and_costs_no_slot(folder: Path, tmp_path: Path, expe
     damaged.mkdir()
     for file in folder.iterdir():
         (damaged / file.name).write_bytes(file.read_bytes())
-    bundle, file = Bundle.open(folder), damaged / "neurons-00001.safetensors"
-    places = [DATA_OFFSET + expert * 48 * bundle.neuron_layout.stride + 5 for expert in range(8)]
+    layout, file = Bundle.open(folder).expert_layout, damaged / "experts-00001.safetensors"
+    assert layout is not None
+    # A byte of another matrix of each.
+    places = [DATA_OFFSET + e * layout.stride + layout.part_offsets[e % 3] + 5 for e in range(8)]
     for slots in (3, 12, None):
         for chunk in (1, 64):
             with running(damaged, slots) as (model, fetcher):
                 for place in places:
                     flip_byte(file, place)
-                with pytest.raises(FlashReadError, match="neurons-00001"):
+                with pytest.raises(FlashReadError, match="experts-00001"):
                     in_chunks(model, chunk)
                 for place in places:
                     flip_byte(file, place)
@@ -179,7 +191,9 @@ def test_a_closed_cache_refuses(folder: Path) -> None:
 def test_inspect_knows_a_tokens_cycle(folder: Path) -> None:
     resolved = resolve(Bundle.open(folder), RuntimeConfig(backend="cpu"))
     text, facts = inspection_text(resolved), inspection(resolved)["experts"]
-    nbytes = 48 * resolved.bundle.neuron_layout.stride
+    layout = resolved.bundle.expert_layout
+    assert layout is not None
+    nbytes = layout.stride
     assert facts["cycle_bytes"] == 3 * 3 * nbytes
     assert (facts["count"], facts["chosen"], facts["in_memory"]) == (8, 3, 24)
     assert f"a token's cycle is 9 of them, {format_bytes(9 * nbytes)}" in text

@@ -10,6 +10,7 @@ import numpy as np
 
 from ondevice.backends.base import Backend, Biases, Bytes, Float32, HeadNorms, Int32, Norm, RowChunk
 from ondevice.backends.cpu import native_form
+from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import NeuronSource
@@ -168,6 +169,7 @@ class ArrayFeedForward:
     down: Float32
     layout: RecordLayout
     file: int = 0
+    experts: ExpertRecords | None = None
 
     @property
     def num_neurons(self) -> int:

@@ -1,0 +1,42 @@
+"""A layer's experts on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.bundle.layout import ExpertLayout
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class ExpertRecords:
+    """Experts that lie one after the other in a file, expert 0 first.
+
+    Args:
+        file: index of the file in the flash reader.
+        start: first byte of expert 0.
+        nbytes: bytes of each.
+        count: their number.
+        read_range: reads `nbytes` bytes at an offset of a file. Raises FlashReadError.
+        layout: of experts that are stored as matrices; None: each is a run of neuron records.
+    """
+
+    file: int
+    start: int
+    nbytes: int
+    count: int
+    read_range: Callable[[int, int, int], Bytes]
+    layout: ExpertLayout | None = None
+
+    def offset(self, expert: int) -> int:
+        """First byte of an expert in the file."""
+        return self.start + expert * self.nbytes
+
+    def read(self, expert: int) -> Bytes:
+        """(nbytes,) the bytes of an expert. Raises FlashReadError."""
+        return self.read_range(self.file, self.offset(expert), self.nbytes)

@@ -1,0 +1,75 @@
+#include "expert.h"
+
+#include <algorithm>
+
+namespace ondevice {
+namespace {
+
+// Tiles that share the loads of activations, and tiles that a thread takes at a time.
+constexpr int64_t kTogether = 2, kUpGrain = 4, kDownGrain = 8;
+
+// Rows of tiles [begin, end) of a record's matrix times x, to out[t * stride] on.
+void multiply(const KernelTable& kernels, const RecordMatrix& matrix, const uint8_t* record,
+              const InputRows& x, float* out, int64_t stride, int64_t begin, int64_t end) {
+  const int64_t row = begin * kTile, rows = std::min(end * kTile, matrix.rows) - row;
+  const uint8_t* tiles = record + matrix.offset + begin * matrix.tile_bytes();
+  const float* bias = matrix.bias < 0 ? nullptr : reinterpret_cast<const float*>(record + matrix.bias) + row;
+  if (matrix.format.bits == 16)
+    kernels.linear_half(reinterpret_cast<const uint16_t*>(tiles), groups_of(matrix.cols) * kGroup, x.padded,
+                        x.tokens, bias, nullptr, out, stride, 0, rows);
+  else
+    kernels.linear_quantized(matrix.format, tiles, x.quantized, x.tokens, bias, nullptr, out, stride, rows, 0,
+                             end - begin);
+}
+
+}  // namespace
+
+int64_t RecordMatrix::end() const {
+  return bias < 0 ? offset + tiles() * tile_bytes() : bias + tiles() * kTile * int64_t{sizeof(float)};
+}
+
+int64_t Expert::record_bytes() const { return std::max({gate_.end(), up_ ? up_->end() : 0, down_.end()}); }
+
+void Expert::forward(Runner& runner, const uint8_t* record, const float* x, int64_t x_stride, int64_t tokens,
+                     const GateForm& form, float* out) const {
+  const KernelTable& kernels = runner.kernels();
+  FeedForwardScratch& scratch = runner.feed_forward_scratch();
+  const int64_t h_stride = gate_.tiles() * kTile;
+  scratch.hidden.grow(static_cast<size_t>(tokens * h_stride) * sizeof(float));
+  scratch.gate_up.grow(static_cast<size_t>(runner.pool().threads() * tokens * kProducts) * sizeof(float));
+  float *h = scratch.hidden.as<float>(), *products = scratch.gate_up.as<float>();
+  const InputRows inputs = runner.prepare(x, x_stride, tokens, hidden(), gate_.format);
+  runner.pool().parallel_for(gate_.tiles(), kUpGrain, [&](int64_t begin, int64_t end, int thread) {
+    multiply_up(kernels, record, inputs, form, products + thread * tokens * kProducts, h, h_stride, begin,
+                end);
+  });
+  const InputRows hidden_rows = runner.prepare(h, h_stride, tokens, neurons(), down_.format);
+  runner.pool().parallel_for(down_.tiles(), kDownGrain, [&](int64_t begin, int64_t end, int) {
+    multiply_down(kernels, record, hidden_rows, out, begin, end);
+  });
+}
+
+void Expert::multiply_up(const KernelTable& kernels, const uint8_t* record, const InputRows& x,
+                         const GateForm& form, float* products, float* h, int64_t h_stride, int64_t begin,
+                         int64_t end) const {
+  constexpr int64_t kStride = 2 * kTogether * kTile;
+  static_assert(kStride == kProducts,
+                "products hold the gates and ups of tiles that are multiplied together");
+  for (int64_t tile = begin; tile < end; tile += kTogether) {
+    const int64_t last = std::min(tile + kTogether, end),
+                  count = std::min(last * kTile, neurons()) - tile * kTile;
+    multiply(kernels, gate_, record, x, products, kStride, tile, last);
+    float* ups = products + kTogether * kTile;
+    if (up_) multiply(kernels, *up_, record, x, ups, kStride, tile, last);
+    for (int64_t t = 0; t < x.tokens; ++t)
+      kernels.activate(form, products + t * kStride, up_ ? ups + t * kStride : nullptr,
+                       h + t * h_stride + tile * kTile, count);
+  }
+}
+
+void Expert::multiply_down(const KernelTable& kernels, const uint8_t* record, const InputRows& h, float* out,
+                           int64_t begin, int64_t end) const {
+  multiply(kernels, down_, record, h, out + begin * kTile, hidden(), begin, end);
+}
+
+}  // namespace ondevice

@@ -1,0 +1,68 @@
+// An expert of a mixture, whose matrices lie whole in one record, in the form that the kernels multiply.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "runner.h"
+
+namespace ondevice {
+
+// A matrix of a record, `offset` bytes behind the record's start: tiles of 16 rows at 4 to 8 bits, rows at
+// 16. Its rows are padded with zeros to a multiple of 16. bias: where its biases begin, a float for each of
+// these rows; -1 if it has none.
+struct RecordMatrix {
+  RowFormat format;
+  int64_t rows, cols;
+  int64_t offset;
+  int64_t bias = -1;
+
+  int64_t tiles() const { return (rows + kTile - 1) / kTile; }
+  // Bytes of 16 rows.
+  int64_t tile_bytes() const { return kTile * format.row_bytes(groups_of(cols)); }
+  // Bytes behind the record's start where matrix and biases end.
+  int64_t end() const;
+};
+
+// What all experts of a layer have in common. gate and up are (neurons, hidden) and of one format, down is
+// (hidden, neurons). An ungated expert has no up.
+class Expert {
+ public:
+  // Floats of the scratch memory `products` that one token takes.
+  static constexpr int64_t kProducts = 4 * kTile;
+
+  Expert(const RecordMatrix& gate, const std::optional<RecordMatrix>& up, const RecordMatrix& down)
+      : gate_(gate), up_(up), down_(down) {}
+
+  int64_t hidden() const { return gate_.cols; }
+  int64_t neurons() const { return gate_.rows; }
+  const RecordMatrix& gate() const { return gate_; }
+  const RecordMatrix& down() const { return down_; }
+  // Bytes of a record, but for what pads it.
+  int64_t record_bytes() const;
+
+  // out (tokens, hidden) = down(act(gate(x)) * up(x)), of the expert whose record is at `record`.
+  void forward(Runner& runner, const uint8_t* record, const float* x, int64_t x_stride, int64_t tokens,
+               const GateForm& form, float* out) const;
+
+  // The two halves of `forward`, for some of their tiles, on the calling thread alone: a caller may divide
+  // the tiles of several experts among its threads. What a tile gives doesn't depend on which others are
+  // computed with it.
+
+  // h[t, 16 * tile + r] = act(gate) * up for gate().tiles() [begin, end). Rows of h are h_stride floats apart
+  // and have room for whole tiles. x: prepared for gate().format. products: kProducts floats for each token.
+  void multiply_up(const KernelTable& kernels, const uint8_t* record, const InputRows& x,
+                   const GateForm& form, float* products, float* h, int64_t h_stride, int64_t begin,
+                   int64_t end) const;
+  // out[t, 16 * tile + r] = down(h) for down().tiles() [begin, end). h: the first `neurons` columns of the
+  // above, prepared for down().format.
+  void multiply_down(const KernelTable& kernels, const uint8_t* record, const InputRows& h, float* out,
+                     int64_t begin, int64_t end) const;
+
+ private:
+  RecordMatrix gate_;
+  std::optional<RecordMatrix> up_;
+  RecordMatrix down_;
+};
+
+}  // namespace ondevice
