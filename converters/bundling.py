@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +64,7 @@ def pack(
     Raises CheckpointError if a value can't be stored.
     """
     layouts: dict[str, RecordLayout | ExpertLayout | None] = {}
-    groups: list[tuple[NDArray[np.float16], NDArray[np.float16]]] = []
+    groups: list[tuple[NDArray[Any], NDArray[np.float16]]] = []
     at = 0  # bytes of an expert's record that are packed
     with closing(blocks):
         for block in blocks:
@@ -134,13 +135,13 @@ def _expert_chunk(runner: _native.Runner, block: Block, layout: ExpertLayout, at
 
 
 def _group_chunks(
-    tensor: str, groups: Sequence[tuple[NDArray[np.float16], NDArray[np.float16]]], stored: RowFormat
+    tensor: str, groups: Sequence[tuple[NDArray[Any], NDArray[np.float16]]], stored: RowFormat
 ) -> Iterator[Chunk]:
     """Scales and biases of a whole matrix, which follow its codes in the file."""
     scales, biases = zip(*groups, strict=True)
     if stored.bits != 16:
         yield Chunk(RESIDENT, f"{tensor}.scales", np.concatenate(scales))
-    if stored.bits != 16 and not stored.implied_bias:
+    if stored.has_biases:
         yield Chunk(RESIDENT, f"{tensor}.biases", np.concatenate(biases))
 
 

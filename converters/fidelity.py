@@ -71,9 +71,9 @@ def measure(
     if not isinstance(source, SourceCodes):
         return Fidelity(rounded=prod(source.shape), error=sampled_error(runner, source, rows, stored))
     total = copied = stored.group_size * rows.scales.size
-    if source.scales.dtype != np.float16:
+    if source.scales.dtype != rows.scales.dtype:
         exact = rows.scales == source.scales
-        if not stored.implied_bias:
+        if stored.has_biases:
             exact &= rows.biases == source.biases
         copied = stored.group_size * int(np.count_nonzero(exact))
     error = sampled_error(runner, source, rows, stored, copied=copied == total)

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.bundle.codes import pack, unpack
+from ondevice.bundle.codes import E2M1, E8M0_NAN, MAX_POWER, pack, powers, unpack
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import Bits, RowFormat
 from ondevice.errors import CheckpointError
@@ -39,11 +39,11 @@ class QuantizedRows:
 
     codes: uint8 (R, padded_cols * bits / 8), packed as MLX does: without gaps, low bits first. scales,
     biases: float16 (R, G). At 16 bits, codes hold float16 values and there are no scales and biases (G = 0).
-    Implied biases are (R, 0).
+    Biases that aren't stored are (R, 0). MXFP4 has uint8 scales.
     """
 
     codes: NDArray[np.uint8]
-    scales: NDArray[np.float16]
+    scales: NDArray[np.float16] | NDArray[np.uint8]
     biases: NDArray[np.float16]
 
 
@@ -70,8 +70,8 @@ class SourceCodes:
     """Rows that a checkpoint holds quantised in a way that a bundle can hold too, by their codes.
 
     codes: as in QuantizedRows, in the bundle's format. scales, biases: float16 (R, G), or float32 where
-    float16 may not hold them: those of the checkpoint exactly, for the format's groups. Implied biases are
-    (R, 0).
+    float16 may not hold them: those of the checkpoint exactly, for the format's groups. Biases that aren't
+    stored are (R, 0). MXFP4 has uint8 scales.
     """
 
     codes: NDArray[np.uint8]
@@ -105,7 +105,7 @@ def padded_codes(
     more = ((0, 0), (0, layout.groups - scales.shape[1]))
     if layout.groups == scales.shape[1]:
         return SourceCodes(codes, scales, biases)
-    biases = biases if layout.implied_bias else np.pad(biases, more)
+    biases = np.pad(biases, more) if layout.stored.has_biases else biases
     codes = np.pad(codes, ((0, 0), (0, layout.codes_bytes - codes.shape[1])))
     return SourceCodes(codes, np.pad(scales, more), biases)
 
@@ -119,8 +119,15 @@ def store_codes(source: SourceCodes, stored: Stored, name: str) -> QuantizedRows
     """The codes as they are, and their scales and biases rounded to float16.
 
     Raises CheckpointError, which names the tensor, for scales and biases that are beyond float16, implied
-    biases included.
+    biases included, and for scales of MXFP4 that are beyond float32.
     """
+    if row_format(stored).mxfp4:
+        if source.scales.max(initial=0) > MAX_POWER:
+            raise CheckpointError(
+                f"{name} has an MXFP4 scale of {source.scales.max()}; at most {MAX_POWER} keeps every value "
+                f"within float32, and {E8M0_NAN} means NaN; the checkpoint is damaged, download it again"
+            )
+        return QuantizedRows(source.codes, source.scales, source.biases)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         scales, biases = (x.astype(np.float16, copy=False) for x in (source.scales, source.biases))
     # An implied bias is a power of two times the scale: it adds bits - 1 to the exponent.
@@ -285,12 +292,14 @@ def _half_reference(weights: Weights, padded_cols: int, name: str) -> QuantizedR
 
 def dequantize(rows: QuantizedRows | SourceCodes, stored: Stored, cols: int) -> NDArray[np.float32]:
     """(R, cols) float32 values of quantised rows."""
-    bits, size, implied = row_format(stored)
-    if bits == 16:
+    own = row_format(stored)
+    if own.bits == 16:
         return rows.codes.view(np.float16)[:, :cols].astype(np.float32)
-    q = unpack(rows.codes, bits)
-    biases = np.float32(-row_format(stored).zero) * rows.scales if implied else rows.biases
-    scale, bias = (np.repeat(x.astype(np.float32), size, axis=1) for x in (rows.scales, biases))
+    q = unpack(rows.codes, own.bits)
+    if own.mxfp4:
+        return (E2M1[q] * np.repeat(powers(rows.scales), own.group_size, axis=1))[:, :cols]
+    biases = np.float32(-own.zero) * rows.scales if own.implied_bias else rows.biases
+    scale, bias = (np.repeat(x.astype(np.float32), own.group_size, axis=1) for x in (rows.scales, biases))
     return (scale * q.astype(np.float32) + bias)[:, :cols]
 
 

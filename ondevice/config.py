@@ -46,18 +46,28 @@ class RowFormat(NamedTuple):
     """How rows of weights are stored: `w = scale * q + bias` at 4 to 8 bits, float16 values at 16.
 
     group_size: elements that share a scale and a bias. implied_bias: biases aren't stored; they are
-    `-zero * scale`. 16 bits have neither.
+    `-zero * scale`. 16 bits have neither. mxfp4: `w = scale * e2m1(q)` with powers of two as scales, as
+    MXFP4 has it.
     """
 
     bits: Bits = 4
     group_size: Literal[32, 64] = 64
     implied_bias: bool = False
+    mxfp4: bool = False
+
+    @property
+    def has_biases(self) -> bool:
+        """True if a bias is stored with each scale."""
+        return self.bits != 16 and not self.implied_bias and not self.mxfp4
 
     @property
     def zero(self) -> int:
         """The code of 0 where the bias is implied."""
         return 1 << (self.bits - 1)
 
+
+MXFP4 = RowFormat(4, 32, mxfp4=True)
+"""4-bit floats (E2M1) in groups of 32, whose scales are powers of two in a byte each (E8M0)."""
 
 MatrixKind = Literal["qkv", "out", "head", "embedding", "feed_forward", "experts", "experts_down"]
 """Matrices that are stored alike in every layer. `feed_forward` has neurons' gate and up rows; `experts` the

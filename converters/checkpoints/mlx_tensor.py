@@ -13,9 +13,9 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.bundle.codes import pack, unpack
+from ondevice.bundle.codes import E2M1, E8M0_NAN, pack, powers, unpack
 from ondevice.bundle.layout import RowLayout
-from ondevice.config import GROUP_SIZE, Bits, RowFormat
+from ondevice.config import GROUP_SIZE, MXFP4, Bits, RowFormat
 from ondevice.converters.checkpoints.base import NUMPY_TYPES, SourceFile
 from ondevice.converters.checkpoints.safetensors_file import RawTensor
 from ondevice.converters.quantize import EncodedColumns, SourceCodes, Weights, padded_codes, to_float32
@@ -23,10 +23,6 @@ from ondevice.errors import CheckpointError
 
 STEP_BYTES = 4 << 20
 """Bytes of float32 values that are made at a time; unpacking takes about as many again."""
-_POSITIVE = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-E2M1 = np.array([*_POSITIVE, *(-value for value in _POSITIVE)], dtype=np.float32)
-"""Values of the 4-bit floating-point codes of mxfp4."""
-_E8M0_BIAS, _E8M0_NAN = 127, 255
 
 
 @dataclass(frozen=True)
@@ -85,13 +81,18 @@ class MlxTensor:
     @property
     def code_format(self) -> RowFormat | None:
         if self.biases is None:
-            return None
+            return MXFP4
         return RowFormat(cast(Bits, max(self.bits, 4)), 32 if self.group % GROUP_SIZE else 64)
 
     def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
-        """Codes are kept in groups of 32, 64 and 128, at `stored.bits` or, as the same numbers, fewer."""
-        bits, size, implied = stored
-        if self.biases is None or bits == 16 or self.bits > bits or self.group % size or implied:
+        """Codes are kept in groups of 32, 64 and 128, at `stored.bits` or, as the same numbers, fewer.
+
+        Those of mxfp4 are kept in that format alone.
+        """
+        bits, size = stored.bits, stored.group_size
+        if self.biases is None:
+            return self._mxfp4_rows(start, stop) if stored.mxfp4 else None
+        if not stored.has_biases or self.bits > bits or self.group % size:
             return None
         codes = self.codes.row_bytes(start, stop)
         if self.bits != bits:
@@ -101,6 +102,12 @@ class MlxTensor:
             for part in (self.scales, self.biases)
         )
         return padded_codes(codes, scales, biases, RowLayout(self.shape[1], *stored))
+
+    def _mxfp4_rows(self, start: int, stop: int) -> SourceCodes:
+        scales = self.scales.row_bytes(start, stop)
+        none = np.zeros((len(scales), 0), dtype=np.float16)
+        codes = self.codes.row_bytes(start, stop)
+        return padded_codes(codes, scales, none, RowLayout(self.shape[1], *MXFP4))
 
     def encoded_columns(self, start: int, stop: int, stored: RowFormat) -> EncodedColumns | None:
         return None
@@ -160,9 +167,9 @@ class MlxTensor:
     def _powers(self, start: int, stop: int, first: int, last: int) -> NDArray[np.float32]:
         """Scales of mxfp4, powers of two, of the same. Raises CheckpointError for the code of NaN."""
         exponents = self.scales.row_bytes(start, stop, first, last)
-        if (exponents == _E8M0_NAN).any():
+        if (exponents == E8M0_NAN).any():
             raise CheckpointError(
-                f"{self.scales.name} holds {_E8M0_NAN}, which means NaN; the checkpoint is damaged, download "
+                f"{self.scales.name} holds {E8M0_NAN}, which means NaN; the checkpoint is damaged, download "
                 "it again"
             )
-        return np.ldexp(np.float32(1.0), exponents.astype(np.int32) - _E8M0_BIAS)
+        return powers(exponents)

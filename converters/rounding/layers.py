@@ -52,7 +52,7 @@ OnStep = Callable[[str], None]
 
 def is_rounded(stored: RowFormat) -> bool:
     """Whether a text rounds the matrices of this format."""
-    return stored.bits <= MOST_BITS and not stored.implied_bias
+    return stored.bits <= MOST_BITS and stored.has_biases
 
 
 def rounds_any(quant: QuantConfig) -> bool:

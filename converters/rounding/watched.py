@@ -114,7 +114,7 @@ class WatchedWeights:
             for start in range(0, source.shape[0], step):
                 values = source.rows(start, min(start + step, source.shape[0]))
                 rows = quantize(self._runner, values, 16, source.name)
-                empty = rows.scales.view(np.uint16)
+                empty = rows.scales.view(np.uint8)
                 matrix.load_rows(self._runner, row0, rows.codes, empty, empty)
                 row0 += len(values)
         return CpuLinear(matrix, bias)

@@ -155,7 +155,7 @@ class LayerGates:
             records = source.read(first, min(step, neurons - first))
             for matrix, offset in zip(matrices, offsets, strict=True):
                 row0, codes, scales, biases = record_chunk(records, offset, row, first)
-                matrix.load_rows(self._runner, row0, codes, scales.view(np.uint16), biases.view(np.uint16))
+                matrix.load_rows(self._runner, row0, codes, scales.view(np.uint8), biases.view(np.uint8))
             down = read_rows(records, down_at, down_row)
             self._down_lengths[first : first + len(down)] = np.linalg.norm(down, axis=1)
 

@@ -161,10 +161,10 @@ class RowChunk(NamedTuple):
     row0: int
     codes: Bytes
     """(n, padded_cols * bits / 8); at 16 bits the bytes of float16 values."""
-    scales: Float16
-    """(n, G); (n, 0) at 16 bits."""
+    scales: Float16 | Bytes
+    """(n, G); (n, 0) at 16 bits. Bytes in MXFP4."""
     biases: Float16
-    """(n, G); (n, 0) at 16 bits and where biases are implied."""
+    """(n, G); (n, 0) where none are stored."""
 
 
 class LinearSource(Protocol):

@@ -199,7 +199,7 @@ class CpuBackend(OffloadingBackend):
     def load_linear(self, source: LinearSource) -> CpuLinear:
         matrix = self.new_matrix(source)
         for row0, codes, scales, biases in source.chunks():
-            matrix.load_rows(self.runner, row0, codes, scales.view(np.uint16), biases.view(np.uint16))
+            matrix.load_rows(self.runner, row0, codes, scales.view(np.uint8), biases.view(np.uint8))
         bias = None if source.bias is None else np.array(source.bias, dtype=np.float32)
         return CpuLinear(matrix, bias)
 

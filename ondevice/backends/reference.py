@@ -39,7 +39,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.routing import route, sigmoid
 from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.token_tree import TokenTree
-from ondevice.bundle.codes import unpack
+from ondevice.bundle.codes import E2M1, powers, unpack
 from ondevice.bundle.layout import ExpertLayout, RowLayout
 from ondevice.bundle.tiles import untiled
 from ondevice.config import RowFormat
@@ -392,11 +392,16 @@ def _expert(record: Bytes, layout: ExpertLayout) -> ReferenceFeedForward:
     )
 
 
-def dequantise(codes: Bytes, scales: Float16, biases: Float16, stored: RowFormat, cols: int) -> Float32:
+def dequantise(
+    codes: Bytes, scales: Float16 | Bytes, biases: Float16, stored: RowFormat, cols: int
+) -> Float32:
     """Stored rows as (n, cols) float32: `scale * q + bias` per group, or the float16 values."""
     if stored.bits == 16:
         return np.ascontiguousarray(codes).view(np.float16)[:, :cols].astype(np.float32)
     codes = unpack(np.ascontiguousarray(codes), stored.bits)
+    if stored.mxfp4:
+        floats: Float32 = E2M1[codes].reshape(*scales.shape, -1) * powers(scales)[:, :, None]
+        return floats.reshape(len(codes), -1)[:, :cols]
     groups = codes.reshape(len(codes), -1, stored.group_size).astype(np.float32)
     wide = scales.astype(np.float32)
     offsets = np.float32(-stored.zero) * wide if stored.implied_bias else biases.astype(np.float32)
@@ -409,7 +414,7 @@ def read_rows(records: Bytes, offset: int, row: RowLayout) -> Float32:
     scales_at = offset + row.codes_bytes
     biases_at = scales_at + row.scales_bytes
     codes = records[:, offset:scales_at]
-    scales = np.ascontiguousarray(records[:, scales_at:biases_at]).view(np.float16)
+    scales = np.ascontiguousarray(records[:, scales_at:biases_at]).view(row.scale_type)
     biases = np.ascontiguousarray(records[:, biases_at : biases_at + row.biases_bytes]).view(np.float16)
     return dequantise(codes, scales, biases, row.stored, row.cols)
 

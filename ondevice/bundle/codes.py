@@ -1,4 +1,7 @@
-"""Codes of 2 to 8 bits as rows hold them: without gaps, low bits first, which is MLX's packing."""
+"""Codes of 2 to 8 bits as rows hold them: without gaps, low bits first, which is MLX's packing.
+
+MXFP4 is that of OCP Microscaling Formats 1.0, 5.3.3 and 5.4.1: float codes and powers of two as scales.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 Codes = NDArray[np.uint8]
+Float32 = NDArray[np.float32]
+
+E2M1: Float32 = np.array((0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6), np.float32)
+"""What each code of MXFP4 means, in units of its group's scale."""
+MAX_POWER, E8M0_NAN = 252, 255
+"""Scale bytes of MXFP4: the largest with which every code is a finite float32, and the one of no number."""
+
+
+def powers(scales: NDArray[np.generic]) -> Float32:
+    """What scale bytes of MXFP4 mean: 2^(s - 127), which is infinite for E8M0_NAN."""
+    values: Float32 = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+    return values
 
 
 def unpack(packed: Codes, bits: int) -> Codes:

@@ -41,8 +41,8 @@ RECORDS_TENSOR = "records"
 POSITIONS = "positions"
 """The resident tensor of learned positions, a row for each."""
 
-SafetensorsType = Literal["F32", "F16", "U32"]
-_NUMPY_TYPES: dict[SafetensorsType, str] = {"F32": "<f4", "F16": "<f2", "U32": "<u4"}
+SafetensorsType = Literal["F32", "F16", "U32", "U8"]
+_NUMPY_TYPES: dict[SafetensorsType, str] = {"F32": "<f4", "F16": "<f2", "U32": "<u4", "U8": "u1"}
 
 
 def neuron_file_name(layer: int) -> str:
@@ -72,13 +72,14 @@ def padded(n: int, multiple: int) -> int:
 
 class HalfRange(NamedTuple):
     """Bytes [start, stop) that hold float16 values, and `times` - 1 ranges more, each `step` bytes behind the
-    one before it.
+    one before it. mxfp4: they are scales of MXFP4 instead, a byte each.
     """
 
     start: int
     stop: int
     step: int = 0
     times: int = 1
+    mxfp4: bool = False
 
     def behind(self, offset: int) -> HalfRange:
         """The ranges `offset` bytes further on."""
@@ -89,17 +90,23 @@ class HalfRange(NamedTuple):
 class RowLayout:
     """One stored row of `cols` logical elements: [codes | scales | biases], or float16 values at 16 bits.
 
-    bits, group_size, implied_bias: as in RowFormat; implied biases take no bytes.
+    bits, group_size, implied_bias, mxfp4: as in RowFormat; implied biases take no bytes.
     """
 
     cols: int
     bits: Bits
     group_size: Literal[32, 64] = 64
     implied_bias: bool = False
+    mxfp4: bool = False
 
     @property
     def stored(self) -> RowFormat:
-        return RowFormat(self.bits, self.group_size, self.implied_bias)
+        return RowFormat(self.bits, self.group_size, self.implied_bias, self.mxfp4)
+
+    @property
+    def scale_type(self) -> np.dtype[np.generic]:
+        """The type of a scale and a bias: float16, or a byte in MXFP4."""
+        return np.dtype(np.uint8 if self.mxfp4 else np.float16)
 
     @property
     def padded_cols(self) -> int:
@@ -115,13 +122,13 @@ class RowLayout:
 
     @property
     def scales_bytes(self) -> int:
-        """Bytes of the float16 scales; 0 at 16 bits."""
-        return 0 if self.bits == 16 else 2 * self.groups
+        """Bytes of the scales; 0 at 16 bits."""
+        return 0 if self.bits == 16 else self.scale_type.itemsize * self.groups
 
     @property
     def biases_bytes(self) -> int:
-        """Bytes of the float16 biases; 0 where they are implied."""
-        return 0 if self.implied_bias else self.scales_bytes
+        """Bytes of the float16 biases; 0 where none are stored."""
+        return self.scales_bytes if self.stored.has_biases else 0
 
     @property
     def nbytes(self) -> int:
@@ -130,7 +137,7 @@ class RowLayout:
     @property
     def halves(self) -> HalfRange:
         """Bytes of the row's float16 values: scales and biases, or everything at 16 bits."""
-        return HalfRange(0 if self.bits == 16 else self.codes_bytes, self.nbytes)
+        return HalfRange(0 if self.bits == 16 else self.codes_bytes, self.nbytes, mxfp4=self.mxfp4)
 
 
 @dataclass(frozen=True)
@@ -229,7 +236,8 @@ class TiledMatrix:
         if self.row.bits == 16:
             return HalfRange(0, self.rows_bytes)
         codes = TILE_ROWS * GROUP_SIZE * self.row.bits // 8
-        return HalfRange(codes, self.block_bytes, self.block_bytes, self.rows_bytes // self.block_bytes)
+        times = self.rows_bytes // self.block_bytes
+        return HalfRange(codes, self.block_bytes, self.block_bytes, times, self.row.mxfp4)
 
 
 @dataclass(frozen=True)
@@ -347,9 +355,9 @@ def linear_tensors(name: str, rows: int, cols: int, stored: RowFormat) -> dict[s
         return {f"{name}.codes": TensorSpec("F16", (rows, row.padded_cols))}
     tensors = {
         f"{name}.codes": TensorSpec("U32", (rows, row.codes_bytes // 4)),
-        f"{name}.scales": TensorSpec("F16", (rows, row.groups)),
+        f"{name}.scales": TensorSpec("U8" if stored.mxfp4 else "F16", (rows, row.groups)),
     }
-    return tensors if row.implied_bias else tensors | {f"{name}.biases": tensors[f"{name}.scales"]}
+    return tensors | {f"{name}.biases": tensors[f"{name}.scales"]} if stored.has_biases else tensors
 
 
 def norm_tensors(name: str, config: ModelConfig) -> dict[str, TensorSpec]:
@@ -471,8 +479,8 @@ def tensors_layout(tensors: Mapping[str, TensorSpec]) -> FileLayout:
     halves = []
     offset = len(header)
     for spec in tensors.values():
-        if spec.dtype == "F16":
-            halves.append(HalfRange(offset, offset + spec.nbytes))
+        if spec.dtype in ("F16", "U8"):
+            halves.append(HalfRange(offset, offset + spec.nbytes, mxfp4=spec.dtype == "U8"))
         offset += spec.nbytes
     return FileLayout(offset, header, 0, (CRC_BLOCK_BYTES,), halves=tuple(halves))
 

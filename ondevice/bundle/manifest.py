@@ -40,6 +40,7 @@ from ondevice.chat_template import MAX_TEMPLATE_CHARS
 from ondevice.config import (
     GROUP_SIZE,
     MATRIX_KINDS,
+    MXFP4,
     Bits,
     MatrixKind,
     QuantConfig,
@@ -55,7 +56,7 @@ MAX_BLOB_BYTES = {TOKENIZER_FILES[kind]: nbytes for kind, nbytes in MAX_TOKENIZE
     CHAT_TEMPLATE: 4 * MAX_TEMPLATE_CHARS
 }
 """Largest size in bytes of each file that is read whole, by name: as much as the runtime accepts."""
-_BIASES = ("stored", "implied")
+_BIASES = ("stored", "implied", "none")
 _MAX_TOKENS = 1 << 24
 _MAX_TEXT_TOKENS = 1 << 48
 _MAX_EOS = 64
@@ -290,10 +291,14 @@ def _quantisation_json(quant: QuantConfig) -> dict[str, Any]:
     found: dict[str, Any] = {"bits": quant.bits, "group_size": GROUP_SIZE}
     if quant.formats:
         found["matrices"] = {
-            kind: {"bits": bits, "group_size": group_size, "bias": _BIASES[implied]}
-            for kind, (bits, group_size, implied) in quant.formats
+            kind: {"bits": stored.bits, "group_size": stored.group_size, "bias": _bias_of(stored)}
+            for kind, stored in quant.formats
         }
     return found
+
+
+def _bias_of(stored: RowFormat) -> str:
+    return _BIASES[2 if stored.mxfp4 else stored.implied_bias]
 
 
 def _parse_quantisation(section: Section, config: ModelConfig) -> QuantConfig:
@@ -323,13 +328,18 @@ def _parse_formats(section: Section, plain: QuantConfig) -> tuple[tuple[MatrixKi
         if bits not in (4, 5, 6, 8) or group_size not in (32, 64) or bias not in _BIASES:
             raise UnsupportedModelError(
                 f"{found.where} asks for {bits} bits, groups of {group_size} and a bias that is {bias!a}; "
-                "this release reads 4, 5, 6 and 8 bits, groups of 32 and 64, and biases that are stored or "
-                "implied"
+                "this release reads 4, 5, 6 and 8 bits, groups of 32 and 64, and biases that are stored, "
+                "implied or, in MXFP4, none"
             )
         found.close()
-        stored = RowFormat(cast(Bits, bits), cast(Literal[32, 64], group_size), bias == _BIASES[1])
+        implied, mxfp4 = bias == _BIASES[1], bias == _BIASES[2]
+        stored = RowFormat(cast(Bits, bits), cast(Literal[32, 64], group_size), implied, mxfp4)
         if stored.implied_bias and stored.group_size == GROUP_SIZE:
             raise BundleError(f"{found.where} implies biases of groups of 64; only groups of 32 may")
+        if stored.mxfp4 and stored != MXFP4:
+            raise BundleError(
+                f"{found.where} has no biases; that means MXFP4, which has 4 bits and groups of 32"
+            )
         if stored == plain.down or plain.bits == 16 or (kind == "feed_forward" and bits != plain.bits):
             raise BundleError(f"{found.where} doesn't go with the model's {plain.bits} bits")
         formats.append((kind, stored))

@@ -27,7 +27,7 @@ class StoredMatrix(NamedTuple):
     """
 
     codes: Bytes
-    scales: NDArray[np.float16]
+    scales: NDArray[np.float16] | Bytes
     biases: NDArray[np.float16]
     added: NDArray[np.float32] | None
 
@@ -47,11 +47,11 @@ def untiled(part: Bytes, matrix: TiledMatrix) -> StoredMatrix:
     blocks = rows.reshape(tiles, groups, matrix.block_bytes)
     at = TILE_ROWS * GROUP_SIZE * row.bits // 8
     codes = _codes(blocks[:, :, :at], row.bits)
-    affine = np.ascontiguousarray(blocks[:, :, at:]).view(np.float16)
+    affine = np.ascontiguousarray(blocks[:, :, at:]).view(row.scale_type)
     scales = TILE_ROWS * (GROUP_SIZE // row.group_size)
     parts = (affine[:, :, :scales], affine[:, :, scales:])
     found = [_by_rows(np.ascontiguousarray(values).reshape(tiles, groups, -1, TILE_ROWS)) for values in parts]
-    return StoredMatrix(codes[:count], found[0][:count], found[1][:count], added)
+    return StoredMatrix(codes[:count], found[0][:count], found[1][:count].view(np.float16), added)
 
 
 def _by_rows(values: NDArray[Number]) -> NDArray[Number]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ondevice.bundle.digest import CHUNK_BYTES, Crc32c, FileDigest
+from ondevice.bundle.codes import MAX_POWER
 from ondevice.bundle.files import read_range
 from ondevice.bundle.hotness import HOTNESS, HOTNESS_SIDECAR, hotness_layout
 from ondevice.bundle.layout import (
@@ -242,7 +243,8 @@ def _padding_stain(records: np.ndarray, record: RecordLayout | ExpertLayout, off
 
 
 def _broken_half(chunk: np.ndarray, layout: FileLayout, offset: int) -> int | None:
-    """File offset of a float16 that isn't finite in `chunk`, or None. offset: of the chunk.
+    """File offset of a float16 that isn't finite in `chunk`, or of a scale of MXFP4 with which weights aren't;
+    or None. offset: of the chunk.
 
     In a record file the chunk begins with a record.
     """
@@ -253,27 +255,36 @@ def _broken_half(chunk: np.ndarray, layout: FileLayout, offset: int) -> int | No
     first = 0 if period else offset
     for halves in layout.halves:
         if halves.times > 1:
-            broken = np.argwhere(~np.isfinite(_repeated(rows, halves)))
+            broken = _broken(_repeated(rows, halves), halves)
             if broken.size:
-                row, place, half = broken[0].tolist()
-                return offset + int(row * period + halves.start + place * halves.step + 2 * half)
+                row, place, at = broken[0].tolist()
+                return offset + int(row * period + halves.start + place * halves.step + at)
             continue
         start, stop = max(halves.start - first, 0), min(halves.stop - first, rows.shape[1])
         if start < stop:
-            broken = np.argwhere(~np.isfinite(rows[:, start:stop].view("<f2")))
+            broken = _broken(rows[:, start:stop], halves)
             if broken.size:
-                row, half = broken[0]
-                return offset + int(row) * (period or 0) + start + 2 * int(half)
+                row, at = broken[0]
+                return offset + int(row) * (period or 0) + start + int(at)
     return None
 
 
+def _broken(values: np.ndarray, halves: HalfRange) -> np.ndarray:
+    """Places (n, dimensions) in `values`, bytes of such ranges, where a number begins that isn't allowed."""
+    if halves.mxfp4:
+        return np.argwhere(values > MAX_POWER)
+    places = np.argwhere(~np.isfinite(values.view("<f2")))
+    places[:, -1] *= 2
+    return places
+
+
 def _repeated(records: np.ndarray, halves: HalfRange) -> np.ndarray:
-    """(n, count, float16 values) of several ranges of each of the records (n, stride)."""
+    """(n, count, bytes) of several ranges of each of the records (n, stride)."""
     size, end = halves.stop - halves.start, halves.start + halves.step * (halves.times - 1)
     # The bytes behind the last range's start may be fewer than a step.
     first = records[:, halves.start : end].reshape(len(records), halves.times - 1, halves.step)[:, :, :size]
     last = records[:, None, end : end + size]
-    return np.ascontiguousarray(np.concatenate([first, last], axis=1)).view("<f2")
+    return np.ascontiguousarray(np.concatenate([first, last], axis=1))
 
 
 def _unit(index: int, layout: FileLayout) -> str:

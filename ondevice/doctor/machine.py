@@ -109,7 +109,7 @@ def kernel_product(target: str) -> bytes:
         scales, biases = (np.empty((ROWS, 0 if bits == 16 else groups), np.uint16) for _ in range(2))
         _native.quantize_rows(runner, weights, bits, codes, scales, biases)
         matrix, out = _native.Matrix(ROWS, COLUMNS, bits), np.empty((TOKENS, ROWS), dtype=np.float32)
-        matrix.load_rows(runner, 0, codes, scales, biases)
+        matrix.load_rows(runner, 0, codes, scales.view(np.uint8), biases.view(np.uint8))
         matrix.forward(runner, x, None, out)
         found += codes.tobytes() + scales.tobytes() + biases.tobytes() + out.tobytes()
     return found

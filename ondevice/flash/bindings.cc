@@ -72,7 +72,8 @@ auto crc32c_on(Bytes data, const std::vector<uint64_t>& units, const std::string
   return crc32c_with(data, units, Crc32cTarget::kHardware);
 }
 
-using HalvesArg = std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>;  // begin, end, step, count
+// Begin, end, step and count of ranges, and whether they are scales of MXFP4.
+using HalvesArg = std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, bool>>;
 
 FileSpec make_spec(nb::bytes path, int64_t nbytes, int64_t crc_start, std::vector<uint64_t> units, Crcs crcs,
                    const HalvesArg& halves, int64_t halves_period) {
@@ -83,7 +84,8 @@ FileSpec make_spec(nb::bytes path, int64_t nbytes, int64_t crc_start, std::vecto
   spec.units = std::move(units);
   spec.crcs = std::shared_ptr<const uint32_t>(crcs.data(), [crcs](const uint32_t*) {});
   spec.crc_count = crcs.size();
-  for (const auto& [begin, end, step, count] : halves) spec.halves.push_back({{begin, end}, step, count});
+  for (const auto& [begin, end, step, count, mxfp4] : halves)
+    spec.halves.push_back({{begin, end}, step, count, mxfp4});
   spec.halves_period = halves_period;
   return spec;
 }

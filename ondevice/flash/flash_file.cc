@@ -85,6 +85,14 @@ bool has_broken_half(const uint8_t* bytes, int64_t nbytes) {
   return found != 0;
 }
 
+// Whether a scale of MXFP4 is so large that its weights may be infinite. With 252, the largest is 6 * 2^125.
+bool has_large_power(const uint8_t* bytes, int64_t nbytes) {
+  constexpr uint8_t kLargest = 252;
+  bool found = false;
+  for (int64_t i = 0; i < nbytes; ++i) found |= bytes[i] > kLargest;
+  return found;
+}
+
 }  // namespace
 
 FlashFile::FlashFile(FileSpec spec, bool direct) : spec_(std::move(spec)), direct_(direct) {
@@ -263,7 +271,8 @@ void FlashFile::check_finite(const Halves& halves, int64_t base, Range range, co
     const int64_t begin = std::max(range.begin, first.begin + i * halves.step);
     const int64_t end = std::min(range.end, first.end + i * halves.step);
     if (first.begin + i * halves.step >= range.end) return;
-    if (has_broken_half(bytes + (begin - range.begin), end - begin))
+    const uint8_t* at = bytes + (begin - range.begin);
+    if (halves.mxfp4 ? has_large_power(at, end - begin) : has_broken_half(at, end - begin))
       throw FlashError(spec_.path + ": the bytes from " + std::to_string(begin) +
                        " hold scales or weights that are not finite; the file is damaged (ondevice verify "
                        "checks all of it)");

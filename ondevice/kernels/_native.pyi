@@ -15,8 +15,8 @@ Float64 = NDArray[np.float64]
 Int32 = NDArray[np.int32]
 Uint16 = NDArray[np.uint16]
 Addresses = NDArray[np.uint64]
-Format = int | tuple[int, int, bool]
-"""Bits of weights, or a RowFormat: bits, columns of a group, and whether biases are implied."""
+Format = int | tuple[int, int, bool, bool]
+"""Bits of weights, or a RowFormat."""
 Tree = tuple[Int32, Int32]
 """Parents and depths (T,) of a draft tree's tokens."""
 MatrixPlace = tuple[Format, int, int | None]
@@ -50,10 +50,10 @@ class Matrix:
     def __init__(self, rows: int, cols: int, stored: Format) -> None: ...
     @property
     def rows(self) -> int: ...
-    def load_rows(self, runner: Runner, row0: int, codes: Bytes, scales: Uint16, biases: Uint16) -> None:
-        """Rows from `row0` on, as a bundle stores them: codes (R, bytes), scales and biases (R, G).
+    def load_rows(self, runner: Runner, row0: int, codes: Bytes, scales: Bytes, biases: Bytes) -> None:
+        """Rows from `row0` on, as a bundle stores them: codes, scales and biases, each (R, bytes).
 
-        Implied biases aren't looked at.
+        Biases that the format doesn't store aren't looked at.
         """
 
     def forward(

@@ -28,22 +28,24 @@ inline void require(bool condition, const char* message) {
   if (!condition) throw std::invalid_argument(message);
 }
 
-// Bits, or bits, columns of a group and whether biases are implied.
-using FormatArg = std::variant<int, std::tuple<int, int, bool>>;
+// Bits, or the fields of a RowFormat.
+using FormatArg = std::variant<int, std::tuple<int, int, bool, bool>>;
 
 inline RowFormat format_of(const FormatArg& arg) {
   RowFormat format(0);
   if (std::holds_alternative<int>(arg)) {
     format.bits = std::get<int>(arg);
   } else {
-    const auto& [bits, group, implied] = std::get<1>(arg);
-    format = RowFormat(bits, group, implied);
+    const auto& [bits, group, implied, mxfp4] = std::get<1>(arg);
+    format = RowFormat(bits, group, implied, mxfp4);
   }
   require((format.bits >= 4 && format.bits <= 8 && format.bits != 7) || format.bits == 16,
           "bits must be 4, 5, 6, 8 or 16");
   require(format.group == kGroup || (format.group == kGroup / 2 && format.bits != 16),
           "groups have 64 columns, or 32 at 4 to 8 bits");
   require(!format.implied || format.group != kGroup, "biases are implied in groups of 32 alone");
+  require(!format.mxfp4 || format == RowFormat(4, 32, false, true),
+          "MXFP4 has 4 bits, groups of 32 and no biases");
   return format;
 }
 

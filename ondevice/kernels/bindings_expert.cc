@@ -52,10 +52,10 @@ void tile_rows(Runner& runner, const FormatArg& stored, const Bytes2& codes, con
   const int64_t rows = codes.shape(0), width = codes.shape(1), groups = width / format.codes_bytes();
   require(rows > 0 && groups > 0 && width == groups * format.codes_bytes(),
           "codes are (R, padded_cols * bits / 8)");
-  const int64_t wide = format.bits == 16 ? 0 : 2 * groups * format.scales();
-  for (const Bytes2* values : {&scales, format.implied ? &scales : &biases})
+  const int64_t wide = format.bits == 16 ? 0 : groups * format.scales() * format.scale_bytes();
+  for (const Bytes2* values : {&scales, format.has_biases() ? &biases : &scales})
     require(static_cast<int64_t>(values->shape(0)) == rows && static_cast<int64_t>(values->shape(1)) == wide,
-            "scales and biases are the bytes of (R, G) float16 values");
+            "scales and biases are the bytes of (R, G)");
   const int64_t tile = kTile * format.row_bytes(groups), count = (rows + kTile - 1) / kTile;
   require(static_cast<int64_t>(tiles.shape(0)) == count * tile, "tiles have 16 rows each");
   nb::gil_scoped_release release;
@@ -64,7 +64,7 @@ void tile_rows(Runner& runner, const FormatArg& stored, const Bytes2& codes, con
     std::copy_n(codes.data(), rows * width, tiles.data());
   else
     interleave_rows(runner.pool(), format, groups, 0, rows,
-                    {codes.data(), scales.data(), biases.data(), width, wide, format.implied ? 0 : wide},
+                    {codes.data(), scales.data(), biases.data(), width, wide, format.has_biases() ? wide : 0},
                     tiles.data(), tile);
 }
 

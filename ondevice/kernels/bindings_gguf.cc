@@ -55,7 +55,7 @@ bool quantize(Runner& runner, const std::string& name, const Stored& data, int64
   const BlockType& type = type_of(name, data);
   const RowFormat format = format_of(arg);
   const int64_t rows = data.shape(0), count = codes.shape(0), groups = groups_of(rows);
-  require(format.bits != 16 && !format.implied, "columns are rounded to 4 to 8 bits, with biases");
+  require(format.has_biases(), "columns are rounded to 4 to 8 bits, with biases");
   require(first >= 0 && first % 16 == 0 && count > 0 && count <= columns_of(type, data) - first,
           "columns are those of the matrix, from a multiple of 16 on");
   require(static_cast<int64_t>(codes.shape(1)) == groups * format.codes_bytes(),

@@ -10,10 +10,9 @@ namespace ondevice {
 namespace {
 
 using Bytes2 = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
-using Halves2 = nb::ndarray<const uint16_t, nb::ndim<2>, nb::device::cpu>;
 
-void load_rows(Matrix& matrix, Runner& runner, int64_t row0, const Bytes2& codes, const Halves2& scales,
-               const Halves2& biases) {
+void load_rows(Matrix& matrix, Runner& runner, int64_t row0, const Bytes2& codes, const Bytes2& scales,
+               const Bytes2& biases) {
   const RowFormat& format = matrix.format();
   const int64_t n = codes.shape(0), groups = format.bits == 16 ? 0 : matrix.groups() * format.scales();
   require(row0 >= 0 && n > 0 && row0 + n <= matrix.rows(), "rows are outside the matrix");
@@ -21,16 +20,17 @@ void load_rows(Matrix& matrix, Runner& runner, int64_t row0, const Bytes2& codes
       static_cast<int64_t>(codes.shape(1)) == matrix.groups() * format.codes_bytes() && codes.stride(1) == 1,
       "codes are (n, padded_cols * bits / 8)");
   if (groups)
-    for (const Halves2* values : {&scales, format.implied ? &scales : &biases})
+    for (const Bytes2* values : {&scales, format.has_biases() ? &biases : &scales})
       require(static_cast<int64_t>(values->shape(0)) == n &&
-                  static_cast<int64_t>(values->shape(1)) == groups && (values->stride(1) == 1 || groups == 1),
-              "scales and biases are (n, G)");
+                  static_cast<int64_t>(values->shape(1)) == groups * format.scale_bytes() &&
+                  values->stride(1) == 1,
+              "scales and biases are the bytes of (n, G)");
   const StoredRows rows{codes.data(),
-                        reinterpret_cast<const uint8_t*>(scales.data()),
-                        reinterpret_cast<const uint8_t*>(biases.data()),
+                        scales.data(),
+                        biases.data(),
                         codes.stride(0),
-                        groups ? scales.stride(0) * 2 : 0,
-                        groups && !format.implied ? biases.stride(0) * 2 : 0};
+                        groups ? scales.stride(0) : 0,
+                        groups && format.has_biases() ? biases.stride(0) : 0};
   nb::gil_scoped_release release;
   matrix.load_rows(runner, row0, n, rows);
 }
@@ -52,7 +52,7 @@ void bind_quantisation(nb::module_& m) {
                             const CArray<uint8_t, 2>& codes, const CArray<uint16_t, 2>& scales,
                             const CArray<uint16_t, 2>& biases) {
     const RowFormat format = format_of(stored);
-    require(!format.implied, "rows are rounded with biases of their own");
+    require(format.bits == 16 || format.has_biases(), "rows are rounded with biases of their own");
     const SourceRows source = source_rows(x);
     const int64_t rows = x.shape(0), cols = x.shape(1), groups = groups_of(cols);
     require(cols > 0 && static_cast<int64_t>(codes.shape(0)) == rows &&
@@ -81,7 +81,7 @@ void bind_quantisation(nb::module_& m) {
         runner.kernels().half_to_float(reinterpret_cast<const uint16_t*>(row), to, groups * kGroup);
       else
         runner.kernels().dequantize_row(
-            format, row, reinterpret_cast<const uint16_t*>(row + codes),
+            format, row, row + codes,
             reinterpret_cast<const uint16_t*>(row + codes + 2 * groups * format.scales()), groups, to);
     }
   });
@@ -92,7 +92,8 @@ void check_rounding(const CArray<const float, 2>& w, int64_t inputs, const RowFo
                     const CArray<uint16_t, 2>& scales, const CArray<uint16_t, 2>& biases) {
   const int64_t rows = w.shape(0), cols = w.shape(1), groups = groups_of(cols);
   require(rows > 0 && cols > 0, "w is (R, C)");
-  require(format.bits < 8 && !format.implied, "rows are rounded to 4 to 6 bits, with biases of their own");
+  require(format.bits < 8 && format.has_biases(),
+          "rows are rounded to 4 to 6 bits, with biases of their own");
   require(static_cast<int64_t>(factor.shape(0)) == inputs && static_cast<int64_t>(factor.shape(1)) == inputs,
           "factor is (n, n) for n inputs");
   require(static_cast<int64_t>(codes.shape(0)) == rows &&

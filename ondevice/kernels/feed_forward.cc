@@ -96,7 +96,8 @@ void FeedForward::pack(Runner& runner, Segment& segment, int64_t block0, const u
     std::memset(down + (row0 + count) * row_bytes_, 0, static_cast<size_t>(padding * row_bytes_));
     return;
   }
-  const int64_t codes = groups_ * format_.codes_bytes(), biases = codes + 2 * groups_ * format_.scales();
+  const int64_t codes = groups_ * format_.codes_bytes(),
+                biases = codes + groups_ * format_.scales() * format_.scale_bytes();
   for (int64_t part = 0; part < parts; ++part) {
     const uint8_t* base = records + (part ? record_.up : record_.gate);
     interleave_rows(runner.pool(), format_, groups_, row0, count,

@@ -18,9 +18,9 @@ static inline V load_vector(const void* p) {
   return v;
 }
 
-// 4 rows of 4 words -> 4 columns of 4 words, 64 bytes apart.
+// 4 rows of 4 words -> 4 columns of 4 words, `stride` bytes apart.
 static inline void transpose_words(const uint8_t* row0, const uint8_t* row1, const uint8_t* row2,
-                                   const uint8_t* row3, uint8_t* out) {
+                                   const uint8_t* row3, uint8_t* out, int64_t stride = 64) {
   const Words4 a = load_vector<Words4>(row0), b = load_vector<Words4>(row1);
   const Words4 c = load_vector<Words4>(row2), d = load_vector<Words4>(row3);
   const Words4 ab_low = __builtin_shufflevector(a, b, 0, 4, 1, 5);
@@ -31,7 +31,7 @@ static inline void transpose_words(const uint8_t* row0, const uint8_t* row1, con
                              __builtin_shufflevector(ab_low, cd_low, 2, 3, 6, 7),
                              __builtin_shufflevector(ab_high, cd_high, 0, 1, 4, 5),
                              __builtin_shufflevector(ab_high, cd_high, 2, 3, 6, 7)};
-  for (int i = 0; i < 4; ++i) std::memcpy(out + 64 * i, &columns[i], 16);
+  for (int i = 0; i < 4; ++i) std::memcpy(out + stride * i, &columns[i], 16);
 }
 
 // 8 rows of 8 halves -> 8 columns of 8 halves, `stride` bytes apart.
@@ -84,6 +84,18 @@ static inline void interleave_bytes(Bytes16 a, Bytes16 b, Bytes16 c, Bytes16 d, 
   Bytes16 quads[4];
   interleave_bytes(a, b, c, d, quads);
   for (int i = 0; i < 4; ++i) std::memcpy(out + 16 * i, &quads[i], 16);
+}
+
+// 16 rows of 16 bytes -> 16 columns of 16 bytes, one after the other.
+static inline void transpose_bytes(const uint8_t* const* rows, int64_t offset, uint8_t* out) {
+  uint8_t quads[4][64];  // of four rows each
+  for (int i = 0; i < 4; ++i)
+    interleave_bytes(load_vector<Bytes16>(rows[4 * i] + offset),
+                     load_vector<Bytes16>(rows[4 * i + 1] + offset),
+                     load_vector<Bytes16>(rows[4 * i + 2] + offset),
+                     load_vector<Bytes16>(rows[4 * i + 3] + offset), quads[i]);
+  for (int k = 0; k < 64; k += 16)
+    transpose_words(quads[0] + k, quads[1] + k, quads[2] + k, quads[3] + k, out + 4 * k, 16);
 }
 
 // 16 four-bit codes of two neurons -> 16 bytes, the first neuron's codes in the low nibbles.

@@ -16,23 +16,29 @@ constexpr int64_t kKvBlock = 64;  // positions of a KV block
 constexpr int64_t groups_of(int64_t cols) { return (cols + kGroup - 1) / kGroup; }
 
 // How rows of weights are stored: bits per weight, columns that share a scale (32 or 64), and whether biases
-// are implied, -2^(bits - 1) times the scale, instead of stored.
+// are implied, -2^(bits - 1) times the scale, instead of stored. `mxfp4`: 4 bits in groups of 32 without
+// biases; a code is a float, E2M1, and the byte s of a scale, E8M0, means 2^(s - 127).
 struct RowFormat {
   int bits;
   int group = kGroup;
   bool implied = false;
+  bool mxfp4 = false;
 
-  RowFormat(int bits, int group = kGroup, bool implied = false)  // NOLINT: bits alone are a format
-      : bits(bits), group(group), implied(implied) {}
+  RowFormat(int bits, int group = kGroup, bool implied = false,
+            bool mxfp4 = false)  // NOLINT: bits alone are a format
+      : bits(bits), group(group), implied(implied), mxfp4(mxfp4) {}
   bool operator==(const RowFormat& other) const {
-    return bits == other.bits && group == other.group && implied == other.implied;
+    return bits == other.bits && group == other.group && implied == other.implied && mxfp4 == other.mxfp4;
   }
-  // Of 64 columns: their scales, and their scales and biases.
+  bool has_biases() const { return bits != 16 && !implied && !mxfp4; }
+  int64_t scale_bytes() const { return mxfp4 ? 1 : 2; }
+  // Scales of 64 columns.
   int64_t scales() const { return kGroup / group; }
-  int64_t affine() const { return bits == 16 ? 0 : scales() * (implied ? 1 : 2); }
+  // Bytes of 64 columns: of their codes, and of their scales and biases.
   int64_t codes_bytes() const { return kGroup * bits / 8; }
+  int64_t affine_bytes() const { return bits == 16 ? 0 : scales() * scale_bytes() * (has_biases() ? 2 : 1); }
   // Bytes of a row of `groups` times 64 columns.
-  int64_t row_bytes(int64_t groups) const { return groups * (codes_bytes() + 2 * affine()); }
+  int64_t row_bytes(int64_t groups) const { return groups * (codes_bytes() + affine_bytes()); }
 };
 
 enum class Activation { kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kFatRelu };
@@ -90,7 +96,7 @@ struct AttentionArgs {
 };
 
 // Bytes of one 16-row, 64-column block of an interleaved tile: codes, then for each group 16 scales, then
-// for each group 16 biases, unless they are implied.
+// for each group 16 biases, if they are stored.
 inline int64_t tile_group_bytes(const RowFormat& format) { return kTile * format.row_bytes(1); }
 
 // Selected neurons, ids ascending. A neuron's down row begins `down` bytes into its part.
@@ -122,7 +128,7 @@ struct KernelTable {
   // scales are `affine`, group by group and 16 side by side, and behind them its biases. `next`, if not null:
   // 16 rows to prefetch into the cache.
   void (*linear_gathered)(const RowFormat& format, const uint8_t* const* rows, const uint8_t* const* next,
-                          const uint16_t* affine, const QuantizedRows& x, float* out);
+                          const uint8_t* affine, const QuantizedRows& x, float* out);
   // Row-major float16 weights. Rows of weights and of x have padded_cols columns, a multiple of 16, padded
   // with zeros.
   void (*linear_half)(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,
@@ -161,8 +167,9 @@ struct KernelTable {
   void (*kv_move)(const KvView& kv, int64_t from, int64_t to);
   // Attention of queries [q_begin, q_end), for the query heads that read kv head `head`.
   void (*attention)(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t q_end, float* scratch);
-  // Row-major codes, scales, biases -> floats. `groups` has 64 columns each, whatever the format.
-  void (*dequantize_row)(const RowFormat& format, const uint8_t* codes, const uint16_t* scales,
+  // Row-major codes, scales (float16, or bytes in MXFP4) and biases -> floats. `groups` has 64 columns each,
+  // whatever the format.
+  void (*dequantize_row)(const RowFormat& format, const uint8_t* codes, const void* scales,
                          const uint16_t* biases, int64_t groups, float* out);
   // Up to 16 rows of floats -> codes, scales, biases at 4 to 8 bits, biases stored. False if a value isn't
   // finite or overflows float16; what is written then is undefined.

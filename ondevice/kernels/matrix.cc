@@ -15,7 +15,7 @@ constexpr int64_t kTileGrain = 8, kRowGrain = 32;
 void interleave_rows(ThreadPool& pool, const RowFormat& format, int64_t groups, int64_t row0, int64_t count,
                      const StoredRows& source, uint8_t* tiles, int64_t tile_stride) {
   const int64_t words = format.codes_bytes() / 4, block = tile_group_bytes(format);
-  const int64_t parts = format.scales();
+  const int64_t parts = format.scales(), wide = format.scale_bytes();
   const int64_t first = row0 / kTile, last = (row0 + count - 1) / kTile;
   pool.parallel_for(last - first + 1, 4, [&](int64_t begin, int64_t end, int) {
     for (int64_t tile = first + begin; tile < first + end; ++tile) {
@@ -25,7 +25,7 @@ void interleave_rows(ThreadPool& pool, const RowFormat& format, int64_t groups, 
       for (int64_t g = 0; g < groups; ++g) {
         uint8_t* out = tiles + tile * tile_stride + g * block;
         uint8_t* scales = out + kTile * format.codes_bytes();
-        uint8_t* biases = scales + 2 * kTile * parts;
+        uint8_t* biases = scales + wide * kTile * parts;
         const uint8_t* codes = source.codes + base * source.codes_stride + g * words * 4;
         const bool apart = has_high_bits(format.bits), whole = low == 0 && high == kTile && !apart;
         if (whole)
@@ -40,9 +40,10 @@ void interleave_rows(ThreadPool& pool, const RowFormat& format, int64_t groups, 
           for (int64_t w = 0; w < words && !whole && !apart; ++w)
             std::memcpy(out + w * 64 + r * 4, codes + r * source.codes_stride + w * 4, 4);
           for (int64_t s = 0; s < parts; ++s) {
-            const int64_t from = 2 * (g * parts + s), to = 2 * (s * kTile + r);
-            std::memcpy(scales + to, source.scales + (base + r) * source.scales_stride + from, 2);
-            if (!format.implied)
+            const int64_t from = wide * (g * parts + s), to = wide * (s * kTile + r);
+            std::memcpy(scales + to, source.scales + (base + r) * source.scales_stride + from,
+                        static_cast<size_t>(wide));
+            if (format.has_biases())
               std::memcpy(biases + to, source.biases + (base + r) * source.biases_stride + from, 2);
           }
         }

@@ -15,11 +15,26 @@ namespace {
 // tokens.
 constexpr double kMostOwn = 1.7;
 
+// The scales of MXFP4 that gather_affines puts side by side: a byte each, two of 64 columns.
+void gather_powers(int64_t groups, const uint8_t* const* rows, uint8_t* out, int64_t stride) {
+  const int64_t from = groups * kGroup / 2;
+  int64_t g = 0;
+  for (; g + 8 <= groups; g += 8) {
+    uint8_t columns[16 * kTile];
+    transpose_bytes(rows, from + 2 * g, columns);
+    for (int64_t i = 0; i < 8; ++i) std::memcpy(out + (g + i) * stride, columns + i * 2 * kTile, 2 * kTile);
+  }
+  for (; g < groups; ++g)
+    for (int64_t r = 0; r < kTile; ++r)
+      for (int64_t s = 0; s < 2; ++s) out[g * stride + s * kTile + r] = rows[r][from + 2 * g + s];
+}
+
 // Puts the scales and biases of 16 rows side by side; 64 columns' are `stride` bytes apart in `out`.
 void gather_affines(const RowFormat& format, int64_t groups, const uint8_t* const* rows, uint8_t* out,
                     int64_t stride) {
+  if (format.mxfp4) return gather_powers(groups, rows, out, stride);
   const int64_t scales = format.scales(), count = groups * scales;
-  for (int64_t affine = 0; affine < format.affine() / scales; ++affine, out += 2 * kTile * scales) {
+  for (int64_t affine = 0; affine < (format.has_biases() ? 2 : 1); ++affine, out += 2 * kTile * scales) {
     const int64_t from = groups * format.codes_bytes() + affine * 2 * count;
     int64_t s = 0;
     for (; s + 8 <= count; s += 8)
@@ -235,8 +250,8 @@ void FeedForwardPass::gathered_products(const uint8_t* const* rows, const uint8_
     x.half_int_sums = x_.quantized.half_int_sums + 2 * t0 * groups;
   }
   if (tokens == 1) {
-    gather_affines(format, groups, rows, tile, 2 * kTile * format.affine());
-    kernels.linear_gathered(format, rows, next, reinterpret_cast<const uint16_t*>(tile), x, out);
+    gather_affines(format, groups, rows, tile, kTile * format.affine_bytes());
+    kernels.linear_gathered(format, rows, next, tile, x, out);
   } else {
     gather_tile(format, groups, rows, next, tile);
     kernels.linear_quantized(format, tile, x, tokens, nullptr, nullptr, out, kTile, kTile, 0, 1);

@@ -149,7 +149,7 @@ def record_chunk(records: Bytes, offset: int, row: RowLayout, row0: int) -> RowC
     scales_at = offset + row.codes_bytes
     biases_at, end = scales_at + row.scales_bytes, offset + row.nbytes
     scales, biases = records[:, scales_at:biases_at], records[:, biases_at:end]
-    return RowChunk(row0, records[:, offset:scales_at], scales.view(np.float16), biases.view(np.float16))
+    return RowChunk(row0, records[:, offset:scales_at], scales.view(row.scale_type), biases.view(np.float16))
 
 
 def read_span(reader: FlashReader, file: int, layout: RecordLayout, first: int, count: int) -> Bytes:

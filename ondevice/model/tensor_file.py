@@ -87,8 +87,11 @@ class TensorFile:
         scales = biases = codes[:, :0]
         if stored.bits != 16:
             scales = self._tensor_rows(f"{name}.scales", row0, count)
-            biases = biases if stored.implied_bias else self._tensor_rows(f"{name}.biases", row0, count)
-        return RowChunk(row0, codes, scales.view(np.float16), biases.view(np.float16))
+        if stored.has_biases:
+            biases = self._tensor_rows(f"{name}.biases", row0, count)
+        if not stored.mxfp4:
+            scales = scales.view(np.float16)
+        return RowChunk(row0, codes, scales, biases.view(np.float16))
 
     def read(self, offset: int, nbytes: int) -> Bytes:
         """The file's bytes from `offset` on, (nbytes,)."""

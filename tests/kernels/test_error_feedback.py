@@ -7,6 +7,7 @@ import pytest
 
 from ondevice.bundle.codes import pack
 from ondevice.bundle.layout import RowLayout
+from ondevice.config import RowFormat
 from ondevice.converters.quantize import QuantizedRows, dequantize, quantize, quantize_reference
 from ondevice.kernels import _native
 
@@ -33,7 +34,7 @@ def rounded(
     codes = np.empty((len(w), layout.codes_bytes), np.uint8)
     scales, biases = np.empty((2, len(w), layout.groups), np.uint16)
     kernel = _native.round_rows if by_row else _native.round_columns
-    assert kernel(runner, w, (bits, size, False), factor, codes, scales, biases)
+    assert kernel(runner, w, RowFormat(bits, size), factor, codes, scales, biases)
     return QuantizedRows(codes, scales.view(np.float16), biases.view(np.float16))
 
 

@@ -63,7 +63,7 @@ def packed(
     matrix = _native.Matrix(*weight.shape, stored)
     for row in range(0, len(weight), 7):
         part = slice(row, row + 7)
-        matrix.load_rows(runner, row, codes[part], scales[part].view(np.uint16), biases[part].view(np.uint16))
+        matrix.load_rows(runner, row, codes[part], scales[part].view(np.uint8), biases[part].view(np.uint8))
     return matrix, exact.astype(np.float64)
 
 
@@ -96,7 +96,7 @@ def test_the_largest_products_of_all_columns_add_up(tokens: int, bits: int) -> N
     """AVX2 adds products in 16 bits: codes and activations at their limits would be the first to overflow."""
     rows, cols = 16, 128
     codes = np.full((rows, cols * bits // 8), 255, dtype=np.uint8)
-    ones, zeros = (np.full((rows, cols // 64), value, dtype=np.float16).view(np.uint16) for value in (1, 0))
+    ones, zeros = (np.full((rows, cols // 64), value, dtype=np.float16).view(np.uint8) for value in (1, 0))
     signs = np.where(np.arange(tokens)[:, None] % 2, -1, 1).astype(np.float32)
     x = np.repeat(signs, cols, axis=1)
 
@@ -455,7 +455,7 @@ def test_values_that_cannot_be_stored_are_reported(value: float) -> None:
 def test_arguments_are_checked_before_any_byte_is_touched() -> None:
     runner = RUNNERS[TARGETS[0], 1]
     matrix = _native.Matrix(16, 64, 4)
-    codes, halves = np.zeros((16, 32), dtype=np.uint8), np.zeros((16, 1), dtype=np.uint16)
+    codes, halves = np.zeros((16, 32), dtype=np.uint8), np.zeros((16, 2), dtype=np.uint8)
     with pytest.raises(ValueError, match="outside the matrix"):
         matrix.load_rows(runner, 1, codes, halves, halves)
     with pytest.raises(ValueError, match=r"out is \(T, rows\)"):

@@ -1,4 +1,4 @@
-"""Groups of 32 and implied biases: every target gives the same bits, near those of a float64 oracle."""
+"""Groups of 32, implied biases, MXFP4: every target gives the same bits, near those of a float64 oracle."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from ondevice.backends.base import Float32
+from ondevice.backends.reference import dequantise
+from ondevice.bundle.codes import E2M1, MAX_POWER, pack, unpack
 from ondevice.bundle.layout import RowLayout
-from ondevice.config import Bits, RowFormat
+from ondevice.config import MXFP4, Bits, RowFormat
 from ondevice.converters.quantize import quantize, quantize_reference
 from ondevice.kernels import _native
 from tests.kernels.test_gathered import Layer
@@ -25,7 +27,7 @@ from tests.support.sources import form, quantise_rows
 
 BITS: tuple[Bits, ...] = get_args(Bits)[:-1]
 FORMATS = [RowFormat(bits, 32, implied) for bits in BITS for implied in (False, True)]
-FORMATS += [RowFormat(5), RowFormat(6)]
+FORMATS += [RowFormat(5), RowFormat(6), MXFP4]
 
 
 @pytest.mark.parametrize("stored", FORMATS)
@@ -62,7 +64,9 @@ def test_a_token_has_the_same_bits_in_any_company(stored: RowFormat) -> None:
 def test_the_largest_products_of_all_columns_add_up(stored: RowFormat, tokens: int) -> None:
     rows, cols, top = 16, 128, (1 << stored.bits) - 1
     codes = np.full((rows, cols * stored.bits // 8), 255, dtype=np.uint8)
-    ones = np.ones((rows, cols // stored.group_size), dtype=np.float16).view(np.uint16)
+    ones = np.ones((rows, cols // stored.group_size), dtype=np.float16).view(np.uint8)
+    if stored.mxfp4:
+        ones = np.full((rows, cols // 32), 127, dtype=np.uint8)
     signs = np.where(np.arange(tokens)[:, None] % 2, -1, 1).astype(np.float32)
 
     def run(runner: _native.Runner) -> Float32:
@@ -71,7 +75,7 @@ def test_the_largest_products_of_all_columns_add_up(stored: RowFormat, tokens: i
         matrix.forward(runner, np.repeat(signs, cols, axis=1), None, out)
         return out
 
-    value = top - stored.zero if stored.implied_bias else top
+    value = -6 if stored.mxfp4 else top - stored.zero if stored.implied_bias else top
     np.testing.assert_allclose(on_every_target(run), np.tile(signs * value * cols, rows), rtol=1e-6)
 
 
@@ -113,6 +117,52 @@ def test_rounding_in_groups_of_32_is_that_of_the_definition(bits: Bits, cols: in
 
 
 def test_impossible_formats_are_refused() -> None:
-    for stored in ((4, 48, False), (16, 32, False), (4, 64, True), (7, 32, False)):
-        with pytest.raises(ValueError, match=r"bits must|groups have|biases are"):
+    impossible = [(4, 48, False, False), (16, 32, False, False), (4, 64, True, False), (7, 32, False, False)]
+    impossible += [(8, 32, False, True), (4, 64, False, True), (4, 32, True, True)]
+    for stored in impossible:
+        with pytest.raises(ValueError, match=r"bits must|groups have|biases are|MXFP4 has"):
             _native.Matrix(16, 64, stored)
+
+
+EXTREMES = np.array([0, 1, 2, 126, 127, 128, 200, MAX_POWER], dtype=np.uint8)
+
+
+def test_mxfp4_rows_mean_what_the_standard_says() -> None:
+    scales = np.repeat(EXTREMES, 2).reshape(1, -1)
+    codes = np.tile(pack(np.arange(32, dtype=np.uint8).reshape(1, -1) % 16, 4), (1, scales.shape[1]))
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = np.tile(np.concatenate([values, -values]), 2)
+    expected = np.concatenate([values * 2.0 ** (int(scale) - 127) for scale in scales[0]])
+
+    def run(runner: _native.Runner) -> Float32:
+        out = np.empty((1, expected.size), dtype=np.float32)
+        _native.dequantize_rows(runner, MXFP4, np.concatenate([codes, scales], axis=1), expected.size, out)
+        return out
+
+    found = on_every_target(run)
+    np.testing.assert_array_equal(found[0].astype(np.float64), expected)
+    assert np.isfinite(found).all()
+    none = np.zeros((1, 0), dtype=np.float16)
+    assert dequantise(codes, scales, none, MXFP4, expected.size).tobytes() == found.tobytes()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("scale", EXTREMES)
+def test_mxfp4_scales_of_any_size(scale: int, tokens: int) -> None:
+    """Products of the smallest and largest scales: rounded once where they are subnormal."""
+    rng = np.random.default_rng(int(scale))
+    codes = rng.integers(0, 256, (16, 32), dtype=np.uint8)
+    scales = np.full((16, 2), scale, dtype=np.uint8)
+    x = normal(tokens, 64) * np.float32(1e-3 if scale > 200 else 1)
+
+    def run(runner: _native.Runner) -> Float32:
+        matrix, out = _native.Matrix(16, 64, MXFP4), np.empty((tokens, 16), dtype=np.float32)
+        matrix.load_rows(runner, 0, codes, scales, scales[:, :0])
+        matrix.forward(runner, x, None, out)
+        return out
+
+    exact = E2M1[unpack(codes, 4)].astype(np.float64) * 2.0 ** (float(scale) - 127)
+    expected = quantised_activations(x) @ exact.T
+    # Two sums of a few thousand products of a half, whose scale is rounded to a multiple of 2^-149.
+    atol = 8192 * 2.0**-149 + 1e-6 * np.abs(expected).max()
+    np.testing.assert_allclose(on_every_target(run), expected, rtol=1e-6, atol=atol)

@@ -28,6 +28,8 @@ using ondevice::Activation;
 using ondevice::GateForm;
 using ondevice::kKvBlock;
 
+const ondevice::RowFormat kMxfp4(4, 32, false, true);
+
 struct Vector {
   std::string name;
   Bytes bytes;
@@ -47,15 +49,14 @@ void linear(Runner& runner, const ondevice::RowFormat& format, int64_t rows, int
   for (int64_t r = 0; r < rows; ++r) {
     const Floats weights = random.values(cols);
     const Row row = quantize(runner, format, weights.data(), cols);
-    append_row(row, format.bits, &quantized);
-    matrix.load_rows(runner, r, 1,
-                     {row.codes.data(), reinterpret_cast<const uint8_t*>(row.scales.data()),
-                      reinterpret_cast<const uint8_t*>(row.biases.data()), 0, 0, 0});
+    append_row(row, &quantized);
+    matrix.load_rows(runner, r, 1, {row.codes.data(), row.scales.data(), row.biases.data(), 0, 0, 0});
   }
   const std::string name = "linear bits=" + std::to_string(format.bits) +
-                           (format.group == kGroup ? ""
-                            : format.implied       ? " group=32 implied"
-                                                   : " group=32") +
+                           (format.mxfp4             ? " mxfp4"
+                            : format.group == kGroup ? ""
+                            : format.implied         ? " group=32 implied"
+                                                     : " group=32") +
                            " " + std::to_string(rows) + "x" + std::to_string(cols);
   keep(out, name + " rows", quantized);
   const Floats bias = random.values(rows), x = random.values(19 * cols);
@@ -83,12 +84,13 @@ void linear(Runner& runner, const ondevice::RowFormat& format, int64_t rows, int
   }
 }
 
-ondevice::Matrix gate_matrix(Runner& runner, int bits, int64_t hidden, const Records& records) {
+ondevice::Matrix gate_matrix(Runner& runner, const ondevice::RowFormat& format, int64_t hidden,
+                             const Records& records) {
   const int64_t stride = records.shape.stride;
   const int64_t neurons = static_cast<int64_t>(records.bytes.size()) / stride;
-  const int64_t groups = groups_of(hidden), codes = groups * kGroup * bits / 8;
+  const int64_t groups = groups_of(hidden), codes = groups * format.codes_bytes();
   const uint8_t* rows = records.bytes.data();
-  ondevice::Matrix gate(neurons, hidden, bits);
+  ondevice::Matrix gate(neurons, hidden, format);
   gate.load_rows(runner, 0, neurons, {rows, rows + codes, rows + codes + 2 * groups, stride, stride, stride});
   return gate;
 }
@@ -121,13 +123,13 @@ Floats forward_selected(Runner& runner, const ondevice::FeedForward& layer, cons
 
 // The same neurons in one segment, or split: in segments of one block, and for activations that make zeros,
 // only the neurons that fire. Equal bytes are kept under equal names.
-void feed_forward(Runner& runner, int bits, int64_t hidden, int64_t neurons, bool split, bool gated,
-                  Vectors* out) {
-  Records records = make_records(runner, bits, hidden, neurons);
+void feed_forward(Runner& runner, const ondevice::RowFormat& format, int64_t hidden, int64_t neurons,
+                  bool split, bool gated, Vectors* out) {
+  Records records = make_records(runner, format, hidden, neurons);
   // An ungated layer's records have an up row here as well, which isn't read.
   if (!gated) records.shape.up = records.shape.down;
   const Floats bias = Random(9).values(neurons);
-  const ondevice::FeedForward layer(hidden, bits, records.shape, gated ? nullptr : bias.data(), neurons);
+  const ondevice::FeedForward layer(hidden, format, records.shape, gated ? nullptr : bias.data(), neurons);
   const int64_t blocks = (neurons + kGroup - 1) / kGroup, step = split ? 1 : blocks;
   std::vector<ondevice::Segment> segments;
   for (int64_t block = 0; block < blocks; block += step) {
@@ -140,7 +142,7 @@ void feed_forward(Runner& runner, int bits, int64_t hidden, int64_t neurons, boo
   std::vector<const ondevice::Segment*> order;
   for (const auto& segment : segments) order.push_back(&segment);
   const Floats x = Random(7).values(17 * hidden), weight = Random(8).values(hidden);
-  const ondevice::Matrix gate = gate_matrix(runner, bits, hidden, records);
+  const ondevice::Matrix gate = gate_matrix(runner, format, hidden, records);
   const ondevice::Norm norm{weight.data(), 1e-5f};
   for (int act = 0; act < 6; ++act)
     for (const int64_t tokens : {1, 2, 3, 7, 17}) {
@@ -150,7 +152,7 @@ void feed_forward(Runner& runner, int bits, int64_t hidden, int64_t neurons, boo
       const bool fat = activation == Activation::kFatRelu;
       const GateForm form{activation, fat ? 0.25f : 0.0f, fat};
       const bool selected = split && form.makes_zeros();
-      ondevice::FeedForwardPass pass(runner, layer, runner.prepare(x.data(), hidden, tokens, hidden, bits),
+      ondevice::FeedForwardPass pass(runner, layer, runner.prepare(x.data(), hidden, tokens, hidden, format),
                                      form);
       if (selected)
         add_selected(pass, records, gates, form.threshold);
@@ -158,13 +160,13 @@ void feed_forward(Runner& runner, int bits, int64_t hidden, int64_t neurons, boo
         pass.add(order, pass.tokens());
       pass.finish(y.data());
       const std::string name = (gated ? "feed_forward bits=" : "ungated feed_forward bits=") +
-                               std::to_string(bits) + " " + std::to_string(hidden) + "x" +
-                               std::to_string(neurons) + " act=" + std::to_string(act) +
-                               " tokens=" + std::to_string(tokens);
+                               std::to_string(format.bits) + (format.mxfp4 ? " mxfp4 " : " ") +
+                               std::to_string(hidden) + "x" + std::to_string(neurons) +
+                               " act=" + std::to_string(act) + " tokens=" + std::to_string(tokens);
       keep(out, name, y);
       if (tokens > 1) {
-        ondevice::FeedForwardPass part(runner, layer, runner.prepare(x.data(), hidden, tokens, hidden, bits),
-                                       form);
+        ondevice::FeedForwardPass part(runner, layer,
+                                       runner.prepare(x.data(), hidden, tokens, hidden, format), form);
         part.add(order, tokens / 2);
         part.finish(y.data());
         keep(out, name + " first half", y);
@@ -285,17 +287,21 @@ void vector_ops(Runner& runner, Vectors* out) {
   }
   for (const int bits : {4, 5, 6, 8}) {
     const Floats x = random.values(200);
-    const Row row = quantize(runner, bits, x.data(), 200);
     Floats y(256);
-    kernels.dequantize_row(bits, row.codes.data(), row.scales.data(), row.biases.data(), 4, y.data());
+    const auto dequantize = [&](const ondevice::RowFormat& format) {
+      const Row row = quantize(runner, format, x.data(), 200);
+      kernels.dequantize_row(format, row.codes.data(), row.scales.data(),
+                             reinterpret_cast<const uint16_t*>(row.biases.data()), 4, y.data());
+    };
+    dequantize(bits);
     keep(out, "dequantize_row bits=" + std::to_string(bits), y);
     for (const bool implied : {false, true}) {
-      const ondevice::RowFormat format(bits, 32, implied);
-      const Row small = quantize(runner, format, x.data(), 200);
-      kernels.dequantize_row(format, small.codes.data(), small.scales.data(), small.biases.data(), 4,
-                             y.data());
+      dequantize({bits, 32, implied});
       keep(out, "dequantize_row group=32 bits=" + std::to_string(bits), y);
     }
+    if (bits != 4) continue;
+    dequantize(kMxfp4);
+    keep(out, "dequantize_row mxfp4", y);
   }
 }
 
@@ -396,6 +402,13 @@ void checksums(bool hardware, Vectors* out) {
   }
 }
 
+void mxfp4(Runner& runner, bool split, Vectors* out) {
+  for (const auto& [rows, cols] : std::vector<std::pair<int, int>>{{1, 1}, {17, 65}, {37, 100}, {64, 1088}})
+    linear(runner, kMxfp4, rows, cols, out);
+  for (const auto& [hidden, neurons] : std::vector<std::pair<int, int>>{{64, 64}, {1100, 130}})
+    for (const bool gated : {true, false}) feed_forward(runner, kMxfp4, hidden, neurons, split, gated, out);
+}
+
 Vectors run(const std::string& target, int threads, bool hardware_checksums) {
   Runner runner(threads, target);
   const bool split = threads > 1;
@@ -412,6 +425,7 @@ Vectors run(const std::string& target, int threads, bool hardware_checksums) {
       for (const auto& [rows, cols] :
            std::vector<std::pair<int, int>>{{1, 1}, {17, 65}, {37, 100}, {64, 320}})
         linear(runner, {bits, 32, implied}, rows, cols, &out);
+  mxfp4(runner, split, &out);
   for (const int bits : {8, 16})
     for (const int64_t window : {0, 1, 37})
       for (const int64_t dim : {8, 20, 64}) {

@@ -43,50 +43,63 @@ class Random {
   uint64_t state_;
 };
 
-// One row as it lies on disk: codes, scales, biases.
+// One row as it lies on disk.
 struct Row {
-  Bytes codes;
-  Halves scales, biases;
+  Bytes codes, scales, biases;
 };
 
-Row quantize(Runner& runner, const ondevice::RowFormat& format, const float* x, int64_t cols) {
-  const auto groups = static_cast<size_t>(groups_of(cols) * format.scales());
-  Row row{Bytes(static_cast<size_t>(groups_of(cols) * format.codes_bytes())), Halves(groups), Halves(groups)};
-  if (format.bits == 16)
-    runner.kernels().float_to_half(x, reinterpret_cast<uint16_t*>(row.codes.data()), cols);
-  else
-    runner.kernels().quantize_block(format, x, 1, cols, row.codes.data(), row.scales.data(),
-                                    row.biases.data());
+// A row of MXFP4: codes are the low bits of floats, and scales those around one, the least and large ones.
+Row made_up_mxfp4(const float* x, int64_t cols) {
+  const int64_t groups = groups_of(cols);
+  Row row{Bytes(static_cast<size_t>(groups * kGroup / 2)), Bytes(static_cast<size_t>(groups * 2)), {}};
+  Random random(static_cast<uint64_t>(x[0] * 32768.0f + 131072.0f));
+  for (uint8_t& codes : row.codes) codes = static_cast<uint8_t>(random.next() >> 32);
+  for (uint8_t& scale : row.scales) {
+    const uint64_t bits = random.next() >> 32;
+    scale = static_cast<uint8_t>(bits % 16 < 14    ? 120 + bits / 16 % 8
+                                 : bits % 16 == 14 ? bits / 16 % 3
+                                                   : 200);
+  }
   return row;
 }
 
-void append_row(const Row& row, int bits, Bytes* out) {
-  out->insert(out->end(), row.codes.begin(), row.codes.end());
-  if (bits == 16) return;
-  for (const Halves* values : {&row.scales, &row.biases}) {
-    const auto* first = reinterpret_cast<const uint8_t*>(values->data());
-    out->insert(out->end(), first, first + 2 * values->size());
-  }
+Row quantize(Runner& runner, const ondevice::RowFormat& format, const float* x, int64_t cols) {
+  if (format.mxfp4) return made_up_mxfp4(x, cols);
+  const auto bytes = static_cast<size_t>(format.bits == 16 ? 0 : groups_of(cols) * format.scales() * 2);
+  Row row{Bytes(static_cast<size_t>(groups_of(cols) * format.codes_bytes())), Bytes(bytes), Bytes(bytes)};
+  if (format.bits == 16)
+    runner.kernels().float_to_half(x, reinterpret_cast<uint16_t*>(row.codes.data()), cols);
+  else
+    runner.kernels().quantize_block(format, x, 1, cols, row.codes.data(),
+                                    reinterpret_cast<uint16_t*>(row.scales.data()),
+                                    reinterpret_cast<uint16_t*>(row.biases.data()));
+  return row;
 }
 
-// `neurons` records of [gate][up | down] rows, a gap after the first part.
+void append_row(const Row& row, Bytes* out) {
+  for (const Bytes* part : {&row.codes, &row.scales, &row.biases})
+    out->insert(out->end(), part->begin(), part->end());
+}
+
+// `neurons` records of [gate][up | down] rows, a gap after the first part. Down rows have the format of their
+// bits alone.
 struct Records {
   ondevice::RecordShape shape;
   Bytes bytes;
 };
 
-Records make_records(Runner& runner, int bits, int64_t hidden, int64_t neurons) {
+Records make_records(Runner& runner, const ondevice::RowFormat& format, int64_t hidden, int64_t neurons) {
   Random random(static_cast<uint64_t>(hidden * 1000 + neurons));
   Records records{};
   for (int64_t n = 0; n < neurons; ++n) {
     const Floats rows = random.values(3 * hidden);
     const int64_t start = static_cast<int64_t>(records.bytes.size());
-    append_row(quantize(runner, bits, rows.data(), hidden), bits, &records.bytes);
+    append_row(quantize(runner, format, rows.data(), hidden), &records.bytes);
     records.bytes.resize(records.bytes.size() + 32);
     records.shape.up = static_cast<int64_t>(records.bytes.size()) - start;
-    append_row(quantize(runner, bits, rows.data() + hidden, hidden), bits, &records.bytes);
+    append_row(quantize(runner, format, rows.data() + hidden, hidden), &records.bytes);
     records.shape.down = static_cast<int64_t>(records.bytes.size()) - start;
-    append_row(quantize(runner, bits, rows.data() + 2 * hidden, hidden), bits, &records.bytes);
+    append_row(quantize(runner, format.bits, rows.data() + 2 * hidden, hidden), &records.bytes);
     records.shape.stride = static_cast<int64_t>(records.bytes.size()) - start;
   }
   return records;

@@ -17,6 +17,7 @@ from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.budget.sizes import buffer_shape, expert_shape, segment_shape
+from ondevice.bundle.codes import E2M1
 from ondevice.bundle.layout import EMBEDDING, RESIDENT, RowLayout, neuron_file_name
 from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import IsCancelled
@@ -161,6 +162,9 @@ def _rows(stored: np.ndarray, row: RowLayout) -> np.ndarray:
     codes, affine = stored[:, : row.codes_bytes], np.ascontiguousarray(stored[:, row.codes_bytes :])
     places = np.unpackbits(codes, axis=1, bitorder="little").reshape(len(codes), row.padded_cols, row.bits)
     codes = np.packbits(places, axis=2, bitorder="little")[:, :, 0]
+    if row.mxfp4:
+        values = E2M1[codes].reshape(*affine.shape, 32) * np.ldexp(1.0, affine.astype(int) - 127)[:, :, None]
+        return values.reshape(len(codes), -1)[:, : row.cols].astype(np.float32)
     halves, size = affine.view(np.float16).astype(np.float32), row.group_size
     scales = halves[:, : row.padded_cols // size]
     biases = np.float32(-(1 << (row.bits - 1))) * scales if row.implied_bias else halves[:, scales.shape[1] :]

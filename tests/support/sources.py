@@ -14,6 +14,7 @@ from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import NeuronSource
+from ondevice.bundle.codes import E2M1, pack
 from ondevice.bundle.layout import RecordLayout, RowLayout, embedding_layout, neuron_layout
 from ondevice.bundle.weight_shapes import model_weight_shapes
 from ondevice.config import Bits, MatrixKind, QuantConfig, RowFormat
@@ -94,6 +95,8 @@ def quantise_rows(weight: Float32, stored: Bits | RowFormat) -> tuple[Bytes, np.
     """weight (n, K) -> codes, scales, biases as a bundle stores them, and the values they stand for."""
     rows, cols = weight.shape
     layout = RowLayout(cols, *(stored if isinstance(stored, RowFormat) else RowFormat(stored)))
+    if layout.mxfp4:
+        return _quantise_mxfp4(weight, layout)
     bits = layout.bits
     wide = np.zeros((rows, layout.padded_cols), dtype=np.float32)
     wide[:, :cols] = weight
@@ -116,6 +119,21 @@ def quantise_rows(weight: Float32, stored: Bits | RowFormat) -> tuple[Bytes, np.
     codes = np.packbits(places.reshape(rows, -1), axis=1, bitorder="little")
     biases = biases[:, :0] if layout.implied_bias else biases
     return codes, scales, biases, exact.astype(np.float32).reshape(rows, -1)[:, :cols]
+
+
+def _quantise_mxfp4(weight: Float32, layout: RowLayout) -> tuple[Bytes, np.ndarray, np.ndarray, Float32]:
+    """quantise_rows by powers of two with which the largest weight of a group is below 8."""
+    rows, cols = weight.shape
+    wide = np.zeros((rows, layout.padded_cols), dtype=np.float32)
+    wide[:, :cols] = weight
+    groups = wide.reshape(rows, layout.groups, 32)
+    scales = np.frexp(np.abs(groups).max(axis=2))[1] + np.int32(127 - 3)
+    units = np.ldexp(groups, 127 - scales[:, :, None])
+    q = np.abs(units[..., None] - E2M1).argmin(axis=3).astype(np.uint8)
+    exact = np.ldexp(E2M1[q], scales[:, :, None] - 127)
+    q = q.reshape(rows, -1)
+    nothing = np.zeros((rows, 0), dtype=np.float16)
+    return pack(q, 4), scales.astype(np.uint8), nothing, exact.reshape(rows, -1)[:, :cols]
 
 
 def records(layout: RecordLayout, parts: list[list[Float32]]) -> Bytes:

@@ -284,7 +284,7 @@ def _scores(
 
 def _matrix(runner: _native.Runner, rows: QuantizedRows, cols: int, bits: int) -> _native.Matrix:
     matrix = _native.Matrix(len(rows.codes), cols, bits)
-    matrix.load_rows(runner, 0, rows.codes, rows.scales.view(np.uint16), rows.biases.view(np.uint16))
+    matrix.load_rows(runner, 0, rows.codes, rows.scales.view(np.uint8), rows.biases.view(np.uint8))
     return matrix
 
 

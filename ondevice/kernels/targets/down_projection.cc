@@ -88,7 +88,7 @@ void down_tokens(const uint8_t* group, int64_t blocks, const float* h, int64_t h
         const uint8_t* blocks_of[N];
         for (int n = 0; n < N; ++n) blocks_of[n] = block + (tile + n) * kTileBytes;
         F sums[N][TT];
-        dot_blocks<BITS, TT, N>(blocks_of, x, scaled[b].sum, sums);
+        dot_blocks<Integers<BITS>, TT, N>(blocks_of, x, scaled[b].sum, sums);
         for (int n = 0; n < N; ++n)
           for (int t = 0; t < TT; ++t)
             add_centred<BITS>(sums[n][t], scaled[b].sum[t], scaled[b].scale[t],

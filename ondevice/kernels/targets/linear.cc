@@ -8,11 +8,10 @@ namespace {
 // A row format at compile time.
 template <int BITS, int GROUP, bool IMPLIED>
 struct Form {
-  static constexpr int kBits = BITS, kCols = GROUP;
-  static constexpr bool kImplied = IMPLIED;
-  static constexpr int64_t kScales = kGroup / GROUP;
-  static constexpr int64_t kAffine = kScales * (IMPLIED ? 1 : 2);  // rows of 16 scales or biases of a block
-  static constexpr int64_t kCodes = kTile * kGroup * BITS / 8, kBytes = kCodes + 2 * kTile * kAffine;
+  using Codes = Integers<BITS>;
+  static constexpr int kCols = GROUP;
+  static constexpr int64_t kScales = kGroup / GROUP, kSide = 2 * kTile;  // bytes of 16 scales side by side
+  static constexpr int64_t kAffine = kSide * kScales * (IMPLIED ? 1 : 2);
   static constexpr float kZero = 1 << (BITS - 1);
 
   // What token t's codes of group s, counted over the whole row, add up to.
@@ -24,13 +23,35 @@ struct Form {
   }
   // acc + a group's products, `sums` being those of the codes. `affine`: 16 scales, and the biases behind all
   // scales of the block. A sum of codes less the zero code is an integer, and exact.
-  static F added(F acc, const uint16_t* affine, F sums, const QuantizedRows& x, int64_t t, int64_t s) {
-    const F scale = mul(load_half(affine), set1(x.scales[t * x.groups + s / kScales]));
+  static F added(F acc, const uint8_t* affine, F sums, const QuantizedRows& x, int64_t t, int64_t s) {
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(affine);
+    const F scale = mul(load_half(halves), set1(x.scales[t * x.groups + s / kScales]));
     if (IMPLIED) return fma(scale, sub(sums, set1(kZero * static_cast<float>(int_sum(x, t, s)))), acc);
     acc = fma(scale, sums, acc);
-    return fma(load_half(affine + kScales * kTile), set1(sum(x, t, s)), acc);
+    return fma(load_half(halves + kScales * kTile), set1(sum(x, t, s)), acc);
   }
 };
+
+// MXFP4. Codes are doubled, so the activations' scale is halved.
+struct Mxfp4Form {
+  using Codes = Floats4;
+  static constexpr int kCols = 32;
+  static constexpr int64_t kScales = kGroup / kCols, kSide = kTile, kAffine = kSide * kScales;
+
+  static int32_t int_sum(const QuantizedRows& x, int64_t t, int64_t s) {
+    return x.half_int_sums[t * x.groups * 2 + s];
+  }
+  static F added(F acc, const uint8_t* affine, F sums, const QuantizedRows& x, int64_t t, int64_t s) {
+    const F scale = mul(load_powers(affine), set1(0.5f * x.scales[t * x.groups + s / kScales]));
+    return fma(scale, sub(sums, set1(static_cast<float>(Codes::kZero * int_sum(x, t, s)))), acc);
+  }
+};
+
+// Bytes of a block of a tile: of its codes, and of all.
+template <class FORM>
+constexpr int64_t kCodesBytes = kTile * kGroup * FORM::Codes::kBits / 8;
+template <class FORM>
+constexpr int64_t kBlockBytes = kCodesBytes<FORM> + FORM::kAffine;
 
 template <int BITS, class Run>
 void with_bits_form(const RowFormat& format, const Run& run) {
@@ -41,6 +62,7 @@ void with_bits_form(const RowFormat& format, const Run& run) {
 // Calls `run` with the Form of a format.
 template <class Run>
 void with_form(const RowFormat& format, const Run& run) {
+  if (format.mxfp4) return run(Mxfp4Form());
   if (format.bits == 4) return with_bits_form<4>(format, run);
   if (format.bits == 5) return with_bits_form<5>(format, run);
   if (format.bits == 6) return with_bits_form<6>(format, run);
@@ -49,12 +71,12 @@ void with_form(const RowFormat& format, const Run& run) {
 
 // N tiles side by side, which share the loads of activations.
 // Per output, groups ascending: acc = fma(weight scale * activation scale, integer sum, acc),
-// then acc = fma(weight bias, activation sum, acc); if the bias is implied, only the first, the integer sum
-// being that of the codes less the zero code.
+// then acc = fma(weight bias, activation sum, acc); if the bias is implied, and in MXFP4, only the first, the
+// integer sum being that of the codes less the zero code.
 template <class FORM, int TT, int N>
 void tile_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t t0, const float* bias,
                  const float* added, float* out, int64_t out_stride, int64_t rows) {
-  constexpr int64_t kBytes = FORM::kBytes, kCodes = FORM::kCodes;
+  constexpr int64_t kBytes = kBlockBytes<FORM>, kCodes = kCodesBytes<FORM>;
   const int64_t tile_bytes = x.groups * kBytes;
   F acc[N][TT];
   for (int n = 0; n < N; ++n)
@@ -64,7 +86,7 @@ void tile_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t t0, const
     for (int n = 0; n < N; ++n) {
       affines[n] = tiles + n * tile_bytes + g * kBytes + kCodes;
       prefetch(affines[n] + kAhead);
-      if (FORM::kAffine > 2) prefetch(affines[n] + 64 + kAhead);
+      if (FORM::kAffine > 64) prefetch(affines[n] + 64 + kAhead);
     }
     for (int64_t part = 0; part < FORM::kScales; ++part) {
       const int64_t s = g * FORM::kScales + part;
@@ -77,11 +99,10 @@ void tile_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t t0, const
         int_sums[t] = FORM::int_sum(x, t0 + t, s);
       }
       F sums[N][TT];
-      dot_blocks<FORM::kBits, TT, N, FORM::kCols>(blocks, codes, int_sums, sums);
+      dot_blocks<typename FORM::Codes, TT, N, FORM::kCols>(blocks, codes, int_sums, sums);
       for (int n = 0; n < N; ++n)
         for (int t = 0; t < TT; ++t)
-          acc[n][t] = FORM::added(acc[n][t], reinterpret_cast<const uint16_t*>(affines[n]) + part * kTile,
-                                  sums[n][t], x, t0 + t, s);
+          acc[n][t] = FORM::added(acc[n][t], affines[n] + part * FORM::kSide, sums[n][t], x, t0 + t, s);
     }
   }
   for (int n = 0; n < N; ++n, rows -= kTile)
@@ -119,7 +140,7 @@ void tiles_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, 
 template <class FORM>
 void all_tiles(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, const float* bias,
                const float* added, float* out, int64_t out_stride, int64_t rows, int64_t begin, int64_t end) {
-  const int64_t tile_bytes = x.groups * FORM::kBytes;
+  const int64_t tile_bytes = x.groups * kBlockBytes<FORM>;
   int64_t i = begin;
   const auto add = [&](auto count) {
     constexpr int N = count.value;
@@ -211,8 +232,9 @@ F dot_gathered_high(const uint8_t* const* rows, int64_t at, const int8_t* x) {
 }
 
 // dot_blocks of 16 scattered rows, for one token.
-template <int BITS, int COLS>
+template <class CODES, int COLS>
 F dot_gathered(const uint8_t* const* rows, int64_t at, const int8_t* x, int32_t int_sum) {
+  constexpr int BITS = CODES::kBits;
   if constexpr (has_high_bits(BITS)) return dot_gathered_high<BITS, COLS>(rows, at, x);
   // Two chains of additions, where one would leave the multiplier idle.
   I chains[2] = {int_zero(), int_zero()};
@@ -222,8 +244,9 @@ F dot_gathered(const uint8_t* const* rows, int64_t at, const int8_t* x, int32_t 
     for (int w = 0; w < 4; ++w) {
       const int8_t* quad = x + piece * 8 / BITS + w * 32 / BITS;
       I& chain = chains[w % 2];
-      chain = BITS == 4 ? dot_q4(chain, low_nibbles(columns[w]), quad) : dot_q8(chain, columns[w], quad);
-      if (BITS == 4) chain = dot_q4(chain, high_nibbles(columns[w]), quad + 4);
+      chain = BITS == 4 ? dot_q4(chain, CODES::of(low_nibbles(columns[w])), quad)
+                        : dot_q8(chain, columns[w], quad);
+      if (BITS == 4) chain = dot_q4(chain, CODES::of(high_nibbles(columns[w])), quad + 4);
     }
   }
   const I sum = add_int(chains[0], chains[1]);
@@ -232,10 +255,10 @@ F dot_gathered(const uint8_t* const* rows, int64_t at, const int8_t* x, int32_t 
 
 // affine: scales and biases of 16 rows side by side, group by group.
 template <class FORM>
-void gathered_rows(const uint8_t* const* rows, const uint8_t* const* next, const uint16_t* affine,
+void gathered_rows(const uint8_t* const* rows, const uint8_t* const* next, const uint8_t* affine,
                    const QuantizedRows& x, float* out) {
-  constexpr int64_t kRowBytes = kGroup * FORM::kBits / 8,
-                    kFetched = kRowBytes + 2 * FORM::kAffine;  // bytes per 64 columns
+  constexpr int64_t kRowBytes = kCodesBytes<FORM> / kTile,
+                    kFetched = kBlockBytes<FORM> / kTile;  // bytes per 64 columns
   F acc = zero();
   for (int64_t g = 0; g < x.groups; ++g) {
     // Rows are scattered, so the hardware doesn't prefetch those of the next tile.
@@ -244,9 +267,9 @@ void gathered_rows(const uint8_t* const* rows, const uint8_t* const* next, const
         for (int64_t r = 0; r < kTile; ++r) prefetch(next[r] + line * 64);
     for (int64_t part = 0; part < FORM::kScales; ++part) {
       const int64_t s = g * FORM::kScales + part;
-      const F sums = dot_gathered<FORM::kBits, FORM::kCols>(
+      const F sums = dot_gathered<typename FORM::Codes, FORM::kCols>(
           rows, s * (kRowBytes / FORM::kScales), x.codes + s * FORM::kCols, FORM::int_sum(x, 0, s));
-      acc = FORM::added(acc, affine + (g * FORM::kAffine + part) * kTile, sums, x, 0, s);
+      acc = FORM::added(acc, affine + g * FORM::kAffine + part * FORM::kSide, sums, x, 0, s);
     }
   }
   store(out, acc);
@@ -283,7 +306,7 @@ void linear_quantized(const RowFormat& format, const uint8_t* tiles, const Quant
 }
 
 void linear_gathered(const RowFormat& format, const uint8_t* const* rows, const uint8_t* const* next,
-                     const uint16_t* affine, const QuantizedRows& x, float* out) {
+                     const uint8_t* affine, const QuantizedRows& x, float* out) {
   with_form(format, [&](auto form) { gathered_rows<decltype(form)>(rows, next, affine, x, out); });
 }
 

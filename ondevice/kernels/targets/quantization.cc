@@ -342,16 +342,35 @@ static void unpack_codes(const uint8_t* codes, int64_t size, uint8_t* out) {
   }
 }
 
+// w = scale * code, both floats; exact unless it overflows.
+static void dequantize_mxfp4_row(const uint8_t* codes, const uint8_t* scales, int64_t count, float* out) {
+  constexpr int64_t size = 32;
+  for (int64_t g = 0; g < count; ++g) {
+    uint8_t same[16], q[size];
+    memset(same, scales[g], sizeof(same));
+    const F scale = load_powers(same);
+    unpack_codes<4>(codes + g * size / 2, size, q);
+    for (int64_t i = 0; i < size; i += 16) {
+      float values[16];
+      for (int64_t k = 0; k < 16; ++k) values[k] = kE2m1[q[i + k]];
+      store(out + g * size + i, mul(scale, load(values)));
+    }
+  }
+}
+
 // w = scale * code + bias, one fused multiply-add each.
-void dequantize_row(const RowFormat& format, const uint8_t* codes, const uint16_t* scales,
+void dequantize_row(const RowFormat& format, const uint8_t* codes, const void* scale_bytes,
                     const uint16_t* biases, int64_t groups, float* out) {
+  const int64_t count = groups * format.scales();
+  if (format.mxfp4) return dequantize_mxfp4_row(codes, static_cast<const uint8_t*>(scale_bytes), count, out);
+  const uint16_t* scales = static_cast<const uint16_t*>(scale_bytes);
   const int64_t size = format.group;
   const float zero_code = static_cast<float>(1 << (format.bits - 1));
   const auto unpack = format.bits == 4   ? unpack_codes<4>
                       : format.bits == 5 ? unpack_codes<5>
                       : format.bits == 6 ? unpack_codes<6>
                                          : unpack_codes<8>;
-  for (int64_t g = 0; g < groups * format.scales(); ++g) {
+  for (int64_t g = 0; g < count; ++g) {
     uint16_t halves[16] = {scales[g], format.implied ? uint16_t{0} : biases[g]};
     float rounded[16];
     store(rounded, load_half(halves));

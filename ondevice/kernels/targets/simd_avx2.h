@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "../interleave.h"
+#include "../mxfp4.h"
 
 namespace ondevice {
 namespace avx2 {
@@ -102,6 +103,21 @@ static inline B low_nibbles(B x) {
 }
 static inline B high_nibbles(B x) {
   return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
+}
+// Twice the values of E2M1 codes, and 12 more.
+static inline B e2m1_integers(B nibbles) {
+  const __m256i table = _mm256_broadcastsi128_si256(load128(kE2m1Integers));
+  return {_mm256_shuffle_epi8(table, nibbles.a), _mm256_shuffle_epi8(table, nibbles.b)};
+}
+// 2^(s - 127) of 16 bytes s below 255.
+static inline F load_powers(const uint8_t* p) {
+  const __m128i bytes = load128(p);
+  // 2^-127 has no exponent of its own: it is a subnormal number.
+  const __m256i least = _mm256_set1_epi32(1 << 22);
+  const __m256i low = _mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23);
+  const __m256i high = _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)), 23);
+  return {_mm256_castsi256_ps(_mm256_max_epi32(low, least)),
+          _mm256_castsi256_ps(_mm256_max_epi32(high, least))};
 }
 template <int RIGHT, int MASK>
 static inline __m256i with_bits(__m256i codes, __m256i other) {

@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "../interleave.h"
+#include "../mxfp4.h"
 
 namespace ondevice {
 namespace avx512 {
@@ -84,6 +85,17 @@ static inline B join_quarters(const Bytes16* q) {
 static inline B low_nibbles(B a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(0x0f))}; }
 static inline B high_nibbles(B a) {
   return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(0x0f))};
+}
+// Twice the values of E2M1 codes, and 12 more.
+static inline B e2m1_integers(B nibbles) {
+  const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kE2m1Integers));
+  return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), nibbles.v)};
+}
+// 2^(s - 127) of 16 bytes s below 255.
+static inline F load_powers(const uint8_t* p) {
+  const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  // 2^-127 has no exponent of its own: it is a subnormal number.
+  return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_slli_epi32(bytes, 23), _mm512_set1_epi32(1 << 22)))};
 }
 // The codes, with those bits of the other's bytes that are in `MASK` once they are RIGHT places further
 // right.

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "../interleave.h"
+#include "../mxfp4.h"
 
 namespace ondevice {
 namespace neon {
@@ -144,6 +145,22 @@ static inline B low_nibbles(B a) {
 static inline B high_nibbles(B a) {
   B r;
   ONDEVICE_EACH(vshrq_n_u8(a.v[i], 4));
+}
+// Twice the values of E2M1 codes, and 12 more.
+static inline B e2m1_integers(B nibbles) {
+  const uint8x16_t table = vld1q_u8(kE2m1Integers);
+  B r;
+  ONDEVICE_EACH(vqtbl1q_u8(table, nibbles.v[i]));
+}
+// 2^(s - 127) of 16 bytes s below 255.
+static inline F load_powers(const uint8_t* p) {
+  const uint8x16_t bytes = vld1q_u8(p);
+  const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_u8(vget_high_u8(bytes));
+  const uint32x4_t words[4] = {vmovl_u16(vget_low_u16(low)), vmovl_u16(vget_high_u16(low)),
+                               vmovl_u16(vget_low_u16(high)), vmovl_u16(vget_high_u16(high))};
+  F r;
+  // 2^-127 has no exponent of its own: it is a subnormal number.
+  ONDEVICE_EACH(vreinterpretq_f32_u32(vmaxq_u32(vshlq_n_u32(words[i], 23), vdupq_n_u32(1 << 22))));
 }
 // The codes, with those bits of the other's bytes that are in `MASK` once they are RIGHT places further
 // right.

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "../interleave.h"
+#include "../mxfp4.h"
 
 namespace ondevice {
 namespace scalar {
@@ -178,6 +179,21 @@ static inline B low_nibbles(B a) {
 static inline B high_nibbles(B a) {
   for (int i = 0; i < 64; ++i) a.v[i] >>= 4;
   return a;
+}
+// Twice the values of E2M1 codes, and 12 more.
+static inline B e2m1_integers(B nibbles) {
+  for (int i = 0; i < 64; ++i) nibbles.v[i] = kE2m1Integers[nibbles.v[i]];
+  return nibbles;
+}
+// 2^(s - 127) of 16 bytes s below 255.
+static inline F load_powers(const uint8_t* p) {
+  F r;
+  for (int i = 0; i < 16; ++i) {
+    // 2^-127 has no exponent of its own: it is a subnormal number.
+    const uint32_t bits = p[i] ? static_cast<uint32_t>(p[i]) << 23 : 1u << 22;
+    memcpy(&r.v[i], &bits, sizeof(bits));
+  }
+  return r;
 }
 // The codes, with those bits of the other's bytes that are in `MASK` once they are RIGHT places further
 // right.

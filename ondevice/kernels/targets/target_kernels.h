@@ -19,7 +19,7 @@ void linear_quantized(const RowFormat& format, const uint8_t* tiles, const Quant
                       const float* bias, const float* added, float* out, int64_t out_stride, int64_t rows,
                       int64_t begin, int64_t end);
 void linear_gathered(const RowFormat& format, const uint8_t* const* rows, const uint8_t* const* next,
-                     const uint16_t* affine, const QuantizedRows& x, float* out);
+                     const uint8_t* affine, const QuantizedRows& x, float* out);
 void linear_half(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,
                  const float* bias, const float* added, float* out, int64_t out_stride, int64_t begin,
                  int64_t end);
@@ -39,8 +39,8 @@ void rope(float* x, const float* cos, const float* sin, int64_t head_dim);
 void kv_write(const KvView& kv, int64_t position, const float* k, const float* v);
 void kv_move(const KvView& kv, int64_t from, int64_t to);
 void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t q_end, float* scratch);
-void dequantize_row(const RowFormat& format, const uint8_t* codes, const uint16_t* scales,
-                    const uint16_t* biases, int64_t groups, float* out);
+void dequantize_row(const RowFormat& format, const uint8_t* codes, const void* scales, const uint16_t* biases,
+                    int64_t groups, float* out);
 bool quantize_block(const RowFormat& format, const float* x, int64_t rows, int64_t cols, uint8_t* codes,
                     uint16_t* scales, uint16_t* biases);
 bool quantize_lanes(const RowFormat& format, const float* x, int64_t stride, int64_t rows, int64_t cols,
@@ -97,27 +97,42 @@ using Count = std::integral_constant<int, N>;
 // Bytes between what is multiplied and what is prefetched.
 constexpr int64_t kAhead = 4096;
 
+// Codes of BITS bits as dot products take them: unsigned bytes.
+template <int BITS>
+struct Integers {
+  static constexpr int kBits = BITS, kTop = (1 << BITS) - 1;
+  static B of(B codes) { return codes; }
+};
+
+// E2M1 codes: twice their values, which are integers from -12 to 12, and 12 more.
+struct Floats4 {
+  static constexpr int kBits = 4, kTop = 24, kZero = 12;
+  static B of(B nibbles) { return e2m1_integers(nibbles); }
+};
+
 #if defined(ONDEVICE_WORD_SUMS)
-// dot_blocks of one block, by sums of eight in 16 bits. Codes of 8 bits are multiplied as two of 4, the high
-// one weighted by 16.
-template <int BITS, int TT, int COLS>
+// dot_blocks of one block, by sums of eight in 16 bits, of four where codes may exceed 15. Codes of 8 bits
+// are multiplied as two of 4, the high one weighted by 16.
+template <class CODES, int TT, int COLS>
 static inline void dot_block_words(const uint8_t* block, const int8_t* const* x, F* sums) {
-  constexpr int kParts = COLS / 32, kVectors = BITS;  // 64 bytes each; a part has eight quads of columns
+  constexpr int BITS = CODES::kBits, kPart = BITS == 4 && CODES::kTop > 15 ? 16 : 32;  // columns
+  constexpr int kParts = COLS / kPart, kVectors = BITS * kPart / 32;                   // 64 bytes each
   I total[TT];
   for (int t = 0; t < TT; ++t) total[t] = int_zero();
   // The loops stay loops: unrolled, GCC keeps more values than there are registers.
 #pragma GCC unroll 1
   for (int part = 0; part < kParts; ++part, block += 64 * kVectors) {
-    const int column = part * 32;
+    const int column = part * kPart;
     Words low[TT], high[TT];
     for (int t = 0; t < TT; ++t) low[t] = high[t] = words_zero();
     if (BITS == 4) {
 #pragma GCC unroll 1
       for (int v = 0; v < kVectors; ++v) {
-        const B raw = load_bytes(block + 64 * v);
+        const B raw = load_bytes(block + 64 * v), even = CODES::of(low_nibbles(raw));
         prefetch(block + 64 * v + kAhead);
-        for (int t = 0; t < TT; ++t) low[t] = dot_words(low[t], low_nibbles(raw), x[t] + column + 8 * v);
-        for (int t = 0; t < TT; ++t) low[t] = dot_words(low[t], high_nibbles(raw), x[t] + column + 8 * v + 4);
+        for (int t = 0; t < TT; ++t) low[t] = dot_words(low[t], even, x[t] + column + 8 * v);
+        const B odd = CODES::of(high_nibbles(raw));
+        for (int t = 0; t < TT; ++t) low[t] = dot_words(low[t], odd, x[t] + column + 8 * v + 4);
       }
     } else {
 #pragma GCC unroll 1
@@ -193,13 +208,14 @@ static inline void dot_high_blocks(const uint8_t* const* blocks, const int8_t* c
 // Sums of the code products of N blocks of 16 rows and COLS columns, 32 or 64, with TT tokens. They are
 // exact, so their order doesn't matter: with few tokens, each has two chains of additions, because one would
 // leave the multiplier idle.
-template <int BITS, int TT, int N, int COLS = kGroup>
+template <class CODES, int TT, int N, int COLS = kGroup>
 static inline void dot_blocks(const uint8_t* const* blocks, const int8_t* const* x, const int32_t* int_sums,
                               F (*sums)[TT]) {
+  constexpr int BITS = CODES::kBits;
   if constexpr (has_high_bits(BITS)) return dot_high_blocks<BITS, TT, N, COLS>(blocks, x, sums);
 #if defined(ONDEVICE_WORD_SUMS)
   if (TT > 1) {
-    for (int n = 0; n < N; ++n) dot_block_words<BITS, TT, COLS>(blocks[n], x, sums[n]);
+    for (int n = 0; n < N; ++n) dot_block_words<CODES, TT, COLS>(blocks[n], x, sums[n]);
     return;
   }
 #endif
@@ -215,8 +231,8 @@ static inline void dot_blocks(const uint8_t* const* blocks, const int8_t* const*
       const B raw = load_bytes(at);
       prefetch(at + kAhead);
       if (BITS == 8) prefetch(at + 64 + kAhead);
-      low[n] = BITS == 4 ? low_nibbles(raw) : raw;
-      high[n] = BITS == 4 ? high_nibbles(raw) : load_bytes(at + 64);
+      low[n] = BITS == 4 ? CODES::of(low_nibbles(raw)) : raw;
+      high[n] = BITS == 4 ? CODES::of(high_nibbles(raw)) : load_bytes(at + 64);
     }
     for (int t = 0; t < TT; ++t)
       for (int n = 0; n < N; ++n) {

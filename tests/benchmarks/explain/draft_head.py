@@ -149,7 +149,7 @@ def random_matrix(runner: _native.Runner, rows: int) -> _native.Matrix:
     for row0 in range(0, rows, 4096):
         count = min(4096, rows - row0)
         codes = rng.integers(0, 256, (count, WIDTH * BITS // 8), np.uint8)
-        scales = np.full((count, WIDTH // GROUP_SIZE), 0.01, np.float16).view(np.uint16)
+        scales = np.full((count, WIDTH // GROUP_SIZE), 0.01, np.float16).view(np.uint8)
         matrix.load_rows(runner, row0, codes, scales, scales)
     return matrix
 
