@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from typing import get_args
 
-from ondevice.config import MATRIX_KINDS, Bits, MatrixKind, QuantConfig, RowFormat
+from ondevice.config import MATRIX_KINDS, MXFP4, Bits, MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
 from ondevice.converters.reading import EXPERT_KINDS, matrix_kind, resident_sources
@@ -57,11 +57,16 @@ def _chosen_bits(tensors: Iterable[SourceTensor], otherwise: Bits) -> Bits:
 
 
 def _chosen_format(tensors: Sequence[SourceTensor], bits: Bits) -> RowFormat:
-    """The format of matrices at `bits` bits: that of most of their weights' codes, if it is one."""
+    """The format of matrices at `bits` bits: that of most of their weights' codes, if it is one.
+
+    MXFP4 is that of all or of none, as nothing is rounded to it.
+    """
+    if tensors and bits == MXFP4.bits and all(tensor.code_format == MXFP4 for tensor in tensors):
+        return MXFP4
     held = [
         (prod(tensor.shape), tensor.code_format)
         for tensor in tensors
-        if tensor.code_format is not None and tensor.code_format.bits <= bits
+        if tensor.code_format not in (None, MXFP4) and tensor.code_format.bits <= bits
     ]
     if not held or 2 * sum(count for count, _ in held) < sum(prod(tensor.shape) for tensor in tensors):
         return RowFormat(bits)

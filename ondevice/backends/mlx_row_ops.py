@@ -103,7 +103,10 @@ class _Ops:
         for rows, cols, stored in sorted(set(shapes.linears)):
             matrix = self._matrix(self._outputs(rows), cols, stored)
             name = f"product {rows} x {cols} {stored.bits}-bit"
-            name += f" in groups of {stored.group_size}" if stored.group_size != GROUP_SIZE else ""
+            if stored.mxfp4:
+                name += " MXFP4"
+            elif stored.group_size != GROUP_SIZE:
+                name += f" in groups of {stored.group_size}"
             yield _row_op(name, matrix.rows_product, self._input(cols))
         for count in shapes.segment_sizes:
             down = self._matrix(count, self._outputs(config.hidden_size), shapes.quant.down)
@@ -166,10 +169,13 @@ class _Ops:
 
     def _matrix(self, rows: int, cols: int, stored: RowFormat) -> MlxMatrix:
         # MLX multiplies with biases, implied or not.
-        layout, dtype = RowLayout(cols, stored.bits, stored.group_size), self._dtype
+        layout, dtype = RowLayout(cols, stored.bits, stored.group_size, mxfp4=stored.mxfp4), self._dtype
         if layout.bits == 16:
             return MlxMatrix(layout, dtype, (mx.array(self._values(rows, layout.padded_cols)).astype(dtype),))
         codes = self._random.integers(0, 1 << 32, (rows, layout.codes_bytes // 4), dtype=np.uint32)
+        if layout.mxfp4:
+            scales = self._random.integers(120, 130, (rows, layout.groups), dtype=np.uint8)
+            return MlxMatrix(layout, dtype, (mx.array(codes), mx.array(scales)))
         pairs = (mx.array(self._values(rows, layout.groups)).astype(dtype) for _ in range(2))
         return MlxMatrix(layout, dtype, (mx.array(codes), *pairs))
 

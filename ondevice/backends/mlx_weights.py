@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +20,7 @@ from ondevice.backends.base import NO_BIASES, Biases, Bytes, FeedForwardSource, 
 from ondevice.backends.feed_forward_layer import FeedForwardLayer, PieceMemory
 from ondevice.backends.mlx_memory import Synchronisations, begin, require_memory, writable
 from ondevice.bundle.layout import RowLayout
+from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native
 from ondevice.units import PAGE_BYTES
 
@@ -29,7 +31,7 @@ class MlxMatrix:
 
     dtype: the type in which it is multiplied: float32, or float16 on a GPU, which then reads half as much.
     arrays: codes (N, K bits / 32) uint32, scales (N, G) and biases (N, G); at 16 bits only values (N, K), and
-    no biases where they are implied.
+    no biases where none are stored. Scales of MXFP4 are uint8.
     """
 
     layout: RowLayout
@@ -52,13 +54,14 @@ class MlxMatrix:
         """A copy in memory of its own, with values, scales and biases in `dtype`. Not evaluated."""
         codes, *pairs = self.arrays if self.layout.bits == 16 else self._affine
         own = mx.contiguous(codes) if pairs else mx.contiguous(codes.astype(self.dtype))
-        pairs = [mx.contiguous(pair.astype(self.dtype)) for pair in pairs]
+        dtype = mx.uint8 if self.layout.mxfp4 else self.dtype
+        pairs = [mx.contiguous(pair.astype(dtype)) for pair in pairs]
         return MlxMatrix(self.layout, self.dtype, (own, *pairs))
 
     @property
     def _affine(self) -> tuple[mx.array, ...]:
-        """Codes, scales and biases. MLX needs biases; implied ones are the scales times a power of two."""
-        if len(self.arrays) == 3:
+        """Codes, scales and biases. MLX needs those; implied ones are the scales times a power of two."""
+        if len(self.arrays) == 3 or self.layout.mxfp4:
             return self.arrays
         codes, scales = self.arrays
         return codes, scales, scales * -self.layout.stored.zero
@@ -73,8 +76,28 @@ class MlxMatrix:
                 transpose=transpose,
                 group_size=self.layout.group_size,
                 bits=self.layout.bits,
+                **({"mode": "mxfp4"} if self.layout.mxfp4 else {}),
             )
         return found.astype(mx.float32)
+
+
+@cache
+def _multiplies_mxfp4() -> bool:
+    codes, scales = mx.zeros((32, 4), mx.uint32), mx.full((32, 1), 127, mx.uint8)
+    try:
+        mx.eval(mx.quantized_matmul(mx.zeros((1, 32)), codes, scales, group_size=32, bits=4, mode="mxfp4"))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def require_mode(layout: RowLayout) -> None:
+    """Raises BackendUnavailableError where this MLX can't multiply the format."""
+    if layout.mxfp4 and not _multiplies_mxfp4():
+        raise BackendUnavailableError(
+            f"--backend mlx: the model has weights in MXFP4, which MLX {mx.__version__} can't multiply; "
+            "install a newer mlx, or use --backend cpu"
+        )
 
 
 class MlxLinear:
@@ -82,8 +105,12 @@ class MlxLinear:
 
     def __init__(self, source: LinearSource, dtype: mx.Dtype) -> None:
         layout, rows = RowLayout(source.cols, *source.stored), source.rows
+        require_mode(layout)
         if layout.bits == 16:
             pieces = [writable((rows, layout.padded_cols), dtype)]
+        elif layout.mxfp4:
+            pieces = [writable((rows, layout.codes_bytes // 4), mx.uint32)]
+            pieces += [writable((rows, layout.groups), mx.uint8)]
         else:
             pieces = [writable((rows, layout.codes_bytes // 4), mx.uint32)]
             pieces += [writable((rows, layout.groups), dtype) for _ in range(2)]
@@ -92,7 +119,9 @@ class MlxLinear:
                 pieces[0][1][row0 : row0 + len(codes)] = np.ascontiguousarray(codes).view(np.float16)
                 continue
             pieces[0][1][row0 : row0 + len(codes)].view(np.uint8)[:] = codes
-            if layout.implied_bias:
+            if layout.mxfp4:
+                pairs = pairs[:1]
+            elif layout.implied_bias:
                 pairs[1] = np.float16(-source.stored.zero) * pairs[0]
             for (_, view), values in zip(pieces[1:], pairs, strict=True):
                 view[row0 : row0 + len(codes)] = values
@@ -155,7 +184,8 @@ class GatheredNeurons:
         self._views: list[tuple[int, Bytes]] = []
         for name, (offset, layout) in rows.items():
             codes = mx.float16 if layout.bits == 16 else mx.uint32
-            parts = [(codes, layout.codes_bytes), (mx.float16, layout.scales_bytes)]
+            scales = mx.uint8 if layout.mxfp4 else mx.float16
+            parts = [(codes, layout.codes_bytes), (scales, layout.scales_bytes)]
             parts.append((mx.float16, layout.biases_bytes))
             pieces = [writable((count, nbytes // it.size), it) for it, nbytes in parts if nbytes]
             self._arrays[name] = [array for array, _ in pieces]
@@ -195,8 +225,8 @@ class RecordMemory:
 
     def __init__(self, nbytes: int) -> None:
         self._words, whole = writable(((nbytes + PAGE_BYTES) // 4,), mx.uint32)
-        self._halves = self._words.view(mx.float16)
-        mx.eval(self._halves)
+        self._halves, self._bytes = self._words.view(mx.float16), self._words.view(mx.uint8)
+        mx.eval(self._halves, self._bytes)
         self._address = whole.ctypes.data
         start = -self._address % PAGE_BYTES
         self.view: Bytes = whole.view(np.uint8)[start : start + nbytes]
@@ -213,8 +243,8 @@ class RecordMemory:
         if layout.bits == 16:
             return MlxMatrix(layout, dtype, (part(self._halves, start, layout.codes_bytes),))
         codes = part(self._words, start, layout.codes_bytes)
-        pairs = [part(self._halves, scales, layout.scales_bytes)]
-        if not layout.implied_bias:
+        pairs = [part(self._bytes if layout.mxfp4 else self._halves, scales, layout.scales_bytes)]
+        if layout.stored.has_biases:
             pairs.append(part(self._halves, biases, layout.biases_bytes))
         return MlxMatrix(layout, dtype, (codes, *pairs))
 
@@ -277,6 +307,13 @@ class MlxFeedForward(FeedForwardLayer):
         gates: MlxLinear | None = None,
     ) -> None:
         super().__init__(index, source, segment_neurons, selector)
+        for offset, row in zip(source.layout.row_offsets, source.layout.rows, strict=True):
+            require_mode(row)
+            if offset % 4:
+                raise BackendUnavailableError(
+                    f"--backend mlx takes neurons whose rows begin at multiples of 4 bytes; {row.cols} "
+                    "columns of MXFP4 give others; use --backend cpu"
+                )
         self.gates = gates
         self.piece_memory: MlxPieceMemory = pieces
         self.biases = biases

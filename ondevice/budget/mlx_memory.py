@@ -171,4 +171,5 @@ def held_bytes(elements: int, stored: RowFormat, operand_bytes: int) -> int:
     """Matrices of `elements` elements, whose rows are whole groups."""
     if stored.bits == 16:
         return elements * operand_bytes
-    return elements * stored.bits // 8 + elements // stored.group_size * 2 * operand_bytes
+    scale_bytes = 1 if stored.mxfp4 else 2 * operand_bytes  # or of a scale and a bias
+    return elements * stored.bits // 8 + elements // stored.group_size * scale_bytes

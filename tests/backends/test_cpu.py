@@ -12,7 +12,7 @@ from ondevice.backends.cpu import CpuBackend, CpuFeedForward, make_runner
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.layout import neuron_layout
-from ondevice.config import MATRIX_KINDS, QuantConfig, RowFormat
+from ondevice.config import MATRIX_KINDS, MXFP4, QuantConfig, RowFormat
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache, KVLayout
@@ -206,6 +206,7 @@ SMALL_GROUPS = (
     QuantConfig(4, tuple((kind, RowFormat(4, 32, True)) for kind in MATRIX_KINDS)),
     QuantConfig(8, (("qkv", RowFormat(8, 32)), ("out", RowFormat(4)), ("feed_forward", RowFormat(8, 32)))),
     QuantConfig(4, (("head", RowFormat(8)), ("embedding", RowFormat(8, 32, True)))),
+    QuantConfig(4, tuple((kind, MXFP4) for kind in MATRIX_KINDS)),
 )
 
 

@@ -18,8 +18,9 @@ from ondevice.backends.reference import ReferenceBackend, activate
 from ondevice.backends.row_invariance import UNKNOWN
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig
+from ondevice.converters.convert import convert
 from ondevice.converters.training.thresholds import LayerThresholds, write_thresholds
-from ondevice.errors import BudgetError
+from ondevice.errors import BackendUnavailableError, BudgetError
 from ondevice.flash.reader import FlashReader
 from ondevice.measure.prompts import BUILT_IN
 from ondevice.model.loading import bundle_files, load_weights
@@ -29,6 +30,7 @@ from ondevice.runtime import backend_choice, resolving
 from ondevice.units import memory_total
 from tests.support.bundles import copy_files
 from tests.support.engines import all_logits, error, random_tokens
+from tests.support.mlx_folders import MXFP4, write_mlx_folder
 from tests.support.mlx_models import ON_GPU, loaded, smallest
 from tests.support.models import QUANTS, VARIANTS
 from tests.support.paths import SHIPPED
@@ -53,6 +55,25 @@ def test_logits_are_those_of_reference(bundles: Any, variant: str, quant: str) -
     for mode in modes:
         with loaded(folder, sparsity=mode, prefill_chunk=37) as model:
             assert error(model.logits(tokens), theirs) < TOLERANCE, mode
+
+
+def test_mxfp4_logits_are_those_of_reference(tmp_path: Path) -> None:
+    source = write_mlx_folder(tmp_path / "s", MXFP4, hidden_act="relu").path
+    folder = convert(source, tmp_path / "b")
+    assert dict(Bundle.open(folder).quant.formats)["feed_forward"].mxfp4
+    with loaded(folder, "reference", sparsity="dense") as reference:
+        tokens = random_tokens(reference.config, 100)
+        theirs = reference.logits(tokens)
+    for mode in ("dense", "exact"):
+        with loaded(folder, sparsity=mode, prefill_chunk=37) as model:
+            assert error(model.logits(tokens), theirs) < TOLERANCE, mode
+
+
+def test_neurons_of_mxfp4_that_mlx_cannot_read_in_place_are_refused(tmp_path: Path) -> None:
+    source = write_mlx_folder(tmp_path / "s", MXFP4, hidden_size=192, num_hidden_layers=1).path
+    folder = convert(source, tmp_path / "b")
+    with pytest.raises(BackendUnavailableError, match="192 columns of MXFP4"), loaded(folder):
+        pass
 
 
 class ThresholdReference(ReferenceBackend):

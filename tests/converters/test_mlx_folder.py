@@ -16,6 +16,8 @@ from safetensors.numpy import load_file
 from ondevice.bundle.layout import EMBEDDING, RESIDENT, gate_file_name, neuron_file_name
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.verify import verify
+from ondevice.config import MXFP4 as FORMAT
+from ondevice.config import QuantConfig
 from ondevice.converters import reading
 from ondevice.converters.checkpoints import mlx_tensor
 from ondevice.converters.checkpoints.mlx_tensor import MlxTensor
@@ -24,6 +26,7 @@ from ondevice.converters.chosen_quant import chosen_quant
 from ondevice.converters.convert import convert
 from ondevice.converters.progress import Progress
 from ondevice.converters.quantize import dequantize, quantize_reference
+from ondevice.errors import CheckpointError
 from ondevice.kernels import _native
 from tests.converters.test_resume import KILLER, folder_bytes, interrupted
 from tests.support.engines import bundle_weights
@@ -94,8 +97,11 @@ def test_values_are_those_of_mlx(tmp_path: Path, mode: str, bits: int, group: in
 
 
 def codes_of(folder: MlxFolder, *modules: str) -> tuple[bytes, bytes, bytes]:
-    """Codes, scales and biases (float16) of modules, rows after rows."""
+    """Codes, scales and biases (float16; MXFP4 has none) of modules, rows after rows."""
     weights = np.concatenate([folder.stored[f"{module}.weight"][1] for module in modules])
+    if f"{modules[0]}.biases" not in folder.stored:
+        scales = np.concatenate([folder.stored[f"{module}.scales"][1] for module in modules])
+        return weights.tobytes(), scales.tobytes(), b""
     halves = []
     for part in ("scales", "biases"):
         stored = [folder.stored[f"{module}.{part}"] for module in modules]
@@ -107,7 +113,7 @@ def codes_of(folder: MlxFolder, *modules: str) -> tuple[bytes, bytes, bytes]:
 
 @pytest.mark.parametrize(("scheme", "quant"), [
     (Scheme(4), "q4"), (Scheme(4, scales="BF16"), "q4"), (Scheme(4, scales="F32"), "q4"),
-    (Scheme(8), "q8"), (Scheme(8, scales="BF16"), "q8"),
+    (Scheme(8), "q8"), (Scheme(8, scales="BF16"), "q8"), (MXFP4, "q4"),
 ], ids=str)  # fmt: skip
 def test_codes_are_copied_byte_for_byte(tmp_path: Path, scheme: Scheme, quant: str) -> None:
     folder = write_mlx_folder(tmp_path / "s", scheme, hidden_act="relu", num_hidden_layers=1)
@@ -119,7 +125,10 @@ def test_codes_are_copied_byte_for_byte(tmp_path: Path, scheme: Scheme, quant: s
         ("head", ["lm_head"]), ("layers.0.attention.out", [f"{QKV}.o_proj"]),
         ("layers.0.attention.qkv", [f"{QKV}.{which}_proj" for which in "qkv"]),
     ):  # fmt: skip
-        found = tuple(resident[f"{name}.{part}"].tobytes() for part in ("codes", "scales", "biases"))
+        found = tuple(
+            resident[f"{name}.{part}"].tobytes() if f"{name}.{part}" in resident else b""
+            for part in ("codes", "scales", "biases")
+        )
         assert found == codes_of(folder, *modules), name
     files = {EMBEDDING: ["model.embed_tokens"], gate_file_name(0): [f"{MLP}.gate_proj"]}
     files[neuron_file_name(0)] = [f"{MLP}.gate_proj", f"{MLP}.up_proj"]
@@ -245,6 +254,28 @@ def test_auto_takes_the_most_common_bits(
 
     folder = write_mlx_folder(tmp_path / "s", scheme, exceptions=exceptions, num_hidden_layers=1)
     assert chosen_quant(open_checkpoint(folder.path)).name == expected
+
+
+def test_mxfp4_is_the_format_of_all_matrices_of_a_kind_or_of_none(tmp_path: Path) -> None:
+    def exceptions(module: str) -> Scheme:
+        return Scheme(4, 32) if module.endswith("v_proj") else MXFP4
+
+    folder = write_mlx_folder(tmp_path / "s", MXFP4, exceptions=exceptions, num_hidden_layers=1)
+    bundle = Bundle.open(convert(folder.path, tmp_path / "b"))
+    kinds = ("out", "head", "embedding", "feed_forward")
+    assert bundle.quant == QuantConfig(4, tuple((kind, FORMAT) for kind in kinds))
+    notes = dict(note.split(": ", 1) for note in bundle.manifest.provenance.notes)
+    assert notes["attention"].startswith("rounded to 4 bits; relative error 0.")
+    assert notes["down"].startswith("rounded to 4 bits; relative error 0.")
+
+
+@pytest.mark.parametrize("scale", [253, 254, 255])
+def test_mxfp4_scales_beyond_float32_are_refused(tmp_path: Path, scale: int) -> None:
+    folder = write_mlx_folder(tmp_path / "s", MXFP4, num_hidden_layers=1)
+    folder.stored[f"{QKV}.o_proj.scales"][1][5, 1] = scale
+    save_shards(folder.path, folder.stored)
+    with pytest.raises(CheckpointError, match=rf"o_proj.weight has an MXFP4 scale of {scale}; at most 252"):
+        convert(folder.path, tmp_path / "b")
 
 
 def test_auto_is_q4_for_floating_point_weights(tmp_path: Path) -> None:
