@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.config import RowFormat
+from ondevice.config import MXFP4, RowFormat
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Float32: TypeAlias = NDArray[np.float32]
@@ -217,5 +217,6 @@ CODE_FORMATS: dict[str, RowFormat] = {
     "Q5_1": RowFormat(5, 32),
     "Q5_K": RowFormat(5, 32),
     "Q8_0": RowFormat(8, 32, True),
+    "MXFP4": MXFP4,
 }
 """By the type's name, the narrowest format of a bundle that holds its codes; what isn't here is rounded."""

@@ -124,11 +124,14 @@ class QuantizedTensor:
         return CODE_FORMATS.get(self.type.name)
 
     def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
-        """Codes are kept in groups of 32, at their own bits or, as the same numbers, at more."""
+        """Codes are kept in groups of 32, at their own bits or, as the same numbers, at more.
+
+        Those of MXFP4 are kept in that format alone.
+        """
         own = self.code_format
         if own is None or stored.bits == 16 or own.bits > stored.bits or stored.group_size != 32:
             return None
-        if stored.implied_bias and not own.implied_bias:
+        if (stored.implied_bias and not own.implied_bias) or stored.mxfp4 != own.mxfp4:
             return None
         size = self.interleaved_head_dim or 1
         first, last = start // size * size, -(-stop // size) * size
@@ -140,9 +143,11 @@ class QuantizedTensor:
         # A block of 32 has a scale, and a bias that isn't implied, in float16.
         halves = self.type.block == 32 and stored.implied_bias == own.implied_bias
         dtype = np.float16 if halves else np.float32
-        scales = np.empty((rows, cols // 32), dtype=dtype)
-        biases = np.empty((rows, 0 if stored.implied_bias else cols // 32), dtype=dtype)
-        if halves:
+        scales = np.empty((rows, cols // 32), dtype=np.uint8 if own.mxfp4 else dtype)
+        biases = np.empty((rows, cols // 32 if stored.has_biases else 0), dtype=dtype)
+        if own.mxfp4:
+            _native.copy_mxfp4_blocks(read, codes, scales)
+        elif halves:
             bits = scales.view(np.uint16), biases.view(np.uint16)
             _native.copy_gguf_codes_and_halves(self.type.name, read, stored, codes, *bits)
         else:

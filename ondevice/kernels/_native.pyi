@@ -96,6 +96,9 @@ def copy_gguf_codes_and_halves(
     ValueError also for other types, and for stored biases that the type implies.
     """
 
+def copy_mxfp4_blocks(data: Bytes, codes: Bytes, scales: Bytes) -> None:
+    """GGUF's blocks of MXFP4 (R, B * 17) into codes (R, B * 16) and scales (R, B)."""
+
 def quantize_gguf_columns(
     runner: Runner,
     type: str,

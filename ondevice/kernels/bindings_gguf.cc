@@ -25,7 +25,8 @@ void copy(const std::string& name, const Stored& data, const FormatArg& arg, con
           const CArray<Scale, 2>& scales, const CArray<Scale, 2>& biases) {
   const BlockType& type = type_of(name, data);
   const RowFormat stored = format_of(arg);
-  require(stored.group == 32 && stored.bits >= type.own.bits && (!stored.implied || type.own.implied),
+  require(stored.group == 32 && stored.bits >= type.own.bits && (!stored.implied || type.own.implied) &&
+              !stored.mxfp4 && !type.own.mxfp4,
           "stored holds the type's codes");
   const int64_t rows = data.shape(0), cols = columns_of(type, data);
   require(static_cast<int64_t>(codes.shape(0)) == rows &&
@@ -47,6 +48,18 @@ void copy(const std::string& name, const Stored& data, const FormatArg& arg, con
     nb::gil_scoped_release release;
     copy_codes(type, data.data(), rows, blocks, stored, codes.data(), scales.data(), biases.data());
   }
+}
+
+void copy_mxfp4_blocks(const Stored& data, const CArray<uint8_t, 2>& codes,
+                       const CArray<uint8_t, 2>& scales) {
+  const BlockType& type = type_of("MXFP4", data);
+  const int64_t rows = data.shape(0), cols = columns_of(type, data);
+  require(static_cast<int64_t>(codes.shape(0)) == rows && static_cast<int64_t>(codes.shape(1)) == cols / 2,
+          "codes are (rows, cols / 2)");
+  require(static_cast<int64_t>(scales.shape(0)) == rows && static_cast<int64_t>(scales.shape(1)) == cols / 32,
+          "scales are (rows, cols / 32)");
+  nb::gil_scoped_release release;
+  copy_mxfp4(data.data(), rows * cols / 32, codes.data(), scales.data());
 }
 
 bool quantize(Runner& runner, const std::string& name, const Stored& data, int64_t first,
@@ -82,6 +95,7 @@ void column(const std::string& name, const Stored& data, int64_t at, const CArra
 void bind_gguf(nb::module_& m) {
   m.def("copy_gguf_codes", &copy<float>);
   m.def("copy_gguf_codes_and_halves", &copy<uint16_t>);
+  m.def("copy_mxfp4_blocks", &copy_mxfp4_blocks);
   m.def("quantize_gguf_columns", &quantize);
   m.def("decode_gguf_column", &column);
 }

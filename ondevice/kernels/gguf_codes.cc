@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "interleave.h"
+#include "mxfp4.h"
 
 namespace ondevice {
 namespace {
@@ -13,15 +14,21 @@ constexpr int64_t kPart = 32;   // codes that share a scale
 constexpr int64_t kLanes = 16;  // columns that are quantised together
 
 const BlockType kTypes[] = {
-    {"Q4_0", 32, 18, {4, 32, true}}, {"Q4_1", 32, 20, {4, 32}},       {"Q5_0", 32, 22, {5, 32, true}},
-    {"Q5_1", 32, 24, {5, 32}},       {"Q8_0", 32, 34, {8, 32, true}}, {"Q4_K", 256, 144, {4, 32}},
-    {"Q5_K", 256, 176, {5, 32}},
+    {"Q4_0", 32, 18, {4, 32, true}}, {"Q4_1", 32, 20, {4, 32}},
+    {"Q5_0", 32, 22, {5, 32, true}}, {"Q5_1", 32, 24, {5, 32}},
+    {"Q8_0", 32, 34, {8, 32, true}}, {"Q4_K", 256, 144, {4, 32}},
+    {"Q5_K", 256, 176, {5, 32}},     {"MXFP4", 32, 17, {4, 32, false, true}},
 };
-enum Kind { kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K };
+enum Kind { kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kMxfp4 };
 
 Kind kind_of(const BlockType& type) { return static_cast<Kind>(&type - kTypes); }
 
-// A part of a block: value = scale * code + bias, or scale * (code - zero) where biases are implied.
+// The code of zero where a part has no bias. MXFP4's codes are taken as the integers that they stand for.
+int zero_code(const BlockType& type) {
+  return type.own.mxfp4 ? 12 : type.own.implied ? 1 << (type.own.bits - 1) : 0;
+}
+
+// A part of a block: value = scale * code + bias, or scale * (code - zero) where it has no bias.
 struct Part {
   uint8_t codes[kPart];
   float scale, bias;
@@ -39,6 +46,14 @@ float half_at(const uint8_t* p) {
   std::memcpy(&bits, &value, 4);
   if ((half & 0x7c00) == 0x7c00) bits = magnitude | 0x7f800000;
   bits |= static_cast<uint32_t>(half & 0x8000) << 16;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// 2^(s - 128), the scale of integers that are twice the values.
+float half_power(uint8_t s) {
+  const uint32_t bits = s < 2 ? 1u << (21 + s) : static_cast<uint32_t>(s - 1) << 23;
+  float value;
   std::memcpy(&value, &bits, 4);
   return value;
 }
@@ -85,6 +100,12 @@ inline Part read_part(const uint8_t* block, int64_t part) {
     if (kKind == kQ5_K)
       for (int64_t i = 0; i < kPart; ++i)
         found.codes[i] = static_cast<uint8_t>(found.codes[i] + (block[16 + i] >> part & 1) * 16);
+    return found;
+  }
+  if constexpr (kKind == kMxfp4) {
+    found.scale = half_power(block[0]);
+    split_nibbles(block + 1, found.codes);
+    for (uint8_t& code : found.codes) code = kE2m1Integers[code];
     return found;
   }
   found.scale = half_at(block);
@@ -160,13 +181,13 @@ template <Kind kKind>
 void decode_parts(const uint8_t* data, int64_t rows, int64_t row_bytes, int64_t part, float* out) {
   const BlockType& type = kTypes[kKind];
   const int64_t parts = type.values / kPart;
-  const int zero = type.own.implied ? 1 << (type.own.bits - 1) : 0;
+  const int zero = zero_code(type);
   data += part / parts * type.nbytes;
   for (int64_t r = 0; r < rows; ++r) {
     const Part found = read_part<kKind>(data + r * row_bytes, part % parts);
     float* to = out + r * kPart;
     for (int64_t i = 0; i < kPart; ++i) to[i] = found.scale * static_cast<float>(found.codes[i] - zero);
-    if (!type.own.implied)
+    if (type.own.has_biases())
       for (int64_t i = 0; i < kPart; ++i) to[i] += found.bias;
   }
 }
@@ -175,14 +196,15 @@ void decode_parts(const uint8_t* data, int64_t rows, int64_t row_bytes, int64_t 
 template <Kind kKind>
 inline float read_value(const uint8_t* block, int64_t at) {
   const BlockType& type = kTypes[kKind];
-  const int zero = type.own.implied ? 1 << (type.own.bits - 1) : 0;
-  const float scale = half_at(block);
+  const int zero = zero_code(type);
+  const float scale = kKind == kMxfp4 ? half_power(block[0]) : half_at(block);
   if constexpr (kKind == kQ8_0) return scale * static_cast<float>(static_cast<int8_t>(block[2 + at]));
   const uint8_t* codes = block + type.nbytes - 16;
   int code = at < 16 ? codes[at] & 15 : codes[at - 16] >> 4;
   if constexpr (kKind == kQ5_0 || kKind == kQ5_1) code += (codes[at / 8 - 4] >> at % 8 & 1) * 16;
+  if constexpr (kKind == kMxfp4) code = kE2m1Integers[code];
   const float value = scale * static_cast<float>(code - zero);
-  return type.own.implied ? value : value + half_at(block + 2);
+  return type.own.has_biases() ? value + half_at(block + 2) : value;
 }
 
 template <Kind kKind>
@@ -208,12 +230,12 @@ constexpr CopyParts kCopy[] = {copy_parts<kQ4_0>, copy_parts<kQ4_1>, copy_parts<
 using DecodeValues = void (*)(const uint8_t*, int64_t, int64_t, int64_t, float*);
 constexpr DecodeValues kDecodeValues[] = {decode_values<kQ4_0>, decode_values<kQ4_1>, decode_values<kQ5_0>,
                                           decode_values<kQ5_1>, decode_values<kQ8_0>, decode_values<kQ4_K>,
-                                          decode_values<kQ5_K>};
+                                          decode_values<kQ5_K>, decode_values<kMxfp4>};
 constexpr CopyHalves kCopyHalves[] = {copy_halves<kQ4_0>, copy_halves<kQ4_1>, copy_halves<kQ5_0>,
                                       copy_halves<kQ5_1>, copy_halves<kQ8_0>};
 constexpr DecodeParts kDecode[] = {decode_parts<kQ4_0>, decode_parts<kQ4_1>, decode_parts<kQ5_0>,
                                    decode_parts<kQ5_1>, decode_parts<kQ8_0>, decode_parts<kQ4_K>,
-                                   decode_parts<kQ5_K>};
+                                   decode_parts<kQ5_K>, decode_parts<kMxfp4>};
 
 }  // namespace
 
@@ -231,6 +253,15 @@ void copy_codes(const BlockType& type, const uint8_t* data, int64_t rows, int64_
 void copy_codes_and_halves(const BlockType& type, const uint8_t* data, int64_t rows, int64_t blocks,
                            const RowFormat& stored, uint8_t* codes, uint16_t* scales, uint16_t* biases) {
   kCopyHalves[kind_of(type)](data, rows * blocks, stored, codes, scales, biases);
+}
+
+void copy_mxfp4(const uint8_t* data, int64_t blocks, uint8_t* codes, uint8_t* scales) {
+  for (int64_t b = 0; b < blocks; ++b, data += kTypes[kMxfp4].nbytes) {
+    uint8_t part[kPart];
+    split_nibbles(data + 1, part);
+    pack_nibbles(part, codes + b * kPart / 2);
+    scales[b] = data[0];
+  }
 }
 
 bool quantize_columns(Runner& runner, const BlockType& type, const uint8_t* data, int64_t rows,

@@ -9,7 +9,7 @@
 namespace ondevice {
 
 // A type whose codes a bundle can hold. A block has `values` codes, in parts of 32 with a scale each. `own`
-// is the narrowest format of a bundle for it; where biases aren't implied, each part has one.
+// is the narrowest format of a bundle for it; where that has biases, each part has one.
 struct BlockType {
   const char* name;
   int64_t values, nbytes;
@@ -29,6 +29,9 @@ void copy_codes(const BlockType& type, const uint8_t* data, int64_t rows, int64_
 // has one: they stay as they are.
 void copy_codes_and_halves(const BlockType& type, const uint8_t* data, int64_t rows, int64_t blocks,
                            const RowFormat& stored, uint8_t* codes, uint16_t* scales, uint16_t* biases);
+
+// MXFP4 blocks -> codes, 16 bytes of each, and scales, a byte of each, as RowFormat has them.
+void copy_mxfp4(const uint8_t* data, int64_t blocks, uint8_t* codes, uint8_t* scales);
 
 // A matrix (rows, row_bytes) of blocks, whose columns [first, first + count) become rows as of
 // `quantize_rows`. first is a multiple of 16.

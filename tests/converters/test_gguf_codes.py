@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from ondevice.bundle.layout import RESIDENT
 from ondevice.bundle.reader import Bundle
-from ondevice.config import RowFormat
+from ondevice.config import MXFP4, RowFormat
 from ondevice.converters.convert import convert
 from tests.support.engines import all_logits, bundle_weights, error, running
 from tests.support.gguf_models import write_gguf
@@ -26,6 +26,7 @@ EXACT = {
     "Q5_0": RowFormat(5, 32, True),
     "Q5_1": RowFormat(5, 32),
     "Q8_0": RowFormat(8, 32, True),
+    "MXFP4": MXFP4,
 }
 SCALES_ROUNDED = {"Q4_K": RowFormat(4, 32), "Q5_K": RowFormat(5, 32)}
 ROUNDED = {"Q6_K": RowFormat(6), "Q3_K": RowFormat(4), "IQ4_XS": RowFormat(4)}
@@ -80,7 +81,7 @@ def test_groups_of_16_are_rounded(tmp_path: Path, kind: str, stored: RowFormat) 
     assert notes(bundle)["gate"].startswith(f"rounded to {stored.bits} bits")
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "MXFP4"])
 def test_codes_are_those_of_the_file_byte_for_byte(tmp_path: Path, kind: str) -> None:
     bundle, _ = converted(tmp_path, kind, 64)
     stored = next(
@@ -89,18 +90,19 @@ def test_codes_are_those_of_the_file_byte_for_byte(tmp_path: Path, kind: str) ->
         if tensor.name.endswith("0.attn_output.weight")
     ).data
     blocks = np.asarray(stored).view(np.uint8).reshape(64, 2, -1)
-    if kind == "Q4_0":
-        nibbles = np.concatenate([blocks[:, :, 2:] & 15, blocks[:, :, 2:] >> 4], axis=2).reshape(64, -1)
+    at = 1 if kind == "MXFP4" else 2
+    if kind != "Q8_0":
+        nibbles = np.concatenate([blocks[:, :, at:] & 15, blocks[:, :, at:] >> 4], axis=2).reshape(64, -1)
         codes = nibbles[:, 0::2] + 16 * nibbles[:, 1::2]
     else:
         codes = (blocks[:, :, 2:].view(np.int8).astype(np.int16) + 128).astype(np.uint8).reshape(64, -1)
     resident = load_file(bundle.path / RESIDENT)
     assert resident["layers.0.attention.out.codes"].tobytes() == codes.tobytes()
-    assert resident["layers.0.attention.out.scales"].tobytes() == blocks[:, :, :2].tobytes()
+    assert resident["layers.0.attention.out.scales"].tobytes() == blocks[:, :, :at].tobytes()
     assert "layers.0.attention.out.biases" not in resident
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4"])
 def test_logits_are_those_of_the_dequantised_weights(tmp_path: Path, kind: str) -> None:
     bundle, _ = converted(tmp_path, kind, 96)
     tokens = list(range(20))
@@ -112,10 +114,10 @@ def test_logits_are_those_of_the_dequantised_weights(tmp_path: Path, kind: str) 
         assert error(all_logits(model, tokens), reference) < 0.1
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q5_1", "MXFP4"])
 def test_mlx_multiplies_copied_codes(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("mlx.core", exc_type=ImportError)
-    bundle, _ = converted(tmp_path, kind, 64)
+    bundle, _ = converted(tmp_path, kind, 128)
     found = []
     for backend in ("mlx", "reference"):
         with loaded(bundle.path, backend) as model:

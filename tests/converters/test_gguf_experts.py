@@ -12,7 +12,7 @@ import pytest
 from ondevice.backends.reference import dequantise
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.tiles import untiled
-from ondevice.config import RowFormat
+from ondevice.config import MXFP4, RowFormat
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.convert import convert
 from ondevice.converters.quantize import dequantize, to_float32
@@ -115,12 +115,10 @@ def test_quantised_experts_are_decoded_and_codes_kept(source: Path, tmp_path: Pa
         for name, values in exact.items():
             own, values = checkpoint.tensors[f"model.layers.0.experts.5.{name}.weight"], values[5]
             assert np.array_equal(to_float32(own.rows(7, 50)), values[7:50])
-            bits = int(kind[-1]) if kind == "MXFP4" else int(kind[1]) if kind[0] == "Q" else 0
-            assert own.code_bits == bits
-            if kind[0] != "Q":
-                assert own.code_format is None
+            assert own.code_format == FORMATS.get(kind)
+            assert own.code_bits == (own.code_format.bits if own.code_format else 0)
+            if own.code_format is None:
                 continue
-            assert own.code_format == RowFormat(bits, 32, True)  # type: ignore[arg-type]
             codes = own.quantised_rows(7, 50, own.code_format)
             assert codes is not None
             assert np.array_equal(dequantize(codes, own.code_format, 64), values[7:50])
@@ -133,6 +131,7 @@ FORMATS = {
     "Q5_0": RowFormat(5, 32, True),
     "Q5_1": RowFormat(5, 32),
     "Q8_0": RowFormat(8, 32, True),
+    "MXFP4": MXFP4,
 }
 
 

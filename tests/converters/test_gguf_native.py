@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ondevice.config import RowFormat
+from ondevice.config import MXFP4, RowFormat
 from ondevice.converters.checkpoints.gguf_codecs import CODE_FORMATS, decode
 from ondevice.converters.checkpoints.gguf_file import TENSOR_TYPES
 from ondevice.converters.checkpoints.gguf_tensor import GgufColumns
@@ -19,6 +19,9 @@ def blocks_of(name: str, rows: int, blocks: int) -> np.ndarray:
     """Random bytes (rows, blocks * bytes), with finite scales near one."""
     kind = TYPES[name]
     data = np.random.default_rng(3).integers(0, 256, (rows, blocks, kind.nbytes), dtype=np.uint8)
+    if name == "MXFP4":
+        data[:, :, 0] = data[:, :, 0] % 16 + 116
+        return data.reshape(rows, -1)
     # The high bytes of both float16 numbers. In types that have only one, the second is a code's byte.
     data[:, :, 1] = data[:, :, 1] & 0x83 | 0x38
     data[:, :, 3] = data[:, :, 3] & 0x83 | 0x38
@@ -34,6 +37,8 @@ def same_bits(mine: np.ndarray, other: np.ndarray) -> bool:
 
 def held_formats(own: RowFormat) -> list[RowFormat]:
     """The formats that hold codes of `own`: with as many bits or more, biases implied or stored."""
+    if own == MXFP4:
+        return []  # of bytes
     bits = [bits for bits in (4, 5, 6, 8) if bits >= own.bits]
     return [RowFormat(b, 32, implied) for b in bits for implied in {own.implied_bias, False}]
 
@@ -55,7 +60,9 @@ def test_codes_stand_for_the_values_that_numpy_decodes(
     assert np.array_equal(dequantize(SourceCodes(codes, scales, biases), stored, cols), values)
 
 
-@pytest.mark.parametrize("name", [name for name in CODE_FORMATS if TYPES[name].block == 32])
+@pytest.mark.parametrize(
+    "name", [name for name, own in CODE_FORMATS.items() if held_formats(own) and TYPES[name].block == 32]
+)
 @pytest.mark.parametrize("wider", [0, 1])
 def test_scales_that_are_float16_stay_as_they_are(name: str, wider: int) -> None:
     own, data = CODE_FORMATS[name], blocks_of(name, 5, 3)
@@ -69,6 +76,22 @@ def test_scales_that_are_float16_stay_as_they_are(name: str, wider: int) -> None
     assert np.array_equal(codes, again)
     assert same_bits(halves[0].view(np.float16).astype(np.float32), floats[0])
     assert same_bits(held.view(np.float16).astype(np.float32), numbers)
+
+
+@pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (5, 3), (255, 2)])
+def test_mxfp4_codes_stand_for_the_values_that_numpy_decodes(rows: int, blocks: int) -> None:
+    data, cols = blocks_of("MXFP4", rows, blocks), 32 * blocks
+    data.reshape(rows, blocks, 17)[:, 0, 0] = np.arange(rows) % 253
+    values = np.empty((rows, cols), dtype=np.float32)
+    decode("MXFP4", data.reshape(rows * blocks, -1), values.reshape(rows * blocks, -1))
+    codes, scales = np.empty((rows, cols // 2), np.uint8), np.empty((rows, blocks), np.uint8)
+    _native.copy_mxfp4_blocks(data, codes, scales)
+    none = np.empty((rows, 0), np.float16)
+    assert np.array_equal(dequantize(SourceCodes(codes, scales, none), MXFP4, cols), values)
+    for column in (0, 15, 16, cols - 1):
+        found = np.empty(rows, np.float32)
+        _native.decode_gguf_column("MXFP4", data, column, found)
+        assert same_bits(found, np.ascontiguousarray(values[:, column]))
 
 
 def test_every_float16_scale_is_widened_exactly() -> None:
@@ -136,6 +159,14 @@ def test_shapes_that_lie_are_refused() -> None:
         held = np.empty((4, 16 * numbers16.shape[1]), np.uint8)
         with pytest.raises(ValueError, match="float16 in the type"):
             _native.copy_gguf_codes_and_halves(kind, blocks, stored, held, numbers16, numbers16)
+    eight, powers = np.empty((4, 16), np.uint8), np.empty((4, 2), np.uint8)
+    blocks = blocks_of("MXFP4", 4, 2)
+    for given, held, numbers8 in ((blocks[:, :33].copy(), eight, powers), (blocks, eight, powers),
+                                  (blocks, codes, powers[:, :1].copy())):  # fmt: skip
+        with pytest.raises(ValueError, match=r"whole blocks|codes are|scales are"):
+            _native.copy_mxfp4_blocks(given, held, numbers8)
+    with pytest.raises(ValueError, match="holds the type's codes"):
+        _native.copy_gguf_codes("MXFP4", blocks, MXFP4, codes, scales, none)
     columns = GgufColumns(TYPES["Q4_0"], data, 0, 64)
     for start, stop in ((8, 16), (48, 65), (0, 0), (-16, 0)):
         with pytest.raises(ValueError, match="columns are"):
