@@ -124,10 +124,10 @@ def _expert_chunk(runner: _native.Runner, block: Block, layout: ExpertLayout, at
         stored = block.formats[0]
         rows = _stored(runner, source, stored, block.sources[0])
         fidelity = _fidelity(runner, block, [rows])
-        row_bytes = rows.codes.shape[1] + 2 * (rows.scales.shape[1] + rows.biases.shape[1])
+        codes, scales, biases = (np.ascontiguousarray(part).view(np.uint8) for part in vars(rows).values())
+        row_bytes = codes.shape[1] + scales.shape[1] + biases.shape[1]
         data = np.empty(padded(len(rows.codes), TILE_ROWS) * row_bytes, dtype=np.uint8)
-        codes, scales, biases = (np.ascontiguousarray(values) for values in vars(rows).values())
-        _native.tile_rows(runner, stored, codes, scales.view(np.uint8), biases.view(np.uint8), data)
+        _native.tile_rows(runner, stored, codes, scales, biases, data)
     end = at + data.nbytes
     padding = sum(stop - start for start, stop in layout.padding if start == end)
     data = np.concatenate([data, np.zeros(padding, dtype=np.uint8)]) if padding else data

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ondevice.bundle.digest import CHUNK_BYTES, Crc32c, FileDigest
 from ondevice.bundle.codes import MAX_POWER
+from ondevice.bundle.digest import CHUNK_BYTES, Crc32c, FileDigest
 from ondevice.bundle.files import read_range
 from ondevice.bundle.hotness import HOTNESS, HOTNESS_SIDECAR, hotness_layout
 from ondevice.bundle.layout import (
@@ -243,10 +243,9 @@ def _padding_stain(records: np.ndarray, record: RecordLayout | ExpertLayout, off
 
 
 def _broken_half(chunk: np.ndarray, layout: FileLayout, offset: int) -> int | None:
-    """File offset of a float16 that isn't finite in `chunk`, or of a scale of MXFP4 with which weights aren't;
-    or None. offset: of the chunk.
+    """File offset of a float16 in `chunk` that isn't finite, or of too large a scale of MXFP4; or None.
 
-    In a record file the chunk begins with a record.
+    offset: of the chunk. In a record file it begins with a record.
     """
     period = layout.halves_period
     if period and offset < layout.crc_start:

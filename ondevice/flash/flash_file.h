@@ -40,8 +40,8 @@ struct Range {
   int64_t nbytes() const { return end - begin; }
 };
 
-// A range of float16 values, and count - 1 more of its length, each `step` bytes behind the one before. mxfp4:
-// they are scales of MXFP4 instead, a byte each.
+// A range of float16 values, and count - 1 more of its length, each `step` bytes behind the one before.
+// mxfp4: they are scales of MXFP4 instead, a byte each.
 struct Halves {
   Range first;
   int64_t step = 0, count = 1;
@@ -50,8 +50,8 @@ struct Halves {
 };
 
 // What a file must contain. CRCs cover [crc_start, nbytes) unit by unit; the unit lengths repeat. `halves`
-// are ascending, and finite, as are weights with their scales. They count from crc_start and repeat every `halves_period` bytes; if that is 0,
-// they count from the start of the file and don't repeat.
+// are ascending, and finite, as are weights with their scales. They count from crc_start and repeat every
+// `halves_period` bytes; if that is 0, they count from the start of the file and don't repeat.
 struct FileSpec {
   std::string path;
   int64_t nbytes = 0;

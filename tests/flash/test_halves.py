@@ -30,7 +30,7 @@ def half_places() -> list[int]:
     return [
         HEADER_BYTES + record * STRIDE + at
         for record in range(RECORDS)
-        for start, stop, step, count in HALVES
+        for start, stop, step, count, _ in HALVES
         for begin in (start + step * i for i in range(count))
         for at in range(begin, begin + stop - start, 2)
     ]
@@ -90,6 +90,29 @@ def test_every_value_that_is_no_number_is_found(tmp_path: Path, value: int, once
     crcs = _native.crc32c(np.frombuffer(data, np.uint8)[HEADER_BYTES:], PARTS)
     with FlashReader([replace(file, crcs=crcs)], threads=2) as reader, pytest.raises(FlashReadError):
         reader.read(0, HEADER_BYTES, END - HEADER_BYTES)
+
+
+@pytest.mark.parametrize("place", [64, 127, 140, 147, 165, 603])
+def test_scales_of_mxfp4_may_be_252_and_no_more(tmp_path: Path, place: int) -> None:
+    records = write_records(tmp_path / "records.flash", RECORDS)
+    scales = (HalfRange(64, 128, mxfp4=True), HalfRange(140, 148, 24, 20, mxfp4=True))
+    for value in (252, 253, 254, 255):
+        data = bytearray(b"\xff") * END
+        data[:HEADER_BYTES] = records.checked.path.read_bytes()[:HEADER_BYTES]
+        for record in range(HEADER_BYTES, END, STRIDE):
+            for start, stop, step, times, _ in scales:
+                for begin in range(record + start, record + start + (step or 1) * times, step or 1):
+                    data[begin : begin + stop - start] = bytes([252]) * (stop - start)
+        data[HEADER_BYTES + 2 * STRIDE + place] = value
+        records.checked.path.write_bytes(data)
+        crcs = _native.crc32c(np.frombuffer(data, np.uint8)[HEADER_BYTES:], PARTS)
+        file = replace(records.checked, crcs=crcs, halves=scales, halves_period=STRIDE)
+        with FlashReader([file], threads=2) as reader:
+            if value == 252:
+                reader.read(0, HEADER_BYTES, END - HEADER_BYTES)
+                continue
+            with pytest.raises(FlashReadError, match="are not finite"):
+                reader.read(0, HEADER_BYTES, END - HEADER_BYTES)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ Row made_up_mxfp4(const float* x, int64_t cols) {
     const uint64_t bits = random.next() >> 32;
     scale = static_cast<uint8_t>(bits % 16 < 14    ? 120 + bits / 16 % 8
                                  : bits % 16 == 14 ? bits / 16 % 3
-                                                   : 200);
+                                                   : 150);
   }
   return row;
 }
