@@ -62,9 +62,10 @@ def make_runner(threads: int, target: str = "auto") -> _native.Runner:
     return _native.Runner(threads, target)
 
 
-def native_form(spec: FeedForwardSpec) -> tuple[int, float, bool]:
+def native_form(spec: FeedForwardSpec) -> tuple[int, float, bool, float, float]:
     """What the kernels take for the arithmetic between gates and down projection."""
-    return ACTIVATIONS.index(spec.activation), spec.threshold, spec.up_activation == "relu"
+    index, relu_up = ACTIVATIONS.index(spec.activation), spec.up_activation == "relu"
+    return index, spec.threshold, relu_up, spec.clamp, spec.slope
 
 
 def contributions(
@@ -260,6 +261,7 @@ class CpuBackend(OffloadingBackend):
         spec: AttentionSpec,
         norms: HeadNorms | None = None,
         tree: TokenTree | None = None,
+        sinks: Float32 | None = None,
     ) -> Float32:
         layout, sizes = kv.layout, kv.layout.heads[layer]
         out = self._buffer("attention", (len(qkv), sizes.queries * sizes.width))
@@ -281,6 +283,7 @@ class CpuBackend(OffloadingBackend):
             None if tree is None else (tree.parents, tree.depths),
             out,
             spec.keys_of is None,
+            sinks,
         )
         return out
 
