@@ -422,6 +422,7 @@ class Backend(Protocol):
         spec: AttentionSpec,
         norms: HeadNorms | None = None,
         tree: TokenTree | None = None,
+        sinks: Vector | None = None,
     ) -> Array:
         """Causal attention over stored and new keys and values.
 
@@ -442,6 +443,7 @@ class Backend(Protocol):
             norms: norms of queries and keys, if the model has them.
             tree: how the T tokens follow each other, if not as a text. Query t then sees what `tree.visible`
                 says. On `cpu` its result has the same bits as in a text that consists of its path.
+            sinks: (H,) scores beside those of the positions, whose weight goes to no value; None without.
 
         Returns (T, H * Dh).
         """

@@ -53,7 +53,7 @@ VIEWS = 64
 """Most views of output arrays kept at once; bounded, as the last chunks of prompts have every length."""
 
 
-Form: TypeAlias = tuple[int, float, bool]
+Form: TypeAlias = tuple[int, float, bool, float, float]
 """What the kernels take for the arithmetic between gates and down projection."""
 
 
@@ -69,7 +69,8 @@ def make_runner(threads: int, target: str = "auto") -> _native.Runner:
 
 def native_form(spec: FeedForwardSpec) -> Form:
     """What the kernels take for the arithmetic between gates and down projection."""
-    return ACTIVATIONS.index(spec.activation), spec.threshold, spec.up_activation == "relu"
+    index, relu_up = ACTIVATIONS.index(spec.activation), spec.up_activation == "relu"
+    return index, spec.threshold, relu_up, spec.clamp, spec.slope
 
 
 def contributions(
@@ -281,6 +282,7 @@ class CpuBackend(OffloadingBackend):
         spec: AttentionSpec,
         norms: HeadNorms | None = None,
         tree: TokenTree | None = None,
+        sinks: Float32 | None = None,
     ) -> Float32:
         layout, sizes = kv.layout, kv.layout.heads[layer]
         out = self._buffer("attention", (len(qkv), sizes.queries * sizes.width))
@@ -302,6 +304,7 @@ class CpuBackend(OffloadingBackend):
             None if tree is None else (tree.parents, tree.depths),
             out,
             spec.keys_of is None,
+            sinks,
         )
         return out
 

@@ -20,7 +20,7 @@ from ondevice.backends.reference import read_rows
 from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.token_tree import TokenTree
 from ondevice.errors import BackendUnavailableError
-from ondevice.model_config import Activation, AttentionSpec, FeedForwardSpec
+from ondevice.model_config import CLAMP, SWISH_SLOPE, Activation, AttentionSpec, FeedForwardSpec
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class MlxOps:
         spec: AttentionSpec,
         norms: HeadNorms | None = None,
         tree: TokenTree | None = None,
+        sinks: mx.array | None = None,
     ) -> mx.array:
         tokens, turns = qkv.shape[0], (mx.array(cos), mx.array(sin))
         heads, keys, width = kv.layout.heads[layer]
@@ -82,11 +83,16 @@ class MlxOps:
         stored = kv.arrays.read(layer, position + tokens)
         q = q.astype(stored[0].dtype).swapaxes(0, 1)
         if spec.soft_cap:
+            if sinks is not None:
+                raise BackendUnavailableError(
+                    "--backend mlx doesn't run attention sinks beside capped scores; use --backend cpu"
+                )
             context = _capped_attention(q, stored, spec, _visible(position, tokens, spec.window, tree))
         else:
             mask = _mask(position, tokens, spec.window, tree)
+            own = None if sinks is None else sinks.astype(q.dtype)
             context = mx.fast.scaled_dot_product_attention(
-                *(x[None] for x in (q, *stored)), scale=spec.scale, mask=mask
+                *(x[None] for x in (q, *stored)), scale=spec.scale, mask=mask, sinks=own
             )[0]
         return context.swapaxes(0, 1).reshape(tokens, heads * width).astype(mx.float32)
 
@@ -139,9 +145,11 @@ class MlxOps:
 
 def hidden(gates: mx.array, ups: mx.array | None, spec: FeedForwardSpec) -> mx.array:
     """What the down projection multiplies: activation(gates) * ups, or activation(gates) without ups."""
-    found = activate(gates, spec.activation, spec.threshold)
+    found = activate(gates, spec.activation, spec.threshold, spec.clamp, spec.slope)
     if ups is None:
         return found
+    if spec.activation == "clamped_swish":
+        return found * (mx.clip(ups, -spec.clamp, spec.clamp) + 1.0)
     return found * (ups if spec.up_activation == "none" else activate(ups, spec.up_activation))
 
 
@@ -153,8 +161,17 @@ def cut_off(gates: mx.array, deviations: float | None) -> mx.array:
     return mx.maximum(gates - (mean + deviations * deviation), 0.0)
 
 
-def activate(x: mx.array, activation: Activation, threshold: float = 0.0) -> mx.array:
-    """The gate's nonlinearity, elementwise. ReLU's gradient at zero is zero. threshold: of fatrelu."""
+def activate(
+    x: mx.array,
+    activation: Activation,
+    threshold: float = 0.0,
+    clamp: float = CLAMP,
+    slope: float = SWISH_SLOPE,
+) -> mx.array:
+    """The gate's nonlinearity, elementwise. ReLU's gradient at zero is zero.
+
+    threshold: of fatrelu. clamp, slope: of clamped_swish.
+    """
     match activation:
         case "silu":
             return x * mx.sigmoid(x)
@@ -168,6 +185,9 @@ def activate(x: mx.array, activation: Activation, threshold: float = 0.0) -> mx.
             return mx.square(mx.maximum(x, 0.0))
         case "fatrelu":
             return mx.where(x <= threshold, 0.0, x)
+        case "clamped_swish":
+            x = mx.minimum(x, clamp)
+            return x * mx.sigmoid(slope * x)
 
 
 def normed(x: mx.array, norm: Norm | None) -> mx.array:

@@ -44,7 +44,7 @@ from ondevice.bundle.layout import ExpertLayout, RowLayout
 from ondevice.bundle.tiles import untiled
 from ondevice.config import RowFormat
 from ondevice.kernels import _native
-from ondevice.model_config import Activation, AttentionSpec, FeedForwardSpec, LayerSpec
+from ondevice.model_config import CLAMP, SWISH_SLOPE, Activation, AttentionSpec, FeedForwardSpec, LayerSpec
 
 RECORDS_PER_READ = 1024
 _KV_TYPES = {32: np.float32, 16: np.float16, 8: np.int8}
@@ -232,6 +232,7 @@ class ReferenceBackend:
         spec: AttentionSpec,
         norms: HeadNorms | None = None,
         tree: TokenTree | None = None,
+        sinks: Float32 | None = None,
     ) -> Float32:
         heads, kv_heads, width = kv.layout.heads[layer]
         parts = qkv.reshape(len(qkv), -1, width)
@@ -239,12 +240,12 @@ class ReferenceBackend:
         if norms is not None:
             q = self.normed_heads(q, norms.q, norms.together)
         if spec.keys_of is not None:
-            return self.attention(self.rope(q, cos, sin), kv, layer, position, spec, tree)
+            return self.attention(self.rope(q, cos, sin), kv, layer, position, spec, tree, sinks)
         if norms is not None and norms.k is not None:
             k = self.normed_heads(k, norms.k, norms.together)
             v = self.normed(v, norms.v)
         self.kv_write(kv, layer, self.rope(k, cos, sin), v, position)
-        return self.attention(self.rope(q, cos, sin), kv, layer, position, spec, tree)
+        return self.attention(self.rope(q, cos, sin), kv, layer, position, spec, tree, sinks)
 
     def attention(
         self,
@@ -254,6 +255,7 @@ class ReferenceBackend:
         position: int,
         spec: AttentionSpec,
         tree: TokenTree | None = None,
+        sinks: Float32 | None = None,
     ) -> Float32:
         tokens, heads, width = q.shape
         window = spec.window
@@ -266,6 +268,9 @@ class ReferenceBackend:
             scores = q[:, head] @ k.T * np.float32(spec.scale)
             scores = self.soft_cap(scores, spec.soft_cap) if spec.soft_cap else scores
             scores = np.where(visible, scores, -np.inf)
+            if sinks is not None:
+                scores = np.concatenate([scores, np.full((tokens, 1), sinks[head])], axis=1)
+                v = np.concatenate([v, np.zeros((1, width), np.float32)])
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             out[:, head] = weights / weights.sum(axis=1, keepdims=True) @ v
         return out.reshape(tokens, heads * width)
@@ -359,13 +364,20 @@ def hidden(x: Float32, weight: ReferenceFeedForward, spec: FeedForwardSpec) -> F
     if spec.cutoff is not None:
         least = gates.mean(axis=1, keepdims=True) + gates.std(axis=1, keepdims=True) * np.float32(spec.cutoff)
         gates = np.maximum(gates - least, np.float32(0))
-    found = activate(gates, spec.activation, spec.threshold)
+    found = activate(gates, spec.activation, spec.threshold, spec.clamp, spec.slope)
     if weight.up is not None:
         ups: Float32 = x @ weight.up.T
         if weight.up_bias is not None:
             ups += weight.up_bias
-        found *= ups if spec.up_activation == "none" else activate(ups, spec.up_activation)
+        found *= activated_ups(ups, spec)
     return found
+
+
+def activated_ups(ups: Float32, spec: FeedForwardSpec) -> Float32:
+    """What activated gates are multiplied by."""
+    if spec.activation == "clamped_swish":
+        return np.clip(ups, np.float32(-spec.clamp), np.float32(spec.clamp)) + np.float32(1)
+    return ups if spec.up_activation == "none" else activate(ups, spec.up_activation)
 
 
 def _read_experts(records: ExpertRecords | None) -> tuple[ReferenceFeedForward, ...]:
@@ -419,8 +431,17 @@ def read_rows(records: Bytes, offset: int, row: RowLayout) -> Float32:
     return dequantise(codes, scales, biases, row.stored, row.cols)
 
 
-def activate(x: Float32, activation: Activation, threshold: float = 0.0) -> Float32:
-    """The gate's nonlinearity, elementwise, in float64 and rounded once. threshold: of fatrelu."""
+def activate(
+    x: Float32,
+    activation: Activation,
+    threshold: float = 0.0,
+    clamp: float = CLAMP,
+    slope: float = SWISH_SLOPE,
+) -> Float32:
+    """The gate's nonlinearity, elementwise, in float64 and rounded once.
+
+    threshold: of fatrelu. clamp, slope: of clamped_swish.
+    """
     wide = x.astype(np.float64)
     match activation:
         case "silu":
@@ -435,6 +456,9 @@ def activate(x: Float32, activation: Activation, threshold: float = 0.0) -> Floa
             wide = np.square(np.maximum(wide, 0.0))
         case "fatrelu":
             wide = np.where(wide <= threshold, 0.0, wide)
+        case "clamped_swish":
+            wide = np.minimum(wide, clamp)
+            wide = wide / (1.0 + np.exp(np.clip(-slope * wide, None, 700.0)))
     return wide.astype(np.float32)
 
 

@@ -54,6 +54,7 @@ _PLAIN_ROPE = {"long_frequencies": [], "original_context": 0}
 _PLAIN_LAYER = {"laurel_rank": 0, "scaled": False, "experts": None}
 _PLAIN_EXPERTS = {
     "choice_bias": False,
+    "router_bias": False,
     "groups": 1,
     "chosen_groups": 1,
     "jitter": 0.0,
@@ -62,7 +63,7 @@ _PLAIN_EXPERTS = {
     "layout": "matrices",
     "bias": False,
 }
-_PLAIN_ATTENTION = {"value_norm": False, "keys_of": None, "head_dim": 0, "num_kv_heads": 0}
+_PLAIN_ATTENTION = {"value_norm": False, "sinks": False, "keys_of": None, "head_dim": 0, "num_kv_heads": 0}
 """Likewise of a rope's, a layer's, its experts' and its attention's."""
 
 
@@ -151,7 +152,7 @@ def _parse_layer(section: Section) -> LayerSpec:
 
 def _parse_experts(section: Section) -> ExpertsSpec:
     given: dict[str, Any] = {}
-    for name in ("choice_bias", "shared_gate", "apart", "bias"):
+    for name in ("choice_bias", "router_bias", "shared_gate", "apart", "bias"):
         if name in section.names:
             given[name] = section.boolean(name)
     for name in ("groups", "chosen_groups"):
@@ -176,8 +177,9 @@ def _parse_experts(section: Section) -> ExpertsSpec:
 
 def _parse_attention(section: Section) -> AttentionSpec:
     given: dict[str, Any] = {}
-    if "value_norm" in section.names:
-        given["value_norm"] = section.boolean("value_norm")
+    for name in ("value_norm", "sinks"):
+        if name in section.names:
+            given[name] = section.boolean(name)
     if "keys_of" in section.names:
         given["keys_of"] = section.integer("keys_of", 0, _MAX_LAYERS)
     for name in ("head_dim", "num_kv_heads"):
@@ -205,6 +207,8 @@ def _parse_feed_forward(section: Section) -> FeedForwardSpec:
         "bias": section.boolean,
         "output_bias": section.boolean,
         "cutoff": lambda key: section.number(key, -MAX_DEVIATIONS, MAX_DEVIATIONS),
+        "clamp": lambda key: section.number(key, 0.0, MAX_FACTOR),
+        "slope": lambda key: section.number(key, 0.0, MAX_FACTOR),
         "neurons": lambda key: section.integer(key, 1, SIZE_LIMITS["intermediate_size"]),
     }
     values: dict[str, Any] = {key: read(key) for key, read in given.items() if key in section.names}

@@ -83,9 +83,13 @@ def layer_weight_shapes(config: ModelConfig, layer: LayerSpec) -> tuple[WeightSh
             WeightShape("per_layer.out", (hidden, width), True),
             WeightShape("per_layer.norm.weight", (hidden,), False),
         ]
+    if layer.attention.sinks:
+        found.append(WeightShape("attention.sinks", (config.heads(layer.attention).queries,), False))
     if layer.experts is not None:
         # A choice of experts isn't to depend on how weights are rounded.
         found.append(WeightShape("router", (layer.experts.count, hidden), True, is_half=True))
+        if layer.experts.router_bias:
+            found.append(WeightShape("router.bias", (layer.experts.count,), False))
         if layer.experts.choice_bias:
             found.append(WeightShape("router.choice_bias", (layer.experts.count,), False))
         if layer.experts.shared_gate:

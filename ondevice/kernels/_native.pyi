@@ -21,9 +21,9 @@ Tree = tuple[Int32, Int32]
 """Parents and depths (T,) of a draft tree's tokens."""
 MatrixPlace = tuple[Format, int, int | None]
 """A matrix of an expert's record: its format, its first byte, and that of its biases."""
-GateForm = tuple[int, float, bool]
-"""An activation, as its index in `ondevice.model_config.ACTIVATIONS`; the threshold of `fatrelu`, else 0; and
-whether the up projection goes through ReLU."""
+GateForm = tuple[int, float, bool, float, float]
+"""An activation, as its index in `ondevice.model_config.ACTIVATIONS`; the threshold of `fatrelu`, else 0;
+whether the up projection goes through ReLU; and clamp and slope of `clamped_swish`."""
 Norm = tuple[Float32, float, Float32 | None, bool]
 """Weight and epsilon of a norm, its bias, and whether the mean is taken off first."""
 
@@ -295,6 +295,7 @@ def attend(
     tree: Tree | None,
     out: Float32,
     stores: bool = True,
+    sinks: Float32 | None = None,
 ) -> None:
     """Norm and rotate queries and keys in place, store keys and values, attend.
 
@@ -305,7 +306,7 @@ def attend(
     scale, soft_cap: of scores; 0 means no cap.
     cos, sin: (T, head_dim / 2); norms: of queries, of keys, whether all heads are normed as one vector, and
     of each head's values or None. Queries alone need no norm of keys: it isn't used.
-    out: (T, heads * head_dim).
+    out: (T, heads * head_dim). sinks: (heads,) scores that take part in the softmax, and weigh no value.
     """
 
 def kv_move(

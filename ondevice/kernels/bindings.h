@@ -73,14 +73,15 @@ inline Norm norm_of(const NormArg& arg, int64_t cols) {
   return {weight.data(), eps, bias ? bias->data() : nullptr, centred};
 }
 
-using FormArg = std::tuple<int, float, bool>;  // the fields of GateForm
+using FormArg = std::tuple<int, float, bool, float, float>;  // the fields of GateForm
 
 inline GateForm form_of(const FormArg& arg) {
-  const auto& [act, threshold, relu_up] = arg;
-  require(act >= 0 && act <= static_cast<int>(Activation::kFatRelu), "activation must be 0 to 5");
+  const auto& [act, threshold, relu_up, clamp, slope] = arg;
+  require(act >= 0 && act <= static_cast<int>(Activation::kClampedSwish), "activation must be 0 to 6");
   require(threshold == 0.0f || (threshold > 0.0f && static_cast<Activation>(act) == Activation::kFatRelu),
           "only activation 5 has a threshold, above zero");
-  return {static_cast<Activation>(act), threshold, relu_up};
+  require(clamp > 0.0f && slope > 0.0f, "clamp and slope must be positive");
+  return {static_cast<Activation>(act), threshold, relu_up, clamp, slope};
 }
 
 inline const float* added_to(const CArray<float, 2>& out, const Added& added) {

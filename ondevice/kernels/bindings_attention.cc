@@ -49,7 +49,7 @@ void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, i
             int64_t heads, int64_t kv_heads, int64_t position, int64_t window, float scale, float soft_cap,
             const CArray<const float, 2>& cos, const CArray<const float, 2>& sin,
             const std::optional<HeadNorms>& norms, const std::optional<Tree>& tree,
-            const CArray<float, 2>& out, bool stores) {
+            const CArray<float, 2>& out, bool stores, const Weight& sinks) {
   const int64_t tokens = qkv.shape(0), width = qkv.shape(1);
   const int64_t parts = stores ? heads + 2 * kv_heads : heads;
   require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "query heads must be a multiple of kv heads");
@@ -62,6 +62,7 @@ void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, i
         static_cast<int64_t>(table->shape(0)) == tokens && static_cast<int64_t>(table->shape(1)) * 2 == dim,
         "cos and sin are (T, head_dim / 2)");
   require(position >= 0 && window >= 0, "position and window must not be negative");
+  require(!sinks || static_cast<int64_t>(sinks->shape(0)) == heads, "sinks are (heads,)");
   require(scale > 0.0f && soft_cap >= 0.0f, "scale must be positive, soft_cap not negative");
   HeadTransform transform{{}, {}, false, cos.data(), sin.data()};
   if (norms) {
@@ -71,11 +72,17 @@ void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, i
     if (stores) transform.k_norm = head_norm_of(k, kv_heads, dim, together);
     transform.v_norm = norm_of(v, dim);
   }
-  const AttentionArgs args{qkv.data(), width,
-                           heads,      kv_view(blocks, offset, kv_heads, dim, bits, position + tokens),
-                           position,   window,
-                           scale,      soft_cap,
-                           out.data(), tree ? tree_view(*tree, tokens) : TreeView{nullptr, nullptr}};
+  const AttentionArgs args{qkv.data(),
+                           width,
+                           heads,
+                           kv_view(blocks, offset, kv_heads, dim, bits, position + tokens),
+                           position,
+                           window,
+                           scale,
+                           soft_cap,
+                           out.data(),
+                           tree ? tree_view(*tree, tokens) : TreeView{nullptr, nullptr},
+                           sinks ? sinks->data() : nullptr};
   nb::gil_scoped_release release;
   runner.attend(qkv.data(), transform, args, tokens);
 }
@@ -86,7 +93,8 @@ void bind_attention(nb::module_& m) {
   m.def("attend", &attend, nb::arg("runner"), nb::arg("qkv"), nb::arg("blocks"), nb::arg("offset"),
         nb::arg("bits"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("position"), nb::arg("window"),
         nb::arg("scale"), nb::arg("soft_cap"), nb::arg("cos"), nb::arg("sin"), nb::arg("norms").none(),
-        nb::arg("tree").none(), nb::arg("out"), nb::arg("stores") = true);
+        nb::arg("tree").none(), nb::arg("out"), nb::arg("stores") = true,
+        nb::arg("sinks").none() = nb::none());
   m.def("kv_move", [](const Runner& runner, const Blocks& blocks, int64_t offset, int64_t kv_heads,
                       int64_t dim, int bits, int64_t from, int64_t to) {
     require(from >= 0 && to >= 0, "positions must not be negative");

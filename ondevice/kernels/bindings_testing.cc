@@ -84,7 +84,8 @@ void bind_testing(nb::module_& m) {
                              1.0f / std::sqrt(static_cast<float>(dim)),
                              0.0f,
                              out.data(),
-                             tree ? tree_view(*tree, tokens) : TreeView{nullptr, nullptr}};
+                             tree ? tree_view(*tree, tokens) : TreeView{nullptr, nullptr},
+                             nullptr};
     nb::gil_scoped_release release;
     runner.attention(args, tokens);
   });

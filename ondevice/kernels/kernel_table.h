@@ -41,13 +41,16 @@ struct RowFormat {
   int64_t row_bytes(int64_t groups) const { return groups * (codes_bytes() + affine_bytes()); }
 };
 
-enum class Activation { kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kFatRelu };
+enum class Activation { kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kFatRelu, kClampedSwish };
 
 // What stands between a feed-forward's gates and its down projection: h = act(gate) * up, or act(gate).
 struct GateForm {
   Activation act;
   float threshold = 0.0f;  // of kFatRelu: a gate above it stays as it is, another becomes zero
   bool relu_up = false;    // max(0, up) in the place of up
+  // Of kClampedSwish: with g = min(gate, clamp), h = g / (1 + e^(-slope * g)), times 1 more than the up,
+  // which is kept from -clamp to clamp.
+  float clamp = 0.0f, slope = 0.0f;
 
   // Whether gates at or below the threshold become zeros.
   bool makes_zeros() const {
@@ -87,12 +90,13 @@ struct AttentionArgs {
   const float* q;  // (T, heads, head_dim) with q_stride floats between tokens
   int64_t q_stride, heads;
   KvView kv;
-  int64_t position;  // of the first query
-  int64_t window;    // positions that a query sees, its own included; 0 means all
-  float scale;       // of scores
-  float soft_cap;    // of scores; 0: none
-  float* out;        // (T, heads * head_dim)
-  TreeView tree;     // keys and values of token i are stored at position + i
+  int64_t position;              // of the first query
+  int64_t window;                // positions that a query sees, its own included; 0 means all
+  float scale;                   // of scores
+  float soft_cap;                // of scores; 0: none
+  float* out;                    // (T, heads * head_dim)
+  TreeView tree;                 // keys and values of token i are stored at position + i
+  const float* sinks = nullptr;  // (heads) scores that take part in the softmax, and weigh no value; or null
 };
 
 // Bytes of one 16-row, 64-column block of an interleaved tile: codes, then for each group 16 scales, then

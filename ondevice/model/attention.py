@@ -52,7 +52,8 @@ def attention(
         qkv = backend.add_low_rank(qkv, x[adapted:], low.down, low.up, adapted, norm=norm)
     cos, sin = rows.turns[own.rope]
     owner = layer if own.keys_of is None else own.keys_of
-    context = backend.attend(qkv, rows.kv, owner, rows.position, cos, sin, own, weights.head_norms, rows.tree)
+    norms, sinks = weights.head_norms, weights.sinks
+    context = backend.attend(qkv, rows.kv, owner, rows.position, cos, sin, own, norms, rows.tree, sinks)
     y = backend.linear(context, weights.out, added=x if spec.joins_plainly else None)
     if adapters is not None:
         y = backend.add_low_rank(y, context[adapted:], adapters.out.down, adapters.out.up, adapted)

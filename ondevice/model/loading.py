@@ -6,7 +6,7 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -179,7 +179,8 @@ def layer_weights(
     if norms is not None and spec.attention.value_norm and norms.k is not None:
         ones = backend.load_vector(np.ones(config.heads(spec.attention).width, dtype=np.float32))
         norms = norms._replace(v=Norm(ones, config.norm.eps))
-    own = {weight.name: loaded[weight.name] for weight in layer_weight_shapes(config, spec)}
+    shapes = layer_weight_shapes(config, spec)
+    own = {weight.name: loaded[weight.name] for weight in shapes if weight.name in loaded}
     return LayerWeights(
         attention_norm=norm("attention_norm"),
         qkv=loaded["qkv"],
@@ -210,7 +211,7 @@ def _other_blocks(config: ModelConfig, own: Mapping[str, Any]) -> dict[str, Any]
     if "per_layer.gate" in own:
         norm = _weight_norm(config, own, "per_layer")
         found["per_layer"] = PerLayerBlock(own["per_layer.gate"], own["per_layer.out"], norm)
-    found["scale"] = own.get("scale")
+    found["scale"], found["sinks"] = own.get("scale"), own.get("attention.sinks")
     if "router" in own:
         found["router"] = Router(
             own["router"], own.get("router.choice_bias"), own.get("shared_gate"), _apart(config, own)
@@ -288,11 +289,7 @@ def layer_parts(config: ModelConfig, quant: QuantConfig, resident: TensorFile, l
         bias = vector(f"{which}_bias", f"{name}.bias", exists and attention.head_norm_bias)
         return [*vector(which, f"{name}.weight", exists), *bias]
 
-    others = [
-        part
-        for weight in layer_weight_shapes(config, spec)
-        for part in _weight_parts(resident, quant, f"{prefix}.", weight)
-    ]
+    others = _weight_parts(resident, quant, f"{prefix}.", layer_weight_shapes(config, spec))
 
     return [
         *norm("attention_norm", spec.norms_input),
@@ -311,19 +308,27 @@ def layer_parts(config: ModelConfig, quant: QuantConfig, resident: TensorFile, l
 
 def model_weight_parts(bundle: Bundle, resident: TensorFile) -> list[Part]:
     """The parts of `model_weight_shapes`, whose fields are the names there."""
-    return [
-        part
-        for weight in model_weight_shapes(bundle.config)
-        for part in _weight_parts(resident, bundle.quant, "", weight)
-    ]
+    return _weight_parts(resident, bundle.quant, "", model_weight_shapes(bundle.config))
 
 
-def _weight_parts(resident: TensorFile, quant: QuantConfig, prefix: str, weight: WeightShape) -> list[Part]:
-    name = f"{prefix}{weight.name}"
-    if not weight.is_matrix:
-        return [VectorPart(weight.name, partial(resident.vector, name))]
-    (rows, cols), stored = weight.shape, weight.stored(quant)
-    return [MatrixPart(weight.name, rows, cols, stored, partial(resident.rows, name, stored))]
+def _weight_parts(
+    resident: TensorFile, quant: QuantConfig, prefix: str, weights: Sequence[WeightShape]
+) -> list[Part]:
+    """The parts of `weights`. A matrix is loaded with its bias, if one of them is named so."""
+    biases = {f"{weight.name}.bias" for weight in weights if weight.is_matrix}
+    biases &= {weight.name for weight in weights}
+    parts: list[Part] = []
+    for weight in weights:
+        name, own_bias = f"{prefix}{weight.name}", f"{weight.name}.bias"
+        if not weight.is_matrix:
+            if weight.name not in biases:
+                parts.append(VectorPart(weight.name, partial(resident.vector, name)))
+            continue
+        (rows, cols), stored = weight.shape, weight.stored(quant)
+        bias = partial(resident.vector, f"{prefix}{own_bias}") if own_bias in biases else None
+        read = partial(resident.rows, name, stored)
+        parts.append(MatrixPart(weight.name, rows, cols, stored, read, bias))
+    return parts
 
 
 def norm_parts(config: ModelConfig, resident: TensorFile, name: str) -> list[Part]:

@@ -67,7 +67,7 @@ class CopiesOfModel:
 class LayerWeights:
     """One layer's weights, as the backend loaded them. A part that the layer doesn't have is None.
 
-    scale: (1,), factor of the residual that leaves the layer.
+    scale: (1,), factor of the residual that leaves the layer. sinks: (H,), scores of attention sinks.
     """
 
     attention_norm: Norm | None
@@ -82,6 +82,7 @@ class LayerWeights:
     copies: CopiesOfLayer | None = None
     per_layer: PerLayerBlock | None = None
     scale: Vector | None = None
+    sinks: Vector | None = None
     router: Router | None = None
 
 

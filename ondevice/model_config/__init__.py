@@ -1,6 +1,6 @@
 """What a decoder-only transformer is: `model` and its layers, `rope`, `experts`; ranges are in `checks`."""
 
-from ondevice.model_config.checks import MAX_FACTOR
+from ondevice.model_config.checks import MAX_FACTOR, SIZE_LIMITS
 from ondevice.model_config.experts import (
     MAX_EXPERT_NEURONS,
     MAX_EXPERTS,
@@ -8,15 +8,19 @@ from ondevice.model_config.experts import (
     ExpertsSpec,
     Scoring,
 )
-from ondevice.model_config.model import (
+from ondevice.model_config.feed_forward import (
     ACTIVATIONS,
-    MAX_COPIES,
+    CLAMP,
     MAX_DEVIATIONS,
-    SIZE_LIMITS,
+    SWISH_SLOPE,
     ZEROING_NAMES,
     Activation,
-    AttentionSpec,
     FeedForwardSpec,
+    UpActivation,
+)
+from ondevice.model_config.model import (
+    MAX_COPIES,
+    AttentionSpec,
     HeadNorm,
     HeadSizes,
     LayerSpec,
@@ -24,12 +28,12 @@ from ondevice.model_config.model import (
     NormKind,
     NormPlaces,
     NormSpec,
-    UpActivation,
 )
 from ondevice.model_config.rope import RopeSpec
 
 __all__ = [
     "ACTIVATIONS",
+    "CLAMP",
     "MAX_COPIES",
     "MAX_DEVIATIONS",
     "MAX_EXPERTS",
@@ -37,6 +41,7 @@ __all__ = [
     "MAX_FACTOR",
     "MAX_WEIGHT_FACTOR",
     "SIZE_LIMITS",
+    "SWISH_SLOPE",
     "ZEROING_NAMES",
     "Activation",
     "AttentionSpec",

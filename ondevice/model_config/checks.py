@@ -7,6 +7,16 @@ from ondevice.errors import UnsupportedModelError
 MAX_FACTOR = 1e6
 """Largest multiplier and soft cap."""
 MIN_FACTOR = 1e-6
+SIZE_LIMITS = {
+    "hidden_size": 1 << 17,
+    "num_layers": 1 << 10,
+    "num_heads": 1 << 10,
+    "num_kv_heads": 1 << 10,
+    "head_dim": 1 << 10,
+    "intermediate_size": 1 << 20,
+    "vocab_size": 1 << 22,
+    "max_context": 1 << 24,
+}
 
 
 def check_factor(name: str, value: float) -> None:

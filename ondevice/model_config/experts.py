@@ -44,6 +44,7 @@ class ExpertsSpec:
         renormalised: whether a token's weights are divided by their sum.
         factor: of the weights, a float32 value.
         choice_bias: whether scores have a bias that decides the choice alone, one value for each expert.
+        router_bias: whether the router's product has a bias, which is part of the logits.
         groups: groups that experts are divided into, all of a size. A token chooses among the experts of its
             `chosen_groups` best groups; a group is as good as its two best scores together.
         chosen_groups: see `groups`.
@@ -64,6 +65,7 @@ class ExpertsSpec:
     renormalised: bool = False
     factor: float = 1.0
     choice_bias: bool = False
+    router_bias: bool = False
     groups: int = 1
     chosen_groups: int = 1
     jitter: float = 0.0

@@ -12,16 +12,11 @@ from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 from ondevice.errors import UnsupportedModelError
-from ondevice.model_config.checks import MAX_FACTOR, check_choice, check_factor, check_integer
+from ondevice.model_config.checks import SIZE_LIMITS, check_choice, check_factor, check_integer
 from ondevice.model_config.experts import ExpertsSpec
+from ondevice.model_config.feed_forward import Activation, FeedForwardSpec
 from ondevice.model_config.rope import RopeSpec
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu"]
-ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
-ZEROING: tuple[Activation, ...] = ("relu", "relu2", "fatrelu")
-"""Activations that turn gates into exact zeros, so that their neurons add nothing."""
-ZEROING_NAMES = f"{', '.join(ZEROING[:-1])} or {ZEROING[-1]}"
-UpActivation = Literal["none", "relu"]
 HeadNorm = Literal["none", "head", "projection", "layer"]
 """What is normed before rotary embedding: nothing; each head, or all heads as one vector, by its
 root mean square; or each head by a LayerNorm with weights and biases of its own."""
@@ -31,8 +26,6 @@ NormPlaces = Literal["before", "after", "both", "residual"]
 residual that its output has joined ("post-norm", as in arXiv 1706.03762)."""
 MAX_COPIES = 16
 """Most copies of the residual."""
-MAX_DEVIATIONS = 10.0
-"""Farthest that a statistical cutoff of gates may lie from their mean, in standard deviations."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +59,8 @@ class AttentionSpec:
             one.
         value_norm: whether each head's values have an RMS norm without a weight. Only with a `head_norm` of
             each head.
+        sinks: whether each head has a learned score beside those of its positions. It takes part in the
+            softmax, and its weight goes to no value (attention sinks, arXiv 2309.17453).
         keys_of: index of the layer before whose keys and values are read; None: the layer has its own.
         head_dim, num_kv_heads: width of a head and number of key (or value) heads, where they aren't the
             model's; 0: they are.
@@ -79,6 +74,7 @@ class AttentionSpec:
     bias: bool = False
     output_bias: bool = False
     value_norm: bool = False
+    sinks: bool = False
     keys_of: int | None = None
     head_dim: int = 0
     num_kv_heads: int = 0
@@ -107,70 +103,6 @@ class AttentionSpec:
     def head_norm_bias(self) -> bool:
         """Whether the norms of queries and keys have biases."""
         return self.head_norm == "layer"
-
-
-@dataclass(frozen=True)
-class FeedForwardSpec:
-    """Feed-forward of one layer: down(activation(gate) * up), or down(activation(gate)) if it isn't gated.
-
-    The first is arXiv 2002.05202. A neuron's gate decides whether the neuron fires; in an ungated block it is
-    what other descriptions call the up projection, or `fc1`.
-
-    Args:
-        activation: of the gates; `fatrelu` leaves gates above `threshold` as they are and zeros all others.
-        gated: whether there is an up projection.
-        threshold: of `fatrelu`, a float32 value; 0 for other activations.
-        up_activation: of the up projection: relu gives dReLU (arXiv 2406.05955).
-        bias: whether gates have a bias, one value for each neuron. Only without an up projection.
-        output_bias: whether the output has one.
-        cutoff: if not None, gates are lessened by m + cutoff * s, and those that are negative then become
-            zeros: m is the mean of the token's gates, s their standard deviation (statistical top-k, arXiv
-            2506.06644). A float32 value.
-        neurons: number of neurons, experts' included, at least 1; None: the model's `intermediate_size`.
-    """
-
-    activation: Activation
-    gated: bool = True
-    threshold: float = 0.0
-    up_activation: UpActivation = "none"
-    bias: bool = False
-    output_bias: bool = False
-    cutoff: float | None = None
-    neurons: int | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("activation", self.activation, ACTIVATIONS)
-        if self.neurons is not None:
-            check_integer("a layer's neurons", self.neurons, 1, SIZE_LIMITS["intermediate_size"])
-        if self.cutoff is not None and not -MAX_DEVIATIONS <= self.cutoff <= MAX_DEVIATIONS:
-            raise UnsupportedModelError(
-                f"cutoff of gates is {self.cutoff}; it must be from {-MAX_DEVIATIONS:g} to {MAX_DEVIATIONS:g}"
-            )
-        if self.cutoff is not None and (self.bias or self.activation in ZEROING):
-            raise UnsupportedModelError(
-                f"a statistical cutoff of gates with biases, or before {self.activation!r}, isn't supported"
-            )
-        check_choice("up_activation", self.up_activation, get_args(UpActivation))
-        if not 0.0 <= self.threshold <= MAX_FACTOR:
-            raise UnsupportedModelError(
-                f"activation threshold is {self.threshold}; it must be from 0 to {MAX_FACTOR:g}"
-            )
-        if self.threshold and self.activation != "fatrelu":
-            raise UnsupportedModelError(f"activation {self.activation!r} has no threshold; fatrelu has")
-        if not self.gated and self.up_activation != "none":
-            raise UnsupportedModelError("up_activation is of gated feed-forwards; this one is ungated")
-        if self.gated and self.bias:
-            raise UnsupportedModelError("gated feed-forwards whose gates have biases aren't supported")
-
-    @property
-    def zeros_gates(self) -> bool:
-        """True if the activation zeroes gates at or below `threshold`, so that their neurons add nothing."""
-        return self.activation in ZEROING
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of a neuron's record: gate, up if gated, and down."""
-        return 3 if self.gated else 2
 
 
 @dataclass(frozen=True)
@@ -562,12 +494,13 @@ class ModelConfig:
     @property
     def is_plain(self) -> bool:
         """True without experts, per-layer inputs, copies and scales of the residual, low-rank blocks beside
-        attention, normed values, shared keys, heads of several sizes and statistical cutoffs.
+        attention, normed values, attention sinks, shared keys, heads of several sizes and cutoffs of gates.
         """
         return (
             not self.per_layer_width
             and self.num_kv_layers == self.num_layers
             and not self.any_layer(lambda it: it.laurel_rank > 0 or it.scaled or it.attention.value_norm)
+            and not self.any_layer(lambda it: it.attention.sinks)
             and not self.any_layer(lambda it: it.attention.head_dim > 0 or it.attention.num_kv_heads > 0)
             and not self.cut_off_layers
             and self.experts is None
@@ -577,15 +510,3 @@ class ModelConfig:
     def positions_size(self) -> int:
         """Number of values of learned positions."""
         return self.max_context * self.hidden_size if self.learned_positions else 0
-
-
-SIZE_LIMITS = {
-    "hidden_size": 1 << 17,
-    "num_layers": 1 << 10,
-    "num_heads": 1 << 10,
-    "num_kv_heads": 1 << 10,
-    "head_dim": 1 << 10,
-    "intermediate_size": 1 << 20,
-    "vocab_size": 1 << 22,
-    "max_context": 1 << 24,
-}

@@ -29,6 +29,7 @@ from tests.support.sources import (
     quantise_rows,
     tiny_config,
     with_feed_forward,
+    with_sinks,
 )
 
 TARGETS = _native.available_targets()
@@ -67,11 +68,12 @@ def logits_of(model: Transformer, tokens: list[int], chunk: int, kv_bits: Any) -
     return np.concatenate(parts)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (1, 0.0), (5, 1.5), (70, 0.0), (0, 2.0)])
 @pytest.mark.parametrize("kv_bits", [8, 16])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 8), (6, 2, 10), (8, 1, 64), (2, 2, 128)])
 def test_attention_equals_the_reference_on_the_same_stored_keys(
-    heads: int, kv_heads: int, width: int, kv_bits: Any, window: int, soft_cap: float
+    heads: int, kv_heads: int, width: int, kv_bits: Any, window: int, soft_cap: float, has_sinks: bool
 ) -> None:
     config = tiny_config(num_heads=heads, num_kv_heads=kv_heads, head_dim=width)
     spec = AttentionSpec(0.4, window=window, soft_cap=soft_cap)
@@ -80,9 +82,10 @@ def test_attention_equals_the_reference_on_the_same_stored_keys(
     qkv = normal(tokens, (heads + 2 * kv_heads) * width)
     # Angles of zero: a rotation rounds, and what is stored must be the same.
     cos, sin = np.ones((tokens, width // 2), np.float32), np.zeros((tokens, width // 2), np.float32)
+    sinks = np.linspace(-1, 9, heads, dtype=np.float32) if has_sinks else None
     reference, expected_kv = ReferenceBackend(), KVCache(layout)
     expected_kv.reserve(tokens)
-    expected = reference.attend(qkv, expected_kv, 1, 0, cos, sin, spec)
+    expected = reference.attend(qkv, expected_kv, 1, 0, cos, sin, spec, sinks=sinks)
     results = []
     for target in TARGETS:
         for threads in (1, 2):
@@ -92,7 +95,7 @@ def test_attention_equals_the_reference_on_the_same_stored_keys(
             for first, last in ((0, 1), (1, 64), (64, 67), (67, 150)):
                 chunk = slice(first, last)
                 given = qkv[chunk].copy()
-                out[chunk] = backend.attend(given, kv, 1, first, cos[chunk], sin[chunk], spec)
+                out[chunk] = backend.attend(given, kv, 1, first, cos[chunk], sin[chunk], spec, sinks=sinks)
             for mine, theirs in zip(kv.blocks, expected_kv.blocks, strict=True):
                 assert mine.tobytes() == theirs.tobytes()
             results.append(out)
@@ -172,7 +175,7 @@ def test_segments_are_added_to_tokens_of_the_pass_alone() -> None:
 @pytest.mark.parametrize("blocks", ["Qwen's", "every kind"])
 def test_a_model_has_one_result(bits: Any, kv_bits: Any, blocks: str) -> None:
     """Prefill chunks, threads, targets and residency change no bit of any logit."""
-    config = every_block()
+    config = with_sinks(every_block())
     if blocks == "Qwen's":
         config = tiny_config(
             intermediate_size=200, qk_norm=True, attention_bias=True, layer_windows=(0, 40), max_context=256
@@ -216,7 +219,7 @@ SMALL_GROUPS = (
 @pytest.mark.parametrize("blocks", ["Llama's", "every kind", *FEED_FORWARDS])
 def test_a_model_stays_close_to_the_reference(bits: Any, limit: float, blocks: str) -> None:
     """float16: rounding only (16-bit keys and values in both). q8, q4: int8 activations, 1/254 per value."""
-    config = every_block()
+    config = with_sinks(every_block())
     if blocks == "Llama's":
         config = tiny_config(hidden_size=128, intermediate_size=256, head_dim=32)
     elif blocks in FEED_FORWARDS:

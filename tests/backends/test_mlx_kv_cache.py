@@ -65,6 +65,7 @@ def attended(
     layer: int = 1,
     window: int = 0,
     tree: TokenTree | None = None,
+    sinks: np.ndarray | None = None,
     backend: Any = None,
 ) -> np.ndarray:
     """(T, H Dh) after rows were stored from `position` on; nothing is turned, as that would round."""
@@ -74,7 +75,8 @@ def attended(
     backend = backend or MlxOps()
     spec = replace(kv.layout.config.layers[layer].attention, window=window)
     given = qkv.copy() if isinstance(backend, ReferenceBackend) else mx.array(qkv)
-    return np.array(backend.attend(given, kv, layer, position, *turns, spec, None, tree))
+    own = None if sinks is None else backend.load_vector(sinks)
+    return np.array(backend.attend(given, kv, layer, position, *turns, spec, None, tree, own))
 
 
 def in_chunks(kv: KVCache, qkv: np.ndarray, lengths: list[int], **options: Any) -> np.ndarray:
@@ -94,20 +96,22 @@ def same(mine: list[np.ndarray], theirs: list[np.ndarray]) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 5, 70])
 @pytest.mark.parametrize("kv_bits", [32, 16, 8])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
 def test_attention_equals_the_reference_on_the_same_stored_keys(
-    heads: int, kv_heads: int, width: int, kv_bits: Any, window: int
+    heads: int, kv_heads: int, width: int, kv_bits: Any, window: int, has_sinks: bool
 ) -> None:
     """Stored to the bit as `reference` stores them, and read so inside their own chunk too."""
     config = tiny_config(num_heads=heads, num_kv_heads=kv_heads, head_dim=width)
     qkv, tokens = drawn(config, 150), 150
     qkv[7] = 0  # a largest value of zero has no scale
     theirs = KVCache(KVLayout(config, kv_bits))
-    expected = attended(theirs, qkv, 0, window=window, backend=ReferenceBackend())
+    sinks = np.linspace(-1, 5, heads, dtype=np.float32) if has_sinks else None
+    expected = attended(theirs, qkv, 0, window=window, sinks=sinks, backend=ReferenceBackend())
     mine = mlx_cache(config, kv_bits)
-    found = in_chunks(mine, qkv, [1, 63, 3, 83], window=window)
+    found = in_chunks(mine, qkv, [1, 63, 3, 83], window=window, sinks=sinks)
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5 * np.abs(expected).max())
     assert same(held(mine, tokens), [np.stack(side) for side in _stored(theirs, 1, tokens)])
 

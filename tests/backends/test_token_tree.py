@@ -16,7 +16,7 @@ from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Transformer
 from tests.backends.test_cpu import TARGETS, load, make_backend
-from tests.support.sources import RandomWeights, every_block, tiny_config
+from tests.support.sources import RandomWeights, every_block, tiny_config, with_sinks
 
 PARENTS = [-1, 0, 0, 1, 1, 2, 3, 6, 5, 8, 2]
 
@@ -81,8 +81,8 @@ def test_no_tree(parents: list[int]) -> None:
 def test_every_node_has_the_bits_of_its_path(
     prompt_tokens: int, kv_bits: Any, heads: dict[str, int] | None
 ) -> None:
-    """heads: changed sizes; None: a model of every kind of block."""
-    config = every_block()
+    """heads: changed sizes; None: a model of every kind of block, with attention sinks."""
+    config = with_sinks(every_block())
     if heads is not None:
         config = tiny_config(qk_norm=True, layer_windows=(0, 11), **heads)
     prompt = drawn(prompt_tokens, 1)

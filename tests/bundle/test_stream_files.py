@@ -423,6 +423,7 @@ def test_every_block_that_stands_in_the_way_is_named() -> None:
             of_last_layer(config, attention=replace(attention, head_norm="head", value_norm=True)),
             "normed values",
         ),
+        (of_last_layer(config, attention=replace(attention, sinks=True)), "attention sinks"),
         (of_last_layer(config, attention=replace(attention, keys_of=0)), "keys that layers share"),
         (of_last_layer(config, attention=replace(attention, num_kv_heads=4)), "heads of several sizes"),
         (of_last_layer(config, feed_forward=replace(block, cutoff=1.0)), "statistical cutoffs"),

@@ -21,7 +21,7 @@ RELU = FeedForwardSpec("relu")
 ZEROING = {"relu": RELU, "relu2": FeedForwardSpec("relu2")} | {
     kind: spec for kind, spec in FEED_FORWARDS.items() if spec.zeros_gates
 }
-GateForm = tuple[int, float, bool]
+GateForm = tuple[int, float, bool, float, float]
 
 
 @dataclass(frozen=True)

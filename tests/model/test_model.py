@@ -67,6 +67,13 @@ def test_activations_at_known_points() -> None:
         "relu": [0, 0, 0, 1, 1e4],
         "relu2": [0, 0, 0, 1, 1e8],
         "fatrelu": [0, 0, 0, 0, 1e4],
+        "clamped_swish": [
+            0,
+            -1 / (1 + math.e**1.702),
+            0,
+            1 / (1 + math.e**-1.702),
+            7 / (1 + math.e**-11.914),
+        ],
     }
     assert set(expected) == set(ACTIVATIONS)
     for name, values in expected.items():

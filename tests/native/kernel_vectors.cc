@@ -144,13 +144,13 @@ void feed_forward(Runner& runner, const ondevice::RowFormat& format, int64_t hid
   const Floats x = Random(7).values(17 * hidden), weight = Random(8).values(hidden);
   const ondevice::Matrix gate = gate_matrix(runner, format, hidden, records);
   const ondevice::Norm norm{weight.data(), 1e-5f};
-  for (int act = 0; act < 6; ++act)
+  for (int act = 0; act < 7; ++act)
     for (const int64_t tokens : {1, 2, 3, 7, 17}) {
       Floats y(static_cast<size_t>(tokens * hidden)), gates(static_cast<size_t>(tokens * neurons));
       gate.forward(runner, x.data(), hidden, tokens, layer.bias(), gates.data());
       const Activation activation = static_cast<Activation>(act);
       const bool fat = activation == Activation::kFatRelu;
-      const GateForm form{activation, fat ? 0.25f : 0.0f, fat};
+      const GateForm form{activation, fat ? 0.25f : 0.0f, fat, 1.0f, 1.702f};
       const bool selected = split && form.makes_zeros();
       ondevice::FeedForwardPass pass(runner, layer, runner.prepare(x.data(), hidden, tokens, hidden, format),
                                      form);
@@ -210,6 +210,20 @@ void attention(Runner& runner, int bits, int64_t heads, int64_t kv_heads, int64_
         {q.data(), heads * dim, heads, kv, position, window, scale, cap, y.data(), {nullptr, nullptr}},
         tokens);
     keep(out, name + " position=" + std::to_string(position), y);
+    const Floats sinks = random.values(heads);
+    runner.attention({q.data(),
+                      heads * dim,
+                      heads,
+                      kv,
+                      position,
+                      window,
+                      scale,
+                      cap,
+                      y.data(),
+                      {nullptr, nullptr},
+                      sinks.data()},
+                     tokens);
+    keep(out, name + " sinks position=" + std::to_string(position), y);
     // The same tokens as a tree: most follow the one before them, each fifth one two tokens earlier.
     std::vector<int32_t> parents, depths;
     for (int32_t t = 0; t < tokens; ++t) {

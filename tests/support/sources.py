@@ -77,11 +77,12 @@ FEED_FORWARDS = {
     "ungated-relu2": FeedForwardSpec("relu2", gated=False),
     "fatrelu": FeedForwardSpec("fatrelu", threshold=0.25, output_bias=True),
     "drelu": FeedForwardSpec("relu", up_activation="relu"),
+    "clamped": FeedForwardSpec("clamped_swish", clamp=0.75, slope=1.5),
 }
 """Feed-forwards that `every_block` doesn't have; a model's layers have equal ones."""
 
 
-def form(activation: Activation, **options: Any) -> tuple[int, float, bool]:
+def form(activation: Activation, **options: Any) -> tuple[int, float, bool, float, float]:
     """What the kernels take for a feed-forward's arithmetic. options: fields of FeedForwardSpec."""
     return native_form(FeedForwardSpec(activation, **options))
 
@@ -89,6 +90,12 @@ def form(activation: Activation, **options: Any) -> tuple[int, float, bool]:
 def with_feed_forward(config: ModelConfig, spec: FeedForwardSpec) -> ModelConfig:
     """`config` with another feed-forward in every layer."""
     return replace(config, layers=tuple(replace(layer, feed_forward=spec) for layer in config.layers))
+
+
+def with_sinks(config: ModelConfig) -> ModelConfig:
+    """`config` with attention sinks in every layer."""
+    layers = (replace(layer, attention=replace(layer.attention, sinks=True)) for layer in config.layers)
+    return replace(config, layers=tuple(layers))
 
 
 def quantise_rows(weight: Float32, stored: Bits | RowFormat) -> tuple[Bytes, np.ndarray, np.ndarray, Float32]:
@@ -273,6 +280,8 @@ class RandomWeights:
         if config.learned_positions:
             matrix("positions", config.max_context, width, 1)
         vector("head.bias", config.vocab_size, 0.0)
+        for i in range(config.num_layers):
+            vector(f"{i}.sinks", config.num_heads, 1.0)
 
     def load(self, backend: Backend, stored: Bits | QuantConfig = 16) -> Transformer:
         """The model, loaded into `backend`."""
@@ -300,6 +309,9 @@ class RandomWeights:
             )
             return backend.load_feed_forward(layer, source, None, Biases(*biases))
 
+        def sinks(layer: int, spec: LayerSpec) -> Any:
+            return backend.load_vector(self.vectors[f"{layer}.sinks"]) if spec.attention.sinks else None
+
         def head_norms(layer: int, spec: LayerSpec) -> HeadNorms | None:
             if spec.attention.head_norm == "none":
                 return None
@@ -325,6 +337,7 @@ class RandomWeights:
                 feed_forward_norm=norm(f"{i}.feed_forward_norm", spec.norms_input),
                 feed_forward_output_norm=norm(f"{i}.feed_forward_output_norm", spec.norms_output),
                 feed_forward=feed_forward(i, spec.feed_forward),
+                sinks=sinks(i, spec),
             )
             for i, spec in enumerate(config.layers)
         ]

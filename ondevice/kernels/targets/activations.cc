@@ -34,9 +34,13 @@ F activation(const GateForm& form, F x) {
       const F cubic = fma(mul(mul(x, x), x), set1(0.044715f), x);
       return sigmoid_weighted(x, mul(set1(1.59576912160573071f), cubic));
     }
-    // max returns its second operand if either is NaN. That is x, so NaN stays NaN.
+    // min and max return their second operand if either is NaN. That is x, so NaN stays NaN.
     case Activation::kRelu:
       return max(zero(), x);
+    case Activation::kClampedSwish: {
+      const F clamped = min(set1(form.clamp), x);
+      return sigmoid_weighted(clamped, mul(set1(form.slope), clamped));
+    }
     case Activation::kFatRelu:
       return above_or_zero(x, set1(form.threshold));
     default: {
@@ -46,6 +50,12 @@ F activation(const GateForm& form, F x) {
   }
 }
 
+F up_factor(const GateForm& form, F up) {
+  if (form.act == Activation::kClampedSwish)
+    return add(set1(1.0f), max(set1(-form.clamp), min(set1(form.clamp), up)));
+  return form.relu_up ? max(zero(), up) : up;
+}
+
 }  // namespace
 
 void activate(const GateForm& form, const float* gate, const float* up, float* h, int64_t n) {
@@ -53,8 +63,7 @@ void activate(const GateForm& form, const float* gate, const float* up, float* h
     const int64_t left = n - i;
     F value = activation(form, load_partial(gate + i, left));
     if (up) {
-      const F factor = load_partial(up + i, left);
-      value = mul(value, form.relu_up ? max(zero(), factor) : factor);
+      value = mul(value, up_factor(form, load_partial(up + i, left)));
     }
     store_partial(h + i, value, left);
   }

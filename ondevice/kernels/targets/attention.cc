@@ -47,9 +47,10 @@ void score_block(const Head& head, const KvView& kv, const float* q, int64_t row
 }
 
 // exp(score - max) over positions [low, high] of a row that starts at position `base`; 0 outside.
-// The sum is kept in 16 lanes by position % 16 and returned.
-float softmax_row(float* scores, int64_t base, int64_t end, int64_t low, int64_t high) {
+// The sum is kept in 16 lanes by position % 16 and returned. sink: a score beside those of the row, or null.
+float softmax_row(float* scores, int64_t base, int64_t end, int64_t low, int64_t high, const float* sink) {
   float top = scores[low - base];
+  if (sink && *sink > top) top = *sink;
   for (int64_t p = low; p <= high; ++p) top = scores[p - base] > top ? scores[p - base] : top;
   F sum = zero();
   for (int64_t p = base; p < end; p += 16) {
@@ -67,7 +68,10 @@ float softmax_row(float* scores, int64_t base, int64_t end, int64_t low, int64_t
     sum = add(sum, e);
     store(scores + p - base, e);
   }
-  return reduce_add(sum);
+  if (!sink) return reduce_add(sum);
+  float lanes[16];
+  store(lanes, exp_lanes(sub(set1(*sink), set1(top))));
+  return reduce_add(sum) + lanes[0];
 }
 
 void multiply(float* x, const float* by, int64_t n) {
@@ -244,7 +248,8 @@ void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t
   each_path([&](int64_t depth, int64_t deepest, float* seen, int64_t) { path.gather(seen, depth, deepest); });
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t query = queries.query_of(r);
-    sums[r] = softmax_row(scores + r * span, base, end, queries.lowest(query), queries.position(query));
+    const float* sink = args.sinks ? args.sinks + head * shared + r % shared : nullptr;
+    sums[r] = softmax_row(scores + r * span, base, end, queries.lowest(query), queries.position(query), sink);
   }
   for (int64_t i = 0; i < rows * width; i += 16) store(acc + i, zero());
   for (int64_t p = base; p < fork; p += kKvBlock)
