@@ -10,6 +10,7 @@ from ondevice.converters.architectures.config_reader import SAME_REPOSITORY, Con
 from ondevice.converters.architectures.tensors import LayerNames
 from ondevice.converters.checkpoints.base import SourceTensor, StoredTensor
 from ondevice.converters.checkpoints.gguf_tensor import QuantizedTensor
+from ondevice.converters.checkpoints.mlx_tensor import MlxTensor
 from ondevice.converters.checkpoints.views import Matrices
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import MAX_EXPERTS, ExpertsSpec, ModelConfig
@@ -25,6 +26,7 @@ class ExpertNames:
         choice_bias: what is added to scores for the choice; empty without.
         shared: the dense feed-forward beside the experts, before `gate_proj.weight` and so on.
         shared_gate: the matrix of its gate; empty without.
+        stack: all experts' matrices in folders that MLX has written, before `gate_proj.weight` and so on.
     """
 
     gate: str = "mlp.experts.{}.gate_proj.weight"
@@ -34,6 +36,17 @@ class ExpertNames:
     choice_bias: str = ""
     shared: str = ""
     shared_gate: str = ""
+    stack: str = "mlp.switch_mlp."
+
+    def merged(self, which: str) -> str:
+        """`gate`, `up` or `down` without an expert's number."""
+        pattern: str = getattr(self, which)
+        return pattern.replace(".{}", "")
+
+    def of(self, *which: str) -> Callable[[int], Sequence[str]]:
+        """The names of an expert's matrices, by its number."""
+        patterns: list[str] = [getattr(self, it) for it in which]
+        return lambda expert: [pattern.format(expert) for pattern in patterns]
 
 
 QWEN_NAMES = ExpertNames()
@@ -42,6 +55,7 @@ MIXTRAL_NAMES = ExpertNames(
     up="block_sparse_moe.experts.{}.w3.weight",
     down="block_sparse_moe.experts.{}.w2.weight",
     router="block_sparse_moe.gate.weight",
+    stack="block_sparse_moe.switch_mlp.",
 )
 
 
@@ -93,6 +107,8 @@ def join_experts(tensors: Tensors, config: ModelConfig, names: ExpertNames = QWE
 
     Raises CheckpointError for missing experts, and for ones of other shapes or of different types.
     """
+    for which in ("gate", "up", "down"):
+        tensors = unstacked(tensors, config, f"{names.stack}{which}_proj.weight", names.of(which))
     found = dict(tensors)
     for layer, spec in enumerate(config.layers):
         if spec.experts is None:
@@ -151,10 +167,11 @@ def _parts(
 
 
 def _alike(part: SourceTensor, other: SourceTensor) -> bool:
-    """Whether both give values of one type: quantised tensors of GGUF files and float32 ones go together."""
-    if isinstance(part, QuantizedTensor) or isinstance(other, QuantizedTensor):
-        return all(isinstance(it, QuantizedTensor) or it.dtype == "F32" for it in (part, other))
-    return part.dtype == other.dtype and not part.code_bits
+    """Whether both give values of one type: tensors that a file has quantised go with others and float32."""
+    quantised = (QuantizedTensor, MlxTensor)
+    if isinstance(part, quantised) or isinstance(other, quantised):
+        return all(isinstance(it, quantised) or it.dtype == "F32" for it in (part, other))
+    return part.dtype == other.dtype
 
 
 def unstacked(
@@ -164,29 +181,33 @@ def unstacked(
 
     named: gives an expert's names for equal parts of its rows, in order, behind `model.layers.N.`.
 
-    Raises CheckpointError for another shape, UnsupportedModelError for quantised values but a GGUF file's.
+    Raises CheckpointError for another shape, and for experts that are there by themselves as well.
     """
     found = dict(tensors)
     for layer, spec in enumerate(config.layers):
         prefix = f"model.layers.{layer}."
-        stack = found.pop(prefix + name, None)
+        stack = None if spec.experts is None else found.pop(prefix + name, None)
         if spec.experts is None or stack is None:
             continue
-        if not isinstance(stack, StoredTensor | QuantizedTensor):
-            raise UnsupportedModelError(
-                f"{stack.name} is quantised; only stacked experts of values, or of a GGUF file, can be read"
-            )
         shape, parts = stack.shape, len(named(0))
         if len(shape) != 3 or shape[0] != spec.experts.count or shape[1] % parts:
             raise CheckpointError(
                 f"{stack.name} has shape {list(shape)}; config.json asks for a stack of {spec.experts.count} "
                 f"experts; {SAME_REPOSITORY}"
             )
-        rows, columns = shape[1] // parts, shape[2]
-        step = stack.nbytes // (shape[0] * parts)
         for expert in range(shape[0]):
             for part, new in enumerate(named(expert)):
-                offset = stack.offset + (expert * parts + part) * step
                 full = prefix + new
-                found[full] = replace(stack, name=full, shape=(rows, columns), offset=offset)
+                if full in found:
+                    raise CheckpointError(f"{full} and {stack.name} are the same; {SAME_REPOSITORY}")
+                found[full] = _piece(stack, full, expert * parts + part, shape[0] * parts)
     return found
+
+
+def _piece(stack: SourceTensor, name: str, number: int, count: int) -> SourceTensor:
+    """Of `count` equal pieces of a stack's rows, the one with this number, as a matrix."""
+    if isinstance(stack, MlxTensor):
+        return stack.piece(name, number, count)
+    assert isinstance(stack, StoredTensor | QuantizedTensor), "a file's own tensor"
+    shape = (stack.shape[0] * stack.shape[1] // count, stack.shape[2])
+    return replace(stack, name=name, shape=shape, offset=stack.offset + number * (stack.nbytes // count))

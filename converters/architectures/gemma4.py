@@ -79,6 +79,7 @@ EXPERTS = ExpertNames(
     down="experts.{}.down.weight",
     router="router.proj.weight",
     shared="mlp.",
+    stack="experts.switch_glu.",
 )
 """The experts' names, once their stacks are apart."""
 
@@ -274,11 +275,8 @@ def _adapt(tensors: Tensors, config: ModelConfig, known: int, joint: list[int]) 
 
 def _adapt_experts(tensors: Tensors, config: ModelConfig) -> Tensors:
     """A layer's experts as neurons, and the router's norm as one of the usual form."""
-    gates, ups = EXPERTS.gate, EXPERTS.up
-    found = unstacked(
-        tensors, config, "experts.gate_up_proj", lambda expert: [gates.format(expert), ups.format(expert)]
-    )
-    found = unstacked(found, config, "experts.down_proj", lambda expert: [EXPERTS.down.format(expert)])
+    found = unstacked(tensors, config, "experts.gate_up_proj", EXPERTS.of("gate", "up"))
+    found = unstacked(found, config, "experts.down_proj", EXPERTS.of("down"))
     scaled = dict(renamed(join_experts(found, config, EXPERTS), EXPERT_NAMES))
     for layer in range(config.num_layers):
         name = LayerNames(layer).weight("router.norm.weight")

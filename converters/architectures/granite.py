@@ -26,6 +26,7 @@ EXPERTS = ExpertNames(
     up="block_sparse_moe.{}.up.weight",
     down="block_sparse_moe.{}.down.weight",
     router="block_sparse_moe.router.layer.weight",
+    stack="block_sparse_moe.switch_mlp.",
 )
 """The experts' names, once their stacks are apart."""
 
@@ -55,16 +56,9 @@ def _read_experts(reader: ConfigReader) -> Description:
     residual, divisor = _positive(reader, "residual_multiplier"), _positive(reader, "logits_scaling")
 
     def adapt(tensors: Tensors) -> Tensors:
-        names, module = (EXPERTS.gate, EXPERTS.up), "block_sparse_moe."
-        found = unstacked(
-            tensors,
-            config,
-            f"{module}input_linear.weight",
-            lambda expert: [it.format(expert) for it in names],
-        )
-        found = unstacked(
-            found, config, f"{module}output_linear.weight", lambda expert: [EXPERTS.down.format(expert)]
-        )
+        module = "block_sparse_moe."
+        found = unstacked(tensors, config, f"{module}input_linear.weight", EXPERTS.of("gate", "up"))
+        found = unstacked(found, config, f"{module}output_linear.weight", EXPERTS.of("down"))
         found = join_experts(found, config, EXPERTS)
         return logits_scaled(outputs_scaled(found, config, residual), 1 / divisor)
 

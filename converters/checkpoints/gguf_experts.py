@@ -1,17 +1,20 @@
 """Mixtures of experts in GGUF files: the values of their keys in a `config.json`, and the names of their
-tensors. The experts of a layer are merged there, (experts, rows, columns).
+tensors.
+
+A layer's experts are merged there, (experts, rows, columns), in a tensor each of gates, ups and downs, or of
+gates above ups and of downs. Files from before April 2024 hold them one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from ondevice.converters.architectures.common import Tensors
 from ondevice.converters.architectures.config_reader import SAME_REPOSITORY
 from ondevice.converters.architectures.experts import MIXTRAL_NAMES, QWEN_NAMES, ExpertNames, unstacked
+from ondevice.converters.architectures.gemma4 import EXPERTS as GEMMA4_NAMES
 from ondevice.converters.architectures.glm4_moe import NAMES as GLM4_NAMES
 from ondevice.converters.architectures.granite import EXPERTS as GRANITE_NAMES
 from ondevice.converters.architectures.qwen2_moe import NAMES as QWEN2_NAMES
@@ -31,6 +34,8 @@ EXPERT_NAMES: Mapping[str, ExpertNames] = {
     "granitemoe": GRANITE_NAMES,
     "phimoe": MIXTRAL_NAMES,
     "glm4_moe": GLM4_NAMES,
+    # What stands beside its experts is its dense feed-forward, under the usual names.
+    "gemma4_text": replace(GEMMA4_NAMES, shared=""),
 }
 """Names beside a `config.json`, by `model_type`, of families whose experts GGUF files can hold."""
 _NEUTRAL: Mapping[str, float] = {
@@ -42,6 +47,7 @@ _NEUTRAL: Mapping[str, float] = {
     "expert_shared_feed_forward_length": 0,
 }
 """Keys of few families, by the values that change nothing."""
+_MATRICES = ("gate", "up", "down")
 _AHEAD = ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "shared_head_norm")
 """Tensors of layers that predict tokens ahead, which are left out."""
 
@@ -49,15 +55,14 @@ _AHEAD = ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "shar
 def expert_blocks(model_type: str) -> dict[str, str]:
     """Names of a block's experts beside a `config.json`, by those in GGUF files; `.weight` follows.
 
-    Merged tensors have the names of an expert's, without its number.
+    Merged tensors have the names of an expert's, without its number. Where there is one, it is `{}` in both.
     """
     names = EXPERT_NAMES[model_type]
-    found = {f"ffn_{which}_exps": _merged(getattr(names, which)) for which in ("gate", "up", "down")}
-    found["ffn_gate_inp"] = names.router
+    found = {"ffn_gate_up_exps": _gates_and_ups(names), "ffn_gate_inp": names.router}
+    for which in _MATRICES:
+        found |= {f"ffn_{which}_exps": names.merged(which), f"ffn_{which}.{{}}": getattr(names, which)}
     if names.shared:
-        found |= {
-            f"ffn_{which}_shexp": f"{names.shared}{which}_proj.weight" for which in ("gate", "up", "down")
-        }
+        found |= {f"ffn_{which}_shexp": f"{names.shared}{which}_proj.weight" for which in _MATRICES}
     if names.shared_gate:
         found["ffn_gate_inp_shexp"] = names.shared_gate
     found = {old: new.removesuffix(".weight") for old, new in found.items()}
@@ -67,20 +72,22 @@ def expert_blocks(model_type: str) -> dict[str, str]:
     return found
 
 
-def _merged(name: str) -> str:
-    return name.replace(".{}", "")
+def _gates_and_ups(names: ExpertNames) -> str:
+    return names.merged("gate").removesuffix(".weight") + "_and_up.weight"
 
 
 def restored_experts(tensors: Tensors, config: ModelConfig) -> Tensors:
     """Each expert's matrices by themselves, and the shared expert's gate as a matrix of one row.
 
-    Raises CheckpointError for merged tensors that are missing, or have other shapes.
+    Raises CheckpointError for experts that are missing, or have other shapes.
     """
     names = EXPERT_NAMES[config.architecture]
-    for which in ("gate", "up", "down"):
-        name: str = getattr(names, which)
-        _check_merged(tensors, config, which)
-        tensors = unstacked(tensors, config, _merged(name), partial(_one_expert, name))
+    _check_merged(tensors, config, _gates_and_ups(names), "ffn_gate_up_exps")
+    tensors = unstacked(tensors, config, _gates_and_ups(names), names.of("gate", "up"))
+    for which in _MATRICES:
+        _check_there(tensors, config, which)
+        _check_merged(tensors, config, names.merged(which), f"ffn_{which}_exps")
+        tensors = unstacked(tensors, config, names.merged(which), names.of(which))
     found = dict(tensors)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
@@ -92,28 +99,31 @@ def restored_experts(tensors: Tensors, config: ModelConfig) -> Tensors:
     return found
 
 
-def _one_expert(name: str, expert: int) -> list[str]:
-    return [name.format(expert)]
-
-
-def _check_merged(tensors: Tensors, config: ModelConfig, which: str) -> None:
-    """Raises CheckpointError where a layer's merged `gate`, `up` or `down` is missing, or misshapen."""
-    merged = _merged(getattr(EXPERT_NAMES[config.architecture], which))
+def _check_there(tensors: Tensors, config: ModelConfig, which: str) -> None:
+    """Raises CheckpointError where a layer has no `gate`, `up` or `down` of experts in any form."""
+    names = EXPERT_NAMES[config.architecture]
     for layer, spec in enumerate(config.layers):
-        if spec.experts is None:
-            continue
-        name, stack = f"blk.{layer}.ffn_{which}_exps.weight", tensors.get(f"model.layers.{layer}.{merged}")
-        if stack is None:
+        known = (names.merged(which), *names.of(which)(0))
+        if spec.experts is not None and not any(f"model.layers.{layer}.{it}" in tensors for it in known):
             raise CheckpointError(
-                f"{name}, which config.json asks for, is missing: experts can be converted that are merged "
-                "in a tensor each of gates, ups and downs; take a newer file of the model"
+                f"blk.{layer}.ffn_{which}_exps.weight, which config.json asks for, is missing; is the "
+                "download complete?"
             )
-        rows, columns = spec.experts.neurons, config.hidden_size
-        wanted = (spec.experts.count, *((columns, rows) if which == "down" else (rows, columns)))
+
+
+def _check_merged(tensors: Tensors, config: ModelConfig, merged: str, stored: str) -> None:
+    """Raises CheckpointError where a layer's tensor `merged`, in files `stored`, is of another shape."""
+    for layer, spec in enumerate(config.layers):
+        stack = tensors.get(f"model.layers.{layer}.{merged}")
+        if spec.experts is None or stack is None:
+            continue
+        neurons, hidden = spec.experts.neurons, config.hidden_size
+        sizes = {"ffn_gate_up_exps": (2 * neurons, hidden), "ffn_down_exps": (hidden, neurons)}
+        wanted = (spec.experts.count, *sizes.get(stored, (neurons, hidden)))
         if stack.shape != wanted:
             raise CheckpointError(
-                f"{name} has shape {list(stack.shape)}; config.json asks for {list(wanted)}; "
-                f"{SAME_REPOSITORY}"
+                f"blk.{layer}.{stored}.weight has shape {list(stack.shape)}; config.json asks for "
+                f"{list(wanted)}; {SAME_REPOSITORY}"
             )
 
 
@@ -205,6 +215,21 @@ def phimoe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     return {
         **_experts(metadata, "num_local_experts", values["intermediate_size"]),
         "lm_head_bias": "output.bias" in metadata.stored,
+    }
+
+
+def gemma4_expert_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
+    """Beside the keys of a Gemma 4; none of a model without experts."""
+    if not metadata.integer("expert_count", 0) and not metadata.integer("expert_used_count", 0):
+        return {}
+    _always_renormalised(metadata)
+    own = "expert_feed_forward_length"
+    found = _experts(metadata, "num_experts", 0, own)
+    return {
+        "enable_moe_block": True,
+        "num_experts": found["num_experts"],
+        "top_k_experts": found["num_experts_per_tok"],
+        "moe_intermediate_size": metadata.integer(own),
     }
 
 

@@ -21,6 +21,7 @@ from ondevice.converters.architectures.tensors import LayerNames
 from ondevice.converters.checkpoints.base import StoredTensor
 from ondevice.converters.checkpoints.gguf_experts import (
     expert_blocks,
+    gemma4_expert_keys,
     glm4moe_keys,
     granitemoe_keys,
     mixtral_keys,
@@ -98,7 +99,8 @@ class GgufFamily:
         norm_key: the key of the norms' epsilon in `config.json`.
         bias_key: the key there that says whether queries, keys and values have biases; empty if none does.
         fixed: values that all its models have, and files don't say.
-        blocks, wholes: names that differ from BLOCK_NAMES and WHOLE_NAMES.
+        blocks, wholes: names that differ from BLOCK_NAMES and WHOLE_NAMES; `{}` in both is an expert's
+            number.
         keys: the values of its own keys, given the metadata and the values so far.
         restore: undoes what was done to its tensors, but for the order of rows and the names.
         factors: tensors that `keys` reads.
@@ -257,6 +259,12 @@ _PER_LAYER_WHOLES = {
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
+_GEMMA4_NAMES = expert_blocks("gemma4_text") | {
+    "layer_output_scale": "layer_scalar",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+}
 _GEMMA3N_NAMES = (
     _GEMMA2_NAMES
     | _PER_LAYER_NAMES
@@ -296,10 +304,10 @@ GGUF_FAMILIES = {
     "gemma4": GgufFamily(
         "gemma4_text",
         fixed={"hidden_activation": "gelu_pytorch_tanh"},
-        blocks=_GEMMA2_NAMES | _PER_LAYER_NAMES | {"layer_output_scale": "layer_scalar"},
+        blocks=_GEMMA2_NAMES | _PER_LAYER_NAMES | _GEMMA4_NAMES,
         wholes=_PER_LAYER_WHOLES,
-        keys=gemma4_keys,
-        restore=restored_gemma4,
+        keys=_joint(gemma4_keys, gemma4_expert_keys),
+        restore=lambda tensors, config: restored_experts(restored_gemma4(tensors, config), config),
         factors=frozenset((ROPE_FACTORS,)),
         varied=frozenset(("attention.head_count_kv", "feed_forward_length")),
     ),

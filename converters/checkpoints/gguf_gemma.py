@@ -25,6 +25,11 @@ ROPE_FACTORS = "rope_freqs.weight"
 """A tensor that rotary frequencies are divided by."""
 STILL = 1e30
 """The factor there of a pair of dimensions that doesn't turn."""
+_GEMMA4_SCALES = {
+    "layer_scalar.weight": "layer_scalar",
+    "router.proj.scale": "router.scale",
+    "experts.down.scale": "router.per_expert_scale",
+}
 GEMMA_LARGEST = {"gemma2": 46, "gemma3_text": 62}
 """Layers of the models of 27 billion parameters."""
 
@@ -193,12 +198,13 @@ def restored_gemma3n(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def restored_gemma4(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """The number that scales a layer, which checkpoints don't call a weight."""
+    """What scales a layer, a router's input and experts' outputs, by its name in checkpoints."""
     found = dict(tensors)
     for layer in range(config.num_layers):
-        stem = f"model.layers.{layer}.layer_scalar"
-        if (scale := found.pop(f"{stem}.weight", None)) is not None:
-            found[stem] = scale
+        prefix = f"model.layers.{layer}."
+        for stored, name in _GEMMA4_SCALES.items():
+            if (scale := found.pop(prefix + stored, None)) is not None:
+                found[prefix + name] = scale
     return found
 
 

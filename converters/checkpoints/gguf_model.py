@@ -49,7 +49,9 @@ from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import ModelConfig, RopeSpec
 
-_NAME = re.compile(r"(?:blk\.(0|[1-9]\d{0,3})\.)?((?:nextn\.)?\w{1,64})\.(weight|bias)")
+_NUMBER = r"(0|[1-9]\d{0,3})"
+_NAME = re.compile(rf"(?:blk\.{_NUMBER}\.)?((?:nextn\.)?\w{{1,64}})(?:\.{_NUMBER})?\.(weight|bias|scale)")
+"""A block's number, a module, the number of an expert that stands by itself, and what it is of the module."""
 
 _HARMLESS = (
     "vocab_size",
@@ -308,9 +310,10 @@ def _names(family: GgufFamily, stored: Mapping[str, Stored]) -> dict[str, str]:
         found = _NAME.fullmatch(name)
         if found is None:
             continue
-        block, module, kind = found.groups()
-        new = wholes.get(module) if block is None else blocks.get(module)
-        if new is not None:
+        block, module, expert, kind = found.groups()
+        module = module if expert is None else f"{module}.{{}}"
+        new = wholes.get(module) if block is None else blocks.get(module, "").format(expert)
+        if new:
             names[f"{new}.{kind}" if block is None else f"model.layers.{block}.{new}.{kind}"] = name
     return names
 

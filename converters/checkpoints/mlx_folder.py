@@ -136,14 +136,14 @@ def _check_shapes(
     module: str, wanted: MlxFormat, codes: RawTensor, scales: RawTensor, biases: RawTensor | None
 ) -> None:
     shapes = [part.shape for part in (codes, scales, biases) if part is not None]
-    agree = all(len(shape) == 2 and shape[0] == codes.shape[0] for shape in shapes)
+    agree = all(len(shape) in (2, 3) and shape[:-1] == codes.shape[:-1] for shape in shapes)
     if not agree or (biases is not None and biases.shape != scales.shape):
         listed = " and ".join(str(list(shape)) for shape in shapes)
         raise CheckpointError(
-            f"the parts of {_cut(module)} have the shapes {listed}; they must be matrices of as many rows, "
-            "and .scales and .biases alike; download the checkpoint again"
+            f"the parts of {_cut(module)} have the shapes {listed}; they must be matrices, or stacks, of as "
+            "many rows, and .scales and .biases alike; download the checkpoint again"
         )
-    words, groups = codes.shape[1], scales.shape[1]
+    words, groups = codes.shape[-1], scales.shape[-1]
     if 32 * words != wanted.bits * wanted.group * groups:
         raise CheckpointError(
             f"{_cut(codes.name)} has rows of {words} words, and .scales {groups} groups; config.json says "

@@ -7,7 +7,8 @@ Legend: R rows, C columns, G groups of columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import cast
 
 import numpy as np
@@ -30,7 +31,7 @@ class MlxTensor:
     """A `SourceTensor` of R rows and C columns, whose parts have been found to agree.
 
     codes: uint32 (R, C * bits / 32). scales, biases: (R, C / group), floating-point; mxfp4 has uint8 scales
-    and no biases.
+    and no biases. Of experts' matrices in a stack, all are (E, R, ...); those are read by `piece`.
     """
 
     name: str
@@ -47,7 +48,7 @@ class MlxTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.scales.shape[0], self.scales.shape[1] * self.group)
+        return (*self.scales.shape[:-1], self.scales.shape[-1] * self.group)
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +56,7 @@ class MlxTensor:
 
     @property
     def values_nbytes(self) -> int:
-        return 4 * self.shape[0] * self.shape[1]
+        return 4 * prod(self.shape)
 
     @property
     def code_bits(self) -> int:
@@ -69,6 +70,12 @@ class MlxTensor:
     def files(self) -> tuple[SourceFile, ...]:
         files = {part.file.path: part.file for part in self._parts}
         return tuple(files.values())
+
+    def piece(self, name: str, number: int, count: int) -> MlxTensor:
+        """Of `count` equal pieces of all rows, the one with this number, as a matrix."""
+        codes, scales = _piece(self.codes, number, count), _piece(self.scales, number, count)
+        biases = None if self.biases is None else _piece(self.biases, number, count)
+        return replace(self, name=name, codes=codes, scales=scales, biases=biases)
 
     def rows(self, start: int, stop: int) -> Weights:
         return self._values(start, stop, 0, self.scales.shape[1])
@@ -173,3 +180,9 @@ class MlxTensor:
                 "it again"
             )
         return powers(exponents)
+
+
+def _piece(part: RawTensor, number: int, count: int) -> RawTensor:
+    """As of `MlxTensor`."""
+    rows, offset = prod(part.shape[:-1]) // count, part.offset + number * (part.nbytes // count)
+    return replace(part, shape=(rows, part.shape[-1]), offset=offset)

@@ -245,8 +245,12 @@ class Matrices(_View):
 
     @property
     def code_format(self) -> RowFormat | None:
-        """The last part's, as the experts follow a dense feed-forward. Side by side, none are kept."""
-        return None if self.beside else self.parts[-1].code_format
+        """The last part's. Side by side, or of several types, none are kept."""
+        return None if self.beside or not self._alike else self.parts[-1].code_format
+
+    @cached_property
+    def _alike(self) -> bool:
+        return len({part.dtype for part in self.parts}) == 1
 
     def rows(self, start: int, stop: int) -> Weights:
         if self.beside:
@@ -259,7 +263,7 @@ class Matrices(_View):
         return np.concatenate([part.columns(*span) for part, span in self._spans(start, stop)], axis=1)
 
     def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
-        if self.beside:
+        if self.beside or not self._alike:
             return None
         found = [part.quantised_rows(*span, stored) for part, span in self._spans(start, stop)]
         codes = [it for it in found if it is not None]

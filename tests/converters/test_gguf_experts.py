@@ -22,7 +22,7 @@ from ondevice.model.loading import bundle_files
 from ondevice.model.records import NeuronRecords
 from tests.converters.test_gguf_model import assert_same_bundle
 from tests.support.families import CASES, QWEN2_MOE, QWEN3_MOE, write_model
-from tests.support.gguf_families import write_family
+from tests.support.gguf_families import Arrangement, write_family
 
 gguf = pytest.importorskip("gguf")
 
@@ -86,18 +86,37 @@ def test_merged_tensors_of_other_sizes_are_refused(source: Path, tmp_path: Path)
             open_checkpoint(path)
 
 
-def test_experts_one_by_one_are_refused(source: Path, tmp_path: Path) -> None:
-    """As files from before April 2024 have them."""
+@pytest.mark.parametrize("experts", ["two", "single"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen2 moe", "gemma4 moe"])
+def test_other_arrangements_give_the_same_bundle(tmp_path: Path, case: str, experts: Arrangement) -> None:
+    """Gates above ups in one tensor; experts one by one, as files from before April 2024 have them."""
+    source, family = tmp_path / "source", CASES[case]
+    write_model(source, family[0], family[1])
+    found = []
+    for arrangement in ("three", experts):
+        path = tmp_path / f"{arrangement}.gguf"
+        write_family(path, source, "Q8_0", experts=arrangement)
+        found.append(convert(path, tmp_path / arrangement, "q8"))
+    assert_same_bundle(*found)
 
-    def change(writer: Any) -> None:
-        add = writer.add_tensor
-        writer.add_tensor = lambda name, values, **options: add(
-            name.replace("ffn_up_exps", "ffn_up.0"), values, **options
-        )
 
-    write_family(tmp_path / "model.gguf", source, change=change)
-    with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_up_exps\.weight.* is missing: .*a newer file"):
-        open_checkpoint(tmp_path / "model.gguf")
+def test_experts_that_are_missing_or_there_twice_are_refused(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    for old, new, message in (
+        ("ffn_up_exps", "ffn_gone", r"blk\.0\.ffn_up_exps\.weight.* is missing"),
+        ("ffn_down_exps", "ffn_down.9", r"blk\.0\.ffn_down_exps\.weight.* is missing"),
+        ("ffn_down_exps", "ffn_down.0", r"7 tensors of experts"),
+        ("ffn_norm", "ffn_gate.0", "are the same"),
+        ("ffn_norm", "ffn_gate_up_exps", r"ffn_gate_up_exps\.weight has shape \[64\]"),
+    ):
+
+        def change(writer: Any, old: str = old, new: str = new) -> None:
+            add = writer.add_tensor
+            writer.add_tensor = lambda name, values, **options: add(name.replace(old, new), values, **options)
+
+        write_family(path, source, change=change)
+        with pytest.raises(OndeviceError, match=message):
+            open_checkpoint(path)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "MXFP4", "BF16"])

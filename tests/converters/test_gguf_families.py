@@ -109,13 +109,14 @@ ALIKE = (
     "stablelm whole heads", "stablelm head norms", "falcon", "falcon newer, one norm", 
     "nemotron", "nemotron bias", "nemotron wide heads", "gemma4", "gemma4 six layers",
     "mixtral", "granite moe scaled", "qwen2 moe", "phimoe", "glm4 moe", "glm4 moe head norms",
+    "gemma4 moe", "gemma4 moe joint values",
 )  # fmt: skip
 REFUSED = ("smollm3 yarn", "olmo2 all heads", "stablelm whole heads", "nemotron wide heads", "gemma3n widths")
 """Models that llama.cpp doesn't load: it knows no biases, no tied head, or one width in these families."""
 UNLIKE = ("gemma3n", "phimoe", "phimoe longrope")
 """Models that llama.cpp reads otherwise: it has no sparsemixer. For Gemma 3n see the last test."""
 FUZZED = ("phi3 partial", "granite", "stablelm head norms", "falcon newer", "nemotron bias", "gemma3n")
-FUZZED += ("gemma4", "gemma4 e wide", "qwen2 moe", "glm4 moe")
+FUZZED += ("gemma4", "gemma4 e wide", "qwen2 moe", "glm4 moe", "gemma4 moe")
 ROUNDS = 60
 LIMITS = {"F16": 1e-2, "Q8_0": 1e-1}
 """Largest difference from llama.cpp's logits, of the largest logit."""
@@ -230,7 +231,7 @@ LYING: list[tuple[str, Any, str]] = [
     ("attention.sliding_window_pattern", 6, "sliding_window_pattern is missing or one value; only an array"),
     ("attention.key_length_swa", 8, "value_length_swa is 16"),
     ("rope.dimension_count_swa", 8, "dimension_count_swa is 8"),
-    ("expert_count", 8, "mixture of experts"),
+    ("expert_count", 8, "moe_intermediate_size|expert_feed_forward_length|expert_used_count"),
     ("attention.a_new_scale", 2.0, "a_new_scale"),
 ]
 """Metadata of Gemma 4 that are refused."""

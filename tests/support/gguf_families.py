@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -35,13 +35,32 @@ _STACKED = {
     "q_layernorm": "model.layers.{}.self_attn.q_layernorm",
     "k_layernorm": "model.layers.{}.self_attn.k_layernorm",
 }
+_SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+"""Names in files of what Gemma 4's routers scale, which the package doesn't know."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_MERGED = re.compile(r"(blk\.\d+\.ffn_)(\w+)_exps\.weight")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
+Arrangement = Literal["as converted", "three", "two", "single"]
+
+
 def write_family(
-    path: Path, folder: Path, kind: str = "F16", change: Callable[[Any], None] = lambda writer: None
+    path: Path,
+    folder: Path,
+    kind: str = "F16",
+    change: Callable[[Any], None] = lambda writer: None,
+    experts: Arrangement = "as converted",
 ) -> None:
-    """Write the checkpoint `folder` as a GGUF file, matrices of the type `kind`. change: adds metadata."""
+    """Write the checkpoint `folder` as a GGUF file.
+
+    Args:
+        path: the new file.
+        folder: a checkpoint.
+        kind: the type of its matrices.
+        change: adds metadata.
+        experts: three tensors a layer, two with gates above ups, or a tensor for each matrix of an expert.
+    """
     gguf = pytest.importorskip("gguf")
     config = json.loads((folder / "config.json").read_text())
     name = ARCHITECTURES.get(config["model_type"], config["model_type"])
@@ -51,9 +70,14 @@ def write_family(
     number = next(number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     quant = gguf.GGMLQuantizationType[kind]
+    tensors = {}
     for old, values in _moved(config, load_file(folder / "model.safetensors")).items():
+        layer = _LAYER.fullmatch(old)
         new = names.get_name(old, try_suffixes=(".weight", ".bias"))
+        new = f"blk.{layer[1]}.{_SCALES[layer[2]]}" if layer and layer[2] in _SCALES else new
         assert new is not None, old
+        tensors[new] = values
+    for new, values in _arranged(tensors, experts).items():
         block = gguf.GGML_QUANT_SIZES[quant][0]
         is_plain = values.ndim == 1 or "norm" in new or any(part in new for part in PLAIN)
         own = gguf.GGMLQuantizationType.F32 if is_plain or values.shape[-1] % block else quant
@@ -65,6 +89,25 @@ def write_family(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _arranged(tensors: Mapping[str, np.ndarray], experts: Arrangement) -> dict[str, np.ndarray]:
+    """The tensors of a file, with merged experts in another arrangement."""
+    found = dict(tensors)
+    if experts == "as converted":
+        return found
+    for name in [name for name in tensors if name.endswith("ffn_gate_up_exps.weight")]:
+        for which, part in zip(("gate", "up"), np.split(found.pop(name), 2, axis=1), strict=True):
+            found[name.replace("gate_up", which)] = part
+    merged = {name: match for name in found if (match := _MERGED.fullmatch(name))}
+    for name, match in merged.items():
+        if experts == "single":
+            parts = enumerate(found.pop(name))
+            found |= {f"{match[1]}{match[2]}.{expert}.weight": part for expert, part in parts}
+        elif experts == "two" and match[2] == "up":
+            gates = found.pop(f"{match[1]}gate_exps.weight")
+            found[f"{match[1]}gate_up_exps.weight"] = np.concatenate([gates, found.pop(name)], axis=1)
+    return found
 
 
 def _moved(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -88,6 +131,8 @@ def _moved(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict
             gates, ups = np.split(values, 2, axis=1)
             moved |= {f"{stem}.gate_proj.weight": gates, f"{stem}.up_proj.weight": ups}
             continue
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            name = f"{name}.weight"
         if name.endswith("shared_expert_gate.weight"):
             values = values[0]
         if name.endswith("e_score_correction_bias"):
@@ -100,7 +145,8 @@ def _moved(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict
             values = values + np.float32(1)
         if "query_key_value" in name:
             values = _grouped_apart(config, values)
-        moved[f"{name}.weight" if name.endswith(("_scale", "layer_scalar")) else name] = values
+        is_scale = name.endswith(("correct_output_scale", "layer_scalar"))
+        moved[f"{name}.weight" if is_scale else name] = values
     if family == "gemma3n_text":
         # Published checkpoints hold them for layers too that share the keys and values of others.
         for layer in range(config["num_hidden_layers"]):
@@ -170,7 +216,8 @@ def _add_experts(writer: Any, config: Mapping[str, Any]) -> None:
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if config.get(key):
             writer.add_expert_count(config[key])
-            writer.add_expert_used_count(config["num_experts_per_tok"])
+            used = config.get("top_k_experts") or config["num_experts_per_tok"]
+            writer.add_expert_used_count(used)
             break
     if config.get("moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])

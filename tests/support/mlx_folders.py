@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -15,6 +16,9 @@ from tests.support.models import random_tensors, tiny_config, to_bfloat16
 
 Typed = tuple[str, np.ndarray]
 """Type of the safetensors format, and an array with its bytes; BF16 as uint16."""
+_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
+_STACK = re.compile(r"(.*\.(?:experts|block_sparse_moe))\.(\w+_proj|\w+_linear)(?:\.weight)?")
+_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 LUT = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -51,7 +55,14 @@ def widened(typed: Typed) -> np.ndarray:
 
 
 def quantised(values: np.ndarray, scheme: Scheme) -> tuple[dict[str, Typed], np.ndarray]:
-    """The parts of a quantised module by suffix, and the (R, C) float32 values that they stand for."""
+    """The parts of a quantised module by suffix, and the (R, C) float32 values that they stand for.
+
+    A stack of matrices, (E, R, C), gives stacks.
+    """
+    if values.ndim == 3:
+        parts, found = quantised(values.reshape(-1, values.shape[2]), scheme)
+        stacks = {name: (part[0], part[1].reshape(*values.shape[:2], -1)) for name, part in parts.items()}
+        return stacks, found.reshape(values.shape)
     groups = values.astype(np.float32).reshape(len(values), -1, scheme.group)
     if scheme.mode == "mxfp4":
         return _mxfp4(groups)
@@ -69,7 +80,7 @@ def quantised(values: np.ndarray, scheme: Scheme) -> tuple[dict[str, Typed], np.
 
 def _mxfp4(groups: np.ndarray) -> tuple[dict[str, Typed], np.ndarray]:
     table = np.array([*LUT, *(-value for value in LUT)], dtype=np.float32)
-    exponents = np.ceil(np.log2(np.abs(groups).max(axis=2) / 6.0)).astype(np.int32)
+    exponents = np.ceil(np.log2(np.maximum(np.abs(groups).max(axis=2), 1e-6) / 6.0)).astype(np.int32)
     scale = np.exp2(exponents.astype(np.float32))[:, :, None]
     q = np.abs((groups / scale)[..., None] - table).argmin(axis=-1)
     rows = len(groups)
@@ -140,29 +151,64 @@ def write_mlx_folder(
         options: keys of `config.json`.
     """
     config = tiny_config(family, **({"hidden_size": 128, "intermediate_size": 256} | options))
+    tensors = random_tensors(config)
+    if grid_bits:
+        grids = enumerate(name for name in tensors if "down_proj" in name)
+        tensors |= {name: on_a_grid(tensors[name].shape, grid_bits, number) for number, name in grids}
+    return write_quantised(folder, config, tensors, scheme, exceptions, floats, shards)
+
+
+def write_quantised(
+    folder: Path,
+    config: dict[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    scheme: Scheme = Scheme(),
+    exceptions: Callable[[str], Scheme | None] | None = None,
+    floats: str = "F16",
+    shards: int = 1,
+) -> MlxFolder:
+    """As `write_mlx_folder`, of a model whose tensors are given by their names in MLX's folders."""
     quantisation = scheme.entry
     stored: dict[str, Typed] = {}
     values: dict[str, np.ndarray] = {}
-    for number, (name, tensor) in enumerate(random_tensors(config).items()):
+    for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
         mine = scheme if exceptions is None else exceptions(module)
         if part != "weight" or tensor.ndim == 1 or mine is None:
             stored[name] = typed(tensor, floats)
             values[name] = widened(stored[name])
-            if tensor.ndim == 2:
+            if part == "weight" and tensor.ndim > 1:
                 quantisation[module] = False
             continue
         if mine != scheme:
             quantisation[module] = mine.entry
-        if grid_bits and "down_proj" in name:
-            tensor = on_a_grid(tensor.shape, grid_bits, number)
         parts, values[name] = quantised(tensor, mine)
         stored |= {f"{module}.{suffix}": part for suffix, part in parts.items()}
-    config |= {"quantization": quantisation, "quantization_config": quantisation}
+    config = config | {"quantization": quantisation, "quantization_config": quantisation}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_shards(folder, stored, shards)
     return MlxFolder(folder, stored, values, config)
+
+
+def named_by_mlx(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors of a checkpoint with experts as mlx-lm names and stacks them."""
+    found: dict[str, np.ndarray] = {}
+    stacks: dict[str, dict[int, np.ndarray]] = {}
+    for name, values in tensors.items():
+        if (expert := _EXPERT.fullmatch(name)) is not None:
+            which = _MIXTRAL.get(expert[3], expert[3])
+            stacks.setdefault(f"{expert[1]}.switch_mlp.{which}.weight", {})[int(expert[2])] = values
+        elif (stack := _STACK.fullmatch(name)) is not None:
+            prefix = stack[1] + (".switch_glu" if stack[1].endswith("experts") else ".switch_mlp")
+            if stack[2] in ("gate_up_proj", "input_linear"):
+                gates, ups = np.split(values, 2, axis=1)
+                found |= {f"{prefix}.gate_proj.weight": gates, f"{prefix}.up_proj.weight": ups}
+            else:
+                found[f"{prefix}.down_proj.weight"] = values
+        else:
+            found[name] = values
+    return found | {name: np.stack([parts[i] for i in range(len(parts))]) for name, parts in stacks.items()}
 
 
 def save_shards(folder: Path, stored: Mapping[str, Typed], shards: int = 1) -> None:
