@@ -1,0 +1,130 @@
+"""A model whose routers follow a trace does, and what the benchmark makes of rounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ondevice.api import convert
+from ondevice.backends.base import Int32
+from tests.benchmarks.compare import experts_versus_llama_cpp as versus
+from tests.benchmarks.lib.direct_reads import direct_read_rate
+from tests.benchmarks.lib.expert_trace import RoutingTrace
+from tests.benchmarks.lib.routed_experts import RoutedShape, routed_gguf, routed_steps, router, step_rows
+from tests.benchmarks.lib.run_chosen_experts import ours
+
+SHAPE = RoutedShape("tiny", 2, 128, 8, 64, 4, 2, 32, 96, 64)
+PROMPT, TOKENS = 5, 30
+CASE = next(case for case in versus.CASES if case.name == "decode-8")
+WEIGHTS = 1_000_000_000
+"""Bytes that a token multiplies: 20 a second at 20 GB/s."""
+
+
+def random_steps(seed: int) -> Int32:
+    random = np.random.default_rng(seed)
+    steps = [[random.permutation(SHAPE.experts)[:3] for _ in range(SHAPE.layers)] for _ in range(SHAPE.steps)]
+    return np.array(steps, dtype=np.int32)
+
+
+def test_greedy_text_and_routers_follow_the_trace(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    chosen = random_steps(1)
+    bundle = convert(routed_gguf(SHAPE, tmp_path, chosen), tmp_path / "bundle")
+    spec = {
+        "model": str(bundle),
+        "dram_budget": "auto",
+        "sparsity": "experts",
+        "threads": 1,
+        "context": 512,
+        "io": "auto",
+        "prompt": versus.prompt_of(PROMPT),
+        "max_tokens": TOKENS,
+    }
+    found, text = ours(spec)
+    assert text == versus.prompt_of(PROMPT + TOKENS)[PROMPT:]
+    computed = PROMPT + TOKENS - 1
+    assert versus.differing(found, chosen, PROMPT, computed) == 0
+    assert versus.differing(found, random_steps(2), PROMPT, computed) > TOKENS
+    assert versus.differing(found[:1], chosen, PROMPT, computed) == 1
+    assert versus.differing([found[0], found[1][3:]], chosen, PROMPT, computed) == computed
+
+
+def test_steps_are_heard_by_their_experts_alone() -> None:
+    rows, chosen = step_rows(SHAPE.steps), random_steps(3)[:, 0]
+    assert (rows @ rows.T == SHAPE.steps * np.eye(SHAPE.steps)).all()
+    matrix = router(SHAPE, chosen)
+    assert not matrix[:, : SHAPE.free].any()
+    scores = matrix[:, SHAPE.free :] @ rows.T
+    wanted = np.zeros_like(scores)
+    np.put_along_axis(wanted.T, chosen, 8.0, axis=1)
+    assert np.allclose(scores, wanted, atol=1e-5)
+
+
+def test_every_step_has_experts() -> None:
+    """Those of the prompt's last token where a token didn't reach a layer."""
+    chosen = np.array([[[3, 1], [-1, -1]], [[3, 2], [0, 1]], [[1, 3], [2, 1]]], np.int32)
+    trace = RoutingTrace(chosen, 2, 4, np.array([1, 1]))
+    shape = replace(SHAPE, experts=4, steps=8)
+    found = routed_steps(shape, trace)
+    assert found.shape == (8, 2, 2)
+    assert found[0].tolist() == [[3, 1], [0, 1]]
+    assert found[1:3].tolist() == chosen[1:].tolist()
+    assert (found >= 0).all()
+
+
+def test_bytes_of_a_token() -> None:
+    """4.5 bits a weight of attention, head and three of eight experts; 16 of routers."""
+    attention, expert, head = (128 + 64 + 64 + 128) * 128, 3 * 64 * 128, 96 * 128
+    weights = 2 * (attention + 3 * expert) + head
+    assert versus.token_bytes(SHAPE, 3) == weights * 9 // 16 + 2 * 2 * 8 * 128
+
+
+def a_round(rate: float, theirs: float | None, gigabytes: float) -> versus.Round:
+    """Ours read so much from flash, at 2 GB/s, while it decoded past the first tokens."""
+    ours = {"survived": True, CASE.figure: rate, "steady": {"flash_bytes_read": gigabytes * 1e9}}
+    lost: dict[str, Any] = {"survived": False, "reason": "killed"}
+    rival = lost if theirs is None else {"survived": True, CASE.figure: theirs}
+    return versus.Round(ours, rival, flash=2.0, dram=20.0)
+
+
+@pytest.mark.parametrize(
+    ("rates", "theirs", "gigabytes", "share", "passed"),
+    [
+        # 128 GB are half a second of flash for each of 128 tokens; without any it is memory's 0.05.
+        ([1.6, 1.5, 0.1], [0.1, 0.1, 0.1], 128, 0.75, True),
+        ([1.6, 1.5, 0.1], [0.1, 0.2, 0.2], 128, 0.75, False),
+        ([1.3, 1.3, 1.3], [0.1, 0.1, 0.1], 128, 0.65, False),
+        ([16.0, 15.0, 14.0], [1.0, 1.0, 1.0], 0, 0.75, True),
+        ([16.0, 15.0, 14.0], [1.0, None, 1.0], 0, 0.75, False),
+    ],
+)
+def test_a_case_holds_by_medians(
+    rates: list[float], theirs: list[float | None], gigabytes: float, share: float, passed: bool
+) -> None:
+    rounds = [a_round(rate, other, gigabytes) for rate, other in zip(rates, theirs, strict=True)]
+    row = versus.verdict(CASE, rounds, WEIGHTS, 0)
+    assert (row["share"], row["passed"]) == (pytest.approx(share), passed)
+    assert ("held |" if passed else "MISSED |") in versus.table([row])
+
+
+def test_starts_are_better_when_shorter() -> None:
+    case = next(case for case in versus.CASES if case.name == "start-8")
+    ours = {"survived": True, case.figure: 2.0, "flash_bytes_read": 1e9}
+    found = versus.Round(ours, {"survived": True, case.figure: 8.0}, flash=2.0, dram=20.0)
+    row = versus.verdict(case, [found], WEIGHTS, 1_000_000_000)
+    assert (row["ratio"], row["share"], row["passed"]) == (4.0, 0.5, True)
+    alone = versus.verdict(case, [replace(found, theirs=None)], WEIGHTS, 0)
+    assert (alone["passed"], alone["reason"]) == (False, "llama.cpp didn't run")
+
+
+def test_direct_reads_have_a_rate(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(1 << 20))
+    try:
+        assert direct_read_rate([file], 1 << 16, seconds=0.01) > 0
+    except OSError as error:
+        pytest.skip(f"no direct reads here: {error}")
