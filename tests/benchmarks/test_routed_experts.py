@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from ondevice.api import convert
 from ondevice.backends.base import Int32
+from ondevice.bundle.reader import Bundle
+from tests.benchmarks.compare import convert_experts
 from tests.benchmarks.compare import experts_versus_llama_cpp as versus
 from tests.benchmarks.lib.direct_reads import direct_read_rate
 from tests.benchmarks.lib.expert_trace import RoutingTrace
+from tests.benchmarks.lib.ondevice_bundle import convert_command
 from tests.benchmarks.lib.routed_experts import RoutedShape, routed_gguf, routed_steps, router, step_rows
 from tests.benchmarks.lib.run_chosen_experts import ours
+from tests.benchmarks.lib.virtual_hub import REPOSITORY, serving
 
 SHAPE = RoutedShape("tiny", 2, 128, 8, 64, 4, 2, 32, 96, 64)
 PROMPT, TOKENS = 5, 30
@@ -128,3 +135,33 @@ def test_direct_reads_have_a_rate(tmp_path: Path) -> None:
         assert direct_read_rate([file], 1 << 16, seconds=0.01) > 0
     except OSError as error:
         pytest.skip(f"no direct reads here: {error}")
+
+
+def test_a_conversion_reads_what_exists_nowhere(tmp_path: Path) -> None:
+    """Every part of a shard is the same however it is asked for, and `convert` takes it."""
+    shape = replace(SHAPE, layers=1)
+    repository = convert_experts.expert_repository(shape)
+    ((name, shard),) = repository.shards.items()
+    whole = b"".join(repository.pieces(name, 0, shard.nbytes))
+    path = tmp_path / name
+    path.write_bytes(whole)
+    with safe_open(path, "np") as file:
+        assert len(file.keys()) == 3 + 9 + 3 * shape.experts
+    assert b"".join(repository.pieces(name, 7, 100_001)) == whole[7:100_001]
+    with serving(repository) as address:
+        command = [*convert_command(Path(REPOSITORY), tmp_path / "bundle"), "--yes"]
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache")}
+        subprocess.run(command, check=True, env=environment, capture_output=True)
+    experts = Bundle.open(tmp_path / "bundle").config.experts
+    assert experts is not None
+    assert experts.count == shape.experts
+
+
+def test_experts_may_cost_what_a_7b_does() -> None:
+    def run(cost: float, ended: bool = True) -> dict[str, Any]:
+        return {"core_seconds_per_gigabyte": cost, "passed": ended}
+
+    assert convert_experts.judged({"dense": run(2.0), "experts": run(3.0)})
+    assert not convert_experts.judged({"dense": run(2.0), "experts": run(3.1)})
+    assert not convert_experts.judged({"dense": run(2.0), "experts": run(2.0, ended=False)})
+    assert not convert_experts.judged({"experts": run(2.0)})
