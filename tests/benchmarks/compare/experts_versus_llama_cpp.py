@@ -250,7 +250,7 @@ class Rig:
         """Whether both engines choose the trace's experts, in every layer and for every token."""
         row: dict[str, Any] = {"case": ROUTING, "passed": True}
         for engine in ("ondevice",) if self.args.alone else ("ondevice", "llama.cpp"):
-            case = replace(CASES[0], tokens=CHECKED_TOKENS, budget=0)
+            case = replace(CASES[0], tokens=CHECKED_TOKENS, their_tokens=CHECKED_TOKENS, budget=0)
             spec = self._spec(case, engine) | {"chosen": self.models.chosen.shape[2]}
             shape = self.models.shape
             spec |= {"engine": engine, "experts": shape.experts, **PLAIN_MMAP}
