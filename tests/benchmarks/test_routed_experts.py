@@ -92,7 +92,11 @@ def test_bytes_of_a_token() -> None:
 
 def a_round(rate: float, theirs: float | None, gigabytes: float) -> versus.Round:
     """Ours read so much from flash, at 2 GB/s, while it decoded past the first tokens."""
-    ours = {"survived": True, CASE.figure: rate, "steady": {"flash_bytes_read": gigabytes * 1e9}}
+    steady = dict.fromkeys(
+        ("flash_read_seconds", "waited_seconds", "managed_seconds", "flash_cpu_seconds"), 1.28
+    )
+    steady["flash_bytes_read"] = gigabytes * 1e9
+    ours = {"survived": True, CASE.figure: rate, "steady": steady}
     lost: dict[str, Any] = {"survived": False, "reason": "killed"}
     rival = lost if theirs is None else {"survived": True, CASE.figure: theirs}
     return versus.Round(ours, rival, flash=2.0, dram=20.0)
@@ -115,6 +119,9 @@ def test_a_case_holds_by_medians(
     rounds = [a_round(rate, other, gigabytes) for rate, other in zip(rates, theirs, strict=True)]
     row = versus.verdict(CASE, rounds, WEIGHTS, 0)
     assert (row["share"], row["passed"]) == (pytest.approx(share), passed)
+    assert row["milliseconds"][0] == pytest.approx(
+        {"all": 1000 / rates[0], "reading": 10, "waited": 10, "managed": 10, "flash_cpu": 10}, abs=0.01
+    )
     assert ("held |" if passed else "MISSED |") in versus.table([row])
 
 

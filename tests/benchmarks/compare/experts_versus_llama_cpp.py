@@ -183,6 +183,23 @@ def share_of_roofline(case: Case, found: Round, weights: int, resident: int) -> 
     return float(least / took)
 
 
+def milliseconds(case: Case, found: Round) -> dict[str, float]:
+    """Where a token's time went, in ours: all of it, and what of that is said below. Parts may overlap.
+
+    `reading`: a read was under way. `waited`: nothing was left to multiply meanwhile. `managed`: choosing,
+    evicting and beginning reads. `flash_cpu`: of the threads that read and compare checksums.
+    """
+    steady, tokens = found.ours["steady"], case.tokens - LEFT_OUT
+    seconds = {
+        "all": tokens / found.ours[case.figure],
+        "reading": steady["flash_read_seconds"],
+        "waited": steady["waited_seconds"],
+        "managed": steady["managed_seconds"],
+        "flash_cpu": steady["flash_cpu_seconds"],
+    }
+    return {name: round(1000 * value / tokens, 2) for name, value in seconds.items()}
+
+
 def ratio(case: Case, found: Round) -> float | None:
     """Ours over llama.cpp's; None if that didn't run, or not to its end."""
     if found.theirs is None or not found.theirs["survived"]:
@@ -210,6 +227,8 @@ def verdict(case: Case, rounds: Sequence[Round], weights: int, resident: int) ->
         "flash": [found.flash for found in rounds],
         "dram": [found.dram for found in rounds],
     }
+    if case.figure == DECODE:
+        row["milliseconds"] = [milliseconds(case, found) for found in rounds]
     ratios = [value for value in (ratio(case, found) for found in rounds) if value is not None]
     if len(ratios) < len(rounds):
         failed = [found.theirs["reason"] for found in rounds if found.theirs and not found.theirs["survived"]]
@@ -330,7 +349,12 @@ class Rig:
         shown = " against ".join(f"{it[case.figure]:.2f}" if it["survived"] else it["reason"] for it in both)
         rates = f"flash {found['flash']:.2f}, DRAM {found['dram']:.0f} GB/s"
         note(f"{case.name} {turn + 1}/{self.args.rounds}: {shown} ({rates})")
-        return Round(**found)
+        pair = Round(**found)
+        if case.figure == DECODE and pair.ours["survived"]:
+            spent = (f"{name} {value:.1f}" for name, value in milliseconds(case, pair).items())
+            hits, lookups = (pair.ours["steady"][f"neuron_cache_{it}"] for it in ("hits", "lookups"))
+            note(f"  milliseconds a token: {', '.join(spent)}; {hits / lookups:.1%} hits")
+        return pair
 
     def _kept(self, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
         lines = self.rounds_file.read_text().splitlines() if self.rounds_file.is_file() else []
