@@ -17,6 +17,7 @@ from ondevice.backends.base import Int32
 from ondevice.bundle.reader import Bundle
 from tests.benchmarks.compare import convert_experts
 from tests.benchmarks.compare import experts_versus_llama_cpp as versus
+from tests.benchmarks.lib import expert_cases as cases
 from tests.benchmarks.lib.direct_reads import direct_read_rate
 from tests.benchmarks.lib.expert_trace import RoutingTrace
 from tests.benchmarks.lib.ondevice_bundle import convert_command
@@ -26,7 +27,7 @@ from tests.benchmarks.lib.virtual_hub import REPOSITORY, serving
 
 SHAPE = RoutedShape("tiny", 2, 128, 8, 64, 4, 2, 32, 96, 64)
 PROMPT, TOKENS = 5, 30
-CASE = next(case for case in versus.CASES if case.name == "decode-8")
+CASE = next(it for it in cases.CASES if it.name == "decode-8")
 WEIGHTS = 1_000_000_000
 """Bytes that a token multiplies: 20 a second at 20 GB/s."""
 
@@ -54,10 +55,10 @@ def test_greedy_text_and_routers_follow_the_trace(tmp_path: Path) -> None:
     found, text = ours(spec)
     assert text == versus.prompt_of(PROMPT + TOKENS)[PROMPT:]
     computed = PROMPT + TOKENS - 1
-    assert versus.differing(found, chosen, PROMPT, computed) == 0
-    assert versus.differing(found, random_steps(2), PROMPT, computed) > TOKENS
-    assert versus.differing(found[:1], chosen, PROMPT, computed) == 1
-    assert versus.differing([found[0], found[1][3:]], chosen, PROMPT, computed) == computed
+    assert cases.differing(found, chosen, PROMPT, computed) == 0
+    assert cases.differing(found, random_steps(2), PROMPT, computed) > TOKENS
+    assert cases.differing(found[:1], chosen, PROMPT, computed) == 1
+    assert cases.differing([found[0], found[1][3:]], chosen, PROMPT, computed) == computed
 
 
 def test_steps_are_heard_by_their_experts_alone() -> None:
@@ -87,10 +88,10 @@ def test_bytes_of_a_token() -> None:
     """4.5 bits a weight of attention, head and three of eight experts; 16 of routers."""
     attention, expert, head = (128 + 64 + 64 + 128) * 128, 3 * 64 * 128, 96 * 128
     weights = 2 * (attention + 3 * expert) + head
-    assert versus.token_bytes(SHAPE, 3) == weights * 9 // 16 + 2 * 2 * 8 * 128
+    assert cases.token_bytes(SHAPE, 3) == weights * 9 // 16 + 2 * 2 * 8 * 128
 
 
-def a_round(rate: float, theirs: float | None, gigabytes: float) -> versus.Round:
+def a_round(rate: float, theirs: float | None, gigabytes: float) -> cases.Round:
     """Ours read so much from flash, at 2 GB/s, while it decoded past the first tokens."""
     steady = dict.fromkeys(
         ("flash_read_seconds", "waited_seconds", "managed_seconds", "flash_cpu_seconds"), 1.28
@@ -99,7 +100,7 @@ def a_round(rate: float, theirs: float | None, gigabytes: float) -> versus.Round
     ours = {"survived": True, CASE.figure: rate, "steady": steady}
     lost: dict[str, Any] = {"survived": False, "reason": "killed"}
     rival = lost if theirs is None else {"survived": True, CASE.figure: theirs}
-    return versus.Round(ours, rival, flash=2.0, dram=20.0)
+    return cases.Round(ours, rival, flash=2.0, dram=20.0)
 
 
 @pytest.mark.parametrize(
@@ -117,21 +118,21 @@ def test_a_case_holds_by_medians(
     rates: list[float], theirs: list[float | None], gigabytes: float, share: float, passed: bool
 ) -> None:
     rounds = [a_round(rate, other, gigabytes) for rate, other in zip(rates, theirs, strict=True)]
-    row = versus.verdict(CASE, rounds, WEIGHTS, 0)
+    row = cases.verdict(CASE, rounds, WEIGHTS, 0)
     assert (row["share"], row["passed"]) == (pytest.approx(share), passed)
     assert row["milliseconds"][0] == pytest.approx(
         {"all": 1000 / rates[0], "reading": 10, "waited": 10, "managed": 10, "flash_cpu": 10}, abs=0.01
     )
-    assert ("held |" if passed else "MISSED |") in versus.table([row])
+    assert ("held |" if passed else "MISSED |") in cases.table([row])
 
 
 def test_starts_are_better_when_shorter() -> None:
-    case = next(case for case in versus.CASES if case.name == "start-8")
+    case = next(case for case in cases.CASES if case.name == "start-8")
     ours = {"survived": True, case.figure: 2.0, "flash_bytes_read": 1e9}
-    found = versus.Round(ours, {"survived": True, case.figure: 8.0}, flash=2.0, dram=20.0)
-    row = versus.verdict(case, [found], WEIGHTS, 1_000_000_000)
+    found = cases.Round(ours, {"survived": True, case.figure: 8.0}, flash=2.0, dram=20.0)
+    row = cases.verdict(case, [found], WEIGHTS, 1_000_000_000)
     assert (row["ratio"], row["share"], row["passed"]) == (4.0, 0.5, True)
-    alone = versus.verdict(case, [replace(found, theirs=None)], WEIGHTS, 0)
+    alone = cases.verdict(case, [replace(found, theirs=None)], WEIGHTS, 0)
     assert (alone["passed"], alone["reason"]) == (False, "llama.cpp didn't run")
 
 

@@ -3,7 +3,7 @@
 Spec: model, prompt (token ids), max_tokens, context (tokens of KV), threads, warm_up (0: no pass
 first), and what llama.cpp is told: load_mode (auto, none, mmap, direct_io), repack (extra buffer types),
 micro_batch. KV is 8-bit (q8_0, which needs flash attention). steady_tokens: the first ones, which the decode
-rate leaves out (`STEADY_TOKENS` if not given).
+rate leaves out (`STEADY_TOKENS` if not given). warm_prompt: of the first pass, if not the prompt's beginning.
 
 With `prompts` (lists of token ids) in place of `prompt`, every one is continued from an empty context until
 one of the tokens `end` or `max_tokens`. With `draft_tokens` above 0, as many tokens are drafted by
@@ -115,7 +115,7 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
     engine = Engine(spec)
     loaded = time.monotonic()
     if spec["warm_up"]:
-        token = engine.forward(prompt[:16])
+        token = engine.forward(spec.get("warm_prompt", prompt[:16]))
         for _ in range(3):
             token = engine.forward([token])
         engine.clear()

@@ -3,7 +3,8 @@
 Spec: model, prompt (token ids), max_tokens, context (tokens of KV), threads, warm_up (tokens made
 before the clock starts; 0: none), dram_budget (bytes or `auto`), io, sparsity, temperature (0: greedy). KV is
 8-bit. The end-of-text token is forbidden, so that every run has its `max_tokens`. steady_tokens: the first
-ones, which the decode rate leaves out (`STEADY_TOKENS` if not given); what flash gave afterwards is `steady`.
+ones, which the decode rate leaves out (`STEADY_TOKENS` if not given); by how much the engine's counters rose
+afterwards is `steady`. warm_prompt: what the tokens of the warm-up follow, if not the prompt's beginning.
 
 With `prompts` (lists of token ids) in place of `prompt`, every one is continued greedily, with drafts
 as `speculation` says, until an end-of-text token or `max_tokens`.
@@ -48,9 +49,8 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
     with load(spec) as model:
         loaded = time.monotonic()
         if spec["warm_up"]:
-            model.generate(
-                tokens=prompt[:16], max_tokens=spec["warm_up"], temperature=spec["temperature"], seed=0
-            )
+            warm = spec.get("warm_prompt", prompt[:16])
+            model.generate(tokens=warm, max_tokens=spec["warm_up"], temperature=spec["temperature"], seed=0)
         begin = time.monotonic()
         times: list[float] = []
         text: list[int] = []
