@@ -85,9 +85,10 @@ def test_every_step_has_experts() -> None:
 
 
 def test_bytes_of_a_token() -> None:
-    """4.5 bits a weight of attention, head and three of eight experts; 16 of routers."""
+    """4.5 bits for each weight of attention, head and three of eight experts; 16 of routers."""
     attention, expert, head = (128 + 64 + 64 + 128) * 128, 3 * 64 * 128, 96 * 128
     weights = 2 * (attention + 3 * expert) + head
+    assert cases.expert_pages(SHAPE) == expert * 9 // 16 // 4096 * 4096
     assert cases.token_bytes(SHAPE, 3) == weights * 9 // 16 + 2 * 2 * 8 * 128
 
 

@@ -45,6 +45,7 @@ from tests.benchmarks.lib.expert_cases import (
     Case,
     Round,
     differing,
+    expert_pages,
     milliseconds,
     table,
     token_bytes,
@@ -183,10 +184,8 @@ class Rig:
 
         def ours() -> None:
             found["ours"] = self._run(case, "ondevice", {})
-            files = sorted(self.models.bundle.glob("neurons-*.safetensors"))
-            # As many bytes as an expert's record, in whole pages.
-            experts = self.models.shape.experts
-            found["flash"] = direct_read_rate(files, files[0].stat().st_size // experts // 4096 * 4096)
+            # Of the GGUF file, which lies on the same device whatever a bundle's layout is.
+            found["flash"] = direct_read_rate([self.models.gguf], expert_pages(self.models.shape))
             found["dram"] = dram_gigabytes_per_second(self.args.threads, repeats=5)
 
         def theirs() -> None:

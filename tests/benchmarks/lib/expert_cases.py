@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ondevice.backends.base import Int32
+from ondevice.units import PAGE_BYTES
 from tests.benchmarks.lib.measure import Result, spread
 from tests.benchmarks.lib.routed_experts import BLOCK, BLOCK_BYTES, RoutedShape, is_quantised, tensors
 
@@ -93,6 +94,11 @@ def token_bytes(shape: RoutedShape, chosen: int) -> int:
         elif name.endswith("ffn_gate_inp"):
             total += 2 * count
     return total
+
+
+def expert_pages(shape: RoutedShape) -> int:
+    """Bytes of an expert's three matrices, in whole pages."""
+    return 3 * shape.neurons * shape.hidden // BLOCK * BLOCK_BYTES // PAGE_BYTES * PAGE_BYTES
 
 
 def roofline_seconds(case: Case, found: Round, weights: int, resident: int) -> float:
