@@ -25,6 +25,8 @@ _EXP_TERMS = tuple(1.0 / math.factorial(n) for n in range(13, -1, -1))
 """Factors of exp's series for less than half of that: the next is below a float64's last digit."""
 _LEAST_EXPONENT = -700.0
 _CHOSEN = np.float32(1e-6)
+_ONLY_ROW = np.zeros(1, dtype=np.intp)
+_ONLY_ROW.flags.writeable = False
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,26 @@ class Routing:
 
     def rows_of(self, expert: int) -> tuple[NDArray[np.intp], Float32]:
         """The tokens that go to an expert, ascending, (n,), and its weight for each, (n, 1)."""
+        if len(self.ids) == 1:
+            # A decoded token asks for each of its experts: its places are looked up once.
+            place = self._places[expert]
+            return _ONLY_ROW, self.weights[:, place : place + 1]
         rows, places = np.nonzero(self.ids == expert)
         return rows, self.weights[rows, places, None]
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        """Where each expert stands among those of the only token."""
+        return {expert: place for place, expert in enumerate(self.ids[0].tolist())}
 
     @property
     def gates(self) -> Float32:
         """(T, E) by how much a score exceeds the lowest of the chosen ones; above 0 for these alone."""
-        own = np.take_along_axis(self.choice, self.ids, axis=1)
-        gates: Float32 = self.choice - own.min(axis=1, keepdims=True)
-        np.put_along_axis(gates, self.ids, np.maximum(own - own.min(axis=1, keepdims=True), _CHOSEN), axis=1)
+        places = _each_row(self.ids), self.ids
+        own = self.choice[places]
+        lowest = own.min(axis=1, keepdims=True)
+        gates: Float32 = self.choice - lowest
+        gates[places] = np.maximum(own - lowest, _CHOSEN)
         return gates
 
 
@@ -73,14 +86,14 @@ def route(
     choice = scores.copy() if choice_bias is None else scores + choice_bias
     among = choice if spec.groups == 1 else _of_best_groups(choice, spec)
     ids = np.sort(_highest(among, spec.chosen), axis=1)
-    own = np.take_along_axis(scores, ids, axis=1).astype(np.float64)
+    own = scores[_each_row(ids), ids].astype(np.float64)
     if spec.scoring == "softmax":
         highest = logits.max(axis=1, keepdims=True)
         if spec.renormalised:
             own = exp(own - highest)
         else:
             shares = exp(logits.astype(np.float64) - highest)
-            own = np.take_along_axis(shares, ids, axis=1) / _sums(shares)
+            own = shares[_each_row(ids), ids] / _sums(shares)
     if spec.renormalised:
         own /= _sums(own) + (1e-20 if spec.scoring == "sigmoid" else 0.0)
     own = own * spec.factor if scales is None else own * spec.factor * scales[ids]
@@ -103,6 +116,11 @@ def exp(x: NDArray[np.floating]) -> Float64:
         found += term
     # NaN stays NaN, whatever its power of two.
     return np.ldexp(found, np.fmax(twos, 2.0 * _LEAST_EXPONENT).astype(np.int32))
+
+
+def _each_row(ids: Int32) -> NDArray[np.intp]:
+    """(T, 1) numbers of the rows of ids (T, k), beside which these name columns."""
+    return np.arange(len(ids))[:, None]
 
 
 def _highest(scores: Float32, count: int) -> Int32:

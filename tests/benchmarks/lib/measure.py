@@ -169,9 +169,9 @@ def texts_result(
     }
 
 
-def decode_rate(times: Sequence[float]) -> float:
-    """Tokens per second from the moments at which tokens came, the first `STEADY_TOKENS` left out."""
-    steady = times[STEADY_TOKENS - 1 :]
+def decode_rate(times: Sequence[float], left_out: int = STEADY_TOKENS) -> float:
+    """Tokens per second from the moments at which tokens came, the first `left_out` not counted."""
+    steady = times[left_out - 1 :]
     return (len(steady) - 1) / (steady[-1] - steady[0]) if len(steady) > 1 else 0.0
 
 

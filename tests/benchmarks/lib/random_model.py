@@ -99,10 +99,10 @@ def huggingface_folder(shape: Shape, workdir: Path) -> Path:
 
 def write_checkpoint(folder: Path, shape: Shape, hidden_act: str, matrix: MatrixPieces) -> None:
     """Fill `folder` with a Hugging Face checkpoint whose norms are ones and whose matrices are drawn."""
-    write_shards(folder, _huggingface_tensors(shape), matrix)
+    write_shards(folder, huggingface_tensors(shape), matrix)
     if _is_llama_2(shape):
         shutil.copyfile(SHARED_TOKENIZER, folder / "tokenizer.model")
-    config = _huggingface_config(shape) | {"hidden_act": hidden_act}
+    config = huggingface_config(shape) | {"hidden_act": hidden_act}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     os.sync()
 
@@ -270,7 +270,7 @@ def _stretches(block: npt.NDArray[np.generic], count: int, offset: int) -> Itera
         yield piece
 
 
-def _huggingface_config(shape: Shape) -> dict[str, object]:
+def huggingface_config(shape: Shape) -> dict[str, object]:
     names = {"llama": "Llama", "qwen3": "Qwen3"}
     return {
         "architectures": [f"{names[shape.family]}ForCausalLM"],
@@ -293,7 +293,7 @@ def _huggingface_config(shape: Shape) -> dict[str, object]:
     }
 
 
-def _huggingface_tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
+def huggingface_tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
     d, f = shape.hidden_size, shape.intermediate_size
     queries, keys = shape.projected
     tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, d)}

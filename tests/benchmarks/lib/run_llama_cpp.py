@@ -2,7 +2,8 @@
 
 Spec: model, prompt (token ids), max_tokens, context (tokens of KV), threads, warm_up (0: no pass
 first), and what llama.cpp is told: load_mode (auto, none, mmap, direct_io), repack (extra buffer types),
-micro_batch. KV is 8-bit (q8_0, which needs flash attention).
+micro_batch. KV is 8-bit (q8_0, which needs flash attention). steady_tokens: the first ones, which the decode
+rate leaves out (`STEADY_TOKENS` if not given). warm_prompt: of the first pass, if not the prompt's beginning.
 
 With `prompts` (lists of token ids) in place of `prompt`, every one is continued from an empty context until
 one of the tokens `end` or `max_tokens`. With `draft_tokens` above 0, as many tokens are drafted by
@@ -15,6 +16,7 @@ import ctypes
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +35,15 @@ LOAD_MODES = {
     "direct_io": llama_cpp.LLAMA_LOAD_MODE_DIRECT_IO,
 }
 FLASH_ATTENTION_ON = 1
+Watch = Callable[[int, bool, int | None], bool]
+"""(address of a tensor, whether this asks if it is wanted, data) -> whether it is, or whether to go on."""
 
 
 class Engine:
     """A llama.cpp model and context, driven through the C interface."""
 
-    def __init__(self, spec: dict[str, Any]) -> None:
+    def __init__(self, spec: dict[str, Any], watch: Watch | None = None) -> None:
+        """watch: called with every tensor of a pass; see llama.cpp's `cb_eval`."""
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
         if spec["load_mode"] != "default":
@@ -54,6 +59,8 @@ class Engine:
         params.flash_attn_type = FLASH_ATTENTION_ON
         if spec["micro_batch"]:
             params.n_ubatch = spec["micro_batch"]
+        if watch is not None:
+            self._watch = params.cb_eval = llama_cpp.ggml_backend_sched_eval_callback(watch)
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         if not self.context:
             raise SystemExit("llama.cpp couldn't make a context")
@@ -103,29 +110,30 @@ class Engine:
 def run(spec: dict[str, Any]) -> dict[str, object]:
     """Prefill and decode once, timed."""
     prompt: list[int] = spec["prompt"]
-    failcnt = Path(spec["failcnt_file"])
+    failcnt, left_out = Path(spec["failcnt_file"]), spec.get("steady_tokens", STEADY_TOKENS)
     started = time.monotonic()
     engine = Engine(spec)
     loaded = time.monotonic()
     if spec["warm_up"]:
-        token = engine.forward(prompt[:16])
+        token = engine.forward(spec.get("warm_prompt", prompt[:16]))
         for _ in range(3):
             token = engine.forward([token])
         engine.clear()
     begin = time.monotonic()
-    token = engine.forward(prompt)
+    text = [engine.forward(prompt)]
     times = [time.monotonic()]
     steady_failcnt = 0
     while len(times) < spec["max_tokens"]:
-        token = engine.forward([token])
+        text.append(engine.forward([text[-1]]))
         times.append(time.monotonic())
-        if len(times) == STEADY_TOKENS:
+        if len(times) == left_out:
             steady_failcnt = int(failcnt.read_text())
     return {
         "load_seconds": loaded - started,
         "first_token_at": times[0],
         "prefill_tokens_per_second": len(prompt) / (times[0] - begin),
-        "decode_tokens_per_second": decode_rate(times),
+        "decode_tokens_per_second": decode_rate(times, left_out),
+        "text": text,
         "peak_memory_bytes": peak_memory_bytes(),
         "steady_failcnt": int(failcnt.read_text()) - steady_failcnt,
     }

@@ -2,7 +2,9 @@
 
 Spec: model, prompt (token ids), max_tokens, context (tokens of KV), threads, warm_up (tokens made
 before the clock starts; 0: none), dram_budget (bytes or `auto`), io, sparsity, temperature (0: greedy). KV is
-8-bit. The end-of-text token is forbidden, so that every run has its `max_tokens`.
+8-bit. The end-of-text token is forbidden, so that every run has its `max_tokens`. steady_tokens: the first
+ones, which the decode rate leaves out (`STEADY_TOKENS` if not given); by how much the engine's counters rose
+afterwards is `steady`. warm_prompt: what the tokens of the warm-up follow, if not the prompt's beginning.
 
 With `prompts` (lists of token ids) in place of `prompt`, every one is continued greedily, with drafts
 as `speculation` says, until an end-of-text token or `max_tokens`.
@@ -13,10 +15,12 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import ondevice
+from ondevice.meter import Counters
 from tests.benchmarks.lib.measure import STEADY_TOKENS, decode_rate, peak_memory_bytes, texts_result
 
 END_OF_TEXT = 2
@@ -40,18 +44,18 @@ def load(spec: dict[str, Any]) -> ondevice.Model:
 def run(spec: dict[str, Any]) -> dict[str, object]:
     """Prefill and decode once, timed from outside the engine."""
     prompt: list[int] = spec["prompt"]
-    failcnt = Path(spec["failcnt_file"])
+    failcnt, left_out = Path(spec["failcnt_file"]), spec.get("steady_tokens", STEADY_TOKENS)
     started = time.monotonic()
     with load(spec) as model:
         loaded = time.monotonic()
         if spec["warm_up"]:
-            model.generate(
-                tokens=prompt[:16], max_tokens=spec["warm_up"], temperature=spec["temperature"], seed=0
-            )
+            warm = spec.get("warm_prompt", prompt[:16])
+            model.generate(tokens=warm, max_tokens=spec["warm_up"], temperature=spec["temperature"], seed=0)
         begin = time.monotonic()
         times: list[float] = []
+        text: list[int] = []
         stats = None
-        steady_failcnt = 0
+        steady_failcnt, before = 0, model._engine.counters()
         for event in model.stream(
             tokens=prompt,
             max_tokens=spec["max_tokens"],
@@ -61,8 +65,9 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
         ):
             if event.token is not None:
                 times.append(time.monotonic())
-                if len(times) == STEADY_TOKENS:
-                    steady_failcnt = int(failcnt.read_text())
+                text.append(event.token)
+                if len(times) == left_out:
+                    steady_failcnt, before = int(failcnt.read_text()), model._engine.counters()
             stats = event.stats or stats
         if stats is None or len(times) != spec["max_tokens"]:
             raise SystemExit(f"generated {len(times)} of {spec['max_tokens']} tokens")
@@ -72,7 +77,9 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
             "first_token_at": times[0],
             "last_token_at": times[-1],
             "prefill_tokens_per_second": len(prompt) / (times[0] - begin),
-            "decode_tokens_per_second": decode_rate(times),
+            "decode_tokens_per_second": decode_rate(times, left_out),
+            "text": text,
+            "steady": _risen(before, model._engine.counters()),
             "peak_memory_bytes": peak_memory_bytes(),
             "steady_failcnt": int(failcnt.read_text()) - steady_failcnt,
             "plan_bytes": model.plan.total_bytes,
@@ -83,6 +90,11 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
             "neuron_cache_hit_rate": stats.neuron_cache_hit_rate,
             "io": stats.io,
         }
+
+
+def _risen(before: Counters, after: Counters) -> dict[str, float]:
+    """By how much each counter rose."""
+    return {name: value - getattr(before, name) for name, value in asdict(after).items()}
 
 
 def continue_texts(spec: dict[str, Any]) -> dict[str, object]:

@@ -1,0 +1,232 @@
+"""A GGUF file in the shape of Qwen3-30B-A3B with random weights in Q4_0, routed as a trace says.
+
+`ondevice convert` makes the bundle of it, so that both engines have the same weights. How it follows a trace:
+
+- The last `steps` channels of the residual stream carry the step: the embedding of token `FIRST` + s has row
+  s of a Hadamard matrix there, whose rows are orthogonal. No layer writes to these channels: the rows of the
+  attention's output and of the experts' downs that would have scales of zero, and codes like any other.
+- A router reads these channels alone. Its matrix is the sum over steps of the chosen experts' `SCORE` times
+  the step's row. Norms divide all channels by one number, so they change no choice.
+- The head's row of token `FIRST` + s + 1 reads step s, louder than all others. So after step s both engines
+  choose the next step's token: greedy text is the trace, step by step.
+
+Nothing repeats: every block has codes and a scale of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.backends.base import Float32, Int32
+from tests.benchmarks.lib.expert_trace import RoutingTrace, extended, read_trace
+
+FIRST = 16
+"""The token of step 0."""
+SCORE = np.float32(8)
+"""A chosen expert's score for its step, and 0 for other experts, where the step's channels are 1."""
+FREE_IN_HEAD = np.float32(0.05)
+"""The last norm's weights of channels that carry no step."""
+BLOCK, BLOCK_BYTES = 32, 18
+SCALES = (0.002, 0.008)
+"""Least and most scale of a matrix's blocks, of either sign: outputs have about the size of inputs."""
+QUIET = 0.25
+"""Factor of what layers add to the residual stream, so that its steps are heard behind 48 of them."""
+WRITERS = ("attn_output", "ffn_down_exps")
+"""Matrices whose outputs are added to the residual stream."""
+EMBEDDING_SCALE = 0.25
+UP, DOWN = 12, 4
+"""Codes of 1 and -1 at that scale: 8 stands for 0."""
+PIECE_ROWS = 1 << 15
+SEED = 26
+
+
+@dataclass(frozen=True)
+class RoutedShape:
+    """Sizes of a Qwen3-MoE model. steps: a power of two, at most the hidden size less a block."""
+
+    name: str = "qwen3-30b-a3b"
+    layers: int = 48
+    hidden: int = 2048
+    experts: int = 128
+    neurons: int = 768
+    heads: int = 32
+    kv_heads: int = 4
+    head_dim: int = 128
+    vocabulary: int = 151_936
+    steps: int = 1024
+
+    @property
+    def free(self) -> int:
+        """Channels that carry no step: the first ones."""
+        return self.hidden - self.steps
+
+
+def routed_steps(shape: RoutedShape, trace: RoutingTrace | None = None) -> Int32:
+    """(steps, L, k): the experts of every step, those of Qwen3's trace or of `trace`, made longer.
+
+    Where a token of the prompt didn't reach a layer, its experts are those of the prompt's last token.
+    """
+    trace = trace or read_trace("qwen")
+    chosen = extended(trace, shape.steps - trace.prompt, SEED).chosen[: shape.steps, : shape.layers].copy()
+    token, layer = np.nonzero((chosen < 0).any(axis=2))
+    chosen[token, layer] = chosen[trace.prompt - 1, layer]
+    return chosen
+
+
+def step_rows(steps: int) -> Float32:
+    """(steps, steps) orthogonal rows of 1 and -1: Sylvester's Hadamard matrix."""
+    rows = np.ones((1, 1), np.float32)
+    while len(rows) < steps:
+        rows = np.block([[rows, rows], [rows, -rows]])
+    return rows
+
+
+def router(shape: RoutedShape, chosen: Int32) -> Float32:
+    """(E, D) of one layer; chosen: (steps, k)."""
+    wanted = np.zeros((shape.steps, shape.experts), np.float32)
+    np.put_along_axis(wanted, chosen, SCORE, axis=1)
+    found = np.zeros((shape.experts, shape.hidden), np.float32)
+    found[:, shape.free :] = wanted.T @ step_rows(shape.steps) / shape.steps
+    return found
+
+
+def tensors(shape: RoutedShape) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors, in the file's order."""
+    d, f, e, head = shape.hidden, shape.neurons, shape.experts, shape.head_dim
+    queries, keys = shape.heads * head, shape.kv_heads * head
+    found: dict[str, tuple[int, ...]] = {"token_embd": (shape.vocabulary, d)}
+    for layer in range(shape.layers):
+        own: dict[str, tuple[int, ...]] = {"attn_norm": (d,), "attn_q": (queries, d), "attn_k": (keys, d)}
+        own |= {"attn_v": (keys, d), "attn_q_norm": (head,), "attn_k_norm": (head,)}
+        own |= {"attn_output": (d, queries), "ffn_norm": (d,), "ffn_gate_inp": (e, d)}
+        own |= {"ffn_gate_exps": (e, f, d), "ffn_up_exps": (e, f, d), "ffn_down_exps": (e, d, f)}
+        found |= {f"blk.{layer}.{name}": size for name, size in own.items()}
+    return found | {"output_norm": (d,), "output": (shape.vocabulary, d)}
+
+
+def is_quantised(name: str, size: tuple[int, ...]) -> bool:
+    """Whether a tensor is in Q4_0; norms and routers are float32."""
+    return len(size) > 1 and not name.endswith("ffn_gate_inp")
+
+
+def routed_gguf(shape: RoutedShape, workdir: Path, chosen: Int32 | None = None) -> Path:
+    """The file, 17 GB in the shape's own size, written a piece at a time; re-used when present.
+
+    chosen: (steps, L, k), those of `routed_steps` if not given. Needs the `gguf` package.
+    """
+    import gguf
+
+    path = workdir / f"{shape.name}-{shape.layers}-routed-q4_0.gguf"
+    if path.is_file():
+        return path
+    workdir.mkdir(parents=True, exist_ok=True)
+    chosen = routed_steps(shape) if chosen is None else chosen
+    partial = path.with_suffix(".partial")
+    writer = gguf.GGUFWriter(partial, "qwen3moe")
+    writer.add_file_type(int(gguf.LlamaFileType.MOSTLY_Q4_0))
+    writer.add_context_length(4096)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.neurons * chosen.shape[2])
+    writer.add_expert_feed_forward_length(shape.neurons)
+    writer.add_expert_count(shape.experts)
+    writer.add_expert_used_count(chosen.shape[2])
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1_000_000.0)
+    writer.add_vocab_size(shape.vocabulary)
+    writer.add_tokenizer_model("no_vocab")
+    sizes, q4_0 = tensors(shape), gguf.GGMLQuantizationType.Q4_0
+    for name, size in sizes.items():
+        if is_quantised(name, size):
+            stored = (*size[:-1], size[-1] // BLOCK * BLOCK_BYTES)
+            writer.add_tensor_info(
+                f"{name}.weight", stored, np.dtype(np.uint8), int(np.prod(stored)), raw_dtype=q4_0
+            )
+        else:
+            writer.add_tensor_info(f"{name}.weight", size, np.dtype(np.float32), 4 * int(np.prod(size)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    values = _Values(shape, chosen)
+    for name, size in sizes.items():
+        _write(writer, values.pieces(name, size))
+    writer.close()
+    os.sync()
+    partial.rename(path)
+    return path
+
+
+def _write(writer: Any, pieces: Iterator[NDArray[Any]]) -> None:
+    """Write one tensor in pieces, at the file's alignment."""
+    (file,) = writer.fout
+    writer.write_padding(file, file.tell())
+    written = 0
+    for piece in pieces:
+        piece.tofile(file)
+        written += piece.nbytes
+    writer.write_padding(file, written)
+
+
+class _Values:
+    """The values of all tensors, or the bytes of their blocks, in pieces."""
+
+    def __init__(self, shape: RoutedShape, chosen: Int32) -> None:
+        self._shape, self._chosen = shape, chosen
+        self._random = np.random.default_rng(SEED)
+        self._step_codes = np.where(step_rows(shape.steps) > 0, UP, DOWN).astype(np.uint8)
+
+    def pieces(self, name: str, size: tuple[int, ...]) -> Iterator[NDArray[Any]]:
+        """A tensor's elements in order."""
+        shape, kind = self._shape, name.split(".")[-1]
+        if kind == "ffn_gate_inp":
+            yield router(shape, self._chosen[:, int(name.split(".")[1])])
+        elif kind == "output_norm":
+            yield np.where(np.arange(shape.hidden) < shape.free, FREE_IN_HEAD, np.float32(1))
+        elif len(size) == 1:
+            yield np.ones(size, np.float32)
+        else:
+            rows, groups = int(np.prod(size[:-1])), size[-1] // BLOCK
+            factor = QUIET if kind in WRITERS else 1.0
+            for start in range(0, rows, PIECE_ROWS):
+                blocks = self._blocks(min(PIECE_ROWS, rows - start), groups, factor)
+                self._plant(kind, start, blocks)
+                yield blocks
+
+    def _blocks(self, rows: int, groups: int, factor: float) -> NDArray[np.uint8]:
+        """(rows, groups, 18) random codes and scales."""
+        count = rows * groups
+        blocks = np.frombuffer(self._random.bytes(count * BLOCK_BYTES), np.uint8).reshape(count, -1).copy()
+        # Codes have a mean below 0, which scales of one sign would give to all outputs alike.
+        drawn, (least, most) = self._random.uniform(-1, 1, count), SCALES
+        scales = np.copysign(least + np.abs(drawn) * (most - least), drawn) * factor
+        blocks[:, :2] = scales.astype("<f2").view(np.uint8).reshape(-1, 2)
+        return blocks.reshape(rows, groups, BLOCK_BYTES)
+
+    def _plant(self, kind: str, start: int, blocks: NDArray[np.uint8]) -> None:
+        """Change rows from `start` on as the routing asks for."""
+        shape, rows = self._shape, start + np.arange(len(blocks))
+        if kind in WRITERS:
+            blocks[rows % shape.hidden >= shape.free, :, :2] = 0
+        elif kind == "token_embd":
+            blocks[:, :, :2] = np.array([EMBEDDING_SCALE], "<f2").view(np.uint8)
+            self._plant_steps(rows - FIRST, blocks)
+        elif kind == "output":
+            self._plant_steps(rows - FIRST - 1, blocks)
+
+    def _plant_steps(self, steps: NDArray[np.int64], blocks: NDArray[np.uint8]) -> None:
+        """Write each step's row as the codes of its row of blocks."""
+        own = np.flatnonzero((steps >= 0) & (steps < self._shape.steps))
+        codes = self._step_codes[steps[own]].reshape(len(own), self._shape.steps // BLOCK, 2, BLOCK // 2)
+        blocks[own, self._shape.free // BLOCK :, 1] &= 127  # the scale's sign
+        blocks[own, self._shape.free // BLOCK :, 2:] = codes[:, :, 0] | codes[:, :, 1] << 4

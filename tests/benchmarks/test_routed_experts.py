@@ -1,0 +1,176 @@
+"""A model whose routers follow a trace does, and what the benchmark makes of rounds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from ondevice.api import convert
+from ondevice.backends.base import Int32
+from ondevice.bundle.reader import Bundle
+from tests.benchmarks.compare import convert_experts
+from tests.benchmarks.compare import experts_versus_llama_cpp as versus
+from tests.benchmarks.lib import expert_cases as cases
+from tests.benchmarks.lib.direct_reads import direct_read_rate
+from tests.benchmarks.lib.expert_trace import RoutingTrace
+from tests.benchmarks.lib.ondevice_bundle import convert_command
+from tests.benchmarks.lib.routed_experts import RoutedShape, routed_gguf, routed_steps, router, step_rows
+from tests.benchmarks.lib.run_chosen_experts import ours
+from tests.benchmarks.lib.virtual_hub import REPOSITORY, serving
+
+SHAPE = RoutedShape("tiny", 2, 128, 8, 64, 4, 2, 32, 96, 64)
+PROMPT, TOKENS = 5, 30
+CASE = next(it for it in cases.CASES if it.name == "decode-8")
+WEIGHTS = 1_000_000_000
+"""Bytes that a token multiplies: 20 a second at 20 GB/s."""
+
+
+def random_steps(seed: int) -> Int32:
+    random = np.random.default_rng(seed)
+    steps = [[random.permutation(SHAPE.experts)[:3] for _ in range(SHAPE.layers)] for _ in range(SHAPE.steps)]
+    return np.array(steps, dtype=np.int32)
+
+
+def test_greedy_text_and_routers_follow_the_trace(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    chosen = random_steps(1)
+    bundle = convert(routed_gguf(SHAPE, tmp_path, chosen), tmp_path / "bundle")
+    spec = {
+        "model": str(bundle),
+        "dram_budget": "auto",
+        "sparsity": "experts",
+        "threads": 1,
+        "context": 512,
+        "io": "auto",
+        "prompt": versus.prompt_of(PROMPT),
+        "max_tokens": TOKENS,
+    }
+    found, text = ours(spec)
+    assert text == versus.prompt_of(PROMPT + TOKENS)[PROMPT:]
+    computed = PROMPT + TOKENS - 1
+    assert cases.differing(found, chosen, PROMPT, computed) == 0
+    assert cases.differing(found, random_steps(2), PROMPT, computed) > TOKENS
+    assert cases.differing(found[:1], chosen, PROMPT, computed) == 1
+    assert cases.differing([found[0], found[1][3:]], chosen, PROMPT, computed) == computed
+
+
+def test_steps_are_heard_by_their_experts_alone() -> None:
+    rows, chosen = step_rows(SHAPE.steps), random_steps(3)[:, 0]
+    assert (rows @ rows.T == SHAPE.steps * np.eye(SHAPE.steps)).all()
+    matrix = router(SHAPE, chosen)
+    assert not matrix[:, : SHAPE.free].any()
+    scores = matrix[:, SHAPE.free :] @ rows.T
+    wanted = np.zeros_like(scores)
+    np.put_along_axis(wanted.T, chosen, 8.0, axis=1)
+    assert np.allclose(scores, wanted, atol=1e-5)
+
+
+def test_every_step_has_experts() -> None:
+    """Those of the prompt's last token where a token didn't reach a layer."""
+    chosen = np.array([[[3, 1], [-1, -1]], [[3, 2], [0, 1]], [[1, 3], [2, 1]]], np.int32)
+    trace = RoutingTrace(chosen, 2, 4, np.array([1, 1]))
+    shape = replace(SHAPE, experts=4, steps=8)
+    found = routed_steps(shape, trace)
+    assert found.shape == (8, 2, 2)
+    assert found[0].tolist() == [[3, 1], [0, 1]]
+    assert found[1:3].tolist() == chosen[1:].tolist()
+    assert (found >= 0).all()
+
+
+def test_bytes_of_a_token() -> None:
+    """4.5 bits for each weight of attention, head and three of eight experts; 16 of routers."""
+    attention, expert, head = (128 + 64 + 64 + 128) * 128, 3 * 64 * 128, 96 * 128
+    weights = 2 * (attention + 3 * expert) + head
+    assert cases.expert_pages(SHAPE) == expert * 9 // 16 // 4096 * 4096
+    assert cases.token_bytes(SHAPE, 3) == weights * 9 // 16 + 2 * 2 * 8 * 128
+
+
+def a_round(rate: float, theirs: float | None, gigabytes: float) -> cases.Round:
+    """Ours read so much from flash, at 2 GB/s, while it decoded past the first tokens."""
+    steady = dict.fromkeys(
+        ("flash_read_seconds", "waited_seconds", "managed_seconds", "flash_cpu_seconds"), 1.28
+    )
+    steady["flash_bytes_read"] = gigabytes * 1e9
+    ours = {"survived": True, CASE.figure: rate, "steady": steady}
+    lost: dict[str, Any] = {"survived": False, "reason": "killed"}
+    rival = lost if theirs is None else {"survived": True, CASE.figure: theirs}
+    return cases.Round(ours, rival, flash=2.0, dram=20.0)
+
+
+@pytest.mark.parametrize(
+    ("rates", "theirs", "gigabytes", "share", "passed"),
+    [
+        # 128 GB are half a second of flash for each of 128 tokens; without any it is memory's 0.05.
+        ([1.6, 1.5, 0.1], [0.1, 0.1, 0.1], 128, 0.75, True),
+        ([1.6, 1.5, 0.1], [0.1, 0.2, 0.2], 128, 0.75, False),
+        ([1.3, 1.3, 1.3], [0.1, 0.1, 0.1], 128, 0.65, False),
+        ([16.0, 15.0, 14.0], [1.0, 1.0, 1.0], 0, 0.75, True),
+        ([16.0, 15.0, 14.0], [1.0, None, 1.0], 0, 0.75, False),
+    ],
+)
+def test_a_case_holds_by_medians(
+    rates: list[float], theirs: list[float | None], gigabytes: float, share: float, passed: bool
+) -> None:
+    rounds = [a_round(rate, other, gigabytes) for rate, other in zip(rates, theirs, strict=True)]
+    row = cases.verdict(CASE, rounds, WEIGHTS, 0)
+    assert (row["share"], row["passed"]) == (pytest.approx(share), passed)
+    assert row["milliseconds"][0] == pytest.approx(
+        {"all": 1000 / rates[0], "reading": 10, "waited": 10, "managed": 10, "flash_cpu": 10}, abs=0.01
+    )
+    assert ("held |" if passed else "MISSED |") in cases.table([row])
+
+
+def test_starts_are_better_when_shorter() -> None:
+    case = next(case for case in cases.CASES if case.name == "start-8")
+    ours = {"survived": True, case.figure: 2.0, "flash_bytes_read": 1e9}
+    found = cases.Round(ours, {"survived": True, case.figure: 8.0}, flash=2.0, dram=20.0)
+    row = cases.verdict(case, [found], WEIGHTS, 1_000_000_000)
+    assert (row["ratio"], row["share"], row["passed"]) == (4.0, 0.5, True)
+    alone = cases.verdict(case, [replace(found, theirs=None)], WEIGHTS, 0)
+    assert (alone["passed"], alone["reason"]) == (False, "llama.cpp didn't run")
+
+
+def test_direct_reads_have_a_rate(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(1 << 20))
+    try:
+        assert direct_read_rate([file], 1 << 16, seconds=0.01) > 0
+    except OSError as error:
+        pytest.skip(f"no direct reads here: {error}")
+
+
+def test_a_conversion_reads_what_exists_nowhere(tmp_path: Path) -> None:
+    """Every part of a shard is the same however it is asked for, and `convert` takes it."""
+    shape = replace(SHAPE, layers=1)
+    repository = convert_experts.expert_repository(shape)
+    ((name, shard),) = repository.shards.items()
+    whole = b"".join(repository.pieces(name, 0, shard.nbytes))
+    path = tmp_path / name
+    path.write_bytes(whole)
+    with safe_open(path, "np") as file:
+        assert len(file.keys()) == 3 + 9 + 3 * shape.experts
+    assert b"".join(repository.pieces(name, 7, 100_001)) == whole[7:100_001]
+    with serving(repository) as address:
+        command = [*convert_command(Path(REPOSITORY), tmp_path / "bundle"), "--yes"]
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache")}
+        subprocess.run(command, check=True, env=environment, capture_output=True)
+    experts = Bundle.open(tmp_path / "bundle").config.experts
+    assert experts is not None
+    assert experts.count == shape.experts
+
+
+def test_experts_may_cost_what_a_7b_does() -> None:
+    def run(cost: float, ended: bool = True) -> dict[str, Any]:
+        return {"core_seconds_per_gigabyte": cost, "passed": ended}
+
+    assert convert_experts.judged({"dense": run(2.0), "experts": run(3.0)})
+    assert not convert_experts.judged({"dense": run(2.0), "experts": run(3.1)})
+    assert not convert_experts.judged({"dense": run(2.0), "experts": run(2.0, ended=False)})
+    assert not convert_experts.judged({"experts": run(2.0)})
