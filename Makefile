@@ -7,6 +7,7 @@
 #   make format       ruff format and clang-format, in place
 #   make docs         the documents as a site, build/site/index.html; a dead link fails. options: docs/options.md anew
 #   make train        make the model that ships, from text to bundle (hours; goes on where it stopped)
+#   make train-mixture  the small mixture of experts that tests use (half an hour)
 #   make evaluate-model  the model that ships on held-out text, in PyTorch, transformers and here
 #   make model-tables the shipped model's sparsity and overlap tables, its SQL figures and SAMPLES.md
 #   make fuzz         hostile files of all kinds; FUZZ_SECONDS, FUZZ_SEED

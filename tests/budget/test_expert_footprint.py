@@ -1,4 +1,7 @@
-"""A model with experts, in a control group of its budget: nothing is killed, and the peak stays below."""
+"""A model with experts, in a control group of its budget: nothing is killed, and the peak stays below.
+
+The long text is held to all that `long_ceiling.py` holds others to.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ import numpy as np
 import pytest
 
 from ondevice.converters.convert import convert
-from tests.benchmarks.lib.measure import MEMORY_CGROUP, memory_cgroup
+from tests.benchmarks.ceiling.long_ceiling import TIMEOUT_SECONDS, TOPICS, row_of, topics
+from tests.benchmarks.lib.measure import MEMORY_CGROUP, memory_cgroup, run_engine
 from tests.support.models import save_safetensors
 
 pytestmark = [
@@ -37,12 +41,14 @@ CONFIG = {
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
     "vocab_size": VOCABULARY,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": 4096,
     "hidden_act": "silu",
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
+LONG_BUDGETS, LONG_TOKENS, LONG_PROMPT = 10, 1000, 512
+"""Tokens of each of two topics, made and given: as many as go through the model together."""
 OPTIONS: dict[str, Any] = {"threads": 1, "max_context": 1024, "speculation": "off"}
 BUDGETS = """
 import json, sys, ondevice
@@ -105,3 +111,31 @@ def test_experts_keep_to_the_budget(bundle: Path, share: float) -> None:
         print(f"{share}: peak {peak} of {budget}, hits {hit_rate:.3f}, failcnt {group.read('failcnt')}")
     assert 0.8 * total <= peak <= total <= budget
     assert hit_rate < 1.0
+
+
+def test_a_long_text_that_changes_its_topic_keeps_to_ten_budgets(bundle: Path) -> None:
+    """From the smallest to the whole model, 2,000 tokens each, in a cgroup of it and without a limit."""
+    context = TOPICS * (LONG_PROMPT + LONG_TOKENS)
+    options = OPTIONS | {"max_context": context, "kv_bits": 8}
+    smallest, full = said([sys.executable, "-c", BUDGETS, str(bundle), json.dumps(options)])
+    spec: dict[str, Any] = {
+        "model": str(bundle),
+        "topics": topics(VOCABULARY),
+        "prompt_tokens": LONG_PROMPT,
+        "max_tokens": LONG_TOKENS,
+        "context": context,
+        "threads": 1,
+        "io": "auto",
+        "sparsity": "experts",
+    }
+    rows = []
+    for step in range(LONG_BUDGETS):
+        budget = smallest + (full - smallest) * step // (LONG_BUDGETS - 1)
+        own = spec | {"dram_budget": budget}
+        limited = run_engine("run_two_topics", own | {"limited": True}, budget, TIMEOUT_SECONDS)
+        free = run_engine("run_two_topics", own | {"limited": False}, None, TIMEOUT_SECONDS)
+        rows.append(row_of("experts", own, limited, free))
+        print(json.dumps(rows[-1]), flush=True)
+    assert [row["wrong"] for row in rows] == [[]] * LONG_BUDGETS
+    hits = [row["topics"][1]["neuron_cache_hit_rate"] for row in rows]
+    assert hits[0] < 0.5 < hits[LONG_BUDGETS // 2] < hits[-1]

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import ondevice
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.convert import convert
@@ -23,11 +22,9 @@ from tests.converters.test_gguf_model import write_llama, write_stories
 from tests.support.engines import all_logits, bundle_weights, running
 from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level, gguf_name, permuted, write_gguf
 from tests.support.models import write_checkpoint
-from tests.support.paths import ROOT
+from tests.support.trained_models import TWIN, own_text
 
 pytest.importorskip("gguf")
-TWIN = ROOT / "tests" / "benchmarks" / "data" / "small-silu"
-"""A trained SwiGLU model, whose rows are multiples of 256: blocks of K-quants."""
 POSITIONS = 500
 NEAR = {"F16": 0.01, "wide": 0.05}
 """Gap of a near tie, of the largest logit; 0.02 for those that aren't named. `wide`: of random weights, whose
@@ -59,17 +56,6 @@ def write_twin(path: Path) -> None:
         )
         tensors[gguf_name(name)] = np.ascontiguousarray(moved, np.float32)
     write_llama(path, bundle.config, (TWIN / "tokenizer.model").read_bytes(), tensors)
-
-
-def own_text(folder: Path) -> list[int]:
-    """POSITIONS tokens of texts that a bundle's model makes up."""
-    tokens: list[int] = []
-    with ondevice.load(folder) as model:
-        first = model.bundle.manifest.tokenizer.bos_id or 0
-        while len(tokens) < POSITIONS:
-            made = model.generate(tokens=[first], max_tokens=100, temperature=1.0, seed=len(tokens))
-            tokens += [first, *made.tokens]
-    return tokens[:POSITIONS]
 
 
 def differences(path: Path, bundle: Path, tokens: list[int], near: float) -> tuple[int, int, float]:
@@ -131,4 +117,4 @@ def test_random_weights_in_large_blocks(tmp_path: Path, kind: str, record_proper
 def test_a_trained_model_in_large_blocks(tmp_path: Path, kind: str, record_property: Any) -> None:
     write_twin(tmp_path / "plain.gguf")
     path = quantised(tmp_path / "plain.gguf", tmp_path / "model.gguf", kind)
-    check(path, tmp_path / "bundle", own_text(TWIN), kind, record_property)
+    check(path, tmp_path / "bundle", own_text(TWIN, POSITIONS), kind, record_property)

@@ -1,4 +1,8 @@
-"""The text of models with experts: not a token differs, whatever the cache, chunks, threads and drafters."""
+"""The text of models with experts: not a token differs, whatever the cache, chunks, threads and drafters.
+
+The engine has one policy for experts. Here others take its place in turn: what a cache keeps is none of the
+text's business.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +18,18 @@ import numpy as np
 import pytest
 
 from ondevice.api import Model, load
+from ondevice.backends.base import Float32
 from ondevice.budget.plan import REPEAT_MARGIN_BYTES
 from ondevice.converters.convert import convert
 from ondevice.sparsity.experts import ExpertFetcher
+from ondevice.sparsity.policies import PolicyName, make_policy
 from ondevice.stats import GenerationStats
 from tests.support.chat import squeeze
 from tests.support.engines import always_draft
 from tests.support.families import OLMOE, QWEN3_MOE, write_model
+from tests.support.trained_models import MIXTURE, TWIN, own_text
 
+TRAINED = "trained"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": (
         "Olmoe",
@@ -45,6 +54,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 CHUNKS, THREADS, DRAFTERS = (1, 7, 64, 512), (1, 2), ("off", "lookup", "recycling", "auto")
+SECOND = "model"
+"""Another drafter: a dense model with the trained one's tokenizer."""
+POLICIES = ("own", "lru", "frequency", "window")
 SIZES = (8, 3, 12, 2)
 """Nodes of one draft after the other, whatever they are worth; `auto` decides for itself."""
 BUDGETS, TOKENS, CHANGED_AFTER = 10, 32, 9
@@ -53,8 +65,21 @@ BEYOND_CHUNK = 20
 Texts = dict[float, tuple[int, ...]]
 
 
-def prompt_of(chunk: int) -> list[int]:
+class OfPool:
+    """A policy of single neurons, layer by layer, as one for the experts of all layers."""
+
+    def __init__(self, name: PolicyName, layers: int, experts: int) -> None:
+        self._policy, self._layers = make_policy(name, [experts] * layers), layers
+        self.observe, self.scores, self.fit = self._policy.observe, self._policy.scores, self._policy.fit
+
+    def pool_scores(self, layer: int) -> Float32:
+        return np.concatenate([self._policy.scores(i) for i in range(self._layers)])
+
+
+def prompt_of(chunk: int, trained: bool = False) -> list[int]:
     """A text that repeats itself with changes, so that there is something to look up."""
+    if trained:
+        return own_text(MIXTURE, chunk + BEYOND_CHUNK)
     rng = np.random.default_rng(chunk)
     tokens = np.resize(rng.integers(3, 256, 9), chunk + BEYOND_CHUNK)
     changed = rng.random(len(tokens)) < 0.15
@@ -62,15 +87,27 @@ def prompt_of(chunk: int) -> list[int]:
 
 
 def options_of(temperature: float) -> dict[str, Any]:
-    return {"temperature": temperature, "seed": 3, "max_tokens": TOKENS, "logit_bias": {2: -math.inf}}
+    return {
+        "temperature": temperature,
+        "seed": 3,
+        "max_tokens": TOKENS,
+        "logit_bias": {1: -math.inf, 2: -math.inf},
+    }
 
 
 @contextmanager
-def drafting(bundle: Path, prompt: list[int], drafter: str, **options: Any) -> Iterator[Model]:
+def drafting(bundle: Path, prompt: list[int], drafter: str, policy: Any, **options: Any) -> Iterator[Model]:
     """A model with room for little more than the text: what a context doesn't need yet are slots."""
     with pytest.MonkeyPatch.context() as patch:
-        if drafter in ("lookup", "recycling"):
+        if drafter in ("lookup", "recycling", SECOND):
             always_draft(patch, SIZES)
+        if drafter == SECOND:
+            options["draft_model"] = TWIN
+        if policy != "own":
+            patch.setattr(
+                "ondevice.sparsity.experts.ExpertReuse",
+                lambda layers, count, _: OfPool(policy, layers, count),
+            )
         context = len(prompt) + TOKENS + 16
         with load(bundle, speculation=drafter, max_context=context, **options) as model:
             yield model
@@ -111,21 +148,27 @@ def counted(model: Model, budgets: list[int], expected: Texts, prompt: list[int]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, TRAINED])
 def test_ten_thousand_tokens(tmp_path: Path, name: str) -> None:
-    write_model(tmp_path / "source", *MODELS[name])
-    bundle = convert(tmp_path / "source", tmp_path / "bundle", "q4")
+    bundle, drafters = MIXTURE, (*DRAFTERS, SECOND)
+    if name != TRAINED:
+        write_model(tmp_path / "source", *MODELS[name])
+        bundle, drafters = convert(tmp_path / "source", tmp_path / "bundle", "q4"), DRAFTERS
     totals: Counter[str] = Counter()
+    turns = count()
     for chunk in CHUNKS:
-        prompt, expected = prompt_of(chunk), {}
+        prompt, expected = prompt_of(chunk, name == TRAINED), {}
         with load(bundle, speculation="off", threads=1) as model:
             for temperature in (0.0, 0.9):
                 expected[temperature] = model.generate(tokens=prompt, **options_of(temperature)).tokens
             logits = model.logits(prompt).tobytes()
         assert len(set(expected[0.9])) > 5, "the text says nothing"
         for threads in THREADS:
-            for drafter in DRAFTERS:
+            turn = next(turns)
+            for at, drafter in enumerate(drafters):
                 settings: dict[str, Any] = {"drafter": drafter, "threads": threads, "prefill_chunk": chunk}
+                # Every drafter meets every policy.
+                settings["policy"] = POLICIES[(turn + at) % len(POLICIES)]
                 with drafting(bundle, prompt, **settings) as model:
                     for counts in counted(model, budgets_of(model), expected, prompt):
                         assert counts["differing"] == 0, (settings, counts)

@@ -1,4 +1,4 @@
-"""Prompts that the model that ships was never trained on: the held-out documents of its recipe, by kind.
+"""Text that the models of the recipe were never trained on: its held-out documents, as prompts and as tokens.
 
 Chats begin with a held-out dialogue's first turn, a held-out question or meaning representation; novels are
 continued as they stand. The documents are read from the shared data, which this exits without.
@@ -20,18 +20,38 @@ NOVEL_WORDS = 60
 
 def held_out_tasks(count: int) -> tuple[Task, ...]:
     """`count` prompts of each kind, always the same ones. Exits if the shared data isn't there."""
-    if not SHARED_DATA.is_dir():
-        raise SystemExit(f"held-out prompts are read from {SHARED_DATA}, which isn't there")
-    sys.path.insert(0, str(SHIPPED))
-    from recipe.data import split_documents
-
     tasks = []
-    for name, domain in DOMAINS.items():
-        _, documents = split_documents(SHARED_DATA, domain)
-        order = np.random.default_rng(24).permutation(len(documents))
-        firsts = dict.fromkeys(documents[index][0][1] for index in order.tolist())
+    for name in DOMAINS:
+        firsts = dict.fromkeys(document[0][1] for document in _documents(name))
         prompts = list(firsts)[:count]
         if name == "novels":
             prompts = [" ".join(prompt.split()[:NOVEL_WORDS]) for prompt in prompts]
         tasks.append(Task(name, tuple(prompts), chat=name != "novels"))
     return tuple(tasks)
+
+
+def held_out_tokens(name: str, count: int) -> list[int]:
+    """The first `count` tokens of a kind's documents, one after another, in the shipped model's tokens."""
+    documents = _documents(name)
+    from recipe.tokenizer import Encoder
+
+    encoder = Encoder((SHIPPED / "tokenizer.model").read_bytes())
+    tokens: list[int] = []
+    for document in documents:
+        if len(tokens) >= count:
+            break
+        tokens += encoder.encode(document)
+    return [int(token) for token in tokens[:count]]
+
+
+def _documents(name: str) -> list[tuple[tuple[str, str], ...]]:
+    """A kind's held-out documents, each a sequence of (role, text), in an order that never changes."""
+    if not SHARED_DATA.is_dir():
+        raise SystemExit(f"held-out text is read from {SHARED_DATA}, which isn't there")
+    if str(SHIPPED) not in sys.path:
+        sys.path.insert(0, str(SHIPPED))
+    from recipe.data import split_documents
+
+    _, documents = split_documents(SHARED_DATA, DOMAINS[name])
+    order = np.random.default_rng(24).permutation(len(documents))
+    return [documents[index] for index in order.tolist()]

@@ -31,7 +31,7 @@ Activation = Literal["relu", "silu"]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama, by `transformers`' names where it has them."""
+    """Sizes of a Llama, or of an OLMoE if there are experts, by `transformers`' names where it has them."""
 
     hidden_size: int = 256
     num_hidden_layers: int = 6
@@ -42,6 +42,9 @@ class Shape:
     hidden_act: Activation = "relu"
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
+    num_experts: int = 0
+    """Experts of a layer, each of `intermediate_size` neurons; 0 for a dense model."""
+    num_experts_per_tok: int = 0
 
     @property
     def head_dim(self) -> int:
@@ -51,7 +54,9 @@ class Shape:
     def parameters(self) -> int:
         """Number of parameters. Embeddings are tied, so they count once."""
         width, neurons = self.hidden_size, self.intermediate_size
-        layer = 4 * width * width + 3 * width * neurons + 2 * width
+        experts, norms = max(1, self.num_experts), 4 if self.num_experts else 2
+        router = self.num_experts * width
+        layer = 4 * width * width + 3 * width * neurons * experts + router + norms * width
         return self.vocab_size * width + self.num_hidden_layers * layer + width
 
 
@@ -59,6 +64,15 @@ SIZES = {
     "small": Shape(),
     "twin": Shape(hidden_size=192, num_hidden_layers=4, num_attention_heads=3, intermediate_size=768),
     "large": Shape(hidden_size=384, num_attention_heads=6, intermediate_size=1536),
+    "mixture": Shape(
+        hidden_size=192,
+        num_attention_heads=6,
+        intermediate_size=64,
+        max_position_embeddings=2 * CONTEXT,
+        hidden_act="silu",
+        num_experts=32,
+        num_experts_per_tok=4,
+    ),
     "tiny": Shape(
         hidden_size=64,
         num_hidden_layers=2,
@@ -68,7 +82,8 @@ SIZES = {
         max_position_embeddings=64,
     ),
 }
-"""`small` ships; `twin` is for comparisons; `large` is for a machine with a GPU; `tiny` is for tests."""
+"""`small` ships; `twin` is for comparisons; `mixture` is for proofs of experts; `large` is for a machine with
+a GPU; `tiny` is for tests."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +105,8 @@ class Training:
     target_zeros: float = 0.92
     """Target share of zero gate activations, mean over layers, from `target_share` of the run on."""
     target_share: float = 0.5
+    balance: float = 0.01
+    """Weight of the loss that makes a mixture's router use all experts (OLMoE, arXiv 2409.02060)."""
     stored_bits: StoredBits = 4
     """Bits to which weights are rounded, as in a bundle, while the learning rate falls; 0: no rounding."""
     seed: int = 1

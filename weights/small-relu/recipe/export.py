@@ -31,9 +31,16 @@ SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
 
 
 def hugging_face_config(shape: Shape, bos_id: int, end_id: int) -> dict[str, Any]:
+    is_mixture = shape.num_experts > 0
+    experts = {
+        "num_experts": shape.num_experts,
+        "num_experts_per_tok": shape.num_experts_per_tok,
+        "norm_topk_prob": False,
+    }
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": ["OlmoeForCausalLM" if is_mixture else "LlamaForCausalLM"],
+        "model_type": "olmoe" if is_mixture else "llama",
+        **(experts if is_mixture else {}),
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "num_hidden_layers": shape.num_hidden_layers,

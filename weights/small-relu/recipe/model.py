@@ -1,9 +1,10 @@
-"""The model in PyTorch: `transformers`' LlamaForCausalLM, with its parameter names, made fast on a CPU.
+"""The model in PyTorch: `transformers`' LlamaForCausalLM or OlmoeForCausalLM, with its parameter names, made
+fast on a CPU.
 
 Matrices are multiplied in `product_type()` while training and in float32 while evaluating. The residual
 stream, norms and losses are always float32.
 
-Legend: B windows, T tokens, D width, F neurons, V vocabulary.
+Legend: B windows, T tokens, D width, F neurons, V vocabulary, E experts, k chosen.
 """
 
 from __future__ import annotations
@@ -68,12 +69,19 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, width, bias=False)
         self.v_proj = nn.Linear(width, width, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
+        # OLMoE's norms, over all heads together.
+        self.q_norm = RMSNorm(width, shape.rms_norm_eps) if shape.num_experts else None
+        self.k_norm = RMSNorm(width, shape.rms_norm_eps) if shape.num_experts else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, bits: StoredBits) -> Tensor:
         batch, tokens, width = x.shape
         weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
         weight = stored(weight, bits).to(dtype)
-        qkv = functional.linear(x.to(dtype), weight).view(batch, tokens, 3 * self.heads, self.head_dim)
+        qkv = functional.linear(x.to(dtype), weight)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, v = qkv.chunk(3, dim=-1)
+            qkv = torch.cat([self.q_norm(q.float()).to(dtype), self.k_norm(k.float()).to(dtype), v], dim=-1)
+        qkv = qkv.view(batch, tokens, 3 * self.heads, self.head_dim)
         q, k, v = qkv.transpose(1, 2).split(self.heads, dim=1)
         scale = 1 / math.sqrt(self.head_dim)
         q = rotate(q.float() * scale, cos, sin).to(dtype)
@@ -153,13 +161,45 @@ class FeedForward(nn.Module):
         return functional.linear((active * up).to(dtype), down), seen
 
 
+class Experts(nn.Module):
+    """OLMoE's mixture: softmax of all the router's logits, the k largest as weights, not renormalised."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.chosen = shape.num_experts_per_tok
+        self.gate = nn.Linear(shape.hidden_size, shape.num_experts, bias=False)
+        self.experts = nn.ModuleList(FeedForward(shape) for _ in range(shape.num_experts))
+
+    def forward(self, x: Tensor, dtype: torch.dtype, bits: StoredBits) -> tuple[Tensor, Tensor]:
+        """The mixture's output, and the gates' share of zeros with the balance loss, which is 1 at best.
+
+        The loss is the Switch Transformer's (arXiv 2101.03961): E times the sum over experts of the share of
+        choices times the mean score.
+        """
+        flat = x.flatten(0, -2)
+        scores = torch.softmax(self.gate(flat), dim=-1)
+        weights, ids = scores.topk(self.chosen, dim=-1)
+        order = torch.argsort(ids.flatten(), stable=True)
+        counts = torch.bincount(ids.flatten(), minlength=len(self.experts))
+        tokens = order // self.chosen
+        parts = flat[tokens].split(counts.tolist())
+        # Those that nothing chose too, so that they have gradients, of zeros.
+        found = [expert(part, dtype, bits) for expert, part in zip(self.experts, parts, strict=True)]
+        made = torch.cat([out for out, _ in found]).float() * weights.flatten()[order, None]
+        used = counts > 0
+        zeros = torch.stack([seen[0] for _, seen in found])[used].mean()
+        balance = len(self.experts) * (counts / counts.sum() * scores.mean(dim=0)).sum()
+        change = torch.zeros_like(flat).index_add(0, tokens, made)
+        return change.view_as(x), torch.stack([zeros, balance])
+
+
 class Block(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = Attention(shape)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = FeedForward(shape)
+        self.mlp = Experts(shape) if shape.num_experts else FeedForward(shape)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, bits: StoredBits
@@ -208,6 +248,8 @@ class Llama(nn.Module):
 
     def loss(self, windows: Tensor, bits: StoredBits = 0) -> tuple[Tensor, Tensor]:
         """Training loss of (B, T + 1) windows, and gate stats (L, 2): share of zeros, mean magnitude.
+
+        Of a mixture the second is the balance loss.
 
         bits: bits of every matrix, as for `stored`.
         """

@@ -54,12 +54,15 @@ class Run:
         training = self.training
         passes = training.batch_windows // training.micro_windows
         weight = self.penalty.weight if training.penalty else 0.0
-        loss_sum, zeros_sum = 0.0, 0.0
+        if training.shape.num_experts:
+            weight = training.balance
+        loss_sum, zeros_sum, penalised_sum = 0.0, 0.0, 0.0
         for windows in torch.from_numpy(self.batches.draw(training.batch_windows)).chunk(passes):
             loss, seen = self.model.loss(windows, self.schedule.bits(self.step))
             ((loss + weight * seen[:, 1].mean()) / passes).backward()
             loss_sum += loss.item() / passes
             zeros_sum += seen[:, 0].mean().item() / passes
+            penalised_sum += seen[:, 1].mean().item() / passes
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.clip_norm, foreach=True)
         rate = self.schedule.learning_rate(self.step)
         self.optimizer.step(rate)
@@ -73,6 +76,7 @@ class Run:
             "norm": float(norm),
             "learning_rate": rate,
             "penalty": weight,
+            "penalised": penalised_sum,
         }
 
     def state(self) -> dict[str, Any]:
@@ -196,7 +200,8 @@ def _chosen(arguments: argparse.Namespace, training: Training) -> Training:
     shape = SIZES[arguments.size] if arguments.size else training.shape
     activation = arguments.act or shape.hidden_act
     penalty = training.penalty if arguments.penalty is None else bool(arguments.penalty)
-    given = {name: getattr(arguments, name) for name in ("tokens", "seed", "learning_rate", "target_zeros")}
+    names = ("tokens", "seed", "learning_rate", "target_zeros", "batch_windows", "micro_windows")
+    given = {name: getattr(arguments, name) for name in names}
     return dataclasses.replace(
         training,
         shape=dataclasses.replace(shape, hidden_act=activation),
@@ -215,6 +220,8 @@ def main() -> None:
     parser.add_argument("--target-zeros", type=float)
     parser.add_argument("--tokens", type=int, help="length of the whole run")
     parser.add_argument("--learning-rate", type=float)
+    parser.add_argument("--batch-windows", type=int, help="windows of an update")
+    parser.add_argument("--micro-windows", type=int, help="windows of a forward and backward pass")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--decay", action="store_true", help="let the learning rate fall from here on")
