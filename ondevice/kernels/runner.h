@@ -44,15 +44,17 @@ struct InputRows {
 
 // Scratch memory of a forward pass through a feed-forward layer. It is kept from one pass to the next.
 struct FeedForwardScratch {
-  MappedBuffer hidden;         // (T, neurons of a batch): activation(gate) * up
-  MappedBuffer gate_up;        // of each thread: gates and ups of 16 neurons, 2 x (T, 16)
-  MappedBuffer outputs;        // (T, groups * 64)
-  MappedBuffer bias_lanes;     // (T, groups, 16); (T, groups / 16, 16, 16) for selected neurons
-  MappedBuffer ordered_lanes;  // (groups, 16): bias lanes of one token, in the order of groups
-  MappedBuffer low_rank;       // (T, rank): outputs of a predictor's first matrix
-  MappedBuffer scores;         // (T, neurons)
-  MappedBuffer tile_columns;   // columns of `hidden`, in tiles of 16
-  MappedBuffer tile_tokens;    // of each of these tiles, its token
+  MappedBuffer hidden;          // (T, neurons of a batch): activation(gate) * up
+  MappedBuffer gate_up;         // of each thread: gates and ups of 16 neurons, 2 x (T, 16)
+  MappedBuffer outputs;         // (T, groups * 64)
+  MappedBuffer bias_lanes;      // (T, groups, 16); (T, groups / 16, 16, 16) for selected neurons
+  MappedBuffer ordered_lanes;   // (groups, 16): bias lanes of one token, in the order of groups
+  MappedBuffer low_rank;        // (T, rank): outputs of a predictor's first matrix
+  MappedBuffer scores;          // (T, neurons)
+  MappedBuffer tile_columns;    // columns of `hidden`, in tiles of 16
+  MappedBuffer tile_tokens;     // of each of these tiles, its token
+  MappedBuffer expert_inputs;   // (T, hidden): inputs of the tokens that chose an expert
+  MappedBuffer expert_outputs;  // (rows, hidden): outputs of experts, one after the other
   std::vector<int32_t> selected_ids;
   std::vector<const uint8_t*> selected_parts;
 
