@@ -226,6 +226,19 @@ def test_ends_that_no_key_names_are_known_by_their_text(tmp_path: Path) -> None:
     assert read(made, tmp_path, 300).info.eos_ids == (257, 256)
 
 
+@pytest.mark.parametrize("eot", [None, 258])
+def test_the_end_of_a_message_is_no_end_where_there_are_channels(tmp_path: Path, eot: int | None) -> None:
+    """As in gpt-oss's tokenizer, whatever a key says of `<|end|>`."""
+    marks = ["<|return|>", "<|channel|>", "<|end|>", "<|call|>"]
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *marks]
+    made = small(tokens=tokens, token_type=[1] * 256 + [3] * 4, merges=[], pre="gpt-4o", eos_token_id=256,
+                 eot_token_id=eot, bos_token_id=None)  # fmt: skip
+    assert read(made, tmp_path, 260).info.eos_ids == (256, 259)
+    plain = small(tokens=[*tokens[:256], "<|end|>"], token_type=[1] * 256 + [3], merges=[],
+                  eos_token_id=None, eot_token_id=None, bos_token_id=None)  # fmt: skip
+    assert read(plain, tmp_path, 260).info.eos_ids == (256,)
+
+
 def spelled(**changes: Any) -> GgufHeader:
     """A sentencepiece vocabulary: bytes, letters, a word, and tokens by type."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
