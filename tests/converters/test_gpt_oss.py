@@ -11,14 +11,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.architectures.registry import read_config
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.convert import convert
 from ondevice.converters.quantize import to_float32
 from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.model.kv_cache import KVCache, KVLayout
+from tests.converters.test_aliases import CONFIGS
 from tests.converters.test_expert_parity import logits_and_margins
-from tests.support.engines import all_logits, running
+from tests.support.engines import all_logits, every_logits, running
 from tests.support.families import GPT_OSS, write_model
 from tests.support.refusals import assert_refused
 
@@ -151,41 +155,7 @@ def test_other_methods_and_settings_are_refused(mxfp4: tuple[Path, Any], tmp_pat
     assert_refused(source, UnsupportedModelError, "of the method 'awq'")
 
 
-PUBLISHED: dict[str, Any] = {
-    "architectures": ["GptOssForCausalLM"],
-    "model_type": "gpt_oss",
-    "attention_bias": True,
-    "attention_dropout": 0.0,
-    "eos_token_id": 200002,
-    "experts_per_token": 4,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2880,
-    "initial_context_length": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 8,
-    "num_local_experts": 32,
-    "output_router_logits": False,
-    "pad_token_id": 199999,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn"}
-    | {"original_max_position_embeddings": 4096, "truncate": False},
-    "rope_theta": 150000,
-    "router_aux_loss_coef": 0.9,
-    "sliding_window": 128,
-    "swiglu_limit": 7.0,
-    "tie_word_embeddings": False,
-    "transformers_version": "4.55.0.dev0",
-    "use_cache": True,
-    "vocab_size": 201088,
-}
-"""The keys of the published model of 20 billion parameters."""
+PUBLISHED = CONFIGS["gpt-oss-20b"]
 
 
 def test_the_published_config_is_read_and_is_what_missing_keys_mean() -> None:
@@ -231,3 +201,23 @@ def test_a_bundle_says_what_it_was_converted_from(mxfp4: tuple[Path, Any], tmp_p
     with closing(open_checkpoint(folder)) as checkpoint:
         assert bundle.config == checkpoint.config
     assert bundle.config.feed_forward.clamp == 1.0
+
+
+def test_a_text_has_one_result_in_any_pieces_and_as_a_path_of_a_tree(
+    mxfp4: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """On `cpu`, at 4 bits, beyond the window of the layers that slide."""
+    tokens: list[int] = np.random.default_rng(4).integers(0, 256, 30).tolist()
+    with running(convert(mxfp4[0], tmp_path / "bundle", "q4"), "cpu") as model:
+        layout = KVLayout(model.config, 16)
+        whole = every_logits(model, tokens, KVCache(layout))
+        for step in (1, 7):
+            kv = KVCache(layout)
+            parts = [every_logits(model, tokens[at : at + step], kv) for at in range(0, 30, step)]
+            assert np.concatenate(parts).tobytes() == whole.tobytes()
+        # The last two tokens, and before them a branch that another text would have.
+        kv, tree = KVCache(layout), TokenTree([-1, -1, 1, 0])
+        every_logits(model, tokens[:28], kv)
+        nodes = ForwardBatch([9, *tokens[28:], 9], tree)
+        found = np.concatenate(list(model.every_logits(nodes, kv, 3)))
+        assert found[1:3].tobytes() == whole[28:].tobytes()
