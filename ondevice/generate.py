@@ -37,6 +37,7 @@ class Event:
     """One step of a generation: a token and the text it completed. The last event says how it ended.
 
     `text` may be empty: bytes of an unfinished character and beginnings of a stop string are held back.
+    `thinking`: in a conversation, whether the text isn't the reply but what the model thought before it.
     The last event has no token. It has the rest of the text, `finish_reason` and `stats`.
     """
 
@@ -44,6 +45,7 @@ class Event:
     token: int | None = None
     finish_reason: FinishReason | None = None
     stats: GenerationStats | None = None
+    thinking: bool = False
 
 
 @dataclass(frozen=True)

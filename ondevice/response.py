@@ -19,12 +19,13 @@ Work = Callable[[IsCancelled], Iterator[Event]]
 
 @dataclass(frozen=True)
 class Response:
-    """The answer to a prompt. `tokens` are the generated ids."""
+    """The answer to a prompt. `tokens` are the generated ids. `thinking` is what a model thought first."""
 
     text: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason
     stats: GenerationStats
+    thinking: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `generate --json` prints."""
@@ -39,13 +40,15 @@ class Response:
 def gather(events: Iterable[Event]) -> Response:
     """A whole stream of events as one Response. Raises OndeviceError if it stops before its last event."""
     texts: list[str] = []
+    thought: list[str] = []
     tokens: list[int] = []
     for event in events:
-        texts.append(event.text)
+        (thought if event.thinking else texts).append(event.text)
         if event.token is not None:
             tokens.append(event.token)
         if event.finish_reason is not None and event.stats is not None:
-            return Response("".join(texts), tuple(tokens), event.finish_reason, event.stats)
+            reason, stats = event.finish_reason, event.stats
+            return Response("".join(texts), tuple(tokens), reason, stats, "".join(thought))
     raise OndeviceError("the generation ended without a result")
 
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack, get_args
 
+from ondevice.chat_template.channels import ReplyParser
 from ondevice.config import SamplingConfig, SamplingOptions, WhenFull
 from ondevice.errors import OndeviceError, UsageError
 from ondevice.generate import Event
@@ -74,8 +75,9 @@ class Session:
         """`respond`, event by event. Closing the iterator cancels; the text generated so far is kept."""
         config = self._sampling(sampling, options)
         with self._turn(text, config.max_tokens) as (ids, said):
+            parser = self._host.chat_template.reply_parser()
             for event in self._host.stream_ids(self._key, ids, config):
-                yield _say(event, said)
+                yield _say(event, said, parser)
 
     async def arespond(
         self, text: str, *, sampling: SamplingConfig | None = None, **options: Unpack[SamplingOptions]
@@ -90,9 +92,10 @@ class Session:
         """`stream_response` for asyncio."""
         config = self._sampling(sampling, options)
         with self._turn(text, config.max_tokens) as (ids, said):
+            parser = self._host.chat_template.reply_parser()
             async with aclosing(self._host.astream_ids(self._key, ids, config)) as events:
                 async for event in events:
-                    yield _say(event, said)
+                    yield _say(event, said, parser)
 
     def fork(self) -> Session:
         """An independent conversation that continues from here."""
@@ -241,11 +244,15 @@ def _encodable(messages: Sequence[Message]) -> list[Message]:
     return [{"role": said["role"], "content": valid_unicode(said["content"])} for said in messages]
 
 
-def _say(event: Event, said: list[str]) -> Event:
-    """Add the event's text to the reply, and return the event as it is shown.
+def _say(event: Event, said: list[str], parser: ReplyParser) -> Event:
+    """Add the event's text to the reply, unless it is thinking, and return the event as it is shown.
 
     Spaces at the start of a reply are removed: they belong to the prompt.
     """
+    kind = parser.take(event.token, event.text)
+    if kind != "reply":
+        said.append("")
+        return replace(event, text=event.text if kind == "thinking" else "", thinking=kind == "thinking")
     if not any(said):
         event = replace(event, text=event.text.lstrip(" "))
     said.append(event.text)

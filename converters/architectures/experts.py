@@ -23,6 +23,7 @@ class ExpertNames:
     Args:
         gate, up, down: matrices of one expert; `{}` is its number.
         router: the router's matrix.
+        router_bias: what is added to its products; empty without.
         choice_bias: what is added to scores for the choice; empty without.
         shared: the dense feed-forward beside the experts, before `gate_proj.weight` and so on.
         shared_gate: the matrix of its gate; empty without.
@@ -33,6 +34,7 @@ class ExpertNames:
     up: str = "mlp.experts.{}.up_proj.weight"
     down: str = "mlp.experts.{}.down_proj.weight"
     router: str = "mlp.gate.weight"
+    router_bias: str = ""
     choice_bias: str = ""
     shared: str = ""
     shared_gate: str = ""
@@ -127,14 +129,27 @@ def join_experts(tensors: Tensors, config: ModelConfig, names: ExpertNames = QWE
                 continue
             own = [ours] * (dense > 0) + [name.expert(e, which) for e in range(spec.experts.count)]
             found |= zip(own, parts, strict=True)
+            if spec.experts.bias:
+                _name_biases(found, name, pattern, which, spec.experts.count)
         for theirs, new in (
             (names.router, "router"),
+            (names.router_bias, "router.bias"),
             (names.choice_bias, "router.choice_bias"),
             (names.shared_gate, "shared_gate"),
         ):
             if theirs and prefix + theirs in found:
                 found[name.weight(new)] = found.pop(prefix + theirs)
     return found
+
+
+def _name_biases(
+    found: dict[str, SourceTensor], name: LayerNames, pattern: str, which: str, count: int
+) -> None:
+    """Give the biases of the matrices that are named by `pattern` their names here."""
+    bias = pattern.removesuffix("weight") + "bias"
+    for expert in range(count):
+        if (source := found.pop(bias.format(expert), None)) is not None:
+            found[name.expert_bias(expert, which)] = source
 
 
 def _parts(

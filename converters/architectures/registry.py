@@ -17,6 +17,7 @@ from ondevice.converters.architectures.gemma3n import GEMMA3N
 from ondevice.converters.architectures.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from ondevice.converters.architectures.glm4 import GLM4
 from ondevice.converters.architectures.glm4_moe import GLM4_MOE
+from ondevice.converters.architectures.gpt_oss import GPT_OSS
 from ondevice.converters.architectures.granite import GRANITE, GRANITE_MOE
 from ondevice.converters.architectures.llama import LLAMA, SPARSE_LLAMA
 from ondevice.converters.architectures.mistral import MISTRAL
@@ -76,6 +77,7 @@ _ALL = (
     PHIMOE,
     GRANITE_MOE,
     GLM4_MOE,
+    GPT_OSS,
 )
 FAMILIES = {family.model_type: family for family in _ALL}
 

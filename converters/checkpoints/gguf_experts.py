@@ -16,6 +16,7 @@ from ondevice.converters.architectures.config_reader import SAME_REPOSITORY
 from ondevice.converters.architectures.experts import MIXTRAL_NAMES, QWEN_NAMES, ExpertNames, unstacked
 from ondevice.converters.architectures.gemma4 import EXPERTS as GEMMA4_NAMES
 from ondevice.converters.architectures.glm4_moe import NAMES as GLM4_NAMES
+from ondevice.converters.architectures.gpt_oss import NAMES as GPT_OSS_NAMES
 from ondevice.converters.architectures.granite import EXPERTS as GRANITE_NAMES
 from ondevice.converters.architectures.qwen2_moe import NAMES as QWEN2_NAMES
 from ondevice.converters.checkpoints.base import StoredTensor
@@ -36,6 +37,7 @@ EXPERT_NAMES: Mapping[str, ExpertNames] = {
     "glm4_moe": GLM4_NAMES,
     # What stands beside its experts is its dense feed-forward, under the usual names.
     "gemma4_text": replace(GEMMA4_NAMES, shared=""),
+    "gpt_oss": GPT_OSS_NAMES,
 }
 """Names beside a `config.json`, by `model_type`, of families whose experts GGUF files can hold."""
 _NEUTRAL: Mapping[str, float] = {
@@ -88,6 +90,7 @@ def restored_experts(tensors: Tensors, config: ModelConfig) -> Tensors:
         _check_there(tensors, config, which)
         _check_merged(tensors, config, names.merged(which), f"ffn_{which}_exps")
         tensors = unstacked(tensors, config, names.merged(which), names.of(which))
+        tensors = _biases_apart(tensors, config, getattr(names, which).removesuffix("weight") + "bias")
     found = dict(tensors)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
@@ -96,6 +99,37 @@ def restored_experts(tensors: Tensors, config: ModelConfig) -> Tensors:
         gate = found.get(prefix + names.shared_gate)
         if names.shared_gate and isinstance(gate, StoredTensor) and len(gate.shape) == 1:
             found[gate.name] = replace(gate, shape=(1, *gate.shape))
+    return found
+
+
+def restored_gpt_oss(tensors: Tensors, config: ModelConfig) -> Tensors:
+    """Experts by themselves, and sinks by the name that they have beside a `config.json`."""
+    found = dict(restored_experts(tensors, config))
+    for layer in range(config.num_layers):
+        name = f"model.layers.{layer}.self_attn.sinks"
+        if (sinks := found.pop(f"{name}.weight", None)) is not None:
+            found[name] = sinks
+    return found
+
+
+def _biases_apart(tensors: Tensors, config: ModelConfig, name: str) -> Tensors:
+    """Each layer's merged biases, (experts, rows), as each expert's own. `{}` in `name` is its number."""
+    found = dict(tensors)
+    for layer, spec in enumerate(config.layers):
+        prefix = f"model.layers.{layer}."
+        stack = found.get(prefix + name.replace(".{}", ""))
+        if spec.experts is None or not isinstance(stack, StoredTensor):
+            continue
+        del found[stack.name]
+        if len(stack.shape) != 2 or stack.shape[0] != spec.experts.count:
+            raise CheckpointError(
+                f"{stack.name} has shape {list(stack.shape)}; config.json asks for a row for each of "
+                f"{spec.experts.count} experts; {SAME_REPOSITORY}"
+            )
+        step = stack.nbytes // stack.shape[0]
+        for expert in range(stack.shape[0]):
+            new, offset = prefix + name.format(expert), stack.offset + expert * step
+            found[new] = replace(stack, name=new, shape=stack.shape[1:], offset=offset)
     return found
 
 
@@ -230,6 +264,21 @@ def gemma4_expert_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
         "num_experts": found["num_experts"],
         "top_k_experts": found["num_experts_per_tok"],
         "moe_intermediate_size": metadata.integer(own),
+    }
+
+
+def gpt_oss_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
+    """Files have nothing of the activation's constants, which are those of all models, and nothing of yarn's
+    range, which isn't widened to whole pairs.
+    """
+    scaling = values["rope_scaling"] or {"rope_type": "default"}
+    if scaling["rope_type"] == "yarn":
+        scaling = {**scaling, "truncate": False}
+    return {
+        **_experts(metadata, "num_local_experts", 0, "expert_feed_forward_length"),
+        "intermediate_size": metadata.integer("expert_feed_forward_length", values["intermediate_size"]),
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        "rope_scaling": scaling,
     }
 
 

@@ -23,6 +23,7 @@ from ondevice.converters.checkpoints.gguf_experts import (
     expert_blocks,
     gemma4_expert_keys,
     glm4moe_keys,
+    gpt_oss_keys,
     granitemoe_keys,
     mixtral_keys,
     olmoe_keys,
@@ -30,6 +31,7 @@ from ondevice.converters.checkpoints.gguf_experts import (
     qwen2moe_keys,
     qwen3moe_keys,
     restored_experts,
+    restored_gpt_oss,
 )
 from ondevice.converters.checkpoints.gguf_gemma import (
     ROPE_FACTORS,
@@ -236,7 +238,8 @@ def _flat_head_norms(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 def _with_experts(model_type: str, keys: Keys, **options: Any) -> GgufFamily:
     blocks = expert_blocks(model_type) | options.pop("blocks", {})
-    return GgufFamily(model_type, blocks=blocks, keys=keys, restore=restored_experts, **options)
+    restore = options.pop("restore", restored_experts)
+    return GgufFamily(model_type, blocks=blocks, keys=keys, restore=restore, **options)
 
 
 def _joint(*parts: Keys) -> Keys:
@@ -373,6 +376,12 @@ GGUF_FAMILIES = {
         glm4moe_keys,
         partial=True,
         blocks={"post_attention_norm": "post_attention_layernorm"},
+    ),
+    "gpt-oss": _with_experts(
+        "gpt_oss",
+        gpt_oss_keys,
+        blocks={"post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks"},
+        restore=restored_gpt_oss,
     ),
 }
 """By the value of `general.architecture`. A family joins with a line here when `converters/architectures`

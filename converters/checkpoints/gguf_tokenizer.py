@@ -31,6 +31,8 @@ END_TEXTS = frozenset(
     ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<end_of_turn>")
 ) | {"<turn|>"}
 """Control tokens that end a text or a turn in every model that has them; many files name only one of them."""
+CHANNEL_ENDS = frozenset(("<|return|>", "<|call|>", "<|endoftext|>"))
+"""Those of models that write to channels, where `<|end|>` ends a message, and others may follow."""
 _UNUSED = 5
 """Type of tokens that only fill ids, such as `[PAD32000]`; the other types are those of sentencepiece."""
 _KINDS = {_UNUSED, proto.NORMAL, proto.UNKNOWN, proto.CONTROL, proto.USER_DEFINED, proto.BYTE}
@@ -254,8 +256,12 @@ def _token_id(header: GgufHeader, key: str, vocab_size: int) -> int | None:
 def _eos_ids(header: GgufHeader, tokens: list[tuple[str, int]], vocab_size: int) -> tuple[int, ...]:
     """Ids of tokens that end a text: those that keys name, then those that are known by their text."""
     named = [_token_id(header, key, vocab_size) for key in END_KEYS]
-    known = [i for i, (text, kind) in enumerate(tokens) if kind == proto.CONTROL and text in END_TEXTS]
-    return tuple(dict.fromkeys(token for token in (*named, *known) if token is not None))
+    texts = {text: token for token, (text, kind) in enumerate(tokens) if kind == proto.CONTROL}
+    channels = {"<|channel|>", "<|return|>"} <= texts.keys()
+    ends = CHANNEL_ENDS if channels else END_TEXTS
+    found = (*named, *(token for text, token in texts.items() if text in ends))
+    goes_on = texts.get("<|end|>") if channels else None
+    return tuple(dict.fromkeys(token for token in found if token not in (None, goes_on)))
 
 
 def _quoted(name: str | None) -> str:

@@ -24,6 +24,7 @@ from ondevice.converters.checkpoints.mlx_folder import (
     quantised_tensors,
     read_quantisation,
 )
+from ondevice.converters.checkpoints.mxfp4_folder import experts_of, has_mxfp4
 from ondevice.converters.checkpoints.safetensors_file import RawTensor, floating, read_tensors
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.converters.checkpoints.tokenizer_files import read_tokenizer
@@ -49,13 +50,17 @@ def open_huggingface(folder: SourceFolder) -> Checkpoint:
     sound but can't be converted.
     """
     values = folder.json("config.json", MAX_CONFIG_BYTES)
-    quantisation = read_quantisation(values)
+    mxfp4 = has_mxfp4(values)
+    quantisation = None if mxfp4 else read_quantisation(values)
     description = describe({key: value for key, value in values.items() if key not in (KEY, COPY_KEY)})
     config = description.config
     with ExitStack() as refused:
         raw = _all_tensors(folder, refused)
-        if quantisation is None:
-            found: dict[str, SourceTensor] = {name: floating(tensor) for name, tensor in raw.items()}
+        found: dict[str, SourceTensor]
+        if mxfp4:
+            found = experts_of(raw)
+        elif quantisation is None:
+            found = {name: floating(tensor) for name, tensor in raw.items()}
         else:
             found = quantised_tensors(raw, quantisation)
         tensors = _select(description.adapt(found), config)

@@ -137,6 +137,38 @@ def passed_nbytes(tensor: SourceTensor) -> int:
 
 
 @dataclass(frozen=True)
+class Transposed(_View):
+    """The matrix `source` with its rows as columns."""
+
+    name: str
+    source: SourceTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape[::-1]
+
+    @property
+    def row_unit(self) -> int:
+        return 1
+
+    @property
+    def code_format(self) -> RowFormat | None:
+        return None
+
+    def rows(self, start: int, stop: int) -> Weights:
+        return self.source.columns(start, stop).T
+
+    def columns(self, start: int, stop: int) -> Weights:
+        return self.source.rows(start, stop).T
+
+    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+        return None
+
+    def vector(self) -> NDArray[np.float32]:
+        raise ValueError(f"{self.name} is a matrix")
+
+
+@dataclass(frozen=True)
 class Scaled(_View):
     """The values of `source` times `factor` plus `shift`, in float32."""
 

@@ -2,15 +2,19 @@
 
 A bundle's template is Jinja source from the model's maker, and isn't trusted. It runs in `sandbox`, with the
 conventions of Hugging Face `transformers` (its variables, `raise_exception`, `tojson`, loop controls, trimmed
-blocks) but without a clock, so that the same messages always give the same text.
+blocks) but without a clock, so that the same messages always give the same text. A template that calls
+`strftime_now` without asking whether there is one gets the day on which it was loaded.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import date
+from typing import Any
 
+from ondevice.chat_template.channels import Channels, PlainReply, ReplyParser, has_channels
 from ondevice.errors import BundleError, UsageError
 from ondevice.tokenizer import Tokenizer
 
@@ -55,6 +59,12 @@ _FAILURES = (
     TypeError,
     ValueError,
 )
+_ASKS_FOR_CLOCK = re.compile(r"strftime_now\s+is\s+(not\s+)?defined")
+_DIRECTIVE = re.compile(r"%(-?.?)", re.DOTALL)
+_MONTHS = (
+    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
+    "November", "December",
+)  # fmt: skip
 _ROLE = re.compile(r"[a-z][a-z0-9_-]{0,63}", re.ASCII)
 # Noncharacters, which texts don't use. The private area is for texts that contain all of them anyway.
 _MARKERS = [*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xE000, 0xF900))]
@@ -76,7 +86,10 @@ class ChatTemplate:
                 f"the chat template has {len(source)} characters; the limit is {MAX_TEMPLATE_CHARS}; "
                 f"{TEMPLATE_REMEDY}"
             )
-        self._names = {"bos_token": bos_token, "eos_token": eos_token}
+        self._names: dict[str, Any] = {"bos_token": bos_token, "eos_token": eos_token}
+        if "strftime_now" in source and not _ASKS_FOR_CLOCK.search(source):
+            self._names["strftime_now"] = _written_by(date.today())
+        self._channels: Mapping[str, int] | None = None
         self._lock = threading.Lock()
         self._compile(source)
 
@@ -89,7 +102,14 @@ class ChatTemplate:
             raise BundleError(f"the chat template is not UTF-8: {error}; {TEMPLATE_REMEDY}") from error
         bos = "" if tokenizer.bos_id is None else tokenizer.piece(tokenizer.bos_id)
         eos = tokenizer.piece(tokenizer.eos_ids[0]) if tokenizer.eos_ids else ""
-        return ChatTemplate(text, bos_token=bos, eos_token=eos)
+        template = ChatTemplate(text, bos_token=bos, eos_token=eos)
+        if text is not None and has_channels(text, tokenizer.special_tokens):
+            template._channels = tokenizer.special_tokens
+        return template
+
+    def reply_parser(self) -> ReplyParser:
+        """What tells thinking from the reply in one reply of the model."""
+        return PlainReply() if self._channels is None else Channels(self._channels)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The prompt's text.
@@ -180,6 +200,32 @@ class ChatTemplate:
                 raise UsageError(f"the chat template refuses these messages: {error}") from error
             except (jinja2.TemplateError, *_FAILURES) as error:
                 raise BundleError(f"the chat template failed: {_reason(error)}; {TEMPLATE_REMEDY}") from error
+
+
+def _written_by(day: date) -> Callable[[str], str]:
+    """`strftime_now` of a day, by the directives that templates use, in English whatever the machine's
+    language.
+    """
+    month = _MONTHS[day.month - 1]
+    parts = {
+        "Y": f"{day.year:04}",
+        "m": f"{day.month:02}",
+        "d": f"{day.day:02}",
+        "-d": f"{day.day}",
+        "B": month,
+        "b": month[:3],
+        "%": "%",
+    }
+
+    def written(form: str) -> str:
+        if not isinstance(form, str):
+            raise TypeError(f"strftime_now takes a form of dates, not {type(form).__name__}")
+        unknown = [found for found in _DIRECTIVE.findall(form) if found not in parts]
+        if unknown:
+            raise ValueError(f"strftime_now knows no %{unknown[0]}; it knows %{', %'.join(parts)}")
+        return _DIRECTIVE.sub(lambda match: parts[match[1]], form)
+
+    return written
 
 
 def _all_checked(messages: Sequence[Message]) -> list[dict[str, str]]:

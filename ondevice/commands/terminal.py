@@ -47,6 +47,9 @@ def confirm(question: str, yes: bool, otherwise: str) -> None:
         raise UsageError(f"{otherwise}, as the answer was no")
 
 
+DIM, PLAIN = "\x1b[2m", "\x1b[22m"
+
+
 def _writer() -> Callable[[str], None]:
     """A function that writes a model's text to stdout. On a terminal it replaces control characters."""
     from ondevice.commands.reports import harmless
@@ -74,17 +77,34 @@ def print_result(as_json: bool, value: dict[str, Any], text: str) -> None:
 
 
 def write_events(events: Iterator[Event]) -> str | None:
-    """Write a text as it is generated, and return its finish reason. The line ends even on an interrupt."""
-    begun, reason, write = False, None, _writer()
+    """Write a text as it is generated, and return its finish reason. The line ends even on an interrupt.
+
+    Thinking is dimmed on a terminal, with an empty line before the reply; elsewhere it is left out.
+    """
+    begun, thought, reason, write = False, False, None, _writer()
+    terminal = sys.stdout is not None and sys.stdout.isatty()
     try:
         for event in events:
             begun, reason = True, event.finish_reason
-            write(event.text)
+            if event.thinking:
+                thought = terminal and (thought or bool(event.text))
+                _write_dimmed(event.text if terminal else "", write)
+            elif event.text:
+                write(f"\n\n{event.text}" if thought else event.text)
+                thought = False
         return reason
     finally:
         events.close()  # type: ignore[attr-defined]
         if begun:
             write("\n")
+
+
+def _write_dimmed(text: str, write: Callable[[str], None]) -> None:
+    """Write text in faint letters to a terminal."""
+    if text:
+        click.echo(DIM, nl=False, color=True)
+        write(text)
+        click.echo(PLAIN, nl=False, color=True)
 
 
 @contextmanager

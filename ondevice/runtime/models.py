@@ -59,6 +59,7 @@ ALIASES = {
     "phi-2": "microsoft/phi-2",
     "falcon-7b-instruct": "tiiuae/falcon-7b-instruct",
     "stablelm-2-12b-chat": "stabilityai/stablelm-2-12b-chat",
+    "gpt-oss-20b": "openai/gpt-oss-20b",
     "relu-llama-7b": "SparseLLM/ReluLLaMA-7B",
     "turbosparse-mistral-7b": "PowerInfer/TurboSparse-Mistral-Instruct",
 }

@@ -22,6 +22,7 @@ from tests.support.families import (
     FALCON,
     GEMMA3N,
     GEMMA4_E,
+    GPT_OSS,
     LONGROPE,
     OLMOE,
     PHI_LESS_TURNS,
@@ -85,6 +86,12 @@ UNALIKE = {
         "Phimoe",
         {**PHIMOE, "attention_bias": True, "rope_parameters": {**LONGROPE, **PHIMOE_MAGNITUDES}},
     ),
+    "gpt-oss": ("GptOss", {**GPT_OSS, "swiglu_limit": 7.0}),
+    "gpt-oss all chosen": (
+        "GptOss",
+        {**GPT_OSS, "swiglu_limit": 7.0, "num_local_experts": 4, "num_experts_per_tok": 4}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
     "phi": ("Phi", {"head_dim": None, "num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
     "phi less turns": ("Phi", PHI_LESS_TURNS),
     "phi3 longrope": (
@@ -116,7 +123,7 @@ REFUSED = ("smollm3 yarn", "olmo2 all heads", "stablelm whole heads", "nemotron 
 UNLIKE = ("gemma3n", "phimoe", "phimoe longrope")
 """Models that llama.cpp reads otherwise: it has no sparsemixer. For Gemma 3n see the last test."""
 FUZZED = ("phi3 partial", "granite", "stablelm head norms", "falcon newer", "nemotron bias", "gemma3n")
-FUZZED += ("gemma4", "gemma4 e wide", "qwen2 moe", "glm4 moe", "gemma4 moe")
+FUZZED += ("gemma4", "gemma4 e wide", "qwen2 moe", "glm4 moe", "gemma4 moe", "gpt-oss")
 ROUNDS = 60
 LIMITS = {"F16": 1e-2, "Q8_0": 1e-1}
 """Largest difference from llama.cpp's logits, of the largest logit."""

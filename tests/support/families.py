@@ -101,6 +101,14 @@ GLM4_MOE = {
     "first_k_dense_replace": 1,
     "pad_token_id": None,
 }
+GPT_OSS = {
+    "intermediate_size": 48,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 9,
+    "swiglu_limit": 0.5,
+    "num_hidden_layers": 4,
+}
 OPT = dict.fromkeys(ABSENT) | {"ffn_dim": 160, "init_std": 0.1, "max_position_embeddings": 64}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {}),
@@ -335,6 +343,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma4Text",
         {**GEMMA4_MOE, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 256}
         | {"top_k_experts": 1, "rms_norm_eps": 1e-5},
+    ),
+    "gpt-oss moe": ("GptOss", GPT_OSS),
+    "gpt-oss moe plain": (
+        "GptOss",
+        {**GPT_OSS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "num_local_experts": 5}
+        | {"attention_bias": False, "swiglu_limit": 7.0, "swiglu_alpha": 1.25},
+    ),
+    "gpt-oss moe all chosen": (
+        "GptOss",
+        {**GPT_OSS, "num_local_experts": 4, "num_experts_per_tok": 4, "tie_word_embeddings": True}
+        | {"layer_types": ["full_attention", "sliding_attention"] * 2, "intermediate_size": 52},
     ),
     "opt": ("OPT", OPT),
     "opt gelu": ("OPT", {**OPT, "activation_function": "gelu", "tie_word_embeddings": False}),

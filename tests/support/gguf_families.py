@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
 }
 """Names of families in GGUF files, where they differ from `model_type`."""
 PLAIN = ("altup_correct_coef", "altup_predict_coef", "ffn_gate_inp")
@@ -79,7 +80,9 @@ def write_family(
         tensors[new] = values
     for new, values in _arranged(tensors, experts).items():
         block = gguf.GGML_QUANT_SIZES[quant][0]
-        is_plain = values.ndim == 1 or "norm" in new or any(part in new for part in PLAIN)
+        is_plain = (
+            values.ndim == 1 or new.endswith("bias") or "norm" in new or any(part in new for part in PLAIN)
+        )
         own = gguf.GGMLQuantizationType.F32 if is_plain or values.shape[-1] % block else quant
         writer.add_tensor(new, gguf.quants.quantize(np.ascontiguousarray(values), own), raw_dtype=own)
     for tensor, key in (("rope_factors_long", "long_factor"), ("rope_factors_short", "short_factor")):
@@ -131,6 +134,9 @@ def _moved(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict
             gates, ups = np.split(values, 2, axis=1)
             moved |= {f"{stem}.gate_proj.weight": gates, f"{stem}.up_proj.weight": ups}
             continue
+        if family == "gpt_oss" and ".experts." in name:
+            moved |= _gpt_oss_experts(name, values)
+            continue
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             name = f"{name}.weight"
         if name.endswith("shared_expert_gate.weight"):
@@ -145,7 +151,7 @@ def _moved(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict
             values = values + np.float32(1)
         if "query_key_value" in name:
             values = _grouped_apart(config, values)
-        is_scale = name.endswith(("correct_output_scale", "layer_scalar"))
+        is_scale = name.endswith(("correct_output_scale", "layer_scalar", ".sinks"))
         moved[f"{name}.weight" if is_scale else name] = values
     if family == "gemma3n_text":
         # Published checkpoints hold them for layers too that share the keys and values of others.
@@ -156,6 +162,17 @@ def _moved(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict
     for name, found in stacks.items():
         moved[name] = np.stack([found[i] for i in range(len(found))])
     return moved
+
+
+def _gpt_oss_experts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    """Stacks of columns as stacks of rows, those of gates and ups apart; and their biases."""
+    is_bias = name.endswith("_bias")
+    stem, kind = name.removesuffix("_bias"), "bias" if is_bias else "weight"
+    values = values if is_bias else values.swapaxes(1, 2)
+    if stem.endswith("down_proj"):
+        return {f"{stem}.{kind}": values}
+    stem = stem.removesuffix("gate_up_proj")
+    return {f"{stem}gate_proj.{kind}": values[:, ::2], f"{stem}up_proj.{kind}": values[:, 1::2]}
 
 
 def _grouped_apart(config: Mapping[str, Any], values: np.ndarray) -> np.ndarray:
@@ -253,6 +270,11 @@ def _add_granite(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_vocab_size(config["vocab_size"])
 
 
+def _add_gpt_oss(writer: Any, config: Mapping[str, Any]) -> None:
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+
+
 def _add_gemma3n(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_altup_active_idx(config["altup_active_idx"])
     writer.add_altup_num_inputs(config["altup_num_inputs"])
@@ -316,6 +338,7 @@ _OWN: dict[str, Callable[[Any, Mapping[str, Any]], None]] = {
         config["shared_expert_intermediate_size"]
     ),
     "gemma3n_text": _add_gemma3n,
+    "gpt_oss": _add_gpt_oss,
     "gemma4_text": _add_gemma4,
     "stablelm": lambda writer, config: writer.add_parallel_residual(config["use_parallel_residual"]),
     "falcon": lambda writer, config: writer.add_tensor_data_layout("jploski"),

@@ -209,7 +209,8 @@ class Chat:
         tokens, started, shown = 0, time.monotonic(), 0.0
         async with aclosing(session.astream_response(text, sampling=self._sampling)) as events:
             async for event in events:
-                answer["content"] += event.text
+                if not event.thinking:
+                    answer["content"] += event.text
                 tokens += event.token is not None
                 now = time.monotonic()
                 if now - shown >= FRAME_SECONDS:
