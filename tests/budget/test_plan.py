@@ -23,7 +23,7 @@ from ondevice.budget.sizes import (
     stream_bytes,
 )
 from ondevice.bundle.streams import MultiStreams
-from ondevice.config import QuantConfig, RowFormat, RuntimeConfig
+from ondevice.config import MXFP4, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.converters.architectures.common import llama_config
 from ondevice.errors import BudgetError, UsageError
 from ondevice.model_config import ModelConfig
@@ -77,6 +77,7 @@ def test_a_matrix_costs_whole_tiles_of_sixteen_rows() -> None:
     assert interleaved_bytes(16, 64, RowFormat(16)) == 16 * 64 * 2
     assert interleaved_bytes(17, 65, RowFormat(4, 32)) == 2 * 2 * (16 * 64 // 2 + 2 * 16 * 4)
     assert interleaved_bytes(16, 64, RowFormat(4, 32, True)) == 16 * 64 // 2 + 2 * 16 * 2
+    assert interleaved_bytes(17, 65, MXFP4) == 2 * 2 * (16 * 64 // 2 + 2 * 16)
 
 
 def test_the_7b_shape_costs_what_a_hand_count_says() -> None:

@@ -12,10 +12,12 @@ import pytest
 from ondevice.bundle import digest, verify
 from ondevice.bundle.layout import DATA_OFFSET
 from ondevice.bundle.reader import Bundle
+from ondevice.converters.convert import convert
 from ondevice.errors import BundleError, ModelNotFoundError
 from tests.golden.build import GOLDEN
 from tests.malformed.rules import overwrite, put, reseal
 from tests.support.crc32c import crc32c
+from tests.support.mlx_folders import MXFP4, write_mlx_folder
 
 GATES, NEURONS = "gates-00001.safetensors", "neurons-00001.safetensors"
 
@@ -126,6 +128,28 @@ def test_a_scale_that_is_not_finite_is_found(copy: Path) -> None:
         with pytest.raises(BundleError, match=f"{name}: the scale or weight at byte {offset} is not finite"):
             verify.verify(broken, crc32c)
     assert set(places) == {NEURONS, "embedding.safetensors", "resident.safetensors"}
+
+
+@pytest.mark.parametrize("scale", [253, 255])
+def test_a_scale_of_mxfp4_that_is_too_large_is_found(tmp_path: Path, scale: int) -> None:
+    source = write_mlx_folder(tmp_path / "source", MXFP4, num_hidden_layers=1).path
+    bundle = Bundle.open(convert(source, tmp_path / "bundle"))
+    neurons, embedding = bundle.neuron_layout, bundle.embedding_layout
+    places = {
+        "neurons-00000.safetensors": DATA_OFFSET + neurons.stride + neurons.row_bytes[0] - 1,
+        "embedding.safetensors": DATA_OFFSET + 3 * embedding.stride + embedding.parts[0][0].codes_bytes,
+        "resident.safetensors": bundle.tensor_span("layers.0.attention.out.scales").offset + 1,
+    }
+    for name, offset in places.items():
+        broken = bundle.path.with_name(name)
+        shutil.copytree(bundle.path, broken)
+        overwrite(name, offset, bytes([252]))(broken)
+        reseal(broken, name)
+        verify.verify(broken, crc32c)
+        overwrite(name, offset, bytes([scale]))(broken)
+        reseal(broken, name)
+        with pytest.raises(BundleError, match=f"{name}: the scale or weight at byte {offset} is not finite"):
+            verify.verify(broken, crc32c)
 
 
 def broken_halves(bundle: Bundle) -> dict[str, int]:

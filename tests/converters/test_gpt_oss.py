@@ -14,12 +14,20 @@ from safetensors.numpy import load_file, save_file
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.reader import Bundle
+from ondevice.bundle.tiles import untiled
+from ondevice.bundle.verify import verify
+from ondevice.config import MXFP4
 from ondevice.converters.architectures.registry import read_config
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.convert import convert
 from ondevice.converters.quantize import to_float32
 from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.flash.reader import FlashReader
+from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache, KVLayout
+from ondevice.model.loading import bundle_files
+from ondevice.model.records import NeuronRecords
+from tests.backends.test_parity_transformers import rms_error
 from tests.converters.test_aliases import CONFIGS
 from tests.converters.test_expert_parity import logits_and_margins
 from tests.support.engines import all_logits, every_logits, running
@@ -81,6 +89,43 @@ def test_experts_in_mxfp4_are_those_of_transformers(mxfp4: tuple[Path, Any], tmp
     with running(bundle) as loaded:
         mine = np.concatenate([all_logits(loaded, text, 32) for text in texts])
     assert np.abs(mine - theirs).max(axis=1)[decided].max() < 1e-5 * np.abs(theirs).max()
+
+
+def test_codes_in_mxfp4_are_copied_bit_for_bit(mxfp4: tuple[Path, Any], tmp_path: Path) -> None:
+    """Whole experts: gates are the even rows of a stack, ups the odd ones, and downs stay as they are."""
+    folder, _ = mxfp4
+    bundle = Bundle.open(convert(folder, tmp_path / "bundle"))
+    verify(bundle.path, _native.crc32c)
+    layout, tensors = bundle.expert_layout, load_file(folder / "model.safetensors")
+    assert layout is not None
+    assert [matrix.row.stored for matrix in layout.matrices] == [MXFP4] * 3
+    notes = [f"expert_{which}: codes and scales copied" for which in ("down", "gate", "up")]
+    assert [it for it in bundle.manifest.provenance.notes if it.startswith("expert")] == notes
+    with FlashReader(bundle_files(bundle)) as reader:
+        records = NeuronRecords(bundle, reader, 1).experts
+        assert records is not None
+        record = records.read(6)
+    stacks = {"gate": ("gate_up_proj", slice(0, None, 2)), "up": ("gate_up_proj", slice(1, None, 2))}
+    for which, offset, matrix in zip(
+        ("gate", "up", "down"), layout.part_offsets, layout.matrices, strict=True
+    ):
+        stack, rows = stacks.get(which, ("down_proj", slice(None)))
+        blocks, scales = (
+            tensors[f"model.layers.1.mlp.experts.{stack}_{part}"][6, rows] for part in ("blocks", "scales")
+        )
+        found = untiled(record[offset : offset + matrix.nbytes], matrix)
+        assert found.codes.tobytes() == blocks.tobytes()
+        assert found.scales.tobytes() == scales.tobytes()
+        bias = tensors[f"model.layers.1.mlp.experts.{stack}_bias"][6, rows]
+        assert found.added is not None
+        assert np.array_equal(found.added, bias)
+
+
+def test_kernels_multiply_copied_experts(mxfp4: tuple[Path, Any], tmp_path: Path) -> None:
+    bundle = convert(mxfp4[0], tmp_path / "bundle")
+    tokens = np.random.default_rng(8).integers(0, 256, 24).tolist()
+    with running(bundle) as reference, running(bundle, "cpu") as model:
+        assert 0 < rms_error(all_logits(model, tokens), all_logits(reference, tokens, 32)) < 0.08
 
 
 def test_matrices_in_mxfp4_are_read_by_rows_and_columns(mxfp4: tuple[Path, Any]) -> None:

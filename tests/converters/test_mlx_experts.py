@@ -11,9 +11,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from ondevice.bundle.reader import Bundle
+from ondevice.bundle.tiles import untiled
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.convert import convert
 from ondevice.errors import CheckpointError
+from ondevice.flash.reader import FlashReader
+from ondevice.model.loading import bundle_files
+from ondevice.model.records import NeuronRecords
 from tests.support.families import CASES, write_model
 from tests.support.mlx_folders import (
     MXFP4,
@@ -109,6 +113,24 @@ def test_modules_have_their_own_bits(tmp_path: Path) -> None:
     mine = convert(mlx.path, tmp_path / "mine", "f16")
     assert_same_weights(mine, convert(source, tmp_path / "theirs", "f16"))
     assert Bundle.open(convert(mlx.path, tmp_path / "q4")).quant.bits == 4
+
+
+def test_stacks_of_mxfp4_are_copied_whole(tmp_path: Path) -> None:
+    _, mlx = folders(tmp_path, "qwen3 moe", MXFP4)
+    bundle = Bundle.open(convert(mlx.path, tmp_path / "mine"))
+    layout = bundle.expert_layout
+    assert layout is not None
+    notes = [f"expert_{which}: codes and scales copied" for which in ("down", "gate", "up")]
+    assert [it for it in bundle.manifest.provenance.notes if it.startswith("expert")] == notes
+    with FlashReader(bundle_files(bundle)) as reader:
+        records = NeuronRecords(bundle, reader, 1).experts
+        assert records is not None
+        record = records.read(6)
+    for which, at, matrix in zip(("gate", "up", "down"), layout.part_offsets, layout.matrices, strict=True):
+        found = untiled(record[at : at + matrix.nbytes], matrix)
+        stem = f"model.layers.1.mlp.switch_mlp.{which}_proj"
+        assert found.codes.tobytes() == mlx.stored[f"{stem}.weight"][1][6].tobytes()
+        assert found.scales.tobytes() == mlx.stored[f"{stem}.scales"][1][6].tobytes()
 
 
 def test_what_doesnt_belong_together_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from ondevice.backends.base import Float32
 from ondevice.bundle.layout import RowLayout, TiledMatrix
 from ondevice.bundle.tiles import untiled
-from ondevice.config import RowFormat
+from ondevice.config import MXFP4, RowFormat
 from ondevice.kernels import _native
 from ondevice.model_config import Activation
 from tests.kernels.test_kernels import (
@@ -28,6 +28,8 @@ FORMATS = [
     (RowFormat(8, 32, True), RowFormat(5)),
     (RowFormat(5, 32, True), RowFormat(8)),
     (RowFormat(6), RowFormat(4, 32, True)),
+    (MXFP4, MXFP4),
+    (MXFP4, RowFormat(4, 32)),
     (RowFormat(16), RowFormat(16)),
 ]
 """Of gate and up matrices, and of down matrices."""
