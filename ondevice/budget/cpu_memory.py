@@ -70,7 +70,9 @@ class CpuMemory(MemoryModel):
         floats += config.head_width * (len(config.ropes) - 1)
         # Embedding rows wider than a layer's, with the padding that they are read with.
         floats += 2 * max(0, padded(config.embedding_size, GROUP_SIZE) - hidden)
-        per_token = 4 * floats + 64 * config.head_width + 2 * 64 * self._threads
+        # Gates and ups of 16 neurons in each thread, of 32 in experts that are matrices.
+        products = (4 if config.expert_layers else 2) * 64 * self._threads
+        per_token = 4 * floats + 64 * config.head_width + products
         per_token += input_bytes(self._widest_input, self.widest_format)
         if streams is not None and streams.mode == "shared":
             per_token += self._adapted_row_bytes(streams)

@@ -256,8 +256,10 @@ class MemoryModel(ABC):
             return 0
         hidden = padded(self.config.hidden_size, GROUP_SIZE)
         groups = hidden // GROUP_SIZE
-        # As where neurons are selected: groups of outputs lie 16 side by side, and tiles are listed.
-        lanes = 16 * (padded(groups, 16) - groups) + 17
+        lanes = 0
+        if not self.config.expert_layers:
+            # As where neurons are selected: groups of outputs lie 16 side by side, and tiles are listed.
+            lanes = 16 * (padded(groups, 16) - groups) + 17
         arrays = 7 if self.config.experts.apart else 5
         return arrays * hidden + 20 * self.config.experts.count + lanes
 
@@ -310,9 +312,12 @@ class MemoryModel(ABC):
 
     @property
     def _widest_input(self) -> int:
-        """Columns of the widest matrix outside the feed-forward blocks."""
-        others = (weight.shape[1] for weight in extra_matrices(self.config))
-        return max(self.config.hidden_size, self.config.query_size, *others)
+        """Columns of the widest matrix but for neurons': experts that are matrices count."""
+        config, experts = self.config, self.config.experts
+        others = [weight.shape[1] for weight in extra_matrices(config)]
+        if experts is not None and config.expert_layers:
+            others.append(experts.neurons)
+        return max(config.hidden_size, config.query_size, *others)
 
     def _selecting_bytes(self, tokens: int) -> int:
         """Scratch memory that selecting neurons adds to a dense forward pass: all scores, and wider lanes.

@@ -91,6 +91,14 @@ def test_every_family_has_the_values_of_its_codes(tmp_path: Path, case: str) -> 
     assert Bundle.open(mine).manifest.provenance.source_format == "mlx"
 
 
+def test_codes_of_experts_are_copied(tmp_path: Path) -> None:
+    """Of down projections too, whose groups lie as they do in a record."""
+    _, mlx = folders(tmp_path, "qwen3 moe", Scheme(4))
+    notes = Bundle.open(convert(mlx.path, tmp_path / "mine")).manifest.provenance.notes
+    for which in ("down", "gate", "up"):
+        assert f"expert_{which}: codes and scales copied" in notes
+
+
 def test_a_folder_that_isnt_quantised_is_read(tmp_path: Path) -> None:
     """mlx-lm stacks experts there too."""
     source, mlx = folders(tmp_path, "qwen3 moe", Scheme(4), lambda module: None)

@@ -18,6 +18,8 @@ from ondevice.bundle.layout import (
     RecordLayout,
     TensorSpec,
     embedding_layout,
+    expert_file_name,
+    expert_layout,
     gate_file_name,
     gate_layout,
     neuron_file_name,
@@ -91,7 +93,7 @@ def records(recipe: Recipe, which: int) -> Iterator[np.ndarray]:
     """Random records, uint8 (n, stride), 40 at a time. `which` is the layer, or -1 for the embedding."""
     embedding = which < 0
     layout = (embedding_layout if embedding else neuron_layout)(recipe.config, recipe.quant)
-    left = recipe.config.vocab_size if embedding else recipe.config.widths[which]
+    left = recipe.config.vocab_size if embedding else recipe.config.records[which]
     random = _random(recipe.seed, 1, which + 1)
     while left:
         count = min(left, 40)
@@ -107,6 +109,24 @@ def gates(recipe: Recipe, layer: int) -> Iterator[np.ndarray]:
         rows = np.zeros((len(chunk), layout.stride), np.uint8)
         rows[:, :used] = chunk[:, :used]
         yield rows
+
+
+def experts(recipe: Recipe, layer: int) -> Iterator[np.ndarray]:
+    """Random records of experts that are stored as matrices, (stride,) uint8 each."""
+    layout, spec = expert_layout(recipe.config, recipe.quant), recipe.config.experts
+    assert layout is not None
+    assert spec is not None
+    random = _random(recipe.seed, 3, layer)
+    for _ in range(spec.count):
+        record = np.frombuffer(random.bytes(layout.stride), np.uint8).copy()
+        for start, stop in layout.padding:
+            record[start:stop] = 0
+        for halves in layout.halves:
+            size = halves.stop - halves.start
+            for place in range(halves.times):
+                at = halves.start + halves.step * place
+                record[at : at + size] = _halves(random, 1, size // 2)[0]
+        yield record
 
 
 def _records(layout: RecordLayout, count: int, random: np.random.RandomState) -> np.ndarray:
@@ -148,6 +168,8 @@ def fill(writer: BundleWriter, recipe: Recipe) -> None:
         writer.write_records(neuron_file_name(layer), records(recipe, layer))
         if recipe.config.zeros_gates:
             writer.write_records(gate_file_name(layer), gates(recipe, layer))
+        if layer in recipe.config.expert_layers:
+            writer.write_records(expert_file_name(layer), experts(recipe, layer))
     writer.write_records(EMBEDDING, records(recipe, -1))
     writer.write_resident(tensors(recipe, writer.resident_finished()))
     for name, data in recipe.blobs.items():

@@ -11,6 +11,7 @@
 #include <fstream>
 #include <iterator>
 #include <limits>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,6 +19,7 @@
 #include "flash/crc32c.h"
 #include "kernels/dispatch.h"
 #include "kernels/error_feedback.h"
+#include "kernels/expert.h"
 #include "kernels/feed_forward_pass.h"
 #include "kernels/quantize_rows.h"
 #include "made_up_inputs.h"
@@ -179,6 +181,67 @@ void feed_forward(Runner& runner, const ondevice::RowFormat& format, int64_t hid
       }
       keep(out, name + " normed", y);
     }
+}
+
+// A matrix of made-up weights behind the bytes of `record`, padded to a multiple of 64, with its biases.
+ondevice::RecordMatrix put_matrix(Runner& runner, const ondevice::RowFormat& format, int64_t rows,
+                                  int64_t cols, Random* random, Bytes* record) {
+  ondevice::RecordMatrix matrix{format, rows, cols, static_cast<int64_t>(record->size())};
+  record->resize(record->size() + static_cast<size_t>(matrix.tiles() * matrix.tile_bytes()));
+  uint8_t* tiles = record->data() + matrix.offset;
+  for (int64_t r = 0; r < rows; ++r) {
+    const Floats weights = random->values(cols);
+    const Row row = quantize(runner, format, weights.data(), cols);
+    if (format.bits == 16)
+      std::memcpy(tiles + r * matrix.tile_bytes() / ondevice::kTile, row.codes.data(), row.codes.size());
+    else
+      ondevice::interleave_rows(runner.pool(), format, groups_of(cols), r, 1,
+                                {row.codes.data(), reinterpret_cast<const uint8_t*>(row.scales.data()),
+                                 reinterpret_cast<const uint8_t*>(row.biases.data()), 0, 0, 0},
+                                tiles, matrix.tile_bytes());
+  }
+  const Floats bias = random->values(rows);
+  matrix.bias = static_cast<int64_t>(record->size());
+  record->resize((record->size() + bias.size() * sizeof(float) + 63) / 64 * 64);
+  std::memcpy(record->data() + matrix.bias, bias.data(), bias.size() * sizeof(float));
+  return matrix;
+}
+
+// An expert whole, or split: tile by tile, from the last to the first. Equal bytes are kept under equal
+// names.
+void expert(Runner& runner, const ondevice::RowFormat& rows, const ondevice::RowFormat& down, int64_t hidden,
+            int64_t neurons, bool split, bool gated, Vectors* out) {
+  Random random(static_cast<uint64_t>(hidden * 1000 + neurons));
+  Bytes record;
+  const ondevice::RecordMatrix gate = put_matrix(runner, rows, neurons, hidden, &random, &record);
+  std::optional<ondevice::RecordMatrix> up;
+  if (gated) up = put_matrix(runner, rows, neurons, hidden, &random, &record);
+  ondevice::RecordMatrix last = put_matrix(runner, down, hidden, neurons, &random, &record);
+  if (!gated) last.bias = -1;
+  const ondevice::Expert expert(gate, up, last);
+  const Floats x = random.values(17 * hidden);
+  const int64_t h_stride = gate.tiles() * ondevice::kTile;
+  for (const int64_t tokens : {1, 2, 3, 7, 17}) {
+    const GateForm form{tokens % 2 ? Activation::kSilu : Activation::kGeluTanh};
+    Floats y(static_cast<size_t>(tokens * hidden)), h(static_cast<size_t>(tokens * h_stride));
+    if (split) {
+      Floats products(static_cast<size_t>(tokens * ondevice::Expert::kProducts));
+      const auto inputs = runner.prepare(x.data(), hidden, tokens, hidden, rows);
+      for (int64_t tile = gate.tiles() - 1; tile >= 0; --tile)
+        expert.multiply_up(runner.kernels(), record.data(), inputs, form, products.data(), h.data(), h_stride,
+                           tile, tile + 1);
+      const auto hidden_rows = runner.prepare(h.data(), h_stride, tokens, neurons, down);
+      for (int64_t tile = last.tiles() - 1; tile >= 0; --tile)
+        expert.multiply_down(runner.kernels(), record.data(), hidden_rows, y.data(), tile, tile + 1);
+    } else {
+      expert.forward(runner, record.data(), x.data(), hidden, tokens, form, y.data());
+    }
+    keep(out,
+         std::string(gated ? "expert" : "ungated expert") + " bits=" + std::to_string(rows.bits) + "/" +
+             std::to_string(down.bits) + " " + std::to_string(hidden) + "x" + std::to_string(neurons) +
+             " tokens=" + std::to_string(tokens),
+         y);
+  }
 }
 
 void attention(Runner& runner, int bits, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window,
@@ -440,6 +503,12 @@ Vectors run(const std::string& target, int threads, bool hardware_checksums) {
            std::vector<std::pair<int, int>>{{1, 1}, {17, 65}, {37, 100}, {64, 320}})
         linear(runner, {bits, 32, implied}, rows, cols, &out);
   mxfp4(runner, split, &out);
+  for (const auto& [rows, down] : std::vector<std::pair<ondevice::RowFormat, ondevice::RowFormat>>{
+           {4, 4}, {{4, 32}, {6, 32}}, {{8, 32, true}, 5}, {{5, 32, true}, 8}, {16, 16}})
+    for (const bool gated : {true, false}) {
+      expert(runner, rows, down, 100, 130, split, gated, &out);
+      expert(runner, rows, down, 64, 49, split, gated, &out);
+    }
   for (const int bits : {8, 16})
     for (const int64_t window : {0, 1, 37})
       for (const int64_t dim : {8, 20, 64}) {
