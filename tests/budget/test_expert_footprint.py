@@ -114,7 +114,7 @@ def test_experts_keep_to_the_budget(bundle: Path, share: float) -> None:
 
 
 def test_a_long_text_that_changes_its_topic_keeps_to_ten_budgets(bundle: Path) -> None:
-    """From the smallest to the whole model, 2,000 tokens each, in a cgroup of it and without a limit."""
+    """Even steps from the smallest towards the whole: 2,000 tokens, in a cgroup of it and without a limit."""
     context = TOPICS * (LONG_PROMPT + LONG_TOKENS)
     options = OPTIONS | {"max_context": context, "kv_bits": 8}
     smallest, full = said([sys.executable, "-c", BUDGETS, str(bundle), json.dumps(options)])
@@ -130,7 +130,7 @@ def test_a_long_text_that_changes_its_topic_keeps_to_ten_budgets(bundle: Path) -
     }
     rows = []
     for step in range(LONG_BUDGETS):
-        budget = smallest + (full - smallest) * step // (LONG_BUDGETS - 1)
+        budget = smallest + (full - smallest) * step // LONG_BUDGETS
         own = spec | {"dram_budget": budget}
         limited = run_engine("run_two_topics", own | {"limited": True}, budget, TIMEOUT_SECONDS)
         free = run_engine("run_two_topics", own | {"limited": False}, None, TIMEOUT_SECONDS)

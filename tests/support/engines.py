@@ -140,20 +140,9 @@ def bundle_weights(folder: Path) -> dict[str, np.ndarray]:
         records = load_file(folder / neuron_file_name(i))["records"]
         second = bundle.neuron_layout.part_offsets[1]
         row, down = RowLayout(hidden, *quant.of("feed_forward")), RowLayout(hidden, quant.bits)
-        parts = {"mlp": records}
-        if spec.experts is not None:
-            routed = f"{layer}.mlp.gate.weight"
-            weights[routed] = _resident_matrix(resident, f"layers.{i}.router", RowLayout(hidden, 16))
-            experts = records.reshape(spec.experts.count, spec.experts.neurons, -1)
-            parts = {f"mlp.experts.{expert}": rows for expert, rows in enumerate(experts)}
-        for module, rows in parts.items():
-            for name, start, own in (
-                ("gate", 0, row),
-                ("up", second, row),
-                ("down", second + row.nbytes, down),
-            ):
-                matrix = _rows(rows[:, start : start + own.nbytes], own)
-                weights[f"{layer}.{module}.{name}_proj.weight"] = matrix.T if name == "down" else matrix
+        for name, start, own in (("gate", 0, row), ("up", second, row), ("down", second + row.nbytes, down)):
+            matrix = _rows(records[:, start : start + own.nbytes], own)
+            weights[f"{layer}.mlp.{name}_proj.weight"] = matrix.T if name == "down" else matrix
     return weights
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import ondevice
 from ondevice.bundle.reader import Bundle
-from tests.support.engines import bundle_weights
+from tests.support.engines import running
 from tests.support.models import save_safetensors
 from tests.support.paths import ROOT
 
@@ -64,11 +66,32 @@ def write_mixture(folder: Path) -> Path:
         "eos_token_id": 2,
     }
     (folder / "config.json").write_text(json.dumps(values))
-    weights = bundle_weights(MIXTURE)
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    held = {
-        name: np.ascontiguousarray(matrix.astype(np.float16), np.float32) for name, matrix in weights.items()
-    }
+    held = {name: values.astype(np.float16).astype(np.float32) for name, values in _weights()}
     save_safetensors(folder / "model.safetensors", held, "F32")
     shutil.copy(MIXTURE / "tokenizer.model", folder)
     return folder
+
+
+def _weights() -> Iterator[tuple[str, np.ndarray]]:
+    """The values that the mixture's codes stand for, by Hugging Face's names."""
+    with running(MIXTURE) as model:
+        weights: Any = model.weights
+        yield "model.embed_tokens.weight", weights.head.weight
+        yield "lm_head.weight", weights.head.weight
+        yield "model.norm.weight", weights.final_norm.weight
+        for index, layer in enumerate(weights.layers):
+            query, key, value = np.split(layer.qkv.weight, 3)
+            parts = {
+                "input_layernorm": layer.attention_norm.weight,
+                "post_attention_layernorm": layer.feed_forward_norm.weight,
+                "mlp.gate": layer.router.matrix.weight,
+                "self_attn.q_norm": layer.head_norms.q.weight,
+                "self_attn.k_norm": layer.head_norms.k.weight,
+                **{"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": value},
+                "self_attn.o_proj": layer.out.weight,
+            }
+            for number, expert in enumerate(layer.feed_forward.experts):
+                for name, values in (("gate", expert.gate), ("up", expert.up), ("down", expert.down.T)):
+                    parts[f"mlp.experts.{number}.{name}_proj"] = values
+            for name, values in parts.items():
+                yield f"model.layers.{index}.{name}.weight", values
