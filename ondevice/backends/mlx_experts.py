@@ -135,7 +135,11 @@ class MlxExpertMatrix:
         """x (T, 1 or k, 1, C) @ W^T of experts (T, k): (T, k, 1, R)."""
         more = self.layout.padded_cols - x.shape[-1]
         x = mx.pad(x, [(0, 0), (0, 0), (0, 0), (0, more)]) if more else x
-        x, pairs, mode = x.astype(self.dtype), list(self.arrays[1:]), "mxfp4" if self.layout.mxfp4 else "affine"
+        x, pairs, mode = (
+            x.astype(self.dtype),
+            list(self.arrays[1:]),
+            "mxfp4" if self.layout.mxfp4 else "affine",
+        )
         if mode == "affine":
             pairs = [it.astype(self.dtype) for it in pairs]
         if self.layout.bits == 16:

@@ -407,6 +407,9 @@ class MlxFeedForward(FeedForwardLayer):
         self._dtype = dtype
         self._holds = False
         self._held: MlxExperts | None = None
+        if source.experts is not None and source.experts.layout is not None:
+            for matrix in source.experts.layout.matrices:
+                require_mode(matrix.row)
         names = ("gate", "up", "down") if len(source.layout.rows) == 3 else ("gate", "down")
         places = zip(source.layout.row_offsets, source.layout.rows, strict=True)
         self._rows = dict(zip(names, places, strict=True))
@@ -490,7 +493,6 @@ class MlxFeedForward(FeedForwardLayer):
         assert records is not None
         for matrix in layout.matrices:
             row, shape = matrix.row, (records.count, matrix.rows)
-            require_mode(row)
             sizes = [(self._dtype, row.padded_cols)]
             if row.bits < 16:
                 affine = [(mx.uint8, row.groups)] if row.mxfp4 else [(self._dtype, row.groups)] * 2

@@ -17,11 +17,13 @@ from ondevice.converters.convert import convert
 from ondevice.errors import BackendUnavailableError, FlashReadError
 from ondevice.runtime import backend_choice
 from tests.backends.test_routing import SPECS, bias_of, logits
+from tests.converters.test_mlx_experts import folders
 from tests.support.bundles import copy_files
 from tests.support.chat import squeeze
 from tests.support.engines import always_draft, error, random_tokens
 from tests.support.families import CASES, OLMOE, write_model
 from tests.support.flash_files import flip_byte
+from tests.support.mlx_folders import MXFP4
 from tests.support.mlx_models import ON_GPU, loaded, smallest
 
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
@@ -35,6 +37,9 @@ FAMILIES = {
     "olmoe": "q4", "qwen3 moe renormalised": "q8", "qwen2 moe": "q4", "mixtral": "f16", "phimoe": "q5",
     "granite moe": "q6", "glm4 moe": "q4", "gemma4 moe": "q8", "qwen3 moe dense between": "q4",
 }  # fmt: skip
+
+FAST = ("qwen2 moe", "mixtral", "gemma4 moe")
+"""A shared expert, 16 bits, and blocks side by side; the others are slow."""
 
 
 def made(folder: Path, case: str, quant: str) -> Path:
@@ -81,7 +86,9 @@ def test_of_equal_scores_the_lower_number_is_chosen(name: str) -> None:
     assert (found < 16).all()
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize(
+    "case", [it if it in FAST else pytest.param(it, marks=pytest.mark.slow) for it in FAMILIES]
+)
 def test_logits_are_those_of_reference(tmp_path: Path, case: str) -> None:
     """With all experts held, and with the fewest slots; both of the same bits."""
     folder = made(tmp_path, case, FAMILIES[case])
@@ -93,6 +100,20 @@ def test_logits_are_those_of_reference(tmp_path: Path, case: str) -> None:
         whole = model.logits(tokens)
     assert error(whole, theirs) < TOLERANCE
     with loaded(folder, dram_budget=smallest(folder, **options), **options) as model:
+        assert np.array_equal(model.logits(tokens), whole)
+
+
+def test_experts_of_mxfp4_are_those_of_reference(tmp_path: Path) -> None:
+    _, mlx = folders(tmp_path, "qwen3 moe", MXFP4)
+    folder = convert(mlx.path, tmp_path / "bundle")
+    assert Bundle.open(folder).quant.of("experts").mxfp4
+    tokens = random_tokens(Bundle.open(folder).config, 20)
+    with loaded(folder, "reference") as reference:
+        theirs = reference.logits(tokens)
+    with loaded(folder) as model:
+        whole = model.logits(tokens)
+        assert error(whole, theirs) < TOLERANCE
+        squeeze(model)
         assert np.array_equal(model.logits(tokens), whole)
 
 
@@ -119,6 +140,7 @@ def test_the_budget_changes_no_bit(olmoe: Path) -> None:
     with loaded(olmoe, prefill_chunk=7) as model:
         expected, logits = texts(model), model.logits(PROMPT)
         assert holds_all(model)
+        assert 0 < model._engine._neurons.nbytes <= model.plan.segment.total * model.plan.segment.nbytes
         assert len(set(expected[1])) > 5, "the text says nothing"
         full, made = model.plan.full_bytes, []
         for event in model.stream(tokens=PROMPT, max_tokens=24, temperature=0.0, logit_bias={2: -math.inf}):
