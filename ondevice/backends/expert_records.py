@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from ondevice.bundle.layout import ExpertLayout
 
 Bytes = NDArray[np.uint8]
+ROWS_AT_ONCE = 32
+"""Tokens whose experts' outputs a backend that holds all experts computes together."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 from ondevice.backends.base import Bytes, FeedForwardSource, Selector
 from ondevice.backends.neuron_source import NeuronSource, Segment
 from ondevice.config import GROUP_SIZE
+from ondevice.kernels import _native
 
 BLOCK_NEURONS = GROUP_SIZE
 """Neurons in a block, the unit of packing, allocation and reading."""
@@ -27,6 +28,10 @@ class PieceMemory:
 
     def free(self) -> None:
         """Free the allocated memory, which nothing writes to any more."""
+
+    def allocate_slots(self, nbytes: int) -> Bytes:
+        """(nbytes,) from a page boundary on, for experts; freed with the array. Raises MemoryError."""
+        return _native.allocate(nbytes)
 
     def asked(self) -> Any:
         """The computations on pieces that began since the last call; an argument for `wait`."""
@@ -72,6 +77,17 @@ class FeedForwardLayer:
         self.segments: list[Segment] = []
         self.piece_memory = PieceMemory()
         """A pool that streams several layers uses only the first layer's."""
+
+    def expert_arrived(self, address: int) -> None:
+        """Prepare an expert that has just been read to `address`. Raises MemoryError."""
+
+    def hold_experts(self, wanted: bool) -> None:
+        """Hold all the layer's experts from its next turn on, if its backend can, or free them."""
+
+    @property
+    def held_experts_bytes(self) -> int:
+        """Bytes of the experts that the layer holds itself."""
+        return 0
 
     @property
     def resident_neurons(self) -> int:

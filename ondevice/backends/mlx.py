@@ -28,10 +28,12 @@ from ondevice.backends.base import (
     KVStore,
     LinearSource,
     Norm,
+    Router,
     Selector,
 )
-from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
+from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FirstNeurons
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.mlx_experts import Chosen, route
 from ondevice.backends.mlx_kv import MlxKV
 from ondevice.backends.mlx_memory import MlxLimits, Synchronisations, begin
 from ondevice.backends.mlx_ops import MlxOps, activate, cut_off, hidden, normed
@@ -44,8 +46,12 @@ from ondevice.backends.mlx_weights import (
     MlxSegment,
 )
 from ondevice.backends.offloading import OffloadingBackend
+from ondevice.backends.routing import Routing
 from ondevice.bundle.layout import padded
-from ondevice.model_config import FeedForwardSpec
+from ondevice.model_config import FeedForwardSpec, LayerSpec
+
+HELD_ROWS = 16
+"""Most rows of a pass whose outputs of all experts are held at once, where these come from slots."""
 
 
 def compute_type() -> mx.Dtype:
@@ -102,9 +108,12 @@ class MlxBackend(OffloadingBackend, MlxOps):
         gates: MlxLinear | None = None,
         dense: int | None = None,
     ) -> MlxFeedForward:
+        own = source if dense is None else FirstNeurons(source, dense)
         loaded = MlxFeedForward(
-            layer, source, self._segment_neurons, self.dtype, self._pieces, selector, biases, gates
+            layer, own, self._segment_neurons, self.dtype, self._pieces, selector, biases, gates
         )
+        if dense:
+            loaded.hold_all()
         self.feed_forwards.append(loaded)
         return loaded
 
@@ -231,6 +240,65 @@ class MlxBackend(OffloadingBackend, MlxOps):
             found = mx.concatenate([found, estimates])
         found = _with_bias(found, weight)
         return found if added is None else added + found
+
+    def mixture(
+        self,
+        x: mx.array,
+        weight: MlxFeedForward,
+        router: Router,
+        spec: LayerSpec,
+        batch: ForwardBatch,
+        norm: Norm | None = None,
+        added: mx.array | None = None,
+    ) -> mx.array:
+        experts, apart, residual = spec.experts, router.apart, x
+        assert experts is not None
+        x = normed(x, norm)
+        total = mx.zeros(x.shape)
+        if weight.segments:
+            total = self.dense_feed_forward(x, weight, spec.feed_forward, batch)
+            if router.shared_gate is not None:
+                total = total * mx.sigmoid(self.product(x, router.shared_gate))
+        dense_output = total
+        if apart is not None:
+            dense_output, total = normed(total, apart.dense_output), mx.zeros(x.shape)
+            x = normed(residual, apart.experts)
+        logits = self.product(x if apart is None else normed(residual, apart.router), router.matrix)
+        chosen = route(logits, experts, router.choice_bias, None if apart is None else apart.scales)
+        held = weight.held_experts
+        if held is None:
+            total = self._fetched(total, x, weight, chosen, spec.feed_forward, batch)
+        else:
+            total = held.added_to(total, x, chosen, spec.feed_forward)
+        if apart is not None:
+            total = dense_output + normed(total, apart.output)
+        return total if added is None else added + total
+
+    def _fetched(
+        self,
+        total: mx.array,
+        x: mx.array,
+        weight: MlxFeedForward,
+        chosen: Chosen,
+        spec: FeedForwardSpec,
+        batch: ForwardBatch,
+    ) -> mx.array:
+        """total (T, D) plus the weighted outputs of each token's experts, in the order of their numbers.
+
+        The choice is read back, and experts come from slots, one by one.
+        """
+        self._await(*chosen)
+        routing, rows_of_pass = Routing(*(np.array(it) for it in chosen)), x.shape[0]
+        in_order, held = rows_of_pass > HELD_ROWS, {}
+        for expert, address in weight.neurons.experts(weight.index, routing, batch, in_order):
+            rows, weights = routing.rows_of(expert)
+            own = x if len(rows) == rows_of_pass else x[mx.array(rows)]
+            first = mx.zeros((len(rows), 1), dtype=mx.int32)
+            held[expert] = rows, weight.expert_at(address).outputs(own, first, spec)[:, 0] * mx.array(weights)
+            if in_order:
+                total = _with_outputs(total, held)
+            self._pieces.ask([total if in_order else held[expert][1]])
+        return _with_outputs(total, held)
 
     def _selected(
         self,
@@ -420,6 +488,14 @@ def product_of_selected(
 ) -> mx.array:
     """The output (T, D) of n gathered neurons for x (T, D). gates: (T, n). chosen: (T, n), 1 or 0."""
     return neurons.down.columns_product(hidden(gates, neurons.ups(x), spec) * chosen)
+
+
+def _with_outputs(total: mx.array, held: dict[int, tuple[NDArray[np.intp], mx.array]]) -> mx.array:
+    """total (T, D) plus outputs of experts for some rows each, in ascending order; empties `held`."""
+    for expert in sorted(held):
+        rows, out = held.pop(expert)
+        total = total + out if len(rows) == total.shape[0] else total.at[mx.array(rows)].add(out)
+    return total
 
 
 def _with_bias(found: mx.array, weight: MlxFeedForward) -> mx.array:

@@ -7,6 +7,7 @@ products further (TF32) they differ more. Different splits of a prompt need not 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -22,6 +23,7 @@ from ondevice.backends.base import (
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.mlx_ops import MlxLinear, MlxOps, activate, cut_off, normed
 from ondevice.backends.reference import ReferenceBackend
+from ondevice.errors import BackendUnavailableError
 from ondevice.model_config import FeedForwardSpec
 
 
@@ -96,6 +98,9 @@ class MlxFloatBackend(MlxOps):
 
     def prefetch(self, x: mx.array, norm: Norm | None, weight: MlxFeedForward) -> None:
         """Everything is in memory."""
+
+    def mixture(self, *arguments: Any, **options: Any) -> mx.array:
+        raise BackendUnavailableError("streams of a model with experts can't be trained")
 
     def feed_forward(
         self,

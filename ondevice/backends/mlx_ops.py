@@ -115,9 +115,6 @@ class MlxOps:
     def soft_cap(self, x: mx.array, cap: float) -> mx.array:
         return cap * mx.tanh(x / cap)
 
-    def mixture(self, *arguments: Any, **options: Any) -> mx.array:
-        raise BackendUnavailableError("--backend mlx doesn't run experts yet; use --backend cpu")
-
     def rows(self, x: mx.array, tokens: Sequence[int]) -> mx.array:
         return x[mx.array(list(tokens))]
 

@@ -18,6 +18,7 @@ import numpy as np
 from ondevice.backends.base import Float32, HeadNorms, KVLayout, Norm
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.backends.mlx import all_of, compute_type, product_of_selected
+from ondevice.backends.mlx_experts import MlxExpertMatrix, MlxExperts, route
 from ondevice.backends.mlx_kv import MlxKV
 from ondevice.backends.mlx_memory import MlxLimits
 from ondevice.backends.mlx_ops import MlxOps, cut_off, hidden, normed
@@ -26,7 +27,7 @@ from ondevice.backends.row_invariance import MOST_ROWS, RowInvariance, RowOp, me
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout, padded
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat
-from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig
+from ondevice.model_config import AttentionSpec, ExpertsSpec, FeedForwardSpec, ModelConfig
 
 KEYS = (1, 1016, 1025, 4088)
 """Numbers of keys before the rows. Kernels of attention change at 1,024 and 4,096 keys: behind 1,016 and
@@ -98,7 +99,10 @@ class _Ops:
         weight = mx.array(self._values(config.hidden_size))
         norm = Norm(weight, config.norm.eps, None, config.norm.kind == "layer")
         yield _row_op("norm", lambda it: normed(it, norm), self._input(config.hidden_size))
-        activated = self._input(config.widest)
+        widest = config.widest
+        if config.experts is not None:
+            widest = max(config.experts.neurons, *map(config.dense_neurons, config.layers))
+        activated = self._input(widest)
         yield _row_op("activation", lambda it: hidden(it, None, config.feed_forward), activated)
         for rows, cols, stored in sorted(set(shapes.linears)):
             matrix = self._matrix(self._outputs(rows), cols, stored)
@@ -146,8 +150,39 @@ class _Ops:
                     lambda x, weight=weight: ops.soft_cap(ops.products(x, weight), 1.0),  # type: ignore[misc]
                     self._input(cols),
                 )
+        if config.experts is not None:
+            yield from self._mixture(config.experts)
         for neurons in sorted(set(map(config.neurons, config.cut_off_layers))):
             yield _row_op(f"cutoff of {neurons}", lambda x: cut_off(x, 0.5), self._input(neurons))
+
+    def _mixture(self, spec: ExpertsSpec) -> Iterator[RowOp]:
+        """The choice of experts, and the products of as many as a token chooses."""
+        config, quant = self._config, self._shapes.quant
+        bias = mx.array(self._values(spec.count)) if spec.choice_bias else None
+
+        def chosen(logits: mx.array) -> mx.array:
+            ids, weights, _ = route(logits, spec, bias)
+            return mx.concatenate([ids.astype(mx.float32), weights], axis=1)
+
+        yield _row_op("choice of experts", chosen, self._input(spec.count))
+
+        def stack(rows: int, cols: int, stored: RowFormat) -> MlxExpertMatrix:
+            found = self._matrix(spec.chosen * rows, cols, stored)
+            parts = (array.reshape(spec.chosen, rows, -1) for array in found.arrays)
+            return MlxExpertMatrix(found.layout, self._dtype, tuple(parts))
+
+        by_rows = [
+            stack(spec.neurons, config.hidden_size, quant.of("experts"))
+            for _ in range(config.feed_forward.num_rows - 1)
+        ]
+        down = stack(self._outputs(config.hidden_size), spec.neurons, quant.of("experts_down"))
+        experts = MlxExperts.of([*by_rows, down])
+
+        def outputs(x: mx.array) -> mx.array:
+            ids = mx.broadcast_to(mx.arange(spec.chosen, dtype=mx.int32), (x.shape[0], spec.chosen))
+            return experts.outputs(x, ids, config.feed_forward).reshape(x.shape[0], -1)
+
+        yield _row_op("experts", outputs, self._input(config.hidden_size))
 
     def skips_zeros(self) -> bool:
         """Whether a row's product over neurons has the same bits without those whose gate is zero."""

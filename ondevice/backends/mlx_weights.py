@@ -8,9 +8,11 @@ been evaluated.
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from weakref import finalize
 
 import mlx.core as mx
 import numpy as np
@@ -18,8 +20,10 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import NO_BIASES, Biases, Bytes, FeedForwardSource, LinearSource, Selector
 from ondevice.backends.feed_forward_layer import FeedForwardLayer, PieceMemory
-from ondevice.backends.mlx_memory import Synchronisations, begin, require_memory, writable
-from ondevice.bundle.layout import RowLayout
+from ondevice.backends.mlx_experts import MlxExpertMatrix, MlxExperts
+from ondevice.backends.mlx_memory import Synchronisations, begin, known, require_memory, writable
+from ondevice.bundle.layout import ExpertLayout, RowLayout
+from ondevice.bundle.tiles import StoredMatrix, untiled
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native
 from ondevice.units import PAGE_BYTES
@@ -231,6 +235,39 @@ class RecordMemory:
         start = -self._address % PAGE_BYTES
         self.view: Bytes = whole.view(np.uint8)[start : start + nbytes]
 
+    def at(self, address: int, nbytes: int) -> Bytes:
+        """(nbytes,) of `view` from an address on."""
+        start = address - self.view.ctypes.data
+        return self.view[start : start + nbytes]
+
+    def expert(self, address: int, layout: ExpertLayout, dtype: mx.Dtype) -> MlxExperts:
+        """The one expert that lies at `address` as `settle` leaves it, without a copy."""
+        floats = self._words.view(mx.float32)
+        first, found = address - self._address, []
+        for offset, matrix in zip(layout.part_offsets, layout.matrices, strict=True):
+            start, arrays = first + offset, []
+            for array, columns in self._parts(matrix.row):
+                size: int = array.dtype.size
+                shape, strides = (1, matrix.rows, columns), (0, columns, 1)
+                arrays.append(mx.as_strided(array, shape, strides, start // size))
+                start += size * matrix.rows * columns
+            added = None
+            if matrix.has_bias:
+                at = (first + offset + matrix.rows_bytes) // 4
+                added = mx.as_strided(floats, (1, matrix.rows), (0, 1), at)
+            found.append(MlxExpertMatrix(matrix.row, dtype, tuple(arrays), added))
+        experts = MlxExperts.of(found)
+        known(*experts.arrays)
+        return experts
+
+    def _parts(self, row: RowLayout) -> list[tuple[mx.array, int]]:
+        """What holds codes, scales and biases of stored rows, and the columns of each."""
+        if row.bits == 16:
+            return [(self._halves, row.padded_cols)]
+        scales = self._bytes if row.mxfp4 else self._halves
+        biases = [(self._halves, row.groups)] if row.stored.has_biases else []
+        return [(self._words, row.codes_bytes // 4), (scales, row.groups), *biases]
+
     def matrix(self, records: Bytes, offset: int, layout: RowLayout, dtype: mx.Dtype) -> MlxMatrix:
         """The row `offset` bytes into each record, (n, stride) of `view`, as a matrix without a copy."""
         start, (count, stride) = records.ctypes.data - self._address + offset, records.shape
@@ -249,6 +286,22 @@ class RecordMemory:
         return MlxMatrix(layout, dtype, (codes, *pairs))
 
 
+def settle(record: Bytes, layout: ExpertLayout) -> None:
+    """Bring the matrices of an expert's record (stride,) from tiles into rows, each where it lies.
+
+    A part is then all its codes, all its scales and all its biases.
+    """
+    for offset, matrix in zip(layout.part_offsets, layout.matrices, strict=True):
+        if matrix.row.bits == 16:
+            continue
+        part, at = record[offset : offset + matrix.nbytes], 0
+        found = untiled(part.copy(), matrix)
+        for values in (found.codes, found.scales, found.biases):
+            rows = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+            part[at : at + rows.nbytes] = rows
+            at += rows.nbytes
+
+
 class MlxPieceMemory(PieceMemory):
     """Memory for pieces in MLX arrays. One piece may be multiplied while the next is read."""
 
@@ -258,6 +311,40 @@ class MlxPieceMemory(PieceMemory):
         self.records: RecordMemory | None = None
         self._waits = waits
         self._asked: list[mx.array] = []
+        self._slots: dict[int, RecordMemory] = {}
+        """Memory of experts' slots, by address."""
+        self._starts: list[int] = []
+        self._experts: dict[int, MlxExperts] = {}
+        """Experts in slots by their addresses, as their arrays were made when first needed."""
+
+    def allocate_slots(self, nbytes: int) -> Bytes:
+        memory = RecordMemory(nbytes)
+        view = memory.view
+        start = view.ctypes.data
+        self._slots[start] = memory
+        insort(self._starts, start)
+        memory.view = view[:]
+        finalize(view, self._free_slots, start, nbytes)
+        return view
+
+    def _free_slots(self, start: int, nbytes: int) -> None:
+        del self._slots[start]
+        self._starts.remove(start)
+        for address in [it for it in self._experts if start <= it < start + nbytes]:
+            del self._experts[address]
+
+    def settle(self, address: int, layout: ExpertLayout) -> None:
+        """Prepare an expert that was read to `address`, in a slot."""
+        settle(self._slot(address).at(address, layout.stride), layout)
+
+    def expert(self, address: int, layout: ExpertLayout, dtype: mx.Dtype) -> MlxExperts:
+        """The one expert at `address`, prepared."""
+        if address not in self._experts:
+            self._experts[address] = self._slot(address).expert(address, layout, dtype)
+        return self._experts[address]
+
+    def _slot(self, address: int) -> RecordMemory:
+        return self._slots[self._starts[bisect_right(self._starts, address) - 1]]
 
     def allocate(self, nbytes: int) -> Bytes:
         self.records = RecordMemory(nbytes)
@@ -318,6 +405,11 @@ class MlxFeedForward(FeedForwardLayer):
         self.piece_memory: MlxPieceMemory = pieces
         self.biases = biases
         self._dtype = dtype
+        self._holds = False
+        self._held: MlxExperts | None = None
+        if source.experts is not None and source.experts.layout is not None:
+            for matrix in source.experts.layout.matrices:
+                require_mode(matrix.row)
         names = ("gate", "up", "down") if len(source.layout.rows) == 3 else ("gate", "down")
         places = zip(source.layout.row_offsets, source.layout.rows, strict=True)
         self._rows = dict(zip(names, places, strict=True))
@@ -338,6 +430,9 @@ class MlxFeedForward(FeedForwardLayer):
         """The neurons from `first` on of a piece, records (n, stride), without a copy."""
         memory = self.piece_memory.records
         assert memory is not None
+        return self._neurons_in(memory, records, first)
+
+    def _neurons_in(self, memory: RecordMemory, records: Bytes, first: int) -> MlxNeurons:
         rows = {name: memory.matrix(records, at, row, self._dtype) for name, (at, row) in self._rows.items()}
         biases = self.biases.gates
         bias = None if biases is None else biases[first : first + len(records)]
@@ -349,3 +444,83 @@ class MlxFeedForward(FeedForwardLayer):
         require_memory(sum(array.nbytes for array in own.arrays))
         self.piece_memory.ask(own.arrays)
         segment.neurons = own
+
+    def hold_all(self) -> None:
+        """Read all neurons into segments, which stay. Raises FlashReadError and MemoryError."""
+        for index in range(self.num_segments):
+            neurons = self.segment_range(index)
+            records = self.source.read(neurons.start, len(neurons))
+            memory = RecordMemory(records.nbytes)
+            memory.view[:] = records.reshape(-1)
+            own = self._neurons_in(memory, memory.view.reshape(records.shape), neurons.start).copy()
+            known(*own.arrays)
+            self.segments.append(MlxSegment())
+            self.segments[-1].neurons = own
+
+    @property
+    def _expert_layout(self) -> ExpertLayout:
+        records = self.source.experts
+        assert records is not None
+        assert records.layout is not None
+        return records.layout
+
+    def expert_arrived(self, address: int) -> None:
+        self.piece_memory.settle(address, self._expert_layout)
+
+    def expert_at(self, address: int) -> MlxExperts:
+        """The expert in a slot, as a stack of one."""
+        return self.piece_memory.expert(address, self._expert_layout, self._dtype)
+
+    def hold_experts(self, wanted: bool) -> None:
+        self._holds, self._held = wanted, self._held if wanted else None
+
+    @property
+    def held_experts_bytes(self) -> int:
+        return 0 if self._held is None else sum(array.nbytes for array in self._held.arrays)
+
+    @property
+    def held_experts(self) -> MlxExperts | None:
+        """All the layer's experts, where it is to hold them. They are read now, if they weren't before.
+
+        Raises FlashReadError and MemoryError.
+        """
+        if self._holds and self._held is None:
+            self._held = self._read_experts()
+        return self._held
+
+    def _read_experts(self) -> MlxExperts:
+        records, layout, rooms = self.source.experts, self._expert_layout, []
+        assert records is not None
+        for matrix in layout.matrices:
+            row, shape = matrix.row, (records.count, matrix.rows)
+            sizes = [(self._dtype, row.padded_cols)]
+            if row.bits < 16:
+                affine = [(mx.uint8, row.groups)] if row.mxfp4 else [(self._dtype, row.groups)] * 2
+                sizes = [(mx.uint32, row.codes_bytes // 4), *affine]
+            rooms.append([writable((*shape, columns), dtype) for dtype, columns in sizes])
+            rooms[-1] += [writable(shape, mx.float32)] if matrix.has_bias else []
+        for expert in range(records.count):
+            record = records.read(expert)
+            for offset, matrix, room in zip(layout.part_offsets, layout.matrices, rooms, strict=True):
+                found = untiled(record[offset : offset + matrix.nbytes], matrix)
+                _fill([view[expert] for _, view in room], found, matrix.row)
+        whole = []
+        for matrix, room in zip(layout.matrices, rooms, strict=True):
+            arrays = [array for array, _ in room]
+            added = arrays.pop() if matrix.has_bias else None
+            whole.append(MlxExpertMatrix(matrix.row, self._dtype, tuple(arrays), added))
+        return MlxExperts.of(whole)
+
+
+def _fill(views: list[NDArray[np.generic]], found: StoredMatrix, row: RowLayout) -> None:
+    """Write a matrix into the memory of one expert: codes, scales and biases, or values; then biases of its
+    products."""
+    if row.bits == 16:
+        views[0][:] = np.ascontiguousarray(found.codes).view(np.float16)
+    else:
+        views[0][:] = np.ascontiguousarray(found.codes).view(np.uint32)
+        views[1][:] = found.scales
+        if not row.mxfp4:
+            views[2][:] = np.float16(-row.stored.zero) * found.scales if row.implied_bias else found.biases
+    if found.added is not None:
+        views[-1][:] = found.added

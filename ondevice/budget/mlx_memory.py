@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ondevice.backends.base import BLOCK_TOKENS
+from ondevice.backends.expert_records import ROWS_AT_ONCE
 from ondevice.budget.memory_model import GATED, MemoryModel
 from ondevice.budget.sizes import (
     BufferShape,
     SegmentShape,
     SlotShape,
     draft_head_rows,
+    expert_shape,
     fetch_neurons,
     logits_rows,
     segment_shape,
 )
-from ondevice.bundle.layout import neuron_layout, padded
+from ondevice.bundle.layout import expert_bytes, expert_layout, neuron_layout, padded
 from ondevice.bundle.weight_shapes import extra_matrices
 from ondevice.config import GROUP_SIZE, RowFormat
 from ondevice.speculation.registry import runs_streams
@@ -69,11 +71,25 @@ class MlxMemory(MemoryModel):
 
     @property
     def segment(self) -> SegmentShape | SlotShape:
+        experts, layout = self.config.experts, expert_layout(self.config, self.quant)
+        if experts is not None and layout is not None:
+            # A slot has room for what a layer takes for an expert that it holds itself.
+            held = sum(
+                held_bytes(it.rows * it.row.padded_cols, it.row.stored, self.operand_bytes)
+                + 4 * it.rows * it.has_bias
+                for it in layout.matrices
+            )
+            shape = expert_shape(self.config, self.quant, experts)
+            # MLX's memory begins anywhere, that of slots on a page.
+            return replace(shape, slot_bytes=max(shape.slot_bytes, padded(held, PAGE_BYTES)) + PAGE_BYTES)
         return self._slots if self.selects_neurons else self.ranges
 
     @property
     def buffers(self) -> BufferShape:
         """Read buffers. In dense mode a piece is a whole segment: sums mustn't depend on residency."""
+        if self.config.experts is not None:
+            # Experts are read straight into their slots, and brought into rows there.
+            return BufferShape(GROUP_SIZE, 0, 0, 4 * expert_bytes(self.config, self.quant))
         stride = neuron_layout(self.config, self.quant).stride
         if self.selects_neurons:
             stage = MLX_STAGES * self.stage_neurons * stride
@@ -97,6 +113,10 @@ class MlxMemory(MemoryModel):
             more += self._wider_bytes(config.hidden_size * queries, quant.of("out"))
             if gated or layer.feed_forward.cutoff is not None:
                 more += self._wider_bytes(config.neurons(layer) * hidden, quant.of("feed_forward"))
+            if config.experts is not None:
+                dense = padded(config.dense_neurons(layer), GROUP_SIZE) * hidden
+                for row in neuron_layout(config, quant).rows:
+                    more += self._wider_bytes(dense, row.stored)
         for weight in extra_matrices(config):
             rows, cols = weight.shape
             more += self._wider_bytes(rows * padded(cols, GROUP_SIZE), weight.stored(quant))
@@ -129,6 +149,8 @@ class MlxMemory(MemoryModel):
         """A layer's activations before MLX frees them. Attention's scores and masks exist whole."""
         config, context = self.config, self.max_context
         neurons = max(fetch_neurons(config), config.widest)
+        if config.experts is not None:
+            neurons = max(map(config.dense_neurons, config.layers))
         per_token = 8 * config.hidden_size + 3 * config.qkv_size + 4 * config.query_size + 4 * neurons
         per_token += 2 * self._extra_floats
         scores = (config.num_heads + 1) * context
@@ -140,7 +162,17 @@ class MlxMemory(MemoryModel):
         rows = min(self.pass_tokens, logits_rows(config))
         logits = max(8 * 8, 3 * 4 * rows) * config.vocab_size
         computed = 4 * tokens * (per_token + scores) + self._stored_bytes + logits + MLX_CACHE_BYTES + capped
-        return computed + self._selecting_bytes(tokens)
+        return computed + self._selecting_bytes(tokens) + self._mixture_bytes(tokens)
+
+    def _mixture_bytes(self, tokens: int) -> int:
+        """A layer's experts' inputs, gates, ups and outputs, and what the router makes of its logits."""
+        experts = self.config.experts
+        if experts is None:
+            return 0
+        hidden, neurons = (padded(size, GROUP_SIZE) for size in (self.config.hidden_size, experts.neurons))
+        # Either of all experts of a few tokens, or of one expert while the next one is begun.
+        rows = max(min(tokens, ROWS_AT_ONCE) * experts.chosen, 2 * tokens)
+        return 4 * (rows * (3 * hidden + 4 * neurons) + tokens * (3 * hidden + 24 * experts.count))
 
     @property
     def _stored_bytes(self) -> int:

@@ -28,7 +28,7 @@ from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.weight_shapes import extra_matrices
 from ondevice.config import QuantConfig, RowFormat, RuntimeConfig
 from ondevice.errors import BackendUnavailableError
-from ondevice.model_config import ModelConfig
+from ondevice.model_config import LayerSpec, ModelConfig
 from ondevice.runtime.owner import OwnerThread
 from ondevice.speculation.registry import runs_streams
 
@@ -58,8 +58,12 @@ def settled_backend(backend: str, config: ModelConfig | None = None) -> Literal[
 def check_backend(runtime: RuntimeConfig, config: ModelConfig | None = None) -> None:
     """Raises BackendUnavailableError for what the backend can't run, or a missing package."""
     backend = settled_backend(runtime.backend, config)
-    if backend == "mlx" and config is not None and config.experts is not None:
-        raise BackendUnavailableError("--backend mlx doesn't run models with experts; use --backend cpu")
+    experts = None if config is None else config.experts
+    if backend == "mlx" and config is not None and experts is not None and experts.layout != "matrices":
+        raise BackendUnavailableError(
+            "--backend mlx runs experts that are stored as matrices, not neuron by neuron as those with "
+            f"{config.activation} are; use --backend cpu"
+        )
     if runtime.sparsity in ("exact", "predicted", "threshold") and backend == "reference":
         raise BackendUnavailableError(
             "--backend reference multiplies every neuron: it takes --sparsity dense"
@@ -123,14 +127,14 @@ def row_invariance(
     if memory.selects_neurons and not config.zeros_gates and config.cut_off_layers:
         # Its layers select few neurons or nearly all; products of so different sizes aren't measured.
         return UNKNOWN
-    segment = memory.ranges.neurons
+    segment, widths = memory.ranges.neurons, {_own_neurons(config, layer) for layer in config.layers}
     shapes = ModelShapes(
         config,
         quant,
         runtime.kv_bits,
         context_tokens(config, runtime),
         tuple(_linears(memory)),
-        tuple(sorted({size for own in config.widths for size in (min(segment, own), own % segment)} - {0})),
+        tuple(sorted({size for own in widths for size in (min(segment, own), own % segment)} - {0})),
         selects=memory.selects_neurons or chooses_mode,
     )
     # MLX keeps a thread for every thread that ever computed, so this one is left to the model's.
@@ -141,6 +145,11 @@ def row_invariance(
         owner.close()
 
 
+def _own_neurons(config: ModelConfig, layer: LayerSpec) -> int:
+    """A layer's neurons that aren't an expert's."""
+    return config.neurons(layer) if layer.experts is None else config.dense_neurons(layer)
+
+
 def _linears(memory: MemoryModel) -> Iterator[tuple[int, int, RowFormat]]:
     """(rows, columns, format) of the matrices that a token meets, a neuron's gate and up rows among them."""
     config, quant = memory.config, memory.quant
@@ -148,7 +157,8 @@ def _linears(memory: MemoryModel) -> Iterator[tuple[int, int, RowFormat]]:
     for layer in config.layers:
         yield config.qkv_rows(layer), hidden, quant.of("qkv")
         yield hidden, config.out_cols(layer), quant.of("out")
-        yield config.neurons(layer), hidden, quant.of("feed_forward")
+        if neurons := _own_neurons(config, layer):
+            yield neurons, hidden, quant.of("feed_forward")
     yield config.vocab_size, config.embedding_size, quant.head(config.tie_embeddings)
     for weight in extra_matrices(config):
         yield weight.shape[0], weight.shape[1], weight.stored(quant)

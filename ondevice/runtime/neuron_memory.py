@@ -17,6 +17,7 @@ from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import make_policy
 from ondevice.sparsity.prefetch import PrefetchQuality
 from ondevice.sparsity.segments import SegmentPool
+from ondevice.sparsity.whole_experts import WholeExperts
 from ondevice.stats import PassTimes
 from ondevice.units import trim_heap
 
@@ -25,7 +26,8 @@ class NeuronMemory(Protocol):
     """The memory that holds a model's neurons and feeds them to its layers.
 
     It is a SegmentPool in dense mode, a NeuronFetcher where neurons are selected, an ExpertFetcher in models
-    with experts, and NoNeuronMemory for a backend that holds every neuron itself.
+    with experts, within WholeExperts for `mlx`, and NoNeuronMemory for a backend that holds every neuron
+    itself.
     """
 
     @property
@@ -110,9 +112,12 @@ def open_neuron_memory(
     if config.experts is not None:
         assert isinstance(segment, SlotShape)
         experts = [layer.experts for layer in config.layers]
-        return ExpertFetcher(
+        fetcher = ExpertFetcher(
             layers, reader, experts, segment.slot_bytes, segment.slots, segment.reserve, options.keep
         )
+        if backend.name == "mlx":
+            return WholeExperts(fetcher, layers, segment.least, segment.total)
+        return fetcher
     if not isinstance(segment, SlotShape):
         return SegmentPool(
             layers,

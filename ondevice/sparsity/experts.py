@@ -59,7 +59,8 @@ class ExpertFetcher(CachedSource):
         self._experts = next(iter(found.values()))
         count = self._experts.count
         policy = ExpertReuse(len(found), count, self._experts.chosen)
-        cache = PooledCache([count] * len(found), slot_bytes, segment_slots, most, policy, keep)
+        allocate = layers[0].piece_memory.allocate_slots
+        cache = PooledCache([count] * len(found), slot_bytes, segment_slots, most, policy, keep, allocate)
         self._most = most
         self._reads = _native.RangeReads(reader.native)
         self._draft_gates: NDArray[np.float16] = np.zeros((0, 0, 0), dtype=np.float16)
@@ -129,7 +130,7 @@ class ExpertFetcher(CachedSource):
         try:
             for done, expert in enumerate(order):
                 self._begin(layer, missing, under_way, order[done:])
-                address = addresses[expert] if expert in addresses else self._next(under_way)
+                address = addresses[expert] if expert in addresses else self._next(layer, under_way)
                 address += self._phase(layer, expert)
                 self._managed += self._lap()
                 yield expert, address
@@ -151,6 +152,9 @@ class ExpertFetcher(CachedSource):
                 cache.evict_to_share(turn, np.array(kept, dtype=np.int32))
                 if not cache.has_room(1):
                     return
+            # Slots may be used by computations of a backend that are still under way.
+            memory = self._layers[layer].piece_memory
+            memory.wait(memory.asked())
             expert = missing.popleft()
             own = np.array([expert], dtype=np.int32)
             slot, begun = int(cache.acquire(turn, own).addresses[0]), False
@@ -165,14 +169,15 @@ class ExpertFetcher(CachedSource):
                     cache.evict(turn, own)
             under_way.append((expert, slot, ticket))
 
-    def _next(self, under_way: deque[tuple[int, int, int]]) -> int:
+    def _next(self, layer: int, under_way: deque[tuple[int, int, int]]) -> int:
         """The slot of the first expert under way, once it has arrived."""
-        _, slot, ticket = under_way[0]
+        expert, slot, ticket = under_way[0]
         self._managed += self._lap()
         try:
             self._reads.wait(ticket)
         finally:
             self._waited += self._lap()
+        self._layers[layer].expert_arrived(slot + self._phase(layer, expert))
         under_way.popleft()
         return slot
 

@@ -10,7 +10,7 @@ Legend: L layers, F neurons of a layer, N neurons of all layers, n neurons of a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +53,7 @@ class NeuronCache:
         reserve: slots that belong to no layer.
         policy: scores neurons.
         keep: whether neurons may stay after the pass that read them; otherwise all shares are 0.
+        allocate: allocates a segment of this many bytes.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class NeuronCache:
         reserve: int,
         policy: Policy,
         keep: bool = True,
+        allocate: Callable[[int], Bytes] = _native.allocate,
     ) -> None:
         self._keep = keep
+        self._allocate = allocate
         self._widths = tuple(widths)
         self._first = [sum(self._widths[:layer]) for layer in range(len(self._widths))]
         """Number of every layer's first neuron, where neurons are counted through all layers."""
@@ -310,7 +313,7 @@ class NeuronCache:
         return self._free[self._num_free : self._num_free + count].copy()
 
     def _add_segment(self) -> None:
-        segment = _native.allocate(self._segment_slots * self.slot_bytes)
+        segment = self._allocate(self._segment_slots * self.slot_bytes)
         first = len(self._owner)
         new = np.arange(first, first + self._segment_slots, dtype=np.int32)
         lies_at = np.uint64(segment.__array_interface__["data"][0])

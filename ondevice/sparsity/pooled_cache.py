@@ -6,12 +6,13 @@ on how soon its layer comes again, which shares of layers can't express.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from ondevice.backends.base import Float32, Int32
+from ondevice.backends.base import Bytes, Float32, Int32
+from ondevice.kernels import _native
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import Policy
 
@@ -38,8 +39,9 @@ class PooledCache(NeuronCache):
         reserve: int,
         policy: PoolPolicy,
         keep: bool = True,
+        allocate: Callable[[int], Bytes] = _native.allocate,
     ) -> None:
-        super().__init__(widths, slot_bytes, segment_slots, reserve, policy, keep)
+        super().__init__(widths, slot_bytes, segment_slots, reserve, policy, keep, allocate)
         self._pool_policy = policy
 
     def evict_to_share(self, layer: int, keep: Int32 | None = None) -> None:

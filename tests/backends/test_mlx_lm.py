@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
 from tests.support.engines import bundle_weights, error, random_tokens
+from tests.support.families import CASES, write_model
 from tests.support.mlx_models import ON_GPU, loaded
 from tests.support.models import write_checkpoint
 
@@ -93,5 +95,41 @@ def test_logits_are_those_of_mlx_lm(
     }
     tokens = random_tokens(bundle.config, 100)
     theirs = logits_of_mlx_lm(source, tokens, replaced)
+    with loaded(bundle.path) as model:
+        assert error(model.logits(tokens), theirs) < TOLERANCE
+
+
+ROUTERS = ("mlp.gate", "block_sparse_moe.gate")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("case", ["olmoe renormalised", "qwen3 moe renormalised", "mixtral"])
+def test_logits_of_experts_are_those_of_mlx_lm(tmp_path: Path, case: str, bits: int) -> None:
+    """All experts' codes are copied, and routers aren't quantised here: what they choose would be rounded."""
+    utils = pytest.importorskip(
+        "mlx_lm.utils", reason="mlx-lm is missing: pip install mlx-lm", exc_type=ImportError
+    )
+    import mlx.core as mx
+
+    family, options = CASES[case]
+    neurons = {key: 64 for key in ("intermediate_size", "moe_intermediate_size") if key in options}
+    write_model(tmp_path / "source", family, {**options, **neurons, "hidden_act": "silu"})
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    config.setdefault("num_experts", config.get("num_local_experts"))
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    model, config = utils.load_model(tmp_path / "source")
+    model.set_dtype(mx.float16)  # so that scales are of a type that bundles hold
+    model, config = utils.quantize_model(
+        model, config, 64, bits, quant_predicate=lambda path, module: not path.endswith(ROUTERS)
+    )
+    utils.save_model(tmp_path / "mlx", model)
+    utils.save_config(config, tmp_path / "mlx" / "config.json")
+    bundle = Bundle.open(convert(tmp_path / "mlx", tmp_path / "b"))
+    notes = dict(note.split(": ", 1) for note in bundle.manifest.provenance.notes)
+    assert {"expert_gate", "expert_up", "expert_down"} <= set(notes)
+    assert all("copied" in note for note in notes.values()), notes
+    tokens = random_tokens(bundle.config, 60)
+    theirs = logits_of_mlx_lm(tmp_path / "mlx", tokens, {})
     with loaded(bundle.path) as model:
         assert error(model.logits(tokens), theirs) < TOLERANCE

@@ -208,7 +208,6 @@ def test_inspect_knows_a_tokens_cycle(folder: Path) -> None:
         ({"sparsity": "threshold"}, "a model with experts runs without"),
         ({"speculation": "resident"}, "resident.* isn't possible"),
         ({"speculation": "streams"}, "streams.* isn't possible"),
-        ({"backend": "mlx"}, "mlx.* doesn't run models with experts"),
     ],
 )
 def test_what_experts_cant_have_is_refused_by_name(folder: Path, options: dict[str, Any], words: str) -> None:

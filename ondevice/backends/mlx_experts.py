@@ -1,0 +1,202 @@
+"""Experts on MLX: the choice among them, computed on the device, and the products of those chosen.
+
+`route` decides as `routing.route` does, in float32. Its sums have one order, and all else is elementwise or
+of whole numbers, so a row's result doesn't depend on the rows beside it. Nothing is read back for it.
+Legend: T tokens, E experts, k chosen for a token, D model width, F neurons of an expert, R/C rows/columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ondevice.backends.expert_records import ROWS_AT_ONCE
+from ondevice.backends.mlx_ops import hidden
+from ondevice.bundle.layout import RowLayout, padded
+from ondevice.model_config import ExpertsSpec, FeedForwardSpec
+
+LANES = 16
+"""What rows of scores are padded to: a processor's exponential may differ where a vector ends."""
+
+
+class Chosen(NamedTuple):
+    """The experts of T tokens, as `routing.Routing` has them: ids, weights (T, k) and choice (T, E)."""
+
+    ids: mx.array
+    weights: mx.array
+    choice: mx.array
+
+
+def route(
+    logits: mx.array,
+    spec: ExpertsSpec,
+    choice_bias: mx.array | None = None,
+    scales: mx.array | None = None,
+) -> Chosen:
+    """The experts of each token of logits (T, E). choice_bias, scales: as for `routing.route`."""
+    if spec.scoring == "sparsemixer":
+        return _sparsemixer(logits, spec)
+    scores = logits if spec.scoring == "softmax" else mx.sigmoid(_in_lanes(logits))[:, : spec.count]
+    choice = scores if choice_bias is None else scores + choice_bias
+    among = choice if spec.groups == 1 else _of_best_groups(choice, spec)
+    ids = _numbers(_highest(among, spec.chosen), spec.chosen)
+    if spec.scoring == "softmax":
+        shares = _exp(logits - mx.max(logits, axis=1, keepdims=True))
+        own = mx.take_along_axis(shares, ids, axis=1)
+        own = own if spec.renormalised else own / _sums(shares)
+    else:
+        own = mx.take_along_axis(scores, ids, axis=1)
+    if spec.renormalised:
+        own = own / (_sums(own) + (1e-20 if spec.scoring == "sigmoid" else 0.0))
+    own = own * spec.factor
+    return Chosen(ids, own if scales is None else own * scales[ids], choice)
+
+
+def _sparsemixer(logits: mx.array, spec: ExpertsSpec) -> Chosen:
+    """Two experts, one after the other (arXiv 2409.12136, in its authors' code)."""
+    left, ids, weights = logits, [], []
+    for _ in range(spec.chosen):
+        first = _highest(left, 1)
+        highest = mx.max(left, axis=1, keepdims=True)
+        distance = (highest - logits) / mx.maximum(mx.abs(logits), highest)
+        near = ~(distance > 2.0 * spec.jitter) & (left > -mx.inf)
+        ids.append(_numbers(first, 1))
+        weights.append(1.0 / _sums(_exp(mx.where(near, left - highest, -mx.inf))))
+        left = mx.where(first, -mx.inf, left)
+    chosen, own = mx.concatenate(ids, axis=1), mx.concatenate(weights, axis=1)
+    order = mx.argsort(chosen, axis=1)
+    own = mx.take_along_axis(own, order, axis=1) * spec.factor
+    return Chosen(mx.take_along_axis(chosen, order, axis=1), own, logits)
+
+
+def _of_best_groups(choice: mx.array, spec: ExpertsSpec) -> mx.array:
+    """Scores (T, E), but for -inf in all groups of experts other than a token's best."""
+    grouped = choice.reshape(choice.shape[0], spec.groups, -1)
+    two = mx.sort(grouped, axis=2)[:, :, -2:]
+    best = _highest(two[:, :, 1] + two[:, :, 0], spec.chosen_groups)
+    return mx.where(best[:, :, None], grouped, -mx.inf).reshape(choice.shape)
+
+
+def _highest(scores: mx.array, count: int) -> mx.array:
+    """(T, n) whether a score is one of the `count` highest of its row; of equal ones the first are."""
+    least = mx.sort(scores, axis=1)[:, scores.shape[1] - count, None]
+    above, level = scores > least, scores == least
+    left = count - mx.sum(above, axis=1, keepdims=True)
+    return above | (level & (mx.cumsum(level.astype(mx.int32), axis=1) <= left))
+
+
+def _numbers(chosen: mx.array, count: int) -> mx.array:
+    """(T, count) ascending columns of the ones that are true in each row of chosen (T, n)."""
+    most = chosen.shape[1]
+    numbers = mx.sort(mx.where(chosen, mx.arange(most), most), axis=1)[:, :count]
+    # Where scores are NaN, none is chosen.
+    return mx.minimum(numbers, most - 1)
+
+
+def _in_lanes(x: mx.array) -> mx.array:
+    more = padded(x.shape[1], LANES) - x.shape[1]
+    return mx.pad(x, [(0, 0), (0, more)], constant_values=-mx.inf) if more else x
+
+
+def _exp(x: mx.array) -> mx.array:
+    """e^x for x (T, n), and zeros behind them up to whole lanes."""
+    return mx.exp(_in_lanes(x))
+
+
+def _sums(values: mx.array) -> mx.array:
+    """Sums over the last axis of (T, n), (T, 1), in one order, as `row_sums.row_sums` has it."""
+    width = values.shape[1]
+    while width > 1:
+        half = -(-width // 2)
+        summed = values[:, : width - half] + values[:, half:width]
+        values = mx.concatenate([summed, values[:, width - half : half]], axis=1)
+        width = half
+    return values
+
+
+@dataclass(frozen=True)
+class MlxExpertMatrix:
+    """A matrix of each of n experts, (n, R, C), in a bundle's codes; products are float32.
+
+    arrays: codes (n, R, C bits / 32) uint32, scales and biases (n, R, G), the latter unless they are made of
+    the scales; at 16 bits values (n, R, C). Scales of MXFP4 are uint8. added: (n, R) float32 biases of the
+    products, or None.
+    """
+
+    layout: RowLayout
+    dtype: mx.Dtype
+    arrays: tuple[mx.array, ...]
+    added: mx.array | None = None
+
+    def product(self, x: mx.array, experts: mx.array) -> mx.array:
+        """x (T, 1 or k, 1, C) @ W^T of experts (T, k): (T, k, 1, R)."""
+        more = self.layout.padded_cols - x.shape[-1]
+        x = mx.pad(x, [(0, 0), (0, 0), (0, 0), (0, more)]) if more else x
+        x, pairs, mode = (
+            x.astype(self.dtype),
+            list(self.arrays[1:]),
+            "mxfp4" if self.layout.mxfp4 else "affine",
+        )
+        if mode == "affine":
+            pairs = [it.astype(self.dtype) for it in pairs]
+        if self.layout.bits == 16:
+            values = self.arrays[0].astype(self.dtype).swapaxes(-1, -2)
+            found = mx.gather_mm(x, values, rhs_indices=experts)
+        else:
+            # MLX needs biases; implied ones are the scales times a power of two.
+            if self.layout.implied_bias and len(pairs) == 1:
+                pairs.append(pairs[0] * -self.layout.stored.zero)
+            found = mx.gather_qmm(
+                x,
+                self.arrays[0],
+                *pairs,
+                rhs_indices=experts,
+                transpose=True,
+                group_size=self.layout.group_size,
+                bits=self.layout.bits,
+                **({"mode": mode} if mode != "affine" else {}),
+            )
+        found = found.astype(mx.float32)
+        return found if self.added is None else found + self.added[experts][:, :, None]
+
+
+@dataclass(frozen=True)
+class MlxExperts:
+    """The matrices of n experts. up: None in an ungated feed-forward."""
+
+    gate: MlxExpertMatrix
+    up: MlxExpertMatrix | None
+    down: MlxExpertMatrix
+
+    @classmethod
+    def of(cls, matrices: Sequence[MlxExpertMatrix]) -> MlxExperts:
+        """matrices: in the order of an expert's record."""
+        gate, *up, down = matrices
+        return cls(gate, up[0] if up else None, down)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        matrices = [it for it in (self.gate, self.up, self.down) if it is not None]
+        return [it for matrix in matrices for it in (*matrix.arrays, matrix.added) if it is not None]
+
+    def outputs(self, x: mx.array, experts: mx.array, spec: FeedForwardSpec) -> mx.array:
+        """(T, k, D) the output of each of a token's experts (T, k), for x (T, D)."""
+        x = x[:, None, None]
+        gates = self.gate.product(x, experts)
+        ups = None if self.up is None else self.up.product(x, experts)
+        return self.down.product(hidden(gates, ups, spec), experts)[:, :, 0]
+
+    def added_to(self, total: mx.array, x: mx.array, chosen: Chosen, spec: FeedForwardSpec) -> mx.array:
+        """total (T, D) plus the weighted outputs of each token's experts, in the order of their numbers."""
+        found = []
+        for start in range(0, x.shape[0], ROWS_AT_ONCE):
+            rows = slice(start, start + ROWS_AT_ONCE)
+            ids, weights, sums = chosen.ids[rows], chosen.weights[rows], total[rows]
+            outputs = self.outputs(x[rows], ids, spec) * weights[:, :, None]
+            for place in range(ids.shape[1]):
+                sums = sums + outputs[:, place]
+            found.append(sums)
+        return found[0] if len(found) == 1 else mx.concatenate(found)

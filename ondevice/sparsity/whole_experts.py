@@ -1,0 +1,78 @@
+"""Experts that a backend holds layer by layer, as long as there is room for all of them.
+
+A backend that computes on a device of its own then needn't read routers' choices back. Once memory is taken
+away, experts come from slots as anywhere else, and go on so until all memory was: reading all of them again
+after every wide pass would cost more than it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ondevice.backends.feed_forward_layer import FeedForwardLayer
+from ondevice.sparsity.experts import ExpertFetcher
+from ondevice.sparsity.prefetch import PrefetchQuality
+from ondevice.stats import PassTimes
+
+
+class WholeExperts:
+    """The neuron memory of a model with experts: its layers', or `fetcher`'s slots.
+
+    Experts that layers hold themselves count neither as lookups nor as hits.
+
+    Args:
+        fetcher: provides experts where layers don't hold them; owned by this object from now on.
+        layers: the model's layers.
+        least, total: segments of slots without which nothing works, and those that hold all experts.
+    """
+
+    def __init__(
+        self, fetcher: ExpertFetcher, layers: Sequence[FeedForwardLayer], least: int, total: int
+    ) -> None:
+        self._fetcher = fetcher
+        self._layers = layers
+        self._least = least
+        self._total = total
+        self._may_hold = True
+
+    @property
+    def nbytes(self) -> int:
+        return self._fetcher.nbytes + sum(layer.held_experts_bytes for layer in self._layers)
+
+    @property
+    def filled_bytes(self) -> int:
+        return self.nbytes
+
+    @property
+    def lookups(self) -> int:
+        return self._fetcher.lookups
+
+    @property
+    def hits(self) -> int:
+        return self._fetcher.hits
+
+    @property
+    def times(self) -> PassTimes:
+        return self._fetcher.times
+
+    @property
+    def prefetching(self) -> PrefetchQuality:
+        return self._fetcher.prefetching
+
+    def resize(self, quota: Sequence[int]) -> None:
+        """Keep to sum(quota) segments: let layers hold all experts, or provide slots."""
+        segments = sum(quota)
+        self._may_hold = segments <= self._least or (self._may_hold and segments >= self._total)
+        whole = self._may_hold and segments >= self._total
+        for layer in self._layers:
+            layer.hold_experts(whole)
+        # The quota is one for both: there are slots only where layers hold nothing.
+        self._fetcher.resize([0] if whole else quota)
+
+    def fill(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        for layer in self._layers:
+            layer.hold_experts(False)
+        self._fetcher.close()
