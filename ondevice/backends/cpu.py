@@ -35,8 +35,9 @@ from ondevice.backends.embedding_table import EmbeddingTable
 from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer, FirstNeurons
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.native_routing import route
 from ondevice.backends.offloading import OffloadingBackend
-from ondevice.backends.routing import route, sigmoid
+from ondevice.backends.routing import sigmoid
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import padded
 from ondevice.errors import BackendUnavailableError
@@ -131,13 +132,6 @@ class CpuFeedForward(FeedForwardLayer):
         for first in range(0, source.num_neurons, step):
             self.pack(segment, 0, first, source.read(first, min(step, source.num_neurons - first)))
         self.segments.append(segment)
-
-    def forward_expert(self, x: Float32, address: int, neurons: int, form: Form, out: Float32) -> None:
-        """Write the output for x (T, D) of the expert at `address`, which has `neurons` neurons."""
-        if self.expert is None:
-            self.native.forward_records(self._runner, x, address, neurons, form, out)
-        else:
-            self.expert.forward(self._runner, x, address, form, out)
 
     def with_bias(self, out: Float32) -> Float32:
         """`out` (T, D), the output bias added in place, if there is one."""
@@ -445,17 +439,22 @@ class CpuBackend(OffloadingBackend):
         logits = self.linear(x if apart is None else residual, router.matrix, apart and apart.router)
         routing = route(logits, experts, router.choice_bias, apart and apart.scales)
         # Outputs are added in the order of experts. Where few rows are wanted, they can be held until then.
-        in_order, held = len(x) > HELD_ROWS, []
+        in_order = len(x) > HELD_ROWS
+        forward = _native.ExpertPass(
+            self.runner,
+            native,
+            weight.expert,
+            experts.neurons,
+            x,
+            routing.ids,
+            routing.weights,
+            form,
+            in_order,
+            total,
+        )
         for expert, address in weight.neurons.experts(weight.index, routing, batch, in_order):
-            rows, weights = routing.rows_of(expert)
-            own = x if len(rows) == len(x) else x[rows]
-            out = np.empty_like(own)
-            weight.forward_expert(own, address, experts.neurons, form, out)
-            out *= weights
-            held.append((expert, rows, out))
-            if in_order:
-                _add_to(total, held)
-        _add_to(total, held)
+            forward.add(expert, address)
+        forward.finish()
         if apart is not None:
             total = np.add(dense_output, self.normed(total, apart.output), out=dense_output)
         return total if added is None else np.add(added, total, out=added)
@@ -543,16 +542,6 @@ class CpuBackend(OffloadingBackend):
                 self._views.clear()
             view = self._views[op, shape] = self._buffers[op][:size].reshape(shape)
         return view
-
-
-def _add_to(total: Float32, held: list[tuple[int, NDArray[np.intp], Float32]]) -> None:
-    """Add the outputs of experts to their rows of `total` (T, D), in ascending order; empties `held`."""
-    for _, rows, out in sorted(held, key=lambda it: it[0]):
-        if len(rows) == len(total):
-            total += out
-        else:
-            total[rows] += out
-    held.clear()
 
 
 def _addresses(kv: KVStore) -> NDArray[np.uint64]:

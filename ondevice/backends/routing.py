@@ -24,21 +24,18 @@ _LN2_HIGH, _LN2_LOW = 0.6931471803691238, 1.9082149292705877e-10
 _EXP_TERMS = tuple(1.0 / math.factorial(n) for n in range(13, -1, -1))
 """Factors of exp's series for less than half of that: the next is below a float64's last digit."""
 _LEAST_EXPONENT = -700.0
-_CHOSEN = np.float32(1e-6)
-_ONLY_ROW = np.zeros(1, dtype=np.intp)
-_ONLY_ROW.flags.writeable = False
 
 
 @dataclass(frozen=True)
 class Routing:
     """The experts of T tokens.
 
-    ids: (T, k), ascending in each row. weights: (T, k). choice: (T, E), what decided.
+    ids: (T, k), ascending in each row. weights: (T, k). count: E.
     """
 
     ids: Int32
     weights: Float32
-    choice: Float32
+    count: int
 
     @cached_property
     def experts(self) -> Int32:
@@ -47,26 +44,14 @@ class Routing:
 
     def rows_of(self, expert: int) -> tuple[NDArray[np.intp], Float32]:
         """The tokens that go to an expert, ascending, (n,), and its weight for each, (n, 1)."""
-        if len(self.ids) == 1:
-            # A decoded token asks for each of its experts: its places are looked up once.
-            place = self._places[expert]
-            return _ONLY_ROW, self.weights[:, place : place + 1]
         rows, places = np.nonzero(self.ids == expert)
         return rows, self.weights[rows, places, None]
 
-    @cached_property
-    def _places(self) -> dict[int, int]:
-        """Where each expert stands among those of the only token."""
-        return {expert: place for place, expert in enumerate(self.ids[0].tolist())}
-
     @property
     def gates(self) -> Float32:
-        """(T, E) by how much a score exceeds the lowest of the chosen ones; above 0 for these alone."""
-        places = _each_row(self.ids), self.ids
-        own = self.choice[places]
-        lowest = own.min(axis=1, keepdims=True)
-        gates: Float32 = self.choice - lowest
-        gates[places] = np.maximum(own - lowest, _CHOSEN)
+        """(T, E), above 0 for a token's experts alone."""
+        gates = np.full((len(self.ids), self.count), -1.0, dtype=np.float32)
+        gates[_each_row(self.ids), self.ids] = 1.0
         return gates
 
 
@@ -97,7 +82,7 @@ def route(
     if spec.renormalised:
         own /= _sums(own) + (1e-20 if spec.scoring == "sigmoid" else 0.0)
     own = own * spec.factor if scales is None else own * spec.factor * scales[ids]
-    return Routing(ids, own.astype(np.float32), choice)
+    return Routing(ids, own.astype(np.float32), spec.count)
 
 
 def sigmoid(x: Float32) -> Float32:
@@ -156,7 +141,7 @@ def _sparsemixer(logits: Float32, spec: ExpertsSpec) -> Routing:
     chosen, own = np.concatenate(ids, axis=1), np.concatenate(weights, axis=1)
     order = np.argsort(chosen, axis=1, kind="stable")
     own = np.take_along_axis(own, order, axis=1) * spec.factor
-    return Routing(np.take_along_axis(chosen, order, axis=1), own.astype(np.float32), logits.copy())
+    return Routing(np.take_along_axis(chosen, order, axis=1), own.astype(np.float32), spec.count)
 
 
 def _sums(values: Float64) -> Float64:

@@ -228,6 +228,64 @@ class Expert:
     def forward(self, runner: Runner, x: Float32, address: int, form: GateForm, out: Float32) -> None:
         """out (T, hidden) = the output, for x (T, hidden), of the expert whose record is at `address`."""
 
+class Router:
+    """What a router chooses by: the fields of an ExpertsSpec, scoring as its index in `Scoring`."""
+
+    def __init__(
+        self,
+        scoring: int,
+        experts: int,
+        chosen: int,
+        renormalised: bool,
+        factor: float,
+        groups: int,
+        chosen_groups: int,
+        jitter: float,
+    ) -> None: ...
+    def route(
+        self,
+        logits: Float32,
+        choice_bias: Float32 | None,
+        scales: Float32 | None,
+        ids: Int32,
+        weights: Float32,
+    ) -> None:
+        """Logits (T, E) -> ids and weights (T, k), as `backends.routing.route` computes them."""
+
+class ExpertPass:
+    """The chosen experts of one forward pass through a layer, multiplied as they arrive.
+
+    Outputs are added to `total` (T, hidden) in the order of experts. They are in the runner's scratch memory
+    until `finish`, so no other op of a feed-forward may run on it meanwhile.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        layer: FeedForward,
+        expert: Expert | None,
+        neurons: int,
+        x: Float32,
+        ids: Int32,
+        weights: Float32,
+        form: GateForm,
+        in_order: bool,
+        total: Float32,
+    ) -> None:
+        """expert: what experts are; None: runs of `neurons` neurons of the layer's. x: (T, hidden).
+
+        ids, weights: (T, k), what each row chose. in_order: experts are added in ascending order.
+        """
+
+    def add(self, expert: int, address: int) -> None:
+        """Multiply the rows that chose `expert`, whose record is at `address`, by it.
+
+        Raises ValueError for one that no row chose, that was added before, or that is out of order.
+        """
+
+    def finish(self) -> None:
+        """Add what is left to the total. Raises ValueError unless all experts were added."""
+
 def tile_rows(
     runner: Runner, stored: Format, codes: Bytes, scales: Bytes, biases: Bytes, tiles: Bytes
 ) -> None:

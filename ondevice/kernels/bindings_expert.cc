@@ -1,8 +1,12 @@
 #include <algorithm>
+#include <utility>
 
 #include "bindings.h"
 #include "expert.h"
+#include "expert_pass.h"
+#include "feed_forward.h"
 #include "matrix.h"
+#include "routing.h"
 
 namespace ondevice {
 namespace {
@@ -44,6 +48,78 @@ void forward(const Expert& expert, Runner& runner, const Rows& x, uint64_t addre
                  out.data());
 }
 
+using Ids = CArray<const int32_t, 2>;
+using Weights = CArray<const float, 2>;
+
+RouterForm router_form(int scoring, int64_t experts, int64_t chosen, bool renormalised, double factor,
+                       int64_t groups, int64_t chosen_groups, double jitter) {
+  require(scoring >= 0 && scoring <= static_cast<int>(Scoring::kSparsemixer), "scoring must be 0 to 2");
+  const Scoring of = static_cast<Scoring>(scoring);
+  require(chosen > 0 && chosen <= experts, "experts are chosen among those that there are");
+  require(of != Scoring::kSparsemixer || chosen == 2, "sparsemixer chooses 2 experts");
+  require(groups > 0 && experts % groups == 0 && chosen_groups > 0 && chosen_groups <= groups &&
+              (groups == 1 || (experts / groups >= 2 && chosen <= chosen_groups * (experts / groups))),
+          "experts can't be chosen from these groups");
+  return {of, experts, chosen, renormalised, factor, groups, chosen_groups, jitter};
+}
+
+void route(const RouterForm& form, const CArray<const float, 2>& logits, const Weight& choice_bias,
+           const Weight& scales, const CArray<int32_t, 2>& ids, const CArray<float, 2>& weights) {
+  const int64_t tokens = logits.shape(0);
+  require(static_cast<int64_t>(logits.shape(1)) == form.experts, "logits are (T, experts)");
+  for (const Weight* values : {&choice_bias, &scales})
+    require(!*values || static_cast<int64_t>((*values)->shape(0)) == form.experts,
+            "a bias and scales are (experts,)");
+  require(static_cast<int64_t>(ids.shape(0)) == tokens && static_cast<int64_t>(weights.shape(0)) == tokens &&
+              static_cast<int64_t>(ids.shape(1)) == form.chosen &&
+              static_cast<int64_t>(weights.shape(1)) == form.chosen,
+          "ids and weights are (T, chosen)");
+  nb::gil_scoped_release release;
+  Routes routes(form);
+  for (int64_t t = 0; t < tokens; ++t)
+    routes.of(logits.data() + t * form.experts, choice_bias ? choice_bias->data() : nullptr,
+              scales ? scales->data() : nullptr, ids.data() + t * form.chosen,
+              weights.data() + t * form.chosen);
+}
+
+// Experts of the layer are matrices, or else runs of `neurons` neurons.
+MultiplyExpert multiplier(Runner& runner, const Expert* expert, const FeedForward& layer, int64_t neurons,
+                          const GateForm& form) {
+  if (expert)
+    return [&runner, expert, form](const uint8_t* record, const float* x, int64_t stride, int64_t tokens,
+                                   float* out) { expert->forward(runner, record, x, stride, tokens, form, out); };
+  return [&runner, &layer, neurons, form](const uint8_t* records, const float* x, int64_t stride,
+                                          int64_t tokens, float* out) {
+    layer.forward_records(runner, records, neurons, x, stride, tokens, form, out);
+  };
+}
+
+void begin(ExpertPass* self, Runner& runner, const FeedForward& layer, const Expert* expert, int64_t neurons,
+           const Rows& x, const Ids& ids, const Weights& weights, const FormArg& form, bool in_order,
+           const CArray<float, 2>& total) {
+  const int64_t tokens = rows_of(x, layer.hidden());
+  require(expert ? expert->hidden() == layer.hidden() && expert->neurons() == neurons
+                 : neurons > 0 && neurons < (int64_t{1} << 31) && !layer.bias(),
+          "experts have the layer's width and their own neurons, and neurons no biases");
+  require(static_cast<int64_t>(ids.shape(0)) == tokens && ids.shape(1) > 0 &&
+              weights.shape(0) == ids.shape(0) && weights.shape(1) == ids.shape(1),
+          "ids and weights are (T, chosen)");
+  require(
+      static_cast<int64_t>(total.shape(0)) == tokens && static_cast<int64_t>(total.shape(1)) == layer.hidden(),
+      "total is (T, hidden)");
+  const ChosenExperts chosen{ids.data(), weights.data(), tokens, static_cast<int64_t>(ids.shape(1))};
+  MultiplyExpert multiply = multiplier(runner, expert, layer, neurons, form_of(form));
+  nb::gil_scoped_release release;
+  new (self) ExpertPass(runner, std::move(multiply), x.data(), x.stride(0), layer.hidden(), chosen, in_order,
+                        total.data());
+}
+
+void add(ExpertPass& pass, int32_t expert, uint64_t address) {
+  require(address != 0 && address % 64 == 0, "a record begins at a multiple of 64 bytes");
+  nb::gil_scoped_release release;
+  pass.add(expert, reinterpret_cast<const uint8_t*>(address));
+}
+
 using Bytes2 = CArray<const uint8_t, 2>;
 
 void tile_rows(Runner& runner, const FormatArg& stored, const Bytes2& codes, const Bytes2& scales,
@@ -77,6 +153,25 @@ void bind_expert(nb::module_& m) {
       .def_prop_ro("record_bytes", &Expert::record_bytes)
       .def("forward", &forward, nb::arg("runner"), nb::arg("x"), nb::arg("address"), nb::arg("form"),
            nb::arg("out"));
+  nb::class_<RouterForm>(m, "Router")
+      .def("__init__", [](RouterForm* self, int scoring, int64_t experts, int64_t chosen, bool renormalised,
+                          double factor, int64_t groups, int64_t chosen_groups, double jitter) {
+        new (self) RouterForm(router_form(scoring, experts, chosen, renormalised, factor, groups,
+                                          chosen_groups, jitter));
+      })
+      .def("route", &route, nb::arg("logits"), nb::arg("choice_bias").none(), nb::arg("scales").none(),
+           nb::arg("ids"), nb::arg("weights"));
+  // What a pass points into has to stay: the runner, the layer, x, and the total. It copies what was chosen.
+  nb::class_<ExpertPass>(m, "ExpertPass")
+      .def("__init__", &begin, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+           nb::keep_alive<1, 6>(), nb::keep_alive<1, 11>(), nb::arg("runner"), nb::arg("layer"),
+           nb::arg("expert").none(), nb::arg("neurons"), nb::arg("x"), nb::arg("ids"), nb::arg("weights"),
+           nb::arg("form"), nb::arg("in_order"), nb::arg("total"))
+      .def("add", &add, nb::arg("expert"), nb::arg("address"))
+      .def("finish", [](ExpertPass& pass) {
+        nb::gil_scoped_release release;
+        pass.finish();
+      });
   m.def("tile_rows", &tile_rows, nb::arg("runner"), nb::arg("stored"), nb::arg("codes"), nb::arg("scales"),
         nb::arg("biases"), nb::arg("tiles"));
 }

@@ -21,7 +21,7 @@ constexpr int64_t kQueryRows = 32;
 
 void FeedForwardScratch::trim() {
   for (MappedBuffer* buffer : {&hidden, &gate_up, &outputs, &bias_lanes, &ordered_lanes, &low_rank, &scores,
-                               &tile_columns, &tile_tokens})
+                               &tile_columns, &tile_tokens, &expert_inputs, &expert_outputs})
     *buffer = MappedBuffer();
 }
 

@@ -53,6 +53,8 @@ struct FeedForwardScratch {
   MappedBuffer scores;         // (T, neurons)
   MappedBuffer tile_columns;   // columns of `hidden`, in tiles of 16
   MappedBuffer tile_tokens;    // of each of these tiles, its token
+  MappedBuffer expert_inputs;   // (T, hidden): inputs of the tokens that chose an expert
+  MappedBuffer expert_outputs;  // (rows, hidden): outputs of experts, one after the other
   std::vector<int32_t> selected_ids;
   std::vector<const uint8_t*> selected_parts;
 

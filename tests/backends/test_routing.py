@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ondevice.backends import native_routing
 from ondevice.backends.base import Float32
 from ondevice.backends.routing import exp, route, sigmoid
 from ondevice.model_config import ExpertsSpec
@@ -78,13 +79,33 @@ def test_of_equal_scores_the_lower_number_is_chosen(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_gates_are_above_zero_for_the_chosen_alone(name: str) -> None:
-    for rows in (logits(20), np.zeros((1, 16), np.float32)):
-        found = route(rows, SPECS[name], bias_of(SPECS[name]))
-        for gates, ids in zip(found.gates, found.ids, strict=True):
-            assert set(ids.tolist()) <= set(np.flatnonzero(gates >= 0).tolist())
-            if SPECS[name].scoring == "softmax":
-                assert np.flatnonzero(gates > 0).tolist() == ids.tolist()
+def test_native_routing_has_the_same_bits(name: str) -> None:
+    spec, rows = SPECS[name], np.concatenate([logits(300) * size for size in (0.01, 1, 30, 300)])
+    # Equal scores, and scores so low that their exponentials vanish.
+    rows = np.concatenate(
+        [rows, np.zeros((1, 16), np.float32), np.round(logits(100, 3)), 1e4 * logits(50, 4)]
+    )
+    rows[0, 5] = -np.inf
+    scales = np.abs(logits(1, 9)[0]) if name == "softmax" else None
+    told = route(rows, spec, bias_of(spec), scales)
+    found = native_routing.route(rows, spec, bias_of(spec), scales)
+    np.testing.assert_array_equal(found.ids, told.ids)
+    assert found.weights.tobytes() == told.weights.tobytes()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_native_routing_of_what_is_not_finite_gives_experts_that_exist(name: str) -> None:
+    rows = logits(6)
+    rows[0], rows[1, 3], rows[2, :] = np.nan, np.inf, -np.inf
+    found = native_routing.route(rows, SPECS[name], bias_of(SPECS[name]))
+    assert ((found.ids >= 0) & (found.ids < 16)).all()
+    assert not np.isfinite(found.weights[0]).all()
+
+
+def test_gates_are_above_zero_for_the_chosen_alone() -> None:
+    found = route(logits(20), SPECS["softmax"])
+    for gates, ids in zip(found.gates, found.ids, strict=True):
+        assert np.flatnonzero(gates > 0).tolist() == ids.tolist()
 
 
 def test_every_row_of_an_expert_is_named_once() -> None:
