@@ -115,6 +115,9 @@ class MlxOps:
     def soft_cap(self, x: mx.array, cap: float) -> mx.array:
         return cap * mx.tanh(x / cap)
 
+    def prefetch_experts(self, *arguments: Any) -> None:
+        """Nothing to do: experts are prefetched by `cpu` alone."""
+
     def mixture(self, *arguments: Any, **options: Any) -> mx.array:
         raise BackendUnavailableError("--backend mlx doesn't run experts yet; use --backend cpu")
 

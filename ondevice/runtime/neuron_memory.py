@@ -111,7 +111,14 @@ def open_neuron_memory(
         assert isinstance(segment, SlotShape)
         experts = [layer.experts for layer in config.layers]
         return ExpertFetcher(
-            layers, reader, experts, segment.slot_bytes, segment.slots, segment.reserve, options.keep
+            layers,
+            reader,
+            experts,
+            segment.slot_bytes,
+            segment.slots,
+            segment.reserve,
+            options.keep,
+            options.prefetch,
         )
     if not isinstance(segment, SlotShape):
         return SegmentPool(
