@@ -483,6 +483,15 @@ class Backend(Protocol):
         """
         ...
 
+    def prefetch_experts(
+        self, x: Array, norm: Norm | None, weight: FeedForward, router: Router, spec: LayerSpec
+    ) -> None:
+        """Prefetch the experts that `router` chooses for x (R, D), as `mixture` has it, if the backend does.
+
+        No result may depend on that.
+        """
+        ...
+
     def rows(self, x: Array, tokens: Sequence[int]) -> Array:
         """Copies of the rows `tokens` of x (T, D): (n, D). The result belongs to the caller."""
         ...

@@ -332,6 +332,22 @@ class CpuBackend(OffloadingBackend):
         if selector is not None:
             weight.neurons.prefetch(weight.index, len(x), lambda: self.scores(x, selector, norm))
 
+    def prefetch_experts(
+        self, x: Float32, norm: Norm | None, weight: CpuFeedForward, router: Router, spec: LayerSpec
+    ) -> None:
+        if not weight.neurons.wants_prefetch(weight.index, len(x)):
+            return
+        experts, matrix = spec.experts, router.matrix.matrix
+        assert experts is not None
+        before = norm if router.apart is None else router.apart.router
+
+        def chosen() -> Int32:
+            logits = self._buffer("expected", (len(x), matrix.rows))
+            matrix.forward(self.runner, x, router.matrix.bias, logits, before)
+            return route(logits, experts, router.choice_bias).ids
+
+        weight.neurons.prefetch_experts(weight.index, chosen)
+
     def feed_forward(
         self,
         x: Float32,

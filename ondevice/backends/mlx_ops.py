@@ -115,6 +115,9 @@ class MlxOps:
     def soft_cap(self, x: mx.array, cap: float) -> mx.array:
         return cap * mx.tanh(x / cap)
 
+    def prefetch_experts(self, *arguments: Any) -> None:
+        """Nothing to do: experts are prefetched by `cpu` alone."""
+
     def rows(self, x: mx.array, tokens: Sequence[int]) -> mx.array:
         return x[mx.array(list(tokens))]
 

@@ -55,6 +55,13 @@ class NeuronSource:
         The scores are an estimate from the input of the layer before; no result depends on them.
         """
 
+    def prefetch_experts(self, layer: int, chosen: Callable[[], Int32]) -> None:
+        """Begin to read the experts chosen(), (R, k), before the layer's turn comes.
+
+        Called before the turn of the layer before, if `wants_prefetch`. They are an estimate from that
+        layer's input; no result depends on them.
+        """
+
     def begin_layer(self, layer: int, batch: ForwardBatch) -> ResidentLayer | None:
         """Begin a layer's turn. Returns the layer if it is wholly in memory; if None, call `select`."""
         return None

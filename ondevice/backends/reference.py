@@ -278,6 +278,11 @@ class ReferenceBackend:
     def prefetch(self, x: Float32, norm: Norm | None, weight: ReferenceFeedForward) -> None:
         """Nothing to do: everything is in memory."""
 
+    def prefetch_experts(
+        self, x: Float32, norm: Norm | None, weight: ReferenceFeedForward, router: Router, spec: LayerSpec
+    ) -> None:
+        """Nothing to do: everything is in memory."""
+
     def feed_forward(
         self,
         x: Float32,

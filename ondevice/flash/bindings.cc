@@ -244,7 +244,10 @@ void bind_ranges(nb::module_& m) {
   nb::class_<RangeReads>(m, "RangeReads")
       .def(nb::init<std::shared_ptr<FlashReader>>(), nb::arg("reader"))
       .def("begin", &RangeReads::begin, nb::arg("file"), nb::arg("offset"), nb::arg("nbytes"),
-           nb::arg("target"), Release())
+           nb::arg("target"), nb::arg("ahead") = false, Release())
+      .def("hurry", &RangeReads::hurry, nb::arg("ticket"), Release())
+      .def("drop", &RangeReads::drop, nb::arg("ticket"), Release())
+      .def("arrived", &RangeReads::arrived, nb::arg("ticket"), Release())
       .def("wait", &RangeReads::wait, nb::arg("ticket"), Release())
       .def("cancel", &RangeReads::cancel, Release())
       .def("close", &RangeReads::close, Release());

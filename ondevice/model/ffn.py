@@ -50,6 +50,10 @@ def feed_forward(
     return joined(backend, spec, residual, y, weights.feed_forward_output_norm)
 
 
-def prefetch(backend: Backend, weights: LayerWeights, x: Array) -> None:
+def prefetch(backend: Backend, spec: LayerSpec, weights: LayerWeights, x: Array) -> None:
     """Let the backend prefetch for a later layer, whose input will be near x (R, D), the residual now."""
-    backend.prefetch(x, weights.feed_forward_norm, weights.feed_forward)
+    norm = weights.feed_forward_norm
+    if weights.router is None:
+        backend.prefetch(x, norm, weights.feed_forward)
+    else:
+        backend.prefetch_experts(x, norm, weights.feed_forward, weights.router, spec)

@@ -400,7 +400,7 @@ class Transformer:
         if layer + 1 < self.config.num_layers:
             if not batch.resident_only:
                 known = x[: len(batch.tokens)] if batch.stream_rows else x
-                prefetch(backend, self.weights.layers[layer + 1], known)
+                prefetch(backend, self.config.layers[layer + 1], self.weights.layers[layer + 1], known)
         elif batch.last_only:
             x, batch = x[-1:], batch.last_row()
             own = own if own is None else own[-1:]

@@ -113,7 +113,14 @@ def open_neuron_memory(
         assert isinstance(segment, SlotShape)
         experts = [layer.experts for layer in config.layers]
         fetcher = ExpertFetcher(
-            layers, reader, experts, segment.slot_bytes, segment.slots, segment.reserve, options.keep
+            layers,
+            reader,
+            experts,
+            segment.slot_bytes,
+            segment.slots,
+            segment.reserve,
+            options.keep,
+            options.prefetch,
         )
         if backend.name == "mlx":
             return WholeExperts(fetcher, layers, segment.least, segment.total)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.base import Bytes
+from ondevice.backends.base import Bytes, Int32
 from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
@@ -25,6 +25,7 @@ from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.model_config import ExpertsSpec
 from ondevice.sparsity.cached_source import CachedSource
+from ondevice.sparsity.expert_prefetch import ExpertPrefetcher
 from ondevice.sparsity.expert_reuse import ExpertReuse
 from ondevice.sparsity.pooled_cache import PooledCache
 from ondevice.sparsity.prefetch import PrefetchQuality
@@ -41,6 +42,7 @@ class ExpertFetcher(CachedSource):
         slot_bytes, segment_slots: bytes of a slot, and slots in a segment.
         most: most experts that are read at once: slots that are kept free for them.
         keep: whether experts may stay after the pass that read them.
+        prefetch: whether to begin to read the next layer's experts before they are known.
     """
 
     def __init__(
@@ -52,10 +54,12 @@ class ExpertFetcher(CachedSource):
         segment_slots: int,
         most: int,
         keep: bool = True,
+        prefetch: bool = True,
     ) -> None:
         found = {layer: spec for layer, spec in enumerate(experts) if spec is not None}
         self._turns = {layer: turn for turn, layer in enumerate(found)}
         """By layer: its number among those that have experts, which alone the cache knows."""
+        layer_of = tuple(found)
         self._experts = next(iter(found.values()))
         count = self._experts.count
         policy = ExpertReuse(len(found), count, self._experts.chosen)
@@ -63,22 +67,28 @@ class ExpertFetcher(CachedSource):
         cache = PooledCache([count] * len(found), slot_bytes, segment_slots, most, policy, keep, allocate)
         self._most = most
         self._reads = _native.RangeReads(reader.native)
+        # One slot is always left for an expert that a pass waits for.
+        begin = lambda turn, expert, slot: self._read(layer_of[turn], expert, slot, ahead=True)  # noqa: E731
+        self._prefetcher = ExpertPrefetcher(self._reads, cache, begin, most - 1)
+        self._prefetches = prefetch
+        self._prefetched_hits = 0
         self._draft_gates: NDArray[np.float16] = np.zeros((0, 0, 0), dtype=np.float16)
         """(turns, draft tokens, E) gates of the last pass's draft tokens, in the order of its batch."""
         super().__init__(layers, cache)
 
     @property
     def hits(self) -> int:
-        """Lookups whose expert was in memory when the pass came to its layer."""
-        return self._cache.hits
+        """Lookups whose expert was in memory when the pass came to its layer, without prefetched ones."""
+        return self._cache.hits - self._prefetched_hits
 
     @property
     def prefetching(self) -> PrefetchQuality:
-        """Nothing is prefetched."""
-        return PrefetchQuality()
+        """Hits, waste and time of prefetching so far."""
+        return self._prefetcher.quality
 
     def resize(self, quota: Sequence[int]) -> None:
         """Keep to sum(quota) segments. Surplus ones are freed now; missing ones are made when needed."""
+        self._prefetcher.drop()
         self._cache.resize(sum(quota))
 
     def fill(self) -> bool:
@@ -96,8 +106,16 @@ class ExpertFetcher(CachedSource):
             shape = len(self._turns), batch.draft_rows, self._experts.count
             self._draft_gates = np.zeros(shape, dtype=np.float16)
         self._since = time.perf_counter()
+        self._prefetcher.next_pass(len(batch.tokens))
         self._cache.divide(len(batch.tokens))
         self._managed += self._lap()
+
+    def wants_prefetch(self, layer: int, rows: int) -> bool:
+        turn = self._turns.get(layer)
+        return self._prefetches and turn is not None and self._prefetcher.wants(turn, rows)
+
+    def prefetch_experts(self, layer: int, chosen: Callable[[], Int32]) -> None:
+        self._prefetcher.expect(self._turns[layer], chosen)
 
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
         """Tell the cache about the accepted draft tokens."""
@@ -119,18 +137,24 @@ class ExpertFetcher(CachedSource):
         cache, turn = self._cache, self._turns[layer]
         if not cache.holds_all:
             self._observe(turn, routing, batch)
-        ids = routing.experts
-        held = cache.held(turn, ids)
-        addresses = dict(zip(held.tolist(), cache.acquire(turn, held).addresses.tolist(), strict=True))
-        wanted: list[int] = ids.tolist()
-        missing = deque(expert for expert in wanted if expert not in addresses)
-        order = wanted if in_order else [*addresses, *missing]
-        under_way: deque[tuple[int, int, int]] = deque()
-        arrived = False
+        ids, arrived = routing.experts, False
+        under_way: dict[int, tuple[int, int]] = {}
         try:
+            coming = self._prefetcher.settle(turn, ids)
+            under_way |= {one.expert: (one.address, one.ticket) for one in coming}
+            prefetched = np.array(list(under_way), dtype=np.int32)
+            self._prefetched_hits += len(cache.acquire(turn, prefetched).addresses)
+            held = np.setdiff1d(cache.held(turn, ids), prefetched, assume_unique=True)
+            addresses = dict(zip(held.tolist(), cache.acquire(turn, held).addresses.tolist(), strict=True))
+            wanted: list[int] = ids.tolist()
+            missing = deque(it for it in wanted if it not in addresses and it not in under_way)
+            self._prefetcher.count_missing(len(under_way) + len(missing))
+            order = wanted if in_order else [*addresses, *under_way, *missing]
             for done, expert in enumerate(order):
                 self._begin(layer, missing, under_way, order[done:])
-                address = addresses[expert] if expert in addresses else self._next(layer, under_way)
+                if not missing:
+                    self._prefetcher.begin(turn, order[done:])
+                address = addresses[expert] if expert in addresses else self._wait(layer, expert, under_way)
                 address += self._phase(layer, expert)
                 self._managed += self._lap()
                 yield expert, address
@@ -143,7 +167,7 @@ class ExpertFetcher(CachedSource):
             self._managed += self._lap()
 
     def _begin(
-        self, layer: int, missing: deque[int], under_way: deque[tuple[int, int, int]], kept: Sequence[int]
+        self, layer: int, missing: deque[int], under_way: dict[int, tuple[int, int]], kept: Sequence[int]
     ) -> None:
         """Begin to read as many of the missing experts as there is room for; `kept` are still needed."""
         cache, turn = self._cache, self._turns[layer]
@@ -159,34 +183,38 @@ class ExpertFetcher(CachedSource):
             own = np.array([expert], dtype=np.int32)
             slot, begun = int(cache.acquire(turn, own).addresses[0]), False
             try:
-                records = self._records(layer)
-                offset = records.offset(expert)
-                target = slot + offset % PAGE_BYTES
-                ticket = self._reads.begin(records.file, offset, records.nbytes, target)
+                ticket = self._read(layer, expert, slot)
                 begun = True
             finally:
                 if not begun:
                     cache.evict(turn, own)
-            under_way.append((expert, slot, ticket))
+            under_way[expert] = slot, ticket
 
-    def _next(self, layer: int, under_way: deque[tuple[int, int, int]]) -> int:
-        """The slot of the first expert under way, once it has arrived."""
-        expert, slot, ticket = under_way[0]
+    def _read(self, layer: int, expert: int, slot: int, ahead: bool = False) -> int:
+        """Begin to read an expert into the slot at an address. Returns the ticket."""
+        records = self._records(layer)
+        offset = records.offset(expert)
+        return self._reads.begin(records.file, offset, records.nbytes, slot + offset % PAGE_BYTES, ahead)
+
+    def _wait(self, layer: int, expert: int, under_way: dict[int, tuple[int, int]]) -> int:
+        """The slot of an expert under way, once it has arrived."""
+        slot, ticket = under_way[expert]
         self._managed += self._lap()
         try:
             self._reads.wait(ticket)
         finally:
-            self._waited += self._lap()
+            waited = self._lap()
+            self._waited += waited
         self._layers[layer].expert_arrived(slot + self._phase(layer, expert))
-        under_way.popleft()
+        del under_way[expert]
+        self._prefetcher.count_wait(waited)
         return slot
 
-    def _give_up(self, layer: int, under_way: deque[tuple[int, int, int]]) -> None:
+    def _give_up(self, layer: int, under_way: dict[int, tuple[int, int]]) -> None:
         """Wait until nothing is written to any more, and free the slots of what hasn't arrived."""
-        self._reads.cancel()
+        self._prefetcher.drop()
         if under_way:
-            absent = np.array([expert for expert, _, _ in under_way], dtype=np.int32)
-            self._cache.evict(self._turns[layer], absent)
+            self._cache.evict(self._turns[layer], np.array(list(under_way), dtype=np.int32))
 
     def _observe(self, turn: int, routing: Routing, batch: ForwardBatch) -> None:
         """Tell the cache the gates of the text's tokens now; keep those of draft tokens until `accept`."""

@@ -69,8 +69,8 @@ class PooledCache(NeuronCache):
 
     @property
     def _spare(self) -> int:
-        """Slots left of the room; below 0 where more neurons are held."""
-        return self._room - sum(self._counts) - sum(self._reserved)
+        """Slots left of the room; below 0 where more neurons are held. Reserved slots are the reserve's."""
+        return self._room - sum(self._counts)
 
     def _draw_shares(self) -> None:
         """Nothing is divided: any layer may hold all of its neurons."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,38 @@ def test_after_cancel_tickets_are_forgotten_and_others_can_begin(
     reads.close()
     with pytest.raises(ValueError, match="closed"):
         reads.begin(0, targets[0].offset, targets[0].nbytes, targets[0].address)
+
+
+def test_ranges_ahead_arrive_are_dropped_or_hurried(reader: FlashReader, file: RecordFile) -> None:
+    reads, large = _native.RangeReads(reader.native), Target(0, 3000)
+    kept, dropped, hurried = (Target(first, 10) for first in (0, 100, 200))
+    begin = lambda it, ahead: reads.begin(0, it.offset, it.nbytes, it.address, ahead)  # noqa: E731
+    for _ in range(100):
+        demanded = begin(large, False)
+        tickets = [begin(it, True) for it in (kept, dropped, hurried)]
+        reads.hurry(tickets[2])
+        reads.hurry(tickets[2])
+        reads.hurry(demanded)
+        assert not reads.drop(tickets[2])
+        # Others wait for the large one, unless this thread didn't run until that had arrived.
+        if was_dropped := reads.drop(tickets[1]):
+            break
+        reads.cancel()
+    assert was_dropped
+    with pytest.raises(ValueError, match="ticket"):
+        reads.arrived(tickets[1])
+    for ticket, target in ((tickets[2], hurried), (demanded, large), (tickets[0], kept)):
+        reads.wait(ticket)
+        target.assert_holds(file)
+    ended = begin(dropped, True)
+    while not reads.arrived(ended):
+        time.sleep(0.001)
+    assert not reads.drop(ended)
+    begin(kept, True)
+    reads.cancel()
+    with pytest.raises(ValueError, match="ticket"):
+        reads.wait(ended)
+    reads.close()
 
 
 def test_a_closed_reader_ends_waiting(file: RecordFile) -> None:

@@ -45,7 +45,9 @@ class Wanted {
     std::fill(pages_.data(), pages_.data() + pages_.size(), kUntouched);
   }
 
-  uint64_t begin(RangeReads& reads) { return reads.begin(file_, begin_, nbytes_, target()); }
+  uint64_t begin(RangeReads& reads, bool ahead = false) {
+    return reads.begin(file_, begin_, nbytes_, target(), ahead);
+  }
 
   // What begin() must refuse, whatever is under way.
   void expect_refusals(RangeReads& reads) {
@@ -127,8 +129,14 @@ void wait_for(RangeReads& reads, std::deque<UnderWay>& all, size_t index) {
   all.erase(all.begin() + static_cast<std::ptrdiff_t>(index));
 }
 
-// As a pass over a model does it: up to six ranges under way, mostly waited for in order; some are cancelled,
-// closed or destroyed with their reads under way.
+void drop(RangeReads& reads, std::deque<UnderWay>& all, size_t index) {
+  expect(throws<std::invalid_argument>([&] { reads.drop(all[index].ticket); }), "a ticket outlived drop()");
+  all[index].wanted->leave();
+  all.erase(all.begin() + static_cast<std::ptrdiff_t>(index));
+}
+
+// As a pass over a model does it: up to six ranges under way, mostly waited for in order; some are begun
+// ahead, hurried, dropped, cancelled, closed or destroyed with their reads under way.
 void fetch(const std::shared_ptr<FlashReader>& reader, const Files& files, unsigned seed, int steps) {
   std::mt19937 random(seed);
   auto reads = std::make_unique<RangeReads>(reader);
@@ -155,8 +163,16 @@ void fetch(const std::shared_ptr<FlashReader>& reader, const Files& files, unsig
       Wanted(files, random).expect_refusals(*reads);
     } else if (all.size() < 6 && kind < 9) {
       auto wanted = std::make_unique<Wanted>(files, random);
-      const uint64_t ticket = wanted->begin(*reads);
+      const uint64_t ticket = wanted->begin(*reads, random() % 3 == 0);
       all.push_back({ticket, std::move(wanted)});
+    } else if (!all.empty() && kind < 12) {
+      const size_t index = random() % all.size();
+      if (kind == 9)
+        reads->hurry(all[index].ticket);
+      else if (kind == 10)
+        reads->arrived(all[index].ticket);
+      else if (reads->drop(all[index].ticket))
+        drop(*reads, all, index);
     } else if (!all.empty()) {
       wait_for(*reads, all, random() % 4 ? 0 : random() % all.size());
     }

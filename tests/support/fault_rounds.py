@@ -129,8 +129,8 @@ def assert_nothing_leaked(model: Model) -> None:
 def _assert_nothing_leaked(model: Model) -> None:
     neurons, reservation = model._engine._neurons, None
     assert isinstance(neurons, NeuronFetcher | ExpertFetcher)
+    neurons._prefetcher.drop()
     if isinstance(neurons, NeuronFetcher):
-        neurons._prefetcher.drop()
         reservation = neurons._warm_up._reservation
         assert all(batch.done() for reads in neurons._reads for batch, _ in reads._batches)
         assert model._engine._reader.staging_bytes <= model.plan.buffers.nbytes
