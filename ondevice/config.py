@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args, get_origin, get_type_hints
 
 from ondevice.errors import UsageError
-from ondevice.model_config import SIZE_LIMITS
+from ondevice.model_config import MAX_CHOSEN, SIZE_LIMITS
 
 BackendName = Literal["auto", "cpu", "mlx", "reference"]
 Sparsity = Literal["auto", "dense", "exact", "predicted", "threshold", "experts"]
@@ -136,6 +136,7 @@ class RuntimeOptions(TypedDict, total=False):
     sparsity: Sparsity
     predictor_recall: float
     threshold_sparsity: float
+    experts: int
     speculation: Speculation
     draft_model: str | os.PathLike[str]
     draft_streams: int
@@ -149,7 +150,7 @@ class RuntimeOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """How a bundle is run. Only `kv_bits`, `backend` and a lossy `sparsity` change the text.
+    """How a bundle is run. Only `kv_bits`, `backend`, `experts` and a lossy `sparsity` change the text.
 
     The context is `max_context`, or the shorter one that the budget has room for. A full context ends the
     text, or makes a chat forget its oldest turns.
@@ -167,6 +168,9 @@ class RuntimeConfig:
     """Share of the firing neurons that `predicted` aims to find; one of the values measured in the bundle."""
     threshold_sparsity: float = 0.5
     """Share of a token's neurons that `threshold` leaves out; one of the values measured in the bundle."""
+    experts: int = 0
+    """Experts that each token chooses in a layer, where these are fewer than the model's own, which changes
+    the text. 0 means the model's own."""
     speculation: Speculation = "auto"
     draft_model: str | os.PathLike[str] = ""
     """Bundle that drafts with `speculation="model"`. Naming one makes `auto` mean `model`."""
@@ -215,6 +219,7 @@ class RuntimeConfig:
 
 _RUNTIME_LIMITS = {
     "threads": (0, MAX_THREADS),
+    "experts": (0, MAX_CHOSEN),
     "draft_streams": (0, MAX_STREAMS),
     "draft_head": (0, SIZE_LIMITS["vocab_size"]),
     "max_context": (0, MAX_CONTEXT),

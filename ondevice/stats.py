@@ -81,6 +81,9 @@ class GenerationStats:
     `synchronisations` counts waits for a device that computes asynchronously (`mlx`), including waits for
     logits; they took `synchronised_seconds`.
 
+    `experts` is the number of experts that a token chose where that is fewer than the model's own, which
+    changes the text; else 0.
+
     `seed` is the seed of the random numbers, or None if nothing was drawn by chance. `context_full` is True
     if the text ended because the context was full.
     """
@@ -109,6 +112,7 @@ class GenerationStats:
     decode_seconds: float = 0.0
     synchronisations: int = 0
     synchronised_seconds: float = 0.0
+    experts: int = 0
     drafting: DraftStats = DraftStats()
 
     def to_dict(self) -> dict[str, Any]:

@@ -72,6 +72,7 @@ from ondevice.bundle.token_counts import (
 )
 from ondevice.bundle.weight_shapes import extra_matrices, vectors_size
 from ondevice.errors import BundleError, ModelNotFoundError
+from ondevice.model_config import ModelConfig
 
 MAX_CHECKSUM_BYTES = 1 << 28
 """Largest checksum table: 64 million record parts, some 300 GB of weights."""
@@ -233,6 +234,12 @@ class Bundle:
         """The same bundle, with `files` checked in other units than the format's."""
         other = copy.copy(self)
         other._rechecked = {**self._rechecked, **files}
+        return other
+
+    def with_config(self, config: ModelConfig) -> Bundle:
+        """The same bundle run as `config` says, under which its files are the same."""
+        other = copy.copy(self)
+        other.config = config
         return other
 
     def without(self, sidecar: Sidecar, error: BundleError) -> Bundle:

@@ -11,7 +11,7 @@ from ondevice.budget.sizes import DECODE_TOKENS, SlotShape
 from ondevice.bundle.layout import expert_bytes
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import no_streams
-from ondevice.commands.reports import parts, percent, residency, size
+from ondevice.commands.reports import fewer_experts, parts, percent, residency, size
 from ondevice.commands.training_reports import stream_facts
 from ondevice.model_config import ModelConfig
 from ondevice.runtime.models import (
@@ -59,7 +59,7 @@ def inspection(resolved: ResolvedModel) -> dict[str, Any]:
     """
     bundle, plan, frugal = resolved.bundle, resolved.plan, resolved.frugal
     found, cuts = bundle.predictors, bundle.thresholds
-    modes = sparsity_modes(bundle.config, bundle.predictors, bundle.thresholds, bundle.damaged)
+    modes = _modes(bundle)
     change = mode_change(resolved)
     return {
         "model": bundle.name,
@@ -94,7 +94,7 @@ def inspection_text(resolved: ResolvedModel) -> str:
         f"bundle {size(bundle.bundle_bytes)}",
         *_widths_lines(config),
         "sparsity modes:",
-        *map(_mode_line, sparsity_modes(config, bundle.predictors, bundle.thresholds, bundle.damaged)),
+        *map(_mode_line, _modes(bundle)),
         *_expert_lines(resolved),
         f"streams: {_streams_line(bundle)}",
         *(
@@ -117,10 +117,16 @@ def inspection_text(resolved: ResolvedModel) -> str:
     return "\n".join(lines)
 
 
-def _expert_facts(resolved: ResolvedModel) -> dict[str, int] | None:
+def _modes(bundle: Bundle) -> tuple[SparsityMode, ...]:
+    """The modes of the model itself, whatever its options are."""
+    return sparsity_modes(bundle.manifest.config, bundle.predictors, bundle.thresholds, bundle.damaged)
+
+
+def _expert_facts(resolved: ResolvedModel) -> dict[str, int | bool] | None:
     """Numbers of experts, and the bytes that a token's take in all layers; None for a model without any.
 
-    `in_memory` are kept beside a full context.
+    `in_memory` are kept beside a full context. `own_chosen` are those of the model itself, of which `chosen`
+    may be fewer by `--experts`; that is `lossy`.
     """
     config, plan = resolved.bundle.config, resolved.plan
     experts = config.experts
@@ -136,6 +142,8 @@ def _expert_facts(resolved: ResolvedModel) -> dict[str, int] | None:
         "layers": layers,
         "count": experts.count,
         "chosen": experts.chosen,
+        "own_chosen": resolved.own_experts or experts.chosen,
+        "lossy": resolved.own_experts > 0,
         "expert_bytes": nbytes,
         "cycle_bytes": layers * experts.chosen * nbytes,
         "in_memory": room if resolved.runtime.backend != "reference" else layers * experts.count,
@@ -154,7 +162,9 @@ def _expert_lines(resolved: ResolvedModel) -> list[str]:
         f"{found['in_memory']} of {total}"
     )
     below = "less than a token's cycle: most are read for each token"
-    return [line if found["in_memory"] >= cycle else f"{line}, {below}"]
+    own = resolved.own_experts
+    lossy = [fewer_experts(found["chosen"], own)] if own else []
+    return [line if found["in_memory"] >= cycle else f"{line}, {below}", *lossy]
 
 
 def _widths_lines(config: ModelConfig) -> list[str]:

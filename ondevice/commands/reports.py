@@ -23,6 +23,11 @@ def plan_summary(plan: Plan) -> str:
     )
 
 
+def fewer_experts(chosen: int, own: int) -> str:
+    """What `--experts` does to the text, in one line."""
+    return f"lossy: {chosen} of the model's own {own} experts a token (--experts); not the text of all"
+
+
 def pressure_summary(found: MemoryPressure) -> str:
     """Memory pressure and its effect on the budget, in one line."""
     now, own = format_bytes(found.budget_bytes), format_bytes(found.user_budget_bytes)
@@ -97,6 +102,7 @@ def stats_line(stats: GenerationStats, plan: Plan) -> str:
         f"peak {format_bytes(stats.peak_memory_bytes)}; flash {read(stats.flash_bytes_read)}{filling}, "
         f"read in {stats.flash_read_seconds:.2f} s with {stats.flash_cpu_seconds:.2f} s of CPU; "
         f"cache hits {100.0 * stats.neuron_cache_hit_rate:.0f} %{prefetched}{waits}"
+        f"{f'; lossy: --experts {stats.experts}' if stats.experts else ''}"
         f"{'' if stats.seed is None else f'; seed {stats.seed}'}"
     )
 

@@ -2,6 +2,7 @@
 
 from ondevice.model_config.checks import MAX_FACTOR, SIZE_LIMITS
 from ondevice.model_config.experts import (
+    MAX_CHOSEN,
     MAX_EXPERT_NEURONS,
     MAX_EXPERTS,
     MAX_WEIGHT_FACTOR,
@@ -34,6 +35,7 @@ from ondevice.model_config.rope import RopeSpec
 __all__ = [
     "ACTIVATIONS",
     "CLAMP",
+    "MAX_CHOSEN",
     "MAX_COPIES",
     "MAX_DEVIATIONS",
     "MAX_EXPERTS",

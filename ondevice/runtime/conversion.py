@@ -28,6 +28,7 @@ from ondevice.runtime.models import (
     bundle_target,
     check_runtime,
     find_source,
+    with_chosen_experts,
 )
 from ondevice.runtime.repository import Repository
 from ondevice.runtime.resolving import LEAST_CONTEXT, is_auto
@@ -157,7 +158,7 @@ class Prepared:
 
         Raises UnsupportedModelError and BackendUnavailableError for options that the new bundle can't have.
         """
-        config = self.config
+        config = with_chosen_experts(self.config, runtime.experts)
         check_runtime(config, runtime, None, None)
         settled = replace(
             runtime,

@@ -123,6 +123,7 @@ class Engine:
                 sparsity=runtime.sparsity,
                 speculation=runtime.speculation,
                 io=self.io,
+                experts=runtime.experts,
             ),
         )
         self._parts.callback(self._forget_model)

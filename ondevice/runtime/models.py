@@ -10,7 +10,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import util
 from pathlib import Path
 from types import MappingProxyType
@@ -367,6 +367,9 @@ def sparsity_modes(
 def _modes_of_experts(experts: ExpertsSpec) -> tuple[SparsityMode, ...]:
     """The modes of a model with experts."""
     chosen = f"only the {experts.chosen} of {experts.count} experts that each token chooses; exact"
+    if _least_chosen(experts) < experts.chosen:
+        chosen += "; --experts 1" if experts.chosen == 2 else f"; --experts 1 to {experts.chosen - 1}"
+        chosen += ": fewer, and not the same text"
     return (
         SparsityMode("dense", False, "a token is defined by the experts that it chooses, not by all of them"),
         SparsityMode("exact", False, "neurons of experts aren't left out one by one"),
@@ -374,6 +377,29 @@ def _modes_of_experts(experts: ExpertsSpec) -> tuple[SparsityMode, ...]:
         SparsityMode("threshold", False, NO_SIDECARS),
         SparsityMode("experts", True, chosen),
     )
+
+
+def _least_chosen(experts: ExpertsSpec) -> int:
+    """The fewest experts that a token can choose. A sparsemixer's weights are defined for two alone."""
+    return experts.chosen if experts.scoring == "sparsemixer" else 1
+
+
+def with_chosen_experts(config: ModelConfig, chosen: int) -> ModelConfig:
+    """The model with `chosen` experts for each token, those with the highest scores; 0 for its own number.
+
+    Raises UnsupportedModelError for more than its own, for a model without experts and for a sparsemixer.
+    """
+    experts = config.experts
+    if not chosen or (experts is not None and chosen == experts.chosen):
+        return config
+    if experts is None:
+        raise UnsupportedModelError(f"--experts {chosen} isn't possible with this model: it has no experts")
+    least = _least_chosen(experts)
+    if not least <= chosen < experts.chosen:
+        can = f"1 to {experts.chosen}" if least == 1 else f"{least} alone, as its router is a sparsemixer"
+        raise UnsupportedModelError(f"--experts {chosen} isn't possible with this model: it can have {can}")
+    layers = (replace(it, experts=it.experts and replace(it.experts, chosen=chosen)) for it in config.layers)
+    return replace(config, layers=tuple(layers))
 
 
 def automatic_modes(config: ModelConfig, runtime: RuntimeConfig) -> list[Sparsity]:

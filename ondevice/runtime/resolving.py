@@ -28,7 +28,7 @@ from ondevice.errors import BudgetError, ContextOverflowError
 from ondevice.generate import check_prompt
 from ondevice.runtime.backend_choice import check_drafts, memory_model, row_invariance, settled_backend
 from ondevice.runtime.draft_model import ResolvedDraft, open_draft, plan_draft
-from ondevice.runtime.models import automatic_modes, check_runtime
+from ondevice.runtime.models import automatic_modes, check_runtime, with_chosen_experts
 from ondevice.runtime.opening import (
     damage_warnings,
     open_tokenizer,
@@ -109,6 +109,12 @@ class ResolvedModel:
         return runs_streams(self.runtime.speculation, self.bundle.streams)
 
     @property
+    def own_experts(self) -> int:
+        """Experts that the model's own tokens choose, where `--experts` asks for fewer; else 0."""
+        experts = self.bundle.manifest.config.experts if self.runtime.experts else None
+        return 0 if experts is None else experts.chosen
+
+    @property
     def draft_head_rows(self) -> int:
         """Rows of the draft head; 0 without one."""
         return draft_head_rows(self.bundle.config, self.runtime, self.bundle.streams)
@@ -138,6 +144,10 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     tokenizer raises.
     """
     bundle = without_damaged_sidecars(bundle, runtime)
+    fewer = with_chosen_experts(bundle.config, runtime.experts)
+    if fewer is bundle.config:
+        runtime = replace(runtime, experts=0)
+    bundle = bundle.with_config(fewer)
     added = bundle.predictors, bundle.thresholds, bundle.streams, bundle.damaged
     check_runtime(bundle.config, runtime, *added)
     check_draft_options(runtime, bundle.streams, bundle.token_counts, bundle.damaged)

@@ -35,6 +35,7 @@ CONTRACT = [
     "decode_seconds",
     "synchronisations",
     "synchronised_seconds",
+    "experts",
     "drafting",
 ]
 

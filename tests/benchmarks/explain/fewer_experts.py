@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.flash.reader import FlashReader
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
-from ondevice.model_config import ModelConfig
+from ondevice.runtime.models import with_chosen_experts
 from ondevice.scoring import Tally
 from tests.benchmarks.lib.held_out_prompts import DOMAINS, held_out_tokens
 from tests.support.engines import all_logits, expert_fetcher
@@ -29,21 +28,12 @@ from tests.support.trained_models import MIXTURE
 PIECES, PIECE_TOKENS = 8, 1024
 
 
-def choosing(config: ModelConfig, count: int) -> ModelConfig:
-    """The model with `count` experts chosen."""
-    layers = [
-        replace(layer, experts=layer.experts and replace(layer.experts, chosen=count))
-        for layer in config.layers
-    ]
-    return replace(config, layers=tuple(layers))
-
-
 def scored(bundle: Bundle, count: int, pieces: list[list[int]]) -> tuple[float, NDArray[np.intp]]:
     """Perplexity, and the likeliest token at every position."""
     tally, likeliest = Tally(), []
     with FlashReader(bundle_files(bundle), "buffered", 2) as reader:
         cpu = CpuBackend(make_runner(threads=1), segment_neurons=64, piece_neurons=64)
-        model = Transformer(choosing(bundle.config, count), cpu, load_weights(bundle, reader, cpu))
+        model = Transformer(with_chosen_experts(bundle.config, count), cpu, load_weights(bundle, reader, cpu))
         fetcher = expert_fetcher(bundle, reader, cpu)
         for piece in pieces:
             logits = all_logits(model, piece[:-1], 16)
