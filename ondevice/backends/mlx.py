@@ -267,7 +267,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         chosen = route(logits, experts, router.choice_bias, None if apart is None else apart.scales)
         held = weight.held_experts
         if held is None:
-            total = self._fetched(total, x, weight, chosen, spec.feed_forward, batch)
+            total = self._fetched(total, x, weight, chosen, spec, batch)
         else:
             total = held.added_to(total, x, chosen, spec.feed_forward)
         if apart is not None:
@@ -280,7 +280,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         x: mx.array,
         weight: MlxFeedForward,
         chosen: Chosen,
-        spec: FeedForwardSpec,
+        spec: LayerSpec,
         batch: ForwardBatch,
     ) -> mx.array:
         """total (T, D) plus the weighted outputs of each token's experts, in the order of their numbers.
@@ -288,13 +288,18 @@ class MlxBackend(OffloadingBackend, MlxOps):
         The choice is read back, and experts come from slots, one by one.
         """
         self._await(*chosen)
-        routing, rows_of_pass = Routing(*(np.array(it) for it in chosen)), x.shape[0]
+        assert spec.experts is not None
+        routing = Routing(np.array(chosen.ids), np.array(chosen.weights), spec.experts.count)
+        rows_of_pass = x.shape[0]
         in_order, held = rows_of_pass > HELD_ROWS, {}
         for expert, address in weight.neurons.experts(weight.index, routing, batch, in_order):
             rows, weights = routing.rows_of(expert)
             own = x if len(rows) == rows_of_pass else x[mx.array(rows)]
             first = mx.zeros((len(rows), 1), dtype=mx.int32)
-            held[expert] = rows, weight.expert_at(address).outputs(own, first, spec)[:, 0] * mx.array(weights)
+            held[expert] = (
+                rows,
+                weight.expert_at(address).outputs(own, first, spec.feed_forward)[:, 0] * mx.array(weights),
+            )
             if in_order:
                 total = _with_outputs(total, held)
             self._pieces.ask([total if in_order else held[expert][1]])

@@ -23,11 +23,10 @@ LANES = 16
 
 
 class Chosen(NamedTuple):
-    """The experts of T tokens, as `routing.Routing` has them: ids, weights (T, k) and choice (T, E)."""
+    """The experts of T tokens, as `routing.Routing` has them: ids and weights (T, k)."""
 
     ids: mx.array
     weights: mx.array
-    choice: mx.array
 
 
 def route(
@@ -52,7 +51,7 @@ def route(
     if spec.renormalised:
         own = own / (_sums(own) + (1e-20 if spec.scoring == "sigmoid" else 0.0))
     own = own * spec.factor
-    return Chosen(ids, own if scales is None else own * scales[ids], choice)
+    return Chosen(ids, own if scales is None else own * scales[ids])
 
 
 def _sparsemixer(logits: mx.array, spec: ExpertsSpec) -> Chosen:
@@ -69,7 +68,7 @@ def _sparsemixer(logits: mx.array, spec: ExpertsSpec) -> Chosen:
     chosen, own = mx.concatenate(ids, axis=1), mx.concatenate(weights, axis=1)
     order = mx.argsort(chosen, axis=1)
     own = mx.take_along_axis(own, order, axis=1) * spec.factor
-    return Chosen(mx.take_along_axis(chosen, order, axis=1), own, logits)
+    return Chosen(mx.take_along_axis(chosen, order, axis=1), own)
 
 
 def _of_best_groups(choice: mx.array, spec: ExpertsSpec) -> mx.array:
