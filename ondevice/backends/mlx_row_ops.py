@@ -161,7 +161,7 @@ class _Ops:
         bias = mx.array(self._values(spec.count)) if spec.choice_bias else None
 
         def chosen(logits: mx.array) -> mx.array:
-            ids, weights, _ = route(logits, spec, bias)
+            ids, weights = route(logits, spec, bias)
             return mx.concatenate([ids.astype(mx.float32), weights], axis=1)
 
         yield _row_op("choice of experts", chosen, self._input(spec.count))
