@@ -199,7 +199,11 @@ class Bundle:
         layers = hidden * (rows + config.feed_forward.num_rows * config.num_neurons)
         others = sum(prod(weight.shape) for weight in extra_matrices(config)) + vectors_size(config)
         tables = config.embedding_size * (1 if config.tie_embeddings else 2) + config.per_layer_size
-        return layers + others + config.vocab_size * tables
+        biases = 0
+        if config.experts is not None and config.experts.bias:
+            each = (config.feed_forward.num_rows - 1) * config.experts.neurons + hidden
+            biases = len(config.expert_layers) * config.experts.count * each
+        return layers + others + biases + config.vocab_size * tables
 
     @property
     def embedding_file(self) -> CheckedFile:

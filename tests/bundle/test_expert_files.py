@@ -34,8 +34,8 @@ def mixture(dense: int = 0, bias: bool = True) -> ModelConfig:
     return replace(config, layers=(first, replace(last, experts=experts, feed_forward=wide)))
 
 
-def made(folder: Path, dense: int = 0, quant: QuantConfig = QUANT) -> Path:
-    recipe = Recipe(mixture(dense), quant)
+def made(folder: Path, dense: int = 0, quant: QuantConfig = QUANT, bias: bool = True) -> Path:
+    recipe = Recipe(mixture(dense, bias), quant)
     fill(BundleWriter(folder, recipe.config, quant, crc32c, fingerprint="x"), recipe)
     return folder
 
@@ -132,6 +132,11 @@ def test_formats_of_experts_need_experts(tmp_path: Path) -> None:
     put("quantisation", "matrices", value={"experts_down": stored})(tmp_path / "plain")
     with pytest.raises(BundleError, match="has experts, but no layer"):
         Bundle.open(tmp_path / "plain")
+
+
+def test_biases_count_as_parameters(tmp_path: Path) -> None:
+    with_biases, without = (Bundle.open(made(tmp_path / f"{bias}", bias=bias)) for bias in (True, False))
+    assert with_biases.parameters - without.parameters == 5 * (40 + 40 + 72)
 
 
 def test_records_of_experts_are_written_in_pieces(tmp_path: Path) -> None:
