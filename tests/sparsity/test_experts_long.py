@@ -21,10 +21,11 @@ from ondevice.api import Model, load
 from ondevice.backends.base import Float32
 from ondevice.budget.plan import REPEAT_MARGIN_BYTES
 from ondevice.converters.convert import convert
+from ondevice.sparsity.expert_prefetch import ExpertPrefetcher
 from ondevice.sparsity.experts import ExpertFetcher
 from ondevice.sparsity.policies import PolicyName, make_policy
 from ondevice.stats import GenerationStats
-from tests.support.chat import squeeze
+from tests.support.chat import fetch_with, squeeze
 from tests.support.engines import always_draft
 from tests.support.families import OLMOE, QWEN3_MOE, write_model
 from tests.support.trained_models import MIXTURE, TWIN, own_text
@@ -95,10 +96,22 @@ def options_of(temperature: float) -> dict[str, Any]:
     }
 
 
+def never_resting(
+    prefetcher: ExpertPrefetcher, tokens: int, original: Any = ExpertPrefetcher.next_pass
+) -> None:
+    """Reads ahead in every pass, whether it has paid or not."""
+    original(prefetcher, tokens)
+    prefetcher.on = True
+
+
 @contextmanager
-def drafting(bundle: Path, prompt: list[int], drafter: str, policy: Any, **options: Any) -> Iterator[Model]:
+def drafting(
+    bundle: Path, prompt: list[int], drafter: str, policy: Any, prefetch: bool, **options: Any
+) -> Iterator[Model]:
     """A model with room for little more than the text: what a context doesn't need yet are slots."""
     with pytest.MonkeyPatch.context() as patch:
+        fetch_with(patch, prefetch=prefetch)
+        patch.setattr(ExpertPrefetcher, "next_pass", never_resting)
         if drafter in ("lookup", "recycling", SECOND):
             always_draft(patch, SIZES)
         if drafter == SECOND:
@@ -167,13 +180,17 @@ def test_ten_thousand_tokens(tmp_path: Path, name: str) -> None:
             turn = next(turns)
             for at, drafter in enumerate(drafters):
                 settings: dict[str, Any] = {"drafter": drafter, "threads": threads, "prefill_chunk": chunk}
-                # Every drafter meets every policy.
+                # Every drafter meets every policy, and both of these what is read ahead and what isn't.
                 settings["policy"] = POLICIES[(turn + at) % len(POLICIES)]
+                settings["prefetch"] = (turn // len(POLICIES) + at) % 2 == 0
                 with drafting(bundle, prompt, **settings) as model:
                     for counts in counted(model, budgets_of(model), expected, prompt):
                         assert counts["differing"] == 0, (settings, counts)
                         totals += counts
                     assert model.logits(prompt).tobytes() == logits, settings
+                    begun = model._engine._neurons.prefetching.begun
+                    assert bool(begun) == settings["prefetch"]
+                    totals["ahead"] += begun
     print(f"{name}: {totals['differing']} differing of {dict(totals)}")
     assert totals["tokens"] >= 10_000
     assert totals["drafted"] > totals["accepted"] > 500
