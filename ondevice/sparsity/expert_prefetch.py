@@ -24,9 +24,10 @@ from ondevice.sparsity.prefetch import PREFETCH_TOKENS, PrefetchQuality
 
 log = logging.getLogger(__name__)
 
-TRIAL_PASSES = 8
-"""Passes without prefetch, and then as many with it, whose waiting times are compared."""
-KEPT_PASSES = 112
+TRIAL_PASSES = 32
+"""Passes of which every second prefetches, and whose waiting times are compared: neighbours, as what else
+uses the device changes within seconds."""
+KEPT_PASSES = 224
 """Passes for which the better of the two is kept."""
 
 
@@ -174,14 +175,13 @@ class ExpertPrefetcher:
             self._now = _Waits()
             return
         passes = self._passes
-        self._passes = (passes + 1) % (2 * TRIAL_PASSES + KEPT_PASSES)
+        self._passes = (passes + 1) % (TRIAL_PASSES + KEPT_PASSES)
+        if passes == 0:
+            self._without, self._with = _Waits(), _Waits()
         if passes < TRIAL_PASSES:
-            self._without = _Waits() if passes == 0 else self._without
-            self.on, self._now = False, self._without
-        elif passes < 2 * TRIAL_PASSES:
-            self._with = _Waits() if passes == TRIAL_PASSES else self._with
-            self.on, self._now = True, self._with
-        elif passes == 2 * TRIAL_PASSES:
+            self.on = passes % 2 == 1
+            self._now = self._with if self.on else self._without
+        elif passes == TRIAL_PASSES:
             self._now = _Waits()
             self._judge()
 

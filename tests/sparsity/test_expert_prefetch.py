@@ -143,12 +143,12 @@ def test_they_are_on_where_they_pay(folder: Path, expected: tuple[int, ...], pay
         squeeze(model, (segment.total - segment.least) // 3)
         assert text(model) == expected
         own._passes, on = 0, []
-        for at in range(2 * (2 * TRIAL_PASSES + KEPT_PASSES)):
+        for at in range(2 * (TRIAL_PASSES + KEPT_PASSES)):
             own.next_pass(1)
             on.append(own.on)
-            own.count_missing(2 + at % 2)
-            own.count_wait((2 + at % 2) * (0.9 if own.on == pays else 1.0))
-        off, tried, kept = [False] * TRIAL_PASSES, [True] * TRIAL_PASSES, [pays] * KEPT_PASSES
-        assert on == 2 * [*off, *tried, *kept]
+            own.count_missing(2 + at % 3)
+            own.count_wait((2 + at % 3) * (0.9 if own.on == pays else 1.0))
+        tried, kept = [False, True] * (TRIAL_PASSES // 2), [pays] * KEPT_PASSES
+        assert on == 2 * [*tried, *kept]
         assert (own.quality.hidden_seconds > 0.1) == pays
         assert (own.quality.spent_seconds > 0.1) != pays
