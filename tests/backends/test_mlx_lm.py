@@ -86,7 +86,7 @@ def test_logits_are_those_of_mlx_lm(
     assert bundle.quant.bits == (8 if bits == 8 else 4)
     notes = dict(note.split(": ", 1) for note in bundle.manifest.provenance.notes)
     rounded = {kind for kind, note in notes.items() if f"rounded to {bundle.quant.bits} bits" in note}
-    assert rounded == {"down"} | ({"attention"} if bits == 3 else set())
+    assert rounded == {"down"}
     words = {"attention": "self_attn", "embedding": "embed_tokens", "head": "lm_head"}
     replaced = {
         name: values
