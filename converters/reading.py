@@ -58,10 +58,9 @@ class Block:
     file: the bundle file that they go to. tensor: the resident tensor, without `.codes`, or `records`.
     sources: the checkpoint's names of `rows`. kinds: attention, attention_output, down, embedding,
     expert_down, expert_gate, expert_up, gate, head, other, per_layer or up, for each of a matrix. formats:
-    how each matrix is stored. rows: each (n,
-    columns) in the stored type, or the checkpoint's own codes of n rows, or n rows that are rounded, or n
-    columns that are still encoded; a vector is (n,) float32. nbytes: checkpoint bytes of them. last: true for
-    the last block of the tensor.
+    how each matrix is stored. rows: each (n, columns) in the stored type, or the checkpoint's own codes of n
+    rows, or n rows that are rounded, or n columns that are still encoded; a vector is (n,) float32. nbytes:
+    checkpoint bytes of them. last: true for the last block of the tensor.
     """
 
     file: str

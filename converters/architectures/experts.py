@@ -220,7 +220,7 @@ def unstacked(
 
 
 def _piece(stack: SourceTensor, name: str, number: int, count: int) -> SourceTensor:
-    """Of `count` equal pieces of a stack's rows, the one with this number, as a matrix."""
+    """The matrix `number` of `count` equal ones whose rows follow each other in a stack."""
     if isinstance(stack, MlxTensor):
         return stack.piece(name, number, count)
     assert isinstance(stack, StoredTensor | QuantizedTensor), "a file's own tensor"

@@ -24,7 +24,7 @@ _DEFAULTS = {AFFINE: (4, 64), MXFP4: (4, 32)}
 """Bits and group by mode, for modules whose own entry leaves them out."""
 _BITS = {AFFINE: (2, 3, 4, 5, 6, 8), MXFP4: (4,)}
 _GROUPS = {AFFINE: (32, 64, 128), MXFP4: (32,)}
-_UNQUANTISED = "start from the checkpoint before it was quantised"
+UNQUANTISED = "start from the checkpoint before it was quantised"
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ def read_quantisation(values: Mapping[str, Any]) -> MlxQuantisation | None:
     if isinstance(copy, dict) and copy.get("quant_method"):
         raise UnsupportedModelError(
             f"config.json: {COPY_KEY} is of the method {_shown(copy['quant_method'])}, which can't be "
-            f"converted; {_UNQUANTISED}"
+            f"converted; {UNQUANTISED}"
         )
     if not content:
         if copy:
             raise UnsupportedModelError(
                 f"config.json has {COPY_KEY} = {_shown(copy)} without a quant_method, and no {KEY} as MLX "
-                f"writes it: how the weights are quantised isn't known; {_UNQUANTISED}"
+                f"writes it: how the weights are quantised isn't known; {UNQUANTISED}"
             )
         return None
     found = _parse(content, KEY)
@@ -188,7 +188,7 @@ def _parse(content: Any, where: str) -> MlxQuantisation:
         else:
             raise UnsupportedModelError(
                 f"config.json: {entry} is {_shown(value)}; it is no setting known here, and the entry of a "
-                f"module is an object, true or false; {_UNQUANTISED}"
+                f"module is an object, true or false; {UNQUANTISED}"
             )
     return MlxQuantisation(default, modules)
 
@@ -198,13 +198,13 @@ def _format(values: Mapping[str, Any], where: str) -> MlxFormat:
     if unknown:
         raise UnsupportedModelError(
             f"config.json: {where} has {_cut(unknown[0])} = {_shown(values[unknown[0]])}, which isn't known "
-            f"here; {_UNQUANTISED}"
+            f"here; {UNQUANTISED}"
         )
     mode = values.get("mode", AFFINE)
     if not isinstance(mode, str) or mode not in _DEFAULTS:
         raise UnsupportedModelError(
             f"config.json: {where}.mode is {_shown(mode)}; only {AFFINE} and {MXFP4} can be converted; "
-            f"{_UNQUANTISED}"
+            f"{UNQUANTISED}"
         )
     bits, group = (
         _choice(values.get(key, default), allowed[mode], f"{where}.{key}", mode)
@@ -219,7 +219,7 @@ def _choice(value: Any, allowed: tuple[int, ...], where: str, mode: str) -> int:
     if type(value) is not int or value not in allowed:
         raise UnsupportedModelError(
             f"config.json: {where} is {_shown(value)}; {mode} has {', '.join(map(str, allowed))}; "
-            f"{_UNQUANTISED}"
+            f"{UNQUANTISED}"
         )
     return value
 

@@ -72,7 +72,7 @@ class MlxTensor:
         return tuple(files.values())
 
     def piece(self, name: str, number: int, count: int) -> MlxTensor:
-        """Of `count` equal pieces of all rows, the one with this number, as a matrix."""
+        """The matrix `number` of `count` equal ones whose rows follow each other here."""
         codes, scales = _piece(self.codes, number, count), _piece(self.scales, number, count)
         biases = None if self.biases is None else _piece(self.biases, number, count)
         return replace(self, name=name, codes=codes, scales=scales, biases=biases)
@@ -183,6 +183,6 @@ class MlxTensor:
 
 
 def _piece(part: RawTensor, number: int, count: int) -> RawTensor:
-    """As of `MlxTensor`."""
+    """The rows in `part` of the matrix `number` of `count` equal ones."""
     rows, offset = prod(part.shape[:-1]) // count, part.offset + number * (part.nbytes // count)
     return replace(part, shape=(rows, part.shape[-1]), offset=offset)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ondevice.converters.architectures.config_reader import SAME_REPOSITORY
 from ondevice.converters.checkpoints.base import SourceTensor, plain
-from ondevice.converters.checkpoints.mlx_folder import COPY_KEY
+from ondevice.converters.checkpoints.mlx_folder import COPY_KEY, UNQUANTISED
 from ondevice.converters.checkpoints.mlx_tensor import MlxTensor
 from ondevice.converters.checkpoints.safetensors_file import RawTensor, floating
 from ondevice.errors import CheckpointError, UnsupportedModelError
@@ -38,7 +38,7 @@ def has_mxfp4(values: Mapping[str, Any]) -> bool:
     if unknown:
         raise UnsupportedModelError(
             f"config.json: {COPY_KEY} has {plain(unknown[0])}, which isn't known here; only plain {METHOD} "
-            "can be converted"
+            f"can be converted; {UNQUANTISED}"
         )
     return True
 

@@ -32,7 +32,7 @@ from ondevice.backends.base import (
     Selector,
 )
 from ondevice.backends.embedding_table import EmbeddingTable
-from ondevice.backends.expert_records import ExpertRecords
+from ondevice.backends.expert_records import HELD_ROWS, ExpertRecords
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer, FirstNeurons
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.native_routing import route
@@ -48,8 +48,6 @@ SCORES = ("scores", "more scores")
 """Names of the output buffers of a selector's matrices."""
 READ_BYTES = 4 << 20
 """Bytes of neurons that are read at a time into memory where they stay."""
-HELD_ROWS = 16
-"""Most rows of a pass whose outputs of all experts are held at once."""
 VIEWS = 64
 """Most views of output arrays kept at once; bounded, as the last chunks of prompts have every length."""
 

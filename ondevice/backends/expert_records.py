@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from ondevice.bundle.layout import ExpertLayout
 
 Bytes = NDArray[np.uint8]
+HELD_ROWS = 16
+"""Most rows of a pass whose outputs of all experts are held at once, where these come one by one."""
 ROWS_AT_ONCE = 32
 """Tokens whose experts' outputs a backend that holds all experts computes together."""
 

@@ -31,6 +31,7 @@ from ondevice.backends.base import (
     Router,
     Selector,
 )
+from ondevice.backends.expert_records import HELD_ROWS
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FirstNeurons
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.mlx_experts import Chosen, route
@@ -49,9 +50,6 @@ from ondevice.backends.offloading import OffloadingBackend
 from ondevice.backends.routing import Routing
 from ondevice.bundle.layout import padded
 from ondevice.model_config import FeedForwardSpec, LayerSpec
-
-HELD_ROWS = 16
-"""Most rows of a pass whose outputs of all experts are held at once, where these come from slots."""
 
 
 def compute_type() -> mx.Dtype:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -116,6 +116,20 @@ def _sums(values: mx.array) -> mx.array:
     return values
 
 
+def with_biases(layout: RowLayout, arrays: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
+    """Codes, scales and biases. MLX needs those; implied ones are the scales times a power of two."""
+    if len(arrays) == 3 or layout.mxfp4:
+        return arrays
+    codes, scales = arrays
+    return codes, scales, scales * -layout.stored.zero
+
+
+def format_options(layout: RowLayout) -> dict[str, Any]:
+    """What MLX's quantised products are told of a format of 4 to 8 bits."""
+    options = {"group_size": layout.group_size, "bits": layout.bits}
+    return options | {"mode": "mxfp4"} if layout.mxfp4 else options
+
+
 @dataclass(frozen=True)
 class MlxExpertMatrix:
     """A matrix of each of n experts, (n, R, C), in a bundle's codes; products are float32.
@@ -134,30 +148,17 @@ class MlxExpertMatrix:
         """x (T, 1 or k, 1, C) @ W^T of experts (T, k): (T, k, 1, R)."""
         more = self.layout.padded_cols - x.shape[-1]
         x = mx.pad(x, [(0, 0), (0, 0), (0, 0), (0, more)]) if more else x
-        x, pairs, mode = (
-            x.astype(self.dtype),
-            list(self.arrays[1:]),
-            "mxfp4" if self.layout.mxfp4 else "affine",
-        )
-        if mode == "affine":
-            pairs = [it.astype(self.dtype) for it in pairs]
+        x = x.astype(self.dtype)
         if self.layout.bits == 16:
             values = self.arrays[0].astype(self.dtype).swapaxes(-1, -2)
             found = mx.gather_mm(x, values, rhs_indices=experts)
         else:
-            # MLX needs biases; implied ones are the scales times a power of two.
-            if self.layout.implied_bias and len(pairs) == 1:
-                pairs.append(pairs[0] * -self.layout.stored.zero)
-            found = mx.gather_qmm(
-                x,
-                self.arrays[0],
-                *pairs,
-                rhs_indices=experts,
-                transpose=True,
-                group_size=self.layout.group_size,
-                bits=self.layout.bits,
-                **({"mode": mode} if mode != "affine" else {}),
-            )
+            codes, *pairs = self.arrays
+            if not self.layout.mxfp4:
+                pairs = [it.astype(self.dtype) for it in pairs]
+            affine = with_biases(self.layout, (codes, *pairs))
+            options = format_options(self.layout)
+            found = mx.gather_qmm(x, *affine, rhs_indices=experts, transpose=True, **options)
         found = found.astype(mx.float32)
         return found if self.added is None else found + self.added[experts][:, :, None]
 

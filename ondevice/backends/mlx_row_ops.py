@@ -312,6 +312,8 @@ class _Attention:
         v = Norm(mx.ones(sizes.width), own.norm.eps) if spec.value_norm else None
         together = spec.head_norm == "projection"
         self._norms = None if spec.head_norm == "none" else HeadNorms(q, k, together, v)
+        heads = random.standard_normal(config.num_heads, dtype=np.float32)
+        self._sinks = mx.array(heads) if spec.sinks else None
         shape = (keys, 1, config.head_dim)
         before = [mx.array(random.standard_normal(shape, dtype=np.float32)) for _ in range(2)]
         self._kv.arrays.write(0, *before, 0)
@@ -336,7 +338,8 @@ class _Attention:
         depths = np.arange(len(rows)) if tree is None else tree.depths
         cos, sin = (turn[position - self._keys + depths] for turn in self._turns)
         x = self._qkv[mx.array(rows)]
-        return _host(self._ops.attend(x, self._kv, 0, position, cos, sin, self._spec, self._norms, tree))
+        norms, sinks = self._norms, self._sinks
+        return _host(self._ops.attend(x, self._kv, 0, position, cos, sin, self._spec, norms, tree, sinks))
 
 
 def _row_op(name: str, compute: Callable[[mx.array], mx.array], x: mx.array) -> RowOp:

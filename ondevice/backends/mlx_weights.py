@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import NO_BIASES, Biases, Bytes, FeedForwardSource, LinearSource, Selector
 from ondevice.backends.feed_forward_layer import FeedForwardLayer, PieceMemory
-from ondevice.backends.mlx_experts import MlxExpertMatrix, MlxExperts
+from ondevice.backends.mlx_experts import MlxExpertMatrix, MlxExperts, format_options, with_biases
 from ondevice.backends.mlx_memory import Synchronisations, begin, known, require_memory, writable
 from ondevice.bundle.layout import ExpertLayout, RowLayout
 from ondevice.bundle.tiles import StoredMatrix, untiled
@@ -56,32 +56,18 @@ class MlxMatrix:
 
     def copy(self) -> MlxMatrix:
         """A copy in memory of its own, with values, scales and biases in `dtype`. Not evaluated."""
-        codes, *pairs = self.arrays if self.layout.bits == 16 else self._affine
+        codes, *pairs = self.arrays if self.layout.bits == 16 else with_biases(self.layout, self.arrays)
         own = mx.contiguous(codes) if pairs else mx.contiguous(codes.astype(self.dtype))
         dtype = mx.uint8 if self.layout.mxfp4 else self.dtype
         pairs = [mx.contiguous(pair.astype(dtype)) for pair in pairs]
         return MlxMatrix(self.layout, self.dtype, (own, *pairs))
 
-    @property
-    def _affine(self) -> tuple[mx.array, ...]:
-        """Codes, scales and biases. MLX needs those; implied ones are the scales times a power of two."""
-        if len(self.arrays) == 3 or self.layout.mxfp4:
-            return self.arrays
-        codes, scales = self.arrays
-        return codes, scales, scales * -self.layout.stored.zero
-
     def _product(self, x: mx.array, transpose: bool) -> mx.array:
         if self.layout.bits == 16:
             found = x @ (self.arrays[0].T if transpose else self.arrays[0])
         else:
-            found = mx.quantized_matmul(
-                x,
-                *self._affine,
-                transpose=transpose,
-                group_size=self.layout.group_size,
-                bits=self.layout.bits,
-                **({"mode": "mxfp4"} if self.layout.mxfp4 else {}),
-            )
+            affine = with_biases(self.layout, self.arrays)
+            found = mx.quantized_matmul(x, *affine, transpose=transpose, **format_options(self.layout))
         return found.astype(mx.float32)
 
 

@@ -43,7 +43,8 @@ class CpuMemory(MemoryModel):
     def activation_bytes(self, tokens: int) -> int:
         # The heap keeps about a quarter more than is in use.
         kernels = self._kernel_bytes(tokens) * 5 // 4
-        return kernels + 4 * tokens * self._extra_floats + self._selecting_bytes(tokens)
+        more = 4 * tokens * self._extra_floats + self._expert_outputs_bytes(tokens)
+        return kernels + more + self._selecting_bytes(tokens)
 
     @property
     def _neurons_at_once(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ondevice.backends.base import BLOCK_TOKENS, KVLayout
+from ondevice.backends.expert_records import HELD_ROWS
 from ondevice.budget.sizes import (
     BufferShape,
     SegmentShape,
@@ -249,8 +250,8 @@ class MemoryModel(ABC):
 
     @property
     def _mixture_floats(self) -> int:
-        """Values that a token takes in a layer with experts: its normed input and its output, both gathered
-        for an expert, and what the router makes of its logits.
+        """Values that a token takes in a layer with experts: its normed input, that gathered for an expert,
+        its output, and what the router makes of its logits. Experts' outputs are counted apart.
         """
         if self.config.experts is None:
             return 0
@@ -260,8 +261,15 @@ class MemoryModel(ABC):
         if not self.config.expert_layers:
             # As where neurons are selected: groups of outputs lie 16 side by side, and tiles are listed.
             lanes = 16 * (padded(groups, 16) - groups) + 17
-        arrays = 7 if self.config.experts.apart else 5
+        arrays = 6 if self.config.experts.apart else 4
         return arrays * hidden + 20 * self.config.experts.count + lanes
+
+    def _expert_outputs_bytes(self, tokens: int) -> int:
+        """Outputs of an expert for all tokens, or of all their experts where these are few."""
+        experts = self.config.experts
+        if experts is None:
+            return 0
+        return 4 * padded(self.config.hidden_size, GROUP_SIZE) * max(tokens, HELD_ROWS * experts.chosen)
 
     @property
     def _cutoff_bytes(self) -> int:

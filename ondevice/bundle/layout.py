@@ -7,6 +7,7 @@ Legend: D hidden size, N fused qkv rows, V vocabulary, G groups of 32 or 64 alon
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -140,9 +141,44 @@ class RowLayout:
         return HalfRange(0 if self.bits == 16 else self.codes_bytes, self.nbytes, mxfp4=self.mxfp4)
 
 
+class PartLayout(ABC):
+    """A record in parts, each of which can be read alone and has its own checksum."""
+
+    @property
+    @abstractmethod
+    def row_bytes(self) -> tuple[int, ...]:
+        """Unpadded bytes of each part."""
+
+    @property
+    @abstractmethod
+    def alignment(self) -> int:
+        """Alignment of the parts in bytes."""
+
+    @cached_property
+    def part_bytes(self) -> tuple[int, ...]:
+        """Padded bytes of each part."""
+        return tuple(padded(nbytes, self.alignment) for nbytes in self.row_bytes)
+
+    @cached_property
+    def part_offsets(self) -> tuple[int, ...]:
+        """First byte of each part, from the start of the record."""
+        return tuple(sum(self.part_bytes[:part]) for part in range(len(self.part_bytes)))
+
+    @cached_property
+    def stride(self) -> int:
+        """Bytes from one record to the next."""
+        return sum(self.part_bytes)
+
+    @cached_property
+    def padding(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) byte ranges of a record that hold no data and must be zero."""
+        pairs = zip(self.part_offsets, self.row_bytes, self.part_bytes, strict=True)
+        return tuple((start + used, start + full) for start, used, full in pairs if used < full)
+
+
 @dataclass(frozen=True)
-class RecordLayout:
-    """The rows of one record, grouped in parts. Each part can be read alone and has its own checksum."""
+class RecordLayout(PartLayout):
+    """The rows of one record, grouped in parts."""
 
     parts: tuple[tuple[RowLayout, ...], ...]
 
@@ -163,21 +199,6 @@ class RecordLayout:
         return 512 if 8 * at_512 <= 9 * sum(self.row_bytes) else 64
 
     @cached_property
-    def part_bytes(self) -> tuple[int, ...]:
-        """Padded bytes of each part."""
-        return tuple(padded(nbytes, self.alignment) for nbytes in self.row_bytes)
-
-    @cached_property
-    def part_offsets(self) -> tuple[int, ...]:
-        """First byte of each part, from the start of the record."""
-        return tuple(sum(self.part_bytes[:part]) for part in range(len(self.parts)))
-
-    @cached_property
-    def stride(self) -> int:
-        """Bytes from one record to the next."""
-        return sum(self.part_bytes)
-
-    @cached_property
     def row_offsets(self) -> tuple[int, ...]:
         """First byte of each row, in order, from the start of the record."""
         found = []
@@ -186,12 +207,6 @@ class RecordLayout:
                 found.append(offset)
                 offset += row.nbytes
         return tuple(found)
-
-    @cached_property
-    def padding(self) -> tuple[tuple[int, int], ...]:
-        """(start, stop) byte ranges of a record that hold no data and must be zero."""
-        pairs = zip(self.part_offsets, self.row_bytes, self.part_bytes, strict=True)
-        return tuple((start + used, start + full) for start, used, full in pairs if used < full)
 
     @cached_property
     def halves(self) -> tuple[HalfRange, ...]:
@@ -241,37 +256,23 @@ class TiledMatrix:
 
 
 @dataclass(frozen=True)
-class ExpertLayout:
-    """The record of an expert: a part for each matrix, which has its own checksum.
+class ExpertLayout(PartLayout):
+    """The record of an expert, a part for each matrix.
 
     matrices: gate (F, D), up (F, D) if there is one, down (D, F).
     """
 
     matrices: tuple[TiledMatrix, ...]
-    alignment: int = DATA_OFFSET
-    """Parts begin on pages, so that a record read past the page cache lies in a slot from its start on."""
 
     @cached_property
-    def part_bytes(self) -> tuple[int, ...]:
-        """Padded bytes of each part."""
-        return tuple(padded(matrix.nbytes, self.alignment) for matrix in self.matrices)
+    def row_bytes(self) -> tuple[int, ...]:
+        """Unpadded bytes of each part."""
+        return tuple(matrix.nbytes for matrix in self.matrices)
 
-    @cached_property
-    def part_offsets(self) -> tuple[int, ...]:
-        """First byte of each part, from the start of the record."""
-        return tuple(sum(self.part_bytes[:part]) for part in range(len(self.matrices)))
-
-    @cached_property
-    def stride(self) -> int:
-        """Bytes from one record to the next."""
-        return sum(self.part_bytes)
-
-    @cached_property
-    def padding(self) -> tuple[tuple[int, int], ...]:
-        """(start, stop) byte ranges behind the parts that hold no data and must be zero."""
-        parts = zip(self.part_offsets, self.matrices, self.part_bytes, strict=True)
-        ranges = ((start + matrix.nbytes, start + full) for start, matrix, full in parts)
-        return tuple((start, stop) for start, stop in ranges if start < stop)
+    @property
+    def alignment(self) -> int:
+        """A page: a record that is read past the page cache lies in a slot from its start on."""
+        return DATA_OFFSET
 
     @cached_property
     def halves(self) -> tuple[HalfRange, ...]:

@@ -26,14 +26,14 @@ class ReplyParser(Protocol):
 
 
 class PlainReply:
-    """Of models without channels: all is the reply."""
+    """The parser for models without channels, whose whole text is the reply."""
 
     def take(self, token: int | None, text: str) -> Kind:
         return "reply"
 
 
 class Channels:
-    """Of models that write to channels.
+    """The parser for models that write to channels.
 
     A reply begins inside a message's header, behind `<|start|>assistant`; text that comes before any channel
     is the reply, as of a model that knows no channels.

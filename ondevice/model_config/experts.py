@@ -17,7 +17,7 @@ Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 `softmax` of all logits; those of the highest are chosen. `sigmoid` of each. `sparsemixer` (arXiv 2409.12136):
 the two highest one after the other, each weighted by a softmax of the logits that come near it.
 """
-ExpertLayout = Literal["matrices", "neurons"]
+ExpertStorage = Literal["matrices", "neurons"]
 """How an expert is stored: its matrices whole, or neuron by neuron."""
 MAX_EXPERTS = 1 << 12
 MAX_CHOSEN = 1 << 8
@@ -71,7 +71,7 @@ class ExpertsSpec:
     jitter: float = 0.0
     shared_gate: bool = False
     apart: bool = False
-    layout: ExpertLayout = "matrices"
+    layout: ExpertStorage = "matrices"
     bias: bool = False
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class ExpertsSpec:
         ):
             check_integer(f"experts: {name}", getattr(self, name), 1, limit)
         check_choice("experts: scoring", self.scoring, get_args(Scoring))
-        check_choice("experts: layout", self.layout, get_args(ExpertLayout))
+        check_choice("experts: layout", self.layout, get_args(ExpertStorage))
         if self.bias and self.layout != "matrices":
             raise UnsupportedModelError("experts: only those stored as matrices have biases")
         if not 1 / MAX_WEIGHT_FACTOR <= self.factor <= MAX_WEIGHT_FACTOR:

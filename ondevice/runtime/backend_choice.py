@@ -28,7 +28,7 @@ from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.weight_shapes import extra_matrices
 from ondevice.config import QuantConfig, RowFormat, RuntimeConfig
 from ondevice.errors import BackendUnavailableError
-from ondevice.model_config import LayerSpec, ModelConfig
+from ondevice.model_config import ModelConfig
 from ondevice.runtime.owner import OwnerThread
 from ondevice.speculation.registry import runs_streams
 
@@ -127,7 +127,7 @@ def row_invariance(
     if memory.selects_neurons and not config.zeros_gates and config.cut_off_layers:
         # Its layers select few neurons or nearly all; products of so different sizes aren't measured.
         return UNKNOWN
-    segment, widths = memory.ranges.neurons, {_own_neurons(config, layer) for layer in config.layers}
+    segment, widths = memory.ranges.neurons, set(map(config.dense_neurons, config.layers))
     shapes = ModelShapes(
         config,
         quant,
@@ -145,11 +145,6 @@ def row_invariance(
         owner.close()
 
 
-def _own_neurons(config: ModelConfig, layer: LayerSpec) -> int:
-    """A layer's neurons that aren't an expert's."""
-    return config.neurons(layer) if layer.experts is None else config.dense_neurons(layer)
-
-
 def _linears(memory: MemoryModel) -> Iterator[tuple[int, int, RowFormat]]:
     """(rows, columns, format) of the matrices that a token meets, a neuron's gate and up rows among them."""
     config, quant = memory.config, memory.quant
@@ -157,7 +152,7 @@ def _linears(memory: MemoryModel) -> Iterator[tuple[int, int, RowFormat]]:
     for layer in config.layers:
         yield config.qkv_rows(layer), hidden, quant.of("qkv")
         yield hidden, config.out_cols(layer), quant.of("out")
-        if neurons := _own_neurons(config, layer):
+        if neurons := config.dense_neurons(layer):
             yield neurons, hidden, quant.of("feed_forward")
     yield config.vocab_size, config.embedding_size, quant.head(config.tie_embeddings)
     for weight in extra_matrices(config):

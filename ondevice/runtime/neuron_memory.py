@@ -120,7 +120,7 @@ def open_neuron_memory(
             segment.slots,
             segment.reserve,
             options.keep,
-            options.prefetch,
+            options.prefetch and backend.name == "cpu",
         )
         if backend.name == "mlx":
             return WholeExperts(fetcher, layers, segment.least, segment.total)

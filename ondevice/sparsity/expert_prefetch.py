@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,10 +31,8 @@ KEPT_PASSES = 224
 """Passes for which the better of the two is kept."""
 
 
-class BeginAhead(Protocol):
-    """Begins to read an expert ahead, into the slot at an address. Returns the ticket."""
-
-    def __call__(self, turn: int, expert: int, address: int) -> int: ...
+BeginAhead = Callable[[int, int, int], int]
+"""Begins to read an expert ahead: a turn, the expert, and the address of its slot. Returns the ticket."""
 
 
 class Prefetched(NamedTuple):

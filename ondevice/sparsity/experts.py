@@ -59,7 +59,7 @@ class ExpertFetcher(CachedSource):
         found = {layer: spec for layer, spec in enumerate(experts) if spec is not None}
         self._turns = {layer: turn for turn, layer in enumerate(found)}
         """By layer: its number among those that have experts, which alone the cache knows."""
-        layer_of = tuple(found)
+        self._layer_of = tuple(found)
         self._experts = next(iter(found.values()))
         count = self._experts.count
         policy = ExpertReuse(len(found), count, self._experts.chosen)
@@ -68,8 +68,7 @@ class ExpertFetcher(CachedSource):
         self._most = most
         self._reads = _native.RangeReads(reader.native)
         # One slot is always left for an expert that a pass waits for.
-        begin = lambda turn, expert, slot: self._read(layer_of[turn], expert, slot, ahead=True)  # noqa: E731
-        self._prefetcher = ExpertPrefetcher(self._reads, cache, begin, most - 1)
+        self._prefetcher = ExpertPrefetcher(self._reads, cache, self._read_ahead, most - 1)
         self._prefetches = prefetch
         self._prefetched_hits = 0
         self._draft_gates: NDArray[np.float16] = np.zeros((0, 0, 0), dtype=np.float16)
@@ -140,12 +139,12 @@ class ExpertFetcher(CachedSource):
         ids, arrived = routing.experts, False
         under_way: dict[int, tuple[int, int]] = {}
         try:
-            coming = self._prefetcher.settle(turn, ids)
-            under_way |= {one.expert: (one.address, one.ticket) for one in coming}
-            prefetched = np.array(list(under_way), dtype=np.int32)
-            self._prefetched_hits += len(cache.acquire(turn, prefetched).addresses)
-            held = np.setdiff1d(cache.held(turn, ids), prefetched, assume_unique=True)
-            addresses = dict(zip(held.tolist(), cache.acquire(turn, held).addresses.tolist(), strict=True))
+            for one in self._prefetcher.settle(turn, ids):
+                under_way[one.expert] = one.address, one.ticket
+            self._prefetched_hits += len(under_way)
+            held = cache.held(turn, ids)
+            slots = zip(held.tolist(), cache.acquire(turn, held).addresses.tolist(), strict=True)
+            addresses = {expert: address for expert, address in slots if expert not in under_way}
             wanted: list[int] = ids.tolist()
             missing = deque(it for it in wanted if it not in addresses and it not in under_way)
             self._prefetcher.count_missing(len(under_way) + len(missing))
@@ -196,6 +195,10 @@ class ExpertFetcher(CachedSource):
         offset = records.offset(expert)
         return self._reads.begin(records.file, offset, records.nbytes, slot + offset % PAGE_BYTES, ahead)
 
+    def _read_ahead(self, turn: int, expert: int, slot: int) -> int:
+        """Begin to read an expert that no pass waits for yet. Returns the ticket."""
+        return self._read(self._layer_of[turn], expert, slot, ahead=True)
+
     def _wait(self, layer: int, expert: int, under_way: dict[int, tuple[int, int]]) -> int:
         """The slot of an expert under way, once it has arrived."""
         slot, ticket = under_way[expert]
@@ -222,8 +225,7 @@ class ExpertFetcher(CachedSource):
         self._cache.observe(turn, gates[:text_rows])
         if batch.draft_rows:
             rows = range(len(gates)) if batch.unpruned_rows is None else batch.unpruned_rows
-            with np.errstate(over="ignore"):
-                self._draft_gates[turn, [row - text_rows for row in rows[text_rows:]]] = gates[text_rows:]
+            self._draft_gates[turn, [row - text_rows for row in rows[text_rows:]]] = gates[text_rows:]
 
     def _records(self, layer: int) -> ExpertRecords:
         found = self._layers[layer].source.experts

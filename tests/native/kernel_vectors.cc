@@ -269,42 +269,21 @@ void attention(Runner& runner, int bits, int64_t heads, int64_t kv_heads, int64_
                                 v.data() + t * kv_heads * dim);
     const Floats q = random.values(tokens * heads * dim);
     Floats y(static_cast<size_t>(tokens * heads * dim));
-    runner.attention(
-        {q.data(), heads * dim, heads, kv, position, window, scale, cap, y.data(), {nullptr, nullptr}},
-        tokens);
-    keep(out, name + " position=" + std::to_string(position), y);
+    const auto attend = [&](const std::string& kind, const ondevice::TreeView& tree, const float* sinks) {
+      runner.attention(
+          {q.data(), heads * dim, heads, kv, position, window, scale, cap, y.data(), tree, sinks}, tokens);
+      keep(out, name + kind + " position=" + std::to_string(position), y);
+    };
+    attend("", {nullptr, nullptr}, nullptr);
     const Floats sinks = random.values(heads);
-    runner.attention({q.data(),
-                      heads * dim,
-                      heads,
-                      kv,
-                      position,
-                      window,
-                      scale,
-                      cap,
-                      y.data(),
-                      {nullptr, nullptr},
-                      sinks.data()},
-                     tokens);
-    keep(out, name + " sinks position=" + std::to_string(position), y);
+    attend(" sinks", {nullptr, nullptr}, sinks.data());
     // The same tokens as a tree: most follow the one before them, each fifth one two tokens earlier.
     std::vector<int32_t> parents, depths;
     for (int32_t t = 0; t < tokens; ++t) {
       parents.push_back(t % 5 == 4 ? t - 3 : t - 1);
       depths.push_back(t == 0 ? 0 : depths[static_cast<size_t>(parents.back())] + 1);
     }
-    runner.attention({q.data(),
-                      heads * dim,
-                      heads,
-                      kv,
-                      position,
-                      window,
-                      scale,
-                      cap,
-                      y.data(),
-                      {parents.data(), depths.data()}},
-                     tokens);
-    keep(out, name + " tree position=" + std::to_string(position), y);
+    attend(" tree", {parents.data(), depths.data()}, nullptr);
     Floats qkv = random.values(tokens * (heads + 2 * kv_heads) * dim);
     const Floats weight = random.values(dim), turn = random.values(tokens * dim / 2);
     const ondevice::Norm norm{weight.data(), 1e-5f};

@@ -103,14 +103,12 @@ def test_some_faults_of_experts(shim: Path, tmp_path: Path, expert_bundle: Path)
 
 @pytest.mark.slow
 def test_a_thousand_faults_of_experts(shim: Path, tmp_path: Path, expert_bundle: Path, way: str) -> None:
-    counts = run_rounds(shim, tmp_path, expert_bundle, way, "experts", rounds=400, minutes=30)
+    counts = run_rounds(shim, tmp_path, expert_bundle, way, "experts", rounds=1000, minutes=30)
     spoilt = counts["faults"]["ring" if way == "ring" else "pread"]
     assert sum(spoilt[kind] for kind in KINDS) >= 1000
-    # What the ring's reads meet when they are made again counts too: of long stalls there are few.
-    by_kind = {kind: sum(found[kind] for found in counts["faults"].values()) for kind in KINDS}
-    assert all(count >= 10 for count in by_kind.values()), counts
+    assert all(spoilt[kind] >= 10 for kind in KINDS), counts
     assert min(counts[ending] for ending in ("right", "errors", "cancelled")) >= 50, counts
-    assert spoilt["late"] >= 10, counts  # few, as the cache spares most reads
+    assert spoilt["late"] >= 20, counts  # few, as the cache spares most reads
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -63,14 +63,13 @@ class HubRules:
     """The hash that the hub tells with every large file, instead of its own."""
 
 
-class HubServer(ThreadingHTTPServer):
+class QuietServer(ThreadingHTTPServer):
+    """A server on a free port of this machine, which bears with clients that end."""
+
     daemon_threads = True
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.root = root
-        self.rules = HubRules()
-        self.lock = threading.Lock()
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
 
     @property
     def address(self) -> str:
@@ -80,20 +79,45 @@ class HubServer(ThreadingHTTPServer):
         """Clients that were killed leave broken pipes."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class HubServer(QuietServer):
+    def __init__(self, root: Path) -> None:
+        super().__init__(_Handler)
+        self.root = root
+        self.rules = HubRules()
+        self.lock = threading.Lock()
+
+
+class QuietHandler(BaseHTTPRequestHandler):
+    """Answers GET and HEAD alike, and writes no log."""
+
     protocol_version = "HTTP/1.1"
-    server: HubServer
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Say nothing."""
 
     def do_HEAD(self) -> None:
-        self._serve()
+        self.answer()
 
     def do_GET(self) -> None:
-        self._serve()
+        self.answer()
 
-    def _serve(self) -> None:
+    def answer(self) -> None:
+        """Answer the request."""
+        raise NotImplementedError
+
+    def begin(self, status: int, headers: Mapping[str, str], nbytes: int) -> None:
+        """Send status and headers of an answer of this many bytes."""
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(nbytes))
+        self.end_headers()
+
+
+class _Handler(QuietHandler):
+    server: HubServer
+
+    def answer(self) -> None:
         rules, path = self.server.rules, unquote(urlsplit(self.path).path)
         with self.server.lock:
             rules.asked.append(f"{self.command} {path} {self.headers.get('Range', '')}".rstrip())
@@ -175,12 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def _begin(self, status: int, headers: dict[str, str], nbytes: int) -> None:
-        status, headers, nbytes = self.server.rules.change(status, headers, nbytes)
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(nbytes))
-        self.end_headers()
+        self.begin(*self.server.rules.change(status, headers, nbytes))
 
     def _error(self, status: int, code: str) -> None:
         self._begin(status, {"X-Error-Code": code} if code else {}, 0)

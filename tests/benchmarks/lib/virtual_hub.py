@@ -12,11 +12,12 @@ import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
+
+from tests.support.hub_server import QuietHandler, QuietServer
 
 REPOSITORY = "random/model"
 SHARD_BYTES = 4_000_000_000
@@ -113,40 +114,25 @@ def _hash(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
+class _Server(QuietServer):
     def __init__(self, repository: Repository) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.repository = repository
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that end break pipes."""
 
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(QuietHandler):
     server: _Server
 
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Say nothing."""
-
-    def do_HEAD(self) -> None:
-        self._serve()
-
-    def do_GET(self) -> None:
-        self._serve()
-
-    def _serve(self) -> None:
+    def answer(self) -> None:
         path, repository = unquote(urlsplit(self.path).path), self.server.repository
         if path.startswith(f"/api/models/{REPOSITORY}"):
             answer = json.dumps(repository.description()).encode()
-            self._begin(200, {"Content-Type": "application/json"}, len(answer))
+            self.begin(200, {"Content-Type": "application/json"}, len(answer))
             self.wfile.write(answer)
             return
         name = path.removeprefix(f"/{REPOSITORY}/resolve/{COMMIT}/")
         if name not in repository.shards and name not in repository.texts:
-            self._begin(404, {"X-Error-Code": "EntryNotFound"}, 0)
+            self.begin(404, {"X-Error-Code": "EntryNotFound"}, 0)
             return
         size = repository.size(name)
         tag = _hash(name) if name in repository.shards else _hash(name)[:40]
@@ -155,17 +141,10 @@ class _Handler(BaseHTTPRequestHandler):
         if asked := _RANGE.fullmatch(self.headers.get("Range", "")):
             start, stop, status = int(asked[1]), min(size, int(asked[2] or size) + 1), 206
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
-        self._begin(status, headers, stop - start)
+        self.begin(status, headers, stop - start)
         if self.command == "GET":
             for piece in repository.pieces(name, start, stop):
                 self.wfile.write(piece)
-
-    def _begin(self, status: int, headers: Mapping[str, str], nbytes: int) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(nbytes))
-        self.end_headers()
 
 
 @contextmanager
@@ -175,7 +154,7 @@ def serving(repository: Repository) -> Iterator[str]:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
+            yield server.address
         finally:
             server.shutdown()
             thread.join()
