@@ -6,9 +6,10 @@ models are routed as a trace of the real model says (`tests/benchmarks/lib/route
 and values, room for 2,048 tokens, a cgroup of the budget, caches dropped before every run, pairs in turns.
 Decoding counts past its first 16 tokens. llama.cpp decodes fewer tokens where it is slow.
 
-Beside a figure stands its roofline: the bytes that ours read from flash over what direct reads of an
-expert's size give, or the bytes that a token multiplies over what memory gives, whichever takes longer. Both
-rates are measured beside every run. Of a prompt and of a start only what flash gives is counted.
+Beside a figure stands its roofline: the bytes that ours read from flash, but for those prefetched in vain,
+over what direct reads of an expert's size give, or the bytes that a token multiplies over what memory gives,
+whichever takes longer. Both rates are measured beside every run. Of a prompt and of a start only what flash
+gives is counted.
 
 Rounds are kept in a file, so that a run can go on another day. Prints a table and a JSON line; exits 0 only
 if every floor holds. Needs 36 GB of disk. `--layers` makes a model of fewer layers, whose budgets are as much

@@ -107,7 +107,10 @@ def roofline_seconds(case: Case, found: Round, weights: int, resident: int) -> f
     weights: bytes that a token multiplies. resident: bytes read at a start.
     """
     if case.figure == DECODE:
-        flash = found.ours["steady"]["flash_bytes_read"] / (case.tokens - LEFT_OUT)
+        # What was prefetched in vain needn't have been read.
+        steady = found.ours["steady"]
+        needed = steady["flash_bytes_read"] - steady["prefetch_wasted_bytes"]
+        flash = needed / (case.tokens - LEFT_OUT)
         return float(max(flash / found.flash, weights / found.dram) / GB)
     read = found.ours["flash_bytes_read"] + (resident if case.figure == START else 0)
     return float(read / found.flash / GB)
