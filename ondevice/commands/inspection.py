@@ -11,7 +11,7 @@ from ondevice.budget.sizes import DECODE_TOKENS, SlotShape
 from ondevice.bundle.layout import expert_bytes
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import no_streams
-from ondevice.commands.reports import fewer_experts, parts, percent, residency, size
+from ondevice.commands.reports import lossy_lines, parts, percent, residency, size
 from ondevice.commands.training_reports import stream_facts
 from ondevice.model_config import ModelConfig
 from ondevice.runtime.models import (
@@ -122,11 +122,11 @@ def _modes(bundle: Bundle) -> tuple[SparsityMode, ...]:
     return sparsity_modes(bundle.manifest.config, bundle.predictors, bundle.thresholds, bundle.damaged)
 
 
-def _expert_facts(resolved: ResolvedModel) -> dict[str, int | bool] | None:
+def _expert_facts(resolved: ResolvedModel) -> dict[str, Any] | None:
     """Numbers of experts, and the bytes that a token's take in all layers; None for a model without any.
 
     `in_memory` are kept beside a full context. `own_chosen` are those of the model itself, of which `chosen`
-    may be fewer by `--experts`; that is `lossy`.
+    may be fewer by `--experts`; that is `lossy`, as is a `substitution` other than 0.
     """
     config, plan = resolved.bundle.config, resolved.plan
     experts = config.experts
@@ -143,7 +143,8 @@ def _expert_facts(resolved: ResolvedModel) -> dict[str, int | bool] | None:
         "count": experts.count,
         "chosen": experts.chosen,
         "own_chosen": resolved.own_experts or experts.chosen,
-        "lossy": resolved.own_experts > 0,
+        "substitution": resolved.runtime.expert_substitution,
+        "lossy": resolved.own_experts > 0 or resolved.runtime.expert_substitution > 0,
         "expert_bytes": nbytes,
         "cycle_bytes": layers * experts.chosen * nbytes,
         "in_memory": room if resolved.runtime.backend != "reference" else layers * experts.count,
@@ -162,8 +163,7 @@ def _expert_lines(resolved: ResolvedModel) -> list[str]:
         f"{found['in_memory']} of {total}"
     )
     below = "less than a token's cycle: most are read for each token"
-    own = resolved.own_experts
-    lossy = [fewer_experts(found["chosen"], own)] if own else []
+    lossy = lossy_lines(resolved.runtime, resolved.own_experts)
     return [line if found["in_memory"] >= cycle else f"{line}, {below}", *lossy]
 
 

@@ -47,7 +47,7 @@ def settled_speculation(runtime: RuntimeConfig, rows: RowInvariance) -> Speculat
     """
     if runtime.speculation != "auto":
         return runtime.speculation
-    if rows.widths.nodes < 2:
+    if rows.widths.nodes < 2 or runtime.expert_substitution:
         return "off"
     return "model" if runtime.draft_model else "auto"
 
