@@ -90,8 +90,8 @@ def substituted(
     The chosen expert outside `held` with the lowest score makes way for the highest one in `held` that isn't
     chosen, then the next lowest for the next highest, as long as the difference of the two is at most
     `within` times the standard deviation of the token's scores. Scores are what the router chooses by:
-    softmax routers' logits, else sigmoids with the bias of the choice. Weights are those that the router gives
-    to such a choice.
+    softmax routers' logits, else sigmoids with the bias of the choice. Weights are those that the router
+    gives to such a choice.
 
     Args:
         routing: what `route` gives for the same arguments; T is 1.
