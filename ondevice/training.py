@@ -209,7 +209,6 @@ def train_experts(
         "prefill_chunk": 1,
     }
     resolved = open_model(model, RuntimeConfig(**runtime))
-    runtime["max_context"] = min(PIECE_TOKENS, resolved.plan.max_context)
     goal = _check_target(resolved, output, has_experts=True)
     experts = resolved.bundle.config.experts
     assert experts is not None
@@ -221,13 +220,13 @@ def train_experts(
     if not found:
         raise UsageError("the text is too short to measure: it takes at least two tokens")
     chosen = spread(found, measured_tokens)
+    # The budget is for a full context, so this one is as long as the pieces.
+    runtime["max_context"] = max(map(len, chosen))
     distances = [RuntimeConfig(expert_substitution=it).expert_substitution for it in substitutions]
     options = [(count, 0.0) for count in range(experts.chosen, 0, -1)]
     options += [(experts.chosen, distance) for distance in distances]
     in_memory, points = _expert_costs(resolved.bundle.path, options, chosen, runtime, on_progress)
-    costs = ExpertCosts(
-        weights_digest(resolved.bundle.manifest), sum(map(len, chosen)), in_memory, points
-    )
+    costs = ExpertCosts(weights_digest(resolved.bundle.manifest), sum(map(len, chosen)), in_memory, points)
     with _target(resolved, goal) as folder:
         save_sidecar(EXPERT_COSTS_SIDECAR, expert_costs_text(costs), folder)
     on_progress(1.0, "done")
@@ -579,5 +578,5 @@ def _experts_in_all(config: ModelConfig) -> int:
 def _half_budget(plan: Plan, config: ModelConfig) -> int:
     """The smallest budget that keeps half of the experts in memory, or all that the plan's own keeps."""
     half = min(_experts_in_all(config) // 2, plan.kept_slots)
-    budgets = range(plan.minimum_budget_bytes, max(plan.budget_bytes, plan.minimum_budget_bytes) + 1)
+    budgets = range(plan.least_budget_bytes, max(plan.budget_bytes, plan.least_budget_bytes) + 1)
     return budgets[bisect_left(budgets, half, key=lambda nbytes: plan.with_budget(nbytes).kept_slots)]

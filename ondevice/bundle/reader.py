@@ -19,8 +19,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.bundle.files import contained, read_range, read_whole
 from ondevice.bundle.expert_costs import EXPERT_COSTS_SIDECAR, ExpertCosts, parse_expert_costs
+from ondevice.bundle.files import contained, read_range, read_whole
 from ondevice.bundle.hotness import (
     HOTNESS,
     HOTNESS_SIDECAR,

@@ -1,9 +1,10 @@
-"""What lossy options of a mixture of experts cost, token by token: perplexity on held-out text.
+"""What lossy options of a mixture of experts cost: perplexity on held-out text, as decoding has it.
 
-Fewer experts than the model's own, and experts in memory in the place of missing ones, in a cache that has
-room for half of the experts. Every pass has one token, as in decoding; each piece begins with an empty
-context, and the cache goes on. The model is a small mixture that was trained on text. Prints a table and one
-JSON line.
+Fewer experts than the model's own: in passes over whole pieces, as a token's bits don't depend on what goes
+through the model beside it. Experts in memory in the place of missing ones: token by token, in a cache with
+room for half of the experts, each piece from an empty context. There the model's own choice is run too, and
+must have the perplexity of whole passes. The model is a small mixture that was trained on text. Prints tables
+and one JSON line.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +29,14 @@ from ondevice.model.transformer import Transformer
 from ondevice.runtime.models import with_chosen_experts
 from ondevice.scoring import Tally
 from tests.benchmarks.lib.held_out_prompts import DOMAINS, held_out_tokens
-from tests.support.engines import every_logits, expert_fetcher
+from tests.support.engines import all_logits, every_logits, expert_fetcher
 from tests.support.trained_models import MIXTURE
 
-PIECES, PIECE_TOKENS = 4, 1024
+PIECES, PIECE_TOKENS = 8, 1024
+SINGLE_TOKENS = 512
 DISTANCES = (0.1, 0.25, 0.5, 1.0)
+
+Pieces = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -43,8 +49,8 @@ class Run:
     substituted: float
 
 
-def run(bundle: Bundle, experts: int, substitution: float, pieces: list[list[int]]) -> Run:
-    """The pieces, token by token."""
+def run(bundle: Bundle, experts: int, pieces: Pieces, single: bool, substitution: float = 0.0) -> Run:
+    """The pieces in whole passes with all experts in memory; or token by token, with room for half of them."""
     config = with_chosen_experts(bundle.config, experts)
     bundle, tally, likeliest = bundle.with_config(config), Tally(), []
     assert config.experts is not None
@@ -53,53 +59,77 @@ def run(bundle: Bundle, experts: int, substitution: float, pieces: list[list[int
         model = Transformer(config, cpu, load_weights(bundle, reader, cpu))
         room = config.experts.count * len(config.expert_layers) // 2
         slots = room + expert_shape(config, bundle.quant, config.experts).reserve
-        fetcher = expert_fetcher(bundle, reader, cpu, slots, substitution)
+        fetcher = expert_fetcher(bundle, reader, cpu, slots if single else None, substitution)
         for piece in pieces:
             kv = KVCache(KVLayout(config, 16))
-            for token, following in zip(piece[:-1], piece[1:], strict=True):
-                logits = every_logits(model, [token], kv)
+            whole = [] if single else all_logits(model, piece[:-1], 16)
+            for at, (token, following) in enumerate(pairwise(piece)):
+                logits = every_logits(model, [token], kv) if single else whole[at : at + 1]
                 tally.add(logits, [following])
                 likeliest.append(int(logits[0].argmax()))
-        hits, lookups, substituted = fetcher.hits, fetcher.lookups, fetcher.substituted
+        lookups = max(1, fetcher.lookups)
+        found = Run(
+            tally.score().perplexity,
+            np.array(likeliest),
+            fetcher.hits / lookups,
+            fetcher.substituted / lookups,
+        )
         fetcher.close()
-    return Run(tally.score().perplexity, np.array(likeliest), hits / lookups, substituted / lookups)
+    return found
+
+
+def texts_of(tokens: int, length: int) -> dict[str, Pieces]:
+    """`tokens` tokens of each kind of text, in pieces."""
+    found = {name: held_out_tokens(name, tokens) for name in DOMAINS}
+    return {
+        name: [ids[at : at + length] for at in range(0, len(ids) - 1, length)] for name, ids in found.items()
+    }
+
+
+def compared(label: str, texts: dict[str, Pieces], runs: dict[str, Run], own: dict[str, Run]) -> list[Any]:
+    """Print a row of a table; its figures for JSON."""
+    cells, figures = [], []
+    for name in texts:
+        one, whole = runs[name], own[name]
+        agrees = float(np.mean(one.likeliest == whole.likeliest))
+        cost = one.perplexity / whole.perplexity - 1
+        shares = ", ".join(f"{100 * share:.1f} %" for share in (agrees, one.hits, one.substituted))
+        cells.append(f"{one.perplexity:.2f} ({100 * cost:+.2f} %), {shares}")
+        row = {"options": label, "text": name, "tokens": len(one.likeliest), "perplexity": one.perplexity}
+        figures.append(row | {"agrees": agrees, "hits": one.hits, "substituted": one.substituted})
+    print(f"| {label} | " + " | ".join(cells) + " |", flush=True)
+    return figures
 
 
 def main() -> None:
-    """Print the table and the JSON line."""
+    """Print the tables and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=MIXTURE, help="a bundle with experts")
     parser.add_argument("--pieces", type=int, default=PIECES, help="pieces of each kind of text")
+    parser.add_argument("--single", type=int, default=SINGLE_TOKENS, help="tokens of each that go one by one")
     args = parser.parse_args()
     bundle = Bundle.open(args.model)
     experts = bundle.config.experts
     if experts is None:
         parser.error(f"{args.model} has no experts")
-    length = min(PIECE_TOKENS, bundle.config.max_context)
-    texts = {}
-    for name in DOMAINS:
-        tokens = held_out_tokens(name, args.pieces * length)
-        texts[name] = [tokens[at : at + length] for at in range(0, len(tokens) - 1, length)]
-    options = [(count, 0.0) for count in range(experts.chosen, 0, -1)]
-    options += [(experts.chosen, distance) for distance in DISTANCES]
-    print("| options | " + " | ".join(f"{name}: cost, agrees, hits, substituted" for name in texts) + " |")
-    print("|---|" + "---|" * len(texts))
+    length, figures = min(PIECE_TOKENS, bundle.config.max_context), []
+    print("| options | " + " | ".join(f"{name}: cost, agrees, hits, substituted" for name in DOMAINS) + " |")
+    print("|---|" + "---|" * len(DOMAINS))
+    texts = texts_of(args.single, length)
+    whole = {name: run(bundle, experts.chosen, pieces, False) for name, pieces in texts.items()}
     own: dict[str, Run] = {}
-    found = []
-    for count, distance in options:
-        cells = []
-        for name, pieces in texts.items():
-            one = run(bundle, count, distance, pieces)
-            whole = own.setdefault(name, one)
-            agrees = float(np.mean(one.likeliest == whole.likeliest))
-            cost = one.perplexity / whole.perplexity - 1
-            shares = f"{100 * agrees:.1f} %, {100 * one.hits:.1f} %, {100 * one.substituted:.1f} %"
-            cells.append(f"{one.perplexity:.2f} ({100 * cost:+.2f} %), {shares}")
-            row = {"text": name, "experts": count, "substitution": distance, "agrees": agrees}
-            row |= {"tokens": len(one.likeliest), "perplexity": one.perplexity}
-            found.append(row | {"hits": one.hits, "substituted": one.substituted})
-        print(f"| {count}, {distance:g} | " + " | ".join(cells) + " |", flush=True)
-    print(json.dumps({"benchmark": "lossy_experts", "runs": found}))
+    for distance in (0.0, *DISTANCES):
+        runs = {name: run(bundle, experts.chosen, pieces, True, distance) for name, pieces in texts.items()}
+        own = own or runs
+        figures += compared(f"within {distance:g}", texts, runs, own)
+    if any(own[name].perplexity != whole[name].perplexity for name in texts):
+        raise SystemExit("token by token the model's own choice has another perplexity than in whole passes")
+    texts = texts_of(args.pieces * length, length)
+    for count in range(experts.chosen, 0, -1):
+        runs = {name: run(bundle, count, pieces, False) for name, pieces in texts.items()}
+        own = runs if count == experts.chosen else own
+        figures += compared(f"{count} experts", texts, runs, own)
+    print(json.dumps({"benchmark": "lossy_experts", "runs": figures}))
 
 
 if __name__ == "__main__":
