@@ -166,7 +166,8 @@ class Model:
     def counters(self) -> Counters:
         """Running totals since the model was loaded. Unlike `stats` they include scoring."""
         self._require_open()
-        return self._owner.call(self._engine.counters)
+        found: Counters = self._owner.call(self._engine.counters)
+        return found
 
     @property
     def memory_pressure(self) -> MemoryPressure:

@@ -50,7 +50,7 @@ class Run:
 
 
 def run(bundle: Bundle, experts: int, pieces: Pieces, single: bool, substitution: float = 0.0) -> Run:
-    """The pieces in whole passes with all experts in memory; or token by token, with room for half of them."""
+    """The pieces in whole passes with all experts in memory, or token by token with room for half of them."""
     config = with_chosen_experts(bundle.config, experts)
     bundle, tally, likeliest = bundle.with_config(config), Tally(), []
     assert config.experts is not None
