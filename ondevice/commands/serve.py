@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,14 @@ import click
 
 from ondevice.commands.opening import loaded_model, resolved_model
 from ondevice.commands.options import Command, Text, add_options, model_flag, option, yes_option
+from ondevice.commands.terminal import say
 from ondevice.errors import BackendUnavailableError, UsageError
 from ondevice.serve.config import ServeConfig
 from ondevice.settings import RUNTIME_OPTIONS, runtime_config
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ondevice.api import Model
     from ondevice.runtime.resolving import ResolvedModel
     from ondevice.serve.models import ModelFacts
@@ -50,13 +54,9 @@ def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) 
     request asks for them. Each is known by its folder's name. Ctrl-C stops the server.
     """
     require_packages()
-    config = ServeConfig(
-        **{
-            name: tuple(value) if isinstance(value, (list, tuple)) else value
-            for name, value in values.items()
-            if name in ServeConfig.__dataclass_fields__
-        }
-    )
+    names = {field.name for field in fields(ServeConfig)}
+    given: dict[str, Any] = {name: value for name, value in values.items() if name in names}
+    config = ServeConfig(**given)
     # Before models are resolved, so that plans count what the server's packages take.
     from ondevice.serve.server import serve as serve_until_stopped
 
@@ -64,11 +64,12 @@ def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) 
     named: list[str | None] = list(models) or [model]
     # The last to be resolved is the first model, so that the plan counts what the others have left behind.
     facts: list[ModelFacts] = []
+    paths: dict[str, Path] = {}
     for each in reversed(named):
         resolved = resolved_model(each, values, yes)
         facts.insert(0, _facts(resolved))
+        paths[resolved.bundle.name] = resolved.bundle.path
     _require_different(facts)
-    paths = {fact.name: path for fact, path in zip(facts, named, strict=True)}
 
     def load(name: str) -> Model:
         from ondevice import api
@@ -104,10 +105,15 @@ def _require_different(facts: list[ModelFacts]) -> None:
         raise UsageError(f"two models are called {twice[0]}; requests couldn't tell them apart")
 
 
+class _Log(logging.Handler):
+    """Says what the server logs, a JSON object a line, whether or not --verbose is given."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self.format(record))
+
+
 def _start_log() -> None:
-    """The server's log goes to stderr, a JSON object a line, whether or not --verbose is given."""
     log = logging.getLogger("ondevice.serve")
     log.setLevel(logging.INFO)
     log.propagate = False
-    if not log.handlers:
-        log.addHandler(logging.StreamHandler())
+    log.handlers = [_Log()]

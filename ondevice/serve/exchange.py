@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -21,19 +21,17 @@ from starlette.types import Receive, Scope, Send
 from ondevice.config import SamplingConfig
 from ondevice.errors import OndeviceError
 from ondevice.generate import Event
+from ondevice.serve.asked import Asked
 from ondevice.serve.config import ServeConfig
 from ondevice.serve.errors import RequestError, error_body
 from ondevice.serve.fields import Fields, parse_object
 from ondevice.serve.guard import json_bytes
 from ondevice.serve.metrics import Metrics, log_event
-from ondevice.serve.models import LoadedModel, ModelFacts, Models
-from ondevice.session import Message
+from ondevice.serve.models import LoadedModel, Models
 from ondevice.settings import sampling_options, with_model_defaults
 
 if TYPE_CHECKING:
     from ondevice.tokenizer import Tokenizer
-
-MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -43,27 +41,6 @@ class Service:
     config: ServeConfig
     models: Models
     metrics: Metrics
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A generation that a request asks for: a reply to `messages`, or what continues `prompt`.
-
-    options: fields of SamplingConfig that the request sets. Without `max_tokens` the context alone is the
-    limit. Where messages are answered, fields that aren't set are as the model's authors recommend.
-    """
-
-    model: ModelFacts
-    messages: tuple[Message, ...] | None = None
-    prompt: str | tuple[int, ...] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def again(self, index: int) -> Asked:
-        """The same for choice `index` of several: from a seed, the choices' seeds count up."""
-        seed = self.options.get("seed")
-        if seed is None or index == 0:
-            return self
-        return replace(self, options=self.options | {"seed": (seed + index) & MASK})
 
 
 async def read_object(request: Request) -> Fields:
@@ -203,9 +180,9 @@ def sse(value: Any, event: str = "") -> bytes:
 
 
 async def with_errors(
-    path: str, parts: AsyncGenerator[bytes, None], event: str = ""
+    path: str, parts: AsyncGenerator[bytes, None], shown: Callable[[Any], bytes]
 ) -> AsyncGenerator[bytes, None]:
-    """The parts, and behind the first of them an error as a part of its own."""
+    """The parts, and behind the first of them an error as a part of its own, as `shown` encodes it."""
     begun = False
     async with aclosing(parts):
         try:
@@ -215,4 +192,4 @@ async def with_errors(
         except RequestError as error:
             if not begun:
                 raise
-            yield sse(error_body(path, error), event)
+            yield shown(error_body(path, error))

@@ -1,4 +1,4 @@
-"""Reads a request's JSON: bounded, and each field once, with its type; what nobody asks for is refused.
+"""Reads a request's JSON: bounded, and each field once, with its type; what is left then is refused.
 
 Every error names the field by its path, such as `messages[2].content`.
 """

@@ -156,14 +156,14 @@ class Guard:
         async def replayed() -> Message:
             if parts:
                 return parts.pop()
-            return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+            return await asyncio.get_running_loop().create_future()
 
-        answer = asyncio.create_task(self._app(scope, replayed, exchange.send))  # type: ignore[arg-type]
+        answer = asyncio.create_task(self._app(scope, replayed, exchange.send))
         gone = asyncio.create_task(_until_gone(receive))
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            exchange.gone = not answer.done()
+            exchange.gone = not exchange.complete
             gone.cancel()
             answer.cancel()
             with suppress(asyncio.CancelledError):
@@ -198,6 +198,8 @@ class _Exchange:
         self.begun = time.monotonic()
         self.status = 0
         self.origin = ""
+        self.complete = False
+        """Whether all of the answer has been sent."""
         self.gone = False
         self._send = send
 
@@ -215,6 +217,8 @@ class _Exchange:
                 await self._send(message)
         except TimeoutError as error:
             raise _ClientGone from error
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.complete = True
 
     async def answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
         """Send a whole answer of JSON, or an empty one."""

@@ -17,8 +17,8 @@ from starlette.routing import Route
 
 from ondevice.config import MOST_LOGPROBS
 from ondevice.generate import Event
+from ondevice.serve.asked import MAX_TOKENS, NO_SCHEMAS, NO_TOOLS, Asked
 from ondevice.serve.exchange import (
-    Asked,
     Service,
     generation,
     json_answer,
@@ -32,9 +32,6 @@ from ondevice.serve.fields import Fields
 from ondevice.serve.openai_common import (
     IGNORED,
     MAX_CHOICES,
-    MAX_TOKENS,
-    NO_SCHEMAS,
-    NO_TOOLS,
     finish_reason,
     logprob_entry,
     summed,
@@ -61,7 +58,7 @@ async def _chat(service: Service, request: Request) -> Response:
     wanted = _read(service, await read_object(request))
     head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": wanted.asked.model.name}
     if wanted.stream:
-        return await streamed(with_errors(request.url.path, _chunks(service, wanted, head)))
+        return await streamed(with_errors(request.url.path, _chunks(service, wanted, head), sse))
     choices, usages = [], []
     for index in range(wanted.choices):
         async with generation(service, wanted.asked.again(index)) as running:

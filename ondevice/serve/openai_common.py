@@ -5,21 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 from ondevice.generate import Event
-from ondevice.serve.exchange import MASK
+from ondevice.serve.asked import (
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    MAX_TOKENS,
+    NO_TOOLS,
+    chosen,
+    take_seed,
+    take_temperature,
+    take_top_p,
+)
 from ondevice.serve.fields import Fields
 from ondevice.session import Message
 from ondevice.stats import GenerationStats
 from ondevice.tokenizer import Tokenizer
 
-MAX_TOKENS = 1 << 24
 MAX_CHOICES = 8
-MAX_STOPS, MAX_STOP_CHARS = 16, 1000
 MAX_BIASES = 1024
-MAX_NAME_CHARS = 1000
 LEAST_LOGPROB = -9999.0
 """What stands for minus infinity, which JSON doesn't have."""
-NO_TOOLS = "tools come with a later release"
-NO_SCHEMAS = "answers that obey a schema come with a later release"
 IGNORED = (
     "metadata",
     "prompt_cache_key",
@@ -28,32 +32,24 @@ IGNORED = (
     "service_tier",
     "user",
 )
-"""Fields that say who asks or where, and change no text."""
+"""Fields that change no text here: names of users, keys of caches, tiers of service."""
 
 
 def take_sampling(fields: Fields) -> dict[str, Any]:
-    """Options of SamplingConfig from the fields that all of OpenAI's dialects have, and common extensions."""
-    top_p = fields.number("top_p", 0.0, 1.0)
-    seed = fields.integer("seed", -(1 << 63), MASK)
+    """Options of SamplingConfig from the fields that chats and completions have, and common extensions."""
     options = {
-        "temperature": settled(fields.number("temperature", 0.0, 2.0)),
-        # The smallest share there is keeps the likeliest token.
-        "top_p": None if top_p is None else max(top_p, 1e-6),
+        "temperature": take_temperature(fields, 2.0),
+        "top_p": take_top_p(fields),
         "top_k": fields.integer("top_k", 0, MAX_TOKENS),
         "min_p": fields.number("min_p", 0.0, 1.0),
         "repetition_penalty": fields.number("repetition_penalty", 1e-3, 100.0),
-        "seed": None if seed is None else seed & MASK,
+        "seed": take_seed(fields),
         "stop": fields.strings("stop", MAX_STOPS, MAX_STOP_CHARS),
         "logit_bias": _biases(fields),
     }
-    fields.neutral("frequency_penalty", 0, 0.0, why="repetition_penalty is what this server has")
-    fields.neutral("presence_penalty", 0, 0.0, why="repetition_penalty is what this server has")
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def settled(temperature: float | None) -> float | None:
-    """A temperature, with those below what differs from 0 as 0."""
-    return 0.0 if temperature is not None and temperature < 1e-6 else temperature
+    for name in ("frequency_penalty", "presence_penalty"):
+        fields.neutral(name, 0, 0.0, why="repetition_penalty is what this server has")
+    return chosen(options)
 
 
 def _biases(fields: Fields) -> dict[int, float] | None:

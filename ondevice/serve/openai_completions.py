@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ondevice.generate import Event
+from ondevice.serve.asked import MAX_TOKENS, Asked
 from ondevice.serve.exchange import (
-    Asked,
     Service,
     generation,
     json_answer,
@@ -30,7 +30,6 @@ from ondevice.serve.openai_common import (
     IGNORED,
     LEAST_LOGPROB,
     MAX_CHOICES,
-    MAX_TOKENS,
     finish_reason,
     shown_token,
     summed,
@@ -67,7 +66,7 @@ async def _complete(service: Service, request: Request) -> Response:
         "model": wanted.asked[0].model.name,
     }
     if wanted.stream:
-        return await streamed(with_errors(request.url.path, _chunks(service, wanted, head)))
+        return await streamed(with_errors(request.url.path, _chunks(service, wanted, head), sse))
     choices, usages = [], []
     for index, asked in enumerate(wanted.asked):
         async with generation(service, asked) as running:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 from starlette.types import ASGIApp
 
+from ondevice.bundle.layout import MANIFEST
 from ondevice.errors import OndeviceError
 from ondevice.serve.app import make_app
 from ondevice.serve.config import MAX_CONNECTIONS, STOP_SECONDS, ServeConfig
@@ -82,7 +83,7 @@ def facts_of(name: str, bundle: Bundle) -> ModelFacts:
     manifest = bundle.manifest
     file = manifest.tokenizer.chat_template
     template = "" if file is None else bundle.read_small(file).decode("utf-8", "replace")
-    stamp = bundle.path.joinpath("bundle.json").stat().st_mtime
+    stamp = bundle.path.joinpath(MANIFEST).stat().st_mtime
     return ModelFacts(
         name=name,
         architecture=bundle.config.architecture,

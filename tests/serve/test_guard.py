@@ -238,7 +238,7 @@ def test_waiting_requests_are_bounded_and_leave_the_queue_with_their_client(
         assert answers[0].json["choices"] == expected
 
 
-def test_a_client_that_does_not_read_holds_nobody_up(server: Serving) -> None:
+def test_a_client_that_does_not_read_delays_no_other(server: Serving) -> None:
     """Its text is made and kept, and the next request has its turn."""
     with begin_stream(server):
         until(lambda: server.metric("running_requests") == 0)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("starlette")
+
 from tests.support.bundles import EOS
 from tests.support.serving import Serving
 
