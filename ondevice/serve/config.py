@@ -7,9 +7,9 @@ from ipaddress import ip_address
 
 from ondevice.errors import UsageError
 
-MAX_BODY_BYTES = 4 << 20
+MAX_BODY_BYTES = 2 << 20
 """Most bytes of a request's body."""
-MAX_HELD_BYTES = 16 << 20
+MAX_HELD_BYTES = 4 << 20
 """Most bytes of the bodies that are being read or answered together."""
 MAX_DEPTH = 32
 """Most JSON arrays and objects inside each other."""

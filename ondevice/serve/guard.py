@@ -64,15 +64,14 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
             return
         exchange = _Exchange(scope, send)
-        body = bytearray()
         try:
             exchange.origin = self._checked_origin(scope)
             if scope["method"] == "OPTIONS" and exchange.origin:
                 await exchange.answer(204, b"", _CORS)
                 return
             self._check_key(scope)
-            await self._read_body(scope, receive, body)
-            await self._answered(scope, receive, exchange, bytes(body))
+            parts = [await self._body(scope, receive, exchange)]
+            await self._answered(scope, receive, exchange, parts)
         except RequestError as error:
             if not exchange.status:
                 content = json_bytes(error_body(scope["path"], error))
@@ -80,7 +79,7 @@ class Guard:
         except _ClientGone:
             exchange.gone = True
         finally:
-            self._held -= len(body)
+            self._held -= exchange.held_bytes
             self._note(scope, exchange)
 
     def _checked_origin(self, scope: Scope) -> str:
@@ -125,13 +124,14 @@ class Guard:
         if not hmac.compare_digest(given.encode("latin-1"), self._config.api_key.encode("latin-1")):
             raise RequestError(401, "the API key is missing or wrong", code="invalid_api_key")
 
-    async def _read_body(self, scope: Scope, receive: Receive, body: bytearray) -> None:
-        """Read the body. Raises RequestError for one that is too large or too slow."""
+    async def _body(self, scope: Scope, receive: Receive, exchange: _Exchange) -> bytes:
+        """The body. Raises RequestError for one that is too large or too slow."""
         too_large = RequestError(413, f"the body has more than {MAX_BODY_BYTES} bytes", code="too_large")
         declared = _header(scope, b"content-length")
         if declared.isdecimal() and int(declared[:20]) > MAX_BODY_BYTES:
             raise too_large
         try:
+            chunks: list[bytes] = []
             async with asyncio.timeout(BODY_SECONDS):
                 more = True
                 while more:
@@ -139,23 +139,26 @@ class Guard:
                     if message["type"] == "http.disconnect":
                         raise _ClientGone
                     chunk = message.get("body", b"")
-                    body += chunk
+                    chunks.append(chunk)
+                    exchange.held_bytes += len(chunk)
                     self._held += len(chunk)
-                    if len(body) > MAX_BODY_BYTES:
+                    if exchange.held_bytes > MAX_BODY_BYTES:
                         raise too_large
                     if self._held > MAX_HELD_BYTES:
                         raise RequestError(503, "too many large requests at once; try again")
                     more = message.get("more_body", False)
+            return b"".join(chunks)
         except TimeoutError as error:
             raise RequestError(408, f"the body didn't arrive within {BODY_SECONDS:g} seconds") from error
 
-    async def _answered(self, scope: Scope, receive: Receive, exchange: _Exchange, body: bytes) -> None:
-        """Run the application, and cancel it when the client goes."""
-        parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    async def _answered(
+        self, scope: Scope, receive: Receive, exchange: _Exchange, parts: list[bytes]
+    ) -> None:
+        """Run the application, and cancel it when the client goes. parts: the body, taken out of the list."""
 
         async def replayed() -> Message:
             if parts:
-                return parts.pop()
+                return {"type": "http.request", "body": parts.pop(), "more_body": False}
             return await asyncio.get_running_loop().create_future()
 
         answer = asyncio.create_task(self._app(scope, replayed, exchange.send))
@@ -197,6 +200,8 @@ class _Exchange:
         self.id = uuid.uuid4().hex[:16]
         self.begun = time.monotonic()
         self.status = 0
+        self.held_bytes = 0
+        """Bytes of the body."""
         self.origin = ""
         self.complete = False
         """Whether all of the answer has been sent."""
