@@ -21,6 +21,7 @@ from ondevice.commands.inspect import inspect
 from ondevice.commands.models import list_models, remove
 from ondevice.commands.options import CommandGroup, broken_pipe, option
 from ondevice.commands.profile import profile
+from ondevice.commands.serve import serve
 from ondevice.commands.terminal import say
 from ondevice.commands.train import train
 from ondevice.commands.verify import verify
@@ -84,6 +85,7 @@ for command in (
     convert,
     generate,
     chat,
+    serve,
     list_models,
     remove,
     inspect,

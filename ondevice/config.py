@@ -249,6 +249,8 @@ def _runtime_choices() -> dict[str, tuple[Any, ...]]:
 
 LEAST_TEMPERATURE = 1e-6
 """Lowest temperature above 0. No finite logit divided by it overflows."""
+MOST_LOGPROBS = 20
+"""Most likely tokens whose log-probabilities a generation gives beside a token's own."""
 MOST_BIAS = 1e9
 """Largest finite bias of a logit. It exceeds the spread of any model's logits, and nothing overflows."""
 
@@ -268,6 +270,7 @@ class SamplingOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | Iterable[tuple[int, float]]
     stop: str | Iterable[str]
     max_tokens: int
+    top_logprobs: int | None
 
 
 @dataclass(frozen=True)
@@ -285,6 +288,8 @@ class SamplingConfig:
     """Pairs (token id, bias added to its logit). A bias of -inf bans the token."""
     stop: tuple[str, ...] = field(default=())
     max_tokens: int = 256
+    top_logprobs: int | None = None
+    """Likeliest tokens whose log-probabilities each event has beside its own token's. None: it has none."""
 
     def __post_init__(self) -> None:
         """Raises UsageError for a value of the wrong type or out of range."""
@@ -301,6 +306,11 @@ class SamplingConfig:
             ("repetition_penalty", 1e-3 <= self.repetition_penalty <= 100.0, "from 0.001 to 100"),
             ("max_tokens", self.max_tokens >= 0, "0 or more"),
             ("seed", self.seed is None or 0 <= self.seed < 1 << 64, "from 0 to 2^64 - 1"),
+            (
+                "top_logprobs",
+                self.top_logprobs is None or 0 <= self.top_logprobs <= MOST_LOGPROBS,
+                f"from 0 to {MOST_LOGPROBS}",
+            ),
             # An empty string would stop every text before it begins.
             ("stop", all(self.stop), "strings that aren't empty"),
         )
@@ -335,6 +345,7 @@ class SamplingConfig:
         checks = (
             *((name, _is_int(getattr(self, name)), "an integer") for name in _SAMPLING_INTEGERS),
             ("seed", self.seed is None or _is_int(self.seed), "an integer, or None to have one drawn"),
+            ("top_logprobs", self.top_logprobs is None or _is_int(self.top_logprobs), "an integer, or None"),
             *((name, _is_number(getattr(self, name)), "a number") for name in _SAMPLING_NUMBERS),
             ("logit_bias", pairs, "a tuple of pairs of a token id and a number"),
             ("stop", strings, "a tuple of strings"),

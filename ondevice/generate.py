@@ -22,7 +22,7 @@ from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.meter import Counters, Meter
 from ondevice.model.kv_cache import KVCache, common_prefix
 from ondevice.model.transformer import Cancelled, ForwardOutput, Transformer
-from ondevice.sampling import StopMatcher, sample
+from ondevice.sampling import StopMatcher, log_probabilities, sample
 from ondevice.speculation.drafting import Drafting, PassOutcome
 from ondevice.speculation.tree import LOGITS_AHEAD, Draft, plain
 from ondevice.speculation.verify import verify
@@ -38,7 +38,9 @@ class Event:
 
     `text` may be empty: bytes of an unfinished character and beginnings of a stop string are held back.
     `thinking`: in a conversation, whether the text isn't the reply but what the model thought before it.
-    The last event has no token. It has the rest of the text, `finish_reason` and `stats`.
+    `logprob` and `top_logprobs` are as `log_probabilities` has them, where `top_logprobs` was asked for.
+    The last event has no token. It has the rest of the text, `finish_reason` and `stats`, and as `stop` the
+    stop string that ended the text, if one did.
     """
 
     text: str
@@ -46,6 +48,9 @@ class Event:
     finish_reason: FinishReason | None = None
     stats: GenerationStats | None = None
     thinking: bool = False
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    stop: str | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,7 @@ class Generator:
             drafting=DraftStats() if drafting is None else drafting.stats,
         )
         stats = meter.stats(labels, self.counters(), prompt_tokens, len(history) - prompt_tokens)
-        yield Event(text.finish(), None, written.reason, stats)
+        yield Event(text.finish(), None, written.reason, stats, stop=text.stop)
 
     def _decode(
         self,
@@ -197,7 +202,11 @@ class Generator:
         meter.sampled += 1
         if self.drafting is not None:
             self.drafting.drew(token, logits)
-        written.add(token)
+        top = written.sampling.top_logprobs
+        if top is None:
+            written.add(token)
+        else:
+            written.add(token, *log_probabilities(logits, token, top))
         return None if written.ended else token
 
     def _prefill(
@@ -321,6 +330,11 @@ class _Text:
             return "", False
         return self._matcher.add(self._detokenizer.add(token)), self._matcher.stopped
 
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return self._matcher.matched
+
     def finish(self) -> str:
         """The rest of the text, held back until now because a continuation could have changed it."""
         if self._detokenizer is None:
@@ -349,7 +363,12 @@ class _Continuation:
         self._eos_ids = eos_ids
         self._events: list[Event] = []
 
-    def add(self, token: int) -> None:
+    def add(
+        self,
+        token: int,
+        logprob: float | None = None,
+        top_logprobs: tuple[tuple[int, float], ...] = (),
+    ) -> None:
         """Take a drawn token: append it to the text, or end the text if it is an end-of-text id."""
         if token in self._eos_ids:
             self.reason, self.ended = "stop", True
@@ -357,7 +376,7 @@ class _Continuation:
         self.history.append(token)
         self.room -= 1
         piece, stopped = self._text.add(token)
-        self._events.append(Event(piece, token))
+        self._events.append(Event(piece, token, logprob=logprob, top_logprobs=top_logprobs))
         if stopped:
             self.reason = "stop"
         self.ended = stopped or self.room == 0

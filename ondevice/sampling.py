@@ -128,6 +128,24 @@ def process_logits(
     return Candidates(kept, scores[kept])
 
 
+def log_probabilities(
+    logits: npt.NDArray[np.float32], token: int, most: int
+) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """Log-probability of a token, and the `most` likeliest tokens with theirs, likeliest first.
+
+    logits: (V,) float32, finite or minus infinity, as the model gives them: before penalties, bias and
+    temperature. Natural logarithms, log softmax(logits). Ties go to the lower id.
+    """
+    scores = logits.astype(np.float64)
+    scores -= scores.max()
+    scores -= _log(_exp(scores).cumsum()[-1:])[0]
+    if most == 0:
+        return float(scores[token]), ()
+    ids = np.flatnonzero(_largest(scores, min(most, scores.size)))
+    ids = ids[np.argsort(-scores[ids], kind="stable")]
+    return float(scores[token]), tuple((int(each), float(scores[each])) for each in ids)
+
+
 def gumbel_noise(seed: int, position: int, token_ids: TokenIds) -> Floats:
     """Standard Gumbel noise (N,) of the tokens at `position`. Each depends on (seed, position, id) alone.
 
@@ -302,6 +320,8 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._held = ""
         self.stopped = False
+        self.matched: str | None = None
+        """The stop string that ended the text."""
 
     def add(self, text: str) -> str:
         """Take more text, and return the text now known to precede any stop string; empty once `stopped`."""
@@ -325,7 +345,11 @@ class StopMatcher:
     def _first_match(self) -> int | None:
         """Start of the match that ends first in the held text."""
         found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        return min(found)[1] if found else None
+        if not found:
+            return None
+        end, start = min(found)
+        self.matched = self._held[start:end]
+        return start
 
     def _prefix_length(self) -> int:
         """Length of the longest suffix of the held text that is the beginning of a stop string."""

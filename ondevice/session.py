@@ -74,10 +74,12 @@ class Session:
     ) -> Iterator[Event]:
         """`respond`, event by event. Closing the iterator cancels; the text generated so far is kept."""
         config = self._sampling(sampling, options)
-        with self._turn(text, config.max_tokens) as (ids, said):
+        with self._silent():
+            messages, ids, dropped = self._within_context(self._asked(text), config.max_tokens)
             parser = self._host.chat_template.reply_parser()
-            for event in self._host.stream_ids(self._key, ids, config):
-                yield _say(event, said, parser)
+            with self._reply(messages, dropped) as said:
+                for event in self._host.stream_ids(self._key, ids, config):
+                    yield _say(event, said, parser)
 
     async def arespond(
         self, text: str, *, sampling: SamplingConfig | None = None, **options: Unpack[SamplingOptions]
@@ -90,12 +92,32 @@ class Session:
         self, text: str, *, sampling: SamplingConfig | None = None, **options: Unpack[SamplingOptions]
     ) -> AsyncGenerator[Event, None]:
         """`stream_response` for asyncio."""
-        config = self._sampling(sampling, options)
-        with self._turn(text, config.max_tokens) as (ids, said):
+        async with aclosing(self.astream_messages(self._asked(text), sampling=sampling, **options)) as events:
+            async for event in events:
+                yield event
+
+    async def astream_messages(
+        self,
+        messages: Sequence[Message],
+        *,
+        sampling: SamplingConfig | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> AsyncGenerator[Event, None]:
+        """Answer a whole transcript, which replaces the session's own, as `astream_response` answers a text.
+
+        Keys and values are kept for what both begin with.
+        """
+        import asyncio  # Slow to import, and callers of this have imported it.
+
+        config, asked = self._sampling(sampling, options), list(messages)
+        with self._silent():
+            # On another thread, because the event loop can't wait for a long text to be encoded.
+            kept, ids, dropped = await asyncio.to_thread(self._within_context, asked, config.max_tokens)
             parser = self._host.chat_template.reply_parser()
-            async with aclosing(self._host.astream_ids(self._key, ids, config)) as events:
-                async for event in events:
-                    yield _say(event, said, parser)
+            with self._reply(kept, dropped) as said:
+                async with aclosing(self._host.astream_ids(self._key, ids, config)) as events:
+                    async for event in events:
+                        yield _say(event, said, parser)
 
     def fork(self) -> Session:
         """An independent conversation that continues from here."""
@@ -160,19 +182,20 @@ class Session:
         config = sampling_options(sampling, options)
         return replace(config, stop=(*config.stop, *self._host.chat_template.stop))
 
+    def _asked(self, text: str) -> list[Message]:
+        """The transcript with a user's message behind it."""
+        return [*self._messages, {"role": "user", "content": text}]
+
     @contextmanager
-    def _turn(self, text: str, max_tokens: int) -> Iterator[tuple[list[int], list[str]]]:
-        """The ids to continue, and a list that collects the reply, which joins the transcript at the end."""
-        with self._silent():
-            asked = [*self._messages, {"role": "user", "content": text}]
-            messages, ids, dropped = self._within_context(asked, max_tokens)
-            said: list[str] = []
-            try:
-                yield ids, said
-            finally:
-                if said:
-                    self._messages = [*messages, {"role": "assistant", "content": "".join(said)}]
-                    self.dropped_turns += dropped
+    def _reply(self, messages: list[Message], dropped: int) -> Iterator[list[str]]:
+        """A list that collects the reply to `messages`, which together become the transcript at the end."""
+        said: list[str] = []
+        try:
+            yield said
+        finally:
+            if said:
+                self._messages = [*messages, {"role": "assistant", "content": "".join(said)}]
+                self.dropped_turns += dropped
 
     def _within_context(
         self, messages: list[Message], max_tokens: int

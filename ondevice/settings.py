@@ -141,6 +141,15 @@ OTHER_SETTINGS: dict[str, type] = {
     "yes": bool,
     "as_json": bool,
     "listing": bool,
+    "host": str,
+    "port": int,
+    "api_key": str,
+    "allow_host": str,
+    "allow_origin": str,
+    "queue": int,
+    "ssl_certfile": str,
+    "ssl_keyfile": str,
+    "ssl_keyfile_password": str,
     "verbose": bool,
 }
 """Types of the command line's settings that aren't fields of a config dataclass, by name."""

@@ -35,7 +35,7 @@ LAYERS = (
     ("meter", "generate"),
     ("runtime",),
     ("scoring", "response", "host", "session", "api", "training"),
-    ("measure", "doctor"),
+    ("measure", "doctor", "serve"),
     ("commands", "cli", "__main__"),
 )
 ORDER = [part for layer in LAYERS for part in layer]

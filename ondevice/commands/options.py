@@ -243,7 +243,7 @@ def _complete_model(
 
 option = partial(click.option, cls=SettableOption)
 
-_model_flag = option(
+model_flag = option(
     "--model",
     "-m",
     metavar="NAME|DIR",
@@ -257,7 +257,7 @@ def model_option(command: Decorated) -> Decorated:
     argument = click.argument(
         MODEL_ARGUMENT, metavar="[NAME|DIR]", required=False, shell_complete=_complete_model
     )
-    return argument(_model_flag(command))
+    return argument(model_flag(command))
 
 
 yes_option = option(

@@ -31,7 +31,10 @@ def test_every_option_has_the_default_of_its_dataclass() -> None:
     sampling = {name: option.default for name, option in SAMPLING_OPTIONS.items()}
     assert runtime_config(runtime) == RuntimeConfig()
     assert sampling_config(sampling) == SamplingConfig()
-    assert {field.name for field in fields(SamplingConfig)} - set(SAMPLING_OPTIONS) == {"logit_bias"}
+    assert {field.name for field in fields(SamplingConfig)} - set(SAMPLING_OPTIONS) == {
+        "logit_bias",
+        "top_logprobs",
+    }
 
 
 @pytest.mark.parametrize(

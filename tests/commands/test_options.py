@@ -249,6 +249,7 @@ def test_every_command_has_help_that_starts_nothing(ondevice: Run) -> None:
         "train",
         "profile",
         "doctor",
+        "serve",
     }
     assert set(cli.cli.commands) == commands
     for name in cli.cli.commands:

@@ -1,0 +1,119 @@
+"""`ondevice serve`: models for programs that speak the HTTP dialects of OpenAI, Anthropic or Ollama."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ondevice.commands.opening import loaded_model, resolved_model
+from ondevice.commands.options import Command, Text, add_options, model_flag, option, yes_option
+from ondevice.commands.terminal import say
+from ondevice.errors import BackendUnavailableError, UsageError
+from ondevice.serve.config import ServeConfig
+from ondevice.settings import RUNTIME_OPTIONS, runtime_config
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ondevice.api import Model
+    from ondevice.runtime.resolving import ResolvedModel
+    from ondevice.serve.models import ModelFacts
+
+PACKAGES = ("starlette", "uvicorn")
+
+
+@click.command(cls=Command)
+@click.argument("models", metavar="[NAME|DIR]...", nargs=-1)
+@model_flag
+@option("--host", type=Text(), default=ServeConfig.host, help="Name or address to listen at.")
+@option("--port", type=int, default=ServeConfig.port, help="0: a free port, which the log names.")
+@option(
+    "--api-key", type=Text(), default=ServeConfig.api_key, show_default=False, help="What requests must have."
+)
+@option("--queue", type=int, default=ServeConfig.queue, help="Requests that may wait; more are refused.")
+@option(
+    "--allow-host",
+    type=Text(),
+    multiple=True,
+    help="A name of this machine by which it may be called, beside localhost and addresses.",
+)
+@option("--allow-origin", type=Text(), multiple=True, help="An origin whose pages may call the server.")
+@option("--ssl-certfile", type=Text(), default="", show_default=False, help="TLS certificate; serves https.")
+@option("--ssl-keyfile", type=Text(), default="", show_default=False, help="The certificate's key.")
+@option("--ssl-keyfile-password", type=Text(), default="", show_default=False, help="The key's password.")
+@add_options(RUNTIME_OPTIONS)
+@yes_option
+def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) -> None:
+    """Serve models over HTTP, in the dialects of OpenAI, Anthropic and Ollama.
+
+    The first model is loaded at once and answers requests that name none; the others, one at a time, when a
+    request asks for them. Each is known by its folder's name. Ctrl-C stops the server.
+    """
+    require_packages()
+    names = {field.name for field in fields(ServeConfig)}
+    given: dict[str, Any] = {name: value for name, value in values.items() if name in names}
+    config = ServeConfig(**given)
+    # Before models are resolved, so that plans count what the server's packages take.
+    from ondevice.serve.server import serve as serve_until_stopped
+
+    _start_log()
+    named: list[str | None] = list(models) or [model]
+    # The last to be resolved is the first model, so that the plan counts what the others have left behind.
+    facts: list[ModelFacts] = []
+    paths: dict[str, Path] = {}
+    for each in reversed(named):
+        resolved = resolved_model(each, values, yes)
+        facts.insert(0, _facts(resolved))
+        paths[resolved.bundle.name] = resolved.bundle.path
+    _require_different(facts)
+
+    def load(name: str) -> Model:
+        from ondevice import api
+
+        return api.Model(api.open_model(paths[name], runtime_config(values)))
+
+    with loaded_model(resolved) as first:
+        del resolved
+        serve_until_stopped(config, facts, load, first)
+
+
+def require_packages() -> None:
+    """Raises BackendUnavailableError unless the extra `serve` is installed."""
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise BackendUnavailableError(
+            f"the server needs {' and '.join(missing)}: pip install {' '.join(missing)}, or ondevice[serve]"
+        )
+
+
+def _facts(resolved: ResolvedModel) -> ModelFacts:
+    from ondevice.host import text_tokenizer
+    from ondevice.serve.server import facts_of
+
+    text_tokenizer(resolved)
+    return facts_of(resolved.bundle.name, resolved.bundle)
+
+
+def _require_different(facts: list[ModelFacts]) -> None:
+    names = [fact.name for fact in facts]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise UsageError(f"two models are called {twice[0]}; requests couldn't tell them apart")
+
+
+class _Log(logging.Handler):
+    """Says what the server logs, a JSON object a line, whether or not --verbose is given."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self.format(record))
+
+
+def _start_log() -> None:
+    log = logging.getLogger("ondevice.serve")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.handlers = [_Log()]

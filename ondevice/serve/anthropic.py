@@ -1,0 +1,248 @@
+"""`/v1/messages`: Anthropic's API, whole or as server-sent events, and the count of a prompt's tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ondevice.errors import ContextOverflowError
+from ondevice.generate import Event, check_prompt
+from ondevice.serve.asked import (
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    MAX_TOKENS,
+    NO_SCHEMAS,
+    NO_TOOLS,
+    Asked,
+    chosen,
+    take_temperature,
+    take_top_p,
+)
+from ondevice.serve.errors import RequestError
+from ondevice.serve.exchange import (
+    Service,
+    generation,
+    json_answer,
+    new_id,
+    read_object,
+    sse,
+    streamed,
+    with_errors,
+)
+from ondevice.serve.fields import Fields
+from ondevice.serve.models import ModelFacts
+from ondevice.session import Message
+
+DROPPED_BLOCKS = ("thinking", "redacted_thinking")
+"""Blocks of an assistant's turn that its template leaves out."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    asked: Asked
+    stream: bool
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings of the request; a template may have more."""
+        return tuple(self.asked.options.get("stop", ()))
+
+
+def routes(service: Service) -> list[Route]:
+    return [
+        Route("/v1/messages", partial(_messages, service), methods=["POST"]),
+        Route("/v1/messages/count_tokens", partial(_count, service), methods=["POST"]),
+    ]
+
+
+async def _messages(service: Service, request: Request) -> Response:
+    wanted = _read(service, await read_object(request))
+    head: dict[str, Any] = {
+        "id": new_id("msg_"),
+        "type": "message",
+        "role": "assistant",
+        "model": wanted.asked.model.name,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {"input_tokens": 0, "output_tokens": 0},
+    }
+    if wanted.stream:
+        parts = _events(service, wanted, head)
+        return await streamed(with_errors(request.url.path, parts, partial(sse, event="error")))
+    async with generation(service, wanted.asked) as running:
+        events = [event async for event in running]
+    return json_answer(head | {"content": _blocks(events)} | _end(events[-1], wanted.stops))
+
+
+async def _count(service: Service, request: Request) -> Response:
+    fields = await read_object(request)
+    model, messages = _take_prompt(service, fields)
+    _take_neutral(fields)
+    fields.close()
+    async with service.models.at_hand(model) as loaded:
+        ids = await asyncio.to_thread(loaded.model.chat_ids, messages)
+        most = loaded.model.plan.max_context
+    try:
+        check_prompt(ids, most, most)
+    except ContextOverflowError as error:
+        raise RequestError.of(error) from error
+    return json_answer({"input_tokens": len(ids)})
+
+
+def _read(service: Service, fields: Fields) -> _Request:
+    model, messages = _take_prompt(service, fields)
+    if messages[-1]["role"] != "user":
+        fields.refuse("messages", "must end with the user's; a reply can't be begun for the model")
+    most = fields.integer("max_tokens", 1, MAX_TOKENS)
+    if most is None:
+        fields.refuse("max_tokens", "is missing")
+    options = {
+        "max_tokens": most,
+        "temperature": take_temperature(fields, 1.0),
+        "top_p": take_top_p(fields),
+        "top_k": fields.integer("top_k", 0, MAX_TOKENS),
+        "stop": fields.strings("stop_sequences", MAX_STOPS, MAX_STOP_CHARS),
+    }
+    stream = fields.boolean("stream")
+    _take_neutral(fields)
+    fields.close()
+    return _Request(Asked(model, messages=messages, options=chosen(options)), stream)
+
+
+def _take_prompt(service: Service, fields: Fields) -> tuple[ModelFacts, tuple[Message, ...]]:
+    model = service.models.find(fields.text("model"))
+    system = _text(fields, "system", dropped=())
+    turns: list[Message] = [{"role": "system", "content": system}] if system else []
+    for each in fields.objects("messages"):
+        role = each.required_text("role")
+        if role not in ("user", "assistant"):
+            each.refuse("role", f"is {role[:40]!r}; it must be user or assistant")
+        text = _text(each, "content", dropped=DROPPED_BLOCKS if role == "assistant" else ())
+        if text is None:
+            each.refuse("content", "is missing")
+        each.close()
+        # Turns of one role that follow each other are one turn.
+        if turns and turns[-1]["role"] == role:
+            turns[-1] = {"role": role, "content": f"{turns[-1]['content']}\n\n{text}"}
+        else:
+            turns.append({"role": role, "content": text})
+    if not turns or turns[-1]["role"] == "system":
+        fields.refuse("messages", "is empty; give at least one message")
+    return model, tuple(turns)
+
+
+def _text(fields: Fields, name: str, dropped: tuple[str, ...]) -> str | None:
+    """A string, or the text of a list of blocks; blocks of the kinds `dropped` are left out."""
+    value = fields.take(name)
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        fields.refuse(name, "must be a string or a list of blocks")
+    texts = []
+    for at, item in enumerate(value):
+        block = Fields(item, f"{fields.full(name)}[{at}]")
+        kind = block.required_text("type")
+        if kind in dropped:
+            continue
+        if kind in ("tool_use", "tool_result"):
+            block.refuse("type", f"is {kind}: {NO_TOOLS}")
+        if kind != "text":
+            block.refuse("type", f"is {kind[:40]!r}; this server takes text")
+        texts.append(block.required_text("text"))
+        block.ignore("cache_control", "citations")
+        block.close()
+    return "".join(texts)
+
+
+def _take_neutral(fields: Fields) -> None:
+    fields.neutral("tools", [], why=NO_TOOLS)
+    fields.neutral("tool_choice", {"type": "none"}, {"type": "auto"}, why=NO_TOOLS)
+    fields.neutral("mcp_servers", [], why=NO_TOOLS)
+    fields.neutral("output_format", why=NO_SCHEMAS)
+    fields.neutral("container")
+    thinking = fields.object("thinking")
+    if thinking is not None:
+        kind = thinking.required_text("type")
+        if kind not in ("enabled", "adaptive", "disabled"):
+            thinking.refuse("type", f"is {kind[:40]!r}; it must be enabled, adaptive or disabled")
+        thinking.integer("budget_tokens", 1, MAX_TOKENS)
+        thinking.ignore("display")
+        thinking.close()
+    config = fields.object("output_config")
+    if config is not None:
+        config.neutral("effort", "medium")
+        config.neutral("format", why=NO_SCHEMAS)
+        config.close()
+    fields.ignore("metadata", "service_tier", "cache_control", "context_management", "betas", "inference_geo")
+
+
+def _blocks(events: list[Event]) -> list[dict[str, Any]]:
+    """The reply as blocks, one for each run of thinking or text."""
+    found: list[dict[str, Any]] = []
+    for event in events:
+        kind = _kind(event)
+        if not event.text:
+            continue
+        if not found or found[-1]["type"] != kind:
+            found.append(_new_block(kind))
+        found[-1][kind] += event.text
+    return found
+
+
+def _kind(event: Event) -> str:
+    return "thinking" if event.thinking else "text"
+
+
+def _new_block(kind: str) -> dict[str, Any]:
+    return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
+
+
+def _end(last: Event, stops: tuple[str, ...]) -> dict[str, Any]:
+    """Why the reply ended, and its usage."""
+    stats = last.stats
+    assert stats is not None
+    reason = "max_tokens" if last.finish_reason == "length" else "end_turn"
+    stop = last.stop if last.stop in stops else None
+    return {
+        "stop_reason": reason if stop is None else "stop_sequence",
+        "stop_sequence": stop,
+        "usage": {"input_tokens": stats.prompt_tokens, "output_tokens": stats.generated_tokens},
+    }
+
+
+async def _events(service: Service, wanted: _Request, head: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+    """The stream. The number of the prompt's tokens stands at its end, when it is known."""
+
+    def named(kind: str, **more: Any) -> bytes:
+        return sse({"type": kind} | more, kind)
+
+    index, open_kind, begun = -1, "", False
+    async with generation(service, wanted.asked) as running:
+        async for event in running:
+            if not begun:
+                begun = True
+                yield named("message_start", message=head)
+            kind = _kind(event)
+            if event.text:
+                if kind != open_kind:
+                    if open_kind:
+                        yield named("content_block_stop", index=index)
+                    index, open_kind = index + 1, kind
+                    yield named("content_block_start", index=index, content_block=_new_block(kind))
+                delta = {"type": f"{kind}_delta", kind: event.text}
+                yield named("content_block_delta", index=index, delta=delta)
+            if event.finish_reason is not None:
+                if open_kind:
+                    yield named("content_block_stop", index=index)
+                end = _end(event, wanted.stops)
+                usage = end.pop("usage")
+                yield named("message_delta", delta=end, usage=usage)
+    yield named("message_stop")

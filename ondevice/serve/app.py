@@ -1,0 +1,115 @@
+"""The ASGI application: the routes of all dialects behind the guard, and the models' life."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from ondevice.errors import OndeviceError
+from ondevice.serve import anthropic, ollama, openai_chat, openai_completions, openai_models, openai_responses
+from ondevice.serve.config import ServeConfig
+from ondevice.serve.errors import RequestError, error_body
+from ondevice.serve.exchange import Service, json_answer
+from ondevice.serve.guard import Guard, json_bytes
+from ondevice.serve.metrics import Metrics
+from ondevice.serve.models import LoadedModel, ModelFacts, Models
+
+if TYPE_CHECKING:
+    from ondevice.api import Model
+
+DIALECTS = (openai_models, openai_chat, openai_completions, openai_responses, anthropic, ollama)
+
+
+def make_app(
+    config: ServeConfig,
+    facts: Sequence[ModelFacts],
+    load: Callable[[str], Model],
+    first: Model | None = None,
+) -> ASGIApp:
+    """The server as an ASGI application.
+
+    Args:
+        config: which requests it takes.
+        facts: the models, the first being the default.
+        load: loads a model by name.
+        first: the default model, if it is loaded already. The application closes it at its end.
+    """
+    metrics = Metrics()
+    models = Models(facts, load, config.queue, metrics)
+    if first is not None:
+        models.loaded = LoadedModel(models.find(None), first)
+    service = Service(config, models, metrics)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await models.close()
+
+    routes = [
+        Route("/", _greeting, methods=["GET"]),
+        Route("/health", partial(_health, service), methods=["GET"]),
+        Route("/metrics", partial(_metrics, service), methods=["GET"]),
+        *(route for dialect in DIALECTS for route in dialect.routes(service)),
+    ]
+    app = Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        exception_handlers={
+            RequestError: _refused,
+            OndeviceError: _failed,
+            HTTPException: _not_served,
+            500: _broken,
+        },
+    )
+    app.router.redirect_slashes = False
+    paths = frozenset(route.path for route in routes if "{" not in route.path)
+    return Guard(app, config, metrics, paths)
+
+
+async def _greeting(request: Request) -> Response:
+    return PlainTextResponse("ondevice is running\n")
+
+
+async def _health(service: Service, request: Request) -> Response:
+    loaded = service.models.loaded
+    return json_answer({"status": "ok", "model": loaded.facts.name if loaded else None})
+
+
+async def _metrics(service: Service, request: Request) -> Response:
+    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _answer(request: Request, error: RequestError) -> Response:
+    content = json_bytes(error_body(request.url.path, error))
+    return Response(content, error.status, error.headers, "application/json")
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return _answer(request, error)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, OndeviceError)
+    return _answer(request, RequestError.of(error))
+
+
+async def _not_served(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path[:100]}"
+    return _answer(request, RequestError(error.status_code, f"{what}: {error.detail}"))
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    return _answer(request, RequestError(500, "the server failed; its log says more", code="internal_error"))

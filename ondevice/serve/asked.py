@@ -1,0 +1,62 @@
+"""What a request comes to: a generation that it asks for; and the fields that most dialects have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ondevice.serve.fields import Fields
+from ondevice.serve.models import ModelFacts
+from ondevice.session import Message
+
+SEEDS = 1 << 64
+MAX_TOKENS = 1 << 24
+MAX_STOPS, MAX_STOP_CHARS = 16, 1000
+LEAST_TOP_P = 1e-6
+"""A share of the probability that only the likeliest token can hold."""
+NO_TOOLS = "tools come with a later release"
+NO_SCHEMAS = "answers that obey a schema come with a later release"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A generation that a request asks for: a reply to `messages`, or what continues `prompt`.
+
+    options: fields of SamplingConfig that the request sets. Without `max_tokens` the context alone is the
+    limit. Where messages are answered, fields that aren't set are as the model's authors recommend.
+    """
+
+    model: ModelFacts
+    messages: tuple[Message, ...] | None = None
+    prompt: str | tuple[int, ...] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def again(self, index: int) -> Asked:
+        """The same for choice `index` of several: from a seed, the choices' seeds count up."""
+        seed = self.options.get("seed")
+        if seed is None or index == 0:
+            return self
+        return replace(self, options=self.options | {"seed": (seed + index) % SEEDS})
+
+
+def chosen(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that a request sets, of all that it may set."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def take_temperature(fields: Fields, most: float) -> float | None:
+    """The temperature. One too low to differ from 0 is 0."""
+    value = fields.number("temperature", 0.0, most)
+    return 0.0 if value is not None and value < 1e-6 else value
+
+
+def take_top_p(fields: Fields) -> float | None:
+    """The share of the probability. 0 keeps the likeliest token, as other servers have it."""
+    value = fields.number("top_p", 0.0, 1.0)
+    return None if value is None else max(value, LEAST_TOP_P)
+
+
+def take_seed(fields: Fields) -> int | None:
+    """The seed. Negative ones count down from 2^64."""
+    value = fields.integer("seed", -(1 << 63), SEEDS - 1)
+    return None if value is None else value % SEEDS

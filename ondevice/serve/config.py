@@ -1,0 +1,69 @@
+"""The server's options, each with its one default, and the limits that no option changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from ondevice.errors import UsageError
+
+MAX_BODY_BYTES = 2 << 20
+"""Most bytes of a request's body."""
+MAX_HELD_BYTES = 4 << 20
+"""Most bytes of the bodies that are being read or answered together."""
+MAX_DEPTH = 32
+"""Most JSON arrays and objects inside each other."""
+MAX_VALUES = 100_000
+"""Most values of a body's JSON, about 10 MB of memory once parsed."""
+MAX_CONNECTIONS = 128
+BODY_SECONDS = 30.0
+"""Longest time for a body to arrive."""
+SEND_SECONDS = 60.0
+"""Longest time for which a client may not read what it is sent."""
+STOP_SECONDS = 5
+"""Longest time that answers under way have to end once the server stops."""
+SESSIONS = 4
+"""Conversations whose keys and values a model keeps, as far as its budget has room for them."""
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Where the server listens, and which requests it takes."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    """0: a free port, which the log names."""
+    api_key: str = ""
+    """What a request must have as bearer token or x-api-key; empty: nothing."""
+    queue: int = 16
+    """Requests that may wait for their turn. More are refused with 429."""
+    allow_host: tuple[str, ...] = ()
+    """Names by which the server may be called, beside localhost, `host` and addresses."""
+    allow_origin: tuple[str, ...] = ()
+    """Origins of pages elsewhere that may call the server, such as https://chat.example.com."""
+    ssl_certfile: str = ""
+    ssl_keyfile: str = ""
+    ssl_keyfile_password: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for a value out of range."""
+        if not 0 <= self.port <= 65535:
+            raise UsageError(f"--port is {self.port}; it must be from 0 to 65535")
+        if not 0 <= self.queue <= 10_000:
+            raise UsageError(f"--queue is {self.queue}; it must be from 0 to 10000")
+        if not self.host:
+            raise UsageError("--host is empty; give a name or an address")
+        if not self.api_key.isascii():
+            raise UsageError("--api-key has characters beyond ASCII, which no header can carry")
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise UsageError("--ssl-keyfile has no meaning without --ssl-certfile")
+
+    @property
+    def is_local(self) -> bool:
+        """True if only this machine can reach the server."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return False

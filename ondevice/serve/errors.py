@@ -1,0 +1,67 @@
+"""What goes wrong with a request: one error type, and its body in each dialect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ondevice.errors import (
+    BudgetError,
+    ContextOverflowError,
+    ModelNotFoundError,
+    OndeviceError,
+    UsageError,
+)
+
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_STATUS = (
+    (ContextOverflowError, 400, "context_length_exceeded"),
+    (UsageError, 400, "invalid_value"),
+    (ModelNotFoundError, 404, "model_not_found"),
+    (BudgetError, 503, "budget_exceeded"),
+)
+
+
+class RequestError(Exception):
+    """A request that gets an error as its answer. field: the request's field that is at fault, if one is."""
+
+    def __init__(
+        self, status: int, message: str, *, field: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.field = field
+        self.code = code
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer beside its type."""
+        return {"retry-after": "1"} if self.status in (429, 503) else {}
+
+    @staticmethod
+    def of(error: OndeviceError) -> RequestError:
+        """The answer to an error of the engine."""
+        for kind, status, code in _STATUS:
+            if isinstance(error, kind):
+                return RequestError(status, error.for_command_line, code=code)
+        return RequestError(500, error.for_command_line, code="engine_error")
+
+
+def error_body(path: str, error: RequestError) -> dict[str, Any]:
+    """The error as the dialect of `path` has it."""
+    if path.startswith("/api/"):
+        return {"error": str(error)}
+    if path.startswith("/v1/messages"):
+        other = "api_error" if error.status >= 500 else "invalid_request_error"
+        kind = _ANTHROPIC_TYPES.get(error.status, other)
+        return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    other = "server_error" if error.status >= 500 else "invalid_request_error"
+    kind = _OPENAI_TYPES.get(error.status, other)
+    return {"error": {"message": str(error), "type": kind, "param": error.field, "code": error.code}}

@@ -1,0 +1,183 @@
+"""Reads a request's JSON: bounded, and each field once, with its type; what is left then is refused.
+
+Every error names the field by its path, such as `messages[2].content`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from ondevice.errors import json_fault
+from ondevice.serve.config import MAX_DEPTH, MAX_VALUES
+from ondevice.serve.errors import RequestError
+
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_BRACKET = re.compile(rb"[\[\]{}]")
+
+
+def parse_object(data: bytes) -> Fields:
+    """The object that a body holds. Raises RequestError for anything else, or one too large or deep."""
+    _check_shape(data)
+    try:
+        value = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"the body is not JSON in UTF-8: {json_fault(error)}") from error
+    if not isinstance(value, dict):
+        raise RequestError(400, "the body must be a JSON object")
+    return Fields(value)
+
+
+def _check_shape(data: bytes) -> None:
+    """Bound what parsing allocates and how deep it goes, by the brackets and commas outside strings."""
+    bare = _STRING.sub(b"", data)
+    values = bare.count(b",") + bare.count(b"[") + bare.count(b"{")
+    if values > MAX_VALUES:
+        raise RequestError(400, f"the body has more than {MAX_VALUES} JSON values")
+    depth = 0
+    for bracket in _BRACKET.findall(bare):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > MAX_DEPTH:
+            raise RequestError(400, f"the body's JSON is nested more than {MAX_DEPTH} deep")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+class Fields:
+    """The fields of one JSON object. Each is taken once; `close` refuses those that are left.
+
+    A field of null counts as absent, as clients send null for what isn't set.
+    """
+
+    def __init__(self, value: Any, path: str = "") -> None:
+        self.path = path
+        if not isinstance(value, dict):
+            self._refuse(path or "body", value, "an object")
+        self._left: dict[str, Any] = dict(value)
+
+    def names(self) -> list[str]:
+        """Names of the fields that are left."""
+        return list(self._left)
+
+    def take(self, name: str) -> Any:
+        """A field's value as it came, or None."""
+        return self._left.pop(name, None)
+
+    def text(self, name: str, default: str | None = None) -> str | None:
+        value = self._typed(name, str, "a string")
+        return default if value is None else value
+
+    def required_text(self, name: str) -> str:
+        value = self.text(name)
+        if value is None:
+            raise RequestError(400, f"{self.full(name)} is missing", field=self.full(name))
+        return value
+
+    def boolean(self, name: str, default: bool = False) -> bool:
+        value = self._typed(name, bool, "true or false")
+        return default if value is None else value
+
+    def integer(self, name: str, least: int, most: int) -> int | None:
+        value = self.take(name)
+        # 5.0 is an integer in JSON.
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        wanted = f"an integer from {least} to {most}"
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            self._refuse(self.full(name), value, wanted)
+        if value is not None and not least <= value <= most:
+            self._refuse(self.full(name), value, wanted)
+        return value
+
+    def number(self, name: str, least: float, most: float) -> float | None:
+        value = self.take(name)
+        wanted = f"a number from {least:g} to {most:g}"
+        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
+            self._refuse(self.full(name), value, wanted)
+        if value is not None and not least <= value <= most:
+            self._refuse(self.full(name), value, wanted)
+        return None if value is None else float(value)
+
+    def strings(self, name: str, most: int, most_chars: int) -> tuple[str, ...] | None:
+        """A string, or a list of at most `most`, none empty."""
+        value = self.take(name)
+        found = [value] if isinstance(value, str) else value
+        wanted = f"a string or a list of at most {most}, each of 1 to {most_chars} characters"
+        if found is None:
+            return None
+        if not isinstance(found, list) or len(found) > most:
+            self._refuse(self.full(name), value, wanted)
+        if not all(isinstance(it, str) and 0 < len(it) <= most_chars for it in found):
+            self._refuse(self.full(name), value, wanted)
+        return tuple(found)
+
+    def object(self, name: str) -> Fields | None:
+        value = self.take(name)
+        return None if value is None else Fields(value, self.full(name))
+
+    def objects(self, name: str) -> Iterator[Fields]:
+        """The objects of a list that must be there."""
+        value = self.take(name)
+        if not isinstance(value, list):
+            self._refuse(self.full(name), value, "a list of objects")
+        return (Fields(item, f"{self.full(name)}[{at}]") for at, item in enumerate(value))
+
+    def neutral(self, name: str, *values: Any, why: str = "this server doesn't support it") -> None:
+        """Take a field that isn't supported. Raises RequestError unless it is null or one of `values`."""
+        value = self._left.pop(name, None)
+        if value is not None and not any(type(it) is type(value) and it == value for it in values):
+            allowed = ", ".join(json.dumps(it) for it in (None, *values))
+            full = self.full(name)
+            raise RequestError(
+                400,
+                f"{full} can only be {allowed}: {why}",
+                field=full,
+                code="unsupported_parameter",
+            )
+
+    def ignore(self, *names: str) -> None:
+        """Drop fields that change nothing here."""
+        for name in names:
+            self._left.pop(name, None)
+
+    def close(self) -> None:
+        """Raises RequestError if fields are left."""
+        if self._left:
+            full = self.full(next(iter(self._left)))
+            raise RequestError(400, f"{full[:200]} is not a field that this server knows", field=full[:200])
+
+    def full(self, name: str) -> str:
+        """A field's name with the path to it."""
+        return f"{self.path}.{name}" if self.path else name
+
+    def refuse(self, name: str, message: str) -> NoReturn:
+        """Raises RequestError about a field."""
+        full = self.full(name)
+        raise RequestError(400, f"{full} {message}", field=full)
+
+    def _typed(self, name: str, kind: type, wanted: str) -> Any:
+        value = self.take(name)
+        if value is not None and not isinstance(value, kind):
+            self._refuse(self.full(name), value, wanted)
+        return value
+
+    @staticmethod
+    def _refuse(full: str, value: Any, wanted: str) -> NoReturn:
+        shown = "missing" if value is None else _shown(value)
+        raise RequestError(400, f"{full} is {shown}; it must be {wanted}", field=full, code="invalid_value")
+
+
+def _shown(value: Any) -> str:
+    """A value for a message: lists and objects by their type, the rest cut short."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

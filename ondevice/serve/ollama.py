@@ -1,0 +1,310 @@
+"""Ollama's API: chat and generate as lines of JSON, and what is said of models.
+
+Options that only concern speed or memory are dropped: this server has a budget and a context of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ondevice.generate import Event
+from ondevice.serve.asked import (
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    MAX_TOKENS,
+    NO_SCHEMAS,
+    NO_TOOLS,
+    Asked,
+    chosen,
+    take_seed,
+    take_temperature,
+    take_top_p,
+)
+from ondevice.serve.exchange import (
+    Service,
+    generation,
+    json_answer,
+    read_object,
+    streamed,
+    with_errors,
+)
+from ondevice.serve.fields import Fields
+from ondevice.serve.guard import json_bytes
+from ondevice.serve.models import ModelFacts
+from ondevice.session import Message
+
+NEVER = "9999-12-31T23:59:59Z"
+"""When a loaded model is unloaded by itself."""
+SPEED_OPTIONS = (
+    "f16_kv",
+    "logits_all",
+    "low_vram",
+    "main_gpu",
+    "num_batch",
+    "num_ctx",
+    "num_gpu",
+    "num_keep",
+    "num_thread",
+    "numa",
+    "use_mlock",
+    "use_mmap",
+    "vocab_only",
+)
+_Shape = Callable[[str, str], dict[str, Any]]
+"""What one line says of a reply's text and of thinking."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    asked: Asked
+    stream: bool
+    think: bool
+    shape: _Shape
+
+
+def routes(service: Service) -> list[Route]:
+    return [
+        Route("/api/version", _version, methods=["GET"]),
+        Route("/api/tags", partial(_tags, service), methods=["GET"]),
+        Route("/api/ps", partial(_running, service), methods=["GET"]),
+        Route("/api/show", partial(_show, service), methods=["POST"]),
+        Route("/api/chat", partial(_chat, service), methods=["POST"]),
+        Route("/api/generate", partial(_generate, service), methods=["POST"]),
+    ]
+
+
+async def _version(request: Request) -> Response:
+    return json_answer({"version": version("ondevice")})
+
+
+async def _tags(service: Service, request: Request) -> Response:
+    return json_answer({"models": [_listed(facts) for facts in service.models.facts.values()]})
+
+
+async def _running(service: Service, request: Request) -> Response:
+    loaded = service.models.loaded
+    if loaded is None:
+        return json_answer({"models": []})
+    plan = loaded.model.plan
+    memory = {"size": plan.total_bytes, "size_vram": 0, "context_length": plan.max_context}
+    return json_answer({"models": [_listed(loaded.facts) | memory | {"expires_at": NEVER}]})
+
+
+async def _show(service: Service, request: Request) -> Response:
+    fields = await read_object(request)
+    facts = service.models.find(fields.text("model") or fields.text("name"))
+    fields.ignore("name", "verbose", "system", "template", "options")
+    fields.close()
+    return json_answer(
+        {
+            "modelfile": "",
+            "parameters": "",
+            "template": facts.template,
+            "details": _details(facts),
+            "model_info": {
+                "general.architecture": facts.architecture,
+                "general.parameter_count": facts.parameters,
+                f"{facts.architecture}.context_length": facts.max_context,
+            },
+            "capabilities": ["completion"],
+            "modified_at": _stamp(facts.created),
+        }
+    )
+
+
+async def _chat(service: Service, request: Request) -> Response:
+    fields = await read_object(request)
+    model = service.models.find(fields.text("model"))
+    messages = tuple(_message(each) for each in fields.objects("messages"))
+    options = _take_options(fields)
+    stream, think = fields.boolean("stream", True), _take_think(fields)
+    _take_rest(fields)
+    fields.close()
+    shape = partial(_said, think)
+    if not messages:
+        return await _load(service, model, shape)
+    asked = Asked(model, messages=messages, options=options)
+    return await _answer(service, request, _Request(asked, stream, think, shape))
+
+
+async def _generate(service: Service, request: Request) -> Response:
+    fields = await read_object(request)
+    model = service.models.find(fields.text("model"))
+    prompt, system = fields.text("prompt", "") or "", fields.text("system", "") or ""
+    options = _take_options(fields)
+    stream, think = fields.boolean("stream", True), _take_think(fields)
+    raw = fields.boolean("raw")
+    fields.neutral("suffix", "")
+    fields.neutral("template", "")
+    fields.neutral("context", [], why="the conversation goes into /api/chat")
+    fields.neutral("images", [])
+    _take_rest(fields)
+    fields.close()
+    shape = partial(_written, think)
+    if not prompt:
+        return await _load(service, model, shape)
+    if raw:
+        asked = Asked(model, prompt=prompt, options=options)
+    else:
+        first = ({"role": "system", "content": system},) if system else ()
+        asked = Asked(model, messages=(*first, {"role": "user", "content": prompt}), options=options)
+    return await _answer(service, request, _Request(asked, stream, think, shape))
+
+
+async def _load(service: Service, model: ModelFacts, shape: _Shape) -> Response:
+    """A request without a text loads the model."""
+    async with service.models.at_hand(model):
+        return json_answer(_head(model) | shape("", "") | {"done": True, "done_reason": "load"})
+
+
+async def _answer(service: Service, request: Request, wanted: _Request) -> Response:
+    if wanted.stream:
+        lines = with_errors(request.url.path, _lines(service, wanted), _line)
+        return await streamed(lines, "application/x-ndjson")
+    begun = time.monotonic_ns()
+    async with generation(service, wanted.asked) as running:
+        events = [event async for event in running]
+    reply = "".join(event.text for event in events if not event.thinking)
+    thought = "".join(event.text for event in events if event.thinking)
+    body = _head(wanted.asked.model) | wanted.shape(reply, thought) | _end(events[-1], begun)
+    return json_answer(body)
+
+
+async def _lines(service: Service, wanted: _Request) -> AsyncGenerator[bytes, None]:
+    begun, model = time.monotonic_ns(), wanted.asked.model
+    async with generation(service, wanted.asked) as running:
+        async for event in running:
+            reply, thought = ("", event.text) if event.thinking else (event.text, "")
+            if reply or (thought and wanted.think):
+                yield _line(_head(model) | wanted.shape(reply, thought) | {"done": False})
+            if event.finish_reason is not None:
+                yield _line(_head(model) | wanted.shape("", "") | _end(event, begun))
+
+
+def _line(value: Any) -> bytes:
+    return json_bytes(value) + b"\n"
+
+
+def _said(think: bool, reply: str, thought: str) -> dict[str, Any]:
+    """A piece of a chat."""
+    message = {"role": "assistant", "content": reply}
+    return {"message": message | ({"thinking": thought} if thought and think else {})}
+
+
+def _written(think: bool, reply: str, thought: str) -> dict[str, Any]:
+    """A piece of a text."""
+    return {"response": reply} | ({"thinking": thought} if thought and think else {})
+
+
+def _head(model: ModelFacts) -> dict[str, Any]:
+    return {"model": model.name, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+
+
+def _end(last: Event, begun: int) -> dict[str, Any]:
+    """What the last line says. begun: `time.monotonic_ns()` when the request came. Times are in ns."""
+    stats = last.stats
+    assert stats is not None
+    return {
+        "done": True,
+        "done_reason": last.finish_reason,
+        "total_duration": time.monotonic_ns() - begun,
+        "load_duration": 0,
+        "prompt_eval_count": stats.prompt_tokens,
+        "prompt_eval_duration": round(1e9 * stats.time_to_first_token_seconds),
+        "eval_count": stats.generated_tokens,
+        "eval_duration": round(1e9 * stats.decode_seconds),
+    }
+
+
+def _message(fields: Fields) -> Message:
+    role = fields.required_text("role")
+    if role not in ("system", "user", "assistant"):
+        fields.refuse("role", f"is {role[:40]!r}; it must be system, user or assistant")
+    text = fields.text("content", "") or ""
+    fields.neutral("images", [])
+    fields.neutral("tool_calls", [], why=NO_TOOLS)
+    fields.ignore("thinking")
+    fields.close()
+    return {"role": role, "content": text}
+
+
+def _take_options(fields: Fields) -> dict[str, Any]:
+    """Options of SamplingConfig from `options`."""
+    given = fields.object("options")
+    if given is None:
+        return {}
+    most = given.integer("num_predict", -2, MAX_TOKENS)
+    options = {
+        "temperature": take_temperature(given, 100.0),
+        "top_p": take_top_p(given),
+        "top_k": given.integer("top_k", 0, MAX_TOKENS),
+        "min_p": given.number("min_p", 0.0, 1.0),
+        "repetition_penalty": given.number("repeat_penalty", 1e-3, 100.0),
+        "seed": take_seed(given),
+        "stop": given.strings("stop", MAX_STOPS, MAX_STOP_CHARS),
+        "max_tokens": None if most is None or most < 0 else most,
+    }
+    for name in ("frequency_penalty", "presence_penalty", "mirostat"):
+        given.neutral(name, 0, 0.0)
+    for name in ("tfs_z", "typical_p"):
+        given.neutral(name, 1, 1.0)
+    given.neutral("repeat_last_n", -1, why="the penalty counts the whole text")
+    given.neutral("penalize_newline", True)
+    given.ignore("mirostat_tau", "mirostat_eta", *SPEED_OPTIONS)
+    given.close()
+    return chosen(options)
+
+
+def _take_think(fields: Fields) -> bool:
+    """Whether thinking is told. A model that thinks does so either way."""
+    value = fields.take("think")
+    if value is None or isinstance(value, bool):
+        return value is not False
+    if value != "medium":
+        fields.refuse("think", 'must be true, false or "medium"')
+    return True
+
+
+def _take_rest(fields: Fields) -> None:
+    fields.neutral("tools", [], why=NO_TOOLS)
+    fields.neutral("format", "", why=NO_SCHEMAS)
+    fields.neutral("logprobs", False)
+    fields.neutral("top_logprobs", 0)
+    fields.ignore("keep_alive")
+
+
+def _listed(facts: ModelFacts) -> dict[str, Any]:
+    return {
+        "name": facts.name,
+        "model": facts.name,
+        "modified_at": _stamp(facts.created),
+        "size": facts.nbytes,
+        "digest": facts.digest,
+        "details": _details(facts),
+    }
+
+
+def _details(facts: ModelFacts) -> dict[str, Any]:
+    count = facts.parameters
+    return {
+        "parent_model": "",
+        "format": "ondevice",
+        "family": facts.architecture,
+        "families": [facts.architecture],
+        "parameter_size": f"{count / 1e9:.1f}B" if count >= 10**9 else f"{count / 1e6:.1f}M",
+        "quantization_level": facts.quantisation.upper(),
+    }
+
+
+def _stamp(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")

@@ -1,0 +1,188 @@
+"""`/v1/chat/completions`: OpenAI's chat, whole or as server-sent events.
+
+Thinking is told apart as `reasoning_content`, the name that most servers with such models use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ondevice.config import MOST_LOGPROBS
+from ondevice.generate import Event
+from ondevice.serve.asked import MAX_TOKENS, NO_SCHEMAS, NO_TOOLS, Asked
+from ondevice.serve.exchange import (
+    Service,
+    generation,
+    json_answer,
+    new_id,
+    read_object,
+    sse,
+    streamed,
+    with_errors,
+)
+from ondevice.serve.fields import Fields
+from ondevice.serve.openai_common import (
+    IGNORED,
+    MAX_CHOICES,
+    finish_reason,
+    logprob_entry,
+    summed,
+    take_messages,
+    take_sampling,
+    usage,
+)
+from ondevice.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class _Request:
+    asked: Asked
+    choices: int
+    stream: bool
+    include_usage: bool
+
+
+def routes(service: Service) -> list[Route]:
+    return [Route("/v1/chat/completions", partial(_chat, service), methods=["POST"])]
+
+
+async def _chat(service: Service, request: Request) -> Response:
+    wanted = _read(service, await read_object(request))
+    head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": wanted.asked.model.name}
+    if wanted.stream:
+        return await streamed(with_errors(request.url.path, _chunks(service, wanted, head), sse))
+    choices, usages = [], []
+    for index in range(wanted.choices):
+        async with generation(service, wanted.asked.again(index)) as running:
+            events = [event async for event in running]
+            choices.append(_choice(index, events, running.tokenizer, wanted.asked))
+        usages.append(_usage(events))
+    body = {"object": "chat.completion", "choices": choices, "usage": _total(usages)}
+    return json_answer(head | body)
+
+
+def _read(service: Service, fields: Fields) -> _Request:
+    model = service.models.find(fields.text("model"))
+    messages = take_messages(fields)
+    options = take_sampling(fields)
+    older = fields.integer("max_tokens", 1, MAX_TOKENS)
+    newer = fields.integer("max_completion_tokens", 1, MAX_TOKENS)
+    if older is not None and newer is not None and older != newer:
+        fields.refuse("max_tokens", f"is {older} and max_completion_tokens is {newer}; give one")
+    if older is not None or newer is not None:
+        options["max_tokens"] = newer if older is None else older
+    most = fields.integer("top_logprobs", 0, MOST_LOGPROBS)
+    if fields.boolean("logprobs"):
+        options["top_logprobs"] = most or 0
+    elif most:
+        fields.refuse("top_logprobs", "has no meaning without logprobs")
+    choices = fields.integer("n", 1, MAX_CHOICES) or 1
+    stream, include_usage = take_stream(fields)
+    for name in ("tools", "functions"):
+        fields.neutral(name, [], why=NO_TOOLS)
+    fields.neutral("tool_choice", "none", "auto", why=NO_TOOLS)
+    fields.neutral("function_call", "none", "auto", why=NO_TOOLS)
+    fields.neutral("response_format", {"type": "text"}, why=NO_SCHEMAS)
+    fields.neutral("modalities", ["text"])
+    fields.neutral("reasoning_effort", "medium", why="models think as they were trained to")
+    fields.neutral("verbosity", "medium")
+    fields.neutral("store", False, why="nothing is stored")
+    for name in ("audio", "prediction", "web_search_options", "moderation"):
+        fields.neutral(name)
+    fields.ignore(*IGNORED, "parallel_tool_calls")
+    fields.close()
+    return _Request(Asked(model, messages=messages, options=options), choices, stream, include_usage)
+
+
+def take_stream(fields: Fields) -> tuple[bool, bool]:
+    """Whether to stream, and whether the stream tells the usage."""
+    stream = fields.boolean("stream")
+    options = fields.object("stream_options")
+    if options is None:
+        return stream, False
+    if not stream:
+        fields.refuse("stream_options", "has no meaning without stream")
+    include_usage = options.boolean("include_usage")
+    options.ignore("include_obfuscation")
+    options.close()
+    return stream, include_usage
+
+
+def _choice(index: int, events: list[Event], tokenizer: Tokenizer, asked: Asked) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": "".join(event.text for event in events if not event.thinking),
+        "refusal": None,
+    }
+    if thought := "".join(event.text for event in events if event.thinking):
+        message["reasoning_content"] = thought
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": _logprobs(events, tokenizer) if "top_logprobs" in asked.options else None,
+        "finish_reason": finish_reason(events[-1]),
+    }
+
+
+def _logprobs(events: list[Event], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Those of the reply's tokens, not of thinking's."""
+    content = [
+        logprob_entry(tokenizer, event.token, event.logprob)
+        | {"top_logprobs": [logprob_entry(tokenizer, *each) for each in event.top_logprobs]}
+        for event in events
+        if event.token is not None and event.logprob is not None and not event.thinking
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _usage(events: list[Event]) -> dict[str, Any]:
+    stats = events[-1].stats
+    assert stats is not None
+    return usage(stats, sum(event.thinking and event.token is not None for event in events))
+
+
+def _total(usages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The choices' usage. They have one prompt, which counts once."""
+    total = summed(usages)
+    total["prompt_tokens"] = usages[0]["prompt_tokens"]
+    total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
+    return total
+
+
+async def _chunks(service: Service, wanted: _Request, head: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+    head = head | {"object": "chat.completion.chunk"}
+    if wanted.include_usage:
+        head["usage"] = None
+    usages = []
+
+    def chunk(index: int, delta: dict[str, Any], **more: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | more
+        return sse(head | {"choices": [choice]})
+
+    for index in range(wanted.choices):
+        events: list[Event] = []
+        async with generation(service, wanted.asked.again(index)) as running:
+            async for event in running:
+                if not events:
+                    yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
+                events.append(event)
+                more = {}
+                if event.logprob is not None:
+                    more["logprobs"] = _logprobs([event], running.tokenizer)
+                if event.text or more:
+                    name = "reasoning_content" if event.thinking else "content"
+                    yield chunk(index, {name: event.text}, **more)
+                if event.finish_reason is not None:
+                    yield chunk(index, {}, finish_reason=finish_reason(event))
+        usages.append(_usage(events))
+    if wanted.include_usage:
+        yield sse(head | {"choices": [], "usage": _total(usages)})
+    yield b"data: [DONE]\n\n"

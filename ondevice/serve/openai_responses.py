@@ -1,0 +1,308 @@
+"""`/v1/responses`: OpenAI's newer API, without state: every request brings its whole conversation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ondevice.generate import Event
+from ondevice.serve.asked import (
+    MAX_TOKENS,
+    NO_SCHEMAS,
+    NO_TOOLS,
+    Asked,
+    chosen,
+    take_temperature,
+    take_top_p,
+)
+from ondevice.serve.errors import RequestError
+from ondevice.serve.exchange import (
+    Service,
+    generation,
+    json_answer,
+    new_id,
+    read_object,
+    sse,
+    streamed,
+)
+from ondevice.serve.fields import Fields
+from ondevice.serve.openai_common import IGNORED, take_content
+from ondevice.session import Message
+
+NO_STATE = "this server keeps no responses; send the whole conversation"
+CONTENT = ("input_text", "output_text", "text")
+MAX_METADATA, MAX_METADATA_CHARS = 16, 64
+
+
+@dataclass(frozen=True)
+class _Request:
+    asked: Asked
+    stream: bool
+    echoed: dict[str, Any]
+    """Fields of the request that the response repeats."""
+
+
+def routes(service: Service) -> list[Route]:
+    return [Route("/v1/responses", partial(_respond, service), methods=["POST"])]
+
+
+async def _respond(service: Service, request: Request) -> Response:
+    wanted = _read(service, await read_object(request))
+    writer = _Writer(_new_response(wanted))
+    if wanted.stream:
+        return await streamed(_stream(service, wanted, writer))
+    async with generation(service, wanted.asked) as running:
+        async for event in running:
+            writer.take(event)
+    return json_answer(writer.response)
+
+
+async def _stream(service: Service, wanted: _Request, writer: _Writer) -> AsyncGenerator[bytes, None]:
+    begun = False
+    try:
+        async with generation(service, wanted.asked) as running:
+            async for event in running:
+                if not begun:
+                    begun = True
+                    yield writer.begin()
+                if parts := writer.take(event):
+                    yield parts
+    except RequestError as error:
+        if not begun:
+            raise
+        yield writer.fail(error)
+
+
+def _read(service: Service, fields: Fields) -> _Request:
+    model = service.models.find(fields.text("model"))
+    instructions = fields.text("instructions")
+    first = ({"role": "system", "content": instructions},) if instructions else ()
+    messages = (*first, *_take_input(fields))
+    temperature, top_p = take_temperature(fields, 2.0), take_top_p(fields)
+    most = fields.integer("max_output_tokens", 1, MAX_TOKENS)
+    options = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "max_tokens": most,
+    }
+    stream = fields.boolean("stream")
+    echoed = {
+        "instructions": instructions,
+        "max_output_tokens": most,
+        "metadata": _take_metadata(fields),
+        "temperature": temperature,
+        "top_p": top_p,
+    }
+    _take_neutral(fields)
+    fields.close()
+    return _Request(Asked(model, messages=messages, options=chosen(options)), stream, echoed)
+
+
+def _take_metadata(fields: Fields) -> dict[str, Any]:
+    """Texts by name, which the response repeats."""
+    given = fields.object("metadata")
+    if given is None:
+        return {}
+    names = given.names()
+    if len(names) > MAX_METADATA or any(len(name) > MAX_METADATA_CHARS for name in names):
+        fields.refuse("metadata", f"may have {MAX_METADATA} names of {MAX_METADATA_CHARS} characters")
+    return {name: given.text(name) for name in names}
+
+
+def _take_neutral(fields: Fields) -> None:
+    fields.neutral("tools", [], why=NO_TOOLS)
+    fields.neutral("tool_choice", "none", "auto", why=NO_TOOLS)
+    fields.neutral("max_tool_calls", why=NO_TOOLS)
+    for name in ("previous_response_id", "conversation", "prompt"):
+        fields.neutral(name, why=NO_STATE)
+    fields.neutral("store", False, why=NO_STATE)
+    fields.neutral("background", False, why=NO_STATE)
+    fields.neutral("truncation", "disabled")
+    fields.neutral("top_logprobs", 0)
+    fields.neutral("frequency_penalty", 0, 0.0)
+    fields.neutral("presence_penalty", 0, 0.0)
+    fields.neutral("include", [], ["reasoning.encrypted_content"])
+    fields.neutral("context_management", [])
+    reasoning = fields.object("reasoning")
+    if reasoning is not None:
+        reasoning.neutral("effort", "medium", why="models think as they were trained to")
+        reasoning.neutral("summary", "auto", why="thinking is told whole")
+        reasoning.neutral("generate_summary", "auto")
+        reasoning.close()
+    text = fields.object("text")
+    if text is not None:
+        text.neutral("format", {"type": "text"}, why=NO_SCHEMAS)
+        text.neutral("verbosity", "medium")
+        text.close()
+    fields.ignore(*IGNORED, "parallel_tool_calls", "stream_options")
+
+
+def _take_input(fields: Fields) -> tuple[Message, ...]:
+    """The conversation: a user's text, or a list of messages; reasoning in it is left out."""
+    value = fields.take("input")
+    if isinstance(value, str):
+        return ({"role": "user", "content": value},)
+    if not isinstance(value, list):
+        fields.refuse("input", "must be a string or a list of items")
+    found = []
+    for at, each in enumerate(value):
+        item = Fields(each, f"input[{at}]")
+        kind = item.text("type", "message") or "message"
+        if kind == "reasoning":
+            continue
+        if kind != "message":
+            why = NO_STATE if kind == "item_reference" else NO_TOOLS
+            item.refuse("type", f"is {kind[:40]!r}, and this server takes messages: {why}")
+        role = item.required_text("role")
+        if role not in ("system", "developer", "user", "assistant"):
+            item.refuse("role", f"is {role[:40]!r}; it must be system, developer, user or assistant")
+        text = take_content(item, "content", CONTENT)
+        item.ignore("id", "status", "phase")
+        item.close()
+        found.append({"role": "system" if role == "developer" else role, "content": text})
+    if not found:
+        fields.refuse("input", "has no messages; give at least one")
+    return tuple(found)
+
+
+def _new_response(wanted: _Request) -> dict[str, Any]:
+    return {
+        "id": new_id("resp_"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "max_tool_calls": None,
+        "model": wanted.asked.model.name,
+        "output": [],
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "service_tier": "default",
+        "store": False,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_logprobs": 0,
+        "truncation": "disabled",
+        "usage": None,
+    } | wanted.echoed
+
+
+@dataclass
+class _Writer:
+    """Builds a response from events, and the events of the stream that tell it."""
+
+    response: dict[str, Any]
+    _sequence: int = 0
+    _part: dict[str, Any] | None = None
+    """The part of the last item that is being written; None if no item is."""
+    _thought_tokens: int = 0
+    _parts: list[bytes] = field(default_factory=list)
+
+    def begin(self) -> bytes:
+        """The stream's first events."""
+        self._tell("response.created", response=self.response)
+        self._tell("response.in_progress", response=self.response)
+        return self._told()
+
+    def take(self, event: Event) -> bytes:
+        """Take the next event; what the stream says of it."""
+        if event.thinking and event.token is not None:
+            self._thought_tokens += 1
+        if event.text:
+            kind = "reasoning_text" if event.thinking else "output_text"
+            if self._part is None or self._part["type"] != kind:
+                self._end_item("completed")
+                self._begin_item(kind)
+            assert self._part is not None
+            self._part["text"] += event.text
+            self._tell(f"response.{kind}.delta", **self._where(), delta=event.text, **_no_logprobs(kind))
+        if event.finish_reason is not None:
+            self._end(event)
+        return self._told()
+
+    def fail(self, error: RequestError) -> bytes:
+        """The last event of a stream that broke off."""
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        self.response["status"] = "failed"
+        self.response["error"] = {"code": code, "message": str(error)}
+        self._tell("response.failed", response=self.response)
+        return self._told()
+
+    def _end(self, last: Event) -> None:
+        stats, is_whole = last.stats, last.finish_reason != "length"
+        assert stats is not None
+        status = "completed" if is_whole else "incomplete"
+        self._end_item(status)
+        self.response |= {
+            "status": status,
+            "completed_at": int(time.time()) if is_whole else None,
+            "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
+            "usage": {
+                "input_tokens": stats.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": stats.generated_tokens,
+                "output_tokens_details": {"reasoning_tokens": self._thought_tokens},
+                "total_tokens": stats.prompt_tokens + stats.generated_tokens,
+            },
+        }
+        self._tell(f"response.{status}", response=self.response)
+
+    def _begin_item(self, kind: str) -> None:
+        item: dict[str, Any]
+        if kind == "reasoning_text":
+            self._part = {"type": kind, "text": ""}
+            item = {"id": new_id("rs_"), "type": "reasoning", "summary": []}
+        else:
+            self._part = {"type": kind, "text": "", "annotations": [], "logprobs": []}
+            item = {"id": new_id("msg_"), "type": "message", "role": "assistant"}
+        item |= {"status": "in_progress", "content": []}
+        self.response["output"].append(item)
+        self._tell("response.output_item.added", output_index=self._index, item=item)
+        self._tell("response.content_part.added", **self._where(), part=self._part)
+        item["content"].append(self._part)
+
+    def _end_item(self, status: str) -> None:
+        if self._part is None:
+            return
+        kind, item = self._part["type"], self.response["output"][-1]
+        self._tell(f"response.{kind}.done", **self._where(), text=self._part["text"], **_no_logprobs(kind))
+        self._tell("response.content_part.done", **self._where(), part=self._part)
+        item["status"] = status
+        self._tell("response.output_item.done", output_index=self._index, item=item)
+        self._part = None
+
+    @property
+    def _index(self) -> int:
+        return len(self.response["output"]) - 1
+
+    def _where(self) -> dict[str, Any]:
+        return {
+            "item_id": self.response["output"][-1]["id"],
+            "output_index": self._index,
+            "content_index": 0,
+        }
+
+    def _tell(self, kind: str, **more: Any) -> None:
+        self._parts.append(sse({"type": kind, "sequence_number": self._sequence} | more, kind))
+        self._sequence += 1
+
+    def _told(self) -> bytes:
+        told = b"".join(self._parts)
+        self._parts.clear()
+        return told
+
+
+def _no_logprobs(kind: str) -> dict[str, Any]:
+    return {"logprobs": []} if kind == "output_text" else {}

@@ -1,0 +1,97 @@
+"""Runs the application under uvicorn until a signal stops it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from ondevice.bundle.layout import MANIFEST
+from ondevice.errors import OndeviceError
+from ondevice.serve.app import make_app
+from ondevice.serve.config import MAX_CONNECTIONS, STOP_SECONDS, ServeConfig
+from ondevice.serve.metrics import log_event
+from ondevice.serve.models import ModelFacts
+
+if TYPE_CHECKING:
+    from ondevice.api import Model
+    from ondevice.bundle.reader import Bundle
+
+
+BACKLOG = 64
+"""Connections that may wait to be accepted."""
+
+
+def serve(
+    config: ServeConfig, facts: Sequence[ModelFacts], load: Callable[[str], Model], first: Model
+) -> None:
+    """Serve until SIGINT or SIGTERM; the arguments are those of `make_app`.
+
+    Raises OndeviceError if the address can't be listened at.
+    """
+    if not config.is_local and not config.api_key:
+        log_event("open", level=logging.WARNING, host=config.host, advice="--api-key keeps others out")
+    with listening(config) as listener:
+        log_event("listening", url=url(config, listener), models=[model.name for model in facts])
+        uvicorn.Server(server_config(make_app(config, facts, load, first), config)).run([listener])
+
+
+def listening(config: ServeConfig) -> socket.socket:
+    """A socket at the address. Raises OndeviceError if there is none to be had."""
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(found[4][:2], family=found[0], backlog=BACKLOG)
+    except OSError as error:
+        raise OndeviceError(
+            f"the server can't listen at {config.host}, port {config.port}: {error.strerror or error}; "
+            "choose another --port or --host"
+        ) from error
+
+
+def url(config: ServeConfig, listener: socket.socket) -> str:
+    """Where the server listens."""
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if config.ssl_certfile else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def server_config(app: ASGIApp, config: ServeConfig) -> uvicorn.Config:
+    """uvicorn's options, with this server's limits."""
+    return uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_graceful_shutdown=STOP_SECONDS,
+        ssl_certfile=config.ssl_certfile or None,
+        ssl_keyfile=config.ssl_keyfile or None,
+        ssl_keyfile_password=config.ssl_keyfile_password or None,
+    )
+
+
+def facts_of(name: str, bundle: Bundle) -> ModelFacts:
+    """What the server says of a model that it hasn't loaded."""
+    manifest = bundle.manifest
+    file = manifest.tokenizer.chat_template
+    template = "" if file is None else bundle.read_small(file).decode("utf-8", "replace")
+    stamp = bundle.path.joinpath(MANIFEST).stat().st_mtime
+    return ModelFacts(
+        name=name,
+        architecture=bundle.config.architecture,
+        parameters=bundle.parameters,
+        nbytes=bundle.bundle_bytes,
+        quantisation=bundle.quant.name,
+        max_context=bundle.config.max_context,
+        digest=manifest.provenance.fingerprint or "",
+        template=template,
+        created=int(stamp),
+    )

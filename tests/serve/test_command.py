@@ -1,0 +1,94 @@
+"""`ondevice serve` as a process of its own: it says where it listens, answers, and stops on a signal."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+
+from ondevice.commands import serve as command
+from tests.support.command_line import Run
+from tests.support.paths import ROOT
+
+
+@contextmanager
+def serving(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and where it listens."""
+    started = [sys.executable, "-m", "ondevice", "serve", "--port", "0", *map(str, arguments)]
+    process = subprocess.Popen(started, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        events = (json.loads(line) for line in lines if line.startswith("{"))
+        yield process, next(event["url"] for event in events if event["event"] == "listening")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def asked(url: str, context: ssl.SSLContext | None = None) -> Any:
+    body = json.dumps({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}).encode()
+    with urllib.request.urlopen(f"{url}/v1/chat/completions", body, 60, context=context) as answer:
+        return json.load(answer)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_it_answers_and_stops_on_a_signal(chat_bundle: Path, number: int, code: int) -> None:
+    with serving(chat_bundle, "--threads", 1) as (process, url):
+        assert asked(url)["model"] == chat_bundle.name
+        process.send_signal(number)
+        assert process.wait(20) == code
+
+
+def test_tls_is_uvicorn_s(chat_bundle: Path, tmp_path: Path) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("there is no openssl to make a certificate with")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    made = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([openssl, *made.split(), *files], check=True, capture_output=True)
+    trusting = ssl.create_default_context(cafile=certificate)
+    with serving(chat_bundle, "--ssl-certfile", certificate, "--ssl-keyfile", key) as (_, url):
+        assert url.startswith("https://127.0.0.1:")
+        assert asked(url, trusting)["model"] == chat_bundle.name
+
+
+def test_without_its_packages_it_says_what_to_install(ondevice: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    result = ondevice("serve")
+    assert result.code == 1
+    assert "pip install starlette uvicorn" in result.err
+
+
+def test_an_address_that_is_taken_is_an_error(ondevice: Run, chat_bundle: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = ondevice("serve", chat_bundle, "--port", taken.getsockname()[1], "--threads", 1)
+    assert result.code == 1
+    assert "choose another --port" in result.err
+
+
+def test_what_cannot_be_served_is_refused(ondevice: Run, chat_bundle: Path, token_bundle: Path) -> None:
+    for arguments, code, words in (
+        ((chat_bundle, chat_bundle), 2, "two models are called"),
+        ((token_bundle,), 2, "no tokenizer"),
+        ((chat_bundle, "--port", 99999), 2, "--port is 99999"),
+        ((chat_bundle, "--ssl-keyfile", "x"), 2, "--ssl-certfile"),
+        (("no-such-model",), 3, "no-such-model"),
+    ):
+        result = ondevice("serve", *arguments)
+        assert result.code == code, result
+        assert words in result.err

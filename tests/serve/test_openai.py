@@ -1,0 +1,263 @@
+"""The official `openai` client, unchanged, against a server: what it says is what the Python API says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+
+from tests.support.bundles import EOS
+from tests.support.serving import Serving
+
+openai = pytest.importorskip("openai")
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def client(server: Serving) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def reply(server: Serving, **options: Any) -> Any:
+    """What the Python API answers."""
+    session = server.model.session("Be brief.")
+    return session.respond("Hello", **({"temperature": 0.7, "top_p": 0.9} | options))
+
+
+def chat(client: Any, server: Serving, **options: Any) -> Any:
+    return client.chat.completions.create(model=server.model.name, messages=MESSAGES, **options)
+
+
+def test_a_chat_is_the_session_s_reply_with_its_usage(server: Serving, client: Any) -> None:
+    """What a request leaves open is as the model's authors recommend (temperature 0.7, top_p 0.9)."""
+    expected = reply(server, seed=7, max_tokens=20)
+    got = chat(client, server, seed=7, max_tokens=20)
+    assert got.choices[0].message.content == expected.text
+    assert got.choices[0].finish_reason == expected.finish_reason
+    assert got.usage.completion_tokens == expected.stats.generated_tokens
+    assert got.usage.prompt_tokens == expected.stats.prompt_tokens
+    assert got.model == server.model.name
+
+
+def test_a_stream_has_the_same_text_and_then_the_usage(server: Serving, client: Any) -> None:
+    whole = chat(client, server, seed=3, max_tokens=24)
+    chunks = list(
+        chat(client, server, seed=3, max_tokens=24, stream=True, stream_options={"include_usage": True})
+    )
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert text == whole.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == whole.choices[0].finish_reason
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_choices_count_their_seeds_up(server: Serving, client: Any) -> None:
+    several = chat(client, server, seed=5, max_tokens=12, n=3)
+    alone = [chat(client, server, seed=seed, max_tokens=12) for seed in (5, 6, 7)]
+    assert [it.index for it in several.choices] == [0, 1, 2]
+    assert [it.message.content for it in several.choices] == [it.choices[0].message.content for it in alone]
+    assert several.usage.prompt_tokens == alone[0].usage.prompt_tokens
+    assert several.usage.completion_tokens == sum(it.usage.completion_tokens for it in alone)
+    parts: dict[int, str] = {0: "", 1: "", 2: ""}
+    for chunk in chat(client, server, seed=5, max_tokens=12, n=3, stream=True):
+        for choice in chunk.choices:
+            parts[choice.index] += choice.delta.content or ""
+    assert list(parts.values()) == [it.message.content for it in several.choices]
+
+
+def test_a_stop_string_ends_the_text_before_it_in_a_stream_too(server: Serving, client: Any) -> None:
+    """The tokens are bytes, so the stop string lies over several of them."""
+    free = reply(server, seed=11, max_tokens=40, logit_bias={EOS: -math.inf}).text
+    stop = next(free[at : at + 3] for at in range(8, len(free)) if "\ufffd" not in free[at : at + 3])
+    bias = {str(EOS): -100}
+    whole = chat(client, server, seed=11, max_tokens=40, stop=[stop], logit_bias=bias)
+    assert whole.choices[0].message.content == free[: free.index(stop)]
+    assert whole.choices[0].finish_reason == "stop"
+    chunks = chat(client, server, seed=11, max_tokens=40, stop=stop, logit_bias=bias, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == free[: free.index(stop)]
+
+
+def test_logprobs_are_the_log_softmax_of_the_logits(server: Serving, client: Any) -> None:
+    got = chat(client, server, temperature=0, max_tokens=4, logprobs=True, top_logprobs=3)
+    expected = reply(server, temperature=0.0, max_tokens=4)
+    ids = server.model.chat_ids(MESSAGES)
+    logits = server.model.logits([*ids, *expected.tokens])
+    content = got.choices[0].logprobs.content
+    assert len(content) == len(expected.tokens)
+    for at, (entry, token) in enumerate(zip(content, expected.tokens, strict=True)):
+        row = logits[len(ids) - 1 + at].astype(float)
+        scores = row - row.max() - math.log(sum(math.exp(x) for x in row - row.max()))
+        assert entry.logprob == pytest.approx(scores[token], abs=1e-9)
+        assert bytes(entry.bytes) == server.model.tokenizer.token_bytes(token)
+        best = sorted(scores, reverse=True)[:3]
+        assert [it.logprob for it in entry.top_logprobs] == pytest.approx(best, abs=1e-9)
+        assert entry.top_logprobs[0].token == entry.token
+    streamed = [
+        entry
+        for chunk in chat(
+            client, server, temperature=0, max_tokens=4, logprobs=True, top_logprobs=3, stream=True
+        )
+        if chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content
+    ]
+    assert streamed == content
+
+
+def test_logit_bias_bans_and_forces(server: Serving, client: Any) -> None:
+    forced = chat(client, server, temperature=0, max_tokens=5, logit_bias={"65": 100})
+    assert forced.choices[0].message.content == "A" * 5 or len(set(forced.choices[0].message.content)) == 1
+
+
+def test_completions_continue_texts_and_token_ids(server: Serving, client: Any) -> None:
+    def complete(prompt: Any, **options: Any) -> Any:
+        return client.completions.create(model=server.model.name, prompt=prompt, **options)
+
+    expected = server.model.generate("Once", max_tokens=16)
+    got = complete("Once")
+    assert got.choices[0].text == expected.text
+    ids = server.model.tokenizer.encode("Once")
+    assert complete(ids).choices[0].text == expected.text
+    two = complete(["Once", "Twice"], max_tokens=8, n=2, seed=1, temperature=1)
+    assert [it.index for it in two.choices] == [0, 1, 2, 3]
+    second = server.model.generate("Twice", max_tokens=8, seed=2, temperature=1.0)
+    assert two.choices[3].text == second.text
+    chunks = list(complete("Once", stream=True, stream_options={"include_usage": True}))
+    assert "".join(it.choices[0].text for it in chunks if it.choices) == expected.text
+    assert chunks[-1].usage.completion_tokens == expected.stats.generated_tokens
+    probed = complete("Once", max_tokens=3, logprobs=2).choices[0].logprobs
+    assert len(probed.tokens) == len(probed.token_logprobs) == len(probed.top_logprobs) == 3
+
+
+def test_models_are_listed_and_found(server: Serving, client: Any) -> None:
+    assert [it.id for it in client.models.list()] == [server.model.name]
+    assert client.models.retrieve(server.model.name).object == "model"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"temperature": 9}, "temperature"),
+        ({"frequency_penalty": 1}, "frequency_penalty"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"n": 99}, "n"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"extra_body": {"unheard_of": 1}}, "unheard_of"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    server: Serving, client: Any, options: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, server, **options)
+    assert caught.value.param == field
+    assert field in caught.value.message
+
+
+def test_neutral_values_and_nulls_are_accepted(server: Serving, client: Any) -> None:
+    neutral = {
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "n": 1,
+        "user": "u",
+        "metadata": {},
+        "logit_bias": {},
+        "stop": None,
+        "seed": None,
+        "logprobs": False,
+        "store": False,
+        "parallel_tool_calls": True,
+    }
+    got = server.post(
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "model": None, "max_tokens": 2, "temperature": 0} | neutral,
+    )
+    assert got.status == 200, got.body
+    assert got.json["choices"][0]["message"]["content"] == reply(server, temperature=0.0, max_tokens=2).text
+
+
+def test_parts_of_text_are_joined_and_pictures_refused(server: Serving, client: Any) -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    got = client.chat.completions.create(
+        model="", messages=[MESSAGES[0], {"role": "user", "content": parts}], temperature=0, max_tokens=6
+    )
+    assert got.choices[0].message.content == reply(server, temperature=0.0, max_tokens=6).text
+    picture = {"type": "image_url", "image_url": {"url": "data:,"}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="", messages=[{"role": "user", "content": [picture]}])
+    assert caught.value.param == "messages[0].content[0].type"
+
+
+def test_a_prompt_beyond_the_context_says_so(server: Serving, client: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="", messages=[{"role": "user", "content": "a" * 5000}])
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_an_unknown_model_is_not_found(client: Any) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="gpt-9", messages=MESSAGES)
+    assert caught.value.code == "model_not_found"
+
+
+def test_the_asynchronous_client_streams_several_at_once(server: Serving, client: Any) -> None:
+    """They take turns, and each gets the text that it gets alone."""
+    expected = [
+        chat(client, server, seed=seed, max_tokens=10).choices[0].message.content for seed in range(4)
+    ]
+
+    async def one(made: Any, seed: int) -> str:
+        stream = await made.chat.completions.create(
+            model="", messages=MESSAGES, seed=seed, max_tokens=10, stream=True
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def main() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+            return list(await asyncio.gather(*(one(made, seed) for seed in range(4))))
+
+    assert asyncio.run(main()) == expected
+
+
+def test_a_conversation_goes_on_with_its_keys_and_values(server: Serving, client: Any) -> None:
+    """The second turn, and the first one again, take the cache of the first."""
+    first = chat(client, server, temperature=0, max_tokens=8)
+    caches = {key: kv.length for key, kv in server.model._engine.kv.caches.items()}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": "More"},
+    ]
+    got = client.chat.completions.create(model="", messages=messages, temperature=0, max_tokens=8)
+    grown = {key: kv.length for key, kv in server.model._engine.kv.caches.items()}
+    assert grown.keys() == caches.keys()
+    assert [key for key in caches if grown[key] != caches[key]] == [list(grown)[-1]]
+    session = server.model.session("Be brief.")
+    session.respond("Hello", max_tokens=8)
+    assert got.choices[0].message.content == session.respond("More", max_tokens=8).text
+    assert chat(client, server, temperature=0, max_tokens=8).choices == first.choices
+
+
+def test_the_raw_stream_is_what_the_standard_says(server: Serving) -> None:
+    got = server.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2, "stream": True})
+    assert got.headers["content-type"].startswith("text/event-stream")
+    events = got.body.decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(json.loads(event.removeprefix("data: "))["object"] for event in events[:-2])

@@ -1,0 +1,118 @@
+"""OpenAI's Responses API by its official client: the object, the typed events, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+
+from ondevice.generate import Event
+from ondevice.serve.openai_responses import _Writer
+from ondevice.stats import GenerationStats
+from tests.support.serving import Serving
+
+openai = pytest.importorskip("openai")
+
+
+@pytest.fixture(scope="module")
+def client(server: Serving) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def reply(server: Serving, **options: Any) -> Any:
+    return server.model.session("Be brief.").respond("Hello", **({"top_p": 0.9} | options))
+
+
+def create(client: Any, server: Serving, **options: Any) -> Any:
+    asked = {"model": server.model.name, "input": "Hello", "instructions": "Be brief.", "temperature": 0}
+    return client.responses.create(**(asked | options))
+
+
+def test_a_response_is_the_session_s_reply_with_its_usage(server: Serving, client: Any) -> None:
+    expected = reply(server, max_tokens=16)
+    got = create(client, server, max_output_tokens=16)
+    assert got.output_text == expected.text
+    assert got.status == {"length": "incomplete", "stop": "completed"}[expected.finish_reason]
+    assert got.usage.input_tokens == expected.stats.prompt_tokens
+    assert got.usage.output_tokens == expected.stats.generated_tokens
+    assert got.instructions == "Be brief."
+
+
+def test_a_stream_tells_the_same_response_in_numbered_events(server: Serving, client: Any) -> None:
+    whole = create(client, server, max_output_tokens=16)
+    events = list(create(client, server, max_output_tokens=16, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:-1] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+    ]
+    assert kinds[-1] == f"response.{whole.status}"
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    final = events[-1].response
+    assert final.output_text == whole.output_text == text
+    assert final.usage == whole.usage
+
+
+def test_a_whole_conversation_is_taken(server: Serving, client: Any) -> None:
+    session = server.model.session("Be brief.")
+    said = session.respond("Hello", max_tokens=8).text
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": said}]},
+        {"role": "user", "content": "More"},
+    ]
+    got = create(client, server, input=items, instructions=None, max_output_tokens=8)
+    assert got.output_text == session.respond("More", max_tokens=8).text
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "function_call_output"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"store": True}, "store"),
+        ({"unheard_of": 1}, "unheard_of"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(server: Serving, asked: dict[str, Any], field: str) -> None:
+    answer = server.post("/v1/responses", {"input": "Hello", "max_output_tokens": 2} | asked)
+    assert answer.status == 400
+    assert answer.json["error"]["param"] == field
+
+
+def test_thinking_is_an_item_of_its_own() -> None:
+    writer = _Writer({"id": "r", "output": []})
+    parts = [
+        writer.take(Event("Hmm", 1, thinking=True)),
+        writer.take(Event("Yes", 2)),
+        writer.take(Event("", None, "stop", GenerationStats(prompt_tokens=3, generated_tokens=2))),
+    ]
+    kinds = [line[7:] for line in b"".join(parts).decode().splitlines() if line.startswith("event: ")]
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 2
+    assert "response.reasoning_text.delta" in kinds
+    assert kinds[-1] == "response.completed"
+    first, second = writer.response["output"]
+    assert (first["type"], first["content"][0]["text"]) == ("reasoning", "Hmm")
+    assert (second["type"], second["content"][0]["text"]) == ("message", "Yes")
+    assert writer.response["usage"]["output_tokens_details"] == {"reasoning_tokens": 1}
