@@ -170,7 +170,7 @@ def train_thresholds(
     return found
 
 
-def train_experts(
+def train_expert_costs(
     model: Name | None = None,
     text: Text | None = None,
     *,

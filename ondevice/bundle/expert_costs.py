@@ -1,7 +1,7 @@
 """`expert_costs.json`: what the lossy options of a mixture of experts cost, measured on text.
 
-A sidecar (`sidecar.py`) without tensors, added to a finished bundle by `ondevice train experts`. People read
-it, through `inspect`; no text depends on it. `weights/README.md` is the specification.
+A sidecar (`sidecar.py`) without tensors, added to a finished bundle by `ondevice train expert-costs`. People
+read it, through `inspect`; no text depends on it. `weights/README.md` is the specification.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EXPERT_COSTS_SIDECAR = Sidecar(
     "expert_costs",
     "expert_costs.json",
     "",
-    "ondevice train experts --model {model} --text FILE",
+    "ondevice train expert-costs --model {model} --text FILE",
     "everything",
 )
 EXPERT_COSTS_VERSION = 1

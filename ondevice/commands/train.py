@@ -132,7 +132,7 @@ def thresholds(
 @train.command()
 @training_options
 @measuring_options
-def experts(
+def expert_costs(
     model: str | None, text: str, output: Path | None, tokens: int, as_json: bool, dram_budget: str
 ) -> None:
     """Measure what --experts and --expert-substitution cost, for models with experts.
@@ -147,7 +147,7 @@ def experts(
     content = TextParts(text)
     take_interrupts()
     with progress() as show:
-        found = training.train_experts(
+        found = training.train_expert_costs(
             model, content, output=output, tokens=tokens, dram_budget=dram_budget, on_progress=show
         )
     print_result(as_json, reports.trained_facts(found), reports.expert_cost_table(found))

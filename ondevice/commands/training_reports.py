@@ -15,7 +15,7 @@ from ondevice.model_config import ModelConfig
 
 
 def trained_facts(found: Predictors | Thresholds | MultiStreams | ExpertCosts) -> dict[str, Any]:
-    """The object that `train predictors`, `train thresholds` and `train experts` print with `--json`."""
+    """The object that `train predictors`, `train thresholds` and `train expert-costs` print with `--json`."""
     shown = asdict(found)
     return {key: value for key, value in shown.items() if key not in ("model", "sha256", "crcs")}
 
@@ -55,7 +55,7 @@ def threshold_table(found: Thresholds) -> str:
 
 
 def expert_cost_table(found: ExpertCosts) -> str:
-    """`train experts` for people: per choice of options, the quality and what was in memory.
+    """`train expert-costs` for people: per choice of options, the quality and what was in memory.
 
     `costs` is what perplexity has gained over that with the model's own options.
     """

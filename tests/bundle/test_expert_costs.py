@@ -1,4 +1,4 @@
-"""`ondevice train experts` measures what lossy options cost, and the bundle carries it."""
+"""`ondevice train expert-costs` measures what lossy options cost, and the bundle carries it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ondevice.errors import BundleError, UnsupportedModelError, UsageError
 from ondevice.kernels import _native
 from ondevice.runtime.resolving import resolve
 from ondevice.scoring import Tally
-from ondevice.training import SUBSTITUTIONS, train_experts
+from ondevice.training import SUBSTITUTIONS, train_expert_costs
 from tests.support.command_line import Run
 from tests.support.families import CASES, write_model
 from tests.support.trained_models import MIXTURE
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("trained") / "bundle"
-    train_experts(folder, pieces=PIECES, output=output, substitutions=(0.5, 100.0))
+    train_expert_costs(folder, pieces=PIECES, output=output, substitutions=(0.5, 100.0))
     return output
 
 
@@ -113,7 +113,7 @@ def test_inspect_prints_them(ondevice: Run, folder: Path, trained: Path) -> None
 
 def test_the_command_measures(ondevice: Run, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("The restaurant is near the river, and cheap.\n" * 8)
-    command = ("train", "experts", "-m", MIXTURE, "--text", tmp_path / "text", "--tokens", 60)
+    command = ("train", "expert-costs", "-m", MIXTURE, "--text", tmp_path / "text", "--tokens", 60)
     shown = ondevice(*command, "-o", tmp_path / "a", "--json").json
     assert [point["experts"] for point in shown["points"]] == [4, 3, 2, 1, 4, 4, 4, 4]
     assert [point["substitution"] for point in shown["points"][4:]] == list(SUBSTITUTIONS)
@@ -169,7 +169,7 @@ def test_an_edit_and_options_named_twice_are_refused(trained: Path, tmp_path: Pa
     document = json.loads((copied / MANIFEST).read_text())
     document["expert_costs"]["in_memory"] += 1
     (copied / MANIFEST).write_text(json.dumps(document))
-    with pytest.raises(BundleError, match=r"edited; `ondevice train experts --model .* makes it anew"):
+    with pytest.raises(BundleError, match=r"edited; `ondevice train expert-costs --model .* makes it anew"):
         verify(copied, _native.crc32c)
 
 
@@ -181,19 +181,19 @@ def test_a_model_without_experts_has_none(chat_bundle: Path, tmp_path: Path) -> 
     with pytest.raises(BundleError, match="this model has no experts: delete it"):
         verify(copied, _native.crc32c)
     with pytest.raises(UnsupportedModelError, match="can't be trained for: it has no experts"):
-        train_experts(chat_bundle, pieces=PIECES, output=tmp_path / "a")
+        train_expert_costs(chat_bundle, pieces=PIECES, output=tmp_path / "a")
 
 
 def test_what_cannot_be_measured_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="too short to measure"):
-        train_experts(folder, pieces=[[5]], output=tmp_path / "a")
+        train_expert_costs(folder, pieces=[[5]], output=tmp_path / "a")
     with pytest.raises(UsageError, match="expert_substitution is 101"):
-        train_experts(folder, pieces=PIECES, output=tmp_path / "a", substitutions=(101.0,))
+        train_expert_costs(folder, pieces=PIECES, output=tmp_path / "a", substitutions=(101.0,))
     with pytest.raises(UsageError, match="exists; choose a new folder"):
-        train_experts(folder, pieces=PIECES, output=folder)
+        train_expert_costs(folder, pieces=PIECES, output=folder)
     write_model(tmp_path / "source", *CASES["phimoe"])
     mixer = convert(tmp_path / "source", tmp_path / "bundle", "q4")
     with pytest.raises(UnsupportedModelError, match="its router is a sparsemixer"):
-        train_experts(mixer, pieces=PIECES, output=tmp_path / "a")
+        train_expert_costs(mixer, pieces=PIECES, output=tmp_path / "a")
     assert not (tmp_path / "a").exists()
     assert math.isfinite(perplexity(folder))
