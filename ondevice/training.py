@@ -16,13 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.api import Name, load, open_model
+from ondevice.budget.sizes import SlotShape
+from ondevice.bundle.expert_use import ExpertUse
 from ondevice.bundle.manifest import TokenizerInfo
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.sidecar import NO_SIDECARS
 from ondevice.bundle.streams import MultiStreamMode, MultiStreams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.callbacks import OnProgress, ignore_progress
-from ondevice.config import AUTO_QUANT, BackendName, RuntimeConfig
+from ondevice.config import AUTO_QUANT, EXPERT_TOKENS, BackendName, RuntimeConfig
 from ondevice.errors import BackendUnavailableError, UnsupportedModelError, UsageError
 from ondevice.host import text_tokenizer
 from ondevice.runtime.conversion import Prepared, prepare
@@ -164,6 +166,42 @@ def train_thresholds(
     return found
 
 
+def train_experts(
+    model: Name | None = None,
+    text: Text | None = None,
+    *,
+    pieces: Pieces | None = None,
+    output: Name | None = None,
+    tokens: int = EXPERT_TOKENS,
+    dram_budget: str | int = "auto",
+    on_progress: OnProgress = ignore_progress,
+) -> ExpertUse:
+    """Count how often tokens of `text` choose each expert, and what caches of experts hit on it, by size.
+
+    Adds both to the model, so that `inspect` says what a budget will hit.
+
+    Args:
+        model: as in `train_predictors`, like `text`, `pieces`, `output` and `on_progress`.
+        tokens: most tokens of the text to use.
+        dram_budget: budget of the run that counts; what is counted doesn't depend on it.
+
+    Before it runs, raises UnsupportedModelError for a model without experts, UsageError for too little text,
+    an output that exists or a model that can't be written to, and what `load` raises.
+    """
+    from ondevice.converters.training import expert_use
+
+    resolved = open_model(model, RuntimeConfig(dram_budget=dram_budget, backend="cpu"))
+    pieces = _pieces(resolved, text, pieces, tokens)
+    expert_use.check(resolved.bundle, pieces)
+    goal, plan = _check_target(resolved, output, experts=True), resolved.plan
+    shape = plan.segment
+    assert isinstance(shape, SlotShape)
+    segments = max(shape.least, plan.segments_for(plan.kv_cache_bytes))
+    room = expert_use.ExpertRoom(shape.slot_bytes, shape.slots, segments)
+    with _target(resolved, goal) as folder:
+        return expert_use.calibrate_experts(resolved.bundle, pieces, folder, room, on_progress)
+
+
 class MultiStreamKeywords(TypedDict, total=False):
     """Keyword options of `train_streams`: the fields of MultiStreamOptions, which holds their defaults."""
 
@@ -260,6 +298,8 @@ def convert_and_train(
 ) -> Path:
     """Convert as `convert` does, round 4 to 6 bits by `text`, order the neurons by it and train predictors.
 
+    Of a model with experts, how often the text chooses each is counted instead of all that.
+
     The bundle gets its name when all is done: an interrupted run leaves no bundle under that name. A resumed
     run gives the same bytes as one without interruption; it runs the text through the layers anew. A model
     whose gates are hardly ever zero gets no predictors. Its neurons are ordered by what they add, as drafts
@@ -308,7 +348,9 @@ def train_converted(
         rounding = spread(pieces[: len(pieces) - len(measured)], most_tokens(config))
 
         def train(folder: Path) -> None:
-            if config.zeros_gates:
+            if config.experts is not None:
+                train_experts(folder, pieces=spread(pieces, EXPERT_TOKENS), on_progress=on_training)
+            elif config.zeros_gates:
                 train_predictors(folder, pieces=pieces, order=True, on_progress=on_training)
             else:
                 order_by_contributions(folder, spread(pieces, MOST_TOKENS), on_training)
@@ -382,13 +424,13 @@ def _pieces(resolved: ResolvedModel, text: Text | None, pieces: Pieces | None, t
     return text_pieces(resolved, text or "", tokens) if pieces is None else pieces
 
 
-def _check_target(resolved: ResolvedModel, output: Name | None) -> Path:
-    """The folder that gets the training's result: the model's own, or `output`.
+def _check_target(resolved: ResolvedModel, output: Name | None, experts: bool = False) -> Path:
+    """The folder that gets the training's result: the model's own, or `output`. experts: it may have some.
 
     Raises UsageError if the model's folder can't be written to or `output` exists, UnsupportedModelError for
     a model that can't be trained for, and what `load` raises for a budget that is too small.
     """
-    if resolved.bundle.config.experts is not None:
+    if resolved.bundle.config.experts is not None and not experts:
         raise UnsupportedModelError(f"{resolved.bundle.name} can't be trained for: {NO_SIDECARS}")
     resolved.require_fit()
     folder = resolved.bundle.path if output is None else output_path(output).absolute()

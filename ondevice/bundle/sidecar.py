@@ -94,7 +94,7 @@ def no_streams(config: ModelConfig) -> str:
 
 def check_sidecar_possible(sidecar: Sidecar, config: ModelConfig) -> None:
     """Raises BundleError for what a model can't have because of its blocks."""
-    if config.experts is not None:
+    if config.experts is not None and sidecar.key != "expert_use":
         raise BundleError(f"{sidecar.manifest} is there, but {NO_SIDECARS}: delete it")
     if sidecar.key == "streams" and not config.is_plain:
         raise BundleError(f"{sidecar.manifest} is there, but {no_streams(config)}: delete it")

@@ -24,7 +24,7 @@ from ondevice.runtime.models import (
 from ondevice.runtime.resolving import ResolvedModel, mode_change
 from ondevice.units import format_bytes
 
-NAMED_IF_DAMAGED = ("hotness", "token_counts")
+NAMED_IF_DAMAGED = ("hotness", "token_counts", "expert_use")
 """Keys of sidecars that are reported only where they are damaged."""
 
 
@@ -122,11 +122,12 @@ def _modes(bundle: Bundle) -> tuple[SparsityMode, ...]:
     return sparsity_modes(bundle.manifest.config, bundle.predictors, bundle.thresholds, bundle.damaged)
 
 
-def _expert_facts(resolved: ResolvedModel) -> dict[str, int | bool] | None:
+def _expert_facts(resolved: ResolvedModel) -> dict[str, Any] | None:
     """Numbers of experts, and the bytes that a token's take in all layers; None for a model without any.
 
     `in_memory` are kept beside a full context. `own_chosen` are those of the model itself, of which `chosen`
-    may be fewer by `--experts`; that is `lossy`.
+    may be fewer by `--experts`; that is `lossy`. `expected_hits` is the share of lookups that should find
+    their expert in memory, by what the calibration's text chose; None without one, and for fewer experts.
     """
     config, plan = resolved.bundle.config, resolved.plan
     experts = config.experts
@@ -137,7 +138,9 @@ def _expert_facts(resolved: ResolvedModel) -> dict[str, int | bool] | None:
     room = 0
     if isinstance(plan.segment, SlotShape):
         slots = plan.segments_for(plan.kv_cache_bytes, DECODE_TOKENS) * plan.segment.slots
-        room = min(layers * experts.count, max(0, slots - plan.segment.reserve))
+        room = max(0, slots - plan.segment.reserve)
+    total, use = layers * experts.count, resolved.bundle.expert_use
+    kept = total if resolved.runtime.backend == "reference" else min(total, room)
     return {
         "layers": layers,
         "count": experts.count,
@@ -146,7 +149,8 @@ def _expert_facts(resolved: ResolvedModel) -> dict[str, int | bool] | None:
         "lossy": resolved.own_experts > 0,
         "expert_bytes": nbytes,
         "cycle_bytes": layers * experts.chosen * nbytes,
-        "in_memory": room if resolved.runtime.backend != "reference" else layers * experts.count,
+        "in_memory": kept,
+        "expected_hits": None if use is None or resolved.own_experts else use.expected_hits(kept, total),
     }
 
 
@@ -164,7 +168,15 @@ def _expert_lines(resolved: ResolvedModel) -> list[str]:
     below = "less than a token's cycle: most are read for each token"
     own = resolved.own_experts
     lossy = [fewer_experts(found["chosen"], own)] if own else []
-    return [line if found["in_memory"] >= cycle else f"{line}, {below}", *lossy]
+    return [line if found["in_memory"] >= cycle else f"{line}, {below}", *_hit_lines(resolved, found), *lossy]
+
+
+def _hit_lines(resolved: ResolvedModel, found: dict[str, Any]) -> list[str]:
+    """A line with the hits to expect, where the bundle has a calibration."""
+    use, hits = resolved.bundle.expert_use, found["expected_hits"]
+    if use is None or hits is None:
+        return []
+    return [f"hits to expect: {percent(hits)} of lookups, as on {use.replayed_tokens:,} tokens of a text"]
 
 
 def _widths_lines(config: ModelConfig) -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from statistics import mean
 from typing import Any
 
+from ondevice.bundle.expert_use import ExpertUse
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.streams import MultiStreams, medusa_parameters
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
@@ -13,8 +14,8 @@ from ondevice.commands.reports import percent, short
 from ondevice.model_config import ModelConfig
 
 
-def trained_facts(found: Predictors | Thresholds | MultiStreams) -> dict[str, Any]:
-    """The object that `train predictors --json` and `train thresholds --json` print."""
+def trained_facts(found: Predictors | Thresholds | MultiStreams | ExpertUse) -> dict[str, Any]:
+    """The object that `--json` prints of `train predictors`, `train thresholds` and `train experts`."""
     shown = asdict(found)
     return {key: value for key, value in shown.items() if key not in ("model", "sha256", "crcs")}
 
@@ -50,6 +51,13 @@ def threshold_table(found: Thresholds) -> str:
         lines.append(f"{point.sparsity:<10g}{shares}{_quality(point)}")
     dense = "" if found.perplexity is None else f"{found.perplexity:.3f}"
     lines.append(f"{'dense':<10}{'0 %':<37}{dense}")
+    return "\n".join(lines)
+
+
+def expert_use_table(found: ExpertUse) -> str:
+    """`train experts` for people: what caches hit, by the number of experts that they keep."""
+    lines = [f"counted on {found.tokens:,} tokens; hits of {found.replayed_tokens:,} by experts kept:"]
+    lines += [f"{point.experts:>8,}{100 * point.hits:8.1f} %" for point in found.points]
     return "\n".join(lines)
 
 

@@ -35,6 +35,7 @@ def damage_warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
         "hotness": runtime.sparsity != "dense",
         "streams": runtime.speculation == "auto",
         "token_counts": False,
+        "expert_use": False,
     }
     return tuple(error.for_command_line for key, error in bundle.damaged.items() if may_use[key])
 
