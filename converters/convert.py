@@ -154,7 +154,7 @@ def convert(
         if resume and _is_converted(folder.output, checkpoint, quant_config, origin):
             remedy = f"start again with --force, which replaces {folder.output}"
             if checkpoint.config.experts is not None:
-                command = f"ondevice train experts --model {folder.output} --text FILE"
+                command = f"ondevice train expert-use --model {folder.output} --text FILE"
                 remedy = f"`{command}` counts what it uses of the experts, or start again with --force"
             elif checkpoint.config.zeros_gates:
                 command = f"ondevice train predictors --model {folder.output} --text FILE"

@@ -166,7 +166,7 @@ def train_thresholds(
     return found
 
 
-def train_experts(
+def train_expert_use(
     model: Name | None = None,
     text: Text | None = None,
     *,
@@ -349,7 +349,7 @@ def train_converted(
 
         def train(folder: Path) -> None:
             if config.experts is not None:
-                train_experts(folder, pieces=spread(pieces, EXPERT_TOKENS), on_progress=on_training)
+                train_expert_use(folder, pieces=spread(pieces, EXPERT_TOKENS), on_progress=on_training)
             elif config.zeros_gates:
                 train_predictors(folder, pieces=pieces, order=True, on_progress=on_training)
             else:

@@ -1,7 +1,7 @@
 """`expert_use.json` and `expert_use.safetensors`: how often tokens of a text chose each expert of a mixture.
 
 With them comes what a cache of experts hit on that text, by its size. The sidecar is added to a finished
-bundle by `ondevice train experts`, and can be removed again; nothing in `bundle.json` refers to it. No text
+bundle by `ondevice train expert-use`, and can be removed again; nothing in `bundle.json` refers to it. No text
 depends on it. `weights/README.md` is the specification.
 
 Legend: L layers with experts, E experts of a layer, k chosen for a token.
@@ -28,7 +28,7 @@ EXPERT_USE_SIDECAR = Sidecar(
     "expert_use",
     EXPERT_USE_MANIFEST,
     EXPERT_USE,
-    "ondevice train experts --model {model} --text FILE",
+    "ondevice train expert-use --model {model} --text FILE",
     "every mode",
 )
 EXPERT_USE_VERSION = 1

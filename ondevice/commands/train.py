@@ -133,7 +133,7 @@ def thresholds(
 @train.command()
 @partial(training_options, tokens=EXPERT_TOKENS)
 @measuring_options
-def experts(
+def expert_use(
     model: str | None, text: str, output: Path | None, tokens: int, as_json: bool, dram_budget: str
 ) -> None:
     """Count which experts a text uses, and what caches of them hit, so that `inspect` can say what to expect.
@@ -146,7 +146,7 @@ def experts(
     content = TextParts(text)
     take_interrupts()
     with progress() as show:
-        found = training.train_experts(
+        found = training.train_expert_use(
             model, content, output=output, tokens=tokens, dram_budget=dram_budget, on_progress=show
         )
     print_result(as_json, reports.trained_facts(found), reports.expert_use_table(found))

@@ -15,7 +15,7 @@ from ondevice.model_config import ModelConfig
 
 
 def trained_facts(found: Predictors | Thresholds | MultiStreams | ExpertUse) -> dict[str, Any]:
-    """The object that `--json` prints of `train predictors`, `train thresholds` and `train experts`."""
+    """The object that `--json` prints of `train predictors`, `train thresholds` and `train expert-use`."""
     shown = asdict(found)
     return {key: value for key, value in shown.items() if key not in ("model", "sha256", "crcs")}
 
@@ -55,7 +55,7 @@ def threshold_table(found: Thresholds) -> str:
 
 
 def expert_use_table(found: ExpertUse) -> str:
-    """`train experts` for people: what caches hit, by the number of experts that they keep."""
+    """`train expert-use` for people: what caches hit, by the number of experts that they keep."""
     lines = [f"counted on {found.tokens:,} tokens; hits of {found.replayed_tokens:,} by experts kept:"]
     lines += [f"{point.experts:>8,}{100 * point.hits:8.1f} %" for point in found.points]
     return "\n".join(lines)

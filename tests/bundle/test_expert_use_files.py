@@ -121,7 +121,7 @@ def test_values_out_of_range_are_refused(bundle: Path, changes: dict[str, Any], 
     write(bundle, **changes)
     with pytest.raises(BundleError, match=match):
         open_sound(bundle)
-    with pytest.raises(BundleError, match="ondevice train experts"):
+    with pytest.raises(BundleError, match="ondevice train expert-use"):
         verify(bundle)
 
 
@@ -157,7 +157,7 @@ def test_damage_stops_nothing_and_inspect_names_it(bundle: Path, ondevice: Run) 
 def test_it_may_be_damaged_after_opening(bundle: Path) -> None:
     opened = Bundle.open(bundle)
     (bundle / EXPERT_USE).write_bytes(b"")
-    with pytest.raises(BundleError, match="ondevice train experts --model"):
+    with pytest.raises(BundleError, match="ondevice train expert-use --model"):
         opened.expert_counts()
 
 

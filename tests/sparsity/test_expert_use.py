@@ -23,7 +23,7 @@ from ondevice.errors import UnsupportedModelError, UsageError
 from ondevice.runtime.resolving import resolve
 from ondevice.sparsity.expert_reuse import ExpertReuse
 from ondevice.sparsity.replay import expert_hit_rate
-from ondevice.training import train_experts, train_predictors, train_thresholds
+from ondevice.training import train_expert_use, train_predictors, train_thresholds
 from tests.benchmarks.compare.expert_replay import rate
 from tests.benchmarks.lib.expert_trace import RoutingTrace
 from tests.support.bundles import (
@@ -60,7 +60,7 @@ def pieces(text: list[int]) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory: pytest.TempPathFactory, pieces: list[list[int]]) -> Path:
     folder = tmp_path_factory.mktemp("mixture") / "calibrated"
-    train_experts(MIXTURE, pieces=pieces, output=folder)
+    train_expert_use(MIXTURE, pieces=pieces, output=folder)
     return folder
 
 
@@ -169,7 +169,7 @@ def test_all_in_memory_hits_always(calibrated: Path) -> None:
 def test_the_command_adds_to_the_model(calibrated: Path, tmp_path: Path, ondevice: Run) -> None:
     folder = copy_files(MIXTURE, tmp_path / "model")
     (tmp_path / "text").write_text("user: where is the station? It is near the park, she said. " * 60)
-    arguments = ("train", "experts", "-m", folder, "--text", tmp_path / "text", "--tokens", 600)
+    arguments = ("train", "expert-use", "-m", folder, "--text", tmp_path / "text", "--tokens", 600)
     found = ondevice(*arguments, "--json")
     assert found.code == 0, found.err
     # Each piece begins with a token of its own.
@@ -188,13 +188,13 @@ def test_the_command_adds_to_the_model(calibrated: Path, tmp_path: Path, ondevic
 def test_only_mixtures_have_it(tmp_path: Path, pieces: list[list[int]]) -> None:
     dense = convert_bundle(write_chat_checkpoint(tmp_path / "checkpoint"), tmp_path / "dense")
     with pytest.raises(UnsupportedModelError, match="has no experts"):
-        train_experts(dense, pieces=made_up_pieces())
+        train_expert_use(dense, pieces=made_up_pieces())
     folder = copy_files(MIXTURE, tmp_path / "model")
     for train in (train_predictors, train_thresholds):
         with pytest.raises(UnsupportedModelError):
             train(folder, pieces=pieces)
     with pytest.raises(UsageError, match="exists"):
-        train_experts(folder, pieces=pieces, output=dense)
+        train_expert_use(folder, pieces=pieces, output=dense)
 
 
 def test_convert_with_a_text_counts(tmp_path: Path, ondevice: Run) -> None:
