@@ -147,18 +147,16 @@ def convert(
         training = begin_training(checkpoint)
         origin = _origin(checkpoint)
         trained = origin if training is None else f"{origin} {training.identity}"
-        pieces = () if training is None or not rounds_any(quant_config) else training.pieces
-        if training is not None and checkpoint.config.experts is not None:
-            raise UnsupportedModelError(
-                f"{checkpoint.name} can't learn from a text yet, as its layers have experts; convert it "
-                "without --text or --random-text"
-            )
+        pieces = () if training is None else _rounding_pieces(checkpoint, training, quant_config)
         if resume and _is_converted(folder.output, checkpoint, quant_config, trained):
             folder.discard_leftover()
             return folder.output
         if resume and _is_converted(folder.output, checkpoint, quant_config, origin):
             remedy = f"start again with --force, which replaces {folder.output}"
-            if checkpoint.config.zeros_gates:
+            if checkpoint.config.experts is not None:
+                command = f"ondevice train expert-use --model {folder.output} --text FILE"
+                remedy = f"`{command}` counts what it uses of the experts, or start again with --force"
+            elif checkpoint.config.zeros_gates:
                 command = f"ondevice train predictors --model {folder.output} --text FILE"
                 remedy = f"`{command}` adds what is trained on it, or start again with --force"
             raise UsageError(f"{folder.output} is converted, but not with this text; {remedy}")
@@ -178,6 +176,23 @@ def convert(
             train(folder.copy)
         folder.publish()
     return folder.output
+
+
+def _rounding_pieces(
+    checkpoint: Checkpoint, training: Training, quant: QuantConfig
+) -> Sequence[Sequence[int]]:
+    """The pieces that weights are rounded by. What experts are given isn't recorded: nothing rounds by it.
+
+    Raises UnsupportedModelError for random pieces then, which do nothing but round.
+    """
+    if checkpoint.config.experts is None:
+        return training.pieces if rounds_any(quant) else ()
+    if training.is_random:
+        raise UnsupportedModelError(
+            f"{checkpoint.name} can't be rounded by random tokens yet, as its layers have experts; "
+            "convert it without --random-text"
+        )
+    return ()
 
 
 def is_bundle_of(folder: Path, checkpoint: Checkpoint) -> bool:
@@ -491,9 +506,9 @@ def _check_manifest(checkpoint: Checkpoint, quant: QuantConfig, origin: str) -> 
 def bundle_bytes(checkpoint: Checkpoint, quant: QuantConfig, twice: bool) -> int:
     """Bytes that the bundle takes on disk, except that its manifest is estimated.
 
-    twice: count the neurons twice, as they are written again in another order.
+    twice: count the neurons twice, as they are written again in another order. Experts aren't.
     """
-    total = _MANIFEST_BYTES
+    total, twice = _MANIFEST_BYTES, twice and checkpoint.config.experts is None
     for name in bundle_files(checkpoint.config, checkpoint.tokenizer.info)[:-1]:
         layout = file_layout(name, checkpoint.config, quant)
         nbytes = len(checkpoint.tokenizer.blobs[name]) if layout.nbytes is None else layout.nbytes

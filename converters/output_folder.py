@@ -19,6 +19,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from ondevice.bundle.about import DOCUMENTS
+from ondevice.bundle.expert_use import EXPERT_USE, EXPERT_USE_MANIFEST
 from ondevice.bundle.files import disk_errors, sync_folder
 from ondevice.bundle.hotness import HOTNESS, HOTNESS_MANIFEST
 from ondevice.bundle.layout import (
@@ -45,7 +46,8 @@ REPLACED = ".replaced"
 _NAMES = frozenset(
     {MANIFEST, RESIDENT, EMBEDDING, PER_LAYER, CHECKSUMS, *TOKENIZER_FILES.values(), CHAT_TEMPLATE}
     | {PREDICTORS, PREDICTORS_MANIFEST, THRESHOLDS, THRESHOLDS_MANIFEST, HOTNESS, HOTNESS_MANIFEST}
-    | {STREAMS, STREAMS_MANIFEST, TOKEN_COUNTS, TOKEN_COUNTS_MANIFEST, STATE_FILE, ErrorLog.FILE}
+    | {STREAMS, STREAMS_MANIFEST, TOKEN_COUNTS, TOKEN_COUNTS_MANIFEST, EXPERT_USE, EXPERT_USE_MANIFEST}
+    | {STATE_FILE, ErrorLog.FILE}
 )
 _LAYERS = re.compile(r"(neurons|gates|experts)-\d{5}\.safetensors", re.ASCII)
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ondevice.session import Session as Session
     from ondevice.stats import GenerationStats as GenerationStats
     from ondevice.training import train_expert_costs as train_expert_costs
+    from ondevice.training import train_expert_use as train_expert_use
     from ondevice.training import train_predictors as train_predictors
     from ondevice.training import train_streams as train_streams
     from ondevice.training import train_thresholds as train_thresholds
@@ -67,7 +68,13 @@ _MODULES = {
     "scoring": ("Score",),
     "session": ("Session",),
     "stats": ("GenerationStats",),
-    "training": ("train_expert_costs", "train_predictors", "train_streams", "train_thresholds"),
+    "training": (
+        "train_expert_costs",
+        "train_expert_use",
+        "train_predictors",
+        "train_streams",
+        "train_thresholds",
+    ),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -25,6 +25,8 @@ MAX_STREAMS = 4
 """Most streams of a token."""
 TRAIN_TOKENS = 40_000
 """Most tokens of a text that training uses by default."""
+EXPERT_TOKENS = 8192
+"""Most tokens of a text on which the use of experts is counted by default."""
 PROFILE_TOKENS = 1024
 """Most tokens of a text that a profile uses by default."""
 PROFILE_LEAST = 16

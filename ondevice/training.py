@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ondevice.api import Model, Name, load, open_model
-from ondevice.budget.plan import Plan
-from ondevice.bundle.expert_costs import EXPERT_COSTS_SIDECAR, ExpertCost, ExpertCosts, expert_costs_text
+from ondevice.api import Name, open_model
+from ondevice.budget.sizes import SlotShape
+from ondevice.bundle.expert_costs import EXPERT_COSTS_SIDECAR, ExpertCosts, expert_costs_text
+from ondevice.bundle.expert_use import ExpertUse
 from ondevice.bundle.manifest import TokenizerInfo
-from ondevice.bundle.predictors import OperatingPoint, Predictors
+from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.sidecar import NO_SIDECARS, weights_digest
 from ondevice.bundle.streams import MultiStreamMode, MultiStreams
-from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
+from ondevice.bundle.thresholds import Thresholds
 from ondevice.callbacks import OnProgress, ignore_progress
-from ondevice.config import AUTO_QUANT, TRAIN_TOKENS, BackendName, RuntimeConfig
+from ondevice.config import AUTO_QUANT, EXPERT_TOKENS, TRAIN_TOKENS, BackendName, RuntimeConfig
 from ondevice.errors import BackendUnavailableError, UnsupportedModelError, UsageError
 from ondevice.host import text_tokenizer
-from ondevice.model_config import ModelConfig
+from ondevice.quality import Pieces, expert_costs, first_part_of
 from ondevice.runtime.conversion import Prepared, prepare
 from ondevice.runtime.models import ConversionProgress, output_path
 from ondevice.runtime.resolving import ResolvedModel
-from ondevice.scoring import Tally, windows
+from ondevice.scoring import windows
 from ondevice.settings import require_fields
 from ondevice.tokenizer import Tokenizer, load_tokenizer
 
@@ -41,13 +37,9 @@ MEASURED_TOKENS = 2048
 """Default for the most tokens on which the quality of each operating point is measured."""
 SUBSTITUTIONS = (0.1, 0.25, 0.5, 1.0)
 """Values of `expert_substitution` whose cost is measured by default."""
-TRAINED_SHARE = 0.9
-"""Share of the progress that training takes; the rest is measuring."""
 
 Text = str | Iterable[str]
 """A whole text, or its parts as they are read. No more parts are taken than are used."""
-Pieces = Sequence[Sequence[int]]
-Point = TypeVar("Point", OperatingPoint, ThresholdPoint)
 
 
 def train_predictors(
@@ -104,12 +96,12 @@ def train_predictors(
             pieces,
             folder,
             options,
-            _first_part_of(on_progress),
+            first_part_of(on_progress),
             backend=settled,
             order=order,
         )
     # The bundle at `goal` is usable from here on: a failure while measuring loses no training.
-    perplexity, points = _measured(
+    perplexity, points = measured_points(
         goal,
         found.points,
         [{"sparsity": "predicted", "predictor_recall": point.recall} for point in found.points],
@@ -154,10 +146,10 @@ def train_thresholds(
     goal = _check_target(resolved, output)
     with _target(resolved, goal) as folder:
         found = thresholds.calibrate_thresholds(
-            resolved.bundle, pieces, folder, options, _first_part_of(on_progress)
+            resolved.bundle, pieces, folder, options, first_part_of(on_progress)
         )
     # The bundle at `goal` is usable from here on: a failure while measuring loses no training.
-    perplexity, points = _measured(
+    perplexity, points = measured_points(
         goal,
         found.points,
         [{"sparsity": "threshold", "threshold_sparsity": point.sparsity} for point in found.points],
@@ -225,12 +217,48 @@ def train_expert_costs(
     distances = [RuntimeConfig(expert_substitution=it).expert_substitution for it in substitutions]
     options = [(count, 0.0) for count in range(experts.chosen, 0, -1)]
     options += [(experts.chosen, distance) for distance in distances]
-    in_memory, points = _expert_costs(resolved.bundle.path, options, chosen, runtime, on_progress)
+    in_memory, points = expert_costs(resolved.bundle.path, options, chosen, runtime, on_progress)
     costs = ExpertCosts(weights_digest(resolved.bundle.manifest), sum(map(len, chosen)), in_memory, points)
     with _target(resolved, goal) as folder:
         save_sidecar(EXPERT_COSTS_SIDECAR, expert_costs_text(costs), folder)
     on_progress(1.0, "done")
     return costs
+
+
+def train_expert_use(
+    model: Name | None = None,
+    text: Text | None = None,
+    *,
+    pieces: Pieces | None = None,
+    output: Name | None = None,
+    tokens: int = EXPERT_TOKENS,
+    dram_budget: str | int = "auto",
+    on_progress: OnProgress = ignore_progress,
+) -> ExpertUse:
+    """Count how often tokens of `text` choose each expert, and what caches of experts hit on it, by size.
+
+    Adds both to the model, so that `inspect` says what a budget will hit.
+
+    Args:
+        model: as in `train_predictors`, like `text`, `pieces`, `output` and `on_progress`.
+        tokens: most tokens of the text to use.
+        dram_budget: budget of the run that counts; what is counted doesn't depend on it.
+
+    Before it runs, raises UnsupportedModelError for a model without experts, UsageError for too little text,
+    an output that exists or a model that can't be written to, and what `load` raises.
+    """
+    from ondevice.converters.training import expert_use
+
+    resolved = open_model(model, RuntimeConfig(dram_budget=dram_budget, backend="cpu"))
+    pieces = _pieces(resolved, text, pieces, tokens)
+    expert_use.check(resolved.bundle, pieces)
+    goal, plan = _check_target(resolved, output, has_experts=True), resolved.plan
+    shape = plan.segment
+    assert isinstance(shape, SlotShape)
+    segments = max(shape.least, plan.segments_for(plan.kv_cache_bytes))
+    room = expert_use.ExpertRoom(shape.slot_bytes, shape.slots, segments)
+    with _target(resolved, goal) as folder:
+        return expert_use.calibrate_experts(resolved.bundle, pieces, folder, room, on_progress)
 
 
 class MultiStreamKeywords(TypedDict, total=False):
@@ -329,6 +357,8 @@ def convert_and_train(
 ) -> Path:
     """Convert as `convert` does, round 4 to 6 bits by `text`, order the neurons by it and train predictors.
 
+    Of a model with experts, how often the text chooses each is counted instead of all that.
+
     The bundle gets its name when all is done: an interrupted run leaves no bundle under that name. A resumed
     run gives the same bytes as one without interruption; it runs the text through the layers anew. A model
     whose gates are hardly ever zero gets no predictors. Its neurons are ordered by what they add, as drafts
@@ -377,7 +407,9 @@ def train_converted(
         rounding = spread(pieces[: len(pieces) - len(measured)], most_tokens(config))
 
         def train(folder: Path) -> None:
-            if config.zeros_gates:
+            if config.experts is not None:
+                train_expert_use(folder, pieces=spread(pieces, EXPERT_TOKENS), on_progress=on_training)
+            elif config.zeros_gates:
                 train_predictors(folder, pieces=pieces, order=True, on_progress=on_training)
             else:
                 order_by_contributions(folder, spread(pieces, MOST_TOKENS), on_training)
@@ -479,104 +511,3 @@ def _target(resolved: ResolvedModel, goal: Path) -> Iterator[Path]:
         return
     with copied_bundle(resolved.bundle, goal) as folder:
         yield folder
-
-
-def _first_part_of(on_progress: OnProgress) -> OnProgress:
-    return lambda done, what: on_progress(TRAINED_SHARE * done, what)
-
-
-def _measured(
-    folder: Path,
-    points: Sequence[Point],
-    options: Sequence[dict[str, Any]],
-    pieces: Pieces,
-    runtime: dict[str, Any],
-    on_progress: OnProgress,
-) -> tuple[float | None, tuple[Point, ...]]:
-    """Perplexity of the dense model, and the points with their own perplexity and agreement with it.
-
-    options: for each point, the options of `load` that run the model at it, in addition to `runtime`.
-    """
-    steps = 1 + len(points)
-    on_progress(TRAINED_SHARE, f"quality, 1 of {steps}")
-    perplexity, best = _run(folder, pieces, runtime)
-    measured: list[Point] = []
-    for point, chosen in zip(points, options, strict=True):
-        step = 1 + len(measured)
-        on_progress(TRAINED_SHARE + (1 - TRAINED_SHARE) * step / steps, f"quality, {step + 1} of {steps}")
-        theirs, likeliest = _run(folder, pieces, runtime | chosen)
-        measured.append(replace(point, perplexity=theirs, agreement=float(np.mean(best == likeliest))))
-    on_progress(1.0, "done")
-    return perplexity, tuple(measured)
-
-
-def _run(folder: Path, pieces: Pieces, options: dict[str, Any]) -> tuple[float | None, NDArray[np.intp]]:
-    """Perplexity of the pieces, None if it is infinite, and the likeliest token at every position.
-
-    options: of `load`; without any that choose a lossy mode, the model runs exactly.
-    """
-    with load(folder, **options) as model:
-        return _scored(model, pieces)
-
-
-def _scored(model: Model, pieces: Pieces) -> tuple[float | None, NDArray[np.intp]]:
-    """Perplexity of the pieces, None if it is infinite, and the likeliest token at every position."""
-    tally, likeliest = Tally(), []
-    for piece in pieces:
-        logits = model.logits(piece[:-1])
-        tally.add(logits, piece[1:])
-        likeliest.append(logits.argmax(axis=1))
-    perplexity = tally.score().perplexity
-    return perplexity if math.isfinite(perplexity) else None, np.concatenate(likeliest)
-
-
-def _expert_costs(
-    folder: Path,
-    options: Sequence[tuple[int, float]],
-    pieces: Pieces,
-    runtime: dict[str, Any],
-    on_progress: OnProgress,
-) -> tuple[int, tuple[ExpertCost, ...]]:
-    """The experts that had room, and the cost of each pair of `experts` and `expert_substitution`.
-
-    The first pair is the model's own, with which the others are compared.
-    """
-    points: list[ExpertCost] = []
-    best: NDArray[np.intp] | None = None
-    in_memory = 0
-    for experts, substitution in options:
-        step = len(points)
-        on_progress(step / len(options), f"quality, {step + 1} of {len(options)}")
-        lossy = runtime | {"experts": experts, "expert_substitution": substitution}
-        with load(folder, **lossy) as model:
-            if runtime["dram_budget"] == "auto":
-                model.set_dram_budget(_half_budget(model.plan, model.config))
-            before = model.counters
-            perplexity, likeliest = _scored(model, pieces)
-            after = model.counters
-            room = min(_experts_in_all(model.config), model.plan.kept_slots)
-        in_memory, best = (room, likeliest) if best is None else (in_memory, best)
-        lookups = max(1, after.neuron_cache_lookups - before.neuron_cache_lookups)
-        points.append(
-            ExpertCost(
-                experts,
-                substitution,
-                perplexity,
-                agreement=float(np.mean(best == likeliest)),
-                hits=(after.neuron_cache_hits - before.neuron_cache_hits) / lookups,
-                substituted=(after.substituted_experts - before.substituted_experts) / lookups,
-            )
-        )
-    return in_memory, tuple(points)
-
-
-def _experts_in_all(config: ModelConfig) -> int:
-    """Number of experts of all layers."""
-    return sum(layer.experts.count for layer in config.layers if layer.experts is not None)
-
-
-def _half_budget(plan: Plan, config: ModelConfig) -> int:
-    """The smallest budget that keeps half of the experts in memory, or all that the plan's own keeps."""
-    half = min(_experts_in_all(config) // 2, plan.kept_slots)
-    budgets = range(plan.least_budget_bytes, max(plan.budget_bytes, plan.least_budget_bytes) + 1)
-    return budgets[bisect_left(budgets, half, key=lambda nbytes: plan.with_budget(nbytes).kept_slots)]

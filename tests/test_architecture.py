@@ -34,7 +34,7 @@ LAYERS = (
     ("budget",),
     ("meter", "generate"),
     ("runtime",),
-    ("scoring", "response", "host", "session", "api", "training"),
+    ("scoring", "response", "host", "session", "api", "quality", "training"),
     ("measure", "doctor", "serve"),
     ("commands", "cli", "__main__"),
 )

@@ -20,6 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.bundle.expert_costs import EXPERT_COSTS_SIDECAR, ExpertCosts, parse_expert_costs
+from ondevice.bundle.expert_use import (
+    EXPERT_USE,
+    EXPERT_USE_SIDECAR,
+    ExpertUse,
+    expert_use_layout,
+    parse_expert_counts,
+    parse_expert_use,
+)
 from ondevice.bundle.files import contained, read_range, read_whole
 from ondevice.bundle.hotness import (
     HOTNESS,
@@ -81,7 +89,7 @@ MAX_CHECKSUM_BYTES = 1 << 28
 PART_BYTES = 1 << 18
 """Bytes of a tokenizer file that `small_parts` reads at a time."""
 
-Added = TypeVar("Added", Predictors, Thresholds, MultiStreams, Hotness, TokenCounts, ExpertCosts)
+Added = TypeVar("Added", Predictors, Thresholds, MultiStreams, Hotness, TokenCounts, ExpertCosts, ExpertUse)
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +179,8 @@ class Bundle:
         """Metadata of the counts of how often tokens occur; None if the bundle has none."""
         self.expert_costs = self._addition(EXPERT_COSTS_SIDECAR, self._read_expert_costs)
         """What lossy options of a model with experts cost; None if the bundle doesn't say."""
+        self.expert_use = self._addition(EXPERT_USE_SIDECAR, self._read_expert_use)
+        """Metadata of the counts of how often experts are chosen, and what caches hit; None without any."""
 
     @staticmethod
     def open(path: str | Path) -> Bundle:
@@ -289,6 +299,19 @@ class Bundle:
             return parse_counted_tokens(data, self.token_counts, self.config.vocab_size)
         except BundleError as error:
             raise self._with_remedy(TOKEN_COUNTS_SIDECAR, error) from error
+
+    def expert_counts(self) -> NDArray[np.uint32] | None:
+        """For each layer with experts, (E,) the calibration's tokens that chose each; None without any.
+
+        Raises BundleError if the file has been damaged since the bundle was opened.
+        """
+        if self.expert_use is None:
+            return None
+        try:
+            data = self._read_expert_counts()
+            return parse_expert_counts(data, self.expert_use, self.manifest.config)
+        except BundleError as error:
+            raise self._with_remedy(EXPERT_USE_SIDECAR, error) from error
 
     def tensor_span(self, name: str) -> TensorSpan:
         """The place of a tensor, in the resident file or in a sidecar's.
@@ -434,6 +457,18 @@ class Bundle:
     def _read_counted_tokens(self, counts: TokenCounts) -> bytes:
         nbytes = token_counts_layout(counts.distinct).nbytes or 0
         return read_whole(contained(self._folder, TOKEN_COUNTS), nbytes)
+
+    def _read_expert_use(self, data: bytes) -> ExpertUse:
+        use = parse_expert_use(data, self.manifest)
+        counts = self._read_expert_counts()
+        # As with hotness: damaged counts count as absent.
+        parse_expert_counts(counts, use, self.manifest.config)
+        self.bundle_bytes += len(data) + len(counts)
+        return use
+
+    def _read_expert_counts(self) -> bytes:
+        nbytes = expert_use_layout(self.manifest.config).nbytes or 0
+        return read_whole(contained(self._folder, EXPERT_USE), nbytes)
 
     def _read_checksums(self) -> np.ndarray:
         entry = self.manifest.files[CHECKSUMS]

@@ -102,10 +102,10 @@ def no_streams(config: ModelConfig) -> str:
 
 def check_sidecar_possible(sidecar: Sidecar, config: ModelConfig) -> None:
     """Raises BundleError for what a model can't have because of its blocks."""
-    costs_experts = sidecar.key == "expert_costs"
-    if config.experts is None and costs_experts:
+    of_experts = sidecar.key in ("expert_costs", "expert_use")
+    if config.experts is None and of_experts:
         raise BundleError(f"{sidecar.manifest} is there, but this model has no experts: delete it")
-    if config.experts is not None and not costs_experts:
+    if config.experts is not None and not of_experts:
         raise BundleError(f"{sidecar.manifest} is there, but {NO_SIDECARS}: delete it")
     if sidecar.key == "streams" and not config.is_plain:
         raise BundleError(f"{sidecar.manifest} is there, but {no_streams(config)}: delete it")

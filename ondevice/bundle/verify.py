@@ -15,6 +15,7 @@ import numpy as np
 from ondevice.bundle.codes import MAX_POWER
 from ondevice.bundle.digest import CHUNK_BYTES, Crc32c, FileDigest
 from ondevice.bundle.expert_costs import EXPERT_COSTS_SIDECAR
+from ondevice.bundle.expert_use import EXPERT_USE, EXPERT_USE_SIDECAR, expert_use_layout
 from ondevice.bundle.files import read_range
 from ondevice.bundle.hotness import HOTNESS, HOTNESS_SIDECAR, hotness_layout
 from ondevice.bundle.layout import (
@@ -41,8 +42,9 @@ SIDECARS = (
     THRESHOLDS_SIDECAR,
     HOTNESS_SIDECAR,
     TOKEN_COUNTS_SIDECAR,
-    STREAMS_SIDECAR,
     EXPERT_COSTS_SIDECAR,
+    EXPERT_USE_SIDECAR,
+    STREAMS_SIDECAR,
 )
 _REMEDY = "the bundle is damaged, convert the model again"
 
@@ -102,6 +104,8 @@ def verify(
     counted = bundle.counted_tokens()
     if counted is not None:
         sizes.append((TOKEN_COUNTS, token_counts_layout(len(counted.tokens)).nbytes or 0))
+    if bundle.expert_counts() is not None:
+        sizes.append((EXPERT_USE, expert_use_layout(bundle.config).nbytes or 0))
     return Report(tuple(sizes), checksums, _unused(bundle))
 
 

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     "--text",
     metavar="FILE",
     shell_complete=complete_path,
-    help="Text to round 4- to 6-bit weights by, to order neurons by and, with ReLU, to train predictors on.",
+    help="Text to round 4- to 6-bit weights by, to order neurons by and, with ReLU, to train predictors on; "
+    "with experts, only to count their use on.",
 )
 @option("--random-text", is_flag=True, help="Round 4- to 6-bit weights by random tokens, without a text.")
 @option(
@@ -122,9 +123,12 @@ def convert(
 def say_trained(bundle: Bundle) -> None:
     """What a text has trained, beside the rounding that the bundle's notes tell of."""
     from ondevice.bundle.sidecar import NO_PREDICTORS
-    from ondevice.commands.training_reports import predictor_table
+    from ondevice.commands.training_reports import expert_use_table, predictor_table
 
-    if bundle.predictors is not None:
+    if bundle.expert_use is not None:
+        say("--text has rounded and ordered nothing, as that takes a model without experts")
+        say(expert_use_table(bundle.expert_use))
+    elif bundle.predictors is not None:
         say(predictor_table(bundle.predictors))
     elif not bundle.config.zeros_gates:
         gates = f"{bundle.config.activation} gates are hardly ever exactly zero"

@@ -23,7 +23,7 @@ from ondevice.runtime.models import (
 from ondevice.runtime.resolving import ResolvedModel, mode_change
 from ondevice.units import format_bytes
 
-NAMED_IF_DAMAGED = ("hotness", "token_counts", "expert_costs")
+NAMED_IF_DAMAGED = ("hotness", "token_counts", "expert_costs", "expert_use")
 """Keys of sidecars that are reported only where they are damaged."""
 
 
@@ -126,7 +126,9 @@ def _expert_facts(resolved: ResolvedModel) -> dict[str, Any] | None:
     """Numbers of experts, and the bytes that a token's take in all layers; None for a model without any.
 
     `in_memory` are kept beside a full context. `own_chosen` are those of the model itself, of which `chosen`
-    may be fewer by `--experts`; that is `lossy`, as is a `substitution` other than 0.
+    may be fewer by `--experts`; that is `lossy`, as is a `substitution` other than 0. `expected_hits` is the
+    share of lookups that should find their expert in memory, by what the calibration's text chose; None
+    without one, and for lossy options.
     """
     config, plan = resolved.bundle.config, resolved.plan
     experts = config.experts
@@ -134,17 +136,21 @@ def _expert_facts(resolved: ResolvedModel) -> dict[str, Any] | None:
         return None
     layers = sum(layer.experts is not None for layer in config.layers)
     nbytes = expert_bytes(config, resolved.bundle.quant)
-    room = min(layers * experts.count, plan.kept_slots)
+    total, use = layers * experts.count, resolved.bundle.expert_use
+    kept = total if resolved.runtime.backend == "reference" else min(total, plan.kept_slots)
+    # A calibration's text chose as the model does, and what was missing was read.
+    lossy = resolved.own_experts > 0 or resolved.runtime.expert_substitution > 0
     return {
         "layers": layers,
         "count": experts.count,
         "chosen": experts.chosen,
         "own_chosen": resolved.own_experts or experts.chosen,
         "substitution": resolved.runtime.expert_substitution,
-        "lossy": resolved.own_experts > 0 or resolved.runtime.expert_substitution > 0,
+        "lossy": lossy,
         "expert_bytes": nbytes,
         "cycle_bytes": layers * experts.chosen * nbytes,
-        "in_memory": room if resolved.runtime.backend != "reference" else layers * experts.count,
+        "in_memory": kept,
+        "expected_hits": None if use is None or lossy else use.expected_hits(kept, total),
     }
 
 
@@ -163,7 +169,15 @@ def _expert_lines(resolved: ResolvedModel) -> list[str]:
     lossy, costs = lossy_lines(resolved.runtime, resolved.own_experts), resolved.bundle.expert_costs
     if costs is not None:
         lossy += [f"  {row}" for row in expert_cost_table(costs).splitlines()]
-    return [line if found["in_memory"] >= cycle else f"{line}, {below}", *lossy]
+    return [line if found["in_memory"] >= cycle else f"{line}, {below}", *_hit_lines(resolved, found), *lossy]
+
+
+def _hit_lines(resolved: ResolvedModel, found: dict[str, Any]) -> list[str]:
+    """A line with the hits to expect, where the bundle has a calibration."""
+    use, hits = resolved.bundle.expert_use, found["expected_hits"]
+    if use is None or hits is None:
+        return []
+    return [f"hits to expect: {percent(hits)} of lookups, as on {use.replayed_tokens:,} tokens of a text"]
 
 
 def _widths_lines(config: ModelConfig) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +20,15 @@ from ondevice.commands.options import (
     option,
 )
 from ondevice.commands.terminal import print_result, progress, take_interrupts
-from ondevice.config import MAX_STREAMS, TRAIN_TOKENS, BackendName
+from ondevice.config import EXPERT_TOKENS, MAX_STREAMS, TRAIN_TOKENS, BackendName
 from ondevice.settings import RUNTIME_OPTIONS
 
 if TYPE_CHECKING:
     from ondevice.bundle.streams import MultiStreamMode
 
 
-def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A decorator that adds the options of every training."""
+def training_options(command: Callable[..., Any], tokens: int = TRAIN_TOKENS) -> Callable[..., Any]:
+    """A decorator that adds the options of every training. tokens: the default of --tokens."""
     decorators = (
         model_option,
         option(
@@ -46,7 +47,7 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
         option(
             "--tokens",
             type=click.IntRange(1),
-            default=TRAIN_TOKENS,
+            default=tokens,
             help="Tokens of the text to use at most.",
         ),
         json_option,
@@ -127,6 +128,28 @@ def thresholds(
             model, content, output=output, tokens=tokens, dram_budget=dram_budget, on_progress=show
         )
     print_result(as_json, reports.trained_facts(found), reports.threshold_table(found))
+
+
+@train.command()
+@partial(training_options, tokens=EXPERT_TOKENS)
+@measuring_options
+def expert_use(
+    model: str | None, text: str, output: Path | None, tokens: int, as_json: bool, dram_budget: str
+) -> None:
+    """Count which experts a text uses, and what caches of them hit, so that `inspect` can say what to expect.
+
+    Models with experts only.
+    """
+    from ondevice import training
+    from ondevice.commands import training_reports as reports
+
+    content = TextParts(text)
+    take_interrupts()
+    with progress() as show:
+        found = training.train_expert_use(
+            model, content, output=output, tokens=tokens, dram_budget=dram_budget, on_progress=show
+        )
+    print_result(as_json, reports.trained_facts(found), reports.expert_use_table(found))
 
 
 @train.command()

@@ -7,6 +7,7 @@ from statistics import mean
 from typing import Any
 
 from ondevice.bundle.expert_costs import ExpertCost, ExpertCosts
+from ondevice.bundle.expert_use import ExpertUse
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.streams import MultiStreams, medusa_parameters
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
@@ -14,8 +15,10 @@ from ondevice.commands.reports import percent, short
 from ondevice.model_config import ModelConfig
 
 
-def trained_facts(found: Predictors | Thresholds | MultiStreams | ExpertCosts) -> dict[str, Any]:
-    """The object that `train predictors`, `train thresholds` and `train expert-costs` print with `--json`."""
+def trained_facts(
+    found: Predictors | Thresholds | MultiStreams | ExpertCosts | ExpertUse,
+) -> dict[str, Any]:
+    """The object that `--json` prints of every training but that of streams."""
     shown = asdict(found)
     return {key: value for key, value in shown.items() if key not in ("model", "sha256", "crcs")}
 
@@ -81,6 +84,13 @@ def _perplexity(point: ExpertCost, own: ExpertCost) -> str:
     if point is own or not own.perplexity:
         return shown
     return f"{shown}{100 * (point.perplexity / own.perplexity - 1):+8.2f} %"
+
+
+def expert_use_table(found: ExpertUse) -> str:
+    """`train expert-use` for people: what caches hit, by the number of experts that they keep."""
+    lines = [f"counted on {found.tokens:,} tokens; hits of {found.replayed_tokens:,} by experts kept:"]
+    lines += [f"{point.experts:>8,}{100 * point.hits:8.1f} %" for point in found.points]
+    return "\n".join(lines)
 
 
 def stream_facts(found: MultiStreams, config: ModelConfig) -> dict[str, Any]:

@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
+from ondevice.sparsity.expert_reuse import ExpertReuse
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import PolicyName, fires, make_policy
+from ondevice.sparsity.pooled_cache import PooledCache
 
 SLOT_BYTES = 64
 """Size of a slot, in bytes; nothing is read into it."""
@@ -59,6 +61,36 @@ def run_through(cache: NeuronCache, gates: Sequence[Float32], warm_up: int) -> N
             cache.observe(layer, row)
             cache.acquire(layer, np.flatnonzero(fires(row[0])).astype(np.int32))
             cache.evict_to_share(layer)
+
+
+def expert_hit_rate(chosen: NDArray[np.integer], experts: int, size: int, warm_up: int) -> float:
+    """Share of lookups that find their expert in the runtime's cache of experts, from 0 to 1.
+
+    Args:
+        chosen: (T, L, k) experts of each layer that each token chose, all different.
+        experts: of each layer.
+        size: experts that the cache keeps, of all layers together.
+        warm_up: index of the first token that is counted.
+    """
+    tokens, layers, k = chosen.shape
+    policy = ExpertReuse(layers, experts, k)
+    cache = PooledCache([experts] * layers, SLOT_BYTES, size + k, k, policy)
+    cache.resize(1)
+    gates = np.full((1, experts), -1.0, dtype=np.float32)
+    for token in range(tokens):
+        if token == warm_up:
+            cache.hits = cache.lookups = 0
+        cache.divide(1)
+        for layer in range(layers):
+            ids = chosen[token, layer].astype(np.int32)
+            gates[0, ids] = 1.0
+            cache.observe(layer, gates)
+            gates[0, ids] = -1.0
+            cache.acquire(layer, ids)
+            cache.evict_to_share(layer)
+    rate = cache.hits / cache.lookups
+    cache.close()
+    return rate
 
 
 class Optimum:

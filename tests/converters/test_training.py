@@ -28,7 +28,7 @@ PREDICTORS, ORDER = (
 STAGES = [
     (f"{ORDER}.nearest_neighbour_chain", 2),
     (f"{PREDICTORS}.fit_layer", 2),
-    ("ondevice.training._measured", 1),
+    ("ondevice.training.measured_points", 1),
 ]
 """Functions, and for which of their calls the training ends: in the middle of three of its stages."""
 MORE_STAGES = [

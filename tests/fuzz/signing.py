@@ -31,6 +31,7 @@ SIDECARS = {
     "hotness.json": "hotness",
     "token_counts.json": "token_counts",
     "expert_costs.json": "expert_costs",
+    "expert_use.json": "expert_use",
 }
 """The key of each one's content."""
 CRC_BLOCK = 1 << 20

@@ -250,7 +250,14 @@ def test_experts_of_several_types_are_refused(folder: Path, tmp_path: Path) -> N
 
 
 def test_a_text_rounds_no_experts(folder: Path, tmp_path: Path) -> None:
-    begin = lambda checkpoint: Training("a text", None, [TOKENS])  # noqa: E731
-    with pytest.raises(UnsupportedModelError, match="layers have experts"):
-        convert(folder.parent / "source", tmp_path / "bundle", "q4", begin_training=begin)
+    def converted(is_random: bool) -> Path:
+        training = Training("a text", None, [TOKENS], is_random)
+        source = folder.parent / "source"
+        return convert(source, tmp_path / "bundle", "q4", begin_training=lambda checkpoint: training)
+
+    with pytest.raises(UnsupportedModelError, match="rounded by random tokens yet, as its layers have exp"):
+        converted(is_random=True)
     assert not any(tmp_path.iterdir())
+    found, plain = (Bundle.open(path).manifest for path in (converted(is_random=False), folder))
+    assert found.files == plain.files
+    assert not any("by a text" in note for note in found.provenance.notes)

@@ -1,0 +1,177 @@
+"""Which experts the tokens of a text choose: recorded, replayed through caches of several sizes, and written.
+
+The format is in `ondevice/bundle/expert_use.py`. The model runs as it does when it generates, with as many
+experts in memory as its plan has room for. Memory beside that: the choices, two bytes each.
+
+Legend: T tokens, L layers with experts, E experts of a layer, k chosen for a token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.backends.base import KVLayout
+from ondevice.backends.cpu import CpuBackend, make_runner
+from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.routing import Routing
+from ondevice.bundle.expert_use import (
+    EXPERT_USE,
+    EXPERT_USE_SIDECAR,
+    ExpertUse,
+    HitPoint,
+    expert_counts_bytes,
+    expert_use_text,
+)
+from ondevice.bundle.files import disk_errors, write_durably
+from ondevice.bundle.reader import Bundle
+from ondevice.bundle.sidecar import weights_digest
+from ondevice.callbacks import OnProgress, ignore_progress
+from ondevice.converters.training.sidecars import LEAST_TOKENS, save_sidecar
+from ondevice.errors import UnsupportedModelError, UsageError
+from ondevice.flash.reader import FlashReader
+from ondevice.model.kv_cache import KVCache
+from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.transformer import Transformer
+from ondevice.model_config import ExpertsSpec
+from ondevice.sparsity.experts import ExpertFetcher
+from ondevice.sparsity.replay import expert_hit_rate
+from ondevice.units import usable_cores
+
+CHUNK_TOKENS = 256
+"""Tokens of a pass: every expert that one of them chooses is read once for all of them."""
+SIZES = 8
+"""Sizes of caches that are replayed."""
+WARM_UP_SHARE = 0.25
+"""Share of the replayed tokens that fill the caches and aren't counted."""
+
+Choices = NDArray[np.int16]
+
+
+@dataclass(frozen=True)
+class ExpertRoom:
+    """Memory for experts: `segments` segments of `slots` slots of `slot_bytes` bytes each."""
+
+    slot_bytes: int
+    slots: int
+    segments: int
+
+
+def check(bundle: Bundle, pieces: Sequence[Sequence[int]]) -> ExpertsSpec:
+    """The model's experts. Raises UnsupportedModelError if it has none, UsageError for too short a text."""
+    experts, total = bundle.config.experts, sum(map(len, pieces))
+    if experts is None:
+        raise UnsupportedModelError(f"{bundle.name} has no experts that a router chooses among")
+    if total < LEAST_TOKENS:
+        raise UsageError(f"the text has {total} tokens; counting the use of experts takes {LEAST_TOKENS}")
+    return experts
+
+
+def calibrate_experts(
+    bundle: Bundle,
+    pieces: Sequence[Sequence[int]],
+    output: Path,
+    room: ExpertRoom,
+    on_progress: OnProgress = ignore_progress,
+) -> ExpertUse:
+    """Record what `pieces` of token ids choose, and write the sidecar to the folder `output`.
+
+    Args:
+        bundle: the model.
+        pieces: each is read from an empty context.
+        output: the bundle's folder, or that of its copy. An earlier calibration there is replaced.
+        room: for experts meanwhile; at least for as many as a token chooses in a layer.
+        on_progress: called with the share done, from 0 to 1, and the current step.
+
+    Raises what `check` raises, FlashReadError, and OndeviceError if the disk refuses.
+    """
+    experts, total = check(bundle, pieces), sum(map(len, pieces))
+
+    def recording(done: int) -> None:
+        on_progress(0.8 * done / total, f"experts of {done} of {total} tokens")
+
+    chosen = record_choices(bundle, pieces, room, recording)
+    layers = chosen.shape[1]
+    flat = np.arange(layers)[:, None] * experts.count + chosen
+    counts = np.bincount(flat.ravel(), minlength=layers * experts.count).reshape(layers, experts.count)
+    warm_up, sizes, points = int(WARM_UP_SHARE * total), cache_sizes(layers, experts), []
+    for index, size in enumerate(sizes):
+        on_progress(0.8 + 0.2 * index / len(sizes), f"caches, {index + 1} of {len(sizes)}")
+        points.append(HitPoint(size, round(expert_hit_rate(chosen, experts.count, size, warm_up), 6)))
+    data = expert_counts_bytes(counts)
+    use = ExpertUse(
+        model=weights_digest(bundle.manifest),
+        tokens=total,
+        replayed_tokens=total - warm_up,
+        points=tuple(points),
+        sha256=hashlib.sha256(data).hexdigest(),
+    )
+    with disk_errors(output, "make room, or choose another --output"):
+        (output / EXPERT_USE_SIDECAR.manifest).unlink(missing_ok=True)
+        write_durably(output / EXPERT_USE, data)
+    save_sidecar(EXPERT_USE_SIDECAR, expert_use_text(use), output)
+    on_progress(1.0, "written")
+    return use
+
+
+def cache_sizes(layers: int, experts: ExpertsSpec) -> list[int]:
+    """Sizes of caches, in experts: half of one token's cycle, the cycle, and evenly from there to all."""
+    cycle, total = layers * experts.chosen, layers * experts.count
+    rising = np.geomspace(cycle, total, SIZES).round().astype(int).tolist()[:-1]
+    return sorted({size for size in (cycle // 2, *rising) if 0 < size < total})
+
+
+def record_choices(
+    bundle: Bundle,
+    pieces: Sequence[Sequence[int]],
+    room: ExpertRoom,
+    on_progress: Callable[[int], None] = lambda tokens: None,
+) -> Choices:
+    """(T, L, k) experts that each token of `pieces` chooses in each layer that has any.
+
+    room: as in `calibrate_experts`. on_progress gets the number of tokens done.
+    """
+    config, done = bundle.config, 0
+    assert config.experts is not None
+    with FlashReader(bundle_files(bundle)) as reader:
+        backend = CpuBackend(make_runner(usable_cores()), segment_neurons=64, piece_neurons=64)
+        model = Transformer(config, backend, load_weights(bundle, reader, backend))
+        specs, reserve = [layer.experts for layer in config.layers], config.experts.chosen
+        fetcher = _Recording(backend.feed_forwards, reader, specs, room.slot_bytes, room.slots, reserve)
+        try:
+            fetcher.resize([room.segments])
+            for piece in pieces:
+                kv = KVCache(KVLayout(config, 16))
+                for start in range(0, len(piece), CHUNK_TOKENS):
+                    chunk = piece[start : start + CHUNK_TOKENS]
+                    model.hidden_states(chunk, kv)
+                    done += len(chunk)
+                    on_progress(done)
+            return fetcher.choices()
+        finally:
+            fetcher.close()
+            backend.close()
+
+
+class _Recording(ExpertFetcher):
+    """An ExpertFetcher that keeps what every pass chose."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._chosen: dict[int, list[Choices]] = {}
+
+    def experts(
+        self, layer: int, routing: Routing, batch: ForwardBatch, in_order: bool
+    ) -> Iterator[tuple[int, int]]:
+        self._chosen.setdefault(layer, []).append(routing.ids.astype(np.int16))
+        return super().experts(layer, routing, batch, in_order)
+
+    def choices(self) -> Choices:
+        """(T, L, k) what was chosen so far."""
+        return np.stack([np.concatenate(self._chosen[layer]) for layer in sorted(self._chosen)], axis=1)

@@ -1,0 +1,129 @@
+"""The quality of a model by options: perplexity of a text, and agreement with the model's own choice."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.api import Model, load
+from ondevice.budget.plan import Plan
+from ondevice.bundle.expert_costs import ExpertCost
+from ondevice.bundle.predictors import OperatingPoint
+from ondevice.bundle.thresholds import ThresholdPoint
+from ondevice.callbacks import OnProgress
+from ondevice.model_config import ModelConfig
+from ondevice.scoring import Tally
+
+TRAINED_SHARE = 0.9
+"""Share of the progress that training takes; the rest is measuring."""
+
+Pieces = Sequence[Sequence[int]]
+Point = TypeVar("Point", OperatingPoint, ThresholdPoint)
+
+
+def first_part_of(on_progress: OnProgress) -> OnProgress:
+    return lambda done, what: on_progress(TRAINED_SHARE * done, what)
+
+
+def measured_points(
+    folder: Path,
+    points: Sequence[Point],
+    options: Sequence[dict[str, Any]],
+    pieces: Pieces,
+    runtime: dict[str, Any],
+    on_progress: OnProgress,
+) -> tuple[float | None, tuple[Point, ...]]:
+    """Perplexity of the dense model, and the points with their own perplexity and agreement with it.
+
+    options: for each point, the options of `load` that run the model at it, in addition to `runtime`.
+    """
+    steps = 1 + len(points)
+    on_progress(TRAINED_SHARE, f"quality, 1 of {steps}")
+    perplexity, best = _run(folder, pieces, runtime)
+    measured: list[Point] = []
+    for point, chosen in zip(points, options, strict=True):
+        step = 1 + len(measured)
+        on_progress(TRAINED_SHARE + (1 - TRAINED_SHARE) * step / steps, f"quality, {step + 1} of {steps}")
+        theirs, likeliest = _run(folder, pieces, runtime | chosen)
+        measured.append(replace(point, perplexity=theirs, agreement=float(np.mean(best == likeliest))))
+    on_progress(1.0, "done")
+    return perplexity, tuple(measured)
+
+
+def _run(folder: Path, pieces: Pieces, options: dict[str, Any]) -> tuple[float | None, NDArray[np.intp]]:
+    """Perplexity of the pieces, None if it is infinite, and the likeliest token at every position.
+
+    options: of `load`; without any that choose a lossy mode, the model runs exactly.
+    """
+    with load(folder, **options) as model:
+        return _scored(model, pieces)
+
+
+def _scored(model: Model, pieces: Pieces) -> tuple[float | None, NDArray[np.intp]]:
+    """Perplexity of the pieces, None if it is infinite, and the likeliest token at every position."""
+    tally, likeliest = Tally(), []
+    for piece in pieces:
+        logits = model.logits(piece[:-1])
+        tally.add(logits, piece[1:])
+        likeliest.append(logits.argmax(axis=1))
+    perplexity = tally.score().perplexity
+    return perplexity if math.isfinite(perplexity) else None, np.concatenate(likeliest)
+
+
+def expert_costs(
+    folder: Path,
+    options: Sequence[tuple[int, float]],
+    pieces: Pieces,
+    runtime: dict[str, Any],
+    on_progress: OnProgress,
+) -> tuple[int, tuple[ExpertCost, ...]]:
+    """The experts that had room, and the cost of each pair of `experts` and `expert_substitution`.
+
+    The first pair is the model's own, with which the others are compared.
+    """
+    points: list[ExpertCost] = []
+    best: NDArray[np.intp] | None = None
+    in_memory = 0
+    for experts, substitution in options:
+        step = len(points)
+        on_progress(step / len(options), f"quality, {step + 1} of {len(options)}")
+        lossy = runtime | {"experts": experts, "expert_substitution": substitution}
+        with load(folder, **lossy) as model:
+            if runtime["dram_budget"] == "auto":
+                model.set_dram_budget(_half_budget(model.plan, model.config))
+            before = model.counters
+            perplexity, likeliest = _scored(model, pieces)
+            after = model.counters
+            room = min(_experts_in_all(model.config), model.plan.kept_slots)
+        in_memory, best = (room, likeliest) if best is None else (in_memory, best)
+        lookups = max(1, after.neuron_cache_lookups - before.neuron_cache_lookups)
+        points.append(
+            ExpertCost(
+                experts,
+                substitution,
+                perplexity,
+                agreement=float(np.mean(best == likeliest)),
+                hits=(after.neuron_cache_hits - before.neuron_cache_hits) / lookups,
+                substituted=(after.substituted_experts - before.substituted_experts) / lookups,
+            )
+        )
+    return in_memory, tuple(points)
+
+
+def _experts_in_all(config: ModelConfig) -> int:
+    """Number of experts of all layers."""
+    return sum(layer.experts.count for layer in config.layers if layer.experts is not None)
+
+
+def _half_budget(plan: Plan, config: ModelConfig) -> int:
+    """The smallest budget that keeps half of the experts in memory, or all that the plan's own keeps."""
+    half = min(_experts_in_all(config) // 2, plan.kept_slots)
+    budgets = range(plan.least_budget_bytes, max(plan.budget_bytes, plan.least_budget_bytes) + 1)
+    return budgets[bisect_left(budgets, half, key=lambda nbytes: plan.with_budget(nbytes).kept_slots)]
