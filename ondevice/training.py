@@ -24,7 +24,7 @@ from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import AUTO_QUANT, EXPERT_TOKENS, TRAIN_TOKENS, BackendName, RuntimeConfig
 from ondevice.errors import BackendUnavailableError, UnsupportedModelError, UsageError
 from ondevice.host import text_tokenizer
-from ondevice.quality import Pieces, expert_costs, first_part_of
+from ondevice.quality import Pieces, expert_costs, first_part_of, measured_points
 from ondevice.runtime.conversion import Prepared, prepare
 from ondevice.runtime.models import ConversionProgress, output_path
 from ondevice.runtime.resolving import ResolvedModel

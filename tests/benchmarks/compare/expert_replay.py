@@ -172,7 +172,7 @@ def price(trace: RoutingTrace, budget_mib: float) -> float:
     tokens, layers, k = trace.chosen.shape
     begun = time.process_time()
     rate(trace, budget_mib, lambda: ExpertReuse(layers, trace.experts, k))
-    return 1e3 * (time.process_time() - begun) / tokens
+    return float(1e3 * (time.process_time() - begun) / tokens)
 
 
 def failures(name: str, found: dict[str, list[float]]) -> list[str]:

@@ -103,24 +103,29 @@ class UnionClock(Clock):
         return self.tokens / self.seconds
 
 
+def mean_speed(work: Float64, chance: float, share: float, seeds: int, by_unions: bool) -> float:
+    """Tokens per plain pass's time, the geometric mean over seeds."""
+    rates = []
+    for seed in range(seeds):
+        policy = UnionPolicy(work) if by_unions else TreePolicy(DRAFT_NODES)
+        rates.append(UnionClock(seed, policy).decode(chance, share, work))
+    return statistics.geometric_mean(rates)
+
+
 def main() -> int:
     """Print the unions, a line for each case and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seeds", type=int, default=4)
     args = parser.parse_args()
-    rows = []
+    rows, ratios = [], []
     for name in ("qwen", "gptoss"):
         work = unions(name)
         print(f"{name}: experts of 1 to {DRAFT_NODES} tokens:", " ".join(f"{it:.2f}" for it in work[1:]))
         for share, chance in product(SHARES, CHANCES):
-            speeds = []
-            for policy in (lambda: TreePolicy(DRAFT_NODES), lambda work=work: UnionPolicy(work)):
-                clocks = [UnionClock(seed, policy()) for seed in range(args.seeds)]
-                rates = [clock.decode(chance, share, work) for clock in clocks]
-                speeds.append(statistics.geometric_mean(rates))
+            speeds = [mean_speed(work, chance, share, args.seeds, by_unions) for by_unions in (False, True)]
+            ratios.append(speeds[1] / speeds[0])
             rows.append({"trace": name, "share": share, "chance": chance, "speeds": speeds})
             print(f"  {share:.0%} experts, {chance:.0%} right: {speeds[0]:.3f}, by unions {speeds[1]:.3f}")
-    ratios = [row["speeds"][1] / row["speeds"][0] for row in rows]
     mean = statistics.geometric_mean(ratios)
     print(f"by unions over by nodes: {mean:.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
     print(json.dumps({"benchmark": "draft_unions", "mean": mean, "rows": rows}))

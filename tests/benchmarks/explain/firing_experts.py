@@ -58,8 +58,8 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     rng, runner = np.random.default_rng(0), _native.Runner(1)
     records = random_records(rng)
-    where = (RECORD.stride, *RECORD.row_offsets)
-    layer = _native.FeedForward(HIDDEN, ROW.stored, *where)
+    gate, up, down = RECORD.row_offsets
+    layer = _native.FeedForward(HIDDEN, ROW.stored, RECORD.stride, gate, up, down)
     print("tokens  all, ms  " + "  ".join(f"{share:5.0%}" for share in SHARES))
     for tokens in TOKENS:
         x = rng.standard_normal((tokens, HIDDEN)).astype(np.float32)

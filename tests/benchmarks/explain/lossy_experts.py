@@ -62,9 +62,9 @@ def run(bundle: Bundle, experts: int, pieces: Pieces, single: bool, substitution
         fetcher = expert_fetcher(bundle, reader, cpu, slots if single else None, substitution)
         for piece in pieces:
             kv = KVCache(KVLayout(config, 16))
-            whole = [] if single else all_logits(model, piece[:-1], 16)
+            whole = None if single else all_logits(model, piece[:-1], 16)
             for at, (token, following) in enumerate(pairwise(piece)):
-                logits = every_logits(model, [token], kv) if single else whole[at : at + 1]
+                logits = every_logits(model, [token], kv) if whole is None else whole[at : at + 1]
                 tally.add(logits, [following])
                 likeliest.append(int(logits[0].argmax()))
         lookups = max(1, fetcher.lookups)
