@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ondevice.scoring import Score as Score
     from ondevice.session import Session as Session
     from ondevice.stats import GenerationStats as GenerationStats
+    from ondevice.training import train_experts as train_experts
     from ondevice.training import train_predictors as train_predictors
     from ondevice.training import train_streams as train_streams
     from ondevice.training import train_thresholds as train_thresholds
@@ -66,7 +67,7 @@ _MODULES = {
     "scoring": ("Score",),
     "session": ("Session",),
     "stats": ("GenerationStats",),
-    "training": ("train_predictors", "train_streams", "train_thresholds"),
+    "training": ("train_experts", "train_predictors", "train_streams", "train_thresholds"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -37,6 +37,7 @@ from ondevice.errors import system_refusals
 from ondevice.generate import Event, check_context, require_one, token_ids, token_stream
 from ondevice.host import Host, text_tokenizer
 from ondevice.kernels import _native
+from ondevice.meter import Counters
 from ondevice.response import Response, gather
 from ondevice.runtime.budget_watch import MemoryPressure
 from ondevice.runtime.conversion import prepare
@@ -160,6 +161,13 @@ class Model:
     def plan(self) -> Plan:
         """The current memory plan: how the budget is divided."""
         return self._engine.plan
+
+    @property
+    def counters(self) -> Counters:
+        """Running totals since the model was loaded. Unlike `stats` they include scoring."""
+        self._require_open()
+        found: Counters = self._owner.call(self._engine.counters)
+        return found
 
     @property
     def memory_pressure(self) -> MemoryPressure:

@@ -121,6 +121,8 @@ MAX_THREADS = 256
 """Most compute threads. A larger number is taken for a slip, and each thread needs memory of its own."""
 MAX_CONTEXT = 1 << 24
 """Most tokens of a prompt or conversation."""
+MOST_DEVIATIONS = 100.0
+"""Most standard deviations for `expert_substitution`: more than any two scores of one token differ by."""
 MAX_PREFILL_CHUNK = 1 << 16
 """Most prompt tokens per forward pass."""
 
@@ -137,6 +139,7 @@ class RuntimeOptions(TypedDict, total=False):
     predictor_recall: float
     threshold_sparsity: float
     experts: int
+    expert_substitution: float
     speculation: Speculation
     draft_model: str | os.PathLike[str]
     draft_streams: int
@@ -150,7 +153,8 @@ class RuntimeOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """How a bundle is run. Only `kv_bits`, `backend`, `experts` and a lossy `sparsity` change the text.
+    """How a bundle is run. Only `kv_bits`, `backend`, `experts`, `expert_substitution` and a lossy `sparsity`
+    change the text.
 
     The context is `max_context`, or the shorter one that the budget has room for. A full context ends the
     text, or makes a chat forget its oldest turns.
@@ -171,6 +175,10 @@ class RuntimeConfig:
     experts: int = 0
     """Experts that each token chooses in a layer, where these are fewer than the model's own, which changes
     the text. 0 means the model's own."""
+    expert_substitution: float = 0.0
+    """Most by which a missing expert's score may exceed that of one in memory that takes its place, in
+    standard deviations of the token's scores. The text then depends on what is in memory. 0 means that
+    missing experts are read."""
     speculation: Speculation = "auto"
     draft_model: str | os.PathLike[str] = ""
     """Bundle that drafts with `speculation="model"`. Naming one makes `auto` mean `model`."""
@@ -203,6 +211,11 @@ class RuntimeConfig:
         if not _is_number(self.draft_pruning) or not 0.0 <= self.draft_pruning < 1.0:
             raise UsageError(
                 f"draft_pruning is {self.draft_pruning!r}; it must be a number from 0 to below 1"
+            )
+        if not _is_number(self.expert_substitution) or not 0.0 <= self.expert_substitution <= MOST_DEVIATIONS:
+            raise UsageError(
+                f"expert_substitution is {self.expert_substitution!r}; it must be a number from 0 to "
+                f"{MOST_DEVIATIONS:g}"
             )
         for name in ("predictor_recall", "threshold_sparsity"):
             share = getattr(self, name)

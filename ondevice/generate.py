@@ -67,6 +67,7 @@ class Generator:
     eos_ids: frozenset[int]
     max_context: int
     prefill_chunk: int = RuntimeConfig.prefill_chunk
+    scoring_chunk: int = RuntimeConfig.prefill_chunk
     counters: Callable[[], Counters] = Counters
     before_pass: Callable[[ForwardBatch], None] = lambda batch: None
     drafting: Drafting | None = None
@@ -106,8 +107,8 @@ class Generator:
         Raises ContextOverflowError if they don't fit the context, Cancelled, and what a pass raises.
         """
         check_context(kv.length + len(tokens), self.max_context)
-        for start in range(0, len(tokens), self.prefill_chunk):
-            batch = ForwardBatch(tokens[start : start + self.prefill_chunk])
+        for start in range(0, len(tokens), self.scoring_chunk):
+            batch = ForwardBatch(tokens[start : start + self.scoring_chunk])
             self.before_pass(batch)
             yield from self.transformer.every_logits(batch, kv, rows, cancelled)
 

@@ -52,6 +52,8 @@ _RUNTIME_HELP = {
     "predictor_recall": f"With --sparsity predicted: share of the firing neurons to find, {_LISTED}.",
     "threshold_sparsity": f"With --sparsity threshold: share of the neurons to leave out, {_LISTED}.",
     "experts": "Fewer experts a token than the model's own, which changes the text; 0: the model's own.",
+    "expert_substitution": "Most standard deviations by which a missing expert's score may exceed that of "
+    "one in memory that takes its place, which changes the text; 0: missing ones are read.",
     "speculation": "How tokens are drafted.",
     "draft_model": "Bundle that drafts; --speculation auto then means model.",
     "draft_streams": "Streams that draft, from the first on; 0: all that the model has.",
@@ -74,6 +76,7 @@ _MEANT_FOR = {
     "predictor_recall": ("sparsity", "predicted"),
     "threshold_sparsity": ("sparsity", "threshold"),
     "experts": ("sparsity", "experts", "auto"),
+    "expert_substitution": ("sparsity", "experts", "auto"),
     "draft_streams": ("speculation", "streams", "auto", "all"),
     "draft_pruning": ("speculation", "streams", "auto", "all"),
     "draft_head": ("speculation", "streams", "resident", "auto", "all"),

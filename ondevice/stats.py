@@ -82,7 +82,9 @@ class GenerationStats:
     logits; they took `synchronised_seconds`.
 
     `experts` is the number of experts that a token chose where that is fewer than the model's own, which
-    changes the text; else 0.
+    changes the text; else 0. `expert_substitution` is the option of that name, which changes the text too
+    unless it is 0, and `substituted_experts` counts the chosen experts whose place others took; these others
+    count as hits.
 
     `seed` is the seed of the random numbers, or None if nothing was drawn by chance. `context_full` is True
     if the text ended because the context was full.
@@ -113,6 +115,8 @@ class GenerationStats:
     synchronisations: int = 0
     synchronised_seconds: float = 0.0
     experts: int = 0
+    expert_substitution: float = 0.0
+    substituted_experts: int = 0
     drafting: DraftStats = DraftStats()
 
     def to_dict(self) -> dict[str, Any]:

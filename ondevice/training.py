@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,16 +16,19 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.api import Name, load, open_model
+from ondevice.api import Model, Name, load, open_model
+from ondevice.budget.plan import Plan
+from ondevice.bundle.expert_costs import EXPERT_COSTS_SIDECAR, ExpertCost, ExpertCosts, expert_costs_text
 from ondevice.bundle.manifest import TokenizerInfo
 from ondevice.bundle.predictors import OperatingPoint, Predictors
-from ondevice.bundle.sidecar import NO_SIDECARS
+from ondevice.bundle.sidecar import NO_SIDECARS, weights_digest
 from ondevice.bundle.streams import MultiStreamMode, MultiStreams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.callbacks import OnProgress, ignore_progress
-from ondevice.config import AUTO_QUANT, BackendName, RuntimeConfig
+from ondevice.config import AUTO_QUANT, TRAIN_TOKENS, BackendName, RuntimeConfig
 from ondevice.errors import BackendUnavailableError, UnsupportedModelError, UsageError
 from ondevice.host import text_tokenizer
+from ondevice.model_config import ModelConfig
 from ondevice.runtime.conversion import Prepared, prepare
 from ondevice.runtime.models import ConversionProgress, output_path
 from ondevice.runtime.resolving import ResolvedModel
@@ -35,6 +39,8 @@ from ondevice.tokenizer import Tokenizer, load_tokenizer
 PIECE_TOKENS = 512
 MEASURED_TOKENS = 2048
 """Default for the most tokens on which the quality of each operating point is measured."""
+SUBSTITUTIONS = (0.1, 0.25, 0.5, 1.0)
+"""Values of `expert_substitution` whose cost is measured by default."""
 TRAINED_SHARE = 0.9
 """Share of the progress that training takes; the rest is measuring."""
 
@@ -162,6 +168,69 @@ def train_thresholds(
     found = replace(found, perplexity=perplexity, points=points)
     thresholds.save_thresholds(found, goal)
     return found
+
+
+def train_experts(
+    model: Name | None = None,
+    text: Text | None = None,
+    *,
+    pieces: Pieces | None = None,
+    output: Name | None = None,
+    tokens: int = TRAIN_TOKENS,
+    measured_tokens: int = MEASURED_TOKENS,
+    substitutions: Sequence[float] = SUBSTITUTIONS,
+    dram_budget: str | int = "auto",
+    on_progress: OnProgress = ignore_progress,
+) -> ExpertCosts:
+    """Measure on `text` what the lossy options of a mixture of experts cost. Adds that to the model.
+
+    Every run goes token by token, as decoding does, each piece from an empty context, with memory as large
+    as the others have: with the model's own number of experts, with each smaller one, and with substitutes.
+    Nothing is trained, so any text measures that the model wasn't trained on.
+
+    Args:
+        model: as in `train_predictors`, like `text`, `pieces`, `output` and `on_progress`.
+        tokens: most tokens of the text to take pieces from.
+        measured_tokens: most tokens of these pieces, which are spread over the text.
+        substitutions: values of `expert_substitution`, ascending.
+        dram_budget: budget of the runs; "auto" leaves room for half of the experts.
+
+    Before it measures, raises UnsupportedModelError for a model without experts, or whose router is a
+    sparsemixer, UsageError for too little text, a substitution out of range, an output that exists or a model
+    that can't be written to, and what else `load` raises.
+    """
+    from ondevice.converters.training.sidecars import save_sidecar
+
+    runtime: dict[str, Any] = {
+        "dram_budget": dram_budget,
+        "backend": "cpu",
+        "memory_pressure": "off",
+        "speculation": "off",
+        "prefill_chunk": 1,
+    }
+    resolved = open_model(model, RuntimeConfig(**runtime))
+    goal = _check_target(resolved, output, has_experts=True)
+    experts = resolved.bundle.config.experts
+    assert experts is not None
+    if experts.scoring == "sparsemixer":
+        raise UnsupportedModelError(
+            f"{resolved.bundle.name} has no lossy options to measure: its router is a sparsemixer"
+        )
+    found = [piece for piece in _pieces(resolved, text, pieces, tokens) if len(piece) > 1]
+    if not found:
+        raise UsageError("the text is too short to measure: it takes at least two tokens")
+    chosen = spread(found, measured_tokens)
+    # The budget is for a full context, so this one is as long as the pieces.
+    runtime["max_context"] = max(map(len, chosen))
+    distances = [RuntimeConfig(expert_substitution=it).expert_substitution for it in substitutions]
+    options = [(count, 0.0) for count in range(experts.chosen, 0, -1)]
+    options += [(experts.chosen, distance) for distance in distances]
+    in_memory, points = _expert_costs(resolved.bundle.path, options, chosen, runtime, on_progress)
+    costs = ExpertCosts(weights_digest(resolved.bundle.manifest), sum(map(len, chosen)), in_memory, points)
+    with _target(resolved, goal) as folder:
+        save_sidecar(EXPERT_COSTS_SIDECAR, expert_costs_text(costs), folder)
+    on_progress(1.0, "done")
+    return costs
 
 
 class MultiStreamKeywords(TypedDict, total=False):
@@ -382,14 +451,15 @@ def _pieces(resolved: ResolvedModel, text: Text | None, pieces: Pieces | None, t
     return text_pieces(resolved, text or "", tokens) if pieces is None else pieces
 
 
-def _check_target(resolved: ResolvedModel, output: Name | None) -> Path:
+def _check_target(resolved: ResolvedModel, output: Name | None, has_experts: bool = False) -> Path:
     """The folder that gets the training's result: the model's own, or `output`.
 
     Raises UsageError if the model's folder can't be written to or `output` exists, UnsupportedModelError for
     a model that can't be trained for, and what `load` raises for a budget that is too small.
     """
-    if resolved.bundle.config.experts is not None:
-        raise UnsupportedModelError(f"{resolved.bundle.name} can't be trained for: {NO_SIDECARS}")
+    if (resolved.bundle.config.experts is not None) != has_experts:
+        why = "it has no experts" if has_experts else NO_SIDECARS
+        raise UnsupportedModelError(f"{resolved.bundle.name} can't be trained for: {why}")
     resolved.require_fit()
     folder = resolved.bundle.path if output is None else output_path(output).absolute()
     if output is None and not os.access(folder, os.W_OK):
@@ -445,11 +515,68 @@ def _run(folder: Path, pieces: Pieces, options: dict[str, Any]) -> tuple[float |
 
     options: of `load`; without any that choose a lossy mode, the model runs exactly.
     """
-    tally, likeliest = Tally(), []
     with load(folder, **options) as model:
-        for piece in pieces:
-            logits = model.logits(piece[:-1])
-            tally.add(logits, piece[1:])
-            likeliest.append(logits.argmax(axis=1))
+        return _scored(model, pieces)
+
+
+def _scored(model: Model, pieces: Pieces) -> tuple[float | None, NDArray[np.intp]]:
+    """Perplexity of the pieces, None if it is infinite, and the likeliest token at every position."""
+    tally, likeliest = Tally(), []
+    for piece in pieces:
+        logits = model.logits(piece[:-1])
+        tally.add(logits, piece[1:])
+        likeliest.append(logits.argmax(axis=1))
     perplexity = tally.score().perplexity
     return perplexity if math.isfinite(perplexity) else None, np.concatenate(likeliest)
+
+
+def _expert_costs(
+    folder: Path,
+    options: Sequence[tuple[int, float]],
+    pieces: Pieces,
+    runtime: dict[str, Any],
+    on_progress: OnProgress,
+) -> tuple[int, tuple[ExpertCost, ...]]:
+    """The experts that had room, and the cost of each pair of `experts` and `expert_substitution`.
+
+    The first pair is the model's own, with which the others are compared.
+    """
+    points: list[ExpertCost] = []
+    best: NDArray[np.intp] | None = None
+    in_memory = 0
+    for experts, substitution in options:
+        step = len(points)
+        on_progress(step / len(options), f"quality, {step + 1} of {len(options)}")
+        lossy = runtime | {"experts": experts, "expert_substitution": substitution}
+        with load(folder, **lossy) as model:
+            if runtime["dram_budget"] == "auto":
+                model.set_dram_budget(_half_budget(model.plan, model.config))
+            before = model.counters
+            perplexity, likeliest = _scored(model, pieces)
+            after = model.counters
+            room = min(_experts_in_all(model.config), model.plan.kept_slots)
+        in_memory, best = (room, likeliest) if best is None else (in_memory, best)
+        lookups = max(1, after.neuron_cache_lookups - before.neuron_cache_lookups)
+        points.append(
+            ExpertCost(
+                experts,
+                substitution,
+                perplexity,
+                agreement=float(np.mean(best == likeliest)),
+                hits=(after.neuron_cache_hits - before.neuron_cache_hits) / lookups,
+                substituted=(after.substituted_experts - before.substituted_experts) / lookups,
+            )
+        )
+    return in_memory, tuple(points)
+
+
+def _experts_in_all(config: ModelConfig) -> int:
+    """Number of experts of all layers."""
+    return sum(layer.experts.count for layer in config.layers if layer.experts is not None)
+
+
+def _half_budget(plan: Plan, config: ModelConfig) -> int:
+    """The smallest budget that keeps half of the experts in memory, or all that the plan's own keeps."""
+    half = min(_experts_in_all(config) // 2, plan.kept_slots)
+    budgets = range(plan.least_budget_bytes, max(plan.budget_bytes, plan.least_budget_bytes) + 1)
+    return budgets[bisect_left(budgets, half, key=lambda nbytes: plan.with_budget(nbytes).kept_slots)]

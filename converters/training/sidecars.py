@@ -70,9 +70,9 @@ def copy_bundle(bundle: Bundle, output: Path) -> None:
         for name in (*bundle.manifest.files, MANIFEST):
             link_or_copy(bundle.path / name, output / name)
         for sidecar in SIDECARS:
-            names = (sidecar.tensors, sidecar.manifest)
-            if sidecar.key not in bundle.damaged and all((bundle.path / name).is_file() for name in names):
-                for name in names:
+            names = [bundle.path / name for name in sidecar.files]
+            if sidecar.key not in bundle.damaged and all(name.is_file() for name in names):
+                for name in sidecar.files:
                     link_or_copy(bundle.path / name, output / name)
 
 

@@ -37,7 +37,7 @@ from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.native_routing import route
 from ondevice.backends.offloading import OffloadingBackend
-from ondevice.backends.routing import sigmoid
+from ondevice.backends.routing import sigmoid, substituted
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import padded
 from ondevice.errors import BackendUnavailableError
@@ -451,7 +451,11 @@ class CpuBackend(OffloadingBackend):
             dense_output, total = self.normed(total, apart.dense_output), np.zeros_like(x)
             x = self.normed(residual, apart.experts)
         logits = self.linear(x if apart is None else residual, router.matrix, apart and apart.router)
-        routing = route(logits, experts, router.choice_bias, apart and apart.scales)
+        biases = router.choice_bias, apart and apart.scales
+        routing = route(logits, experts, *biases)
+        instead = weight.neurons.substitutes(weight.index, routing)
+        if instead is not None:
+            routing = substituted(routing, logits, experts, *instead, *biases)
         # Outputs are added in the order of experts. Where few rows are wanted, they can be held until then.
         in_order = len(x) > HELD_ROWS
         forward = _native.ExpertPass(

@@ -35,12 +35,14 @@ class MlxMatrix:
 
     dtype: the type in which it is multiplied: float32, or float16 on a GPU, which then reads half as much.
     arrays: codes (N, K bits / 32) uint32, scales (N, G) and biases (N, G); at 16 bits only values (N, K), and
-    no biases where none are stored. Scales of MXFP4 are uint8.
+    no biases where none are stored. Scales of MXFP4 are uint8. spaced: whether rows lie
+    apart, in records.
     """
 
     layout: RowLayout
     dtype: mx.Dtype
     arrays: tuple[mx.array, ...]
+    spaced: bool = False
 
     def rows_product(self, x: mx.array) -> mx.array:
         """x (T, K) @ W^T: (T, N) float32."""
@@ -67,8 +69,14 @@ class MlxMatrix:
             found = x @ (self.arrays[0].T if transpose else self.arrays[0])
         else:
             affine = with_biases(self.layout, self.arrays)
+            if self.spaced and _on_cuda():  # It refuses such rows. Other devices copy them by themselves.
+                affine = tuple(map(mx.contiguous, affine))
             found = mx.quantized_matmul(x, *affine, transpose=transpose, **format_options(self.layout))
         return found.astype(mx.float32)
+
+
+def _on_cuda() -> bool:
+    return mx.default_device() == mx.gpu and not mx.metal.is_available()
 
 
 @cache
@@ -264,12 +272,12 @@ class RecordMemory:
             return mx.as_strided(array, (count, nbytes // size), (stride // size, 1), first // size)
 
         if layout.bits == 16:
-            return MlxMatrix(layout, dtype, (part(self._halves, start, layout.codes_bytes),))
+            return MlxMatrix(layout, dtype, (part(self._halves, start, layout.codes_bytes),), spaced=True)
         codes = part(self._words, start, layout.codes_bytes)
         pairs = [part(self._bytes if layout.mxfp4 else self._halves, scales, layout.scales_bytes)]
         if layout.stored.has_biases:
             pairs.append(part(self._halves, biases, layout.biases_bytes))
-        return MlxMatrix(layout, dtype, (codes, *pairs))
+        return MlxMatrix(layout, dtype, (codes, *pairs), spaced=True)
 
 
 def settle(record: Bytes, layout: ExpertLayout) -> None:

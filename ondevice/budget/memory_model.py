@@ -259,8 +259,9 @@ class MemoryModel(ABC):
         groups = hidden // GROUP_SIZE
         lanes = 0
         if not self.config.expert_layers:
-            # As where neurons are selected: groups of outputs lie 16 side by side, and tiles are listed.
-            lanes = 16 * (padded(groups, 16) - groups) + 17
+            # As where neurons are selected: groups of outputs lie 16 side by side, tiles are listed, and an
+            # expert's gates say which of its neurons fire.
+            lanes = 16 * (padded(groups, 16) - groups) + 17 + self.config.experts.neurons
         arrays = 6 if self.config.experts.apart else 4
         return arrays * hidden + 20 * self.config.experts.count + lanes
 

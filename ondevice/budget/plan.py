@@ -204,6 +204,14 @@ class Plan:
         left = self.budget_bytes - self._fixed_bytes - kv_bytes + idle
         return max(0, min(self.segment.total, left // self.segment.nbytes))
 
+    @property
+    def kept_slots(self) -> int:
+        """Slots that keep neurons or experts while decoding with a full context; 0 where there are none."""
+        if not isinstance(self.segment, SlotShape):
+            return 0
+        slots = self.segments_for(self.kv_cache_bytes, DECODE_TOKENS) * self.segment.slots
+        return max(0, slots - self.segment.reserve)
+
     def working_bytes(self, tokens: int) -> int:
         """Scratch memory that is kept for passes of `tokens` tokens.
 

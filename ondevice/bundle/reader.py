@@ -19,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.bundle.expert_costs import EXPERT_COSTS_SIDECAR, ExpertCosts, parse_expert_costs
 from ondevice.bundle.files import contained, read_range, read_whole
 from ondevice.bundle.hotness import (
     HOTNESS,
@@ -80,7 +81,7 @@ MAX_CHECKSUM_BYTES = 1 << 28
 PART_BYTES = 1 << 18
 """Bytes of a tokenizer file that `small_parts` reads at a time."""
 
-Added = TypeVar("Added", Predictors, Thresholds, MultiStreams, Hotness, TokenCounts)
+Added = TypeVar("Added", Predictors, Thresholds, MultiStreams, Hotness, TokenCounts, ExpertCosts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +169,8 @@ class Bundle:
         """Metadata of the counts of how often neurons fire; None if the bundle has none."""
         self.token_counts = self._addition(TOKEN_COUNTS_SIDECAR, self._read_token_counts)
         """Metadata of the counts of how often tokens occur; None if the bundle has none."""
+        self.expert_costs = self._addition(EXPERT_COSTS_SIDECAR, self._read_expert_costs)
+        """What lossy options of a model with experts cost; None if the bundle doesn't say."""
 
     @staticmethod
     def open(path: str | Path) -> Bundle:
@@ -422,6 +425,11 @@ class Bundle:
         parse_counted_tokens(counted, counts, self.config.vocab_size)
         self.bundle_bytes += len(data) + len(counted)
         return counts
+
+    def _read_expert_costs(self, data: bytes) -> ExpertCosts:
+        costs = parse_expert_costs(data, self.manifest)
+        self.bundle_bytes += len(data)
+        return costs
 
     def _read_counted_tokens(self, counts: TokenCounts) -> bytes:
         nbytes = token_counts_layout(counts.distinct).nbytes or 0

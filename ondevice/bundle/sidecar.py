@@ -45,8 +45,9 @@ Point = TypeVar("Point")
 class Sidecar:
     """One kind of sidecar.
 
-    key: of the content in the JSON file. manifest, tensors: names of the two files. command: makes them for a
-    {model}. unaffected: the modes that run without them.
+    key: of the content in the JSON file. manifest, tensors: names of the two files, of which a sidecar
+    without tensors has the first alone and an empty name for the other. command: makes them for a {model}.
+    unaffected: the modes that run without them.
     """
 
     key: str
@@ -55,9 +56,16 @@ class Sidecar:
     command: str
     unaffected: str
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of its files, the JSON file last."""
+        return (self.tensors, self.manifest) if self.tensors else (self.manifest,)
+
     def remedy(self, folder: Path) -> str:
         """Advice, as part of an error message, for a damaged sidecar in the bundle `folder`."""
         command = self.command.format(model=shlex.quote(str(folder)))
+        if not self.tensors:
+            return f"`{command}` makes it anew, and {self.unaffected} runs without it"
         return f"`{command}` makes both files anew, and {self.unaffected} runs without them"
 
 
@@ -94,7 +102,10 @@ def no_streams(config: ModelConfig) -> str:
 
 def check_sidecar_possible(sidecar: Sidecar, config: ModelConfig) -> None:
     """Raises BundleError for what a model can't have because of its blocks."""
-    if config.experts is not None:
+    costs_experts = sidecar.key == "expert_costs"
+    if config.experts is None and costs_experts:
+        raise BundleError(f"{sidecar.manifest} is there, but this model has no experts: delete it")
+    if config.experts is not None and not costs_experts:
         raise BundleError(f"{sidecar.manifest} is there, but {NO_SIDECARS}: delete it")
     if sidecar.key == "streams" and not config.is_plain:
         raise BundleError(f"{sidecar.manifest} is there, but {no_streams(config)}: delete it")

@@ -14,6 +14,7 @@ import numpy as np
 
 from ondevice.bundle.codes import MAX_POWER
 from ondevice.bundle.digest import CHUNK_BYTES, Crc32c, FileDigest
+from ondevice.bundle.expert_costs import EXPERT_COSTS_SIDECAR
 from ondevice.bundle.files import read_range
 from ondevice.bundle.hotness import HOTNESS, HOTNESS_SIDECAR, hotness_layout
 from ondevice.bundle.layout import (
@@ -35,7 +36,14 @@ from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR
 from ondevice.bundle.token_counts import TOKEN_COUNTS, TOKEN_COUNTS_SIDECAR, token_counts_layout
 from ondevice.errors import BundleError, reading_failed
 
-SIDECARS = (PREDICTORS_SIDECAR, THRESHOLDS_SIDECAR, HOTNESS_SIDECAR, TOKEN_COUNTS_SIDECAR, STREAMS_SIDECAR)
+SIDECARS = (
+    PREDICTORS_SIDECAR,
+    THRESHOLDS_SIDECAR,
+    HOTNESS_SIDECAR,
+    TOKEN_COUNTS_SIDECAR,
+    STREAMS_SIDECAR,
+    EXPERT_COSTS_SIDECAR,
+)
 _REMEDY = "the bundle is damaged, convert the model again"
 
 
@@ -103,7 +111,9 @@ def _unused(bundle: Bundle) -> tuple[str, ...]:
     return tuple(
         sidecar.tensors
         for sidecar in SIDECARS
-        if os.path.lexists(folder / sidecar.tensors) and not os.path.lexists(folder / sidecar.manifest)
+        if sidecar.tensors
+        and os.path.lexists(folder / sidecar.tensors)
+        and not os.path.lexists(folder / sidecar.manifest)
     )
 
 

@@ -7,12 +7,11 @@ from dataclasses import asdict
 from typing import Any
 
 from ondevice.budget.limits import context_words, verdict
-from ondevice.budget.sizes import DECODE_TOKENS, SlotShape
 from ondevice.bundle.layout import expert_bytes
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import no_streams
-from ondevice.commands.reports import fewer_experts, parts, percent, residency, size
-from ondevice.commands.training_reports import stream_facts
+from ondevice.commands.reports import lossy_lines, parts, percent, residency, size
+from ondevice.commands.training_reports import expert_cost_table, stream_facts, trained_facts
 from ondevice.model_config import ModelConfig
 from ondevice.runtime.models import (
     ALIASES,
@@ -24,7 +23,7 @@ from ondevice.runtime.models import (
 from ondevice.runtime.resolving import ResolvedModel, mode_change
 from ondevice.units import format_bytes
 
-NAMED_IF_DAMAGED = ("hotness", "token_counts")
+NAMED_IF_DAMAGED = ("hotness", "token_counts", "expert_costs")
 """Keys of sidecars that are reported only where they are damaged."""
 
 
@@ -72,6 +71,7 @@ def inspection(resolved: ResolvedModel) -> dict[str, Any]:
         "predictor_recalls": [] if found is None else [point.recall for point in found.points],
         "threshold_sparsities": [] if cuts is None else [point.sparsity for point in cuts.points],
         "experts": _expert_facts(resolved),
+        "expert_costs": None if bundle.expert_costs is None else trained_facts(bundle.expert_costs),
         "streams": None if bundle.streams is None else stream_facts(bundle.streams, bundle.config),
         "damaged": {key: error.for_command_line for key, error in bundle.damaged.items()},
         "speculation": resolved.runtime.speculation,
@@ -122,11 +122,11 @@ def _modes(bundle: Bundle) -> tuple[SparsityMode, ...]:
     return sparsity_modes(bundle.manifest.config, bundle.predictors, bundle.thresholds, bundle.damaged)
 
 
-def _expert_facts(resolved: ResolvedModel) -> dict[str, int | bool] | None:
+def _expert_facts(resolved: ResolvedModel) -> dict[str, Any] | None:
     """Numbers of experts, and the bytes that a token's take in all layers; None for a model without any.
 
     `in_memory` are kept beside a full context. `own_chosen` are those of the model itself, of which `chosen`
-    may be fewer by `--experts`; that is `lossy`.
+    may be fewer by `--experts`; that is `lossy`, as is a `substitution` other than 0.
     """
     config, plan = resolved.bundle.config, resolved.plan
     experts = config.experts
@@ -134,16 +134,14 @@ def _expert_facts(resolved: ResolvedModel) -> dict[str, int | bool] | None:
         return None
     layers = sum(layer.experts is not None for layer in config.layers)
     nbytes = expert_bytes(config, resolved.bundle.quant)
-    room = 0
-    if isinstance(plan.segment, SlotShape):
-        slots = plan.segments_for(plan.kv_cache_bytes, DECODE_TOKENS) * plan.segment.slots
-        room = min(layers * experts.count, max(0, slots - plan.segment.reserve))
+    room = min(layers * experts.count, plan.kept_slots)
     return {
         "layers": layers,
         "count": experts.count,
         "chosen": experts.chosen,
         "own_chosen": resolved.own_experts or experts.chosen,
-        "lossy": resolved.own_experts > 0,
+        "substitution": resolved.runtime.expert_substitution,
+        "lossy": resolved.own_experts > 0 or resolved.runtime.expert_substitution > 0,
         "expert_bytes": nbytes,
         "cycle_bytes": layers * experts.chosen * nbytes,
         "in_memory": room if resolved.runtime.backend != "reference" else layers * experts.count,
@@ -162,8 +160,9 @@ def _expert_lines(resolved: ResolvedModel) -> list[str]:
         f"{found['in_memory']} of {total}"
     )
     below = "less than a token's cycle: most are read for each token"
-    own = resolved.own_experts
-    lossy = [fewer_experts(found["chosen"], own)] if own else []
+    lossy, costs = lossy_lines(resolved.runtime, resolved.own_experts), resolved.bundle.expert_costs
+    if costs is not None:
+        lossy += [f"  {row}" for row in expert_cost_table(costs).splitlines()]
     return [line if found["in_memory"] >= cycle else f"{line}, {below}", *lossy]
 
 

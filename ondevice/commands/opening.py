@@ -37,8 +37,8 @@ def loaded_model(resolved: ResolvedModel) -> Iterator[Model]:
 
     resolved.require_fit()
     say(f"{resolved.bundle.name}: {reports.plan_summary(resolved.plan)}")
-    if resolved.own_experts:
-        say(reports.fewer_experts(resolved.runtime.experts, resolved.own_experts))
+    for line in reports.lossy_lines(resolved.runtime, resolved.own_experts):
+        say(line)
     with api.Model(resolved) as loaded:
         yield loaded
 

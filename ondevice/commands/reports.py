@@ -7,6 +7,7 @@ import re
 from ondevice.budget.limits import context_words
 from ondevice.budget.plan import Plan
 from ondevice.budget.sizes import DECODE_TOKENS
+from ondevice.config import RuntimeConfig
 from ondevice.runtime.budget_watch import MemoryPressure
 from ondevice.stats import GenerationStats
 from ondevice.units import format_bytes
@@ -26,6 +27,20 @@ def plan_summary(plan: Plan) -> str:
 def fewer_experts(chosen: int, own: int) -> str:
     """What `--experts` does to the text, in one line."""
     return f"lossy: {chosen} of the model's own {own} experts a token (--experts); not the text of all"
+
+
+def substitution(within: float) -> str:
+    """What `--expert-substitution` does to the text, in one line."""
+    return (
+        f"lossy: an expert in memory takes the place of a missing one that scores up to {within:g} standard "
+        "deviations higher (--expert-substitution); the text depends on what is in memory"
+    )
+
+
+def lossy_lines(runtime: RuntimeConfig, own: int) -> list[str]:
+    """What the options do to the text of a model with experts. own: the model's own number, or 0."""
+    lines = [fewer_experts(runtime.experts, own)] if own else []
+    return [*lines, substitution(runtime.expert_substitution)] if runtime.expert_substitution else lines
 
 
 def pressure_summary(found: MemoryPressure) -> str:
@@ -95,14 +110,17 @@ def stats_line(stats: GenerationStats, plan: Plan) -> str:
         if stats.synchronisations
         else ""
     )
+    lossy = f"; lossy: --experts {stats.experts}" if stats.experts else ""
+    if stats.expert_substitution:
+        within, count = stats.expert_substitution, stats.substituted_experts
+        lossy += f"; lossy: --expert-substitution {within:g}, {count} experts substituted"
     return (
         f"{stats.generated_tokens} tokens, {stats.decode_tokens_per_second:.1f} tokens/s; "
         f"prompt {stats.prompt_tokens} tokens, {stats.prefill_tokens_per_second:.1f} tokens/s; "
         f"first token {stats.time_to_first_token_seconds:.2f} s; "
         f"peak {format_bytes(stats.peak_memory_bytes)}; flash {read(stats.flash_bytes_read)}{filling}, "
         f"read in {stats.flash_read_seconds:.2f} s with {stats.flash_cpu_seconds:.2f} s of CPU; "
-        f"cache hits {100.0 * stats.neuron_cache_hit_rate:.0f} %{prefetched}{waits}"
-        f"{f'; lossy: --experts {stats.experts}' if stats.experts else ''}"
+        f"cache hits {100.0 * stats.neuron_cache_hit_rate:.0f} %{prefetched}{waits}{lossy}"
         f"{'' if stats.seed is None else f'; seed {stats.seed}'}"
     )
 

@@ -35,7 +35,7 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
             required=True,
             metavar="FILE|-",
             shell_complete=complete_path,
-            help="The text to learn from.",
+            help="The text to learn from, or to measure on.",
         ),
         option(
             "--output",
@@ -127,6 +127,30 @@ def thresholds(
             model, content, output=output, tokens=tokens, dram_budget=dram_budget, on_progress=show
         )
     print_result(as_json, reports.trained_facts(found), reports.threshold_table(found))
+
+
+@train.command()
+@training_options
+@measuring_options
+def experts(
+    model: str | None, text: str, output: Path | None, tokens: int, as_json: bool, dram_budget: str
+) -> None:
+    """Measure what --experts and --expert-substitution cost, for models with experts.
+
+    Nothing is trained. Perplexity is measured token by token, as decoding goes, on pieces spread over the
+    text: with the model's own experts, with fewer, and with substitutes of several distances. With a budget
+    of auto, half of the experts have room. The figures join the bundle, and `inspect` prints them.
+    """
+    from ondevice import training
+    from ondevice.commands import training_reports as reports
+
+    content = TextParts(text)
+    take_interrupts()
+    with progress() as show:
+        found = training.train_experts(
+            model, content, output=output, tokens=tokens, dram_budget=dram_budget, on_progress=show
+        )
+    print_result(as_json, reports.trained_facts(found), reports.expert_cost_table(found))
 
 
 @train.command()

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from statistics import mean
 from typing import Any
 
+from ondevice.bundle.expert_costs import ExpertCost, ExpertCosts
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.streams import MultiStreams, medusa_parameters
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
@@ -13,8 +14,8 @@ from ondevice.commands.reports import percent, short
 from ondevice.model_config import ModelConfig
 
 
-def trained_facts(found: Predictors | Thresholds | MultiStreams) -> dict[str, Any]:
-    """The object that `train predictors --json` and `train thresholds --json` print."""
+def trained_facts(found: Predictors | Thresholds | MultiStreams | ExpertCosts) -> dict[str, Any]:
+    """The object that `train predictors`, `train thresholds` and `train experts` print with `--json`."""
     shown = asdict(found)
     return {key: value for key, value in shown.items() if key not in ("model", "sha256", "crcs")}
 
@@ -51,6 +52,35 @@ def threshold_table(found: Thresholds) -> str:
     dense = "" if found.perplexity is None else f"{found.perplexity:.3f}"
     lines.append(f"{'dense':<10}{'0 %':<37}{dense}")
     return "\n".join(lines)
+
+
+def expert_cost_table(found: ExpertCosts) -> str:
+    """`train experts` for people: per choice of options, the quality and what was in memory.
+
+    `costs` is what perplexity has gained over that with the model's own options.
+    """
+    lines = [
+        f"lossy options, measured token by token on {found.measured_tokens} tokens, with room for "
+        f"{found.in_memory} experts:",
+        f"{'':<28}perplexity     costs  agrees   in memory  substituted",
+    ]
+    for point in found.points:
+        name = f"--expert-substitution {point.substitution:g}" if point.substitution else "--experts"
+        if not point.substitution:
+            name = f"{name} {point.experts}" if point is not found.own else f"the model's own {point.experts}"
+        shares = f"{percent(point.agreement):<9}{percent(point.hits):<11}{percent(point.substituted)}"
+        lines.append(f"{name:<28}{_perplexity(point, found.own):<20}  {shares}")
+    return "\n".join(lines)
+
+
+def _perplexity(point: ExpertCost, own: ExpertCost) -> str:
+    """Perplexity, and what it has gained over that of the model's own options."""
+    if point.perplexity is None:
+        return "not finite"
+    shown = f"{point.perplexity:<10.3f}"
+    if point is own or not own.perplexity:
+        return shown
+    return f"{shown}{100 * (point.perplexity / own.perplexity - 1):+8.2f} %"
 
 
 def stream_facts(found: MultiStreams, config: ModelConfig) -> dict[str, Any]:

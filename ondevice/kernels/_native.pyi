@@ -228,6 +228,40 @@ class Expert:
     def forward(self, runner: Runner, x: Float32, address: int, form: GateForm, out: Float32) -> None:
         """out (T, hidden) = the output, for x (T, hidden), of the expert whose record is at `address`."""
 
+class ReuseScores:
+    """What `sparsity.expert_reuse.ExpertReuse` computes for a layer. ahead: its AHEAD_WEIGHTS."""
+
+    def __init__(
+        self,
+        experts: int,
+        chosen: int,
+        remembered: int,
+        similar: int,
+        slow_decay: float,
+        fast_decay: float,
+        fast_weight: float,
+        fade: float,
+        sharpness: float,
+        ahead: Sequence[float],
+    ) -> None: ...
+    def observe(
+        self,
+        gates: Float32,
+        slow: Float32,
+        fast: Float32,
+        scores: Float32,
+        past: Int32,
+        seen: int,
+        alike: Float32,
+    ) -> int:
+        """Learn from gates (T, E): slow, fast and scores (E,), past (k, W) and alike (W,) change in place.
+
+        seen: tokens that the layer remembers. Returns how many it remembers now.
+        """
+
+def worth_least(slots: Int32, worth: Float32, first: int, keep: Int32, count: int) -> list[int]:
+    """The `count` neurons of (N,) worth least that have a slot. Those `keep` behind `first` stay."""
+
 class Router:
     """What a router chooses by: the fields of an ExpertsSpec, scoring as its index in `Scoring`."""
 

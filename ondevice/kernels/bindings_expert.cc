@@ -1,9 +1,12 @@
 #include <algorithm>
 #include <utility>
 
+#include <nanobind/stl/vector.h>
+
 #include "bindings.h"
 #include "expert.h"
 #include "expert_pass.h"
+#include "expert_reuse.h"
 #include "feed_forward.h"
 #include "matrix.h"
 #include "routing.h"
@@ -122,6 +125,37 @@ void add(ExpertPass& pass, int32_t expert, uint64_t address) {
   pass.add(expert, reinterpret_cast<const uint8_t*>(address));
 }
 
+using Floats = CArray<float, 1>;
+
+void make_scores(ReuseScores* self, int64_t experts, int64_t chosen, int64_t remembered, int64_t similar,
+                 float slow_decay, float fast_decay, float fast_weight, float fade, float sharpness,
+                 std::vector<float> ahead) {
+  require(chosen > 0 && chosen <= experts && remembered > 1 && similar > 0, "experts are chosen and remembered");
+  new (self) ReuseScores({experts, chosen, remembered, similar, slow_decay, fast_decay, fast_weight, fade,
+                          sharpness, std::move(ahead)});
+}
+
+int64_t observe(ReuseScores& scores, const CArray<const float, 2>& gates, const Floats& slow,
+                const Floats& fast, const Floats& total, const CArray<int32_t, 2>& past, int64_t seen,
+                const Floats& alike) {
+  const ReuseForm& form = scores.form();
+  require(static_cast<int64_t>(gates.shape(1)) == form.experts, "gates are (T, experts)");
+  for (const Floats* values : {&slow, &fast, &total})
+    require(static_cast<int64_t>(values->shape(0)) == form.experts, "scores are (experts,)");
+  require(static_cast<int64_t>(past.shape(0)) == form.chosen &&
+              static_cast<int64_t>(past.shape(1)) == form.remembered &&
+              static_cast<int64_t>(alike.shape(0)) == form.remembered && seen >= 0 && seen <= form.remembered,
+          "a history is (chosen, remembered)");
+  return scores.observe(gates.data(), gates.shape(0), {slow.data(), fast.data(), total.data(), past.data(), seen},
+                        alike.data());
+}
+
+std::vector<int32_t> least(const CArray<const int32_t, 1>& slots, const CArray<const float, 1>& worth,
+                           int64_t first, const CArray<const int32_t, 1>& keep, int64_t count) {
+  require(slots.shape(0) == worth.shape(0), "slots and worth are (N,)");
+  return worth_least(slots.data(), worth.data(), slots.shape(0), first, keep.data(), keep.shape(0), count);
+}
+
 using Bytes2 = CArray<const uint8_t, 2>;
 
 void tile_rows(Runner& runner, const FormatArg& stored, const Bytes2& codes, const Bytes2& scales,
@@ -164,6 +198,14 @@ void bind_expert(nb::module_& m) {
            })
       .def("route", &route, nb::arg("logits"), nb::arg("choice_bias").none(), nb::arg("scales").none(),
            nb::arg("ids"), nb::arg("weights"));
+  nb::class_<ReuseScores>(m, "ReuseScores")
+      .def("__init__", &make_scores, nb::arg("experts"), nb::arg("chosen"), nb::arg("remembered"),
+           nb::arg("similar"), nb::arg("slow_decay"), nb::arg("fast_decay"), nb::arg("fast_weight"),
+           nb::arg("fade"), nb::arg("sharpness"), nb::arg("ahead"))
+      .def("observe", &observe, nb::arg("gates"), nb::arg("slow"), nb::arg("fast"), nb::arg("scores"),
+           nb::arg("past"), nb::arg("seen"), nb::arg("alike"));
+  m.def("worth_least", &least, nb::arg("slots"), nb::arg("worth"), nb::arg("first"), nb::arg("keep"),
+        nb::arg("count"));
   // What a pass points into has to stay: the runner, the layer, x, and the total. It copies what was chosen.
   nb::class_<ExpertPass>(m, "ExpertPass")
       .def("__init__", &begin, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),

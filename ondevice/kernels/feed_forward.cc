@@ -168,16 +168,24 @@ void FeedForward::forward_records(Runner& runner, const uint8_t* records, int64_
   std::vector<const uint8_t*>& parts = scratch.selected_parts;
   ids.resize(static_cast<size_t>(count));
   parts.resize(static_cast<size_t>(count));
-  scratch.scores.grow(static_cast<size_t>(count) * sizeof(float));
-  float* ones = scratch.scores.as<float>();
+  const bool sparse = form.makes_zeros();
+  scratch.scores.grow(static_cast<size_t>((sparse ? tokens : 1) * count) * sizeof(float));
+  float* scores = scratch.scores.as<float>();
   for (int64_t k = 0; k < count; ++k) {
     ids[k] = static_cast<int32_t>(k);
     parts[k] = records + k * record_.stride;
-    ones[k] = 1.0f;
+    scores[k] = 1.0f;
   }
   FeedForwardPass pass(runner, *this, runner.prepare(x, x_stride, tokens, hidden_, format_), form);
-  // All tokens have one row of scores.
-  pass.add_selected({ids.data(), parts.data(), count, true, ones, 0});
+  if (sparse) {
+    pass.gates_of(parts.data(), count, scores);
+    const int64_t firing = select(scores, tokens, count, form.threshold, ids.data());
+    for (int64_t k = 0; k < firing; ++k) parts[k] = records + ids[k] * record_.stride + record_.up;
+    pass.add_selected({ids.data(), parts.data(), firing, false, scores, count});
+  } else {
+    // All tokens have one row of scores.
+    pass.add_selected({ids.data(), parts.data(), count, true, scores, 0});
+  }
   pass.finish(out);
 }
 

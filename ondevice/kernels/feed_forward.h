@@ -84,7 +84,8 @@ class FeedForward {
   int64_t forward_selected(Runner& runner, const Scorer& scorer, const ResidentRecords& resident,
                            const float* x, int64_t x_stride, int64_t tokens, const GateForm& form, float* out,
                            const Norm& norm, const float* added) const;
-  // A forward pass over `count` neurons alone, whose whole records follow each other: an expert.
+  // A forward pass over `count` neurons alone, whose whole records follow each other: an expert. Where the
+  // activation makes zeros, nothing but the gate is multiplied of a neuron that fires for no token.
   void forward_records(Runner& runner, const uint8_t* records, int64_t count, const float* x,
                        int64_t x_stride, int64_t tokens, const GateForm& form, float* out) const;
 

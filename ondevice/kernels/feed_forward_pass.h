@@ -52,6 +52,8 @@ class FeedForwardPass {
   // neurons, in the place of those that their gate rows give.
   void add(const std::vector<const Segment*>& segments, int64_t tokens, const GivenGates& gates = {});
   void add_selected(const SelectedNeurons& neurons);
+  // gates (T, count) of the neurons whose whole records are given, without biases.
+  void gates_of(const uint8_t* const* records, int64_t count, float* gates);
   // out (T, hidden) = the sums + added. added may be null or out.
   void finish(float* out, const float* added = nullptr);
 

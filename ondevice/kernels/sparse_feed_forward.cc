@@ -225,6 +225,31 @@ void FeedForwardPass::selected_hidden(const SelectedNeurons& neurons, int64_t h_
   });
 }
 
+void FeedForwardPass::gates_of(const uint8_t* const* records, int64_t count, float* gates) {
+  const int64_t values = x_.tokens * kTile, threads = runner_.pool().threads();
+  const int64_t tile_bytes = layer_.bits() == 16 ? 0 : layer_.groups() * tile_group_bytes(layer_.format());
+  uint8_t* scratch = reinterpret_cast<uint8_t*>(runner_.scratch(tile_bytes / 4));
+  scratch_.gate_up.grow(static_cast<size_t>(threads * values) * sizeof(float));
+  const auto rows_of = [&](int64_t tile, const uint8_t** rows) {
+    // The last tile's free lanes repeat a row.
+    for (int64_t r = 0; r < kTile; ++r)
+      rows[r] = records[std::min(tile * kTile + r, count - 1)] + layer_.record().gate;
+  };
+  runner_.pool().parallel_for(padded_to_tile(count) / kTile, 2, [&](int64_t begin, int64_t end, int thread) {
+    float* found = scratch_.gate_up.as<float>() + thread * values;
+    const uint8_t* rows[2][kTile];
+    rows_of(begin, rows[begin % 2]);
+    for (int64_t i = begin; i < end; ++i) {
+      const uint8_t** next = nullptr;
+      if (i + 1 < end) rows_of(i + 1, next = rows[(i + 1) % 2]);
+      gathered_products(rows[i % 2], next, 0, x_.tokens, scratch + thread * tile_bytes, found);
+      const int64_t lanes = std::min(kTile, count - i * kTile);
+      for (int64_t t = 0; t < x_.tokens; ++t)
+        std::copy_n(found + t * kTile, lanes, gates + t * count + i * kTile);
+    }
+  });
+}
+
 // Products of 16 rows with tokens from t0 on -> (tokens, 16). `next`, if not null: 16 rows to prefetch into
 // the cache.
 void FeedForwardPass::gathered_products(const uint8_t* const* rows, const uint8_t* const* next, int64_t t0,

@@ -103,7 +103,10 @@ class Engine:
         self.kernel_target = self._backend.target
         """The target that multiplies: an instruction set, `mlx-gpu`, `mlx-cpu` or `numpy`."""
         transformer = _load_transformer(resolved, self._reader, self._backend, cancelled)
-        self._neurons = open_neuron_memory(bundle, plan, self._backend, self._reader, costs, fetch)
+        substitution = runtime.expert_substitution
+        self._neurons = open_neuron_memory(
+            bundle, plan, self._backend, self._reader, costs, fetch, substitution
+        )
         self._parts.callback(self._neurons.close)
         self._quota = NeuronQuota(self._neurons, self._backend, plan, fetch.keep)
         self._quota.keep_to(plan, plan.kv_block_bytes)
@@ -116,6 +119,8 @@ class Engine:
             frozenset(bundle.manifest.tokenizer.eos_ids),
             max_context=plan.max_context,
             prefill_chunk=runtime.prefill_chunk,
+            # Only passes over one token substitute, and scoring measures what decoding does.
+            scoring_chunk=1 if substitution else runtime.prefill_chunk,
             counters=self.counters,
             before_pass=self._before_pass,
             labels=GenerationStats(
@@ -124,6 +129,7 @@ class Engine:
                 speculation=runtime.speculation,
                 io=self.io,
                 experts=runtime.experts,
+                expert_substitution=substitution,
             ),
         )
         self._parts.callback(self._forget_model)
@@ -156,6 +162,7 @@ class Engine:
             neuron_cache_lookups=neurons.lookups,
             prefetched_used=neurons.prefetching.used,
             prefetch_wasted_bytes=neurons.prefetching.wasted_bytes,
+            substituted_experts=neurons.substituted,
             synchronisations=backend.synchronisations,
             synchronised_seconds=backend.synchronised_seconds,
             peak_memory_bytes=process_memory().peak_bytes,

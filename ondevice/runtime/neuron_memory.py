@@ -58,6 +58,11 @@ class NeuronMemory(Protocol):
     @property
     def prefetching(self) -> PrefetchQuality: ...
 
+    @property
+    def substituted(self) -> int:
+        """Chosen experts whose place others took."""
+        ...
+
     def resize(self, quota: Sequence[int]) -> None:
         """Keep to a quota of segments, divided as the plan's shape divides it."""
         ...
@@ -74,7 +79,7 @@ class NeuronMemory(Protocol):
 class NoNeuronMemory:
     """The neuron memory of a backend that holds every neuron itself, and of a closed model."""
 
-    nbytes = filled_bytes = lookups = hits = 0
+    nbytes = filled_bytes = lookups = hits = substituted = 0
     times = PassTimes()
     prefetching = PrefetchQuality()
 
@@ -95,6 +100,7 @@ def open_neuron_memory(
     reader: FlashReader,
     costs: CostModel,
     options: FetchOptions,
+    substitution: float = 0.0,
 ) -> NeuronMemory:
     """Make the neuron memory of a model by its plan. It has no segments yet.
 
@@ -105,6 +111,7 @@ def open_neuron_memory(
         reader: Reads the bundle's files.
         costs: The costs of that reader's reads.
         options: How selected neurons are kept and read.
+        substitution: `RuntimeConfig.expert_substitution`.
     """
     config, segment, buffers, layers = bundle.config, plan.segment, plan.buffers, backend.feed_forwards
     if not layers:
@@ -121,6 +128,7 @@ def open_neuron_memory(
             segment.reserve,
             options.keep,
             options.prefetch and backend.name == "cpu",
+            substitution,
         )
         if backend.name == "mlx":
             return WholeExperts(fetcher, layers, segment.least, segment.total)

@@ -35,6 +35,7 @@ def damage_warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
         "hotness": runtime.sparsity != "dense",
         "streams": runtime.speculation == "auto",
         "token_counts": False,
+        "expert_costs": False,
     }
     return tuple(error.for_command_line for key, error in bundle.damaged.items() if may_use[key])
 
@@ -47,7 +48,7 @@ def settled_speculation(runtime: RuntimeConfig, rows: RowInvariance) -> Speculat
     """
     if runtime.speculation != "auto":
         return runtime.speculation
-    if rows.widths.nodes < 2:
+    if rows.widths.nodes < 2 or runtime.expert_substitution:
         return "off"
     return "model" if runtime.draft_model else "auto"
 

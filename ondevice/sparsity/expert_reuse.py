@@ -15,22 +15,23 @@ from collections.abc import Sequence
 import numpy as np
 
 from ondevice.backends.base import Float32
-from ondevice.sparsity.policies import decayed_mean, fires, known_frequencies
+from ondevice.kernels import _native
+from ondevice.sparsity.policies import known_frequencies
 
 SLOW_DECAY = 0.95
 """Decay per token of the share of tokens that chose an expert."""
 FAST_DECAY = 0.5
 """Decay per token of the same over the last few tokens."""
-FAST_WEIGHT = np.float32(0.5)
+FAST_WEIGHT = 0.5
 REMEMBERED_TOKENS = 256
 """W. The longer, the better the forecast: 64 cost up to 0.6 points of hits, 32 up to 1.6."""
 SIMILAR_TOKENS = 16
 """Past tokens that the forecast is made from."""
 TOKEN_DECAY = 0.02
 """What a layer's likeness still counts one token later: most is told by the dozen layers before."""
-SHARPNESS = np.float32(10)
+SHARPNESS = 10.0
 """A past token whose path is like the newest in all chosen experts weighs e^10 as much as one in none."""
-AHEAD_WEIGHTS = tuple(np.float32(0.5**turn) for turn in range(4))
+AHEAD_WEIGHTS = tuple(0.5**turn for turn in range(4))
 """What the next turns after a past token count."""
 
 
@@ -47,7 +48,19 @@ class ExpertReuse:
     def __init__(
         self, layers: int, experts: int, chosen: int, frequencies: Sequence[Float32] | None = None
     ) -> None:
-        self._chosen = chosen
+        fade = TOKEN_DECAY ** (1 / layers)
+        self._native = _native.ReuseScores(
+            experts,
+            chosen,
+            REMEMBERED_TOKENS,
+            SIMILAR_TOKENS,
+            SLOW_DECAY,
+            FAST_DECAY,
+            FAST_WEIGHT,
+            fade,
+            SHARPNESS,
+            AHEAD_WEIGHTS,
+        )
         self._slow = np.stack(known_frequencies([experts] * layers, frequencies))
         self._fast = np.zeros((layers, experts), dtype=np.float32)
         self._scores = self._slow.copy()
@@ -57,28 +70,22 @@ class ExpertReuse:
         """Tokens of each layer that are remembered."""
         self._alike = np.zeros(REMEMBERED_TOKENS, dtype=np.float32)
         """By n: how like the newest token's path that of the n-th token before it is, from 0 to 1."""
-        self._fade = np.float32(TOKEN_DECAY ** (1 / layers))
         turns = np.arange(layers, dtype=np.float32) + 1
         self._nearness = np.sqrt(layers / turns)
         """By the number of layers until a layer's turn, less one: what a slot until then is worth."""
 
     def observe(self, layer: int, gates: Float32) -> None:
         """Learn from gates (T, E), above 0 for the chosen, of the tokens after those seen so far."""
-        gates = gates[fires(gates).any(axis=1)]
-        if not len(gates):
-            return
-        ids = np.argpartition(-gates, self._chosen - 1, axis=1)[:, : self._chosen].astype(np.int32)
-        used = np.zeros(gates.shape, dtype=np.float32)
-        used[np.arange(len(ids))[:, None], ids] = 1
-        decayed_mean(self._slow[layer], SLOW_DECAY, used)
-        decayed_mean(self._fast[layer], FAST_DECAY, used)
-        new, past = min(len(ids), REMEMBERED_TOKENS), self._past[layer]
-        past[:, new:] = past[:, : REMEMBERED_TOKENS - new].copy()
-        past[:, :new] = ids[: -new - 1 : -1].T
-        self._seen[layer] = min(self._seen[layer] + new, REMEMBERED_TOKENS)
-        self._scores[layer] = self._slow[layer] + FAST_WEIGHT * self._fast[layer]
-        if self._seen[layer] > 1:
-            self._scores[layer] += self._forecast(layer, used[-1])
+        # In one native call: between layers, numpy's many small ones find nothing in the processor's caches.
+        self._seen[layer] = self._native.observe(
+            np.ascontiguousarray(gates),
+            self._slow[layer],
+            self._fast[layer],
+            self._scores[layer],
+            self._past[layer],
+            self._seen[layer],
+            self._alike,
+        )
 
     def scores(self, layer: int) -> Float32:
         """(E,) scores: the higher, the likelier to be chosen in the next turns."""
@@ -94,28 +101,6 @@ class ExpertReuse:
 
     def fit(self, slots: int) -> None:
         """Scores don't depend on the number of slots."""
-
-    def _forecast(self, layer: int, used: Float32) -> Float32:
-        """(E,) what the layer chose after the tokens most like the newest, which chose `used` (E,)."""
-        count = self._seen[layer]
-        past = self._past[layer, :, :count]
-        self._alike *= self._fade
-        alike = self._alike[1:count]
-        alike += (1 - self._fade) / self._chosen * used[past[:, 1:]].sum(axis=0)
-        best = np.arange(len(alike))
-        if len(alike) > SIMILAR_TOKENS:
-            best = np.argpartition(alike, -SIMILAR_TOKENS)[-SIMILAR_TOKENS:]
-        weights = np.exp(SHARPNESS * (alike[best] - alike[best].max()))
-        follows = np.zeros(count + len(AHEAD_WEIGHTS), dtype=np.float32)
-        """By n: weight of what the n-th token before the newest chose, as it comes after a token like it."""
-        follows[best] = weights / weights.sum()
-        worth = AHEAD_WEIGHTS[0] * follows[:count]
-        for turn, weight in enumerate(AHEAD_WEIGHTS[1:], 1):
-            worth += weight * follows[turn : turn + count]
-        told = np.flatnonzero(worth)
-        chosen = past[:, told]
-        found = np.bincount(chosen.ravel(), np.tile(worth[told], self._chosen), minlength=len(used))
-        return found.astype(np.float32)
 
 
 def history_bytes(chosen: int) -> int:

@@ -18,7 +18,7 @@ from ondevice.backends.base import Bytes, Int32
 from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.backends.neuron_source import Segment
+from ondevice.backends.neuron_source import Segment, Substitutes
 from ondevice.backends.routing import Routing
 from ondevice.errors import OndeviceError
 from ondevice.flash.reader import FlashReader
@@ -43,6 +43,9 @@ class ExpertFetcher(CachedSource):
         most: most experts that are read at once: slots that are kept free for them.
         keep: whether experts may stay after the pass that read them.
         prefetch: whether to begin to read the next layer's experts before they are known.
+        substitution: where a pass has one token, the most by which a missing expert's score may exceed that
+            of one in memory that takes its place, in standard deviations; 0 for no substitution. With it
+            nothing is prefetched, as what has arrived by then would depend on the device's speed.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class ExpertFetcher(CachedSource):
         most: int,
         keep: bool = True,
         prefetch: bool = True,
+        substitution: float = 0.0,
     ) -> None:
         found = {layer: spec for layer, spec in enumerate(experts) if spec is not None}
         self._turns = {layer: turn for turn, layer in enumerate(found)}
@@ -69,8 +73,12 @@ class ExpertFetcher(CachedSource):
         self._reads = _native.RangeReads(reader.native)
         # One slot is always left for an expert that a pass waits for.
         self._prefetcher = ExpertPrefetcher(self._reads, cache, self._read_ahead, most - 1)
-        self._prefetches = prefetch
+        self._prefetches = prefetch and not substitution
         self._prefetched_hits = 0
+        self._within = substitution
+        self._substitutes = False
+        """Whether experts in memory may take the place of missing ones in this pass."""
+        self._all = np.arange(count, dtype=np.int32)
         self._draft_gates: NDArray[np.float16] = np.zeros((0, 0, 0), dtype=np.float16)
         """(turns, draft tokens, E) gates of the last pass's draft tokens, in the order of its batch."""
         super().__init__(layers, cache)
@@ -105,6 +113,7 @@ class ExpertFetcher(CachedSource):
             shape = len(self._turns), batch.draft_rows, self._experts.count
             self._draft_gates = np.zeros(shape, dtype=np.float16)
         self._since = time.perf_counter()
+        self._substitutes = self._within > 0.0 and len(batch.tokens) == 1
         self._prefetcher.next_pass(len(batch.tokens))
         self._cache.divide(len(batch.tokens))
         self._managed += self._lap()
@@ -127,6 +136,14 @@ class ExpertFetcher(CachedSource):
         """No neurons: those that aren't an expert's stay in memory."""
         return ()
 
+    def substitutes(self, layer: int, routing: Routing) -> Substitutes | None:
+        if not self._substitutes:
+            return None
+        turn, ids = self._turns[layer], routing.experts
+        if len(self._cache.held(turn, ids)) == len(ids):
+            return None
+        return Substitutes(self._cache.held(turn, self._all), self._within)
+
     def experts(
         self, layer: int, routing: Routing, batch: ForwardBatch, in_order: bool
     ) -> Iterator[tuple[int, int]]:
@@ -136,6 +153,8 @@ class ExpertFetcher(CachedSource):
         cache, turn = self._cache, self._turns[layer]
         if not cache.holds_all:
             self._observe(turn, routing, batch)
+        if routing.own_ids is not None:
+            self.substituted += len(np.setdiff1d(routing.own_ids, routing.ids))
         ids, arrived = routing.experts, False
         under_way: dict[int, tuple[int, int]] = {}
         try:

@@ -16,6 +16,8 @@ from ondevice.kernels import _native
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import Policy
 
+_NO_IDS: Int32 = np.zeros(0, dtype=np.int32)
+
 
 class PoolPolicy(Policy, Protocol):
     """A policy whose scores can be compared across layers."""
@@ -49,13 +51,10 @@ class PooledCache(NeuronCache):
         over = -self._spare
         if over <= 0:
             return
-        held = self._slots >= 0
-        if keep is not None:
-            held[self._first[layer] + keep] = False
-        gone = np.flatnonzero(held)
-        if over < len(gone):
-            worth = self._pool_policy.pool_scores(layer)[gone]
-            gone = gone[np.argpartition(worth, over)[:over]]
+        worth, kept = self._pool_policy.pool_scores(layer), _NO_IDS if keep is None else keep
+        gone = np.array(
+            _native.worth_least(self._slots, worth, self._first[layer], kept, over), dtype=np.int32
+        )
         freed = self._slots[gone]
         self._slots[gone] = -1
         self._owner[freed] = -1

@@ -36,6 +36,8 @@ CONTRACT = [
     "synchronisations",
     "synchronised_seconds",
     "experts",
+    "expert_substitution",
+    "substituted_experts",
     "drafting",
 ]
 

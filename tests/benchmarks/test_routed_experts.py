@@ -21,7 +21,14 @@ from tests.benchmarks.lib import expert_cases as cases
 from tests.benchmarks.lib.direct_reads import direct_read_rate
 from tests.benchmarks.lib.expert_trace import RoutingTrace
 from tests.benchmarks.lib.ondevice_bundle import convert_command
-from tests.benchmarks.lib.routed_experts import RoutedShape, routed_gguf, routed_steps, router, step_rows
+from tests.benchmarks.lib.routed_experts import (
+    RoutedShape,
+    joined_layers,
+    routed_gguf,
+    routed_steps,
+    router,
+    step_rows,
+)
 from tests.benchmarks.lib.run_chosen_experts import ours
 from tests.benchmarks.lib.virtual_hub import REPOSITORY, serving
 
@@ -36,6 +43,13 @@ def random_steps(seed: int) -> Int32:
     random = np.random.default_rng(seed)
     steps = [[random.permutation(SHAPE.experts)[:3] for _ in range(SHAPE.layers)] for _ in range(SHAPE.steps)]
     return np.array(steps, dtype=np.int32)
+
+
+def test_layers_of_a_trace_join_into_one() -> None:
+    shape = replace(SHAPE, layers=2, experts=4, joined=2)
+    chosen = np.array([[[0, 5], [2, 3], [4, 6]]], dtype=np.int32)
+    # Of layers 0 and 2: 0, 1, and 0 again, which is 2 as 1 is taken, and 2, which is 3. Of 1 and 0: all four.
+    assert joined_layers(chosen, shape).tolist() == [[[0, 1, 2, 3], [2, 3, 0, 1]]]
 
 
 def test_greedy_text_and_routers_follow_the_trace(tmp_path: Path) -> None:

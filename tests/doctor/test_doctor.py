@@ -228,15 +228,27 @@ def test_an_mlx_that_does_not_work_fails(monkeypatch: pytest.MonkeyPatch, core: 
     assert "\n" not in check.value
 
 
-def test_an_mlx_that_adds_wrongly_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def mlx_on_a_gpu(monkeypatch: pytest.MonkeyPatch, total: int, system: str) -> Check:
+    """The check of an MLX that adds up to `total`."""
     core = SimpleNamespace(
         __version__="1", gpu=1, default_device=lambda: SimpleNamespace(type=1),
-        arange=range, sum=lambda numbers: SimpleNamespace(item=lambda: 4951),
+        arange=range, sum=lambda numbers: SimpleNamespace(item=lambda: total),
     )  # fmt: skip
     monkeypatch.setattr(machine.util, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "mlx.core", core)
-    check = machine.mlx()
+    return machine.mlx(system)
+
+
+def test_an_mlx_that_adds_wrongly_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = mlx_on_a_gpu(monkeypatch, 4951, "darwin")
     assert (check.status, check.value) == ("failed", "the GPU adds 0 to 99 up to 4951, not 4950")
+
+
+def test_mlx_on_cuda_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mlx_on_a_gpu(monkeypatch, 4950, "darwin").status == "ok"
+    check = mlx_on_a_gpu(monkeypatch, 4950, "linux")
+    assert check.status == "warning"
+    assert "--backend cpu" in check.remedy
 
 
 def test_metal_takes_its_library_and_a_gpu(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ SIDECARS = {
     "streams.json": "streams",
     "hotness.json": "hotness",
     "token_counts.json": "token_counts",
+    "expert_costs.json": "expert_costs",
 }
 """The key of each one's content."""
 CRC_BLOCK = 1 << 20

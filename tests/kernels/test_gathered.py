@@ -108,6 +108,14 @@ class Layer:
         forward.finish(out)
         return out
 
+    def alone(self, runner: _native.Runner, x: Float32, activation: GateForm) -> Float32:
+        """The same as an expert, from records of which nothing but the gate row is a number if none fires."""
+        records, out = self.records.copy(), np.full(x.shape, np.nan, dtype=np.float32)
+        idle = ~(self.gates(runner, x) > self.least).any(axis=0)
+        records[idle, self.source.layout.part_offsets[1] :] = 0xFF
+        self.native.forward_records(runner, x, records.ctypes.data, len(records), activation, out)
+        return out
+
 
 @pytest.mark.parametrize("kind", ZEROING)
 @pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
@@ -126,6 +134,9 @@ def test_the_neurons_that_fire_give_the_dense_bits(
     scores = layer.gates(RUNNERS[TARGETS[0], 1], x) - np.float32(layer.least)
     whole = on_every_target(lambda runner: layer.selected(runner, x, scores, act))
     assert whole.tobytes() == dense.tobytes()
+    if not spec.bias:
+        alone = on_every_target(lambda runner: layer.alone(runner, x, act))
+        assert alone.tobytes() == dense.tobytes()
 
 
 @pytest.mark.parametrize("activation", ["relu", "silu"])

@@ -69,14 +69,20 @@ def running(folder: Path, backend: BackendName = "reference") -> Iterator[Transf
 
 
 def expert_fetcher(
-    bundle: Bundle, reader: FlashReader, backend: CpuBackend, slots: int | None = None
+    bundle: Bundle,
+    reader: FlashReader,
+    backend: CpuBackend,
+    slots: int | None = None,
+    substitution: float = 0.0,
 ) -> ExpertFetcher:
     """Experts for a backend that has loaded a bundle: all in memory, or in `slots` slots, one a segment."""
     config, experts = bundle.config, bundle.config.experts
     assert experts is not None
     shape = expert_shape(config, bundle.quant, experts)
     specs = [layer.experts for layer in config.layers]
-    fetcher = ExpertFetcher(backend.feed_forwards, reader, specs, shape.slot_bytes, 1, shape.reserve)
+    fetcher = ExpertFetcher(
+        backend.feed_forwards, reader, specs, shape.slot_bytes, 1, shape.reserve, substitution=substitution
+    )
     total = experts.count * sum(spec is not None for spec in specs)
     fetcher.resize([slots or total + shape.reserve])
     return fetcher

@@ -15,13 +15,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from ondevice.backends.base import Float32, Int32
-from ondevice.sparsity.expert_reuse import ExpertReuse
+from ondevice.sparsity.expert_reuse import FAST_WEIGHT, ExpertReuse
 from ondevice.sparsity.neuron_cache import NeuronCache
+from ondevice.sparsity.policies import fires
 from ondevice.sparsity.pooled_cache import PooledCache
 from ondevice.sparsity.replay import SLOT_BYTES, Optimum, hit_rate, run_through
 from tests.benchmarks.lib.expert_trace import RoutingTrace, extended, read_trace
@@ -52,11 +54,12 @@ EXTENDED_TOKENS, EXTENDED_WITHIN, SEED = 512, 2.0, 1
 class WithoutForecast(ExpertReuse):
     """Two decayed means alone."""
 
-    def _forecast(self, layer: int, used: Float32) -> Float32:
-        return np.zeros_like(used)
+    def observe(self, layer: int, gates: Float32) -> None:
+        super().observe(layer, gates)
+        self._scores[layer] = self._slow[layer] + np.float32(FAST_WEIGHT) * self._fast[layer]
 
 
-class NextKnown(ExpertReuse):
+class NextKnown(WithoutForecast):
     """In place of the forecast, what the layer's next turn will choose: what a perfect one could bring."""
 
     def __init__(self, trace: RoutingTrace) -> None:
@@ -65,10 +68,10 @@ class NextKnown(ExpertReuse):
         self._next = [iter(rows[rows[:, 0] >= 0][2:]) for rows in trace.chosen.transpose(1, 0, 2)]
         """What follows the second token, with which forecasts begin."""
 
-    def _forecast(self, layer: int, used: Float32) -> Float32:
-        found = np.zeros_like(used)
-        found[next(self._next[layer], [])] = 1
-        return found
+    def observe(self, layer: int, gates: Float32) -> None:
+        super().observe(layer, gates)
+        if self._seen[layer] > 1 and fires(gates).any():
+            self._scores[layer, next(self._next[layer], [])] += 1
 
 
 def passes(trace: RoutingTrace) -> Iterator[tuple[bool, int, Int32]]:
@@ -164,6 +167,14 @@ def measure(name: str, trace: RoutingTrace) -> dict[str, list[float]]:
     return found
 
 
+def price(trace: RoutingTrace, budget_mib: float) -> float:
+    """Milliseconds of one core that our cache takes for a token, all layers together."""
+    tokens, layers, k = trace.chosen.shape
+    begun = time.process_time()
+    rate(trace, budget_mib, lambda: ExpertReuse(layers, trace.experts, k))
+    return 1e3 * (time.process_time() - begun) / tokens
+
+
 def failures(name: str, found: dict[str, list[float]]) -> list[str]:
     """What doesn't hold of a trace's figures, in words."""
     wrong = []
@@ -198,6 +209,8 @@ def main() -> int:
         print(f"\n| {name}, MiB | " + " | ".join(map(str, budgets)) + " |\n|---|" + "---|" * len(budgets))
         for policy, row in rates[name].items():
             print(f"| {policy} | " + " | ".join(f"{figure:.1f}" for figure in row) + " |")
+        prices = [f"{price(read_trace(name), size):.1f}" for size in budgets]
+        print(f"\nmilliseconds of one core a token: {', '.join(prices)}")
     print("\n".join(["", *wrong]))
     rounded = {
         name: {policy: np.round(row, 2).tolist() for policy, row in found.items()}

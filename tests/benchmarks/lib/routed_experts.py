@@ -1,4 +1,4 @@
-"""A GGUF file in the shape of Qwen3-30B-A3B with random weights in Q4_0, routed as a trace says.
+"""A GGUF file in the shape of a mixture of experts with random weights in Q4_0, routed as a trace says.
 
 `ondevice convert` makes the bundle of it, so that both engines have the same weights. How it follows a trace:
 
@@ -49,7 +49,11 @@ SEED = 26
 
 @dataclass(frozen=True)
 class RoutedShape:
-    """Sizes of a Qwen3-MoE model. steps: a power of two, at most the hidden size less a block."""
+    """Sizes of a Qwen3-MoE model.
+
+    steps: a power of two, at most the hidden size less a block. trace: the one that it is routed by. joined:
+    layers of the trace whose choices are one layer's here.
+    """
 
     name: str = "qwen3-30b-a3b"
     layers: int = 48
@@ -61,6 +65,8 @@ class RoutedShape:
     head_dim: int = 128
     vocabulary: int = 151_936
     steps: int = 1024
+    trace: str = "qwen"
+    joined: int = 1
 
     @property
     def free(self) -> int:
@@ -68,16 +74,43 @@ class RoutedShape:
         return self.hidden - self.steps
 
 
+QWEN3_30B_A3B = RoutedShape()
+GPT_OSS_20B = RoutedShape("gpt-oss-20b", 24, 2880, 32, 2880, 64, 8, 64, 201_088, trace="gptoss", joined=2)
+"""Its sizes alone: attention has no sinks, products no biases, as nothing but Qwen3-MoE is written."""
+
+
 def routed_steps(shape: RoutedShape, trace: RoutingTrace | None = None) -> Int32:
-    """(steps, L, k): the experts of every step, those of Qwen3's trace or of `trace`, made longer.
+    """(steps, L, k): the experts of every step, those of the shape's trace or of `trace`, made longer.
 
     Where a token of the prompt didn't reach a layer, its experts are those of the prompt's last token.
     """
-    trace = trace or read_trace("qwen")
-    chosen = extended(trace, shape.steps - trace.prompt, SEED).chosen[: shape.steps, : shape.layers].copy()
+    trace = trace or read_trace(shape.trace)
+    chosen = extended(trace, shape.steps - trace.prompt, SEED).chosen[: shape.steps].copy()
     token, layer = np.nonzero((chosen < 0).any(axis=2))
     chosen[token, layer] = chosen[trace.prompt - 1, layer]
-    return chosen
+    if shape.joined == 1:
+        return chosen[:, : shape.layers]
+    return joined_layers(chosen, shape)
+
+
+def joined_layers(chosen: Int32, shape: RoutedShape) -> Int32:
+    """(steps, L, k) of a trace with other layers and experts: what several of its layers chose, as one's.
+
+    Layers are taken from the whole of the trace, experts numbered modulo the shape's. Of two that become one
+    the later is the next expert that wasn't chosen.
+    """
+    steps, layers, k = chosen.shape
+    taken = [
+        (layer + part * shape.layers) % layers
+        for part in range(shape.joined)
+        for layer in range(shape.layers)
+    ]
+    parts = chosen[:, taken].reshape(steps, shape.joined, shape.layers, k)
+    found: Int32 = parts.transpose(0, 2, 1, 3).reshape(steps, shape.layers, -1) % shape.experts
+    for place in range(1, found.shape[2]):
+        while (meets := (found[:, :, :place] == found[:, :, place : place + 1]).any(axis=2)).any():
+            found[:, :, place] = np.where(meets, (found[:, :, place] + 1) % shape.experts, found[:, :, place])
+    return found
 
 
 def step_rows(steps: int) -> Float32:

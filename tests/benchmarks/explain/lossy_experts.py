@@ -1,0 +1,136 @@
+"""What lossy options of a mixture of experts cost: perplexity on held-out text, as decoding has it.
+
+Fewer experts than the model's own: in passes over whole pieces, as a token's bits don't depend on what goes
+through the model beside it. Experts in memory in the place of missing ones: token by token, in a cache with
+room for half of the experts, each piece from an empty context. There the model's own choice is run too, and
+must have the perplexity of whole passes. The model is a small mixture that was trained on text. Prints tables
+and one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.backends.cpu import CpuBackend, make_runner
+from ondevice.budget.sizes import expert_shape
+from ondevice.bundle.reader import Bundle
+from ondevice.flash.reader import FlashReader
+from ondevice.model.kv_cache import KVCache, KVLayout
+from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.transformer import Transformer
+from ondevice.runtime.models import with_chosen_experts
+from ondevice.scoring import Tally
+from tests.benchmarks.lib.held_out_prompts import DOMAINS, held_out_tokens
+from tests.support.engines import all_logits, every_logits, expert_fetcher
+from tests.support.trained_models import MIXTURE
+
+PIECES, PIECE_TOKENS = 8, 1024
+SINGLE_TOKENS = 512
+DISTANCES = (0.1, 0.25, 0.5, 1.0)
+
+Pieces = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One text under one choice of options: likeliest (T,) token ids, the others as in `ExpertCost`."""
+
+    perplexity: float
+    likeliest: NDArray[np.intp]
+    hits: float
+    substituted: float
+
+
+def run(bundle: Bundle, experts: int, pieces: Pieces, single: bool, substitution: float = 0.0) -> Run:
+    """The pieces in whole passes with all experts in memory, or token by token with room for half of them."""
+    config = with_chosen_experts(bundle.config, experts)
+    bundle, tally, likeliest = bundle.with_config(config), Tally(), []
+    assert config.experts is not None
+    with FlashReader(bundle_files(bundle), "buffered", 2) as reader:
+        cpu = CpuBackend(make_runner(threads=1), segment_neurons=64, piece_neurons=64)
+        model = Transformer(config, cpu, load_weights(bundle, reader, cpu))
+        room = config.experts.count * len(config.expert_layers) // 2
+        slots = room + expert_shape(config, bundle.quant, config.experts).reserve
+        fetcher = expert_fetcher(bundle, reader, cpu, slots if single else None, substitution)
+        for piece in pieces:
+            kv = KVCache(KVLayout(config, 16))
+            whole = [] if single else all_logits(model, piece[:-1], 16)
+            for at, (token, following) in enumerate(pairwise(piece)):
+                logits = every_logits(model, [token], kv) if single else whole[at : at + 1]
+                tally.add(logits, [following])
+                likeliest.append(int(logits[0].argmax()))
+        lookups = max(1, fetcher.lookups)
+        found = Run(
+            tally.score().perplexity,
+            np.array(likeliest),
+            fetcher.hits / lookups,
+            fetcher.substituted / lookups,
+        )
+        fetcher.close()
+    return found
+
+
+def texts_of(tokens: int, length: int) -> dict[str, Pieces]:
+    """`tokens` tokens of each kind of text, in pieces."""
+    found = {name: held_out_tokens(name, tokens) for name in DOMAINS}
+    return {
+        name: [ids[at : at + length] for at in range(0, len(ids) - 1, length)] for name, ids in found.items()
+    }
+
+
+def compared(label: str, texts: dict[str, Pieces], runs: dict[str, Run], own: dict[str, Run]) -> list[Any]:
+    """Print a row of a table; its figures for JSON."""
+    cells, figures = [], []
+    for name in texts:
+        one, whole = runs[name], own[name]
+        agrees = float(np.mean(one.likeliest == whole.likeliest))
+        cost = one.perplexity / whole.perplexity - 1
+        shares = ", ".join(f"{100 * share:.1f} %" for share in (agrees, one.hits, one.substituted))
+        cells.append(f"{one.perplexity:.2f} ({100 * cost:+.2f} %), {shares}")
+        row = {"options": label, "text": name, "tokens": len(one.likeliest), "perplexity": one.perplexity}
+        figures.append(row | {"agrees": agrees, "hits": one.hits, "substituted": one.substituted})
+    print(f"| {label} | " + " | ".join(cells) + " |", flush=True)
+    return figures
+
+
+def main() -> None:
+    """Print the tables and the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=MIXTURE, help="a bundle with experts")
+    parser.add_argument("--pieces", type=int, default=PIECES, help="pieces of each kind of text")
+    parser.add_argument("--single", type=int, default=SINGLE_TOKENS, help="tokens of each that go one by one")
+    args = parser.parse_args()
+    bundle = Bundle.open(args.model)
+    experts = bundle.config.experts
+    if experts is None:
+        parser.error(f"{args.model} has no experts")
+    length, figures = min(PIECE_TOKENS, bundle.config.max_context), []
+    print("| options | " + " | ".join(f"{name}: cost, agrees, hits, substituted" for name in DOMAINS) + " |")
+    print("|---|" + "---|" * len(DOMAINS))
+    texts = texts_of(args.single, length)
+    whole = {name: run(bundle, experts.chosen, pieces, False) for name, pieces in texts.items()}
+    own: dict[str, Run] = {}
+    for distance in (0.0, *DISTANCES):
+        runs = {name: run(bundle, experts.chosen, pieces, True, distance) for name, pieces in texts.items()}
+        own = own or runs
+        figures += compared(f"within {distance:g}", texts, runs, own)
+    if any(own[name].perplexity != whole[name].perplexity for name in texts):
+        raise SystemExit("token by token the model's own choice has another perplexity than in whole passes")
+    texts = texts_of(args.pieces * length, length)
+    for count in range(experts.chosen, 0, -1):
+        runs = {name: run(bundle, count, pieces, False) for name, pieces in texts.items()}
+        own = runs if count == experts.chosen else own
+        figures += compared(f"{count} experts", texts, runs, own)
+    print(json.dumps({"benchmark": "lossy_experts", "runs": figures}))
+
+
+if __name__ == "__main__":
+    main()
