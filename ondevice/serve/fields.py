@@ -14,7 +14,8 @@ from ondevice.errors import json_fault
 from ondevice.serve.config import MAX_DEPTH, MAX_VALUES
 from ondevice.serve.errors import RequestError
 
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+# It also matches what the body's end cuts off: an attempt that failed would begin anew at every quote.
+_STRING = re.compile(rb'"[^"\\]*(?:\\(?:.|\Z)[^"\\]*)*(?:"|\Z)', re.DOTALL)
 _BRACKET = re.compile(rb"[\[\]{}]")
 
 
@@ -37,8 +38,8 @@ def _check_shape(data: bytes) -> None:
     if values > MAX_VALUES:
         raise RequestError(400, f"the body has more than {MAX_VALUES} JSON values")
     depth = 0
-    for bracket in _BRACKET.findall(bare):
-        depth += 1 if bracket in b"[{" else -1
+    for bracket in _BRACKET.finditer(bare):
+        depth += 1 if bracket[0] in b"[{" else -1
         if depth > MAX_DEPTH:
             raise RequestError(400, f"the body's JSON is nested more than {MAX_DEPTH} deep")
 

@@ -100,6 +100,8 @@ def test_allowed_names_and_origins_and_the_key(chat_bundle: Path) -> None:
         (b'{"a":' * 1000 + b"1" + b"}" * 1000, 400),
         (b'{"a": [' + b"1," * (MAX_VALUES + 1) + b"1]}", 400),
         (b'{"a": "' + b"x" * MAX_BODY_BYTES + b'"}', 413),
+        (b'{"escaped": "' + b'\\"' * 500_000, 400),
+        (b'{"cut off": "' + b'\\"' * 500_000 + b"\\", 400),
         (b'{"model": "\\ud800", "messages": [{"role": "user", "content": "x"}]}', 404),
     ],
     ids=lambda value: value[:12].decode("latin-1") if isinstance(value, bytes) else str(value),
