@@ -58,8 +58,9 @@ class Generator:
     """A transformer with the parts that turn its logits into text.
 
     `eos_ids` end a text and don't belong to it. Without a tokenizer, events carry token ids and no text.
-    `before_pass` runs before every forward pass and may change how much memory the model has. `labels` is a
-    GenerationStats whose text fields (backend, sparsity, ...) are copied to every result.
+    `scoring_chunk`: most tokens of a pass that scores; 0: `prefill_chunk`. `before_pass` runs before every
+    forward pass and may change how much memory the model has. `labels` is a GenerationStats whose text fields
+    (backend, sparsity, ...) are copied to every result.
     """
 
     transformer: Transformer
@@ -67,7 +68,7 @@ class Generator:
     eos_ids: frozenset[int]
     max_context: int
     prefill_chunk: int = RuntimeConfig.prefill_chunk
-    scoring_chunk: int = RuntimeConfig.prefill_chunk
+    scoring_chunk: int = 0
     counters: Callable[[], Counters] = Counters
     before_pass: Callable[[ForwardBatch], None] = lambda batch: None
     drafting: Drafting | None = None
@@ -107,8 +108,9 @@ class Generator:
         Raises ContextOverflowError if they don't fit the context, Cancelled, and what a pass raises.
         """
         check_context(kv.length + len(tokens), self.max_context)
-        for start in range(0, len(tokens), self.scoring_chunk):
-            batch = ForwardBatch(tokens[start : start + self.scoring_chunk])
+        step = self.scoring_chunk or self.prefill_chunk
+        for start in range(0, len(tokens), step):
+            batch = ForwardBatch(tokens[start : start + step])
             self.before_pass(batch)
             yield from self.transformer.every_logits(batch, kv, rows, cancelled)
 

@@ -120,7 +120,7 @@ class Engine:
             max_context=plan.max_context,
             prefill_chunk=runtime.prefill_chunk,
             # Only passes over one token substitute, and scoring measures what decoding does.
-            scoring_chunk=1 if substitution else runtime.prefill_chunk,
+            scoring_chunk=1 if substitution else 0,
             counters=self.counters,
             before_pass=self._before_pass,
             labels=GenerationStats(

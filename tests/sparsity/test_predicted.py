@@ -316,7 +316,7 @@ def test_what_is_wrong_is_said_before_training_and_afterwards_loses_none(
     def refuse(*arguments: object) -> None:
         raise OndeviceError("no measuring today")
 
-    monkeypatch.setattr(training, "_measured", refuse)
+    monkeypatch.setattr(training, "measured_points", refuse)
     with pytest.raises(OndeviceError, match="today"):
         train_predictors(plain_bundle, pieces=made_up_pieces(), output=tmp_path / "a")
     assert found_in(tmp_path / "a").points[0].perplexity is None
