@@ -1,7 +1,7 @@
+#include <nanobind/stl/vector.h>
+
 #include <algorithm>
 #include <utility>
-
-#include <nanobind/stl/vector.h>
 
 #include "bindings.h"
 #include "expert.h"
@@ -130,7 +130,8 @@ using Floats = CArray<float, 1>;
 void make_scores(ReuseScores* self, int64_t experts, int64_t chosen, int64_t remembered, int64_t similar,
                  float slow_decay, float fast_decay, float fast_weight, float fade, float sharpness,
                  std::vector<float> ahead) {
-  require(chosen > 0 && chosen <= experts && remembered > 1 && similar > 0, "experts are chosen and remembered");
+  require(chosen > 0 && chosen <= experts && remembered > 1 && similar > 0,
+          "experts are chosen and remembered");
   new (self) ReuseScores({experts, chosen, remembered, similar, slow_decay, fast_decay, fast_weight, fade,
                           sharpness, std::move(ahead)});
 }
@@ -146,8 +147,8 @@ int64_t observe(ReuseScores& scores, const CArray<const float, 2>& gates, const 
               static_cast<int64_t>(past.shape(1)) == form.remembered &&
               static_cast<int64_t>(alike.shape(0)) == form.remembered && seen >= 0 && seen <= form.remembered,
           "a history is (chosen, remembered)");
-  return scores.observe(gates.data(), gates.shape(0), {slow.data(), fast.data(), total.data(), past.data(), seen},
-                        alike.data());
+  return scores.observe(gates.data(), gates.shape(0),
+                        {slow.data(), fast.data(), total.data(), past.data(), seen}, alike.data());
 }
 
 std::vector<int32_t> least(const CArray<const int32_t, 1>& slots, const CArray<const float, 1>& worth,

@@ -46,8 +46,7 @@ int64_t ReuseScores::observe(const float* gates, int64_t tokens, const ReuseHist
     std::memmove(row + newer, row, static_cast<size_t>(most - newer) * sizeof(int32_t));
     for (int64_t n = 0; n < newer; ++n) row[n] = ids_[static_cast<size_t>((count - 1 - n) * k + j)];
   }
-  for (int64_t e = 0; e < experts; ++e)
-    layer.scores[e] = layer.slow[e] + form_.fast_weight * layer.fast[e];
+  for (int64_t e = 0; e < experts; ++e) layer.scores[e] = layer.slow[e] + form_.fast_weight * layer.fast[e];
   if (seen > 1) forecast(ids_.data() + (count - 1) * k, layer, seen, alike);
   return seen;
 }
@@ -66,9 +65,7 @@ void ReuseScores::forecast(const int32_t* newest, const ReuseHistory& layer, int
   }
   best_.resize(static_cast<size_t>(seen - 1));
   std::iota(best_.begin(), best_.end(), 1);
-  const auto more = [&](int32_t a, int32_t b) {
-    return alike[a] != alike[b] ? alike[a] > alike[b] : a < b;
-  };
+  const auto more = [&](int32_t a, int32_t b) { return alike[a] != alike[b] ? alike[a] > alike[b] : a < b; };
   if (seen - 1 > form_.similar) {
     std::nth_element(best_.begin(), best_.begin() + form_.similar, best_.end(), more);
     best_.resize(static_cast<size_t>(form_.similar));
@@ -96,9 +93,7 @@ std::vector<int32_t> worth_least(const int32_t* slots, const float* worth, int64
   for (int32_t& id : stay) id += static_cast<int32_t>(first);
   std::sort(stay.begin(), stay.end());
   // A heap of the least so far, the one worth most on top.
-  const auto less = [&](int32_t a, int32_t b) {
-    return worth[a] != worth[b] ? worth[a] < worth[b] : a < b;
-  };
+  const auto less = [&](int32_t a, int32_t b) { return worth[a] != worth[b] ? worth[a] < worth[b] : a < b; };
   std::vector<int32_t> found;
   for (int32_t i = 0; i < neurons && count > 0; ++i) {
     const bool full = static_cast<int64_t>(found.size()) == count;

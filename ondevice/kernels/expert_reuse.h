@@ -8,13 +8,13 @@
 namespace ondevice {
 
 struct ReuseForm {
-  int64_t experts, chosen;        // of a layer; of a token
-  int64_t remembered, similar;    // past tokens that are kept; those that the forecast is made from
-  float slow_decay, fast_decay;   // per token, of the two means of use
-  float fast_weight;              // of the fast mean in a score
-  float fade;                     // what likeness still counts one layer later
-  float sharpness;                // how much more a token counts that is wholly like the newest
-  std::vector<float> ahead;       // what the turns after such a token count
+  int64_t experts, chosen;       // of a layer; of a token
+  int64_t remembered, similar;   // past tokens that are kept; those that the forecast is made from
+  float slow_decay, fast_decay;  // per token, of the two means of use
+  float fast_weight;             // of the fast mean in a score
+  float fade;                    // what likeness still counts one layer later
+  float sharpness;               // how much more a token counts that is wholly like the newest
+  std::vector<float> ahead;      // what the turns after such a token count
 };
 
 // One layer's history, in the caller's memory.
@@ -44,8 +44,9 @@ class ReuseScores {
   std::vector<float> weights_;
 };
 
-// Ids of the `count` neurons worth least of those in a slot, (at most) in no order. slots and worth (neurons);
-// a slot is -1 where there is none. Neurons from `first` on that `keep`, ids counted from there, names stay.
+// Ids of the `count` neurons worth least of those in a slot, (at most) in no order. slots and worth
+// (neurons); a slot is -1 where there is none. Neurons from `first` on that `keep`, ids counted from there,
+// names stay.
 std::vector<int32_t> worth_least(const int32_t* slots, const float* worth, int64_t neurons, int64_t first,
                                  const int32_t* keep, int64_t kept, int64_t count);
 
