@@ -19,9 +19,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from ondevice.bundle.about import DOCUMENTS
-from ondevice.bundle.expert_use import EXPERT_USE, EXPERT_USE_MANIFEST
 from ondevice.bundle.files import disk_errors, sync_folder
-from ondevice.bundle.hotness import HOTNESS, HOTNESS_MANIFEST
 from ondevice.bundle.layout import (
     CHAT_TEMPLATE,
     CHECKSUMS,
@@ -32,11 +30,8 @@ from ondevice.bundle.layout import (
     RESIDENT,
     TOKENIZER_FILES,
 )
-from ondevice.bundle.predictors import PREDICTORS, PREDICTORS_MANIFEST
 from ondevice.bundle.resume import STATE_FILE
-from ondevice.bundle.streams import STREAMS, STREAMS_MANIFEST
-from ondevice.bundle.thresholds import THRESHOLDS, THRESHOLDS_MANIFEST
-from ondevice.bundle.token_counts import TOKEN_COUNTS, TOKEN_COUNTS_MANIFEST
+from ondevice.bundle.verify import SIDECARS
 from ondevice.converters.error_log import ErrorLog
 from ondevice.errors import OndeviceError, UsageError
 from ondevice.units import format_bytes
@@ -45,8 +40,7 @@ REPLACED = ".replaced"
 """What the name of an older bundle ends with while the new one takes its place."""
 _NAMES = frozenset(
     {MANIFEST, RESIDENT, EMBEDDING, PER_LAYER, CHECKSUMS, *TOKENIZER_FILES.values(), CHAT_TEMPLATE}
-    | {PREDICTORS, PREDICTORS_MANIFEST, THRESHOLDS, THRESHOLDS_MANIFEST, HOTNESS, HOTNESS_MANIFEST}
-    | {STREAMS, STREAMS_MANIFEST, TOKEN_COUNTS, TOKEN_COUNTS_MANIFEST, EXPERT_USE, EXPERT_USE_MANIFEST}
+    | {name for sidecar in SIDECARS for name in sidecar.files}
     | {STATE_FILE, ErrorLog.FILE}
 )
 _LAYERS = re.compile(r"(neurons|gates|experts)-\d{5}\.safetensors", re.ASCII)

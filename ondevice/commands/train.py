@@ -65,6 +65,17 @@ backend_options = add_options({"backend": replace(RUNTIME_OPTIONS["backend"], ch
 """Further options of a training that more than one backend can do."""
 
 
+def _print_trained(run: Callable[..., Any], table: Callable[[Any], str], text: str, as_json: bool) -> None:
+    """Train on a text, and print what was found. run takes the text and `on_progress`."""
+    from ondevice.commands.training_reports import trained_facts
+
+    content = TextParts(text)
+    take_interrupts()
+    with progress() as show:
+        found = run(content, on_progress=show)
+    print_result(as_json, trained_facts(found), table(found))
+
+
 @click.group(cls=CommandGroup)
 def train() -> None:
     """Train what a bundle can do without, and runs better with."""
@@ -92,19 +103,15 @@ def predictors(
     from ondevice import training
     from ondevice.commands import training_reports as reports
 
-    content = TextParts(text)
-    take_interrupts()
-    with progress() as show:
-        found = training.train_predictors(
-            model,
-            content,
-            output=output,
-            tokens=tokens,
-            backend=backend,
-            dram_budget=dram_budget,
-            on_progress=show,
-        )
-    print_result(as_json, reports.trained_facts(found), reports.predictor_table(found))
+    run = partial(
+        training.train_predictors,
+        model,
+        output=output,
+        tokens=tokens,
+        backend=backend,
+        dram_budget=dram_budget,
+    )
+    _print_trained(run, reports.predictor_table, text, as_json)
 
 
 @train.command()
@@ -121,13 +128,8 @@ def thresholds(
     from ondevice import training
     from ondevice.commands import training_reports as reports
 
-    content = TextParts(text)
-    take_interrupts()
-    with progress() as show:
-        found = training.train_thresholds(
-            model, content, output=output, tokens=tokens, dram_budget=dram_budget, on_progress=show
-        )
-    print_result(as_json, reports.trained_facts(found), reports.threshold_table(found))
+    run = partial(training.train_thresholds, model, output=output, tokens=tokens, dram_budget=dram_budget)
+    _print_trained(run, reports.threshold_table, text, as_json)
 
 
 @train.command()
@@ -143,13 +145,8 @@ def expert_use(
     from ondevice import training
     from ondevice.commands import training_reports as reports
 
-    content = TextParts(text)
-    take_interrupts()
-    with progress() as show:
-        found = training.train_expert_use(
-            model, content, output=output, tokens=tokens, dram_budget=dram_budget, on_progress=show
-        )
-    print_result(as_json, reports.trained_facts(found), reports.expert_use_table(found))
+    run = partial(training.train_expert_use, model, output=output, tokens=tokens, dram_budget=dram_budget)
+    _print_trained(run, reports.expert_use_table, text, as_json)
 
 
 @train.command()
@@ -167,13 +164,8 @@ def expert_costs(
     from ondevice import training
     from ondevice.commands import training_reports as reports
 
-    content = TextParts(text)
-    take_interrupts()
-    with progress() as show:
-        found = training.train_expert_costs(
-            model, content, output=output, tokens=tokens, dram_budget=dram_budget, on_progress=show
-        )
-    print_result(as_json, reports.trained_facts(found), reports.expert_cost_table(found))
+    run = partial(training.train_expert_costs, model, output=output, tokens=tokens, dram_budget=dram_budget)
+    _print_trained(run, reports.expert_cost_table, text, as_json)
 
 
 @train.command()

@@ -260,7 +260,10 @@ class ReuseScores:
         """
 
 def worth_least(slots: Int32, worth: Float32, first: int, keep: Int32, count: int) -> list[int]:
-    """The `count` neurons of (N,) worth least that have a slot. Those `keep` behind `first` stay."""
+    """Ids, in no order, of the neurons worth least: `count`, or all that may go where those are fewer.
+
+    slots and worth: (N,); a slot of -1 is none. keep: (K,) neurons that stay, by their distance from `first`.
+    """
 
 class Router:
     """What a router chooses by: the fields of an ExpertsSpec, scoring as its index in `Scoring`."""

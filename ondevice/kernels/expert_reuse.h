@@ -44,9 +44,9 @@ class ReuseScores {
   std::vector<float> weights_;
 };
 
-// Ids of the `count` neurons worth least of those in a slot, (at most) in no order. slots and worth
-// (neurons); a slot is -1 where there is none. Neurons from `first` on that `keep`, ids counted from there,
-// names stay.
+// Ids, in no order, of the neurons worth least: `count`, or all that may go where those are fewer. slots and
+// worth (neurons); a neuron whose slot is -1 has none to lose. keep (kept): neurons that stay, by their
+// distance from neuron `first`.
 std::vector<int32_t> worth_least(const int32_t* slots, const float* worth, int64_t neurons, int64_t first,
                                  const int32_t* keep, int64_t kept, int64_t count);
 

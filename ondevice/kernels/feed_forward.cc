@@ -174,7 +174,6 @@ void FeedForward::forward_records(Runner& runner, const uint8_t* records, int64_
   for (int64_t k = 0; k < count; ++k) {
     ids[k] = static_cast<int32_t>(k);
     parts[k] = records + k * record_.stride;
-    scores[k] = 1.0f;
   }
   FeedForwardPass pass(runner, *this, runner.prepare(x, x_stride, tokens, hidden_, format_), form);
   if (sparse) {
@@ -184,6 +183,7 @@ void FeedForward::forward_records(Runner& runner, const uint8_t* records, int64_
     pass.add_selected({ids.data(), parts.data(), firing, false, scores, count});
   } else {
     // All tokens have one row of scores.
+    std::fill_n(scores, count, 1.0f);
     pass.add_selected({ids.data(), parts.data(), count, true, scores, 0});
   }
   pass.finish(out);

@@ -77,7 +77,8 @@ class ExpertPrefetcher:
         self._passes = 0
         """Passes since trials began anew."""
         self._without = self._with = self._now = _Waits()
-        """Of the last trials without prefetch and with it; one of them, or what no trial counts."""
+        """Waits in the last trials without prefetch, in those with it, and in the pass that runs: `_now` is
+        one of the two, or neither where the pass is no trial."""
         self.on = False
         """Whether this pass prefetches."""
         self.quality = PrefetchQuality()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ondevice.bundle.reader import Bundle
+from ondevice.bundle.verify import SIDECARS
 from ondevice.converters.convert import convert
 from ondevice.converters.output_folder import OutputFolder
 from ondevice.converters.progress import Progress
@@ -52,6 +53,13 @@ def test_a_users_file_in_a_bundle_is_not_deleted_with_it(source: Path, tmp_path:
     with pytest.raises(UsageError, match=r"thesis\.txt isn't part of a bundle.* move it elsewhere"):
         convert(source, tmp_path / "b", "q8", force=True)
     assert everything(tmp_path) == before
+
+
+def test_what_training_added_goes_with_its_bundle(source: Path, tmp_path: Path) -> None:
+    old = convert(source, tmp_path / "b")
+    for name in (name for sidecar in SIDECARS for name in sidecar.files):
+        (old / name).write_bytes(b"of the old bundle")
+    assert Bundle.open(convert(source, old, "q8", force=True)).damaged == {}
 
 
 def test_another_bundle_under_the_name_is_kept_without_force(source: Path, tmp_path: Path) -> None:
