@@ -5,12 +5,12 @@ The layer owns neither the memory nor the reads: `sparsity` moves neurons in and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ondevice.backends.base import Bytes, FeedForwardSource, Selector
 from ondevice.backends.neuron_source import NeuronSource, Segment
 from ondevice.config import GROUP_SIZE
-from ondevice.kernels import _native
 
 BLOCK_NEURONS = GROUP_SIZE
 """Neurons in a block, the unit of packing, allocation and reading."""
@@ -29,9 +29,10 @@ class PieceMemory:
     def free(self) -> None:
         """Free the allocated memory, which nothing writes to any more."""
 
-    def allocate_slots(self, nbytes: int) -> Bytes:
-        """(nbytes,) from a page boundary on, for experts; freed with the array. Raises MemoryError."""
-        return _native.allocate(nbytes)
+    @property
+    def slot_allocator(self) -> Callable[[int], Bytes] | None:
+        """Allocates (nbytes,) from a page boundary on, for experts, freed with the array; None: natively."""
+        return None
 
     def asked(self) -> Any:
         """The computations on pieces that began since the last call; an argument for `wait`."""

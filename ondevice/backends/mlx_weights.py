@@ -9,7 +9,7 @@ been evaluated.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from weakref import finalize
@@ -311,7 +311,11 @@ class MlxPieceMemory(PieceMemory):
         self._experts: dict[int, MlxExperts] = {}
         """Experts in slots by their addresses, as their arrays were made when first needed."""
 
-    def allocate_slots(self, nbytes: int) -> Bytes:
+    @property
+    def slot_allocator(self) -> Callable[[int], Bytes]:
+        return self._allocate_slots
+
+    def _allocate_slots(self, nbytes: int) -> Bytes:
         memory = RecordMemory(nbytes)
         view = memory.view
         start = view.ctypes.data

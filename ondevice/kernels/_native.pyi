@@ -30,6 +30,9 @@ Norm = tuple[Float32, float, Float32 | None, bool]
 def available_targets() -> list[str]:
     """Instruction sets that this machine can run, the preferred one first."""
 
+POPULATED_BYTES: int
+"""Least size of an allocation whose pages are all made at once."""
+
 def allocate(nbytes: int) -> Bytes:
     """Zeros in a mapping of their own, which is unmapped when the array is freed. Raises MemoryError."""
 

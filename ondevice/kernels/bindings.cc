@@ -89,6 +89,7 @@ NB_MODULE(_native, m) {
   // A program may end while one of its threads still holds a model. Its users need no warning of that.
   nb::set_leak_warnings(false);
   m.def("available_targets", &available_targets);
+  m.attr("POPULATED_BYTES") = kPopulatedBytes;
   m.def(
       "allocate",
       [](size_t nbytes) {

@@ -35,7 +35,7 @@ void populate(uint8_t* base, size_t bytes) {
 MappedBuffer::MappedBuffer(size_t bytes) {
   if (bytes == 0) return;
   mapped_ = (bytes + kPage - 1) / kPage * kPage;
-  const bool huge = mapped_ >= 2 * kHugePage;
+  const bool huge = mapped_ >= kPopulatedBytes;
   const size_t slack = huge ? kHugePage : 0;
   void* map = mmap(nullptr, mapped_ + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (map == MAP_FAILED) throw std::bad_alloc();

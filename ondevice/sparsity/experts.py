@@ -67,7 +67,7 @@ class ExpertFetcher(CachedSource):
         self._experts = next(iter(found.values()))
         count = self._experts.count
         policy = ExpertReuse(len(found), count, self._experts.chosen)
-        allocate = layers[0].piece_memory.allocate_slots
+        allocate = layers[0].piece_memory.slot_allocator
         cache = PooledCache([count] * len(found), slot_bytes, segment_slots, most, policy, keep, allocate)
         self._most = most
         self._reads = _native.RangeReads(reader.native)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import Bytes, Float32, Int32
 from ondevice.errors import OndeviceError
-from ondevice.kernels import _native
+from ondevice.sparsity.fresh_segments import FreshSegments
 from ondevice.sparsity.policies import Policy
 
 Addresses = NDArray[np.uint64]
@@ -53,7 +53,7 @@ class NeuronCache:
         reserve: slots that belong to no layer.
         policy: scores neurons.
         keep: whether neurons may stay after the pass that read them; otherwise all shares are 0.
-        allocate: allocates a segment of this many bytes.
+        allocate: allocates a segment of this many bytes; None for native memory.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class NeuronCache:
         reserve: int,
         policy: Policy,
         keep: bool = True,
-        allocate: Callable[[int], Bytes] = _native.allocate,
+        allocate: Callable[[int], Bytes] | None = None,
     ) -> None:
         self._keep = keep
-        self._allocate = allocate
+        self._fresh = FreshSegments(slot_bytes * segment_slots, allocate)
         self._widths = tuple(widths)
         self._first = [sum(self._widths[:layer]) for layer in range(len(self._widths))]
         """Number of every layer's first neuron, where neurons are counted through all layers."""
@@ -103,8 +103,8 @@ class NeuronCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the segments that exist. Segments within the quota are made when they are needed."""
-        return len(self._segments) * self._segment_slots * self.slot_bytes
+        """Bytes of the segments that exist. Within the quota they are made when needed, or one ahead."""
+        return (len(self._segments) + self._fresh.waiting) * self._segment_slots * self.slot_bytes
 
     @property
     def _room(self) -> int:
@@ -119,6 +119,8 @@ class NeuronCache:
         self._quota = segments
         self.holds_all = self._room >= self._slots.size
         limit = segments * self._segment_slots
+        if len(self._segments) >= segments:
+            self._fresh.drop()
         if len(self._segments) > segments:
             gone = self._owner[limit:]
             self._slots[gone[gone >= 0]] = -1
@@ -266,6 +268,7 @@ class NeuronCache:
     def close(self) -> None:
         """Free all memory."""
         self.resize(0)
+        self._fresh.close()
 
     def _draw_shares(self) -> None:
         """Set each layer's share of slots to its share of the model's best scores.
@@ -313,7 +316,7 @@ class NeuronCache:
         return self._free[self._num_free : self._num_free + count].copy()
 
     def _add_segment(self) -> None:
-        segment = self._allocate(self._segment_slots * self.slot_bytes)
+        segment = self._fresh.take(another=len(self._segments) + 1 < self._quota)
         first = len(self._owner)
         new = np.arange(first, first + self._segment_slots, dtype=np.int32)
         lies_at = np.uint64(segment.__array_interface__["data"][0])

@@ -41,7 +41,7 @@ class PooledCache(NeuronCache):
         reserve: int,
         policy: PoolPolicy,
         keep: bool = True,
-        allocate: Callable[[int], Bytes] = _native.allocate,
+        allocate: Callable[[int], Bytes] | None = None,
     ) -> None:
         super().__init__(widths, slot_bytes, segment_slots, reserve, policy, keep, allocate)
         self._pool_policy = policy

@@ -1,0 +1,95 @@
+"""Segments made ahead: how many there are, what is freed, and what an error does."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+from ondevice.backends.base import Bytes
+from ondevice.kernels import _native
+from ondevice.sparsity import fresh_segments
+from ondevice.sparsity.fresh_segments import FreshSegments
+from ondevice.sparsity.neuron_cache import NeuronCache
+from ondevice.sparsity.policies import make_policy
+
+LARGE = _native.POPULATED_BYTES
+
+
+def test_every_segment_is_memory_of_its_own() -> None:
+    fresh = FreshSegments(LARGE)
+    segments = [fresh.take(another=more) for more in (True, True, True, False)]
+    for number, segment in enumerate(segments):
+        assert segment.shape == (LARGE,)
+        segment[:] = number
+    assert [int(segment.max()) for segment in segments] == [0, 1, 2, 3]
+    assert fresh.waiting == 0
+    fresh.close()
+
+
+def test_what_nothing_takes_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Bytes]] = []
+
+    def allocate(nbytes: int) -> Bytes:
+        segment = np.zeros(nbytes, np.uint8)
+        made.append(weakref.ref(segment))
+        return segment
+
+    monkeypatch.setattr(fresh_segments._native, "allocate", allocate)
+    fresh = FreshSegments(LARGE)
+    fresh.take(another=True)
+    assert fresh.waiting == 1
+    fresh.drop()
+    assert fresh.waiting == 0
+    fresh.close()
+    gc.collect()
+    assert len(made) in (1, 2)
+    assert all(segment() is None for segment in made)
+    assert not any("ondevice-segments" in thread.name for thread in threading.enumerate())
+
+
+def test_an_error_is_raised_once_where_the_segment_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh, fails = FreshSegments(LARGE), threading.Event()
+
+    def allocate(nbytes: int) -> Bytes:
+        if fails.is_set():
+            raise MemoryError
+        return np.zeros(nbytes, np.uint8)
+
+    monkeypatch.setattr(fresh_segments._native, "allocate", allocate)
+    fails.set()
+    fresh._next = fresh._maker.submit(allocate, LARGE) if fresh._maker else None
+    with pytest.raises(MemoryError):
+        fresh.take(another=True)
+    fails.clear()
+    assert fresh.take(another=False).shape == (LARGE,)
+    fresh.close()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_small_segments_and_those_of_others_are_made_when_they_are_needed(own: bool) -> None:
+    fresh = FreshSegments(LARGE, _native.allocate) if own else FreshSegments(LARGE - 1)
+    fresh.take(another=True)
+    assert fresh.waiting == 0
+
+
+def test_a_cache_never_holds_more_than_its_quota() -> None:
+    slot_bytes, slots = LARGE // 4, 4
+    cache = NeuronCache((64,), slot_bytes, slots, slots, make_policy("gate", (64,)))
+    segment = slots * slot_bytes
+    cache.resize(3)
+    held = []
+    for first in range(0, 12, 4):
+        cache.acquire(0, np.arange(first, first + 4, dtype=np.int32))
+        held.append(cache.nbytes // segment)
+    assert held == [2, 3, 3]
+    cache.resize(8)
+    cache.acquire(0, np.arange(12, 16, dtype=np.int32))
+    assert cache.nbytes == 5 * segment
+    cache.resize(4)
+    assert cache.nbytes == 4 * segment
+    cache.close()
+    assert cache.nbytes == 0
