@@ -197,9 +197,13 @@ class Engine:
             self.kv.fork(source, target)
 
     def fill_ahead(self) -> bool:
-        """While the model is idle, read a few neurons that are likely to fire. False: nothing more to do."""
+        """While the model is idle, read a few neurons or experts that are likely to be used.
+
+        False: there is nothing more to do.
+        """
         check_thread(self._thread)
-        return self._bundle.hotness is not None and self._neurons.fill()
+        known = self._bundle.hotness is not None or self._bundle.expert_use is not None
+        return known and self._neurons.fill()
 
     @property
     def replanned(self) -> Plan:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
+from ondevice.backends.base import Float32
 from ondevice.backends.budgeted import BudgetedBackend
 from ondevice.budget.plan import Plan
 from ondevice.budget.sizes import DECODE_TOKENS, SlotShape, fetch_neurons, prefetch_neurons
@@ -129,6 +132,7 @@ def open_neuron_memory(
             options.keep,
             options.prefetch and backend.name == "cpu",
             substitution,
+            _expert_shares(bundle),
         )
         if backend.name == "mlx":
             return WholeExperts(fetcher, layers, segment.least, segment.total)
@@ -160,6 +164,12 @@ def open_neuron_memory(
         costs=costs,
         options=options,
     )
+
+
+def _expert_shares(bundle: Bundle) -> list[Float32] | None:
+    """For each layer with experts, (E,) share of the calibration's tokens that chose each."""
+    use, counts = bundle.expert_use, bundle.expert_counts()
+    return None if use is None or counts is None else list(counts.astype(np.float32) / use.tokens)
 
 
 class NeuronQuota:

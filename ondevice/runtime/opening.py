@@ -36,7 +36,7 @@ def damage_warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
         "streams": runtime.speculation == "auto",
         "token_counts": False,
         "expert_costs": False,
-        "expert_use": False,
+        "expert_use": True,
     }
     return tuple(error.for_command_line for key, error in bundle.damaged.items() if may_use[key])
 

@@ -110,15 +110,7 @@ class ExpertPrefetcher:
         for expert in experts[: max(0, most)]:
             if not cache.has_room(1):
                 break
-            slots, addresses = cache.reserve(coming, 1)
-            begun = False
-            try:
-                ticket = self._begin(coming, expert, int(addresses[0]))
-                begun = True
-            finally:
-                if not begun:
-                    cache.release(coming, slots)
-            self._coming.append(Prefetched(coming, expert, int(slots[0]), int(addresses[0]), ticket))
+            self._start(coming, expert)
         self.count_wait(time.perf_counter() - started)
 
     def settle(self, turn: int, wanted: Int32) -> list[Prefetched]:
@@ -153,6 +145,35 @@ class ExpertPrefetcher:
             wasted_bytes=so_far.wasted_bytes + nbytes,
         )
         return found
+
+    def fill(self, likely: Sequence[tuple[int, int]]) -> bool:
+        """Between passes: read these absent experts, pairs of turn and id. False if one couldn't be read."""
+        for turn, expert in likely:
+            self._start(turn, expert)
+        whole = True
+        while self._coming:
+            one = self._coming[0]
+            try:
+                self._reads.wait(one.ticket)
+            except FlashReadError:
+                whole = False
+                self._release(one)
+            else:
+                self._commit(one)
+            del self._coming[0]
+        return whole
+
+    def _start(self, turn: int, expert: int) -> None:
+        """Begin to read an absent expert into a slot of its own."""
+        slots, addresses = self._cache.reserve(turn, 1)
+        begun = False
+        try:
+            ticket = self._begin(turn, expert, int(addresses[0]))
+            begun = True
+        finally:
+            if not begun:
+                self._cache.release(turn, slots)
+        self._coming.append(Prefetched(turn, expert, int(slots[0]), int(addresses[0]), ticket))
 
     def count_missing(self, count: int) -> None:
         """Count experts that weren't in memory when they were wanted, prefetched ones too."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.base import Bytes, Int32
+from ondevice.backends.base import Bytes, Float32, Int32
 from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
@@ -31,6 +31,9 @@ from ondevice.sparsity.pooled_cache import PooledCache
 from ondevice.sparsity.prefetch import PrefetchQuality
 from ondevice.units import PAGE_BYTES
 
+FILLED_AT_ONCE = 4
+"""Experts that are read together while the model is idle."""
+
 
 class ExpertFetcher(CachedSource):
     """Provides a model's layers with experts from `cache`, and from flash if they aren't cached.
@@ -46,6 +49,7 @@ class ExpertFetcher(CachedSource):
         substitution: where a pass has one token, the most by which a missing expert's score may exceed that
             of one in memory that takes its place, in standard deviations; 0 for no substitution. With it
             nothing is prefetched, as what has arrived by then would depend on the device's speed.
+        frequencies: for each layer with experts, (E,) share of a text's tokens that chose each.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class ExpertFetcher(CachedSource):
         keep: bool = True,
         prefetch: bool = True,
         substitution: float = 0.0,
+        frequencies: Sequence[Float32] | None = None,
     ) -> None:
         found = {layer: spec for layer, spec in enumerate(experts) if spec is not None}
         self._turns = {layer: turn for turn, layer in enumerate(found)}
@@ -66,9 +71,10 @@ class ExpertFetcher(CachedSource):
         self._layer_of = tuple(found)
         self._experts = next(iter(found.values()))
         count = self._experts.count
-        policy = ExpertReuse(len(found), count, self._experts.chosen)
+        policy = ExpertReuse(len(found), count, self._experts.chosen, frequencies)
         allocate = layers[0].piece_memory.slot_allocator
         cache = PooledCache([count] * len(found), slot_bytes, segment_slots, most, policy, keep, allocate)
+        self._pool = cache
         self._most = most
         self._reads = _native.RangeReads(reader.native)
         # One slot is always left for an expert that a pass waits for.
@@ -79,6 +85,8 @@ class ExpertFetcher(CachedSource):
         self._substitutes = False
         """Whether experts in memory may take the place of missing ones in this pass."""
         self._all = np.arange(count, dtype=np.int32)
+        self._fills = keep and not substitution
+        """Whether idle time may be used: not where the text depends on what is in memory."""
         self._draft_gates: NDArray[np.float16] = np.zeros((0, 0, 0), dtype=np.float16)
         """(turns, draft tokens, E) gates of the last pass's draft tokens, in the order of its batch."""
         super().__init__(layers, cache)
@@ -99,8 +107,14 @@ class ExpertFetcher(CachedSource):
         self._cache.resize(sum(quota))
 
     def fill(self) -> bool:
-        """Nothing is read while the model is idle."""
-        return False
+        """Read the likeliest absent experts that there is room for, few enough that a request hardly waits.
+
+        False: there is no room, or none is likely, or one couldn't be read. A pass that needs that one reads
+        it again, and says so.
+        """
+        self._prefetcher.drop()
+        likely = self._pool.likeliest_of_all(FILLED_AT_ONCE) if self._fills else []
+        return bool(likely) and self._prefetcher.fill(likely)
 
     def close(self) -> None:
         """Wait for the reads under way and free the slots. The layers then refuse to be multiplied."""

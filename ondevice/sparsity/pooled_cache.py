@@ -66,6 +66,19 @@ class PooledCache(NeuronCache):
         """Ascending ids of the likeliest absent neurons: at most `most`, within the room left."""
         return super().likeliest(layer, min(most, self._spare))
 
+    def likeliest_of_all(self, most: int) -> list[tuple[int, int]]:
+        """The absent neurons worth most that were ever likely, as pairs of layer and id, the best first.
+
+        At most `most`, within the room left.
+        """
+        absent = np.flatnonzero(self._slots < 0)
+        worth = self._pool_policy.pool_scores(len(self._widths) - 1)[absent]
+        order = np.argsort(-worth, kind="stable")[: max(0, min(most, self._spare))]
+        best = absent[order[worth[order] > 0]]
+        layers = np.searchsorted(self._first, best, side="right") - 1
+        ids = best - np.array(self._first)[layers]
+        return list(zip(layers.tolist(), ids.tolist(), strict=True))
+
     @property
     def _spare(self) -> int:
         """Slots left of the room; below 0 where more neurons are held. Reserved slots are the reserve's."""
