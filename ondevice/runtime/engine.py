@@ -199,11 +199,12 @@ class Engine:
     def fill_ahead(self) -> bool:
         """While the model is idle, read a few neurons or experts that are likely to be used.
 
-        False: there is nothing more to do.
+        False: there is nothing more to do. Neurons are read only if it is known which ones fire: a prompt
+        wants few of them, but most experts.
         """
         check_thread(self._thread)
-        known = self._bundle.hotness is not None or self._bundle.expert_use is not None
-        return known and self._neurons.fill()
+        wanted = self._bundle.hotness is not None or self._bundle.config.experts is not None
+        return wanted and self._neurons.fill()
 
     @property
     def replanned(self) -> Plan:

@@ -67,14 +67,13 @@ class PooledCache(NeuronCache):
         return super().likeliest(layer, min(most, self._spare))
 
     def likeliest_of_all(self, most: int) -> list[tuple[int, int]]:
-        """The absent neurons worth most that were ever likely, as pairs of layer and id, the best first.
+        """The absent neurons worth most, as pairs of layer and id, the best first.
 
-        At most `most`, within the room left.
+        Of equals the first layers' come first. At most `most`, within the room left.
         """
         absent = np.flatnonzero(self._slots < 0)
         worth = self._pool_policy.pool_scores(len(self._widths) - 1)[absent]
-        order = np.argsort(-worth, kind="stable")[: max(0, min(most, self._spare))]
-        best = absent[order[worth[order] > 0]]
+        best = absent[np.argsort(-worth, kind="stable")[: max(0, min(most, self._spare))]]
         layers = np.searchsorted(self._first, best, side="right") - 1
         ids = best - np.array(self._first)[layers]
         return list(zip(layers.tolist(), ids.tolist(), strict=True))

@@ -84,12 +84,13 @@ def tokens(model: Model, text: list[int], **options: float) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}])
 def test_the_hottest_are_read_and_the_text_stays(
-    calibrated: Path, text: list[int], options: dict[str, float]
+    calibrated: Path, text: list[int], options: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with loaded(MIXTURE) as model:
-        time.sleep(0.3)
-        assert not held(model).any(), "without a calibration nothing is read"
-        expected, cold = tokens(model, text, **options), model.stats.neuron_cache_hit_rate
+    with monkeypatch.context() as never:
+        never.setattr(ExpertFetcher, "fill", lambda _: False)
+        with loaded(MIXTURE) as model:
+            assert not held(model).any()
+            expected, cold = tokens(model, text, **options), model.stats.neuron_cache_hit_rate
     counts = Bundle.open(calibrated).expert_counts()
     assert counts is not None
     with loaded(calibrated) as model:
@@ -104,6 +105,15 @@ def test_the_hottest_are_read_and_the_text_stays(
         assert warm is not None
         assert cold is not None
         assert warm > cold + 0.02
+
+
+def test_without_a_calibration_the_first_layers_are_read(text: list[int]) -> None:
+    with loaded(MIXTURE) as model:
+        wait_until(lambda: is_full(model))
+        found = held(model).all(axis=1)
+        assert found.any()
+        assert not found[-1]
+        assert found[: found.sum()].all()
 
 
 def test_an_expert_that_cannot_be_read_ends_the_filling_and_no_more(
