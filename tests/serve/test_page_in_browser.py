@@ -1,4 +1,4 @@
-"""The page in headless Chromium: a chat, stop, the budget while a reply is written, a reload, a narrow screen."""
+"""The page in headless Chromium: a chat, stop, the budget while it writes, a reload, a narrow screen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("starlette")
-playwright = pytest.importorskip("playwright.sync_api")
+pytest.importorskip("playwright")
+
+from playwright.sync_api import expect, sync_playwright
 
 from ondevice.api import load
 from ondevice.serve.config import ServeConfig
@@ -53,7 +55,7 @@ def browser() -> Iterator[Any]:
         pytest.skip("there is no Chromium here")
     # Its sandbox refuses to run for root.
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with playwright.sync_playwright() as driver:
+    with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=found, args=arguments)
         yield browser
         browser.close()
@@ -76,7 +78,7 @@ def page(browser: Any, server: Serving) -> Iterator[Any]:
     page.on("request", lambda it: asked.add(re.match(r"\w+://[^/]*", it.url)[0]))
     page.route(f"**{CHAT}", greedy)
     page.goto(server.url)
-    playwright.expect(page.locator("#memory")).not_to_have_text("-")
+    expect(page.locator("#memory")).not_to_have_text("-")
     yield page
     context.close()
     assert complaints == []
@@ -95,7 +97,7 @@ def send(page: Any, text: str = QUESTION) -> None:
 
 def wait_for_reply(page: Any) -> str:
     """The last reply's text, once it is complete."""
-    playwright.expect(page.get_by_role("status")).to_have_text("The reply is complete.", timeout=60_000)
+    expect(page.get_by_role("status")).to_have_text("The reply is complete.", timeout=60_000)
     return str(page.locator("article.assistant > div").last.inner_text())
 
 
@@ -123,7 +125,7 @@ def test_a_chat(page: Any, server: Serving) -> None:
     assert wait_for_reply(page).strip() == expected_reply(server).strip()
     assert re.match(r"\d+ tokens", page.locator("article .facts").last.inner_text())
     send(page, "Thanks!")
-    playwright.expect(page.locator("article")).to_have_count(4)
+    expect(page.locator("article")).to_have_count(4)
     wait_for_reply(page)
 
 
@@ -132,17 +134,17 @@ def test_stop_keeps_what_was_written_and_frees_the_model(
 ) -> None:
     slow_down(server.model, monkeypatch, 0.2)
     send(page)
-    playwright.expect(page.locator("article.assistant > div").last).not_to_be_empty(timeout=20_000)
+    expect(page.locator("article.assistant > div").last).not_to_be_empty(timeout=20_000)
     page.get_by_role("button", name="Stop").click()
-    playwright.expect(page.get_by_role("status")).to_have_text("Stopped.")
+    expect(page.get_by_role("status")).to_have_text("Stopped.")
     monkeypatch.undo()
     until(lambda: server.metric("running_requests") == 0)
-    playwright.expect(page.get_by_role("textbox", name="Message")).to_be_focused()
+    expect(page.get_by_role("textbox", name="Message")).to_be_focused()
     send(page, "Go on.")
     wait_for_reply(page)
     send(page, "And on.")
     page.keyboard.press("Escape")
-    playwright.expect(page.get_by_role("button", name="Send")).to_be_visible()
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
 
 
 def test_the_slider_moves_the_budget_while_a_reply_is_written(
@@ -151,18 +153,18 @@ def test_the_slider_moves_the_budget_while_a_reply_is_written(
     expected = expected_reply(server)
     slow_down(server.model, monkeypatch, 0.3)
     send(page)
-    playwright.expect(page.locator("article.assistant > div").last).not_to_be_empty(timeout=20_000)
+    expect(page.locator("article.assistant > div").last).not_to_be_empty(timeout=20_000)
     slider = page.get_by_role("slider", name="Memory budget")
     slider.press("Home")
     until(lambda: server.model.plan.budget_bytes == server.model.plan.minimum_budget_bytes)
     assert server.metric("running_requests") == 1
-    playwright.expect(slider).to_have_attribute("aria-valuetext", re.compile(r"^[\d.]+ MB$"))
+    expect(slider).to_have_attribute("aria-valuetext", re.compile(r"^[\d.]+ MB$"))
     slider.press("End")
     until(lambda: server.model.plan.budget_bytes == server.model.plan.full_bytes)
-    playwright.expect(slider).to_have_attribute("aria-valuetext", re.compile("all in memory"))
+    expect(slider).to_have_attribute("aria-valuetext", re.compile("all in memory"))
     assert wait_for_reply(page).strip() == expected.strip()
-    playwright.expect(page.locator("#rate")).not_to_have_text("0.0")
-    playwright.expect(page.locator("#budget-error")).to_be_empty()
+    expect(page.locator("#rate")).not_to_have_text("0.0")
+    expect(page.locator("#budget-error")).to_be_empty()
 
 
 def test_a_reload_keeps_the_conversation_and_stops_what_runs(
@@ -175,7 +177,7 @@ def test_a_reload_keeps_the_conversation_and_stops_what_runs(
     assert page.locator("article.assistant > div").inner_text() == reply
     slow_down(server.model, monkeypatch, 0.3)
     send(page, "Go on.")
-    playwright.expect(page.locator("article.assistant > div").last).not_to_be_empty(timeout=20_000)
+    expect(page.locator("article.assistant > div").last).not_to_be_empty(timeout=20_000)
     page.reload()
     until(lambda: server.metric("running_requests") == 0)
     monkeypatch.undo()
@@ -193,10 +195,10 @@ def test_a_narrow_screen_has_no_scrolling_aside(page: Any) -> None:
     panel = page.locator("#panel")
     assert panel.get_attribute("open") is None
     page.locator("#panel summary").press("Enter")
-    playwright.expect(page.get_by_role("slider")).to_be_visible()
+    expect(page.get_by_role("slider")).to_be_visible()
     wide = "() => document.documentElement.scrollWidth > document.documentElement.clientWidth"
     assert not page.evaluate(wide)
-    playwright.expect(page.get_by_role("button", name="Send")).to_be_in_viewport()
+    expect(page.get_by_role("button", name="Send")).to_be_in_viewport()
 
 
 def test_everything_is_reached_by_keyboard_and_has_a_name(page: Any) -> None:
@@ -214,7 +216,7 @@ def test_everything_is_reached_by_keyboard_and_has_a_name(page: Any) -> None:
 
 def test_markdown_is_drawn_and_markup_stays_text(page: Any) -> None:
     reply = drawn_markdown(page, MARKDOWN)
-    playwright.expect(reply.locator("h3")).to_have_text("Title")
+    expect(reply.locator("h3")).to_have_text("Title")
     for tag, text in {
         "strong >> nth=0": "bold",
         "em": "leaning",
@@ -225,7 +227,7 @@ def test_markdown_is_drawn_and_markup_stays_text(page: Any) -> None:
         "pre": 'print("<b>no markup</b>")',
         "figcaption >> nth=0": "pythonCopy",
     }.items():
-        playwright.expect(reply.locator(tag)).to_have_text(text)
+        expect(reply.locator(tag)).to_have_text(text)
     links = [it.get_attribute("href") for it in reply.locator("a").all()]
     assert links == ["https://example.com/a", "https://example.com/p.png"]
     assert reply.locator("img, script, b").count() == 0
@@ -271,8 +273,8 @@ def test_a_key_is_asked_for_once(browser: Any, chat_bundle: Path) -> None:
         for key in ("wrong", "secret"):
             page.get_by_role("textbox", name="API key").fill(key)
             page.keyboard.press("Enter")
-        playwright.expect(page.locator("#memory")).not_to_have_text("-")
+        expect(page.locator("#memory")).not_to_have_text("-")
         page.reload()
-        playwright.expect(page.locator("#memory")).not_to_have_text("-")
+        expect(page.locator("#memory")).not_to_have_text("-")
         assert not page.get_by_role("dialog").is_visible()
         page.close()
