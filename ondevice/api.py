@@ -164,9 +164,12 @@ class Model:
 
     @property
     def counters(self) -> Counters:
-        """Running totals since the model was loaded. Unlike `stats` they include scoring."""
+        """Running totals since the model was loaded, during a generation as of its newest token.
+
+        Unlike `stats` they include scoring.
+        """
         self._require_open()
-        found: Counters = self._owner.call(self._engine.counters)
+        found: Counters = self._owner.call(self._engine.counters, urgent=True)
         return found
 
     @property

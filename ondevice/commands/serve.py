@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import fields
 from importlib.util import find_spec
@@ -112,8 +113,19 @@ class _Log(logging.Handler):
         say(self.format(record))
 
 
+class _PlainLog(_Log):
+    """The same for what uvicorn logs in words of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return json.dumps({"event": record.name, "message": super().format(record).strip()})
+
+
 def _start_log() -> None:
-    log = logging.getLogger("ondevice.serve")
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    log.handlers = [_Log()]
+    for name, level, handler in (
+        ("ondevice.serve", logging.INFO, _Log()),
+        ("uvicorn", logging.WARNING, _PlainLog()),
+    ):
+        log = logging.getLogger(name)
+        log.setLevel(level)
+        log.propagate = False
+        log.handlers = [handler]

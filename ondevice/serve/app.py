@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -22,10 +22,12 @@ from ondevice.serve.exchange import Service, json_answer
 from ondevice.serve.guard import Guard, json_bytes
 from ondevice.serve.metrics import Metrics
 from ondevice.serve.models import LoadedModel, ModelFacts, Models
+from ondevice.serve.page import routes as page
 
 if TYPE_CHECKING:
     from ondevice.api import Model
 
+HEALTH = "/health"
 DIALECTS = (openai_models, openai_chat, openai_completions, openai_responses, anthropic, ollama)
 
 
@@ -57,9 +59,9 @@ def make_app(
             await models.close()
 
     routes = [
-        Route("/", _greeting, methods=["GET"]),
-        Route("/health", partial(_health, service), methods=["GET"]),
+        Route(HEALTH, partial(_health, service), methods=["GET"]),
         Route("/metrics", partial(_metrics, service), methods=["GET"]),
+        *page.routes(service),
         *(route for dialect in DIALECTS for route in dialect.routes(service)),
     ]
     app = Starlette(
@@ -74,11 +76,7 @@ def make_app(
     )
     app.router.redirect_slashes = False
     paths = frozenset(route.path for route in routes if "{" not in route.path)
-    return Guard(app, config, metrics, paths)
-
-
-async def _greeting(request: Request) -> Response:
-    return PlainTextResponse("ondevice is running\n")
+    return Guard(app, config, metrics, paths, frozenset({HEALTH}) | page.OPEN_PATHS)
 
 
 async def _health(service: Service, request: Request) -> Response:

@@ -16,6 +16,8 @@ MAX_DEPTH = 32
 MAX_VALUES = 100_000
 """Most values of a body's JSON, about 10 MB of memory once parsed."""
 MAX_CONNECTIONS = 128
+HEADER_SECONDS = 10.0
+"""Longest time for a request's headers to arrive."""
 BODY_SECONDS = 30.0
 """Longest time for a body to arrive."""
 SEND_SECONDS = 60.0

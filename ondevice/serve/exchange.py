@@ -115,6 +115,8 @@ async def _generate(service: Service, asked: Asked, running: Generation) -> None
                 async for event in events:
                     if event.finish_reason == "cancelled":
                         raise RequestError(503, "the server is stopping", code="server_stopping")
+                    if event.token is not None:
+                        service.metrics.add("generated_tokens_total")
                     if event.stats is not None:
                         service.metrics.generated(event.stats, event.finish_reason or "")
                     running.add(event)

@@ -30,8 +30,8 @@ from ondevice.serve.config import (
 from ondevice.serve.errors import RequestError, error_body
 from ondevice.serve.metrics import Metrics, log_event
 
-OPEN_PATHS = ("/health",)
-"""Paths that need no key."""
+OWN_PAGE = "/page/"
+"""Paths that only the server's own page may call, whatever other origins are allowed."""
 _CORS = {
     "access-control-allow-methods": "GET, POST, OPTIONS",
     "access-control-allow-headers": "*, authorization",
@@ -48,12 +48,26 @@ def json_bytes(value: Any) -> bytes:
 class Guard:
     """ASGI middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, config: ServeConfig, metrics: Metrics, paths: frozenset[str]) -> None:
-        """paths: those that have counters of their own."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServeConfig,
+        metrics: Metrics,
+        paths: frozenset[str],
+        open_paths: frozenset[str],
+    ) -> None:
+        """Args:
+        app: what answers the requests that are let in.
+        config: which those are.
+        metrics: counts requests.
+        paths: those that have counters of their own.
+        open_paths: those that need no key.
+        """
         self._app = app
         self._config = config
         self._metrics = metrics
         self._paths = paths
+        self._open_paths = open_paths
         self._held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,7 +111,7 @@ class Guard:
         origin = _header(scope, b"origin")
         if not origin or origin == f"{scope['scheme']}://{host}":
             return ""
-        if origin not in self._config.allow_origin:
+        if origin not in self._config.allow_origin or scope["path"].startswith(OWN_PAGE):
             raise RequestError(
                 403,
                 f"pages of {origin[:100]!r} may not call this server; `ondevice serve --allow-origin ORIGIN` "
@@ -117,7 +131,7 @@ class Guard:
 
     def _check_key(self, scope: Scope) -> None:
         """Raises RequestError without the right key, where one is needed."""
-        if not self._config.api_key or scope["path"] in OPEN_PATHS:
+        if not self._config.api_key or scope["path"] in self._open_paths:
             return
         kind, _, bearer = _header(scope, b"authorization").partition(" ")
         given = bearer.strip() if kind.lower() == "bearer" else _header(scope, b"x-api-key")

@@ -15,7 +15,7 @@ _HELP = {
     "requests_total": ("counter", "Requests by path and status."),
     "generations_total": ("counter", "Generations by how they ended."),
     "prompt_tokens_total": ("counter", "Tokens of prompts."),
-    "generated_tokens_total": ("counter", "Tokens generated."),
+    "generated_tokens_total": ("counter", "Tokens generated, as they come."),
     "first_token_seconds_total": ("counter", "Seconds from a turn's beginning to its first token."),
     "decode_seconds_total": ("counter", "Seconds of the forward passes behind prompts."),
     "flash_bytes_read_total": ("counter", "Bytes read from flash by generations that ended."),
@@ -38,11 +38,14 @@ class Metrics:
         """Add to a counter or a gauge."""
         self._values[name, tuple(sorted(labels.items()))] += amount  # type: ignore[assignment]
 
+    def value(self, name: str) -> float:
+        """A counter or a gauge that has no labels."""
+        return self._values[name, ()]
+
     def generated(self, stats: GenerationStats, reason: str) -> None:
         """Count a generation that came to its end."""
         self.add("generations_total", reason=reason)
         self.add("prompt_tokens_total", stats.prompt_tokens)
-        self.add("generated_tokens_total", stats.generated_tokens)
         self.add("first_token_seconds_total", stats.time_to_first_token_seconds)
         self.add("decode_seconds_total", stats.decode_seconds)
         self.add("flash_bytes_read_total", stats.flash_bytes_read)

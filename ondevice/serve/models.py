@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ondevice.errors import BudgetError
 from ondevice.serve.config import SESSIONS
 from ondevice.serve.errors import RequestError
 from ondevice.serve.metrics import Metrics, log_event
@@ -139,6 +140,18 @@ class Models:
             return
         async with self.turn(facts) as loaded:
             yield loaded
+
+    async def set_budget(self, budget_bytes: int) -> None:
+        """Keep to another budget from now on. Raises RequestError if the model can't, or none is loaded."""
+        loaded = self.loaded
+        if loaded is None:
+            raise RequestError(503, "no model is loaded at the moment; try again")
+        try:
+            await asyncio.to_thread(loaded.model.set_dram_budget, budget_bytes)
+        except BudgetError as error:
+            raise RequestError(
+                400, error.for_command_line, field="budget_bytes", code="budget_exceeded"
+            ) from error
 
     async def close(self) -> None:
         """Refuse new requests, cancel what runs and close the model."""

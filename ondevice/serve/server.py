@@ -16,6 +16,7 @@ from ondevice.serve.app import make_app
 from ondevice.serve.config import MAX_CONNECTIONS, STOP_SECONDS, ServeConfig
 from ondevice.serve.metrics import log_event
 from ondevice.serve.models import ModelFacts
+from ondevice.serve.protocol import Connection
 
 if TYPE_CHECKING:
     from ondevice.api import Model
@@ -63,7 +64,7 @@ def server_config(app: ASGIApp, config: ServeConfig) -> uvicorn.Config:
     """uvicorn's options, with this server's limits."""
     return uvicorn.Config(
         app,
-        http="h11",
+        http=Connection,
         ws="none",
         lifespan="on",
         log_config=None,

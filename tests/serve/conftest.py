@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,13 @@ from ondevice.api import load
 
 if TYPE_CHECKING:
     from tests.support.serving import Serving
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet() -> None:
+    """Servers log after their answers, so also between tests, where nothing captures what is printed."""
+    for name in ("ondevice.serve", "uvicorn"):
+        logging.getLogger(name).addHandler(logging.NullHandler())
 
 
 @pytest.fixture(scope="module")

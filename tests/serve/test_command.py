@@ -53,6 +53,19 @@ def test_it_answers_and_stops_on_a_signal(chat_bundle: Path, number: int, code: 
         assert process.wait(20) == code
 
 
+def test_every_line_of_the_log_is_json(chat_bundle: Path) -> None:
+    """Also of what uvicorn itself has to say."""
+    with serving(chat_bundle, "--threads", 1) as (process, url):
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(b"nonsense\r\n\r\n")
+            assert b" 400 " in connection.recv(65536)
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        found = [json.loads(line) for line in process.stderr.read().splitlines()]
+    assert {"event": "uvicorn.error", "message": "Invalid HTTP request received."} in found
+
+
 def test_tls_is_uvicorn_s(chat_bundle: Path, tmp_path: Path) -> None:
     openssl = shutil.which("openssl")
     if openssl is None:

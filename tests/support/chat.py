@@ -73,3 +73,15 @@ def pause_engine(
 
     monkeypatch.setattr(model._engine, work, pausing)
     return made
+
+
+def slow_down(model: Model, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.02) -> None:
+    """Have the engine take longer for a token, so that there is time to act meanwhile."""
+    run = model._engine.generate
+
+    def slow(*arguments: Any) -> Iterator[Any]:
+        for item in run(*arguments):
+            yield item
+            time.sleep(seconds)
+
+    monkeypatch.setattr(model._engine, "generate", slow)

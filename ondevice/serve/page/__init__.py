@@ -1,0 +1,1 @@
+"""The chat page at `/`: its files, and what it asks the server for beside the dialects."""

@@ -1,0 +1,83 @@
+"""What the page shows of the server: the plan, and running totals, all read at one moment."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from ondevice.errors import OndeviceError
+from ondevice.meter import Counters
+from ondevice.serve.models import LoadedModel
+from ondevice.units import process_memory
+
+if TYPE_CHECKING:
+    from ondevice.budget.plan import Plan
+    from ondevice.serve.exchange import Service
+
+INTERVAL_SECONDS = 0.5
+"""Least time between two readings, for however many pages look."""
+
+
+class Live:
+    """Reads the state, at most once an interval, as every reading waits for the engine's next token."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._lock = asyncio.Lock()
+        self._state: dict[str, Any] = {}
+
+    async def state(self, newest: bool = False) -> dict[str, Any]:
+        """The state as JSON. newest: as it is now, rather than up to an interval ago."""
+        async with self._lock:
+            old = time.monotonic() - self._state.get("seconds", -INTERVAL_SECONDS)
+            if newest or old >= INTERVAL_SECONDS:
+                self._state = await self._read()
+            return self._state
+
+    async def _read(self) -> dict[str, Any]:
+        service, loaded = self._service, self._service.models.loaded
+        plan, counters = None, Counters()
+        if loaded is not None:
+            plan = loaded.model.plan
+            counters = await asyncio.to_thread(_counters, loaded)
+        return {
+            "models": list(service.models.facts),
+            "loaded": None if loaded is None else loaded.facts.name,
+            "plan": None if plan is None else _shown(plan),
+            "pressure": None if loaded is None else loaded.model.memory_pressure.level,
+            "running": service.metrics.value("running_requests"),
+            "waiting": service.metrics.value("waiting_requests"),
+            "generated_tokens": service.metrics.value("generated_tokens_total"),
+            "flash_bytes_read": counters.flash_bytes_read,
+            "cache_hits": counters.neuron_cache_hits,
+            "cache_lookups": counters.neuron_cache_lookups,
+            "memory_bytes": process_memory().current_bytes,
+            "seconds": time.monotonic(),
+        }
+
+
+def _counters(loaded: LoadedModel) -> Counters:
+    """The totals, or none if the model has been closed meanwhile."""
+    try:
+        return loaded.model.counters
+    except OndeviceError:
+        return Counters()
+
+
+def _shown(plan: Plan) -> dict[str, Any]:
+    """The plan, its parts as few as a bar can show."""
+    parts = {
+        "Weights of every token": plan.resident_weights_bytes + plan.predictor_bytes,
+        "Other weights kept": plan.neuron_cache_bytes,
+        f"{plan.max_context} tokens of context": plan.kv_cache_bytes,
+        "Buffers and drafting": plan.staging_bytes + plan.activation_bytes + plan.draft_bytes,
+        "The process": plan.process_bytes + plan.unread_bytes + plan.others_bytes,
+    }
+    return {
+        "budget_bytes": plan.budget_bytes,
+        "least_bytes": plan.minimum_budget_bytes,
+        "full_bytes": plan.full_bytes,
+        "total_bytes": plan.total_bytes,
+        "parts": [{"name": name, "bytes": nbytes} for name, nbytes in parts.items()],
+    }

@@ -1,0 +1,98 @@
+"""`/` and `/page/`: the page's files, read once, the server's state as a stream, and the budget.
+
+The files hold nothing that a key protects, and a browser asks for them before the page can send one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from functools import partial
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ondevice.serve.errors import RequestError
+from ondevice.serve.exchange import Service, json_answer, read_object, sse, streamed
+from ondevice.serve.page.live import INTERVAL_SECONDS, Live
+
+LIVE = "/page/live"
+HEARTBEAT_SECONDS = 15.0
+"""Longest time between two parts of the stream, so that a client that went is noticed."""
+MAX_WATCHERS = 16
+"""Pages that may follow at once, as each takes a connection."""
+MAX_BUDGET = 1 << 50
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_FILES = {
+    "/" if path.name == "index.html" else f"/page/{path.name}": path
+    for path in sorted(Path(__file__).parent.iterdir())
+    if path.suffix in _TYPES
+}
+OPEN_PATHS = frozenset(_FILES)
+"""Paths that need no key."""
+_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+}
+
+
+def routes(service: Service) -> list[Route]:
+    live, watchers = Live(service), asyncio.Semaphore(MAX_WATCHERS)
+    return [
+        *(Route(address, partial(_file, *_read(path)), methods=["GET"]) for address, path in _FILES.items()),
+        Route(LIVE, partial(_live, live, watchers), methods=["GET"]),
+        Route("/page/budget", partial(_budget, service, live), methods=["POST"]),
+    ]
+
+
+def _read(path: Path) -> tuple[bytes, str]:
+    return path.read_bytes(), _TYPES[path.suffix]
+
+
+async def _file(content: bytes, kind: str, request: Request) -> Response:
+    return Response(content, headers=_HEADERS, media_type=kind)
+
+
+async def _live(live: Live, watchers: asyncio.Semaphore, request: Request) -> Response:
+    if watchers.locked():
+        raise RequestError(503, f"{MAX_WATCHERS} pages follow this server already")
+    if request.method == "HEAD":
+        return Response(media_type="text/event-stream")
+    return await streamed(_states(live, watchers))
+
+
+async def _states(live: Live, watchers: asyncio.Semaphore) -> AsyncGenerator[bytes, None]:
+    """The state whenever it has changed."""
+    async with watchers:
+        before, quiet = None, 0.0
+        while True:
+            state = await live.state()
+            quiet += INTERVAL_SECONDS
+            # Memory in use flickers by itself.
+            compared = state | {"seconds": 0, "memory_bytes": 0}
+            if compared != before or quiet >= HEARTBEAT_SECONDS:
+                yield sse(state)
+                before, quiet = compared, 0.0
+            await asyncio.sleep(INTERVAL_SECONDS)
+
+
+async def _budget(service: Service, live: Live, request: Request) -> Response:
+    fields = await read_object(request)
+    nbytes = fields.integer("budget_bytes", 1, MAX_BUDGET)
+    if nbytes is None:
+        fields.refuse("budget_bytes", "is missing; it must be a number of bytes")
+    fields.close()
+    await service.models.set_budget(nbytes)
+    return json_answer(await live.state(newest=True))
