@@ -44,7 +44,8 @@ class Channels:
 
     @property
     def kind(self) -> Kind:
-        return "thinking" if self._part == "thinking" else "reply"
+        kinds: dict[str, Kind] = {"thinking": "thinking", "call": "call", "header": "header"}
+        return kinds.get(self._part, "reply")
 
     def take(self, token: int | None, text: str) -> list[Piece]:
         found = self._took(text)
@@ -94,7 +95,7 @@ class Channels:
             if len(self._call) <= MAX_CALL_CHARS:
                 return []
             text, self._call, self._part = self._call, "", "reply"
-        return [Piece(self.kind, text)] if text else []
+        return [Piece("thinking" if self._part == "thinking" else "reply", text)] if text else []
 
     def _begin(self) -> None:
         """A message's text begins; its header says whose."""

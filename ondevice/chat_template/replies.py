@@ -15,7 +15,8 @@ from typing import Literal, Protocol
 from ondevice.chat_template.call_formats import Call, CallFormat, Tools, could_be_call
 from ondevice.chat_template.tools import MAX_CALLS
 
-Kind = Literal["reply", "thinking"]
+Kind = Literal["reply", "thinking", "call", "header"]
+"""What a token belongs to. A header, such as a channel's name, isn't shown."""
 THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 """Pairs of marks between which models think."""
 MAX_CALL_CHARS = 1 << 18
@@ -30,9 +31,9 @@ _STRING = re.compile(r'"[^"\\]*(?:\\(?:.|\Z)[^"\\]*)*("|\Z)', re.DOTALL)
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a reply: text of a kind, or a call."""
+    """A part of a reply: text of it, of thinking, or a call."""
 
-    kind: Kind
+    kind: Literal["reply", "thinking"]
     text: str
     call: Call | None = None
 
@@ -42,7 +43,7 @@ class ReplyParser(Protocol):
 
     @property
     def kind(self) -> Kind:
-        """What the newest token belongs to."""
+        """What the next token belongs to, as far as is known."""
         ...
 
     def take(self, token: int | None, text: str) -> list[Piece]:
@@ -103,7 +104,8 @@ class MarkedReply:
 
     @property
     def kind(self) -> Kind:
-        return "thinking" if self._state == "thinking" else "reply"
+        kinds: dict[str, Kind] = {"thinking": "thinking", "call": "call"}
+        return kinds.get(self._state, "reply")
 
     def take(self, token: int | None, text: str) -> list[Piece]:
         self._held += text
@@ -219,12 +221,16 @@ class MarkedReply:
             yield Piece("reply", text)
 
     def _before(self, marks: tuple[str, ...], final: bool) -> tuple[str, str]:
-        """The text that is certain before the first of the marks, and that mark if it is there, else ''."""
+        """The text that is certain before the first of the marks, and that mark if it is there, else ''.
+
+        Spaces before a mark belong to it.
+        """
         places = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
         if places:
             at, mark = min(places)
-            text, self._held = self._held[:at].rstrip(), self._held[at + len(mark) :]
-            return text, mark
+            end, text = at + len(mark), self._held[:at].rstrip()
+            found, self._held = self._held[len(text) : end], self._held[end:]
+            return text, found
         kept = 0 if final else _beginning(self._held, marks)
         text = self._held[: len(self._held) - kept]
         if not final:
