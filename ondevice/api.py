@@ -14,7 +14,7 @@ from contextlib import aclosing
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from ondevice.bundle.verify import Report
 from ondevice.bundle.verify import verify as verify_bundle
 from ondevice.callbacks import IsCancelled, OnBytes, OnCount, ignore_count
 from ondevice.chat_template import ChatTemplate
+from ondevice.chat_template.messages import Message
+from ondevice.chat_template.tools import PromptOptions, Think, Tool
 from ondevice.config import (
     AUTO_QUANT,
     RuntimeConfig,
@@ -328,9 +330,15 @@ class Model:
     ) -> None:
         self.close()
 
-    def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a transcript, up to where the model's next turn begins."""
-        return self._host.chat_ids(messages)
+    def chat_ids(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool | Mapping[str, Any]] = (),
+        think: Think = None,
+    ) -> list[int]:
+        """Token ids of a transcript, up to where the model's next turn begins. Arguments as of `respond`."""
+        return self._host.chat_ids(messages, PromptOptions.checked(tools, think))
 
     def _prompt_ids(self, prompt: str | None, tokens: Sequence[int] | None) -> list[int]:
         """Token ids of a prompt given either as text or as ids.

@@ -66,6 +66,10 @@ class UsageError(OndeviceError, ValueError):
     exit_code = 2
 
 
+class ToolsNotSupportedError(UsageError):
+    """Tools were given to a model whose chat template has no place for them."""
+
+
 class ModelNotFoundError(OndeviceError):
     """No bundle has that name or path. The message has the `ondevice convert` line to run."""
 

@@ -17,6 +17,7 @@ from typing import Literal
 from ondevice.backends.base import Array, Float32
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.callbacks import IsCancelled
+from ondevice.chat_template.tools import ToolCall
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.meter import Counters, Meter
@@ -38,6 +39,8 @@ class Event:
 
     `text` may be empty: bytes of an unfinished character and beginnings of a stop string are held back.
     `thinking`: in a conversation, whether the text isn't the reply but what the model thought before it.
+    `tool_call`: in a conversation with tools, a call that is complete; its event has no text.
+    In a conversation an event may have no token of its own, because one token can complete several things.
     `logprob` and `top_logprobs` are as `log_probabilities` has them, where `top_logprobs` was asked for.
     The last event has no token. It has the rest of the text, `finish_reason` and `stats`, and as `stop` the
     stop string that ended the text, if one did.
@@ -51,6 +54,7 @@ class Event:
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
     stop: str | None = None
+    tool_call: ToolCall | None = None
 
 
 @dataclass(frozen=True)

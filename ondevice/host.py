@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing
 from functools import cached_property
 from typing import Any, TypeVar
@@ -14,6 +14,8 @@ from ondevice.budget.pressure import DEFAULT_PRESSURE
 from ondevice.budget.pressure_sources import system_source
 from ondevice.callbacks import IsCancelled
 from ondevice.chat_template import ChatTemplate
+from ondevice.chat_template.messages import Message
+from ondevice.chat_template.tools import PLAIN, PromptOptions
 from ondevice.config import SamplingConfig
 from ondevice.errors import UsageError
 from ondevice.generate import Event
@@ -70,10 +72,10 @@ class Host:
         source = None if file is None else self._resolved.bundle.read_small(file)
         return ChatTemplate.load(source, text_tokenizer(self._resolved))
 
-    def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat_ids(self, messages: Sequence[Message], options: PromptOptions = PLAIN) -> list[int]:
         """Token ids of a transcript, up to where the model's next turn begins."""
         tokenizer = text_tokenizer(self._resolved)
-        return self.chat_template.encode(messages, tokenizer, most=self.plan.max_context)
+        return self.chat_template.encode(messages, tokenizer, options=options, most=self.plan.max_context)
 
     def new_key(self) -> int:
         """A fresh integer that will identify a key/value cache; the cache doesn't exist yet."""

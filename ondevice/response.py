@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ondevice.callbacks import IsCancelled
+from ondevice.chat_template.tools import ToolCall
 from ondevice.errors import OndeviceError
 from ondevice.generate import Event, FinishReason
 from ondevice.stats import GenerationStats
@@ -19,13 +20,17 @@ Work = Callable[[IsCancelled], Iterator[Event]]
 
 @dataclass(frozen=True)
 class Response:
-    """The answer to a prompt. `tokens` are the generated ids. `thinking` is what a model thought first."""
+    """The answer to a prompt. `tokens` are the generated ids. `thinking` is what a model thought first.
+
+    `tool_calls`: the calls of tools that a reply asks for; their results are messages of the next turn.
+    """
 
     text: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason
     stats: GenerationStats
     thinking: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `generate --json` prints."""
@@ -42,13 +47,16 @@ def gather(events: Iterable[Event]) -> Response:
     texts: list[str] = []
     thought: list[str] = []
     tokens: list[int] = []
+    calls: list[ToolCall] = []
     for event in events:
+        if event.tool_call is not None:
+            calls.append(event.tool_call)
         (thought if event.thinking else texts).append(event.text)
         if event.token is not None:
             tokens.append(event.token)
         if event.finish_reason is not None and event.stats is not None:
             reason, stats = event.finish_reason, event.stats
-            return Response("".join(texts), tuple(tokens), reason, stats, "".join(thought))
+            return Response("".join(texts), tuple(tokens), reason, stats, "".join(thought), tuple(calls))
     raise OndeviceError("the generation ended without a result")
 
 

@@ -12,13 +12,16 @@ import os
 import threading
 import weakref
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack, get_args
 
-from ondevice.chat_template.channels import ReplyParser
+from ondevice.chat_template.messages import Message, all_checked, changed_strings
+from ondevice.chat_template.replies import Piece, ReplyParser
+from ondevice.chat_template.tools import PLAIN, PromptOptions, Think, Tool, ToolCall, new_id
 from ondevice.config import SamplingConfig, SamplingOptions, WhenFull
 from ondevice.errors import OndeviceError, UsageError
 from ondevice.generate import Event
@@ -27,14 +30,15 @@ from ondevice.response import Response, gather
 from ondevice.settings import sampling_options
 from ondevice.tokenizer.base import valid_unicode
 
+_MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name"}
+Tools = Sequence[Tool | Mapping[str, Any]]
+"""Functions that a model may call, each as `Tool` or in the shape of OpenAI's."""
+
 FORMAT = "ondevice-session"
 VERSION = 1
 MAX_FILE_BYTES = 2 << 20
 """Most bytes of a saved session: about 500,000 tokens of text, and at most 25 MB in memory."""
-ROLES = ("system", "user", "assistant")
-
-Message = dict[str, str]
-"""One message, with the keys `role` and `content`."""
+ROLES = ("system", "user", "assistant", "tool")
 
 
 class Session:
@@ -50,49 +54,82 @@ class Session:
         self._key = host.new_key()
         self._answering = threading.Lock()
         self._instructions = instructions
-        self._messages: list[Message] = []
+        self._messages: list[dict[str, Any]] = []
         self.reset()
         weakref.finalize(self, host.retire, self._key)
 
     @property
-    def transcript(self) -> list[Message]:
+    def transcript(self) -> list[dict[str, Any]]:
         """A copy of the messages that the model sees, instructions first."""
-        return [dict(message) for message in self._messages]
+        return deepcopy(self._messages)
 
     def respond(
-        self, text: str, *, sampling: SamplingConfig | None = None, **options: Unpack[SamplingOptions]
+        self,
+        text: str | Sequence[Message],
+        *,
+        tools: Tools = (),
+        think: Think = None,
+        sampling: SamplingConfig | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Response:
         """Answer `text`. options: fields of SamplingConfig. The default is greedy decoding.
 
+        Args:
+            text: what the user says, or messages to add, such as results of the calls of the last reply.
+            tools: functions that the model may call, for this turn. Calls are told, never made.
+            think: whether to think before the reply, or how much, as far as the chat template asks for it.
+            sampling: the options in one object.
+
         Raises ContextOverflowError, and leaves the transcript as it was, when the conversation has outgrown
         the context. If the session drops its oldest turns, only a `text` too long by itself raises it.
+        Raises ToolsNotSupportedError for tools that the chat template has no place for.
         """
-        return gather(self.stream_response(text, sampling=sampling, **options))
+        return gather(self.stream_response(text, tools=tools, think=think, sampling=sampling, **options))
 
     def stream_response(
-        self, text: str, *, sampling: SamplingConfig | None = None, **options: Unpack[SamplingOptions]
+        self,
+        text: str | Sequence[Message],
+        *,
+        tools: Tools = (),
+        think: Think = None,
+        sampling: SamplingConfig | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Iterator[Event]:
         """`respond`, event by event. Closing the iterator cancels; the text generated so far is kept."""
-        config = self._sampling(sampling, options)
+        config, prompt = self._sampling(sampling, options), PromptOptions.checked(tools, think)
         with self._silent():
-            messages, ids, dropped = self._within_context(self._asked(text), config.max_tokens)
-            parser = self._host.chat_template.reply_parser()
-            with self._reply(messages, dropped) as said:
+            messages, ids, dropped = self._within_context(self._asked(text), config.max_tokens, prompt)
+            with self._reply(messages, dropped, prompt, ids) as reply:
                 for event in self._host.stream_ids(self._key, ids, config):
-                    yield _say(event, said, parser)
+                    yield from reply.take(event)
 
     async def arespond(
-        self, text: str, *, sampling: SamplingConfig | None = None, **options: Unpack[SamplingOptions]
+        self,
+        text: str | Sequence[Message],
+        *,
+        tools: Tools = (),
+        think: Think = None,
+        sampling: SamplingConfig | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Response:
         """`respond` for asyncio; cancelling the task cancels the work."""
-        async with aclosing(self.astream_response(text, sampling=sampling, **options)) as events:
+        stream = self.astream_response(text, tools=tools, think=think, sampling=sampling, **options)
+        async with aclosing(stream) as events:
             return gather([event async for event in events])
 
     async def astream_response(
-        self, text: str, *, sampling: SamplingConfig | None = None, **options: Unpack[SamplingOptions]
+        self,
+        text: str | Sequence[Message],
+        *,
+        tools: Tools = (),
+        think: Think = None,
+        sampling: SamplingConfig | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> AsyncGenerator[Event, None]:
         """`stream_response` for asyncio."""
-        async with aclosing(self.astream_messages(self._asked(text), sampling=sampling, **options)) as events:
+        prompt = PromptOptions.checked(tools, think)
+        stream = self.astream_messages(self._asked(text), prompt=prompt, sampling=sampling, **options)
+        async with aclosing(stream) as events:
             async for event in events:
                 yield event
 
@@ -100,6 +137,7 @@ class Session:
         self,
         messages: Sequence[Message],
         *,
+        prompt: PromptOptions = PLAIN,
         sampling: SamplingConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> AsyncGenerator[Event, None]:
@@ -112,12 +150,14 @@ class Session:
         config, asked = self._sampling(sampling, options), list(messages)
         with self._silent():
             # On another thread, because the event loop can't wait for a long text to be encoded.
-            kept, ids, dropped = await asyncio.to_thread(self._within_context, asked, config.max_tokens)
-            parser = self._host.chat_template.reply_parser()
-            with self._reply(kept, dropped) as said:
+            kept, ids, dropped = await asyncio.to_thread(
+                self._within_context, asked, config.max_tokens, prompt
+            )
+            with self._reply(kept, dropped, prompt, ids) as reply:
                 async with aclosing(self._host.astream_ids(self._key, ids, config)) as events:
                     async for event in events:
-                        yield _say(event, said, parser)
+                        for shown in reply.take(event):
+                            yield shown
 
     def fork(self) -> Session:
         """An independent conversation that continues from here."""
@@ -182,23 +222,26 @@ class Session:
         config = sampling_options(sampling, options)
         return replace(config, stop=(*config.stop, *self._host.chat_template.stop))
 
-    def _asked(self, text: str) -> list[Message]:
-        """The transcript with a user's message behind it."""
-        return [*self._messages, {"role": "user", "content": text}]
+    def _asked(self, text: str | Sequence[Message]) -> list[Message]:
+        """The transcript with what is said now behind it."""
+        added = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
+        return [*self._messages, *added]
 
     @contextmanager
-    def _reply(self, messages: list[Message], dropped: int) -> Iterator[list[str]]:
-        """A list that collects the reply to `messages`, which together become the transcript at the end."""
-        said: list[str] = []
+    def _reply(
+        self, messages: list[Message], dropped: int, prompt: PromptOptions, ids: list[int]
+    ) -> Iterator[_Reply]:
+        """What collects the reply to `messages`, which together become the transcript at the end."""
+        reply = _Reply(self._host.chat_template.reply_parser(prompt, ids), prompt, ids)
         try:
-            yield said
+            yield reply
         finally:
-            if said:
-                self._messages = [*messages, {"role": "assistant", "content": "".join(said)}]
+            if reply.begun:
+                self._messages = [*all_checked(messages), reply.message]
                 self.dropped_turns += dropped
 
     def _within_context(
-        self, messages: list[Message], max_tokens: int
+        self, messages: list[Message], max_tokens: int, prompt: PromptOptions
     ) -> tuple[list[Message], list[int], int]:
         """The messages that the model sees, their ids, and the number of turns dropped.
 
@@ -206,14 +249,14 @@ class Session:
         until half of it is left, so that the recomputed keys and values serve several turns. Instructions and
         the newest message stay.
         """
-        context, ids = self._host.plan.max_context, self._host.chat_ids(messages)
+        context, ids = self._host.plan.max_context, self._host.chat_ids(messages, prompt)
         if self.when_full == "stop" or len(ids) + min(max_tokens, context // 4) <= context:
             return messages, ids, 0
         head = messages[: messages[0]["role"] == "system"]
         begins = [at for at in range(len(head), len(messages)) if messages[at]["role"] == "user"]
 
         def ids_from(turn: int) -> list[int]:
-            return self._host.chat_ids([*head, *messages[begins[turn] :]])
+            return self._host.chat_ids([*head, *messages[begins[turn] :]], prompt)
 
         older = range(len(begins) - 1)
         first = bisect_left(older, True, key=lambda turn: len(ids_from(turn)) <= context // 2)
@@ -242,7 +285,7 @@ def _file_errors(what: str, path: Path) -> Iterator[None]:
         raise OndeviceError(f"the conversation can't be {what} {path}: {reason}") from error
 
 
-def _messages(content: Any, source: Path) -> list[Message]:
+def _messages(content: Any, source: Path) -> list[dict[str, Any]]:
     """The messages of a saved session, checked. Raises UsageError."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UsageError(f"{source} is not a saved session")
@@ -254,29 +297,65 @@ def _messages(content: Any, source: Path) -> list[Message]:
     for message in messages:
         if (
             not isinstance(message, dict)
-            or set(message) != {"role", "content"}
+            or not {"role", "content"} <= set(message) <= _MESSAGE_KEYS
             or message["role"] not in ROLES
             or not isinstance(message["content"], str)
         ):
             raise UsageError(f"{source} holds no message of a known role, but {str(message)[:80]}")
-    return _encodable(messages)
+    try:
+        return _encodable(all_checked(messages))
+    except UsageError as error:
+        raise UsageError(f"{source} is not a saved session: {error}") from error
 
 
-def _encodable(messages: Sequence[Message]) -> list[Message]:
+def _encodable(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The messages without lone surrogates, which neither tokenizers nor files can hold."""
-    return [{"role": said["role"], "content": valid_unicode(said["content"])} for said in messages]
+    return [changed_strings(said, valid_unicode) for said in messages]
 
 
-def _say(event: Event, said: list[str], parser: ReplyParser) -> Event:
-    """Add the event's text to the reply, unless it is thinking, and return the event as it is shown.
+class _Reply:
+    """A reply as it is written: its events as they are shown, and the message that it becomes."""
 
-    Spaces at the start of a reply are removed: they belong to the prompt.
-    """
-    kind = parser.take(event.token, event.text)
-    if kind != "reply":
-        said.append("")
-        return replace(event, text=event.text if kind == "thinking" else "", thinking=kind == "thinking")
-    if not any(said):
-        event = replace(event, text=event.text.lstrip(" "))
-    said.append(event.text)
-    return event
+    def __init__(self, parser: ReplyParser, prompt: PromptOptions, ids: list[int]) -> None:
+        """ids: the prompt's, from which calls get ids of their own, the same for the same prompt."""
+        self.begun = False
+        self._parser, self._prompt, self._ids = parser, prompt, ids
+        self._texts: list[str] = []
+        self._calls: list[ToolCall] = []
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The reply as a message of the transcript. Thinking isn't part of it."""
+        said: dict[str, Any] = {"role": "assistant", "content": "".join(self._texts)}
+        return said | ({"tool_calls": [call.to_dict() for call in self._calls]} if self._calls else {})
+
+    def take(self, event: Event) -> list[Event]:
+        """What an event of the model's text is shown as: thinking, calls and the reply told apart."""
+        self.begun = True
+        before = self._parser.kind
+        pieces = self._parser.take(event.token, event.text)
+        if event.finish_reason is not None:
+            pieces += self._parser.finish()
+        shown = [found for piece in pieces if (found := self._shown(piece)) is not None]
+        own = replace(event, text="", thinking="thinking" in (before, self._parser.kind))
+        if event.finish_reason is not None:
+            # The last event of all is the one that ends the text.
+            return [*shown, replace(own, thinking=False)]
+        if not shown:
+            return [own]
+        first = replace(own, text=shown[0].text, thinking=shown[0].thinking, tool_call=shown[0].tool_call)
+        return [first, *shown[1:]]
+
+    def _shown(self, piece: Piece) -> Event | None:
+        """Spaces at the start of a reply are removed: they belong to the prompt."""
+        if piece.call is not None:
+            if self._calls and not self._prompt.parallel_calls:
+                return None
+            call = ToolCall(*piece.call, new_id(self._ids, len(self._calls)))
+            self._calls.append(call)
+            return Event("", tool_call=call)
+        if piece.kind == "thinking":
+            return Event(piece.text, thinking=True)
+        text = piece.text if any(self._texts) else piece.text.lstrip(" ")
+        self._texts.append(text)
+        return Event(text)

@@ -122,6 +122,7 @@ OTHER_SETTINGS: dict[str, type] = {
     "model": str,
     "system_prompt": str,
     "when_full": str,
+    "no_think": bool,
     "prompt": str,
     "text": str,
     "output": str,

@@ -10,12 +10,30 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
+from functools import cached_property
 from typing import Any
 
-from ondevice.chat_template.channels import Channels, PlainReply, ReplyParser, has_channels
-from ondevice.errors import BundleError, UsageError
+from ondevice.chat_template.call_formats import CallFormat, recognised
+from ondevice.chat_template.channels import CHANNEL, Channels, has_channels
+from ondevice.chat_template.dates import written_by
+from ondevice.chat_template.messages import (
+    CALL_FORMS,
+    Message,
+    absent_character,
+    all_checked,
+    as_form,
+    changed_strings,
+    mark,
+    size,
+    uses_tools,
+    with_short_ids,
+    with_tools,
+)
+from ondevice.chat_template.replies import THINKING_MARKS, MarkedReply, PlainReply, ReplyParser
+from ondevice.chat_template.tools import EFFORTS, PLAIN, PromptOptions, Tool, ToolCall
+from ondevice.errors import BundleError, ToolsNotSupportedError, UsageError
 from ondevice.tokenizer import Tokenizer
 
 MAX_TEMPLATE_CHARS = 64 * 1024
@@ -60,17 +78,14 @@ _FAILURES = (
     ValueError,
 )
 _ASKS_FOR_CLOCK = re.compile(r"strftime_now\s+is\s+(not\s+)?defined")
-_DIRECTIVE = re.compile(r"%(-?.?)", re.DOTALL)
-_MONTHS = (
-    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
-    "November", "December",
-)  # fmt: skip
-_ROLE = re.compile(r"[a-z][a-z0-9_-]{0,63}", re.ASCII)
-# Noncharacters, which texts don't use. The private area is for texts that contain all of them anyway.
-_MARKERS = [*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xE000, 0xF900))]
-
-Message = Mapping[str, str]
-"""A message: its `role` (a lower-case word such as system, user or assistant) and its `content`."""
+SWITCHES = ("enable_thinking", "thinking", "open_thinking")
+"""Names by which templates ask whether to think."""
+EFFORT = "reasoning_effort"
+TOOL_NAMES = ("tools", "xml_tools")
+"""Names by which templates ask for tools."""
+_TAIL = 8
+"""Number of ids at a prompt's end among which a mark of thinking is looked for."""
+_PROBE = "probe_tool"
 
 
 class ChatTemplate:
@@ -88,8 +103,11 @@ class ChatTemplate:
             )
         self._names: dict[str, Any] = {"bos_token": bos_token, "eos_token": eos_token}
         if "strftime_now" in source and not _ASKS_FOR_CLOCK.search(source):
-            self._names["strftime_now"] = _written_by(date.today())
-        self._channels: Mapping[str, int] | None = None
+            self._names["strftime_now"] = written_by(date.today())
+        self._tokenizer: Tokenizer | None = None
+        self._has_channels = False
+        self._marks = next((pair for pair in THINKING_MARKS if pair[1] in source), None)
+        self._format = recognised(source)
         self._lock = threading.Lock()
         self._compile(source)
 
@@ -103,39 +121,78 @@ class ChatTemplate:
         bos = "" if tokenizer.bos_id is None else tokenizer.piece(tokenizer.bos_id)
         eos = tokenizer.piece(tokenizer.eos_ids[0]) if tokenizer.eos_ids else ""
         template = ChatTemplate(text, bos_token=bos, eos_token=eos)
-        if text is not None and has_channels(text, tokenizer.special_tokens):
-            template._channels = tokenizer.special_tokens
+        template._tokenizer = tokenizer
+        template._has_channels = text is not None and has_channels(text, tokenizer.special_tokens)
         return template
 
-    def reply_parser(self) -> ReplyParser:
-        """What tells thinking from the reply in one reply of the model."""
-        return PlainReply() if self._channels is None else Channels(self._channels)
+    @property
+    def thinks(self) -> bool:
+        """Whether the model may think before it replies, by its template."""
+        return self._has_channels or self._marks is not None
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template takes tools and calls of them are of a format that is known."""
+        return self._tools_by is not None and (self._has_channels or self._format is not None)
+
+    @property
+    def call_format(self) -> CallFormat | None:
+        """How the model writes calls of tools; None if that isn't known, or where they go to a channel."""
+        return None if self._has_channels else self._format
+
+    def reply_parser(self, options: PromptOptions = PLAIN, prompt: Sequence[int] = ()) -> ReplyParser:
+        """What tells thinking and calls from the reply in one reply of the model, behind the ids of a prompt.
+
+        Raises UsageError where the model can't be told not to think.
+        """
+        tools = {tool.name: tool for tool in options.tools}
+        special = {} if self._tokenizer is None else self._tokenizer.special_tokens
+        if self._has_channels:
+            return Channels(special, tools)
+        thinks = self._marks is not None and self._tail(prompt).rstrip().endswith(self._marks[0])
+        if thinks and options.think is False:
+            raise UsageError(
+                "this model can't be told not to think: its chat template begins every reply with "
+                f"{self._marks[0] if self._marks else ''} and asks nothing; leave thinking on"
+            )
+        if self._marks is None and not tools:
+            return PlainReply()
+        return MarkedReply(self._marks, thinks, self._format if tools else None, tools, special)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        options: PromptOptions = PLAIN,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """The prompt's text.
 
-        Raises UsageError for messages that are malformed or that the template refuses, BundleError if the
-        template fails, tries to escape, or exceeds a limit on its work, output or time.
+        Raises UsageError for messages that are malformed or that the template refuses, and for options that
+        it has no place for, BundleError if the template fails, tries to escape, or exceeds a limit on its
+        work, output or time.
         """
-        checked = _all_checked(messages)
-        return self._render(checked, add_generation_prompt)
+        checked = self._checked(messages, options)
+        tools = [tool.to_dict() for tool in options.tools]
+        return self._rendered(checked, tools, options, add_generation_prompt)
 
     def encode(
         self,
         messages: Sequence[Message],
         tokenizer: Tokenizer,
         *,
+        options: PromptOptions = PLAIN,
         add_generation_prompt: bool = True,
         most: int | None = None,
     ) -> list[int]:
-        """The prompt's token ids. Special tokens come only from the template, never from a message.
+        """The prompt's token ids. Special tokens come only from the template, never from a message or a tool.
 
         A special token's name in a message is encoded as plain text. Raises as `render` does.
 
         most: number of ids that the caller can use. If there are more, only some of them may be returned, but
             more than `most`.
         """
-        checked = _all_checked(messages)
+        checked = self._checked(messages, options)
         for message in checked:
             # Checked first, so that no copies are made of a message longer than any context.
             if most is not None and len(message["content"]) > _LONG_CHARS:
@@ -143,13 +200,15 @@ class ChatTemplate:
                 if len(ids) > most:
                     return ids
         if self.is_default:
-            return tokenizer.encode(self._render(checked, add_generation_prompt), most=most)
+            return tokenizer.encode(self._render(checked, {}, add_generation_prompt), most=most)
         names, pattern = tokenizer.special_tokens, tokenizer.special_pattern
-        marker = _absent_character(checked)
-        marked = [
-            message | {"content": _mark(message["content"], pattern, names, marker)} for message in checked
-        ]
-        text = self._render(marked, add_generation_prompt)
+        tools = [tool.to_dict() for tool in options.tools]
+        marker = absent_character(checked, tools)
+
+        def marked(value: Any) -> Any:
+            return changed_strings(value, lambda text: mark(text, pattern, names, marker))
+
+        text = self._rendered(marked(checked), marked(tools), options, add_generation_prompt)
         found = list(pattern.finditer(text))
         if marker not in text:
             ids = tokenizer.encode(text, add_bos=False, special=True, most=most)
@@ -173,13 +232,116 @@ class ChatTemplate:
         self._environment = MeteredEnvironment()
         self._environment.meter = Meter(_MAX_UNITS, MAX_SECONDS)
         try:
-            self._template = self._environment.compile_guarded(source)
+            self._template, self._reads = self._environment.compile_guarded(source)
         except (jinja2.TemplateError, *_FAILURES) as error:
             raise BundleError(
                 f"the chat template can't be used: {_reason(error)}; {TEMPLATE_REMEDY}"
             ) from error
 
-    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+    def _checked(self, messages: Sequence[Message], options: PromptOptions) -> list[dict[str, Any]]:
+        checked = all_checked(messages)
+        if (options.tools or uses_tools(checked)) and not self.takes_tools:
+            what = (
+                "has no place for tools"
+                if self._tools_by is None
+                else "has calls of a format that isn't known"
+            )
+            raise ToolsNotSupportedError(f"this model can't call tools: its chat template {what}")
+        if isinstance(options.think, str) and EFFORT not in self._reads:
+            raise UsageError(
+                f"think is {options.think!r}, and this model's chat template knows no levels; "
+                "it can be True or False"
+            )
+        return checked
+
+    def _rendered(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        options: PromptOptions,
+        add_generation_prompt: bool,
+    ) -> str:
+        """The prompt's text, of messages and tools in the forms that the template takes."""
+        variables = self._thinking(options)
+        if uses_tools(messages):
+            messages = [
+                as_form(message, self._call_form, self._format) for message in with_short_ids(messages)
+            ]
+        if tools and self._tools_by is not None:
+            messages, given = with_tools(messages, tools, self._tools_by)
+            variables |= given
+        return self._render(messages, variables, add_generation_prompt, size(messages, tools))
+
+    def _thinking(self, options: PromptOptions) -> dict[str, Any]:
+        """The variables that tell the template whether, or how much, to think."""
+        think = options.think
+        if think is None:
+            return {}
+        if EFFORT in self._reads:
+            return {EFFORT: think if isinstance(think, str) else EFFORTS[1 if think else 0]}
+        return {} if self._switch is None else {self._switch: bool(think)}
+
+    @cached_property
+    def _switch(self) -> str | None:
+        """The name by which the template asks whether to think; it must change the prompt."""
+        return next((name for name in SWITCHES if name in self._reads and self._asks_for(name)), None)
+
+    def _asks_for(self, name: str) -> bool:
+        messages = [{"role": "user", "content": "x"}]
+        return self._tried(messages, {name: True}) != self._tried(messages, {name: False})
+
+    @cached_property
+    def _tools_by(self) -> str | None:
+        """How the template takes tools: by a variable of this name, or by `system`, in that message."""
+        tools = [Tool(_PROBE).to_dict()]
+        for way in (*(name for name in TOOL_NAMES if name in self._reads), "system"):
+            messages, variables = with_tools([{"role": "user", "content": "x"}], tools, way)
+            if _PROBE in self._tried(messages, variables):
+                return way
+        return None
+
+    @cached_property
+    def _call_form(self) -> str:
+        """How the template takes calls in a message: one of CALL_FORMS."""
+        call = ToolCall(_PROBE, {"probe_key": "probe_value"}, "123456789").to_dict()
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "x", "tool_call_id": call["id"], "name": "other"},
+        ]
+        for form in CALL_FORMS[:-1]:
+            text = self._tried([as_form(message, form, None) for message in messages], {})
+            if _PROBE in text and "probe_value" in text:
+                return form
+        return CALL_FORMS[-1]
+
+    def _tried(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+        """What the template makes of messages; empty if it refuses them or fails."""
+        try:
+            return self._render(messages, variables, True)
+        except (UsageError, BundleError):
+            return ""
+
+    def _tail(self, prompt: Sequence[int]) -> str:
+        """The text at the end of a prompt, with its special tokens."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return ""
+        names = {token: name for name, token in tokenizer.special_tokens.items()}
+        parts = [
+            names[token].encode() if token in names else tokenizer.token_bytes(token)
+            for token in prompt[-_TAIL:]
+        ]
+        return b"".join(parts).decode("utf-8", "replace")
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        add_generation_prompt: bool,
+        given: int = 0,
+    ) -> str:
+        """What the template makes of messages. given: characters in messages and tools, which may be work."""
         import jinja2
 
         from ondevice.chat_template.meter import MessagesRefused, Meter
@@ -189,8 +351,8 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             "tools": None,
             "documents": None,
+            **variables,
         }
-        given = sum(len(message["content"]) for message in messages)
         units = _MAX_UNITS + _UNITS_PER_MESSAGE * len(messages) + _UNITS_PER_CHAR * given
         with self._lock:
             self._environment.meter = Meter(units, MAX_SECONDS)
@@ -202,69 +364,12 @@ class ChatTemplate:
                 raise BundleError(f"the chat template failed: {_reason(error)}; {TEMPLATE_REMEDY}") from error
 
 
-def _written_by(day: date) -> Callable[[str], str]:
-    """`strftime_now` of a day, by the directives that templates use, in English whatever the machine's
-    language.
-    """
-    month = _MONTHS[day.month - 1]
-    parts = {
-        "Y": f"{day.year:04}",
-        "m": f"{day.month:02}",
-        "d": f"{day.day:02}",
-        "-d": f"{day.day}",
-        "B": month,
-        "b": month[:3],
-        "%": "%",
-    }
-
-    def written(form: str) -> str:
-        if not isinstance(form, str):
-            raise TypeError(f"strftime_now takes a form of dates, not {type(form).__name__}")
-        unknown = [found for found in _DIRECTIVE.findall(form) if found not in parts]
-        if unknown:
-            raise ValueError(f"strftime_now knows no %{unknown[0]}; it knows %{', %'.join(parts)}")
-        return _DIRECTIVE.sub(lambda match: parts[match[1]], form)
-
-    return written
-
-
-def _all_checked(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """The messages with their roles and contents. Raises UsageError for malformed ones."""
-    if isinstance(messages, str) or not isinstance(messages, Iterable):
-        raise UsageError(f"the messages are {messages!r}; they must be a list of messages")
-    return [_checked(message) for message in messages]
-
-
-def _checked(message: Message) -> dict[str, str]:
-    if not isinstance(message, Mapping):
-        raise UsageError(f"the message is {message!r}; it must have a role and a content")
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or _ROLE.fullmatch(role) is None:
-        raise UsageError(f"message role {role!r} is not a word such as system, user or assistant")
-    if not isinstance(content, str):
-        raise UsageError(f"the content of a {role} message is {type(content).__name__}; it must be a string")
-    return {"role": role, "content": content}
-
-
-def _absent_character(messages: list[dict[str, str]]) -> str:
-    used = set().union(*(message["content"] for message in messages))
-    marker = next((character for character in _MARKERS if character not in used), None)
-    if marker is None:
-        raise UsageError("the messages use every private and noncharacter code point; that isn't text")
-    return marker
-
-
-def _mark(content: str, pattern: re.Pattern[str], names: Mapping[str, int], marker: str) -> str:
-    """`content` with `marker` inside every special token's name, and inside a partial name at its end."""
-    content = pattern.sub(lambda match: match[0][0] + marker + match[0][1:], content)
-    body = content.rstrip()
-    starts = {
-        name[:length] for name in names for length in range(1, len(name)) if body.endswith(name[:length])
-    }
-    if not starts:
-        return content
-    at = len(body) - max(map(len, starts)) + 1
-    return content[:at] + marker + content[at:]
+def abilities(source: str) -> tuple[str, ...]:
+    """What a template's source tells of a model, by Ollama's words: tools, thinking."""
+    calls = CHANNEL in source or recognised(source) is not None
+    thinks = CHANNEL in source or any(closes in source for _, closes in THINKING_MARKS)
+    takes = calls and any(name in source for name in TOOL_NAMES)
+    return (*(("tools",) if takes else ()), *(("thinking",) if thinks else ()))
 
 
 def _reason(error: BaseException) -> str:

@@ -1,61 +1,111 @@
-"""Tells a model's thinking from its reply, token by token.
+"""Tells a model's thinking and its calls of tools from its reply where it writes to channels.
 
 gpt-oss writes messages to channels (OpenAI's "harmony" format): `<|channel|>analysis<|message|>...<|end|>`,
-then `<|start|>assistant<|channel|>final<|message|>...`. What is on the channel `final` is the reply; the
-others are thinking, which a chat may show and its history leaves out, as the model's template does.
+then `<|start|>assistant<|channel|>final<|message|>...`. What is on the channel `final` is the reply; a
+message whose header has `to=functions.NAME` is a call, its text the arguments; the others are thinking, which
+a chat may show and its history leaves out, as the model's template does.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Literal, Protocol
 
-Kind = Literal["reply", "thinking", "header"]
-"""What a piece of text belongs to. A header, such as a channel's name, isn't shown."""
+from ondevice.chat_template.call_formats import Tools
+from ondevice.chat_template.replies import MAX_CALL_CHARS, Kind, Piece
+from ondevice.chat_template.tools import parsed_object
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
+CALL = "<|call|>"
+"""What ends a call, if it doesn't end the reply."""
 REPLY_CHANNEL = "final"
-
-
-class ReplyParser(Protocol):
-    """Follows one reply."""
-
-    def take(self, token: int | None, text: str) -> Kind:
-        """What `text` belongs to, which ends before `token`; the token itself is then taken."""
-        ...
-
-
-class PlainReply:
-    """The parser for models without channels, whose whole text is the reply."""
-
-    def take(self, token: int | None, text: str) -> Kind:
-        return "reply"
+_RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+_BEFORE_RECIPIENT = "to="
+MAX_HEADER_CHARS = 1024
 
 
 class Channels:
     """The parser for models that write to channels.
 
     A reply begins inside a message's header, behind `<|start|>assistant`; text that comes before any channel
-    is the reply, as of a model that knows no channels.
+    is the reply, as of a model that knows no channels, unless it names whom a message is to.
     """
 
-    def __init__(self, tokens: Mapping[str, int]) -> None:
-        """tokens: ids of the special tokens, by name."""
-        self._marks = {tokens[name]: name for name in (START, CHANNEL, MESSAGE, END)}
-        self._kind: Kind = "reply"
+    def __init__(self, tokens: Mapping[str, int], tools: Tools) -> None:
+        """tokens: ids of the special tokens, by name. tools: what may be called, by name."""
+        self._marks = {tokens[name]: name for name in (START, CHANNEL, MESSAGE, END, CALL) if name in tokens}
+        self._tools = tools
+        self._part: str = "start"
+        """What is being read: the start, a header, thinking, a call or the reply."""
         self._header = ""
+        self._channel = ""
+        self._call = ""
+        self._name = ""
 
-    def take(self, token: int | None, text: str) -> Kind:
-        kind = self._kind
-        if kind == "header":
-            self._header += text
+    @property
+    def kind(self) -> Kind:
+        kinds: dict[str, Kind] = {"thinking": "thinking", "call": "call", "header": "header"}
+        return kinds.get(self._part, "reply")
+
+    def take(self, token: int | None, text: str) -> list[Piece]:
+        found = self._took(text)
         match self._marks.get(-1 if token is None else token):
-            case "<|start|>" | "<|channel|>" | "<|end|>":
-                self._kind, self._header = "header", ""
+            case "<|start|>":
+                found += self.finish()
+                self._part, self._header, self._channel = "header", "", ""
+            case "<|channel|>":
+                found += self.finish() if self._part not in ("start", "header") else []
+                self._part, self._channel = "header", self._header
+                self._header = ""
+            case "<|end|>" | "<|call|>":
+                found += self.finish()
+                self._part, self._header, self._channel = "header", "", ""
             case "<|message|>":
-                channel = self._header.split()[:1]
-                self._kind = "reply" if channel == [REPLY_CHANNEL] else "thinking"
-        return kind
+                self._begin()
+        return found
+
+    def finish(self) -> list[Piece]:
+        """The rest. A call that can't be read is text of the reply."""
+        part, call, held = self._part, self._call, self._header
+        self._call = ""
+        if part == "start" and held:
+            self._header = ""
+            return [Piece("reply", held)]
+        if part != "call":
+            return []
+        self._part = "header"
+        arguments = parsed_object(call.strip())
+        if arguments is None or self._name not in self._tools:
+            return [Piece("reply", call)] if call else []
+        return [Piece("reply", "", (self._name, arguments))]
+
+    def _took(self, text: str) -> list[Piece]:
+        if self._part == "header":
+            self._header = (self._header + text)[:MAX_HEADER_CHARS]
+            return []
+        if self._part == "start":
+            self._header += text
+            bare = self._header.lstrip()
+            names = bare.startswith(_BEFORE_RECIPIENT) or _BEFORE_RECIPIENT.startswith(bare)
+            if names and len(self._header) <= MAX_HEADER_CHARS:
+                return []
+            text, self._header, self._part = self._header, "", "reply"
+        if self._part == "call":
+            self._call += text
+            if len(self._call) <= MAX_CALL_CHARS:
+                return []
+            text, self._call, self._part = self._call, "", "reply"
+        return [Piece("thinking" if self._part == "thinking" else "reply", text)] if text else []
+
+    def _begin(self) -> None:
+        """A message's text begins; its header says whose."""
+        recipient = _RECIPIENT.search(f"{self._channel} {self._header}")
+        if recipient is not None and self._tools:
+            self._part, self._name, self._call = "call", recipient[1], ""
+        else:
+            is_reply = self._header.split()[:1] == [REPLY_CHANNEL]
+            self._part = "reply" if is_reply else "thinking"
+        self._header = self._channel = ""
 
 
 def has_channels(template: str, tokens: Mapping[str, int]) -> bool:

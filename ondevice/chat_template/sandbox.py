@@ -69,7 +69,7 @@ class _Guard(NodeTransformer):
         return super().generic_visit(node, *args, **kwargs)
 
     def visit_Name(self, node: nodes.Name) -> nodes.Node:  # noqa: N802
-        if node.name.startswith("_") or node.name in _HIDDEN_NAMES:
+        if node.name.startswith("__") or node.name in _HIDDEN_NAMES:
             raise TemplateLimit(
                 f"line {node.lineno}: the name `{node.name}` isn't allowed in a chat template"
             )
@@ -187,11 +187,12 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         }
         self.tests = {name: self._charged(test) for name, test in tests.items()}
 
-    def compile_guarded(self, source: str) -> jinja2.Template:
-        """The checked and metered template. Raises jinja2.TemplateError."""
+    def compile_guarded(self, source: str) -> tuple[jinja2.Template, frozenset[str]]:
+        """The checked and metered template, and the names that it reads. Raises jinja2.TemplateError."""
         tree: Any = _Guard().visit(self.parse(source))
         tree.set_environment(self)
-        return jinja2.Template.from_code(self, self.compile(tree), dict(self.globals))
+        names = frozenset(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load")
+        return jinja2.Template.from_code(self, self.compile(tree), dict(self.globals)), names
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if not super().is_safe_attribute(obj, attr, value):

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     default="drop",
     help="Where the context is full: drop the oldest turns and go on, or stop the chat.",
 )
+@option("--no-think", is_flag=True, help="The model shall not think before it replies, or little if it must.")
 @add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS)
 @yes_option
 @click.pass_context
@@ -46,6 +47,7 @@ def chat(
     model: str | None,
     system_prompt: str | None,
     when_full: WhenFull,
+    no_think: bool,
     yes: bool,
     **values: Any,
 ) -> None:
@@ -75,7 +77,7 @@ def chat(
             say("this model has no chat template: it continues a plain User and Assistant transcript")
         limits = chat_input.Limits(tokenizer, loaded.plan.max_context, loaded.config.max_context)
         with chat_input.Interrupts() as interrupts:
-            talk = _Talk(loaded, session, sampling, interrupts)
+            talk = _Talk(loaded, session, sampling, interrupts, think=False if no_think else None)
             for turn in chat_input.read_turns(say, interrupts, limits, is_known_command):
                 if talk.take(turn):
                     break
@@ -111,6 +113,7 @@ class _Talk:
     session: Session
     sampling: SamplingConfig
     interrupts: Interrupts
+    think: bool | None = None
     refused: bool = False
     """True if a line of a pipe was too long to be answered."""
 
@@ -152,7 +155,8 @@ class _Talk:
             say(commands.chat_command(self.model, self.session, line))
             return
         before = self.session.dropped_turns
-        events = self.session.stream_response(commands.message(line), sampling=self.sampling)
+        message = commands.message(line)
+        events = self.session.stream_response(message, think=self.think, sampling=self.sampling)
         reason = write_events(events)
         if reason == "length":
             say(commands.cut_short(self.model.stats, self.sampling, self.session))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ondevice.chat_template.messages import Message
+from ondevice.chat_template.tools import PromptOptions, Think, ToolCall
 from ondevice.errors import ContextOverflowError
 from ondevice.generate import Event, check_prompt
 from ondevice.serve.asked import (
@@ -19,7 +21,6 @@ from ondevice.serve.asked import (
     MAX_STOPS,
     MAX_TOKENS,
     NO_SCHEMAS,
-    NO_TOOLS,
     Asked,
     chosen,
     take_temperature,
@@ -38,10 +39,22 @@ from ondevice.serve.exchange import (
 )
 from ondevice.serve.fields import Fields
 from ondevice.serve.models import ModelFacts
-from ondevice.session import Message
+from ondevice.serve.tools import (
+    AUTO,
+    NONE,
+    REQUIRED,
+    Choice,
+    anthropic_tool,
+    call_message,
+    checked_messages,
+    chosen_tools,
+    take_tools,
+)
 
 DROPPED_BLOCKS = ("thinking", "redacted_thinking")
 """Blocks of an assistant's turn that its template leaves out."""
+TOOL_BLOCKS = {"assistant": "tool_use", "user": "tool_result"}
+"""Blocks of each role that aren't its text."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +92,19 @@ async def _messages(service: Service, request: Request) -> Response:
         return await streamed(with_errors(request.url.path, parts, partial(sse, event="error")))
     async with generation(service, wanted.asked) as running:
         events = [event async for event in running]
-    return json_answer(head | {"content": _blocks(events)} | _end(events[-1], wanted.stops))
+    calls = any(event.tool_call is not None for event in events)
+    return json_answer(head | {"content": _blocks(events)} | _end(events[-1], wanted.stops, calls))
 
 
 async def _count(service: Service, request: Request) -> Response:
     fields = await read_object(request)
     model, messages = _take_prompt(service, fields)
+    prompting = _take_prompting(fields)
     _take_neutral(fields)
     fields.close()
     async with service.models.at_hand(model) as loaded:
-        ids = await asyncio.to_thread(loaded.model.chat_ids, messages)
+        tools, think = prompting.tools, prompting.think
+        ids = await asyncio.to_thread(loaded.model.chat_ids, messages, tools=tools, think=think)
         most = loaded.model.plan.max_context
     try:
         check_prompt(ids, most, most)
@@ -99,7 +115,7 @@ async def _count(service: Service, request: Request) -> Response:
 
 def _read(service: Service, fields: Fields) -> _Request:
     model, messages = _take_prompt(service, fields)
-    if messages[-1]["role"] != "user":
+    if messages[-1]["role"] not in ("user", "tool"):
         fields.refuse("messages", "must end with the user's; a reply can't be begun for the model")
     most = fields.integer("max_tokens", 1, MAX_TOKENS)
     if most is None:
@@ -111,32 +127,66 @@ def _read(service: Service, fields: Fields) -> _Request:
         "top_k": fields.integer("top_k", 0, MAX_TOKENS),
         "stop": fields.strings("stop_sequences", MAX_STOPS, MAX_STOP_CHARS),
     }
-    stream = fields.boolean("stream")
+    stream, prompting = fields.boolean("stream"), _take_prompting(fields)
     _take_neutral(fields)
     fields.close()
-    return _Request(Asked(model, messages=messages, options=chosen(options)), stream)
+    asked = Asked(model, messages=messages, prompting=prompting, options=chosen(options))
+    return _Request(asked, stream)
 
 
 def _take_prompt(service: Service, fields: Fields) -> tuple[ModelFacts, tuple[Message, ...]]:
     model = service.models.find(fields.text("model"))
     system = _text(fields, "system", dropped=())
-    turns: list[Message] = [{"role": "system", "content": system}] if system else []
+    turns: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for each in fields.objects("messages"):
         role = each.required_text("role")
         if role not in ("user", "assistant"):
             each.refuse("role", f"is {role[:40]!r}; it must be user or assistant")
-        text = _text(each, "content", dropped=DROPPED_BLOCKS if role == "assistant" else ())
+        calls, results = _take_tool_blocks(each, role)
+        dropped = (*(DROPPED_BLOCKS if role == "assistant" else ()), TOOL_BLOCKS[role])
+        text = _text(each, "content", dropped)
         if text is None:
             each.refuse("content", "is missing")
         each.close()
-        # Turns of one role that follow each other are one turn.
-        if turns and turns[-1]["role"] == role:
-            turns[-1] = {"role": role, "content": f"{turns[-1]['content']}\n\n{text}"}
-        else:
-            turns.append({"role": role, "content": text})
+        turns += results
+        if text or calls or not results:
+            _add_turn(turns, role, text, calls)
     if not turns or turns[-1]["role"] == "system":
         fields.refuse("messages", "is empty; give at least one message")
-    return model, tuple(turns)
+    return model, checked_messages(fields, "messages", turns)
+
+
+def _add_turn(turns: list[dict[str, Any]], role: str, text: str, calls: list[dict[str, Any]]) -> None:
+    """Add a turn. Turns of one role that follow each other are one turn."""
+    if turns and turns[-1]["role"] == role:
+        turns[-1]["content"] = "\n\n".join(filter(None, (turns[-1]["content"], text)))
+    else:
+        turns.append({"role": role, "content": text})
+    if calls:
+        turns[-1].setdefault("tool_calls", []).extend(calls)
+
+
+def _take_tool_blocks(fields: Fields, role: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The calls of an assistant's turn and the results, as messages, of a user's."""
+    value = fields.peek("content")
+    calls: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    for at, item in enumerate(value if isinstance(value, list) else []):
+        if not isinstance(item, dict) or item.get("type") != TOOL_BLOCKS[role]:
+            continue
+        block = Fields(item, f"{fields.full('content')}[{at}]")
+        block.ignore("type", "cache_control", "caller")
+        if role == "assistant":
+            arguments, name = block.take("input"), block.required_text("name")
+            calls.append(call_message(block.required_text("id"), name, arguments or {}))
+        else:
+            failed, text = block.boolean("is_error"), _text(block, "content", dropped=()) or ""
+            text = f"Error: {text}" if failed else text
+            results.append(
+                {"role": "tool", "content": text, "tool_call_id": block.required_text("tool_use_id")}
+            )
+        block.close()
+    return calls, results
 
 
 def _text(fields: Fields, name: str, dropped: tuple[str, ...]) -> str | None:
@@ -152,8 +202,6 @@ def _text(fields: Fields, name: str, dropped: tuple[str, ...]) -> str | None:
         kind = block.required_text("type")
         if kind in dropped:
             continue
-        if kind in ("tool_use", "tool_result"):
-            block.refuse("type", f"is {kind}: {NO_TOOLS}")
         if kind != "text":
             block.refuse("type", f"is {kind[:40]!r}; this server takes text")
         texts.append(block.required_text("text"))
@@ -162,20 +210,44 @@ def _text(fields: Fields, name: str, dropped: tuple[str, ...]) -> str | None:
     return "".join(texts)
 
 
+def _take_prompting(fields: Fields) -> PromptOptions:
+    """Tools, and whether to think."""
+    tools, (choice, parallel) = take_tools(fields, anthropic_tool), _take_choice(fields)
+    return replace(chosen_tools(fields, tools, choice, parallel), think=_take_think(fields))
+
+
+def _take_choice(fields: Fields) -> tuple[Choice, bool]:
+    """What may be called, and whether several calls may come at once."""
+    given = fields.object("tool_choice")
+    if given is None:
+        return AUTO, True
+    kind = given.required_text("type")
+    words = {"auto": AUTO, "none": NONE, "any": REQUIRED}
+    if kind not in (*words, "tool"):
+        given.refuse("type", f"is {kind[:40]!r}; it must be auto, any, tool or none")
+    choice = words.get(kind) or Choice(must=True, name=given.required_text("name"))
+    parallel = not given.boolean("disable_parallel_tool_use")
+    given.close()
+    return choice, parallel
+
+
+def _take_think(fields: Fields) -> Think:
+    thinking = fields.object("thinking")
+    if thinking is None:
+        return None
+    kind = thinking.required_text("type")
+    if kind not in ("enabled", "adaptive", "disabled"):
+        thinking.refuse("type", f"is {kind[:40]!r}; it must be enabled, adaptive or disabled")
+    thinking.integer("budget_tokens", 1, MAX_TOKENS)
+    thinking.ignore("display")
+    thinking.close()
+    return kind != "disabled"
+
+
 def _take_neutral(fields: Fields) -> None:
-    fields.neutral("tools", [], why=NO_TOOLS)
-    fields.neutral("tool_choice", {"type": "none"}, {"type": "auto"}, why=NO_TOOLS)
-    fields.neutral("mcp_servers", [], why=NO_TOOLS)
+    fields.neutral("mcp_servers", [], why="this server calls no others")
     fields.neutral("output_format", why=NO_SCHEMAS)
     fields.neutral("container")
-    thinking = fields.object("thinking")
-    if thinking is not None:
-        kind = thinking.required_text("type")
-        if kind not in ("enabled", "adaptive", "disabled"):
-            thinking.refuse("type", f"is {kind[:40]!r}; it must be enabled, adaptive or disabled")
-        thinking.integer("budget_tokens", 1, MAX_TOKENS)
-        thinking.ignore("display")
-        thinking.close()
     config = fields.object("output_config")
     if config is not None:
         config.neutral("effort", "medium")
@@ -185,10 +257,12 @@ def _take_neutral(fields: Fields) -> None:
 
 
 def _blocks(events: list[Event]) -> list[dict[str, Any]]:
-    """The reply as blocks, one for each run of thinking or text."""
+    """The reply as blocks, one for each run of thinking or text, and for each call."""
     found: list[dict[str, Any]] = []
     for event in events:
         kind = _kind(event)
+        if event.tool_call is not None:
+            found.append(_call_block(event.tool_call, event.tool_call.arguments))
         if not event.text:
             continue
         if not found or found[-1]["type"] != kind:
@@ -205,11 +279,15 @@ def _new_block(kind: str) -> dict[str, Any]:
     return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
 
 
-def _end(last: Event, stops: tuple[str, ...]) -> dict[str, Any]:
+def _call_block(call: ToolCall, arguments: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+
+
+def _end(last: Event, stops: tuple[str, ...], calls: bool) -> dict[str, Any]:
     """Why the reply ended, and its usage."""
     stats = last.stats
     assert stats is not None
-    reason = "max_tokens" if last.finish_reason == "length" else "end_turn"
+    reason = "max_tokens" if last.finish_reason == "length" else "tool_use" if calls else "end_turn"
     stop = last.stop if last.stop in stops else None
     return {
         "stop_reason": reason if stop is None else "stop_sequence",
@@ -224,7 +302,7 @@ async def _events(service: Service, wanted: _Request, head: dict[str, Any]) -> A
     def named(kind: str, **more: Any) -> bytes:
         return sse({"type": kind} | more, kind)
 
-    index, open_kind, begun = -1, "", False
+    index, open_kind, begun, calls = -1, "", False, False
     async with generation(service, wanted.asked) as running:
         async for event in running:
             if not begun:
@@ -239,10 +317,19 @@ async def _events(service: Service, wanted: _Request, head: dict[str, Any]) -> A
                     yield named("content_block_start", index=index, content_block=_new_block(kind))
                 delta = {"type": f"{kind}_delta", kind: event.text}
                 yield named("content_block_delta", index=index, delta=delta)
+            if event.tool_call is not None:
+                if open_kind:
+                    yield named("content_block_stop", index=index)
+                index, open_kind, calls = index + 1, "", True
+                block = _call_block(event.tool_call, {})
+                yield named("content_block_start", index=index, content_block=block)
+                delta = {"type": "input_json_delta", "partial_json": event.tool_call.arguments_json}
+                yield named("content_block_delta", index=index, delta=delta)
+                yield named("content_block_stop", index=index)
             if event.finish_reason is not None:
                 if open_kind:
                     yield named("content_block_stop", index=index)
-                end = _end(event, wanted.stops)
+                end = _end(event, wanted.stops, calls)
                 usage = end.pop("usage")
                 yield named("message_delta", delta=end, usage=usage)
     yield named("message_stop")

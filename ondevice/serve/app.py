@@ -15,7 +15,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ondevice.errors import OndeviceError
-from ondevice.serve import anthropic, ollama, openai_chat, openai_completions, openai_models, openai_responses
+from ondevice.serve import (
+    anthropic,
+    embeddings,
+    ollama,
+    openai_chat,
+    openai_completions,
+    openai_models,
+    openai_responses,
+)
 from ondevice.serve.config import ServeConfig
 from ondevice.serve.errors import RequestError, error_body
 from ondevice.serve.exchange import Service, json_answer
@@ -28,7 +36,15 @@ if TYPE_CHECKING:
     from ondevice.api import Model
 
 HEALTH = "/health"
-DIALECTS = (openai_models, openai_chat, openai_completions, openai_responses, anthropic, ollama)
+DIALECTS = (
+    openai_models,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+    embeddings,
+    anthropic,
+    ollama,
+)
 
 
 def make_app(

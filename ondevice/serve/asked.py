@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ondevice.chat_template.messages import Message
+from ondevice.chat_template.tools import PLAIN, PromptOptions
 from ondevice.serve.fields import Fields
 from ondevice.serve.models import ModelFacts
-from ondevice.session import Message
 
 SEEDS = 1 << 64
 MAX_TOKENS = 1 << 24
 MAX_STOPS, MAX_STOP_CHARS = 16, 1000
 LEAST_TOP_P = 1e-6
 """A share of the probability that only the likeliest token can hold."""
-NO_TOOLS = "tools come with a later release"
 NO_SCHEMAS = "answers that obey a schema come with a later release"
 
 
@@ -22,6 +22,7 @@ NO_SCHEMAS = "answers that obey a schema come with a later release"
 class Asked:
     """A generation that a request asks for: a reply to `messages`, or what continues `prompt`.
 
+    prompting: tools, and whether to think, where messages are answered.
     options: fields of SamplingConfig that the request sets. Without `max_tokens` the context alone is the
     limit. Where messages are answered, fields that aren't set are as the model's authors recommend.
     """
@@ -29,6 +30,7 @@ class Asked:
     model: ModelFacts
     messages: tuple[Message, ...] | None = None
     prompt: str | tuple[int, ...] | None = None
+    prompting: PromptOptions = PLAIN
     options: dict[str, Any] = field(default_factory=dict)
 
     def again(self, index: int) -> Asked:

@@ -9,6 +9,7 @@ from ondevice.errors import (
     ContextOverflowError,
     ModelNotFoundError,
     OndeviceError,
+    ToolsNotSupportedError,
     UsageError,
 )
 
@@ -48,6 +49,9 @@ class RequestError(Exception):
     @staticmethod
     def of(error: OndeviceError) -> RequestError:
         """The answer to an error of the engine."""
+        if isinstance(error, ToolsNotSupportedError):
+            message = f"tools can't be given: {error.for_command_line}"
+            return RequestError(400, message, field="tools", code="unsupported_parameter")
         for kind, status, code in _STATUS:
             if isinstance(error, kind):
                 return RequestError(status, error.for_command_line, code=code)

@@ -136,7 +136,7 @@ def _events(loaded: LoadedModel, asked: Asked) -> AsyncGenerator[Event, None]:
     if asked.messages is not None:
         sampling = recommended(model.bundle.manifest.generation, sampling, asked.options)
         session = loaded.session_for(asked.messages)
-        return session.astream_messages(asked.messages, sampling=sampling)
+        return session.astream_messages(asked.messages, prompt=asked.prompting, sampling=sampling)
     if isinstance(asked.prompt, str):
         return model.astream(asked.prompt, sampling=sampling)
     return model.astream(tokens=asked.prompt, sampling=sampling)

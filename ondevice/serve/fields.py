@@ -68,6 +68,10 @@ class Fields:
         """A field's value as it came, or None."""
         return self._left.pop(name, None)
 
+    def peek(self, name: str) -> Any:
+        """A field's value as it came, or None; the field is left."""
+        return self._left.get(name)
+
     def text(self, name: str, default: str | None = None) -> str | None:
         value = self._typed(name, str, "a string")
         return default if value is None else value

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ondevice.chat_template.messages import without_ids
 from ondevice.errors import BudgetError
 from ondevice.serve.config import SESSIONS
 from ondevice.serve.errors import RequestError
@@ -20,7 +21,8 @@ from ondevice.serve.metrics import Metrics, log_event
 
 if TYPE_CHECKING:
     from ondevice.api import Model
-    from ondevice.session import Message, Session
+    from ondevice.chat_template.messages import Message
+    from ondevice.session import Session
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class LoadedModel:
         """Number of messages that both begin with, if one begins with all of the other; else 0."""
         said = session.transcript
         common = min(len(said), len(messages))
-        return common if said[:common] == list(messages[:common]) else 0
+        return common if without_ids(said[:common]) == without_ids(messages[:common]) else 0
 
 
 class Models:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -17,13 +17,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ondevice.chat_template import abilities
+from ondevice.chat_template.tools import EFFORTS, PromptOptions, Think, ToolCall, new_id
 from ondevice.generate import Event
 from ondevice.serve.asked import (
     MAX_STOP_CHARS,
     MAX_STOPS,
     MAX_TOKENS,
     NO_SCHEMAS,
-    NO_TOOLS,
     Asked,
     chosen,
     take_seed,
@@ -41,7 +42,7 @@ from ondevice.serve.exchange import (
 from ondevice.serve.fields import Fields
 from ondevice.serve.guard import json_bytes
 from ondevice.serve.models import ModelFacts
-from ondevice.session import Message
+from ondevice.serve.tools import checked_messages, function_tool, take_calls, take_tools
 
 NEVER = "9999-12-31T23:59:59Z"
 """When a loaded model is unloaded by itself."""
@@ -116,7 +117,7 @@ async def _show(service: Service, request: Request) -> Response:
                 "general.parameter_count": facts.parameters,
                 f"{facts.architecture}.context_length": facts.max_context,
             },
-            "capabilities": ["completion"],
+            "capabilities": ["completion", *abilities(facts.template)],
             "modified_at": _stamp(facts.created),
         }
     )
@@ -125,16 +126,18 @@ async def _show(service: Service, request: Request) -> Response:
 async def _chat(service: Service, request: Request) -> Response:
     fields = await read_object(request)
     model = service.models.find(fields.text("model"))
-    messages = tuple(_message(each) for each in fields.objects("messages"))
+    given = [_message(each) for each in fields.objects("messages")]
+    messages = checked_messages(fields, "messages", _with_ids(given))
     options = _take_options(fields)
     stream, think = fields.boolean("stream", True), _take_think(fields)
+    prompting = replace(take_tools(fields, function_tool), think=think)
     _take_rest(fields)
     fields.close()
-    shape = partial(_said, think)
+    shape = partial(_said, think is not False)
     if not messages:
         return await _load(service, model, shape)
-    asked = Asked(model, messages=messages, options=options)
-    return await _answer(service, request, _Request(asked, stream, think, shape))
+    asked = Asked(model, messages=messages, prompting=prompting, options=options)
+    return await _answer(service, request, _Request(asked, stream, think is not False, shape))
 
 
 async def _generate(service: Service, request: Request) -> Response:
@@ -148,17 +151,19 @@ async def _generate(service: Service, request: Request) -> Response:
     fields.neutral("template", "")
     fields.neutral("context", [], why="the conversation goes into /api/chat")
     fields.neutral("images", [])
+    fields.neutral("tools", [], why="they go into /api/chat")
     _take_rest(fields)
     fields.close()
-    shape = partial(_written, think)
+    shape = partial(_written, think is not False)
     if not prompt:
         return await _load(service, model, shape)
     if raw:
         asked = Asked(model, prompt=prompt, options=options)
     else:
         first = ({"role": "system", "content": system},) if system else ()
-        asked = Asked(model, messages=(*first, {"role": "user", "content": prompt}), options=options)
-    return await _answer(service, request, _Request(asked, stream, think, shape))
+        messages = (*first, {"role": "user", "content": prompt})
+        asked = Asked(model, messages=messages, prompting=PromptOptions(think=think), options=options)
+    return await _answer(service, request, _Request(asked, stream, think is not False, shape))
 
 
 async def _load(service: Service, model: ModelFacts, shape: _Shape) -> Response:
@@ -177,6 +182,8 @@ async def _answer(service: Service, request: Request, wanted: _Request) -> Respo
     reply = "".join(event.text for event in events if not event.thinking)
     thought = "".join(event.text for event in events if event.thinking)
     body = _head(wanted.asked.model) | wanted.shape(reply, thought) | _end(events[-1], begun)
+    if calls := [_call(event.tool_call) for event in events if event.tool_call is not None]:
+        body["message"]["tool_calls"] = calls
     return json_answer(body)
 
 
@@ -187,6 +194,9 @@ async def _lines(service: Service, wanted: _Request) -> AsyncGenerator[bytes, No
             reply, thought = ("", event.text) if event.thinking else (event.text, "")
             if reply or (thought and wanted.think):
                 yield _line(_head(model) | wanted.shape(reply, thought) | {"done": False})
+            if event.tool_call is not None:
+                message = {"role": "assistant", "content": "", "tool_calls": [_call(event.tool_call)]}
+                yield _line(_head(model) | {"message": message, "done": False})
             if event.finish_reason is not None:
                 yield _line(_head(model) | wanted.shape("", "") | _end(event, begun))
 
@@ -226,16 +236,44 @@ def _end(last: Event, begun: int) -> dict[str, Any]:
     }
 
 
-def _message(fields: Fields) -> Message:
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _message(fields: Fields) -> dict[str, Any]:
     role = fields.required_text("role")
-    if role not in ("system", "user", "assistant"):
-        fields.refuse("role", f"is {role[:40]!r}; it must be system, user or assistant")
-    text = fields.text("content", "") or ""
+    if role not in ("system", "user", "assistant", "tool"):
+        fields.refuse("role", f"is {role[:40]!r}; it must be system, user, assistant or tool")
+    found: dict[str, Any] = {"role": role, "content": fields.text("content", "") or ""}
+    if role == "assistant":
+        found["tool_calls"] = take_calls(fields)
+    if role == "tool":
+        name = fields.text("tool_name") or fields.text("name")
+        found |= {"tool_call_id": fields.text("tool_call_id"), "name": name}
     fields.neutral("images", [])
-    fields.neutral("tool_calls", [], why=NO_TOOLS)
-    fields.ignore("thinking")
+    fields.neutral("tool_calls", [], why="only an assistant's message has calls")
+    fields.ignore("thinking", "tool_name", "name", "tool_call_id")
     fields.close()
-    return {"role": role, "content": text}
+    return found
+
+
+def _with_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with ids of calls, which this dialect may leave out.
+
+    A result then is of the first call that has none yet, and that is of its tool if it names one.
+    """
+    open_calls: list[dict[str, Any]] = []
+    for at, message in enumerate(messages):
+        for index, call in enumerate(message.get("tool_calls", ())):
+            call["id"] = call["id"] or new_id(at, index)
+            open_calls.append(call)
+        if message["role"] == "tool":
+            name = message["name"]
+            call = next((it for it in open_calls if name in (None, it["function"]["name"])), None)
+            if message["tool_call_id"] is None and call is not None:
+                message["tool_call_id"] = call["id"]
+            open_calls = [it for it in open_calls if it["id"] != message["tool_call_id"]]
+    return messages
 
 
 def _take_options(fields: Fields) -> dict[str, Any]:
@@ -265,18 +303,16 @@ def _take_options(fields: Fields) -> dict[str, Any]:
     return chosen(options)
 
 
-def _take_think(fields: Fields) -> bool:
-    """Whether thinking is told. A model that thinks does so either way."""
+def _take_think(fields: Fields) -> Think:
+    """Whether to think, or how much; false also leaves thinking out of the answer."""
     value = fields.take("think")
-    if value is None or isinstance(value, bool):
-        return value is not False
-    if value != "medium":
-        fields.refuse("think", 'must be true, false or "medium"')
-    return True
+    if value is not None and not isinstance(value, bool) and value not in EFFORTS:
+        fields.refuse("think", f"must be true, false, {', '.join(EFFORTS)}")
+    think: Think = value
+    return think
 
 
 def _take_rest(fields: Fields) -> None:
-    fields.neutral("tools", [], why=NO_TOOLS)
     fields.neutral("format", "", why=NO_SCHEMAS)
     fields.neutral("logprobs", False)
     fields.neutral("top_logprobs", 0)

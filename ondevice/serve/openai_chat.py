@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ondevice.chat_template import SWITCHES
+from ondevice.chat_template.tools import PromptOptions, ToolCall
 from ondevice.config import MOST_LOGPROBS
 from ondevice.generate import Event
-from ondevice.serve.asked import MAX_TOKENS, NO_SCHEMAS, NO_TOOLS, Asked
+from ondevice.serve.asked import MAX_TOKENS, NO_SCHEMAS, Asked
 from ondevice.serve.exchange import (
     Service,
     generation,
@@ -32,12 +34,22 @@ from ondevice.serve.fields import Fields
 from ondevice.serve.openai_common import (
     IGNORED,
     MAX_CHOICES,
+    NO_FUNCTIONS,
+    call_entry,
     finish_reason,
     logprob_entry,
     summed,
     take_messages,
     take_sampling,
     usage,
+)
+from ondevice.serve.tools import (
+    chosen_tools,
+    function_tool,
+    nested_name,
+    take_choice,
+    take_effort,
+    take_tools,
 )
 from ondevice.tokenizer import Tokenizer
 
@@ -86,20 +98,33 @@ def _read(service: Service, fields: Fields) -> _Request:
         fields.refuse("top_logprobs", "has no meaning without logprobs")
     choices = fields.integer("n", 1, MAX_CHOICES) or 1
     stream, include_usage = take_stream(fields)
-    for name in ("tools", "functions"):
-        fields.neutral(name, [], why=NO_TOOLS)
-    fields.neutral("tool_choice", "none", "auto", why=NO_TOOLS)
-    fields.neutral("function_call", "none", "auto", why=NO_TOOLS)
+    prompting = _take_prompting(fields)
+    fields.neutral("functions", [], why=NO_FUNCTIONS)
+    fields.neutral("function_call", "none", "auto", why=NO_FUNCTIONS)
     fields.neutral("response_format", {"type": "text"}, why=NO_SCHEMAS)
     fields.neutral("modalities", ["text"])
-    fields.neutral("reasoning_effort", "medium", why="models think as they were trained to")
     fields.neutral("verbosity", "medium")
     fields.neutral("store", False, why="nothing is stored")
     for name in ("audio", "prediction", "web_search_options", "moderation"):
         fields.neutral(name)
-    fields.ignore(*IGNORED, "parallel_tool_calls")
+    fields.ignore(*IGNORED)
     fields.close()
-    return _Request(Asked(model, messages=messages, options=options), choices, stream, include_usage)
+    asked = Asked(model, messages=messages, prompting=prompting, options=options)
+    return _Request(asked, choices, stream, include_usage)
+
+
+def _take_prompting(fields: Fields) -> PromptOptions:
+    """Tools, and whether to think: by OpenAI's field, or by the one for templates that others have."""
+    tools, choice = take_tools(fields, function_tool), take_choice(fields, nested_name)
+    prompting = chosen_tools(fields, tools, choice, fields.boolean("parallel_tool_calls", True))
+    think = take_effort(fields, "reasoning_effort")
+    variables = fields.object("chat_template_kwargs")
+    if variables is not None:
+        for name in SWITCHES:
+            if name in variables.names():
+                think = variables.boolean(name, True)
+        variables.close()
+    return replace(prompting, think=think)
 
 
 def take_stream(fields: Fields) -> tuple[bool, bool]:
@@ -124,11 +149,13 @@ def _choice(index: int, events: list[Event], tokenizer: Tokenizer, asked: Asked)
     }
     if thought := "".join(event.text for event in events if event.thinking):
         message["reasoning_content"] = thought
+    if calls := [call_entry(event.tool_call) for event in events if event.tool_call is not None]:
+        message |= {"content": message["content"] or None, "tool_calls": calls}
     return {
         "index": index,
         "message": message,
         "logprobs": _logprobs(events, tokenizer) if "top_logprobs" in asked.options else None,
-        "finish_reason": finish_reason(events[-1]),
+        "finish_reason": finish_reason(events[-1], len(calls)),
     }
 
 
@@ -169,6 +196,7 @@ async def _chunks(service: Service, wanted: _Request, head: dict[str, Any]) -> A
 
     for index in range(wanted.choices):
         events: list[Event] = []
+        calls = 0
         async with generation(service, wanted.asked.again(index)) as running:
             async for event in running:
                 if not events:
@@ -180,9 +208,22 @@ async def _chunks(service: Service, wanted: _Request, head: dict[str, Any]) -> A
                 if event.text or more:
                     name = "reasoning_content" if event.thinking else "content"
                     yield chunk(index, {name: event.text}, **more)
+                if event.tool_call is not None:
+                    for delta in _call_deltas(event.tool_call, calls):
+                        yield chunk(index, delta)
+                    calls += 1
                 if event.finish_reason is not None:
-                    yield chunk(index, {}, finish_reason=finish_reason(event))
+                    yield chunk(index, {}, finish_reason=finish_reason(event, calls))
         usages.append(_usage(events))
     if wanted.include_usage:
         yield sse(head | {"choices": [], "usage": _total(usages)})
     yield b"data: [DONE]\n\n"
+
+
+def _call_deltas(call: ToolCall, index: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a stream says of a call: its name, then its arguments."""
+    entry = call_entry(call)
+    arguments = entry["function"]["arguments"]
+    begun = entry | {"index": index, "function": {"name": call.name, "arguments": ""}}
+    rest = {"index": index, "function": {"arguments": arguments}}
+    return {"tool_calls": [begun]}, {"tool_calls": [rest]}

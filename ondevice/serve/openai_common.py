@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from ondevice.chat_template.messages import Message
+from ondevice.chat_template.tools import ToolCall
 from ondevice.generate import Event
 from ondevice.serve.asked import (
     MAX_STOP_CHARS,
     MAX_STOPS,
     MAX_TOKENS,
-    NO_TOOLS,
     chosen,
     take_seed,
     take_temperature,
     take_top_p,
 )
 from ondevice.serve.fields import Fields
-from ondevice.session import Message
+from ondevice.serve.tools import checked_messages, take_calls
 from ondevice.stats import GenerationStats
 from ondevice.tokenizer import Tokenizer
 
 MAX_CHOICES = 8
 MAX_BIASES = 1024
+NO_FUNCTIONS = "tools took the place of functions"
 LEAST_LOGPROB = -9999.0
 """What stands for minus infinity, which JSON doesn't have."""
 IGNORED = (
@@ -74,22 +76,25 @@ def take_messages(fields: Fields, name: str = "messages") -> tuple[Message, ...]
     found = tuple(_message(each) for each in fields.objects(name))
     if not found:
         fields.refuse(name, "is empty; give at least one message")
-    return found
+    return checked_messages(fields, name, found)
 
 
 def _message(fields: Fields) -> Message:
     role = fields.required_text("role")
-    if role in ("tool", "function"):
-        fields.refuse("role", f"is {role}: {NO_TOOLS}")
-    if role not in ("system", "developer", "user", "assistant"):
-        fields.refuse("role", f"is {role[:40]!r}; it must be system, developer, user or assistant")
+    if role not in ("system", "developer", "user", "assistant", "tool"):
+        fields.refuse("role", f"is {role[:40]!r}; it must be system, developer, user, assistant or tool")
     text = take_content(fields, "content", ("text",), empty=role == "assistant")
-    fields.neutral("tool_calls", [], why=NO_TOOLS)
-    fields.neutral("function_call", why=NO_TOOLS)
+    found: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text}
+    if role == "assistant":
+        found["tool_calls"] = take_calls(fields)
+    if role == "tool":
+        found["tool_call_id"] = fields.required_text("tool_call_id")
+    fields.neutral("tool_calls", [], why="only an assistant's message has calls")
+    fields.neutral("function_call", why=NO_FUNCTIONS)
     fields.neutral("audio")
     fields.ignore("name", "refusal", "reasoning_content", "reasoning", "annotations")
     fields.close()
-    return {"role": "system" if role == "developer" else role, "content": text}
+    return found
 
 
 def take_content(fields: Fields, name: str, kinds: tuple[str, ...], empty: bool = False) -> str:
@@ -131,9 +136,16 @@ def summed(usages: list[dict[str, Any]]) -> dict[str, Any]:
     return total | {"completion_tokens_details": {"reasoning_tokens": thought}}
 
 
-def finish_reason(event: Event) -> str:
-    """`stop` or `length`."""
-    return event.finish_reason or "stop"
+def finish_reason(event: Event, calls: int = 0) -> str:
+    """`stop` or `length`; `tool_calls` where a reply that isn't cut short has calls."""
+    reason = event.finish_reason or "stop"
+    return "tool_calls" if calls and reason == "stop" else reason
+
+
+def call_entry(call: ToolCall) -> dict[str, Any]:
+    """One call of a message."""
+    function = {"name": call.name, "arguments": call.arguments_json}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def shown_token(tokenizer: Tokenizer, token: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,11 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ondevice.chat_template.messages import Message
+from ondevice.chat_template.tools import PromptOptions, ToolCall
 from ondevice.generate import Event
 from ondevice.serve.asked import (
     MAX_TOKENS,
     NO_SCHEMAS,
-    NO_TOOLS,
     Asked,
     chosen,
     take_temperature,
@@ -34,7 +35,18 @@ from ondevice.serve.exchange import (
 )
 from ondevice.serve.fields import Fields
 from ondevice.serve.openai_common import IGNORED, take_content
-from ondevice.session import Message
+from ondevice.serve.tools import (
+    AUTO,
+    NONE,
+    call_message,
+    checked_messages,
+    chosen_tools,
+    flat_name,
+    flat_tool,
+    take_choice,
+    take_effort,
+    take_tools,
+)
 
 NO_STATE = "this server keeps no responses; send the whole conversation"
 CONTENT = ("input_text", "output_text", "text")
@@ -84,7 +96,7 @@ def _read(service: Service, fields: Fields) -> _Request:
     model = service.models.find(fields.text("model"))
     instructions = fields.text("instructions")
     first = ({"role": "system", "content": instructions},) if instructions else ()
-    messages = (*first, *_take_input(fields))
+    messages = checked_messages(fields, "input", (*first, *_take_input(fields)))
     temperature, top_p = take_temperature(fields, 2.0), take_top_p(fields)
     most = fields.integer("max_output_tokens", 1, MAX_TOKENS)
     options = {
@@ -93,7 +105,8 @@ def _read(service: Service, fields: Fields) -> _Request:
         "max_tokens": most,
     }
     stream = fields.boolean("stream")
-    echoed = {
+    prompting, echoed_tools = _take_prompting(fields)
+    echoed = echoed_tools | {
         "instructions": instructions,
         "max_output_tokens": most,
         "metadata": _take_metadata(fields),
@@ -102,7 +115,28 @@ def _read(service: Service, fields: Fields) -> _Request:
     }
     _take_neutral(fields)
     fields.close()
-    return _Request(Asked(model, messages=messages, options=chosen(options)), stream, echoed)
+    asked = Asked(model, messages=messages, prompting=prompting, options=chosen(options))
+    return _Request(asked, stream, echoed)
+
+
+def _take_prompting(fields: Fields) -> tuple[PromptOptions, dict[str, Any]]:
+    """Tools, and how much to think; and what the response repeats of that."""
+    tools, choice = take_tools(fields, flat_tool), take_choice(fields, flat_name)
+    parallel = fields.boolean("parallel_tool_calls", True)
+    reasoning, effort = fields.object("reasoning"), None
+    if reasoning is not None:
+        effort = take_effort(reasoning, "effort")
+        reasoning.neutral("summary", "auto", why="thinking is told whole")
+        reasoning.neutral("generate_summary", "auto")
+        reasoning.close()
+    words = {AUTO: "auto", NONE: "none"}
+    echoed = {
+        "parallel_tool_calls": parallel,
+        "reasoning": {"effort": "none" if effort is False else effort, "summary": None},
+        "tool_choice": words.get(choice, "required"),
+        "tools": [{"type": "function", "strict": False} | tool.to_dict()["function"] for tool in tools.tools],
+    }
+    return replace(chosen_tools(fields, tools, choice, parallel), think=effort), echoed
 
 
 def _take_metadata(fields: Fields) -> dict[str, Any]:
@@ -117,9 +151,7 @@ def _take_metadata(fields: Fields) -> dict[str, Any]:
 
 
 def _take_neutral(fields: Fields) -> None:
-    fields.neutral("tools", [], why=NO_TOOLS)
-    fields.neutral("tool_choice", "none", "auto", why=NO_TOOLS)
-    fields.neutral("max_tool_calls", why=NO_TOOLS)
+    fields.neutral("max_tool_calls", why="it concerns tools of a server's own, and this one has none")
     for name in ("previous_response_id", "conversation", "prompt"):
         fields.neutral(name, why=NO_STATE)
     fields.neutral("store", False, why=NO_STATE)
@@ -130,46 +162,63 @@ def _take_neutral(fields: Fields) -> None:
     fields.neutral("presence_penalty", 0, 0.0)
     fields.neutral("include", [], ["reasoning.encrypted_content"])
     fields.neutral("context_management", [])
-    reasoning = fields.object("reasoning")
-    if reasoning is not None:
-        reasoning.neutral("effort", "medium", why="models think as they were trained to")
-        reasoning.neutral("summary", "auto", why="thinking is told whole")
-        reasoning.neutral("generate_summary", "auto")
-        reasoning.close()
     text = fields.object("text")
     if text is not None:
         text.neutral("format", {"type": "text"}, why=NO_SCHEMAS)
         text.neutral("verbosity", "medium")
         text.close()
-    fields.ignore(*IGNORED, "parallel_tool_calls", "stream_options")
+    fields.ignore(*IGNORED, "stream_options")
 
 
 def _take_input(fields: Fields) -> tuple[Message, ...]:
-    """The conversation: a user's text, or a list of messages; reasoning in it is left out."""
+    """The conversation: a user's text, or a list of messages, calls and results; reasoning is left out."""
     value = fields.take("input")
     if isinstance(value, str):
         return ({"role": "user", "content": value},)
     if not isinstance(value, list):
         fields.refuse("input", "must be a string or a list of items")
-    found = []
+    found: list[dict[str, Any]] = []
     for at, each in enumerate(value):
         item = Fields(each, f"input[{at}]")
         kind = item.text("type", "message") or "message"
         if kind == "reasoning":
             continue
-        if kind != "message":
-            why = NO_STATE if kind == "item_reference" else NO_TOOLS
-            item.refuse("type", f"is {kind[:40]!r}, and this server takes messages: {why}")
-        role = item.required_text("role")
-        if role not in ("system", "developer", "user", "assistant"):
-            item.refuse("role", f"is {role[:40]!r}; it must be system, developer, user or assistant")
-        text = take_content(item, "content", CONTENT)
+        if kind == "function_call":
+            _add_call(found, item)
+        elif kind == "function_call_output":
+            found.append(_take_result(item))
+        else:
+            found.append(_take_message(item, kind))
         item.ignore("id", "status", "phase")
         item.close()
-        found.append({"role": "system" if role == "developer" else role, "content": text})
     if not found:
         fields.refuse("input", "has no messages; give at least one")
     return tuple(found)
+
+
+def _take_message(item: Fields, kind: str) -> dict[str, Any]:
+    if kind != "message":
+        why = NO_STATE if kind == "item_reference" else "calls are those of functions"
+        item.refuse("type", f"is {kind[:40]!r}, and this server takes messages, calls and results: {why}")
+    role = item.required_text("role")
+    if role not in ("system", "developer", "user", "assistant"):
+        item.refuse("role", f"is {role[:40]!r}; it must be system, developer, user or assistant")
+    text = take_content(item, "content", CONTENT)
+    return {"role": "system" if role == "developer" else role, "content": text}
+
+
+def _add_call(found: list[dict[str, Any]], item: Fields) -> None:
+    """Calls belong to the assistant's message before them."""
+    call_id, name = item.required_text("call_id"), item.required_text("name")
+    call = call_message(call_id, name, item.text("arguments", "") or "")
+    if not found or found[-1]["role"] != "assistant":
+        found.append({"role": "assistant", "content": ""})
+    found[-1].setdefault("tool_calls", []).append(call)
+
+
+def _take_result(item: Fields) -> dict[str, Any]:
+    call_id, text = item.required_text("call_id"), take_content(item, "output", CONTENT)
+    return {"role": "tool", "content": text, "tool_call_id": call_id}
 
 
 def _new_response(wanted: _Request) -> dict[str, Any]:
@@ -185,14 +234,10 @@ def _new_response(wanted: _Request) -> dict[str, Any]:
         "max_tool_calls": None,
         "model": wanted.asked.model.name,
         "output": [],
-        "parallel_tool_calls": True,
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
         "service_tier": "default",
         "store": False,
         "text": {"format": {"type": "text"}},
-        "tool_choice": "auto",
-        "tools": [],
         "top_logprobs": 0,
         "truncation": "disabled",
         "usage": None,
@@ -228,6 +273,9 @@ class _Writer:
             assert self._part is not None
             self._part["text"] += event.text
             self._tell(f"response.{kind}.delta", **self._where(), delta=event.text, **_no_logprobs(kind))
+        if event.tool_call is not None:
+            self._end_item("completed")
+            self._add_call(event.tool_call)
         if event.finish_reason is not None:
             self._end(event)
         return self._told()
@@ -258,6 +306,25 @@ class _Writer:
             },
         }
         self._tell(f"response.{status}", response=self.response)
+
+    def _add_call(self, call: ToolCall) -> None:
+        """A call, which comes whole."""
+        item = {
+            "id": new_id("fc_"),
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": "",
+        }
+        self.response["output"].append(item)
+        self._tell("response.output_item.added", output_index=self._index, item=item)
+        where = {"item_id": item["id"], "output_index": self._index}
+        text = call.arguments_json
+        self._tell("response.function_call_arguments.delta", **where, delta=text)
+        self._tell("response.function_call_arguments.done", **where, name=call.name, arguments=text)
+        item |= {"status": "completed", "arguments": text}
+        self._tell("response.output_item.done", output_index=self._index, item=item)
 
     def _begin_item(self, kind: str) -> None:
         item: dict[str, Any]

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from ondevice.chat_template import ChatTemplate
-from ondevice.chat_template.channels import CHANNEL, END, MESSAGE, START, Channels, Kind
+from ondevice.chat_template.channels import CHANNEL, END, MESSAGE, START, Channels
+from ondevice.chat_template.replies import Kind
+from ondevice.chat_template.tools import PLAIN, PromptOptions
 from ondevice.commands import terminal
 from ondevice.config import SamplingConfig
 from ondevice.errors import BundleError
@@ -159,10 +161,11 @@ CASES: dict[str, tuple[str, dict[Kind, str]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_thinking_is_told_from_the_reply(tokenizer: Tokenizer, case: str) -> None:
     text, expected = CASES[case]
-    parser, found = Channels(tokenizer.special_tokens), {"thinking": "", "reply": "", "header": ""}
-    for token, piece in spoken(tokenizer, text):
-        found[parser.take(token, piece)] += piece
-    assert {kind: found[kind] for kind in expected} == expected
+    parser, found = Channels(tokenizer.special_tokens, {}), {"thinking": "", "reply": ""}
+    pieces = [it for token, said in spoken(tokenizer, text) for it in parser.take(token, said)]
+    for piece in [*pieces, *parser.finish()]:
+        found[piece.kind] += piece.text
+    assert found == expected
 
 
 def test_channels_are_those_of_a_template_that_names_them(tokenizer: Tokenizer) -> None:
@@ -191,8 +194,8 @@ class ScriptedHost:
     def retire(self, key: int) -> None:
         """Nothing to free."""
 
-    def chat_ids(self, messages: Any) -> list[int]:
-        return self.chat_template.encode(messages, self.tokenizer)
+    def chat_ids(self, messages: Any, options: PromptOptions = PLAIN) -> list[int]:
+        return self.chat_template.encode(messages, self.tokenizer, options=options)
 
     def stream_ids(self, key: int, ids: list[int], sampling: SamplingConfig) -> Iterator[Event]:
         self.asked.append("".join(map(self.tokenizer.piece, ids)))

@@ -104,7 +104,7 @@ def test_models_are_listed_in_its_own_shape(server: Serving, client: Any) -> Non
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
-            "messages[0].content[0].type",
+            "messages[0].content[0].tool_use_id",
         ),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"system": 5}, "system"),

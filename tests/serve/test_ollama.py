@@ -78,7 +78,7 @@ def test_what_is_said_of_models(server: Serving, client: Any) -> None:
 @pytest.mark.parametrize(
     ("asked", "field"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"format": "json"}, "format"),
         ({"options": {"mirostat": 2}}, "options.mirostat"),
         ({"options": {"temperature": "hot"}}, "options.temperature"),
@@ -87,7 +87,7 @@ def test_what_is_said_of_models(server: Serving, client: Any) -> None:
         ({"stream": 1}, "stream"),
         ({"unheard_of": 1}, "unheard_of"),
         ({"messages": "x"}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "tools"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x", "images": ["aa"]}]}, "messages[0].images"),
     ],

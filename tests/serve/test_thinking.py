@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from ondevice.chat_template.channels import Kind
+from ondevice.chat_template.replies import Kind, Piece
 from tests.support.serving import Serving
 
 THOUGHT = 5
@@ -22,12 +22,19 @@ ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "te
 class ThinksFirst:
     """The first tokens are thinking."""
 
-    def __init__(self) -> None:
+    def __init__(self, *given: Any) -> None:
         self._taken = 0
 
-    def take(self, token: int | None, text: str) -> Kind:
+    @property
+    def kind(self) -> Kind:
+        return "thinking" if 1 <= self._taken <= THOUGHT else "reply"
+
+    def take(self, token: int | None, text: str) -> list[Piece]:
         self._taken += 1
-        return "thinking" if self._taken <= THOUGHT else "reply"
+        return [Piece(self.kind, text)]
+
+    def finish(self) -> list[Piece]:
+        return []
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def write_byte_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def write_chat_checkpoint(folder: Path, **options: Any) -> Path:
+def write_chat_checkpoint(folder: Path, template: str = TEMPLATE, **options: Any) -> Path:
     """A Hugging Face folder with random weights, a tokenizer, a template and recommended sampling."""
     shape: dict[str, Any] = {
         "num_hidden_layers": 3,
@@ -48,7 +48,7 @@ def write_chat_checkpoint(folder: Path, **options: Any) -> Path:
         "eos_token_id": EOS,
     }
     write_checkpoint(folder, **(shape | options))
-    write_byte_tokenizer(folder)
+    write_byte_tokenizer(folder, template)
     recommended = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
     (folder / "generation_config.json").write_text(json.dumps(recommended))
     return folder

@@ -56,3 +56,22 @@ HEADERS = """\
 {% if add_generation_prompt and not tools %}<|assistant|>
 {% endif %}
 """
+
+TOOLS = """\
+{%- if tools %}<|user|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call>{}</tool_call>
+{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}<|assistant|>{{ m.content }}
+        {%- for call in m.tool_calls %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+        {%- endfor %}
+    {%- elif m.role == 'tool' %}<|user|><tool_response>{{ m.content }}</tool_response>
+    {%- else %}<|{{ m.role }}|>{{ m.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>
+    {%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}
+{%- endif %}
+"""
+"""A template with tools and thinking, of the kind that Hermes and Qwen have."""

@@ -1,0 +1,165 @@
+"""Messages as they are given and as templates take them: checked, and without special tokens in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ondevice.chat_template.call_formats import CallFormat
+from ondevice.chat_template.tools import checked_calls, checked_id, json_text, short_id
+from ondevice.errors import UsageError
+
+Message = Mapping[str, Any]
+"""A message: its `role` (a lower-case word such as system, user or assistant) and its `content`, a string.
+
+An assistant's may have `tool_calls`; one of role `tool` has the `tool_call_id` of the call that it answers.
+"""
+
+_ROLE = re.compile(r"[a-z][a-z0-9_-]{0,63}", re.ASCII)
+# Noncharacters, which texts don't use. The private area is for texts that contain all of them anyway.
+_MARKERS = [*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xE000, 0xF900))]
+
+
+def all_checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages with what templates read of them. Raises UsageError for malformed ones.
+
+    A tool's result gets the name of the tool that was called, as some templates ask for it.
+    """
+    if isinstance(messages, str) or not isinstance(messages, Iterable):
+        raise UsageError(f"the messages are {messages!r}; they must be a list of messages")
+    found, names = [], {}
+    for given in messages:
+        message = _checked(given)
+        for call in message.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+        if message["role"] == "tool" and message["tool_call_id"] in names:
+            message["name"] = names[message["tool_call_id"]]
+        found.append(message)
+    return found
+
+
+def _checked(message: Message) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise UsageError(f"the message is {message!r}; it must have a role and a content")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or _ROLE.fullmatch(role) is None:
+        raise UsageError(f"message role {role!r} is not a word such as system, user or assistant")
+    if not isinstance(content, str):
+        raise UsageError(f"the content of a {role} message is {type(content).__name__}; it must be a string")
+    found: dict[str, Any] = {"role": role, "content": content}
+    if message.get("tool_calls"):
+        if role != "assistant":
+            raise UsageError(f"a {role} message has tool_calls; only an assistant's may have them")
+        found["tool_calls"] = checked_calls(message["tool_calls"])
+    if role == "tool":
+        found["tool_call_id"] = checked_id(message.get("tool_call_id"))
+    return found
+
+
+def uses_tools(messages: Sequence[Message]) -> bool:
+    """Whether there are calls or results of tools among checked messages."""
+    return any("tool_calls" in message or message["role"] == "tool" for message in messages)
+
+
+def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with calls' ids as the strictest templates take them."""
+
+    def shortened(message: dict[str, Any]) -> dict[str, Any]:
+        if "tool_calls" in message:
+            calls = [call | {"id": short_id(call["id"])} for call in message["tool_calls"]]
+            return message | {"tool_calls": calls}
+        if "tool_call_id" in message:
+            return message | {"tool_call_id": short_id(message["tool_call_id"])}
+        return message
+
+    return [shortened(message) for message in messages]
+
+
+def without_ids(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages without the ids of calls, which some clients don't keep."""
+
+    def plain(message: Message) -> dict[str, Any]:
+        kept = {key: value for key, value in message.items() if key not in ("tool_call_id", "tool_calls")}
+        calls = message.get("tool_calls", ())
+        return kept | ({"tool_calls": [call["function"] for call in calls]} if calls else {})
+
+    return [plain(message) for message in messages]
+
+
+def changed_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of JSON data with every string changed, those of keys too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): changed_strings(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [changed_strings(item, change) for item in value]
+    return value
+
+
+def size(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int:
+    """Number of characters in messages and tools, about."""
+    plain = sum(len(message["content"]) for message in messages)
+    return (
+        plain
+        + sum(len(json_text(message["tool_calls"])) for message in messages if "tool_calls" in message)
+        + (len(json_text(tools)) if tools else 0)
+    )
+
+
+def absent_character(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+    """A character that occurs in no message and no tool. Raises UsageError if there is none."""
+    used: set[str] = set().union(*(message["content"] for message in messages))
+    used.update(json_text([messages, tools]) if tools or uses_tools(messages) else ())
+    marker = next((character for character in _MARKERS if character not in used), None)
+    if marker is None:
+        raise UsageError("the messages use every private and noncharacter code point; that isn't text")
+    return marker
+
+
+def mark(content: str, pattern: re.Pattern[str], names: Mapping[str, int], marker: str) -> str:
+    """`content` with `marker` inside every special token's name, and inside a partial name at its end."""
+    content = pattern.sub(lambda match: match[0][0] + marker + match[0][1:], content)
+    body = content.rstrip()
+    starts = {
+        name[:length] for name in names for length in range(1, len(name)) if body.endswith(name[:length])
+    }
+    if not starts:
+        return content
+    at = len(body) - max(map(len, starts)) + 1
+    return content[:at] + marker + content[at:]
+
+
+CALL_FORMS = ("object", "text", "object alone", "text alone", "written")
+"""Arguments as an object or as JSON in a string, with an empty content or none; last: all in the content."""
+
+
+def as_form(message: dict[str, Any], form: str, format: CallFormat | None) -> dict[str, Any]:
+    """A message whose calls are as a template takes them."""
+    calls = message.get("tool_calls")
+    if calls is None:
+        return message
+    if form == "written":
+        pairs = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+        written = "" if format is None else format.write(pairs)
+        content = "\n".join(text for text in (message["content"], written) if text)
+        return {"role": message["role"], "content": content}
+    if form.startswith("text"):
+        calls = [
+            call | {"function": call["function"] | {"arguments": json_text(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    alone = form.endswith("alone") and not message["content"]
+    return message | {"tool_calls": calls} | ({"content": None} if alone else {})
+
+
+def with_tools(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], way: str
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Messages and variables of a template that takes tools in this way."""
+    if way != "system":
+        return messages, {way: tools}
+    head = messages[0] if messages and messages[0]["role"] == "system" else {"role": "system", "content": ""}
+    rest = messages[1:] if messages and messages[0] is head else messages
+    return [head | {"tools": json_text([tool["function"] for tool in tools])}, *rest], {}

@@ -1,0 +1,254 @@
+"""Tells thinking, calls of tools and the reply apart in what a model writes, piece by piece.
+
+Marks such as `<think>` or `<tool_call>` are found across borders of tokens, and no part of one is ever shown.
+What is held back for that is bounded: beginnings of marks, some spaces, and one call. A call is told when it
+is complete and can be read; what can't be read as a call of a given tool is text, as the model wrote it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from ondevice.chat_template.call_formats import Call, CallFormat, Tools, could_be_call
+from ondevice.chat_template.tools import MAX_CALLS
+
+Kind = Literal["reply", "thinking", "call", "header"]
+"""What a token belongs to. A header, such as a channel's name, isn't shown."""
+THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+"""Pairs of marks between which models think."""
+MAX_CALL_CHARS = 1 << 18
+"""Most characters of a call; a longer one is text."""
+MAX_RETRIES = 16
+"""Most ends of a call that are taken for part of an argument."""
+MAX_HELD_SPACES = 256
+"""Most spaces that are held back because a mark might follow, before which they would be dropped."""
+
+_STRING = re.compile(r'"[^"\\]*(?:\\(?:.|\Z)[^"\\]*)*("|\Z)', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a reply: text of it, of thinking, or a call."""
+
+    kind: Literal["reply", "thinking"]
+    text: str
+    call: Call | None = None
+
+
+class ReplyParser(Protocol):
+    """Follows one reply."""
+
+    @property
+    def kind(self) -> Kind:
+        """What the next token belongs to, as far as is known."""
+        ...
+
+    def take(self, token: int | None, text: str) -> list[Piece]:
+        """The pieces that are certain by now. `text` ends before `token`, which is then taken."""
+        ...
+
+    def finish(self) -> list[Piece]:
+        """The rest, at the end of the reply."""
+        ...
+
+
+class PlainReply:
+    """The parser where neither thinking nor calls can occur: everything is the reply."""
+
+    kind: Kind = "reply"
+
+    def take(self, token: int | None, text: str) -> list[Piece]:
+        return [Piece("reply", text)] if text else []
+
+    def finish(self) -> list[Piece]:
+        return []
+
+
+class MarkedReply:
+    """The parser for models that mark thinking and calls in their text.
+
+    Thinking stands before all of the reply. Spaces around it, and between a text and calls, are dropped.
+    """
+
+    def __init__(
+        self,
+        marks: tuple[str, str] | None,
+        thinks: bool,
+        calls: CallFormat | None,
+        tools: Tools,
+        special: Mapping[str, int],
+    ) -> None:
+        """Args:
+        marks: what thinking stands between; None if the model doesn't think.
+        thinks: whether the prompt ends with the first of them.
+        calls: the format of calls; None if there are none.
+        tools: what may be called, by name.
+        special: ids of the special tokens, which have no text of their own, by name.
+        """
+        self._marks, self._calls, self._tools = marks, calls, tools
+        names = (*(marks or ()), *(calls.texts if calls else ()))
+        self._names = {special[name]: name for name in names if name in special}
+        self._held = ""
+        self._searched = self._retries = 0
+        self._opened = ""
+        self._drop_spaces = False
+        self._said = False
+        """Whether the part that is being read has begun: thinking, or the reply."""
+        self._called = 0
+        self._state: Literal["start", "thinking", "text", "call"] = (
+            "thinking" if thinks else "start" if marks else "text"
+        )
+
+    @property
+    def kind(self) -> Kind:
+        kinds: dict[str, Kind] = {"thinking": "thinking", "call": "call"}
+        return kinds.get(self._state, "reply")
+
+    def take(self, token: int | None, text: str) -> list[Piece]:
+        self._held += text
+        if token is not None:
+            self._held += self._names.get(token, "")
+        return list(self._pieces(False))
+
+    def finish(self) -> list[Piece]:
+        return list(self._pieces(True))
+
+    def _pieces(self, final: bool) -> Iterator[Piece]:
+        going = True
+        while going:
+            state = self._state
+            if state == "start":
+                going = self._start(final)
+            elif state == "thinking":
+                going = yield from self._think(final)
+            elif state == "text":
+                going = yield from self._text(final)
+            else:
+                going = yield from self._call(final)
+
+    def _start(self, final: bool) -> bool:
+        """Whether the reply's first mark is there, or can't come any more."""
+        assert self._marks is not None
+        begin = self._marks[0]
+        bare = self._held[:MAX_HELD_SPACES].lstrip()
+        if bare.startswith(begin):
+            self._held, self._state = self._held.lstrip()[len(begin) :], "thinking"
+            return True
+        if begin.startswith(bare) and len(self._held) < MAX_HELD_SPACES and not final:
+            return False
+        self._state = "text"
+        return True
+
+    def _think(self, final: bool) -> Generator[Piece, None, bool]:
+        assert self._marks is not None
+        text, found = self._before((self._marks[1],), final)
+        if text and not self._said:
+            text = text.lstrip()
+        if text:
+            self._said = True
+            yield Piece("thinking", text)
+        if not found:
+            return False
+        self._state, self._said = "text", False
+        self._drop_spaces = True
+        return True
+
+    def _text(self, final: bool) -> Generator[Piece, None, bool]:
+        if self._drop_spaces:
+            self._held = self._held.lstrip()
+            if not self._held:
+                return False
+            self._drop_spaces = False
+        if self._calls is None:
+            text, self._held = self._held, ""
+            if text:
+                yield Piece("reply", text)
+            return False
+        if self._calls.bare and not self._said and self._held.lstrip()[:1] == "{":
+            self._open("")
+            return True
+        if self._calls.bare and not self._said and not self._held.strip() and not final:
+            return False
+        text, found = self._before(self._calls.opens, final)
+        if text:
+            self._said = True
+            yield Piece("reply", text)
+        if found:
+            self._open(found)
+        return bool(found)
+
+    def _open(self, mark: str) -> None:
+        self._opened, self._state = mark, "call"
+        self._searched = self._retries = 0
+
+    def _call(self, final: bool) -> Generator[Piece, None, bool]:
+        """A call, when it is complete."""
+        assert self._calls is not None
+        closes, held = self._calls.closes, self._held
+        at = -1 if closes is None else held.find(closes, self._searched)
+        if at < 0 and not final:
+            self._searched = max(0, len(held) - len(closes or ""))
+            if len(held) > MAX_CALL_CHARS or (self._calls.bare and not could_be_call(held.lstrip())):
+                yield from self._give_up(len(held))
+                return True
+            return False
+        end = len(held) if at < 0 else at
+        calls = self._calls.read(held[:end], self._tools)
+        if calls is None and at >= 0 and self._retries < MAX_RETRIES and _inside_string(held[:at]):
+            # The mark may stand in an argument.
+            self._searched = at + 1
+            self._retries += 1
+            return True
+        if calls is None:
+            yield from self._give_up(end + (len(closes or "") if at >= 0 else 0))
+            return True
+        self._held = held[end + (len(closes or "") if at >= 0 else 0) :]
+        self._state, self._said, self._drop_spaces = "text", True, True
+        for call in calls:
+            self._called += 1
+            if self._called <= MAX_CALLS:
+                yield Piece("reply", "", call)
+        return True
+
+    def _give_up(self, length: int) -> Iterator[Piece]:
+        """What was taken for a call is text."""
+        text, self._held = self._opened + self._held[:length], self._held[length:]
+        self._state, self._said, self._searched = "text", True, 0
+        if text:
+            yield Piece("reply", text)
+
+    def _before(self, marks: tuple[str, ...], final: bool) -> tuple[str, str]:
+        """The text that is certain before the first of the marks, and that mark if it is there, else ''.
+
+        Spaces before a mark belong to it.
+        """
+        places = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
+        if places:
+            at, mark = min(places)
+            end, text = at + len(mark), self._held[:at].rstrip()
+            found, self._held = self._held[len(text) : end], self._held[end:]
+            return text, found
+        kept = 0 if final else _beginning(self._held, marks)
+        text = self._held[: len(self._held) - kept]
+        if not final:
+            bare = text.rstrip()
+            text = bare if len(text) - len(bare) <= MAX_HELD_SPACES else text
+        self._held = self._held[len(text) :]
+        return text, ""
+
+
+def _beginning(text: str, marks: tuple[str, ...]) -> int:
+    """Number of characters at a text's end that a mark begins with."""
+    for length in range(min(len(text), max(map(len, marks)) - 1), 0, -1):
+        if any(mark.startswith(text[-length:]) for mark in marks):
+            return length
+    return 0
+
+
+def _inside_string(text: str) -> bool:
+    """Whether JSON that ends here ends inside a string."""
+    ends = [found[1] for found in _STRING.finditer(text)]
+    return ends[-1:] == [""]

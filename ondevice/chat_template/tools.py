@@ -1,0 +1,223 @@
+"""Tools that a model may call, its calls of them, and both in messages. All of it comes from outside.
+
+The shapes are those that chat templates know, which are OpenAI's: a tool is
+`{"type": "function", "function": {"name", "description", "parameters"}}`, an assistant's message may have
+`tool_calls`, and a message of role `tool` is the result of the call that its `tool_call_id` names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ondevice.errors import UsageError
+
+MAX_TOOLS = 256
+MAX_CALLS = 128
+"""Most calls of one message."""
+MAX_DEPTH = 64
+"""Levels of objects and lists in a tool's parameters or a call's arguments."""
+NAME_CHARS = 128
+ID_CHARS = 200
+_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{NAME_CHARS}}}")
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+
+Think = bool | Literal["low", "medium", "high"] | None
+"""Whether a model shall think before it replies, or how much; None: as its template has it."""
+EFFORTS = ("low", "medium", "high")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a model may call. parameters: the JSON schema of its arguments, an object."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The tool as templates take it. What is absent is there as empty, as some don't ask."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+    @property
+    def properties(self) -> Mapping[str, Any]:
+        """Schemas of the arguments, by name."""
+        found = self.parameters.get("properties")
+        return found if isinstance(found, Mapping) else {}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A model's call of a tool. id: what the result's message names, 9 letters and digits."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The call as messages have it."""
+        function = {"name": self.name, "arguments": dict(self.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
+    @property
+    def arguments_json(self) -> str:
+        """The arguments as JSON of one line. Lone surrogates are escaped."""
+        return json_text(self.arguments)
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """What a prompt is made with beside the messages. Without tools, none can be called.
+
+    parallel_calls: whether a reply may have several calls. Otherwise, those behind the first are left out.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    think: Think = None
+    parallel_calls: bool = True
+
+    @staticmethod
+    def checked(
+        tools: Sequence[Tool | Mapping[str, Any]], think: Think, parallel_calls: bool = True
+    ) -> PromptOptions:
+        """Raises UsageError for what isn't a tool, for two of one name, and for another `think`."""
+        if think not in (None, True, False, *EFFORTS) or (think is not None and type(think) is int):
+            raise UsageError(
+                f"think is {think!r}; it must be True, False, one of {', '.join(EFFORTS)}, or None"
+            )
+        if isinstance(tools, str | Mapping) or not isinstance(tools, Iterable):
+            raise UsageError(f"tools is {type(tools).__name__}; it must be a list of tools")
+        return PromptOptions(_all_tools(list(tools)), think, parallel_calls)
+
+
+PLAIN = PromptOptions()
+
+
+def _all_tools(given: list[Tool | Mapping[str, Any]]) -> tuple[Tool, ...]:
+    if len(given) > MAX_TOOLS:
+        raise UsageError(f"there are {len(given)} tools; at most {MAX_TOOLS} can be given")
+    found = tuple(_tool(each) for each in given)
+    names = [tool.name for tool in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(f"two tools have the name {twice!r}; give each a name of its own")
+    return found
+
+
+def _tool(given: Tool | Mapping[str, Any]) -> Tool:
+    if isinstance(given, Tool):
+        given = given.to_dict()
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise UsageError(
+            f"a tool is {str(given)[:80]}; it must be an object with type 'function' and a function"
+        )
+    name = checked_name(function.get("name"))
+    description = function.get("description")
+    if not isinstance(description, str | None):
+        raise UsageError(
+            f"the description of tool {name} is {type(description).__name__}; it must be a string"
+        )
+    parameters = function.get("parameters")
+    if not isinstance(parameters, Mapping | None):
+        raise UsageError(
+            f"the parameters of tool {name} are {type(parameters).__name__}; they must be a JSON schema"
+        )
+    empty = {"type": "object", "properties": {}}
+    return Tool(name, description or "", plain_data(parameters or empty, f"the parameters of tool {name}"))
+
+
+def checked_name(name: object) -> str:
+    """A tool's name. Raises UsageError for one that isn't a word."""
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise UsageError(
+            f"a tool's name is {str(name)[:80]!r}; it must be 1 to {NAME_CHARS} of the letters A-Z and a-z, "
+            "digits, _, . and -"
+        )
+    return name
+
+
+def checked_calls(given: object) -> list[dict[str, Any]]:
+    """The `tool_calls` of a message, their arguments as objects. Raises UsageError for malformed ones."""
+    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+        raise UsageError(f"tool_calls is {type(given).__name__}; it must be a list of calls")
+    calls = list(given)
+    if len(calls) > MAX_CALLS:
+        raise UsageError(f"a message has {len(calls)} tool calls; at most {MAX_CALLS} can be given")
+    return [_checked_call(call).to_dict() for call in calls]
+
+
+def _checked_call(given: object) -> ToolCall:
+    if isinstance(given, ToolCall):
+        given = given.to_dict()
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or not isinstance(function, Mapping):
+        raise UsageError(f"a tool call is {str(given)[:80]}; it must be an object with an id and a function")
+    name, arguments = checked_name(function.get("name")), function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = parsed_object(arguments)
+    if not isinstance(arguments, Mapping):
+        raise UsageError(f"the arguments of a call of {name} must be a JSON object, as it is or as a string")
+    return ToolCall(
+        name, plain_data(arguments, f"the arguments of a call of {name}"), checked_id(given.get("id"))
+    )
+
+
+def checked_id(given: object) -> str:
+    """The id of a call; empty if it has none. Raises UsageError."""
+    if given is None:
+        return ""
+    if not isinstance(given, str) or len(given) > ID_CHARS:
+        raise UsageError(f"the id of a tool call must be a string of at most {ID_CHARS} characters")
+    return given
+
+
+def parsed_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is, or None. An empty text is an object of nothing."""
+    try:
+        value = json.loads(text or "{}", parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def json_text(value: object) -> str:
+    """JSON of one line, with letters as they are; lone surrogates are escaped."""
+    text = json.dumps(value, ensure_ascii=False, default=dict)
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def short_id(given: str) -> str:
+    """An id of 9 letters and digits, which is what the strictest templates take."""
+    return given if _SHORT_ID.fullmatch(given) else new_id(given)
+
+
+def new_id(*parts: object) -> str:
+    """The id of 9 letters and digits that belongs to these parts."""
+    return hashlib.sha256(repr(parts).encode("utf-8", "backslashreplace")).hexdigest()[:9]
+
+
+def plain_data(value: Any, what: str, depth: int = 0) -> Any:
+    """A copy of JSON data. Raises UsageError for anything else in it, or where it is too deep."""
+    if depth > MAX_DEPTH:
+        raise UsageError(f"{what} are nested more than {MAX_DEPTH} deep")
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise UsageError(f"{what} have a key that is no string")
+        return {key: plain_data(item, what, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(item, what, depth + 1) for item in value]
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float) and value - value == 0:
+        return value
+    raise UsageError(f"{what} hold {str(value)[:40]} of type {type(value).__name__}, which JSON doesn't have")
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,0 +1,247 @@
+"""Thinking and calls in replies: every format, cut at every place, and whatever else a model may write."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ondevice.chat_template.call_formats import FORMATS, CallFormat
+from ondevice.chat_template.replies import (
+    MAX_CALL_CHARS,
+    MAX_HELD_SPACES,
+    MarkedReply,
+    Piece,
+    PlainReply,
+)
+from ondevice.chat_template.tools import MAX_CALLS, Tool
+
+BY_NAME = {each.name: each for each in FORMATS}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+TOOLS = {"weather": Tool("weather", "", PARAMETERS), "now": Tool("now")}
+THINK = ("<think>", "</think>")
+WEATHER = ("weather", {"city": "Oslo", "days": 3})
+QUOTED = ("weather", {"city": 'a "</tool_call>" b\\', "days": 3})
+DEEP = "<\uff5ctool\u2581{}\uff5c>"
+SEP, CALL, CALL_END = DEEP.format("sep"), DEEP.format("call\u2581begin"), DEEP.format("call\u2581end")
+CALLS, CALLS_END = DEEP.format("calls\u2581begin"), DEEP.format("calls\u2581end")
+BARE = json.dumps({"name": "weather", "arguments": WEATHER[1]})
+NOW = '{"name": "now", "arguments": {}}'
+
+# As the families write them: the format, the reply, its text and its calls.
+WRITTEN: list[tuple[str, str, str, list[Any]]] = [
+    ("hermes", f"<tool_call>\n{BARE}\n</tool_call>", "", [WEATHER]),
+    (
+        "hermes",
+        f"Let me look.\n<tool_call>\n{BARE}\n</tool_call>\n<tool_call>\n{NOW}\n</tool_call>",
+        "Let me look.",
+        [WEATHER, ("now", {})],
+    ),
+    ("hermes", f"<tool_call>{NOW}{NOW}</tool_call>", "", [("now", {}), ("now", {})]),
+    ("hermes", f"<tool_call>{BARE}", "", [WEATHER]),
+    (
+        "hermes",
+        f"<tool_call>{json.dumps({'name': 'weather', 'arguments': QUOTED[1]})}</tool_call> done",
+        "done",
+        [QUOTED],
+    ),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "{}"}</tool_call>', "", [("now", {})]),
+    (
+        "qwen3-coder",
+        "Hm.\n\n<tool_call>\n<function=weather>\n<parameter=city>\nNew\nYork\n</parameter>\n<parameter=days>\n"
+        "3\n</parameter>\n</function>\n</tool_call>",
+        "Hm.",
+        [("weather", {"city": "New\nYork", "days": 3})],
+    ),
+    ("qwen3-coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>", "", [("now", {})]),
+    (
+        "qwen3-coder",
+        "<tool_call><function=now><parameter=a>True</parameter><parameter=b>[1]</parameter></function></tool_call>",
+        "",
+        [("now", {"a": True, "b": [1]})],
+    ),
+    (
+        "glm",
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>5</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>5</arg_value>\n</tool_call>",
+        "",
+        [("weather", {"city": "5", "days": 5})],
+    ),
+    ("glm", "<tool_call>now\n</tool_call>", "", [("now", {})]),
+    ("mistral", f"[TOOL_CALLS][{BARE}, {NOW}]", "", [WEATHER, ("now", {})]),
+    (
+        "mistral-args",
+        'Yes[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"city": "Oslo", "days": 3}[TOOL_CALLS]now[ARGS]{}',
+        "Yes",
+        [WEATHER, ("now", {})],
+    ),
+    ("mistral-args", '[TOOL_CALLS]weather{"city": "Oslo", "days": 3}', "", [WEATHER]),
+    (
+        "deepseek",
+        f'{CALLS}{CALL}weather{SEP}{{"city": "Oslo", "days": 3}}{CALL_END}{CALL}now{SEP}{{}}{CALL_END}'
+        f"{CALLS_END}",
+        "",
+        [WEATHER, ("now", {})],
+    ),
+    (
+        "deepseek",
+        f"{CALLS}{CALL}function{SEP}now\n```json\n{{}}\n```{CALL_END}{CALLS_END}",
+        "",
+        [("now", {})],
+    ),
+    ("phi", f"<|tool_call|>{BARE}<|/tool_call|>", "", [WEATHER]),
+    ("granite", f"<|tool_call|>[{BARE}]", "", [WEATHER]),
+    ("llama", '{"name": "weather", "parameters": {"city": "Oslo", "days": 3}}', "", [WEATHER]),
+    ("llama", f" {NOW}; {NOW}", "", [("now", {}), ("now", {})]),
+    ("llama", f"<|python_tag|>{NOW}", "", [("now", {})]),
+    ("llama", '{"type": "function", "function": {"name": "now"}}', "", [("now", {})]),
+]
+
+# What is no call stays as it is.
+TEXTS: list[tuple[str, str]] = [
+    ("hermes", "No call at all, 1 < 2 and <tool."),
+    ("hermes", '<tool_call>{"name": "other", "arguments": {}}</tool_call>'),
+    ("hermes", "Well,\n <tool_call>{broken}</tool_call> and so on"),
+    ("hermes", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": NaN}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": ' + "[" * 5000 + "</tool_call>"),
+    ("hermes", '<tool_call>{"name": "now'),
+    ("hermes", "<tool_call></tool_call>"),
+    ("hermes", "a </tool_call> b"),
+    ("qwen3-coder", "<tool_call><function=other></function></tool_call>"),
+    ("qwen3-coder", "<tool_call><function=now>x</function></tool_call>"),
+    ("glm", "<tool_call>now<arg_key>a</arg_key></tool_call>"),
+    ("mistral", "[TOOL_CALLS]none of it"),
+    ("mistral-args", "[TOOL_CALLS]other[ARGS]{}"),
+    ("deepseek", f"{CALLS}{CALL}now{SEP}[1]{CALLS_END}x{CALLS}"),
+    ("phi", "<|tool_call|>1<|/tool_call|>"),
+    ("granite", "<|tool_call|>[]"),
+    ("llama", '{"answer": 42}'),
+    ("llama", '{"name": "Bob"}'),
+    ("llama", 'x {"name": "now", "parameters": {}}'),
+]
+
+
+def read(parser: Any, parts: list[str]) -> tuple[str, str, list[Any]]:
+    """Thinking, the reply and the calls of a text that comes in parts."""
+    pieces: list[Piece] = [piece for part in parts for piece in parser.take(1, part)] + parser.finish()
+    thought = "".join(piece.text for piece in pieces if piece.kind == "thinking")
+    said = "".join(piece.text for piece in pieces if piece.kind == "reply")
+    return thought, said, [piece.call for piece in pieces if piece.call is not None]
+
+
+def parser(form: str | CallFormat | None, thinks: bool = False, marks: Any = THINK) -> MarkedReply:
+    found = BY_NAME[form] if isinstance(form, str) else form
+    return MarkedReply(marks, thinks, found, TOOLS if found else {}, {})
+
+
+def cuts(text: str) -> list[list[str]]:
+    """A text in two parts, cut at every place, and in single characters."""
+    step = max(1, len(text) // 300)
+    return [[text[:at], text[at:]] for at in range(0, len(text) + 1, step)] + [list(text)]
+
+
+@pytest.mark.parametrize("before", ["", "<think>\nHm, <tool_call>?\n</think>\n\n"])
+@pytest.mark.parametrize(("form", "text", "said", "calls"), WRITTEN)
+def test_calls_are_read_wherever_a_text_is_cut(
+    form: str, text: str, said: str, calls: list[Any], before: str
+) -> None:
+    thought = "Hm, <tool_call>?" if before else ""
+    for parts in cuts(before + text):
+        assert read(parser(form), parts) == (thought, said, calls)
+
+
+@pytest.mark.parametrize(("form", "text"), TEXTS)
+def test_what_is_no_call_stays_text(form: str, text: str) -> None:
+    for parts in cuts(text):
+        assert read(parser(form), parts) == ("", text, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "thinks", "expected"),
+    [
+        ("<think>\nHm.\n</think>\n\nHello.", False, ("Hm.", "Hello.")),
+        ("Hm.\n</think>\n\nHello.", True, ("Hm.", "Hello.")),
+        ("\n<think></think>Hello <think>x</think>", False, ("", "Hello <think>x</think>")),
+        ("Hello <think>x</think>", False, ("", "Hello <think>x</think>")),
+        ("<think>never ends </thin", False, ("never ends </thin", "")),
+        ("<think", False, ("", "<think")),
+        ("  Hello ", False, ("", "  Hello ")),
+        ("<think>\n\n</think>\n\n", False, ("", "")),
+        ("", True, ("", "")),
+    ],
+)
+def test_thinking_is_read_wherever_a_text_is_cut(text: str, thinks: bool, expected: tuple[str, str]) -> None:
+    for parts in cuts(text):
+        assert read(parser(None, thinks), parts)[:2] == expected
+
+
+def test_no_part_of_a_mark_is_ever_shown() -> None:
+    """What has been shown at any time is a beginning of the text without marks."""
+    text = f"<think>Hm</think>Say\n<tool_call>{BARE}</tool_call>"
+    for length in range(len(text)):
+        made = parser("hermes")
+        shown = "".join(piece.text for part in text[:length] for piece in made.take(1, part))
+        assert "HmSay".startswith(shown)
+
+
+def test_marks_may_be_special_tokens_without_text() -> None:
+    special = {"<think>": 7, "</think>": 8, "[TOOL_CALLS]": 9, "[ARGS]": 10, "<|other|>": 11}
+    made = MarkedReply(THINK, False, BY_NAME["mistral-args"], TOOLS, special)
+    said = [(7, ""), (1, "Hm"), (8, ""), (11, ""), (9, ""), (1, "now"), (10, ""), (1, "{}")]
+    pieces = [piece for token, text in said for piece in made.take(token, text)] + made.finish()
+    assert pieces == [Piece("thinking", "Hm"), Piece("reply", "", ("now", {}))]
+
+
+def test_what_is_held_back_is_bounded() -> None:
+    made = parser("hermes")
+    shown = 0
+    for _ in range(20):
+        shown += sum(len(piece.text) for piece in made.take(1, " " * 100))
+    assert shown >= 2000 - MAX_HELD_SPACES - 100
+    made = parser("hermes")
+    long = "<tool_call>" + "x" * MAX_CALL_CHARS
+    assert made.take(1, long) == []
+    assert made.take(1, "x") == [Piece("reply", long + "x")]
+    many = f"<tool_call>{NOW}</tool_call>" * (MAX_CALLS + 5)
+    assert len(read(parser("hermes"), [many])[2]) == MAX_CALLS
+
+
+def test_without_marks_every_character_is_the_reply() -> None:
+    assert read(PlainReply(), ["<think>", "x</think>"]) == ("", "<think>x</think>", [])
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_what_a_format_writes_it_reads(form: CallFormat) -> None:
+    calls = [WEATHER, ("now", {}), ("weather", {"city": 'Zürich "x"\n</x>', "days": -1})]
+    assert read(parser(form), [form.write(calls)]) == ("", "", calls)
+
+
+MARKS = sorted({text for form in FORMATS for text in form.texts} | {*THINK})
+PIECES = st.sampled_from(
+    [*MARKS, BARE, NOW, "{", "}", "[", '"', "\\", "<", "now", "\n", " ", "<function=now>", "x"]
+)
+
+
+@given(
+    form=st.sampled_from(FORMATS),
+    thinks=st.booleans(),
+    parts=st.lists(st.one_of(PIECES, st.text(max_size=5)), max_size=30),
+    size=st.integers(1, 9),
+)
+@settings(max_examples=300, deadline=None)
+def test_any_text_reads_the_same_in_parts_and_loses_nothing_but_marks(
+    form: CallFormat, thinks: bool, parts: list[str], size: int
+) -> None:
+    text = "".join(parts)
+    whole = read(parser(form, thinks), [text])
+    assert read(parser(form, thinks), [text[at : at + size] for at in range(0, len(text), size)]) == whole
+    assert read(parser(form, thinks), parts) == whole
+    for name, arguments in whole[2]:
+        assert name in TOOLS
+        json.dumps(arguments, allow_nan=False)
+    if not whole[2] and not thinks and not text.lstrip().startswith(THINK[0]):
+        assert whole[1] == text
