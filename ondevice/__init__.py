@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from ondevice.api import load as load
     from ondevice.api import verify as verify
     from ondevice.budget.plan import Plan as Plan
+    from ondevice.chat_template.tools import PromptOptions as PromptOptions
+    from ondevice.chat_template.tools import Tool as Tool
+    from ondevice.chat_template.tools import ToolCall as ToolCall
     from ondevice.config import RuntimeConfig as RuntimeConfig
     from ondevice.config import SamplingConfig as SamplingConfig
     from ondevice.doctor import examine as examine
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from ondevice.errors import FlashReadError as FlashReadError
     from ondevice.errors import ModelNotFoundError as ModelNotFoundError
     from ondevice.errors import OndeviceError as OndeviceError
+    from ondevice.errors import ToolsNotSupportedError as ToolsNotSupportedError
     from ondevice.errors import UnsupportedModelError as UnsupportedModelError
     from ondevice.errors import UsageError as UsageError
     from ondevice.generate import Event as Event
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "api": ("Model", "convert", "inspect", "load", "verify"),
     "runtime.budget_watch": ("MemoryPressure",),
+    "chat_template.tools": ("PromptOptions", "Tool", "ToolCall"),
     "config": ("RuntimeConfig", "SamplingConfig"),
     "doctor": ("examine",),
     "errors": (
@@ -59,6 +64,7 @@ _MODULES = {
         "FlashReadError",
         "ModelNotFoundError",
         "OndeviceError",
+        "ToolsNotSupportedError",
         "UnsupportedModelError",
         "UsageError",
     ),

@@ -289,14 +289,11 @@ def test_choices_and_thinking_of_messages(anthropic_client: Any, say: Say) -> No
 
 def test_ollama_s_chat_has_calls_and_takes_results(tooled: Serving, say: Say) -> None:
     script = say(TWO, TWO, "Rome.")
-    client = ollama.Client(host=tooled.url, timeout=60)
-    got = client.chat(tooled.model.name, messages=[USER], tools=[FUNCTION])
+    client, name = ollama.Client(host=tooled.url, timeout=60), tooled.model.name
+    got = client.chat(name, messages=[USER], tools=[FUNCTION])
     assert (got.message.content, got.message.thinking) == ("I look.", "Hm.")
     assert [it.function.arguments for it in got.message.tool_calls] == [OSLO, ROME]
-    parts = [
-        part.message
-        for part in client.chat(tooled.model.name, messages=[USER], tools=[FUNCTION], stream=True)
-    ]
+    parts = [part.message for part in client.chat(name, messages=[USER], tools=[FUNCTION], stream=True)]
     streamed = [it for part in parts for it in part.tool_calls or ()]
     assert [it.function.arguments for it in streamed] == [OSLO, ROME]
     results = [{"role": "tool", "tool_name": "weather", "content": f"{at} C"} for at in range(2)]
