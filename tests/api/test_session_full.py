@@ -6,10 +6,12 @@ import asyncio
 import math
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ondevice.api import Model
+from ondevice.chat_template.tools import PromptOptions
 from ondevice.errors import ContextOverflowError, UsageError
 from ondevice.host import Host
 from ondevice.session import Session
@@ -98,7 +100,12 @@ def test_a_transcript_of_any_length_is_cut_in_few_steps(
     session._messages = turn * 500
     rendered = []
     chat_ids = model._host.chat_ids
-    monkeypatch.setattr(Host, "chat_ids", lambda self, it: rendered.append(len(it)) or chat_ids(it))
+
+    def counted(self: Host, messages: list[Any], prompt: PromptOptions) -> list[int]:
+        rendered.append(len(messages))
+        return chat_ids(messages, prompt)
+
+    monkeypatch.setattr(Host, "chat_ids", counted)
     assert session.respond("Hello", max_tokens=2).tokens
     assert len(rendered) <= 12
     assert 10 < len(session.transcript) < CONTEXT // 2
