@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from ondevice.backends.base import BLOCK_TOKENS
 from ondevice.callbacks import IsCancelled
-from ondevice.errors import BudgetError, FlashReadError, OndeviceError
+from ondevice.errors import BundleError, FlashReadError, OndeviceError
 from ondevice.model.kv_cache import KVCache, common_prefix
 from ondevice.prompt_cache.entry import RunName, entry_bytes, read_entry, root_digest, run_name, write_entry
 from ondevice.prompt_cache.folder import CacheFolder
@@ -69,8 +69,19 @@ class PromptCache:
             return 0
         # The rest of a run that is in memory in part is read with that part.
         kv.truncate((min(held, kv.chunked) if self.chunk else held) // self._step * self._step)
-        for name, matched in chain[kv.length // self._step :]:
-            if (cancelled is not None and cancelled()) or not self._read(kv, name, matched):
+        for index in range(kv.length // self._step, len(chain)):
+            if cancelled is not None and cancelled():
+                break
+            try:
+                self._read(kv, *chain[index])
+            except (FlashReadError, BundleError) as error:
+                log.info("the prompt cache is damaged: %s", error)
+                # What follows is computed now and written again, be it sound or not.
+                for name, _ in chain[index:]:
+                    self._folder.remove(name)
+                break
+            except (OndeviceError, MemoryError) as error:
+                log.info("the prompt cache isn't used: %s", error)
                 break
         self._folder.touch(name for name, _ in chain)
         return max(0, kv.length - held)
@@ -151,35 +162,31 @@ class PromptCache:
         for name in runs[:MAX_CANDIDATES]:
             if name.tokens > most and len(tokens) > most:
                 entry = read_entry(self._folder.path, name, self._binding)
-                common = 0 if entry is None else common_prefix(list(entry.tokens), list(tokens))
+                if entry is None:
+                    self._folder.remove(name)
+                    continue
+                common = common_prefix(list(entry.tokens), list(tokens))
                 if common > most:
                     best, most = name, common
         return None if best is None else (best, most)
 
-    def _read(self, kv: KVCache, name: RunName, matched: int) -> bool:
-        """Bring the first `matched` tokens of a run behind those in kv. False if that can't be done."""
-        start, stop = kv.length, kv.length + matched
+    def _read(self, kv: KVCache, name: RunName, matched: int) -> None:
+        """Bring the first `matched` tokens of a run behind those in kv.
+
+        Raises FlashReadError and BundleError for damage, BudgetError and MemoryError where there is no room.
+        """
+        start, stop = kv.length, kv.length + name.tokens
         entry = read_entry(self._folder.path, name, self._binding)
-        if entry is None or entry.sizes != tuple(kv.part_sizes(start, start + name.tokens)):
-            self._folder.remove(name)
-            return False
-        try:
-            kv.reserve(start + name.tokens)
-            with entry.reader(self._io) as reader:
-                self._io = reader.io
-                for part in range(len(entry.sizes)):
-                    kv.load_part(part, start, start + name.tokens, partial(entry.read, reader, part))
-        except FlashReadError as error:
-            log.info("a damaged file of the prompt cache is removed: %s", error)
-            self._folder.remove(name)
-            return False
-        except (BudgetError, MemoryError, OndeviceError) as error:
-            log.info("the prompt cache isn't used: %s", error)
-            return False
+        if entry is None or entry.sizes != tuple(kv.part_sizes(start, stop)):
+            raise BundleError(f"{name.file} isn't a sound file of this model")
+        kv.reserve(stop)
+        with entry.reader(self._io) as reader:
+            self._io = reader.io
+            for part in range(len(entry.sizes)):
+                kv.load_part(part, start, stop, partial(entry.read, reader, part))
         kv.extend(entry.tokens[:matched])
         if self.chunk:
             kv.chunked = stop
-        return True
 
     def _write(self, kv: KVCache, chain: Sequence[RunName], index: int, start: int, stop: int) -> bool:
         """Write a run. False if there is no room for it beside those before it. Raises OSError."""
