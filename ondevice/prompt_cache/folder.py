@@ -21,7 +21,7 @@ from ondevice.prompt_cache.entry import RunName, parse_name
 
 MAX_ENTRIES = 8192
 """Most files: listing as many takes some 20 ms."""
-PARTIAL = ".partial"
+UNFINISHED = ".unfinished"
 _BINDING = re.compile(r"[0-9a-f]{32}")
 _numbers = itertools.count()
 
@@ -83,7 +83,7 @@ class CacheFolder:
         os.makedirs(self.path, 0o700, exist_ok=True)
         if not stat.S_ISDIR(os.lstat(self.path).st_mode) or not self._make_room(nbytes, keep):
             return False
-        partial = self.path / f"{os.getpid()}-{next(_numbers)}{PARTIAL}"
+        partial = self.path / f"{os.getpid()}-{next(_numbers)}{UNFINISHED}"
         file = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             # Locked for as long as its writer lives.
@@ -105,7 +105,7 @@ class CacheFolder:
         for each in held:
             if used + nbytes <= self._limit_bytes and count < MAX_ENTRIES:
                 break
-            if each.path in kept or each.path.endswith(PARTIAL):
+            if each.path in kept or each.path.endswith(UNFINISHED):
                 continue
             with suppress(OSError):
                 os.unlink(each.path)
@@ -119,7 +119,7 @@ class CacheFolder:
             if _BINDING.fullmatch(folder.name) is None or not folder.is_dir(follow_symlinks=False):
                 continue
             for each in _listed(Path(folder.path)):
-                partial = each.name.endswith(PARTIAL)
+                partial = each.name.endswith(UNFINISHED)
                 if not partial and parse_name(each.name) is None:
                     continue
                 with suppress(OSError):

@@ -19,7 +19,7 @@ from ondevice.kernels import _native
 from ondevice.prompt_cache import entry, folder
 from tests.support.cached_texts import PROMPT, said, settle, written
 
-PARTIAL = "12-0.partial"
+PARTIAL = "12-0.unfinished"
 Damage = Callable[[Path, random.Random], None]
 
 
@@ -189,7 +189,7 @@ def test_what_a_killed_process_left_is_removed(chat_bundle: Path, tmp_path: Path
         said(model)
         settle(model)
         (left := written(tmp_path)[0].with_name(PARTIAL)).write_bytes(b"half")
-        living = left.with_name("13-0.partial")
+        living = left.with_name("13-0.unfinished")
         with living.open("wb") as file:
             folder.fcntl.flock(file, folder.fcntl.LOCK_EX)
             file.write(b"more to come")
@@ -217,7 +217,7 @@ def test_a_disk_that_refuses_costs_no_text(
         settle(model)
     assert len(calls) > 3
     assert texts[0] == texts[1] == texts[2]
-    assert not list(tmp_path.rglob("*.partial"))
+    assert not list(tmp_path.rglob("*.unfinished"))
 
 
 def test_a_folder_that_cannot_be_made_costs_no_text(chat_bundle: Path, tmp_path: Path) -> None:
