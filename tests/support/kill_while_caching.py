@@ -71,7 +71,7 @@ def says(bundle: Path, prompts: list[list[int]], expected: list[Said], **options
 
 
 def one_round(bundle: Path, cache: Path, chance: random.Random) -> tuple[bool, int]:
-    """Fill the cache in a child that dies, then say everything again. Whether it died, and tokens restored."""
+    """Fill the cache in a child that dies, then say everything again. If it died, and tokens restored."""
     prompts = texts(chance)
     limit = {"prompt_cache": cache, "prompt_cache_bytes": chance.choice((10**9, 250_000))}
     calls, before = chance.randrange(1, 60), chance.random() < 0.5
