@@ -151,6 +151,8 @@ class RuntimeOptions(TypedDict, total=False):
     max_context: int
     prefill_chunk: int
     kernel_target: Literal["auto", "scalar", "avx2", "avx512", "neon"]
+    prompt_cache: str | os.PathLike[str]
+    prompt_cache_bytes: str | int
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,11 @@ class RuntimeConfig:
     prefill_chunk: int = 256
     """Prompt tokens per forward pass. Fixed, so that memory pressure can't change it."""
     kernel_target: Literal["auto", "scalar", "avx2", "avx512", "neon"] = "auto"
+    prompt_cache: str | os.PathLike[str] = ""
+    """Folder in which the state behind texts is kept on disk, so that their beginnings needn't be computed
+    again. Empty: none is kept."""
+    prompt_cache_bytes: str | int = "10GB"
+    """Most bytes of all files in `prompt_cache`. The least recently used ones go first."""
 
     def __post_init__(self) -> None:
         """Raises UsageError for a value of the wrong type or out of range."""
@@ -230,6 +237,12 @@ class RuntimeConfig:
             raise UsageError(f"dram_budget is {self.dram_budget!r}; it must be a string or a number of bytes")
         if not isinstance(self.draft_model, str | os.PathLike):
             raise UsageError(f"draft_model is {self.draft_model!r}; it must be a path or a name")
+        if not isinstance(self.prompt_cache, str | os.PathLike):
+            raise UsageError(f"prompt_cache is {self.prompt_cache!r}; it must be a folder's path")
+        if not isinstance(self.prompt_cache_bytes, str) and not _is_int(self.prompt_cache_bytes):
+            raise UsageError(
+                f"prompt_cache_bytes is {self.prompt_cache_bytes!r}; it must be a string or a number of bytes"
+            )
 
 
 _RUNTIME_LIMITS = {

@@ -63,8 +63,9 @@ class Generator:
 
     `eos_ids` end a text and don't belong to it. Without a tokenizer, events carry token ids and no text.
     `scoring_chunk`: most tokens of a pass that scores; 0: `prefill_chunk`. `before_pass` runs before every
-    forward pass and may change how much memory the model has. `labels` is a GenerationStats whose text fields
-    (backend, sparsity, ...) are copied to every result.
+    forward pass and may change how much memory the model has. `restore` extends a cache that holds a prefix
+    of tokens by what is stored of them elsewhere, and returns by how many tokens. `labels` is a
+    GenerationStats whose text fields (backend, sparsity, ...) are copied to every result.
     """
 
     transformer: Transformer
@@ -75,6 +76,7 @@ class Generator:
     scoring_chunk: int = 0
     counters: Callable[[], Counters] = Counters
     before_pass: Callable[[ForwardBatch], None] = lambda batch: None
+    restore: Callable[[KVCache, Sequence[int], IsCancelled | None], int] = lambda kv, tokens, cancelled: 0
     drafting: Drafting | None = None
     labels: GenerationStats = field(default_factory=GenerationStats)
 
@@ -222,19 +224,26 @@ class Generator:
 
         The last token always runs, because its output isn't stored. Chunks done before a cancellation stay.
         """
-        kept = common_prefix(kv.tokens, prompt[:-1])
-        kv.truncate(kept)
+        kv.truncate(common_prefix(kv.tokens, prompt[:-1]))
+        meter.restored = self.restore(kv, prompt[:-1], cancelled)
+        kept = kv.length
         last_chunk = kept + (len(prompt) - 1 - kept) // self.prefill_chunk * self.prefill_chunk
         for start in range(kept, last_chunk, self.prefill_chunk):
             batch = ForwardBatch(prompt[start : start + self.prefill_chunk], last_only=True)
-            self.before_pass(batch)
-            self.transformer.run(batch, kv, cancelled)
+            self._prompt_pass(batch, kv, cancelled)
             meter.passes += 1
         batch = ForwardBatch(prompt[last_chunk:], last_only=True)
-        self.before_pass(batch)
-        found = self.transformer.run(batch, kv, cancelled)
+        found = self._prompt_pass(batch, kv, cancelled)
         meter.passes += 1
         meter.prefilled(len(prompt) - kept)
+        return found
+
+    def _prompt_pass(self, batch: ForwardBatch, kv: KVCache, cancelled: IsCancelled | None) -> ForwardOutput:
+        self.before_pass(batch)
+        start = kv.length
+        found = self.transformer.run(batch, kv, cancelled)
+        if len(batch.tokens) == self.prefill_chunk and start == kv.chunked:
+            kv.chunked = start + self.prefill_chunk
         return found
 
 

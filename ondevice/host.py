@@ -7,6 +7,7 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ondevice.budget.plan import Plan
@@ -48,7 +49,7 @@ class Host:
                 lambda cancelled: iter([Engine(resolved, cancelled, between_passes=urgent)])
             )
             self.engine: Engine = engine
-            self.owner.when_idle(engine.fill_ahead)
+            self.owner.when_idle(engine.step_idle)
             undo.pop_all()
         self.watch = BudgetWatch(self.owner, engine, DEFAULT_PRESSURE)
         if runtime.memory_pressure == "auto":
@@ -84,6 +85,15 @@ class Host:
     def copy_cache(self, source: int, target: int) -> None:
         """Copy the key/value cache of `source` to `target`."""
         self.owner.call(lambda: self.engine.fork(source, target))
+
+    def save_state(self, key: int, folder: Path) -> None:
+        """Write the state of the cache of `key` to a folder, as far as the disk takes it."""
+        self.owner.call(lambda: self.engine.save_state(key, folder))
+
+    def load_state(self, key: int, messages: Sequence[Mapping[str, str]], folder: Path) -> None:
+        """Bring what a folder has of the state behind a transcript into the cache of `key`."""
+        ids = self.chat_ids(messages)
+        self.owner.call(lambda: self.engine.load_state(key, ids, folder))
 
     def retire(self, key: int) -> None:
         """Free the cache of `key` before the next piece of work. Safe to call during garbage collection."""

@@ -34,6 +34,8 @@ class Meter:
     def __init__(self, counters: Counters) -> None:
         self.passes = 0
         self.sampled = 0
+        self.restored = 0
+        """Tokens of the prompt whose state came from a prompt cache."""
         self._before = counters
         self._started = self._paused = time.perf_counter()
         self._prefill_seconds = 0.0
@@ -68,6 +70,7 @@ class Meter:
         return replace(
             labels,
             prompt_tokens=prompt_tokens,
+            restored_tokens=self.restored,
             generated_tokens=generated_tokens,
             prefill_tokens_per_second=per_second(self._prefill_tokens, self._prefill_seconds),
             decode_tokens_per_second=per_second(later, decode_seconds),

@@ -13,7 +13,7 @@ import threading
 import weakref
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -173,8 +173,12 @@ class Session:
             self._messages = [] if self._instructions is None else [first]
             self.dropped_turns = 0
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the transcript to a file. Keys and values aren't saved; they are computed again after `load`.
+    def save(self, path: str | os.PathLike[str], *, state: bool = True) -> None:
+        """Write the transcript to a file, and its state (keys and values) to a folder beside it.
+
+        state: False leaves the state out, which `load` then computes again. It takes as much disk as the
+        conversation takes memory. A disk without room for it keeps the transcript alone, and so does a model
+        that is closed. The folder has the file's name with `.state` behind it.
 
         Raises OndeviceError, and leaves an existing file of that name as it was, if the file can't be written
         or would be larger than `load` accepts.
@@ -193,9 +197,15 @@ class Session:
                 os.replace(partial, target)
             finally:
                 partial.unlink(missing_ok=True)
+        if state:
+            # What has no state to write computes it again after `load`.
+            with suppress(OndeviceError):
+                self._host.save_state(self._key, state_folder(target))
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replace the conversation with the one in a file.
+        """Replace the conversation with the one in a file, and take its state from the folder beside it.
+
+        A state that is damaged, or of another model or other options, is computed again.
 
         Raises UsageError if the file holds no conversation or a reply is under way, OndeviceError if the file
         can't be read.
@@ -217,6 +227,9 @@ class Session:
         with self._silent():
             self._messages, self.dropped_turns = messages, 0
             self._instructions = first["content"] if first.get("role") == "system" else None
+            if state_folder(source).is_dir():
+                with suppress(OndeviceError):
+                    self._host.load_state(self._key, messages, state_folder(source))
 
     def _sampling(self, sampling: SamplingConfig | None, options: SamplingOptions) -> SamplingConfig:
         config = sampling_options(sampling, options)
@@ -271,6 +284,11 @@ class Session:
             yield
         finally:
             self._answering.release()
+
+
+def state_folder(path: Path) -> Path:
+    """The folder beside a saved session that has its state."""
+    return path.with_name(f"{path.name}.state")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ondevice.config import TARGET_RANGE, RuntimeConfig, RuntimeOptions, SamplingConfig, SamplingOptions
 from ondevice.errors import UsageError
-from ondevice.units import parse_budget
+from ondevice.units import parse_budget, parse_size
 
 MAX_FILE_BYTES = 1 << 20
 """Most bytes of a settings file."""
@@ -62,6 +62,10 @@ _RUNTIME_HELP = {
     "kv_bits": "Bits per stored key and value.",
     "max_context": "Tokens a conversation may hold; 0: the model's limit, at most 4096, or what fits.",
 }
+_PROMPT_CACHE_HELP = {
+    "prompt_cache": "Folder that keeps what was computed, so that no beginning of a text is computed twice.",
+    "prompt_cache_bytes": "Most bytes of --prompt-cache; the least recently used leave it first.",
+}
 _SAMPLING_HELP = {
     "temperature": "0 is greedy.",
     "top_k": "Sample from the k likeliest tokens; 0: off.",
@@ -83,6 +87,8 @@ _MEANT_FOR = {
     "draft_model": ("speculation", "model", "auto", "all"),
 }
 """Options that mean something only with some values of another, which stand behind that one's name."""
+_SIZES = ("dram_budget", "prompt_cache_bytes")
+"""Options that are a size: a text, or a number of bytes."""
 _FLAGS = {"temperature": "--temp", "as_json": "--json", "listing": "--list"}
 
 
@@ -116,8 +122,10 @@ def _option(field: Field[Any], hint: Any, text: str) -> Option:
 
 
 RUNTIME_OPTIONS = _options(RuntimeConfig, _RUNTIME_HELP)
+PROMPT_CACHE_OPTIONS = _options(RuntimeConfig, _PROMPT_CACHE_HELP)
+"""Options of RuntimeConfig for commands that write texts for people."""
 SAMPLING_OPTIONS = _options(SamplingConfig, _SAMPLING_HELP)
-_OPTIONS = RUNTIME_OPTIONS | SAMPLING_OPTIONS
+_OPTIONS = RUNTIME_OPTIONS | PROMPT_CACHE_OPTIONS | SAMPLING_OPTIONS
 OTHER_SETTINGS: dict[str, type] = {
     "model": str,
     "system_prompt": str,
@@ -167,11 +175,12 @@ class Settings:
 
 def runtime_config(values: Mapping[str, Any]) -> RuntimeConfig:
     """RuntimeConfig from option values; other keys are ignored. Raises UsageError."""
-    chosen = {name: values[name] for name in RUNTIME_OPTIONS if name in values}
+    chosen = {name: values[name] for name in (*RUNTIME_OPTIONS, *PROMPT_CACHE_OPTIONS) if name in values}
     if "kv_bits" in chosen:
         chosen["kv_bits"] = int(chosen["kv_bits"])
     config = RuntimeConfig(**chosen)
     parse_budget(config.dram_budget, auto=0)
+    parse_size(config.prompt_cache_bytes)
     return config
 
 
@@ -185,7 +194,7 @@ def sampling_config(values: Mapping[str, Any]) -> SamplingConfig:
 
 def check_value(name: str, value: Any) -> None:
     """Raises UsageError for a value that a runtime or sampling option can't have with any model."""
-    config = runtime_config if name in RUNTIME_OPTIONS else sampling_config
+    config = sampling_config if name in SAMPLING_OPTIONS else runtime_config
     config({name: value})
 
 
@@ -319,7 +328,7 @@ def _wanted(name: str) -> str:
     option = _OPTIONS.get(name)
     if option is not None and option.multiple:
         return "a string or a list of strings"
-    if name == "dram_budget":
+    if name in _SIZES:
         return "a string, or a number of bytes"
     names = {int: "an integer, without quotes", float: "a number, without quotes", bool: "true or false"}
     return names.get(OTHER_SETTINGS[name] if option is None else option.kind, "a string")
@@ -335,7 +344,7 @@ def _has_type(name: str, value: Any) -> bool:
             isinstance(value, list) and all(isinstance(item, str) for item in value)
         )
     allowed: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), str: (str,), bool: ()}
-    return isinstance(value, (str, int) if name == "dram_budget" else allowed[kind])
+    return isinstance(value, (str, int) if name in _SIZES else allowed[kind])
 
 
 def _as_option(name: str, value: Any) -> Any:

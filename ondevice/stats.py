@@ -86,6 +86,8 @@ class GenerationStats:
     unless it is 0, and `substituted_experts` counts the chosen experts whose place others took; these others
     count as hits.
 
+    `restored_tokens` counts the prompt's tokens whose keys and values came from a prompt cache on disk.
+
     `seed` is the seed of the random numbers, or None if nothing was drawn by chance. `context_full` is True
     if the text ended because the context was full.
     """
@@ -117,6 +119,7 @@ class GenerationStats:
     experts: int = 0
     expert_substitution: float = 0.0
     substituted_experts: int = 0
+    restored_tokens: int = 0
     drafting: DraftStats = DraftStats()
 
     def to_dict(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ LAYERS = (
     ("tokenizer", "chat_template", "bundle"),
     ("kernels", "flash", "backends"),
     ("sparsity",),
-    ("model",),
+    ("model", "prompt_cache"),
     ("sampling", "speculation"),
     ("budget",),
     ("meter", "generate"),

@@ -137,6 +137,18 @@ class KVArrays(Protocol):
         """An independent copy with room for this many blocks. Raises MemoryError."""
         ...
 
+    def part_sizes(self, positions: int) -> list[int]:
+        """Bytes of each part of what is stored at this many positions."""
+        ...
+
+    def part(self, index: int, start: int, stop: int) -> Bytes:
+        """A copy of a part of what is stored at positions start .. stop - 1, (its bytes,) uint8."""
+        ...
+
+    def load_part(self, index: int, start: int, stop: int, data: Bytes) -> None:
+        """Store what `part` gave, at the same positions, for which there is room. Raises MemoryError."""
+        ...
+
 
 class KVStore(Protocol):
     """The part of a key/value cache that ops see."""

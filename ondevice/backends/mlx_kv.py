@@ -9,11 +9,13 @@ from __future__ import annotations
 from contextlib import suppress
 
 import mlx.core as mx
+import numpy as np
 
-from ondevice.backends.base import BLOCK_TOKENS, KVLayout
+from ondevice.backends.base import BLOCK_TOKENS, Bytes, KVLayout
 from ondevice.backends.mlx_memory import Synchronisations, require_memory
 
 _KV_TYPES = {32: mx.float32, 16: mx.float16, 8: mx.int8}
+_NUMPY_TYPES = {mx.float32: np.float32, mx.float16: np.float16, mx.int8: np.int8}
 _POSITIONS = 1
 """The axis of positions."""
 
@@ -106,6 +108,24 @@ class MlxKV:
         for layer, parts in zip(self._layers, moved, strict=True):
             for index, part in enumerate(parts):
                 layer[index] = mx.slice_update(layer[index], part, start, [_POSITIONS])
+
+    def part_sizes(self, positions: int) -> list[int]:
+        """Bytes of each layer's arrays at this many positions."""
+        return [_nbytes(part, positions) for layer in self._layers for part in layer]
+
+    def part(self, index: int, start: int, stop: int) -> Bytes:
+        """A copy of one array's bytes at positions start .. stop - 1."""
+        layer, array = divmod(index, len(self._layers[0]))
+        return np.array(self._layers[layer][array][:, start:stop]).reshape(-1).view(np.uint8)
+
+    def load_part(self, index: int, start: int, stop: int, data: Bytes) -> None:
+        """Store the bytes of one array, at positions start .. stop - 1."""
+        layer, array = divmod(index, len(self._layers[0]))
+        held = self._layers[layer]
+        heads, _, width = held[array].shape
+        stored = data.view(_NUMPY_TYPES[held[array].dtype]).reshape(heads, stop - start, width)
+        held[array] = mx.slice_update(held[array], mx.array(stored), mx.array([start]), [_POSITIONS])
+        self._waits.wait(held[array])
 
     def _parts(self, x: mx.array) -> list[mx.array]:
         """x (T, KVH, Dh) as stored: codes or float values (KVH, T, Dh), and at 8 bits scales (KVH, T, 1)."""

@@ -44,6 +44,9 @@ NEURON_TABLE_BYTES = 52
 """Bytes of tables per neuron: its slot and scores, its slot's address, owner and place among the free ones,
 and the temporary arrays that divide slots among layers."""
 
+PROMPT_CACHE_BYTES = 4 << 20
+"""Staging buffers and stacks of the threads that read the prompt cache, and its files' headers."""
+
 
 @dataclass(frozen=True)
 class MemoryModel(ABC):
@@ -78,6 +81,11 @@ class MemoryModel(ABC):
     def library_bytes(self) -> int:
         """Code of the backend's libraries that enters memory when a pass first runs it."""
         return 0
+
+    @property
+    def prompt_cache_bytes(self) -> int:
+        """Buffers through which the prompt cache is read; 0 without one."""
+        return PROMPT_CACHE_BYTES if self.runtime.prompt_cache else 0
 
     @cached_property
     def max_context(self) -> int:

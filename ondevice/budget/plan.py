@@ -309,7 +309,10 @@ def plan_memory(memory: MemoryModel, *, budget_bytes: int, process_bytes: int) -
         activation_bytes=memory.activation_bytes(max(widest, decoded)),
         decode_activation_bytes=memory.activation_bytes(decoded),
         pass_tokens=widest,
-        process_bytes=process_bytes + PROCESS_ALLOWANCE_BYTES + memory.library_bytes,
+        process_bytes=process_bytes
+        + PROCESS_ALLOWANCE_BYTES
+        + memory.library_bytes
+        + memory.prompt_cache_bytes,
         sparsity=memory.sparsity,
         predictor_bytes=memory.predictor_bytes,
         draft_bytes=memory.draft_bytes,

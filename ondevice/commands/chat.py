@@ -16,6 +16,7 @@ from ondevice.commands.terminal import say, write_events
 from ondevice.config import SamplingConfig, WhenFull
 from ondevice.errors import ContextOverflowError, OndeviceError
 from ondevice.settings import (
+    PROMPT_CACHE_OPTIONS,
     RUNTIME_OPTIONS,
     SAMPLING_OPTIONS,
     sampling_config,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     help="Where the context is full: drop the oldest turns and go on, or stop the chat.",
 )
 @option("--no-think", is_flag=True, help="The model shall not think before it replies, or little if it must.")
-@add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS)
+@add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS, PROMPT_CACHE_OPTIONS)
 @yes_option
 @click.pass_context
 def chat(

@@ -18,7 +18,7 @@ from ondevice.commands.options import (
     yes_option,
 )
 from ondevice.commands.terminal import print_json, say, write_events
-from ondevice.settings import RUNTIME_OPTIONS, SAMPLING_OPTIONS, sampling_config
+from ondevice.settings import PROMPT_CACHE_OPTIONS, RUNTIME_OPTIONS, SAMPLING_OPTIONS, sampling_config
 
 
 @click.command(cls=Command)
@@ -31,7 +31,7 @@ from ondevice.settings import RUNTIME_OPTIONS, SAMPLING_OPTIONS, sampling_config
     metavar="TEXT|-",
     help="The text to continue; - reads stdin.",
 )
-@add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS)
+@add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS, PROMPT_CACHE_OPTIONS)
 @yes_option
 @json_option
 def generate(model: str | None, prompt: str, yes: bool, as_json: bool, **values: Any) -> None:

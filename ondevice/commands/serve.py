@@ -15,7 +15,7 @@ from ondevice.commands.options import Command, Text, add_options, model_flag, op
 from ondevice.commands.terminal import say
 from ondevice.errors import BackendUnavailableError, UsageError
 from ondevice.serve.config import ServeConfig
-from ondevice.settings import RUNTIME_OPTIONS, runtime_config
+from ondevice.settings import PROMPT_CACHE_OPTIONS, RUNTIME_OPTIONS, runtime_config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +46,7 @@ PACKAGES = ("starlette", "uvicorn")
 @option("--ssl-certfile", type=Text(), default="", show_default=False, help="TLS certificate; serves https.")
 @option("--ssl-keyfile", type=Text(), default="", show_default=False, help="The certificate's key.")
 @option("--ssl-keyfile-password", type=Text(), default="", show_default=False, help="The key's password.")
-@add_options(RUNTIME_OPTIONS)
+@add_options(RUNTIME_OPTIONS, PROMPT_CACHE_OPTIONS)
 @yes_option
 def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) -> None:
     """Serve models over HTTP, in the dialects of OpenAI, Anthropic and Ollama.

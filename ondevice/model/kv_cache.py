@@ -68,6 +68,10 @@ class KVCache:
         self.places: Any = None
         self.arrays: Any = arrays
         self.tokens: list[int] = []
+        self.chunked = 0
+        """Leading tokens that came in whole chunks of a prompt, each behind whole chunks."""
+        self.saved = 0
+        """Leading tokens that the prompt cache has."""
         self._allocate = allocate
         self._release = release
 
@@ -114,6 +118,7 @@ class KVCache:
         if not 0 <= n_tokens <= self.length:
             raise ValueError(f"can't truncate a cache of {self.length} tokens to {n_tokens}")
         del self.tokens[n_tokens:]
+        self.chunked, self.saved = min(self.chunked, n_tokens), min(self.saved, n_tokens)
         self._shrink(self.layout.blocks(n_tokens))
 
     def keep(self, start: int, path: Sequence[int], move: Callable[[int, int], None]) -> None:
@@ -141,7 +146,35 @@ class KVCache:
                 copy.truncate(0)
                 raise
         copy.tokens = list(self.tokens)
+        copy.chunked, copy.saved = self.chunked, self.saved
         return copy
+
+    def part_sizes(self, start: int, stop: int) -> list[int]:
+        """Bytes of each part of the state at positions start .. stop - 1, as `part` and `load_part` have it.
+
+        Blocks count whole: what they hold beside these positions goes with them.
+        """
+        if self.arrays is not None:
+            sizes: list[int] = self.arrays.part_sizes(stop - start)
+            return sizes
+        return [self.layout.block_bytes] * (self.layout.blocks(stop) - start // BLOCK_TOKENS)
+
+    def part(self, index: int, start: int, stop: int) -> Bytes:
+        """A part of the state, (its bytes,) uint8: a view of a block, or a copy."""
+        if self.arrays is not None:
+            copied: Bytes = self.arrays.part(index, start, stop)
+            return copied
+        block: Bytes = self.blocks[start // BLOCK_TOKENS + index]
+        return block
+
+    def load_part(self, index: int, start: int, stop: int, read: Callable[[Bytes], None]) -> None:
+        """Take a part of the state from `read`, which fills (its bytes,) uint8. There is room for it."""
+        if self.arrays is None:
+            read(self.blocks[start // BLOCK_TOKENS + index])
+            return
+        data = np.empty(self.part_sizes(start, stop)[index], np.uint8)
+        read(data)
+        self.arrays.load_part(index, start, stop, data)
 
     def _shrink(self, n_blocks: int) -> None:
         if len(self.blocks) <= n_blocks:

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from ondevice.backends.base import Float32, KVLayout
 from ondevice.backends.budgeted import BudgetedBackend
@@ -26,7 +28,7 @@ from ondevice.flash.reader import FlashReader
 from ondevice.generate import Event, Generator
 from ondevice.meter import Counters
 from ondevice.model.draft_head import load_draft_head
-from ondevice.model.kv_cache import KVCache, common_prefix
+from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.stream_loading import load_streams
 from ondevice.model.transformer import Cancelled, Transformer
@@ -36,6 +38,7 @@ from ondevice.runtime.kv_cache_pool import KVCachePool
 from ondevice.runtime.models import operating_point
 from ondevice.runtime.neuron_memory import NeuronMemory, NeuronQuota, NoNeuronMemory, open_neuron_memory
 from ondevice.runtime.resolving import ResolvedModel
+from ondevice.runtime.state_binding import open_prompt_cache, prompt_cache_at
 from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions
 from ondevice.speculation.drafters.streams import MultiStreamDrafting
 from ondevice.speculation.drafting import Drafting
@@ -111,7 +114,9 @@ class Engine:
         self._quota = NeuronQuota(self._neurons, self._backend, plan, fetch.keep)
         self._quota.keep_to(plan, plan.kv_block_bytes)
         layout = KVLayout(bundle.config, runtime.kv_bits)
-        self.kv = KVCachePool(layout, plan, self._claim, self._backend, self._quota.yield_to)
+        self._state_at = partial(prompt_cache_at, resolved=resolved, target=self.kernel_target)
+        store = open_prompt_cache(resolved, self.kernel_target)
+        self.kv = KVCachePool(layout, plan, self._claim, self._backend, self._quota.yield_to, store)
         self._parts.callback(self.kv.close)
         self._generator = Generator(
             transformer,
@@ -123,6 +128,7 @@ class Engine:
             scoring_chunk=1 if substitution else 0,
             counters=self.counters,
             before_pass=self._before_pass,
+            restore=self.kv.restore,
             labels=GenerationStats(
                 backend=self._backend.name,
                 sparsity=runtime.sparsity,
@@ -173,8 +179,8 @@ class Engine:
     ) -> Iterator[Event]:
         """Continue `prompt` with the cache of `key`, or with a cache of its own that ends with it."""
         check_thread(self._thread)
-        with self.kv.use(key) as kv:
-            kv.truncate(common_prefix(kv.tokens, prompt))
+        with self.kv.use(key, stored=True) as kv:
+            self.kv.rewind(kv, prompt)
             self._grow_beside(kv, len(prompt) + 1)
             with system_refusals():
                 yield from self._generator.stream(prompt, kv, sampling, cancelled)
@@ -195,6 +201,29 @@ class Engine:
         check_thread(self._thread)
         with system_refusals():
             self.kv.fork(source, target)
+
+    def save_state(self, key: int, folder: Path) -> None:
+        """Write the state of the cache of `key` to a folder of its own, and remove other states there."""
+        check_thread(self._thread)
+        store = self._state_at(folder)
+        with self.kv.use(key) as kv:
+            store.write(kv)
+            store.keep_only(kv.tokens)
+
+    def load_state(self, key: int, tokens: Sequence[int], folder: Path) -> None:
+        """Bring what a folder has of the state behind `tokens` into the cache of `key`."""
+        check_thread(self._thread)
+        with self.kv.use(key, stored=True) as kv, system_refusals():
+            self.kv.rewind(kv, tokens)
+            self._state_at(folder).restore(kv, tokens)
+
+    def step_idle(self) -> bool:
+        """While the model is idle, write a little of what the prompt cache lacks, then read neurons ahead.
+
+        False: nothing more to do.
+        """
+        check_thread(self._thread)
+        return self.kv.save_next() or self.fill_ahead()
 
     def fill_ahead(self) -> bool:
         """While the model is idle, read a few neurons or experts that are likely to be used.

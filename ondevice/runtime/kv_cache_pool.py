@@ -1,6 +1,7 @@
 """The key/value caches of a model's sessions, and the memory that they may have together.
 
-The pool knows no weights. A dropped cache is computed again when it is needed, to the same bits.
+The pool knows no weights. A dropped cache is computed again when it is needed, to the same bits, unless a
+prompt cache on disk has it: what isn't there yet is written while the model is idle, or before it is dropped.
 """
 
 from __future__ import annotations
@@ -8,15 +9,17 @@ from __future__ import annotations
 import logging
 import queue
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ondevice.backends.base import Block, KVLayout
 from ondevice.backends.budgeted import BudgetedBackend
 from ondevice.budget.claims import Claim
 from ondevice.budget.plan import Plan
+from ondevice.callbacks import IsCancelled
 from ondevice.errors import BudgetError
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.kv_cache import KVCache, common_prefix
+from ondevice.prompt_cache.store import PromptCache
 from ondevice.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -35,6 +38,7 @@ class KVCachePool:
         claim: Claim,
         backend: BudgetedBackend,
         yield_to: Callable[[int], None],
+        store: PromptCache | None = None,
     ) -> None:
         """Args:
         layout: How blocks are laid out.
@@ -42,6 +46,7 @@ class KVCachePool:
         claim: The model's claim on the process's memory.
         backend: The backend, which allocates blocks.
         yield_to: Called before a block is allocated, with the bytes that blocks will have then.
+        store: The prompt cache on disk; None without one.
         """
         self.layout = layout
         self.nbytes = 0
@@ -50,27 +55,55 @@ class KVCachePool:
         """Least recently used first."""
         self.retired: queue.SimpleQueue[int] = queue.SimpleQueue()
         """Keys whose caches are no longer needed; any thread may add to it."""
+        self.store = store
         self._in_use: KVCache | None = None
+        self._unsaved: list[KVCache] = []
+        """Caches of which the prompt cache may lack something, those without a key included."""
         self._plan = plan
         self._claim = claim
         self._backend = backend
         self._yield_to = yield_to
 
     @contextmanager
-    def use(self, key: int | None) -> Iterator[KVCache]:
+    def use(self, key: int | None, stored: bool = False) -> Iterator[KVCache]:
         """A context with the cache of `key`, which isn't dropped meanwhile.
 
-        A `key` of None gives a new cache that ends with the context.
+        A `key` of None gives a new cache that ends with the context. stored: the prompt cache gets what the
+        cache holds at the end.
         """
         self._drop_retired()
+        self._save_keyless()
         kv = self.new_cache() if key is None else self.cache(key)
         self._in_use = kv
         try:
             yield kv
         finally:
             self._in_use = None
-            if key is None:
+            if stored and self.store is not None and kv.length:
+                self.store.touch(kv.tokens)
+                self._unsaved.append(kv)
+            elif key is None:
                 kv.truncate(0)
+
+    def rewind(self, kv: KVCache, tokens: Sequence[int]) -> None:
+        """Truncate kv to what it has in common with `tokens`. What is lost goes to the prompt cache."""
+        kept = common_prefix(kv.tokens, tokens)
+        if kept < kv.length:
+            self._save(kv)
+        kv.truncate(kept)
+
+    def restore(self, kv: KVCache, tokens: Sequence[int], cancelled: IsCancelled | None) -> int:
+        """Extend kv, which holds a prefix of `tokens`, from the prompt cache. Returns by how many tokens."""
+        return 0 if self.store is None else self.store.restore(kv, tokens, cancelled)
+
+    def save_next(self) -> bool:
+        """Write a little of what the prompt cache lacks. False: there is no more."""
+        while self._unsaved:
+            kv = self._unsaved[0]
+            if self._write_next(kv):
+                return True
+            self._saved(kv)
+        return False
 
     def cache(self, key: int) -> KVCache:
         """The cache of a key, empty if there was none."""
@@ -95,7 +128,9 @@ class KVCachePool:
         self._claimed(self.nbytes)
 
     def close(self) -> None:
-        """Drop everything, the backend included. Idempotent."""
+        """Write what the prompt cache lacks, and drop everything, the backend included. Idempotent."""
+        while self.save_next():
+            pass
         self.caches.clear()
         self._backend = self._yield_to = None  # type: ignore[assignment]
 
@@ -107,16 +142,51 @@ class KVCachePool:
         while not self.retired.empty():
             kv = self.caches.pop(self.retired.get(), None)
             if kv is not None:
-                kv.truncate(0)
+                self._drop(kv)
 
     def _drop_idle(self, limit_bytes: int) -> None:
         """Drop caches that aren't in use, least recently used first, until the rest keep to limit_bytes."""
         self._drop_retired()
+        if self.nbytes > limit_bytes:
+            self._save_keyless()
         for kv in self.caches.values():
             if self.nbytes <= limit_bytes:
                 break
             if kv is not self._in_use:
-                kv.truncate(0)
+                self._drop(kv)
+
+    def _drop(self, kv: KVCache) -> None:
+        """Empty a cache. What the prompt cache lacks of it is written first."""
+        self._save(kv)
+        kv.truncate(0)
+
+    def _save(self, kv: KVCache) -> None:
+        """Write what the prompt cache lacks of a cache."""
+        if any(it is kv for it in self._unsaved):
+            while self._write_next(kv):
+                pass
+            self._saved(kv)
+
+    def _save_keyless(self) -> None:
+        """Write and drop the caches that have no key: they only wait for that."""
+        for kv in list(self._unsaved):
+            if not self._has_key(kv):
+                self._save(kv)
+
+    def _write_next(self, kv: KVCache) -> bool:
+        """Write one file of a cache's. False: there is nothing more to write."""
+        assert self.store is not None
+        before, kv.saved = kv.saved, self.store.write_next(kv, kv.saved)
+        return kv.saved > before
+
+    def _saved(self, kv: KVCache) -> None:
+        """A cache needn't be written any more; without a key it ends here."""
+        self._unsaved = [it for it in self._unsaved if it is not kv]
+        if not self._has_key(kv):
+            kv.truncate(0)
+
+    def _has_key(self, kv: KVCache) -> bool:
+        return any(it is kv for it in self.caches.values())
 
     def _allocate(self, nbytes: int) -> Block:
         """Memory for a block; neurons yield before it exists."""

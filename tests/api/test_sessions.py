@@ -117,7 +117,7 @@ def test_save_load_and_reset(model: Model, tmp_path: Path) -> None:
     assert again[0] == again[1]
     other.reset()
     assert other.transcript == [{"role": "system", "content": "Système 🦙"}]
-    assert list(tmp_path.iterdir()) == [tmp_path / "talk.json"]
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "talk.json", tmp_path / "talk.json.state"]
 
 
 def test_half_a_character_is_saved_and_loaded_as_the_model_read_it(model: Model, tmp_path: Path) -> None:

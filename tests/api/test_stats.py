@@ -38,6 +38,7 @@ CONTRACT = [
     "experts",
     "expert_substitution",
     "substituted_experts",
+    "restored_tokens",
     "drafting",
 ]
 

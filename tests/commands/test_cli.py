@@ -26,7 +26,8 @@ STATS = [
     "forward_passes", "accepted_tokens_per_pass",
     "backend", "sparsity", "speculation", "io", "seed", "context_full",
     "decode_passes", "decode_seconds", "synchronisations",
-    "synchronised_seconds", "experts", "expert_substitution", "substituted_experts", "drafting",
+    "synchronised_seconds", "experts", "expert_substitution", "substituted_experts", "restored_tokens",
+    "drafting",
 ]  # fmt: skip
 PLAN = [
     "budget_bytes", "total_bytes", "resident_weights_bytes", "kv_cache_bytes", "neuron_cache_bytes",

@@ -1,0 +1,1 @@
+"""Prompt caches on disk: the state behind a prefix of tokens, found again by those who begin alike."""

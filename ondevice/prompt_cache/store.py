@@ -1,0 +1,206 @@
+"""Finds the state behind a text's beginning in a prompt cache, brings it into memory, and writes it there.
+
+A text is stored in runs of `step` tokens, each with the state of its own positions. Two texts that begin
+alike share the runs of their common beginning. Where any split of a prompt gives equal bits, the last run may
+be shorter, and a part of a run is used as well: prefixes are found to the token. Elsewhere only whole chunks
+of a prompt are stored and used, so that what follows is computed in the chunks in which it would be anyway.
+
+Nothing here raises for what is on the disk: a run that is damaged or gone is computed again, one that can't
+be written isn't kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from ondevice.backends.base import BLOCK_TOKENS
+from ondevice.callbacks import IsCancelled
+from ondevice.errors import BundleError, FlashReadError, OndeviceError
+from ondevice.model.kv_cache import KVCache, common_prefix
+from ondevice.prompt_cache.entry import RunName, entry_bytes, read_entry, root_digest, run_name, write_entry
+from ondevice.prompt_cache.folder import CacheFolder
+
+log = logging.getLogger(__name__)
+
+MAX_CANDIDATES = 64
+"""Most runs whose tokens are compared where a text leaves those that are stored."""
+NO_LIMIT = 1 << 62
+
+
+class PromptCache:
+    """The states of one model under one set of options, in a folder that others may use at the same time."""
+
+    def __init__(
+        self,
+        folder: Path,
+        binding: Mapping[str, Any],
+        *,
+        chunk: int = 0,
+        limit_bytes: int = NO_LIMIT,
+        io: Literal["auto", "direct", "buffered"] = "auto",
+    ) -> None:
+        """Args:
+        folder: where files are, in folders by binding; made when something is written.
+        binding: all that the state depends on beside the tokens: JSON of lists, texts and numbers.
+        chunk: tokens of the whole chunks that are stored and used; 0: any number is.
+        limit_bytes: most bytes of all files in `folder`.
+        io: how files are read.
+        """
+        self.chunk = chunk
+        self._step = chunk or BLOCK_TOKENS
+        self._binding = dict(binding)
+        self._root = root_digest(self._binding)
+        self._folder = CacheFolder(folder, self._root, limit_bytes)
+        self._io: Literal["auto", "direct", "buffered"] = io
+        self._loudness = logging.WARNING
+
+    def restore(self, kv: KVCache, tokens: Sequence[int], cancelled: IsCancelled | None = None) -> int:
+        """Extend kv, which holds a prefix of `tokens`, by what the disk has of the tokens that follow.
+
+        Returns the number of tokens that it got so. It may hold fewer than before, where a file is damaged.
+        """
+        held = kv.length
+        chain = self._longest(tokens)
+        if sum(matched for _, matched in chain) <= held:
+            return 0
+        # The rest of a run that is in memory in part is read with that part.
+        kv.truncate((min(held, kv.chunked) if self.chunk else held) // self._step * self._step)
+        for index in range(kv.length // self._step, len(chain)):
+            if cancelled is not None and cancelled():
+                break
+            try:
+                self._read(kv, *chain[index])
+            except (FlashReadError, BundleError) as error:
+                log.info("the prompt cache is damaged: %s", error)
+                # What follows is computed now and written again, be it sound or not.
+                for name, _ in chain[index:]:
+                    self._folder.remove(name)
+                break
+            except (OndeviceError, MemoryError) as error:
+                log.info("the prompt cache isn't used: %s", error)
+                break
+        self._folder.touch(name for name, _ in chain)
+        return max(0, kv.length - held)
+
+    def write_next(self, kv: KVCache, at: int) -> int:
+        """Write the first run of kv behind `at` tokens that isn't there.
+
+        Returns the number of tokens that are on the disk now: `at` where nothing is left to write, or where
+        it can't be written.
+        """
+        last = kv.chunked // self._step * self._step if self.chunk else kv.length
+        chain = self._chain(kv.tokens[:last])
+        for index in range(at // self._step, len(chain)):
+            name, start = chain[index], index * self._step
+            stop = start + name.tokens
+            if stop <= at or self._folder.has(name):
+                at = max(at, stop)
+                continue
+            try:
+                if self._write(kv, chain, index, start, stop):
+                    at = stop
+            except OSError as error:
+                # A full disk, or one that can't be written, costs a computation later, and nothing now.
+                log.log(self._loudness, "the prompt cache can't be written: %s", error)
+                self._loudness = logging.INFO
+            break
+        return at
+
+    def write(self, kv: KVCache) -> None:
+        """Write all of kv that isn't there, as far as there is room."""
+        at = 0
+        self.touch(kv.tokens)
+        while (written := self.write_next(kv, at)) > at:
+            at = written
+
+    def touch(self, tokens: Sequence[int]) -> None:
+        """Note that a text is in use, so that others leave the folder before it."""
+        self._folder.touch(self._chain(tokens))
+
+    def keep_only(self, tokens: Sequence[int]) -> None:
+        """Remove what isn't of this text."""
+        kept = set(self._chain(tokens))
+        for name in self._folder.behind(""):
+            if name not in kept:
+                self._folder.remove(name)
+
+    def _chain(self, tokens: Sequence[int]) -> list[RunName]:
+        """The runs of a text, the last of which may be short."""
+        found: list[RunName] = []
+        parent = self._root
+        for start in range(0, len(tokens), self._step):
+            found.append(run_name(parent, tokens[start : start + self._step]))
+            parent = found[-1].own
+        return found
+
+    def _longest(self, tokens: Sequence[int]) -> list[tuple[RunName, int]]:
+        """The stored runs that `tokens` begin with, and how many tokens of each are theirs."""
+        found: list[tuple[RunName, int]] = []
+        parent = self._root
+        for name in self._chain(tokens):
+            if name.tokens < self._step or not self._folder.has(name):
+                break
+            found.append((name, name.tokens))
+            parent = name.own
+        if not self.chunk:
+            start = len(found) * self._step
+            best = self._nearest(parent, tokens[start : start + self._step])
+            found += [] if best is None else [best]
+        return found
+
+    def _nearest(self, parent: str, tokens: Sequence[int]) -> tuple[RunName, int] | None:
+        """The run behind `parent` that has most tokens in common with these, if one has any."""
+        best, most = None, 0
+        prefixes = [run_name(parent, tokens[:count]) for count in range(1, len(tokens) + 1)]
+        runs = self._folder.behind(parent)
+        for name in sorted(set(runs) & set(prefixes), key=lambda it: it.tokens)[-1:]:
+            best, most = name, name.tokens
+        for name in runs[:MAX_CANDIDATES]:
+            if name.tokens > most and len(tokens) > most:
+                entry = read_entry(self._folder.path, name, self._binding)
+                if entry is None:
+                    self._folder.remove(name)
+                    continue
+                common = common_prefix(list(entry.tokens), list(tokens))
+                if common > most:
+                    best, most = name, common
+        return None if best is None else (best, most)
+
+    def _read(self, kv: KVCache, name: RunName, matched: int) -> None:
+        """Bring the first `matched` tokens of a run behind those in kv.
+
+        Raises FlashReadError and BundleError for damage, BudgetError and MemoryError where there is no room.
+        """
+        start, stop = kv.length, kv.length + name.tokens
+        entry = read_entry(self._folder.path, name, self._binding)
+        if entry is None or entry.sizes != tuple(kv.part_sizes(start, stop)):
+            raise BundleError(f"{name.file} isn't a sound file of this model")
+        kv.reserve(stop)
+        with entry.reader(self._io) as reader:
+            self._io = reader.io
+            for part in range(len(entry.sizes)):
+                kv.load_part(part, start, stop, partial(entry.read, reader, part))
+        kv.extend(entry.tokens[:matched])
+        if self.chunk:
+            kv.chunked = stop
+
+    def _write(self, kv: KVCache, chain: Sequence[RunName], index: int, start: int, stop: int) -> bool:
+        """Write a run. False if there is no room for it beside those before it. Raises OSError."""
+        name, tokens, sizes = chain[index], kv.tokens[start:stop], kv.part_sizes(start, stop)
+        parts = [partial(kv.part, part, start, stop) for part in range(len(sizes))]
+        written = self._folder.write(
+            name,
+            entry_bytes(self._binding, name, tokens, sizes),
+            set(chain[:index]),
+            lambda file: write_entry(file, self._binding, name, tokens, sizes, parts),
+        )
+        if written and not self.chunk:
+            # What was the text's end before says nothing more than this run.
+            shorter = {run_name(name.parent, tokens[:count]) for count in range(1, len(tokens))}
+            for each in shorter.intersection(self._folder.behind(name.parent)):
+                self._folder.remove(each)
+        return written

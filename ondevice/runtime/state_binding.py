@@ -1,0 +1,89 @@
+"""What the state of a sequence depends on beside its tokens, so that no other model's state is ever used.
+
+Memory and speed settings aren't part of it, since they change no bit: states are found again under another
+budget, with other threads, with and without drafts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ondevice.bundle.manifest import manifest_text
+from ondevice.prompt_cache.store import NO_LIMIT, PromptCache
+from ondevice.runtime.models import operating_point
+from ondevice.runtime.resolving import ResolvedModel
+from ondevice.units import parse_size
+
+STATE_VERSION = 1
+"""Version of how states are laid out in files."""
+_LIBRARIES = {"mlx": "mlx", "reference": "numpy"}
+
+
+def state_binding(resolved: ResolvedModel, target: str) -> dict[str, Any]:
+    """All that keys and values depend on beside tokens, as JSON. target: what the backend multiplies with."""
+    bundle, runtime = resolved.bundle, resolved.runtime
+    context = resolved.plan.max_context
+    streams = bundle.streams if resolved.runs_streams else None
+    library = _LIBRARIES.get(runtime.backend)
+    return {
+        "version": STATE_VERSION,
+        "release": metadata.version("ondevice"),
+        "byteorder": sys.byteorder,
+        "bundle": hashlib.sha256(manifest_text(bundle.manifest)).hexdigest(),
+        "backend": runtime.backend,
+        # Our own kernels have equal bits on every target.
+        "target": "" if library is None else f"{target} {metadata.version(library)}",
+        "kv_bits": runtime.kv_bits,
+        "sparsity": _mode(resolved),
+        "streams": "" if streams is None or streams.mode == "lossless" else streams.sha256,
+        "experts": runtime.experts,
+        "expert_substitution": runtime.expert_substitution,
+        "long_context": [rope.within(context) != rope.within(0) for rope in bundle.config.ropes],
+        "chunk": whole_chunk(resolved),
+    }
+
+
+def whole_chunk(resolved: ResolvedModel) -> int:
+    """Tokens of a prompt's chunks where only whole ones may be used again; 0 where any split may."""
+    runtime = resolved.runtime
+    # A token alone may be computed with other experts than in a chunk.
+    any_split = runtime.backend == "cpu" and not runtime.expert_substitution
+    return 0 if any_split else runtime.prefill_chunk
+
+
+def open_prompt_cache(resolved: ResolvedModel, target: str) -> PromptCache | None:
+    """The prompt cache that the options name; None if they name none."""
+    folder = resolved.runtime.prompt_cache
+    if not folder:
+        return None
+    limit = parse_size(resolved.runtime.prompt_cache_bytes)
+    return prompt_cache_at(Path(folder).expanduser(), resolved, target, limit)
+
+
+def prompt_cache_at(
+    folder: Path, resolved: ResolvedModel, target: str, limit_bytes: int = NO_LIMIT
+) -> PromptCache:
+    """The states of this model in a folder."""
+    return PromptCache(
+        folder,
+        state_binding(resolved, target),
+        chunk=whole_chunk(resolved),
+        limit_bytes=limit_bytes,
+        io=resolved.runtime.io,
+    )
+
+
+def _mode(resolved: ResolvedModel) -> list[str]:
+    """The sparsity mode as far as it changes bits, and a digest of what it is run with."""
+    bundle, runtime = resolved.bundle, resolved.runtime
+    sidecar = {"predicted": bundle.predictors, "threshold": bundle.thresholds}.get(runtime.sparsity)
+    if sidecar is None:
+        # Modes that leave out zeros alone have equal bits in our own kernels.
+        return ["exact" if runtime.backend == "cpu" else runtime.sparsity]
+    point = operating_point(runtime, bundle.predictors, bundle.thresholds)
+    digest = hashlib.sha256(f"{sidecar.sha256} {point!r}".encode())
+    return [runtime.sparsity, digest.hexdigest()]

@@ -1,0 +1,239 @@
+"""Damaged, foreign and hostile files in a prompt cache cost a computation: no error, no other text."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ondevice.api import load
+from ondevice.kernels import _native
+from ondevice.prompt_cache import entry, folder
+from tests.support.cached_texts import PROMPT, said, settle, written
+
+PARTIAL = "12-0.unfinished"
+Damage = Callable[[Path, random.Random], None]
+
+
+def cut(path: Path, chance: random.Random) -> None:
+    os.truncate(path, chance.randrange(path.stat().st_size))
+
+
+def lengthen(path: Path, chance: random.Random) -> None:
+    with path.open("ab") as file:
+        file.write(bytes(chance.randrange(1, 5000)))
+
+
+def bend(path: Path, chance: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    # Half of the time in the header, which is small beside the state.
+    most = min(4096, len(data)) if chance.random() < 0.5 else len(data)
+    for _ in range(chance.choice((1, 3, 100)) if data else 0):
+        data[chance.randrange(most)] ^= 1 << chance.randrange(8)
+    path.write_bytes(data)
+
+
+def empty(path: Path, chance: random.Random) -> None:
+    path.write_bytes(b"")
+
+
+def exchange(path: Path, chance: random.Random) -> None:
+    other = chance.choice(written(path.parent))
+    data = path.read_bytes()
+    path.write_bytes(other.read_bytes())
+    other.write_bytes(data)
+
+
+def link(path: Path, chance: random.Random) -> None:
+    """A link to a sound file, to nothing, or to a device without an end."""
+    elsewhere = path.parent.parent / f"elsewhere-{chance.random()}"
+    path.rename(elsewhere)
+    path.symlink_to(chance.choice((elsewhere, Path("/nowhere"), Path("/dev/zero"))))
+
+
+def pipe(path: Path, chance: random.Random) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def directory(path: Path, chance: random.Random) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def unreadable(path: Path, chance: random.Random) -> None:
+    path.chmod(0)
+
+
+def lie(path: Path, chance: random.Random) -> None:
+    """A header that is sound by its own checksum, and doesn't say what is there."""
+    data = path.read_bytes()
+    nbytes = int.from_bytes(data[8:12], "little")
+    try:
+        header = json.loads(data[16 : 16 + nbytes])
+    except ValueError:
+        return  # Damaged already.
+    change = chance.choice(
+        (
+            {"tokens": [*header["tokens"], 7]},
+            {"tokens": [5] * len(header["tokens"])},
+            {"tokens": []},
+            {"tokens": [-1] * 3},
+            {"tokens": "no"},
+            {"parts": [1 << 60]},
+            {"parts": []},
+            {"parts": [1] * 5000},
+            {"parts": [4096, *header["parts"]]},
+            {"crcs": "00" * (len(header["crcs"]) // 2)},
+            {"crcs": "zz"},
+            {"crcs": 7},
+            {"parent": "0" * 32},
+            {"binding": {}},
+            {"binding": {**header["binding"], "release": "0.0"}},
+            {"more": [[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]},
+        )
+    )
+    text = json.dumps(header | change).encode()
+    crc = _native.crc32c(np.frombuffer(text, np.uint8), [len(text)]).astype("<u4").tobytes()
+    size = chance.choice((len(text), len(text), 0, 1 << 30))
+    start = data[:8] + size.to_bytes(4, "little") + crc + text
+    path.write_bytes(start.ljust(-(-len(start) // 4096) * 4096, b"\0") + data[4096:])
+
+
+DAMAGES: tuple[Damage, ...] = (
+    cut, lengthen, bend, bend, empty, exchange, link, pipe, directory, unreadable, lie, lie, lie,
+)  # fmt: skip
+
+
+def damaged_texts(bundle: Path, cache: Path, rounds: int, seed: int) -> int:
+    """Damage files at random and say the same text again, many times. Returns the tokens restored in all."""
+    chance, restored = random.Random(seed), 0
+    with load(bundle, threads=1, speculation="off") as model:
+        expected = said(model, count=4)[0]
+    with load(bundle, prompt_cache=cache, threads=1, speculation="off") as model:
+        for _ in range(rounds):
+            settle(model)
+            damages = chance.sample(written(cache), chance.choice((1, 1, 2)))
+            names = []
+            for path in damages:
+                damage = chance.choice(DAMAGES)
+                names.append(damage.__name__)
+                if path.is_file():
+                    damage(path, chance)
+            text, found = said(model, count=4)
+            assert text == expected, (seed, names)
+            restored += found
+            settle(model)
+            for path in cache.glob("elsewhere*"):
+                path.unlink()
+            for path in cache.glob("*/*"):
+                if not path.is_file():
+                    path.rmdir() if path.is_dir() else path.unlink()
+            said(model, count=4)
+    return restored
+
+
+def test_damage_costs_a_computation_alone(chat_bundle: Path, tmp_path: Path) -> None:
+    with load(chat_bundle, prompt_cache=tmp_path) as model:
+        said(model)
+    assert 0 < damaged_texts(chat_bundle, tmp_path, 60, seed=1) < 60 * 149
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_damage_costs_a_computation_alone_at_length(chat_bundle: Path, tmp_path: Path, seed: int) -> None:
+    with load(chat_bundle, prompt_cache=tmp_path) as model:
+        said(model)
+    assert damaged_texts(chat_bundle, tmp_path, 500, seed=seed + 2) > 0
+
+
+def test_what_is_damaged_is_written_again(chat_bundle: Path, tmp_path: Path) -> None:
+    with load(chat_bundle, prompt_cache=tmp_path) as model:
+        said(model)
+        settle(model)
+        sound = {path: path.read_bytes() for path in written(tmp_path)}
+        for path in sound:
+            bend(path, random.Random(3))
+        assert said(model)[1] == 0
+        settle(model)
+        assert said(model)[1] == 149
+        settle(model)
+        assert {path: path.read_bytes() for path in written(tmp_path)}.keys() == sound.keys()
+
+
+def test_files_of_others_stay(chat_bundle: Path, tmp_path: Path) -> None:
+    foreign = {
+        tmp_path / "notes.txt": b"mine",
+        tmp_path / "photos" / f"{'0' * 32}-{'0' * 32}-5.kv": b"no binding's folder",
+        tmp_path / ("0" * 32) / "readme": b"no run's name",
+    }
+    for path, data in foreign.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+    with load(chat_bundle, prompt_cache=tmp_path, prompt_cache_bytes=200_000) as model:
+        for first in range(4):
+            said(model, [first + 3, *PROMPT])
+    assert {path: path.read_bytes() for path in foreign} == foreign
+
+
+def test_what_a_killed_process_left_is_removed(chat_bundle: Path, tmp_path: Path) -> None:
+    with load(chat_bundle, prompt_cache=tmp_path) as model:
+        said(model)
+        settle(model)
+        (left := written(tmp_path)[0].with_name(PARTIAL)).write_bytes(b"half")
+        living = left.with_name("13-0.unfinished")
+        with living.open("wb") as file:
+            folder.fcntl.flock(file, folder.fcntl.LOCK_EX)
+            file.write(b"more to come")
+            file.flush()
+            said(model, PROMPT[:60])
+            settle(model)
+            assert (left.exists(), living.exists()) == (False, True)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_a_disk_that_refuses_costs_no_text(
+    chat_bundle: Path, tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = os.pwrite, []
+
+    def full(file: int, data: Any, offset: int) -> int:
+        calls.append(offset)
+        if len(calls) % 3 == 0:
+            raise OSError(error, os.strerror(error))
+        return real(file, data[: max(1, len(data) // 2)], offset)
+
+    monkeypatch.setattr(entry.os, "pwrite", full)
+    with load(chat_bundle, prompt_cache=tmp_path) as model:
+        texts = [said(model)[0] for _ in range(3)]
+        settle(model)
+    assert len(calls) > 3
+    assert texts[0] == texts[1] == texts[2]
+    assert not list(tmp_path.rglob("*.unfinished"))
+
+
+def test_a_folder_that_cannot_be_made_costs_no_text(chat_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with load(chat_bundle, prompt_cache=tmp_path / "file" / "cache") as model:
+        assert said(model) == said(model)
+
+
+def test_two_models_share_a_folder(chat_bundle: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"prompt_cache": tmp_path, "threads": 1}
+    with load(chat_bundle, **options) as one, load(chat_bundle, **options) as two:
+        expected = said(one)[0]
+        settle(one)
+        assert said(two) == (expected, 149)
+        settle(two)
+        shutil.rmtree(tmp_path)
+        assert said(two) == (expected, 0)
+        settle(two)
+        assert said(one) == (expected, 149)
