@@ -119,7 +119,7 @@ def drafting(
         if policy != "own":
             patch.setattr(
                 "ondevice.sparsity.experts.ExpertReuse",
-                lambda layers, count, _: OfPool(policy, layers, count),
+                lambda layers, count, *_: OfPool(policy, layers, count),
             )
         context = len(prompt) + TOKENS + 16
         with load(bundle, speculation=drafter, max_context=context, **options) as model:
