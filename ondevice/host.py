@@ -90,7 +90,7 @@ class Host:
         """Write the state of the cache of `key` to a folder, as far as the disk takes it."""
         self.owner.call(lambda: self.engine.save_state(key, folder))
 
-    def load_state(self, key: int, messages: Sequence[Mapping[str, str]], folder: Path) -> None:
+    def load_state(self, key: int, messages: Sequence[Message], folder: Path) -> None:
         """Bring what a folder has of the state behind a transcript into the cache of `key`."""
         ids = self.chat_ids(messages)
         self.owner.call(lambda: self.engine.load_state(key, ids, folder))
