@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from ondevice.serve.config import ServeConfig
 from ondevice.settings import PROMPT_CACHE_OPTIONS, RUNTIME_OPTIONS, runtime_config
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from ondevice.api import Model
@@ -62,7 +64,6 @@ def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) 
     # Before models are resolved, so that plans count what the server's packages take.
     from ondevice.serve.server import serve as serve_until_stopped
 
-    _start_log()
     named: list[str | None] = list(models) or [model]
     if len(named) > 1 and values["dram_budget"] == RuntimeConfig.dram_budget:
         values["dram_budget"] = _budget_of_all()
@@ -81,7 +82,7 @@ def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) 
         budget = {} if budget_bytes is None else {"dram_budget": budget_bytes}
         return api.Model(api.open_model(paths[name], runtime_config(values | budget)))
 
-    with loaded_model(resolved) as first:
+    with _logging(), loaded_model(resolved) as first:
         del resolved
         serve_until_stopped(config, facts, load, first)
 
@@ -132,12 +133,23 @@ class _PlainLog(_Log):
         return json.dumps({"event": record.name, "message": super().format(record).strip()})
 
 
-def _start_log() -> None:
+@contextmanager
+def _logging() -> Iterator[None]:
+    """A context in which the server's log is said."""
+    kept = []
     for name, level, handler in (
         ("ondevice.serve", logging.INFO, _Log()),
         ("uvicorn", logging.WARNING, _PlainLog()),
     ):
         log = logging.getLogger(name)
+        kept.append((log, log.level, log.propagate, log.handlers))
         log.setLevel(level)
         log.propagate = False
         log.handlers = [handler]
+    try:
+        yield
+    finally:
+        for log, level, propagate, handlers in kept:
+            log.setLevel(level)
+            log.propagate = propagate
+            log.handlers = handlers

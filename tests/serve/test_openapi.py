@@ -1,4 +1,4 @@
-"""The server against its own OpenAPI document: what it tells is accepted, and all that is sent is answered."""
+"""The server against its own OpenAPI document: what it tells is accepted, and all others are answered."""
 
 from __future__ import annotations
 
