@@ -1,10 +1,11 @@
 """A server under load for minutes: does it lose a request, change a text, or keep memory?
 
 `ondevice serve` runs the model that ships in a process of its own. Clients ask for replies of random sizes
-with known seeds, whole or as streams; some leave in the middle of a reply, or before it begins, and the budget
-moves between its bounds every second. Beforehand each request is asked alone. The server's memory is read four
-times a second. Ends with one JSON line; exits 0 only if every request of a client that stayed was answered with
-the text that it has alone, and the last third's median memory is within 2 % of the first third's.
+with known seeds, whole or as streams; some leave in the middle of a reply, or before it begins, and the
+budget moves between its bounds every second. Beforehand each request is asked alone. The server's memory is
+read four times a second. Ends with one JSON line; exits 0 only if every request of a client that stayed was
+answered with the text that it has alone, and the last third's median memory is within 2 % of the first
+third's.
 
     python -m tests.benchmarks.explain.serve_load [--minutes 5] [--clients 16]
 """
