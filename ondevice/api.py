@@ -165,6 +165,12 @@ class Model:
         return self._engine.plan
 
     @property
+    def replanned(self) -> Plan:
+        """The plan that the present budget would give now, beside what other models have claimed since."""
+        self._require_open()
+        return self._engine.replanned
+
+    @property
     def counters(self) -> Counters:
         """Running totals since the model was loaded, during a generation as of its newest token.
 

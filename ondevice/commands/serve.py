@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,13 @@ import click
 from ondevice.commands.opening import loaded_model, resolved_model
 from ondevice.commands.options import Command, Text, add_options, model_flag, option, yes_option
 from ondevice.commands.terminal import say
+from ondevice.config import RuntimeConfig
 from ondevice.errors import BackendUnavailableError, UsageError
 from ondevice.serve.config import ServeConfig
 from ondevice.settings import PROMPT_CACHE_OPTIONS, RUNTIME_OPTIONS, runtime_config
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from ondevice.api import Model
@@ -51,8 +54,8 @@ PACKAGES = ("starlette", "uvicorn")
 def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) -> None:
     """Serve models over HTTP, in the dialects of OpenAI, Anthropic and Ollama.
 
-    The first model is loaded at once and answers requests that name none; the others, one at a time, when a
-    request asks for them. Each is known by its folder's name. Ctrl-C stops the server.
+    The first model is loaded at once and answers requests that name none; the others when a request asks for
+    them, all under one budget. Each is known by its folder's name. Ctrl-C stops the server.
     """
     require_packages()
     names = {field.name for field in fields(ServeConfig)}
@@ -61,8 +64,9 @@ def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) 
     # Before models are resolved, so that plans count what the server's packages take.
     from ondevice.serve.server import serve as serve_until_stopped
 
-    _start_log()
     named: list[str | None] = list(models) or [model]
+    if len(named) > 1 and values["dram_budget"] == RuntimeConfig.dram_budget:
+        values["dram_budget"] = _budget_of_all()
     # The last to be resolved is the first model, so that the plan counts what the others have left behind.
     facts: list[ModelFacts] = []
     paths: dict[str, Path] = {}
@@ -72,12 +76,13 @@ def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) 
         paths[resolved.bundle.name] = resolved.bundle.path
     _require_different(facts)
 
-    def load(name: str) -> Model:
+    def load(name: str, budget_bytes: int | None) -> Model:
         from ondevice import api
 
-        return api.Model(api.open_model(paths[name], runtime_config(values)))
+        budget = {} if budget_bytes is None else {"dram_budget": budget_bytes}
+        return api.Model(api.open_model(paths[name], runtime_config(values | budget)))
 
-    with loaded_model(resolved) as first:
+    with _logging(), loaded_model(resolved) as first:
         del resolved
         serve_until_stopped(config, facts, load, first)
 
@@ -96,7 +101,15 @@ def _facts(resolved: ResolvedModel) -> ModelFacts:
     from ondevice.serve.server import facts_of
 
     text_tokenizer(resolved)
-    return facts_of(resolved.bundle.name, resolved.bundle)
+    return facts_of(resolved.bundle.name, resolved.bundle, resolved.frugal.plan)
+
+
+def _budget_of_all() -> int:
+    """What `auto` means for several models together. Of each alone it would mean what that one can use."""
+    from ondevice.budget.limits import allowance
+    from ondevice.units import memory_rooms, process_memory
+
+    return allowance(process_memory().current_bytes, memory_rooms()).usable_bytes
 
 
 def _require_different(facts: list[ModelFacts]) -> None:
@@ -120,12 +133,23 @@ class _PlainLog(_Log):
         return json.dumps({"event": record.name, "message": super().format(record).strip()})
 
 
-def _start_log() -> None:
+@contextmanager
+def _logging() -> Iterator[None]:
+    """A context in which the server's log is said."""
+    kept = []
     for name, level, handler in (
         ("ondevice.serve", logging.INFO, _Log()),
         ("uvicorn", logging.WARNING, _PlainLog()),
     ):
         log = logging.getLogger(name)
+        kept.append((log, log.level, log.propagate, log.handlers))
         log.setLevel(level)
         log.propagate = False
         log.handlers = [handler]
+    try:
+        yield
+    finally:
+        for log, level, propagate, handlers in kept:
+            log.setLevel(level)
+            log.propagate = propagate
+            log.handlers = handlers

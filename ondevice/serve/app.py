@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,17 +23,19 @@ from ondevice.serve import (
     openai_completions,
     openai_models,
     openai_responses,
+    openapi,
 )
 from ondevice.serve.config import ServeConfig
 from ondevice.serve.errors import RequestError, error_body
 from ondevice.serve.exchange import Service, json_answer
 from ondevice.serve.guard import Guard, json_bytes
 from ondevice.serve.metrics import Metrics
-from ondevice.serve.models import LoadedModel, ModelFacts, Models
+from ondevice.serve.models import ModelFacts, Models
 from ondevice.serve.page import routes as page
 
 if TYPE_CHECKING:
     from ondevice.api import Model
+    from ondevice.serve.models import Load
 
 HEALTH = "/health"
 DIALECTS = (
@@ -50,7 +52,7 @@ DIALECTS = (
 def make_app(
     config: ServeConfig,
     facts: Sequence[ModelFacts],
-    load: Callable[[str], Model],
+    load: Load,
     first: Model | None = None,
 ) -> ASGIApp:
     """The server as an ASGI application.
@@ -58,13 +60,11 @@ def make_app(
     Args:
         config: which requests it takes.
         facts: the models, the first being the default.
-        load: loads a model by name.
+        load: loads a model by name, under a budget.
         first: the default model, if it is loaded already. The application closes it at its end.
     """
     metrics = Metrics()
-    models = Models(facts, load, config.queue, metrics)
-    if first is not None:
-        models.loaded = LoadedModel(models.find(None), first)
+    models = Models(facts, load, first, config.queue, metrics)
     service = Service(config, models, metrics)
 
     @asynccontextmanager
@@ -78,6 +78,7 @@ def make_app(
         Route(HEALTH, partial(_health, service), methods=["GET"]),
         Route("/metrics", partial(_metrics, service), methods=["GET"]),
         *page.routes(service),
+        *openapi.routes(service),
         *(route for dialect in DIALECTS for route in dialect.routes(service)),
     ]
     app = Starlette(

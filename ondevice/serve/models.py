@@ -1,15 +1,15 @@
-"""Which model is loaded, and whose turn it is.
+"""Which models are loaded, and whose turn it is.
 
-One model is loaded at a time, under the whole budget, and one request generates at a time. A request for
-another model waits for its turn like any other; the loaded model is then closed and the other one loaded.
+Models are loaded when they are asked for, all under one budget, and one request generates at a time. A
+request for another model waits for its turn like any other; the rest then make room, as `residency` says.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,11 +18,15 @@ from ondevice.errors import BudgetError
 from ondevice.serve.config import SESSIONS
 from ondevice.serve.errors import RequestError
 from ondevice.serve.metrics import Metrics, log_event
+from ondevice.serve.residency import Resident, room_for
 
 if TYPE_CHECKING:
     from ondevice.api import Model
     from ondevice.chat_template.messages import Message
     from ondevice.session import Session
+
+    Load = Callable[[str, int | None], Model]
+    """Loads a model by name under a budget; None: as the server's options say."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,10 @@ class ModelFacts:
     digest: str
     template: str
     created: int
+    least_bytes: int
+    """Memory of its own in which it can run, about."""
+    full_bytes: int
+    """Most memory of its own that it can use, about."""
 
 
 class LoadedModel:
@@ -46,8 +54,26 @@ class LoadedModel:
     def __init__(self, facts: ModelFacts, model: Model) -> None:
         self.facts = facts
         self.model = model
+        self.at_work = 0
+        """Requests that it works for."""
         self._sessions: list[Session] = []
         """Least recently used first."""
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """A context in which the model is at work, and so isn't unloaded."""
+        self.at_work += 1
+        try:
+            yield
+        finally:
+            self.at_work -= 1
+
+    @property
+    def resident(self) -> Resident:
+        """The model as `residency` sees it."""
+        plan = self.model.plan
+        least = plan.minimum_budget_bytes - plan.process_bytes - plan.others_bytes
+        return Resident(self.facts.name, plan.claim_bytes, least, self.at_work > 0)
 
     def session_for(self, messages: Sequence[Message]) -> Session:
         """A session to answer `messages` with: the one that they continue, or repeat, else one to give up."""
@@ -73,18 +99,21 @@ class Models:
     def __init__(
         self,
         facts: Sequence[ModelFacts],
-        load: Callable[[str], Model],
+        load: Load,
+        first: Model | None,
         queue: int,
         metrics: Metrics,
     ) -> None:
         """Args:
         facts: the models, at least one.
-        load: loads a model by its name in `facts`.
+        load: loads a model by its name in `facts`, under a budget.
+        first: the first of them, if it is loaded already. Its budget is all models' together.
         queue: number of requests that may wait.
         metrics: counts those that wait and run.
         """
         self.facts = {model.name: model for model in facts}
-        self.loaded: LoadedModel | None = None
+        self.residents: list[LoadedModel] = []
+        """The loaded models, least recently used first."""
         self.waiting = 0
         self._load = load
         self._queue = queue
@@ -92,6 +121,15 @@ class Models:
         self._turn = asyncio.Lock()
         self._changing: asyncio.Task[LoadedModel] | None = None
         self._stopping = False
+        self._budget_bytes: int | None = None
+        """All models' budget; None until one is loaded."""
+        if first is not None:
+            self._add(self.find(None), first)
+
+    @property
+    def loaded(self) -> LoadedModel | None:
+        """The model that was used last."""
+        return self.residents[-1] if self.residents else None
 
     def find(self, name: str | None) -> ModelFacts:
         """The model of a name, which may end in `:latest`. Raises RequestError if there is none."""
@@ -128,7 +166,9 @@ class Models:
             self._metrics.add("running_requests", 1)
             if self._stopping:
                 raise _stopping()
-            yield await self._ensured(facts)
+            loaded = await self._ensured(facts)
+            with loaded.working():
+                yield loaded
         finally:
             self._metrics.add("running_requests", -1)
             self._turn.release()
@@ -136,41 +176,57 @@ class Models:
     @asynccontextmanager
     async def at_hand(self, facts: ModelFacts) -> AsyncIterator[LoadedModel]:
         """A context with the model loaded, for work that is no generation. It waits only for loading."""
-        loaded = self.loaded
-        if loaded is not None and loaded.facts is facts:
-            yield loaded
-            return
+        for loaded in self.residents:
+            if loaded.facts is facts:
+                with loaded.working():
+                    yield loaded
+                return
         async with self.turn(facts) as loaded:
             yield loaded
 
     async def set_budget(self, budget_bytes: int) -> None:
-        """Keep to another budget from now on. Raises RequestError if the model can't, or none is loaded."""
+        """Keep all models to another budget from now on. The one used last has what others leave of it.
+
+        Raises RequestError if that one can't run in it, or none is loaded.
+        """
         loaded = self.loaded
-        if loaded is None:
-            raise RequestError(503, "no model is loaded at the moment; try again")
+        if loaded is None or self._is_changing:
+            raise RequestError(503, "a model is being loaded; try again")
+        plan = loaded.model.plan
+        alone = plan.minimum_budget_bytes - plan.others_bytes
         try:
-            await asyncio.to_thread(loaded.model.set_dram_budget, budget_bytes)
+            if budget_bytes < alone:
+                # Nothing that others do would help.
+                raise BudgetError(
+                    f"a budget of {budget_bytes} bytes is too small: {alone} is the least", alone
+                )
+            await self._share(loaded, budget_bytes)
         except BudgetError as error:
             raise RequestError(
                 400, error.for_command_line, field="budget_bytes", code="budget_exceeded"
             ) from error
+        self._budget_bytes = budget_bytes
 
     async def close(self) -> None:
         """Refuse new requests, cancel what runs and close the model."""
         self._stopping = True
         if self._changing is not None:
             await asyncio.wait({self._changing})
-        loaded, self.loaded = self.loaded, None
-        if loaded is not None:
-            await asyncio.to_thread(loaded.model.close)
+        while self.residents:
+            await asyncio.to_thread(self.residents.pop().model.close)
 
     def _wait(self, change: int) -> None:
         self.waiting += change
         self._metrics.add("waiting_requests", change)
 
+    @property
+    def _is_changing(self) -> bool:
+        return self._changing is not None and not self._changing.done()
+
     async def _ensured(self, facts: ModelFacts) -> LoadedModel:
         """The loaded model. Changing it goes on if the client goes, or what is loaded would be lost."""
-        if self._changing is not None and not self._changing.done():
+        if self._is_changing:
+            assert self._changing is not None
             await asyncio.wait({self._changing})
         if self.loaded is not None and self.loaded.facts is facts:
             return self.loaded
@@ -178,16 +234,80 @@ class Models:
         return await asyncio.shield(self._changing)
 
     async def _changed(self, facts: ModelFacts) -> LoadedModel:
+        """The model, loaded or as it is, with what memory the others leave it."""
+        for loaded in self.residents:
+            if loaded.facts is facts:
+                await self._share(loaded, self._budget_bytes)
+                self.residents.remove(loaded)
+                self.residents.append(loaded)
+                return loaded
         begun = time.monotonic()
-        before, self.loaded = self.loaded, None
-        if before is not None:
-            await asyncio.to_thread(before.model.close)
-            log_event("unloaded", model=before.facts.name)
-            del before
-        model = await asyncio.to_thread(self._load, facts.name)
-        self.loaded = LoadedModel(facts, model)
+        await self._make_room(facts.least_bytes, facts.full_bytes, self._budget_bytes)
+        while True:
+            try:
+                model = await asyncio.to_thread(self._load, facts.name, self._budget_bytes)
+                break
+            except BudgetError:
+                # The sizes were estimates.
+                if not await self._unload_one():
+                    raise
         log_event("loaded", model=facts.name, seconds=round(time.monotonic() - begun, 3))
-        return self.loaded
+        return self._add(facts, model)
+
+    def _add(self, facts: ModelFacts, model: Model) -> LoadedModel:
+        self.residents.append(LoadedModel(facts, model))
+        if self._budget_bytes is None:
+            self._budget_bytes = model.memory_pressure.user_budget_bytes
+        return self.residents[-1]
+
+    async def _share(self, loaded: LoadedModel, budget_bytes: int | None) -> None:
+        """Give a loaded model what others leave of the budget. Raises BudgetError if that is too little."""
+        plan, own = loaded.model.plan, loaded.resident
+        assert budget_bytes is not None, "it is known once a model is loaded"
+        full = plan.full_bytes - plan.process_bytes - plan.others_bytes
+        await self._make_room(own.least_bytes, full, budget_bytes, loaded)
+        while True:
+            try:
+                await asyncio.to_thread(loaded.model.set_dram_budget, budget_bytes)
+                return
+            except BudgetError:
+                if not await self._unload_one(loaded):
+                    raise
+
+    async def _make_room(
+        self, least_bytes: int, full_bytes: int, budget_bytes: int | None, but: LoadedModel | None = None
+    ) -> None:
+        """Have other models than `but` make room for one."""
+        others = {it.facts.name: it for it in self.residents if it is not but}
+        if budget_bytes is None or not others:
+            return
+        residents = [it.resident for it in others.values()]
+        process = max(it.model.plan.process_bytes for it in others.values())
+        room = room_for(least_bytes, full_bytes, budget_bytes - process, residents)
+        for name in room.unloaded:
+            await self._unload(others[name])
+        for name in room.yielding:
+            least = await asyncio.to_thread(_yield_memory, others[name].model)
+            log_event("yielded", model=name, budget_bytes=least)
+
+    async def _unload_one(self, but: LoadedModel | None = None) -> bool:
+        """Unload the idle model that was used least recently. Returns False if there is none."""
+        idle = [it for it in self.residents if it is not but and not it.at_work]
+        if idle:
+            await self._unload(idle[0])
+        return bool(idle)
+
+    async def _unload(self, loaded: LoadedModel) -> None:
+        self.residents.remove(loaded)
+        await asyncio.to_thread(loaded.model.close)
+        log_event("unloaded", model=loaded.facts.name)
+
+
+def _yield_memory(model: Model) -> int:
+    """Keep a model to the least that it runs in beside the others; that budget in bytes."""
+    least = model.replanned.minimum_budget_bytes
+    model.set_dram_budget(least)
+    return least
 
 
 def _stopping() -> RequestError:

@@ -41,7 +41,7 @@ from ondevice.serve.exchange import (
 )
 from ondevice.serve.fields import Fields
 from ondevice.serve.guard import json_bytes
-from ondevice.serve.models import ModelFacts
+from ondevice.serve.models import LoadedModel, ModelFacts
 from ondevice.serve.tools import checked_messages, function_tool, take_calls, take_tools
 
 NEVER = "9999-12-31T23:59:59Z"
@@ -93,12 +93,14 @@ async def _tags(service: Service, request: Request) -> Response:
 
 
 async def _running(service: Service, request: Request) -> Response:
-    loaded = service.models.loaded
-    if loaded is None:
-        return json_answer({"models": []})
+    return json_answer({"models": [_resident(loaded) for loaded in reversed(service.models.residents)]})
+
+
+def _resident(loaded: LoadedModel) -> dict[str, Any]:
     plan = loaded.model.plan
-    memory = {"size": plan.total_bytes, "size_vram": 0, "context_length": plan.max_context}
-    return json_answer({"models": [_listed(loaded.facts) | memory | {"expires_at": NEVER}]})
+    nbytes = plan.total_bytes - plan.others_bytes
+    memory = {"size": nbytes, "size_vram": 0, "context_length": plan.max_context}
+    return _listed(loaded.facts) | memory | {"expires_at": NEVER}
 
 
 async def _show(service: Service, request: Request) -> Response:

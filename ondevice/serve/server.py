@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -20,16 +20,16 @@ from ondevice.serve.protocol import Connection
 
 if TYPE_CHECKING:
     from ondevice.api import Model
+    from ondevice.budget.plan import Plan
     from ondevice.bundle.reader import Bundle
+    from ondevice.serve.models import Load
 
 
 BACKLOG = 64
 """Connections that may wait to be accepted."""
 
 
-def serve(
-    config: ServeConfig, facts: Sequence[ModelFacts], load: Callable[[str], Model], first: Model
-) -> None:
+def serve(config: ServeConfig, facts: Sequence[ModelFacts], load: Load, first: Model) -> None:
     """Serve until SIGINT or SIGTERM; the arguments are those of `make_app`.
 
     Raises OndeviceError if the address can't be listened at.
@@ -79,8 +79,8 @@ def server_config(app: ASGIApp, config: ServeConfig) -> uvicorn.Config:
     )
 
 
-def facts_of(name: str, bundle: Bundle) -> ModelFacts:
-    """What the server says of a model that it hasn't loaded."""
+def facts_of(name: str, bundle: Bundle, plan: Plan) -> ModelFacts:
+    """What the server says of a model that it hasn't loaded. plan: under the options that need the least."""
     manifest = bundle.manifest
     file = manifest.tokenizer.chat_template
     template = "" if file is None else bundle.read_small(file).decode("utf-8", "replace")
@@ -95,4 +95,6 @@ def facts_of(name: str, bundle: Bundle) -> ModelFacts:
         digest=manifest.provenance.fingerprint or "",
         template=template,
         created=int(stamp),
+        least_bytes=plan.minimum_budget_bytes - plan.process_bytes - plan.others_bytes,
+        full_bytes=plan.full_bytes - plan.process_bytes - plan.others_bytes,
     )

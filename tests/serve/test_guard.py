@@ -262,23 +262,3 @@ def test_stopping_ends_what_runs_and_closes_the_model(
     connection.close()
     with pytest.raises(OndeviceError, match="closed"):
         model.generate("x")
-
-
-def test_another_model_is_loaded_when_it_is_asked_for(chat_bundle: Path) -> None:
-    """One at a time: the one before it is closed."""
-
-    def again() -> Any:
-        made = load(chat_bundle, threads=1, speculation="off")
-        later.append(made)
-        return made
-
-    later: list[Any] = []
-    with serving(load(chat_bundle, threads=1, speculation="off"), others={"second": again}) as server:
-        first = server.post(CHAT, ASKED).json
-        second = server.post(CHAT, ASKED | {"model": "second:latest"}).json
-        assert second["model"] == "second"
-        assert second["choices"] == first["choices"]
-        assert len(later) == 1
-        assert server.request("GET", "/health").json["model"] == "second"
-        with pytest.raises(Exception, match="closed"):
-            server.model.generate("x")

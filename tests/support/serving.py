@@ -13,7 +13,7 @@ from typing import Any
 
 import uvicorn
 
-from ondevice.api import Model
+from ondevice.api import Model, load
 from ondevice.serve.app import make_app
 from ondevice.serve.config import ServeConfig
 from ondevice.serve.server import facts_of, listening, server_config, url
@@ -70,17 +70,20 @@ class Serving:
 def serving(
     model: Model,
     config: ServeConfig | None = None,
-    others: dict[str, Callable[[], Model]] | None = None,
+    others: dict[str, Callable[[int], Model]] | None = None,
 ) -> Iterator[Serving]:
-    """A server of a loaded model on a free port. others: models that are loaded when asked for, by name.
+    """A server of a loaded model on a free port.
+
+    others: models that are loaded when asked for, by name, under a budget.
 
     The server closes the model at its end.
     """
     config = config or ServeConfig(port=0)
-    loaders = {model.name: lambda: model} | (others or {})
-    facts = [facts_of(name, model.bundle) for name in loaders]
+    loaders = {model.name: lambda budget: load(model.bundle.path, dram_budget=budget, threads=1)}
+    loaders |= others or {}
+    facts = [facts_of(name, model.bundle, model.plan) for name in loaders]
     with listening(config) as listener:
-        app = make_app(config, facts, lambda name: loaders[name](), model)
+        app = make_app(config, facts, lambda name, budget: loaders[name](budget or 0), model)
         server = uvicorn.Server(server_config(app, config))
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()

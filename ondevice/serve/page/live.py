@@ -39,12 +39,11 @@ class Live:
         service, loaded = self._service, self._service.models.loaded
         plan, counters = None, Counters()
         if loaded is not None:
-            plan = loaded.model.plan
-            counters = await asyncio.to_thread(_counters, loaded)
+            plan, counters = await asyncio.to_thread(_read_model, loaded)
         return {
             "models": list(service.models.facts),
             "loaded": None if loaded is None else loaded.facts.name,
-            "plan": None if plan is None else _shown(plan),
+            "plan": plan,
             "pressure": None if loaded is None else loaded.model.memory_pressure.level,
             "running": service.metrics.value("running_requests"),
             "waiting": service.metrics.value("waiting_requests"),
@@ -57,16 +56,16 @@ class Live:
         }
 
 
-def _counters(loaded: LoadedModel) -> Counters:
-    """The totals, or none if the model has been closed meanwhile."""
+def _read_model(loaded: LoadedModel) -> tuple[dict[str, Any] | None, Counters]:
+    """The plan and the totals, or nothing if the model has been closed meanwhile."""
     try:
-        return loaded.model.counters
+        return _shown(loaded.model.plan, loaded.model.replanned), loaded.model.counters
     except OndeviceError:
-        return Counters()
+        return None, Counters()
 
 
-def _shown(plan: Plan) -> dict[str, Any]:
-    """The plan, its parts as few as a bar can show."""
+def _shown(plan: Plan, replanned: Plan) -> dict[str, Any]:
+    """The plan, its parts as few as a bar can show, and the budgets that the model may have now."""
     parts = {
         "Weights of every token": plan.resident_weights_bytes + plan.predictor_bytes,
         "Other weights kept": plan.neuron_cache_bytes,
@@ -76,8 +75,8 @@ def _shown(plan: Plan) -> dict[str, Any]:
     }
     return {
         "budget_bytes": plan.budget_bytes,
-        "least_bytes": plan.minimum_budget_bytes,
-        "full_bytes": plan.full_bytes,
+        "least_bytes": replanned.minimum_budget_bytes,
+        "full_bytes": replanned.full_bytes,
         "total_bytes": plan.total_bytes,
         "parts": [{"name": name, "bytes": nbytes} for name, nbytes in parts.items()],
     }

@@ -1,0 +1,59 @@
+"""Which loaded models make room for another one under one budget. Pure; all sizes are bytes.
+
+A model that needs memory gets it from idle ones: they yield down to the least that they run in, and if that
+isn't enough they are unloaded. The least recently used go first, and a model at work is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A loaded model. Its sizes are its own, without the process and other models."""
+
+    name: str
+    claim_bytes: int
+    """Memory that it may take at present."""
+    least_bytes: int
+    """Memory in which it can run."""
+    at_work: bool
+
+
+@dataclass(frozen=True)
+class Room:
+    """Names of the models that yield to their least, and of those that are unloaded, in this order."""
+
+    yielding: tuple[str, ...] = ()
+    unloaded: tuple[str, ...] = ()
+
+
+def room_for(least_bytes: int, full_bytes: int, budget_bytes: int, residents: Sequence[Resident]) -> Room:
+    """What other models do so that one has room, at best for all of it and at least to run.
+
+    Args:
+        least_bytes: memory without which it can't run.
+        full_bytes: most memory that it can use.
+        budget_bytes: memory for all models, without the process itself.
+        residents: the other models, least recently used first.
+
+    There may be too little room even then, which loading says.
+    """
+    free = budget_bytes - sum(it.claim_bytes for it in residents)
+    idle = [it for it in residents if not it.at_work]
+    yielding = []
+    for it in idle:
+        if free >= full_bytes:
+            break
+        if it.claim_bytes > it.least_bytes:
+            free += it.claim_bytes - it.least_bytes
+            yielding.append(it.name)
+    unloaded = []
+    for it in idle:
+        if free >= least_bytes:
+            break
+        free += min(it.claim_bytes, it.least_bytes)
+        unloaded.append(it.name)
+    return Room(tuple(name for name in yielding if name not in unloaded), tuple(unloaded))
