@@ -11,6 +11,9 @@ over what direct reads of an expert's size give, or the bytes that a token multi
 whichever takes longer. Both rates are measured beside every run. Of a prompt and of a start only what flash
 gives is counted.
 
+`--third` adds an engine that a program drives, in rounds of its own; `run_bigmoe.cc` beside
+`run_third.py` is such a program.
+
 Rounds are kept in a file, so that a run can go on another day. Prints a table and a JSON line; exits 0 only
 if every floor holds. Needs 36 GB of disk. `--layers` makes a model of fewer layers, whose budgets are as much
 smaller: for tests of this script alone.
@@ -70,6 +73,8 @@ CHECKED_TOKENS = 12
 FIXED_BYTES = 300_000_000
 """About what a model of no layers takes, embedding, head and the process."""
 TIMEOUT_SECONDS = 3600.0
+THIRD = "third"
+SCRIPTS = {"ondevice": "run_ondevice", "llama.cpp": "run_llama_cpp", THIRD: "run_third"}
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,8 @@ class Rig:
             "machine": machine(),
         }
         asked |= {"llama_cpp": not self.args.alone}
+        if self.args.third:
+            asked |= {"third": Path(self.args.third).name, "third_setting": self.args.third_setting}
         rounds = [Round(**kept) for kept in self._kept(asked)][: self.args.rounds]
         setting = case.settings[0]
         if len(rounds) < self.args.rounds and not self.args.alone:
@@ -155,7 +162,7 @@ class Rig:
         spec: dict[str, Any] = {
             "model": str((models.bundle if ours else models.gguf).resolve()),
             "prompt": prompt_of(case.prompt),
-            "max_tokens": case.tokens if ours else case.their_tokens,
+            "max_tokens": case.their_tokens if engine == "llama.cpp" else case.tokens,
             "steady_tokens": LEFT_OUT,
             "context": CONTEXT,
             "threads": self.args.threads,
@@ -163,16 +170,18 @@ class Rig:
             "warm_prompt": prompt_of(case.warm_up),
             "temperature": 0.0,
         }
-        if ours:
+        if engine == THIRD:
+            budget = models.budget(case.budget or self.args.all_bytes)
+            spec |= {"program": self.args.third, "budget_bytes": budget}
+        elif ours:
             spec["dram_budget"] = models.budget(case.budget or self.args.all_bytes)
             spec |= {"sparsity": "experts", "io": "auto"}
         return spec
 
     def _run(self, case: Case, engine: str, setting: Mapping[str, Any]) -> Result:
-        script = "run_ondevice" if engine == "ondevice" else "run_llama_cpp"
         spec = {**self._spec(case, engine), **setting}
         limit = self.models.budget(case.budget) or None
-        found = run_engine(script, spec, limit, TIMEOUT_SECONDS)
+        found = run_engine(SCRIPTS[engine], spec, limit, TIMEOUT_SECONDS)
         if found["survived"] and found["text"] != prompt_of(case.prompt + len(found["text"]))[case.prompt :]:
             raise SystemExit(f"{engine} left the trace: {found['text'][:8]}...")
         found.pop("text", None)
@@ -207,11 +216,17 @@ class Rig:
             if not self.args.alone:
                 found["theirs"] = self._run(case, "llama.cpp", setting)
 
-        steps: list[Callable[[], None]] = [ours, theirs]
+        def third() -> None:
+            if self.args.third:
+                found["third"] = self._run(case, THIRD, self.args.third_setting)
+
+        steps: list[Callable[[], None]] = [third, ours, theirs]
         for step in steps if turn % 2 == 0 else steps[::-1]:
             step()
         both = (found["ours"], found["theirs"] or {"survived": False, "reason": "not run"})
         shown = " against ".join(f"{it[case.figure]:.2f}" if it["survived"] else it["reason"] for it in both)
+        if found.get("third"):
+            shown += f", third {found['third'].get(case.figure) or found['third']['reason']}"
         rates = f"flash {found['flash']:.2f}, DRAM {found['dram']:.0f} GB/s"
         note(f"{case.name} {turn + 1}/{self.args.rounds}: {shown} ({rates})")
         pair = Round(**found)
@@ -245,6 +260,10 @@ def main() -> int:
     parser.add_argument("--all-bytes", type=int, default=19 * GB, help="a budget for everything")
     parser.add_argument("--setting", type=int, choices=(0, 1), help="llama.cpp's where there are two")
     parser.add_argument("--alone", action="store_true", help="without llama.cpp; then no case holds")
+    parser.add_argument("--third", metavar="PROGRAM", help="a third engine; see run_third.py")
+    parser.add_argument(
+        "--third-setting", type=json.loads, default={}, metavar="JSON", help="added to its spec"
+    )
     parser.add_argument("--make", action="store_true", help="only write the models")
     args = parser.parse_args()
     args.rounds_file = args.rounds_file or args.workdir / "experts-rounds.jsonl"

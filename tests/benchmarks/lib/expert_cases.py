@@ -57,6 +57,8 @@ class Case:
 
 
 ROOFLINE = (0.7, 0.87)
+THIRD_AT_LEAST = 1.2
+"""Times the third engine's speed in decoding at equal memory."""
 CASES = (
     Case("decode-4", 10, 30, budget=4 * GB, their_tokens=LEFT_OUT + 24, share=ROOFLINE),
     Case("decode-8", 10, 30, budget=8 * GB, their_tokens=LEFT_OUT + 48, share=ROOFLINE),
@@ -72,13 +74,14 @@ ROUTING = "routing"
 class Round:
     """One pair: what both runs printed, and what flash and memory gave beside them, in GB/s.
 
-    theirs: None if llama.cpp didn't run.
+    theirs: None if llama.cpp didn't run. third: of a third engine, if one is given.
     """
 
     ours: Result
     theirs: Result | None
     flash: float
     dram: float
+    third: Result | None = None
 
 
 def token_bytes(shape: RoutedShape, chosen: int) -> int:
@@ -144,8 +147,27 @@ def ratio(case: Case, found: Round) -> float | None:
     """Ours over llama.cpp's; None if that didn't run, or not to its end."""
     if found.theirs is None or not found.theirs["survived"]:
         return None
-    ours, theirs = found.ours[case.figure], found.theirs[case.figure]
-    return float(theirs / ours if case.figure == START else ours / theirs)
+    return _over(case, found.ours[case.figure], found.theirs[case.figure])
+
+
+def _over(case: Case, ours: float, theirs: float) -> float:
+    """Above 1 where ours is better."""
+    return theirs / ours if case.figure == START else ours / theirs
+
+
+def third_column(case: Case, rounds: Sequence[Round]) -> dict[str, Any]:
+    """What the row says of the third engine; `third_held` only if all of its runs came to their end."""
+    ran = [found.third for found in rounds if found.third is not None]
+    if not ran:
+        return {}
+    at_least = THIRD_AT_LEAST if case.figure == DECODE and case.budget else 0.0
+    row: dict[str, Any] = {"third_at_least": at_least, "third_held": False}
+    lost = [found["reason"] for found in ran if not found["survived"]]
+    if lost:
+        return row | {"third_reason": lost[0]}
+    theirs = [found[case.figure] for found in ran]
+    over = _over(case, median(found.ours[case.figure] for found in rounds), median(theirs))
+    return row | {"third": theirs, "third_ratio": over, "third_held": over >= at_least}
 
 
 def verdict(case: Case, rounds: Sequence[Round], weights: int, resident: int) -> dict[str, Any]:
@@ -169,15 +191,17 @@ def verdict(case: Case, rounds: Sequence[Round], weights: int, resident: int) ->
     }
     if case.figure == DECODE:
         row["milliseconds"] = [milliseconds(case, found) for found in rounds]
+    row |= third_column(case, rounds)
     ratios = [value for value in (ratio(case, found) for found in rounds) if value is not None]
     if len(ratios) < len(rounds):
         failed = [found.theirs["reason"] for found in rounds if found.theirs and not found.theirs["survived"]]
         return row | {"reason": failed[0] if failed else "llama.cpp didn't run"}
     theirs = [found.theirs[case.figure] for found in rounds if found.theirs]
     # Medians of both sides, as all comparisons have them, rather than the median of the pairs' ratios.
-    over = median(row["ours"]) / median(theirs)
-    row |= {"theirs": theirs, "ratios": ratios, "ratio": 1 / over if case.figure == START else over}
+    over = _over(case, median(row["ours"]), median(theirs))
+    row |= {"theirs": theirs, "ratios": ratios, "ratio": over}
     row["passed"] = row["ratio"] >= case.at_least and row["share"] >= case.share[0]
+    row["passed"] &= row.get("third_held", True)
     return row
 
 
@@ -199,14 +223,15 @@ def differing(found: Sequence[Sequence[Sequence[int]]], chosen: Int32, prompt: i
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| case | ondevice | llama.cpp | ratio | at least | aim | of the roofline | at least | aim | |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| case | ondevice | llama.cpp | ratio | at least | aim | of the roofline | at least | aim "
+        "| third | ratio | at least | |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         held = "held" if row["passed"] else "MISSED"
         if row["case"] == ROUTING:
             counts = [f"{row[it]} differ" if it in row else "" for it in ("ondevice", "llama.cpp")]
-            lines.append(f"| routing | {' | '.join(counts)} | {row.get('reason', '')} {'| ' * 6}{held} |")
+            lines.append(f"| routing | {' | '.join(counts)} | {row.get('reason', '')} {'| ' * 9}{held} |")
             continue
         ours, theirs = (spread(row[it]) if it in row else "" for it in ("ours", "theirs"))
         over = f"{row['ratio']:.2f}" if "ratio" in row else row.get("reason", "")
@@ -214,6 +239,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         asked = [str(row.get(it) or "") for it in ("share_at_least", "share_aim")]
         lines.append(
             f"| {row['case']} | {ours} | {theirs} | {over} | {row['at_least']} | {row['aim']} | {share} "
-            f"| {asked[0]} | {asked[1]} | {held} |"
+            f"| {asked[0]} | {asked[1]} | {_third_cells(row)} | {held} |"
         )
     return "\n".join(lines)
+
+
+def _third_cells(row: Mapping[str, Any]) -> str:
+    if "third" not in row:
+        return f"{row.get('third_reason', '')} | |"
+    return f"{spread(row['third'])} | {row['third_ratio']:.2f} | {row['third_at_least'] or ''}"
