@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from ondevice.callbacks import IsCancelled
 from ondevice.chat_template.tools import ToolCall
 from ondevice.errors import OndeviceError
-from ondevice.generate import Event, FinishReason
+from ondevice.generate import Event, FinishReason, Steps
+from ondevice.model.shared_passes import PassResult
+from ondevice.model.transformer import Cancelled
 from ondevice.stats import GenerationStats
 
-Work = Callable[[IsCancelled], Iterator[Event]]
+Work = Callable[[IsCancelled], Steps[None]]
 """A generation to run on the owner thread."""
 
 
@@ -77,18 +79,33 @@ class LastStats:
             self._stopping.wait()
         return self._stats
 
+    def _noting(self, steps: Steps[None]) -> Steps[None]:
+        """`steps`, whose stats are noted."""
+        answer: PassResult | None = None
+        error: OndeviceError | Cancelled | None = None
+        with closing(steps):
+            while True:
+                try:
+                    item = steps.send(answer) if error is None else steps.throw(error)
+                except StopIteration:
+                    return
+                if isinstance(item, Event) and item.stats is not None:
+                    self._stats = item.stats
+                answer = error = None
+                try:
+                    answer = yield item
+                except (OndeviceError, Cancelled) as raised:
+                    error = raised
+
     @contextmanager
     def noted(self, work: Work) -> Iterator[Work]:
         """A context whose value is `work`, wrapped to note its stats. Leave it once nothing consumes them."""
         begun, ended = threading.Event(), threading.Event()
 
-        def noting(cancelled: IsCancelled) -> Iterator[Event]:
+        def noting(cancelled: IsCancelled) -> Steps[None]:
             begun.set()
             try:
-                for event in work(cancelled):
-                    if event.stats is not None:
-                        self._stats = event.stats
-                    yield event
+                yield from self._noting(work(cancelled))
             finally:
                 ended.set()
 

@@ -1,15 +1,17 @@
 """Which model is loaded, and whose turn it is.
 
-One model is loaded at a time, under the whole budget, and one request generates at a time. A request for
-another model waits for its turn like any other; the loaded model is then closed and the other one loaded.
+One model is loaded at a time, under the whole budget, and up to `RuntimeConfig.parallel` requests generate at
+once. A request for another model waits for its turn like any other, and those behind it wait as well; once
+nothing runs, the loaded model is closed and the other one loaded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,17 +49,31 @@ class LoadedModel:
         self.facts = facts
         self.model = model
         self._sessions: list[Session] = []
-        """Least recently used first."""
+        """Those that don't answer now, least recently used first."""
+        self._answering = 0
 
-    def session_for(self, messages: Sequence[Message]) -> Session:
-        """A session to answer `messages` with: the one that they continue, or repeat, else one to give up."""
+    @property
+    def parallel(self) -> int:
+        """Most requests that may generate at once."""
+        return self.model.runtime.parallel
+
+    @contextmanager
+    def session_for(self, messages: Sequence[Message]) -> Iterator[Session]:
+        """A context with a session to answer `messages` with, alone: the one that they continue, or repeat,
+        else one to give up.
+        """
         known = [(self._common(session, messages), session) for session in self._sessions]
         common, session = max(known, key=lambda pair: pair[0], default=(0, None))
         if session is None or common == 0:
-            room = len(self._sessions) < SESSIONS
+            room = len(self._sessions) + self._answering < max(SESSIONS, self.parallel)
             session = self.model.session() if room else self._sessions[0]
-        self._sessions = [*(it for it in self._sessions if it is not session), session]
-        return session
+        self._sessions = [it for it in self._sessions if it is not session]
+        self._answering += 1
+        try:
+            yield session
+        finally:
+            self._answering -= 1
+            self._sessions.append(session)
 
     @staticmethod
     def _common(session: Session, messages: Sequence[Message]) -> int:
@@ -65,6 +81,14 @@ class LoadedModel:
         said = session.transcript
         common = min(len(said), len(messages))
         return common if without_ids(said[:common]) == without_ids(messages[:common]) else 0
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A request that waits for its turn, which is set where it comes."""
+
+    facts: ModelFacts
+    turn: asyncio.Future[None]
 
 
 class Models:
@@ -89,7 +113,10 @@ class Models:
         self._load = load
         self._queue = queue
         self._metrics = metrics
-        self._turn = asyncio.Lock()
+        self._waiting: deque[_Waiting] = deque()
+        self._running = 0
+        self._current: ModelFacts | None = None
+        """The model of the requests that run."""
         self._changing: asyncio.Task[LoadedModel] | None = None
         self._stopping = False
 
@@ -109,29 +136,25 @@ class Models:
 
     @asynccontextmanager
     async def turn(self, facts: ModelFacts) -> AsyncIterator[LoadedModel]:
-        """A context in which the caller alone may generate, with the model loaded.
+        """A context in which the caller may generate, with the model loaded.
 
         Raises RequestError if too many wait or the server stops, and what loading raises.
         """
         if self._stopping:
             raise _stopping()
-        if self._turn.locked() and self.waiting >= self._queue:
-            raise RequestError(
-                429, f"{self.waiting} requests wait already; try again", code="rate_limit_exceeded"
-            )
-        self._wait(1)
-        try:
-            await self._turn.acquire()
-        finally:
-            self._wait(-1)
+        await self._begin(facts)
         try:
             self._metrics.add("running_requests", 1)
             if self._stopping:
                 raise _stopping()
-            yield await self._ensured(facts)
+            loaded = await self._ensured(facts)
+            # Now it is known how many may run.
+            self._admit()
+            yield loaded
         finally:
             self._metrics.add("running_requests", -1)
-            self._turn.release()
+            self._running -= 1
+            self._admit()
 
     @asynccontextmanager
     async def at_hand(self, facts: ModelFacts) -> AsyncIterator[LoadedModel]:
@@ -163,6 +186,41 @@ class Models:
         loaded, self.loaded = self.loaded, None
         if loaded is not None:
             await asyncio.to_thread(loaded.model.close)
+
+    async def _begin(self, facts: ModelFacts) -> None:
+        """Wait for a turn, and take it. Raises RequestError if too many wait."""
+        own = _Waiting(facts, asyncio.get_running_loop().create_future())
+        self._waiting.append(own)
+        self._admit()
+        if not own.turn.done() and self.waiting >= self._queue:
+            self._waiting.remove(own)
+            raise RequestError(
+                429, f"{self.waiting} requests wait already; try again", code="rate_limit_exceeded"
+            )
+        self._wait(1)
+        try:
+            await own.turn
+        except asyncio.CancelledError:
+            if not own.turn.cancelled():
+                self._running -= 1
+            self._admit()
+            raise
+        finally:
+            self._wait(-1)
+
+    def _admit(self) -> None:
+        """Give turns to those that wait, in their order, as far as there are any."""
+        while self._waiting:
+            if self._waiting[0].turn.cancelled():
+                self._waiting.popleft()
+                continue
+            facts, loaded = self._waiting[0].facts, self.loaded
+            if self._running:
+                known = loaded is not None and loaded.facts is facts and self._current is facts
+                if not known or loaded is None or self._running >= loaded.parallel:
+                    return
+            self._running, self._current = self._running + 1, facts
+            self._waiting.popleft().turn.set_result(None)
 
     def _wait(self, change: int) -> None:
         self.waiting += change
