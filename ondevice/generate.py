@@ -11,6 +11,7 @@ import operator
 import time
 from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Literal, TypeAlias, TypeVar
@@ -330,6 +331,25 @@ class Generator:
                 kv.chunked = start + self.prefill_chunk
             if last and found.rows == len(chunk):
                 return drafting, found
+
+
+def watched(steps: Steps[None], see: Callable[[Event], None]) -> Steps[None]:
+    """`steps`, whose events are shown to `see` before they are handed out."""
+    answer: PassResult | None = None
+    error: OndeviceError | Cancelled | None = None
+    with closing(steps):
+        while True:
+            try:
+                item = steps.send(answer) if error is None else steps.throw(error)
+            except StopIteration:
+                return
+            if isinstance(item, Event):
+                see(item)
+            answer = error = None
+            try:
+                answer = yield item
+            except (OndeviceError, Cancelled) as raised:
+                error = raised
 
 
 def require_one(text: str | None, tokens: Iterable[int] | None) -> None:

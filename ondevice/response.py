@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from ondevice.callbacks import IsCancelled
 from ondevice.chat_template.tools import ToolCall
 from ondevice.errors import OndeviceError
-from ondevice.generate import Event, FinishReason, Steps
-from ondevice.model.shared_passes import PassResult
-from ondevice.model.transformer import Cancelled
+from ondevice.generate import Event, FinishReason, Steps, watched
 from ondevice.stats import GenerationStats
 
 Work = Callable[[IsCancelled], Steps[None]]
@@ -79,23 +77,9 @@ class LastStats:
             self._stopping.wait()
         return self._stats
 
-    def _noting(self, steps: Steps[None]) -> Steps[None]:
-        """`steps`, whose stats are noted."""
-        answer: PassResult | None = None
-        error: OndeviceError | Cancelled | None = None
-        with closing(steps):
-            while True:
-                try:
-                    item = steps.send(answer) if error is None else steps.throw(error)
-                except StopIteration:
-                    return
-                if isinstance(item, Event) and item.stats is not None:
-                    self._stats = item.stats
-                answer = error = None
-                try:
-                    answer = yield item
-                except (OndeviceError, Cancelled) as raised:
-                    error = raised
+    def _note(self, event: Event) -> None:
+        if event.stats is not None:
+            self._stats = event.stats
 
     @contextmanager
     def noted(self, work: Work) -> Iterator[Work]:
@@ -105,7 +89,7 @@ class LastStats:
         def noting(cancelled: IsCancelled) -> Steps[None]:
             begun.set()
             try:
-                yield from self._noting(work(cancelled))
+                yield from watched(work(cancelled), self._note)
             finally:
                 ended.set()
 
