@@ -127,6 +127,8 @@ MOST_DEVIATIONS = 100.0
 """Most standard deviations for `expert_substitution`: more than any two scores of one token differ by."""
 MAX_PREFILL_CHUNK = 1 << 16
 """Most prompt tokens per forward pass."""
+MAX_PARALLEL = 16
+"""Most texts that share forward passes: as many rows as a pass has that counts as decoding."""
 
 
 class RuntimeOptions(TypedDict, total=False):
@@ -150,6 +152,7 @@ class RuntimeOptions(TypedDict, total=False):
     kv_bits: Literal[16, 8]
     max_context: int
     prefill_chunk: int
+    parallel: int
     kernel_target: Literal["auto", "scalar", "avx2", "avx512", "neon"]
     prompt_cache: str | os.PathLike[str]
     prompt_cache_bytes: str | int
@@ -200,6 +203,9 @@ class RuntimeConfig:
     room for that, 0 means as many as fit, down to 512."""
     prefill_chunk: int = 256
     """Prompt tokens per forward pass. Fixed, so that memory pressure can't change it."""
+    parallel: int = 1
+    """Most generations that run at once and share forward passes. It is 1 on backends other than `cpu`, and
+    with `expert_substitution`: a text would depend on those beside it."""
     kernel_target: Literal["auto", "scalar", "avx2", "avx512", "neon"] = "auto"
     prompt_cache: str | os.PathLike[str] = ""
     """Folder in which the state behind texts is kept on disk, so that their beginnings needn't be computed
@@ -252,6 +258,7 @@ _RUNTIME_LIMITS = {
     "draft_head": (0, SIZE_LIMITS["vocab_size"]),
     "max_context": (0, MAX_CONTEXT),
     "prefill_chunk": (1, MAX_PREFILL_CHUNK),
+    "parallel": (1, MAX_PARALLEL),
 }
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import operator
 import time
+from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Literal
+from functools import cached_property, partial
+from typing import Literal, TypeAlias, TypeVar
 
 from ondevice.backends.base import Array, Float32
 from ondevice.backends.forward_batch import ForwardBatch
@@ -22,7 +24,8 @@ from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.meter import Counters, Meter
 from ondevice.model.kv_cache import KVCache, common_prefix
-from ondevice.model.transformer import Cancelled, ForwardOutput, Transformer
+from ondevice.model.shared_passes import PassRequest, PassResult, SharedPasses
+from ondevice.model.transformer import Cancelled, Transformer
 from ondevice.sampling import StopMatcher, log_probabilities, sample
 from ondevice.speculation.drafting import Drafting, PassOutcome
 from ondevice.speculation.tree import LOGITS_AHEAD, Draft, plain
@@ -31,6 +34,7 @@ from ondevice.stats import DraftStats, GenerationStats
 from ondevice.tokenizer import StreamingDetokenizer, Tokenizer
 
 FinishReason = Literal["stop", "length", "cancelled"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,14 @@ class Event:
     tool_call: ToolCall | None = None
 
 
+Steps: TypeAlias = abc.Generator[Event | PassRequest, PassResult | None, T]
+"""A generation in steps: its events, and the passes that it asks for.
+
+What is sent back answers a pass: its result, or None if its keys and values had to go. They are then computed
+again.
+"""
+
+
 @dataclass(frozen=True)
 class Generator:
     """A transformer with the parts that turn its logits into text.
@@ -64,7 +76,8 @@ class Generator:
     `eos_ids` end a text and don't belong to it. Without a tokenizer, events carry token ids and no text.
     `scoring_chunk`: most tokens of a pass that scores; 0: `prefill_chunk`. `before_pass` runs before every
     forward pass and may change how much memory the model has. `restore` extends a cache that holds a prefix
-    of tokens by what is stored of them elsewhere, and returns by how many tokens. `labels` is a
+    of tokens by what is stored of them elsewhere, and returns by how many tokens. `most_texts` may share
+    passes. `alone` tells whether no other text runs: drafts are made for one alone. `labels` is a
     GenerationStats whose text fields (backend, sparsity, ...) are copied to every result.
     """
 
@@ -78,6 +91,8 @@ class Generator:
     before_pass: Callable[[ForwardBatch], None] = lambda batch: None
     restore: Callable[[KVCache, Sequence[int], IsCancelled | None], int] = lambda kv, tokens, cancelled: 0
     drafting: Drafting | None = None
+    most_texts: int = 1
+    alone: Callable[[], bool] = lambda: True
     labels: GenerationStats = field(default_factory=GenerationStats)
 
     def stream(
@@ -95,6 +110,43 @@ class Generator:
 
         Before anything is computed, raises ContextOverflowError for a prompt longer than the context and
         UsageError for an empty one. Raises what a pass raises.
+        """
+        return self._answered(self.steps(prompt, kv, sampling, cancelled))
+
+    @cached_property
+    def passes(self) -> SharedPasses:
+        """What answers the passes that `steps` ask for."""
+        return SharedPasses(self.transformer, self.before_pass, max(self.prefill_chunk, self.most_texts))
+
+    def _answered(self, steps: Steps[None]) -> Iterator[Event]:
+        """The events of one text whose passes are its own."""
+        answer: PassResult | None = None
+        try:
+            while True:
+                item = steps.send(answer)
+                answer = None
+                while isinstance(item, PassRequest):
+                    found = self.passes.alone(item)
+                    if isinstance(found, Exception):
+                        item = steps.throw(found)
+                    else:
+                        item = steps.send(found if isinstance(found, PassResult) else None)
+                yield item
+        except StopIteration:
+            return
+        finally:
+            steps.close()
+
+    def steps(
+        self,
+        prompt: Sequence[int],
+        kv: KVCache,
+        sampling: SamplingConfig,
+        cancelled: IsCancelled | None = None,
+    ) -> Steps[None]:
+        """`stream`, where the caller answers the passes, so that texts can share them.
+
+        `cancelled()` is then seen before every pass, and within those that are its own.
         """
         check_prompt(prompt, self.max_context, self.transformer.config.max_context)
         sampling = sampling.seeded()
@@ -126,22 +178,23 @@ class Generator:
         kv: KVCache,
         sampling: SamplingConfig,
         cancelled: IsCancelled | None,
-    ) -> Iterator[Event]:
+    ) -> Steps[None]:
         meter = Meter(self.counters())
         prompt_tokens = len(history)
         room = min(sampling.max_tokens, self.max_context - prompt_tokens)
         text = _Text(self.tokenizer, sampling.stop, history)
         written = _Continuation(history, room, text, sampling, self.eos_ids)
-        drafting = self.drafting
-        if drafting is not None:
-            drafting.begin(history, sampling)
         try:
-            prefilled = self._prefill(history, kv, meter, cancelled)
+            kv.truncate(common_prefix(kv.tokens, history[:-1]))
+            meter.restored = self.restore(kv, history[:-1], cancelled)
+            kept = kv.length
+            drafting, prefilled = yield from self._prefill(written, kv, meter, cancelled)
+            meter.prefilled(prompt_tokens - kept)
             if room:
-                self._draw(written, self.transformer.checked_logits(prefilled.hidden)[0], meter)
+                self._draw(written, self._last_logits(prefilled), meter, drafting)
             if drafting is not None:
                 drafting.observe(
-                    PassOutcome(plain(history[prompt_tokens - 1]), [0], prefilled, None, written.ended)
+                    PassOutcome(plain(history[prompt_tokens - 1]), [0], prefilled.output, None, written.ended)
                 )
             while True:
                 meter.pause()
@@ -149,7 +202,7 @@ class Generator:
                 meter.resume()
                 if written.ended:
                     break
-                self._decode(written, kv, meter, cancelled)
+                yield from self._decode(written, kv, meter, cancelled)
         except Cancelled:
             written.reason = "cancelled"
         except OndeviceError:
@@ -160,7 +213,7 @@ class Generator:
             self.labels,
             seed=sampling.seed if sampling.is_random else None,
             context_full=written.reason == "length" and len(history) - prompt_tokens < sampling.max_tokens,
-            drafting=DraftStats() if drafting is None else drafting.stats,
+            drafting=self._draft_stats(written),
         )
         stats = meter.stats(labels, self.counters(), prompt_tokens, len(history) - prompt_tokens)
         yield Event(text.finish(), None, written.reason, stats, stop=text.stop)
@@ -171,30 +224,36 @@ class Generator:
         kv: KVCache,
         meter: Meter,
         cancelled: IsCancelled | None,
-    ) -> None:
+    ) -> Steps[None]:
         """Run one forward pass over the newest token and a draft behind it, and write the resulting tokens.
 
         kv then holds the text without its newest token. After an exception it holds what it held before.
         """
-        started, start, root = time.perf_counter(), kv.length, written.history[-1]
-        drafting = self.drafting
-        if drafting is None:
-            draft, prune = plain(root), None
-        else:
+        started, start, root = time.perf_counter(), len(written.history) - 1, written.history[-1]
+        drafting, draft, prune = self._drafting(written), plain(root), None
+        if drafting is not None:
             draft = drafting.propose(root, kv, self.max_context - start, written.room, cancelled)
             prune = drafting.prune
         tree = draft.tree if len(draft) > 1 else None
         batch = ForwardBatch(draft.tokens, tree, draft_rows=len(draft) - 1)
-        self.before_pass(batch)
-        found = self.transformer.run(batch, kv, cancelled, prune=prune)
-        meter.passes += 1
-        verified = draft if len(found.tokens) == len(draft) else draft.only(found.tokens)
+        answer: PassResult | None = None
+        if kv.length == start:
+            answer = yield PassRequest(batch, kv, start, cancelled, prune)
+        if answer is None:
+            # The keys and values were given up for those of other texts.
+            _, answer = yield from self._prefill(written, kv, meter, cancelled)
+            verified, drafting = plain(root), None
+        else:
+            meter.passes += 1
+            nodes = answer.output.tokens
+            verified = draft if len(nodes) == len(draft) else draft.only(nodes)
+        found = answer.output
         path: list[int] = []
-        logits = _Logits(self.transformer, found.hidden, verified)
+        logits = _Logits(self.transformer, found.hidden, verified, answer.logits)
         try:
             path = verify(
                 verified,
-                lambda node: self._draw(written, logits.behind(node), meter),
+                lambda node: self._draw(written, logits.behind(node), meter, drafting),
             )
         finally:
             kv.keep(start, path, partial(self.transformer.backend.kv_move, kv))
@@ -204,12 +263,45 @@ class Generator:
             seconds = time.perf_counter() - started
             drafting.observe(PassOutcome(verified, path, found, seconds, written.ended))
 
-    def _draw(self, written: _Continuation, logits: Float32, meter: Meter) -> int | None:
+    def _drafting(self, written: _Continuation) -> Drafting | None:
+        """What drafts for this text now; None if nothing does."""
+        drafting = self.drafting
+        if drafting is None:
+            return None
+        knows = drafting.text is written.history
+        if not self.alone():
+            if knows:
+                # What it knows is out of date by the time that it drafts for this text again.
+                written.drafted += drafting.stats
+                drafting.leave()
+            return None
+        if not knows:
+            drafting.begin(written.history, written.sampling)
+        return drafting
+
+    def _draft_stats(self, written: _Continuation) -> DraftStats:
+        drafting = self.drafting
+        if drafting is None or drafting.text is not written.history:
+            return written.drafted
+        return written.drafted + drafting.stats
+
+    def _last_logits(self, found: PassResult) -> Float32:
+        """Logits (V,) behind the last row of a pass. Raises BundleError if they aren't finite."""
+        if found.logits is None:
+            row: Float32 = self.transformer.checked_logits(found.output.hidden)[0]
+            return row
+        self.transformer.check_finite(found.logits)
+        row = found.logits[0]
+        return row
+
+    def _draw(
+        self, written: _Continuation, logits: Float32, meter: Meter, drafting: Drafting | None
+    ) -> int | None:
         """Draw the text's next token and write it. Returns None if the text ends here."""
         token = sample(logits, written.sampling, len(written.history), written.history)
         meter.sampled += 1
-        if self.drafting is not None:
-            self.drafting.drew(token, logits)
+        if drafting is not None:
+            drafting.drew(token, logits)
         top = written.sampling.top_logprobs
         if top is None:
             written.add(token)
@@ -218,33 +310,46 @@ class Generator:
         return None if written.ended else token
 
     def _prefill(
-        self, prompt: list[int], kv: KVCache, meter: Meter, cancelled: IsCancelled | None
-    ) -> ForwardOutput:
-        """Bring kv to hold exactly the prompt, and return the forward output of its last token.
+        self, written: _Continuation, kv: KVCache, meter: Meter, cancelled: IsCancelled | None
+    ) -> Steps[tuple[Drafting | None, PassResult]]:
+        """Bring kv, which holds the beginning of a text, to hold all of it.
 
-        The last token always runs, because its output isn't stored. Chunks done before a cancellation stay.
+        Returns the result of its last token, which always runs, because it isn't stored, and what drafted
+        for the text then. Chunks done before a cancellation stay.
         """
-        kv.truncate(common_prefix(kv.tokens, prompt[:-1]))
-        meter.restored = self.restore(kv, prompt[:-1], cancelled)
-        kept = kv.length
-        last_chunk = kept + (len(prompt) - 1 - kept) // self.prefill_chunk * self.prefill_chunk
-        for start in range(kept, last_chunk, self.prefill_chunk):
-            batch = ForwardBatch(prompt[start : start + self.prefill_chunk], last_only=True)
-            self._prompt_pass(batch, kv, cancelled)
+        while True:
+            text, start = written.history, kv.length
+            chunk = text[start : start + self.prefill_chunk]
+            last = start + len(chunk) == len(text)
+            drafting = self._drafting(written)
+            batch = ForwardBatch(chunk, last_only=True)
+            found = yield PassRequest(batch, kv, start, cancelled, prompt=True, logits=last)
+            if found is None:
+                continue
             meter.passes += 1
-        batch = ForwardBatch(prompt[last_chunk:], last_only=True)
-        found = self._prompt_pass(batch, kv, cancelled)
-        meter.passes += 1
-        meter.prefilled(len(prompt) - kept)
-        return found
+            if found.rows == self.prefill_chunk and start == kv.chunked:
+                kv.chunked = start + self.prefill_chunk
+            if last and found.rows == len(chunk):
+                return drafting, found
 
-    def _prompt_pass(self, batch: ForwardBatch, kv: KVCache, cancelled: IsCancelled | None) -> ForwardOutput:
-        self.before_pass(batch)
-        start = kv.length
-        found = self.transformer.run(batch, kv, cancelled)
-        if len(batch.tokens) == self.prefill_chunk and start == kv.chunked:
-            kv.chunked = start + self.prefill_chunk
-        return found
+
+def watched(steps: Steps[None], see: Callable[[Event], None]) -> Steps[None]:
+    """`steps`, whose events are shown to `see` before they are handed out."""
+    answer: PassResult | None = None
+    error: OndeviceError | Cancelled | None = None
+    with closing(steps):
+        while True:
+            try:
+                item = steps.send(answer) if error is None else steps.throw(error)
+            except StopIteration:
+                return
+            if isinstance(item, Event):
+                see(item)
+            answer = error = None
+            try:
+                answer = yield item
+            except (OndeviceError, Cancelled) as raised:
+                error = raised
 
 
 def require_one(text: str | None, tokens: Iterable[int] | None) -> None:
@@ -307,10 +412,12 @@ class _Logits:
     The head is a large matrix, so one product also covers the nodes that will likely be needed next.
     """
 
-    def __init__(self, transformer: Transformer, hidden: Array, draft: Draft) -> None:
-        """hidden: (n, D) hidden states, one row per node."""
+    def __init__(
+        self, transformer: Transformer, hidden: Array, draft: Draft, known: Float32 | None = None
+    ) -> None:
+        """hidden: (n, D) hidden states, one row per node. known: (1, V) logits behind the root, if known."""
         self._transformer, self._hidden, self._draft = transformer, hidden, draft
-        self._rows: dict[int, Float32] = {}
+        self._rows: dict[int, Float32] = {} if known is None else {0: known}
 
     def behind(self, node: int) -> Float32:
         """(V,) logits of the token behind `node`. Raises BundleError if they aren't finite."""
@@ -374,6 +481,8 @@ class _Continuation:
         self.sampling = sampling
         self.reason: FinishReason = "length"
         self.ended = room == 0
+        self.drafted = DraftStats()
+        """Of what drafted for the text until another one came."""
         self._text = text
         self._eos_ids = eos_ids
         self._events: list[Event] = []

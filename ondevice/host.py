@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from ondevice.chat_template.tools import PLAIN, PromptOptions
 from ondevice.config import SamplingConfig
 from ondevice.errors import UsageError
 from ondevice.generate import Event
-from ondevice.response import LastStats
+from ondevice.response import LastStats, Work
 from ondevice.runtime.budget_watch import BudgetWatch
 from ondevice.runtime.engine import Engine
 from ondevice.runtime.owner import OwnerThread
@@ -49,6 +49,7 @@ class Host:
                 lambda cancelled: iter([Engine(resolved, cancelled, between_passes=urgent)])
             )
             self.engine: Engine = engine
+            self.owner.run_jointly(engine.joint)
             self.owner.when_idle(engine.step_idle)
             undo.pop_all()
         self.watch = BudgetWatch(self.owner, engine, DEFAULT_PRESSURE)
@@ -109,14 +110,14 @@ class Host:
         A `key` of None uses a new cache.
         """
         with self._last_stats.noted(self._work(key, ids, sampling)) as work:
-            yield from self.owner.stream(work)
+            yield from self.owner.stream(work, joint=True)
 
     async def astream_ids(
         self, key: int | None, ids: list[int], sampling: SamplingConfig
     ) -> AsyncGenerator[Event, None]:
         """`stream_ids` for asyncio."""
         with self._last_stats.noted(self._work(key, ids, sampling)) as work:
-            async with aclosing(self.owner.astream(work)) as events:
+            async with aclosing(self.owner.astream(work, joint=True)) as events:
                 async for event in events:
                     yield event
 
@@ -128,10 +129,8 @@ class Host:
         """Cancel running work, refuse waiting work and free everything. Idempotent."""
         self._finalizer()
 
-    def _work(
-        self, key: int | None, ids: list[int], sampling: SamplingConfig
-    ) -> Callable[[IsCancelled], Iterator[Event]]:
-        return lambda cancelled: self.engine.generate(key, ids, sampling, cancelled)
+    def _work(self, key: int | None, ids: list[int], sampling: SamplingConfig) -> Work:
+        return lambda cancelled: self.engine.steps(key, ids, sampling, cancelled)
 
 
 def text_tokenizer(resolved: ResolvedModel) -> Tokenizer:

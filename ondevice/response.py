@@ -11,10 +11,10 @@ from typing import Any
 from ondevice.callbacks import IsCancelled
 from ondevice.chat_template.tools import ToolCall
 from ondevice.errors import OndeviceError
-from ondevice.generate import Event, FinishReason
+from ondevice.generate import Event, FinishReason, Steps, watched
 from ondevice.stats import GenerationStats
 
-Work = Callable[[IsCancelled], Iterator[Event]]
+Work = Callable[[IsCancelled], Steps[None]]
 """A generation to run on the owner thread."""
 
 
@@ -77,18 +77,19 @@ class LastStats:
             self._stopping.wait()
         return self._stats
 
+    def _note(self, event: Event) -> None:
+        if event.stats is not None:
+            self._stats = event.stats
+
     @contextmanager
     def noted(self, work: Work) -> Iterator[Work]:
         """A context whose value is `work`, wrapped to note its stats. Leave it once nothing consumes them."""
         begun, ended = threading.Event(), threading.Event()
 
-        def noting(cancelled: IsCancelled) -> Iterator[Event]:
+        def noting(cancelled: IsCancelled) -> Steps[None]:
             begun.set()
             try:
-                for event in work(cancelled):
-                    if event.stats is not None:
-                        self._stats = event.stats
-                    yield event
+                yield from watched(work(cancelled), self._note)
             finally:
                 ended.set()
 

@@ -156,6 +156,7 @@ OTHER_SETTINGS: dict[str, type] = {
     "allow_host": str,
     "allow_origin": str,
     "queue": int,
+    "parallel": int,
     "ssl_certfile": str,
     "ssl_keyfile": str,
     "ssl_keyfile_password": str,

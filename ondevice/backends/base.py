@@ -508,6 +508,10 @@ class Backend(Protocol):
         """Copies of the rows `tokens` of x (T, D): (n, D). The result belongs to the caller."""
         ...
 
+    def stacked(self, parts: Sequence[Array]) -> Array:
+        """The rows of all parts, (n, D) each, one part after the other. The result belongs to the caller."""
+        ...
+
     def add_streams(self, x: Array, tokens: Sequence[int], embeddings: Sequence[Vector]) -> Array:
         """x (T, D) followed by each row in `tokens` plus each embedding: (T + n * streams, D).
 

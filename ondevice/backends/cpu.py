@@ -480,6 +480,9 @@ class CpuBackend(OffloadingBackend):
     def rows(self, x: Float32, tokens: Sequence[int]) -> Float32:
         return x[list(tokens)]
 
+    def stacked(self, parts: Sequence[Float32]) -> Float32:
+        return np.concatenate(parts)
+
     def add_streams(self, x: Float32, tokens: Sequence[int], embeddings: Sequence[Float32]) -> Float32:
         streams = x[list(tokens), None] + np.stack(embeddings)
         return np.concatenate([x, streams.reshape(-1, x.shape[1])])

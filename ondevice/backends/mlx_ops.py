@@ -121,6 +121,9 @@ class MlxOps:
     def rows(self, x: mx.array, tokens: Sequence[int]) -> mx.array:
         return x[mx.array(list(tokens))]
 
+    def stacked(self, parts: Sequence[mx.array]) -> mx.array:
+        return mx.concatenate(list(parts))
+
     def add_streams(self, x: mx.array, tokens: Sequence[int], embeddings: Sequence[mx.array]) -> mx.array:
         streams = x[mx.array(list(tokens))][:, None] + mx.stack(list(embeddings))
         return mx.concatenate([x, streams.reshape(-1, x.shape[1])])

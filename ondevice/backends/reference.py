@@ -339,6 +339,9 @@ class ReferenceBackend:
     def rows(self, x: Float32, tokens: Sequence[int]) -> Float32:
         return x[list(tokens)]
 
+    def stacked(self, parts: Sequence[Float32]) -> Float32:
+        return np.concatenate(parts)
+
     def add_streams(self, x: Float32, tokens: Sequence[int], embeddings: Sequence[Float32]) -> Float32:
         streams = [(x[token] + embedding)[None] for token in tokens for embedding in embeddings]
         return np.concatenate([x, *streams])

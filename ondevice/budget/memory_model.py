@@ -33,6 +33,7 @@ from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.weight_shapes import extra_matrices, vectors_size
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, RuntimeConfig
+from ondevice.model.rope import AHEAD
 from ondevice.model_config import ModelConfig
 from ondevice.sparsity.expert_reuse import history_bytes
 from ondevice.speculation.registry import drafter_bytes, drafts_with_streams, runs_streams
@@ -182,6 +183,20 @@ class MemoryModel(ABC):
         # Logits of the likely path beyond those of plain decoding: the head's output and its copy.
         ahead = 2 * 4 * config.vocab_size * (LOGITS_AHEAD - 1)
         return held + drafter + paths + ahead
+
+    @property
+    def parallel_bytes(self) -> int:
+        """Scratch memory that passes of several texts add to those of one.
+
+        That is the logits of the others, from the head and copied, what each row attends to, as copied and
+        joined, and rotary tables.
+        """
+        others = self.runtime.parallel - 1
+        if not others:
+            return 0
+        config = self.config
+        tables = len(config.ropes) * 2 * 4 * 2 * AHEAD * config.head_width // 2
+        return others * (2 * 4 * config.vocab_size + tables) + 2 * 4 * config.query_size * self.pass_tokens
 
     @property
     def draft_head_bytes(self) -> int:

@@ -306,8 +306,8 @@ def plan_memory(memory: MemoryModel, *, budget_bytes: int, process_bytes: int) -
         kv_cache_bytes=kv.blocks(memory.max_context) * kv.block_bytes,
         segment=memory.segment,
         buffers=memory.buffers,
-        activation_bytes=memory.activation_bytes(max(widest, decoded)),
-        decode_activation_bytes=memory.activation_bytes(decoded),
+        activation_bytes=memory.activation_bytes(max(widest, decoded)) + memory.parallel_bytes,
+        decode_activation_bytes=memory.activation_bytes(decoded) + memory.parallel_bytes,
         pass_tokens=widest,
         process_bytes=process_bytes
         + PROCESS_ALLOWANCE_BYTES

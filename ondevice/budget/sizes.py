@@ -243,7 +243,7 @@ def context_tokens(config: ModelConfig, runtime: RuntimeConfig) -> int:
 
 def widest_pass(config: ModelConfig, runtime: RuntimeConfig) -> int:
     """Most tokens that go through the model together."""
-    return min(runtime.prefill_chunk, context_tokens(config, runtime))
+    return max(min(runtime.prefill_chunk, context_tokens(config, runtime)), runtime.parallel)
 
 
 def draft_nodes(runtime: RuntimeConfig) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ondevice.commands.obtaining import obtained
@@ -15,14 +16,17 @@ if TYPE_CHECKING:
     from ondevice.runtime.resolving import ResolvedModel
 
 
-def resolved_model(model: str | None, values: dict[str, Any], yes: bool | None = None) -> ResolvedModel:
+def resolved_model(
+    model: str | None, values: dict[str, Any], yes: bool | None = None, parallel: int = 1
+) -> ResolvedModel:
     """The resolved model for `loaded_model`. Commands check their other arguments between the two calls.
 
-    yes: for commands that convert what isn't a bundle yet, True if they needn't ask first.
+    yes: for commands that convert what isn't a bundle yet, True if they needn't ask first. parallel: texts
+    that may share passes.
     """
     from ondevice import api
 
-    runtime = runtime_config(values)
+    runtime = replace(runtime_config(values), parallel=parallel)
     name = model if yes is None else obtained(model, runtime, yes)
     resolved = api.open_model(name, runtime)
     take_interrupts()

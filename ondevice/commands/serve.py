@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,12 @@ PACKAGES = ("starlette", "uvicorn")
 )
 @option("--queue", type=int, default=ServeConfig.queue, help="Requests that may wait; more are refused.")
 @option(
+    "--parallel",
+    type=int,
+    default=ServeConfig.parallel,
+    help="Requests that generate at once and share forward passes.",
+)
+@option(
     "--allow-host",
     type=Text(),
     multiple=True,
@@ -71,7 +77,7 @@ def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) 
     facts: list[ModelFacts] = []
     paths: dict[str, Path] = {}
     for each in reversed(named):
-        resolved = resolved_model(each, values, yes)
+        resolved = resolved_model(each, values, yes, config.parallel)
         facts.insert(0, _facts(resolved))
         paths[resolved.bundle.name] = resolved.bundle.path
     _require_different(facts)
@@ -80,7 +86,8 @@ def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) 
         from ondevice import api
 
         budget = {} if budget_bytes is None else {"dram_budget": budget_bytes}
-        return api.Model(api.open_model(paths[name], runtime_config(values | budget)))
+        runtime = replace(runtime_config(values | budget), parallel=config.parallel)
+        return api.Model(api.open_model(paths[name], runtime))
 
     with _logging(), loaded_model(resolved) as first:
         del resolved

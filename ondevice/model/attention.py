@@ -14,17 +14,26 @@ from ondevice.model_config import LayerSpec
 HALF_ROOT = 0.5**0.5
 
 
-class Rows(NamedTuple):
-    """Positions of a batch's R rows: behind `position` tokens in kv, which has room for them.
+class Place(NamedTuple):
+    """Where `size` rows of one sequence are: behind `position` tokens in kv, which has room for them.
 
-    tree: how the rows follow each other; None: each follows the one before. turns: the rotary tables of the
-    rows' positions, cosine and sine, (R, Dh / 2) both, of each of the model's ropes. adapted: first row to
-    which adapters are added.
+    tree: how the rows follow each other; None: each follows the one before.
     """
 
     kv: KVCache
     position: int
-    tree: TokenTree | None
+    size: int
+    tree: TokenTree | None = None
+
+
+class Rows(NamedTuple):
+    """The places of a batch's R rows, those of one sequence after those of another.
+
+    turns: the rotary tables of the rows' positions, cosine and sine, (R, Dh / 2) both, of each of the model's
+    ropes. adapted: first row to which adapters are added.
+    """
+
+    places: tuple[Place, ...]
     turns: tuple[tuple[Float32, Float32], ...]
     adapted: int
 
@@ -45,20 +54,39 @@ def attention(
     A layer that reads the keys and values of another stores none.
     """
     beside = None if weights.laurel is None else _laurel(backend, weights, x)
-    norm, own, adapted = weights.attention_norm, spec.attention, rows.adapted
+    norm, adapted = weights.attention_norm, rows.adapted
     qkv = backend.linear(x, weights.qkv, norm)
     if adapters is not None:
         low = adapters.qkv
         qkv = backend.add_low_rank(qkv, x[adapted:], low.down, low.up, adapted, norm=norm)
-    cos, sin = rows.turns[own.rope]
-    owner = layer if own.keys_of is None else own.keys_of
-    norms, sinks = weights.head_norms, weights.sinks
-    context = backend.attend(qkv, rows.kv, owner, rows.position, cos, sin, own, norms, rows.tree, sinks)
+    context = _context(backend, spec, weights, layer, qkv, rows)
     y = backend.linear(context, weights.out, added=x if spec.joins_plainly else None)
     if adapters is not None:
         y = backend.add_low_rank(y, context[adapted:], adapters.out.down, adapters.out.up, adapted)
     found = joined(backend, spec, x, y, weights.attention_output_norm)
     return found if beside is None else (found + beside) * HALF_ROOT
+
+
+def _context(
+    backend: Backend, spec: LayerSpec, weights: LayerWeights, layer: int, qkv: Array, rows: Rows
+) -> Array:
+    """What each row attends to, (R, H * Dh), for qkv (R, ...): rows see their own sequence alone."""
+    own = spec.attention
+    owner = layer if own.keys_of is None else own.keys_of
+    norms, sinks = weights.head_norms, weights.sinks
+    cos, sin = rows.turns[own.rope]
+
+    if len(rows.places) == 1:
+        kv, position, _, tree = rows.places[0]
+        return backend.attend(qkv, kv, owner, position, cos, sin, own, norms, tree, sinks)
+    found, first = [], 0
+    for kv, position, count, tree in rows.places:
+        its = slice(first, first + count)
+        own_rows = backend.attend(qkv[its], kv, owner, position, cos[its], sin[its], own, norms, tree, sinks)
+        # A copy, as the next result takes its place.
+        found.append(backend.rows(own_rows, range(count)))
+        first += count
+    return backend.stacked(found)
 
 
 def _laurel(backend: Backend, weights: LayerWeights, x: Array) -> Array:

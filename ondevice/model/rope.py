@@ -8,6 +8,7 @@ Library cosines differ between both.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,18 @@ AHEAD = 64
 """Most positions of a pass for which cached tables are used; twice as many are computed at once."""
 
 
+WINDOWS = 16
+"""Windows of cached tables, one for each sequence that may be decoded with others."""
+
+
+class _Window(NamedTuple):
+    """Tables of the positions in `known`."""
+
+    known: range
+    cos: Float32
+    sin: Float32
+
+
 class Rope:
     """The tables of one rotary embedding.
 
@@ -33,32 +46,36 @@ class Rope:
     def __init__(self, spec: RopeSpec) -> None:
         self.frequencies = np.array(spec.frequencies, dtype=np.float32)
         self._magnitudes = np.where(self.frequencies > 0, spec.magnitude, 1.0)
-        self._known = range(0)
-        self._cos = self._sin = np.zeros((0, len(self.frequencies)), dtype=np.float32)
-        """Tables of the positions in `_known`."""
+        self._windows: list[_Window] = []
+        """The newest last."""
 
     def run(self, first: int, count: int) -> tuple[Float32, Float32]:
         """Cosine and sine, each (count, Dh / 2), for logical positions first .. first + count - 1."""
         if count > AHEAD:
             return self._computed(np.arange(first, first + count))
-        start = self._row_of(first, first + count - 1)
-        return self._cos[start : start + count], self._sin[start : start + count]
+        known, cos, sin = self._window(first, first + count - 1)
+        start = first - known.start
+        return cos[start : start + count], sin[start : start + count]
 
     def tables(self, positions: NDArray[np.integer]) -> tuple[Float32, Float32]:
         """Cosine and sine, each (T, Dh / 2), for logical positions (T,), of which the first is the least."""
         first, last = int(positions[0]), int(positions.max())
         if last - first >= AHEAD:
             return self._computed(positions)
-        rows = positions - (first - self._row_of(first, last))
-        return self._cos[rows], self._sin[rows]
+        known, cos, sin = self._window(first, last)
+        rows = positions - known.start
+        return cos[rows], sin[rows]
 
-    def _row_of(self, first: int, last: int) -> int:
-        """The row of position `first` in the cached tables, which then include all positions up to `last`."""
-        if not self._known.start <= first <= last < self._known.stop:
-            # Decoding passes use a few positions each, in ascending order.
-            self._known = range(first, first + 2 * AHEAD)
-            self._cos, self._sin = self._computed(np.arange(first, first + 2 * AHEAD))
-        return first - self._known.start
+    def _window(self, first: int, last: int) -> _Window:
+        """The cached tables with all positions from `first` to `last`."""
+        for window in reversed(self._windows):
+            if window.known.start <= first <= last < window.known.stop:
+                return window
+        # Decoding passes use a few positions of each sequence, in ascending order.
+        known = range(first, first + 2 * AHEAD)
+        found = _Window(known, *self._computed(np.arange(known.start, known.stop)))
+        self._windows = [*self._windows[1 - WINDOWS :], found]
+        return found
 
     def _computed(self, positions: NDArray[np.integer]) -> tuple[Float32, Float32]:
         angles = positions.astype(np.float32)[:, None] * self.frequencies

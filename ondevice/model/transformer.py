@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from ondevice.backends.token_tree import TokenTree
 from ondevice.callbacks import IsCancelled
 from ondevice.errors import BundleError, UsageError, check_thread
 from ondevice.model import altup
-from ondevice.model.attention import Rows, attention
+from ondevice.model.attention import Place, Rows, attention
 from ondevice.model.ffn import feed_forward, prefetch
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.per_layer import per_layer_inputs, per_layer_output
@@ -69,6 +69,13 @@ class ForwardOutput:
     """(n * S, D) initial states of every token's streams; with `last_only`, of the last token's alone."""
     streams: Mapping[int, Array] = field(default_factory=dict)
     """(S, D) final states of a token's streams for `Transformer.logits`, by index into `tokens`."""
+
+
+class SequencePart(NamedTuple):
+    """The tokens of one sequence in a pass of several; they follow those in its kv."""
+
+    tokens: Sequence[int]
+    kv: KVCache
 
 
 class Transformer:
@@ -139,10 +146,10 @@ class Transformer:
 
         Raises UsageError for an id outside the vocabulary.
         """
-        return self._embedded(self._checked(tokens), position, None)
+        return self._embedded(self._checked(tokens), position + np.arange(len(tokens)))
 
-    def _embedded(self, ids: Int32, position: int, tree: TokenTree | None) -> Array:
-        """The input of the first layer, (T, D), for tokens that follow `position` others."""
+    def _embedded(self, ids: Int32, positions: NDArray[np.integer]) -> Array:
+        """The input of the first layer, (T, D), for tokens at these positions, (T,)."""
         found, factor = self.backend.embedding(self.weights.embedding, ids), self.config.embedding_multiplier
         found = found if factor == 1.0 else found * factor
         if self.weights.project_in is not None:
@@ -152,9 +159,8 @@ class Transformer:
         table = self.weights.positions
         if table is None:
             return found
-        places = position + (np.arange(len(ids)) if tree is None else tree.depths)
         # Only tokens that never join a text lie past the context's end.
-        known = np.minimum(places, self.config.max_context - 1)
+        known = np.minimum(positions, self.config.max_context - 1)
         return found + self.backend.rows(table, known.tolist())
 
     def entering(self, tokens: Sequence[int], position: int = 0) -> tuple[altup.Copies, Array | None]:
@@ -164,7 +170,7 @@ class Transformer:
         Raises UsageError for an id outside the vocabulary.
         """
         ids = self._checked(tokens)
-        return self._entering(ids, self._embedded(ids, position, None))
+        return self._entering(ids, self._embedded(ids, position + np.arange(len(ids))))
 
     def layer(
         self,
@@ -183,7 +189,7 @@ class Transformer:
         batch = ForwardBatch(tokens)
         kv.reserve(kv.length + len(tokens))
         self.backend.begin_pass(batch)
-        found = self._residuals(layer, copies, batch, self._rows(kv, batch), inputs)
+        found = self._residuals(layer, copies, batch, self._rows([_place(kv, batch)], batch), inputs)
         kv.extend(tokens)
         return found
 
@@ -237,6 +243,35 @@ class Transformer:
                 kv.truncate(length)
         return found
 
+    def run_each(self, parts: Sequence[SequencePart], cancelled: IsCancelled | None = None) -> Array:
+        """One pass over the tokens of several sequences, which it adds to each one's kv.
+
+        Where the backend is row-invariant, every row has the bits that it has in a pass of its sequence
+        alone: attention sees its own sequence, and everything else is computed row by row.
+
+        Returns (T, D) hidden states for `logits`, those of one part after those of another. Raises as
+        `forward` does; every kv is then as before.
+        """
+        check_thread(self._thread)
+        ids = self._checked([token for part in parts for token in part.tokens])
+        lengths, done = [part.kv.length for part in parts], False
+        try:
+            for tokens, kv in parts:
+                kv.reserve(kv.length + len(tokens))
+            batch = ForwardBatch(ids.tolist())
+            self.backend.begin_pass(batch)
+            places = [Place(kv, kv.length, len(tokens)) for tokens, kv in parts]
+            x, rows = self._embedded(ids, _positions(places)), self._rows(places, batch)
+            x = self._all_layers(ids, x, batch, rows, cancelled)
+            for tokens, kv in parts:
+                kv.extend(tokens)
+            done = True
+        finally:
+            if not done:
+                for (_, kv), length in zip(parts, lengths, strict=True):
+                    kv.truncate(length)
+        return x
+
     def stream_states(self, branches: Array, kv: KVCache, cancelled: IsCancelled | None = None) -> Array:
         """Run the last token's streams from their initial states `branches`, (S, D), to final ones, (S, D).
 
@@ -248,7 +283,7 @@ class Transformer:
         kv.reserve(kv.length + self.streams.count)
         batch = ForwardBatch((), stream_rows=self.streams.count, resident_only=True)
         self.backend.begin_pass(batch)
-        rows, x = self._rows(kv, batch), branches
+        rows, x = self._rows([_place(kv, batch)], batch), branches
         for layer in range(self.streams.first_layer, self.config.num_layers):
             if cancelled is not None and cancelled():
                 raise Cancelled
@@ -314,11 +349,12 @@ class Transformer:
         if tree is not None and len(tree) != len(ids):
             raise UsageError(f"a tree of {len(tree)} nodes can't hold {len(ids)} tokens")
         self.backend.begin_pass(batch)
+        place = _place(kv, batch)
         if x is None:
-            x = self._embedded(ids, kv.length, tree)
+            x = self._embedded(ids, _positions([place]))
         elif tuple(x.shape) != (len(ids), config.hidden_size):
             raise UsageError(f"x is {tuple(x.shape)}; it must be {(len(ids), config.hidden_size)}")
-        chosen, rows = PrunedDraft(range(len(ids))), self._rows(kv, batch)
+        chosen, rows = PrunedDraft(range(len(ids))), self._rows([place], batch)
         if not self._is_plain:
             x = self._with_inputs(ids, x, batch, rows, cancelled)
             kv.extend(ids.tolist())
@@ -331,7 +367,7 @@ class Transformer:
                     chosen = prune(x)
                     if chosen.streams or len(chosen.tokens) < len(ids):
                         x, batch = self._prune(x, kv, chosen, batch)
-                        rows = self._rows(kv, batch)
+                        rows = self._rows([_place(kv, batch)], batch)
                     branches = self._branches(x, range(len(chosen.tokens)))
                 elif batch.last_only:
                     branches = self._branches(x, [len(ids) - 1])
@@ -344,6 +380,18 @@ class Transformer:
         starts = range(kept, kept + count * len(chosen.streams), count)
         ended = {token: x[start : start + count] for token, start in zip(chosen.streams, starts, strict=True)}
         return ForwardOutput(chosen.tokens, x[:kept], branches, ended)
+
+    def _all_layers(
+        self, ids: Int32, x: Array, batch: ForwardBatch, rows: Rows, cancelled: IsCancelled | None
+    ) -> Array:
+        """All layers without streams: (T, D) for embeddings x (T, D)."""
+        if not self._is_plain:
+            return self._with_inputs(ids, x, batch, rows, cancelled)
+        for layer in range(self.config.num_layers):
+            if cancelled is not None and cancelled():
+                raise Cancelled
+            x = self._layer(layer, x, batch, rows)
+        return x
 
     def _with_inputs(
         self, ids: Int32, x: Array, batch: ForwardBatch, rows: Rows, cancelled: IsCancelled | None
@@ -407,17 +455,12 @@ class Transformer:
         entering = x if own is None else own
         return feed_forward(backend, spec, weights, entering, x, batch, adapters, rows.adapted)
 
-    def _rows(self, kv: KVCache, batch: ForwardBatch) -> Rows:
-        """The positions of a batch's rows, which follow the tokens in kv."""
-        position, tree, tokens = kv.length, batch.tree, len(batch.tokens)
-        if tree is not None and tree.is_chain:
-            tree = None
-        if tree is None:
-            turns = [rope.run(position, tokens + batch.stream_rows) for rope in self._ropes]
-        else:
-            turns = [rope.tables(position + tree.depths) for rope in self._ropes]
-        adapted = 0 if self.streams is not None and self.streams.shared else tokens
-        return Rows(kv, position, tree, tuple(turns), adapted)
+    def _rows(self, places: Sequence[Place], batch: ForwardBatch) -> Rows:
+        """The rows of a batch, which are at `places`."""
+        turns = [[_turn(rope, place) for place in places] for rope in self._ropes]
+        joined = [its[0] if len(its) == 1 else _joined(its) for its in turns]
+        adapted = 0 if self.streams is not None and self.streams.shared else len(batch.tokens)
+        return Rows(tuple(places), tuple(joined), adapted)
 
     def _branches(self, x: Array, tokens: Sequence[int]) -> Array:
         """Initial states of the streams of `tokens`: (n * S, D)."""
@@ -470,3 +513,31 @@ class Transformer:
             bad = lowest if lowest < 0 else highest
             raise UsageError(f"token id {bad} is not from 0 to {self.config.vocab_size - 1}")
         return np.array(tokens, dtype=np.int32)
+
+
+def _place(kv: KVCache, batch: ForwardBatch) -> Place:
+    """The place of a batch's rows where they belong to one sequence: they follow the tokens in kv."""
+    tree = batch.tree if batch.tree is not None and not batch.tree.is_chain else None
+    return Place(kv, kv.length, len(batch.tokens) + batch.stream_rows, tree)
+
+
+def _positions(places: Sequence[Place]) -> NDArray[np.integer]:
+    """The logical position of every row, (R,)."""
+    found = [
+        place.position + (np.arange(place.size) if place.tree is None else place.tree.depths)
+        for place in places
+    ]
+    return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def _turn(rope: Rope, place: Place) -> tuple[Float32, Float32]:
+    """Cosine and sine, each (n, Dh / 2), of the rows at a place."""
+    if place.tree is None:
+        return rope.run(place.position, place.size)
+    return rope.tables(place.position + place.tree.depths)
+
+
+def _joined(turns: Sequence[tuple[Float32, Float32]]) -> tuple[Float32, Float32]:
+    """Cosine and sine of the rows at all places."""
+    cosines, sines = zip(*turns, strict=True)
+    return np.concatenate(cosines), np.concatenate(sines)

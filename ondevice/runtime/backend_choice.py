@@ -102,6 +102,13 @@ def check_drafts(runtime: RuntimeConfig, rows: RowInvariance) -> None:
         )
 
 
+def settled_parallel(runtime: RuntimeConfig, rows: RowInvariance) -> int:
+    """How many texts may share passes: one alone where a text would depend on those beside it."""
+    # Prompts bring more rows than are measured anywhere.
+    shares = rows is BY_CONSTRUCTION and not runtime.expert_substitution
+    return runtime.parallel if shares else 1
+
+
 def row_invariance(
     config: ModelConfig,
     quant: QuantConfig,

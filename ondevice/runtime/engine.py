@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,15 +25,17 @@ from ondevice.config import SamplingConfig
 from ondevice.errors import OndeviceError, check_thread, system_refusals
 from ondevice.flash.cost_model import UNMEASURED, CostModel, device_costs
 from ondevice.flash.reader import FlashReader
-from ondevice.generate import Event, Generator
+from ondevice.generate import Event, Generator, Steps
 from ondevice.meter import Counters
 from ondevice.model.draft_head import load_draft_head
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.shared_passes import PassRequest, PassResult
 from ondevice.model.stream_loading import load_streams
 from ondevice.model.transformer import Cancelled, Transformer
 from ondevice.runtime.backend_choice import make_backend
 from ondevice.runtime.draft_model import load_draft
+from ondevice.runtime.joint_jobs import WAIT, JointJobs
 from ondevice.runtime.kv_cache_pool import KVCachePool
 from ondevice.runtime.models import operating_point
 from ondevice.runtime.neuron_memory import NeuronMemory, NeuronQuota, NoNeuronMemory, open_neuron_memory
@@ -84,6 +86,8 @@ class Engine:
         """Bytes of weights that are surely in memory, the embedding table aside; 0 until loading ends."""
         self._embedding_bytes = 0
         self._neurons: NeuronMemory = NoNeuronMemory()
+        self.joint = JointJobs(resolved.runtime.parallel, PassRequest, self._answered)
+        """Runs generations together."""
         self._parts = ExitStack()
         """Parts that `close` closes, in reverse order."""
         self._claim = Claim(self._held_bytes)
@@ -129,6 +133,8 @@ class Engine:
             counters=self.counters,
             before_pass=self._before_pass,
             restore=self.kv.restore,
+            most_texts=runtime.parallel,
+            alone=lambda: self.joint.running <= 1,
             labels=GenerationStats(
                 backend=self._backend.name,
                 sparsity=runtime.sparsity,
@@ -179,11 +185,16 @@ class Engine:
     ) -> Iterator[Event]:
         """Continue `prompt` with the cache of `key`, or with a cache of its own that ends with it."""
         check_thread(self._thread)
-        with self.kv.use(key, stored=True) as kv:
-            self.kv.rewind(kv, prompt)
-            self._grow_beside(kv, len(prompt) + 1)
-            with system_refusals():
-                yield from self._generator.stream(prompt, kv, sampling, cancelled)
+        with self._cache_of(key, prompt) as kv, system_refusals():
+            yield from self._generator.stream(prompt, kv, sampling, cancelled)
+
+    def steps(
+        self, key: int | None, prompt: Sequence[int], sampling: SamplingConfig, cancelled: IsCancelled
+    ) -> Steps[None]:
+        """`generate` in steps: a job for `joint`, which lets generations share passes."""
+        check_thread(self._thread)
+        with self._cache_of(key, prompt) as kv, system_refusals():
+            yield from self._generator.steps(prompt, kv, sampling, cancelled)
 
     def logits(self, tokens: Sequence[int], cancelled: IsCancelled) -> Iterator[Float32]:
         """Logits (at most `logits_rows`, V) of all tokens, piece by piece, from an empty cache."""
@@ -314,6 +325,19 @@ class Engine:
                 self._backend.hold_embedding(True)
             self._embedding_bytes = plan.embedding_bytes
             self._reader.trim()
+
+    @contextmanager
+    def _cache_of(self, key: int | None, prompt: Sequence[int]) -> Iterator[KVCache]:
+        """A context with the cache of `key`, which holds no more than the beginning of `prompt`."""
+        with self.kv.use(key, stored=True) as kv:
+            self.kv.rewind(kv, prompt)
+            self._grow_beside(kv, len(prompt) + 1)
+            yield kv
+
+    def _answered(self, requests: Sequence[PassRequest]) -> list[PassResult | Exception | object | None]:
+        """Answers for `joint`."""
+        answers = self._generator.passes.answer(requests)
+        return [WAIT if it is None else None if it == "evicted" else it for it in answers]
 
     def _grow_beside(self, kv: KVCache, tokens: int) -> None:
         """Give neurons the memory that `tokens` tokens in kv will leave."""

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 class KVCachePool:
     """One model's key/value caches, each named by a key. All but `retired` belongs to the owner thread.
 
-    When memory runs short, caches other than the one in use may be dropped.
+    When memory runs short, caches that aren't in use may be dropped.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class KVCachePool:
         self.retired: queue.SimpleQueue[int] = queue.SimpleQueue()
         """Keys whose caches are no longer needed; any thread may add to it."""
         self.store = store
-        self._in_use: KVCache | None = None
+        self._in_use: list[KVCache] = []
+        """In the order in which their use began."""
         self._unsaved: list[KVCache] = []
         """Caches of which the prompt cache may lack something, those without a key included."""
         self._plan = plan
@@ -74,11 +75,11 @@ class KVCachePool:
         self._drop_retired()
         self._save_keyless()
         kv = self.new_cache() if key is None else self.cache(key)
-        self._in_use = kv
+        self._in_use.append(kv)
         try:
             yield kv
         finally:
-            self._in_use = None
+            self._in_use.remove(kv)
             if stored and self.store is not None and kv.length:
                 self.store.touch(kv.tokens)
                 self._unsaved.append(kv)
@@ -122,9 +123,16 @@ class KVCachePool:
                 log.info("no room for a second KV cache: the fork will compute its own")
 
     def keep_to(self, plan: Plan) -> None:
-        """Keep to another plan, and drop idle caches that it has no room for."""
+        """Keep to another plan, and drop caches that it has no room for.
+
+        Those go first that aren't in use, then those whose use began last. The first in use stays.
+        """
         self._plan = plan
         self._drop_idle(plan.kv_limit_bytes)
+        for kv in reversed(self._in_use[1:]):
+            if self.nbytes <= plan.kv_limit_bytes:
+                break
+            kv.truncate(0)
         self._claimed(self.nbytes)
 
     def close(self) -> None:
@@ -152,7 +160,7 @@ class KVCachePool:
         for kv in self.caches.values():
             if self.nbytes <= limit_bytes:
                 break
-            if kv is not self._in_use:
+            if not any(kv is used for used in self._in_use):
                 self._drop(kv)
 
     def _drop(self, kv: KVCache) -> None:

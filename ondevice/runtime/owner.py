@@ -1,8 +1,8 @@
 """The one thread that does a model's work: any thread submits jobs and gets their items and errors.
 
-A job is a generator. Jobs run on the owner thread one at a time, in order of arrival, each from its first
-item to its last. A job never waits for its consumer; urgent calls run between its items. This module knows
-nothing of models.
+A job is a generator. Jobs run on the owner thread in order of arrival, each from its first item to its last:
+one at a time, but for joint ones (`joint_jobs.py`), which run with those that follow them. A job never waits
+for its consumer; urgent calls run between its items. This module knows nothing of models.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from ondevice.errors import OndeviceError, thread_refused
+from ondevice.runtime.joint_jobs import JointJobs
 
 IDLE_SECONDS = 0.005
 """Seconds without a job after which the thread does idle work, a step at a time."""
@@ -34,11 +35,21 @@ class _End:
 
 
 class _Job:
-    """Work and where its items go. Leaving its context delivers the end, with or without an error."""
+    """Work and where its items go. Leaving its context delivers the end, with or without an error.
 
-    def __init__(self, work: Callable[[Cancelled], Iterator[Any]], deliver: Callable[[Any], None]) -> None:
+    kind: `joint` jobs run with others, where the owner has `run_jointly`. `brief` ones may run between two of
+    their rounds.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Cancelled], Iterator[Any]],
+        deliver: Callable[[Any], None],
+        kind: Literal["alone", "joint", "brief"] = "alone",
+    ) -> None:
         self.work = work
         self.deliver = deliver
+        self.kind = kind
         self.cancelled = threading.Event()
 
     def run(self, between_items: Callable[[], None] = lambda: None) -> None:
@@ -49,7 +60,15 @@ class _Job:
 
     def refuse(self) -> None:
         """Deliver the end without running."""
-        self.deliver(_End(closed_error()))
+        self.end(closed_error())
+
+    def is_cancelled(self) -> bool:
+        """Whether the consumer has cancelled."""
+        return self.cancelled.is_set()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Deliver the end, with or without an error."""
+        self.deliver(_End(error))
 
     def __enter__(self) -> None:
         pass
@@ -58,7 +77,7 @@ class _Job:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         # Every exception, SystemExit included, goes to the consumer; this thread goes on.
-        self.deliver(_End(error))
+        self.end(error)
         return True
 
 
@@ -122,19 +141,29 @@ class OwnerThread(Generic[T]):
         def one_item(cancelled: Cancelled) -> Iterator[T]:
             yield work()
 
-        (result,) = self._items(one_item, urgent)
+        (result,) = self._items(one_item, urgent, "brief")
         return result
 
-    def stream(self, work: Callable[[Cancelled], Iterator[T]]) -> Iterator[T]:
+    def run_jointly(self, joint: JointJobs) -> None:
+        """Run joint jobs together from now on, by `joint`."""
+        self._jobs.joint = joint
+
+    def stream(self, work: Callable[[Cancelled], Iterator[T]], joint: bool = False) -> Iterator[T]:
         """The items of `work(cancelled)`, which runs on the owner thread. Closing the iterator cancels.
 
-        The job is queued when the first item is asked for.
+        The job is queued when the first item is asked for. joint: run it with other joint ones; it may then
+        yield requests as well, which aren't delivered.
         """
-        return self._items(work, urgent=False)
+        return self._items(work, urgent=False, kind="joint" if joint else "alone")
 
-    def _items(self, work: Callable[[Cancelled], Iterator[T]], urgent: bool) -> Iterator[T]:
+    def _items(
+        self,
+        work: Callable[[Cancelled], Iterator[T]],
+        urgent: bool,
+        kind: Literal["alone", "joint", "brief"],
+    ) -> Iterator[T]:
         items: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        job = _Job(work, items.put)
+        job = _Job(work, items.put, kind)
         self._submit(job, urgent)
         try:
             while not isinstance(item := items.get(), _End):
@@ -145,7 +174,9 @@ class OwnerThread(Generic[T]):
         finally:
             job.cancelled.set()
 
-    async def astream(self, work: Callable[[Cancelled], Iterator[T]]) -> AsyncGenerator[T, None]:
+    async def astream(
+        self, work: Callable[[Cancelled], Iterator[T]], joint: bool = False
+    ) -> AsyncGenerator[T, None]:
         """`stream` for asyncio; cancelling the task that iterates cancels the job."""
         import asyncio  # Slow to import, and callers of this have imported it.
 
@@ -158,7 +189,7 @@ class OwnerThread(Generic[T]):
             except RuntimeError:
                 job.cancelled.set()  # The loop is closed: nothing can be delivered.
 
-        job = _Job(work, deliver)
+        job = _Job(work, deliver, "joint" if joint else "alone")
         self._submit(job)
         try:
             while not isinstance(item := await items.get(), _End):
@@ -216,7 +247,10 @@ class _Jobs:
         """A step of idle work. False: there is nothing left to do."""
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._urgent: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        self._running: _Job | None = None
+        self.joint: JointJobs | None = None
+        self._next: list[_Job | None] = []
+        """What was taken from the queue and has yet to run."""
+        self._running: list[_Job] = []
         self._lock = threading.Lock()
 
     def put(self, job: _Job, urgent: bool) -> None:
@@ -225,7 +259,7 @@ class _Jobs:
                 raise closed_error()
             if urgent:
                 self._urgent.put(job)
-                job = _Job(_nothing, _drop)  # Wakes the thread if it is idle.
+                job = _Job(_nothing, _drop, "brief")  # Wakes the thread if it is idle.
             self._queue.put(job)
 
     def run_next(self) -> bool:
@@ -234,10 +268,30 @@ class _Jobs:
         if job is None:
             return False
         self.run_urgent()
-        job.run(self.run_urgent)
+        joint = self.joint
+        if job.kind == "joint" and joint is not None:
+            joint.run(job, self._following, self.run_urgent)
+        else:
+            job.run(self.run_urgent)
         with self._lock:
-            self._running = None
+            self._running.clear()
         return True
+
+    def _following(self) -> _Job | None:
+        """The next job if it can join those that run, or None. Brief ones before it are run."""
+        while self._next or not self._queue.empty():
+            if not self._next:
+                self._next.append(self._queue.get())
+            job = self._next[0]
+            with self._lock:
+                if job is None or job.kind == "alone" or self.closed:
+                    return None
+                self._next.clear()
+                if job.kind == "joint":
+                    self._running.append(job)
+                    return job
+            job.run()
+        return None
 
     def run_urgent(self) -> None:
         """Run the urgent calls that have arrived."""
@@ -248,7 +302,7 @@ class _Jobs:
         """The next job to run, or None at the end. Jobs that waited when the queue was closed are refused."""
         while (job := self._get()) is not None:
             with self._lock:
-                self._running = job
+                self._running = [job]
                 refused = self.closed and not isinstance(job, _LastJob)
             if not refused:
                 return job
@@ -259,6 +313,8 @@ class _Jobs:
 
     def _get(self) -> _Job | None:
         """The next item of the queue. Idle work is done until it comes."""
+        if self._next:
+            return self._next.pop()
         while self.idle is not None:
             with suppress(queue.Empty):
                 return self._queue.get(timeout=IDLE_SECONDS)
@@ -280,8 +336,9 @@ class _Jobs:
                 return
             self.closed = True
             self.idle = None
-            if self._running is not None:
-                self._running.cancelled.set()
+            self.joint = None
+            for job in self._running:
+                job.cancelled.set()
             if last is not None:
                 self._queue.put(_LastJob(last))
             self._queue.put(None)

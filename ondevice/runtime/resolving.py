@@ -26,7 +26,13 @@ from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig, Sparsity, Speculation
 from ondevice.errors import BudgetError, ContextOverflowError
 from ondevice.generate import check_prompt
-from ondevice.runtime.backend_choice import check_drafts, memory_model, row_invariance, settled_backend
+from ondevice.runtime.backend_choice import (
+    check_drafts,
+    memory_model,
+    row_invariance,
+    settled_backend,
+    settled_parallel,
+)
 from ondevice.runtime.draft_model import ResolvedDraft, open_draft, plan_draft
 from ondevice.runtime.models import automatic_modes, check_runtime, with_chosen_experts
 from ondevice.runtime.opening import (
@@ -160,7 +166,9 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     )
     rows = row_invariance(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
     check_drafts(runtime, rows)
-    runtime = replace(runtime, speculation=settled_speculation(runtime, rows))
+    runtime = replace(
+        runtime, speculation=settled_speculation(runtime, rows), parallel=settled_parallel(runtime, rows)
+    )
     warnings = damage_warnings(bundle, runtime)
     # Import now what is needed anyway, so that it is measured with the process.
     memory = memory_model(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from ipaddress import ip_address
 
+from ondevice.config import MAX_PARALLEL
 from ondevice.errors import UsageError
 
 MAX_BODY_BYTES = 2 << 20
@@ -39,6 +40,8 @@ class ServeConfig:
     """What a request must have as bearer token or x-api-key; empty: nothing."""
     queue: int = 16
     """Requests that may wait for their turn. More are refused with 429."""
+    parallel: int = 4
+    """Requests that generate at once and share forward passes."""
     allow_host: tuple[str, ...] = ()
     """Names by which the server may be called, beside localhost, `host` and addresses."""
     allow_origin: tuple[str, ...] = ()
@@ -53,6 +56,8 @@ class ServeConfig:
             raise UsageError(f"--port is {self.port}; it must be from 0 to 65535")
         if not 0 <= self.queue <= 10_000:
             raise UsageError(f"--queue is {self.queue}; it must be from 0 to 10000")
+        if not 1 <= self.parallel <= MAX_PARALLEL:
+            raise UsageError(f"--parallel is {self.parallel}; it must be from 1 to {MAX_PARALLEL}")
         if not self.host:
             raise UsageError("--host is empty; give a name or an address")
         if not self.api_key.isascii():

@@ -1,7 +1,7 @@
 """Runs one generation for a request, and gives its events at the client's pace.
 
 The model never waits for a client: events are kept until they are read, which `max_tokens` and the context
-bound, and the next request's turn begins when the last one is made.
+bound, and a turn ends when the last one is made.
 """
 
 from __future__ import annotations
@@ -129,17 +129,22 @@ async def _generate(service: Service, asked: Asked, running: Generation) -> None
         running.add(answer)
 
 
-def _events(loaded: LoadedModel, asked: Asked) -> AsyncGenerator[Event, None]:
+async def _events(loaded: LoadedModel, asked: Asked) -> AsyncGenerator[Event, None]:
     model = loaded.model
     options = {"max_tokens": model.plan.max_context} | asked.options
     sampling = sampling_options(None, options)  # type: ignore[arg-type]
     if asked.messages is not None:
         sampling = recommended(model.bundle.manifest.generation, sampling, asked.options)
-        session = loaded.session_for(asked.messages)
-        return session.astream_messages(asked.messages, prompt=asked.prompting, sampling=sampling)
-    if isinstance(asked.prompt, str):
-        return model.astream(asked.prompt, sampling=sampling)
-    return model.astream(tokens=asked.prompt, sampling=sampling)
+        with loaded.session_for(asked.messages) as session:
+            reply = session.astream_messages(asked.messages, prompt=asked.prompting, sampling=sampling)
+            async with aclosing(reply) as events:
+                async for event in events:
+                    yield event
+        return
+    prompt = {"prompt" if isinstance(asked.prompt, str) else "tokens": asked.prompt}
+    async with aclosing(model.astream(**prompt, sampling=sampling)) as events:  # type: ignore[arg-type]
+        async for event in events:
+            yield event
 
 
 def recommended(generation: Any, sampling: SamplingConfig, chosen: dict[str, Any]) -> SamplingConfig:

@@ -1,13 +1,15 @@
 """Which models are loaded, and whose turn it is.
 
-Models are loaded when they are asked for, all under one budget, and one request generates at a time. A
-request for another model waits for its turn like any other; the rest then make room, as `residency` says.
+Models are loaded when they are asked for, all under one budget. Up to `RuntimeConfig.parallel` requests for
+one model generate at once. A request for another model waits for its turn like any other, and those behind it
+wait as well; once nothing runs, the other models make room for its own, as `residency` says.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -57,7 +59,8 @@ class LoadedModel:
         self.at_work = 0
         """Requests that it works for."""
         self._sessions: list[Session] = []
-        """Least recently used first."""
+        """Those that don't answer now, least recently used first."""
+        self._answering = 0
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -75,15 +78,28 @@ class LoadedModel:
         least = plan.minimum_budget_bytes - plan.process_bytes - plan.others_bytes
         return Resident(self.facts.name, plan.claim_bytes, least, self.at_work > 0)
 
-    def session_for(self, messages: Sequence[Message]) -> Session:
-        """A session to answer `messages` with: the one that they continue, or repeat, else one to give up."""
+    @property
+    def parallel(self) -> int:
+        """Most requests that may generate at once."""
+        return self.model.runtime.parallel
+
+    @contextmanager
+    def session_for(self, messages: Sequence[Message]) -> Iterator[Session]:
+        """A context with a session to answer `messages` with, alone: the one that they continue, or repeat,
+        else one to give up.
+        """
         known = [(self._common(session, messages), session) for session in self._sessions]
         common, session = max(known, key=lambda pair: pair[0], default=(0, None))
         if session is None or common == 0:
-            room = len(self._sessions) < SESSIONS
+            room = len(self._sessions) + self._answering < max(SESSIONS, self.parallel)
             session = self.model.session() if room else self._sessions[0]
-        self._sessions = [*(it for it in self._sessions if it is not session), session]
-        return session
+        self._sessions = [it for it in self._sessions if it is not session]
+        self._answering += 1
+        try:
+            yield session
+        finally:
+            self._answering -= 1
+            self._sessions.append(session)
 
     @staticmethod
     def _common(session: Session, messages: Sequence[Message]) -> int:
@@ -91,6 +107,14 @@ class LoadedModel:
         said = session.transcript
         common = min(len(said), len(messages))
         return common if without_ids(said[:common]) == without_ids(messages[:common]) else 0
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A request that waits for its turn, which is set where it comes."""
+
+    facts: ModelFacts
+    turn: asyncio.Future[None]
 
 
 class Models:
@@ -118,7 +142,10 @@ class Models:
         self._load = load
         self._queue = queue
         self._metrics = metrics
-        self._turn = asyncio.Lock()
+        self._waiting: deque[_Waiting] = deque()
+        self._running = 0
+        self._current: ModelFacts | None = None
+        """The model of the requests that run."""
         self._changing: asyncio.Task[LoadedModel] | None = None
         self._stopping = False
         self._budget_bytes: int | None = None
@@ -147,31 +174,26 @@ class Models:
 
     @asynccontextmanager
     async def turn(self, facts: ModelFacts) -> AsyncIterator[LoadedModel]:
-        """A context in which the caller alone may generate, with the model loaded.
+        """A context in which the caller may generate, with the model loaded.
 
         Raises RequestError if too many wait or the server stops, and what loading raises.
         """
         if self._stopping:
             raise _stopping()
-        if self._turn.locked() and self.waiting >= self._queue:
-            raise RequestError(
-                429, f"{self.waiting} requests wait already; try again", code="rate_limit_exceeded"
-            )
-        self._wait(1)
-        try:
-            await self._turn.acquire()
-        finally:
-            self._wait(-1)
+        await self._begin(facts)
         try:
             self._metrics.add("running_requests", 1)
             if self._stopping:
                 raise _stopping()
             loaded = await self._ensured(facts)
             with loaded.working():
+                # Now it is known how many may run.
+                self._admit()
                 yield loaded
         finally:
             self._metrics.add("running_requests", -1)
-            self._turn.release()
+            self._running -= 1
+            self._admit()
 
     @asynccontextmanager
     async def at_hand(self, facts: ModelFacts) -> AsyncIterator[LoadedModel]:
@@ -214,6 +236,41 @@ class Models:
             await asyncio.wait({self._changing})
         while self.residents:
             await asyncio.to_thread(self.residents.pop().model.close)
+
+    async def _begin(self, facts: ModelFacts) -> None:
+        """Wait for a turn, and take it. Raises RequestError if too many wait."""
+        own = _Waiting(facts, asyncio.get_running_loop().create_future())
+        self._waiting.append(own)
+        self._admit()
+        if not own.turn.done() and self.waiting >= self._queue:
+            self._waiting.remove(own)
+            raise RequestError(
+                429, f"{self.waiting} requests wait already; try again", code="rate_limit_exceeded"
+            )
+        self._wait(1)
+        try:
+            await own.turn
+        except asyncio.CancelledError:
+            if not own.turn.cancelled():
+                self._running -= 1
+            self._admit()
+            raise
+        finally:
+            self._wait(-1)
+
+    def _admit(self) -> None:
+        """Give turns to those that wait, in their order, as far as there are any."""
+        while self._waiting:
+            if self._waiting[0].turn.cancelled():
+                self._waiting.popleft()
+                continue
+            facts, loaded = self._waiting[0].facts, self.loaded
+            if self._running:
+                known = loaded is not None and loaded.facts is facts and self._current is facts
+                if not known or loaded is None or self._running >= loaded.parallel:
+                    return
+            self._running, self._current = self._running + 1, facts
+            self._waiting.popleft().turn.set_result(None)
 
     def _wait(self, change: int) -> None:
         self.waiting += change

@@ -100,6 +100,18 @@ class Drafting:
         self.prune: Prune | None = None
         """Called between the lower layers and the stream layers of the proposed pass. None: no pruning."""
 
+    @property
+    def text(self) -> list[int]:
+        """The list that `begin` was called with last, or an empty one after `leave`."""
+        return self._text
+
+    def leave(self) -> None:
+        """Forget the text, which goes on without drafts. It takes `begin` to draft for it again."""
+        self._text = []
+        self._told = 0
+        self._missed_output = None
+        self.prune = None
+
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         """Begin to continue a text. text: at least one token id; the caller's list grows with the text."""
         self._text = text

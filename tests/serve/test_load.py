@@ -84,7 +84,7 @@ def run_clients(server: Serving, expected: list[str], seconds: float) -> int:
 
 @pytest.mark.slow
 def test_many_clients_change_no_text_and_leak_nothing(chat_bundle: Path) -> None:
-    with serving(load(chat_bundle, threads=1), ServeConfig(port=0, queue=CLIENTS)) as server:
+    with serving(load(chat_bundle, threads=1, parallel=4), ServeConfig(port=0, queue=CLIENTS)) as server:
         expected = [whole(server, number) for number in range(16)]
         run_clients(server, expected, SECONDS / 3)
         before = process_memory().current_bytes
@@ -95,7 +95,7 @@ def test_many_clients_change_no_text_and_leak_nothing(chat_bundle: Path) -> None
 
 
 def test_a_few_clients_change_no_text(chat_bundle: Path) -> None:
-    with serving(load(chat_bundle, threads=1), ServeConfig(port=0, queue=CLIENTS)) as server:
+    with serving(load(chat_bundle, threads=1, parallel=4), ServeConfig(port=0, queue=CLIENTS)) as server:
         expected = [whole(server, number) for number in range(16)]
         assert run_clients(server, expected, 1.5) > 3
         until(lambda: server.metric("running_requests") == 0)

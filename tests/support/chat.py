@@ -17,6 +17,9 @@ from ondevice import host
 from ondevice.api import Model
 from ondevice.budget.plan import REPEAT_MARGIN_BYTES
 from ondevice.callbacks import IsCancelled
+from ondevice.errors import OndeviceError
+from ondevice.model.shared_passes import PassRequest
+from ondevice.model.transformer import Cancelled
 from ondevice.runtime.engine import Engine
 from ondevice.sparsity.fetch import FetchOptions
 from tests.support.bundles import EOS
@@ -55,18 +58,31 @@ def fetch_with(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
 
 
 def pause_engine(
-    model: Model, monkeypatch: pytest.MonkeyPatch, work: str = "generate", after: int = 2
+    model: Model, monkeypatch: pytest.MonkeyPatch, work: str = "steps", after: int = 2
 ) -> list[Any]:
-    """After `after` items of its work the engine waits to be cancelled; what it makes is listed."""
+    """After `after` items of its work the engine waits to be cancelled; what it makes is listed.
+
+    Requests for passes aren't items.
+    """
     made: list[Any] = []
     run = getattr(model._engine, work)
 
     def pausing(*arguments: Any) -> Iterator[Any]:
         cancelled: IsCancelled = arguments[-1]
-        for item in run(*arguments):
-            made.append(item)
-            yield item
-            if len(made) == after:
+        answer: Any = None
+        made_by = run(*arguments)
+        while True:
+            try:
+                item = made_by.throw(answer) if isinstance(answer, Exception) else made_by.send(answer)
+            except StopIteration:
+                return
+            if not isinstance(item, PassRequest):
+                made.append(item)
+            try:
+                answer = yield item
+            except (OndeviceError, Cancelled) as error:
+                answer = error
+            if not isinstance(item, PassRequest) and len(made) == after:
                 give_up = time.monotonic() + 20.0
                 while not cancelled() and time.monotonic() < give_up:
                     time.sleep(0.001)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
 from toga_dummy.utils import EventLog, assert_action_performed
 
 import ondevice
+from ondevice.generate import watched
 from ondevice_chat import folders
 
 WAIT_SECONDS = 90.0
@@ -25,14 +26,8 @@ def endless() -> ondevice.SamplingConfig:
 def slow_down(app: Any) -> None:
     """The engine as a larger model would have it: the window has time to be used while a reply is written."""
     engine = app.chat._model._engine
-    generate = engine.generate
-
-    def slowly(*arguments: Any) -> Iterator[ondevice.Event]:
-        for event in generate(*arguments):
-            time.sleep(0.01)
-            yield event
-
-    engine.generate = slowly
+    steps = engine.steps
+    engine.steps = lambda *arguments: watched(steps(*arguments), lambda event: time.sleep(0.01))
 
 
 async def until(holds: Callable[[], Any]) -> None:

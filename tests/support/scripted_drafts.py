@@ -33,11 +33,12 @@ class Scripted:
         self.sizes: list[int] = []
         self.stats = DraftStats()
         self.prune: Prune | None = None
+        self.text: list[int] = []
         self.streamed = 0
         """Nodes that had streams in their pass."""
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
-        self._length = len(text)
+        self.text, self._length = text, len(text)
 
     def propose(self, root: int, kv: KVCache, max_nodes: int, max_tokens: int, cancelled: Any) -> Draft:
         rng, known = self._random, self._text[self._length :]

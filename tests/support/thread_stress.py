@@ -2,9 +2,9 @@
 
     python -m tests.support.thread_stress --seconds 600 --threads 12 --seed 0
 
-They generate, stream, cancel, talk, score, change the budget, close the model and load it again. What it
-prints ends with a line of JSON; the exit status is 1 for a wrong text or an untyped error, 2 where a thread
-hangs.
+They generate, stream, cancel, talk, score, change the budget, close the model and load it again. Most texts
+share their passes with others. What it prints ends with a line of JSON; the exit status is 1 for a wrong text
+or an untyped error, 2 where a thread hangs.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class Stress:
 
     def load(self, **options: Any) -> ondevice.Model:
         budget = int(self.minimum * max(BUDGETS))
+        options = {"parallel": 4} | options
         return ondevice.load(self.folder, dram_budget=budget, memory_pressure="off", **options)
 
     def count(self, what: str) -> None:
@@ -197,6 +198,7 @@ class Stress:
                 before.close()
             options = {
                 "threads": rng.choice([1, 2]),
+                "parallel": rng.choice([1, 3, 8]),
                 "speculation": rng.choice(["auto", "off", "streams", "lookup"]),
             }
             self.model = self.load(**options)

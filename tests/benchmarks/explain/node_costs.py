@@ -131,6 +131,7 @@ class Schedule:
         self.stats = DraftStats()
         self.prune: Prune | None = None
         """Nothing is drafted by streams here."""
+        self.text: list[int] = []
 
     @property
     def done(self) -> bool:
@@ -146,7 +147,7 @@ class Schedule:
         return Draft(tuple(self._pool[place] for place in places), form.parents, form.chances)
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
-        self._bytes = self._engine.counters().flash_bytes_read
+        self._bytes, self.text = self._engine.counters().flash_bytes_read, text
 
     def propose(self, root: int, kv: KVCache, max_nodes: int, max_tokens: int, cancelled: Any) -> Draft:
         """The next one, room in the context or not: there is enough, and blocks are taken for it."""

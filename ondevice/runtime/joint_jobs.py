@@ -1,0 +1,156 @@
+"""Jobs of an owner thread that run together: each waits for answers, and these come for all at once.
+
+A joint job is a generator of items and requests. It runs until it asks for something; once all running jobs
+have asked, one call answers them. Jobs join and leave between two such rounds. This module knows nothing of
+models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+Cancelled = Callable[[], bool]
+
+
+class Job(Protocol):
+    """What is known of a job: its work, and where its items and its end go."""
+
+    @property
+    def work(self) -> Callable[[Cancelled], Iterator[Any]]: ...
+
+    def is_cancelled(self) -> bool: ...
+
+    def deliver(self, item: Any) -> None: ...
+
+    def end(self, error: BaseException | None = None) -> None: ...
+
+
+class JointJobs:
+    """Runs jobs together. It belongs to the owner thread, except `running`."""
+
+    def __init__(
+        self,
+        most: int,
+        request: type,
+        answer: Callable[[Sequence[Any]], Sequence[BaseException | Any | None]],
+    ) -> None:
+        """Args:
+        most: Jobs that may run together.
+        request: The type of requests; everything else that a job yields is an item.
+        answer: Called with the requests of all running jobs, in the order in which these began. Returns an
+            answer for each, which is sent to its job, or raised in it if it is an exception; `WAIT` leaves a
+            job waiting with its request.
+        """
+        self.most = most
+        self.running = 0
+        """Number of jobs that run now. Safe from any thread."""
+        self._request = request
+        self._answer = answer
+
+    def run(self, first: Job, following: Callable[[], Job | None], between: Callable[[], None]) -> None:
+        """Run `first` and those that join it, until all have ended. Every error goes to the jobs.
+
+        following: gives the next job that wants to run, or None. between: called between items and rounds.
+        """
+        running = [_Running(first, self._request)]
+        with _ToAll(running):
+            while running:
+                while len(running) < self.most and (job := following()) is not None:
+                    running.append(_Running(job, self._request))
+                self.running = len(running)
+                for one in list(running):
+                    one.advance(between)
+                    if one.ended:
+                        running.remove(one)
+                        self.running = len(running)
+                asked = [one.request for one in running]
+                for one, answer in zip(running, self._answer(asked) if asked else (), strict=True):
+                    one.take(answer)
+                between()
+        self.running = 0
+
+
+class _Wait:
+    """The type of `WAIT`."""
+
+
+WAIT = _Wait()
+"""The answer to a request that is asked again in the next round."""
+
+
+class _Running:
+    """A job that has begun."""
+
+    def __init__(self, job: Job, request: type) -> None:
+        self.job = job
+        self.request: Any = None
+        """What it waits for; None: nothing."""
+        self.ended = False
+        self._type = request
+        self._steps: Generator[Any, Any, None] | None = None
+        self._answer: BaseException | Any | None = None
+
+    def take(self, answer: BaseException | Any | None) -> None:
+        """Take the answer to the request."""
+        if answer is not WAIT:
+            self.request, self._answer = None, answer
+
+    def advance(self, between: Callable[[], None]) -> None:
+        """Run until the job asks for something or ends."""
+        if self.request is not None:
+            return
+        with _End(self):
+            item = self._next()
+            while not isinstance(item, self._type):
+                self.job.deliver(item)
+                between()
+                item = self._next()
+            self.request = item
+
+    def _next(self) -> Any:
+        """The next item or request. Raises StopIteration at the end."""
+        if self._steps is None:
+            self._steps = self.job.work(self.job.is_cancelled)  # type: ignore[assignment]
+            assert self._steps is not None
+        answer, self._answer = self._answer, None
+        if isinstance(answer, BaseException):
+            return self._steps.throw(answer)
+        return self._steps.send(answer)
+
+
+class _End:
+    """A context that ends a job where its work ends, with or without an error."""
+
+    def __init__(self, running: _Running) -> None:
+        self._running = running
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is not None:
+            self._running.ended = True
+            self._running.job.end(None if isinstance(error, StopIteration) else error)
+        return True
+
+
+class _ToAll:
+    """A context that gives an error of no job in particular to all that run."""
+
+    def __init__(self, running: list[_Running]) -> None:
+        self._all = running
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        for one in self._all:
+            one.job.end(error)
+        self._all.clear()
+        return True

@@ -1,0 +1,184 @@
+"""Texts that share passes: total tokens per second with 1, 2, 4 and 8 of them, on a random Llama-7B shape.
+
+    python -m tests.benchmarks.compare.batching --workdir DIR
+
+Under a budget of half the bundle, where every pass reads weights from flash, and under one that holds it all;
+dense, 8-bit keys and values, with `--speculation off` and with `auto`. Each client continues a prompt of its
+own; tokens count from when all have their first until one has its last. Every text must be the one that it is
+alone. Ends with one JSON line; exits 0 only if four clients give 2.5 times one's tokens from flash and 1.5
+times from memory, without drafts.
+
+The bundle, 3.9 GB, is converted from shards that exist nowhere (`virtual_hub.py`) on the first call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import ondevice
+from ondevice.config import Speculation
+from tests.benchmarks.lib.measure import machine, note
+from tests.benchmarks.lib.ondevice_bundle import convert_command
+from tests.benchmarks.lib.random_model import LLAMA_7B, huggingface_config, huggingface_tensors, random_tokens
+from tests.benchmarks.lib.virtual_hub import REPOSITORY, Repository, serving
+
+CONTEXT = 512
+PROMPT_TOKENS = 16
+END_OF_TEXT = 2
+AT_LEAST = {"half": 2.5, "resident": 1.5}
+"""Of the tokens per second of one client, with four, without drafts."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number of clients. Rates are per second; memory is the process's peak so far."""
+
+    budget: str
+    speculation: str
+    clients: int
+    tokens_per_second: float
+    passes: int
+    flash_bytes_per_token: float
+    peak_memory_bytes: int
+    same_text: bool
+
+
+def bundle_of(workdir: Path) -> Path:
+    """The bundle, made on the first call."""
+    output = workdir / "llama-7b-q4"
+    if (output / "bundle.json").is_file():
+        return output
+    workdir.mkdir(parents=True, exist_ok=True)
+    command = [*convert_command(Path(REPOSITORY), output), "--yes"]
+    with serving(Repository(huggingface_config(LLAMA_7B), huggingface_tensors(LLAMA_7B))) as address:
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_DISABLE_TELEMETRY": "1"}
+        subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
+    return output
+
+
+@dataclass
+class Client:
+    """A text and when its tokens came."""
+
+    prompt: list[int]
+    tokens: list[int]
+    times: list[float]
+
+    def run(self, model: ondevice.Model, count: int) -> None:
+        """Continue the prompt by `count` tokens."""
+        bias = {END_OF_TEXT: -math.inf}
+        for event in model.stream(tokens=self.prompt, max_tokens=count, logit_bias=bias):
+            if event.token is not None:
+                self.tokens.append(event.token)
+                self.times.append(time.monotonic())
+
+
+def together(model: ondevice.Model, clients: int, count: int) -> list[Client]:
+    """That many clients at once."""
+    prompts = [random_tokens(PROMPT_TOKENS, LLAMA_7B.vocab_size, seed) for seed in range(clients)]
+    found = [Client(prompt, [], []) for prompt in prompts]
+    threads = [threading.Thread(target=client.run, args=(model, count)) for client in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def rate(clients: Sequence[Client]) -> float:
+    """Tokens of all per second, from when all have their first until one has its last."""
+    begin, end = max(client.times[0] for client in clients), min(client.times[-1] for client in clients)
+    tokens = sum(begin < moment <= end for client in clients for moment in client.times)
+    return tokens / (end - begin)
+
+
+def rows(
+    bundle: Path, budget: str, speculation: Speculation, counts: Sequence[int], tokens: int
+) -> list[Row]:
+    """One row for each number of clients."""
+    size = sum(file.stat().st_size for file in bundle.iterdir())
+    found: list[Row] = []
+    alone: dict[int, list[int]] = {}
+    with ondevice.load(
+        bundle,
+        dram_budget=size // 2 if budget == "half" else "auto",
+        backend="cpu",
+        sparsity="dense",
+        speculation=speculation,
+        kv_bits=8,
+        max_context=CONTEXT,
+        parallel=max(counts),
+        memory_pressure="off",
+    ) as model:
+        together(model, 1, 2)
+        for count in counts:
+            before = model.counters
+            clients = together(model, count, tokens)
+            read = model.counters.flash_bytes_read - before.flash_bytes_read
+            same = all(alone.setdefault(at, it.tokens) == it.tokens for at, it in enumerate(clients))
+            if count == max(counts):
+                for at in range(1, count):
+                    same = same and alone[at] == _alone(model, clients[at], tokens)
+            row = Row(
+                budget,
+                speculation,
+                count,
+                round(rate(clients), 3),
+                model.stats.forward_passes,
+                read / (count * tokens),
+                model.counters.peak_memory_bytes,
+                same,
+            )
+            note(json.dumps(asdict(row)))
+            found.append(row)
+    return found
+
+
+def _alone(model: ondevice.Model, client: Client, tokens: int) -> list[int]:
+    """The text of a client alone."""
+    again = Client(client.prompt, [], [])
+    again.run(model, tokens)
+    return again.tokens
+
+
+def main() -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.compare.batching")
+    parser.add_argument("--workdir", type=Path, required=True)
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--tokens", type=int, default=12)
+    parser.add_argument("--budgets", nargs="+", choices=tuple(AT_LEAST), default=list(AT_LEAST))
+    parser.add_argument("--speculation", nargs="+", choices=("off", "auto"), default=["off", "auto"])
+    options = parser.parse_args()
+    bundle = bundle_of(options.workdir)
+    found = [
+        row
+        for budget in options.budgets
+        for speculation in options.speculation
+        for row in rows(bundle, budget, speculation, options.clients, options.tokens)
+    ]
+    rates = {(row.budget, row.speculation, row.clients): row.tokens_per_second for row in found}
+    ratios = {
+        budget: round(rates[budget, "off", 4] / rates[budget, "off", 1], 2)
+        for budget in AT_LEAST
+        if (budget, "off", 4) in rates and (budget, "off", 1) in rates
+    }
+    held = all(ratio >= AT_LEAST[budget] for budget, ratio in ratios.items())
+    held = held and all(row.same_text for row in found)
+    result = {"machine": machine(), "rows": list(map(asdict, found)), "four to one": ratios, "held": held}
+    print(json.dumps(result))
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""A pass of several sequences: every row has the bits that it has in a pass of its own sequence alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ondevice.converters.convert import convert
+from ondevice.errors import UsageError
+from ondevice.model.kv_cache import KVCache, KVLayout
+from ondevice.model.transformer import Cancelled, SequencePart, Transformer
+from tests.support.engines import random_tokens, running
+from tests.support.families import CASES, write_model
+
+PREFIXES = (0, 3, 70, 64, 1)
+ROWS = (5, 1, 1, 2, 30)
+
+
+def begun(model: Transformer, seed: int = 7) -> list[KVCache]:
+    """Caches of sequences of different lengths."""
+    found = []
+    for at, length in enumerate(PREFIXES):
+        kv = KVCache(KVLayout(model.config, 8))
+        if length:
+            model.forward(random_tokens(model.config, length, seed + at), kv, "none")
+        found.append(kv)
+    return found
+
+
+def compare(model: Transformer) -> None:
+    """Two passes of all sequences against passes of each."""
+    apart, shared = begun(model), begun(model)
+    for turn in range(2):
+        given = [random_tokens(model.config, count, 90 + 9 * turn + at) for at, count in enumerate(ROWS)]
+        alone = [
+            np.array(model.backend.to_numpy(model.hidden_states(tokens, kv)))
+            for tokens, kv in zip(given, apart, strict=True)
+        ]
+        parts = [SequencePart(tokens, kv) for tokens, kv in zip(given, shared, strict=True)]
+        together = model.backend.to_numpy(model.run_each(parts))
+        assert together.tobytes() == np.concatenate(alone).tobytes()
+        assert [kv.tokens for kv in shared] == [kv.tokens for kv in apart]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Transformer]:
+    folder = tmp_path_factory.mktemp("gemma")
+    write_model(folder / "source", *CASES["gemma2"])
+    with running(convert(folder / "source", folder / "bundle", "q4"), "cpu") as found:
+        yield found
+
+
+def test_rows_have_the_bits_of_their_sequence_alone(model: Transformer) -> None:
+    compare(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_every_family(tmp_path: Path, case: str) -> None:
+    write_model(tmp_path / "source", *CASES[case])
+    with running(convert(tmp_path / "source", tmp_path / "bundle", "q4"), "cpu") as found:
+        compare(found)
+
+
+def test_what_fails_leaves_every_cache_as_it_was(model: Transformer) -> None:
+    caches = begun(model)
+    before = [list(kv.tokens) for kv in caches]
+    parts = [SequencePart([5, 6], kv) for kv in caches]
+    asked: list[int] = []
+
+    def cancelled() -> bool:
+        asked.append(1)
+        return len(asked) == 2
+
+    with pytest.raises(Cancelled):
+        model.run_each(parts, cancelled)
+    with pytest.raises(UsageError, match="token id"):
+        model.run_each([*parts[1:], SequencePart([model.config.vocab_size], caches[0])])
+    assert [kv.tokens for kv in caches] == before

@@ -1,0 +1,276 @@
+"""Texts that share passes: each has the bits that it has alone, and what happens to one harms no other."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ondevice.api import Model, inspect, load
+from ondevice.backends.base import Array
+from ondevice.config import RuntimeConfig
+from ondevice.converters.convert import convert
+from ondevice.errors import FlashReadError, OndeviceError, UsageError
+from ondevice.generate import Event
+from ondevice.model.shared_passes import PROMPT_ROWS
+from ondevice.model.transformer import SequencePart, Transformer
+from tests.support.chat import squeeze
+from tests.support.families import CASES, write_model
+
+ENDS = {"max_tokens": 24, "logit_bias": {2: -math.inf}}
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.9, "seed": 3},
+    {"temperature": 1.1, "seed": 4, "top_k": 30, "repetition_penalty": 1.3},
+    {"top_logprobs": 2},
+    {"temperature": 0.7, "seed": 5, "top_p": 0.9, "top_logprobs": 1},
+    {"max_tokens": 3},
+    {"temperature": 1.0, "seed": 3, "min_p": 0.02, "max_tokens": 40},
+    {"repetition_penalty": 1.5},
+)
+Shares = list[list[int]]
+"""For each shared pass, the number of rows of each text."""
+
+
+@pytest.fixture
+def shares(monkeypatch: pytest.MonkeyPatch) -> Shares:
+    """The rows of the shared passes of this test."""
+    found: Shares = []
+    own = Transformer.run_each
+
+    def run_each(self: Transformer, parts: Sequence[SequencePart], *rest: Any) -> Array:
+        found.append([len(tokens) for tokens, _ in parts])
+        return own(self, parts, *rest)
+
+    monkeypatch.setattr(Transformer, "run_each", run_each)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expert_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("experts")
+    write_model(made / "source", *CASES["olmoe"])
+    return convert(made / "source", made / "bundle", "q4")
+
+
+def prompts(vocab_size: int, count: int, seed: int = 1) -> list[list[int]]:
+    """Prompts of different lengths."""
+    rng = random.Random(seed)
+    return [[rng.randrange(5, vocab_size) for _ in range(rng.choice([1, 5, 30, 90]))] for _ in range(count)]
+
+
+def asked(model: Model, count: int) -> list[tuple[list[int], dict[str, Any]]]:
+    """Prompts and their options, mixed."""
+    given = prompts(model.config.vocab_size, count)
+    return [(ids, {**ENDS, **OPTIONS[at % len(OPTIONS)]}) for at, ids in enumerate(given)]
+
+
+def said(events: Sequence[Event]) -> list[Any]:
+    return [(event.text, event.token, event.logprob, event.top_logprobs, event.stop) for event in events]
+
+
+def alone(model: Model, requests: Sequence[tuple[list[int], dict[str, Any]]]) -> list[list[Any]]:
+    return [said(list(model.stream(tokens=ids, **options))) for ids, options in requests]
+
+
+def at_once(works: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What each returns or raises, with all running at the same time."""
+    found: list[Any] = [None] * len(works)
+
+    def run(at: int, work: Callable[[], Any]) -> None:
+        try:
+            found[at] = work()
+        except OndeviceError as error:
+            found[at] = error
+
+    threads = [threading.Thread(target=run, args=each) for each in enumerate(works)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def together(model: Model, requests: Sequence[tuple[list[int], dict[str, Any]]]) -> list[Any]:
+    """What each is answered where all wait before the first begins."""
+    streams = [model.stream(tokens=ids, **options) for ids, options in requests]
+    gate, queue = threading.Event(), model._owner._jobs._queue
+    held = model._owner.stream(lambda cancelled: (gate.wait(60 * turn) for turn in range(2)))
+    next(held)
+
+    def release() -> None:
+        while queue.qsize() < len(requests):
+            time.sleep(0.001)
+        gate.set()
+
+    works = [lambda it=it: said(list(it)) for it in streams]  # type: ignore[misc]
+    return at_once([*works, release])[: len(requests)]
+
+
+@pytest.mark.parametrize("mode", ["dense", "exact", "predicted", "experts"])
+def test_the_bits_of_each_alone(mode: str, shares: Shares, request: pytest.FixtureRequest) -> None:
+    bundle = request.getfixturevalue("expert_bundle") if mode == "experts" else None
+    options: dict[str, Any] = {"sparsity": mode, "threads": 2, "prefill_chunk": 29, "memory_pressure": "off"}
+    with load(bundle, **options) as model:
+        requests = asked(model, 8)
+        expected = alone(model, requests)
+    assert not shares
+    for clients in (3, 8):
+        with load(bundle, parallel=clients, **options) as model:
+            if clients == 3:
+                squeeze(model)
+            assert together(model, requests) == expected
+        assert max(map(len, shares)) == clients
+        shares.clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("mode", ["dense", "exact", "predicted", "experts"])
+def test_joining_and_leaving_at_random_times(
+    mode: str, seed: int, shares: Shares, request: pytest.FixtureRequest
+) -> None:
+    rng = random.Random(seed)
+    bundle = request.getfixturevalue("expert_bundle") if mode == "experts" else None
+    with load(bundle, sparsity=mode, threads=1, speculation="off", memory_pressure="off") as model:  # type: ignore[arg-type]
+        requests = asked(model, 40)
+        expected = alone(model, requests)
+
+    def work(at: int) -> Callable[[], None]:
+        wait, most = rng.random(), rng.choice([1, 4, 1000])
+
+        def run() -> None:
+            time.sleep(wait)
+            ids, options = requests[at]
+            events = model.stream(tokens=ids, **options)
+            found = []
+            for event in events:
+                found.append(event)
+                if len(found) == most:
+                    break
+            events.close()  # type: ignore[attr-defined]
+            assert said(found) == expected[at][: len(found)]
+            assert len(found) in (most, len(expected[at]))
+
+        return run
+
+    with load(
+        bundle,
+        sparsity=mode,  # type: ignore[arg-type]
+        parallel=rng.choice([2, 4, 8]),
+        prefill_chunk=rng.choice([1, 7, 256]),
+        speculation=rng.choice(["off", "auto", "lookup"]),
+        memory_pressure="off",
+    ) as model:
+        if rng.random() < 0.5:
+            squeeze(model)
+        assert at_once([work(at) for at in range(len(requests))]) == [None] * len(requests)
+    assert max(map(len, shares)) > 1
+
+
+def test_without_memory_for_all_the_last_ones_compute_theirs_again(shares: Shares) -> None:
+    options: dict[str, Any] = {"sparsity": "dense", "speculation": "off", "memory_pressure": "off"}
+    wanted = {**ENDS, "max_tokens": 200, "temperature": 0.9}
+    with load(**options) as model:
+        given = prompts(model.config.vocab_size, 4)
+        requests = [(ids, {**wanted, "seed": at}) for at, ids in enumerate(given)]
+        expected = alone(model, requests)
+    small = inspect(parallel=4, max_context=320, **options).minimum_budget_bytes
+    with load(parallel=4, max_context=320, dram_budget=small, **options) as model:
+        limit = model.plan.kv_limit_bytes // model.plan.kv_block_bytes
+        assert limit < sum(-(-(len(ids) + 200) // 64) for ids, _ in requests)
+        assert together(model, requests) == expected
+    prompt_rows = sum(rows for each in shares for rows in each if rows > 1)
+    assert prompt_rows > sum(len(ids) for ids, _ in requests), "nothing was computed twice"
+
+
+def test_a_long_prompt_goes_in_pieces_between_the_tokens_of_others(shares: Shares) -> None:
+    with load(parallel=2, speculation="off", memory_pressure="off") as model:
+        (first,) = prompts(model.config.vocab_size, 1)
+        running = model.stream(tokens=first[:5], **{**ENDS, "max_tokens": 60})
+        next(running)
+        long = (first * 300)[:300]
+        events = list(model.stream(tokens=long, max_tokens=2))
+        list(running)
+        assert said(events) == said(list(model.stream(tokens=long, max_tokens=2)))
+    pieces = [rows for each in shares for rows in each if rows > 1]
+    assert sum(pieces) == 300
+    assert max(pieces) == PROMPT_ROWS
+    assert all(1 in each for each in shares if max(each) > 1)
+
+
+def test_errors_of_one_text_harm_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[int] = []
+    own = Transformer.run_each
+
+    def run_each(self: Transformer, parts: Sequence[SequencePart], *rest: Any) -> Array:
+        found = own(self, parts, *rest)
+        if len(failed) < 2 and len(parts) > 2:
+            failed.append(len(parts))
+            raise FlashReadError("made up")
+        return found
+
+    with load(parallel=4, speculation="off", memory_pressure="off") as model:
+        requests = asked(model, 3)
+        expected = alone(model, requests)
+        monkeypatch.setattr(Transformer, "run_each", run_each)
+        bad = [model.config.vocab_size]
+        found = together(model, [*requests, (bad, dict(ENDS))])
+    assert len(failed) == 2
+    assert found[:3] == expected
+    assert isinstance(found[3], UsageError)
+
+
+def test_drafts_come_back_with_the_last_text() -> None:
+    with load(speculation="lookup", parallel=2, memory_pressure="off") as model:
+        requests = [(ids, {**ENDS, "max_tokens": 90}) for ids in ([7, 8, 9, 7, 8, 9, 7], [11, 12, 11, 12])]
+        requests[1][1]["max_tokens"] = 6
+        expected = alone(model, requests)
+        first = model.stream(tokens=requests[0][0], **requests[0][1])
+        found = [next(first)]
+        assert said(list(model.stream(tokens=requests[1][0], **requests[1][1]))) == expected[1]
+        found += first
+        assert said(found) == expected[0]
+        stats = found[-1].stats
+    assert stats is not None
+    assert stats.drafting.drafts > 0
+
+
+def test_closing_ends_all(chat_bundle: Path) -> None:
+    model = load(chat_bundle, parallel=3, memory_pressure="off")
+    streams = [model.stream(tokens=[5, 6, 7 + at], **{**ENDS, "max_tokens": 4000}) for at in range(3)]
+    begun = [next(it) for it in streams]
+    model.close()
+    assert len(begun) == 3
+    assert [list(it)[-1].finish_reason for it in streams] == ["cancelled"] * 3
+
+
+def test_where_a_text_would_depend_on_others_there_is_one_at_a_time(expert_bundle: Path) -> None:
+    substituting: dict[str, Any] = {"expert_substitution": 0.5, "speculation": "off"}
+    for options, bundle in ((substituting, expert_bundle), ({"backend": "reference"}, None)):
+        with load(bundle, parallel=4, memory_pressure="off", **options) as model:
+            assert model.runtime.parallel == 1
+            requests = [([5, 6, 7], {**ENDS, "max_tokens": 3}), ([8, 9], {**ENDS, "max_tokens": 3})]
+            found = together(model, requests)
+        assert all(isinstance(it, list) for it in found)
+
+
+def test_the_plan_counts_what_texts_add() -> None:
+    one, four, eight = (inspect(parallel=count) for count in (1, 4, 8))
+    vocabulary = 8 * 4096
+    assert four.decode_activation_bytes - one.decode_activation_bytes >= 3 * vocabulary
+    assert eight.decode_activation_bytes - four.decode_activation_bytes >= 4 * vocabulary
+    assert one.minimum_budget_bytes < four.minimum_budget_bytes < eight.minimum_budget_bytes
+    assert inspect(parallel=4, prefill_chunk=1).pass_tokens == 4
+
+
+@pytest.mark.parametrize("value", [0, -1, 17, 2.0, "2"])
+def test_the_number_of_texts_is_checked(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"parallel is .*; it must be an integer from 1 to 16"):
+        RuntimeConfig(parallel=value)

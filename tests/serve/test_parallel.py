@@ -1,0 +1,121 @@
+"""Requests that generate at once: as many as the model was loaded for, each with the text of its own."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+
+from ondevice.api import Model, load
+from ondevice.errors import UsageError
+from ondevice.generate import watched
+from ondevice.serve.config import ServeConfig
+from tests.support.serving import Answer, Serving, serving, until
+
+CHAT = "/v1/chat/completions"
+
+
+def asked(number: int, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"Say {number}"}]
+    return {"messages": messages, "max_tokens": 40, "seed": number, "temperature": 1, **more}
+
+
+def slow(model: Model) -> Callable[[], None]:
+    """Let every token take its time; returns what ends that."""
+    engine, steps = model._engine, model._engine.steps
+    pause = [0.02]
+    engine.steps = lambda *arguments: watched(steps(*arguments), lambda event: time.sleep(pause[0]))  # type: ignore[method-assign]
+    return lambda: pause.__setitem__(0, 0.0)
+
+
+@pytest.fixture
+def server(chat_bundle: Path) -> Iterator[Serving]:
+    with serving(load(chat_bundle, threads=1, parallel=2)) as running:
+        yield running
+
+
+def answered(server: Serving, requests: list[dict[str, Any]]) -> tuple[list[threading.Thread], list[Answer]]:
+    """Threads that ask, in order, and where answers will be."""
+    answers: list[Any] = [None] * len(requests)
+
+    def ask(at: int) -> None:
+        answers[at] = server.post(CHAT, requests[at])
+
+    threads = [threading.Thread(target=ask, args=(at,)) for at in range(len(requests))]
+    for thread in threads:
+        thread.start()
+    return threads, answers
+
+
+def text(answer: Answer) -> str:
+    assert answer.status == 200, answer.body
+    return str(answer.json["choices"][0]["message"]["content"])
+
+
+def test_two_run_and_one_that_goes_makes_room(server: Serving) -> None:
+    expected = [text(server.post(CHAT, asked(number))) for number in range(3)]
+    hurry = slow(server.model)
+    connection = server.connection()
+    connection.request("POST", CHAT, json.dumps(asked(9, stream=True, max_tokens=400)))
+    assert connection.getresponse().status == 200
+    threads, answers = answered(server, [asked(number) for number in range(3)])
+    until(lambda: server.metric("running_requests") == 2 and server.metric("waiting_requests") == 2)
+    connection.close()
+    until(lambda: server.metric("waiting_requests") < 2)
+    assert server.metric("running_requests") == 2
+    hurry()
+    for thread in threads:
+        thread.join(60)
+    assert [text(answer) for answer in answers] == expected
+    until(lambda: server.metric("running_requests") == 0)
+
+
+def test_one_conversation_twice_at_once(server: Serving) -> None:
+    expected = text(server.post(CHAT, asked(1)))
+    hurry = slow(server.model)
+    threads, answers = answered(server, [asked(1), asked(1)])
+    until(lambda: server.metric("running_requests") == 2)
+    hurry()
+    for thread in threads:
+        thread.join(60)
+    assert [text(answer) for answer in answers] == [expected] * 2
+
+
+def test_another_model_waits_until_all_have_ended(chat_bundle: Path) -> None:
+    loaded: list[float] = []
+
+    def again() -> Model:
+        loaded.append(running())
+        return load(chat_bundle, threads=1, parallel=2)
+
+    with serving(load(chat_bundle, threads=1, parallel=2), others={"second": again}) as server:
+
+        def running() -> float:
+            return server.metric("running_requests")
+
+        hurry = slow(server.model)
+        threads, answers = answered(server, [asked(1), asked(2)])
+        until(lambda: running() == 2)
+        second, others = answered(server, [asked(3, model="second")])
+        until(lambda: server.metric("waiting_requests") == 1)
+        behind, last = answered(server, [asked(3, model="second")])
+        until(lambda: server.metric("waiting_requests") == 2)
+        hurry()
+        for thread in (*threads, *second, *behind):
+            thread.join(60)
+        assert loaded[0] == 1
+        assert text(last[0]) == text(others[0])
+        assert all(map(text, answers))
+
+
+@pytest.mark.parametrize("value", [0, 17, -1])
+def test_the_number_is_checked(value: int) -> None:
+    with pytest.raises(UsageError, match=f"--parallel is {value}; it must be from 1 to 16"):
+        ServeConfig(parallel=value)
