@@ -18,6 +18,7 @@ from ondevice.api import Model
 from ondevice.budget.plan import REPEAT_MARGIN_BYTES
 from ondevice.callbacks import IsCancelled
 from ondevice.errors import OndeviceError
+from ondevice.generate import Steps, watched
 from ondevice.model.shared_passes import PassRequest
 from ondevice.model.transformer import Cancelled
 from ondevice.runtime.engine import Engine
@@ -93,11 +94,9 @@ def pause_engine(
 
 def slow_down(model: Model, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.02) -> None:
     """Have the engine take longer for a token, so that there is time to act meanwhile."""
-    run = model._engine.generate
+    steps = model._engine.steps
 
-    def slow(*arguments: Any) -> Iterator[Any]:
-        for item in run(*arguments):
-            yield item
-            time.sleep(seconds)
+    def slow(*arguments: Any) -> Steps[None]:
+        return watched(steps(*arguments), lambda event: time.sleep(seconds))
 
-    monkeypatch.setattr(model._engine, "generate", slow)
+    monkeypatch.setattr(model._engine, "steps", slow)
