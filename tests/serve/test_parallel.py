@@ -117,5 +117,5 @@ def test_another_model_waits_until_all_have_ended(chat_bundle: Path) -> None:
 
 @pytest.mark.parametrize("value", [0, 17, -1])
 def test_the_number_is_checked(value: int) -> None:
-    with pytest.raises(UsageError, match=f"--parallel is {value}; it must be from 1 to 16"):
+    with pytest.raises(UsageError, match=f"parallel is {value}; it must be from 1 to 16"):
         ServeConfig(parallel=value)
