@@ -243,12 +243,20 @@ class RuntimeConfig:
             raise UsageError(f"dram_budget is {self.dram_budget!r}; it must be a string or a number of bytes")
         if not isinstance(self.draft_model, str | os.PathLike):
             raise UsageError(f"draft_model is {self.draft_model!r}; it must be a path or a name")
-        if not isinstance(self.prompt_cache, str | os.PathLike):
+        if not isinstance(self.prompt_cache, str | os.PathLike) or not _is_path(self.prompt_cache):
             raise UsageError(f"prompt_cache is {self.prompt_cache!r}; it must be a folder's path")
         if not isinstance(self.prompt_cache_bytes, str) and not _is_int(self.prompt_cache_bytes):
             raise UsageError(
                 f"prompt_cache_bytes is {self.prompt_cache_bytes!r}; it must be a string or a number of bytes"
             )
+
+
+def _is_path(value: str | os.PathLike[str]) -> bool:
+    """True for what the system can look up."""
+    try:
+        return b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
 
 
 _RUNTIME_LIMITS = {

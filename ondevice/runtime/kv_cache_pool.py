@@ -82,7 +82,7 @@ class KVCachePool:
             self._in_use.remove(kv)
             if stored and self.store is not None and kv.length:
                 self.store.touch(kv.tokens)
-                self._unsaved.append(kv)
+                self._unsaved = [*(it for it in self._unsaved if it is not kv), kv]
             elif key is None:
                 kv.truncate(0)
 

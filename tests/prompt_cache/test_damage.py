@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from ondevice.api import load
+from ondevice.errors import UsageError
 from ondevice.kernels import _native
 from ondevice.prompt_cache import entry, folder
+from ondevice.settings import runtime_config
 from tests.support.cached_texts import PROMPT, said, settle, written
 
 PARTIAL = "12-0.unfinished"
@@ -224,6 +226,14 @@ def test_a_folder_that_cannot_be_made_costs_no_text(chat_bundle: Path, tmp_path:
     (tmp_path / "file").write_bytes(b"")
     with load(chat_bundle, prompt_cache=tmp_path / "file" / "cache") as model:
         assert said(model) == said(model)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a\ud800", 7])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(UsageError, match="prompt_cache is"):
+        load(prompt_cache=path)
+    with pytest.raises(UsageError, match="size 'much' is not one"):
+        runtime_config({"prompt_cache_bytes": "much"})
 
 
 def test_two_models_share_a_folder(chat_bundle: Path, tmp_path: Path) -> None:
