@@ -262,15 +262,15 @@ class ChatTemplate:
         add_generation_prompt: bool,
     ) -> str:
         """The prompt's text, of messages and tools in the forms that the template takes."""
-        variables = self._thinking(options)
+        variables, given = self._thinking(options), size(messages, tools)
         if uses_tools(messages):
             messages = [
                 as_form(message, self._call_form, self._format) for message in with_short_ids(messages)
             ]
         if tools and self._tools_by is not None:
-            messages, given = with_tools(messages, tools, self._tools_by)
-            variables |= given
-        return self._render(messages, variables, add_generation_prompt, size(messages, tools))
+            messages, more = with_tools(messages, tools, self._tools_by)
+            variables |= more
+        return self._render(messages, variables, add_generation_prompt, given)
 
     def _thinking(self, options: PromptOptions) -> dict[str, Any]:
         """The variables that tell the template whether, or how much, to think."""
