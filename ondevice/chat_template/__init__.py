@@ -157,7 +157,8 @@ class ChatTemplate:
             )
         if self._marks is None and not tools:
             return PlainReply()
-        return MarkedReply(self._marks, thinks, self._format if tools else None, tools, special)
+        calls = self._format if tools else None
+        return MarkedReply(self._marks, thinks, calls, tools, special, self._openers)
 
     def render(
         self,
@@ -321,6 +322,14 @@ class ChatTemplate:
             return self._render(messages, variables, True)
         except (UsageError, BundleError):
             return ""
+
+    @cached_property
+    def _openers(self) -> frozenset[int]:
+        """The token that begins thinking, if it is one."""
+        if self._tokenizer is None or self._marks is None:
+            return frozenset()
+        ids = self._tokenizer.encode(self._marks[0], add_bos=False, special=True)
+        return frozenset(ids if len(ids) == 1 else ())
 
     def _tail(self, prompt: Sequence[int]) -> str:
         """The text at the end of a prompt, with its special tokens."""

@@ -51,6 +51,11 @@ class ReplyParser(Protocol):
         """What the next token belongs to, as far as is known."""
         ...
 
+    @property
+    def openers(self) -> frozenset[int]:
+        """Ids of tokens that may come in a reply's place and begin something else, such as thinking."""
+        ...
+
     def take(self, token: int | None, text: str) -> list[Piece]:
         """The pieces that are certain by now. `text` ends before `token`, which is then taken."""
         ...
@@ -64,6 +69,7 @@ class PlainReply:
     """The parser where neither thinking nor calls can occur: everything is the reply."""
 
     kind: Kind = "reply"
+    openers: frozenset[int] = frozenset()
 
     def take(self, token: int | None, text: str) -> list[Piece]:
         return [Piece("reply", text)] if text else []
@@ -85,6 +91,7 @@ class MarkedReply:
         calls: CallFormat | None,
         tools: Tools,
         special: Mapping[str, int],
+        openers: frozenset[int] = frozenset(),
     ) -> None:
         """Args:
         marks: what thinking stands between; None if the model doesn't think.
@@ -92,8 +99,10 @@ class MarkedReply:
         calls: the format of calls; None if there are none.
         tools: what may be called, by name.
         special: ids of the special tokens, which have no text of their own, by name.
+        openers: the id of the first of the marks, if it is a token.
         """
         self._marks, self._calls, self._tools = marks, calls, tools
+        self.openers = openers
         texts = (*(marks or ()), *(calls.texts if calls else ()))
         self._names = {token: name for name, token in special.items() if any(name in text for text in texts)}
         self._held = ""
