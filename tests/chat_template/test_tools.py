@@ -193,6 +193,14 @@ def test_malformed_calls_and_results_are_refused(message: dict[str, Any]) -> Non
         ChatTemplate(TOOLS).render([message], options=OPTIONS)
 
 
+def test_thinking_that_led_to_calls_is_part_of_the_prompt(minimind: tuple[str, Tokenizer, Any]) -> None:  # noqa: F811
+    template = ChatTemplate(minimind[0])
+    thoughtful = [TALK[0], TALK[1] | {"thinking": "I look."}, TALK[2]]
+    assert "<think>\nI look.\n</think>" in template.render(thoughtful, options=OPTIONS)
+    plain = [TALK[0], {"role": "assistant", "content": "x", "thinking": "I look."}]
+    assert "I look." not in template.render(plain, options=OPTIONS)
+
+
 # --- gpt-oss's channels ---
 
 THOUGHT = f"{CHANNEL}analysis{MESSAGE}Hm.{END}{START}assistant"
@@ -241,7 +249,8 @@ def test_a_conversation_calls_and_goes_on_with_the_results(
     assert session.respond([result], tools=[WEATHER]).text == "It is."
     assert [message["role"] for message in session.transcript] == ["user", "assistant", "tool", "assistant"]
     assert session.transcript[1]["tool_calls"] == [first.tool_calls[0].to_dict()]
-    session.save(tmp_path / "talk.json")
+    assert session.transcript[1]["thinking"] == "Hm."
+    session.save(tmp_path / "talk.json", state=False)
     other = Session(host)  # type: ignore[arg-type]
     other.load(tmp_path / "talk.json")
     assert other.transcript == session.transcript
