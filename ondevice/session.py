@@ -96,7 +96,8 @@ class Session:
         **options: Unpack[SamplingOptions],
     ) -> Iterator[Event]:
         """`respond`, event by event. Closing the iterator cancels; the text generated so far is kept."""
-        config, prompt = self._sampling(sampling, options), PromptOptions.checked(tools, think)
+        prompt = PromptOptions.checked(tools, think)
+        config = self._sampling(sampling, options, prompt)
         with self._silent():
             messages, ids, dropped = self._within_context(self._asked(text), config.max_tokens, prompt)
             with self._reply(messages, dropped, prompt, ids) as reply:
@@ -148,7 +149,7 @@ class Session:
         """
         import asyncio  # Slow to import, and callers of this have imported it.
 
-        config, asked = self._sampling(sampling, options), list(messages)
+        config, asked = self._sampling(sampling, options, prompt), list(messages)
         with self._silent():
             # On another thread, because the event loop can't wait for a long text to be encoded.
             kept, ids, dropped = await asyncio.to_thread(
@@ -233,8 +234,14 @@ class Session:
                 with suppress(OndeviceError):
                     self._host.load_state(self._key, messages, state_folder(source))
 
-    def _sampling(self, sampling: SamplingConfig | None, options: SamplingOptions) -> SamplingConfig:
+    def _sampling(
+        self, sampling: SamplingConfig | None, options: SamplingOptions, prompt: PromptOptions
+    ) -> SamplingConfig:
         config = sampling_options(sampling, options)
+        if prompt.must_call:
+            if config.constraint is not None:
+                raise UsageError("a reply that must call a tool obeys the tool's schema; give no constraint")
+            config = replace(config, constraint=self._host.chat_template.forced_call(prompt))
         return replace(config, stop=(*config.stop, *self._host.chat_template.stop))
 
     def _asked(self, text: str | Sequence[Message]) -> list[Message]:

@@ -18,6 +18,7 @@ from typing import Any
 from ondevice.chat_template.call_formats import CallFormat, recognised
 from ondevice.chat_template.channels import CHANNEL, Channels, has_channels
 from ondevice.chat_template.dates import written_by
+from ondevice.chat_template.forced_calls import forced_call
 from ondevice.chat_template.messages import (
     CALL_FORMS,
     Message,
@@ -33,6 +34,7 @@ from ondevice.chat_template.messages import (
 )
 from ondevice.chat_template.replies import THINKING_MARKS, MarkedReply, PlainReply, ReplyParser
 from ondevice.chat_template.tools import EFFORTS, PLAIN, PromptOptions, Tool, ToolCall
+from ondevice.constraints.constraint import Constraint
 from ondevice.errors import BundleError, ToolsNotSupportedError, UsageError
 from ondevice.tokenizer import Tokenizer
 
@@ -167,6 +169,20 @@ class ChatTemplate:
         last = self._tokenizer.encode(self._marks[0], add_bos=False, special=True)[-1:]
         return frozenset(token for token in last if self._tokenizer.piece(token) == self._marks[0])
 
+    def forced_call(self, options: PromptOptions) -> Constraint:
+        """What a reply obeys that calls one of the tools `must_call`.
+
+        Raises UsageError where that can't be enforced, ConstraintError for a tool's schema that is none.
+        """
+        self._require_tools()
+        tools = [tool for tool in options.tools if tool.name in options.must_call]
+        if len(tools) < len(options.must_call):
+            raise UsageError(
+                f"must_call names {', '.join(options.must_call)[:200]}; not all of them are tools"
+            )
+        special = {} if self._tokenizer is None else self._tokenizer.special_tokens
+        return forced_call(self.call_format, tools, special, options.parallel_calls)
+
     def render(
         self,
         messages: Sequence[Message],
@@ -248,19 +264,24 @@ class ChatTemplate:
 
     def _checked(self, messages: Sequence[Message], options: PromptOptions) -> list[dict[str, Any]]:
         checked = all_checked(messages)
-        if (options.tools or uses_tools(checked)) and not self.takes_tools:
-            what = (
-                "has no place for tools"
-                if self._tools_by is None
-                else "has calls of a format that isn't known"
-            )
-            raise ToolsNotSupportedError(f"this model can't call tools: its chat template {what}")
+        if options.tools or uses_tools(checked):
+            self._require_tools()
         if isinstance(options.think, str) and EFFORT not in self._reads:
             raise UsageError(
                 f"think is {options.think!r}, and this model's chat template knows no levels; "
                 "it can be True or False"
             )
         return checked
+
+    def _require_tools(self) -> None:
+        """Raises ToolsNotSupportedError if the template has no place for tools."""
+        if not self.takes_tools:
+            what = (
+                "has no place for tools"
+                if self._tools_by is None
+                else "has calls of a format that isn't known"
+            )
+            raise ToolsNotSupportedError(f"this model can't call tools: its chat template {what}")
 
     def _rendered(
         self,

@@ -75,11 +75,13 @@ class PromptOptions:
     """What a prompt is made with beside the messages. Without tools, none can be called.
 
     parallel_calls: whether a reply may have several calls. Otherwise, those behind the first are left out.
+    must_call: names of the tools of which the reply must call one; empty: the model chooses whether to call.
     """
 
     tools: tuple[Tool, ...] = ()
     think: Think = None
     parallel_calls: bool = True
+    must_call: tuple[str, ...] = ()
 
     @staticmethod
     def checked(

@@ -125,7 +125,7 @@ async def _generate(service: Service, asked: Asked, running: Generation) -> None
     except OndeviceError as error:
         answer = RequestError.of(error)
         if isinstance(error, ConstraintError):
-            answer.field = asked.constraint_field
+            answer.field = "tools" if asked.prompting.must_call else asked.constraint_field
         if answer.status >= 500:
             log_event("failed", level=logging.ERROR, model=asked.model.name, error=error.for_command_line)
         running.add(answer)

@@ -11,8 +11,6 @@ from ondevice.chat_template.tools import EFFORTS, PLAIN, PromptOptions, Think
 from ondevice.errors import UsageError
 from ondevice.serve.fields import Fields
 
-NO_CONSTRAINTS = "a reply can't be made to call a tool yet; auto and none are what this server has"
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -139,9 +137,13 @@ def chosen_tools(fields: Fields, given: PromptOptions, choice: Choice, parallel:
         fields.refuse("tool_choice", "asks for a call, and there are no tools")
     if choice.name is not None and choice.name not in [tool.name for tool in given.tools]:
         fields.refuse("tool_choice", f"names {choice.name[:80]!r}, which is none of the tools")
-    if choice.must:
-        fields.refuse("tool_choice", f"can only be auto or none: {NO_CONSTRAINTS}")
-    return replace(given, tools=given.tools if choice.may else (), parallel_calls=parallel)
+    names = tuple(tool.name for tool in given.tools) if choice.name is None else (choice.name,)
+    return replace(
+        given,
+        tools=given.tools if choice.may else (),
+        parallel_calls=parallel,
+        must_call=names if choice.must else (),
+    )
 
 
 def take_calls(fields: Fields) -> list[dict[str, Any]]:

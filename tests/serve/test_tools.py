@@ -327,6 +327,51 @@ def test_ollama_s_chat_has_calls_and_takes_results(tooled: Serving, say: Say) ->
     assert client.show(tooled.model.name).capabilities == ["completion", "tools", "thinking"]
 
 
+# --- Calls that must come ---
+
+UNIT = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}, "high": {"type": "boolean"}}}
+STRICT = UNIT | {"required": ["unit"], "additionalProperties": False}
+CONVERT = {"type": "function", "function": {"name": "convert", "parameters": STRICT}}
+EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
+NOW = {"type": "function", "function": {"name": "now", "parameters": EMPTY}}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "convert"}}])
+def test_a_call_that_must_come_obeys_its_schema(tooled: Serving, client: Any, choice: Any) -> None:
+    """The model has random weights: nothing but the grammar makes it call."""
+    pytest.importorskip("llguidance")
+    names = set()
+    for seed in range(3):
+        got = chat(
+            client,
+            tools=[CONVERT, NOW],
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            seed=seed,
+            temperature=1,
+            max_tokens=400,
+        ).choices[0]
+        assert (got.finish_reason, got.message.content) == ("tool_calls", None)
+        function = got.message.tool_calls[0].function
+        arguments = json.loads(function.arguments)
+        names.add(function.name)
+        if function.name == "convert":
+            assert arguments.pop("unit") in ("C", "F")
+            assert isinstance(arguments.pop("high", True), bool)
+        assert arguments == {}
+    assert names <= ({"convert", "now"} if choice == "required" else {"convert"})
+
+
+def test_a_call_that_can_t_be_enforced_is_refused(tooled: Serving) -> None:
+    pytest.importorskip("llguidance")
+    asked = {"messages": [USER], "tools": [CONVERT], "tool_choice": "required", "max_tokens": 9}
+    bad = CONVERT | {"function": {"name": "convert", "parameters": {"type": "object", "properties": 5}}}
+    answer = tooled.post("/v1/chat/completions", asked | {"tools": [bad]})
+    assert (answer.status, answer.json["error"]["param"]) == (400, "tools")
+    both = tooled.post("/v1/chat/completions", asked | {"response_format": {"type": "json_object"}})
+    assert both.status == 400
+
+
 # --- What a model can't do ---
 
 
