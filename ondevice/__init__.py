@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from ondevice.chat_template.tools import ToolCall as ToolCall
     from ondevice.config import RuntimeConfig as RuntimeConfig
     from ondevice.config import SamplingConfig as SamplingConfig
+    from ondevice.constraints.constraint import Constraint as Constraint
     from ondevice.doctor import examine as examine
     from ondevice.errors import BackendUnavailableError as BackendUnavailableError
     from ondevice.errors import BudgetError as BudgetError
     from ondevice.errors import BundleError as BundleError
     from ondevice.errors import CheckpointError as CheckpointError
+    from ondevice.errors import ConstraintError as ConstraintError
     from ondevice.errors import ContextOverflowError as ContextOverflowError
     from ondevice.errors import DownloadError as DownloadError
     from ondevice.errors import FlashReadError as FlashReadError
@@ -53,12 +55,14 @@ _MODULES = {
     "runtime.budget_watch": ("MemoryPressure",),
     "chat_template.tools": ("PromptOptions", "Tool", "ToolCall"),
     "config": ("RuntimeConfig", "SamplingConfig"),
+    "constraints.constraint": ("Constraint",),
     "doctor": ("examine",),
     "errors": (
         "BackendUnavailableError",
         "BudgetError",
         "BundleError",
         "CheckpointError",
+        "ConstraintError",
         "ContextOverflowError",
         "DownloadError",
         "FlashReadError",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args, get_origin, get_type_hints
 
+from ondevice.constraints.constraint import Constraint
 from ondevice.errors import UsageError
 from ondevice.model_config import MAX_CHOSEN, SIZE_LIMITS
 
@@ -301,6 +302,7 @@ class SamplingOptions(TypedDict, total=False):
     stop: str | Iterable[str]
     max_tokens: int
     top_logprobs: int | None
+    constraint: Constraint | None
 
 
 @dataclass(frozen=True)
@@ -320,6 +322,8 @@ class SamplingConfig:
     max_tokens: int = 256
     top_logprobs: int | None = None
     """Likeliest tokens whose log-probabilities each event has beside its own token's. None: it has none."""
+    constraint: Constraint | None = None
+    """What the text, or in a conversation the reply, has to obey. None: nothing."""
 
     def __post_init__(self) -> None:
         """Raises UsageError for a value of the wrong type or out of range."""
@@ -379,6 +383,11 @@ class SamplingConfig:
             *((name, _is_number(getattr(self, name)), "a number") for name in _SAMPLING_NUMBERS),
             ("logit_bias", pairs, "a tuple of pairs of a token id and a number"),
             ("stop", strings, "a tuple of strings"),
+            (
+                "constraint",
+                self.constraint is None or isinstance(self.constraint, Constraint),
+                "a Constraint, or None",
+            ),
         )
         for name, valid, type_text in checks:
             if not valid:

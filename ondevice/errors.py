@@ -70,6 +70,19 @@ class ToolsNotSupportedError(UsageError):
     """Tools were given to a model whose chat template has no place for them."""
 
 
+class ConstraintError(OndeviceError):
+    """A schema, pattern or grammar that can't be enforced, or takes more than its share of memory or time.
+
+    `keyword` is the keyword of a JSON schema that isn't supported, where one is at fault.
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str, keyword: str | None = None) -> None:
+        super().__init__(message)
+        self.keyword = keyword
+
+
 class ModelNotFoundError(OndeviceError):
     """No bundle has that name or path. The message has the `ondevice convert` line to run."""
 

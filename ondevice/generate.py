@@ -21,6 +21,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.callbacks import IsCancelled
 from ondevice.chat_template.tools import ToolCall
 from ondevice.config import RuntimeConfig, SamplingConfig
+from ondevice.constraints.constrained import Constrained
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.meter import Counters, Meter
 from ondevice.model.kv_cache import KVCache, common_prefix
@@ -101,8 +102,11 @@ class Generator:
         kv: KVCache,
         sampling: SamplingConfig,
         cancelled: IsCancelled | None = None,
+        constrained: Constrained | None = None,
     ) -> Iterator[Event]:
         """Continue `prompt` (token ids), reusing the part of it that kv holds.
+
+        constrained: follows the text where `sampling.constraint` is set.
 
         Yields one event per token, then the last event. Afterwards kv holds the prompt and all but the newest
         token, so that the next turn can reuse them. The finish reason is `stop` (end of text, stop string),
@@ -111,7 +115,7 @@ class Generator:
         Before anything is computed, raises ContextOverflowError for a prompt longer than the context and
         UsageError for an empty one. Raises what a pass raises.
         """
-        return self._answered(self.steps(prompt, kv, sampling, cancelled))
+        return self._answered(self.steps(prompt, kv, sampling, cancelled, constrained))
 
     @cached_property
     def passes(self) -> SharedPasses:
@@ -143,6 +147,7 @@ class Generator:
         kv: KVCache,
         sampling: SamplingConfig,
         cancelled: IsCancelled | None = None,
+        constrained: Constrained | None = None,
     ) -> Steps[None]:
         """`stream`, where the caller answers the passes, so that texts can share them.
 
@@ -152,7 +157,7 @@ class Generator:
         sampling = sampling.seeded()
         if sampling.stop and self.tokenizer is None:
             raise UsageError("stop strings need a tokenizer, and this model was converted without one")
-        return self._run(list(prompt), kv, sampling, cancelled)
+        return self._run(list(prompt), kv, sampling, cancelled, constrained)
 
     def logits(
         self,
@@ -178,12 +183,13 @@ class Generator:
         kv: KVCache,
         sampling: SamplingConfig,
         cancelled: IsCancelled | None,
+        constrained: Constrained | None,
     ) -> Steps[None]:
         meter = Meter(self.counters())
         prompt_tokens = len(history)
         room = min(sampling.max_tokens, self.max_context - prompt_tokens)
-        text = _Text(self.tokenizer, sampling.stop, history)
-        written = _Continuation(history, room, text, sampling, self.eos_ids)
+        text = _Text(self.tokenizer, sampling.stop, history, constrained is not None)
+        written = _Continuation(history, room, text, sampling, self.eos_ids, constrained)
         try:
             kv.truncate(common_prefix(kv.tokens, history[:-1]))
             meter.restored = self.restore(kv, history[:-1], cancelled)
@@ -276,7 +282,7 @@ class Generator:
                 drafting.leave()
             return None
         if not knows:
-            drafting.begin(written.history, written.sampling)
+            drafting.begin(written.history, written.sampling, written.constrained)
         return drafting
 
     def _draft_stats(self, written: _Continuation) -> DraftStats:
@@ -298,7 +304,8 @@ class Generator:
         self, written: _Continuation, logits: Float32, meter: Meter, drafting: Drafting | None
     ) -> int | None:
         """Draw the text's next token and write it. Returns None if the text ends here."""
-        token = sample(logits, written.sampling, len(written.history), written.history)
+        allowed = None if written.constrained is None else written.constrained.allowed()
+        token = sample(logits, written.sampling, len(written.history), written.history, allowed)
         meter.sampled += 1
         if drafting is not None:
             drafting.drew(token, logits)
@@ -438,11 +445,14 @@ class _Logits:
 class _Text:
     """Token ids in, printable text out, cut before the first stop string. Without a tokenizer: no text."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str], prompt: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, stops: Sequence[str], prompt: Sequence[int], whole: bool
+    ) -> None:
+        """whole: whether a space at the start of the text is kept in any case."""
         self._detokenizer = None
         if tokenizer is not None:
             # A continuation keeps its leading space. A prompt of special tokens alone is no text to continue.
-            opens_text = not any(tokenizer.token_bytes(token) for token in prompt)
+            opens_text = not whole and not any(tokenizer.token_bytes(token) for token in prompt)
             self._detokenizer = StreamingDetokenizer(tokenizer, at_start=opens_text)
         self._matcher = StopMatcher(stops)
 
@@ -474,8 +484,10 @@ class _Continuation:
         text: _Text,
         sampling: SamplingConfig,
         eos_ids: frozenset[int],
+        constrained: Constrained | None = None,
     ) -> None:
         """history: the prompt's ids; the list grows. room: number of tokens that may still be written."""
+        self.constrained = constrained
         self.history = history
         self.room = room
         self.sampling = sampling
@@ -501,6 +513,9 @@ class _Continuation:
         self.room -= 1
         piece, stopped = self._text.add(token)
         self._events.append(Event(piece, token, logprob=logprob, top_logprobs=top_logprobs))
+        if self.constrained is not None:
+            self.constrained.take(token, piece)
+            stopped = stopped or self.constrained.is_complete
         if stopped:
             self.reason = "stop"
         self.ended = stopped or self.room == 0

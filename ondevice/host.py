@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing
@@ -18,13 +19,15 @@ from ondevice.chat_template import ChatTemplate
 from ondevice.chat_template.messages import Message
 from ondevice.chat_template.tools import PLAIN, PromptOptions
 from ondevice.config import SamplingConfig
+from ondevice.constraints.constrained import Constrained, Gate
+from ondevice.constraints.grammars import Grammars, Vocabulary, grammars_bytes, require_package
 from ondevice.errors import UsageError
 from ondevice.generate import Event
 from ondevice.response import LastStats, Work
 from ondevice.runtime.budget_watch import BudgetWatch
 from ondevice.runtime.engine import Engine
 from ondevice.runtime.owner import OwnerThread
-from ondevice.runtime.resolving import ResolvedModel
+from ondevice.runtime.resolving import ResolvedModel, is_auto
 from ondevice.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -38,6 +41,8 @@ class Host:
         self._resolved = resolved
         self._last_stats = LastStats()
         self._keys = itertools.count()
+        self._grammars: Grammars | None = None
+        self._making_grammars = threading.Lock()
         name, runtime = resolved.bundle.name, resolved.runtime
         # Keep the thread with MLX: MLX has a thread of its own for each thread that ever computed with it.
         self.owner: OwnerThread[Any] = OwnerThread(f"ondevice-{name}", runtime.backend == "mlx")
@@ -104,22 +109,45 @@ class Host:
         """Run `work` on the owner thread and yield what it yields."""
         return self.owner.stream(work)
 
-    def stream_ids(self, key: int | None, ids: list[int], sampling: SamplingConfig) -> Iterator[Event]:
+    def stream_ids(
+        self, key: int | None, ids: list[int], sampling: SamplingConfig, gate: Gate | None = None
+    ) -> Iterator[Event]:
         """Events of a generation that continues `ids` with the key/value cache of `key`.
 
-        A `key` of None uses a new cache.
+        A `key` of None uses a new cache. gate: tells what has to obey the constraint; None: the whole text.
+
+        Raises ConstraintError, and BudgetError if the budget has no room for constraints.
         """
-        with self._last_stats.noted(self._work(key, ids, sampling)) as work:
+        constrained = self.constrained(sampling, gate)
+        with self._last_stats.noted(self._work(key, ids, sampling, constrained)) as work:
             yield from self.owner.stream(work, joint=True)
 
     async def astream_ids(
-        self, key: int | None, ids: list[int], sampling: SamplingConfig
+        self, key: int | None, ids: list[int], sampling: SamplingConfig, gate: Gate | None = None
     ) -> AsyncGenerator[Event, None]:
         """`stream_ids` for asyncio."""
-        with self._last_stats.noted(self._work(key, ids, sampling)) as work:
+        constrained = None
+        if sampling.constraint is not None:
+            import asyncio  # Slow to import, and callers of this have imported it.
+
+            # On another thread, because reading a grammar may take a second.
+            constrained = await asyncio.to_thread(self.constrained, sampling, gate)
+        with self._last_stats.noted(self._work(key, ids, sampling, constrained)) as work:
             async with aclosing(self.owner.astream(work, joint=True)) as events:
                 async for event in events:
                     yield event
+
+    def constrained(self, sampling: SamplingConfig, gate: Gate | None = None) -> Constrained | None:
+        """What follows a new text under the constraint of `sampling`; None if that has none.
+
+        gate: as for `stream_ids`, and what that raises.
+        """
+        if sampling.constraint is None:
+            return None
+        with self._making_grammars:
+            grammars = self._grammars = self._grammars or self._made_grammars()
+        ends = frozenset(text_tokenizer(self._resolved).eos_ids)
+        return Constrained(grammars.matcher(sampling.constraint), grammars.vocab_size, ends, gate)
 
     def require_open(self) -> None:
         """Raises OndeviceError once the host is closed, and in a fork()ed child process."""
@@ -129,8 +157,26 @@ class Host:
         """Cancel running work, refuse waiting work and free everything. Idempotent."""
         self._finalizer()
 
-    def _work(self, key: int | None, ids: list[int], sampling: SamplingConfig) -> Work:
-        return lambda cancelled: self.engine.steps(key, ids, sampling, cancelled)
+    def _work(
+        self, key: int | None, ids: list[int], sampling: SamplingConfig, constrained: Constrained | None
+    ) -> Work:
+        return lambda cancelled: self.engine.steps(key, ids, sampling, cancelled, constrained)
+
+    def _made_grammars(self) -> Grammars:
+        """The model's tokens for constraints, with room in the budget."""
+        require_package()
+        tokenizer, rows = text_tokenizer(self._resolved), self._resolved.bundle.config.vocab_size
+        self.watch.make_room(grammars_bytes(rows), is_auto(self._resolved.runtime.dram_budget))
+        known = min(rows, tokenizer.vocab_size)
+        texts = [tokenizer.token_bytes(token) for token in range(known)] + [b""] * (rows - known)
+        return Grammars(
+            Vocabulary(
+                texts,
+                tokenizer.special_tokens,
+                tokenizer.eos_ids,
+                lambda text: tokenizer.encode(text, add_bos=False),
+            )
+        )
 
 
 def text_tokenizer(resolved: ResolvedModel) -> Tokenizer:

@@ -55,21 +55,23 @@ def sample(
     config: SamplingConfig,
     position: int,
     history: Sequence[int] | npt.NDArray[np.integer] = (),
+    allowed: npt.NDArray[np.bool_] | None = None,
 ) -> int:
     """The token at `position` (0 for the first token of the text, prompt included).
 
     logits: (V,) float32. history: ids so far, prompt and draft-tree ancestors included; only the
-    repetition penalty reads it. Temperature 0 takes the largest score. Ties go to the lower id.
+    repetition penalty reads it. allowed: (V,) the tokens that may be drawn; None: all. Temperature 0 takes
+    the largest score. Ties go to the lower id.
     Raises OndeviceError if a logit is NaN, or if no token has a score above minus infinity.
     """
     if config.temperature == 0.0:
-        adjusted = _adjust(logits, config, history)
+        adjusted = _only(_adjust(logits, config, history), allowed)
         best = int(np.argmax(adjusted))
         # argmax stops at the first NaN, so the winner alone tells whether there is one.
         if not -np.inf < adjusted[best] < np.inf:
             raise _unusable(adjusted)
         return best
-    return draw(process_logits(logits, config, history), seed_of(config), position)
+    return draw(process_logits(logits, config, history, allowed), seed_of(config), position)
 
 
 def seed_of(config: SamplingConfig) -> int:
@@ -104,19 +106,22 @@ def process_logits(
     logits: npt.NDArray[np.float32],
     config: SamplingConfig,
     history: Sequence[int] | npt.NDArray[np.integer] = (),
+    allowed: npt.NDArray[np.bool_] | None = None,
 ) -> Candidates:
     """Apply penalty, bias and temperature, then top-k, top-p and min-p, each to what the one before left.
 
+    allowed: (V,) the tokens that may be drawn, before all of these; None: all.
     Temperature 0 divides by 1, so filters then select as they would at temperature 1.
     Raises OndeviceError as `sample` does, UsageError for a bias or history id outside the vocabulary.
     """
-    adjusted = _adjust(logits, config, history)
+    adjusted = _only(_adjust(logits, config, history), allowed)
     scores = adjusted.astype(np.float64)
     scores /= config.temperature or 1.0
     highest = scores.max()
     if not -np.inf < highest < np.inf:
         raise _unusable(adjusted)
-    if config.top_k == 0 and config.top_p == 1.0 and config.min_p == 0.0 and not config.logit_bias:
+    filtered = config.top_k or config.top_p < 1.0 or config.min_p or config.logit_bias
+    if not filtered and allowed is None:
         return Candidates(_every_id(scores.size), scores)
     kept = np.flatnonzero(scores > -np.inf)
     if 0 < config.top_k < kept.size:
@@ -238,6 +243,11 @@ def _adjust(
     return adjusted
 
 
+def _only(scores: npt.NDArray[np.float32], allowed: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.float32]:
+    """The scores, of minus infinity where a token isn't allowed."""
+    return scores if allowed is None else np.where(allowed, scores, np.float32(-np.inf))
+
+
 def _checked_ids(ids: TokenIds, vocab_size: int, name: str) -> TokenIds:
     if ids.min() < 0 or ids.max() >= vocab_size:
         wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
@@ -254,7 +264,9 @@ def _unusable(scores: npt.NDArray[np.float32]) -> OndeviceError:
         )
     if scores.max() == np.inf:
         return OndeviceError(f"the logit of token {scores.argmax()} is infinite; run `ondevice verify`")
-    return OndeviceError("every token is ruled out (all logits are minus infinity); relax logit_bias")
+    return OndeviceError(
+        "every token is ruled out (all logits are minus infinity); relax logit_bias or the constraint"
+    )
 
 
 def _largest(values: Floats, count: int) -> npt.NDArray[np.bool_]:

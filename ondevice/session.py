@@ -100,7 +100,8 @@ class Session:
         with self._silent():
             messages, ids, dropped = self._within_context(self._asked(text), config.max_tokens, prompt)
             with self._reply(messages, dropped, prompt, ids) as reply:
-                for event in self._host.stream_ids(self._key, ids, config):
+                gate = self._host.chat_template.reply_parser(prompt, ids)
+                for event in self._host.stream_ids(self._key, ids, config, gate):
                     yield from reply.take(event)
 
     async def arespond(
@@ -154,7 +155,8 @@ class Session:
                 self._within_context, asked, config.max_tokens, prompt
             )
             with self._reply(kept, dropped, prompt, ids) as reply:
-                async with aclosing(self._host.astream_ids(self._key, ids, config)) as events:
+                gate = self._host.chat_template.reply_parser(prompt, ids)
+                async with aclosing(self._host.astream_ids(self._key, ids, config, gate)) as events:
                     async for event in events:
                         for shown in reply.take(event):
                             yield shown

@@ -133,6 +133,8 @@ OTHER_SETTINGS: dict[str, type] = {
     "no_think": bool,
     "prompt": str,
     "text": str,
+    "json_schema": str,
+    "grammar": str,
     "output": str,
     "quant": str,
     "prompt_tokens": int,

@@ -25,7 +25,7 @@ FUNCTION_CAP = 70
 # Layer by layer, and inside a layer from left to right: a part may import itself and what stands
 # before it. `ondevice/<part>.py` and `ondevice/<part>/` are the same part; a new part takes its place here.
 LAYERS = (
-    ("errors", "units", "callbacks", "model_config", "config", "stats", "settings"),
+    ("errors", "units", "callbacks", "model_config", "constraints", "config", "stats", "settings"),
     ("tokenizer", "chat_template", "bundle"),
     ("kernels", "flash", "backends"),
     ("sparsity",),

@@ -157,7 +157,15 @@ class ChatTemplate:
             )
         if self._marks is None and not tools:
             return PlainReply()
-        return MarkedReply(self._marks, thinks, self._format if tools else None, tools, special)
+        openers: frozenset[int] = frozenset() if thinks else self._openers()
+        return MarkedReply(self._marks, thinks, self._format if tools else None, tools, special, openers)
+
+    def _openers(self) -> frozenset[int]:
+        """The token that begins thinking, where one token is the whole mark."""
+        if self._marks is None or self._tokenizer is None:
+            return frozenset()
+        last = self._tokenizer.encode(self._marks[0], add_bos=False, special=True)[-1:]
+        return frozenset(token for token in last if self._tokenizer.piece(token) == self._marks[0])
 
     def render(
         self,

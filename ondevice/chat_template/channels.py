@@ -34,6 +34,7 @@ class Channels:
     def __init__(self, tokens: Mapping[str, int], tools: Tools) -> None:
         """tokens: ids of the special tokens, by name. tools: what may be called, by name."""
         self._marks = {tokens[name]: name for name in (START, CHANNEL, MESSAGE, END, CALL) if name in tokens}
+        self.openers = frozenset(tokens[name] for name in (START, CHANNEL))
         self._tools = tools
         self._part: str = "start"
         """What is being read: the start, a header, thinking, a call or the reply."""

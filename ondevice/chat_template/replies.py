@@ -46,6 +46,11 @@ class ReplyParser(Protocol):
         """What the next token belongs to, as far as is known."""
         ...
 
+    @property
+    def openers(self) -> frozenset[int]:
+        """Ids of tokens that may come in a reply's place and begin something else, such as thinking."""
+        ...
+
     def take(self, token: int | None, text: str) -> list[Piece]:
         """The pieces that are certain by now. `text` ends before `token`, which is then taken."""
         ...
@@ -59,6 +64,7 @@ class PlainReply:
     """The parser where neither thinking nor calls can occur: everything is the reply."""
 
     kind: Kind = "reply"
+    openers: frozenset[int] = frozenset()
 
     def take(self, token: int | None, text: str) -> list[Piece]:
         return [Piece("reply", text)] if text else []
@@ -80,6 +86,7 @@ class MarkedReply:
         calls: CallFormat | None,
         tools: Tools,
         special: Mapping[str, int],
+        openers: frozenset[int] = frozenset(),
     ) -> None:
         """Args:
         marks: what thinking stands between; None if the model doesn't think.
@@ -87,7 +94,9 @@ class MarkedReply:
         calls: the format of calls; None if there are none.
         tools: what may be called, by name.
         special: ids of the special tokens, which have no text of their own, by name.
+        openers: as the property has them.
         """
+        self.openers = openers
         self._marks, self._calls, self._tools = marks, calls, tools
         names = (*(marks or ()), *(calls.texts if calls else ()))
         self._names = {special[name]: name for name in names if name in special}

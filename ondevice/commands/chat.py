@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
 from click.core import ParameterSource
 
+from ondevice.commands.constraint import constraint_of, constraint_options
 from ondevice.commands.opening import loaded_model, resolved_model, say_stats
 from ondevice.commands.options import Command, Text, add_options, model_option, option, yes_option
 from ondevice.commands.terminal import say, write_events
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     help="Where the context is full: drop the oldest turns and go on, or stop the chat.",
 )
 @option("--no-think", is_flag=True, help="The model shall not think before it replies, or little if it must.")
+@constraint_options
 @add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS, PROMPT_CACHE_OPTIONS)
 @yes_option
 @click.pass_context
@@ -67,10 +69,11 @@ def chat(
     chosen = {
         name for name in SAMPLING_OPTIONS if context.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
+    constraint = constraint_of(values)
     resolved = resolved_model(model, values, yes)
     tokenizer = text_tokenizer(resolved)
     with loaded_model(resolved) as loaded:
-        sampling = _sampling(loaded, sampling_config(values), chosen)
+        sampling = _sampling(loaded, replace(sampling_config(values), constraint=constraint), chosen)
         if about := read_about(loaded.bundle.path):
             say(f"{loaded.name}, in its maker's words:\n{indent(about, '  ')}")
         session = loaded.session(system_prompt, when_full=when_full)

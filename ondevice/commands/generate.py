@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import click
 
+from ondevice.commands.constraint import constraint_of, constraint_options
 from ondevice.commands.opening import loaded_model, resolved_model, say_stats
 from ondevice.commands.options import (
     Command,
@@ -31,6 +33,7 @@ from ondevice.settings import PROMPT_CACHE_OPTIONS, RUNTIME_OPTIONS, SAMPLING_OP
     metavar="TEXT|-",
     help="The text to continue; - reads stdin.",
 )
+@constraint_options
 @add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS, PROMPT_CACHE_OPTIONS)
 @yes_option
 @json_option
@@ -39,7 +42,8 @@ def generate(model: str | None, prompt: str, yes: bool, as_json: bool, **values:
     from ondevice.host import text_tokenizer
     from ondevice.runtime.resolving import check_tokens
 
-    sampling = sampling_config(values)
+    constraint = constraint_of(values)
+    sampling = replace(sampling_config(values), constraint=constraint)
     text = TextParts(prompt) if prompt == "-" else [prompt]
     resolved = resolved_model(model, values, yes)
     # Encoding stops where the context is full, because a prompt from stdin may have no end.

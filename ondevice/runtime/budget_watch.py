@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ondevice.budget.plan import Plan
@@ -19,6 +19,7 @@ from ondevice.budget.pressure import Bounds, Level, PressureConfig, PressureStat
 from ondevice.budget.pressure_sources import PressureSource, Wake
 from ondevice.errors import OndeviceError
 from ondevice.runtime.owner import OwnerThread
+from ondevice.runtime.resolving import budget_bytes as bytes_of_budget
 from ondevice.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -29,8 +30,15 @@ class Budgeted(Protocol):
 
     plan: Plan
 
+    @property
+    def replanned(self) -> Plan:
+        """The plan beside what other models have claimed by now."""
+
     def set_budget(self, budget_bytes: int) -> None:
         """Keep to the user's own budget. Raises BudgetError."""
+
+    def set_plan(self, plan: Plan) -> None:
+        """Keep to another plan of the same model. Raises BudgetError."""
 
     def shift_budget(self, budget_bytes: int) -> bool:
         """Keep to a budget up to the user's. False: other models have claimed the memory."""
@@ -70,7 +78,7 @@ class BudgetWatch:
         self._engine = weakref.ref(engine)
         self._config = config
         self._clock = clock
-        self._user_bytes = engine.plan.budget_bytes
+        self._user_bytes = self._loaded_bytes = engine.plan.budget_bytes
         self._memory: PressureState | None = None
         self._shrinks = self._growths = 0
         self._failed = False
@@ -98,6 +106,24 @@ class BudgetWatch:
             assert engine is not None, "a model keeps its engine alive"
             engine.set_budget(budget_bytes)
             self._user_bytes = budget_bytes
+
+        self._owner.call(apply, urgent=True)
+
+    def make_room(self, nbytes: int, automatic: bool) -> None:
+        """Leave `nbytes` more to the process from now on.
+
+        automatic: whether the model was loaded with the budget `auto`. If the user hasn't set another one
+        since, it is chosen anew. Raises BudgetError, and changes nothing, if there is no room.
+        """
+
+        def apply() -> None:
+            engine = self._engine()
+            assert engine is not None, "a model keeps its engine alive"
+            plan = replace(engine.replanned, process_bytes=engine.plan.process_bytes + nbytes)
+            if automatic and self._user_bytes == self._loaded_bytes:
+                plan = plan.with_budget(bytes_of_budget("auto", plan))
+                self._loaded_bytes = self._user_bytes = plan.budget_bytes
+            engine.set_plan(plan)
 
         self._owner.call(apply, urgent=True)
 

@@ -22,6 +22,7 @@ from ondevice.budget.plan import Plan
 from ondevice.budget.sizes import FETCH_DEPTH, SlotShape, draft_nodes, logits_rows
 from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
+from ondevice.constraints.constrained import Constrained
 from ondevice.errors import OndeviceError, check_thread, system_refusals
 from ondevice.flash.cost_model import UNMEASURED, CostModel, device_costs
 from ondevice.flash.reader import FlashReader
@@ -181,20 +182,30 @@ class Engine:
         )
 
     def generate(
-        self, key: int | None, prompt: Sequence[int], sampling: SamplingConfig, cancelled: IsCancelled
+        self,
+        key: int | None,
+        prompt: Sequence[int],
+        sampling: SamplingConfig,
+        cancelled: IsCancelled,
+        constrained: Constrained | None = None,
     ) -> Iterator[Event]:
         """Continue `prompt` with the cache of `key`, or with a cache of its own that ends with it."""
         check_thread(self._thread)
         with self._cache_of(key, prompt) as kv, system_refusals():
-            yield from self._generator.stream(prompt, kv, sampling, cancelled)
+            yield from self._generator.stream(prompt, kv, sampling, cancelled, constrained)
 
     def steps(
-        self, key: int | None, prompt: Sequence[int], sampling: SamplingConfig, cancelled: IsCancelled
+        self,
+        key: int | None,
+        prompt: Sequence[int],
+        sampling: SamplingConfig,
+        cancelled: IsCancelled,
+        constrained: Constrained | None = None,
     ) -> Steps[None]:
         """`generate` in steps: a job for `joint`, which lets generations share passes."""
         check_thread(self._thread)
         with self._cache_of(key, prompt) as kv, system_refusals():
-            yield from self._generator.steps(prompt, kv, sampling, cancelled)
+            yield from self._generator.steps(prompt, kv, sampling, cancelled, constrained)
 
     def logits(self, tokens: Sequence[int], cancelled: IsCancelled) -> Iterator[Float32]:
         """Logits (at most `logits_rows`, V) of all tokens, piece by piece, from an empty cache."""

@@ -14,13 +14,13 @@ from starlette.routing import Route
 
 from ondevice.chat_template.messages import Message
 from ondevice.chat_template.tools import PromptOptions, Think, ToolCall
+from ondevice.constraints.constraint import Constraint
 from ondevice.errors import ContextOverflowError
 from ondevice.generate import Event, check_prompt
 from ondevice.serve.asked import (
     MAX_STOP_CHARS,
     MAX_STOPS,
     MAX_TOKENS,
-    NO_SCHEMAS,
     Asked,
     chosen,
     take_temperature,
@@ -38,6 +38,7 @@ from ondevice.serve.exchange import (
     with_errors,
 )
 from ondevice.serve.fields import Fields
+from ondevice.serve.formats import take_text_format
 from ondevice.serve.models import ModelFacts
 from ondevice.serve.tools import (
     AUTO,
@@ -100,6 +101,7 @@ async def _count(service: Service, request: Request) -> Response:
     fields = await read_object(request)
     model, messages = _take_prompt(service, fields)
     prompting = _take_prompting(fields)
+    _take_format(fields)
     _take_neutral(fields)
     fields.close()
     async with service.models.at_hand(model) as loaded:
@@ -120,7 +122,8 @@ def _read(service: Service, fields: Fields) -> _Request:
     most = fields.integer("max_tokens", 1, MAX_TOKENS)
     if most is None:
         fields.refuse("max_tokens", "is missing")
-    options = {
+    options: dict[str, Any] = {
+        "constraint": _take_format(fields),
         "max_tokens": most,
         "temperature": take_temperature(fields, 1.0),
         "top_p": take_top_p(fields),
@@ -244,15 +247,21 @@ def _take_think(fields: Fields) -> Think:
     return kind != "disabled"
 
 
+def _take_format(fields: Fields) -> Constraint | None:
+    """`output_config.format`, or `output_format`, as it was called before."""
+    older = take_text_format(fields, "output_format")
+    config = fields.object("output_config")
+    if config is None:
+        return older
+    found = take_text_format(config, "format")
+    config.neutral("effort", "medium")
+    config.close()
+    return found or older
+
+
 def _take_neutral(fields: Fields) -> None:
     fields.neutral("mcp_servers", [], why="this server calls no others")
-    fields.neutral("output_format", why=NO_SCHEMAS)
     fields.neutral("container")
-    config = fields.object("output_config")
-    if config is not None:
-        config.neutral("effort", "medium")
-        config.neutral("format", why=NO_SCHEMAS)
-        config.close()
     fields.ignore("metadata", "service_tier", "cache_control", "context_management", "betas", "inference_geo")
 
 

@@ -15,7 +15,6 @@ MAX_TOKENS = 1 << 24
 MAX_STOPS, MAX_STOP_CHARS = 16, 1000
 LEAST_TOP_P = 1e-6
 """A share of the probability that only the likeliest token can hold."""
-NO_SCHEMAS = "answers that obey a schema come with a later release"
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,7 @@ class Asked:
     """A generation that a request asks for: a reply to `messages`, or what continues `prompt`.
 
     prompting: tools, and whether to think, where messages are answered.
+    constraint_field: where the request sets the constraint, for errors.
     options: fields of SamplingConfig that the request sets. Without `max_tokens` the context alone is the
     limit. Where messages are answered, fields that aren't set are as the model's authors recommend.
     """
@@ -32,6 +32,7 @@ class Asked:
     prompt: str | tuple[int, ...] | None = None
     prompting: PromptOptions = PLAIN
     options: dict[str, Any] = field(default_factory=dict)
+    constraint_field: str | None = None
 
     def again(self, index: int) -> Asked:
         """The same for choice `index` of several: from a seed, the choices' seeds count up."""

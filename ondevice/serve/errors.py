@@ -6,6 +6,7 @@ from typing import Any
 
 from ondevice.errors import (
     BudgetError,
+    ConstraintError,
     ContextOverflowError,
     ModelNotFoundError,
     OndeviceError,
@@ -24,6 +25,7 @@ _ANTHROPIC_TYPES = {
 }
 _STATUS = (
     (ContextOverflowError, 400, "context_length_exceeded"),
+    (ConstraintError, 400, "unsupported_constraint"),
     (UsageError, 400, "invalid_value"),
     (ModelNotFoundError, 404, "model_not_found"),
     (BudgetError, 503, "budget_exceeded"),

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ondevice.config import SamplingConfig
-from ondevice.errors import OndeviceError
+from ondevice.errors import ConstraintError, OndeviceError
 from ondevice.generate import Event
 from ondevice.serve.asked import Asked
 from ondevice.serve.config import ServeConfig
@@ -124,6 +124,8 @@ async def _generate(service: Service, asked: Asked, running: Generation) -> None
         running.add(error)
     except OndeviceError as error:
         answer = RequestError.of(error)
+        if isinstance(error, ConstraintError):
+            answer.field = asked.constraint_field
         if answer.status >= 500:
             log_event("failed", level=logging.ERROR, model=asked.model.name, error=error.for_command_line)
         running.add(answer)

@@ -24,7 +24,6 @@ from ondevice.serve.asked import (
     MAX_STOP_CHARS,
     MAX_STOPS,
     MAX_TOKENS,
-    NO_SCHEMAS,
     Asked,
     chosen,
     take_seed,
@@ -40,6 +39,7 @@ from ondevice.serve.exchange import (
     with_errors,
 )
 from ondevice.serve.fields import Fields
+from ondevice.serve.formats import take_ollama_format
 from ondevice.serve.guard import json_bytes
 from ondevice.serve.models import LoadedModel, ModelFacts
 from ondevice.serve.tools import checked_messages, function_tool, take_calls, take_tools
@@ -131,6 +131,8 @@ async def _chat(service: Service, request: Request) -> Response:
     given = [_message(each) for each in fields.objects("messages")]
     messages = checked_messages(fields, "messages", _with_ids(given))
     options = _take_options(fields)
+    if constraint := take_ollama_format(fields):
+        options["constraint"] = constraint
     stream, think = fields.boolean("stream", True), _take_think(fields)
     prompting = replace(take_tools(fields, function_tool), think=think)
     _take_rest(fields)
@@ -147,6 +149,8 @@ async def _generate(service: Service, request: Request) -> Response:
     model = service.models.find(fields.text("model"))
     prompt, system = fields.text("prompt", "") or "", fields.text("system", "") or ""
     options = _take_options(fields)
+    if constraint := take_ollama_format(fields):
+        options["constraint"] = constraint
     stream, think = fields.boolean("stream", True), _take_think(fields)
     raw = fields.boolean("raw")
     fields.neutral("suffix", "")
@@ -315,7 +319,6 @@ def _take_think(fields: Fields) -> Think:
 
 
 def _take_rest(fields: Fields) -> None:
-    fields.neutral("format", "", why=NO_SCHEMAS)
     fields.neutral("logprobs", False)
     fields.neutral("top_logprobs", 0)
     fields.ignore("keep_alive")

@@ -19,7 +19,7 @@ from ondevice.chat_template import SWITCHES
 from ondevice.chat_template.tools import PromptOptions, ToolCall
 from ondevice.config import MOST_LOGPROBS
 from ondevice.generate import Event
-from ondevice.serve.asked import MAX_TOKENS, NO_SCHEMAS, Asked
+from ondevice.serve.asked import MAX_TOKENS, Asked
 from ondevice.serve.exchange import (
     Service,
     generation,
@@ -31,6 +31,7 @@ from ondevice.serve.exchange import (
     with_errors,
 )
 from ondevice.serve.fields import Fields
+from ondevice.serve.formats import take_response_format
 from ondevice.serve.openai_common import (
     IGNORED,
     MAX_CHOICES,
@@ -96,12 +97,13 @@ def _read(service: Service, fields: Fields) -> _Request:
         options["top_logprobs"] = most or 0
     elif most:
         fields.refuse("top_logprobs", "has no meaning without logprobs")
+    if constraint := take_response_format(fields):
+        options["constraint"] = constraint
     choices = fields.integer("n", 1, MAX_CHOICES) or 1
     stream, include_usage = take_stream(fields)
     prompting = _take_prompting(fields)
     fields.neutral("functions", [], why=NO_FUNCTIONS)
     fields.neutral("function_call", "none", "auto", why=NO_FUNCTIONS)
-    fields.neutral("response_format", {"type": "text"}, why=NO_SCHEMAS)
     fields.neutral("modalities", ["text"])
     fields.neutral("verbosity", "medium")
     fields.neutral("store", False, why="nothing is stored")
@@ -109,7 +111,7 @@ def _read(service: Service, fields: Fields) -> _Request:
         fields.neutral(name)
     fields.ignore(*IGNORED)
     fields.close()
-    asked = Asked(model, messages=messages, prompting=prompting, options=options)
+    asked = Asked(model, messages, prompting=prompting, options=options, constraint_field="response_format")
     return _Request(asked, choices, stream, include_usage)
 
 

@@ -17,7 +17,6 @@ from ondevice.chat_template.tools import PromptOptions, ToolCall
 from ondevice.generate import Event
 from ondevice.serve.asked import (
     MAX_TOKENS,
-    NO_SCHEMAS,
     Asked,
     chosen,
     take_temperature,
@@ -34,6 +33,7 @@ from ondevice.serve.exchange import (
     streamed,
 )
 from ondevice.serve.fields import Fields
+from ondevice.serve.formats import take_text_format
 from ondevice.serve.openai_common import IGNORED, take_content
 from ondevice.serve.tools import (
     AUTO,
@@ -99,11 +99,18 @@ def _read(service: Service, fields: Fields) -> _Request:
     messages = checked_messages(fields, "input", (*first, *_take_input(fields)))
     temperature, top_p = take_temperature(fields, 2.0), take_top_p(fields)
     most = fields.integer("max_output_tokens", 1, MAX_TOKENS)
-    options = {
+    options: dict[str, Any] = {
         "temperature": temperature,
         "top_p": top_p,
         "max_tokens": most,
     }
+    text = fields.object("text")
+    text_format: Any = {"type": "text"}
+    if text is not None:
+        text_format = text.peek("format") or text_format
+        options["constraint"] = take_text_format(text, "format")
+        text.neutral("verbosity", "medium")
+        text.close()
     stream = fields.boolean("stream")
     prompting, echoed_tools = _take_prompting(fields)
     echoed = echoed_tools | {
@@ -111,11 +118,14 @@ def _read(service: Service, fields: Fields) -> _Request:
         "max_output_tokens": most,
         "metadata": _take_metadata(fields),
         "temperature": temperature,
+        "text": {"format": text_format},
         "top_p": top_p,
     }
     _take_neutral(fields)
     fields.close()
-    asked = Asked(model, messages=messages, prompting=prompting, options=chosen(options))
+    asked = Asked(
+        model, messages, prompting=prompting, options=chosen(options), constraint_field="text.format"
+    )
     return _Request(asked, stream, echoed)
 
 
@@ -162,11 +172,6 @@ def _take_neutral(fields: Fields) -> None:
     fields.neutral("presence_penalty", 0, 0.0)
     fields.neutral("include", [], ["reasoning.encrypted_content"])
     fields.neutral("context_management", [])
-    text = fields.object("text")
-    if text is not None:
-        text.neutral("format", {"type": "text"}, why=NO_SCHEMAS)
-        text.neutral("verbosity", "medium")
-        text.close()
     fields.ignore(*IGNORED, "stream_options")
 
 
@@ -237,7 +242,6 @@ def _new_response(wanted: _Request) -> dict[str, Any]:
         "previous_response_id": None,
         "service_tier": "default",
         "store": False,
-        "text": {"format": {"type": "text"}},
         "top_logprobs": 0,
         "truncation": "disabled",
         "usage": None,

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from ondevice.backends.base import Float32
 from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import SamplingConfig
+from ondevice.constraints.constrained import Constrained
 from ondevice.errors import OndeviceError
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import ForwardOutput, Prune
@@ -86,6 +87,7 @@ class Drafting:
         """Why drafting is disabled for good; empty if it isn't."""
         self._text: list[int] = []
         self._sampling = SamplingConfig()
+        self._constrained: Constrained | None = None
         self._told = 0
         """Number of the text's tokens that the drafter knows; 0: it has yet to begin."""
         self._missed_output: tuple[ForwardOutput, int] | None = None
@@ -112,10 +114,17 @@ class Drafting:
         self._missed_output = None
         self.prune = None
 
-    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
-        """Begin to continue a text. text: at least one token id; the caller's list grows with the text."""
+    def begin(
+        self, text: list[int], sampling: SamplingConfig, constrained: Constrained | None = None
+    ) -> None:
+        """Begin to continue a text.
+
+        text: at least one token id; the caller's list grows with the text. constrained: follows the text
+        where it has to obey a constraint. Tokens that are then forced are drafted, and others aren't.
+        """
         self._text = text
         self._sampling = sampling
+        self._constrained = constrained
         self._told = 0
         self._missed_output = None
         self._count = _DraftCount()
@@ -224,10 +233,13 @@ class Drafting:
         """Grow a draft with the prepared drafter. started: time at which its preparation began."""
         asked = 0
 
-        def propose(path: Sequence[int]) -> Proposals:
+        def ask(path: Sequence[int]) -> Proposals:
             nonlocal asked
             asked += 1
             return self._drafter.propose(path)
+
+        def propose(path: Sequence[int]) -> Proposals:
+            return ask(path) if self._constrained is None else self._constrained.proposals(path, ask)
 
         prepared = time.perf_counter()
         self._preparing_seconds = prepared - started

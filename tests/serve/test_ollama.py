@@ -79,7 +79,7 @@ def test_what_is_said_of_models(server: Serving, client: Any) -> None:
     ("asked", "field"),
     [
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"format": "json"}, "format"),
+        ({"format": "yaml"}, "format"),
         ({"options": {"mirostat": 2}}, "options.mirostat"),
         ({"options": {"temperature": "hot"}}, "options.temperature"),
         ({"options": []}, "options"),

@@ -25,6 +25,8 @@ class ThinksFirst:
     def __init__(self, *given: Any) -> None:
         self._taken = 0
 
+    openers: frozenset[int] = frozenset()
+
     @property
     def kind(self) -> Kind:
         return "thinking" if 1 <= self._taken <= THOUGHT else "reply"

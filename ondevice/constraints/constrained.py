@@ -1,0 +1,150 @@
+"""Follows one text under a constraint: which tokens may come next, and which must.
+
+The grammar's state follows the text alone. Drafts are looked into on a copy of it, so the masks, and with
+them the text, are the same with and without drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ondevice.errors import ConstraintError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+Mask = npt.NDArray[np.bool_]
+Proposals = Iterable[tuple[int, float]]
+
+
+class Gate(Protocol):
+    """Tells the reply, which obeys the constraint, from thinking, as `chat_template/channels.py` does."""
+
+    @property
+    def kind(self) -> str:
+        """`reply` if the next token belongs to the reply."""
+
+    @property
+    def openers(self) -> frozenset[int]:
+        """Ids of tokens that may come in a reply's place and begin something else."""
+
+    def take(self, token: int | None, text: str) -> str:
+        """Follow the text up to and with `token`."""
+
+
+class Constrained:
+    """One text. `eos_ids` don't belong to it: they may come where the constraint is satisfied."""
+
+    def __init__(
+        self, matcher: LLMatcher, vocab_size: int, eos_ids: frozenset[int], gate: Gate | None = None
+    ) -> None:
+        """matcher: at the beginning of what has to obey. gate: None if that is the whole text."""
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._gate = gate
+        self._openers = [] if gate is None else sorted(gate.openers)
+        self._obeys = gate is None or gate.kind == "reply"
+        """Whether the next token has to obey."""
+        self._begun = self._obeys and not self._openers
+        """Whether what has to obey has begun for good."""
+        self._unfinished = np.ones(vocab_size, dtype=np.bool_)
+        """Tokens that may come where nothing has to obey yet: those that don't end the text."""
+        self._unfinished[[token for token in eos_ids if token < vocab_size]] = False
+        self._ahead: _Ahead | None = None
+
+    def allowed(self) -> Mask:
+        """(V,) whether each token may come next.
+
+        Raises ConstraintError if none may, or if the grammar takes more than its limits allow.
+        """
+        if not self._obeys:
+            return self._unfinished
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._check()
+        mask: Mask = np.unpackbits(bits, bitorder="little")[: self._vocab_size].view(np.bool_)
+        if not self._begun:
+            mask[self._openers] = True
+        if not mask.any():
+            raise ConstraintError("no token of this model continues the text as its constraint wants it")
+        return mask
+
+    def take(self, token: int, text: str) -> None:
+        """Follow `token`, which has joined the text. text: what it completed."""
+        self._ahead = None
+        if self._begun or (self._obeys and token not in self._openers):
+            self._begun = True
+            self._matcher.consume_token(token)
+            self._check()
+        elif self._gate is not None:
+            self._gate.take(token, text)
+            self._obeys = self._gate.kind == "reply"
+            self._begun = self._obeys
+            if self._gate.kind == "call":
+                # A reply may be calls of tools instead, and then ends with them.
+                self._unfinished[:] = True
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow what has been said."""
+        return self._begun and self._matcher.is_stopped()
+
+    def proposals(self, path: Sequence[int], propose: Callable[[Sequence[int]], Proposals]) -> Proposals:
+        """Draft tokens that may follow the text and the draft tokens `path`.
+
+        A token that is forced is the only one, and certain. Otherwise they are those of `propose(path)` that
+        are allowed there.
+        """
+        if not self._begun:
+            return propose(path)
+        if self._ahead is None:
+            self._ahead = _Ahead(self._matcher.deep_copy())
+        forced = self._ahead.forced(path)
+        if forced is not None:
+            return [(forced, 1.0)]
+        return [(token, chance) for token, chance in propose(path) if self._ahead.allows(path, token)]
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            message = self._matcher.get_error().partition("\n<state>")[0].strip()[:300]
+            raise ConstraintError(f"the constraint can't be followed any further: {message}")
+
+
+class _Ahead:
+    """Looks ahead of the text, on a matcher of its own."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+        self._path: list[int] = []
+        """Tokens that the matcher has taken behind the text."""
+        self._forced: dict[tuple[int, ...], int] = {}
+
+    def forced(self, path: Sequence[int]) -> int | None:
+        """The only token that may follow `path`, if there is one."""
+        place = tuple(path)
+        if place not in self._forced and self._go_to(path):
+            for token in self._matcher.compute_ff_tokens():
+                self._forced[place] = token
+                place = (*place, token)
+        return self._forced.get(tuple(path))
+
+    def allows(self, path: Sequence[int], token: int) -> bool:
+        """Whether `token` may follow `path`."""
+        return self._go_to(path) and self._matcher.validate_tokens([token]) == 1
+
+    def _go_to(self, path: Sequence[int]) -> bool:
+        """Bring the matcher behind `path`. Returns False if the grammar doesn't lead there."""
+        common = 0
+        for taken, wanted in zip(self._path, path, strict=False):
+            if taken != wanted:
+                break
+            common += 1
+        if common < len(self._path):
+            self._matcher.rollback(len(self._path) - common)
+            del self._path[common:]
+        more = list(path[common:])
+        self._path += more[: self._matcher.try_consume_tokens(more)]
+        return len(self._path) == len(path) and not self._matcher.is_error()

@@ -1,0 +1,80 @@
+"""`Constraint`: what a text has to obey. It is data; `grammars.py` makes masks of it, with llguidance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ondevice.errors import ConstraintError, UsageError, json_fault
+
+Kind = Literal["json_schema", "regex", "lark"]
+KINDS: dict[str, str] = {"json_schema": "JSON schema", "regex": "pattern", "lark": "grammar"}
+"""What each kind is called in messages."""
+MAX_SOURCE_CHARS = 1 << 16
+"""Most characters of a schema, pattern or grammar. With the stack that grammars are read on, it bounds how
+deep rules and references may lead."""
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What a text has to obey, from its first character to its last. Made by one of the class methods.
+
+    kind: what `source` is: a JSON schema, a regular expression, or a grammar in llguidance's Lark format.
+
+    It says nothing of a conversation's thinking: where a model thinks first, its reply obeys.
+    """
+
+    kind: Kind
+    source: str
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for values of another type, ConstraintError for a source that is too long."""
+        if self.kind not in KINDS:
+            raise UsageError(f"the constraint's kind is {self.kind!r}; it must be one of {', '.join(KINDS)}")
+        if not isinstance(self.source, str):
+            raise UsageError(f"the constraint is of type {type(self.source).__name__}; it must be a string")
+        if len(self.source) > MAX_SOURCE_CHARS:
+            raise ConstraintError(
+                f"the {KINDS[self.kind]} has {len(self.source)} characters; it may have {MAX_SOURCE_CHARS}"
+            )
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Constraint:
+        """JSON that a schema describes, written as `json.dumps` writes it: one space behind `,` and `:`.
+
+        schema: the schema, or its JSON text. Objects' keys come in the order of its `properties`.
+
+        Raises ConstraintError for text that isn't JSON, UsageError for another type. Keywords are looked at
+        when a generation begins.
+        """
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError) as error:
+                raise ConstraintError(f"the schema isn't JSON: {json_fault(error)}") from error
+        if not isinstance(schema, Mapping | bool):
+            raise UsageError(f"the schema is of type {type(schema).__name__}; it must be an object or a bool")
+        try:
+            return cls("json_schema", json.dumps(schema, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConstraintError(f"the schema isn't JSON: {json_fault(error)}") from error
+
+    @classmethod
+    def json_object(cls) -> Constraint:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> Constraint:
+        """Text that a regular expression matches as a whole, in the syntax of Rust's `regex` crate."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def lark(cls, grammar: str) -> Constraint:
+        """Text of a grammar in llguidance's Lark format, whose rule `start` is the whole text.
+
+        A rule may hold a schema, as `json_rule` writes it, and special tokens by name, such as `<|call|>`.
+        """
+        return cls("lark", grammar)

@@ -1,0 +1,200 @@
+"""Makes the branches of a `oneOf` exclude one another, so that it is an `anyOf`.
+
+llguidance has no `oneOf`. A branch is narrowed until it provably shares no value with any other branch as
+that one was given: by types, by a property that tells them apart (`"kind": {"const": "circle"}`), or by a
+property that one requires and the other then forbids. What the narrowed branches allow is thus allowed by
+exactly one of the given ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+TYPES = frozenset(("null", "boolean", "object", "array", "string", "integer", "fraction"))
+"""JSON's types, apart from one another: numbers are integers or fractions."""
+MAX_BRANCHES = 32
+MAX_DEPTH = 6
+"""Most references and properties inside one another that are looked into."""
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What holds of every value that a branch allows; other things may hold as well."""
+
+    types: frozenset[str] = TYPES
+    values: tuple[Any, ...] | None = None
+    """The only values, if they are listed."""
+    required: frozenset[str] = frozenset()
+    properties: tuple[tuple[str, Any], ...] = ()
+    closed: bool = False
+    """Whether objects have no properties but those."""
+
+    def schema_of(self, name: str) -> Any:
+        """What is said of a property: False if it isn't allowed, True if nothing is said."""
+        return dict(self.properties).get(name, not self.closed)
+
+
+def exclusive(branches: list[Any], root: Any) -> list[Any] | None:
+    """The branches, narrowed so that each excludes all others; None if that can't be proven.
+
+    root: the whole schema, where references lead.
+    """
+    if len(branches) > MAX_BRANCHES:
+        return None
+    facts = [_facts(branch, root, 0) for branch in branches]
+    narrowed = []
+    for index, branch in enumerate(branches):
+        own = facts[index]
+        for other in facts[:index] + facts[index + 1 :]:
+            found = _apart(own, other, root)
+            if found is None:
+                return None
+            own = found
+        narrowed.append(_narrowed(branch, facts[index], own))
+    return narrowed
+
+
+def _apart(own: _Facts, other: _Facts, root: Any) -> _Facts | None:
+    """`own`, narrowed to exclude `other`; None if no way is known."""
+    if _exclude(own, other, root, 0):
+        return own
+    shared = own.types & other.types
+    if not shared <= {"object"}:
+        left = own.types - (shared - {"object"})
+        if "integer" not in left:
+            left -= {"fraction"}  # Schemas have no type for what isn't whole.
+        if not left or own.types != TYPES:
+            return None
+        own = replace(own, types=left)
+        if _exclude(own, other, root, 0):
+            return own
+    for name, schema in own.properties:
+        if schema is False:
+            continue
+        tags = _facts(schema, root, 1), _facts(other.schema_of(name), root, 1)
+        if _exclude(*tags, root, 1):
+            return replace(own, required=own.required | {name})
+    for name in sorted(other.required - own.required):
+        properties = dict(own.properties) | {name: False}
+        return replace(own, properties=tuple(properties.items()))
+    return None
+
+
+def _exclude(one: _Facts, other: _Facts, root: Any, depth: int) -> bool:
+    """Whether no value has the facts of both."""
+    shared = one.types & other.types
+    if not shared:
+        return True
+    if one.values is not None and other.values is not None:
+        return not any(_equal(value, another) for value in one.values for another in other.values)
+    if shared != {"object"} or depth > MAX_DEPTH:
+        return False
+    for name in one.required | other.required:
+        schemas = one.schema_of(name), other.schema_of(name)
+        if False in [schema for schema in schemas if isinstance(schema, bool)]:
+            return True
+        inner = [_facts(schema, root, depth + 1) for schema in schemas]
+        if _exclude(inner[0], inner[1], root, depth + 1):
+            return True
+    return False
+
+
+def _facts(schema: Any, root: Any, depth: int) -> _Facts:
+    """What is known of a schema's values, references and `allOf` included.
+
+    Of a reference nothing else is: before draft 2019-09, what stands beside it didn't count.
+    """
+    if schema is False:
+        return _Facts(types=frozenset())
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        return _Facts()
+    if "$ref" in schema:
+        return _facts(_referred(schema["$ref"], root), root, depth + 1)
+    found, parts = _own_facts(schema), schema.get("allOf")
+    for part in parts if isinstance(parts, list) else ():
+        found = _both(found, _facts(part, root, depth + 1))
+    return found
+
+
+def _own_facts(schema: dict[str, Any]) -> _Facts:
+    types, values = TYPES, None
+    given = schema.get("type")
+    if given is not None:
+        types = _types(given if isinstance(given, list) else [given])
+    if "const" in schema:
+        values = (schema["const"],)
+    elif isinstance(schema.get("enum"), list):
+        values = tuple(schema["enum"])
+    if values is not None:
+        types &= frozenset(map(_type_of, values))
+    required, properties = schema.get("required"), schema.get("properties")
+    names = required if isinstance(required, list) else []
+    return _Facts(
+        types,
+        values,
+        frozenset(name for name in names if isinstance(name, str)),
+        tuple(properties.items()) if isinstance(properties, dict) else (),
+        schema.get("additionalProperties") is False and not schema.get("patternProperties"),
+    )
+
+
+def _both(one: _Facts, other: _Facts) -> _Facts:
+    """What is known of values that have the facts of both. Of a property that both name, one is enough."""
+    return _Facts(
+        one.types & other.types,
+        other.values if one.values is None else one.values,
+        one.required | other.required,
+        tuple((dict(other.properties) | dict(one.properties)).items()),
+        # Each closes itself alone: names that only the other has aren't allowed, which is left unused.
+        one.closed and other.closed,
+    )
+
+
+def _types(names: Iterable[Any]) -> frozenset[str]:
+    found = {name for name in names if isinstance(name, str)}
+    if "number" in found:
+        found |= {"integer", "fraction"}
+    return frozenset(found) & TYPES
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return "integer"
+    kinds = {dict: "object", list: "array", str: "string", float: "fraction"}
+    return kinds.get(type(value), "null")
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """JSON's equality, in which true isn't 1. Containers that Python calls equal count as equal."""
+    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
+
+
+def _referred(pointer: Any, root: Any) -> Any:
+    """The schema that a reference within the document leads to; an empty one if there is none."""
+    # Anchors and other documents aren't looked into.
+    if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")) or "%" in pointer:
+        return {}
+    found = root
+    for part in pointer.split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, dict) or name not in found:
+            return {}
+        found = found[name]
+    return found
+
+
+def _narrowed(branch: Any, given: _Facts, own: _Facts) -> Any:
+    """A branch with what narrowed it."""
+    more: dict[str, Any] = {}
+    if own.types != given.types:
+        more["type"] = sorted({"fraction": "number"}.get(name, name) for name in own.types)
+    if own.properties != given.properties:
+        before = dict(given.properties)
+        more["properties"] = {name: it for name, it in own.properties if before.get(name, True) != it}
+    if own.required != given.required:
+        more["required"] = sorted(own.required - given.required)
+    return {"allOf": [branch, more]} if more else branch

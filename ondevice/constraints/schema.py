@@ -1,0 +1,155 @@
+"""Rewrites JSON schemas into the part of JSON Schema that llguidance implements.
+
+Every text that the new schema allows is valid under the old one; where that can't be had, a keyword is left
+as it is, and llguidance refuses it by name. Keywords that only describe, such as a format that is none of
+llguidance's, are dropped: JSON Schema calls them annotations.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from ondevice.constraints.constraint import Constraint
+from ondevice.constraints.one_of import exclusive
+from ondevice.errors import ConstraintError, json_fault
+
+_ONE = ("additionalItems", "additionalProperties", "contains", "items", "not", "propertyNames")
+_SEVERAL = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+_NAMED = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
+FORMATS = (
+    *("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri"),
+    "uuid",
+)
+"""Formats that llguidance enforces."""
+SPELLING = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "coerce_one_of": False,
+    "lenient": False,
+}
+"""How JSON is written, and that nothing of a schema is left out unsaid."""
+MAX_DEPTH = 100
+"""Most schemas inside one another."""
+MAX_DEPENDENCIES = 6
+"""Most properties of one object that others depend on: each doubles the cases."""
+
+
+def prepared(source: str) -> str:
+    """The JSON text of the schema that llguidance gets, of a schema's JSON text. Raises ConstraintError."""
+    try:
+        schema = json.loads(source)
+        return json.dumps(_rewritten(schema, schema, 0), allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise ConstraintError(f"the schema isn't JSON: {json_fault(error)}") from error
+
+
+def json_rule(constraint: Constraint) -> str:
+    """A schema as part of a Lark grammar's rule: `start: "<call>" <this> "</call>"`.
+
+    constraint: one that `json_schema` or `json_object` made. Raises ConstraintError.
+    """
+    schema = json.loads(prepared(constraint.source))
+    if schema is False:
+        raise ConstraintError("the schema is false, which no JSON satisfies")
+    return "%json " + json.dumps({"x-guidance": SPELLING} | ({} if schema is True else schema))
+
+
+def _rewritten(schema: Any, root: Any, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise ConstraintError(f"the schema is nested more than {MAX_DEPTH} deep")
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: value for key, value in schema.items() if key != "x-guidance"}
+    for key in _ONE:
+        if isinstance(found.get(key), dict):
+            found[key] = _rewritten(found[key], root, depth + 1)
+    for key in _SEVERAL:
+        if isinstance(found.get(key), list):
+            found[key] = [_rewritten(each, root, depth + 1) for each in found[key]]
+    for key in _NAMED:
+        if isinstance(found.get(key), dict):
+            found[key] = {name: _rewritten(each, root, depth + 1) for name, each in found[key].items()}
+    for rule in _RULES:
+        rule(found, root)
+    return found
+
+
+def _drop_formats(schema: dict[str, Any], root: Any) -> None:
+    if "format" in schema and schema["format"] not in FORMATS:
+        del schema["format"]
+
+
+def _exclusive_bounds(schema: dict[str, Any], root: Any) -> None:
+    """Draft 4 has bounds that say of another whether it is exclusive."""
+    for bound in ("minimum", "maximum"):
+        name = f"exclusive{bound.capitalize()}"
+        if isinstance(schema.get(name), bool) and schema.pop(name) and bound in schema:
+            schema[name] = schema.pop(bound)
+
+
+def _dependencies(schema: dict[str, Any], root: Any) -> None:
+    """What depends on a property: either the property isn't there, or the rest holds."""
+    cases: list[Any] = []
+    for key in ("dependencies", "dependentRequired", "dependentSchemas"):
+        given = schema.get(key)
+        if (
+            not isinstance(given, dict)
+            or len(cases) + len(given) > MAX_DEPENDENCIES
+            or not isinstance(schema.get("allOf", []), list)
+            or not all(isinstance(wanted, list | dict | bool) for wanted in given.values())
+        ):
+            continue
+        del schema[key]
+        for name, wanted in given.items():
+            then = {"required": wanted} if isinstance(wanted, list) else wanted
+            cases.append({"anyOf": [{"properties": {name: False}}, then]})
+    _add_parts(schema, cases)
+
+
+def _property_names(schema: dict[str, Any], root: Any) -> None:
+    """A pattern of all names. Where some names are listed as well, they are left to llguidance to refuse."""
+    names = schema.get("propertyNames")
+    if names is True or names == {}:
+        del schema["propertyNames"]
+    elif (
+        isinstance(names, dict)
+        and isinstance(names.get("pattern"), str)
+        and names.keys() <= {"pattern", "type", "description"}
+        and not schema.keys() & {"properties", "patternProperties", "required"}
+    ):
+        del schema["propertyNames"]
+        schema["patternProperties"] = {names["pattern"]: schema.get("additionalProperties", True)}
+        schema["additionalProperties"] = False
+
+
+def _one_of(schema: dict[str, Any], root: Any) -> None:
+    """`oneOf` as `anyOf`, of branches that exclude one another."""
+    branches = schema.get("oneOf")
+    if not isinstance(branches, list):
+        return
+    apart = exclusive(branches, root)
+    if apart is None or not isinstance(schema.get("allOf", []), list):
+        return
+    del schema["oneOf"]
+    if "anyOf" in schema:
+        _add_parts(schema, [{"anyOf": apart}])
+    else:
+        schema["anyOf"] = apart
+
+
+def _add_parts(schema: dict[str, Any], parts: list[Any]) -> None:
+    """Let the schema's values satisfy `parts` as well."""
+    if parts:
+        schema["allOf"] = [*schema.get("allOf", []), *parts]
+
+
+_RULES: tuple[Callable[[dict[str, Any], Any], None], ...] = (
+    _drop_formats,
+    _exclusive_bounds,
+    _dependencies,
+    _property_names,
+    _one_of,
+)

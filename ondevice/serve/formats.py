@@ -1,0 +1,78 @@
+"""The fields that ask for an answer in JSON, as each dialect has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ondevice.constraints.constraint import Constraint
+from ondevice.errors import ConstraintError
+from ondevice.serve.errors import RequestError
+from ondevice.serve.fields import Fields
+
+
+def take_response_format(fields: Fields) -> Constraint | None:
+    """`response_format` of chat completions: its schema stands in an object of its own."""
+    given = fields.object("response_format")
+    if given is None:
+        return None
+    inner = given.object("json_schema")
+    found = _take_kind(given, inner)
+    given.close()
+    if inner is not None:
+        inner.close()
+    return found
+
+
+def take_text_format(fields: Fields, name: str) -> Constraint | None:
+    """A format whose schema stands beside its type: of Responses, and of Anthropic's messages."""
+    given = fields.object(name)
+    if given is None:
+        return None
+    found = _take_kind(given, given)
+    given.close()
+    return found
+
+
+def take_ollama_format(fields: Fields) -> Constraint | None:
+    """Ollama's `format`: `json`, or a schema."""
+    value = fields.take("format")
+    if value is None or value == "":
+        return None
+    if value == "json":
+        return Constraint.json_object()
+    if not isinstance(value, dict):
+        fields.refuse("format", 'must be "json" or a JSON schema')
+    return _schema(fields, "format", value)
+
+
+def _take_kind(given: Fields, inner: Fields | None) -> Constraint | None:
+    """The format of the type that `given` names. inner: what holds a schema."""
+    kind = given.required_text("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Constraint.json_object()
+    if kind != "json_schema":
+        given.refuse("type", f"is {kind[:40]!r}; it must be text, json_object or json_schema")
+    if inner is None:
+        given.refuse("json_schema", "is missing")
+    inner.text("name")
+    inner.text("description")
+    # Schemas are obeyed either way.
+    inner.boolean("strict")
+    value = inner.take("schema")
+    if not isinstance(value, dict):
+        inner.refuse("schema", "must be a JSON schema, an object")
+    return _schema(inner, "schema", value)
+
+
+def _schema(fields: Fields, name: str, value: dict[str, Any]) -> Constraint:
+    try:
+        return Constraint.json_schema(value)
+    except ConstraintError as error:
+        raise RequestError(
+            400,
+            f"{fields.full(name)}: {error.for_command_line}",
+            field=fields.full(name),
+            code="invalid_value",
+        ) from error

@@ -1,0 +1,275 @@
+"""Text under a constraint obeys, and is the same with and without drafts; what must come is drafted."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, get_args
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+from ondevice import Constraint, ConstraintError, UsageError
+from ondevice.api import Model, load
+from ondevice.chat_template.channels import Channels
+from ondevice.config import Speculation
+from ondevice.constraints.constrained import Constrained
+from ondevice.constraints.grammars import Grammars, Vocabulary
+from ondevice.errors import BudgetError
+from ondevice.speculation.tree import Proposals
+from tests.support.bundles import BOS, EOS
+from tests.support.engines import always_draft
+from tests.support.paths import SHIPPED
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "shape": {"enum": ["circle", "square"]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 3},
+    },
+    "required": ["name", "age", "shape", "tags"],
+    "additionalProperties": False,
+}
+CONSTRAINTS = {
+    "schema": Constraint.json_schema(SCHEMA),
+    "object": Constraint.json_object(),
+    "pattern": Constraint.regex(r" (\d{4}-){3}[a-f]{2,6}\."),
+    "grammar": Constraint.lark('start: item+ "."\nitem: " " (/[a-c]+/ | "(" item ")")'),
+}
+SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 5, "top_p": 0.95}]
+DRAFTERS = [name for name in get_args(Speculation) if name not in ("off", "streams", "model")]
+PROMPT = "A person in JSON:"
+
+
+def texts(model: Model, drafted: list[int] | None = None) -> list[tuple[int, ...]]:
+    """What the model writes under every constraint, greedy and sampled. drafted: gets numbers of tokens."""
+    answers = [
+        model.generate(PROMPT, constraint=constraint, max_tokens=24, **sampling)
+        for constraint in CONSTRAINTS.values()
+        for sampling in SAMPLINGS
+    ]
+    if drafted is not None:
+        drafted += [answer.stats.drafting.draft_tokens for answer in answers]
+    return [answer.tokens for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Model]:
+    """The shipped model, without drafts."""
+    with load(SHIPPED, speculation="off", threads=1) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Model) -> list[tuple[int, ...]]:
+    return texts(plain)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_drafts_change_no_token_under_a_constraint(
+    expected: list[tuple[int, ...]], drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_draft(monkeypatch, [8, 3, 12])
+    with load(SHIPPED, speculation=drafter, threads=1) as model:  # type: ignore[arg-type]
+        drafted: list[int] = []
+        assert texts(model, drafted) == expected
+        assert sum(drafted) > 0
+
+
+def test_made_up_drafts_change_no_token(
+    plain: Model, expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trees that branch everywhere, of tokens that mostly aren't allowed: the grammar goes back and forth."""
+    always_draft(monkeypatch, [16])
+
+    def propose(path: Sequence[int]) -> Proposals:
+        at = sum(path) + len(path)
+        size = plain.config.vocab_size
+        return [((at * 37 + step * 101) % size, 0.3) for step in range(size // 4)]
+
+    with load(SHIPPED, speculation="lookup", threads=1) as model:
+        assert model._engine._drafting is not None
+        monkeypatch.setattr(model._engine._drafting._drafter, "propose", propose)
+        assert texts(model) == expected
+
+
+def test_forced_tokens_take_fewer_passes(plain: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that knows nothing still gains: keys and quotes of a schema are certain."""
+    names = [f"a_long_name_of_a_property_{number}" for number in range(6)]
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": "boolean"} for name in names},
+        "required": names,
+        "additionalProperties": False,
+    }
+    constraint = Constraint.json_schema(schema)
+    whole = plain.generate(PROMPT, constraint=constraint, max_tokens=200)
+    assert list(json.loads(whole.text)) == names
+    always_draft(monkeypatch, [16])
+    with load(SHIPPED, speculation="lookup", threads=1) as model:
+        assert model._engine._drafting is not None
+        monkeypatch.setattr(model._engine._drafting._drafter, "propose", lambda path: [])
+        drafted = model.generate(PROMPT, constraint=constraint, max_tokens=200)
+    assert drafted.tokens == whole.tokens
+    stats = drafted.stats.drafting
+    assert stats.accepted_by_depth == stats.drafted_by_depth, "a forced token was judged wrong"
+    assert drafted.stats.forward_passes < whole.stats.forward_passes / 3
+
+
+def test_every_constraint_is_obeyed(plain: Model) -> None:
+    schema = plain.generate(PROMPT, constraint=CONSTRAINTS["schema"], temperature=1.0, seed=1)
+    assert list(json.loads(schema.text)) == ["name", "age", "shape", "tags"]
+    assert schema.finish_reason == "stop"
+    pattern = plain.generate(PROMPT, constraint=CONSTRAINTS["pattern"], temperature=1.0, seed=1)
+    assert re.fullmatch(r" (\d{4}-){3}[a-f]{2,6}\.", pattern.text)
+    grammar = plain.generate(PROMPT, constraint=CONSTRAINTS["grammar"], temperature=1.0, seed=1)
+    assert re.fullmatch(r"( [a-c(]+[a-c() ]*)+\.", grammar.text)
+
+
+def test_a_text_ends_where_nothing_can_follow(plain: Model) -> None:
+    """Without a pass for the token that says so; where something could follow, the model decides."""
+    closed = plain.generate(PROMPT, constraint=Constraint.regex("yes"))
+    assert (closed.text, closed.finish_reason) == ("yes", "stop")
+    assert closed.stats.forward_passes == len(closed.tokens)
+    banned = plain.generate(
+        PROMPT,
+        constraint=Constraint.regex("a+"),
+        max_tokens=5,
+        logit_bias=dict.fromkeys(plain.tokenizer.eos_ids, -math.inf),
+    )
+    assert (set(banned.text), banned.finish_reason) == ({"a"}, "length")
+
+
+def test_a_session_s_reply_obeys_and_goes_on_as_any_other(plain: Model) -> None:
+    session = plain.session("Be brief.")
+    first = session.respond("A person?", constraint=CONSTRAINTS["schema"])
+    assert json.loads(first.text)["shape"] in ("circle", "square")
+    assert session.transcript[-1]["content"] == first.text
+    second = session.respond("Go on.", max_tokens=4)
+    again = plain.session("Be brief.")
+    assert again.respond("A person?", constraint=CONSTRAINTS["schema"]).text == first.text
+    assert again.respond("Go on.", max_tokens=4).tokens == second.tokens
+
+
+@pytest.mark.parametrize("bias", [{}, {EOS: 5.0}])
+def test_a_model_of_bytes_obeys_too(chat_bundle: Any, bias: dict[int, float]) -> None:
+    with load(chat_bundle, threads=1, speculation="off") as model:
+        answer = model.generate(PROMPT, constraint=CONSTRAINTS["schema"], max_tokens=200, logit_bias=bias)
+        assert answer.finish_reason == "stop"
+        assert set(json.loads(answer.text)) == set(SCHEMA["properties"])
+
+
+class Marks:
+    """A made-up vocabulary: bytes, a token that ends texts, and the marks of channels."""
+
+    channel, message, end, start, eos = 256, 257, 258, 259, 260
+    special: ClassVar = {
+        "<|channel|>": 256,
+        "<|message|>": 257,
+        "<|end|>": 258,
+        "<|start|>": 259,
+        "<eos>": 260,
+    }
+
+    @classmethod
+    def vocabulary(cls) -> Vocabulary:
+        texts = [bytes([byte]) for byte in range(256)] + [b""] * 6
+        return Vocabulary(texts, cls.special, (cls.eos,), lambda text: list(text.encode()))
+
+
+def allowed(constrained: Constrained) -> set[int]:
+    return {token for token, may in enumerate(constrained.allowed().tolist()) if may}
+
+
+def take(constrained: Constrained, *tokens: int | str) -> None:
+    for token in tokens:
+        for each in token.encode() if isinstance(token, str) else [token]:
+            assert each in allowed(constrained)
+            constrained.take(each, chr(each) if each < 256 else "")
+
+
+def test_a_constraint_applies_after_thinking() -> None:
+    grammars = Grammars(Marks.vocabulary())
+    matcher = grammars.matcher(Constraint.regex("ab"))
+    constrained = Constrained(matcher, grammars.vocab_size, frozenset({Marks.eos}), Channels(Marks.special))
+    assert allowed(constrained) == {ord("a"), Marks.channel, Marks.start}
+    take(constrained, Marks.channel, "analysis", Marks.message, "Hm, z", Marks.end)
+    # Anything but the end of the text may come, until the reply has been begun.
+    assert allowed(constrained) == {*range(262)} - {Marks.eos}
+    take(constrained, Marks.start, "assistant", Marks.channel, "final", Marks.message)
+    assert allowed(constrained) == {ord("a")}
+    assert not constrained.is_complete
+    take(constrained, "ab")
+    assert constrained.is_complete
+
+
+def test_a_reply_without_channels_obeys_at_once() -> None:
+    grammars = Grammars(Marks.vocabulary())
+    matcher = grammars.matcher(Constraint.regex("ab?"))
+    constrained = Constrained(matcher, grammars.vocab_size, frozenset({Marks.eos}), Channels(Marks.special))
+    take(constrained, "a")
+    assert allowed(constrained) == {ord("b"), Marks.eos}
+
+
+def test_special_tokens_come_only_where_a_grammar_names_them() -> None:
+    grammars = Grammars(Marks.vocabulary())
+    anything = Constrained(grammars.matcher(Constraint.regex("(.|\n)*")), 262, frozenset({Marks.eos}))
+    assert not allowed(anything) & {Marks.channel, Marks.message, Marks.start, 261}
+    named = Constrained(grammars.matcher(Constraint.lark('start: <|channel|> "x"')), 262, frozenset())
+    assert allowed(named) == {Marks.channel}
+
+
+def test_what_cannot_be_enforced_is_refused_by_its_keyword(plain: Model) -> None:
+    refused = {
+        "not": {"type": "string", "not": {"const": "a"}},
+        "uniqueItems": {"type": "array", "uniqueItems": True},
+        "pattern": {"type": "string", "pattern": "a(?=b)"},
+        "$ref": {"$ref": "https://example.com/schema.json"},
+    }
+    for keyword, schema in refused.items():
+        with pytest.raises(ConstraintError, match=re.escape(keyword)) as error:
+            plain.generate(PROMPT, constraint=Constraint.json_schema(schema))
+        assert error.value.keyword == keyword
+    for wrong in (Constraint.regex("a("), Constraint.lark('start: "a" b'), Constraint.lark("")):
+        with pytest.raises(ConstraintError, match="can't be enforced"):
+            plain.generate(PROMPT, constraint=wrong)
+
+
+def test_wrong_constraints_are_refused_where_they_are_made() -> None:
+    with pytest.raises(ConstraintError, match="isn't JSON"):
+        Constraint.json_schema("{")
+    with pytest.raises(ConstraintError, match="isn't JSON"):
+        Constraint.json_schema({"const": math.nan})
+    with pytest.raises(UsageError, match="must be an object or a bool"):
+        Constraint.json_schema("[]")
+    with pytest.raises(ConstraintError, match="it may have 65536"):
+        Constraint.regex("a" * 70_000)
+    with pytest.raises(UsageError, match="must be a string"):
+        Constraint.regex(5)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="must be one of json_schema"):
+        Constraint("yaml", "")  # type: ignore[arg-type]
+
+
+def test_constraints_count_in_the_budget() -> None:
+    """A budget without room for them refuses them; the automatic one makes room."""
+    with load(SHIPPED, threads=1) as model:
+        before = model.plan
+        model.generate(PROMPT, constraint=Constraint.json_object(), max_tokens=4)
+        assert model.plan.process_bytes > before.process_bytes
+        assert model.plan.budget_bytes > before.budget_bytes
+        tight = before.minimum_budget_bytes
+    with load(SHIPPED, threads=1, dram_budget=tight + (4 << 20)) as model:
+        with pytest.raises(BudgetError):
+            model.generate(PROMPT, constraint=Constraint.json_object(), max_tokens=4)
+        assert model.generate(PROMPT, max_tokens=4).tokens
+
+
+def test_the_beginning_of_a_text_keeps_its_space(plain: Model) -> None:
+    """A tokenizer may drop a text's first space; what a pattern asks for stays."""
+    answer = plain.generate(tokens=[plain.tokenizer.bos_id or BOS], constraint=Constraint.regex(" ab"))
+    assert answer.text == " ab"
