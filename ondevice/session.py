@@ -30,7 +30,7 @@ from ondevice.response import Response, gather
 from ondevice.settings import sampling_options
 from ondevice.tokenizer.base import valid_unicode
 
-_MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name"}
+_MESSAGE_KEYS = {"role", "content", "thinking", "tool_calls", "tool_call_id", "name"}
 Tools = Sequence[Tool | Mapping[str, Any]]
 """Functions that a model may call, each as `Tool` or in the shape of OpenAI's."""
 
@@ -341,13 +341,17 @@ class _Reply:
         self.begun = False
         self._parser, self._prompt, self._ids = parser, prompt, ids
         self._texts: list[str] = []
+        self._thoughts: list[str] = []
         self._calls: list[ToolCall] = []
 
     @property
     def message(self) -> dict[str, Any]:
-        """The reply as a message of the transcript. Thinking isn't part of it."""
+        """The reply as a message of the transcript. Thinking is part of it only where it led to calls."""
         said: dict[str, Any] = {"role": "assistant", "content": "".join(self._texts)}
-        return said | ({"tool_calls": [call.to_dict() for call in self._calls]} if self._calls else {})
+        if self._calls:
+            said["tool_calls"] = [call.to_dict() for call in self._calls]
+            said |= {"thinking": "".join(self._thoughts)} if self._thoughts else {}
+        return said
 
     def take(self, event: Event) -> list[Event]:
         """What an event of the model's text is shown as: thinking, calls and the reply told apart."""
@@ -375,6 +379,7 @@ class _Reply:
             self._calls.append(call)
             return Event("", tool_call=call)
         if piece.kind == "thinking":
+            self._thoughts.append(piece.text)
             return Event(piece.text, thinking=True)
         text = piece.text if any(self._texts) else piece.text.lstrip(" ")
         self._texts.append(text)

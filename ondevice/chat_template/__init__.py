@@ -157,15 +157,8 @@ class ChatTemplate:
             )
         if self._marks is None and not tools:
             return PlainReply()
-        openers: frozenset[int] = frozenset() if thinks else self._openers()
-        return MarkedReply(self._marks, thinks, self._format if tools else None, tools, special, openers)
-
-    def _openers(self) -> frozenset[int]:
-        """The token that begins thinking, where one token is the whole mark."""
-        if self._marks is None or self._tokenizer is None:
-            return frozenset()
-        last = self._tokenizer.encode(self._marks[0], add_bos=False, special=True)[-1:]
-        return frozenset(token for token in last if self._tokenizer.piece(token) == self._marks[0])
+        calls = self._format if tools else None
+        return MarkedReply(self._marks, thinks, calls, tools, special, self._openers)
 
     def render(
         self,
@@ -270,15 +263,15 @@ class ChatTemplate:
         add_generation_prompt: bool,
     ) -> str:
         """The prompt's text, of messages and tools in the forms that the template takes."""
-        variables = self._thinking(options)
+        variables, given = self._thinking(options), size(messages, tools)
         if uses_tools(messages):
             messages = [
                 as_form(message, self._call_form, self._format) for message in with_short_ids(messages)
             ]
         if tools and self._tools_by is not None:
-            messages, given = with_tools(messages, tools, self._tools_by)
-            variables |= given
-        return self._render(messages, variables, add_generation_prompt, size(messages, tools))
+            messages, more = with_tools(messages, tools, self._tools_by)
+            variables |= more
+        return self._render(messages, variables, add_generation_prompt, given)
 
     def _thinking(self, options: PromptOptions) -> dict[str, Any]:
         """The variables that tell the template whether, or how much, to think."""
@@ -329,6 +322,14 @@ class ChatTemplate:
             return self._render(messages, variables, True)
         except (UsageError, BundleError):
             return ""
+
+    @cached_property
+    def _openers(self) -> frozenset[int]:
+        """The token that begins thinking, if it is one."""
+        if self._tokenizer is None or self._marks is None:
+            return frozenset()
+        ids = self._tokenizer.encode(self._marks[0], add_bos=False, special=True)
+        return frozenset(ids if len(ids) == 1 else ())
 
     def _tail(self, prompt: Sequence[int]) -> str:
         """The text at the end of a prompt, with its special tokens."""

@@ -33,6 +33,8 @@ _DEEPSEEK_CALLS, _DEEPSEEK_END, _DEEPSEEK_CALL, _DEEPSEEK_CALL_END, _DEEPSEEK_SE
     "<\uff5c" + words.replace(" ", "\u2581") + "\uff5c>"
     for words in ("tool calls begin", "tool calls end", "tool call begin", "tool call end", "tool sep")
 )
+_GEMMA_QUOTE = '<|"|>'
+_GEMMA_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:")
 _PYTHON_WORDS: dict[str, Any] = {"True": True, "False": False, "None": None}
 
 
@@ -225,6 +227,20 @@ def _deepseek_calls(text: str, tools: Tools) -> list[Call] | None:
     return calls or None
 
 
+def _gemma_calls(text: str, tools: Tools) -> list[Call] | None:
+    """`call:NAME{key:value}`: JSON whose keys are bare and whose strings stand between marks."""
+    kind, _, rest = text.strip().partition(":")
+    name, brace, body = rest.partition("{")
+    parts = (brace + body).split(_GEMMA_QUOTE)
+    if kind != "call" or len(parts) % 2 == 0:
+        return None
+    written = [
+        json.dumps(part) if at % 2 else _GEMMA_KEY.sub(r'\1"\2":', part) for at, part in enumerate(parts)
+    ]
+    call = _checked(name.strip(), "".join(written), tools)
+    return None if call is None else [call]
+
+
 def could_be_call(text: str) -> bool:
     """Whether a reply that begins with a brace could still be a call, by its first key."""
     bare = "".join(text[:64].split())
@@ -281,6 +297,19 @@ def _write_deepseek(calls: Sequence[Call]) -> str:
     return f"{_DEEPSEEK_CALLS}{inner}{_DEEPSEEK_END}"
 
 
+def _write_gemma(calls: Sequence[Call]) -> str:
+    def written(value: Any) -> str:
+        if isinstance(value, str):
+            return f"{_GEMMA_QUOTE}{value}{_GEMMA_QUOTE}"
+        if isinstance(value, Mapping):
+            return "{" + ",".join(f"{key}:{written(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, list):
+            return "[" + ",".join(map(written, value)) + "]"
+        return json_text(value)
+
+    return "".join(f"<|tool_call>call:{name}{written(arguments)}<tool_call|>" for name, arguments in calls)
+
+
 def _write_bare(calls: Sequence[Call]) -> str:
     return "; ".join(_as_json(*call, "parameters") for call in calls)
 
@@ -323,6 +352,15 @@ FORMATS = (
         _deepseek_calls,
         _write_deepseek,
         inner=(_DEEPSEEK_CALL, _DEEPSEEK_SEPARATOR, _DEEPSEEK_CALL_END),
+    ),
+    CallFormat(
+        "gemma4",
+        ("<|tool_call>call:", "<tool_call|>"),
+        ("<|tool_call>",),
+        "<tool_call|>",
+        _gemma_calls,
+        _write_gemma,
+        inner=(_GEMMA_QUOTE,),
     ),
     CallFormat(
         "phi",

@@ -13,9 +13,11 @@ from ondevice.errors import UsageError
 Message = Mapping[str, Any]
 """A message: its `role` (a lower-case word such as system, user or assistant) and its `content`, a string.
 
-An assistant's may have `tool_calls`; one of role `tool` has the `tool_call_id` of the call that it answers.
+An assistant's may have `tool_calls` and, with them, the `thinking` before them. One of role `tool` has the
+`tool_call_id` of the call that it answers.
 """
 
+_NOT_KEPT = ("thinking", "tool_call_id", "tool_calls")
 _ROLE = re.compile(r"[a-z][a-z0-9_-]{0,63}", re.ASCII)
 # Noncharacters, which texts don't use. The private area is for texts that contain all of them anyway.
 _MARKERS = [*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xE000, 0xF900))]
@@ -52,6 +54,8 @@ def _checked(message: Message) -> dict[str, Any]:
         if role != "assistant":
             raise UsageError(f"a {role} message has tool_calls; only an assistant's may have them")
         found["tool_calls"] = checked_calls(message["tool_calls"])
+        if isinstance(thought := message.get("thinking"), str) and thought:
+            found["thinking"] = thought
     if role == "tool":
         found["tool_call_id"] = checked_id(message.get("tool_call_id"))
     return found
@@ -77,10 +81,10 @@ def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def without_ids(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages without the ids of calls, which some clients don't keep."""
+    """The messages without thinking and the ids of calls, which some clients don't keep."""
 
     def plain(message: Message) -> dict[str, Any]:
-        kept = {key: value for key, value in message.items() if key not in ("tool_call_id", "tool_calls")}
+        kept = {key: value for key, value in message.items() if key not in _NOT_KEPT}
         calls = message.get("tool_calls", ())
         return kept | ({"tool_calls": [call["function"] for call in calls]} if calls else {})
 
@@ -136,10 +140,17 @@ CALL_FORMS = ("object", "text", "object alone", "text alone", "written")
 
 
 def as_form(message: dict[str, Any], form: str, format: CallFormat | None) -> dict[str, Any]:
-    """A message whose calls are as a template takes them."""
+    """A message whose calls, and the thinking before them, are as a template takes them.
+
+    Thinking has two names. Behind a text it is left out: gpt-oss's template refuses both.
+    """
     calls = message.get("tool_calls")
     if calls is None:
         return message
+    thought = message.get("thinking")
+    message = {key: value for key, value in message.items() if key != "thinking"}
+    if thought and not message["content"]:
+        message |= {"thinking": thought, "reasoning_content": thought}
     if form == "written":
         pairs = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
         written = "" if format is None else format.write(pairs)

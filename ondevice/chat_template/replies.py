@@ -17,7 +17,12 @@ from ondevice.chat_template.tools import MAX_CALLS
 
 Kind = Literal["reply", "thinking", "call", "header"]
 """What a token belongs to. A header, such as a channel's name, isn't shown."""
-THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+THINKING_MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|channel>thought", "<channel|>"),
+)
 """Pairs of marks between which models think."""
 MAX_CALL_CHARS = 1 << 18
 """Most characters of a call; a longer one is text."""
@@ -94,12 +99,12 @@ class MarkedReply:
         calls: the format of calls; None if there are none.
         tools: what may be called, by name.
         special: ids of the special tokens, which have no text of their own, by name.
-        openers: as the property has them.
+        openers: the id of the first of the marks, if it is a token.
         """
-        self.openers = openers
         self._marks, self._calls, self._tools = marks, calls, tools
-        names = (*(marks or ()), *(calls.texts if calls else ()))
-        self._names = {special[name]: name for name in names if name in special}
+        self.openers = openers
+        texts = (*(marks or ()), *(calls.texts if calls else ()))
+        self._names = {token: name for name, token in special.items() if any(name in text for text in texts)}
         self._held = ""
         self._searched = self._retries = 0
         self._opened = ""

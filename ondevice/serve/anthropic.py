@@ -53,7 +53,7 @@ from ondevice.serve.tools import (
 )
 
 DROPPED_BLOCKS = ("thinking", "redacted_thinking")
-"""Blocks of an assistant's turn that its template leaves out."""
+"""Blocks of an assistant's turn that aren't its text."""
 TOOL_BLOCKS = {"assistant": "tool_use", "user": "tool_result"}
 """Blocks of each role that aren't its text."""
 
@@ -145,6 +145,7 @@ def _take_prompt(service: Service, fields: Fields) -> tuple[ModelFacts, tuple[Me
         role = each.required_text("role")
         if role not in ("user", "assistant"):
             each.refuse("role", f"is {role[:40]!r}; it must be user or assistant")
+        thought = _thought(each) if role == "assistant" else ""
         calls, results = _take_tool_blocks(each, role)
         dropped = (*(DROPPED_BLOCKS if role == "assistant" else ()), TOOL_BLOCKS[role])
         text = _text(each, "content", dropped)
@@ -154,6 +155,7 @@ def _take_prompt(service: Service, fields: Fields) -> tuple[ModelFacts, tuple[Me
         turns += results
         if text or calls or not results:
             _add_turn(turns, role, text, calls)
+            turns[-1] |= {"thinking": thought} if thought else {}
     if not turns or turns[-1]["role"] == "system":
         fields.refuse("messages", "is empty; give at least one message")
     return model, checked_messages(fields, "messages", turns)
@@ -167,6 +169,14 @@ def _add_turn(turns: list[dict[str, Any]], role: str, text: str, calls: list[dic
         turns.append({"role": role, "content": text})
     if calls:
         turns[-1].setdefault("tool_calls", []).extend(calls)
+
+
+def _thought(fields: Fields) -> str:
+    """The thinking in a turn's blocks."""
+    value = fields.peek("content")
+    blocks = [it for it in value if isinstance(it, dict)] if isinstance(value, list) else []
+    texts = [it.get("thinking") for it in blocks if it.get("type") == "thinking"]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _take_tool_blocks(fields: Fields, role: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -252,7 +252,7 @@ def _message(fields: Fields) -> dict[str, Any]:
         fields.refuse("role", f"is {role[:40]!r}; it must be system, user, assistant or tool")
     found: dict[str, Any] = {"role": role, "content": fields.text("content", "") or ""}
     if role == "assistant":
-        found["tool_calls"] = take_calls(fields)
+        found |= {"tool_calls": take_calls(fields), "thinking": fields.text("thinking")}
     if role == "tool":
         name = fields.text("tool_name") or fields.text("name")
         found |= {"tool_call_id": fields.text("tool_call_id"), "name": name}

@@ -87,6 +87,7 @@ def _message(fields: Fields) -> Message:
     found: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text}
     if role == "assistant":
         found["tool_calls"] = take_calls(fields)
+        found["thinking"] = fields.text("reasoning_content") or fields.text("reasoning")
     if role == "tool":
         found["tool_call_id"] = fields.required_text("tool_call_id")
     fields.neutral("tool_calls", [], why="only an assistant's message has calls")

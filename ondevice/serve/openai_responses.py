@@ -176,20 +176,27 @@ def _take_neutral(fields: Fields) -> None:
 
 
 def _take_input(fields: Fields) -> tuple[Message, ...]:
-    """The conversation: a user's text, or a list of messages, calls and results; reasoning is left out."""
+    """The conversation: a user's text, or a list of messages, calls and results.
+
+    Reasoning counts where it led to calls.
+    """
     value = fields.take("input")
     if isinstance(value, str):
         return ({"role": "user", "content": value},)
     if not isinstance(value, list):
         fields.refuse("input", "must be a string or a list of items")
     found: list[dict[str, Any]] = []
+    thought = ""
     for at, each in enumerate(value):
         item = Fields(each, f"input[{at}]")
         kind = item.text("type", "message") or "message"
         if kind == "reasoning":
+            thought = _take_reasoning(item)
             continue
         if kind == "function_call":
             _add_call(found, item)
+            found[-1].setdefault("thinking", thought)
+            thought = ""
         elif kind == "function_call_output":
             found.append(_take_result(item))
         else:
@@ -199,6 +206,13 @@ def _take_input(fields: Fields) -> tuple[Message, ...]:
     if not found:
         fields.refuse("input", "has no messages; give at least one")
     return tuple(found)
+
+
+def _take_reasoning(item: Fields) -> str:
+    """The text of an item of reasoning; empty if it comes without one."""
+    content = item.take("content")
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    return "".join(part["text"] for part in parts if isinstance(part.get("text"), str))
 
 
 def _take_message(item: Fields, kind: str) -> dict[str, Any]:

@@ -197,7 +197,7 @@ class ScriptedHost:
     def chat_ids(self, messages: Any, options: PromptOptions = PLAIN) -> list[int]:
         return self.chat_template.encode(messages, self.tokenizer, options=options)
 
-    def stream_ids(self, key: int, ids: list[int], sampling: SamplingConfig) -> Iterator[Event]:
+    def stream_ids(self, key: int, ids: list[int], sampling: SamplingConfig, *more: Any) -> Iterator[Event]:
         self.asked.append("".join(map(self.tokenizer.piece, ids)))
         for token, text in spoken(self.tokenizer, self.reply):
             yield Event(text, token)

@@ -92,6 +92,13 @@ WRITTEN: list[tuple[str, str, str, list[Any]]] = [
         "",
         [("now", {})],
     ),
+    (
+        "gemma4",
+        'Wait.<|tool_call>call:weather{city:<|"|>a {b:"c"}<|"|>,days:3}<tool_call|><|tool_call>call:now{a:[1,'
+        '{b:<|"|>x<|"|>}],c:true}<tool_call|>',
+        "Wait.",
+        [("weather", {"city": 'a {b:"c"}', "days": 3}), ("now", {"a": [1, {"b": "x"}], "c": True})],
+    ),
     ("phi", f"<|tool_call|>{BARE}<|/tool_call|>", "", [WEATHER]),
     ("granite", f"<|tool_call|>[{BARE}]", "", [WEATHER]),
     ("llama", '{"name": "weather", "parameters": {"city": "Oslo", "days": 3}}', "", [WEATHER]),
@@ -117,6 +124,8 @@ TEXTS: list[tuple[str, str]] = [
     ("mistral", "[TOOL_CALLS]none of it"),
     ("mistral-args", "[TOOL_CALLS]other[ARGS]{}"),
     ("deepseek", f"{CALLS}{CALL}now{SEP}[1]{CALLS_END}x{CALLS}"),
+    ("gemma4", '<|tool_call>call:now{a:<|"|>x}<tool_call|>'),
+    ("gemma4", "<|tool_call>now{}<tool_call|>"),
     ("phi", "<|tool_call|>1<|/tool_call|>"),
     ("granite", "<|tool_call|>[]"),
     ("llama", '{"answer": 42}'),
@@ -190,6 +199,14 @@ def test_no_part_of_a_mark_is_ever_shown() -> None:
 
 def test_marks_may_be_special_tokens_without_text() -> None:
     special = {"<think>": 7, "</think>": 8, "[TOOL_CALLS]": 9, "[ARGS]": 10, "<|other|>": 11}
+    gemma = MarkedReply(
+        ("<|channel>thought", "<channel|>"), False, None, {}, {"<|channel>": 7, "<channel|>": 8}
+    )
+    said = [(7, ""), (1, "thought\nHm"), (8, ""), (1, "Hi")]
+    assert [piece for token, text in said for piece in gemma.take(token, text)] == [
+        Piece("thinking", "Hm"),
+        Piece("reply", "Hi"),
+    ]
     made = MarkedReply(THINK, False, BY_NAME["mistral-args"], TOOLS, special)
     said = [(7, ""), (1, "Hm"), (8, ""), (11, ""), (9, ""), (1, "now"), (10, ""), (1, "{}")]
     pieces = [piece for token, text in said for piece in made.take(token, text)] + made.finish()

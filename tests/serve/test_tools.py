@@ -186,6 +186,27 @@ def test_special_tokens_come_from_the_template_alone(tooled: Serving, say: Say) 
     assert "</s><|assistant|>" in script.asked[0]
 
 
+def test_thinking_that_led_to_calls_goes_back_into_the_prompt(
+    tooled: Serving, client: Any, anthropic_client: Any, say: Say
+) -> None:
+    script = say(f"<think>Hm.</think>{calls(OSLO)}")
+    message = chat(client).choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "9 C"}
+    chat(client, messages=[USER, message.model_dump(exclude_none=True), result])
+    got = client.responses.create(model="", input=[USER], tools=[FLAT])
+    output = {"type": "function_call_output", "call_id": got.output[-1].call_id, "output": "9 C"}
+    client.responses.create(model="", input=[USER, *got.output, output], tools=[FLAT])
+    blocks = create(anthropic_client).content
+    back = [{"type": "tool_result", "tool_use_id": blocks[-1].id, "content": "9 C"}]
+    turns = [USER, {"role": "assistant", "content": blocks}, {"role": "user", "content": back}]
+    create(anthropic_client, messages=turns)
+    other, name = ollama.Client(host=tooled.url, timeout=60), tooled.model.name
+    said = other.chat(name, messages=[USER], tools=[FUNCTION]).message
+    other.chat(name, messages=[USER, said, {"role": "tool", "content": "9 C"}], tools=[FUNCTION])
+    thought = f"<|assistant|><think>Hm.</think>{calls(OSLO)}<|user|><tool_response>9 C</tool_response>"
+    assert [thought in prompt for prompt in script.asked] == [False, True] * 4
+
+
 # --- OpenAI's responses ---
 
 FLAT = {"type": "function", "strict": False} | WEATHER

@@ -61,7 +61,8 @@ TOOLS = """\
 {%- if tools %}<|user|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call>{}</tool_call>
 {%- endif %}
 {%- for m in messages %}
-    {%- if m.role == 'assistant' %}<|assistant|>{{ m.content }}
+    {%- if m.role == 'assistant' %}<|assistant|>
+        {%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
         {%- for call in m.tool_calls %}<tool_call>
 {"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
 </tool_call>
