@@ -4,9 +4,9 @@
 
 Under a budget of half the bundle, where every pass reads weights from flash, and under one that holds it all;
 dense, 8-bit keys and values, with `--speculation off` and with `auto`. Each client continues a prompt of its
-own; tokens count from when all have their first until one has its last. Every text must be the one that it is
-alone. Ends with one JSON line; exits 0 only if four clients give 2.5 times one's tokens from flash and 1.5
-times from memory, without drafts.
+own; tokens count from when all have their first until one has its last. Four texts of the most clients must
+be those that they are alone. Ends with one JSON line; exits 0 only if four clients give 2.5 times the tokens
+of one from flash and 1.5 times from memory, without drafts.
 
 The bundle, 3.9 GB, is converted from shards that exist nowhere (`virtual_hub.py`) on the first call.
 """
@@ -35,6 +35,9 @@ from tests.benchmarks.lib.virtual_hub import REPOSITORY, Repository, serving
 CONTEXT = 512
 PROMPT_TOKENS = 16
 END_OF_TEXT = 2
+WARM_TOKENS = 4
+CHECKED = 4
+"""Texts of the most clients that are compared with their own alone; the first one always is."""
 AT_LEAST = {"half": 2.5, "resident": 1.5}
 """Of the tokens per second of one client, with four, without drafts."""
 
@@ -120,14 +123,14 @@ def rows(
         parallel=max(counts),
         memory_pressure="off",
     ) as model:
-        together(model, 1, 2)
+        together(model, 1, WARM_TOKENS)
         for count in counts:
             before = model.counters
             clients = together(model, count, tokens)
             read = model.counters.flash_bytes_read - before.flash_bytes_read
             same = all(alone.setdefault(at, it.tokens) == it.tokens for at, it in enumerate(clients))
             if count == max(counts):
-                for at in range(1, count):
+                for at in range(1, min(count, CHECKED)):
                     same = same and alone[at] == _alone(model, clients[at], tokens)
             row = Row(
                 budget,
