@@ -159,15 +159,8 @@ class ChatTemplate:
             )
         if self._marks is None and not tools:
             return PlainReply()
-        openers: frozenset[int] = frozenset() if thinks else self._openers()
-        return MarkedReply(self._marks, thinks, self._format if tools else None, tools, special, openers)
-
-    def _openers(self) -> frozenset[int]:
-        """The token that begins thinking, where one token is the whole mark."""
-        if self._marks is None or self._tokenizer is None:
-            return frozenset()
-        last = self._tokenizer.encode(self._marks[0], add_bos=False, special=True)[-1:]
-        return frozenset(token for token in last if self._tokenizer.piece(token) == self._marks[0])
+        calls = self._format if tools else None
+        return MarkedReply(self._marks, thinks, calls, tools, special, self._openers)
 
     def forced_call(self, options: PromptOptions) -> Constraint:
         """What a reply obeys that calls one of the tools `must_call`.
@@ -350,6 +343,14 @@ class ChatTemplate:
             return self._render(messages, variables, True)
         except (UsageError, BundleError):
             return ""
+
+    @cached_property
+    def _openers(self) -> frozenset[int]:
+        """The token that begins thinking, if it is one."""
+        if self._tokenizer is None or self._marks is None:
+            return frozenset()
+        ids = self._tokenizer.encode(self._marks[0], add_bos=False, special=True)
+        return frozenset(ids if len(ids) == 1 else ())
 
     def _tail(self, prompt: Sequence[int]) -> str:
         """The text at the end of a prompt, with its special tokens."""

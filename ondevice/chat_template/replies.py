@@ -99,10 +99,10 @@ class MarkedReply:
         calls: the format of calls; None if there are none.
         tools: what may be called, by name.
         special: ids of the special tokens, which have no text of their own, by name.
-        openers: as the property has them.
+        openers: the id of the first of the marks, if it is a token.
         """
-        self.openers = openers
         self._marks, self._calls, self._tools = marks, calls, tools
+        self.openers = openers
         texts = (*(marks or ()), *(calls.texts if calls else ()))
         self._names = {token: name for name, token in special.items() if any(name in text for text in texts)}
         self._held = ""

@@ -22,7 +22,7 @@ Proposals = Iterable[tuple[int, float]]
 
 
 class Gate(Protocol):
-    """Tells the reply, which obeys the constraint, from thinking, as `chat_template/channels.py` does."""
+    """Tells the reply, which obeys the constraint, from thinking, as `chat_template/replies.py` does."""
 
     @property
     def kind(self) -> str:
@@ -32,7 +32,7 @@ class Gate(Protocol):
     def openers(self) -> frozenset[int]:
         """Ids of tokens that may come in a reply's place and begin something else."""
 
-    def take(self, token: int | None, text: str) -> str:
+    def take(self, token: int | None, text: str) -> object:
         """Follow the text up to and with `token`."""
 
 

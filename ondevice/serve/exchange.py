@@ -129,6 +129,10 @@ async def _generate(service: Service, asked: Asked, running: Generation) -> None
         if answer.status >= 500:
             log_event("failed", level=logging.ERROR, model=asked.model.name, error=error.for_command_line)
         running.add(answer)
+    finally:
+        if not running.complete:
+            # An error of the program itself: the client would wait for ever.
+            running.add(RequestError(500, "the server failed", code="internal_error"))
 
 
 async def _events(loaded: LoadedModel, asked: Asked) -> AsyncGenerator[Event, None]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,12 @@ from tests.benchmarks.lib.routed_experts import (
 )
 from tests.benchmarks.lib.run_chosen_experts import ours
 from tests.benchmarks.lib.virtual_hub import REPOSITORY, serving
+from tests.support.paths import ROOT
 
 SHAPE = RoutedShape("tiny", 2, 128, 8, 64, 4, 2, 32, 96, 64)
 PROMPT, TOKENS = 5, 30
 CASE = next(it for it in cases.CASES if it.name == "decode-8")
+LOST: dict[str, Any] = {"survived": False, "reason": "killed"}
 WEIGHTS = 1_000_000_000
 """Bytes that a token multiplies: 20 a second at 20 GB/s."""
 
@@ -113,8 +117,7 @@ def a_round(rate: float, theirs: float | None, gigabytes: float) -> cases.Round:
     )
     steady |= {"flash_bytes_read": (gigabytes + 64) * 1e9, "prefetch_wasted_bytes": 64e9}
     ours = {"survived": True, CASE.figure: rate, "steady": steady}
-    lost: dict[str, Any] = {"survived": False, "reason": "killed"}
-    rival = lost if theirs is None else {"survived": True, CASE.figure: theirs}
+    rival = LOST if theirs is None else {"survived": True, CASE.figure: theirs}
     return cases.Round(ours, rival, flash=2.0, dram=20.0)
 
 
@@ -149,6 +152,36 @@ def test_starts_are_better_when_shorter() -> None:
     assert (row["ratio"], row["share"], row["passed"]) == (4.0, 0.5, True)
     alone = cases.verdict(case, [replace(found, theirs=None)], WEIGHTS, 0)
     assert (alone["passed"], alone["reason"]) == (False, "llama.cpp didn't run")
+
+
+@pytest.mark.parametrize(
+    ("rates", "case", "held"),
+    [
+        ([1.25, 1.0], CASE, True),
+        ([1.3, 1.3], CASE, False),
+        ([None, 0.1], CASE, False),
+        # Its speed is asked for in decoding at equal memory alone.
+        ([9.0, 9.0], replace(CASE, budget=0, share=(0.0, 0.0)), True),
+    ],
+)
+def test_a_third_engine_is_a_condition(rates: list[float | None], case: cases.Case, held: bool) -> None:
+    rounds = [a_round(1.5, 0.1, 128), a_round(1.3, 0.1, 128)]
+    ran = [LOST if rate is None else {"survived": True, case.figure: rate} for rate in rates]
+    rounds = [replace(pair, third=third) for pair, third in zip(rounds, ran, strict=True)]
+    row = cases.verdict(case, rounds, WEIGHTS, 0)
+    assert (row["third_held"], row["passed"]) == (held, held)
+    assert ("held |" if held else "MISSED |") in cases.table([row])
+    assert all(line.count("|") == 14 for line in cases.table([row]).splitlines())
+
+
+def test_a_third_engine_is_any_program(tmp_path: Path) -> None:
+    program = tmp_path / "engine"
+    program.write_text('#!/bin/sh\necho "$1"\n')
+    program.chmod(0o755)
+    spec = json.dumps({"program": str(program), "prompt": [1, 2]})
+    command = [sys.executable, "-m", "tests.benchmarks.lib.run_third", spec]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    assert found.stdout == spec + "\n"
 
 
 def test_direct_reads_have_a_rate(tmp_path: Path) -> None:

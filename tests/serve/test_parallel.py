@@ -17,6 +17,7 @@ from ondevice.api import Model, load
 from ondevice.errors import UsageError
 from ondevice.generate import watched
 from ondevice.serve.config import ServeConfig
+from tests.support.command_line import Run
 from tests.support.serving import Answer, Serving, serving, until
 
 CHAT = "/v1/chat/completions"
@@ -115,7 +116,48 @@ def test_another_model_waits_until_all_have_ended(chat_bundle: Path) -> None:
         assert all(map(text, answers))
 
 
+def test_a_fault_of_the_program_ends_its_request_alone(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = text(server.post(CHAT, asked(1)))
+    steps, broken = server.model._engine.steps, [2]
+
+    def breaking(*arguments: Any) -> Any:
+        if broken.pop() == 1:
+            raise ZeroDivisionError
+        broken.append(1)
+        return (yield from steps(*arguments))
+
+    monkeypatch.setattr(server.model._engine, "steps", breaking)
+    threads, answers = answered(server, [asked(1), asked(1)])
+    for thread in threads:
+        thread.join(60)
+    assert sorted(answer.status for answer in answers) == [200, 500]
+    assert next(text(answer) for answer in answers if answer.status == 200) == expected
+    until(lambda: server.metric("running_requests") == 0)
+
+
 @pytest.mark.parametrize("value", [0, 17, -1])
 def test_the_number_is_checked(value: int) -> None:
     with pytest.raises(UsageError, match=f"parallel is {value}; it must be from 1 to 16"):
         ServeConfig(parallel=value)
+
+
+@pytest.mark.parametrize(("options", "expected"), [((), 4), (("--parallel", 2), 2)])
+def test_the_command_line_loads_the_model_for_as_many(
+    chat_bundle: Path,
+    ondevice: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str | int, ...],
+    expected: int,
+) -> None:
+    found: list[int] = []
+
+    def serve(config: ServeConfig, facts: Any, load: Any, first: Model) -> None:
+        found.append(first.runtime.parallel)
+        with load(first.name, None) as again:
+            found.append(again.runtime.parallel)
+
+    monkeypatch.setattr("ondevice.serve.server.serve", serve)
+    ondevice("serve", chat_bundle, *options)
+    assert found == [expected] * 2
