@@ -166,7 +166,9 @@ def test_starts_are_better_when_shorter() -> None:
 )
 def test_a_third_engine_is_a_condition(rates: list[float | None], case: cases.Case, held: bool) -> None:
     rounds = [a_round(1.5, 0.1, 128), a_round(1.3, 0.1, 128)]
-    ran = [LOST if rate is None else {"survived": True, case.figure: rate} for rate in rates]
+    ran: list[dict[str, Any]] = [
+        LOST if rate is None else {"survived": True, case.figure: rate} for rate in rates
+    ]
     rounds = [replace(pair, third=third) for pair, third in zip(rounds, ran, strict=True)]
     row = cases.verdict(case, rounds, WEIGHTS, 0)
     assert (row["third_held"], row["passed"]) == (held, held)
