@@ -32,7 +32,7 @@ FAST = 20
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Model]:
-    with load(SHIPPED, speculation="off", threads=1, max_context=1024) as model:
+    with load(SHIPPED, speculation="off", threads=1) as model:
         yield model
 
 
@@ -147,5 +147,5 @@ def test_drafts_change_no_answer_to_made_up_schemas(plain: Model, monkeypatch: p
     expected = answers(plain)
     always_draft(monkeypatch, [8, 3, 12, 16])
     for drafter in ("auto", "resident", "recycling", "lookup"):
-        with load(SHIPPED, speculation=drafter, threads=1, max_context=1024) as model:  # type: ignore[arg-type]
+        with load(SHIPPED, speculation=drafter, threads=1) as model:  # type: ignore[arg-type]
             assert answers(model) == expected, drafter
