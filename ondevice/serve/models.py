@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ondevice.chat_template.messages import without_ids
+from ondevice.config import SamplingConfig
 from ondevice.errors import BudgetError
 from ondevice.serve.config import SESSIONS
 from ondevice.serve.errors import RequestError
@@ -48,6 +49,8 @@ class ModelFacts:
     """Memory of its own in which it can run, about."""
     full_bytes: int
     """Most memory of its own that it can use, about."""
+    sampling: SamplingConfig
+    """What its authors recommend for replies, where a request leaves it open."""
 
 
 class LoadedModel:

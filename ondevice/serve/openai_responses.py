@@ -112,14 +112,19 @@ def _read(service: Service, fields: Fields) -> _Request:
         text.neutral("verbosity", "medium")
         text.close()
     stream = fields.boolean("stream")
+    keys = {name: fields.text(name) for name in ("prompt_cache_key", "safety_identifier")}
     prompting, echoed_tools = _take_prompting(fields)
+    usual = model.sampling
     echoed = echoed_tools | {
         "instructions": instructions,
         "max_output_tokens": most,
         "metadata": _take_metadata(fields),
-        "temperature": temperature,
         "text": {"format": text_format},
-        "top_p": top_p,
+        "temperature": usual.temperature if temperature is None else temperature,
+        "top_p": usual.top_p if top_p is None else top_p,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        **keys,
     }
     _take_neutral(fields)
     fields.close()

@@ -11,12 +11,14 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ondevice.bundle.layout import MANIFEST
+from ondevice.config import SamplingConfig
 from ondevice.errors import OndeviceError
 from ondevice.serve.app import make_app
 from ondevice.serve.config import MAX_CONNECTIONS, STOP_SECONDS, ServeConfig
 from ondevice.serve.metrics import log_event
 from ondevice.serve.models import ModelFacts
 from ondevice.serve.protocol import Connection
+from ondevice.settings import with_model_defaults
 
 if TYPE_CHECKING:
     from ondevice.api import Model
@@ -97,4 +99,5 @@ def facts_of(name: str, bundle: Bundle, plan: Plan) -> ModelFacts:
         created=int(stamp),
         least_bytes=plan.minimum_budget_bytes - plan.process_bytes - plan.others_bytes,
         full_bytes=plan.full_bytes - plan.process_bytes - plan.others_bytes,
+        sampling=with_model_defaults(SamplingConfig(), manifest.generation, set())[0],
     )
