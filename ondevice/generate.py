@@ -334,7 +334,8 @@ class Generator:
             if found is None:
                 continue
             meter.passes += 1
-            if found.rows == self.prefill_chunk and start == kv.chunked:
+            whole = found.rows == self.prefill_chunk and start % self.prefill_chunk == 0
+            if whole and start == kv.chunked:
                 kv.chunked = start + self.prefill_chunk
             if last and found.rows == len(chunk):
                 return drafting, found

@@ -12,7 +12,7 @@ import ondevice
 from ondevice.api import load
 from ondevice.runtime.backend_choice import has_mlx
 from tests.support.bundles import EOS
-from tests.support.cached_texts import PROMPT, said, written
+from tests.support.cached_texts import PROMPT, said, settle, written
 from tests.support.chat import squeeze
 
 needs_mlx = pytest.mark.skipif(not has_mlx(), reason="mlx isn't installed")
@@ -47,13 +47,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("writer", ["dense", "drafts"])
-def test_states_are_shared_between_ways_that_change_no_bit(
-    relu_chat_bundle: Path, tmp_path: Path, writer: str
-) -> None:
+def test_states_are_shared_between_ways_that_change_no_bit(relu_chat_bundle: Path, tmp_path: Path) -> None:
     with load(relu_chat_bundle, **WAYS["dense"]) as model:
         expected = said(model)[0]
-    with load(relu_chat_bundle, prompt_cache=tmp_path, **WAYS[writer]) as model:
+    with load(relu_chat_bundle, prompt_cache=tmp_path, **WAYS["drafts"]) as model:
         squeeze(model)
         assert said(model) == (expected, 0)
     for way, options in WAYS.items():
@@ -108,6 +105,26 @@ def test_a_chat_goes_on_after_a_restart(chat_bundle: Path, tmp_path: Path) -> No
         again = turns(session, "And again")[0]
         assert again.tokens == expected[1].tokens
         assert again.stats.restored_tokens > 90
+
+
+def test_only_chunks_behind_whole_chunks_are_kept(chat_bundle: Path, tmp_path: Path) -> None:
+    with load(chat_bundle, backend="reference", prefill_chunk=32, prompt_cache=tmp_path) as model:
+        session = model.session()
+        session.respond("a" * 100, max_tokens=1)
+        kv = model._engine.kv.caches[session._key]
+        assert kv.chunked >= 96
+        settle(model)
+        kept, tokens = set(written(tmp_path)), list(kv.tokens)
+        session._messages = []
+        session.respond("a" * 40 + "b" * 80, max_tokens=1)
+        common = next(
+            at for at, pair in enumerate(zip(tokens, kv.tokens, strict=False)) if len(set(pair)) > 1
+        )
+        # What follows was computed in chunks that begin where the conversations part.
+        assert kv.chunked == common
+        assert common % 32 > 0
+        settle(model)
+        assert set(written(tmp_path)) == kept
 
 
 def test_a_saved_session_keeps_its_state(chat_bundle: Path, tmp_path: Path) -> None:
