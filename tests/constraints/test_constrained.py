@@ -196,7 +196,7 @@ def take(constrained: Constrained, *tokens: int | str) -> None:
 def test_a_constraint_applies_after_thinking() -> None:
     grammars = Grammars(Marks.vocabulary())
     matcher = grammars.matcher(Constraint.regex("ab"))
-    constrained = Constrained(matcher, grammars.vocab_size, frozenset({Marks.eos}), Channels(Marks.special))
+    constrained = Constrained(matcher, grammars.vocab_size, frozenset({Marks.eos}), Channels(Marks.special, {}))
     assert allowed(constrained) == {ord("a"), Marks.channel, Marks.start}
     take(constrained, Marks.channel, "analysis", Marks.message, "Hm, z", Marks.end)
     # Anything but the end of the text may come, until the reply has been begun.
@@ -211,7 +211,7 @@ def test_a_constraint_applies_after_thinking() -> None:
 def test_a_reply_without_channels_obeys_at_once() -> None:
     grammars = Grammars(Marks.vocabulary())
     matcher = grammars.matcher(Constraint.regex("ab?"))
-    constrained = Constrained(matcher, grammars.vocab_size, frozenset({Marks.eos}), Channels(Marks.special))
+    constrained = Constrained(matcher, grammars.vocab_size, frozenset({Marks.eos}), Channels(Marks.special, {}))
     take(constrained, "a")
     assert allowed(constrained) == {ord("b"), Marks.eos}
 

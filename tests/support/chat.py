@@ -69,7 +69,7 @@ def pause_engine(
     run = getattr(model._engine, work)
 
     def pausing(*arguments: Any) -> Iterator[Any]:
-        cancelled: IsCancelled = arguments[-1]
+        cancelled: IsCancelled = next(filter(callable, arguments))
         answer: Any = None
         made_by = run(*arguments)
         while True:
