@@ -262,7 +262,9 @@ class Generator:
                 lambda node: self._draw(written, logits.behind(node), meter, drafting),
             )
         finally:
-            kv.keep(start, path, partial(self.transformer.backend.kv_move, kv))
+            # A budget that changed meanwhile may have taken its memory: the next pass computes it again.
+            if kv.length > start:
+                kv.keep(start, path, partial(self.transformer.backend.kv_move, kv))
         if len(draft) > 1:
             self.transformer.accept(batch, [found.tokens[node] for node in path])
         if drafting is not None:

@@ -242,6 +242,11 @@ class Session:
             if config.constraint is not None:
                 raise UsageError("a reply that must call a tool obeys the tool's schema; give no constraint")
             config = replace(config, constraint=self._host.chat_template.forced_call(prompt))
+        elif prompt.tools and config.constraint is not None and not self._host.chat_template.calls_apart:
+            raise UsageError(
+                "the model's calls of tools are part of its reply, which can't obey a constraint then; give "
+                "either tools or a constraint"
+            )
         return replace(config, stop=(*config.stop, *self._host.chat_template.stop))
 
     def _asked(self, text: str | Sequence[Message]) -> list[Message]:

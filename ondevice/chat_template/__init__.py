@@ -138,6 +138,11 @@ class ChatTemplate:
         return self._tools_by is not None and (self._has_channels or self._format is not None)
 
     @property
+    def calls_apart(self) -> bool:
+        """Whether calls of tools go to a channel, so that what a reply obeys doesn't concern them."""
+        return self._has_channels
+
+    @property
     def call_format(self) -> CallFormat | None:
         """How the model writes calls of tools; None if that isn't known, or where they go to a channel."""
         return None if self._has_channels else self._format

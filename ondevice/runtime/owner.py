@@ -51,6 +51,7 @@ class _Job:
         self.deliver = deliver
         self.kind = kind
         self.cancelled = threading.Event()
+        self.ended = False
 
     def run(self, between_items: Callable[[], None] = lambda: None) -> None:
         with self:
@@ -68,6 +69,7 @@ class _Job:
 
     def end(self, error: BaseException | None = None) -> None:
         """Deliver the end, with or without an error."""
+        self.ended = True
         self.deliver(_End(error))
 
     def __enter__(self) -> None:
@@ -288,7 +290,7 @@ class _Jobs:
                     return None
                 self._next.clear()
                 if job.kind == "joint":
-                    self._running.append(job)
+                    self._running = [*(it for it in self._running if not it.ended), job]
                     return job
             job.run()
         return None

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ondevice.config import SamplingConfig
-from ondevice.errors import ConstraintError, OndeviceError
+from ondevice.errors import ConstraintError, OndeviceError, UsageError
 from ondevice.generate import Event
 from ondevice.serve.asked import Asked
 from ondevice.serve.config import ServeConfig
@@ -126,6 +126,8 @@ async def _generate(service: Service, asked: Asked, running: Generation) -> None
         answer = RequestError.of(error)
         if isinstance(error, ConstraintError):
             answer.field = "tools" if asked.prompting.must_call else asked.constraint_field
+        elif isinstance(error, UsageError) and asked.prompting.must_call:
+            answer.field = answer.field or "tool_choice"
         if answer.status >= 500:
             log_event("failed", level=logging.ERROR, model=asked.model.name, error=error.for_command_line)
         running.add(answer)

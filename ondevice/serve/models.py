@@ -285,7 +285,7 @@ class Models:
 
     async def _ensured(self, facts: ModelFacts) -> LoadedModel:
         """The loaded model. Changing it goes on if the client goes, or what is loaded would be lost."""
-        if self._is_changing:
+        while self._is_changing:
             assert self._changing is not None
             await asyncio.wait({self._changing})
         if self.loaded is not None and self.loaded.facts is facts:

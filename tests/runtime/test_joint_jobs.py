@@ -138,6 +138,16 @@ def test_calls_run_between_rounds_and_other_work_afterwards(owner: OwnerThread[A
     assert "round" in order[order.index("call") :]
 
 
+def test_jobs_that_ended_are_forgotten_while_others_run(owner: OwnerThread[Any]) -> None:
+    owner.run_jointly(JointJobs(2, Ask, lambda requests: [it.number for it in requests]))
+    running = owner.stream(counting(1_000_000), joint=True)
+    next(running)
+    for _ in range(20):
+        assert list(owner.stream(counting(2), joint=True)) == [0, 1]
+    assert len(owner._jobs._running) <= 3
+    running.close()  # type: ignore[attr-defined]
+
+
 def test_closing_cancels_all_that_run() -> None:
     owner: OwnerThread[Any] = OwnerThread("joint")
     owner.run_jointly(JointJobs(2, Ask, lambda requests: [it.number for it in requests]))

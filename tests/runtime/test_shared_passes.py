@@ -190,6 +190,35 @@ def test_without_memory_for_all_the_last_ones_compute_theirs_again(shares: Share
     assert prompt_rows > sum(len(ids) for ids, _ in requests), "nothing was computed twice"
 
 
+def test_a_budget_that_changes_takes_memory_and_changes_no_text() -> None:
+    options: dict[str, Any] = {"sparsity": "dense", "speculation": "off", "memory_pressure": "off"}
+    wanted = {**ENDS, "max_tokens": 130, "temperature": 0.9}
+    with load(**options) as model:
+        given = prompts(model.config.vocab_size, 4)
+        requests = [((ids * 100)[:100], {**wanted, "seed": at}) for at, ids in enumerate(given)]
+        expected = alone(model, requests)
+    sized: dict[str, Any] = {"parallel": 4, "max_context": 256, **options}
+    small, ended = inspect(**sized).minimum_budget_bytes, threading.Event()
+    with load(dram_budget=3 * small, **sized) as model:
+
+        def change() -> int:
+            changes = 0
+            while not ended.is_set():
+                model.set_dram_budget(small if changes % 2 == 0 else 3 * small)
+                changes += 1
+            return changes
+
+        def answer() -> list[Any]:
+            try:
+                return together(model, requests)
+            finally:
+                ended.set()
+
+        changes, found = at_once([change, answer])
+    assert found == expected
+    assert changes > 20
+
+
 def test_a_long_prompt_goes_in_pieces_between_the_tokens_of_others(shares: Shares) -> None:
     with load(parallel=2, speculation="off", memory_pressure="off") as model:
         (first,) = prompts(model.config.vocab_size, 1)

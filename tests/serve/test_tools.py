@@ -368,8 +368,15 @@ def test_a_call_that_can_t_be_enforced_is_refused(tooled: Serving) -> None:
     bad = CONVERT | {"function": {"name": "convert", "parameters": {"type": "object", "properties": 5}}}
     answer = tooled.post("/v1/chat/completions", asked | {"tools": [bad]})
     assert (answer.status, answer.json["error"]["param"]) == (400, "tools")
-    both = tooled.post("/v1/chat/completions", asked | {"response_format": {"type": "json_object"}})
-    assert both.status == 400
+    schema = {"response_format": {"type": "json_object"}}
+    both = tooled.post("/v1/chat/completions", asked | schema)
+    assert (both.status, both.json["error"]["param"]) == (400, "tool_choice")
+    # A reply that had to obey the schema from its first token on could never call one.
+    either = tooled.post("/v1/chat/completions", asked | schema | {"tool_choice": "auto"})
+    assert either.status == 400
+    assert "either tools or a constraint" in either.json["error"]["message"]
+    none = tooled.post("/v1/chat/completions", asked | schema | {"tool_choice": "none"})
+    assert none.status == 200
 
 
 # --- What a model can't do ---
