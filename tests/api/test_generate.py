@@ -322,7 +322,9 @@ def test_time_with_the_consumer_is_not_counted(monkeypatch: pytest.MonkeyPatch) 
 def test_sampling_sees_the_absolute_position_and_the_whole_history(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, list[int]]] = []
 
-    def sample(logits: np.ndarray, config: SamplingConfig, position: int, history: Sequence[int]) -> int:
+    def sample(
+        logits: np.ndarray, config: SamplingConfig, position: int, history: Sequence[int], allowed: None
+    ) -> int:
         seen.append((position, list(history)))
         return int(logits.argmax())
 

@@ -34,6 +34,7 @@ def test_every_option_has_the_default_of_its_dataclass() -> None:
     assert runtime_config(runtime) == RuntimeConfig()
     assert sampling_config(sampling) == SamplingConfig()
     assert {field.name for field in fields(SamplingConfig)} - set(SAMPLING_OPTIONS) == {
+        "constraint",
         "logit_bias",
         "top_logprobs",
     }

@@ -37,7 +37,7 @@ class Scripted:
         self.streamed = 0
         """Nodes that had streams in their pass."""
 
-    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
+    def begin(self, text: list[int], sampling: SamplingConfig, constrained: object = None) -> None:
         self.text, self._length = text, len(text)
 
     def propose(self, root: int, kv: KVCache, max_nodes: int, max_tokens: int, cancelled: Any) -> Draft:

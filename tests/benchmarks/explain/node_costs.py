@@ -146,7 +146,7 @@ class Schedule:
             begun.add(parent)
         return Draft(tuple(self._pool[place] for place in places), form.parents, form.chances)
 
-    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
+    def begin(self, text: list[int], sampling: SamplingConfig, constrained: object = None) -> None:
         self._bytes, self.text = self._engine.counters().flash_bytes_read, text
 
     def propose(self, root: int, kv: KVCache, max_nodes: int, max_tokens: int, cancelled: Any) -> Draft:
