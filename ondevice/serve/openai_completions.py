@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -100,7 +100,8 @@ def _read(service: Service, fields: Fields) -> _Request:
     fields.ignore(*IGNORED)
     fields.close()
     asked = [Asked(model, prompt=prompt, options=options) for prompt in prompts]
-    every = tuple(each.again(index) for each in asked for index in range(choices))
+    first, *rest = (each.again(index) for each in asked for index in range(choices))
+    every = (first, *(replace(each, follows=True) for each in rest))
     return _Request(every, choices, stream, include_usage)
 
 
