@@ -25,6 +25,7 @@ class Asked:
     constraint_field: where the request sets the constraint, for errors.
     options: fields of SamplingConfig that the request sets. Without `max_tokens` the context alone is the
     limit. Where messages are answered, fields that aren't set are as the model's authors recommend.
+    follows: whether its request has had a turn already, for another generation.
     """
 
     model: ModelFacts
@@ -33,13 +34,15 @@ class Asked:
     prompting: PromptOptions = PLAIN
     options: dict[str, Any] = field(default_factory=dict)
     constraint_field: str | None = None
+    follows: bool = False
 
     def again(self, index: int) -> Asked:
         """The same for choice `index` of several: from a seed, the choices' seeds count up."""
-        seed = self.options.get("seed")
-        if seed is None or index == 0:
+        if index == 0:
             return self
-        return replace(self, options=self.options | {"seed": (seed + index) % SEEDS})
+        seed = self.options.get("seed")
+        counted = {} if seed is None else {"seed": (seed + index) % SEEDS}
+        return replace(self, options=self.options | counted, follows=True)
 
 
 def chosen(options: dict[str, Any]) -> dict[str, Any]:

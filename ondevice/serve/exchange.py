@@ -109,7 +109,7 @@ async def generation(service: Service, asked: Asked) -> AsyncIterator[Generation
 async def _generate(service: Service, asked: Asked, running: Generation) -> None:
     """Put the generation's events, or the error that ends it, where they are taken."""
     try:
-        async with service.models.turn(asked.model) as loaded:
+        async with service.models.turn(asked.model, asked.follows) as loaded:
             running.begin(loaded.model.tokenizer)
             async with aclosing(_events(loaded, asked)) as events:
                 async for event in events:

@@ -176,14 +176,17 @@ class Models:
         return found
 
     @asynccontextmanager
-    async def turn(self, facts: ModelFacts) -> AsyncIterator[LoadedModel]:
+    async def turn(self, facts: ModelFacts, follows: bool = False) -> AsyncIterator[LoadedModel]:
         """A context in which the caller may generate, with the model loaded.
+
+        follows: whether the request has had a turn before. It may then wait even if too many do, as what
+        has been generated for it would be lost.
 
         Raises RequestError if too many wait or the server stops, and what loading raises.
         """
         if self._stopping:
             raise _stopping()
-        await self._begin(facts)
+        await self._begin(facts, follows)
         try:
             self._metrics.add("running_requests", 1)
             if self._stopping:
@@ -240,12 +243,12 @@ class Models:
         while self.residents:
             await asyncio.to_thread(self.residents.pop().model.close)
 
-    async def _begin(self, facts: ModelFacts) -> None:
+    async def _begin(self, facts: ModelFacts, follows: bool) -> None:
         """Wait for a turn, and take it. Raises RequestError if too many wait."""
         own = _Waiting(facts, asyncio.get_running_loop().create_future())
         self._waiting.append(own)
         self._admit()
-        if not own.turn.done() and self.waiting >= self._queue:
+        if not own.turn.done() and not follows and self.waiting >= self._queue:
             self._waiting.remove(own)
             raise RequestError(
                 429, f"{self.waiting} requests wait already; try again", code="rate_limit_exceeded"

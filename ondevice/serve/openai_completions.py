@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -100,7 +100,8 @@ def _read(service: Service, fields: Fields) -> _Request:
     fields.ignore(*IGNORED)
     fields.close()
     asked = [Asked(model, prompt=prompt, options=options) for prompt in prompts]
-    every = tuple(each.again(index) for each in asked for index in range(choices))
+    first, *rest = (each.again(index) for each in asked for index in range(choices))
+    every = (first, *(replace(each, follows=True) for each in rest))
     return _Request(every, choices, stream, include_usage)
 
 
@@ -123,15 +124,19 @@ def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
 
 
-def _logprobs(events: list[Event], tokenizer: Tokenizer, asked: Asked) -> dict[str, Any] | None:
-    """The tokens, their log-probabilities, and where each one's text begins, as far as it is known."""
+def _logprobs(
+    events: list[Event], tokenizer: Tokenizer, asked: Asked, offset: int = 0
+) -> dict[str, Any] | None:
+    """The tokens, their log-probabilities, and where each one's text begins, as far as it is known.
+
+    offset: where the events' text begins.
+    """
     if "top_logprobs" not in asked.options:
         return None
     tokens: list[str] = []
     chances: list[float] = []
     likeliest: list[dict[str, float]] = []
     offsets: list[int] = []
-    offset = 0
     for event in events:
         if event.token is not None and event.logprob is not None:
             tokens.append(shown_token(tokenizer, event.token))
@@ -165,6 +170,7 @@ async def _chunks(service: Service, wanted: _Request, head: dict[str, Any]) -> A
         head = head | {"usage": None}
     usages = []
     for index, asked in enumerate(wanted.asked):
+        offset = 0
         async with generation(service, asked) as running:
             async for event in running:
                 last = event.finish_reason is not None
@@ -172,12 +178,13 @@ async def _chunks(service: Service, wanted: _Request, head: dict[str, Any]) -> A
                     choice = {
                         "index": index,
                         "text": event.text,
-                        "logprobs": _logprobs([event], running.tokenizer, asked)
+                        "logprobs": _logprobs([event], running.tokenizer, asked, offset)
                         if event.token is not None
                         else None,
                         "finish_reason": finish_reason(event) if last else None,
                     }
                     yield sse(head | {"choices": [choice]})
+                offset += len(event.text)
                 if last:
                     usages.append(_usage(event))
     if wanted.include_usage:

@@ -139,6 +139,20 @@ def test_completions_continue_texts_and_token_ids(server: Serving, client: Any) 
     assert len(probed.tokens) == len(probed.token_logprobs) == len(probed.top_logprobs) == 3
 
 
+def test_a_stream_of_completions_has_the_log_probabilities_and_offsets_of_the_whole(
+    server: Serving, client: Any
+) -> None:
+    options = {"prompt": ["Once", "Twice"], "max_tokens": 8, "logprobs": 1, "seed": 1, "temperature": 1}
+    whole = client.completions.create(model="", **options).choices
+    streamed: list[dict[str, list[Any]]] = [{}, {}]
+    for chunk in client.completions.create(model="", stream=True, **options):
+        choice = chunk.choices[0]
+        for name, values in (choice.logprobs.to_dict() if choice.logprobs else {}).items():
+            streamed[choice.index].setdefault(name, []).extend(values)
+    assert streamed == [choice.logprobs.to_dict() for choice in whole]
+    assert all(len(set(choice.logprobs.text_offset)) > 1 for choice in whole)
+
+
 def test_models_are_listed_and_found(server: Serving, client: Any) -> None:
     assert [it.id for it in client.models.list()] == [server.model.name]
     assert client.models.retrieve(server.model.name).object == "model"

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ondevice.api import load
 from ondevice.serve import protocol
 from ondevice.serve.config import STOP_SECONDS, ServeConfig
 from ondevice.serve.page import routes
+from ondevice.serve.page.live import shown
 from tests.support.chat import slow_down
 from tests.support.serving import Serving, serving, until
 
@@ -107,6 +109,14 @@ def test_the_budget_changes_at_once_and_says_so() -> None:
         assert answer.json["plan"]["budget_bytes"] == wanted
         assert server.model.plan.budget_bytes == wanted
         assert next(states)["plan"]["budget_bytes"] == wanted
+
+
+def test_other_models_are_a_part_of_their_own_and_no_part_of_the_least(server: Serving) -> None:
+    alone, others = server.model.plan, 300_000_000
+    beside = replace(alone, others_bytes=others, budget_bytes=alone.budget_bytes + others)
+    before, after = shown(alone, alone), shown(beside, beside)
+    assert after["parts"] == [*before["parts"], {"name": "Other models", "bytes": others}]
+    assert after["least_bytes"] == before["least_bytes"] == alone.minimum_budget_bytes
 
 
 @pytest.mark.parametrize("value", [None, True, -1, 0, 1, 1.5, "1GB", [], {}, 10**40])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ pytest.importorskip("starlette")
 from ondevice.api import Model, load
 from ondevice.errors import UsageError
 from ondevice.generate import watched
+from ondevice.serve import openai_chat, openai_completions
 from ondevice.serve.config import ServeConfig
+from ondevice.serve.exchange import generation
 from tests.support.command_line import Run
 from tests.support.serving import Answer, Serving, serving, until
 
@@ -114,6 +118,56 @@ def test_another_model_waits_until_all_have_ended(chat_bundle: Path) -> None:
         assert loaded[0] == 1
         assert text(last[0]) == text(others[0])
         assert all(map(text, answers))
+
+
+@pytest.mark.parametrize(
+    ("dialect", "path", "prompts"),
+    [
+        (openai_chat, CHAT, {"messages": [{"role": "user", "content": "x"}], "n": 2}),
+        (openai_completions, "/v1/completions", {"prompt": "x", "n": 2}),
+        (openai_completions, "/v1/completions", {"prompt": ["x", "y"]}),
+    ],
+)
+def test_a_full_queue_refuses_no_later_choice(
+    chat_bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dialect: Any,
+    path: str,
+    prompts: dict[str, Any],
+) -> None:
+    """Others come between the choices and fill the queue; what has been made isn't thrown away."""
+    between, go_on, begun = threading.Event(), threading.Event(), []
+
+    @asynccontextmanager
+    async def late(service: Any, wanted: Any) -> AsyncIterator[Any]:
+        begun.append(wanted)
+        if len(begun) == 2:
+            between.set()
+            await asyncio.to_thread(go_on.wait, 30)
+        async with generation(service, wanted) as running:
+            yield running
+
+    with serving(load(chat_bundle, threads=1), ServeConfig(port=0, queue=1)) as server:
+        own: list[Answer] = []
+        body = prompts | {"max_tokens": 3, "temperature": 0}
+        with monkeypatch.context() as patch:
+            patch.setattr(dialect, "generation", late)
+            choices = threading.Thread(target=lambda: own.append(server.post(path, body)))
+            choices.start()
+            assert between.wait(30)
+        hurry = slow(server.model)
+        busy = []
+        for number, metric in enumerate(("running_requests", "waiting_requests")):
+            busy += answered(server, [asked(number, max_tokens=200)])[0]
+            until(lambda metric=metric: server.metric(metric) == 1)  # type: ignore[misc]
+        assert server.post(CHAT, asked(9)).status == 429
+        go_on.set()
+        until(lambda: server.metric("waiting_requests") == 2)
+        hurry()
+        for thread in (choices, *busy):
+            thread.join(60)
+        assert own[0].status == 200, own[0].body
+        assert len(own[0].json["choices"]) == 2
 
 
 def test_a_fault_of_the_program_ends_its_request_alone(

@@ -59,23 +59,28 @@ class Live:
 def _read_model(loaded: LoadedModel) -> tuple[dict[str, Any] | None, Counters]:
     """The plan and the totals, or nothing if the model has been closed meanwhile."""
     try:
-        return _shown(loaded.model.plan, loaded.model.replanned), loaded.model.counters
+        return shown(loaded.model.plan, loaded.model.replanned), loaded.model.counters
     except OndeviceError:
         return None, Counters()
 
 
-def _shown(plan: Plan, replanned: Plan) -> dict[str, Any]:
-    """The plan, its parts as few as a bar can show, and the budgets that the model may have now."""
+def shown(plan: Plan, replanned: Plan) -> dict[str, Any]:
+    """The plan, its parts as few as a bar can show, and the budgets that the models may have now.
+
+    Other models that are idle make room for this one: the least budget is without them.
+    """
     parts = {
         "Weights of every token": plan.resident_weights_bytes + plan.predictor_bytes,
         "Other weights kept": plan.neuron_cache_bytes,
         f"{plan.max_context} tokens of context": plan.kv_cache_bytes,
         "Buffers and drafting": plan.staging_bytes + plan.activation_bytes + plan.draft_bytes,
-        "The process": plan.process_bytes + plan.unread_bytes + plan.others_bytes,
+        "The process": plan.process_bytes + plan.unread_bytes,
     }
+    if plan.others_bytes:
+        parts["Other models"] = plan.others_bytes
     return {
         "budget_bytes": plan.budget_bytes,
-        "least_bytes": replanned.minimum_budget_bytes,
+        "least_bytes": replanned.minimum_budget_bytes - replanned.others_bytes,
         "full_bytes": replanned.full_bytes,
         "total_bytes": plan.total_bytes,
         "parts": [{"name": name, "bytes": nbytes} for name, nbytes in parts.items()],
