@@ -1,7 +1,8 @@
 """`/openapi.json`: the requests that the server takes, for programs that make clients or hostile requests.
 
 It tells the fields that do something here. Fields that are accepted for other servers' sake and change
-nothing aren't told, nor are the bodies of answers, which are the dialects' own.
+nothing aren't told, nor are the bodies of answers, which are the dialects' own. Embeddings are told, and
+refused whatever is asked.
 """
 
 from __future__ import annotations
@@ -14,9 +15,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ondevice.chat_template import SWITCHES
+from ondevice.chat_template.tools import EFFORTS, ID_CHARS, MAX_CALLS, MAX_TOOLS, NAME_CHARS
+from ondevice.config import MOST_LOGPROBS
+from ondevice.serve import embeddings
 from ondevice.serve.asked import MAX_STOP_CHARS, MAX_STOPS, MAX_TOKENS, SEEDS
 from ondevice.serve.exchange import Service, json_answer
 from ondevice.serve.openai_common import MAX_CHOICES
+from ondevice.serve.openai_completions import MAX_LOGPROBS
+from ondevice.serve.openai_responses import CONTENT, MAX_METADATA, MAX_METADATA_CHARS
 
 Schema = dict[str, Any]
 
@@ -49,13 +56,19 @@ STOP: Schema = {"anyOf": [STOPS, _list(STOPS, most=MAX_STOPS)]}
 
 def _content(*kinds: str) -> Schema:
     """A message's text, whole or in parts of these types."""
-    part = _object("type text", type={"type": "string", "enum": list(kinds)}, text=TEXT)
-    return {"anyOf": [TEXT, _list(part)]}
+    return {"anyOf": [TEXT, _list(_text_part(*kinds))]}
 
 
-def _messages(content: Schema, *roles: str) -> Schema:
-    role = {"type": "string", "enum": list(roles)}
-    return _list(_object("role content", role=role, content=content), 1)
+def _text_part(*kinds: str) -> Schema:
+    return _object("type text", type=_word(*kinds), text=TEXT)
+
+
+def _word(*words: str) -> Schema:
+    return {"type": "string", "enum": list(words)}
+
+
+def _any(*schemas: Schema) -> Schema:
+    return {"anyOf": list(schemas)}
 
 
 def _sampling(most_temperature: float) -> dict[str, Schema]:
@@ -67,6 +80,37 @@ def _sampling(most_temperature: float) -> dict[str, Schema]:
     }
 
 
+ANY_OBJECT: Schema = {"type": "object"}
+NAME: Schema = {"type": "string", "pattern": rf"^[A-Za-z0-9_.-]{{1,{NAME_CHARS}}}$"}
+ID: Schema = {"type": "string", "minLength": 1, "maxLength": ID_CHARS}
+ARGUMENTS: Schema = TEXT | {"contentMediaType": "application/json", "examples": ["{}"]}
+"""An object's JSON."""
+EFFORT = _word("none", *EFFORTS)
+FUNCTION = {"type": _word("function")}
+DEFINITION = {"name": NAME, "description": TEXT, "parameters": ANY_OBJECT}
+
+
+def _calls(arguments: Schema) -> Schema:
+    """The calls of an assistant's message."""
+    function = _object("name", name=NAME, arguments=arguments)
+    return _list(_object("function", id=ID, function=function, **FUNCTION), most=MAX_CALLS)
+
+
+def _tools(tool: Schema) -> Schema:
+    return _list(tool, most=MAX_TOOLS)
+
+
+def _choice(function: Schema) -> Schema:
+    """OpenAI's `tool_choice`."""
+    return _any(function, _word("auto", "none", "required"))
+
+
+NESTED_TOOL = _object("function", function=_object("name", **DEFINITION), **FUNCTION)
+FLAT_TOOL = _object("name", **DEFINITION, **FUNCTION)
+ANTHROPIC_TOOL = _object("name", type=_word("custom"), name=NAME, description=TEXT, input_schema=ANY_OBJECT)
+SCHEMA_FIELDS = {"name": TEXT, "description": TEXT, "strict": FLAG, "schema": ANY_OBJECT}
+PLAIN_FORMAT = _object("type", type=_word("text", "json_object"))
+TEXT_FORMAT = _any(_object("type schema", type=_word("json_schema"), **SCHEMA_FIELDS), PLAIN_FORMAT)
 OPENAI = _sampling(2.0) | {
     "top_k": _integer(0, MAX_TOKENS),
     "min_p": _number(0.0, 1.0),
@@ -79,10 +123,100 @@ OPENAI = _sampling(2.0) | {
         "additionalProperties": False,
     },
     "n": _integer(1, MAX_CHOICES),
+    "stream_options": _object(include_usage=FLAG),
+}
+CHAT_MESSAGE = _any(
+    _object("role content tool_call_id", role=_word("tool"), content=_content("text"), tool_call_id=ID),
+    _object(
+        "role",
+        role=_word("assistant"),
+        content=_content("text"),
+        reasoning_content=TEXT,
+        tool_calls=_calls(_any(ANY_OBJECT, ARGUMENTS)),
+    ),
+    _object("role content", role=_word("user", "system", "developer"), content=_content("text")),
+)
+CHAT = OPENAI | {
+    "messages": _list(CHAT_MESSAGE, 1),
+    "max_tokens": TOKENS,
+    "max_completion_tokens": TOKENS,
+    "logprobs": FLAG,
+    "top_logprobs": _integer(0, MOST_LOGPROBS),
+    "tools": _tools(NESTED_TOOL),
+    "tool_choice": _choice(_object("type function", function=_object("name", name=NAME), **FUNCTION)),
+    "parallel_tool_calls": FLAG,
+    "response_format": _any(
+        _object(
+            "type json_schema", type=_word("json_schema"), json_schema=_object("schema", **SCHEMA_FIELDS)
+        ),
+        PLAIN_FORMAT,
+    ),
+    "reasoning_effort": EFFORT,
+    "chat_template_kwargs": _object(**dict.fromkeys(SWITCHES, FLAG)),
+}
+THOUGHT = _object("type text", type=_word("reasoning_text"), text=TEXT)
+INPUT_ITEM = _any(
+    _object("type", type=_word("reasoning"), summary=_list(ANY_OBJECT), content=_list(THOUGHT)),
+    _object("type call_id name", type=_word("function_call"), call_id=ID, name=NAME, arguments=ARGUMENTS),
+    _object("type call_id output", type=_word("function_call_output"), call_id=ID, output=_content(*CONTENT)),
+    _object(
+        "role content",
+        type=_word("message"),
+        role=_word("user", "system", "developer", "assistant"),
+        content=_content(*CONTENT),
+    ),
+)
+RESPONSES = _sampling(2.0) | {
+    "input": _any(TEXT, _list(INPUT_ITEM, 1)),
+    "instructions": TEXT,
+    "max_output_tokens": TOKENS,
+    "tools": _tools(FLAT_TOOL),
+    "tool_choice": _choice(_object("type name", name=NAME, **FUNCTION)),
+    "parallel_tool_calls": FLAG,
+    "text": _object(format=TEXT_FORMAT),
+    "reasoning": _object(effort=EFFORT),
+    "metadata": {
+        "type": "object",
+        "propertyNames": {"maxLength": MAX_METADATA_CHARS},
+        "additionalProperties": TEXT,
+        "maxProperties": MAX_METADATA,
+    },
+}
+BLOCK = _text_part("text")
+RESULT_BLOCK = _object(
+    "type tool_use_id",
+    type=_word("tool_result"),
+    tool_use_id=ID,
+    content=_content("text"),
+    is_error=FLAG,
+)
+CALL_BLOCK = _object("type id name", type=_word("tool_use"), id=ID, name=NAME, input=ANY_OBJECT)
+THINKING_BLOCK = _object("type thinking", type=_word("thinking"), thinking=TEXT, signature=TEXT)
+ANTHROPIC_MESSAGE = _any(
+    _object(
+        "role content",
+        role=_word("assistant"),
+        content=_any(TEXT, _list(_any(THINKING_BLOCK, CALL_BLOCK, BLOCK))),
+    ),
+    _object("role content", role=_word("user"), content=_any(TEXT, _list(_any(RESULT_BLOCK, BLOCK)))),
+)
+ANTHROPIC = {
+    "model": TEXT,
+    "messages": _list(ANTHROPIC_MESSAGE, 1),
+    "system": _content("text"),
+    "tools": _tools(ANTHROPIC_TOOL),
+    "tool_choice": _any(
+        _object("type name", type=_word("tool"), name=NAME, disable_parallel_tool_use=FLAG),
+        _object("type", type=_word("auto", "any", "none"), disable_parallel_tool_use=FLAG),
+    ),
+    "thinking": _object("type", type=_word("enabled", "adaptive", "disabled"), budget_tokens=TOKENS),
+    "output_config": _object(format=TEXT_FORMAT),
 }
 OLLAMA: dict[str, Schema] = {
     "model": TEXT,
     "stream": FLAG,
+    "think": _any(_word(*EFFORTS), FLAG),
+    "format": _any(_word("json"), ANY_OBJECT),
     "options": _object(
         temperature=_number(0.0, 2.0),
         top_p=_number(0.0, 1.0),
@@ -94,32 +228,22 @@ OLLAMA: dict[str, Schema] = {
         num_predict=_integer(-2, MAX_TOKENS),
     ),
 }
-ANTHROPIC = {
-    "model": TEXT,
-    "messages": _messages(_content("text"), "user"),
-    "system": _content("text"),
-}
+OLLAMA_MESSAGE = _any(
+    _object("role", role=_word("tool"), content=TEXT, tool_name=NAME, tool_call_id=ID),
+    _object("role", role=_word("assistant"), content=TEXT, thinking=TEXT, tool_calls=_calls(ANY_OBJECT)),
+    _object("role", role=_word("user", "system"), content=TEXT),
+)
+TEXTS = _any(_list(TEXT), TEXT)
 POSTS: dict[str, Schema] = {
-    "/v1/chat/completions": _object(
-        "messages",
-        messages=_messages(_content("text"), "system", "developer", "user", "assistant"),
-        max_completion_tokens=TOKENS,
-        logprobs=FLAG,
-        **OPENAI,
-    ),
+    "/v1/chat/completions": _object("messages", **CHAT),
     "/v1/completions": _object(
         "prompt",
-        prompt={"anyOf": [TEXT, _list(TEXT, 1, 4), _list(_integer(0, 255), 1)]},
+        prompt=_any(TEXT, _list(TEXT, 1, 4), _list(_integer(0, 255), 1)),
         max_tokens=_integer(0, MAX_TOKENS),
+        logprobs=_integer(0, MAX_LOGPROBS),
         **OPENAI,
     ),
-    "/v1/responses": _object(
-        "input",
-        input={"anyOf": [TEXT, _messages(_content("input_text"), "system", "developer", "user")]},
-        instructions=TEXT,
-        max_output_tokens=TOKENS,
-        **_sampling(2.0),
-    ),
+    "/v1/responses": _object("input", **RESPONSES),
     "/v1/messages": _object(
         "messages max_tokens",
         max_tokens=TOKENS,
@@ -128,14 +252,13 @@ POSTS: dict[str, Schema] = {
         **(_sampling(1.0) | ANTHROPIC),
     ),
     "/v1/messages/count_tokens": _object("messages", **ANTHROPIC),
-    "/api/chat": _object(
-        "messages",
-        messages=_messages(TEXT, "system", "user", "assistant"),
-        **OLLAMA,
-    ),
-    "/api/generate": _object("prompt", prompt=TEXT, system=TEXT, raw=FLAG, **OLLAMA),
+    "/api/chat": _object("messages", messages=_list(OLLAMA_MESSAGE, 1), tools=_tools(NESTED_TOOL), **OLLAMA),
+    "/api/generate": _object(prompt=TEXT, system=TEXT, raw=FLAG, **OLLAMA),
     "/api/show": _object("model", model=TEXT),
     "/page/budget": _object("budget_bytes", budget_bytes=_integer(1, 1 << 50)),
+    "/v1/embeddings": _object(model=TEXT, input=TEXTS),
+    "/api/embed": _object(model=TEXT, input=TEXTS),
+    "/api/embeddings": _object(model=TEXT, prompt=TEXT),
 }
 GETS = ("/v1/models", "/api/tags", "/api/ps", "/api/version", "/health", "/metrics", "/openapi.json")
 
@@ -153,11 +276,13 @@ def document() -> Schema:
     }
     for path, schema in POSTS.items():
         body = {"required": True, "content": {"application/json": {"schema": schema}}}
-        paths[path] = {"post": _operation() | {"requestBody": body}}
+        paths[path] = {"post": _operation(path not in embeddings.PATHS) | {"requestBody": body}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "ondevice", "version": version("ondevice")},
         "paths": paths,
+        # A key is needed only where the server has one.
+        "security": [{}, {"bearer": []}, {"key": []}],
         "components": {
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
@@ -167,13 +292,10 @@ def document() -> Schema:
     }
 
 
-def _operation() -> Schema:
-    return {
-        "responses": {
-            "200": {"description": "An answer"},
-            "default": {"description": "An error, with its reason"},
-        }
-    }
+def _operation(answers: bool = True) -> Schema:
+    """answers: whether there is a request that isn't refused."""
+    answer = {"200": {"description": "An answer"}} if answers else {}
+    return {"responses": answer | {"default": {"description": "An error, with its reason"}}}
 
 
 async def _document(content: Schema, request: Request) -> Response:

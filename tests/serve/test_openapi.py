@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +13,13 @@ pytest.importorskip("starlette")
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from ondevice.api import load
+from ondevice.serve import embeddings
 from ondevice.serve.openapi import POSTS, document
 from tests.serve.test_guard import FIELDS, WRONG
-from tests.support.serving import Answer, Serving
+from tests.support.bundles import convert_bundle, write_chat_checkpoint
+from tests.support.chat_templates import TOOLS
+from tests.support.serving import Answer, Serving, serving
 
 MOST_SECONDS = 20.0
 """Longest time for an answer to a request that means nothing. They are small, as is the model."""
@@ -23,6 +29,29 @@ SHORT = {
     "max_output_tokens": 2,
     "num_predict": 2,
 }
+LEVELS = TOOLS + "{% if reasoning_effort %}{% endif %}"
+TOOL = {"name": "x"}
+NESTED = {"tools": [{"type": "function", "function": TOOL}]}
+NEEDED: dict[tuple[str, str], dict[str, Any]] = {
+    ("/v1/chat/completions", "stream_options"): {"stream": True},
+    ("/v1/chat/completions", "top_logprobs"): {"logprobs": True},
+    ("/v1/chat/completions", "tool_choice"): NESTED,
+    ("/v1/completions", "stream_options"): {"stream": True},
+    ("/v1/responses", "tool_choice"): {"tools": [TOOL]},
+    ("/v1/messages", "tool_choice"): {"tools": [TOOL]},
+    ("/v1/messages/count_tokens", "tool_choice"): {"tools": [TOOL]},
+}
+"""What a field needs beside it, by path and name."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A model whose template takes tools and levels of thinking, resident, one thread, a token a pass."""
+    folder = tmp_path_factory.mktemp("tools")
+    checkpoint = write_chat_checkpoint(folder / "checkpoint", LEVELS, max_position_embeddings=4096)
+    bundle = convert_bundle(checkpoint, folder / "tooled")
+    with serving(load(bundle, threads=1, speculation="off")) as running:
+        yield running
 
 
 def example(schema: dict[str, Any]) -> Any:
@@ -31,6 +60,8 @@ def example(schema: dict[str, Any]) -> Any:
         return example(schema["anyOf"][-1])
     if "enum" in schema:
         return schema["enum"][0]
+    if "examples" in schema:
+        return schema["examples"][0]
     kind = schema["type"]
     if kind == "object":
         required = schema.get("required", ())
@@ -42,6 +73,26 @@ def example(schema: dict[str, Any]) -> Any:
     if kind == "boolean":
         return False
     return schema["minimum"] if schema["minimum"] > 0 else 1
+
+
+def examples(schema: dict[str, Any]) -> Iterator[Any]:
+    """Small values that a schema allows: each branch, and each field alone beside those that are required."""
+    if "anyOf" in schema:
+        for branch in schema["anyOf"]:
+            yield from examples(branch)
+    elif "enum" in schema:
+        yield from schema["enum"]
+    elif schema["type"] == "object":
+        base = example(schema)
+        yield base
+        for name, inner in schema.get("properties", {}).items():
+            yield from (base | {name: value} for value in examples(inner))
+    elif schema["type"] == "array":
+        # A conversation ends with the user's message, which is the last branch.
+        last = [example(schema["items"])] if "anyOf" in schema["items"] else []
+        yield from ([value, *last] for value in examples(schema["items"]))
+    else:
+        yield example(schema)
 
 
 def short(path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -72,21 +123,21 @@ def test_the_document_is_served(server: Serving) -> None:
 
 @pytest.mark.parametrize("path", POSTS)
 def test_every_field_that_it_tells_is_accepted(server: Serving, path: str) -> None:
-    """Alone beside those that are required, and again within objects."""
+    """Alone beside those that are required, and again within objects. Embeddings are refused as such."""
     schema = POSTS[path]
-    base = short(path, example(schema))
-    fields: list[dict[str, Any]] = [{name: example(it)} for name, it in schema["properties"].items()]
-    inner = schema["properties"].get("options", {}).get("properties", {})
-    fields += [{"options": {name: example(it)}} for name, it in inner.items()]
-    for field in fields:
-        if "model" in field:
-            field = {"model": server.model.name}
-        elif path == "/page/budget":
-            field = {"budget_bytes": server.model.plan.budget_bytes}
-        elif path == "/api/show":
-            base["model"] = server.model.name
-        answer = check(server, path, short(path, base | field))
-        assert answer.status == 200, (field, answer.body)
+    known = {"model": server.model.name, "budget_bytes": server.model.plan.budget_bytes}
+    base = example(schema) | {name: known[name] for name in schema.get("required", ()) if name in known}
+    if path == "/api/generate":
+        base["prompt"] = "x"
+    for name, inner in schema["properties"].items():
+        for value in [known[name]] if name in known else examples(inner):
+            field = {name: value}
+            answer = check(server, path, short(path, base | NEEDED.get((path, name), {}) | field))
+            if path in embeddings.PATHS:
+                assert answer.status == 400
+                assert "embeddings" in answer.body.decode()
+            else:
+                assert answer.status == 200, (field, answer.body)
 
 
 @pytest.mark.parametrize("path", sorted(set(POSTS) - set(FIELDS)))
@@ -108,6 +159,19 @@ JSON = st.recursive(
 
 
 @st.composite
+def near(draw: st.DrawFn, schema: dict[str, Any]) -> Any:
+    """A value that a schema allows, with something within it that may be of another kind."""
+    root = value = copy.deepcopy(draw(st.sampled_from(list(examples(schema)))))
+    while isinstance(value, dict | list) and value:
+        key = draw(st.sampled_from(list(value) if isinstance(value, dict) else range(len(value))))
+        inner = value[key]
+        if not isinstance(inner, dict | list) or not inner:
+            value[key] = draw(JSON | st.just(inner))
+        value = inner
+    return root
+
+
+@st.composite
 def requests(draw: st.DrawFn) -> tuple[str, Any]:
     """A path, and a body that is nearly right: some fields have other values, are gone, or are new."""
     path = draw(st.sampled_from(sorted(POSTS)))
@@ -115,7 +179,7 @@ def requests(draw: st.DrawFn) -> tuple[str, Any]:
     body = short(path, example(POSTS[path]))
     for name in draw(st.lists(st.sampled_from(sorted(schema)), max_size=4)):
         if name not in SHORT and name != "options":
-            body[name] = draw(JSON | st.just(example(schema[name])))
+            body[name] = draw(JSON | near(schema[name]))
     if draw(st.booleans()):
         body[draw(st.text(max_size=12))] = draw(JSON)
     return path, body
