@@ -152,7 +152,7 @@ CHAT = OPENAI | {
         PLAIN_FORMAT,
     ),
     "reasoning_effort": EFFORT,
-    "chat_template_kwargs": _object(**dict.fromkeys(SWITCHES, FLAG)),
+    "chat_template_kwargs": _object("", **dict.fromkeys(SWITCHES, FLAG)),
 }
 THOUGHT = _object("type text", type=_word("reasoning_text"), text=TEXT)
 INPUT_ITEM = _any(
@@ -253,7 +253,7 @@ POSTS: dict[str, Schema] = {
     ),
     "/v1/messages/count_tokens": _object("messages", **ANTHROPIC),
     "/api/chat": _object("messages", messages=_list(OLLAMA_MESSAGE, 1), tools=_tools(NESTED_TOOL), **OLLAMA),
-    "/api/generate": _object(prompt=TEXT, system=TEXT, raw=FLAG, **OLLAMA),
+    "/api/generate": _object("", prompt=TEXT, system=TEXT, raw=FLAG, **OLLAMA),
     "/api/show": _object("model", model=TEXT),
     "/page/budget": _object("budget_bytes", budget_bytes=_integer(1, 1 << 50)),
     "/v1/embeddings": _object(model=TEXT, input=TEXTS),
