@@ -27,7 +27,9 @@ MOST_REFUSED = 0.05
 MADE_UP = 50
 MAX_TOKENS = 300
 FAST = 20
-"""One of so many of the schemas is a fast test's."""
+"""One schema in this many is the fast test's."""
+ENDINGS = {"}": 14.0, "]": 2.0, '"': 13.5}
+"""By how much what ends values is made likelier: the model's own texts and lists would fill every answer."""
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +93,17 @@ def _tagged(rng: random.Random, depth: int, tag: str) -> dict[str, Any]:
 def check(model: Model, schemas: dict[str, Any]) -> tuple[int, int]:
     """Check an answer to every schema. Returns how many were refused, and how many answers ended."""
     refused = ended = 0
+    bias = {model.tokenizer.encode(end)[-1]: more for end, more in ENDINGS.items()}
     for seed, (name, schema) in enumerate(schemas.items()):
         constraint = Constraint.json_schema(schema)
         try:
             answer = model.generate(
-                "JSON:", constraint=constraint, max_tokens=MAX_TOKENS, temperature=1.0, seed=seed
+                "JSON:",
+                constraint=constraint,
+                max_tokens=MAX_TOKENS,
+                temperature=1.0,
+                seed=seed,
+                logit_bias=bias,
             )
         except ConstraintError as error:
             if error.keyword is None:
@@ -119,7 +127,7 @@ def test_answers_to_some_schemas_are_valid(plain: Model, collected: dict[str, An
 def test_answers_to_all_schemas_are_valid(plain: Model, collected: dict[str, Any]) -> None:
     refused, ended = check(plain, collected)
     assert refused <= MOST_REFUSED * len(collected)
-    assert ended > len(collected) / 4
+    assert ended > 0.9 * len(collected)
 
 
 @pytest.mark.slow
@@ -129,7 +137,7 @@ def test_answers_to_made_up_schemas_are_valid(plain: Model) -> None:
     schemas = {str(number): made_up(rng) for number in range(MADE_UP)}
     refused, ended = check(plain, schemas)
     assert refused <= MOST_REFUSED * MADE_UP
-    assert ended > MADE_UP / 2
+    assert ended > 0.9 * MADE_UP
 
 
 @pytest.mark.slow
