@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import TracebackType
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
@@ -204,3 +205,26 @@ def json_fault(error: Exception) -> str:
     if "int_max_str_digits" in str(error):
         return "a number has thousands of digits"
     return str(error)[:200]
+
+
+class LibraryErrors:
+    """A context in which what a library raises on bad input becomes an error of this package.
+
+    Libraries raise plain Exception, and for failed checks in Rust a PanicException. That one derives from
+    BaseException and can't be imported, so it is recognised here by name rather than in an `except`.
+    """
+
+    def __init__(self, error_of: Callable[[str], OndeviceError]) -> None:
+        """error_of: makes the error for a library's message."""
+        self._error_of = error_of
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or issubclass(kind, OndeviceError | MemoryError):
+            return
+        if issubclass(kind, Exception) or kind.__name__ == "PanicException":
+            raise self._error_of(str(error)) from error

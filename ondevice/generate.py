@@ -115,14 +115,14 @@ class Generator:
         Before anything is computed, raises ContextOverflowError for a prompt longer than the context and
         UsageError for an empty one. Raises what a pass raises.
         """
-        return self._answered(self.steps(prompt, kv, sampling, cancelled, constrained))
+        return self.answered(self.steps(prompt, kv, sampling, cancelled, constrained))
 
     @cached_property
     def passes(self) -> SharedPasses:
         """What answers the passes that `steps` ask for."""
         return SharedPasses(self.transformer, self.before_pass, max(self.prefill_chunk, self.most_texts))
 
-    def _answered(self, steps: Steps[None]) -> Iterator[Event]:
+    def answered(self, steps: Steps[None]) -> Iterator[Event]:
         """The events of one text whose passes are its own."""
         answer: PassResult | None = None
         try:
@@ -497,7 +497,7 @@ class _Continuation:
         self.reason: FinishReason = "length"
         self.ended = room == 0
         self.drafted = DraftStats()
-        """Of what drafted for the text until another one came."""
+        """What drafting did for the text before another one joined it: from then on it is decoded without."""
         self._text = text
         self._eos_ids = eos_ids
         self._events: list[Event] = []

@@ -22,7 +22,7 @@ from ondevice.converters.checkpoints.base import TokenizerFiles
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.errors import BundleError, CheckpointError, UnsupportedModelError
 from ondevice.tokenizer import Tokenizer, load_tokenizer
-from ondevice.tokenizer.base import LibraryErrors, valid_unicode
+from ondevice.tokenizer.base import library_errors, valid_unicode
 from ondevice.tokenizer.sentencepiece_file import read_sentencepiece_file
 from ondevice.tokenizer.tokenizer_file import read_tokenizer_file
 
@@ -96,7 +96,7 @@ class _Vocabulary:
 def _refusals(file: str) -> Iterator[None]:
     """Turns errors about a tokenizer's file into errors about the checkpoint."""
     try:
-        with LibraryErrors(file):
+        with library_errors(file):
             yield
     except BundleError as error:
         raise CheckpointError(f"{file}: {error}; download it again") from error

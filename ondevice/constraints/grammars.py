@@ -13,13 +13,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ondevice.constraints.constraint import KINDS, Constraint
 from ondevice.constraints.schema import SPELLING, prepared
-from ondevice.errors import BackendUnavailableError, ConstraintError, OndeviceError, thread_refused
+from ondevice.errors import (
+    BackendUnavailableError,
+    ConstraintError,
+    LibraryErrors,
+    thread_refused,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -93,7 +98,7 @@ class Grammars:
         self._kept: OrderedDict[Constraint, LLMatcher] = OrderedDict()
         """Fresh matchers, least recently used first."""
         self._limits = llguidance.LLParserLimits(**LIMITS)  # type: ignore[arg-type]
-        with _Refusals("the vocabulary"):
+        with LibraryErrors(partial(_refusal, "the vocabulary")):
             self._tokenizer = llguidance.LLTokenizer(
                 llguidance.TokenizerWrapper(_Spelling(vocabulary)),
                 # A model without a token that ends texts gets one for llguidance alone, behind its own.
@@ -121,7 +126,7 @@ class Grammars:
 
         kind, source = constraint.kind, constraint.source
         what = KINDS[kind]
-        with _Refusals(f"the {what}"):
+        with LibraryErrors(partial(_refusal, f"the {what}")):
             if kind == "json_schema":
                 schema: Any = prepared(source)
                 grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=SPELLING)  # type: ignore[arg-type]
@@ -170,27 +175,6 @@ class _Spelling:
         ids = self._encode(_PLAIN_PREFIX + text)
         length = len(self._prefix)
         return ids[length:] if ids[:length] == self._prefix else self._encode(text)
-
-
-class _Refusals:
-    """Turns what llguidance raises into ConstraintError.
-
-    A failed check in Rust is a PanicException, which derives from BaseException and can't be imported.
-    """
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None or issubclass(kind, OndeviceError | MemoryError):
-            return
-        if issubclass(kind, Exception) or kind.__name__ == "PanicException":
-            raise _refusal(self._what, str(error)) from error
 
 
 def _refusal(what: str, message: str) -> ConstraintError:

@@ -79,7 +79,7 @@ class SharedPasses:
         """Emptied caches, and those of the texts of which one has to end first."""
 
     def answer(self, requests: Sequence[PassRequest]) -> list[Answer]:
-        """One answer for each request, in the order of which their texts began."""
+        """One answer for each request, in the order in which their texts began."""
         self._forget(requests)
         going = [it for it in requests if it.cancelled is None or not it.cancelled()]
         found: dict[int, Answer] = {id(it): Cancelled() for it in requests}

@@ -187,12 +187,9 @@ class Engine:
         prompt: Sequence[int],
         sampling: SamplingConfig,
         cancelled: IsCancelled,
-        constrained: Constrained | None = None,
     ) -> Iterator[Event]:
-        """Continue `prompt` with the cache of `key`, or with a cache of its own that ends with it."""
-        check_thread(self._thread)
-        with self._cache_of(key, prompt) as kv, system_refusals():
-            yield from self._generator.stream(prompt, kv, sampling, cancelled, constrained)
+        """The events of `steps`, whose passes are this text's alone. For measurements."""
+        return self._generator.answered(self.steps(key, prompt, sampling, cancelled))
 
     def steps(
         self,
@@ -202,7 +199,10 @@ class Engine:
         cancelled: IsCancelled,
         constrained: Constrained | None = None,
     ) -> Steps[None]:
-        """`generate` in steps: a job for `joint`, which lets generations share passes."""
+        """Continue `prompt` with the cache of `key`, or with a cache of its own that ends with it.
+
+        In steps: a job for `joint`, which lets generations share passes.
+        """
         check_thread(self._thread)
         with self._cache_of(key, prompt) as kv, system_refusals():
             yield from self._generator.steps(prompt, kv, sampling, cancelled, constrained)

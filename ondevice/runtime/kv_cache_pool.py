@@ -79,7 +79,8 @@ class KVCachePool:
         try:
             yield kv
         finally:
-            self._in_use.remove(kv)
+            # The last one: a text that came earlier and still uses this cache keeps its place.
+            del self._in_use[max(at for at, it in enumerate(self._in_use) if it is kv)]
             if stored and self.store is not None and kv.length:
                 self.store.touch(kv.tokens)
                 self._unsaved = [*(it for it in self._unsaved if it is not kv), kv]

@@ -11,10 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from operator import index
-from types import TracebackType
 from typing import Literal, Protocol
 
-from ondevice.errors import BundleError, OndeviceError, UsageError
+from ondevice.errors import BundleError, LibraryErrors, UsageError
 from ondevice.tokenizer.cutting import Piece, Stopwatch, pieces
 
 LeadingSpace = Literal["keep", "one", "each"]
@@ -266,23 +265,6 @@ def valid_unicode(text: str) -> str:
     return _SURROGATES.sub("\ufffd", text)
 
 
-class LibraryErrors:
-    """Turns the errors that a tokenizer library raises on a bad file into BundleError.
-
-    `tokenizers` raises plain Exception, and for failed checks in Rust a PanicException. That one derives from
-    BaseException and can't be imported, so it is recognised here by name rather than in an `except`.
-    """
-
-    def __init__(self, file: str) -> None:
-        self._file = file
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None or issubclass(kind, OndeviceError | MemoryError):
-            return
-        if issubclass(kind, Exception) or kind.__name__ == "PanicException":
-            raise BundleError(f"{self._file} can't be used: {str(error)[:300]}") from error
+def library_errors(file: str) -> LibraryErrors:
+    """A context in which what a tokenizer library raises on a bad file is a BundleError."""
+    return LibraryErrors(lambda message: BundleError(f"{file} can't be used: {message[:300]}"))

@@ -9,9 +9,9 @@ from ondevice.errors import BundleError
 from ondevice.tokenizer.base import (
     MAX_TOKEN_CHARS,
     SPACE_MARK,
-    LibraryErrors,
     Vocabulary,
     byte_of,
+    library_errors,
     valid_unicode,
 )
 from ondevice.tokenizer.cutting import Piece
@@ -37,7 +37,7 @@ class SentencePieceTokenizer(Vocabulary):
             file.leading_space,
         )
         self._library = library = sentencepiece.SentencePieceProcessor()
-        with LibraryErrors("tokenizer.model"):
+        with library_errors("tokenizer.model"):
             library.LoadFromSerializedProto(file.data)
             self.vocab_size = library.vocab_size()
             self._unknown: int = library.unk_id()
@@ -95,7 +95,7 @@ class SentencePieceTokenizer(Vocabulary):
             return []
         if first:
             text = self._prefix + text
-        with LibraryErrors("tokenizer.model"):
+        with library_errors("tokenizer.model"):
             ids: list[int] = self._library.encode(text)
         if self._silent.isdisjoint(ids):
             return ids

@@ -8,7 +8,7 @@ import unicodedata
 from typing import Any
 
 from ondevice.errors import BundleError
-from ondevice.tokenizer.base import SPACE_MARK, LibraryErrors, Vocabulary, byte_of, valid_unicode
+from ondevice.tokenizer.base import SPACE_MARK, Vocabulary, byte_of, library_errors, valid_unicode
 from ondevice.tokenizer.cutting import MAX_PIECE_CHARS, Piece
 from ondevice.tokenizer.tokenizer_file import Component, TokenizerFile, read_tokenizer_file
 
@@ -33,7 +33,7 @@ class HuggingFaceTokenizer(Vocabulary):
         self._forms = file.forms
         self._added = {token.id: token.content.encode("utf-8", "replace") for token in file.added}
         self.vocab_size = 1 + max((*file.vocabulary.values(), *self._added), default=-1)
-        with LibraryErrors("tokenizer.json"):
+        with library_errors("tokenizer.json"):
             self._library = _library(file, special)
             self._components = {
                 (first, last): _components(file.normalizer(first, last), file.pre_tokenizer(first))
@@ -77,7 +77,7 @@ class HuggingFaceTokenizer(Vocabulary):
         text = valid_unicode(piece.text)
         library, place = self._library, (piece.first, piece.last)
         # Threads share the library's object, whose state includes `encode_special_tokens` and the prefix.
-        with self._lock, LibraryErrors("tokenizer.json"):
+        with self._lock, library_errors("tokenizer.json"):
             if self._used != place:
                 library.normalizer, library.pre_tokenizer = self._components[place]
                 self._used = place

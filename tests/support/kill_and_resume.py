@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,11 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def count_down(calls: int, before: bool) -> None:
-    """Die at the `calls`-th durable step from now: before it or after it."""
+DURABLE = ("fsync", "replace", "rename", "unlink", "mkdir")
+
+
+def count_down(calls: int, before: bool, steps: Sequence[str] = DURABLE) -> None:
+    """Die at the `calls`-th step from now: after it, before it, or half way through it if it is a write."""
     left = [calls]
 
     def watched(name: str) -> None:
@@ -38,6 +41,8 @@ def count_down(calls: int, before: bool) -> None:
         def call(*args: Any, **options: Any) -> Any:
             left[0] -= 1
             if left[0] == 0 and before:
+                if name == "pwrite":
+                    real(args[0], args[1][: len(args[1]) // 2], args[2])
                 die()
             result = real(*args, **options)
             if left[0] == 0:
@@ -46,7 +51,7 @@ def count_down(calls: int, before: bool) -> None:
 
         setattr(os, name, call)
 
-    for name in ("fsync", "replace", "rename", "unlink", "mkdir"):
+    for name in steps:
         watched(name)
 
 

@@ -14,41 +14,16 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ondevice.api import load
 from tests.support.cached_texts import Said, said, settle
-from tests.support.kill_and_resume import die, killed
+from tests.support.kill_and_resume import count_down, killed
 
 STEPS = ("pwrite", "fdatasync", "replace", "unlink", "utime", "makedirs")
 OPTIONS: dict[str, Any] = {"threads": 1, "speculation": "off"}
 COUNT = 3
-
-
-def die_at(calls: int, before: bool) -> None:
-    """Die at the `calls`-th step from now, before it or after it, or in the middle of it if it is a write."""
-    left = [calls]
-
-    def watched(name: str) -> None:
-        real: Callable[..., Any] = getattr(os, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            left[0] -= 1
-            if left[0] == 0 and before:
-                if name == "pwrite":
-                    real(args[0], args[1][: len(args[1]) // 2], args[2])
-                die()
-            result = real(*args, **options)
-            if left[0] == 0:
-                die()
-            return result
-
-        setattr(os, name, call)
-
-    for name in STEPS:
-        watched(name)
 
 
 def texts(chance: random.Random) -> list[list[int]]:
@@ -82,7 +57,7 @@ def one_round(bundle: Path, cache: Path, chance: random.Random) -> tuple[bool, i
             os.write(writing, json.dumps([said(model, it, COUNT)[0] for it in prompts]).encode())
 
     def fill() -> None:
-        die_at(calls, before)
+        count_down(calls, before, STEPS)
         says(bundle, prompts, expected, **limit)
 
     def check() -> None:
