@@ -3,6 +3,9 @@
     python -m tests.benchmarks.lib.llama_server --output build/llama-server
     python -m tests.benchmarks.compare.batching_versus_llama_cpp --workdir DIR
 
+`--engines "llama.cpp's batches"` drives its library without a server (`run_llama_cpp_batch.py`): what any server
+of it could do at most.
+
 Random weights of a Llama-7B shape in Q4_0, 3.8 GB, and a bundle converted from that file: made on the first
 call, with as much disk again. The memory of both is limited to half of the file, where every pass reads
 weights from flash, and to one and a half times the file, where all is resident. 8-bit keys and values, no
@@ -33,6 +36,7 @@ from tests.benchmarks.lib.measure import (
     memory_cgroup,
     note,
     require_rig,
+    run_engine,
     spread,
 )
 from tests.benchmarks.lib.ondevice_bundle import ONDEVICE, convert_command
@@ -49,7 +53,8 @@ CONTEXT = 512
 PROMPT_TOKENS = 16
 END_OF_TEXT = 2
 WARM_TOKENS = 4
-OURS, THEIRS = "ondevice", "llama.cpp"
+TIMEOUT_SECONDS = 7200.0
+OURS, THEIRS, BATCHES = "ondevice", "llama.cpp", "llama.cpp's batches"
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,31 @@ class Rig:
         return [str(self.args.server), *_options(options), *lean]
 
     def run(self, engine: str, memory: str, turn: int) -> tuple[dict[int, float], int]:
-        """One server, from cold caches: the rate with each number of clients, and the cgroup's peak."""
+        """One engine, from cold caches: the rate with each number of clients, and the cgroup's peak."""
+        return self._batches(memory, turn) if engine == BATCHES else self._served(engine, memory, turn)
+
+    def _batches(self, memory: str, turn: int) -> tuple[dict[int, float], int]:
+        counts, most = self.args.clients, max(self.args.clients)
+        spec = {
+            "model": str(self.gguf.resolve()),
+            "context": CONTEXT * most,
+            "sequences": most,
+            "threads": self.args.threads,
+            "max_tokens": self.args.tokens,
+            "prompts": [self._prompts(turn, number) for number in range(len(counts))],
+            "micro_batch": 0,
+        }
+        spec |= {"load_mode": "mmap", "repack": False} if memory == "half" else {"load_mode": "default"}
+        result = run_engine(
+            "run_llama_cpp_batch", {"repack": True} | spec, self.limit(memory), TIMEOUT_SECONDS
+        )
+        if not result["survived"]:
+            raise SystemExit(f"{memory}, {BATCHES}: {result['reason']}")
+        found = dict(zip(counts, result["rates"], strict=True))
+        note(f"{memory}, {BATCHES}: {found} tokens/s")
+        return found, result["cgroup_peak_bytes"]
+
+    def _served(self, engine: str, memory: str, turn: int) -> tuple[dict[int, float], int]:
         port, found = free_port(), {}
         log_file = self.args.workdir / f"batching-{engine}-{memory}.log"
         drop_caches()
@@ -126,10 +155,11 @@ class Rig:
             server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT)
             try:
                 wait_until_ready(port, server)
-                at_once(self._clients(1, port, WARM_TOKENS, seed=0))
+                warm = random_tokens(PROMPT_TOKENS, self.vocab_size, 0)
+                at_once([Client(port, warm, WARM_TOKENS, END_OF_TEXT)])
                 for number, count in enumerate(self.args.clients):
-                    seed = 1000 * (1 + turn * len(self.args.clients) + number)
-                    clients = self._clients(count, port, self.args.tokens, seed)
+                    prompts = self._prompts(turn, number)
+                    clients = [Client(port, prompt, self.args.tokens, END_OF_TEXT) for prompt in prompts]
                     at_once(clients)
                     found[count] = round(rate(clients), 3)
                     note(f"{memory}, {engine}, {count} clients: {found[count]} tokens/s")
@@ -142,9 +172,11 @@ class Rig:
                     server.kill()
                     server.wait()
 
-    def _clients(self, count: int, port: int, tokens: int, seed: int) -> list[Client]:
-        prompts = [random_tokens(PROMPT_TOKENS, self.vocab_size, seed + at) for at in range(count)]
-        return [Client(port, prompt, tokens, END_OF_TEXT) for prompt in prompts]
+    def _prompts(self, turn: int, number: int) -> list[list[int]]:
+        """Prompts of the number of clients at `number` in a round, none of which comes twice."""
+        seed = 1000 * (1 + turn * len(self.args.clients) + number)
+        count = self.args.clients[number]
+        return [random_tokens(PROMPT_TOKENS, self.vocab_size, seed + at) for at in range(count)]
 
 
 def _options(options: dict[str, object]) -> list[str]:
@@ -198,7 +230,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--memory", nargs="+", choices=tuple(SHARES), default=list(SHARES))
-    parser.add_argument("--engines", nargs="+", choices=(OURS, THEIRS), default=[OURS, THEIRS])
+    parser.add_argument("--engines", nargs="+", choices=(OURS, THEIRS, BATCHES), default=[OURS, THEIRS])
     parser.add_argument("--speculation", choices=("off", "auto"), default="off", help="of ondevice")
     args = parser.parse_args()
     if THEIRS in args.engines and not args.server.is_file():
