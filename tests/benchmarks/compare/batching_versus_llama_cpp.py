@@ -3,8 +3,8 @@
     python -m tests.benchmarks.lib.llama_server --output build/llama-server
     python -m tests.benchmarks.compare.batching_versus_llama_cpp --workdir DIR
 
-`--engines "llama.cpp's batches"` drives its library without a server (`run_llama_cpp_batch.py`): what any server
-of it could do at most.
+`--engines "llama.cpp's batches"` drives its library without a server (`run_llama_cpp_batch.py`): what any
+server of it could do at most.
 
 Random weights of a Llama-7B shape in Q4_0, 3.8 GB, and a bundle converted from that file: made on the first
 call, with as much disk again. The memory of both is limited to half of the file, where every pass reads

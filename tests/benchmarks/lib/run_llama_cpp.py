@@ -86,7 +86,7 @@ class Engine:
         return self.each_row([(token, position + place, 0) for place, token in enumerate(tokens)])
 
     def each_row(self, rows: list[tuple[int, int, int]]) -> list[int]:
-        """Append (token, position, sequence) of several sequences, and return the likeliest token after each."""
+        """Append (token, position, sequence) of any sequences; the likeliest token after each."""
         batch = llama_cpp.llama_batch_init(len(rows), 0, 1)
         try:
             batch.n_tokens = len(rows)

@@ -1,9 +1,9 @@
 """llama.cpp's batches without its server: sequences that share every pass, driven here. JSON in, JSON out.
 
 Spec: as `run_llama_cpp.py` has it, with `context` for all sequences together, `sequences`, the most of them,
-`clients`, the numbers of sequences to measure, and `prompts`, one list of prompts for each, of equal lengths.
-Every sequence continues its prompt greedily by `max_tokens` tokens. This is what a server could do at most: no
-HTTP, no sampling but the likeliest token.
+and `prompts`, a list of prompts of equal lengths for each number of sequences to measure.
+Every sequence continues its prompt greedily by `max_tokens` tokens. This is what a server could do at most:
+no HTTP, no sampling but the likeliest token.
 """
 
 from __future__ import annotations
