@@ -77,7 +77,7 @@ class Generator:
     `eos_ids` end a text and don't belong to it. Without a tokenizer, events carry token ids and no text.
     `scoring_chunk`: most tokens of a pass that scores; 0: `prefill_chunk`. `before_pass` runs before every
     forward pass and may change how much memory the model has. `restore` extends a cache that holds a prefix
-    of tokens by what is stored of them elsewhere, and returns by how many tokens. `most_texts` may share
+    of tokens by what is stored of them elsewhere, and stops between two pieces. `most_texts` may share
     passes. `alone` tells whether no other text runs: drafts are made for one alone. `labels` is a
     GenerationStats whose text fields (backend, sparsity, ...) are copied to every result.
     """
@@ -90,7 +90,9 @@ class Generator:
     scoring_chunk: int = 0
     counters: Callable[[], Counters] = Counters
     before_pass: Callable[[ForwardBatch], None] = lambda batch: None
-    restore: Callable[[KVCache, Sequence[int], IsCancelled | None], int] = lambda kv, tokens, cancelled: 0
+    restore: Callable[[KVCache, Sequence[int], IsCancelled | None], Iterator[None]] = (
+        lambda kv, tokens, cancelled: iter(())
+    )
     drafting: Drafting | None = None
     most_texts: int = 1
     alone: Callable[[], bool] = lambda: True
@@ -192,8 +194,11 @@ class Generator:
         written = _Continuation(history, room, text, sampling, self.eos_ids, constrained)
         try:
             kv.truncate(common_prefix(kv.tokens, history[:-1]))
-            meter.restored = self.restore(kv, history[:-1], cancelled)
+            held = kv.length
+            for _ in self.restore(kv, history[:-1], cancelled):
+                yield PassRequest(ForwardBatch([]), kv, kv.length, cancelled, prompt=True)
             kept = kv.length
+            meter.restored = max(0, kept - held)
             drafting, prefilled = yield from self._prefill(written, kv, meter, cancelled)
             meter.prefilled(prompt_tokens - kept)
             if room:

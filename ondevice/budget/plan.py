@@ -69,6 +69,8 @@ class Plan:
     sparsity: str = "dense"
     predictor_bytes: int = 0
     draft_bytes: int = 0
+    constraint_bytes: int = 0
+    """What constraints of texts may take, from the first text that has one."""
     opening_bytes: int = 0
     """The process while the tokenizer is read, which comes before everything else."""
     unread_bytes: int = 0
@@ -117,6 +119,7 @@ class Plan:
             + self.activation_bytes
             + self.segment.least * self.segment.nbytes,
             "drafting": self.draft_bytes,
+            "constraints of texts": self.constraint_bytes,
             "the process itself": self.process_bytes,
             "the tokenizer, not read yet, at most": self.unread_bytes,
             "what other models of this process may take": self.others_bytes,
@@ -243,6 +246,7 @@ class Plan:
             "neuron_cache_bytes": self.neuron_cache_bytes,
             "predictor_bytes": self.predictor_bytes,
             "draft_bytes": self.draft_bytes,
+            "constraint_bytes": self.constraint_bytes,
             "staging_bytes": self.staging_bytes,
             "activation_bytes": self.activation_bytes,
             "process_bytes": self.process_bytes,
@@ -279,7 +283,7 @@ class Plan:
 
     @property
     def _always_bytes(self) -> int:
-        held = self.process_bytes + self.unread_bytes + self.others_bytes
+        held = self.process_bytes + self.unread_bytes + self.others_bytes + self.constraint_bytes
         return held + self.weights_bytes + self.activation_bytes + self.predictor_bytes + self.draft_bytes
 
     @property

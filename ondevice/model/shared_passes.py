@@ -28,6 +28,8 @@ class PassRequest:
 
     prompt: whether its tokens are of a prompt, of which a pass may take the first ones alone. logits: whether
     those behind its last token are wanted. prune: as `Transformer.run` has it.
+
+    A batch without tokens asks for no pass: other texts' passes go first.
     """
 
     batch: ForwardBatch
@@ -52,9 +54,9 @@ class PassResult:
     logits: Float32 | None = None
 
 
-Answer: TypeAlias = PassResult | OndeviceError | Cancelled | Literal["evicted"] | None
+Answer: TypeAlias = PassResult | OndeviceError | Cancelled | Literal["evicted", "passed"] | None
 """The answer to a request: its result, what it raises, `evicted` where its kv was emptied for want of memory,
-so that it has to begin anew, or None where it waits for a later pass."""
+so that it has to begin anew, `passed` where it asked for no pass, or None where it waits for a later one."""
 
 
 class SharedPasses:
@@ -93,6 +95,8 @@ class SharedPasses:
     def alone(self, request: PassRequest) -> Answer:
         """The answer to a request in a pass of its own."""
         batch, kv = request.batch, request.kv
+        if not batch.tokens:
+            return "passed"
         try:
             with system_refusals():
                 self._before_pass(batch)
@@ -113,7 +117,7 @@ class SharedPasses:
         ready: list[tuple[PassRequest, int]] = []
         for at, (request, count) in enumerate(zip(requests, rows, strict=True)):
             answer = self._held(requests, at, count)
-            found[id(request)] = answer
+            found[id(request)] = "passed" if answer is None and not request.batch.tokens else answer
             if answer is None and count and request.kv not in self._waiting:
                 ready.append((request, count))
         if len(ready) == 1 and ready[0][1] == len(ready[0][0].batch.tokens):

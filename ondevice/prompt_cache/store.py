@@ -12,7 +12,7 @@ be written isn't kept.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 MAX_CANDIDATES = 64
 """Most runs whose tokens are compared where a text leaves those that are stored."""
+PIECE_BYTES = 64 << 20
+"""Bytes that are read at once, but for the rest of a run: other texts that run wait as long."""
 NO_LIMIT = 1 << 62
 
 
@@ -58,33 +60,41 @@ class PromptCache:
         self._io: Literal["auto", "direct", "buffered"] = io
         self._loudness = logging.WARNING
 
-    def restore(self, kv: KVCache, tokens: Sequence[int], cancelled: IsCancelled | None = None) -> int:
+    def restore(
+        self, kv: KVCache, tokens: Sequence[int], cancelled: IsCancelled | None = None
+    ) -> Iterator[None]:
         """Extend kv, which holds a prefix of `tokens`, by what the disk has of the tokens that follow.
 
-        Returns the number of tokens that it got so. It may hold fewer than before, where a file is damaged.
+        Stops between two pieces, each of whole runs. If kv is changed meanwhile, it stays as it is then. At
+        the end it may hold fewer tokens than before, where a file is damaged.
         """
         held = kv.length
         chain = self._longest(tokens)
         if sum(matched for _, matched in chain) <= held:
-            return 0
+            return
         # The rest of a run that is in memory in part is read with that part.
         kv.truncate((min(held, kv.chunked) if self.chunk else held) // self._step * self._step)
-        for index in range(kv.length // self._step, len(chain)):
+        read, first = 0, kv.length // self._step
+        for index, (name, matched) in enumerate(chain[first:], first):
+            if read >= PIECE_BYTES:
+                before, read = kv.length, 0
+                yield
+                if kv.length != before:
+                    break
             if cancelled is not None and cancelled():
                 break
             try:
-                self._read(kv, *chain[index])
+                read += self._read(kv, name, matched)
             except (FlashReadError, BundleError) as error:
                 log.info("the prompt cache is damaged: %s", error)
                 # What follows is computed now and written again, be it sound or not.
-                for name, _ in chain[index:]:
-                    self._folder.remove(name)
+                for rest, _ in chain[index:]:
+                    self._folder.remove(rest)
                 break
             except (OndeviceError, MemoryError) as error:
                 log.info("the prompt cache isn't used: %s", error)
                 break
         self._folder.touch(name for name, _ in chain)
-        return max(0, kv.length - held)
 
     def write_next(self, kv: KVCache, at: int) -> int:
         """Write the first run of kv behind `at` tokens that isn't there.
@@ -170,8 +180,8 @@ class PromptCache:
                     best, most = name, common
         return None if best is None else (best, most)
 
-    def _read(self, kv: KVCache, name: RunName, matched: int) -> None:
-        """Bring the first `matched` tokens of a run behind those in kv.
+    def _read(self, kv: KVCache, name: RunName, matched: int) -> int:
+        """Bring the first `matched` tokens of a run behind those in kv. Returns the bytes that were read.
 
         Raises FlashReadError and BundleError for damage, BudgetError and MemoryError where there is no room.
         """
@@ -187,6 +197,7 @@ class PromptCache:
         kv.extend(entry.tokens[:matched])
         if self.chunk:
             kv.chunked = stop
+        return sum(entry.sizes)
 
     def _write(self, kv: KVCache, chain: Sequence[RunName], index: int, start: int, stop: int) -> bool:
         """Write a run. False if there is no room for it beside those before it. Raises OSError."""

@@ -237,7 +237,8 @@ class Engine:
         check_thread(self._thread)
         with self.kv.use(key, stored=True) as kv, system_refusals():
             self.kv.rewind(kv, tokens)
-            self._state_at(folder).restore(kv, tokens)
+            for _ in self._state_at(folder).restore(kv, tokens):
+                pass
 
     def step_idle(self) -> bool:
         """While the model is idle, write a little of what the prompt cache lacks, then read neurons ahead.
@@ -348,7 +349,7 @@ class Engine:
     def _answered(self, requests: Sequence[PassRequest]) -> list[PassResult | Exception | object | None]:
         """Answers for `joint`."""
         answers = self._generator.passes.answer(requests)
-        return [WAIT if it is None else None if it == "evicted" else it for it in answers]
+        return [WAIT if it is None else None if isinstance(it, str) else it for it in answers]
 
     def _grow_beside(self, kv: KVCache, tokens: int) -> None:
         """Give neurons the memory that `tokens` tokens in kv will leave."""

@@ -94,9 +94,9 @@ class KVCachePool:
             self._save(kv)
         kv.truncate(kept)
 
-    def restore(self, kv: KVCache, tokens: Sequence[int], cancelled: IsCancelled | None) -> int:
-        """Extend kv, which holds a prefix of `tokens`, from the prompt cache. Returns by how many tokens."""
-        return 0 if self.store is None else self.store.restore(kv, tokens, cancelled)
+    def restore(self, kv: KVCache, tokens: Sequence[int], cancelled: IsCancelled | None) -> Iterator[None]:
+        """Extend kv, which holds a prefix of `tokens`, from the prompt cache, piece by piece."""
+        return iter(()) if self.store is None else self.store.restore(kv, tokens, cancelled)
 
     def save_next(self) -> bool:
         """Write a little of what the prompt cache lacks. False: there is no more."""
