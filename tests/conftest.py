@@ -70,7 +70,7 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def unhurried_disk() -> Iterator[None]:
-    """Nothing waits for the disk, as nothing here takes the machine's power; a conversion would do so 52 times.
+    """Nothing waits for the disk, as nothing here takes the machine's power; a conversion would, 52 times.
 
     Tests of what is durable put their own in place of these calls, or kill processes of their own.
     """
