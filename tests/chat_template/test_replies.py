@@ -249,7 +249,7 @@ PIECES = st.sampled_from(
     parts=st.lists(st.one_of(PIECES, st.text(max_size=5)), max_size=30),
     size=st.integers(1, 9),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_text_reads_the_same_in_parts_and_loses_nothing_but_marks(
     form: CallFormat, thinks: bool, parts: list[str], size: int
 ) -> None:
