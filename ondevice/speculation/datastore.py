@@ -148,4 +148,6 @@ def _key(context: Words, filling: int) -> np.bytes_:
     """`context`, filled up to M tokens, as a string of bytes."""
     filled = np.full(MAX_CONTEXT, filling, ">u4")
     filled[: len(context)] = context
-    return filled.view(f"S{4 * MAX_CONTEXT}")[0]
+    # As an element of the index: without the zeros at its end.
+    key: np.bytes_ = filled.view(f"S{4 * MAX_CONTEXT}")[0]
+    return key
