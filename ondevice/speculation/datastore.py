@@ -7,6 +7,7 @@ reads them at once, checked as all reads are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
@@ -82,13 +83,11 @@ class Datastore:
         """Read the index. Raises FlashReadError for a damaged file, BundleError for a hostile one."""
         self._ngrams = ngrams
         self._vocab_size = vocab_size
-        self._reader = FlashReader([file], io, READERS)
-        try:
+        with ExitStack() as undo:
+            self._reader = undo.enter_context(FlashReader([file], io, READERS))
             self._starts = self._keys("starts")
             self._frequent = self._keys("frequent")
-        except BaseException:
-            self._reader.close()
-            raise
+            undo.pop_all()
 
     def lookup(self, text: Sequence[int]) -> list[Continuations]:
         """What followed the last tokens of `text`, longest context first, of the contexts that occur.

@@ -19,7 +19,7 @@ from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafters.combined import Combined, WhileRowsAreCheap
 from ondevice.speculation.drafters.lookup import Lookup, index_bytes
 from ondevice.speculation.drafters.model import DraftModel, ModelDrafter
-from ondevice.speculation.drafters.ngrams import NgramDrafter
+from ondevice.speculation.drafters.ngrams import CHEAP_LOOKUP_SHARE, NgramDrafter
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter
 from ondevice.speculation.drafters.recycling import Recycling, matrix_bytes
 from ondevice.speculation.drafters.resident import ResidentDrafter
@@ -184,7 +184,7 @@ def _automatic(target: Target) -> Drafter:
     if target.transformer.streams is not None:
         members.append(WhileRowsAreCheap(DRAFTERS["streams"].make(target)))
     if target.datastore is not None:
-        members.append(_ngram_drafter(target))
+        members.append(NgramDrafter(target.datastore, CHEAP_LOOKUP_SHARE))
     return Combined(members)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from ondevice.api import Model, inspect, load
 from ondevice.bundle.ngrams import index_bytes
 from ondevice.bundle.reader import Bundle
+from ondevice.config import SamplingConfig
 from ondevice.speculation.datastore import READER_BYTES
+from ondevice.speculation.drafters.ngrams import NgramDrafter
 from ondevice.training import train_ngrams
 from tests.support.bundles import EOS, convert_bundle, copy_files, write_chat_checkpoint
 from tests.support.chat import PROMPT, squeeze
@@ -109,3 +112,54 @@ def test_the_index_is_in_the_plan(bundle: Path, plain_bundle: Path) -> None:
     assert bytes_of[bundle, "auto"] - bytes_of[plain_bundle, "auto"] == nbytes
     assert bytes_of[bundle, "lookup"] == bytes_of[plain_bundle, "lookup"]
     assert nbytes < bytes_of[bundle, "ngrams"] < nbytes + 2**20
+
+
+class Slow:
+    """A datastore whose lookups take as long as it is told."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.lookups = 0
+
+    def lookup(self, text: list[int]) -> list[Any]:
+        self.lookups += 1
+        clock.now += self.seconds
+        return []
+
+
+class Clock:
+    now = 1.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+clock = Clock()
+
+
+def drafts(drafter: NgramDrafter, count: int, pass_seconds: float) -> None:
+    for _ in range(count):
+        drafter.prepare(None, 8, lambda: False)  # type: ignore[arg-type]
+        clock.now += pass_seconds
+
+
+def test_auto_looks_up_only_while_that_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", clock)
+    store = Slow()
+    drafter = NgramDrafter(store, most_share=0.05)  # type: ignore[arg-type]
+    drafter.begin([1, 2], SamplingConfig())
+    store.seconds = 0.001
+    drafts(drafter, 100, 0.1)
+    assert store.lookups == 100
+    # Passes get faster: a lookup takes a third of one.
+    drafts(drafter, 650, 0.003)
+    assert 110 < store.lookups < 160
+    # The device gets faster, which one lookup in 64 finds.
+    store.seconds, before = 0.00001, store.lookups
+    drafts(drafter, 5000, 0.003)
+    assert store.lookups - before > 1500
+    always = NgramDrafter(store)  # type: ignore[arg-type]
+    always.begin([1, 2], SamplingConfig())
+    store.seconds, before = 0.003, store.lookups
+    drafts(always, 50, 0.001)
+    assert store.lookups - before == 50

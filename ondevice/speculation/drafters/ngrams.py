@@ -6,6 +6,8 @@ of the last one to three tokens, as a tree, ranked by how often each came. One l
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -24,13 +26,30 @@ SHARES = (0.05, 0.15, 0.3, 0.45, 0.6, 0.8)
 BY_CONTEXT = (0.3, 0.6, 0.8)
 """Prior acceptance rates of a token that always followed its context, by the context's tokens."""
 
+CHEAP_LOOKUP_SHARE = 0.05
+"""Largest share of the time that lookups take with which `auto` makes them.
+
+Measured, a datastore of similar text brings `auto` a fifth more tokens per forward pass (docs/benchmarks.md).
+"""
+RETRY_DRAFTS = 64
+"""Drafts without a lookup after which one measures its time anew."""
+EMA_WEIGHT = 0.1
+"""EMA weight of the newest lookup's time, and of the newest time between two drafts."""
+
 
 class NgramDrafter(Drafter):
     """A drafter with a datastore, and the acceptance rate of each length of context and share."""
 
-    def __init__(self, store: Datastore) -> None:
-        """store: owned by this object from now on, which closes it."""
+    def __init__(self, store: Datastore, most_share: float = math.inf) -> None:
+        """store: owned by this object from now on, which closes it. most_share: of the time, for lookups."""
         self._store = store
+        self._most_share = most_share
+        self._lookup_seconds = self._draft_seconds = 0.0
+        """Mean seconds of a lookup, and from one draft to the next."""
+        self._drafted_at = 0.0
+        """Time at which the last draft began; 0 for none in this text."""
+        self._skipped = 0
+        """Drafts since the last lookup."""
         self._tail: list[int] = []
         """The text's last tokens."""
         self._path: tuple[int, ...] = ()
@@ -43,6 +62,7 @@ class NgramDrafter(Drafter):
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         self._tail = text[-MAX_CONTEXT:]
+        self._drafted_at = 0.0
         self._forget()
 
     def observe(self, token: int, logits: Float32 | None) -> None:
@@ -54,7 +74,20 @@ class NgramDrafter(Drafter):
 
     def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
         self._forget()
-        self._found = self._store.lookup(self._tail)
+        started = time.perf_counter()
+        if self._drafted_at:
+            self._draft_seconds = _mean(self._draft_seconds, started - self._drafted_at)
+        self._drafted_at = started
+        self._skipped += 1
+        if self.is_cheap or self._skipped > RETRY_DRAFTS:
+            self._found = self._store.lookup(self._tail)
+            self._lookup_seconds = _mean(self._lookup_seconds, time.perf_counter() - started)
+            self._skipped = 0
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether lookups take no more of the time than they may."""
+        return not self._draft_seconds or self._lookup_seconds <= self._most_share * self._draft_seconds
 
     def propose(self, path: Sequence[int]) -> Proposals:
         ranked = [(token, rate.value) for token, rate in self._ranked(path)]
@@ -82,3 +115,8 @@ class NgramDrafter(Drafter):
                 if token not in best or rate.value > best[token].value:
                     best[token] = rate
         return list(best.items())
+
+
+def _mean(mean: float, value: float) -> float:
+    """The moving mean with `value`, which is the first one if the mean is 0."""
+    return mean + EMA_WEIGHT * (value - mean) if mean else value
