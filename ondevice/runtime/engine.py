@@ -40,12 +40,13 @@ from ondevice.runtime.joint_jobs import WAIT, JointJobs
 from ondevice.runtime.kv_cache_pool import KVCachePool
 from ondevice.runtime.models import operating_point
 from ondevice.runtime.neuron_memory import NeuronMemory, NeuronQuota, NoNeuronMemory, open_neuron_memory
+from ondevice.runtime.opening import open_datastore
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.runtime.state_binding import open_prompt_cache, prompt_cache_at
 from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions
 from ondevice.speculation.drafters.streams import MultiStreamDrafting
 from ondevice.speculation.drafting import Drafting
-from ondevice.speculation.registry import MIN_PASS_SECONDS, Target, make_drafter
+from ondevice.speculation.registry import MIN_PASS_SECONDS, Target, drafts_with_ngrams, make_drafter
 from ondevice.stats import GenerationStats
 from ondevice.units import format_bytes, process_memory, trim_heap
 
@@ -296,12 +297,16 @@ class Engine:
         if resolved.draft is not None:
             second = load_draft(resolved.draft, self._backend, cancelled)
         runtime, widths = resolved.runtime, resolved.widths
+        datastore = None
+        if drafts_with_ngrams(runtime.speculation, resolved.bundle.ngrams):
+            datastore = open_datastore(resolved.bundle, runtime)
         target = Target(
             self._bundle.config,
             self._generator.transformer,
             widths.tree if widths.branches else 0,
             MultiStreamDrafting(streams=runtime.draft_streams, pruning_threshold=runtime.draft_pruning),
             second,
+            datastore,
         )
         drafter = make_drafter(runtime.speculation, target)
         nodes = min(draft_nodes(runtime), widths.nodes)

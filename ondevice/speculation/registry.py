@@ -6,24 +6,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from ondevice.bundle.ngrams import Ngrams
+from ondevice.bundle.ngrams import index_bytes as ngram_index_bytes
 from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.token_counts import TokenCounts
 from ondevice.config import MAX_STREAMS, RuntimeConfig
 from ondevice.errors import BundleError, UnsupportedModelError
 from ondevice.model.transformer import Transformer
 from ondevice.model_config import ModelConfig
+from ondevice.speculation.datastore import READER_BYTES, Datastore
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafters.combined import Combined, WhileRowsAreCheap
 from ondevice.speculation.drafters.lookup import Lookup, index_bytes
 from ondevice.speculation.drafters.model import DraftModel, ModelDrafter
+from ondevice.speculation.drafters.ngrams import CHEAP_LOOKUP_SHARE, NgramDrafter
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter
 from ondevice.speculation.drafters.recycling import Recycling, matrix_bytes
 from ondevice.speculation.drafters.resident import ResidentDrafter
 from ondevice.speculation.drafters.streams import MultiStreamDrafter, MultiStreamDrafting
 from ondevice.speculation.tree import STREAM_ROWS
 
-Needs = Literal["nothing", "streams", "draft model"]
-"""A drafter's requirement in addition to the model: streams in its bundle, or a second model."""
+Needs = Literal["nothing", "streams", "ngrams", "draft model"]
+"""A drafter's requirement in addition to the model: streams or n-grams in its bundle, or a second model."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Target:
     max_rows: int
     streams: MultiStreamDrafting
     draft_model: DraftModel | None = None
+    datastore: Datastore | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ def _stream_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
 MIN_PASS_SECONDS = 0.001
 """Seconds of a plain pass below which `auto` is disabled. Looking for draft tokens takes a tenth of that."""
 AUTOMATIC: tuple[str, ...] = ("lookup", "recycling")
-"""Names of the drafters that `auto` combines. It adds streams if the model has them."""
+"""Names of the drafters that `auto` combines. It adds streams and n-grams if the model has them."""
 
 
 DRAFTERS: dict[str, DrafterKind] = {
@@ -84,6 +89,8 @@ DRAFTERS: dict[str, DrafterKind] = {
         lambda config, context, nodes: 8 * context + 2 * 4 * config.vocab_size,
         lambda target: ResidentDrafter(target.transformer),
     ),
+    # The memory of a datastore's index is planned from the bundle.
+    "ngrams": DrafterKind("ngrams", lambda config, context, nodes: 0, lambda target: _ngram_drafter(target)),
     # A second model's memory is planned from its bundle.
     "model": DrafterKind(
         "draft model", lambda config, context, nodes: 0, lambda target: _model_drafter(target)
@@ -111,6 +118,18 @@ def runs_streams(name: str, streams: MultiStreams | None) -> bool:
 def drafts_with_streams(name: str, streams: MultiStreams | None) -> bool:
     """Whether the drafter `name` drafts with a model's streams."""
     return streams is not None and name in ("streams", "auto")
+
+
+def drafts_with_ngrams(name: str, ngrams: Ngrams | None) -> bool:
+    """Whether the drafter `name` drafts with a model's datastore of continuations."""
+    return ngrams is not None and name in ("ngrams", "auto")
+
+
+def datastore_bytes(name: str, ngrams: Ngrams | None) -> int:
+    """Memory of an open datastore for the drafter `name`: its index and its reader; 0 for one without."""
+    if ngrams is None or not drafts_with_ngrams(name, ngrams):
+        return 0
+    return ngram_index_bytes(ngrams) + READER_BYTES
 
 
 def has_draft_head(name: str, streams: MultiStreams | None) -> bool:
@@ -164,7 +183,14 @@ def _automatic(target: Target) -> Drafter:
     members = [DRAFTERS[name].make(target) for name in AUTOMATIC]
     if target.transformer.streams is not None:
         members.append(WhileRowsAreCheap(DRAFTERS["streams"].make(target)))
+    if target.datastore is not None:
+        members.append(NgramDrafter(target.datastore, CHEAP_LOOKUP_SHARE))
     return Combined(members)
+
+
+def _ngram_drafter(target: Target) -> Drafter:
+    assert target.datastore is not None
+    return NgramDrafter(target.datastore)
 
 
 def _model_drafter(target: Target) -> Drafter:
