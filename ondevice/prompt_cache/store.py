@@ -12,6 +12,7 @@ be written isn't kept.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,8 +29,10 @@ log = logging.getLogger(__name__)
 
 MAX_CANDIDATES = 64
 """Most runs whose tokens are compared where a text leaves those that are stored."""
-PIECE_BYTES = 64 << 20
-"""Bytes that are read at once, but for the rest of a run: other texts that run wait as long."""
+PIECE_SECONDS = 0.2
+"""Time for which runs are read while other texts that run together wait, but for the rest of the last one.
+
+It is about a pass of a 7B, so others go at half their speed meanwhile, however slow the disk is."""
 NO_LIMIT = 1 << 62
 
 
@@ -74,17 +77,18 @@ class PromptCache:
             return
         # The rest of a run that is in memory in part is read with that part.
         kv.truncate((min(held, kv.chunked) if self.chunk else held) // self._step * self._step)
-        read, first = 0, kv.length // self._step
+        begun, first = time.monotonic(), kv.length // self._step
         for index, (name, matched) in enumerate(chain[first:], first):
-            if read >= PIECE_BYTES:
-                before, read = kv.length, 0
+            if index > first and time.monotonic() - begun >= PIECE_SECONDS:
+                before = kv.length
                 yield
+                begun = time.monotonic()
                 if kv.length != before:
                     break
             if cancelled is not None and cancelled():
                 break
             try:
-                read += self._read(kv, name, matched)
+                self._read(kv, name, matched)
             except (FlashReadError, BundleError) as error:
                 log.info("the prompt cache is damaged: %s", error)
                 # What follows is computed now and written again, be it sound or not.
@@ -180,8 +184,8 @@ class PromptCache:
                     best, most = name, common
         return None if best is None else (best, most)
 
-    def _read(self, kv: KVCache, name: RunName, matched: int) -> int:
-        """Bring the first `matched` tokens of a run behind those in kv. Returns the bytes that were read.
+    def _read(self, kv: KVCache, name: RunName, matched: int) -> None:
+        """Bring the first `matched` tokens of a run behind those in kv.
 
         Raises FlashReadError and BundleError for damage, BudgetError and MemoryError where there is no room.
         """
@@ -197,7 +201,6 @@ class PromptCache:
         kv.extend(entry.tokens[:matched])
         if self.chunk:
             kv.chunked = stop
-        return sum(entry.sizes)
 
     def _write(self, kv: KVCache, chain: Sequence[RunName], index: int, start: int, stop: int) -> bool:
         """Write a run. False if there is no room for it beside those before it. Raises OSError."""

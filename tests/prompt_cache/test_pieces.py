@@ -26,7 +26,7 @@ OTHER = [5, 9, 4, 77]
 @pytest.fixture
 def cached(chat_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A prompt cache that has the prompt, in three files, of which a piece is one."""
-    monkeypatch.setattr(store, "PIECE_BYTES", 1)
+    monkeypatch.setattr(store, "PIECE_SECONDS", 0.0)
     with load(chat_bundle, prompt_cache=tmp_path, **OPTIONS) as model:
         said(model)
     return tmp_path
