@@ -51,6 +51,7 @@ from ondevice.serve.tools import (
     chosen_tools,
     take_tools,
 )
+from ondevice.stats import PromptUse
 
 DROPPED_BLOCKS = ("thinking", "redacted_thinking")
 """Blocks of an assistant's turn that aren't its text."""
@@ -86,7 +87,6 @@ async def _messages(service: Service, request: Request) -> Response:
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
-        "usage": {"input_tokens": 0, "output_tokens": 0},
     }
     if wanted.stream:
         parts = _events(service, wanted, head)
@@ -311,12 +311,30 @@ def _end(last: Event, stops: tuple[str, ...], calls: bool) -> dict[str, Any]:
     return {
         "stop_reason": reason if stop is None else "stop_sequence",
         "stop_sequence": stop,
-        "usage": {"input_tokens": stats.prompt_tokens, "output_tokens": stats.generated_tokens},
+        "usage": _usage(PromptUse(stats.prompt_tokens, stats.reused_tokens), stats.generated_tokens),
     }
 
 
+def _usage(prompt: PromptUse, written: int) -> dict[str, int]:
+    """Tokens of a generation. A prompt's are counted apart: those that were computed, those that weren't."""
+    return {
+        "input_tokens": prompt.tokens - prompt.reused_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": prompt.reused_tokens,
+        "output_tokens": written,
+    }
+
+
+def _prompt(first: Event) -> PromptUse:
+    """What the prompt came to, of a generation's first event."""
+    if first.prompt is not None:
+        return first.prompt
+    assert first.stats is not None
+    return PromptUse(first.stats.prompt_tokens, first.stats.reused_tokens)
+
+
 async def _events(service: Service, wanted: _Request, head: dict[str, Any]) -> AsyncGenerator[bytes, None]:
-    """The stream. The number of the prompt's tokens stands at its end, when it is known."""
+    """The stream."""
 
     def named(kind: str, **more: Any) -> bytes:
         return sse({"type": kind} | more, kind)
@@ -326,7 +344,7 @@ async def _events(service: Service, wanted: _Request, head: dict[str, Any]) -> A
         async for event in running:
             if not begun:
                 begun = True
-                yield named("message_start", message=head)
+                yield named("message_start", message=head | {"usage": _usage(_prompt(event), 0)})
             kind = _kind(event)
             if event.text:
                 if kind != open_kind:

@@ -78,7 +78,7 @@ async def _chat(service: Service, request: Request) -> Response:
             events = [event async for event in running]
             choices.append(_choice(index, events, running.tokenizer, wanted.asked))
         usages.append(_usage(events))
-    body = {"object": "chat.completion", "choices": choices, "usage": _total(usages)}
+    body = {"object": "chat.completion", "choices": choices, "usage": summed(usages, wanted.choices)}
     return json_answer(head | body)
 
 
@@ -178,14 +178,6 @@ def _usage(events: list[Event]) -> dict[str, Any]:
     return usage(stats, sum(event.thinking and event.token is not None for event in events))
 
 
-def _total(usages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The choices' usage. They have one prompt, which counts once."""
-    total = summed(usages)
-    total["prompt_tokens"] = usages[0]["prompt_tokens"]
-    total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
-    return total
-
-
 async def _chunks(service: Service, wanted: _Request, head: dict[str, Any]) -> AsyncGenerator[bytes, None]:
     head = head | {"object": "chat.completion.chunk"}
     if wanted.include_usage:
@@ -218,7 +210,7 @@ async def _chunks(service: Service, wanted: _Request, head: dict[str, Any]) -> A
                     yield chunk(index, {}, finish_reason=finish_reason(event, calls))
         usages.append(_usage(events))
     if wanted.include_usage:
-        yield sse(head | {"choices": [], "usage": _total(usages)})
+        yield sse(head | {"choices": [], "usage": summed(usages, wanted.choices)})
     yield b"data: [DONE]\n\n"
 
 

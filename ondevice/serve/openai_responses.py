@@ -322,7 +322,7 @@ class _Writer:
             "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
             "usage": {
                 "input_tokens": stats.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens_details": {"cached_tokens": stats.reused_tokens},
                 "output_tokens": stats.generated_tokens,
                 "output_tokens_details": {"reasoning_tokens": self._thought_tokens},
                 "total_tokens": stats.prompt_tokens + stats.generated_tokens,
