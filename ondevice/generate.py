@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias, TypeVar
 from ondevice.backends.base import Array, Float32
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.callbacks import IsCancelled
-from ondevice.chat_template.tools import ToolCall
+from ondevice.chat_template.tools import CallPart, ToolCall
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.constraints.constrained import Constrained
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
@@ -44,7 +44,8 @@ class Event:
 
     `text` may be empty: bytes of an unfinished character and beginnings of a stop string are held back.
     `thinking`: in a conversation, whether the text isn't the reply but what the model thought before it.
-    `tool_call`: in a conversation with tools, a call that is complete; its event has no text.
+    `tool_call`: in a conversation with tools, a call that is complete; its event has no text. `call_part`: a
+    part of one that isn't complete yet, where its arguments are JSON.
     In a conversation an event may have no token of its own, because one token can complete several things.
     `logprob` and `top_logprobs` are as `log_probabilities` has them, where `top_logprobs` was asked for.
     `prompt`: of the first event, what the prompt came to, unless the first event is the last one too.
@@ -61,6 +62,7 @@ class Event:
     top_logprobs: tuple[tuple[int, float], ...] = ()
     stop: str | None = None
     tool_call: ToolCall | None = None
+    call_part: CallPart | None = None
     prompt: PromptUse | None = None
 
 

@@ -21,7 +21,7 @@ from typing import Any, Unpack, get_args
 
 from ondevice.chat_template.messages import Message, all_checked, changed_strings
 from ondevice.chat_template.replies import Piece, ReplyParser
-from ondevice.chat_template.tools import PLAIN, PromptOptions, Think, Tool, ToolCall, new_id
+from ondevice.chat_template.tools import PLAIN, CallPart, PromptOptions, Think, Tool, ToolCall, new_id
 from ondevice.config import SamplingConfig, SamplingOptions, WhenFull
 from ondevice.errors import OndeviceError, UsageError
 from ondevice.generate import Event
@@ -355,6 +355,9 @@ class _Reply:
         self._texts: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[ToolCall] = []
+        self._written: list[str] | None = None
+        """Parts of the arguments of a call that has begun."""
+        self._name = ""
 
     @property
     def message(self) -> dict[str, Any]:
@@ -379,20 +382,32 @@ class _Reply:
             return [*shown, replace(own, thinking=False)]
         if not shown:
             return [own]
-        first = replace(own, text=shown[0].text, thinking=shown[0].thinking, tool_call=shown[0].tool_call)
-        return [first, *shown[1:]]
+        first = shown[0]
+        own = replace(own, text=first.text, thinking=first.thinking)
+        return [replace(own, tool_call=first.tool_call, call_part=first.call_part), *shown[1:]]
 
     def _shown(self, piece: Piece) -> Event | None:
         """Spaces at the start of a reply are removed: they belong to the prompt."""
-        if piece.call is not None:
-            if self._calls and not self._prompt.parallel_calls:
-                return None
-            call = ToolCall(*piece.call, new_id(self._ids, len(self._calls)))
-            self._calls.append(call)
-            return Event("", tool_call=call)
+        if piece.call is not None or piece.begins or piece.arguments:
+            return None if self._calls and not self._prompt.parallel_calls else self._called(piece)
+        self._written = None
         if piece.kind == "thinking":
             self._thoughts.append(piece.text)
             return Event(piece.text, thinking=True)
         text = piece.text if any(self._texts) else piece.text.lstrip(" ")
         self._texts.append(text)
         return Event(text)
+
+    def _called(self, piece: Piece) -> Event:
+        """What a call, or a part of one, is shown as."""
+        call_id = new_id(self._ids, len(self._calls))
+        if piece.call is not None:
+            call = ToolCall(*piece.call, call_id, "".join(self._written or ()))
+            self._calls.append(call)
+            self._written = None
+            return Event("", tool_call=call)
+        if piece.begins:
+            self._name, self._written = piece.begins, []
+        elif self._written is not None:
+            self._written.append(piece.arguments)
+        return Event("", call_part=CallPart(self._name, call_id, piece.arguments))
