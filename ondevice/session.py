@@ -97,11 +97,11 @@ class Session:
     ) -> Iterator[Event]:
         """`respond`, event by event. Closing the iterator cancels; the text generated so far is kept."""
         prompt = PromptOptions.checked(tools, think)
-        config = self._sampling(sampling, options, prompt)
+        config, prompt = self._sampling(sampling, options, prompt)
         with self._silent():
             messages, ids, dropped = self._within_context(self._asked(text), config.max_tokens, prompt)
             with self._reply(messages, dropped, prompt, ids) as reply:
-                gate = self._host.chat_template.reply_parser(prompt, ids)
+                gate = self._host.chat_template.gate(prompt, ids)
                 for event in self._host.stream_ids(self._key, ids, config, gate):
                     yield from reply.take(event)
 
@@ -149,14 +149,15 @@ class Session:
         """
         import asyncio  # Slow to import, and callers of this have imported it.
 
-        config, asked = self._sampling(sampling, options, prompt), list(messages)
+        asked = list(messages)
+        config, prompt = self._sampling(sampling, options, prompt)
         with self._silent():
             # On another thread, because the event loop can't wait for a long text to be encoded.
             kept, ids, dropped = await asyncio.to_thread(
                 self._within_context, asked, config.max_tokens, prompt
             )
             with self._reply(kept, dropped, prompt, ids) as reply:
-                gate = self._host.chat_template.reply_parser(prompt, ids)
+                gate = self._host.chat_template.gate(prompt, ids)
                 async with aclosing(self._host.astream_ids(self._key, ids, config, gate)) as events:
                     async for event in events:
                         for shown in reply.take(event):
@@ -236,18 +237,17 @@ class Session:
 
     def _sampling(
         self, sampling: SamplingConfig | None, options: SamplingOptions, prompt: PromptOptions
-    ) -> SamplingConfig:
-        config = sampling_options(sampling, options)
+    ) -> tuple[SamplingConfig, PromptOptions]:
+        """The options of a reply, with what it has to obey, and how its calls are to be read."""
+        config, template = sampling_options(sampling, options), self._host.chat_template
         if prompt.must_call:
             if config.constraint is not None:
                 raise UsageError("a reply that must call a tool obeys the tool's schema; give no constraint")
-            config = replace(config, constraint=self._host.chat_template.forced_call(prompt))
-        elif prompt.tools and config.constraint is not None and not self._host.chat_template.calls_apart:
-            raise UsageError(
-                "the model's calls of tools are part of its reply, which can't obey a constraint then; give "
-                "either tools or a constraint"
-            )
-        return replace(config, stop=(*config.stop, *self._host.chat_template.stop))
+            config = replace(config, constraint=template.forced_call(prompt))
+        elif prompt.tools and config.constraint is not None:
+            config = replace(config, constraint=template.call_or_json(prompt, config.constraint))
+            prompt = replace(prompt, calls_alone=True)
+        return replace(config, stop=(*config.stop, *template.stop)), prompt
 
     def _asked(self, text: str | Sequence[Message]) -> list[Message]:
         """The transcript with what is said now behind it."""

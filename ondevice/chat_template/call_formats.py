@@ -348,17 +348,21 @@ def _write_deepseek(
     return written
 
 
-def _write_gemma(calls: Sequence[Call]) -> str:
-    def written(value: Any) -> str:
-        if isinstance(value, str):
-            return f"{GEMMA_QUOTE}{value}{GEMMA_QUOTE}"
-        if isinstance(value, Mapping):
-            return "{" + ",".join(f"{key}:{written(item)}" for key, item in value.items()) + "}"
-        if isinstance(value, list):
-            return "[" + ",".join(map(written, value)) + "]"
-        return json_text(value)
+def written_gemma(value: Any) -> str:
+    """A value in Gemma's notation: texts between marks, keys bare."""
+    if isinstance(value, str):
+        return f"{GEMMA_QUOTE}{value}{GEMMA_QUOTE}"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{written_gemma(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(written_gemma, value)) + "]"
+    return json_text(value)
 
-    return "".join(f"<|tool_call>call:{name}{written(arguments)}<tool_call|>" for name, arguments in calls)
+
+def _write_gemma(calls: Sequence[Call]) -> str:
+    return "".join(
+        f"<|tool_call>call:{name}{written_gemma(arguments)}<tool_call|>" for name, arguments in calls
+    )
 
 
 def _write_bare(calls: Sequence[Call]) -> str:

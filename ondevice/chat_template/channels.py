@@ -15,6 +15,8 @@ from ondevice.chat_template.call_formats import Tools, checked_call
 from ondevice.chat_template.replies import MAX_CALL_CHARS, CallScan, Kind, Piece
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
+CONSTRAIN = "<|constrain|>"
+"""What stands before the kind of a message's text."""
 CALL = "<|call|>"
 """What ends a call, if it doesn't end the reply."""
 REPLY_CHANNEL = "final"

@@ -126,6 +126,7 @@ class MarkedReply:
         tools: Tools,
         special: Mapping[str, int],
         openers: frozenset[int] = frozenset(),
+        calls_alone: bool = False,
     ) -> None:
         """Args:
         marks: what thinking stands between; None if the model doesn't think.
@@ -134,8 +135,10 @@ class MarkedReply:
         tools: what may be called, by name.
         special: ids of the special tokens, which have no text of their own, by name.
         openers: the id of the first of the marks, if it is a token.
+        calls_alone: whether marks of calls behind a text are text.
         """
         self._marks, self._calls, self._tools = marks, calls, tools
+        self._calls_alone = calls_alone
         self.openers = openers
         texts = (*(marks or ()), *(calls.texts if calls else ()))
         self._names = {token: name for name, token in special.items() if any(name in text for text in texts)}
@@ -213,9 +216,10 @@ class MarkedReply:
             if not self._held:
                 return False
             self._drop_spaces = False
-        if self._calls is None:
+        if self._calls is None or not self._may_call():
             text, self._held = self._held, ""
             if text:
+                self._said = True
                 yield Piece("reply", text)
             return False
         if self._calls.bare and not self._said and self._held.lstrip()[:1] == "{":
@@ -230,6 +234,15 @@ class MarkedReply:
         if found:
             self._open(found)
         return bool(found)
+
+    def _may_call(self) -> bool:
+        """Whether a call may begin here or further on."""
+        assert self._calls is not None
+        if not self._calls_alone or self._called:
+            return True
+        bare = self._held.lstrip()
+        begins = any(bare.startswith(mark) or mark.startswith(bare) for mark in self._calls.opens)
+        return begins and not self._said
 
     def _open(self, mark: str) -> None:
         self._opened, self._state = mark, "call"

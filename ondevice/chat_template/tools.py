@@ -102,12 +102,14 @@ class PromptOptions:
 
     parallel_calls: whether a reply may have several calls. Otherwise, those behind the first are left out.
     must_call: names of the tools of which the reply must call one; empty: the model chooses whether to call.
+    calls_alone: whether calls come without a text: marks of calls inside a text then are text.
     """
 
     tools: tuple[Tool, ...] = ()
     think: Think = None
     parallel_calls: bool = True
     must_call: tuple[str, ...] = ()
+    calls_alone: bool = False
 
     @staticmethod
     def checked(

@@ -11,6 +11,8 @@ import pytest
 pytest.importorskip("starlette")
 
 from ondevice.api import load
+from ondevice.chat_template import ChatTemplate
+from ondevice.chat_template.call_formats import FORMATS
 from tests.support.bundles import convert_bundle, write_chat_checkpoint
 from tests.support.chat_templates import TOOLS
 from tests.support.scripted_replies import Script
@@ -411,12 +413,68 @@ def test_a_call_that_can_t_be_enforced_is_refused(tooled: Serving) -> None:
     schema = {"response_format": {"type": "json_object"}}
     both = tooled.post("/v1/chat/completions", asked | schema)
     assert (both.status, both.json["error"]["param"]) == (400, "tool_choice")
-    # A reply that had to obey the schema from its first token on could never call one.
-    either = tooled.post("/v1/chat/completions", asked | schema | {"tool_choice": "auto"})
-    assert either.status == 400
-    assert "either tools or a constraint" in either.json["error"]["message"]
     none = tooled.post("/v1/chat/completions", asked | schema | {"tool_choice": "none"})
     assert none.status == 200
+
+
+def templated(tooled: Serving, monkeypatch: pytest.MonkeyPatch, format: Any) -> None:
+    """Let the model have a template with the marks of another format."""
+    source = "{{ tools | tojson }}{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>"
+    template = ChatTemplate.load(f"{source}{{# {''.join(format.marks)} #}}".encode(), tooled.model.tokenizer)
+    monkeypatch.setitem(tooled.model._host.__dict__, "chat_template", template)
+
+
+@pytest.mark.parametrize("name", ["qwen3-coder", "glm", "gemma4", "deepseek"])
+def test_calls_that_aren_t_json_can_be_asked_for(
+    tooled: Serving, anthropic_client: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    pytest.importorskip("llguidance")
+    templated(tooled, monkeypatch, next(format for format in FORMATS if format.name == name))
+    tool = {"name": "convert", "input_schema": STRICT}
+    one = {"type": "any", "disable_parallel_tool_use": True}
+    with anthropic_client.messages.stream(
+        model="", max_tokens=400, messages=[USER], tools=[tool], tool_choice=one
+    ) as stream:
+        final = stream.get_final_message()
+    assert [(block.type, block.name) for block in final.content] == [("tool_use", "convert")]
+    assert final.content[0].input.pop("unit") in ("C", "F")
+    assert isinstance(final.content[0].input.pop("high", True), bool)
+    assert final.content[0].input == {}
+    assert final.stop_reason == "tool_use"
+
+
+def test_a_schema_beside_tools_makes_a_call_or_an_answer(
+    tooled: Serving, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model has random weights: nothing but the grammar makes it do either."""
+    pytest.importorskip("llguidance")
+    answer = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema = {
+        "type": "json_schema",
+        "json_schema": {"name": "a", "schema": answer | {"additionalProperties": False}},
+    }
+    begun = {"<": 100, "{": -100}, {"<": -100, "{": 100}
+    for sign, biases in zip("<{", begun, strict=True):
+        ids = {tooled.model.tokenizer.encode(it, add_bos=False)[-1]: bias for it, bias in biases.items()}
+        got = chat(
+            client,
+            tools=[NOW],
+            response_format=schema,
+            logit_bias=ids,
+            max_tokens=99,
+            parallel_tool_calls=False,
+        ).choices[0]
+        if sign == "<":
+            assert (got.finish_reason, got.message.content) == ("tool_calls", None)
+            assert got.message.tool_calls[0].function.name == "now"
+        else:
+            assert (got.finish_reason, got.message.tool_calls) == ("stop", None)
+            assert isinstance(json.loads(got.message.content)["ok"], bool)
+    templated(tooled, monkeypatch, next(format for format in FORMATS if format.bare))
+    asked = {"messages": [USER], "tools": [NOW], "response_format": schema, "max_tokens": 9}
+    refused = tooled.post("/v1/chat/completions", asked)
+    assert (refused.status, refused.json["error"]["param"]) == (400, "response_format")
+    assert "either tools or a constraint" in refused.json["error"]["message"]
 
 
 # --- What a model can't do ---
