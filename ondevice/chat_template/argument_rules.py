@@ -80,20 +80,21 @@ class Rules:
     def text(self, schema: Mapping[str, Any], behind: str, marks: Sequence[str]) -> str:
         """A text that a schema describes, and what is behind it, which ends with the first of the marks.
 
-        None of the marks is in the text.
+        None of the marks is in the text. All begin with `<`: a text whose length or letters a schema limits
+        has none of that letter, because to look for marks as well takes llguidance too much.
         """
-        mark = marks[0]
-        ends_by_token = mark in self._special
-        end = "" if ends_by_token else _escaped(behind)
-        parts = [rf"/(?s:.{_counted(schema, 'minLength', 'maxLength')}){end}/"]
-        if "pattern" in schema:
-            parts.append(f"/{_anywhere(schema['pattern'])}{end}/")
-        if not ends_by_token:
-            parts.append(rf"~/(?s:.*){_escaped(mark)}(?s:.+)/")
-        others = "|".join(map(_escaped, marks if ends_by_token else marks[1:]))
-        parts.append(rf"~/(?s:.*)({others})(?s:.*)/")
+        is_token = marks[0] in self._special
+        end = "" if is_token else _escaped(behind)
+        count = _counted(schema, "minLength", "maxLength")
+        if "pattern" in schema or count not in ("{0,}", "{1,}"):
+            parts = [f"/[^<]{count}{end}/"]
+            parts += [f"/{_anywhere(schema['pattern'])}{end}/"] if "pattern" in schema else []
+        else:
+            others = "|".join(map(_escaped, marks if is_token else marks[1:]))
+            parts = [f"/(?s:.{count}){end}/", f"~/(?s:.*)({others})(?s:.*)/"]
+            parts += [] if is_token else [f"~/(?s:.*){_escaped(marks[0])}(?s:.+)/"]
         terminal = self.name(" & ".join(parts), "TEXT")
-        return f"{terminal} {self.literal(behind)}" if ends_by_token else terminal
+        return f"{terminal} {self.literal(behind)}" if is_token else terminal
 
 
 def _escaped(text: str) -> str:

@@ -47,7 +47,8 @@ SCHEMA = {
         "point": {"$ref": "#/$defs/Point"},
         "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
         "list": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": 3},
-        "code": {"type": "string", "pattern": "^[a-c]+<?$", "maxLength": 9},
+        "code": {"type": "string", "pattern": "^[a-c]+!?$", "maxLength": 9},
+        "long": {"type": "string", "minLength": 2, "maxLength": 900},
         "high": {"type": "boolean"},
         "any": {},
     },
@@ -120,7 +121,7 @@ def test_what_a_grammar_writes_is_read_and_obeys(form: Any, with_tokens: bool) -
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_what_a_format_writes_its_grammar_allows(form: Any) -> None:
     point, days = {"x": "</x> é", "y": {"x": ""}}, {"city": "Oslo\n", "unit": "C", "days": 3}
-    last = {"note": None, "list": ["a"], "code": "ab<", "high": True, "any": [{"a": 1}]}
+    last = {"note": None, "list": ["a"], "code": "ab!", "long": "é" * 899, "high": True, "any": [{"a": 1}]}
     calls = [("weather", days | {"point": point} | last), ("now", {})]
     for written, parallel in ((calls, True), (calls, False), (calls[:1], False)):
         constraint = forced_call(form, TOOLS, {}, parallel)
