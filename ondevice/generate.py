@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias, TypeVar
 from ondevice.backends.base import Array, Float32
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.callbacks import IsCancelled
-from ondevice.chat_template.tools import ToolCall
+from ondevice.chat_template.tools import CallPart, ToolCall
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.constraints.constrained import Constrained
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
@@ -31,7 +31,7 @@ from ondevice.sampling import StopMatcher, log_probabilities, sample
 from ondevice.speculation.drafting import Drafting, PassOutcome
 from ondevice.speculation.tree import LOGITS_AHEAD, Draft, plain
 from ondevice.speculation.verify import verify
-from ondevice.stats import DraftStats, GenerationStats
+from ondevice.stats import DraftStats, GenerationStats, PromptUse
 from ondevice.tokenizer import StreamingDetokenizer, Tokenizer
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -44,9 +44,11 @@ class Event:
 
     `text` may be empty: bytes of an unfinished character and beginnings of a stop string are held back.
     `thinking`: in a conversation, whether the text isn't the reply but what the model thought before it.
-    `tool_call`: in a conversation with tools, a call that is complete; its event has no text.
+    `tool_call`: in a conversation with tools, a call that is complete; its event has no text. `call_part`: a
+    part of one that isn't complete yet, where its arguments are JSON.
     In a conversation an event may have no token of its own, because one token can complete several things.
     `logprob` and `top_logprobs` are as `log_probabilities` has them, where `top_logprobs` was asked for.
+    `prompt`: of the first event, what the prompt came to, unless the first event is the last one too.
     The last event has no token. It has the rest of the text, `finish_reason` and `stats`, and as `stop` the
     stop string that ended the text, if one did.
     """
@@ -60,6 +62,8 @@ class Event:
     top_logprobs: tuple[tuple[int, float], ...] = ()
     stop: str | None = None
     tool_call: ToolCall | None = None
+    call_part: CallPart | None = None
+    prompt: PromptUse | None = None
 
 
 Steps: TypeAlias = abc.Generator[Event | PassRequest, PassResult | None, T]
@@ -197,10 +201,11 @@ class Generator:
             held = kv.length
             for _ in self.restore(kv, history[:-1], cancelled):
                 yield PassRequest(ForwardBatch([]), kv, kv.length, cancelled, prompt=True)
-            kept = kv.length
-            meter.restored = max(0, kept - held)
+            meter.reused = kv.length
+            meter.restored = max(0, meter.reused - held)
             drafting, prefilled = yield from self._prefill(written, kv, meter, cancelled)
-            meter.prefilled(prompt_tokens - kept)
+            meter.prefilled(prompt_tokens)
+            written.prompt = PromptUse(prompt_tokens, meter.reused)
             if room:
                 self._draw(written, self._last_logits(prefilled), meter, drafting)
             if drafting is not None:
@@ -337,6 +342,9 @@ class Generator:
             last = start + len(chunk) == len(text)
             drafting = self._drafting(written)
             batch = ForwardBatch(chunk, last_only=True)
+            if not meter.sampled:
+                # What was kept may have had to go while the prompt waited for a pass.
+                meter.reused = min(meter.reused, start)
             found = yield PassRequest(batch, kv, start, cancelled, prompt=True, logits=last)
             if found is None:
                 continue
@@ -501,6 +509,8 @@ class _Continuation:
         self.sampling = sampling
         self.reason: FinishReason = "length"
         self.ended = room == 0
+        self.prompt: PromptUse | None = None
+        """What the prompt came to, until the first event tells it."""
         self.drafted = DraftStats()
         """What drafting did for the text before another one joined it: from then on it is decoded without."""
         self._text = text
@@ -531,4 +541,6 @@ class _Continuation:
     def events(self) -> Iterator[Event]:
         """Events since the last call."""
         events, self._events = self._events, []
+        if events and self.prompt is not None:
+            events[0], self.prompt = replace(events[0], prompt=self.prompt), None
         yield from events

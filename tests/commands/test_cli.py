@@ -27,6 +27,7 @@ STATS = [
     "backend", "sparsity", "speculation", "io", "seed", "context_full",
     "decode_passes", "decode_seconds", "synchronisations",
     "synchronised_seconds", "experts", "expert_substitution", "substituted_experts", "restored_tokens",
+    "reused_tokens",
     "drafting",
 ]  # fmt: skip
 PLAN = [
