@@ -1,10 +1,11 @@
 """The first token of a prompt behind a restart, with and without a prompt cache, on a 7B shape.
 
 Random weights, which a bundle is made of once (a checkpoint of 13.5 GB and a bundle of 3.9 GB for all layers;
-`--layers` takes fewer), or `--bundle`, with the vocabulary of that shape. Each run is a process of its own under the same budget: without a cache, one that
-fills the cache, and one behind it that finds everything there. Times are from the request, with the model
-loaded, to the first token. Ends with one JSON line; exits 0 only if the cache is at least 10 times as fast,
-the tokens and their log-probabilities are equal, and no peak exceeds the budget.
+`--layers` takes fewer), or `--bundle`, with the vocabulary of that shape. Each run is a process of its own
+under the same budget: without a cache, one that fills the cache, and one behind it that finds everything
+there. Times are from the request, with the model loaded, to the first token. Ends with one JSON line; exits 0
+only if the cache is at least 10 times as fast, the tokens and their log-probabilities are equal, and no peak
+exceeds the budget.
 
     python -m tests.benchmarks.explain.prompt_cache --workdir DIR [--layers 32] [--tokens 2000] [--budget 60%]
 """
@@ -60,9 +61,12 @@ def answered(bundle: Path, args: argparse.Namespace, cache: str) -> dict[str, An
 def run(args: argparse.Namespace, bundle: Path, cache: str) -> dict[str, Any]:
     """One run in a process of its own."""
     command = [sys.executable, "-m", "tests.benchmarks.explain.prompt_cache", "--workdir", str(args.workdir)]
-    command += ["--once", "--tokens", str(args.tokens), "--kv-bits", str(args.kv_bits), "--budget", args.budget]
+    command += ["--tokens", str(args.tokens), "--kv-bits", str(args.kv_bits), "--budget", args.budget]
     done = subprocess.run(
-        [*command, "--bundle", str(bundle), "--cache", cache], stdout=subprocess.PIPE, text=True, check=True
+        [*command, "--once", "--bundle", str(bundle), "--cache", cache],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     found: dict[str, Any] = json.loads(done.stdout)
     return found
