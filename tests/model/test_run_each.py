@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.converters.convert import convert
 from ondevice.errors import UsageError
 from ondevice.model.kv_cache import KVCache, KVLayout
@@ -40,7 +41,7 @@ def bits(model: Transformer) -> tuple[list[bytes], list[bytes]]:
             np.array(model.backend.to_numpy(model.hidden_states(tokens, kv)))
             for tokens, kv in zip(given, apart, strict=True)
         ]
-        parts = [SequencePart(tokens, kv) for tokens, kv in zip(given, shared, strict=True)]
+        parts = [SequencePart(ForwardBatch(tokens), kv) for tokens, kv in zip(given, shared, strict=True)]
         found[0].append(np.concatenate(alone).tobytes())
         found[1].append(model.backend.to_numpy(model.run_each(parts)).tobytes())
         assert [kv.tokens for kv in shared] == [kv.tokens for kv in apart]
@@ -72,7 +73,7 @@ def test_every_family(tmp_path: Path, case: str) -> None:
 def test_what_fails_leaves_every_cache_as_it_was(model: Transformer) -> None:
     caches = begun(model)
     before = [list(kv.tokens) for kv in caches]
-    parts = [SequencePart([5, 6], kv) for kv in caches]
+    parts = [SequencePart(ForwardBatch([5, 6]), kv) for kv in caches]
     asked: list[int] = []
 
     def cancelled() -> bool:
@@ -82,5 +83,5 @@ def test_what_fails_leaves_every_cache_as_it_was(model: Transformer) -> None:
     with pytest.raises(Cancelled):
         model.run_each(parts, cancelled)
     with pytest.raises(UsageError, match="token id"):
-        model.run_each([*parts[1:], SequencePart([model.config.vocab_size], caches[0])])
+        model.run_each([*parts[1:], SequencePart(ForwardBatch([model.config.vocab_size]), caches[0])])
     assert [kv.tokens for kv in caches] == before

@@ -20,11 +20,12 @@ from ondevice.speculation.back_off import (
     PLAIN_EVERY,
     BackOff,
 )
+from ondevice.speculation.drafted_text import DraftedText, PassOutcome
 from ondevice.speculation.drafter import Drafter
-from ondevice.speculation.drafting import Drafting, PassOutcome
+from ondevice.speculation.drafting import Drafting, DraftRequest
 from ondevice.speculation.pass_time import PassTime
 from ondevice.speculation.policy import STALE_PASSES, TRIAL_NODES, TreePolicy
-from ondevice.speculation.tree import DRAFT_NODES, Draft, Proposals, grow
+from ondevice.speculation.tree import DRAFT_NODES, Draft, Proposals, Root, grow
 
 KV: Any = SimpleNamespace(room=64, length=0)
 """Keys and values with room for any draft."""
@@ -34,6 +35,13 @@ def outcome(draft: Draft, seconds: float) -> PassOutcome:
     """A pass of which nothing but the root was right."""
     output: Any = None
     return PassOutcome(draft, [0], output, seconds, ended=False)
+
+
+def proposed(drafting: Drafting, text: DraftedText, root: int, nodes: int) -> Draft:
+    """The draft of a pass of one text."""
+    (draft,) = drafting.propose([DraftRequest(text, root, KV, nodes, 99)], nodes)
+    assert isinstance(draft, Draft)
+    return draft
 
 
 class Simulation:
@@ -70,9 +78,9 @@ class Simulation:
                     return [(1, claimed)]
 
                 self.policy.prepared(0.0)
-                size = len(
-                    grow(0, proposals, self.policy.is_worth_adding, nodes, 99, self.policy.is_worth_asking)
-                )
+                adding, asking = self.policy.is_worth_adding, self.policy.is_worth_asking
+                (draft,) = grow([Root(0, proposals, nodes, 99)], adding, nodes, asking)
+                size = len(draft)
                 self.policy.grown(asked * propose, asked)
             tokens = 1
             while tokens < size and self._random.random() < right:
@@ -290,12 +298,14 @@ def test_a_drafter_hears_the_whole_text_in_order(monkeypatch: pytest.MonkeyPatch
     drafting, asked = Drafting(Listening(), DRAFT_NODES), list[int]()
     for start in (2, 150):
         written = list(range(start))
-        drafting.begin(written, SamplingConfig())
+        text = drafting.begin(written, SamplingConfig())
+        assert text is not None
         for token in range(100):
-            draft = drafting.propose(written[-1], KV, 16, 99)
-            drafting.drew(token, np.zeros(4, np.float32))
+            draft = proposed(drafting, text, written[-1], 16)
+            text.drew(token, np.zeros(4, np.float32))
             written.append(token)
-            drafting.observe(outcome(draft, 1.0))
+            drafting.observe(text, outcome(draft, 1.0))
+        drafting.end(text)
     assert len(asked) > 50
 
 
@@ -333,22 +343,25 @@ def test_short_passes_are_left_alone_until_they_are_longer() -> None:
     drafting, written = Drafting(drafter, 8, min_pass_seconds=0.001), [1, 2]
 
     def decode(seconds: float) -> None:
-        draft = drafting.propose(written[-1], KV, 8, 8)
-        drafting.drew(3, np.zeros(4, np.float32))
+        draft = proposed(drafting, text, written[-1], 8)
+        text.drew(3, np.zeros(4, np.float32))
         written.append(3)
-        drafting.observe(outcome(draft, seconds))
+        drafting.observe(text, outcome(draft, seconds))
+
+    def decision() -> str:
+        return drafting.stats(text).decision
 
     def is_disabled() -> bool:
-        return drafting.stats.decision.startswith("no drafts: a plain pass takes")
+        return decision().startswith("no drafts: a plain pass takes")
 
-    drafting.begin(written, SamplingConfig())
+    begun = drafting.begin(written, SamplingConfig())
+    assert begun is not None
+    text = begun
     for _ in range(20):
         assert is_disabled()
         decode(0.0005)
     assert drafter.text == ()
-    assert (
-        drafting.stats.decision == "no drafts: a plain pass takes 0.50 ms, and drafting pays from 1.00 ms on"
-    )
+    assert decision() == "no drafts: a plain pass takes 0.50 ms, and drafting pays from 1.00 ms on"
     passes = 0
     while is_disabled():
         decode(0.01)
