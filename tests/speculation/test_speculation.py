@@ -171,7 +171,8 @@ def test_only_what_was_accepted_counts_for_the_neuron_cache(
         squeeze(model, model.plan.segment.least + 1)
         assert isinstance(model._engine._neurons, NeuronFetcher)
         # No draft tokens at all.
-        draft_by(model, [], 0).propose = lambda root, *limits: Draft((root,), (-1,))  # type: ignore[method-assign]
+        scripted = draft_by(model, [], 0)
+        scripted.propose = lambda asked, rows: [Draft((asked[0].root,), (-1,))]  # type: ignore[method-assign]
         tokens = write(model, 40)
         observed.append([])
         draft_by(model, [*model.tokenizer.encode(PROMPT), *tokens], 1)
