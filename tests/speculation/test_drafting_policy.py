@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,6 +117,46 @@ def test_a_draft_is_as_large_as_pays(node: float, chance: float) -> None:
     rates = [sum(chance**depth for depth in range(n)) / (1 + node * (n - 1)) for n in range(1, 17)]
     found = Simulation().run(300, node=node, claimed=chance)[-100:]
     assert np.median(found) == 1 + int(np.argmax(rates))
+
+
+@pytest.mark.parametrize("node", [0.02, 0.1, 0.25])
+def test_nodes_go_where_they_bring_most_over_all_texts(node: float) -> None:
+    """Texts whose draft tokens are right with other chances share a pass: the best sizes by trying all."""
+    chances, random = (0.95, 0.7, 0.3), np.random.default_rng(1)
+
+    def tokens(sizes: Sequence[int]) -> float:
+        return sum(sum(chance**depth for depth in range(n)) for chance, n in zip(chances, sizes, strict=True))
+
+    def rate(sizes: Sequence[int]) -> float:
+        return tokens(sizes) / (1 + node * (sum(sizes) - len(sizes)))
+
+    every = (sizes for sizes in product(range(1, 15), repeat=3) if sum(sizes) <= DRAFT_NODES)
+    best = max(every, key=rate)
+    policy, found = TreePolicy(DRAFT_NODES, texts=3), list[tuple[int, ...]]()
+    for _ in range(400):
+        sizes, limit = (1, 1, 1), policy.begin()
+        if limit > 3:
+            roots = [Root(0, lambda path, chance=chance: [(1, chance)], 14, 99) for chance in chances]  # type: ignore[misc]
+            policy.prepared(0.0)
+            drafts = grow(roots, policy.is_worth_adding, limit, policy.is_worth_asking)
+            sizes = tuple(map(len, drafts))
+        right = (random.random(n - 1) < chance for chance, n in zip(chances, sizes, strict=True))
+        drawn = sum(1 + int(np.cumprod(its).sum()) for its in right)
+        policy.record(sum(sizes), drawn, 1 + node * (sum(sizes) - 3))
+        found.append(sizes)
+    often = Counter(sizes for sizes in found[100:] if sizes != (1, 1, 1)).most_common(1)[0][0]
+    assert rate(often) > 0.97 * rate(best)
+    assert rate(often) > 1.05 * rate((1, 1, 1))
+    assert often[0] > often[2]
+    assert "over 3 texts" in policy.decision
+
+
+def test_no_draft_takes_more_than_its_own_room() -> None:
+    roots = [Root(at, lambda path: [(1, 0.9), (2, 0.1)], most, 3) for at, most in enumerate((4, 1, 2))]
+    drafts = grow(roots, lambda nodes, chance: True, 16)
+    assert [len(draft) for draft in drafts] == [4, 1, 2]
+    assert [draft.tokens[0] for draft in drafts] == [0, 1, 2]
+    assert [len(it) for it in grow(roots, lambda nodes, chance: True, 4)] == [2, 1, 1]
 
 
 def test_asking_the_drafter_costs_too() -> None:
