@@ -87,7 +87,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     if args.processor_time:
-        time.perf_counter = time.monotonic = time.process_time  # type: ignore[assignment]
+        time.perf_counter = time.monotonic = time.process_time
     options: dict[str, Any] = {
         "speculation": args.speculation,
         "sparsity": args.sparsity,
