@@ -79,8 +79,8 @@ class Generator:
     `scoring_chunk`: most tokens of a pass that scores; 0: `prefill_chunk`. `before_pass` runs before every
     forward pass and may change how much memory the model has. `restore` extends a cache that holds a prefix
     of tokens by what is stored of them elsewhere, and stops between two pieces. `most_texts` may share
-    passes. `labels` is a
-    GenerationStats whose text fields (backend, sparsity, ...) are copied to every result.
+    passes. `labels` is a GenerationStats whose text fields (backend, sparsity, ...) are copied to every
+    result.
     """
 
     transformer: Transformer

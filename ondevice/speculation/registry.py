@@ -106,7 +106,12 @@ DRAFTERS: dict[str, DrafterKind] = {
         lambda target: ResidentDrafter(target.transformer),
     ),
     # The memory of a datastore's index is planned from the bundle.
-    "ngrams": DrafterKind("ngrams", lambda config, context, nodes: 0, lambda target: _ngram_drafter(target)),
+    "ngrams": DrafterKind(
+        "ngrams",
+        lambda config, context, nodes: 0,
+        lambda config, context, nodes: 0,
+        lambda target: _ngram_drafter(target),
+    ),
     # A second model's memory is planned from its bundle.
     "model": DrafterKind(
         "draft model",

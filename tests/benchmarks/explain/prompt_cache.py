@@ -60,7 +60,15 @@ def answered(bundle: Path, args: argparse.Namespace, cache: str) -> dict[str, An
 def run(args: argparse.Namespace, bundle: Path, cache: str) -> dict[str, Any]:
     """One run in a process of its own."""
     command = [sys.executable, "-m", "tests.benchmarks.explain.prompt_cache", "--workdir", str(args.workdir)]
-    command += ["--once", "--tokens", str(args.tokens), "--kv-bits", str(args.kv_bits), "--budget", args.budget]
+    command += [
+        "--once",
+        "--tokens",
+        str(args.tokens),
+        "--kv-bits",
+        str(args.kv_bits),
+        "--budget",
+        args.budget,
+    ]
     done = subprocess.run(
         [*command, "--bundle", str(bundle), "--cache", cache], stdout=subprocess.PIPE, text=True, check=True
     )
