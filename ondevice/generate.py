@@ -25,10 +25,11 @@ from ondevice.constraints.constrained import Constrained
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.meter import Counters, Meter
 from ondevice.model.kv_cache import KVCache, common_prefix
-from ondevice.model.shared_passes import PassRequest, PassResult, SharedPasses
+from ondevice.model.shared_passes import Drafted, PassRequest, PassResult, SharedPasses
 from ondevice.model.transformer import Cancelled, Transformer
 from ondevice.sampling import StopMatcher, log_probabilities, sample
-from ondevice.speculation.drafting import Drafting, PassOutcome
+from ondevice.speculation.drafted_text import DraftedText, PassOutcome
+from ondevice.speculation.drafting import Drafting, DraftRequest
 from ondevice.speculation.tree import LOGITS_AHEAD, Draft, plain
 from ondevice.speculation.verify import verify
 from ondevice.stats import DraftStats, GenerationStats, PromptUse
@@ -82,8 +83,8 @@ class Generator:
     `scoring_chunk`: most tokens of a pass that scores; 0: `prefill_chunk`. `before_pass` runs before every
     forward pass and may change how much memory the model has. `restore` extends a cache that holds a prefix
     of tokens by what is stored of them elsewhere, and stops between two pieces. `most_texts` may share
-    passes. `alone` tells whether no other text runs: drafts are made for one alone. `labels` is a
-    GenerationStats whose text fields (backend, sparsity, ...) are copied to every result.
+    passes. `labels` is a GenerationStats whose text fields (backend, sparsity, ...) are copied to every
+    result.
     """
 
     transformer: Transformer
@@ -99,7 +100,6 @@ class Generator:
     )
     drafting: Drafting | None = None
     most_texts: int = 1
-    alone: Callable[[], bool] = lambda: True
     labels: GenerationStats = field(default_factory=GenerationStats)
 
     def stream(
@@ -126,7 +126,23 @@ class Generator:
     @cached_property
     def passes(self) -> SharedPasses:
         """What answers the passes that `steps` ask for."""
-        return SharedPasses(self.transformer, self.before_pass, max(self.prefill_chunk, self.most_texts))
+        most_rows = max(self.prefill_chunk, self.most_texts)
+        draft = None if self.drafting is None else self._draft
+        return SharedPasses(self.transformer, self.before_pass, most_rows, draft)
+
+    def _draft(self, requests: Sequence[PassRequest], rows: int) -> list[Drafted | Cancelled]:
+        """What answers the requests of all texts of a pass: each one's token with its draft."""
+        assert self.drafting is not None
+        found: list[Drafted | Cancelled] = []
+        asked = [request.text for request in requests]
+        for draft, (text, *_) in zip(self.drafting.propose(asked, rows), asked, strict=True):
+            if isinstance(draft, Cancelled):
+                found.append(draft)
+                continue
+            tree = draft.tree if len(draft) > 1 else None
+            batch = ForwardBatch(draft.tokens, tree, drafted=range(1, len(draft)))
+            found.append(Drafted(batch, None if text is None else text.prune))
+        return found
 
     def answered(self, steps: Steps[None]) -> Iterator[Event]:
         """The events of one text whose passes are its own."""
@@ -203,15 +219,15 @@ class Generator:
                 yield PassRequest(ForwardBatch([]), kv, kv.length, cancelled, prompt=True)
             meter.reused = kv.length
             meter.restored = max(0, meter.reused - held)
-            drafting, prefilled = yield from self._prefill(written, kv, meter, cancelled)
+            prefilled = yield from self._prefill(written, kv, meter, cancelled)
             meter.prefilled(prompt_tokens)
             written.prompt = PromptUse(prompt_tokens, meter.reused)
             if room:
-                self._draw(written, self._last_logits(prefilled), meter, drafting)
-            if drafting is not None:
-                drafting.observe(
-                    PassOutcome(plain(history[prompt_tokens - 1]), [0], prefilled.output, None, written.ended)
-                )
+                self._draw(written, self._last_logits(prefilled), meter, written.drafted)
+            self._observe(
+                written,
+                PassOutcome(plain(history[prompt_tokens - 1]), [0], prefilled.output, None, written.ended),
+            )
             while True:
                 meter.pause()
                 yield from written.events()
@@ -225,11 +241,13 @@ class Generator:
             # Tokens drawn before the error belong to the text all the same.
             yield from written.events()
             raise
+        finally:
+            drafting = self._let_go(written)
         labels = replace(
             self.labels,
             seed=sampling.seed if sampling.is_random else None,
             context_full=written.reason == "length" and len(history) - prompt_tokens < sampling.max_tokens,
-            drafting=self._draft_stats(written),
+            drafting=drafting,
         )
         stats = meter.stats(labels, self.counters(), prompt_tokens, len(history) - prompt_tokens)
         yield Event(text.finish(), None, written.reason, stats, stop=text.stop)
@@ -245,63 +263,57 @@ class Generator:
 
         kv then holds the text without its newest token. After an exception it holds what it held before.
         """
-        started, start, root = time.perf_counter(), len(written.history) - 1, written.history[-1]
-        drafting, draft, prune = self._drafting(written), plain(root), None
-        if drafting is not None:
-            draft = drafting.propose(root, kv, self.max_context - start, written.room, cancelled)
-            prune = drafting.prune
-        tree = draft.tree if len(draft) > 1 else None
-        batch = ForwardBatch(draft.tokens, tree, draft_rows=len(draft) - 1)
+        start, root = len(written.history) - 1, written.history[-1]
+        text, draft = self._drafted_text(written), plain(root)
         answer: PassResult | None = None
         if kv.length == start:
-            answer = yield PassRequest(batch, kv, start, cancelled, prune)
+            asked = DraftRequest(text, root, kv, self.max_context - start, written.room, cancelled)
+            answer = yield PassRequest(ForwardBatch([root]), kv, start, cancelled, text=asked)
         if answer is None:
             # The keys and values were given up for those of other texts.
-            _, answer = yield from self._prefill(written, kv, meter, cancelled)
-            verified, drafting = plain(root), None
+            answer = yield from self._prefill(written, kv, meter, cancelled)
+            verified, text = draft, None
         else:
             meter.passes += 1
-            nodes = answer.output.tokens
+            draft, nodes = draft if text is None else text.draft, answer.output.tokens
             verified = draft if len(nodes) == len(draft) else draft.only(nodes)
-        found = answer.output
+        started, found = time.perf_counter(), answer.output
         path: list[int] = []
         logits = _Logits(self.transformer, found.hidden, verified, answer.logits)
         try:
             path = verify(
                 verified,
-                lambda node: self._draw(written, logits.behind(node), meter, drafting),
+                lambda node: self._draw(written, logits.behind(node), meter, text),
             )
         finally:
             # A budget that changed meanwhile may have taken its memory: the next pass computes it again.
             if kv.length > start:
                 kv.keep(start, path, partial(self.transformer.backend.kv_move, kv))
         if len(draft) > 1:
-            self.transformer.accept(batch, [found.tokens[node] for node in path])
-        if drafting is not None:
-            seconds = time.perf_counter() - started
-            drafting.observe(PassOutcome(verified, path, found, seconds, written.ended))
+            self.transformer.accept(answer.batch, [answer.first + found.tokens[node] for node in path])
+        if text is not None:
+            drawing = time.perf_counter() - started
+            self._observe(written, PassOutcome(verified, path, found, answer.seconds, written.ended, drawing))
 
-    def _drafting(self, written: _Continuation) -> Drafting | None:
-        """What drafts for this text now; None if nothing does."""
-        drafting = self.drafting
-        if drafting is None:
-            return None
-        knows = drafting.text is written.history
-        if not self.alone():
-            if knows:
-                # What it knows is out of date by the time that it drafts for this text again.
-                written.drafted += drafting.stats
-                drafting.leave()
-            return None
-        if not knows:
-            drafting.begin(written.history, written.sampling, written.constrained)
-        return drafting
+    def _drafted_text(self, written: _Continuation) -> DraftedText | None:
+        """The text as what drafts for it knows it; None if nothing does."""
+        if written.drafted is None and self.drafting is not None:
+            written.drafted = self.drafting.begin(written.history, written.sampling, written.constrained)
+        return written.drafted
 
-    def _draft_stats(self, written: _Continuation) -> DraftStats:
-        drafting = self.drafting
-        if drafting is None or drafting.text is not written.history:
-            return written.drafted
-        return written.drafted + drafting.stats
+    def _observe(self, written: _Continuation, outcome: PassOutcome) -> None:
+        if written.drafted is not None:
+            assert self.drafting is not None
+            self.drafting.observe(written.drafted, outcome)
+
+    def _let_go(self, written: _Continuation) -> DraftStats:
+        """Free what drafted for a text. Returns its stats."""
+        if written.drafted is None:
+            return DraftStats()
+        assert self.drafting is not None
+        found = self.drafting.stats(written.drafted)
+        self.drafting.end(written.drafted)
+        return found
 
     def _last_logits(self, found: PassResult) -> Float32:
         """Logits (V,) behind the last row of a pass. Raises BundleError if they aren't finite."""
@@ -313,14 +325,14 @@ class Generator:
         return row
 
     def _draw(
-        self, written: _Continuation, logits: Float32, meter: Meter, drafting: Drafting | None
+        self, written: _Continuation, logits: Float32, meter: Meter, text: DraftedText | None
     ) -> int | None:
         """Draw the text's next token and write it. Returns None if the text ends here."""
         allowed = None if written.constrained is None else written.constrained.allowed()
         token = sample(logits, written.sampling, len(written.history), written.history, allowed)
         meter.sampled += 1
-        if drafting is not None:
-            drafting.drew(token, logits)
+        if text is not None:
+            text.drew(token, logits)
         top = written.sampling.top_logprobs
         if top is None:
             written.add(token)
@@ -330,17 +342,17 @@ class Generator:
 
     def _prefill(
         self, written: _Continuation, kv: KVCache, meter: Meter, cancelled: IsCancelled | None
-    ) -> Steps[tuple[Drafting | None, PassResult]]:
+    ) -> Steps[PassResult]:
         """Bring kv, which holds the beginning of a text, to hold all of it.
 
-        Returns the result of its last token, which always runs, because it isn't stored, and what drafted
-        for the text then. Chunks done before a cancellation stay.
+        Returns the result of its last token, which always runs, because it isn't stored. Chunks done before a
+        cancellation stay.
         """
+        self._drafted_text(written)
         while True:
             text, start = written.history, kv.length
             chunk = text[start : start + self.prefill_chunk]
             last = start + len(chunk) == len(text)
-            drafting = self._drafting(written)
             batch = ForwardBatch(chunk, last_only=True)
             if not meter.sampled:
                 # What was kept may have had to go while the prompt waited for a pass.
@@ -353,7 +365,7 @@ class Generator:
             if whole and start == kv.chunked:
                 kv.chunked = start + self.prefill_chunk
             if last and found.rows == len(chunk):
-                return drafting, found
+                return found
 
 
 def watched(steps: Steps[None], see: Callable[[Event], None]) -> Steps[None]:
@@ -511,8 +523,8 @@ class _Continuation:
         self.ended = room == 0
         self.prompt: PromptUse | None = None
         """What the prompt came to, until the first event tells it."""
-        self.drafted = DraftStats()
-        """What drafting did for the text before another one joined it: from then on it is decoded without."""
+        self.drafted: DraftedText | None = None
+        """The text as what drafts for it knows it; None if nothing does."""
         self._text = text
         self._eos_ids = eos_ids
         self._events: list[Event] = []

@@ -169,7 +169,7 @@ class MemoryModel(ABC):
         config, runtime = self.config, self.runtime
         nodes = draft_nodes(runtime)
         held = self._adapter_bytes(nodes) + self.draft_head_bytes
-        drafter = drafter_bytes(runtime.speculation, config, self.max_context, nodes)
+        drafter = drafter_bytes(runtime.speculation, config, self.max_context, nodes, runtime.parallel)
         drafter += self.draft_model_bytes + self.datastore_bytes
         if not drafter:
             return held

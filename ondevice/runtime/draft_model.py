@@ -102,7 +102,9 @@ def plan_draft(
             f"{'it' if own is None else 'the model'} was converted without one; take --speculation auto"
         )
     context = min(max_context, bundle.config.max_context)
-    settled = replace(runtime, sparsity="dense", speculation="off", draft_model="", max_context=context)
+    settled = replace(
+        runtime, sparsity="dense", speculation="off", draft_model="", max_context=context, parallel=1
+    )
     tokenizers = None if same_vocabulary(own, target) else (own, target)
     return ResolvedDraft(bundle, settled, _resident(bundle, settled), tokenizers)
 

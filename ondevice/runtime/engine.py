@@ -136,7 +136,6 @@ class Engine:
             before_pass=self._before_pass,
             restore=self.kv.restore,
             most_texts=runtime.parallel,
-            alone=lambda: self.joint.running <= 1,
             labels=GenerationStats(
                 backend=self._backend.name,
                 sparsity=runtime.sparsity,
@@ -311,7 +310,9 @@ class Engine:
         drafter = make_drafter(runtime.speculation, target)
         nodes = min(draft_nodes(runtime), widths.nodes)
         least_seconds = MIN_PASS_SECONDS if runtime.speculation == "auto" else 0.0
-        return None if drafter is None else Drafting(drafter, nodes, least_seconds, widths.branches)
+        if drafter is None:
+            return None
+        return Drafting(drafter, nodes, least_seconds, widths.branches, runtime.parallel)
 
     def draft_with(self, name: str, drafting: Drafting | None) -> None:
         """Draft with `drafting` from now on. name: its `--speculation`, for the stats of generations."""
@@ -363,7 +364,7 @@ class Engine:
 
     def _before_pass(self, batch: ForwardBatch) -> None:
         # A draft is made from what is in memory, and its pass must find that there.
-        if not batch.draft_rows:
+        if not batch.drafted:
             self._between_passes()
         self._quota.before_pass(len(batch.tokens), self.kv.nbytes)
 

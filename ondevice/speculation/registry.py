@@ -48,10 +48,15 @@ class Target:
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """An entry of DRAFTERS. nbytes: most bytes that the drafter takes, given (config, context, nodes)."""
+    """An entry of DRAFTERS.
+
+    nbytes: most bytes that the drafter takes, given (config, context, nodes). beside: most bytes of one for
+    another text beside its own (`Drafter.beside`), given the same; 0 where there is none.
+    """
 
     needs: Needs
     nbytes: Callable[[ModelConfig, int, int], int]
+    beside: Callable[[ModelConfig, int, int], int]
     make: Callable[[Target], Drafter]
 
 
@@ -64,6 +69,11 @@ def _stream_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
     return 8 * context + 4 * (2 * MAX_STREAMS * config.vocab_size + rows)
 
 
+def _resident_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
+    """Bytes of the text, and of logits."""
+    return 8 * context + 2 * 4 * config.vocab_size
+
+
 MIN_PASS_SECONDS = 0.001
 """Seconds of a plain pass below which `auto` is disabled. Looking for draft tokens takes a tenth of that."""
 AUTOMATIC: tuple[str, ...] = ("lookup", "recycling")
@@ -72,42 +82,66 @@ AUTOMATIC: tuple[str, ...] = ("lookup", "recycling")
 
 DRAFTERS: dict[str, DrafterKind] = {
     "lookup": DrafterKind(
-        "nothing", lambda config, context, nodes: index_bytes(context), lambda target: Lookup()
+        "nothing",
+        lambda config, context, nodes: index_bytes(context),
+        lambda config, context, nodes: index_bytes(context),
+        lambda target: Lookup(),
     ),
     "recycling": DrafterKind(
         "nothing",
         lambda config, context, nodes: matrix_bytes(config.vocab_size),
+        lambda config, context, nodes: 0,
         lambda target: Recycling(target.config.vocab_size),
     ),
     "streams": DrafterKind(
         "streams",
         _stream_drafter_bytes,
+        lambda config, context, nodes: 0,
         lambda target: MultiStreamDrafter(target.transformer, target.max_rows, target.streams),
     ),
     "resident": DrafterKind(
         "nothing",
-        lambda config, context, nodes: 8 * context + 2 * 4 * config.vocab_size,
+        _resident_drafter_bytes,
+        _resident_drafter_bytes,
         lambda target: ResidentDrafter(target.transformer),
     ),
     # The memory of a datastore's index is planned from the bundle.
-    "ngrams": DrafterKind("ngrams", lambda config, context, nodes: 0, lambda target: _ngram_drafter(target)),
+    "ngrams": DrafterKind(
+        "ngrams",
+        lambda config, context, nodes: 0,
+        lambda config, context, nodes: 0,
+        lambda target: _ngram_drafter(target),
+    ),
     # A second model's memory is planned from its bundle.
     "model": DrafterKind(
-        "draft model", lambda config, context, nodes: 0, lambda target: _model_drafter(target)
+        "draft model",
+        lambda config, context, nodes: 0,
+        lambda config, context, nodes: 0,
+        lambda target: _model_drafter(target),
     ),
     "auto": DrafterKind(
         "nothing",
         lambda config, context, nodes: sum(
             DRAFTERS[name].nbytes(config, context, nodes) for name in AUTOMATIC
         ),
+        lambda config, context, nodes: sum(
+            DRAFTERS[name].beside(config, context, nodes) for name in AUTOMATIC
+        ),
         lambda target: _automatic(target),
     ),
 }
 
 
-def drafter_bytes(name: str, config: ModelConfig, max_context: int, max_nodes: int) -> int:
-    """Most bytes that the drafter `name` takes for such a model; 0 for a name that is no drafter's."""
-    return DRAFTERS[name].nbytes(config, max_context, max_nodes) if name in DRAFTERS else 0
+def drafter_bytes(name: str, config: ModelConfig, max_context: int, max_nodes: int, texts: int = 1) -> int:
+    """Most bytes that the drafter `name` takes for such a model; 0 for a name that is no drafter's.
+
+    texts: for which it drafts at once.
+    """
+    if name not in DRAFTERS:
+        return 0
+    kind = DRAFTERS[name]
+    beside = (texts - 1) * kind.beside(config, max_context, max_nodes)
+    return kind.nbytes(config, max_context, max_nodes) + beside
 
 
 def runs_streams(name: str, streams: MultiStreams | None) -> bool:

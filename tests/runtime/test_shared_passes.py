@@ -46,7 +46,7 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> Shares:
     own = Transformer.run_each
 
     def run_each(self: Transformer, parts: Sequence[SequencePart], *rest: Any) -> Array:
-        found.append([len(tokens) for tokens, _ in parts])
+        found.append([len(batch.tokens) for batch, _ in parts])
         return own(self, parts, *rest)
 
     monkeypatch.setattr(Transformer, "run_each", run_each)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from copy import copy
 from itertools import pairwise
 
 from ondevice.backends.base import Float32
@@ -88,6 +89,13 @@ class NgramDrafter(Drafter):
     def is_cheap(self) -> bool:
         """Whether lookups take no more of the time than they may."""
         return not self._draft_seconds or self._lookup_seconds <= self._most_share * self._draft_seconds
+
+    def beside(self) -> NgramDrafter:
+        """One with the same datastore; both learn from both texts."""
+        found = copy(self)
+        found._tail = []
+        found._forget()
+        return found
 
     def propose(self, path: Sequence[int]) -> Proposals:
         ranked = [(token, rate.value) for token, rate in self._ranked(path)]
