@@ -172,8 +172,7 @@ class Bundle:
         self.expert_layout = expert_layout(self.config, self.quant)
         self.bundle_bytes: int = manifest_bytes + sum(entry.nbytes for entry in manifest.files.values())
         self._folder = path.resolve()
-        self._check_sizes()
-        self._check_headers()
+        self._check_headers(self._check_sizes())
         self._spans = tensor_spans(RESIDENT, resident_tensors(self.config, self.quant))
         self._crcs = self._read_checksums()
         self._rechecked: dict[str, CheckedFile] = {}
@@ -356,15 +355,18 @@ class Bundle:
             raise BundleError(f"{name} doesn't match its sha256; the bundle is damaged, convert it again")
         return data
 
-    def _check_sizes(self) -> None:
-        """Checks that manifest and disk have the sizes that the model implies, and that CRC ranges adjoin."""
-        next_crc = 0
+    def _check_sizes(self) -> dict[str, FileLayout]:
+        """Checks that manifest and disk have the sizes that the model implies, and that CRC ranges adjoin.
+
+        Returns the layouts of all files but the checksums, by name.
+        """
+        next_crc, layouts = 0, {}
         for name in bundle_files(self.config, self.manifest.tokenizer):
             entry = self.manifest.files[name]
             if name == CHECKSUMS:
                 expected, crc = 4 * next_crc, None
             else:
-                layout = file_layout(name, self.config, self.quant)
+                layouts[name] = layout = file_layout(name, self.config, self.quant)
                 expected = entry.nbytes if layout.nbytes is None else layout.nbytes
                 crc = CrcRange(next_crc, layout.crc_count(expected))
                 next_crc += crc.count
@@ -379,14 +381,13 @@ class Bundle:
                 raise BundleError(f"{name} has {actual} bytes on disk; the manifest says {expected}")
         if 4 * next_crc > MAX_CHECKSUM_BYTES:
             raise BundleError(f"{CHECKSUMS} has {4 * next_crc} bytes; the limit is {MAX_CHECKSUM_BYTES}")
+        return layouts
 
-    def _check_headers(self) -> None:
+    def _check_headers(self, layouts: Mapping[str, FileLayout]) -> None:
         """Checks that the safetensors headers are the canonical ones, so that offsets can be computed."""
-        for name in self.manifest.files:
-            if name != CHECKSUMS:
-                header = file_layout(name, self.config, self.quant).header
-                if read_range(self._folder / name, 0, len(header)) != header:
-                    raise BundleError(f"{name}: its safetensors header isn't the one this model implies")
+        for name, layout in layouts.items():
+            if read_range(self._folder / name, 0, len(layout.header)) != layout.header:
+                raise BundleError(f"{name}: its safetensors header isn't the one this model implies")
 
     def _addition(self, sidecar: Sidecar, read: Callable[[bytes], Added]) -> Added | None:
         """A sidecar's content, as `read` parses it; None if the sidecar is absent or damaged."""
