@@ -42,11 +42,16 @@ MIN_CHANCE = 0.01
 
 def draft_always() -> None:
     """Drafts of as many nodes as there may be, without draft tokens that are next to hopeless."""
-    ondevice.runtime.engine.MIN_PASS_SECONDS = 0.0
-    TreePolicy.begin = lambda policy: policy._max_nodes  # type: ignore[method-assign]
-    TreePolicy.throttle = lambda policy: False  # type: ignore[method-assign]
-    NgramDrafter.is_cheap = True  # type: ignore[method-assign,assignment]
-    TreePolicy.is_backing_off = TreePolicy.is_throttling = False  # type: ignore[method-assign,assignment]
+    always: list[tuple[object, str, Any]] = [
+        (TreePolicy, "begin", lambda policy: policy._max_nodes),
+        (TreePolicy, "throttle", lambda policy: False),
+        (TreePolicy, "is_backing_off", False),
+        (TreePolicy, "is_throttling", False),
+        (ondevice.runtime.engine, "MIN_PASS_SECONDS", 0.0),
+        (NgramDrafter, "is_cheap", True),
+    ]
+    for owner, name, value in always:
+        setattr(owner, name, value)
     for question in ("is_worth_adding", "is_worth_asking"):
         setattr(TreePolicy, question, lambda policy, nodes, chance: chance >= MIN_CHANCE)
 
@@ -105,7 +110,7 @@ def main() -> int:
                     train_ngrams(args.model, pieces=[train[:tokens].tolist()], output=folder, tokens=tokens)
                     seconds, nbytes = lookup_seconds(folder, windows[0]), (folder / NGRAMS).stat().st_size
                 for drafter in ("ngrams", "auto") if tokens else ("lookup", "recycling", "auto"):
-                    with load(folder, speculation=drafter, threads=1) as model:  # type: ignore[arg-type]
+                    with load(folder, speculation=drafter, threads=1) as model:
                         found, per_pass = texts(model, windows, **sampling)
                     changed += sum(one != other for one, other in zip(found, plain, strict=True))
                     stored = min(tokens, len(train))
