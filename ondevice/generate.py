@@ -351,7 +351,7 @@ class Generator:
         self._drafted_text(written)
         while True:
             text, start = written.history, kv.length
-            chunk = text[start : start + self.prefill_chunk]
+            chunk = text[start : kv.end_of_chunk(start + self.prefill_chunk)]
             last = start + len(chunk) == len(text)
             batch = ForwardBatch(chunk, last_only=True)
             if not meter.sampled:
@@ -362,7 +362,7 @@ class Generator:
                 continue
             meter.passes += 1
             whole = found.rows == self.prefill_chunk and start % self.prefill_chunk == 0
-            if whole and start == kv.chunked:
+            if whole and start == kv.chunked and kv.states is None:
                 kv.chunked = start + self.prefill_chunk
             if last and found.rows == len(chunk):
                 return found

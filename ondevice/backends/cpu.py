@@ -37,12 +37,20 @@ from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.native_routing import route
 from ondevice.backends.offloading import OffloadingBackend
+from ondevice.backends.recurrent import DeltaWeights, StateStore
 from ondevice.backends.routing import sigmoid, substituted
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import padded
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native, memory
-from ondevice.model_config import ACTIVATIONS, Activation, AttentionSpec, FeedForwardSpec, LayerSpec
+from ondevice.model_config import (
+    ACTIVATIONS,
+    Activation,
+    AttentionSpec,
+    DeltaSpec,
+    FeedForwardSpec,
+    LayerSpec,
+)
 
 SCORES = ("scores", "more scores")
 """Names of the output buffers of a selector's matrices."""
@@ -224,9 +232,9 @@ class CpuBackend(OffloadingBackend):
         """The instruction set that multiplies."""
         return self.runner.target
 
-    def allocate_block(self, layout: KVLayout) -> Bytes:
-        """One block of keys and values, in a mapping of its own."""
-        return _native.allocate(layout.block_bytes)
+    def allocate_block(self, nbytes: int) -> Bytes:
+        """A block of keys and values, or states, in a mapping of its own."""
+        return _native.allocate(nbytes)
 
     def new_arrays(self, layout: KVLayout) -> None:
         """Keys and values are in blocks."""
@@ -299,6 +307,24 @@ class CpuBackend(OffloadingBackend):
             sinks,
         )
         return out
+
+    def gated_delta(
+        self,
+        projected: Float32,
+        gates: Float32,
+        states: StateStore,
+        layer: int,
+        spec: DeltaSpec,
+        weights: DeltaWeights,
+    ) -> Float32:
+        out = self._buffer("attention", (len(projected), spec.value_size))
+        state, after = states.state(layer), states.next_state(layer)
+        _native.gated_delta(self.runner, projected, gates, spec.sizes, *weights, state, after, out)
+        return out
+
+    def sigmoid_gated(self, x: Float32, gates: Float32) -> Float32:
+        _native.sigmoid_gate(self.runner, gates, x)
+        return x
 
     def add_normed(self, x: Float32, y: Float32, norm: Norm) -> Float32:
         _native.add_normed(self.runner, x, y, norm)

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.backends import reference_delta
 from ondevice.backends.base import (
     BLOCK_TOKENS,
     KEY_LANES,
@@ -36,6 +37,7 @@ from ondevice.backends.base import (
 from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.recurrent import DeltaWeights, StateStore
 from ondevice.backends.routing import route, sigmoid
 from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.token_tree import TokenTree
@@ -44,7 +46,15 @@ from ondevice.bundle.layout import ExpertLayout, RowLayout
 from ondevice.bundle.tiles import untiled
 from ondevice.config import RowFormat
 from ondevice.kernels import _native
-from ondevice.model_config import CLAMP, SWISH_SLOPE, Activation, AttentionSpec, FeedForwardSpec, LayerSpec
+from ondevice.model_config import (
+    CLAMP,
+    SWISH_SLOPE,
+    Activation,
+    AttentionSpec,
+    DeltaSpec,
+    FeedForwardSpec,
+    LayerSpec,
+)
 
 RECORDS_PER_READ = 1024
 _KV_TYPES = {32: np.float32, 16: np.float16, 8: np.int8}
@@ -89,8 +99,8 @@ class ReferenceBackend:
     synchronisations = 0
     synchronised_seconds = 0.0
 
-    def allocate_block(self, layout: KVLayout) -> Bytes:
-        return _native.allocate(layout.block_bytes)
+    def allocate_block(self, nbytes: int) -> Bytes:
+        return _native.allocate(nbytes)
 
     def new_arrays(self, layout: KVLayout) -> None:
         """Keys and values are in blocks."""
@@ -274,6 +284,22 @@ class ReferenceBackend:
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             out[:, head] = weights / weights.sum(axis=1, keepdims=True) @ v
         return out.reshape(tokens, heads * width)
+
+    def gated_delta(
+        self,
+        projected: Float32,
+        gates: Float32,
+        states: StateStore,
+        layer: int,
+        spec: DeltaSpec,
+        weights: DeltaWeights,
+    ) -> Float32:
+        return reference_delta.gated_delta(
+            projected, gates, states.state(layer), states.next_state(layer), spec, weights
+        )
+
+    def sigmoid_gated(self, x: Float32, gates: Float32) -> Float32:
+        return x * sigmoid(gates)
 
     def prefetch(self, x: Float32, norm: Norm | None, weight: ReferenceFeedForward) -> None:
         """Nothing to do: everything is in memory."""

@@ -261,6 +261,9 @@ class MemoryModel(ABC):
         mixture = self._mixture_floats
         # In the layer: the copies before it and as predicted, what one product is made of, and gates, twice.
         within = (2 * copies if copies > 1 else 0) * hidden + (3 * hidden + 2 * rank if rank else 0)
+        # Gates of attention or of a delta rule, copied.
+        gates = [config.out_cols(layer) for layer in config.layers if layer.attention.gated]
+        within += max(gates, default=0)
         if config.cut_off_layers:
             within += 2 * max(map(config.neurons, config.cut_off_layers))
         # Behind it: also the copies as corrected, and with the per-layer block's output.

@@ -54,8 +54,9 @@ class Plan:
     max_context: int
     """Tokens of context whose keys and values are guaranteed."""
     kv_block_bytes: int
+    """Keys and values, and states of recurrent layers, of a first token."""
     kv_cache_bytes: int
-    """Keys and values of one full context."""
+    """The same of one full context."""
     segment: SegmentShape | SlotShape
     """Pieces of feed-forward memory: ranges of neurons in dense mode, single neurons' slots in the others."""
     buffers: BufferShape
@@ -306,8 +307,8 @@ def plan_memory(memory: MemoryModel, *, budget_bytes: int, process_bytes: int) -
         weights_bytes=memory.weights_bytes,
         embedding_bytes=memory.embedding_bytes,
         max_context=memory.max_context,
-        kv_block_bytes=kv.block_bytes,
-        kv_cache_bytes=kv.blocks(memory.max_context) * kv.block_bytes,
+        kv_block_bytes=kv.nbytes(1),
+        kv_cache_bytes=kv.nbytes(memory.max_context),
         segment=memory.segment,
         buffers=memory.buffers,
         activation_bytes=memory.activation_bytes(max(widest, decoded)) + memory.parallel_bytes,

@@ -88,6 +88,8 @@ def no_streams(config: ModelConfig) -> str:
         "layers that scale the residual": config.any_layer(lambda layer: layer.scaled),
         "normed values": config.any_layer(lambda layer: layer.attention.value_norm),
         "attention sinks": config.any_layer(lambda layer: layer.attention.sinks),
+        "gated attention": config.any_layer(lambda layer: layer.attention.gated),
+        "recurrent layers": bool(config.recurrent_layers),
         "keys that layers share": config.num_kv_layers < config.num_layers,
         "heads of several sizes": config.any_layer(
             lambda layer: layer.attention.head_dim > 0 or layer.attention.num_kv_heads > 0

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Array, Embedding, FeedForward, HeadNorms, Linear, Norm, Router, Vector
+from ondevice.backends.recurrent import DeltaWeights
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class CopiesOfModel:
 class LayerWeights:
     """One layer's weights, as the backend loaded them. A part that the layer doesn't have is None.
 
-    scale: (1,), factor of the residual that leaves the layer. sinks: (H,), scores of attention sinks.
+    scale: (1,), factor of the residual that leaves the layer. sinks: (H,), scores of attention sinks. gates:
+    the matrix of gated attention's gates, (H * Dh, D), or of the delta rule's, (2 * HV, D).
     """
 
     attention_norm: Norm | None
@@ -84,6 +86,8 @@ class LayerWeights:
     scale: Vector | None = None
     sinks: Vector | None = None
     router: Router | None = None
+    gates: Linear | None = None
+    delta: DeltaWeights | None = None
 
 
 @dataclass(frozen=True)

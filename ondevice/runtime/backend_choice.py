@@ -45,9 +45,9 @@ def has_mlx() -> bool:
 def settled_backend(backend: str, config: ModelConfig | None = None) -> Literal["cpu", "mlx", "reference"]:
     """The backend that `auto` means on this machine: MLX on Apple's GPU if there is one, else cpu.
 
-    Models with experts run on `cpu`.
+    Models with experts or recurrent layers run on `cpu`.
     """
-    if backend == "auto" and config is not None and config.experts is not None:
+    if backend == "auto" and config is not None and (config.experts is not None or config.recurrent_layers):
         return "cpu"
     if backend == "auto":
         apple = sys.platform == "darwin" and platform.machine() == "arm64"
@@ -63,6 +63,15 @@ def check_backend(runtime: RuntimeConfig, config: ModelConfig | None = None) -> 
         raise BackendUnavailableError(
             "--backend mlx runs experts that are stored as matrices, not neuron by neuron as those with "
             f"{config.activation} are; use --backend cpu"
+        )
+    if (
+        backend == "mlx"
+        and config is not None
+        and (config.recurrent_layers or config.any_layer(lambda layer: layer.attention.gated))
+    ):
+        raise BackendUnavailableError(
+            "--backend mlx runs neither recurrent layers nor gated attention, which this model has; use "
+            "--backend cpu"
         )
     if runtime.sparsity in ("exact", "predicted", "threshold") and backend == "reference":
         raise BackendUnavailableError(

@@ -359,8 +359,8 @@ class Engine:
 
     def _grow_beside(self, kv: KVCache, tokens: int) -> None:
         """Give neurons the memory that `tokens` tokens in kv will leave."""
-        grown = max(0, kv.layout.blocks(min(tokens, self.plan.max_context)) - len(kv.blocks))
-        self._quota.grow(self.kv.nbytes + grown * kv.layout.block_bytes)
+        grown = max(0, kv.layout.nbytes(min(tokens, self.plan.max_context)) - kv.nbytes)
+        self._quota.grow(self.kv.nbytes + grown)
 
     def _before_pass(self, batch: ForwardBatch) -> None:
         # A draft is made from what is in memory, and its pass must find that there.

@@ -12,6 +12,7 @@ from ondevice.bundle.verify import without_damage
 from ondevice.config import RuntimeConfig, Speculation
 from ondevice.errors import BundleError, FlashReadError
 from ondevice.kernels import _native
+from ondevice.model_config import ModelConfig
 from ondevice.speculation.datastore import Datastore
 from ondevice.speculation.registry import drafts_with_ngrams, runs_streams
 from ondevice.tokenizer import Tokenizer, load_tokenizer, loading_bytes
@@ -56,15 +57,15 @@ def damage_warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
     return tuple(error.for_command_line for key, error in bundle.damaged.items() if may_use[key])
 
 
-def settled_speculation(runtime: RuntimeConfig, rows: RowInvariance) -> Speculation:
+def settled_speculation(runtime: RuntimeConfig, rows: RowInvariance, config: ModelConfig) -> Speculation:
     """The speculation, with `auto` settled where this is possible.
 
-    `auto` means `off` where drafts could change texts, `model` if a draft model is named, and otherwise stays
-    `auto`.
+    `auto` means `off` where drafts could change texts or the model has recurrent layers, `model` if a draft
+    model is named, and otherwise stays `auto`.
     """
     if runtime.speculation != "auto":
         return runtime.speculation
-    if rows.widths.nodes < 2 or runtime.expert_substitution:
+    if rows.widths.nodes < 2 or runtime.expert_substitution or config.recurrent_layers:
         return "off"
     return "model" if runtime.draft_model else "auto"
 

@@ -167,7 +167,9 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     rows = row_invariance(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
     check_drafts(runtime, rows)
     runtime = replace(
-        runtime, speculation=settled_speculation(runtime, rows), parallel=settled_parallel(runtime, rows)
+        runtime,
+        speculation=settled_speculation(runtime, rows, bundle.config),
+        parallel=settled_parallel(runtime, rows),
     )
     warnings = damage_warnings(bundle, runtime)
     # Import now what is needed anyway, so that it is measured with the process.
