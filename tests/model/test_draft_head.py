@@ -87,9 +87,10 @@ def test_no_text_depends_on_it(counted: Path, speculation: str, monkeypatch: pyt
     propose = Drafting.propose
 
     def noted(drafting: Drafting, *arguments: Any) -> Any:
-        draft = propose(drafting, *arguments)
-        proposed.update(draft.tokens[1:])
-        return draft
+        drafts = propose(drafting, *arguments)
+        for draft in drafts:
+            proposed.update(draft.tokens[1:])
+        return drafts
 
     monkeypatch.setattr(Drafting, "propose", noted)
     assert texts(counted, speculation, draft_head=8) == expected

@@ -60,7 +60,9 @@ def measured(runner: _native.Runner, tokens: int, rounds: int) -> tuple[float, f
     y = np.empty((tokens, HIDDEN), np.float32)
 
     def rule() -> None:
-        _native.gated_delta(runner, projected, gates, SPEC.sizes, conv, decay, bias, norm, *states, out)
+        _native.gated_delta(
+            runner, projected, gates, SPEC.sizes, conv, decay, bias, norm, states[0], states[1], out
+        )
         states.reverse()
 
     def projections() -> None:
