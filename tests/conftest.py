@@ -80,6 +80,15 @@ def unhurried_disk() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def usual_threads() -> Iterator[None]:
+    """Processes begin with as many threads for numpy as a person's: memory that they take is measured."""
+    with pytest.MonkeyPatch.context() as patch:
+        for library in ("OMP", "OPENBLAS"):
+            patch.delenv(f"{library}_NUM_THREADS", raising=False)
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of data that others made, beside the repository. Skips where it is absent."""

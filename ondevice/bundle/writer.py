@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,8 @@ class BundleWriter:
         self.folder = folder
         self._config = config
         self._quant = quant
+        self._layout = cache(partial(file_layout, config=config, quant=quant))
+        """The layout of a file by its name."""
         self._crc32c = crc32c
         self._fingerprint = fingerprint
         self._checkpoint_bytes = checkpoint_bytes
@@ -216,9 +219,6 @@ class BundleWriter:
             self._state.remove()
             sync_folder(self.folder)
         return manifest
-
-    def _layout(self, name: str) -> FileLayout:
-        return file_layout(name, self._config, self._quant)
 
     def _record(self, name: str, digest: FileDigest) -> None:
         self._finished[name] = digest

@@ -34,7 +34,7 @@ from ondevice.backends.mlx import MlxBackend  # noqa: E402
 from ondevice.backends.mlx_memory import writable  # noqa: E402
 from ondevice.backends.mlx_weights import MlxMatrix, MlxPieceMemory, RecordMemory  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("mlx_device")
+pytestmark = pytest.mark.usefixtures("usual_threads", "mlx_device")
 
 
 def held_bytes(matrix: MlxMatrix) -> int:

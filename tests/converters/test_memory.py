@@ -20,6 +20,8 @@ from ondevice.converters.pipeline import ahead
 from tests.benchmarks.lib.measure import MEMORY_CGROUP, memory_cgroup
 from tests.support.models import tensor_shapes, tiny_config
 
+pytestmark = pytest.mark.usefixtures("usual_threads")
+
 # ru_maxrss isn't reset when a process is started, and pytest with torch may be large; VmHWM is its own.
 PROGRAM = """
 import sys
