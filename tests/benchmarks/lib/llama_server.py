@@ -18,7 +18,7 @@ import llama_cpp
 
 from tests.support.paths import ROOT
 
-RECIPE = Path(__file__).parent
+RECIPE = Path(__file__).with_name("llama_server_build")
 PACKAGE = "llama-cpp-python"
 LEFT_OUT = ("/vendor/llama.cpp/tools/ui/", "/vendor/llama.cpp/models/", "/vendor/llama.cpp/docs/")
 """What the server isn't made of, 100 MB."""
