@@ -42,7 +42,7 @@ from ondevice.model.loading import bundle_files
 from ondevice.model.stream_loading import load_streams
 from ondevice.model.transformer import Cancelled
 from ondevice.model.weights import MultiStreamWeights
-from ondevice.model_config import ModelConfig
+from ondevice.model_config import NO_ATTENTION, DeltaSpec, ModelConfig
 from tests.support.bundles import convert_bundle, copy_files, open_sound, write_chat_checkpoint
 from tests.support.command_line import Run
 from tests.support.flash_files import flip_byte
@@ -426,6 +426,8 @@ def test_every_block_that_stands_in_the_way_is_named() -> None:
             "normed values",
         ),
         (of_last_layer(config, attention=replace(attention, sinks=True)), "attention sinks"),
+        (of_last_layer(config, attention=replace(attention, gated=True)), "gated attention"),
+        (of_last_layer(config, attention=NO_ATTENTION, delta=DeltaSpec(1, 2, 16, 16)), "recurrent layers"),
         (of_last_layer(config, attention=replace(attention, keys_of=0)), "keys that layers share"),
         (of_last_layer(config, attention=replace(attention, num_kv_heads=4)), "heads of several sizes"),
         (of_last_layer(config, feed_forward=replace(block, cutoff=1.0)), "statistical cutoffs"),

@@ -70,6 +70,7 @@ def reseal(folder: Path, *names: str) -> None:
 
 
 LAYER = ("model", "layers", 0)
+DELTA = {"key_heads": 2, "value_heads": 4, "key_width": 16, "value_width": 16, "taps": 4}
 EXPERTS: dict[str, Any] = {
     "count": 4, "chosen": 2, "neurons": 8, "scoring": "softmax", "renormalised": False, "factor": 1.0,
 }  # fmt: skip
@@ -307,6 +308,17 @@ RULES = (
         "frequencies too few",
         put(*FREQUENCIES, value=[1.0] * 7),
         "7 frequencies for 8 pairs",
+        UnsupportedModelError,
+    ),
+    Rule("delta unknown key", put(*LAYER, "delta", value={**DELTA, "x": 1}), "delta.*x"),
+    Rule("delta without heads", put(*LAYER, "delta", value={**DELTA, "key_heads": 0}), "delta.key_heads"),
+    Rule("delta endless", put(*LAYER, "delta", value={**DELTA, "key_width": 1 << 40}), "delta.key_width"),
+    Rule("delta of one tap", put(*LAYER, "delta", value={**DELTA, "taps": 1}), "delta.taps"),
+    Rule("delta beside attention", put(*LAYER, "delta", value=DELTA), "no attention", UnsupportedModelError),
+    Rule(
+        "delta heads apart",
+        put(*LAYER, "delta", value={**DELTA, "value_heads": 3}),
+        "multiple of key_heads",
         UnsupportedModelError,
     ),
     Rule("experts unknown key", put(*LAYER, "experts", value={**EXPERTS, "x": 1}), "experts.*x"),

@@ -64,31 +64,39 @@ void to_unit(float* x, int64_t n, float factor) {
 
 // One token's step of 16 * N columns of a head's state (key_width, width), which begin at `from` and `to`:
 // S' = decay * S + k (beta * (v - k^T decay S))^T; out = q^T S'. Sums run over ascending rows.
-template <int N>
+template <int N, bool WHOLE>
 void step(const float* from, float* to, int64_t rows, int64_t width, int64_t left, const float* q,
           const float* k, const float* v, float decay, float beta, float* out) {
   F sums[N], change[N];
+  const auto read = [left](const float* at, int n) {
+    return WHOLE ? load(at + 16 * n) : load_partial(at + 16 * n, left - 16 * n);
+  };
+  const auto write = [left](float* at, int n, F value) {
+    if (WHOLE)
+      store(at + 16 * n, value);
+    else
+      store_partial(at + 16 * n, value, left - 16 * n);
+  };
   const F factor = set1(decay);
   for (int n = 0; n < N; ++n) sums[n] = zero();
   for (int64_t row = 0; row < rows; ++row) {
     const F key = set1(k[row]);
-    for (int n = 0; n < N; ++n)
-      sums[n] = fma(key, mul(factor, load_partial(from + row * width + 16 * n, left - 16 * n)), sums[n]);
+    for (int n = 0; n < N; ++n) sums[n] = fma(key, mul(factor, read(from + row * width, n)), sums[n]);
   }
   for (int n = 0; n < N; ++n) {
-    change[n] = mul(sub(load_partial(v + 16 * n, left - 16 * n), sums[n]), set1(beta));
+    change[n] = mul(sub(read(v, n), sums[n]), set1(beta));
     sums[n] = zero();
   }
   for (int64_t row = 0; row < rows; ++row) {
     const F key = set1(k[row]), query = set1(q[row]);
     for (int n = 0; n < N; ++n) {
-      const F old = mul(factor, load_partial(from + row * width + 16 * n, left - 16 * n));
+      const F old = mul(factor, read(from + row * width, n));
       const F value = fma(key, change[n], old);
-      store_partial(to + row * width + 16 * n, value, left - 16 * n);
+      write(to + row * width, n, value);
       sums[n] = fma(query, value, sums[n]);
     }
   }
-  for (int n = 0; n < N; ++n) store_partial(out + 16 * n, sums[n], left - 16 * n);
+  for (int n = 0; n < N; ++n) write(out, n, sums[n]);
 }
 
 // `count` tokens from token `first` on, of one key head and its value heads.
@@ -124,11 +132,11 @@ void run_tokens(const DeltaArgs& args, int64_t head, int64_t first, int64_t coun
         const float* scalars = q + 2 * K + group * V + 2 * g;
         const float* from = first + t == 0 ? args.state : args.next_state;
         float* out = args.out + (first + t) * args.value_heads * V + own * V + column;
-        const auto run = left >= 32 ? &step<2> : &step<1>;
+        const auto run = left >= 64 ? &step<4, true> : left >= 16 ? &step<1, true> : &step<1, false>;
         run(from + at + column, args.next_state + at + column, K, V, left, q, q + K,
             q + 2 * K + g * V + column, scalars[0], scalars[1], out);
       }
-      column += left >= 32 ? 32 : 16;
+      column += left >= 64 ? 64 : 16;
     }
   }
 }
