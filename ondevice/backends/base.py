@@ -28,6 +28,7 @@ from ondevice.model_config import (
     AttentionSpec,
     FeedForwardSpec,
     HeadSizes,
+    LatentSpec,
     LayerSpec,
     ModelConfig,
 )
@@ -69,6 +70,9 @@ class KVLayout:
     (for `reference` and training). Scales, 64 float32, exist at 8 bits only. Every offset is a multiple of
     64 bytes. `KVArrays` take as many bytes, in an order of their own.
 
+    In latent attention there are [codes][latent scales][scales of the part that turns] instead: the codes of
+    a latent and that part are one key's, and values are the latents. Each of the two has its own scale.
+
     Quantisation to 8 bits, per token and head, all in float32: m = max|x|, scale = m / 127,
     q = rint(x * (127 / m)), which reads back as q * scale; m == 0 gives q = 0 and scale = 0.
     """
@@ -93,7 +97,8 @@ class KVLayout:
 
     def head_bytes(self, layer: int) -> int:
         """Bytes of one (layer, kv head) in a block: keys, then values."""
-        return 2 * (self.codes_bytes(layer) + self.scales_bytes)
+        codes = self.codes_bytes(layer)
+        return codes * (1 if self.heads[layer].latent else 2) + 2 * self.scales_bytes
 
     def layer_bytes(self, layer: int) -> int:
         """Bytes of one layer in a block."""
@@ -113,12 +118,16 @@ class KVLayout:
         return self.layer_offsets[layer] + head * self.head_bytes(layer)
 
     @cached_property
-    def stretches(self) -> tuple[tuple[int, int, int], ...]:
-        """(offset, heads, width) of neighbouring layers with heads of one width: these lie side by side."""
+    def stretches(self) -> tuple[tuple[int, HeadSizes], ...]:
+        """(offset, heads) of neighbouring layers with heads of one width, which lie side by side.
+
+        The heads are one layer's, but for the number of keys, which is that of all these layers.
+        """
         found = []
-        for width, group in groupby(range(len(self.heads)), key=lambda layer: self.heads[layer].width):
+        for sizes, group in groupby(range(len(self.heads)), key=lambda layer: self.heads[layer]._replace(keys=0)):
             layers = list(group)
-            found.append((self.layer_offsets[layers[0]], sum(self.heads[it].keys for it in layers), width))
+            keys = sum(self.heads[it].keys for it in layers)
+            found.append((self.layer_offsets[layers[0]], sizes._replace(keys=keys)))
         return tuple(found)
 
     def blocks(self, n_tokens: int) -> int:
@@ -286,6 +295,21 @@ class HeadNorms(NamedTuple):
     v: Norm | None = None
 
 
+class LatentWeights(NamedTuple):
+    """The weights of latent attention beside its projections, of H heads (`LatentSpec`).
+
+    norm: of the latent. keys: (H * rank, key_dim), each head's K_h transposed. values: (H * value_dim, rank),
+    each head's V_h. queries, query_norm: (H * query_width, query_rank), and the norm of its input; None
+    where queries are made of the layer's input.
+    """
+
+    norm: Norm
+    keys: Linear
+    values: Linear
+    queries: Linear | None = None
+    query_norm: Norm | None = None
+
+
 class Biases(NamedTuple):
     """Biases of a feed-forward: of the gates, (F,), and of the output, (D,); None without one."""
 
@@ -445,19 +469,36 @@ class Backend(Protocol):
         nothing: that layer has stored the tokens' keys and values in the same pass.
 
         Args:
-            qkv: (T, (H + 2 * KVH) * Dh) queries, keys and values side by side, or (T, H * Dh) queries; may be
-                overwritten.
+            qkv: (T, (H + 2 * KVH) * Dh) queries, keys and values side by side, or (T, H * Dh) queries, or
+                what `latent_rows` gives; may be overwritten.
             kv: the cache, which has room for the new keys and values.
             layer: index of the layer whose keys and values are read.
             position: number of tokens stored before these.
-            cos, sin: (T, Dh / 2) rotary tables, in host memory.
+            cos, sin: (T, Dh / 2) rotary tables, in host memory. In latent attention, the values behind a
+                head's latent turn alone, and tables have half as many columns.
             spec: what scores are scaled and capped by, and the window of positions that a query sees.
             norms: norms of queries and keys, if the model has them.
             tree: how the T tokens follow each other, if not as a text. Query t then sees what `tree.visible`
                 says. On `cpu` its result has the same bits as in a text that consists of its path.
             sinks: (H,) scores beside those of the positions, whose weight goes to no value; None without.
 
-        Returns (T, H * Dh).
+        Returns (T, H * Dh), in latent attention (T, H * rank).
+        """
+        ...
+
+    def latent_rows(self, qkv: Array, spec: LatentSpec, weights: LatentWeights) -> Array:
+        """Queries of latents, and latents, as `attend` takes them: (T, (H + 1) * width), unturned.
+
+        That is, of every head, [K_h^T query | the part that turns], and then [norm(latent) | key part].
+
+        qkv: (T, ...) a layer's fused projection: queries, or what they are made of, and then a latent and a
+        key part.
+        """
+        ...
+
+    def linear_heads(self, x: Array, weight: Linear, heads: int) -> Array:
+        """Each head's own product, (T, N), for x (T, H * K): the rows [h * N / H, (h + 1) * N / H) of the
+        matrix (N, K) multiply the values [h * K, (h + 1) * K). N / H is a multiple of 16.
         """
         ...
 

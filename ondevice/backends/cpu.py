@@ -26,6 +26,7 @@ from ondevice.backends.base import (
     Int32,
     KVLayout,
     KVStore,
+    LatentWeights,
     LinearSource,
     Norm,
     Router,
@@ -42,7 +43,14 @@ from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import padded
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native, memory
-from ondevice.model_config import ACTIVATIONS, Activation, AttentionSpec, FeedForwardSpec, LayerSpec
+from ondevice.model_config import (
+    ACTIVATIONS,
+    Activation,
+    AttentionSpec,
+    FeedForwardSpec,
+    LatentSpec,
+    LayerSpec,
+)
 
 SCORES = ("scores", "more scores")
 """Names of the output buffers of a selector's matrices."""
@@ -260,8 +268,18 @@ class CpuBackend(OffloadingBackend):
 
     def kv_move(self, kv: KVStore, source: int, target: int) -> None:
         layout, blocks = kv.layout, _addresses(kv)
-        for offset, heads, width in layout.stretches:
-            _native.kv_move(self.runner, blocks, offset, heads, width, layout.kv_bits, source, target)
+        for offset, sizes in layout.stretches:
+            _native.kv_move(
+                self.runner,
+                blocks,
+                offset,
+                sizes.keys,
+                sizes.width,
+                layout.kv_bits,
+                source,
+                target,
+                sizes.latent,
+            )
 
     def attend(
         self,
@@ -277,7 +295,7 @@ class CpuBackend(OffloadingBackend):
         sinks: Float32 | None = None,
     ) -> Float32:
         layout, sizes = kv.layout, kv.layout.heads[layer]
-        out = self._buffer("attention", (len(qkv), sizes.queries * sizes.width))
+        out = self._buffer("attention", (len(qkv), sizes.queries * sizes.value_width))
         _native.attend(
             self.runner,
             qkv,
@@ -297,7 +315,36 @@ class CpuBackend(OffloadingBackend):
             out,
             spec.keys_of is None,
             sinks,
+            sizes.latent,
         )
+        return out
+
+    def latent_rows(self, qkv: Float32, spec: LatentSpec, weights: LatentWeights) -> Float32:
+        tokens, first = len(qkv), qkv.shape[1] - spec.width
+        heads = weights.keys.matrix.rows // spec.rank
+        queries = qkv[:, :first]
+        if weights.queries is not None:
+            matrix = weights.queries.matrix
+            queries = self._buffer("queries", (tokens, matrix.rows))
+            matrix.forward(self.runner, qkv[:, :first], None, queries, weights.query_norm)
+        queries = queries.reshape(tokens, heads, spec.query_width)
+        met = self._heads("latent queries", queries[:, :, : spec.key_dim], weights.keys)
+        out = self._buffer("latents", (tokens, (heads + 1) * spec.width))
+        parts = out.reshape(tokens, heads + 1, spec.width)
+        parts[:, :heads, : spec.rank] = met.reshape(tokens, heads, spec.rank)
+        parts[:, :heads, spec.rank :] = queries[:, :, spec.key_dim :]
+        latents = np.ascontiguousarray(qkv[:, first : first + spec.rank])
+        parts[:, heads, : spec.rank] = self.normed(latents, weights.norm)
+        parts[:, heads, spec.rank :] = qkv[:, first + spec.rank :]
+        return out
+
+    def linear_heads(self, x: Float32, weight: CpuLinear, heads: int) -> Float32:
+        return self._heads("linear heads", x.reshape(len(x), heads, -1), weight)
+
+    def _heads(self, op: str, x: Float32, weight: CpuLinear) -> Float32:
+        """Each head's own product, (T, N), for x (T, H, K)."""
+        out = self._buffer(op, (len(x), weight.matrix.rows))
+        weight.matrix.forward_heads(self.runner, np.ascontiguousarray(x.swapaxes(0, 1)), out)
         return out
 
     def add_normed(self, x: Float32, y: Float32, norm: Norm) -> Float32:

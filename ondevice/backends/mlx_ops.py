@@ -73,7 +73,7 @@ class MlxOps:
         sinks: mx.array | None = None,
     ) -> mx.array:
         tokens, turns = qkv.shape[0], (mx.array(cos), mx.array(sin))
-        heads, keys, width = kv.layout.heads[layer]
+        heads, keys, width, _ = kv.layout.heads[layer]
         q, k, v = mx.split(qkv.reshape(tokens, -1, width), [heads, heads + keys], axis=1)
         q = _turned(q if norms is None else _normed_heads(q, norms.q, norms.together), *turns)
         if spec.keys_of is None:

@@ -59,7 +59,12 @@ def attention(
     if adapters is not None:
         low = adapters.qkv
         qkv = backend.add_low_rank(qkv, x[adapted:], low.down, low.up, adapted, norm=norm)
+    latent, own = spec.attention.latent, weights.latent
+    if latent is not None and own is not None:
+        qkv = backend.latent_rows(qkv, latent, own)
     context = _context(backend, spec, weights, layer, qkv, rows)
+    if latent is not None and own is not None:
+        context = backend.linear_heads(context, own.values, context.shape[1] // latent.rank)
     y = backend.linear(context, weights.out, added=x if spec.joins_plainly else None)
     if adapters is not None:
         y = backend.add_low_rank(y, context[adapted:], adapters.out.down, adapters.out.up, adapted)
@@ -70,7 +75,10 @@ def attention(
 def _context(
     backend: Backend, spec: LayerSpec, weights: LayerWeights, layer: int, qkv: Array, rows: Rows
 ) -> Array:
-    """What each row attends to, (R, H * Dh), for qkv (R, ...): rows see their own sequence alone."""
+    """What each row attends to, (R, H * Dh), for qkv (R, ...): rows see their own sequence alone.
+
+    In latent attention these are latents, (R, H * rank).
+    """
     own = spec.attention
     owner = layer if own.keys_of is None else own.keys_of
     norms, sinks = weights.head_norms, weights.sinks

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.base import Array, Embedding, FeedForward, HeadNorms, Linear, Norm, Router, Vector
+from ondevice.backends.base import (
+    Array,
+    Embedding,
+    FeedForward,
+    HeadNorms,
+    LatentWeights,
+    Linear,
+    Norm,
+    Router,
+    Vector,
+)
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,7 @@ class LayerWeights:
     scale: Vector | None = None
     sinks: Vector | None = None
     router: Router | None = None
+    latent: LatentWeights | None = None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from ondevice.model_config.feed_forward import (
     FeedForwardSpec,
     UpActivation,
 )
+from ondevice.model_config.latent import LATENT_LANES, LatentSpec
 from ondevice.model_config.model import (
     MAX_COPIES,
     AttentionSpec,
@@ -35,6 +36,7 @@ from ondevice.model_config.rope import RopeSpec
 __all__ = [
     "ACTIVATIONS",
     "CLAMP",
+    "LATENT_LANES",
     "MAX_CHOSEN",
     "MAX_COPIES",
     "MAX_DEVIATIONS",
@@ -51,6 +53,7 @@ __all__ = [
     "FeedForwardSpec",
     "HeadNorm",
     "HeadSizes",
+    "LatentSpec",
     "LayerSpec",
     "ModelConfig",
     "NormKind",
