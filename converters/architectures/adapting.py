@@ -111,11 +111,9 @@ def in_halves(tensors: Tensors, config: ModelConfig, interleaved: bool = False) 
     return found
 
 
-def in_turning_halves(
-    source: SourceTensor, name: str, heads: int, width: int, turning: int
-) -> SourceTensor:
-    """The rows of `heads` heads, `width` each, whose last `turning` ones are pairs (2 i, 2 i + 1), with these in
-    the order (i, i + turning / 2) of the pairs that turn together.
+def in_turning_halves(source: SourceTensor, name: str, heads: int, width: int, turning: int) -> SourceTensor:
+    """The rows of `heads` heads, `width` each, whose last `turning` ones are pairs (2 i, 2 i + 1), with these
+    in the order (i, i + turning / 2) of the pairs that turn together.
 
     Raises CheckpointError for another number of rows.
     """

@@ -1,7 +1,7 @@
 """Latent attention: DeepSeek V2 and V3, and GLM-4.7-Flash, which has the blocks of V3.
 
-The first layers are dense, the others have experts, of which some are shared. Pairs (2 i, 2 i + 1) turn in the
-checkpoints. A last layer of V3 and GLM predicts tokens ahead, and is left out.
+The first layers are dense, the others have experts, of which some are shared. Pairs (2 i, 2 i + 1) turn in
+the checkpoints. A last layer of V3 and GLM predicts tokens ahead, and is left out.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def _read(
     for key, found in (("head_dim", sizes.head_dim), ("num_key_value_heads", sizes.num_kv_heads)):
         if found != wanted[key]:
             raise UnsupportedModelError(
-                f"config.json: {key} is {found}; with latent attention it must be {wanted[key]}, as other keys "
-                f"have it; {OWN_CONFIG}"
+                f"config.json: {key} is {found}; with latent attention it must be {wanted[key]}, as other "
+                f"keys have it; {OWN_CONFIG}"
             )
     reader.only("qk_head_dim", latent.query_width)
     reader.only("attention_bias", False)
@@ -141,7 +141,7 @@ def _with_experts(
 def _experts_of_v2(reader: ConfigReader) -> ExpertsSpec:
     """Chosen by softmax, among all or among those of the groups with the best single experts."""
     reader.only("scoring_func", "softmax")
-    # Some of the authors' code divides by the sum instead of multiplying by the factor; no checkpoint asks it.
+    # Some of the authors' code then divides by the sum in the factor's place; no checkpoint asks for it.
     reader.only("norm_topk_prob", False)
     method = reader.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,14 @@ CODES = "F8_E4M3"
 SCALES = "_scale_inv"
 MAX_BLOCK = 1 << 16
 _HARMLESS = frozenset(
-    ("quant_method", "activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers", "dequantize")
+    (
+        "quant_method",
+        "activation_scheme",
+        "scale_fmt",
+        "modules_to_not_convert",
+        "ignored_layers",
+        "dequantize",
+    )
 )
 """Keys that tensors themselves tell, or that say how the weights are run elsewhere."""
 
@@ -50,10 +57,11 @@ def read_fp8(values: Mapping[str, Any]) -> tuple[int, int] | None:
             f"config.json: {COPY_KEY} has fmt {shown(section.get('fmt'))} and weight_block_size "
             f"{shown(block)}; only e4m3 with blocks of rows and columns can be converted; {UNQUANTISED}"
         )
-    return block[0], block[1]
+    rows, columns = block
+    return rows, columns
 
 
-def _is_block(block: Any) -> bool:
+def _is_block(block: Any) -> TypeGuard[list[int]]:
     return (
         isinstance(block, list)
         and len(block) == 2
@@ -161,14 +169,14 @@ class Fp8Tensor:
         scales = self.scales.row_bytes(above, below, 4 * left, min(4 * right, size)).view("<f4")
         of_rows = np.arange(start, stop) // tall - above
         of_columns = np.arange(first, last) // wide - left
-        values = _values_of_codes()[self.codes.row_bytes(start, stop, first, last)]
+        values = values_of_codes()[self.codes.row_bytes(start, stop, first, last)]
         for row, its in enumerate(scales[:, of_columns]):
             values[of_rows == row] *= its
         return values
 
 
 @cache
-def _values_of_codes() -> NDArray[np.float32]:
+def values_of_codes() -> NDArray[np.float32]:
     """The value of each byte as E4M3: a sign, 4 bits of an exponent less 7, and 3 bits of a fraction.
 
     There are no infinities; 0x7f and 0xff are NaN (arXiv 2209.05433, table 1).

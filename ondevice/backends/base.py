@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.latent import LatentOps
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RecordLayout
 from ondevice.config import RowFormat
@@ -28,7 +29,6 @@ from ondevice.model_config import (
     AttentionSpec,
     FeedForwardSpec,
     HeadSizes,
-    LatentSpec,
     LayerSpec,
     ModelConfig,
 )
@@ -70,8 +70,8 @@ class KVLayout:
     (for `reference` and training). Scales, 64 float32, exist at 8 bits only. Every offset is a multiple of
     64 bytes. `KVArrays` take as many bytes, in an order of their own.
 
-    In latent attention there are [codes][latent scales][scales of the part that turns] instead: the codes of
-    a latent and that part are one key's, and values are the latents. Each of the two has its own scale.
+    In latent attention there are [codes][latent scales][scales of what turns] instead: a key is the latent,
+    which is the value too, and the part that turns.
 
     Quantisation to 8 bits, per token and head, all in float32: m = max|x|, scale = m / 127,
     q = rint(x * (127 / m)), which reads back as q * scale; m == 0 gives q = 0 and scale = 0.
@@ -119,15 +119,12 @@ class KVLayout:
 
     @cached_property
     def stretches(self) -> tuple[tuple[int, HeadSizes], ...]:
-        """(offset, heads) of neighbouring layers with heads of one width, which lie side by side.
-
-        The heads are one layer's, but for the number of keys, which is that of all these layers.
-        """
-        found = []
-        for sizes, group in groupby(range(len(self.heads)), key=lambda layer: self.heads[layer]._replace(keys=0)):
+        """(offset, heads) of neighbouring layers with heads of one width, which lie side by side."""
+        found, kinds = [], [sizes._replace(keys=0) for sizes in self.heads]
+        for kind, group in groupby(range(len(kinds)), key=kinds.__getitem__):
             layers = list(group)
             keys = sum(self.heads[it].keys for it in layers)
-            found.append((self.layer_offsets[layers[0]], sizes._replace(keys=keys)))
+            found.append((self.layer_offsets[layers[0]], kind._replace(keys=keys)))
         return tuple(found)
 
     def blocks(self, n_tokens: int) -> int:
@@ -295,21 +292,6 @@ class HeadNorms(NamedTuple):
     v: Norm | None = None
 
 
-class LatentWeights(NamedTuple):
-    """The weights of latent attention beside its projections, of H heads (`LatentSpec`).
-
-    norm: of the latent. keys: (H * rank, key_dim), each head's K_h transposed. values: (H * value_dim, rank),
-    each head's V_h. queries, query_norm: (H * query_width, query_rank), and the norm of its input; None
-    where queries are made of the layer's input.
-    """
-
-    norm: Norm
-    keys: Linear
-    values: Linear
-    queries: Linear | None = None
-    query_norm: Norm | None = None
-
-
 class Biases(NamedTuple):
     """Biases of a feed-forward: of the gates, (F,), and of the output, (D,); None without one."""
 
@@ -383,7 +365,7 @@ class Selector:
         return None if self.deviations is None else self.matrices[0]
 
 
-class Backend(Protocol):
+class Backend(LatentOps, Protocol):
     """Ops over loaded weights. They are deterministic, and needn't check their arguments.
 
     An op may re-use its output array, so a result is valid only until the next call of the same op. Results
@@ -469,13 +451,12 @@ class Backend(Protocol):
         nothing: that layer has stored the tokens' keys and values in the same pass.
 
         Args:
-            qkv: (T, (H + 2 * KVH) * Dh) queries, keys and values side by side, or (T, H * Dh) queries, or
-                what `latent_rows` gives; may be overwritten.
+            qkv: (T, (H + 2 * KVH) * Dh) queries, keys and values side by side, or (T, H * Dh) queries, or of
+                `latent_rows`; may be overwritten.
             kv: the cache, which has room for the new keys and values.
             layer: index of the layer whose keys and values are read.
             position: number of tokens stored before these.
-            cos, sin: (T, Dh / 2) rotary tables, in host memory. In latent attention, the values behind a
-                head's latent turn alone, and tables have half as many columns.
+            cos, sin: (T, Dh / 2) rotary tables, in host memory; in latent attention of what turns alone.
             spec: what scores are scaled and capped by, and the window of positions that a query sees.
             norms: norms of queries and keys, if the model has them.
             tree: how the T tokens follow each other, if not as a text. Query t then sees what `tree.visible`
@@ -483,22 +464,6 @@ class Backend(Protocol):
             sinks: (H,) scores beside those of the positions, whose weight goes to no value; None without.
 
         Returns (T, H * Dh), in latent attention (T, H * rank).
-        """
-        ...
-
-    def latent_rows(self, qkv: Array, spec: LatentSpec, weights: LatentWeights) -> Array:
-        """Queries of latents, and latents, as `attend` takes them: (T, (H + 1) * width), unturned.
-
-        That is, of every head, [K_h^T query | the part that turns], and then [norm(latent) | key part].
-
-        qkv: (T, ...) a layer's fused projection: queries, or what they are made of, and then a latent and a
-        key part.
-        """
-        ...
-
-    def linear_heads(self, x: Array, weight: Linear, heads: int) -> Array:
-        """Each head's own product, (T, N), for x (T, H * K): the rows [h * N / H, (h + 1) * N / H) of the
-        matrix (N, K) multiply the values [h * K, (h + 1) * K). N / H is a multiple of 16.
         """
         ...
 

@@ -16,11 +16,12 @@ import numpy as np
 
 from ondevice.backends.base import Float32, HeadNorms, Int32, KVStore, Norm
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.latent import LatentWeights
 from ondevice.backends.reference import read_rows
 from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.token_tree import TokenTree
 from ondevice.errors import BackendUnavailableError
-from ondevice.model_config import CLAMP, SWISH_SLOPE, Activation, AttentionSpec, FeedForwardSpec
+from ondevice.model_config import CLAMP, SWISH_SLOPE, Activation, AttentionSpec, FeedForwardSpec, LatentSpec
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,12 @@ class MlxOps:
                 *(x[None] for x in (q, *stored)), scale=spec.scale, mask=mask, sinks=own
             )[0]
         return context.swapaxes(0, 1).reshape(tokens, heads * width).astype(mx.float32)
+
+    def latent_rows(self, qkv: mx.array, spec: LatentSpec, weights: LatentWeights) -> mx.array:
+        raise BackendUnavailableError("--backend mlx doesn't run latent attention; use --backend cpu")
+
+    def linear_heads(self, x: mx.array, weight: Any, heads: int) -> mx.array:
+        raise BackendUnavailableError("--backend mlx doesn't run latent attention; use --backend cpu")
 
     def add_normed(self, x: mx.array, y: mx.array, norm: Norm) -> mx.array:
         return x + normed(y, norm)

@@ -28,7 +28,6 @@ from ondevice.backends.base import (
     Int32,
     KVLayout,
     KVStore,
-    LatentWeights,
     LinearSource,
     Norm,
     Router,
@@ -37,6 +36,7 @@ from ondevice.backends.base import (
 from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.latent import LatentWeights
 from ondevice.backends.routing import route, sigmoid
 from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.token_tree import TokenTree

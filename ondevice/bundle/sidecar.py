@@ -87,6 +87,7 @@ def no_streams(config: ModelConfig) -> str:
         "low-rank blocks beside attention": config.any_layer(lambda layer: layer.laurel_rank > 0),
         "layers that scale the residual": config.any_layer(lambda layer: layer.scaled),
         "normed values": config.any_layer(lambda layer: layer.attention.value_norm),
+        "latent attention": config.any_layer(lambda layer: layer.attention.latent is not None),
         "attention sinks": config.any_layer(lambda layer: layer.attention.sinks),
         "keys that layers share": config.num_kv_layers < config.num_layers,
         "heads of several sizes": config.any_layer(

@@ -18,7 +18,8 @@ KvView kv_view(const Blocks& blocks, int64_t offset, int64_t kv_heads, int64_t h
   require(latent >= 0 && latent % 16 == 0 && latent < head_dim, "latent is a multiple of 16 below head_dim");
   const int64_t codes = head_dim * bits / 8, scales = bits == 8 ? 4 : 0;
   const int64_t head_bytes = kKvBlock * ((latent ? 1 : 2) * codes + 2 * scales);
-  return {reinterpret_cast<uint8_t* const*>(blocks.data()), offset, head_bytes, kv_heads, head_dim, bits, latent};
+  return {
+      reinterpret_cast<uint8_t* const*>(blocks.data()), offset, head_bytes, kv_heads, head_dim, bits, latent};
 }
 
 TreeView tree_view(const Tree& tree, int64_t tokens) {
@@ -63,9 +64,9 @@ void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, i
               static_cast<int64_t>(out.shape(1)) == heads * kv.value_dim(),
           "out is (T, heads * head_dim), or * latent");
   for (const auto* table : {&cos, &sin})
-    require(
-        static_cast<int64_t>(table->shape(0)) == tokens && static_cast<int64_t>(table->shape(1)) * 2 == dim - latent,
-        "cos and sin are half as wide as what turns of a head");
+    require(static_cast<int64_t>(table->shape(0)) == tokens &&
+                static_cast<int64_t>(table->shape(1)) * 2 == dim - latent,
+            "cos and sin are half as wide as what turns of a head");
   require(position >= 0 && window >= 0, "position and window must not be negative");
   require(!sinks || static_cast<int64_t>(sinks->shape(0)) == heads, "sinks are (heads,)");
   require(scale > 0.0f && soft_cap >= 0.0f, "scale must be positive, soft_cap not negative");

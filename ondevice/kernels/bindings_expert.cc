@@ -192,15 +192,16 @@ void bind_expert(nb::module_& m) {
       .def("forward", &forward, nb::arg("runner"), nb::arg("x"), nb::arg("address"), nb::arg("form"),
            nb::arg("out"));
   nb::class_<RouterForm>(m, "Router")
-      .def("__init__",
-           [](RouterForm* self, int scoring, int64_t experts, int64_t chosen, bool renormalised,
-              double factor, int64_t groups, int64_t chosen_groups, double jitter, int64_t group_best) {
-             new (self) RouterForm(router_form(scoring, experts, chosen, renormalised, factor, groups,
-                                               chosen_groups, jitter, group_best));
-           },
-           nb::arg("scoring"), nb::arg("experts"), nb::arg("chosen"), nb::arg("renormalised"),
-           nb::arg("factor"), nb::arg("groups"), nb::arg("chosen_groups"), nb::arg("jitter"),
-           nb::arg("group_best") = 2)
+      .def(
+          "__init__",
+          [](RouterForm* self, int scoring, int64_t experts, int64_t chosen, bool renormalised, double factor,
+             int64_t groups, int64_t chosen_groups, double jitter, int64_t group_best) {
+            new (self) RouterForm(router_form(scoring, experts, chosen, renormalised, factor, groups,
+                                              chosen_groups, jitter, group_best));
+          },
+          nb::arg("scoring"), nb::arg("experts"), nb::arg("chosen"), nb::arg("renormalised"),
+          nb::arg("factor"), nb::arg("groups"), nb::arg("chosen_groups"), nb::arg("jitter"),
+          nb::arg("group_best") = 2)
       .def("route", &route, nb::arg("logits"), nb::arg("choice_bias").none(), nb::arg("scales").none(),
            nb::arg("ids"), nb::arg("weights"));
   nb::class_<ReuseScores>(m, "ReuseScores")

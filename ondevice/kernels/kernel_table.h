@@ -71,8 +71,13 @@ struct QuantizedRows {
   // The rows from `row` on.
   QuantizedRows from(int64_t row) const {
     const int64_t n = row * groups;
-    return {codes + n * kGroup, scales + n, sums + n, int_sums + n, groups,
-            half_sums ? half_sums + 2 * n : nullptr, half_int_sums ? half_int_sums + 2 * n : nullptr};
+    return {codes + n * kGroup,
+            scales + n,
+            sums + n,
+            int_sums + n,
+            groups,
+            half_sums ? half_sums + 2 * n : nullptr,
+            half_int_sums ? half_int_sums + 2 * n : nullptr};
   }
 };
 

@@ -91,7 +91,8 @@ void Runner::pad(const float* x, int64_t x_stride, int64_t cols, const Norm& nor
 void Runner::attention(const AttentionArgs& whole, int64_t tokens) {
   AttentionArgs args = whole;
   if (args.kv.latent && tokens < pool_->threads()) {
-    // All heads read one key: few tokens would keep few threads busy. So groups of heads read it by themselves.
+    // All heads read one key: few tokens would keep few threads busy. So groups of heads read it by
+    // themselves.
     int64_t groups = pool_->threads() < args.heads ? pool_->threads() : args.heads;
     while (args.heads % groups) ++groups;
     args.kv.heads = groups;

@@ -20,10 +20,10 @@ from ondevice.backends.base import (
     Embedding,
     FeedForward,
     HeadNorms,
-    LatentWeights,
     Norm,
     Router,
 )
+from ondevice.backends.latent import LatentWeights
 from ondevice.bundle.layout import (
     PER_LAYER,
     POSITIONS,

@@ -8,17 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.base import (
-    Array,
-    Embedding,
-    FeedForward,
-    HeadNorms,
-    LatentWeights,
-    Linear,
-    Norm,
-    Router,
-    Vector,
-)
+from ondevice.backends.base import Array, Embedding, FeedForward, HeadNorms, Linear, Norm, Router, Vector
+from ondevice.backends.latent import LatentWeights
 
 
 @dataclass(frozen=True)

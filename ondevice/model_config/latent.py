@@ -47,7 +47,8 @@ class LatentSpec:
         for name in ("rank", "value_dim"):
             if getattr(self, name) % LATENT_LANES:
                 raise UnsupportedModelError(
-                    f"latent attention: {name} is {getattr(self, name)}; it must be a multiple of {LATENT_LANES}"
+                    f"latent attention: {name} is {getattr(self, name)}; it must be a multiple of "
+                    f"{LATENT_LANES}"
                 )
         if self.turning % 2:
             raise UnsupportedModelError(

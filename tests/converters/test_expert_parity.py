@@ -64,7 +64,7 @@ def margins(router: Any, output: Any) -> np.ndarray:
     kind = type(router).__name__
     if kind.startswith("Phimoe"):
         found = sparsemixer_margins(scores, 2 * router.router_jitter_noise)
-    elif kind.startswith("Glm4Moe"):
+    elif kind.startswith(("Glm4Moe", "DeepseekV3")):
         scores = scores.sigmoid() + router.e_score_correction_bias
         groups = scores.reshape(len(scores), router.num_group, -1)
         of_groups = groups.topk(2, dim=-1)[0].sum(dim=-1)

@@ -24,7 +24,13 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "initializer_range": 0.1,
 }
-ABSENT = ("head_dim", "num_key_value_heads", "intermediate_size", "initializer_range", "first_k_dense_replace")
+ABSENT = (
+    "head_dim",
+    "num_key_value_heads",
+    "intermediate_size",
+    "initializer_range",
+    "first_k_dense_replace",
+)
 """Keys that a family may lack, where a case says None."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0}
 LONGROPE = {

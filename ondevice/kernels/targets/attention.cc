@@ -47,8 +47,8 @@ void score_dimensions(const uint8_t* keys, const KvView& kv, const Dimensions& o
     F acc[4] = {zero(), zero(), zero(), zero()};
     for (int64_t i = 0; i < vectors && vectors < 4; ++i)
       for (int64_t d = own.first; d < own.last; ++d)
-        acc[i] = fma(set1(q[r * kv.head_dim + d]),
-                     load_codes(keys, kv.bits, (i * kv.head_dim + d) * kLanes), acc[i]);
+        acc[i] = fma(set1(q[r * kv.head_dim + d]), load_codes(keys, kv.bits, (i * kv.head_dim + d) * kLanes),
+                     acc[i]);
     for (int64_t d = own.first; d < own.last && vectors == 4; ++d) {
       const F value = set1(q[r * kv.head_dim + d]);
       for (int i = 0; i < 4; ++i)

@@ -13,9 +13,9 @@ constexpr int64_t kLanes = 16;
 //   8 bits:  keys int8 (4, head_dim, 16), key scales f32 (64), values int8 (64, head_dim), value scales f32
 //   16 bits: keys float16 (4, head_dim, 16), values float16 (64, head_dim)
 // Where values are the first `latent` dimensions of keys, keys alone are stored. At 8 bits these dimensions
-// have the value scales, and the others the key scales: keys int8, value scales f32 (64), key scales f32 (64).
-// The keys of 16 positions are stored dimension by dimension, so that all 16 are scored at once, each by a
-// sum over ascending dimensions. So a score depends on nothing but its query and its key.
+// have the value scales, and the others the key scales: keys int8, value scales f32 (64), key scales f32
+// (64). The keys of 16 positions are stored dimension by dimension, so that all 16 are scored at once, each
+// by a sum over ascending dimensions. So a score depends on nothing but its query and its key.
 struct Head {
   uint8_t* keys;
   float* key_scales;
