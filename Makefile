@@ -101,8 +101,9 @@ chat: $(STAMPS)/installed
 # --- tests and checks -----------------------------------------------------------------------------------
 
 # Two processes, each with whole files: most tests wait for one core. Those of memory measure processes of their own.
+# Threads of PyTorch's and numpy's in both would only wait for one another.
 test: $(STAMPS)/test
-	@$(PY) -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS) tests
+	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS) tests
 
 test-slow: $(STAMPS)/test
 	@$(PY) -m pytest -q -m slow --timeout 3600 $(TEST_ARGS) tests

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from ondevice.stats import GenerationStats as GenerationStats
     from ondevice.training import train_expert_costs as train_expert_costs
     from ondevice.training import train_expert_use as train_expert_use
+    from ondevice.training import train_ngrams as train_ngrams
     from ondevice.training import train_predictors as train_predictors
     from ondevice.training import train_streams as train_streams
     from ondevice.training import train_thresholds as train_thresholds
@@ -81,6 +82,7 @@ _MODULES = {
     "training": (
         "train_expert_costs",
         "train_expert_use",
+        "train_ngrams",
         "train_predictors",
         "train_streams",
         "train_thresholds",

@@ -18,7 +18,7 @@ from ondevice.model_config import MAX_CHOSEN, SIZE_LIMITS
 
 BackendName = Literal["auto", "cpu", "mlx", "reference"]
 Sparsity = Literal["auto", "dense", "exact", "predicted", "threshold", "experts"]
-Speculation = Literal["auto", "off", "streams", "resident", "recycling", "lookup", "model"]
+Speculation = Literal["auto", "off", "streams", "resident", "recycling", "lookup", "ngrams", "model"]
 WhenFull = Literal["drop", "stop"]
 """What a full conversation does: `drop` forgets its oldest turns, `stop` refuses the next one."""
 GROUP_SIZE = 64
@@ -26,6 +26,8 @@ MAX_STREAMS = 4
 """Most streams of a token."""
 TRAIN_TOKENS = 40_000
 """Most tokens of a text that training uses by default."""
+NGRAM_TOKENS = 1_000_000
+"""Most tokens of a text that a datastore of continuations holds by default."""
 EXPERT_TOKENS = 8192
 """Most tokens of a text on which the use of experts is counted by default."""
 PROFILE_TOKENS = 1024

@@ -19,19 +19,20 @@ from typing import Literal, TypeAlias, TypeVar
 from ondevice.backends.base import Array, Float32
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.callbacks import IsCancelled
-from ondevice.chat_template.tools import ToolCall
+from ondevice.chat_template.tools import CallPart, ToolCall
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.constraints.constrained import Constrained
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.meter import Counters, Meter
 from ondevice.model.kv_cache import KVCache, common_prefix
-from ondevice.model.shared_passes import PassRequest, PassResult, SharedPasses
+from ondevice.model.shared_passes import Drafted, PassRequest, PassResult, SharedPasses
 from ondevice.model.transformer import Cancelled, Transformer
 from ondevice.sampling import StopMatcher, log_probabilities, sample
-from ondevice.speculation.drafting import Drafting, PassOutcome
+from ondevice.speculation.drafted_text import DraftedText, PassOutcome
+from ondevice.speculation.drafting import Drafting, DraftRequest
 from ondevice.speculation.tree import LOGITS_AHEAD, Draft, plain
 from ondevice.speculation.verify import verify
-from ondevice.stats import DraftStats, GenerationStats
+from ondevice.stats import DraftStats, GenerationStats, PromptUse
 from ondevice.tokenizer import StreamingDetokenizer, Tokenizer
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -44,9 +45,11 @@ class Event:
 
     `text` may be empty: bytes of an unfinished character and beginnings of a stop string are held back.
     `thinking`: in a conversation, whether the text isn't the reply but what the model thought before it.
-    `tool_call`: in a conversation with tools, a call that is complete; its event has no text.
+    `tool_call`: in a conversation with tools, a call that is complete; its event has no text. `call_part`: a
+    part of one that isn't complete yet, where its arguments are JSON.
     In a conversation an event may have no token of its own, because one token can complete several things.
     `logprob` and `top_logprobs` are as `log_probabilities` has them, where `top_logprobs` was asked for.
+    `prompt`: of the first event, what the prompt came to, unless the first event is the last one too.
     The last event has no token. It has the rest of the text, `finish_reason` and `stats`, and as `stop` the
     stop string that ended the text, if one did.
     """
@@ -60,6 +63,8 @@ class Event:
     top_logprobs: tuple[tuple[int, float], ...] = ()
     stop: str | None = None
     tool_call: ToolCall | None = None
+    call_part: CallPart | None = None
+    prompt: PromptUse | None = None
 
 
 Steps: TypeAlias = abc.Generator[Event | PassRequest, PassResult | None, T]
@@ -77,9 +82,9 @@ class Generator:
     `eos_ids` end a text and don't belong to it. Without a tokenizer, events carry token ids and no text.
     `scoring_chunk`: most tokens of a pass that scores; 0: `prefill_chunk`. `before_pass` runs before every
     forward pass and may change how much memory the model has. `restore` extends a cache that holds a prefix
-    of tokens by what is stored of them elsewhere, and returns by how many tokens. `most_texts` may share
-    passes. `alone` tells whether no other text runs: drafts are made for one alone. `labels` is a
-    GenerationStats whose text fields (backend, sparsity, ...) are copied to every result.
+    of tokens by what is stored of them elsewhere, and stops between two pieces. `most_texts` may share
+    passes. `labels` is a GenerationStats whose text fields (backend, sparsity, ...) are copied to every
+    result.
     """
 
     transformer: Transformer
@@ -90,10 +95,11 @@ class Generator:
     scoring_chunk: int = 0
     counters: Callable[[], Counters] = Counters
     before_pass: Callable[[ForwardBatch], None] = lambda batch: None
-    restore: Callable[[KVCache, Sequence[int], IsCancelled | None], int] = lambda kv, tokens, cancelled: 0
+    restore: Callable[[KVCache, Sequence[int], IsCancelled | None], Iterator[None]] = (
+        lambda kv, tokens, cancelled: iter(())
+    )
     drafting: Drafting | None = None
     most_texts: int = 1
-    alone: Callable[[], bool] = lambda: True
     labels: GenerationStats = field(default_factory=GenerationStats)
 
     def stream(
@@ -120,7 +126,23 @@ class Generator:
     @cached_property
     def passes(self) -> SharedPasses:
         """What answers the passes that `steps` ask for."""
-        return SharedPasses(self.transformer, self.before_pass, max(self.prefill_chunk, self.most_texts))
+        most_rows = max(self.prefill_chunk, self.most_texts)
+        draft = None if self.drafting is None else self._draft
+        return SharedPasses(self.transformer, self.before_pass, most_rows, draft)
+
+    def _draft(self, requests: Sequence[PassRequest], rows: int) -> list[Drafted | Cancelled]:
+        """What answers the requests of all texts of a pass: each one's token with its draft."""
+        assert self.drafting is not None
+        found: list[Drafted | Cancelled] = []
+        asked = [request.text for request in requests]
+        for draft, (text, *_) in zip(self.drafting.propose(asked, rows), asked, strict=True):
+            if isinstance(draft, Cancelled):
+                found.append(draft)
+                continue
+            tree = draft.tree if len(draft) > 1 else None
+            batch = ForwardBatch(draft.tokens, tree, drafted=range(1, len(draft)))
+            found.append(Drafted(batch, None if text is None else text.prune))
+        return found
 
     def answered(self, steps: Steps[None]) -> Iterator[Event]:
         """The events of one text whose passes are its own."""
@@ -192,16 +214,20 @@ class Generator:
         written = _Continuation(history, room, text, sampling, self.eos_ids, constrained)
         try:
             kv.truncate(common_prefix(kv.tokens, history[:-1]))
-            meter.restored = self.restore(kv, history[:-1], cancelled)
-            kept = kv.length
-            drafting, prefilled = yield from self._prefill(written, kv, meter, cancelled)
-            meter.prefilled(prompt_tokens - kept)
+            held = kv.length
+            for _ in self.restore(kv, history[:-1], cancelled):
+                yield PassRequest(ForwardBatch([]), kv, kv.length, cancelled, prompt=True)
+            meter.reused = kv.length
+            meter.restored = max(0, meter.reused - held)
+            prefilled = yield from self._prefill(written, kv, meter, cancelled)
+            meter.prefilled(prompt_tokens)
+            written.prompt = PromptUse(prompt_tokens, meter.reused)
             if room:
-                self._draw(written, self._last_logits(prefilled), meter, drafting)
-            if drafting is not None:
-                drafting.observe(
-                    PassOutcome(plain(history[prompt_tokens - 1]), [0], prefilled.output, None, written.ended)
-                )
+                self._draw(written, self._last_logits(prefilled), meter, written.drafted)
+            self._observe(
+                written,
+                PassOutcome(plain(history[prompt_tokens - 1]), [0], prefilled.output, None, written.ended),
+            )
             while True:
                 meter.pause()
                 yield from written.events()
@@ -215,11 +241,13 @@ class Generator:
             # Tokens drawn before the error belong to the text all the same.
             yield from written.events()
             raise
+        finally:
+            drafting = self._let_go(written)
         labels = replace(
             self.labels,
             seed=sampling.seed if sampling.is_random else None,
             context_full=written.reason == "length" and len(history) - prompt_tokens < sampling.max_tokens,
-            drafting=self._draft_stats(written),
+            drafting=drafting,
         )
         stats = meter.stats(labels, self.counters(), prompt_tokens, len(history) - prompt_tokens)
         yield Event(text.finish(), None, written.reason, stats, stop=text.stop)
@@ -235,63 +263,57 @@ class Generator:
 
         kv then holds the text without its newest token. After an exception it holds what it held before.
         """
-        started, start, root = time.perf_counter(), len(written.history) - 1, written.history[-1]
-        drafting, draft, prune = self._drafting(written), plain(root), None
-        if drafting is not None:
-            draft = drafting.propose(root, kv, self.max_context - start, written.room, cancelled)
-            prune = drafting.prune
-        tree = draft.tree if len(draft) > 1 else None
-        batch = ForwardBatch(draft.tokens, tree, draft_rows=len(draft) - 1)
+        start, root = len(written.history) - 1, written.history[-1]
+        text, draft = self._drafted_text(written), plain(root)
         answer: PassResult | None = None
         if kv.length == start:
-            answer = yield PassRequest(batch, kv, start, cancelled, prune)
+            asked = DraftRequest(text, root, kv, self.max_context - start, written.room, cancelled)
+            answer = yield PassRequest(ForwardBatch([root]), kv, start, cancelled, text=asked)
         if answer is None:
             # The keys and values were given up for those of other texts.
-            _, answer = yield from self._prefill(written, kv, meter, cancelled)
-            verified, drafting = plain(root), None
+            answer = yield from self._prefill(written, kv, meter, cancelled)
+            verified, text = draft, None
         else:
             meter.passes += 1
-            nodes = answer.output.tokens
+            draft, nodes = draft if text is None else text.draft, answer.output.tokens
             verified = draft if len(nodes) == len(draft) else draft.only(nodes)
-        found = answer.output
+        started, found = time.perf_counter(), answer.output
         path: list[int] = []
         logits = _Logits(self.transformer, found.hidden, verified, answer.logits)
         try:
             path = verify(
                 verified,
-                lambda node: self._draw(written, logits.behind(node), meter, drafting),
+                lambda node: self._draw(written, logits.behind(node), meter, text),
             )
         finally:
             # A budget that changed meanwhile may have taken its memory: the next pass computes it again.
             if kv.length > start:
                 kv.keep(start, path, partial(self.transformer.backend.kv_move, kv))
         if len(draft) > 1:
-            self.transformer.accept(batch, [found.tokens[node] for node in path])
-        if drafting is not None:
-            seconds = time.perf_counter() - started
-            drafting.observe(PassOutcome(verified, path, found, seconds, written.ended))
+            self.transformer.accept(answer.batch, [answer.first + found.tokens[node] for node in path])
+        if text is not None:
+            drawing = time.perf_counter() - started
+            self._observe(written, PassOutcome(verified, path, found, answer.seconds, written.ended, drawing))
 
-    def _drafting(self, written: _Continuation) -> Drafting | None:
-        """What drafts for this text now; None if nothing does."""
-        drafting = self.drafting
-        if drafting is None:
-            return None
-        knows = drafting.text is written.history
-        if not self.alone():
-            if knows:
-                # What it knows is out of date by the time that it drafts for this text again.
-                written.drafted += drafting.stats
-                drafting.leave()
-            return None
-        if not knows:
-            drafting.begin(written.history, written.sampling, written.constrained)
-        return drafting
+    def _drafted_text(self, written: _Continuation) -> DraftedText | None:
+        """The text as what drafts for it knows it; None if nothing does."""
+        if written.drafted is None and self.drafting is not None:
+            written.drafted = self.drafting.begin(written.history, written.sampling, written.constrained)
+        return written.drafted
 
-    def _draft_stats(self, written: _Continuation) -> DraftStats:
-        drafting = self.drafting
-        if drafting is None or drafting.text is not written.history:
-            return written.drafted
-        return written.drafted + drafting.stats
+    def _observe(self, written: _Continuation, outcome: PassOutcome) -> None:
+        if written.drafted is not None:
+            assert self.drafting is not None
+            self.drafting.observe(written.drafted, outcome)
+
+    def _let_go(self, written: _Continuation) -> DraftStats:
+        """Free what drafted for a text. Returns its stats."""
+        if written.drafted is None:
+            return DraftStats()
+        assert self.drafting is not None
+        found = self.drafting.stats(written.drafted)
+        self.drafting.end(written.drafted)
+        return found
 
     def _last_logits(self, found: PassResult) -> Float32:
         """Logits (V,) behind the last row of a pass. Raises BundleError if they aren't finite."""
@@ -303,14 +325,14 @@ class Generator:
         return row
 
     def _draw(
-        self, written: _Continuation, logits: Float32, meter: Meter, drafting: Drafting | None
+        self, written: _Continuation, logits: Float32, meter: Meter, text: DraftedText | None
     ) -> int | None:
         """Draw the text's next token and write it. Returns None if the text ends here."""
         allowed = None if written.constrained is None else written.constrained.allowed()
         token = sample(logits, written.sampling, len(written.history), written.history, allowed)
         meter.sampled += 1
-        if drafting is not None:
-            drafting.drew(token, logits)
+        if text is not None:
+            text.drew(token, logits)
         top = written.sampling.top_logprobs
         if top is None:
             written.add(token)
@@ -320,27 +342,30 @@ class Generator:
 
     def _prefill(
         self, written: _Continuation, kv: KVCache, meter: Meter, cancelled: IsCancelled | None
-    ) -> Steps[tuple[Drafting | None, PassResult]]:
+    ) -> Steps[PassResult]:
         """Bring kv, which holds the beginning of a text, to hold all of it.
 
-        Returns the result of its last token, which always runs, because it isn't stored, and what drafted
-        for the text then. Chunks done before a cancellation stay.
+        Returns the result of its last token, which always runs, because it isn't stored. Chunks done before a
+        cancellation stay.
         """
+        self._drafted_text(written)
         while True:
             text, start = written.history, kv.length
-            chunk = text[start : start + self.prefill_chunk]
+            chunk = text[start : kv.end_of_chunk(start + self.prefill_chunk)]
             last = start + len(chunk) == len(text)
-            drafting = self._drafting(written)
             batch = ForwardBatch(chunk, last_only=True)
+            if not meter.sampled:
+                # What was kept may have had to go while the prompt waited for a pass.
+                meter.reused = min(meter.reused, start)
             found = yield PassRequest(batch, kv, start, cancelled, prompt=True, logits=last)
             if found is None:
                 continue
             meter.passes += 1
             whole = found.rows == self.prefill_chunk and start % self.prefill_chunk == 0
-            if whole and start == kv.chunked:
+            if whole and start == kv.chunked and kv.states is None:
                 kv.chunked = start + self.prefill_chunk
             if last and found.rows == len(chunk):
-                return drafting, found
+                return found
 
 
 def watched(steps: Steps[None], see: Callable[[Event], None]) -> Steps[None]:
@@ -496,8 +521,10 @@ class _Continuation:
         self.sampling = sampling
         self.reason: FinishReason = "length"
         self.ended = room == 0
-        self.drafted = DraftStats()
-        """What drafting did for the text before another one joined it: from then on it is decoded without."""
+        self.prompt: PromptUse | None = None
+        """What the prompt came to, until the first event tells it."""
+        self.drafted: DraftedText | None = None
+        """The text as what drafts for it knows it; None if nothing does."""
         self._text = text
         self._eos_ids = eos_ids
         self._events: list[Event] = []
@@ -526,4 +553,6 @@ class _Continuation:
     def events(self) -> Iterator[Event]:
         """Events since the last call."""
         events, self._events = self._events, []
+        if events and self.prompt is not None:
+            events[0], self.prompt = replace(events[0], prompt=self.prompt), None
         yield from events

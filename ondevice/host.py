@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -147,7 +147,8 @@ class Host:
         with self._making_grammars:
             grammars = self._grammars = self._grammars or self._made_grammars()
         ends = frozenset(text_tokenizer(self._resolved).eos_ids)
-        return Constrained(grammars.matcher(sampling.constraint), grammars.vocab_size, ends, gate)
+        own = partial(grammars.own_matcher, sampling.constraint)
+        return Constrained(grammars.matcher(sampling.constraint), grammars.vocab_size, ends, gate, own)
 
     def require_open(self) -> None:
         """Raises OndeviceError once the host is closed, and in a fork()ed child process."""
@@ -166,7 +167,8 @@ class Host:
         """The model's tokens for constraints, with room in the budget."""
         require_package()
         tokenizer, rows = text_tokenizer(self._resolved), self._resolved.bundle.config.vocab_size
-        self.watch.make_room(grammars_bytes(rows), is_auto(self._resolved.runtime.dram_budget))
+        runtime = self._resolved.runtime
+        self.watch.hold_constraints(grammars_bytes(rows, runtime.parallel), is_auto(runtime.dram_budget))
         known = min(rows, tokenizer.vocab_size)
         texts = [tokenizer.token_bytes(token) for token in range(known)] + [b""] * (rows - known)
         return Grammars(

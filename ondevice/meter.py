@@ -36,6 +36,8 @@ class Meter:
         self.sampled = 0
         self.restored = 0
         """Tokens of the prompt whose state came from a prompt cache."""
+        self.reused = 0
+        """Tokens of the prompt whose state was there and stayed."""
         self._before = counters
         self._started = self._paused = time.perf_counter()
         self._prefill_seconds = 0.0
@@ -54,8 +56,8 @@ class Meter:
         self._started += time.perf_counter() - self._paused
 
     def prefilled(self, tokens: int) -> None:
-        """Record that the prompt is done. `tokens` is the number of its tokens that had to be computed."""
-        self._prefill_seconds, self._prefill_tokens = self.elapsed(), tokens
+        """Record that the prompt, of `tokens` tokens, is done."""
+        self._prefill_seconds, self._prefill_tokens = self.elapsed(), tokens - self.reused
         self._prefill_passes = self.passes
 
     def stats(
@@ -71,6 +73,7 @@ class Meter:
             labels,
             prompt_tokens=prompt_tokens,
             restored_tokens=self.restored,
+            reused_tokens=self.reused,
             generated_tokens=generated_tokens,
             prefill_tokens_per_second=per_second(self._prefill_tokens, self._prefill_seconds),
             decode_tokens_per_second=per_second(later, decode_seconds),

@@ -21,7 +21,7 @@ from typing import Any, Unpack, get_args
 
 from ondevice.chat_template.messages import Message, all_checked, changed_strings
 from ondevice.chat_template.replies import Piece, ReplyParser
-from ondevice.chat_template.tools import PLAIN, PromptOptions, Think, Tool, ToolCall, new_id
+from ondevice.chat_template.tools import PLAIN, CallPart, PromptOptions, Think, Tool, ToolCall, new_id
 from ondevice.config import SamplingConfig, SamplingOptions, WhenFull
 from ondevice.errors import OndeviceError, UsageError
 from ondevice.generate import Event
@@ -97,11 +97,11 @@ class Session:
     ) -> Iterator[Event]:
         """`respond`, event by event. Closing the iterator cancels; the text generated so far is kept."""
         prompt = PromptOptions.checked(tools, think)
-        config = self._sampling(sampling, options, prompt)
+        config, prompt = self._sampling(sampling, options, prompt)
         with self._silent():
             messages, ids, dropped = self._within_context(self._asked(text), config.max_tokens, prompt)
             with self._reply(messages, dropped, prompt, ids) as reply:
-                gate = self._host.chat_template.reply_parser(prompt, ids)
+                gate = self._host.chat_template.gate(prompt, ids)
                 for event in self._host.stream_ids(self._key, ids, config, gate):
                     yield from reply.take(event)
 
@@ -149,14 +149,15 @@ class Session:
         """
         import asyncio  # Slow to import, and callers of this have imported it.
 
-        config, asked = self._sampling(sampling, options, prompt), list(messages)
+        asked = list(messages)
+        config, prompt = self._sampling(sampling, options, prompt)
         with self._silent():
             # On another thread, because the event loop can't wait for a long text to be encoded.
             kept, ids, dropped = await asyncio.to_thread(
                 self._within_context, asked, config.max_tokens, prompt
             )
             with self._reply(kept, dropped, prompt, ids) as reply:
-                gate = self._host.chat_template.reply_parser(prompt, ids)
+                gate = self._host.chat_template.gate(prompt, ids)
                 async with aclosing(self._host.astream_ids(self._key, ids, config, gate)) as events:
                     async for event in events:
                         for shown in reply.take(event):
@@ -236,18 +237,17 @@ class Session:
 
     def _sampling(
         self, sampling: SamplingConfig | None, options: SamplingOptions, prompt: PromptOptions
-    ) -> SamplingConfig:
-        config = sampling_options(sampling, options)
+    ) -> tuple[SamplingConfig, PromptOptions]:
+        """The options of a reply, with what it has to obey, and how its calls are to be read."""
+        config, template = sampling_options(sampling, options), self._host.chat_template
         if prompt.must_call:
             if config.constraint is not None:
                 raise UsageError("a reply that must call a tool obeys the tool's schema; give no constraint")
-            config = replace(config, constraint=self._host.chat_template.forced_call(prompt))
-        elif prompt.tools and config.constraint is not None and not self._host.chat_template.calls_apart:
-            raise UsageError(
-                "the model's calls of tools are part of its reply, which can't obey a constraint then; give "
-                "either tools or a constraint"
-            )
-        return replace(config, stop=(*config.stop, *self._host.chat_template.stop))
+            config = replace(config, constraint=template.forced_call(prompt))
+        elif prompt.tools and config.constraint is not None:
+            config = replace(config, constraint=template.call_or_json(prompt, config.constraint))
+            prompt = replace(prompt, calls_alone=True)
+        return replace(config, stop=(*config.stop, *template.stop)), prompt
 
     def _asked(self, text: str | Sequence[Message]) -> list[Message]:
         """The transcript with what is said now behind it."""
@@ -355,6 +355,9 @@ class _Reply:
         self._texts: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[ToolCall] = []
+        self._written: list[str] | None = None
+        """Parts of the arguments of a call that has begun."""
+        self._name = ""
 
     @property
     def message(self) -> dict[str, Any]:
@@ -379,20 +382,32 @@ class _Reply:
             return [*shown, replace(own, thinking=False)]
         if not shown:
             return [own]
-        first = replace(own, text=shown[0].text, thinking=shown[0].thinking, tool_call=shown[0].tool_call)
-        return [first, *shown[1:]]
+        first = shown[0]
+        own = replace(own, text=first.text, thinking=first.thinking)
+        return [replace(own, tool_call=first.tool_call, call_part=first.call_part), *shown[1:]]
 
     def _shown(self, piece: Piece) -> Event | None:
         """Spaces at the start of a reply are removed: they belong to the prompt."""
-        if piece.call is not None:
-            if self._calls and not self._prompt.parallel_calls:
-                return None
-            call = ToolCall(*piece.call, new_id(self._ids, len(self._calls)))
-            self._calls.append(call)
-            return Event("", tool_call=call)
+        if piece.call is not None or piece.begins or piece.arguments:
+            return None if self._calls and not self._prompt.parallel_calls else self._called(piece)
+        self._written = None
         if piece.kind == "thinking":
             self._thoughts.append(piece.text)
             return Event(piece.text, thinking=True)
         text = piece.text if any(self._texts) else piece.text.lstrip(" ")
         self._texts.append(text)
         return Event(text)
+
+    def _called(self, piece: Piece) -> Event:
+        """What a call, or a part of one, is shown as."""
+        call_id = new_id(self._ids, len(self._calls))
+        if piece.call is not None:
+            call = ToolCall(*piece.call, call_id, "".join(self._written or ()))
+            self._calls.append(call)
+            self._written = None
+            return Event("", tool_call=call)
+        if piece.begins:
+            self._name, self._written = piece.begins, []
+        elif self._written is not None:
+            self._written.append(piece.arguments)
+        return Event("", call_part=CallPart(self._name, call_id, piece.arguments))

@@ -86,7 +86,8 @@ class GenerationStats:
     unless it is 0, and `substituted_experts` counts the chosen experts whose place others took; these others
     count as hits.
 
-    `restored_tokens` counts the prompt's tokens whose keys and values came from a prompt cache on disk.
+    `restored_tokens` counts the prompt's tokens whose keys and values came from a prompt cache on disk, and
+    `reused_tokens` all that weren't computed: these, and those that the conversation still held in memory.
 
     `seed` is the seed of the random numbers, or None if nothing was drawn by chance. `context_full` is True
     if the text ended because the context was full.
@@ -120,11 +121,20 @@ class GenerationStats:
     expert_substitution: float = 0.0
     substituted_experts: int = 0
     restored_tokens: int = 0
+    reused_tokens: int = 0
     drafting: DraftStats = DraftStats()
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object, keys in the contract's order."""
         return vars(self) | {"drafting": self.drafting.to_dict()}
+
+
+@dataclass(frozen=True)
+class PromptUse:
+    """A prompt's tokens, and how many of them weren't computed, as `GenerationStats` has them."""
+
+    tokens: int
+    reused_tokens: int
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,27 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypedDict, Unpack
 
+import numpy as np
+
 from ondevice.api import Name, open_model
 from ondevice.budget.sizes import SlotShape
 from ondevice.bundle.expert_costs import EXPERT_COSTS_SIDECAR, ExpertCosts, expert_costs_text
 from ondevice.bundle.expert_use import ExpertUse
 from ondevice.bundle.manifest import TokenizerInfo
+from ondevice.bundle.ngrams import Ngrams
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.sidecar import NO_SIDECARS, weights_digest
 from ondevice.bundle.streams import MultiStreamMode, MultiStreams
 from ondevice.bundle.thresholds import Thresholds
 from ondevice.callbacks import OnProgress, ignore_progress
-from ondevice.config import AUTO_QUANT, EXPERT_TOKENS, TRAIN_TOKENS, BackendName, RuntimeConfig
+from ondevice.config import (
+    AUTO_QUANT,
+    EXPERT_TOKENS,
+    NGRAM_TOKENS,
+    TRAIN_TOKENS,
+    BackendName,
+    RuntimeConfig,
+)
 from ondevice.errors import BackendUnavailableError, UnsupportedModelError, UsageError
 from ondevice.host import text_tokenizer
 from ondevice.quality import Pieces, expert_costs, first_part_of, measured_points
@@ -259,6 +269,42 @@ def train_expert_use(
     room = expert_use.ExpertRoom(shape.slot_bytes, shape.slots, segments)
     with _target(resolved, goal) as folder:
         return expert_use.calibrate_experts(resolved.bundle, pieces, folder, room, on_progress)
+
+
+def train_ngrams(
+    model: Name | None = None,
+    text: Text | None = None,
+    *,
+    pieces: Pieces | None = None,
+    output: Name | None = None,
+    tokens: int = NGRAM_TOKENS,
+    on_progress: OnProgress = ignore_progress,
+) -> Ngrams:
+    """Sort what follows every few tokens of `text` into a datastore to draft from. Adds it to the model.
+
+    The model doesn't run, so this takes seconds. Text of the kind that the model writes serves best, such as
+    its own answers.
+
+    Args:
+        model: as in `train_predictors`, like `text`, `pieces`, `output` and `on_progress`.
+        tokens: most tokens of the text to use. Each takes 48 bytes of the file.
+
+    Raises UsageError for a model without a tokenizer, too short or too long a text, an output that exists or
+    a model that can't be written to, and what `load` raises.
+    """
+    from ondevice.converters.training import ngrams
+
+    resolved = open_model(model, RuntimeConfig(backend="cpu"))
+    if (text is None) == (pieces is None):
+        raise UsageError("give either a text or pieces of token ids")
+    tokenizer = text_tokenizer(resolved)
+    if pieces is None:
+        parts = [text] if isinstance(text, str) else text or ()
+        pieces = [tokenizer.encode_within(parts, add_bos=False, most=tokens)[:tokens]]
+    goal = _check_target(resolved, output, has_experts=resolved.bundle.config.experts is not None)
+    ids = np.concatenate([np.asarray(piece, dtype=np.uint32) for piece in pieces])[:tokens]
+    with _target(resolved, goal) as folder:
+        return ngrams.train_ngrams(resolved.bundle, ids, folder, on_progress)
 
 
 class MultiStreamKeywords(TypedDict, total=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import signal
@@ -12,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from ondevice import cli
 from ondevice.api import Model, load
@@ -34,6 +36,16 @@ from tests.support.small_tokenizers import train_sentencepiece
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# How long an example takes says how busy the machine is.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays, and no collection of garbage goes through it again."""
+    gc.collect()
+    gc.freeze()
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -54,6 +66,18 @@ def sendable(text: str) -> str:
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What is measured of this machine's flash is kept for these tests alone, with their own processes."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unhurried_disk() -> Iterator[None]:
+    """Nothing waits for the disk, as nothing here takes the machine's power; a conversion would, 52 times.
+
+    Tests of what is durable put their own in place of these calls, or kill processes of their own.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for call in ("fsync", "fdatasync"):
+            patch.setattr(os, call, lambda file: None, raising=False)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,12 @@ EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 MODULES = {module_name(path) for path in product_files(".py")} | {"ondevice.kernels._native"}
 
 
+@cache
+def nodes(source: str) -> list[ast.AST]:
+    """The nodes of a source text, the module first, for every rule that looks at it."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def imports(name: str, tree: ast.AST, is_package: bool = False) -> Iterator[tuple[str, int, bool]]:
     """Every `ondevice` module that `name` imports, as (module, line, inside a function)."""
 
@@ -107,7 +114,7 @@ def import_violations(name: str, source: str, is_package: bool = False) -> list[
     else:
         return [f"{name}: `{part}` has no place in LAYERS; give it one"]
     found = []
-    for target, line, lazy in imports(name, ast.parse(source), is_package):
+    for target, line, lazy in imports(name, nodes(source)[0], is_package):
         reached = part_of(target)
         if (
             reached == "converters"
@@ -125,7 +132,7 @@ def import_violations(name: str, source: str, is_package: bool = False) -> list[
 def print_violations(name: str, source: str) -> list[str]:
     """Calls of `print`, and writes to standard streams."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print":
             found.append(f"{name}:{node.lineno} prints")
         if (
@@ -140,7 +147,7 @@ def print_violations(name: str, source: str) -> list[str]:
 def except_violations(name: str, source: str) -> list[str]:
     """Handlers that catch everything: bare, or naming Exception, alone or in a tuple."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.ExceptHandler):
             kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             if any(kind is None or getattr(kind, "id", "") in BROAD for kind in kinds):
@@ -152,7 +159,7 @@ def function_violations(name: str, source: str) -> list[str]:
     """Functions longer than a screen."""
     return [
         f"{name}:{node.lineno} {node.name} has {length} lines"
-        for node in ast.walk(ast.parse(source))
+        for node in nodes(source)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (length := (node.end_lineno or node.lineno) - node.lineno + 1) > FUNCTION_CAP
     ]
@@ -162,7 +169,7 @@ def foreign_violations(name: str, source: str) -> list[str]:
     """Imports of what is never needed at run time: test oracles, and pickle with its relatives."""
     banned = {"torch", "transformers", "pickle", "shelve", "marshal", "psutil", "llama_cpp", "gguf"}
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -261,7 +268,7 @@ def test_names_of_bundle_files_are_written_once() -> None:
     written = {
         module_name(path)
         for path in product_files(".py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path.read_text())
         if isinstance(node, ast.Constant) and node.value in names
     }
     assert written == {layout.__name__, "ondevice.session"}

@@ -18,6 +18,7 @@ OTHER_TOWERS = (
     "embed_vision.",
     "embed_audio.",
     "vision_embedder.",
+    "visual.",
 )
 _TEXT = ("language_model.", "model.language_model.")
 _HARMLESS = frozenset({
@@ -25,8 +26,9 @@ _HARMLESS = frozenset({
     "boi_token_index", "eoa_token_id", "eoa_token_index", "eoi_token_id", "eoi_token_index",
     "ignore_index", "image_seq_length", "image_token_id", "image_token_index", "mm_tokens_per_image",
     "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "text_config",
-    "tie_word_embeddings", "video_token_id", "vision_config", "vision_feature_layer",
-    "vision_feature_select_strategy", "vision_soft_tokens_per_image", "vocab_size",
+    "tie_word_embeddings", "video_token_id", "vision_config", "vision_end_token_id",
+    "vision_feature_layer", "vision_feature_select_strategy", "vision_soft_tokens_per_image",
+    "vision_start_token_id", "vocab_size",
 })  # fmt: skip
 """Keys about images, and those that the text model's own config repeats."""
 
@@ -71,6 +73,8 @@ MULTIMODAL = {
         Multimodal("gemma4", "Gemma4ForConditionalGeneration", "gemma4_text"),
         Multimodal("gemma4_unified", "Gemma4UnifiedForConditionalGeneration", "gemma4_unified_text"),
         Multimodal("mistral3", "Mistral3ForConditionalGeneration", "mistral"),
+        Multimodal("qwen3_5", "Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
+        Multimodal("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
         Multimodal("llava", "LlavaForConditionalGeneration", "llama", ("mistral", "qwen2"), _LLAVA_DEFAULTS),
     )
 }

@@ -42,6 +42,7 @@ from ondevice.converters.architectures.qwen2 import QWEN2
 from ondevice.converters.architectures.qwen2_moe import QWEN2_MOE
 from ondevice.converters.architectures.qwen3 import QWEN3
 from ondevice.converters.architectures.qwen3_moe import QWEN3_MOE
+from ondevice.converters.architectures.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from ondevice.converters.architectures.smollm3 import SMOLLM3
 from ondevice.converters.architectures.stablelm import STABLELM
 from ondevice.errors import UnsupportedModelError
@@ -82,6 +83,9 @@ _ALL = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GLM4_MOE_LITE,
+    QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_MOE,
 )
 FAMILIES = {family.model_type: family for family in _ALL}
 

@@ -25,7 +25,7 @@ from ondevice.model_config import FeedForwardSpec
 
 EMBEDDED = "embedded"
 """The name of the inputs of matrices that multiply the embedding."""
-SAME_INPUTS = {"laurel.down": "qkv"}
+SAME_INPUTS = {"laurel.down": "qkv", "attention.gate": "qkv", "delta.gates": "qkv"}
 """Matrices of a layer that few models have, whose inputs are those of others."""
 
 

@@ -206,7 +206,7 @@ def record_entering(
 
 def _empty_context(model: Transformer, observed: ObservedBackend) -> KVCache:
     layout = KVLayout(model.config, 16)
-    return KVCache(layout, lambda nbytes: observed.allocate_block(layout), arrays=observed.new_arrays(layout))
+    return KVCache(layout, observed.allocate_block, arrays=observed.new_arrays(layout))
 
 
 def _first_layers(model: Transformer, count: int) -> Transformer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from ondevice.bundle.files import (
     temporary_path,
     write_durably,
 )
-from ondevice.bundle.layout import MANIFEST, TensorSpec, tensors_layout
+from ondevice.bundle.layout import MANIFEST, FileLayout
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import Sidecar, no_streams
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
@@ -107,14 +107,13 @@ def _copy_documents(source: Path, output: Path) -> None:
 
 
 def write_tensors(
-    sidecar: Sidecar, tensors: Mapping[str, TensorSpec], arrays: Iterable[NDArray[np.generic]], output: Path
+    sidecar: Sidecar, layout: FileLayout, arrays: Iterable[NDArray[np.generic]], output: Path
 ) -> tuple[str, tuple[int, ...]]:
     """Write the file of tensors, durably, and return its sha256 and checksums.
 
-    arrays: each tensor's values as they are stored, in the order of `tensors`. The JSON file is deleted
+    arrays: each tensor's values as they are stored, in the order of `layout`. The JSON file is deleted
     first, so that no crash leaves one that doesn't describe the tensors.
     """
-    layout = tensors_layout(tensors)
     digest = FileDigest(layout, _native.crc32c)
     path = output / sidecar.tensors
     with disk_errors(path, _REMEDY):

@@ -23,6 +23,7 @@ from ondevice.backends import row_sums
 from ondevice.backends.base import Float32
 from ondevice.backends.cpu import contributions, make_runner
 from ondevice.backends.reference import read_rows
+from ondevice.bundle.layout import tensors_layout
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import weights_digest
 from ondevice.bundle.thresholds import (
@@ -266,7 +267,8 @@ def write_thresholds(
 ) -> Thresholds:
     """Write both files, the JSON file last."""
     arrays = (layer.importance.astype("<f4") for layer in layers)
-    sha256, crcs = write_tensors(THRESHOLDS_SIDECAR, threshold_tensors(bundle.config), arrays, output)
+    layout = tensors_layout(threshold_tensors(bundle.config))
+    sha256, crcs = write_tensors(THRESHOLDS_SIDECAR, layout, arrays, output)
     thresholds = Thresholds(
         model=weights_digest(bundle.manifest),
         calibrated_tokens=calibrated,

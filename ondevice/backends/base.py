@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.latent import LatentOps
+from ondevice.backends.recurrent import RecurrentOps, StateLayout, StateStore
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RecordLayout
 from ondevice.config import RowFormat
@@ -83,8 +84,7 @@ class KVLayout:
     @cached_property
     def heads(self) -> tuple[HeadSizes, ...]:
         """The heads of each layer with keys and values of its own."""
-        layers = self.config.layers[: self.config.num_kv_layers]
-        return tuple(self.config.heads(layer.attention) for layer in layers)
+        return tuple(map(self.config.stored_heads, self.config.layers[: self.config.num_kv_layers]))
 
     def codes_bytes(self, layer: int) -> int:
         """Bytes of one head's key (or value) codes in a block."""
@@ -111,7 +111,18 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        return self.layer_offsets[-1]
+        # Blocks of layers without keys still have an address.
+        return self.layer_offsets[-1] or 64
+
+    @cached_property
+    def states(self) -> StateLayout:
+        """The states that recurrent layers have in the place of keys and values."""
+        return StateLayout(self.config, self.block_bytes // BLOCK_TOKENS)
+
+    def nbytes(self, n_tokens: int) -> int:
+        """Bytes of the blocks and states of a text of n_tokens."""
+        states = self.states.buffers(n_tokens) * self.states.nbytes
+        return self.blocks(n_tokens) * self.block_bytes + states
 
     def head_offset(self, layer: int, head: int) -> int:
         """Bytes from the start of a block to those of (layer, kv head)."""
@@ -132,30 +143,6 @@ class KVLayout:
         return -(-n_tokens // BLOCK_TOKENS)
 
 
-class KVArrays(Protocol):
-    """Keys and values of a cache whose backend doesn't write to blocks, with room for all blocks held."""
-
-    def resize(self, blocks: int) -> None:
-        """Make room for this many blocks; stored keys and values that still fit stay. Raises MemoryError."""
-        ...
-
-    def fork(self, blocks: int) -> KVArrays:
-        """An independent copy with room for this many blocks. Raises MemoryError."""
-        ...
-
-    def part_sizes(self, positions: int) -> list[int]:
-        """Bytes of each part of what is stored at this many positions."""
-        ...
-
-    def part(self, index: int, start: int, stop: int) -> Bytes:
-        """A copy of a part of what is stored at positions start .. stop - 1, (its bytes,) uint8."""
-        ...
-
-    def load_part(self, index: int, start: int, stop: int, data: Bytes) -> None:
-        """Store what `part` gave, at the same positions, for which there is room. Raises MemoryError."""
-        ...
-
-
 class KVStore(Protocol):
     """The part of a key/value cache that ops see."""
 
@@ -171,6 +158,11 @@ class KVStore(Protocol):
     """The block addresses as a backend keeps them; None whenever blocks have changed."""
     arrays: Any
     """The backend's `KVArrays` with the keys and values; None if these are in the blocks."""
+
+    @property
+    def states(self) -> StateStore | None:
+        """The states of recurrent layers; None in a model without such."""
+        ...
 
 
 class RowChunk(NamedTuple):
@@ -365,7 +357,7 @@ class Selector:
         return None if self.deviations is None else self.matrices[0]
 
 
-class Backend(LatentOps, Protocol):
+class Backend(LatentOps, RecurrentOps, Protocol):
     """Ops over loaded weights. They are deterministic, and needn't check their arguments.
 
     An op may re-use its output array, so a result is valid only until the next call of the same op. Results

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from ondevice.backends.base import Backend, Block, KVArrays, KVLayout
+from ondevice.backends.base import Backend, Block, KVLayout
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
+from ondevice.backends.kv_arrays import KVArrays
 
 
 class BudgetedBackend(Backend, Protocol):
@@ -35,8 +36,8 @@ class BudgetedBackend(Backend, Protocol):
         """Seconds that the host has waited for the device."""
         ...
 
-    def allocate_block(self, layout: KVLayout) -> Block:
-        """Memory for one block of keys and values. Raises MemoryError."""
+    def allocate_block(self, nbytes: int) -> Block:
+        """Memory for one block of keys and values, or for recurrent states. Raises MemoryError."""
         ...
 
     def new_arrays(self, layout: KVLayout) -> KVArrays | None:

@@ -35,6 +35,7 @@ from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.native_routing import route
 from ondevice.backends.offloading import OffloadingBackend
+from ondevice.backends.recurrent import DeltaWeights, StateStore
 from ondevice.backends.routing import sigmoid, substituted
 from ondevice.bundle.layout import padded
 from ondevice.errors import BackendUnavailableError
@@ -42,6 +43,7 @@ from ondevice.kernels import _native, memory
 from ondevice.model_config import (
     ACTIVATIONS,
     Activation,
+    DeltaSpec,
     FeedForwardSpec,
     LayerSpec,
 )
@@ -226,9 +228,9 @@ class CpuBackend(OffloadingBackend, CpuAttention):
         """The instruction set that multiplies."""
         return self.runner.target
 
-    def allocate_block(self, layout: KVLayout) -> Bytes:
-        """One block of keys and values, in a mapping of its own."""
-        return _native.allocate(layout.block_bytes)
+    def allocate_block(self, nbytes: int) -> Bytes:
+        """A block of keys and values, or states, in a mapping of its own."""
+        return _native.allocate(nbytes)
 
     def new_arrays(self, layout: KVLayout) -> None:
         """Keys and values are in blocks."""
@@ -259,6 +261,24 @@ class CpuBackend(OffloadingBackend, CpuAttention):
         out = self._buffer("linear", (len(x), matrix.rows)) if added is None else added
         matrix.forward(self.runner, x, weight.bias, out, norm, added)
         return out
+
+    def gated_delta(
+        self,
+        projected: Float32,
+        gates: Float32,
+        states: StateStore,
+        layer: int,
+        spec: DeltaSpec,
+        weights: DeltaWeights,
+    ) -> Float32:
+        out = self._buffer("attention", (len(projected), spec.value_size))
+        state, after = states.state(layer), states.next_state(layer)
+        _native.gated_delta(self.runner, projected, gates, spec.sizes, *weights, state, after, out)
+        return out
+
+    def sigmoid_gated(self, x: Float32, gates: Float32) -> Float32:
+        _native.sigmoid_gate(self.runner, gates, x)
+        return x
 
     def add_normed(self, x: Float32, y: Float32, norm: Norm) -> Float32:
         _native.add_normed(self.runner, x, y, norm)

@@ -19,21 +19,32 @@ class ForwardBatch:
     """(T,) token ids; empty if streams run alone."""
     tree: TokenTree | None = None
     """The order in which rows follow each other; None: each follows the one before."""
-    draft_rows: int = 0
-    """Number of draft tokens. They come last among the tokens; only accepted ones become part of the text."""
+    drafted: Sequence[int] = ()
+    """Rows of the draft tokens, ascending; only accepted ones become part of their text."""
     stream_rows: int = 0
     """Number of rows of streams. Their results are estimates, computed with the neurons in memory."""
     resident_only: bool = False
     """Whether every row's results are estimates: the pass reads no neurons, and is no part of the text."""
     last_only: bool = False
     """Whether only the last token's results are wanted."""
-    unpruned_rows: Sequence[int] | None = None
-    """(T,) each token's row before draft tokens were pruned; None if none were."""
+    unpruned: Sequence[int] | None = None
+    """The place of each row of `drafted` among them before some were pruned; None if none were."""
 
     @property
-    def text_rows(self) -> int:
-        """Number of tokens that are part of the text; they come first."""
-        return len(self.tokens) - self.draft_rows
+    def text_rows(self) -> Sequence[int]:
+        """Rows of the tokens that are part of a text, ascending."""
+        drafted = set(self.drafted)
+        return [row for row in range(len(self.tokens)) if row not in drafted]
+
+    @property
+    def draft_places(self) -> Sequence[int]:
+        """The place of each draft token among those of the pass, pruned ones included."""
+        return range(len(self.drafted)) if self.unpruned is None else self.unpruned
+
+    def accepted(self, rows: Sequence[int]) -> list[int]:
+        """Those of `rows` that are draft tokens, by their places among them. No token has been pruned."""
+        places = {row: place for place, row in enumerate(self.drafted)}
+        return [places[row] for row in rows if row in places]
 
     @property
     def num_exact_rows(self) -> int:
@@ -45,13 +56,14 @@ class ForwardBatch:
 
         tree: how all remaining rows follow each other.
         """
+        places = {row: place for place, row in enumerate(self.drafted)}
         return ForwardBatch(
             [self.tokens[row] for row in kept],
             tree,
-            draft_rows=sum(row >= self.text_rows for row in kept),
+            drafted=[target for target, row in enumerate(kept) if row in places],
             stream_rows=stream_rows,
             resident_only=self.resident_only,
-            unpruned_rows=kept,
+            unpruned=[places[row] for row in kept if row in places],
         )
 
     def last_row(self) -> ForwardBatch:

@@ -130,7 +130,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         """Seconds that the host has waited for MLX."""
         return self._waits.seconds
 
-    def allocate_block(self, layout: KVLayout) -> None:
+    def allocate_block(self, nbytes: int) -> None:
         """Returns None: the arrays from `new_arrays` hold the keys and values, and grow with the blocks."""
 
     def new_arrays(self, layout: KVLayout) -> MlxKV:

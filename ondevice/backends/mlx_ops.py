@@ -17,11 +17,20 @@ import numpy as np
 from ondevice.backends.base import Float32, HeadNorms, Int32, KVStore, Norm
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.latent import LatentWeights
+from ondevice.backends.recurrent import DeltaWeights, StateStore
 from ondevice.backends.reference import read_rows
 from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.token_tree import TokenTree
 from ondevice.errors import BackendUnavailableError
-from ondevice.model_config import CLAMP, SWISH_SLOPE, Activation, AttentionSpec, FeedForwardSpec, LatentSpec
+from ondevice.model_config import (
+    CLAMP,
+    SWISH_SLOPE,
+    Activation,
+    AttentionSpec,
+    DeltaSpec,
+    FeedForwardSpec,
+    LatentSpec,
+)
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,20 @@ class MlxOps:
 
     def linear_heads(self, x: mx.array, weight: Any, heads: int) -> mx.array:
         raise BackendUnavailableError("--backend mlx doesn't run latent attention; use --backend cpu")
+
+    def gated_delta(
+        self,
+        projected: mx.array,
+        gates: mx.array,
+        states: StateStore,
+        layer: int,
+        spec: DeltaSpec,
+        weights: DeltaWeights,
+    ) -> mx.array:
+        raise BackendUnavailableError("--backend mlx doesn't run recurrent layers; use --backend cpu")
+
+    def sigmoid_gated(self, x: mx.array, gates: mx.array) -> mx.array:
+        return x * mx.sigmoid(gates)
 
     def add_normed(self, x: mx.array, y: mx.array, norm: Norm) -> mx.array:
         return x + normed(y, norm)

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.backends import reference_delta
 from ondevice.backends.base import (
     BLOCK_TOKENS,
     KEY_LANES,
@@ -37,6 +38,7 @@ from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.latent import LatentWeights
+from ondevice.backends.recurrent import DeltaWeights, StateStore
 from ondevice.backends.routing import route, sigmoid
 from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.token_tree import TokenTree
@@ -50,6 +52,7 @@ from ondevice.model_config import (
     SWISH_SLOPE,
     Activation,
     AttentionSpec,
+    DeltaSpec,
     FeedForwardSpec,
     LatentSpec,
     LayerSpec,
@@ -98,8 +101,8 @@ class ReferenceBackend:
     synchronisations = 0
     synchronised_seconds = 0.0
 
-    def allocate_block(self, layout: KVLayout) -> Bytes:
-        return _native.allocate(layout.block_bytes)
+    def allocate_block(self, nbytes: int) -> Bytes:
+        return _native.allocate(nbytes)
 
     def new_arrays(self, layout: KVLayout) -> None:
         """Keys and values are in blocks."""
@@ -305,6 +308,22 @@ class ReferenceBackend:
         parts = np.split(x, heads, axis=1)
         matrices = np.split(weight.weight, heads)
         return np.concatenate([own @ matrix.T for own, matrix in zip(parts, matrices, strict=True)], axis=1)
+
+    def gated_delta(
+        self,
+        projected: Float32,
+        gates: Float32,
+        states: StateStore,
+        layer: int,
+        spec: DeltaSpec,
+        weights: DeltaWeights,
+    ) -> Float32:
+        return reference_delta.gated_delta(
+            projected, gates, states.state(layer), states.next_state(layer), spec, weights
+        )
+
+    def sigmoid_gated(self, x: Float32, gates: Float32) -> Float32:
+        return x * sigmoid(gates)
 
     def prefetch(self, x: Float32, norm: Norm | None, weight: ReferenceFeedForward) -> None:
         """Nothing to do: everything is in memory."""

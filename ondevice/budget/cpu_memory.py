@@ -19,6 +19,8 @@ from ondevice.config import GROUP_SIZE
 
 HIDDEN_BYTES = 2 << 20
 """Hidden activations of feed-forward segments that are multiplied together."""
+DELTA_TOKENS = 64
+"""Tokens that a delta rule has side by side (kDeltaTokens in gated_delta.h)."""
 QUERY_ROWS = 32
 """Query rows that share one walk over the keys."""
 
@@ -79,7 +81,9 @@ class CpuMemory(MemoryModel):
             per_token += self._adapted_row_bytes(streams)
         rows = max(QUERY_ROWS, config.queries_per_key)
         keys = padded(self.max_context, GROUP_SIZE) + 2 * padded(config.head_width, 16)
-        scores = self._threads * 4 * rows * keys
+        deltas = [layer.delta for layer in config.layers if layer.delta is not None]
+        scratch = max(rows * keys, *(DELTA_TOKENS * it.token_floats for it in deltas), 0)
+        scores = self._threads * 4 * scratch
         neurons = min(self._neurons_at_once, padded(config.widest, GROUP_SIZE))
         hidden_values = max(HIDDEN_BYTES, 4 * tokens * neurons)
         sampling = 8 * 8 * vocab

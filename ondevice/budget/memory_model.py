@@ -54,7 +54,8 @@ class MemoryModel(ABC):
     """A model's memory under one backend and one set of options.
 
     runtime: settled. A mode `predicted` without `predictors` counts as dense. draft_model_bytes: memory of a
-    second model that drafts, loaded and with its context full.
+    second model that drafts, loaded and with its context full. datastore_bytes: memory of an open datastore
+    of continuations.
     """
 
     config: ModelConfig
@@ -63,6 +64,7 @@ class MemoryModel(ABC):
     predictors: Predictors | None = None
     streams: MultiStreams | None = None
     draft_model_bytes: int = 0
+    datastore_bytes: int = 0
 
     @property
     @abstractmethod
@@ -167,7 +169,8 @@ class MemoryModel(ABC):
         config, runtime = self.config, self.runtime
         nodes = draft_nodes(runtime)
         held = self._adapter_bytes(nodes) + self.draft_head_bytes
-        drafter = self.draft_model_bytes + drafter_bytes(runtime.speculation, config, self.max_context, nodes)
+        drafter = drafter_bytes(runtime.speculation, config, self.max_context, nodes, runtime.parallel)
+        drafter += self.draft_model_bytes + self.datastore_bytes
         if not drafter:
             return held
         if config.experts is not None:
@@ -259,6 +262,9 @@ class MemoryModel(ABC):
         mixture += self._latent_floats
         # In the layer: the copies before it and as predicted, what one product is made of, and gates, twice.
         within = (2 * copies if copies > 1 else 0) * hidden + (3 * hidden + 2 * rank if rank else 0)
+        # Gates of attention or of a delta rule, copied.
+        gates = [config.out_cols(layer) for layer in config.layers if layer.attention.gated]
+        within += max(gates, default=0)
         if config.cut_off_layers:
             within += 2 * max(map(config.neurons, config.cut_off_layers))
         # Behind it: also the copies as corrected, and with the per-layer block's output.

@@ -54,8 +54,9 @@ class Plan:
     max_context: int
     """Tokens of context whose keys and values are guaranteed."""
     kv_block_bytes: int
+    """Keys and values, and states of recurrent layers, of a first token."""
     kv_cache_bytes: int
-    """Keys and values of one full context."""
+    """The same of one full context."""
     segment: SegmentShape | SlotShape
     """Pieces of feed-forward memory: ranges of neurons in dense mode, single neurons' slots in the others."""
     buffers: BufferShape
@@ -69,6 +70,8 @@ class Plan:
     sparsity: str = "dense"
     predictor_bytes: int = 0
     draft_bytes: int = 0
+    constraint_bytes: int = 0
+    """What constraints of texts may take, from the first text that has one."""
     opening_bytes: int = 0
     """The process while the tokenizer is read, which comes before everything else."""
     unread_bytes: int = 0
@@ -117,6 +120,7 @@ class Plan:
             + self.activation_bytes
             + self.segment.least * self.segment.nbytes,
             "drafting": self.draft_bytes,
+            "constraints of texts": self.constraint_bytes,
             "the process itself": self.process_bytes,
             "the tokenizer, not read yet, at most": self.unread_bytes,
             "what other models of this process may take": self.others_bytes,
@@ -243,6 +247,7 @@ class Plan:
             "neuron_cache_bytes": self.neuron_cache_bytes,
             "predictor_bytes": self.predictor_bytes,
             "draft_bytes": self.draft_bytes,
+            "constraint_bytes": self.constraint_bytes,
             "staging_bytes": self.staging_bytes,
             "activation_bytes": self.activation_bytes,
             "process_bytes": self.process_bytes,
@@ -279,7 +284,7 @@ class Plan:
 
     @property
     def _always_bytes(self) -> int:
-        held = self.process_bytes + self.unread_bytes + self.others_bytes
+        held = self.process_bytes + self.unread_bytes + self.others_bytes + self.constraint_bytes
         return held + self.weights_bytes + self.activation_bytes + self.predictor_bytes + self.draft_bytes
 
     @property
@@ -302,8 +307,8 @@ def plan_memory(memory: MemoryModel, *, budget_bytes: int, process_bytes: int) -
         weights_bytes=memory.weights_bytes,
         embedding_bytes=memory.embedding_bytes,
         max_context=memory.max_context,
-        kv_block_bytes=kv.block_bytes,
-        kv_cache_bytes=kv.blocks(memory.max_context) * kv.block_bytes,
+        kv_block_bytes=kv.nbytes(1),
+        kv_cache_bytes=kv.nbytes(memory.max_context),
         segment=memory.segment,
         buffers=memory.buffers,
         activation_bytes=memory.activation_bytes(max(widest, decoded)) + memory.parallel_bytes,

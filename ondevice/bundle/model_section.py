@@ -12,10 +12,12 @@ from ondevice.model_config import (
     MAX_EXPERT_NEURONS,
     MAX_EXPERTS,
     MAX_FACTOR,
+    MAX_TAPS,
     MAX_WEIGHT_FACTOR,
     SIZE_LIMITS,
     Activation,
     AttentionSpec,
+    DeltaSpec,
     ExpertsSpec,
     FeedForwardSpec,
     HeadNorm,
@@ -52,7 +54,7 @@ FACTORS = {"per_layer_multiplier": 1.0}
 _PLAIN = asdict(FeedForwardSpec("silu"))
 """Values of a feed-forward's keys where they are absent; the activation never is."""
 _PLAIN_ROPE = {"long_frequencies": [], "original_context": 0}
-_PLAIN_LAYER = {"laurel_rank": 0, "scaled": False, "experts": None}
+_PLAIN_LAYER = {"laurel_rank": 0, "scaled": False, "experts": None, "delta": None}
 _PLAIN_EXPERTS = {
     "choice_bias": False,
     "router_bias": False,
@@ -72,6 +74,7 @@ _PLAIN_ATTENTION = {
     "head_dim": 0,
     "num_kv_heads": 0,
     "latent": None,
+    "gated": False,
 }
 """Likewise of a rope's, a layer's, its experts' and its attention's."""
 
@@ -148,6 +151,8 @@ def _parse_layer(section: Section) -> LayerSpec:
         given["scaled"] = section.boolean("scaled")
     if "experts" in section.names:
         given["experts"] = _parse_experts(section.section("experts"))
+    if "delta" in section.names:
+        given["delta"] = _parse_delta(section.section("delta"))
     layer = LayerSpec(
         attention=_parse_attention(section.section("attention")),
         feed_forward=_parse_feed_forward(section.section("feed_forward")),
@@ -184,9 +189,21 @@ def _parse_experts(section: Section) -> ExpertsSpec:
     return experts
 
 
+def _parse_delta(section: Section) -> DeltaSpec:
+    delta = DeltaSpec(
+        key_heads=section.integer("key_heads", 1, SIZE_LIMITS["num_heads"]),
+        value_heads=section.integer("value_heads", 1, SIZE_LIMITS["num_heads"]),
+        key_width=section.integer("key_width", 1, SIZE_LIMITS["head_dim"]),
+        value_width=section.integer("value_width", 1, SIZE_LIMITS["head_dim"]),
+        taps=section.integer("taps", 2, MAX_TAPS),
+    )
+    section.close()
+    return delta
+
+
 def _parse_attention(section: Section) -> AttentionSpec:
     given: dict[str, Any] = {}
-    for name in ("value_norm", "sinks"):
+    for name in ("value_norm", "sinks", "gated"):
         if name in section.names:
             given[name] = section.boolean(name)
     if "keys_of" in section.names:

@@ -59,9 +59,17 @@ from ondevice.bundle.layout import (
     tensors_layout,
 )
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, CrcRange, Manifest, bundle_files, parse_manifest
-from ondevice.bundle.predictors import PREDICTORS_SIDECAR, Predictors, parse_predictors, predictor_tensors
+from ondevice.bundle.ngrams import NGRAMS_SIDECAR, Ngrams, ngrams_layout, parse_ngrams
+from ondevice.bundle.predictors import (
+    PREDICTORS,
+    PREDICTORS_SIDECAR,
+    Predictors,
+    parse_predictors,
+    predictor_tensors,
+)
 from ondevice.bundle.sidecar import Sidecar, check_sidecar_possible, check_tensors, read_sidecar
 from ondevice.bundle.streams import (
+    STREAMS,
     STREAMS_SIDECAR,
     MultiStreams,
     parse_streams,
@@ -69,7 +77,13 @@ from ondevice.bundle.streams import (
     stream_tensors,
 )
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
-from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR, Thresholds, parse_thresholds, threshold_tensors
+from ondevice.bundle.thresholds import (
+    THRESHOLDS,
+    THRESHOLDS_SIDECAR,
+    Thresholds,
+    parse_thresholds,
+    threshold_tensors,
+)
 from ondevice.bundle.token_counts import (
     TOKEN_COUNTS,
     TOKEN_COUNTS_SIDECAR,
@@ -89,7 +103,9 @@ MAX_CHECKSUM_BYTES = 1 << 28
 PART_BYTES = 1 << 18
 """Bytes of a tokenizer file that `small_parts` reads at a time."""
 
-Added = TypeVar("Added", Predictors, Thresholds, MultiStreams, Hotness, TokenCounts, ExpertCosts, ExpertUse)
+Added = TypeVar(
+    "Added", Predictors, Thresholds, MultiStreams, Hotness, TokenCounts, ExpertCosts, ExpertUse, Ngrams
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,8 +172,7 @@ class Bundle:
         self.expert_layout = expert_layout(self.config, self.quant)
         self.bundle_bytes: int = manifest_bytes + sum(entry.nbytes for entry in manifest.files.values())
         self._folder = path.resolve()
-        self._check_sizes()
-        self._check_headers()
+        self._check_headers(self._check_sizes())
         self._spans = tensor_spans(RESIDENT, resident_tensors(self.config, self.quant))
         self._crcs = self._read_checksums()
         self._rechecked: dict[str, CheckedFile] = {}
@@ -181,6 +196,8 @@ class Bundle:
         """What lossy options of a model with experts cost; None if the bundle doesn't say."""
         self.expert_use = self._addition(EXPERT_USE_SIDECAR, self._read_expert_use)
         """Metadata of the counts of how often experts are chosen, and what caches hit; None without any."""
+        self.ngrams = self._addition(NGRAMS_SIDECAR, self._read_ngrams)
+        """The datastore of continuations to draft from; None if the bundle has none."""
 
     @staticmethod
     def open(path: str | Path) -> Bundle:
@@ -338,15 +355,18 @@ class Bundle:
             raise BundleError(f"{name} doesn't match its sha256; the bundle is damaged, convert it again")
         return data
 
-    def _check_sizes(self) -> None:
-        """Checks that manifest and disk have the sizes that the model implies, and that CRC ranges adjoin."""
-        next_crc = 0
+    def _check_sizes(self) -> dict[str, FileLayout]:
+        """Checks that manifest and disk have the sizes that the model implies, and that CRC ranges adjoin.
+
+        Returns the layouts of all files but the checksums, by name.
+        """
+        next_crc, layouts = 0, {}
         for name in bundle_files(self.config, self.manifest.tokenizer):
             entry = self.manifest.files[name]
             if name == CHECKSUMS:
                 expected, crc = 4 * next_crc, None
             else:
-                layout = file_layout(name, self.config, self.quant)
+                layouts[name] = layout = file_layout(name, self.config, self.quant)
                 expected = entry.nbytes if layout.nbytes is None else layout.nbytes
                 crc = CrcRange(next_crc, layout.crc_count(expected))
                 next_crc += crc.count
@@ -361,14 +381,13 @@ class Bundle:
                 raise BundleError(f"{name} has {actual} bytes on disk; the manifest says {expected}")
         if 4 * next_crc > MAX_CHECKSUM_BYTES:
             raise BundleError(f"{CHECKSUMS} has {4 * next_crc} bytes; the limit is {MAX_CHECKSUM_BYTES}")
+        return layouts
 
-    def _check_headers(self) -> None:
+    def _check_headers(self, layouts: Mapping[str, FileLayout]) -> None:
         """Checks that the safetensors headers are the canonical ones, so that offsets can be computed."""
-        for name in self.manifest.files:
-            if name != CHECKSUMS:
-                header = file_layout(name, self.config, self.quant).header
-                if read_range(self._folder / name, 0, len(header)) != header:
-                    raise BundleError(f"{name}: its safetensors header isn't the one this model implies")
+        for name, layout in layouts.items():
+            if read_range(self._folder / name, 0, len(layout.header)) != layout.header:
+                raise BundleError(f"{name}: its safetensors header isn't the one this model implies")
 
     def _addition(self, sidecar: Sidecar, read: Callable[[bytes], Added]) -> Added | None:
         """A sidecar's content, as `read` parses it; None if the sidecar is absent or damaged."""
@@ -400,35 +419,45 @@ class Bundle:
     def _read_predictors(self, data: bytes) -> Predictors:
         predictors = parse_predictors(data, self.manifest)
         tensors = predictor_tensors(self.config, predictors.bits, predictors.ranks)
-        self._add(PREDICTORS_SIDECAR, len(data), tensors, predictors.crcs, predictors.sha256)
+        layout = tensors_layout(tensors)
+        self._add(PREDICTORS_SIDECAR, len(data), layout, predictors.crcs, predictors.sha256)
+        self._spans |= tensor_spans(PREDICTORS, tensors)
         return predictors
 
     def _read_thresholds(self, data: bytes) -> Thresholds:
         thresholds = parse_thresholds(data, self.manifest)
         tensors = threshold_tensors(self.config)
-        self._add(THRESHOLDS_SIDECAR, len(data), tensors, thresholds.crcs, thresholds.sha256)
+        layout = tensors_layout(tensors)
+        self._add(THRESHOLDS_SIDECAR, len(data), layout, thresholds.crcs, thresholds.sha256)
+        self._spans |= tensor_spans(THRESHOLDS, tensors)
         return thresholds
 
     def _read_streams(self, data: bytes) -> MultiStreams:
         streams = parse_streams(data, self.manifest)
         tensors = stream_tensors(self.config, streams)
-        self._add(STREAMS_SIDECAR, len(data), tensors, streams.crcs, streams.sha256)
+        self._add(STREAMS_SIDECAR, len(data), tensors_layout(tensors), streams.crcs, streams.sha256)
+        self._spans |= tensor_spans(STREAMS, tensors)
         return streams
+
+    def _read_ngrams(self, data: bytes) -> Ngrams:
+        ngrams, crcs = parse_ngrams(data, self.manifest)
+        layout = ngrams_layout(ngrams.pages, ngrams.frequent)
+        self._add(NGRAMS_SIDECAR, len(data), layout, crcs, ngrams.sha256)
+        return ngrams
 
     def _add(
         self,
         sidecar: Sidecar,
         manifest_bytes: int,
-        tensors: Mapping[str, TensorSpec],
+        layout: FileLayout,
         crcs: Sequence[int],
         sha256: str,
     ) -> None:
-        layout, name = tensors_layout(tensors), sidecar.tensors
+        name = sidecar.tensors
         nbytes = check_tensors(sidecar, self._folder, layout)
         file = CheckedFile.of(self._folder / name, nbytes, layout, np.array(crcs, dtype=np.uint32))
         self.added[name] = AddedFile(sidecar, file, layout, sha256)
         self.bundle_bytes += manifest_bytes + nbytes
-        self._spans |= tensor_spans(name, tensors)
 
     def _read_hotness(self, data: bytes) -> Hotness:
         hotness = parse_hotness(data, self.manifest)

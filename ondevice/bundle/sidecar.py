@@ -89,6 +89,8 @@ def no_streams(config: ModelConfig) -> str:
         "normed values": config.any_layer(lambda layer: layer.attention.value_norm),
         "latent attention": config.any_layer(lambda layer: layer.attention.latent is not None),
         "attention sinks": config.any_layer(lambda layer: layer.attention.sinks),
+        "gated attention": config.any_layer(lambda layer: layer.attention.gated),
+        "recurrent layers": bool(config.recurrent_layers),
         "keys that layers share": config.num_kv_layers < config.num_layers,
         "heads of several sizes": config.any_layer(
             lambda layer: layer.attention.head_dim > 0 or layer.attention.num_kv_heads > 0
@@ -103,6 +105,8 @@ def no_streams(config: ModelConfig) -> str:
 
 def check_sidecar_possible(sidecar: Sidecar, config: ModelConfig) -> None:
     """Raises BundleError for what a model can't have because of its blocks."""
+    if sidecar.key == "ngrams":
+        return
     of_experts = sidecar.key in ("expert_costs", "expert_use")
     if config.experts is None and of_experts:
         raise BundleError(f"{sidecar.manifest} is there, but this model has no experts: delete it")

@@ -29,6 +29,7 @@ from ondevice.bundle.layout import (
     neuron_file_name,
 )
 from ondevice.bundle.manifest import FileEntry
+from ondevice.bundle.ngrams import NGRAMS_SIDECAR
 from ondevice.bundle.predictors import PREDICTORS_SIDECAR
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.sidecar import Sidecar
@@ -44,6 +45,7 @@ SIDECARS = (
     TOKEN_COUNTS_SIDECAR,
     EXPERT_COSTS_SIDECAR,
     EXPERT_USE_SIDECAR,
+    NGRAMS_SIDECAR,
     STREAMS_SIDECAR,
 )
 _REMEDY = "the bundle is damaged, convert the model again"

@@ -83,6 +83,17 @@ def layer_weight_shapes(config: ModelConfig, layer: LayerSpec) -> tuple[WeightSh
             WeightShape("per_layer.out", (hidden, width), True),
             WeightShape("per_layer.norm.weight", (hidden,), False),
         ]
+    if layer.attention.gated:
+        found.append(WeightShape("attention.gate", (config.out_cols(layer), hidden), True))
+    if (delta := layer.delta) is not None:
+        # Betas and decays act on all that a state holds, so they aren't to depend on how weights are rounded.
+        found += [
+            WeightShape("delta.gates", (2 * delta.value_heads, hidden), True, is_half=True),
+            WeightShape("delta.conv", (delta.taps, delta.channels), False),
+            WeightShape("delta.decay_log", (delta.value_heads,), False),
+            WeightShape("delta.time_bias", (delta.value_heads,), False),
+            WeightShape("delta.norm.weight", (delta.value_width,), False),
+        ]
     if layer.attention.sinks:
         found.append(WeightShape("attention.sinks", (config.heads(layer.attention).queries,), False))
     found += _latent_shapes(config, layer)

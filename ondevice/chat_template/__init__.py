@@ -15,10 +15,10 @@ from datetime import date
 from functools import cached_property
 from typing import Any
 
-from ondevice.chat_template.call_formats import CallFormat, recognised
+from ondevice.chat_template.call_formats import recognised
 from ondevice.chat_template.channels import CHANNEL, Channels, has_channels
 from ondevice.chat_template.dates import written_by
-from ondevice.chat_template.forced_calls import forced_call
+from ondevice.chat_template.forced_calls import call_or_json, forced_call, forced_channel
 from ondevice.chat_template.messages import (
     CALL_FORMS,
     Message,
@@ -137,25 +137,14 @@ class ChatTemplate:
         """Whether the template takes tools and calls of them are of a format that is known."""
         return self._tools_by is not None and (self._has_channels or self._format is not None)
 
-    @property
-    def calls_apart(self) -> bool:
-        """Whether calls of tools go to a channel, so that what a reply obeys doesn't concern them."""
-        return self._has_channels
-
-    @property
-    def call_format(self) -> CallFormat | None:
-        """How the model writes calls of tools; None if that isn't known, or where they go to a channel."""
-        return None if self._has_channels else self._format
-
     def reply_parser(self, options: PromptOptions = PLAIN, prompt: Sequence[int] = ()) -> ReplyParser:
         """What tells thinking and calls from the reply in one reply of the model, behind the ids of a prompt.
 
         Raises UsageError where the model can't be told not to think.
         """
         tools = {tool.name: tool for tool in options.tools}
-        special = {} if self._tokenizer is None else self._tokenizer.special_tokens
         if self._has_channels:
-            return Channels(special, tools)
+            return Channels(self._special, tools)
         thinks = self._marks is not None and self._tail(prompt).rstrip().endswith(self._marks[0])
         if thinks and options.think is False:
             raise UsageError(
@@ -165,7 +154,13 @@ class ChatTemplate:
         if self._marks is None and not tools:
             return PlainReply()
         calls = self._format if tools else None
-        return MarkedReply(self._marks, thinks, calls, tools, special, self._openers)
+        return MarkedReply(
+            self._marks, thinks, calls, tools, self._special, self._openers, options.calls_alone
+        )
+
+    def gate(self, options: PromptOptions = PLAIN, prompt: Sequence[int] = ()) -> ReplyParser | None:
+        """What tells what a constraint concerns; None where it concerns the whole text."""
+        return None if self._has_channels and options.must_call else self.reply_parser(options, prompt)
 
     def forced_call(self, options: PromptOptions) -> Constraint:
         """What a reply obeys that calls one of the tools `must_call`.
@@ -178,8 +173,21 @@ class ChatTemplate:
             raise UsageError(
                 f"must_call names {', '.join(options.must_call)[:200]}; not all of them are tools"
             )
-        special = {} if self._tokenizer is None else self._tokenizer.special_tokens
-        return forced_call(self.call_format, tools, special, options.parallel_calls)
+        if self._has_channels:
+            return forced_channel(tools, self._special)
+        assert self._format is not None
+        return forced_call(self._format, tools, self._special, options.parallel_calls)
+
+    def call_or_json(self, options: PromptOptions, answer: Constraint) -> Constraint:
+        """What a reply obeys that is either calls of the tools or a text that obeys `answer`.
+
+        Raises ConstraintError where the two can't be told apart, and for a tool's schema that is none.
+        """
+        self._require_tools()
+        if self._has_channels:
+            return answer
+        assert self._format is not None
+        return call_or_json(self._format, options.tools, self._special, options.parallel_calls, answer)
 
     def render(
         self,
@@ -244,6 +252,11 @@ class ChatTemplate:
             ids.append(names[match[0]])
             start = match.end()
         return ids + tokenizer.encode(text[start:].replace(marker, ""), add_bos=False)
+
+    @property
+    def _special(self) -> Mapping[str, int]:
+        """Ids of the special tokens, by name."""
+        return {} if self._tokenizer is None else self._tokenizer.special_tokens
 
     def _compile(self, source: str) -> None:
         import jinja2

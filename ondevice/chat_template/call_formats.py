@@ -12,30 +12,45 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ondevice.chat_template.tools import Tool, json_text, parsed_object
+from ondevice.chat_template.partial_json import ends_inside
+from ondevice.chat_template.tools import NAME_CHARS, Tool, is_text, json_text, parsed_object
 
 Call = tuple[str, dict[str, Any]]
 """The name of a tool, and arguments."""
 Tools = Mapping[str, Tool]
 """Tools that may be called, by name."""
 
-_SEPARATORS = " \t\r\n,;"
+SEPARATORS = " \t\r\n,;"
 _DECODER = json.JSONDecoder()
 _ARGUMENTS = ("arguments", "parameters")
-_XML_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*?)(?:</function>\s*|\s*\Z)", re.DOTALL)
-_XML_PARAMETER = re.compile(
-    r"\s*<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL
-)
-_KEY_AND_VALUE = re.compile(
-    r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL
-)
-_DEEPSEEK_CALLS, _DEEPSEEK_END, _DEEPSEEK_CALL, _DEEPSEEK_CALL_END, _DEEPSEEK_SEPARATOR = (
+_XML_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>")
+_XML_END = re.compile(r"\s*(?:</function>\s*|\Z)")
+_STRING = re.compile(r'"[^"\\]*(?:\\(?:.|\Z)[^"\\]*)*("|\Z)', re.DOTALL)
+DEEPSEEK_CALLS, DEEPSEEK_END, DEEPSEEK_CALL, DEEPSEEK_CALL_END, DEEPSEEK_SEPARATOR = (
     "<\uff5c" + words.replace(" ", "\u2581") + "\uff5c>"
     for words in ("tool calls begin", "tool calls end", "tool call begin", "tool call end", "tool sep")
 )
-_GEMMA_QUOTE = '<|"|>'
+GEMMA_QUOTE = '<|"|>'
 _GEMMA_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:")
 _PYTHON_WORDS: dict[str, Any] = {"True": True, "False": False, "None": None}
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """Where arguments stand that are JSON, so that they can be told while they are written.
+
+    head: what stands before a call's arguments; one of its groups is the tool's name. tail: what may stand
+    behind them, as far as it belongs to the call. Each matches a bounded number of spaces and words.
+    """
+
+    head: re.Pattern[str]
+    tail: re.Pattern[str]
+
+
+def inside_string(text: str, tools: Tools) -> bool:
+    """Whether JSON that ends here ends inside a string."""
+    ends = [found[1] for found in _STRING.finditer(text)]
+    return ends[-1:] == [""]
 
 
 @dataclass(frozen=True)
@@ -45,7 +60,8 @@ class CallFormat:
     marks: strings that a template of this format has, all of them. opens: what begins calls; `closes` ends
     them, or the reply's end. read: the calls in between, or None if they aren't of this format or of another
     tool. write: calls as the model writes them. bare: whether a reply that begins with a brace is a call.
-    inner: marks inside of calls, which may be special tokens.
+    inner: marks inside of calls, which may be special tokens. streaming: None if arguments aren't JSON.
+    inside: whether calls that end here end inside an argument, in which `closes` may stand.
     """
 
     name: str
@@ -56,6 +72,8 @@ class CallFormat:
     write: Callable[[Sequence[Call]], str]
     bare: bool = False
     inner: tuple[str, ...] = ()
+    streaming: Streaming | None = None
+    inside: Callable[[str, Tools], bool] = inside_string
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -85,7 +103,7 @@ def _values(text: str) -> Iterator[Any]:
     """The JSON values of a text, one behind the other; at last _BROKEN if the rest is none."""
     at, end = 0, len(text)
     while True:
-        while at < end and text[at] in _SEPARATORS:
+        while at < end and text[at] in SEPARATORS:
             at += 1
         if at == end:
             return
@@ -103,10 +121,10 @@ def _object_call(value: Any, tools: Tools) -> Call | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments: Any = next((value[key] for key in _ARGUMENTS if key in value), {})
-    return _checked(value["name"], arguments, tools)
+    return checked_call(value["name"], arguments, tools)
 
 
-def _checked(name: str, arguments: Any, tools: Tools) -> Call | None:
+def checked_call(name: str, arguments: Any, tools: Tools) -> Call | None:
     """A call, if there is such a tool and its arguments are an object that JSON can hold."""
     if isinstance(arguments, str):
         arguments = parsed_object(arguments)
@@ -119,56 +137,48 @@ def _checked(name: str, arguments: Any, tools: Tools) -> Call | None:
     return name, arguments
 
 
-def _xml_calls(text: str, tools: Tools) -> list[Call] | None:
-    """`<function=NAME>` with a `<parameter=NAME>` for each argument."""
-    return _matched(text, _XML_FUNCTION, lambda found: _xml_call(found[1].strip(), found[2], tools))
+class _Pairs:
+    """Names and values of arguments, each between marks. Texts are written bare, other values as JSON."""
+
+    def __init__(self, before: str, behind_name: str, behind: str, end: str) -> None:
+        """Patterns of what stands before a name, between it and its value, behind that, and behind all."""
+        self._head = re.compile(rf"\s*{before}([^<>\n]*){behind_name}")
+        self._behind = re.compile(rf"{behind}(?=\s*(?:{before}|{end}\Z))")
+        self._behind_json = re.compile(rf"\s*{behind}")
+
+    def read(self, text: str, at: int, tool: Tool) -> tuple[dict[str, Any], int, bool]:
+        """The arguments from `at` on, where they end, and whether the text ends inside one that is JSON."""
+        found: dict[str, Any] = {}
+        while head := self._head.match(text, at):
+            name = head[1].strip()
+            schema, end, value = tool.properties.get(name), None, None
+            if not is_text(schema):
+                end, value = self._json(text, head.end())
+            if end is None:
+                end = self._behind.search(text, head.end())
+                if end is None:
+                    return found, at, not is_text(schema) and ends_inside(text, head.end())
+                value = _typed(text[head.end() : end.start()], schema)
+            found[name] = value
+            at = end.end()
+        return found, at, False
+
+    def _json(self, text: str, at: int) -> tuple[re.Match[str] | None, Any]:
+        """What stands behind the JSON at `at`, and its value; None where there is none or something else."""
+        try:
+            value, end = _DECODER.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return None, None
+        return self._behind_json.match(text, end), value
 
 
-def _xml_call(name: str, body: str, tools: Tools) -> Call | None:
-    return _pairs_call(name, _pairs(body, _XML_PARAMETER), tools)
-
-
-def _pairs_call(name: str, pairs: list[tuple[str, str]] | None, tools: Tools) -> Call | None:
-    if pairs is None or name not in tools:
-        return None
-    properties = tools[name].properties
-    arguments = {key: _typed(value, properties.get(key)) for key, value in pairs}
-    return _checked(name, arguments, tools)
-
-
-def _matched(
-    text: str, pattern: re.Pattern[str], read: Callable[[re.Match[str]], Call | None]
-) -> list[Call] | None:
-    """What `read` makes of the matches that a text is made of; None where it is not or one is no call."""
-    at, calls = 0, []
-    text = text.rstrip()
-    while at < len(text):
-        found = pattern.match(text, at)
-        call = None if found is None else read(found)
-        if found is None or call is None:
-            return None
-        calls.append(call)
-        at = found.end()
-    return calls or None
-
-
-def _pairs(text: str, pattern: re.Pattern[str]) -> list[tuple[str, str]] | None:
-    """Names and values that a text is made of; None where it has something else."""
-    at, found = 0, []
-    text = text.rstrip()
-    while at < len(text):
-        match = pattern.match(text, at)
-        if match is None:
-            return None
-        found.append((match[1].strip(), match[2]))
-        at = match.end()
-    return found
+_XML = _Pairs("<parameter=", r">\n?", r"\n?</parameter>", r"</function>|")
+_GLM = _Pairs("<arg_key>", r"</arg_key>\s*<arg_value>", "</arg_value>", "")
 
 
 def _typed(text: str, schema: Any) -> Any:
     """An argument that is written bare: a text where the schema wants one, else what its JSON is."""
-    wanted = schema.get("type") if isinstance(schema, Mapping) else None
-    if wanted == "string":
+    if is_text(schema):
         return text
     bare = text.strip()
     if bare in _PYTHON_WORDS:
@@ -179,17 +189,49 @@ def _typed(text: str, schema: Any) -> Any:
         return text
 
 
+def _xml_read(text: str, tools: Tools) -> tuple[list[Call] | None, bool]:
+    """`<function=NAME>` with a `<parameter=NAME>` for each argument; whether one of JSON isn't all there."""
+    at, calls = 0, []
+    text = text.rstrip()
+    while at < len(text):
+        begin = _XML_FUNCTION.match(text, at)
+        name = "" if begin is None else begin[1].strip()
+        if begin is None or name not in tools:
+            return None, False
+        arguments, at, inside = _XML.read(text, begin.end(), tools[name])
+        end, call = _XML_END.match(text, at), checked_call(name, arguments, tools)
+        if end is None or call is None:
+            return None, inside
+        calls.append(call)
+        at = end.end()
+    return calls or None, False
+
+
+def _xml_calls(text: str, tools: Tools) -> list[Call] | None:
+    return _xml_read(text, tools)[0]
+
+
+def _inside_xml(text: str, tools: Tools) -> bool:
+    return _xml_read(text, tools)[1]
+
+
+def _glm_read(text: str, tools: Tools) -> tuple[list[Call] | None, bool]:
+    """A name, and pairs of `<arg_key>` and `<arg_value>`; whether a value of JSON isn't all there."""
+    text = text.rstrip()
+    name = text.partition("<arg_key>")[0]
+    if name.strip() not in tools:
+        return None, False
+    arguments, at, inside = _GLM.read(text, len(name), tools[name.strip()])
+    call = checked_call(name.strip(), arguments, tools)
+    return ([call], False) if call is not None and at == len(text) else (None, inside)
+
+
 def _glm_calls(text: str, tools: Tools) -> list[Call] | None:
-    """A name, and pairs of `<arg_key>` and `<arg_value>`."""
-    name, key, rest = text.partition("<arg_key>")
-    call = _pairs_call(name.strip(), _pairs(key + rest, _KEY_AND_VALUE), tools)
-    return None if call is None else [call]
+    return _glm_read(text, tools)[0]
 
 
-def _named_json(separator: str, text: str, tools: Tools) -> Call | None:
-    """A name, a separator and the arguments' JSON."""
-    name, found, arguments = text.partition(separator)
-    return _checked(name.strip(), arguments, tools) if found else None
+def _inside_glm(text: str, tools: Tools) -> bool:
+    return _glm_read(text, tools)[1]
 
 
 def _mistral_calls(text: str, tools: Tools) -> list[Call] | None:
@@ -202,7 +244,9 @@ def _mistral_calls(text: str, tools: Tools) -> list[Call] | None:
         if not found:
             name, found, arguments = part.partition("{")
             arguments = found + arguments
-        call = _checked(name.partition("[CALL_ID]")[0].strip(), arguments.strip(), tools) if found else None
+        call = (
+            checked_call(name.partition("[CALL_ID]")[0].strip(), arguments.strip(), tools) if found else None
+        )
         if call is None:
             return None
         calls.append(call)
@@ -212,15 +256,15 @@ def _mistral_calls(text: str, tools: Tools) -> list[Call] | None:
 def _deepseek_calls(text: str, tools: Tools) -> list[Call] | None:
     """A name and JSON in each call, or the word `function`, a name and fenced JSON."""
     calls = []
-    for part in text.split(_DEEPSEEK_CALL):
-        body = part.strip().removesuffix(_DEEPSEEK_CALL_END).strip()
+    for part in text.split(DEEPSEEK_CALL):
+        body = part.strip().removesuffix(DEEPSEEK_CALL_END).strip()
         if not body:
             continue
-        name, _, arguments = body.partition(_DEEPSEEK_SEPARATOR)
+        name, _, arguments = body.partition(DEEPSEEK_SEPARATOR)
         if name.strip() == "function" and "```json" in arguments:
             name, _, arguments = arguments.partition("```json")
             arguments = arguments.strip().removesuffix("```")
-        call = _checked(name.strip(), arguments.strip(), tools)
+        call = checked_call(name.strip(), arguments.strip(), tools)
         if call is None:
             return None
         calls.append(call)
@@ -231,13 +275,13 @@ def _gemma_calls(text: str, tools: Tools) -> list[Call] | None:
     """`call:NAME{key:value}`: JSON whose keys are bare and whose strings stand between marks."""
     kind, _, rest = text.strip().partition(":")
     name, brace, body = rest.partition("{")
-    parts = (brace + body).split(_GEMMA_QUOTE)
+    parts = (brace + body).split(GEMMA_QUOTE)
     if kind != "call" or len(parts) % 2 == 0:
         return None
     written = [
         json.dumps(part) if at % 2 else _GEMMA_KEY.sub(r'\1"\2":', part) for at, part in enumerate(parts)
     ]
-    call = _checked(name.strip(), "".join(written), tools)
+    call = checked_call(name.strip(), "".join(written), tools)
     return None if call is None else [call]
 
 
@@ -289,30 +333,60 @@ def _write_mistral_args(calls: Sequence[Call]) -> str:
     return "".join(f"[TOOL_CALLS]{name}[ARGS]{json_text(arguments)}" for name, arguments in calls)
 
 
-def _write_deepseek(calls: Sequence[Call]) -> str:
-    inner = "".join(
-        f"{_DEEPSEEK_CALL}{name}{_DEEPSEEK_SEPARATOR}{json_text(arguments)}{_DEEPSEEK_CALL_END}"
-        for name, arguments in calls
-    )
-    return f"{_DEEPSEEK_CALLS}{inner}{_DEEPSEEK_END}"
+def _write_deepseek(
+    before: str, before_json: str, behind_json: str, between: str
+) -> Callable[[Sequence[Call]], str]:
+    """What writes calls with these texts before the name, around the arguments and between two calls."""
+
+    def written(calls: Sequence[Call]) -> str:
+        each = (
+            f"{before}{name}{before_json}{json_text(arguments)}{behind_json}" for name, arguments in calls
+        )
+        inner = between.join(f"{DEEPSEEK_CALL}{text}{DEEPSEEK_CALL_END}" for text in each)
+        return f"{DEEPSEEK_CALLS}{inner}{DEEPSEEK_END}"
+
+    return written
+
+
+def written_gemma(value: Any) -> str:
+    """A value in Gemma's notation: texts between marks, keys bare."""
+    if isinstance(value, str):
+        return f"{GEMMA_QUOTE}{value}{GEMMA_QUOTE}"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{written_gemma(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(written_gemma, value)) + "]"
+    return json_text(value)
 
 
 def _write_gemma(calls: Sequence[Call]) -> str:
-    def written(value: Any) -> str:
-        if isinstance(value, str):
-            return f"{_GEMMA_QUOTE}{value}{_GEMMA_QUOTE}"
-        if isinstance(value, Mapping):
-            return "{" + ",".join(f"{key}:{written(item)}" for key, item in value.items()) + "}"
-        if isinstance(value, list):
-            return "[" + ",".join(map(written, value)) + "]"
-        return json_text(value)
-
-    return "".join(f"<|tool_call>call:{name}{written(arguments)}<tool_call|>" for name, arguments in calls)
+    return "".join(
+        f"<|tool_call>call:{name}{written_gemma(arguments)}<tool_call|>" for name, arguments in calls
+    )
 
 
 def _write_bare(calls: Sequence[Call]) -> str:
     return "; ".join(_as_json(*call, "parameters") for call in calls)
 
+
+_NAME = rf"([A-Za-z0-9_.-]{{1,{NAME_CHARS}}})"
+_GAP = r"\s{0,64}"
+_COMMA, _COLON = f"{_GAP},{_GAP}", f"{_GAP}:{_GAP}"
+_ARGUMENTS_KEY = f'"(?:{"|".join(_ARGUMENTS)})"'
+_JSON_HEAD = (
+    rf'[\s,;]{{0,64}}(?:\[{_GAP})?\{{{_GAP}"name"{_COLON}"{_NAME}"{_COMMA}{_ARGUMENTS_KEY}{_COLON}(?=\{{)'
+)
+_OTHER_KEY = rf'"[^"\\]{{1,64}}"{_COLON}(?:"[^"\\]{{0,256}}"|[-+.\w]{{1,64}})'
+_JSON_TAIL = rf"(?:{_COMMA}{_OTHER_KEY})*{_GAP}\}}(?:{_GAP}\])?"
+_CALL_ID = rf"\[CALL_ID\]\w{{0,64}}{_GAP}"
+_ARGS_HEAD = rf"{_GAP}(?:\[TOOL_CALLS\]{_GAP})?{_NAME}{_GAP}(?:{_CALL_ID})?(?:\[ARGS\]{_GAP})?(?=\{{)"
+_DEEPSEEK_NAME = f"{_NAME}{_GAP}{DEEPSEEK_SEPARATOR}|function{_GAP}{DEEPSEEK_SEPARATOR}{_NAME}{_GAP}```json"
+_DEEPSEEK_HEAD = rf"{_GAP}(?:{DEEPSEEK_CALL}{_GAP})?(?:{_DEEPSEEK_NAME}){_GAP}(?=\{{)"
+_IN_JSON = Streaming(re.compile(_JSON_HEAD), re.compile(_JSON_TAIL))
+_BEHIND_NAMES = Streaming(re.compile(f"{_JSON_HEAD}|{_ARGS_HEAD}"), re.compile(f"(?:{_JSON_TAIL})?"))
+_DEEPSEEK = Streaming(
+    re.compile(_DEEPSEEK_HEAD), re.compile(rf"(?:{_GAP}```)?(?:{_GAP}{DEEPSEEK_CALL_END})?")
+)
 
 FORMATS = (
     CallFormat(
@@ -322,6 +396,7 @@ FORMATS = (
         "</tool_call>",
         _xml_calls,
         _write_xml,
+        inside=_inside_xml,
     ),
     CallFormat(
         "glm",
@@ -331,6 +406,7 @@ FORMATS = (
         _glm_calls,
         _write_glm,
         inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        inside=_inside_glm,
     ),
     CallFormat(
         "mistral-args",
@@ -340,18 +416,36 @@ FORMATS = (
         _mistral_calls,
         _write_mistral_args,
         inner=("[ARGS]", "[CALL_ID]"),
+        streaming=_BEHIND_NAMES,
     ),
     CallFormat(
-        "mistral", ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), None, _mistral_calls, _write_list("[TOOL_CALLS]")
+        "mistral",
+        ("[TOOL_CALLS]",),
+        ("[TOOL_CALLS]",),
+        None,
+        _mistral_calls,
+        _write_list("[TOOL_CALLS]"),
+        streaming=_BEHIND_NAMES,
+    ),
+    CallFormat(
+        "deepseek-fenced",
+        (DEEPSEEK_CALLS, DEEPSEEK_SEPARATOR, "```json"),
+        (DEEPSEEK_CALLS,),
+        DEEPSEEK_END,
+        _deepseek_calls,
+        _write_deepseek(f"function{DEEPSEEK_SEPARATOR}", "\n```json\n", "\n```", "\n"),
+        inner=(DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END),
+        streaming=_DEEPSEEK,
     ),
     CallFormat(
         "deepseek",
-        (_DEEPSEEK_CALLS, _DEEPSEEK_SEPARATOR),
-        (_DEEPSEEK_CALLS,),
-        _DEEPSEEK_END,
+        (DEEPSEEK_CALLS, DEEPSEEK_SEPARATOR),
+        (DEEPSEEK_CALLS,),
+        DEEPSEEK_END,
         _deepseek_calls,
-        _write_deepseek,
-        inner=(_DEEPSEEK_CALL, _DEEPSEEK_SEPARATOR, _DEEPSEEK_CALL_END),
+        _write_deepseek("", DEEPSEEK_SEPARATOR, "", ""),
+        inner=(DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END),
+        streaming=_DEEPSEEK,
     ),
     CallFormat(
         "gemma4",
@@ -360,7 +454,7 @@ FORMATS = (
         "<tool_call|>",
         _gemma_calls,
         _write_gemma,
-        inner=(_GEMMA_QUOTE,),
+        inner=(GEMMA_QUOTE,),
     ),
     CallFormat(
         "phi",
@@ -369,12 +463,25 @@ FORMATS = (
         "<|/tool_call|>",
         json_calls,
         lambda calls: "".join(f"<|tool_call|>{_as_json(*call)}<|/tool_call|>" for call in calls),
+        streaming=_IN_JSON,
     ),
     CallFormat(
-        "granite", ("<|tool_call|>",), ("<|tool_call|>",), None, json_calls, _write_list("<|tool_call|>")
+        "granite",
+        ("<|tool_call|>",),
+        ("<|tool_call|>",),
+        None,
+        json_calls,
+        _write_list("<|tool_call|>"),
+        streaming=_IN_JSON,
     ),
     CallFormat(
-        "hermes", ("<tool_call>", "</tool_call>"), ("<tool_call>",), "</tool_call>", json_calls, _write_hermes
+        "hermes",
+        ("<tool_call>", "</tool_call>"),
+        ("<tool_call>",),
+        "</tool_call>",
+        json_calls,
+        _write_hermes,
+        streaming=_IN_JSON,
     ),
     CallFormat(
         "llama",
@@ -384,6 +491,7 @@ FORMATS = (
         json_calls,
         _write_bare,
         bare=True,
+        streaming=_IN_JSON,
     ),
 )
 """The formats, those with more marks first."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ondevice.chat_template.call_formats import Tools
-from ondevice.chat_template.replies import MAX_CALL_CHARS, Kind, Piece
-from ondevice.chat_template.tools import parsed_object
+from ondevice.chat_template.call_formats import Tools, checked_call
+from ondevice.chat_template.replies import MAX_CALL_CHARS, CallScan, Kind, Piece
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
+CONSTRAIN = "<|constrain|>"
+"""What stands before the kind of a message's text."""
 CALL = "<|call|>"
 """What ends a call, if it doesn't end the reply."""
 REPLY_CHANNEL = "final"
@@ -42,6 +43,7 @@ class Channels:
         self._channel = ""
         self._call = ""
         self._name = ""
+        self._scan: CallScan | None = None
 
     @property
     def kind(self) -> Kind:
@@ -68,17 +70,17 @@ class Channels:
     def finish(self) -> list[Piece]:
         """The rest. A call that can't be read is text of the reply."""
         part, call, held = self._part, self._call, self._header
-        self._call = ""
+        self._call, self._scan = "", None
         if part == "start" and held:
             self._header = ""
             return [Piece("reply", held)]
         if part != "call":
             return []
         self._part = "header"
-        arguments = parsed_object(call.strip())
-        if arguments is None or self._name not in self._tools:
+        found = checked_call(self._name, call.strip(), self._tools)
+        if found is None:
             return [Piece("reply", call)] if call else []
-        return [Piece("reply", "", (self._name, arguments))]
+        return [Piece("reply", "", found)]
 
     def _took(self, text: str) -> list[Piece]:
         if self._part == "header":
@@ -94,9 +96,18 @@ class Channels:
         if self._part == "call":
             self._call += text
             if len(self._call) <= MAX_CALL_CHARS:
-                return []
+                return self._streamed()
             text, self._call, self._part = self._call, "", "reply"
         return [Piece("thinking" if self._part == "thinking" else "reply", text)] if text else []
+
+    def _streamed(self) -> list[Piece]:
+        """What is certain of a call's arguments."""
+        found = []
+        if self._scan is None and self._call.lstrip().startswith("{") and self._name in self._tools:
+            self._scan = CallScan(self._name, self._call.index("{"))
+            found.append(Piece("reply", "", begins=self._name))
+        certain = "" if self._scan is None else self._scan.take(self._call)
+        return [*found, Piece("reply", "", arguments=certain)] if certain else found
 
     def _begin(self) -> None:
         """A message's text begins; its header says whose."""

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from ondevice.chat_template.call_formats import CallFormat
+from ondevice.chat_template.argument_rules import PairForm, Rules, gemma, pairs
+from ondevice.chat_template.call_formats import (
+    DEEPSEEK_CALL,
+    DEEPSEEK_CALL_END,
+    DEEPSEEK_CALLS,
+    DEEPSEEK_END,
+    DEEPSEEK_SEPARATOR,
+    GEMMA_QUOTE,
+    CallFormat,
+)
+from ondevice.chat_template.channels import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from ondevice.chat_template.tools import MAX_CALLS, Tool
 from ondevice.constraints.constraint import Constraint
 from ondevice.constraints.schema import json_rule
-from ondevice.errors import UsageError
+from ondevice.errors import ConstraintError
 
 _SHAPES = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 """Keywords of which one says what kind of value a schema wants."""
@@ -21,7 +30,8 @@ _SHAPES = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 class _Form:
     """How calls are written: what begins and ends all of them, stands between two, and begins and ends one.
 
-    `opens` has the tool's name in the place of NAME.
+    `opens` has the tool's name in the place of NAME. arguments: as JSON, between marks, or in Gemma's
+    notation.
     """
 
     before: str
@@ -30,8 +40,13 @@ class _Form:
     between: str
     after: str
     several: bool = True
+    arguments: PairForm | Literal["json", "gemma"] = "json"
 
 
+_XML = PairForm("<parameter=KEY>\n", "\n</parameter>", "\n", ("</parameter>", "</function>", "</tool_call>"))
+_GLM = PairForm("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>", "\n", ("</arg_value>", "</tool_call>"))
+_FENCED = f"{DEEPSEEK_CALL}function{DEEPSEEK_SEPARATOR}NAME\n```json\n"
+_PLAIN = f"{DEEPSEEK_CALL}NAME{DEEPSEEK_SEPARATOR}"
 _FORMS = {
     "hermes": _Form("", '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n", ""),
     "phi": _Form("", '<|tool_call|>{"name": "NAME", "arguments": ', "}<|/tool_call|>", "", ""),
@@ -39,40 +54,89 @@ _FORMS = {
     "mistral": _Form("[TOOL_CALLS][", '{"name": "NAME", "arguments": ', "}", ", ", "]"),
     "mistral-args": _Form("", "[TOOL_CALLS]NAME[ARGS]", "", "", ""),
     "llama": _Form("", '{"name": "NAME", "parameters": ', "}", "", "", several=False),
+    "deepseek": _Form(DEEPSEEK_CALLS, _PLAIN, DEEPSEEK_CALL_END, "", DEEPSEEK_END),
+    "deepseek-fenced": _Form(DEEPSEEK_CALLS, _FENCED, f"\n```{DEEPSEEK_CALL_END}", "\n", DEEPSEEK_END),
+    "qwen3-coder": _Form(
+        "", "<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>", "\n", "", arguments=_XML
+    ),
+    "glm": _Form("", "<tool_call>NAME\n", "</tool_call>", "\n", "", arguments=_GLM),
+    "gemma4": _Form("", "<|tool_call>call:NAME", "<tool_call|>", "", "", arguments="gemma"),
 }
-"""The formats whose arguments are JSON, by name."""
+"""The formats, by name."""
 
 
 def forced_call(
-    format: CallFormat | None, tools: Sequence[Tool], special: Mapping[str, int], parallel: bool
+    format: CallFormat, tools: Sequence[Tool], special: Mapping[str, int], parallel: bool
 ) -> Constraint:
     """What a reply has to obey that calls one of the tools, or, if `parallel`, one or more.
 
-    special: ids of the special tokens, by name. Raises UsageError for a format whose arguments aren't JSON,
-    ConstraintError for a schema that is none.
+    special: ids of the special tokens, by name. Raises ConstraintError for a schema that is none or has a
+    keyword that can't be enforced.
     """
-    form = None if format is None else _FORMS.get(format.name)
-    if form is None:
-        name = "channels" if format is None else format.name
-        raise UsageError(
-            f"this model can't be made to call a tool: that isn't done for calls of the format {name}, but "
-            f"for {', '.join(_FORMS)}; leave the choice to the model"
+    rules = Rules(special)
+    rules.set("start", _calls(rules, format, tools, parallel))
+    return Constraint.lark(str(rules))
+
+
+def call_or_json(
+    format: CallFormat, tools: Sequence[Tool], special: Mapping[str, int], parallel: bool, answer: Constraint
+) -> Constraint:
+    """What a reply has to obey that either calls tools or is JSON that a schema describes.
+
+    Raises ConstraintError for calls that are told from JSON by nothing, and for another constraint than a
+    schema.
+    """
+    if format.bare or answer.kind != "json_schema":
+        raise ConstraintError(
+            "the model's calls of tools are part of its reply, which can't obey a constraint then; give "
+            "either tools or a constraint"
         )
-    names = [f"tool_{at}" for at in range(len(tools))]
-    more = (
-        f"({_literal(form.between, special)} call){{0,{MAX_CALLS - 1}}}" if form.several and parallel else ""
+    rules = Rules(special)
+    rules.set("start", f"{json_rule(answer)} | calls")
+    rules.set("calls", _calls(rules, format, tools, parallel))
+    return Constraint.lark(str(rules))
+
+
+def forced_channel(tools: Sequence[Tool], special: Mapping[str, int]) -> Constraint:
+    """What gpt-oss's whole text has to obey that calls one of the tools: it may think first.
+
+    Its end is that of the arguments: `<|call|>` ends a reply. Raises as `forced_call` does.
+    """
+    rules = Rules(special)
+    kind = f" {CONSTRAIN}json" if CONSTRAIN in special else " json"
+    words = rules.name("/(?s:.*)/", "TEXT")
+    thought = (
+        f"{rules.literal(f'{CHANNEL}analysis{MESSAGE}')} {words} {rules.literal(f'{END}{START}assistant')}"
     )
-    rules = [
-        f"start: {_literal(form.before, special)} call {more} {_literal(form.after, special)}",
-        f"call: {' | '.join(names)}",
-    ]
-    for name, tool in zip(names, tools, strict=True):
-        opens, closes = (
-            _literal(form.opens.replace("NAME", tool.name), special),
-            _literal(form.closes, special),
+    calls = [
+        rules.name(
+            f"{rules.literal(f'{CHANNEL}commentary to=functions.{tool.name}{kind}{MESSAGE}')} "
+            f"{json_rule(_arguments(tool))}"
         )
-        rules.append(f"{name}: {opens} {json_rule(_arguments(tool))} {closes}")
-    return Constraint.lark("\n".join(rules))
+        for tool in tools
+    ]
+    rules.set("start", f"({thought})? ({' | '.join(calls)})")
+    return Constraint.lark(str(rules))
+
+
+def _calls(rules: Rules, format: CallFormat, tools: Sequence[Tool], parallel: bool) -> str:
+    """The body of a rule for calls."""
+    form = _FORMS[format.name]
+    each = []
+    for tool in tools:
+        opens, closes = rules.literal(form.opens.replace("NAME", tool.name)), rules.literal(form.closes)
+        if isinstance(form.arguments, PairForm):
+            inner = pairs(rules, tool, form.arguments)
+        elif form.arguments == "gemma":
+            inner = gemma(rules, tool, (GEMMA_QUOTE, form.closes))
+        else:
+            inner = json_rule(_arguments(tool))
+        each.append(rules.name(f"{opens} {inner} {closes}"))
+    call = rules.name(" | ".join(each))
+    more = ""
+    if form.several and parallel:
+        more = f"({rules.literal(form.between)} {call}){{0,{MAX_CALLS - 1}}}"
+    return f"{rules.literal(form.before)} {call} {more} {rules.literal(form.after)}"
 
 
 def _arguments(tool: Tool) -> Constraint:
@@ -81,12 +145,3 @@ def _arguments(tool: Tool) -> Constraint:
     return Constraint.json_schema(
         schema if any(key in schema for key in _SHAPES) else {"type": "object"} | schema
     )
-
-
-def _literal(text: str, special: Mapping[str, int]) -> str:
-    """A text as a grammar has it, with special tokens by their ids."""
-    names = sorted((name for name in special if name in text), key=len, reverse=True)
-    if not names:
-        return json.dumps(text) if text else ""
-    parts = re.split(f"({'|'.join(map(re.escape, names))})", text)
-    return " ".join(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part)

@@ -1,18 +1,26 @@
 """Tells thinking, calls of tools and the reply apart in what a model writes, piece by piece.
 
 Marks such as `<think>` or `<tool_call>` are found across borders of tokens, and no part of one is ever shown.
-What is held back for that is bounded: beginnings of marks, some spaces, and one call. A call is told when it
-is complete and can be read; what can't be read as a call of a given tool is text, as the model wrote it.
+What is held back for that is bounded: beginnings of marks, some spaces, and one call. A call is told when its
+arguments are complete and can be read, and arguments that are JSON also while they are written. What can't be
+read as a call of a given tool is text, as the model wrote it, also where a part of it has been told.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from ondevice.chat_template.call_formats import Call, CallFormat, Tools, could_be_call
+from ondevice.chat_template.call_formats import (
+    SEPARATORS,
+    Call,
+    CallFormat,
+    Tools,
+    checked_call,
+    could_be_call,
+)
+from ondevice.chat_template.partial_json import JsonScan
 from ondevice.chat_template.tools import MAX_CALLS
 
 Kind = Literal["reply", "thinking", "call", "header"]
@@ -31,16 +39,42 @@ MAX_RETRIES = 16
 MAX_HELD_SPACES = 256
 """Most spaces that are held back because a mark might follow, before which they would be dropped."""
 
-_STRING = re.compile(r'"[^"\\]*(?:\\(?:.|\Z)[^"\\]*)*("|\Z)', re.DOTALL)
-
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a reply: text of it, of thinking, or a call."""
+    """A part of a reply: text of it or of thinking, a call, or a part of a call that is being written.
+
+    begins: the name of a tool whose arguments begin. arguments: what comes next of their JSON; together, up
+    to the piece with the call, they are its arguments as the model wrote them.
+    """
 
     kind: Literal["reply", "thinking"]
     text: str
     call: Call | None = None
+    begins: str = ""
+    arguments: str = ""
+
+
+class CallScan:
+    """Follows the arguments of one call of a tool that is given, which are a JSON object."""
+
+    def __init__(self, name: str, at: int) -> None:
+        """at: where the arguments begin in the text that is taken."""
+        self.name, self.start, self.at = name, at, at
+        self._json = JsonScan()
+
+    @property
+    def ended(self) -> bool:
+        return self._json.ended
+
+    @property
+    def broken(self) -> bool:
+        return self._json.broken
+
+    def take(self, text: str) -> str:
+        """What has become certain of the arguments. `text` is all that there is by now."""
+        before, self.at = self.at, self._json.take(text, self.at)
+        return text[before : self.at]
 
 
 class ReplyParser(Protocol):
@@ -92,6 +126,7 @@ class MarkedReply:
         tools: Tools,
         special: Mapping[str, int],
         openers: frozenset[int] = frozenset(),
+        calls_alone: bool = False,
     ) -> None:
         """Args:
         marks: what thinking stands between; None if the model doesn't think.
@@ -100,14 +135,19 @@ class MarkedReply:
         tools: what may be called, by name.
         special: ids of the special tokens, which have no text of their own, by name.
         openers: the id of the first of the marks, if it is a token.
+        calls_alone: whether marks of calls behind a text are text.
         """
         self._marks, self._calls, self._tools = marks, calls, tools
+        self._calls_alone = calls_alone
         self.openers = openers
         texts = (*(marks or ()), *(calls.texts if calls else ()))
         self._names = {token: name for name, token in special.items() if any(name in text for text in texts)}
         self._held = ""
         self._searched = self._retries = 0
         self._opened = ""
+        self._told = False
+        """Whether a call has been told since the last mark that began calls."""
+        self._scan: CallScan | None = None
         self._drop_spaces = False
         self._said = False
         """Whether the part that is being read has begun: thinking, or the reply."""
@@ -176,9 +216,10 @@ class MarkedReply:
             if not self._held:
                 return False
             self._drop_spaces = False
-        if self._calls is None:
+        if self._calls is None or not self._may_call():
             text, self._held = self._held, ""
             if text:
+                self._said = True
                 yield Piece("reply", text)
             return False
         if self._calls.bare and not self._said and self._held.lstrip()[:1] == "{":
@@ -194,43 +235,112 @@ class MarkedReply:
             self._open(found)
         return bool(found)
 
+    def _may_call(self) -> bool:
+        """Whether a call may begin here or further on."""
+        assert self._calls is not None
+        if not self._calls_alone or self._called:
+            return True
+        bare = self._held.lstrip()
+        begins = any(bare.startswith(mark) or mark.startswith(bare) for mark in self._calls.opens)
+        return begins and not self._said
+
     def _open(self, mark: str) -> None:
         self._opened, self._state = mark, "call"
+        self._told = False
         self._searched = self._retries = 0
 
     def _call(self, final: bool) -> Generator[Piece, None, bool]:
-        """A call, when it is complete."""
+        """The calls behind a mark. Those that are told while they are written come first."""
         assert self._calls is not None
+        if (yield from self._stream(final)):
+            return True
+        if self._scan is not None:
+            return False
         closes, held = self._calls.closes, self._held
         at = -1 if closes is None else held.find(closes, self._searched)
         if at < 0 and not final:
             self._searched = max(0, len(held) - len(closes or ""))
-            if len(held) > MAX_CALL_CHARS or (self._calls.bare and not could_be_call(held.lstrip())):
+            is_text = self._calls.bare and not self._told and not could_be_call(held.lstrip())
+            if len(held) > MAX_CALL_CHARS or is_text:
                 yield from self._give_up(len(held))
                 return True
             return False
         end = len(held) if at < 0 else at
-        calls = self._calls.read(held[:end], self._tools)
-        if calls is None and at >= 0 and self._retries < MAX_RETRIES and _inside_string(held[:at]):
-            # The mark may stand in an argument.
+        rest = held[self._behind_told() : end]
+        if self._told:
+            # The list that it belongs to has been opened before.
+            rest = rest.rstrip().removesuffix("]").lstrip(SEPARATORS)
+        calls = [] if self._told and not rest.strip() else self._calls.read(rest, self._tools)
+        retry = calls is None and at >= 0 and self._retries < MAX_RETRIES
+        if retry and self._calls.inside(held[:at], self._tools):
+            # The mark stands in an argument.
             self._searched = at + 1
             self._retries += 1
             return True
+        behind = end + (len(closes or "") if at >= 0 else 0)
         if calls is None:
-            yield from self._give_up(end + (len(closes or "") if at >= 0 else 0))
+            yield from self._give_up(behind)
             return True
-        self._held = held[end + (len(closes or "") if at >= 0 else 0) :]
+        self._held = held[behind:]
         self._state, self._said, self._drop_spaces = "text", True, True
         for call in calls:
+            yield from self._tell(Piece("reply", "", call))
             self._called += 1
-            if self._called <= MAX_CALLS:
-                yield Piece("reply", "", call)
         return True
+
+    def _stream(self, final: bool) -> Generator[Piece, None, bool]:
+        """Calls whose arguments are JSON, while they are written. True: one broke off, and is text."""
+        while True:
+            if self._scan is None:
+                self._scan = self._begun()
+                if self._scan is None:
+                    return False
+                yield from self._tell(Piece("reply", "", begins=self._scan.name))
+            scan = self._scan
+            if certain := scan.take(self._held):
+                yield from self._tell(Piece("reply", "", arguments=certain))
+            if scan.ended:
+                call = checked_call(scan.name, self._held[scan.start : scan.at], self._tools)
+                if call is None:
+                    yield from self._give_up(scan.at)
+                    return True
+                yield from self._tell(Piece("reply", "", call))
+                self._called += 1
+                self._held, self._scan, self._told = self._held[scan.at :], None, True
+                self._searched = self._retries = 0
+            elif scan.broken or final or len(self._held) > MAX_CALL_CHARS:
+                yield from self._give_up(scan.at if scan.broken else len(self._held))
+                return True
+            else:
+                return False
+
+    def _begun(self) -> CallScan | None:
+        """The call whose arguments begin next, if they do and can be told while they are written."""
+        assert self._calls is not None
+        streaming = self._calls.streaming
+        head = None if streaming is None else streaming.head.match(self._held, self._behind_told())
+        name = "" if head is None else next(group for group in head.groups() if group)
+        return CallScan(name, head.end()) if head is not None and name in self._tools else None
+
+    def _behind_told(self) -> int:
+        """The end of what belongs to the call that has just been told."""
+        assert self._calls is not None
+        if not self._told or self._calls.streaming is None:
+            return 0
+        tail = self._calls.streaming.tail.match(self._held)
+        return 0 if tail is None else tail.end()
+
+    def _tell(self, piece: Piece) -> Iterator[Piece]:
+        """A part of a call, unless there are too many calls."""
+        if self._called < MAX_CALLS:
+            yield piece
 
     def _give_up(self, length: int) -> Iterator[Piece]:
         """What was taken for a call is text."""
-        text, self._held = self._opened + self._held[:length], self._held[length:]
-        self._state, self._said, self._searched = "text", True, 0
+        begin = 0 if self._scan is not None else self._behind_told()
+        opened = "" if self._told else self._opened
+        text, self._held = opened + self._held[begin:length], self._held[length:]
+        self._state, self._said, self._scan = "text", True, None
         if text:
             yield Piece("reply", text)
 
@@ -260,9 +370,3 @@ def _beginning(text: str, marks: tuple[str, ...]) -> int:
         if any(mark.startswith(text[-length:]) for mark in marks):
             return length
     return 0
-
-
-def _inside_string(text: str) -> bool:
-    """Whether JSON that ends here ends inside a string."""
-    ends = [found[1] for found in _STRING.finditer(text)]
-    return ends[-1:] == [""]

@@ -51,13 +51,27 @@ class Tool:
         return found if isinstance(found, Mapping) else {}
 
 
+def is_text(schema: object) -> bool:
+    """Whether a schema of an argument says, by itself, that it is a string."""
+    if not isinstance(schema, Mapping):
+        return False
+    if "type" in schema:
+        return schema["type"] in ("string", ["string"])
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return isinstance(values, list) and bool(values) and all(isinstance(value, str) for value in values)
+
+
 @dataclass(frozen=True)
 class ToolCall:
-    """A model's call of a tool. id: what the result's message names, 9 letters and digits."""
+    """A model's call of a tool. id: what the result's message names, 9 letters and digits.
+
+    written: the arguments' JSON as the model wrote it; empty where it wrote them otherwise.
+    """
 
     name: str
     arguments: Mapping[str, Any]
     id: str = ""
+    written: str = field(default="", compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """The call as messages have it."""
@@ -66,8 +80,20 @@ class ToolCall:
 
     @property
     def arguments_json(self) -> str:
-        """The arguments as JSON of one line. Lone surrogates are escaped."""
-        return json_text(self.arguments)
+        """The arguments as JSON, as the model wrote it if it did. Lone surrogates are escaped."""
+        return self.written or json_text(self.arguments)
+
+
+@dataclass(frozen=True)
+class CallPart:
+    """A part of a call that is being written. arguments: what comes next of their JSON; at first nothing.
+
+    Those of a call are its `arguments_json` together. A call that breaks off is none: its text follows.
+    """
+
+    name: str
+    id: str
+    arguments: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,12 +102,14 @@ class PromptOptions:
 
     parallel_calls: whether a reply may have several calls. Otherwise, those behind the first are left out.
     must_call: names of the tools of which the reply must call one; empty: the model chooses whether to call.
+    calls_alone: whether calls come without a text: marks of calls inside a text then are text.
     """
 
     tools: tuple[Tool, ...] = ()
     think: Think = None
     parallel_calls: bool = True
     must_call: tuple[str, ...] = ()
+    calls_alone: bool = False
 
     @staticmethod
     def checked(

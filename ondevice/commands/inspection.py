@@ -23,7 +23,7 @@ from ondevice.runtime.models import (
 from ondevice.runtime.resolving import ResolvedModel, mode_change
 from ondevice.units import format_bytes
 
-NAMED_IF_DAMAGED = ("hotness", "token_counts", "expert_costs", "expert_use")
+NAMED_IF_DAMAGED = ("hotness", "token_counts", "expert_costs", "expert_use", "ngrams")
 """Keys of sidecars that are reported only where they are damaged."""
 
 
@@ -73,6 +73,7 @@ def inspection(resolved: ResolvedModel) -> dict[str, Any]:
         "experts": _expert_facts(resolved),
         "expert_costs": None if bundle.expert_costs is None else trained_facts(bundle.expert_costs),
         "streams": None if bundle.streams is None else stream_facts(bundle.streams, bundle.config),
+        "ngrams": None if bundle.ngrams is None else trained_facts(bundle.ngrams),
         "damaged": {key: error.for_command_line for key, error in bundle.damaged.items()},
         "speculation": resolved.runtime.speculation,
         "minimum_budget_bytes": frugal.plan.minimum_budget_bytes,
@@ -97,6 +98,7 @@ def inspection_text(resolved: ResolvedModel) -> str:
         *map(_mode_line, _modes(bundle)),
         *_expert_lines(resolved),
         f"streams: {_streams_line(bundle)}",
+        *_ngrams_lines(bundle),
         *(
             f"{key}: {bundle.damaged[key].for_command_line}"
             for key in NAMED_IF_DAMAGED
@@ -115,6 +117,11 @@ def inspection_text(resolved: ResolvedModel) -> str:
         *(f"warning: {warning}" for warning in resolved.budget_warnings),
     ]
     return "\n".join(lines)
+
+
+def _ngrams_lines(bundle: Bundle) -> list[str]:
+    """The datastore of continuations, if there is one."""
+    return [] if bundle.ngrams is None else [f"ngrams: a datastore of {bundle.ngrams.tokens:,} tokens"]
 
 
 def _modes(bundle: Bundle) -> tuple[SparsityMode, ...]:

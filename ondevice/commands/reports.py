@@ -157,6 +157,7 @@ def parts(plan: Plan) -> list[tuple[str, int]]:
         ("read buffers", plan.staging_bytes),
         ("scratch memory", plan.activation_bytes),
         ("drafts", plan.draft_bytes),
+        ("constraints", plan.constraint_bytes),
         ("process", plan.process_bytes),
         ("other models", plan.others_bytes),
     ]

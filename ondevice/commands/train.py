@@ -20,7 +20,7 @@ from ondevice.commands.options import (
     option,
 )
 from ondevice.commands.terminal import print_result, progress, take_interrupts
-from ondevice.config import EXPERT_TOKENS, MAX_STREAMS, TRAIN_TOKENS, BackendName
+from ondevice.config import EXPERT_TOKENS, MAX_STREAMS, NGRAM_TOKENS, TRAIN_TOKENS, BackendName
 from ondevice.settings import RUNTIME_OPTIONS
 
 if TYPE_CHECKING:
@@ -166,6 +166,22 @@ def expert_costs(
 
     run = partial(training.train_expert_costs, model, output=output, tokens=tokens, dram_budget=dram_budget)
     _print_trained(run, reports.expert_cost_table, text, as_json)
+
+
+@train.command()
+@partial(training_options, tokens=NGRAM_TOKENS)
+def ngrams(model: str | None, text: str, output: Path | None, tokens: int, as_json: bool) -> None:
+    """Sort what follows every few tokens of a text into a datastore, for --speculation ngrams.
+
+    It lies beside the model on flash; a small index of it is read into memory. The model doesn't run. Drafts
+    come from it, so text of the kind that the model writes serves best. Its tokens are the model's own: it
+    serves every bundle with the same tokenizer.
+    """
+    from ondevice import training
+    from ondevice.commands import training_reports as reports
+
+    run = partial(training.train_ngrams, model, output=output, tokens=tokens)
+    _print_trained(run, reports.ngrams_table, text, as_json)
 
 
 @train.command()

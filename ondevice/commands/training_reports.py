@@ -8,19 +8,22 @@ from typing import Any
 
 from ondevice.bundle.expert_costs import ExpertCost, ExpertCosts
 from ondevice.bundle.expert_use import ExpertUse
+from ondevice.bundle.ngrams import PAGE_BYTES, Ngrams, index_bytes
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.streams import MultiStreams, medusa_parameters
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.commands.reports import percent, short
 from ondevice.model_config import ModelConfig
+from ondevice.speculation.datastore import READER_BYTES
+from ondevice.units import format_bytes
 
 
 def trained_facts(
-    found: Predictors | Thresholds | MultiStreams | ExpertCosts | ExpertUse,
+    found: Predictors | Thresholds | MultiStreams | ExpertCosts | ExpertUse | Ngrams,
 ) -> dict[str, Any]:
     """The object that `--json` prints of every training but that of streams."""
     shown = asdict(found)
-    return {key: value for key, value in shown.items() if key not in ("model", "sha256", "crcs")}
+    return {key: value for key, value in shown.items() if key not in ("model", "tokenizer", "sha256", "crcs")}
 
 
 def predictor_table(found: Predictors) -> str:
@@ -91,6 +94,18 @@ def expert_use_table(found: ExpertUse) -> str:
     lines = [f"counted on {found.tokens:,} tokens; hits of {found.replayed_tokens:,} by experts kept:"]
     lines += [f"{point.experts:>8,}{100 * point.hits:8.1f} %" for point in found.points]
     return "\n".join(lines)
+
+
+def ngrams_table(found: Ngrams) -> str:
+    """`train ngrams` for people: the size of the datastore, and what its index takes of memory."""
+    pages = found.pages + found.frequent
+    return "\n".join(
+        [
+            f"datastore of {found.tokens:,} tokens: {format_bytes(pages * PAGE_BYTES)} in {pages:,} pages",
+            f"{found.frequent:,} frequent contexts have a page of their own",
+            f"in memory while it drafts: {format_bytes(index_bytes(found) + READER_BYTES)}",
+        ]
+    )
 
 
 def stream_facts(found: MultiStreams, config: ModelConfig) -> dict[str, Any]:

@@ -40,10 +40,22 @@ class Constrained:
     """One text. `eos_ids` don't belong to it: they may come where the constraint is satisfied."""
 
     def __init__(
-        self, matcher: LLMatcher, vocab_size: int, eos_ids: frozenset[int], gate: Gate | None = None
+        self,
+        matcher: LLMatcher,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        gate: Gate | None = None,
+        own: Callable[[], LLMatcher] | None = None,
     ) -> None:
-        """matcher: at the beginning of what has to obey. gate: None if that is the whole text."""
+        """matcher: at the beginning of what has to obey. gate: None if that is the whole text.
+
+        own: makes such a matcher that shares nothing with other texts. It takes the place of `matcher` if
+        what others have left of the grammar's limits isn't enough, so that every text has all of them.
+        """
         self._matcher = matcher
+        self._own = own
+        self._taken: list[int] = []
+        """Tokens that the matcher has taken."""
         self._vocab_size = vocab_size
         self._gate = gate
         self._openers = [] if gate is None else sorted(gate.openers)
@@ -64,6 +76,8 @@ class Constrained:
         if not self._obeys:
             return self._unfinished
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._has_another():
+            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
         mask: Mask = np.unpackbits(bits, bitorder="little")[: self._vocab_size].view(np.bool_)
         if not self._begun:
@@ -78,7 +92,10 @@ class Constrained:
         if self._begun or (self._obeys and token not in self._openers):
             self._begun = True
             self._matcher.consume_token(token)
+            if self._has_another():
+                self._matcher.consume_token(token)
             self._check()
+            self._taken.append(token)
         elif self._gate is not None:
             self._gate.take(token, text)
             self._obeys = self._gate.kind == "reply"
@@ -106,6 +123,15 @@ class Constrained:
         if forced is not None:
             return [(forced, 1.0)]
         return [(token, chance) for token, chance in propose(path) if self._ahead.allows(path, token)]
+
+    def _has_another(self) -> bool:
+        """Whether a matcher of its own, behind the same text, has taken the place of one with an error."""
+        if self._own is None or not self._matcher.is_error():
+            return False
+        own, self._own = self._own, None
+        self._matcher = own()
+        self._matcher.consume_tokens(self._taken)
+        return True
 
     def _check(self) -> None:
         if self._matcher.is_error():

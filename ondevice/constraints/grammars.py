@@ -29,8 +29,10 @@ from ondevice.errors import (
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MAX_KEPT = 8
+MAX_KEPT = 4
 """Grammars that are kept for the next text that asks for them."""
+GRAMMAR_BYTES = 7 << 20
+"""Most memory of a grammar that texts have walked through, with all states that its lexer may have."""
 STACK_BYTES = 256 << 20
 """Stack of the thread that reads grammars. llguidance recurses along rules and references, with about 10 KB
 for each; a constraint of MAX_SOURCE_CHARS has room for 6,000. Only what is used becomes memory."""
@@ -39,13 +41,14 @@ LIMITS = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
-    "max_lexer_states": 10_000,
+    "max_lexer_states": 5_000,
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
-"""llguidance's own limits, but for the states, which take up to 2 KB each, and the initial fuel.
+"""llguidance's own limits, but for the states, which take up to 1.2 KB each, and the initial fuel.
 
-With 1,000,000 of that, `((a{1000}){1000}){1000}` took 141 MB and four times as long before it was refused."""
+Half as many states did for random texts of 106 of others' schemas, with 151,643 tokens. With a fuel of
+1,000,000, `((a{1000}){1000}){1000}` took 141 MB and four times as long before it was refused."""
 _PLAIN_PREFIX = "\x02"
 """What tokenizers don't merge with what follows. Behind it, a text gets no space that begins a text."""
 _KEYWORDS = (
@@ -77,12 +80,15 @@ class Vocabulary:
     encode: Callable[[str], list[int]]
 
 
-def grammars_bytes(vocab_size: int) -> int:
-    """Most memory that constraints take for a model whose vocabulary has this size.
+def grammars_bytes(vocab_size: int, texts: int) -> int:
+    """Most memory that constraints take for a model.
 
-    Measured over 217 schemas one after another: 18 MB with 4,096 tokens, 46 MB with 151,936.
+    Measured (`tests/benchmarks/explain/constraint_memory.py`): a token takes 123 to 136 bytes in llguidance's
+    table, and some 45 as Python's bytes.
+
+    vocab_size: number of its tokens. texts: number of its texts that may run together.
     """
-    return (20 << 20) + 200 * vocab_size
+    return (4 << 20) + 200 * vocab_size + (MAX_KEPT + texts) * GRAMMAR_BYTES
 
 
 class Grammars:
@@ -108,7 +114,7 @@ class Grammars:
             )
 
     def matcher(self, constraint: Constraint) -> LLMatcher:
-        """A matcher at the beginning of a text.
+        """A matcher at the beginning of a text, which shares its lexer's states with other texts.
 
         Raises ConstraintError for what can't be enforced, takes too much, or allows no text.
         """
@@ -120,6 +126,13 @@ class Grammars:
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
             return found.deep_copy()
+
+    def own_matcher(self, constraint: Constraint) -> LLMatcher:
+        """A matcher at the beginning of a text that shares nothing. Raises what `matcher` raises."""
+        with self._lock:
+            # What the limits have stopped once isn't kept for others.
+            self._kept.pop(constraint, None)
+            return _on_deep_stack(lambda: self._read(constraint))
 
     def _read(self, constraint: Constraint) -> LLMatcher:
         import llguidance

@@ -71,10 +71,7 @@ class Matrix:
         """out (T, rows) = norm(x) W^T + bias + added, for x (T, cols); added may be out."""
 
     def forward_heads(self, runner: Runner, x: Float32, out: Float32) -> None:
-        """out (T, rows), in which x (heads, T, cols) meets as many equal parts of the rows, each its own.
-
-        A head has a multiple of 16 rows.
-        """
+        """out (T, rows), each head's own: x (heads, T, cols) meets equal parts of the rows, of 16 n rows."""
 
 def quantize_rows(
     runner: Runner,
@@ -432,6 +429,34 @@ def kv_move(
 
     offset: bytes from a block's start to the layer's keys and values.
     """
+
+def gated_delta(
+    runner: Runner,
+    projected: Float32,
+    gates: Float32,
+    heads: tuple[int, int, int, int],
+    conv: Float32,
+    decay: Float32,
+    time_bias: Float32,
+    norm: Norm,
+    state: Float32,
+    next_state: Float32,
+    out: Float32,
+) -> None:
+    """The gated delta rule (arXiv 2412.06464) over T tokens, from `state` to `next_state`, other memory.
+
+    With C channels, 2 * key heads * key width + value heads * value width:
+
+    projected: (T, C + value heads * value width), channels before the convolution, then output gates.
+    gates: (T, 2 * value heads), what betas are made of, then what decays are made of.
+    heads: numbers of key and value heads, widths of a key and of a value.
+    conv: (taps, C). decay: (value heads,), below zero. time_bias: (value heads,). norm: of a head's output.
+    state: (value heads * key width * value width + (taps - 1) * C,): states, then inputs of the convolution.
+    out: (T, value heads * value width).
+    """
+
+def sigmoid_gate(runner: Runner, gates: Float32, x: Float32) -> None:
+    """x (T, n) *= sigmoid(gates), elementwise."""
 
 # Vectors
 

@@ -110,6 +110,7 @@ NB_MODULE(_native, m) {
   nb::module_ testing = m.def_submodule("testing", "For tests only.");
   bind_vector_ops(m);
   bind_attention(m);
+  bind_delta(m);
   bind_matrix(m);
   bind_gguf(m);
   bind_expert(m);

@@ -100,6 +100,7 @@ KvView kv_view(const Blocks& blocks, int64_t offset, int64_t kv_heads, int64_t h
 TreeView tree_view(const Tree& tree, int64_t tokens);
 
 void bind_attention(nb::module_& m);
+void bind_delta(nb::module_& m);
 void bind_expert(nb::module_& m);
 void bind_feed_forward(nb::module_& m);
 void bind_gguf(nb::module_& m);

@@ -134,6 +134,8 @@ struct Norm {
   bool centred = false;
 };
 
+struct DeltaArgs;  // in gated_delta.h
+
 struct KernelTable {
   // x: cols floats -> row t of `out`. nibble_order: in the order that weights below 8 bits need.
   void (*quantize_activations)(const float* x, int64_t cols, bool nibble_order, const QuantizedRows& out,
@@ -187,6 +189,10 @@ struct KernelTable {
   void (*kv_move)(const KvView& kv, int64_t from, int64_t to);
   // Attention of queries [q_begin, q_end), for the query heads that read kv head `head`.
   void (*attention)(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t q_end, float* scratch);
+  // The gated delta rule for key heads [begin, end) and their value heads, token after token.
+  void (*gated_delta)(const DeltaArgs& args, int64_t tokens, int64_t begin, int64_t end, float* scratch);
+  // x *= 1 / (1 + e^-gates), elementwise.
+  void (*sigmoid_gate)(const float* gates, float* x, int64_t n);
   // Row-major codes, scales (float16, or bytes in MXFP4) and biases -> floats. `groups` has 64 columns each,
   // whatever the format.
   void (*dequantize_row)(const RowFormat& format, const uint8_t* codes, const void* scales,

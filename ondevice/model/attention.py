@@ -1,4 +1,7 @@
-"""One layer's attention block: norm and fused qkv projection, attention, output projection, residual."""
+"""One layer's attention block: norm and fused qkv projection, attention, output projection, residual.
+
+The gated delta rule stands in attention's place in layers with a `DeltaSpec`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import NamedTuple
 
 from ondevice.backends.base import Array, Backend, Float32
 from ondevice.backends.token_tree import TokenTree
+from ondevice.errors import UsageError
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.residual import joined
 from ondevice.model.weights import LayerWeights, MultiStreamLayer
@@ -49,12 +53,15 @@ def attention(
 ) -> Array:
     """x + attention(norm(x)), (R, D), for x (R, D), with norms where `spec` has them; may overwrite x.
 
-    Stores the rows' keys and values.
-
-    A layer that reads the keys and values of another stores none.
+    Stores the rows' keys and values. A layer that reads those of another stores none. One with the delta rule
+    in attention's place stores the next state of each sequence.
     """
     beside = None if weights.laurel is None else _laurel(backend, weights, x)
     norm, adapted = weights.attention_norm, rows.adapted
+    gates = None
+    if weights.gates is not None:
+        # A copy, as the next product takes its place.
+        gates = backend.rows(backend.linear(x, weights.gates, norm), range(x.shape[0]))
     qkv = backend.linear(x, weights.qkv, norm)
     if adapters is not None:
         low = adapters.qkv
@@ -62,9 +69,11 @@ def attention(
     latent, own = spec.attention.latent, weights.latent
     if latent is not None and own is not None:
         qkv = backend.latent_rows(qkv, latent, own)
-    context = _context(backend, spec, weights, layer, qkv, rows)
+    context = _context(backend, spec, weights, layer, qkv, gates, rows)
     if latent is not None and own is not None:
         context = backend.linear_heads(context, own.values, context.shape[1] // latent.rank)
+    if spec.attention.gated:
+        context = backend.sigmoid_gated(context, gates)
     y = backend.linear(context, weights.out, added=x if spec.joins_plainly else None)
     if adapters is not None:
         y = backend.add_low_rank(y, context[adapted:], adapters.out.down, adapters.out.up, adapted)
@@ -73,7 +82,13 @@ def attention(
 
 
 def _context(
-    backend: Backend, spec: LayerSpec, weights: LayerWeights, layer: int, qkv: Array, rows: Rows
+    backend: Backend,
+    spec: LayerSpec,
+    weights: LayerWeights,
+    layer: int,
+    qkv: Array,
+    gates: Array | None,
+    rows: Rows,
 ) -> Array:
     """What each row attends to, (R, H * Dh), for qkv (R, ...): rows see their own sequence alone.
 
@@ -84,16 +99,27 @@ def _context(
     norms, sinks = weights.head_norms, weights.sinks
     cos, sin = rows.turns[own.rope]
 
+    def of_place(place: Place, its: slice) -> Array:
+        kv, position, _, tree = place
+        if spec.delta is None:
+            return backend.attend(qkv[its], kv, owner, position, cos[its], sin[its], own, norms, tree, sinks)
+        if tree is not None:
+            raise UsageError(
+                "draft trees don't run through layers with the delta rule; drafts there are chains"
+            )
+        assert gates is not None
+        assert weights.delta is not None
+        assert kv.states is not None
+        return backend.gated_delta(qkv[its], gates[its], kv.states, layer, spec.delta, weights.delta)
+
     if len(rows.places) == 1:
-        kv, position, _, tree = rows.places[0]
-        return backend.attend(qkv, kv, owner, position, cos, sin, own, norms, tree, sinks)
+        return of_place(rows.places[0], slice(None))
     found, first = [], 0
-    for kv, position, count, tree in rows.places:
-        its = slice(first, first + count)
-        own_rows = backend.attend(qkv[its], kv, owner, position, cos[its], sin[its], own, norms, tree, sinks)
+    for place in rows.places:
+        own_rows = of_place(place, slice(first, first + place.size))
         # A copy, as the next result takes its place.
-        found.append(backend.rows(own_rows, range(count)))
-        first += count
+        found.append(backend.rows(own_rows, range(place.size)))
+        first += place.size
     return backend.stacked(found)
 
 

@@ -1,7 +1,8 @@
-"""The key/value cache: the tokens that passes have seen, and the blocks that hold their keys and values.
+"""The state of a text: the tokens that passes have seen, and the blocks that hold their keys and values.
 
 It grows by blocks of 64 tokens. Their allocator (the memory plan's) may refuse. The cache knows nothing of
-attention: ops read and write the blocks by `KVLayout`, or a backend's own arrays of the same capacity.
+attention: ops read and write the blocks by `KVLayout`, or a backend's own arrays of the same capacity. What
+recurrent layers have in the place of keys and values is in `recurrent_states.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.backends.base import BLOCK_TOKENS, Block, Bytes, KVArrays, KVLayout
+from ondevice.backends.base import BLOCK_TOKENS, Block, Bytes, KVLayout
+from ondevice.backends.kv_arrays import KVArrays
+from ondevice.model.recurrent_states import RecurrentStates
 
 __all__ = ["BLOCK_TOKENS", "KVCache", "KVLayout", "allocate_block", "common_prefix"]
 
@@ -48,7 +51,7 @@ def _forget(block: Block) -> None:
 
 
 class KVCache:
-    """Keys and values of `tokens`, at logical positions 0 .. length - 1.
+    """Keys and values of `tokens`, at logical positions 0 .. length - 1, and the states behind them.
 
     allocate: takes a number of bytes; returns a block that the backend's ops can write to (uint8 for numpy
         backends) or raises (`BudgetError` under a memory plan).
@@ -69,9 +72,14 @@ class KVCache:
         self.arrays: Any = arrays
         self.tokens: list[int] = []
         self.chunked = 0
-        """Leading tokens that came in whole chunks of a prompt, each behind whole chunks."""
+        """Leading tokens that came in whole chunks of a prompt, each behind whole chunks; in a model with
+        recurrent layers, those up to the last checkpoint that has one at every multiple before it."""
         self.saved = 0
         """Leading tokens that the prompt cache has."""
+        self.states: RecurrentStates | None = None
+        """States of recurrent layers; None in a model without such."""
+        if layout.states.nbytes:
+            self.states = RecurrentStates(layout.states, allocate, release)
         self._allocate = allocate
         self._release = release
 
@@ -87,12 +95,16 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks held, used or reserved."""
-        return len(self.blocks) * self.layout.block_bytes
+        """Bytes of the blocks and states held, used or reserved."""
+        states = 0 if self.states is None else self.states.nbytes
+        return len(self.blocks) * self.layout.block_bytes + states
 
     def reserve(self, n_tokens: int) -> None:
         """Make room for n_tokens positions in all. If the allocator raises, the cache is as before."""
         added: list[Block] = []
+        done = False
+        if self.states is not None:
+            self.states.reserve(n_tokens)
         try:
             while len(self.blocks) + len(added) < self.layout.blocks(n_tokens):
                 added.append(self._allocate(self.layout.block_bytes))
@@ -102,9 +114,12 @@ class KVCache:
                 self.blocks += added
                 self.places = None
                 added = []
+            done = True
         finally:
             for block in added:
                 self._release(block)
+            if self.states is not None and not done:
+                self.states.back_to(self.length)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens whose keys and values a pass has just written at the next positions."""
@@ -112,11 +127,30 @@ class KVCache:
         if len(tokens) > room:
             raise ValueError(f"{len(tokens)} tokens were written where only {room} positions are reserved")
         self.tokens.extend(tokens)
+        if self.states is None or not self.states.advance(self.length):
+            return
+        if self.length == self.chunked + self.states.layout.spacing:
+            self.chunked = self.length
+
+    def end_of_chunk(self, stop: int) -> int:
+        """Where a chunk of a prompt that could go up to position `stop` ends: at a checkpoint, if one lies in
+        between.
+        """
+        if self.states is None:
+            return stop
+        spacing = self.states.layout.spacing
+        return min(stop, (self.length // spacing + 1) * spacing)
 
     def truncate(self, n_tokens: int) -> None:
-        """Keep the first n_tokens positions, and release the blocks after them."""
+        """Keep the first n_tokens positions, and release the blocks after them.
+
+        A model with recurrent layers may have to keep fewer: those up to the last checkpoint.
+        """
         if not 0 <= n_tokens <= self.length:
             raise ValueError(f"can't truncate a cache of {self.length} tokens to {n_tokens}")
+        if self.states is not None:
+            n_tokens = self.states.nearest(n_tokens)
+            self.states.back_to(n_tokens)
         del self.tokens[n_tokens:]
         self.chunked, self.saved = min(self.chunked, n_tokens), min(self.saved, n_tokens)
         self._shrink(self.layout.blocks(n_tokens))
@@ -145,6 +179,8 @@ class KVCache:
             except MemoryError:
                 copy.truncate(0)
                 raise
+        if self.states is not None and copy.states is not None:
+            self.states.copy_to(copy.states)
         copy.tokens = list(self.tokens)
         copy.chunked, copy.saved = self.chunked, self.saved
         return copy
@@ -152,29 +188,42 @@ class KVCache:
     def part_sizes(self, start: int, stop: int) -> list[int]:
         """Bytes of each part of the state at positions start .. stop - 1, as `part` and `load_part` have it.
 
-        Blocks count whole: what they hold beside these positions goes with them.
+        Blocks count whole: what they hold beside these positions goes with them. Last come the states of
+        recurrent layers behind `stop` tokens, which is then a checkpoint.
         """
         if self.arrays is not None:
             sizes: list[int] = self.arrays.part_sizes(stop - start)
             return sizes
-        return [self.layout.block_bytes] * (self.layout.blocks(stop) - start // BLOCK_TOKENS)
+        states = [] if self.states is None else [self.layout.states.nbytes]
+        return [self.layout.block_bytes] * (self.layout.blocks(stop) - start // BLOCK_TOKENS) + states
 
     def part(self, index: int, start: int, stop: int) -> Bytes:
         """A part of the state, (its bytes,) uint8: a view of a block, or a copy."""
         if self.arrays is not None:
             copied: Bytes = self.arrays.part(index, start, stop)
             return copied
+        if self._is_states(index, start, stop):
+            assert self.states is not None
+            return self.states.checkpoints[stop]
         block: Bytes = self.blocks[start // BLOCK_TOKENS + index]
         return block
 
     def load_part(self, index: int, start: int, stop: int, read: Callable[[Bytes], None]) -> None:
         """Take a part of the state from `read`, which fills (its bytes,) uint8. There is room for it."""
+        if self._is_states(index, start, stop):
+            assert self.states is not None
+            self.states.load(read)
+            return
         if self.arrays is None:
             read(self.blocks[start // BLOCK_TOKENS + index])
             return
         data = np.empty(self.part_sizes(start, stop)[index], np.uint8)
         read(data)
         self.arrays.load_part(index, start, stop, data)
+
+    def _is_states(self, index: int, start: int, stop: int) -> bool:
+        """Whether a part of the state at these positions is that of recurrent layers."""
+        return self.states is not None and index == self.layout.blocks(stop) - start // BLOCK_TOKENS
 
     def _shrink(self, n_blocks: int) -> None:
         if len(self.blocks) <= n_blocks:

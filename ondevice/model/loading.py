@@ -24,6 +24,7 @@ from ondevice.backends.base import (
     Router,
 )
 from ondevice.backends.latent import LatentWeights
+from ondevice.backends.recurrent import DeltaWeights
 from ondevice.bundle.layout import (
     PER_LAYER,
     POSITIONS,
@@ -193,6 +194,7 @@ def layer_weights(
         feed_forward_output_norm=norm("feed_forward_output_norm"),
         latent=_latent(spec, own),
         **_other_blocks(config, own),
+        **_gates(backend, config, spec, own),
     )
 
 
@@ -231,6 +233,21 @@ def _other_blocks(config: ModelConfig, own: Mapping[str, Any]) -> dict[str, Any]
             own["router"], own.get("router.choice_bias"), own.get("shared_gate"), _apart(config, own)
         )
     return found
+
+
+def _gates(backend: Backend, config: ModelConfig, spec: LayerSpec, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of LayerWeights of gated attention or the delta rule, of a layer's own weights by name."""
+    if spec.delta is None:
+        return {"gates": own.get("attention.gate")}
+    # Rounded once from float64, so that every backend has the same.
+    decay = -np.exp(own["delta.decay_log"].astype(np.float64)).astype(np.float32)
+    delta = DeltaWeights(
+        own["delta.conv"].reshape(spec.delta.taps, -1),
+        backend.load_vector(decay),
+        own["delta.time_bias"],
+        _weight_norm(config, own, "delta"),
+    )
+    return {"gates": own["delta.gates"], "delta": delta}
 
 
 def _apart(config: ModelConfig, own: Mapping[str, Any]) -> Apart | None:

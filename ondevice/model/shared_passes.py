@@ -7,16 +7,24 @@ or threads.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ondevice.backends.base import Array, Float32
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.callbacks import IsCancelled
 from ondevice.errors import BudgetError, OndeviceError, system_refusals
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import Cancelled, ForwardOutput, Prune, SequencePart, Transformer
+from ondevice.model.transformer import (
+    Cancelled,
+    ForwardOutput,
+    Prune,
+    SequencePart,
+    Transformer,
+    joint_batch,
+)
 
 PROMPT_ROWS = 64
 """Most rows of prompts in a pass in which other texts get a token each: these wait for all of its rows."""
@@ -27,7 +35,9 @@ class PassRequest:
     """A pass that a text asks for: `batch` behind the tokens in kv. It may be answered in part.
 
     prompt: whether its tokens are of a prompt, of which a pass may take the first ones alone. logits: whether
-    those behind its last token are wanted. prune: as `Transformer.run` has it.
+    those behind its last token are wanted. text: of a token that a draft may follow, what drafts for it.
+
+    A batch without tokens asks for no pass: other texts' passes go first.
     """
 
     batch: ForwardBatch
@@ -35,26 +45,40 @@ class PassRequest:
     length: int
     """Tokens in kv. If it has fewer by the time of the pass, its memory was needed elsewhere."""
     cancelled: IsCancelled | None = None
-    prune: Prune | None = None
     prompt: bool = False
     logits: bool = True
+    text: Any = None
 
 
 @dataclass(frozen=True)
 class PassResult:
     """The result of a pass over the first `rows` tokens of a request, which are in its kv now.
 
-    logits: (1, V) behind the last of them, unchecked, where the pass was shared and they were wanted.
+    logits: (1, V) behind the last of them, or behind the one that a draft follows, unchecked, where the pass
+    was shared and they were wanted. seconds: of the pass; None where it can't be compared with others over
+    the same tokens. batch: of the whole pass. first: row in it of the request's first token.
     """
 
     rows: int
     output: ForwardOutput
-    logits: Float32 | None = None
+    logits: Float32 | None
+    seconds: float | None
+    batch: ForwardBatch
+    first: int = 0
 
 
-Answer: TypeAlias = PassResult | OndeviceError | Cancelled | Literal["evicted"] | None
+class Drafted(NamedTuple):
+    """A token with its draft. prune: as `Transformer.run` has it, for a pass of its own."""
+
+    batch: ForwardBatch
+    prune: Prune | None = None
+
+
+Draft: TypeAlias = Callable[[Sequence[PassRequest], int], Sequence[Drafted | Cancelled]]
+"""Makes the drafts of all texts of a pass, of so many rows together at most, or one for each text."""
+Answer: TypeAlias = PassResult | OndeviceError | Cancelled | Literal["evicted", "passed"] | None
 """The answer to a request: its result, what it raises, `evicted` where its kv was emptied for want of memory,
-so that it has to begin anew, or None where it waits for a later pass."""
+so that it has to begin anew, `passed` where it asked for no pass, or None where it waits for a later one."""
 
 
 class SharedPasses:
@@ -66,15 +90,20 @@ class SharedPasses:
     """
 
     def __init__(
-        self, transformer: Transformer, before_pass: Callable[[ForwardBatch], None], most_rows: int
+        self,
+        transformer: Transformer,
+        before_pass: Callable[[ForwardBatch], None],
+        most_rows: int,
+        draft: Draft | None = None,
     ) -> None:
         """before_pass: called before every pass; it may change how much memory there is, and empty caches.
 
-        most_rows: of a shared pass.
+        most_rows: of a shared pass. draft: None for no drafts.
         """
         self._transformer = transformer
         self._before_pass = before_pass
         self._most_rows = most_rows
+        self._draft = draft
         self._waiting: dict[KVCache, list[KVCache]] = {}
         """Emptied caches, and those of the texts of which one has to end first."""
 
@@ -92,41 +121,81 @@ class SharedPasses:
 
     def alone(self, request: PassRequest) -> Answer:
         """The answer to a request in a pass of its own."""
-        batch, kv = request.batch, request.kv
+        if not request.batch.tokens:
+            return "passed"
+        drafted = self._drafted([request], self._most_rows).get(id(request), Drafted(request.batch))
+        return drafted if isinstance(drafted, Cancelled) else self._alone(request, drafted)
+
+    def _alone(self, request: PassRequest, drafted: Drafted) -> Answer:
+        batch, kv = drafted.batch, request.kv
         try:
             with system_refusals():
                 self._before_pass(batch)
                 if kv.length != request.length:
                     return "evicted"
-                found = self._transformer.run(batch, kv, request.cancelled, prune=request.prune)
+                started = time.perf_counter()
+                found = self._transformer.run(batch, kv, request.cancelled, prune=drafted.prune)
         except (OndeviceError, Cancelled) as error:
             return error
-        return PassResult(len(batch.tokens), found)
+        return PassResult(len(batch.tokens), found, None, time.perf_counter() - started, batch)
+
+    def _drafted(self, requests: Sequence[PassRequest], rows: int) -> dict[int, Drafted | Cancelled]:
+        """The drafts of the requests that may have one, of at most `rows` rows together, by `id`."""
+        texts = [
+            it
+            for it in requests
+            if not it.prompt and it.kv not in self._waiting and it.kv.length == it.length
+        ]
+        if self._draft is None or not texts:
+            return {}
+        return dict(zip(map(id, texts), self._draft(texts, rows), strict=True))
 
     def _together(self, requests: Sequence[PassRequest]) -> dict[int, Answer]:
         """Answers to two or more requests, by `id`."""
-        rows, found = self._rows(requests), {}
+        prompts = sum(it.prompt for it in requests)
+        # Prompts get their share of the rows; drafts have the rest of the texts'.
+        drafted = self._drafted(requests, self._most_rows * (len(requests) - prompts) // len(requests))
+        found: dict[int, Answer] = {
+            key: draft for key, draft in drafted.items() if isinstance(draft, Cancelled)
+        }
+        going = [it for it in requests if id(it) not in found]
+        batches = self._batches(going, [drafted.get(id(it)) for it in going])
         try:
-            self._before_pass(ForwardBatch([0] * sum(rows)))
+            self._before_pass(joint_batch(batches))
         except OndeviceError as error:
             return {id(it): error for it in requests}
-        ready: list[tuple[PassRequest, int]] = []
-        for at, (request, count) in enumerate(zip(requests, rows, strict=True)):
-            answer = self._held(requests, at, count)
-            found[id(request)] = answer
-            if answer is None and count and request.kv not in self._waiting:
-                ready.append((request, count))
-        if len(ready) == 1 and ready[0][1] == len(ready[0][0].batch.tokens):
-            found[id(ready[0][0])] = self.alone(ready[0][0])
+        ready: list[tuple[PassRequest, ForwardBatch]] = []
+        for at, (request, batch) in enumerate(zip(going, batches, strict=True)):
+            answer = self._held(going, at, len(batch.tokens))
+            found[id(request)] = "passed" if answer is None and not request.batch.tokens else answer
+            if answer is None and batch.tokens and request.kv not in self._waiting:
+                ready.append((request, batch))
+        if len(ready) == 1 and len(ready[0][1].tokens) >= len(ready[0][0].batch.tokens):
+            request, batch = ready[0]
+            found[id(request)] = self._alone(request, Drafted(batch))
         elif ready:
             found |= self._shared(ready)
         return found
 
-    def _rows(self, requests: Sequence[PassRequest]) -> list[int]:
-        """How many of each request's tokens the pass takes: one of a text, and equal shares of prompts."""
-        texts = sum(not it.prompt for it in requests)
+    def _batches(
+        self, requests: Sequence[PassRequest], drafted: Sequence[Drafted | Cancelled | None]
+    ) -> list[ForwardBatch]:
+        """What the pass takes of each request: a text's token with its draft, and equal shares of prompts."""
+        own = [
+            draft.batch if isinstance(draft, Drafted) else it.batch
+            for it, draft in zip(requests, drafted, strict=True)
+        ]
+        rows = self._rows(requests, own)
+        return [
+            batch if count == len(batch.tokens) else ForwardBatch(batch.tokens[:count])
+            for batch, count in zip(own, rows, strict=True)
+        ]
+
+    def _rows(self, requests: Sequence[PassRequest], batches: Sequence[ForwardBatch]) -> list[int]:
+        """How many of each request's tokens the pass takes."""
+        rows = [0 if it.prompt else len(batch.tokens) for it, batch in zip(requests, batches, strict=True)]
+        texts = sum(rows)
         room = max(1, min(PROMPT_ROWS if texts else self._most_rows, self._most_rows - texts))
-        rows = [0 if it.prompt else 1 for it in requests]
         open_prompts: list[int] = []
         for at, request in enumerate(requests):
             if request.kv in self._waiting:
@@ -182,37 +251,56 @@ class SharedPasses:
             kv: before for kv, before in self._waiting.items() if kv in here and here.issuperset(before)
         }
 
-    def _shared(self, ready: Sequence[tuple[PassRequest, int]]) -> dict[int, Answer]:
+    def _shared(self, ready: Sequence[tuple[PassRequest, ForwardBatch]]) -> dict[int, Answer]:
         """Answers from one pass, by `id`. If it fails, from a pass of each: one's error is no other's."""
         requests = [request for request, _ in ready]
 
         def cancelled() -> bool:
             return all(it.cancelled is not None and it.cancelled() for it in requests)
 
-        parts = [SequencePart(request.batch.tokens[:count], request.kv) for request, count in ready]
+        parts = [SequencePart(batch, request.kv) for request, batch in ready]
         try:
             with system_refusals():
+                started = time.perf_counter()
                 hidden = self._transformer.run_each(parts, cancelled)
-                return self._results(ready, hidden)
+                return self._results(ready, hidden, started)
         except Cancelled:
             return {id(it): Cancelled() for it in requests}
         except OndeviceError:
             for request in requests:
                 request.kv.truncate(min(request.kv.length, request.length))
-            return {id(it): self.alone(it) for it in requests}
+            return {id(it): self._untimed(it, batch) for it, batch in ready}
 
-    def _results(self, ready: Sequence[tuple[PassRequest, int]], hidden: Array) -> dict[int, Answer]:
-        """Results for hidden states (T, D) of all rows, with the logits that are wanted, in one product."""
-        transformer, backend, found, stop = self._transformer, self._transformer.backend, {}, 0
-        ends: dict[int, int] = {}
-        for request, count in ready:
-            stop += count
-            output = ForwardOutput(range(count), hidden[stop - count : stop])
-            found[id(request)] = PassResult(count, output)
-            if request.logits and (not request.prompt or count == len(request.batch.tokens)):
-                ends[id(request)] = stop - 1
+    def _untimed(self, request: PassRequest, batch: ForwardBatch) -> Answer:
+        """The answer to a request in a pass of its own, whose time is not that of all texts."""
+        answer = self._alone(request, Drafted(batch))
+        return replace(answer, seconds=None) if isinstance(answer, PassResult) else answer
+
+    def _results(
+        self, ready: Sequence[tuple[PassRequest, ForwardBatch]], hidden: Array, started: float
+    ) -> dict[int, Answer]:
+        """Results for hidden states (T, D) of all rows, with the logits that are wanted, in one product.
+
+        started: when the pass was.
+        """
+        transformer, backend = self._transformer, self._transformer.backend
+        batch, first, ends = joint_batch(own for _, own in ready), 0, dict[int, int]()
+        for request, own in ready:
+            if not request.prompt:
+                ends[id(request)] = first
+            elif request.logits and len(own.tokens) == len(request.batch.tokens):
+                ends[id(request)] = first + len(own.tokens) - 1
+            first += len(own.tokens)
+        logits: dict[int, Float32] = {}
         if ends:
-            logits = backend.to_numpy(transformer.logits(backend.rows(hidden, list(ends.values()))))
-            for row, key in enumerate(ends):
-                found[key] = PassResult(found[key].rows, found[key].output, logits[row : row + 1])
-        return dict(found)
+            found = backend.to_numpy(transformer.logits(backend.rows(hidden, list(ends.values()))))
+            logits = {key: found[row : row + 1] for row, key in enumerate(ends)}
+        seconds = None if any(it.prompt for it, _ in ready) else time.perf_counter() - started
+        results, first = dict[int, Answer](), 0
+        for request, own in ready:
+            count = len(own.tokens)
+            output = ForwardOutput(range(count), hidden[first : first + count])
+            its = logits.get(id(request))
+            results[id(request)] = PassResult(count, output, its, seconds, batch, first)
+            first += count
+        return results

@@ -14,7 +14,7 @@ V vocabulary, R rows of a batch, S streams of a token.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -72,9 +72,9 @@ class ForwardOutput:
 
 
 class SequencePart(NamedTuple):
-    """The tokens of one sequence in a pass of several; they follow those in its kv."""
+    """The tokens of one sequence in a pass of several; they follow those in its kv, as `run` has them."""
 
-    tokens: Sequence[int]
+    batch: ForwardBatch
     kv: KVCache
 
 
@@ -247,24 +247,25 @@ class Transformer:
         """One pass over the tokens of several sequences, which it adds to each one's kv.
 
         Where the backend is row-invariant, every row has the bits that it has in a pass of its sequence
-        alone: attention sees its own sequence, and everything else is computed row by row.
+        alone: attention sees its own sequence, and everything else is computed row by row. Sequences may
+        have draft trees, which aren't pruned and get no streams.
 
-        Returns (T, D) hidden states for `logits`, those of one part after those of another. Raises as
-        `forward` does; every kv is then as before.
+        Returns (T, D) hidden states for `logits`, of the rows of `joint_batch`. Raises as `forward` does;
+        every kv is then as before.
         """
         check_thread(self._thread)
-        ids = self._checked([token for part in parts for token in part.tokens])
+        batch = joint_batch(part.batch for part in parts)
+        ids = self._checked(batch.tokens)
         lengths, done = [part.kv.length for part in parts], False
         try:
-            for tokens, kv in parts:
-                kv.reserve(kv.length + len(tokens))
-            batch = ForwardBatch(ids.tolist())
+            for own, kv in parts:
+                kv.reserve(kv.length + len(own.tokens))
             self.backend.begin_pass(batch)
-            places = [Place(kv, kv.length, len(tokens)) for tokens, kv in parts]
+            places = [_place(kv, own) for own, kv in parts]
             x, rows = self._embedded(ids, _positions(places)), self._rows(places, batch)
             x = self._all_layers(ids, x, batch, rows, cancelled)
-            for tokens, kv in parts:
-                kv.extend(tokens)
+            for own, kv in parts:
+                kv.extend(own.tokens)
             done = True
         finally:
             if not done:
@@ -513,6 +514,15 @@ class Transformer:
             bad = lowest if lowest < 0 else highest
             raise UsageError(f"token id {bad} is not from 0 to {self.config.vocab_size - 1}")
         return np.array(tokens, dtype=np.int32)
+
+
+def joint_batch(batches: Iterable[ForwardBatch]) -> ForwardBatch:
+    """The batch of a pass of several sequences: the rows of one after those of another."""
+    tokens, drafted = list[int](), list[int]()
+    for own in batches:
+        drafted += [len(tokens) + row for row in own.drafted]
+        tokens += own.tokens
+    return ForwardBatch(tokens, drafted=drafted)
 
 
 def _place(kv: KVCache, batch: ForwardBatch) -> Place:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import Array, Embedding, FeedForward, HeadNorms, Linear, Norm, Router, Vector
 from ondevice.backends.latent import LatentWeights
+from ondevice.backends.recurrent import DeltaWeights
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ class CopiesOfModel:
 class LayerWeights:
     """One layer's weights, as the backend loaded them. A part that the layer doesn't have is None.
 
-    scale: (1,), factor of the residual that leaves the layer. sinks: (H,), scores of attention sinks.
+    scale: (1,), factor of the residual that leaves the layer. sinks: (H,), scores of attention sinks. gates:
+    the matrix of gated attention's gates, (H * Dh, D), or of the delta rule's, (2 * HV, D).
     """
 
     attention_norm: Norm | None
@@ -86,6 +88,8 @@ class LayerWeights:
     sinks: Vector | None = None
     router: Router | None = None
     latent: LatentWeights | None = None
+    gates: Linear | None = None
+    delta: DeltaWeights | None = None
 
 
 @dataclass(frozen=True)

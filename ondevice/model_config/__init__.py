@@ -1,6 +1,7 @@
-"""What a decoder-only transformer is: `model` and its layers, `rope`, `experts`; ranges are in `checks`."""
+"""What a decoder-only transformer is: `model` with its layers, `rope`, `experts`, `delta`; and `checks`."""
 
 from ondevice.model_config.checks import MAX_FACTOR, SIZE_LIMITS
+from ondevice.model_config.delta import MAX_TAPS, DeltaSpec
 from ondevice.model_config.experts import (
     MAX_CHOSEN,
     MAX_EXPERT_NEURONS,
@@ -22,6 +23,7 @@ from ondevice.model_config.feed_forward import (
 from ondevice.model_config.latent import LATENT_LANES, LatentSpec
 from ondevice.model_config.model import (
     MAX_COPIES,
+    NO_ATTENTION,
     AttentionSpec,
     HeadNorm,
     HeadSizes,
@@ -43,12 +45,15 @@ __all__ = [
     "MAX_EXPERTS",
     "MAX_EXPERT_NEURONS",
     "MAX_FACTOR",
+    "MAX_TAPS",
     "MAX_WEIGHT_FACTOR",
+    "NO_ATTENTION",
     "SIZE_LIMITS",
     "SWISH_SLOPE",
     "ZEROING_NAMES",
     "Activation",
     "AttentionSpec",
+    "DeltaSpec",
     "ExpertsSpec",
     "FeedForwardSpec",
     "HeadNorm",

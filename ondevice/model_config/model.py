@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, get_args
 
 from ondevice.errors import UnsupportedModelError
 from ondevice.model_config.checks import SIZE_LIMITS, check_choice, check_factor, check_integer
+from ondevice.model_config.delta import DeltaSpec
 from ondevice.model_config.experts import ExpertsSpec
 from ondevice.model_config.feed_forward import Activation, FeedForwardSpec
 from ondevice.model_config.latent import LatentSpec
@@ -67,6 +68,8 @@ class AttentionSpec:
             model's; 0: they are.
         latent: latent attention, whose heads have sizes of their own; None: keys and values are stored head
             by head.
+        gated: whether each value that attention gives is multiplied by the sigmoid of a projection of the
+            layer's normed input.
     """
 
     scale: float
@@ -82,6 +85,7 @@ class AttentionSpec:
     head_dim: int = 0
     num_kv_heads: int = 0
     latent: LatentSpec | None = None
+    gated: bool = False
 
     def __post_init__(self) -> None:
         check_factor("attention scale", self.scale)
@@ -113,6 +117,10 @@ class AttentionSpec:
         return self.head_norm == "layer"
 
 
+NO_ATTENTION = AttentionSpec(1.0)
+"""What stands in the place of a layer's attention where it has none."""
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """One layer: x += attention(norm(x)); x += feed_forward(norm(x)).
@@ -122,6 +130,7 @@ class LayerSpec:
         what leaves attention, x, becomes (x + n + norm(up @ down @ n)) / sqrt(2) for the normed input n.
     scaled: whether the residual is multiplied by a number of the layer's own in the end.
     experts: the layer's experts, which are among its neurons and have their arithmetic; None without any.
+    delta: the gated delta rule in attention's place; `attention` is then `NO_ATTENTION`. None: attention.
     """
 
     attention: AttentionSpec
@@ -131,6 +140,7 @@ class LayerSpec:
     laurel_rank: int = 0
     scaled: bool = False
     experts: ExpertsSpec | None = None
+    delta: DeltaSpec | None = None
 
     def __post_init__(self) -> None:
         check_choice("norms", self.norms, get_args(NormPlaces))
@@ -140,6 +150,12 @@ class LayerSpec:
             )
         if self.laurel_rank and (self.parallel or not self.norms_input):
             raise UnsupportedModelError("a low-rank block beside attention needs a norm before that")
+        if self.delta is not None and (self.attention != NO_ATTENTION or self.parallel or self.laurel_rank):
+            raise UnsupportedModelError(
+                "a layer with the delta rule has no attention, no block beside that and no parallel blocks"
+            )
+        if (self.delta is not None or self.attention.gated) and not self.norms_input:
+            raise UnsupportedModelError("the delta rule and gated attention need a norm before them")
         if self.parallel and self.norms == "residual":
             raise UnsupportedModelError("blocks side by side with norms of the residual aren't supported")
         spec = self.feed_forward
@@ -265,6 +281,8 @@ class ModelConfig:
                 "layers have different feed-forwards; this release runs equal ones, but for cutoffs and "
                 "numbers of neurons"
             )
+        if self.recurrent_layers and self.num_kv_layers < self.num_layers:
+            raise UnsupportedModelError("layers with the delta rule run beside ones with keys of their own")
         check_integer("embedding_width", self.embedding_width, 0, SIZE_LIMITS["hidden_size"])
         self._check_experts()
         self._check_residuals()
@@ -360,6 +378,11 @@ class ModelConfig:
         own = [layer.attention.keys_of is None for layer in self.layers]
         return own.index(False) if False in own else len(own)
 
+    @cached_property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers that have a state in the place of keys and values."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.delta is not None)
+
     @property
     def activation(self) -> Activation:
         """The activation of every layer's feed-forward."""
@@ -440,6 +463,15 @@ class ModelConfig:
         keys, width = attention.num_kv_heads or self.num_kv_heads, attention.head_dim or self.head_dim
         return HeadSizes(self.num_heads, keys, width)
 
+    def stored_heads(self, layer: LayerSpec) -> HeadSizes:
+        """A layer's heads as far as its keys and values are stored: no key heads where there are none."""
+        found = self.heads(layer.attention)
+        return found if layer.delta is None else found._replace(keys=0)
+
+    @property
+    def _deltas(self) -> list[DeltaSpec]:
+        return [layer.delta for layer in self.layers if layer.delta is not None]
+
     @property
     def _all_heads(self) -> set[HeadSizes]:
         """The heads of every layer. Without layers, the model's own."""
@@ -453,8 +485,8 @@ class ModelConfig:
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads of the widest layer together."""
-        return self.num_heads * self.head_width
+        """Width of all query heads, or of all values of a delta rule, of the widest layer together."""
+        return max(self.num_heads * self.head_width, *(it.value_size for it in self._deltas), 0)
 
     @property
     def kv_size(self) -> int:
@@ -464,7 +496,8 @@ class ModelConfig:
     @property
     def qkv_size(self) -> int:
         """Rows of the widest layer's fused query, key and value projection."""
-        return max((sizes.queries + 2 * sizes.keys) * sizes.width for sizes in self._all_heads)
+        found = max((sizes.queries + 2 * sizes.keys) * sizes.width for sizes in self._all_heads)
+        return max(found, *(it.channels + it.value_size for it in self._deltas), 0)
 
     @property
     def queries_per_key(self) -> int:
@@ -472,16 +505,20 @@ class ModelConfig:
         return max(sizes.queries // sizes.keys for sizes in self._all_heads)
 
     def out_cols(self, layer: LayerSpec) -> int:
-        """Columns of a layer's output projection: the width of its query heads together."""
+        """Columns of a layer's output projection: the width of its query heads, or of its values."""
+        if layer.delta is not None:
+            return layer.delta.value_size
         latent = layer.attention.latent
         return self.num_heads * (self.heads(layer.attention).width if latent is None else latent.value_dim)
 
     def projection_sizes(self, layer: LayerSpec) -> dict[str, int]:
-        """Rows of each projection in a layer's fused one, q, k and v; q alone where keys are shared; q and kv
-        in latent attention, of which q may have the values that queries are made of.
+        """Rows of each projection in a layer's fused one: q, k and v, with the delta rule also z, its output
+        gates; q alone where keys are shared; q and kv in latent attention, of which q may have the values
+        that queries are made of.
         """
-        latent = layer.attention.latent
-        if latent is not None:
+        if (delta := layer.delta) is not None:
+            return {"q": delta.key_size, "k": delta.key_size, "v": delta.value_size, "z": delta.value_size}
+        if (latent := layer.attention.latent) is not None:
             return {"q": latent.query_rank or self.num_heads * latent.query_width, "kv": latent.width}
         sizes, shares = self.heads(layer.attention), layer.attention.keys_of is not None
         keys = sizes.keys * sizes.width
@@ -520,14 +557,16 @@ class ModelConfig:
     @property
     def is_plain(self) -> bool:
         """True without experts, per-layer inputs, copies and scales of the residual, low-rank blocks beside
-        attention, normed values, attention sinks, shared keys, latent attention, heads of several sizes and
-        cutoffs of gates.
+        attention, normed values, attention sinks, gated attention, shared keys, latent attention, heads of
+        several sizes, recurrent layers and cutoffs of gates.
         """
         return (
             not self.per_layer_width
             and self.num_kv_layers == self.num_layers
             and not self.any_layer(lambda it: it.laurel_rank > 0 or it.scaled or it.attention.value_norm)
-            and not self.any_layer(lambda it: it.attention.sinks or it.attention.latent is not None)
+            and not self.any_layer(lambda it: it.attention.sinks or it.attention.gated)
+            and not self.any_layer(lambda it: it.attention.latent is not None)
+            and not self.recurrent_layers
             and not self.any_layer(lambda it: it.attention.head_dim > 0 or it.attention.num_kv_heads > 0)
             and not self.cut_off_layers
             and self.experts is None

@@ -5,7 +5,7 @@ A file is a header in whole pages and the state's parts, end to end:
     8 bytes   MAGIC
     4 bytes   bytes of the header's JSON, little-endian
     4 bytes   CRC-32C of the JSON, little-endian
-    JSON      binding, parent, tokens, bytes of every part, CRC-32C of every CRC_BYTES of every part
+    JSON      binding, parent, tokens, bytes of every part, CRC-32C of every CRC_BYTES behind the header
     zeros     up to a whole page
 
 A run's name has the digest of all tokens before it, the digest of these and its own, and its length. So a
@@ -37,8 +37,8 @@ from ondevice.kernels import _native
 from ondevice.units import PAGE_BYTES
 
 MAGIC = b"odstate1"
-CRC_BYTES = 1 << 18
-"""Bytes that a checksum covers: what one staged read of the flash reader takes."""
+CRC_BYTES = 1 << 16
+"""Bytes that a checksum covers, over borders of parts. A part is read with less than that on each side."""
 READ_THREADS = 4
 WRITE_BYTES = 4 << 20
 """Bytes after which what was written is put on the disk, and leaves the page cache."""
@@ -136,20 +136,20 @@ def _entry(path: Path, name: RunName, binding: Mapping[str, Any], text: bytes, n
     if header.get("binding") != binding or parent != name.parent or not tokens:
         return None
     header.close()
-    start, units = _header_bytes(len(text)), _units(sizes)
+    start = _header_bytes(len(text))
     if run_name(name.parent, tokens) != name or nbytes != start + sum(sizes):
         return None
-    if not isinstance(crcs, str) or not re.fullmatch(r"[0-9a-f]*", crcs) or len(crcs) != 8 * len(units):
+    if not isinstance(crcs, str) or not re.fullmatch(r"[0-9a-f]*", crcs) or len(crcs) != 8 * _units(sizes):
         return None
     table = np.frombuffer(bytes.fromhex(crcs), "<u4")
-    return Entry(tokens, sizes, CheckedFile(path, nbytes, start, units, table))
+    return Entry(tokens, sizes, CheckedFile(path, nbytes, start, (CRC_BYTES,), table))
 
 
 def entry_bytes(
     binding: Mapping[str, Any], name: RunName, tokens: Sequence[int], sizes: Sequence[int]
 ) -> int:
     """Size of the file of a run whose state has parts of these sizes."""
-    text = _header(binding, name, tokens, sizes, b"\0" * (4 * len(_units(sizes))))
+    text = _header(binding, name, tokens, sizes, bytes(4 * _units(sizes)))
     return _header_bytes(len(text)) + sum(sizes)
 
 
@@ -162,17 +162,16 @@ def write_entry(
     parts: Sequence[Part],
 ) -> None:
     """Write a run's file to an open, empty one, and put it on the disk. Raises OSError."""
-    crcs = [b"\0" * (4 * len(_units(sizes)))]
-    start = _header_bytes(len(_header(binding, name, tokens, sizes, crcs[0])))
-    offset, crcs = start, []
+    start = _header_bytes(len(_header(binding, name, tokens, sizes, bytes(4 * _units(sizes)))))
+    offset, checksums = start, _Checksums()
     for size, part in zip(sizes, parts, strict=True):
         data = part()
-        crcs.append(_crcs(data, _units([size])))
+        checksums.add(data)
         for at in range(0, size, WRITE_BYTES):
             _write(file, data[at : at + WRITE_BYTES].data, offset + at)
             _put_on_disk(file)
         offset += size
-    text = _header(binding, name, tokens, sizes, b"".join(crcs))
+    text = _header(binding, name, tokens, sizes, checksums.end())
     assert _header_bytes(len(text)) == start
     prefix = MAGIC + len(text).to_bytes(4, "little") + _crcs(np.frombuffer(text, np.uint8), [len(text)])
     _write(file, memoryview((prefix + text).ljust(start, b"\0")), 0)
@@ -196,12 +195,37 @@ def _header_bytes(nbytes: int) -> int:
     return padded(_PREFIX_BYTES + nbytes, PAGE_BYTES)
 
 
-def _units(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Bytes that each checksum covers: none reaches over the end of a part."""
-    found: list[int] = []
-    for size in sizes:
-        found += [min(CRC_BYTES, size - at) for at in range(0, size, CRC_BYTES)]
-    return tuple(found)
+def _units(sizes: Sequence[int]) -> int:
+    """Number of checksums of parts of these sizes."""
+    return -(-sum(sizes) // CRC_BYTES)
+
+
+class _Checksums:
+    """The checksums of parts that come one after another."""
+
+    def __init__(self) -> None:
+        self._found: list[bytes] = []
+        self._rest: Bytes = np.empty(0, np.uint8)
+        """What the last unit has of the parts so far: a copy."""
+
+    def add(self, data: Bytes) -> None:
+        """The next part."""
+        if len(self._rest):
+            missing = CRC_BYTES - len(self._rest)
+            self._rest, data = np.concatenate([self._rest, data[:missing]]), data[missing:]
+            if len(self._rest) < CRC_BYTES:
+                return
+            self._found.append(_crcs(self._rest, [CRC_BYTES]))
+        whole = len(data) // CRC_BYTES * CRC_BYTES
+        if whole:
+            self._found.append(_crcs(data[:whole], [CRC_BYTES]))
+        self._rest = data[whole:].copy()
+
+    def end(self) -> bytes:
+        """All of them, one behind the other."""
+        if len(self._rest):
+            self._found.append(_crcs(self._rest, [CRC_BYTES]))
+        return b"".join(self._found)
 
 
 def _crcs(data: Bytes, units: Sequence[int]) -> bytes:

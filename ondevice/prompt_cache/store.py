@@ -12,7 +12,8 @@ be written isn't kept.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,10 @@ log = logging.getLogger(__name__)
 
 MAX_CANDIDATES = 64
 """Most runs whose tokens are compared where a text leaves those that are stored."""
+PIECE_SECONDS = 0.2
+"""Time for which runs are read while other texts that run together wait, but for the rest of the last one.
+
+It is about a pass of a 7B, so others go at half their speed meanwhile, however slow the disk is."""
 NO_LIMIT = 1 << 62
 
 
@@ -58,33 +63,42 @@ class PromptCache:
         self._io: Literal["auto", "direct", "buffered"] = io
         self._loudness = logging.WARNING
 
-    def restore(self, kv: KVCache, tokens: Sequence[int], cancelled: IsCancelled | None = None) -> int:
+    def restore(
+        self, kv: KVCache, tokens: Sequence[int], cancelled: IsCancelled | None = None
+    ) -> Iterator[None]:
         """Extend kv, which holds a prefix of `tokens`, by what the disk has of the tokens that follow.
 
-        Returns the number of tokens that it got so. It may hold fewer than before, where a file is damaged.
+        Stops between two pieces, each of whole runs. If kv is changed meanwhile, it stays as it is then. At
+        the end it may hold fewer tokens than before, where a file is damaged.
         """
         held = kv.length
         chain = self._longest(tokens)
         if sum(matched for _, matched in chain) <= held:
-            return 0
+            return
         # The rest of a run that is in memory in part is read with that part.
         kv.truncate((min(held, kv.chunked) if self.chunk else held) // self._step * self._step)
-        for index in range(kv.length // self._step, len(chain)):
+        begun, first = time.monotonic(), kv.length // self._step
+        for index, (name, matched) in enumerate(chain[first:], first):
+            if index > first and time.monotonic() - begun >= PIECE_SECONDS:
+                before = kv.length
+                yield
+                begun = time.monotonic()
+                if kv.length != before:
+                    break
             if cancelled is not None and cancelled():
                 break
             try:
-                self._read(kv, *chain[index])
+                self._read(kv, name, matched)
             except (FlashReadError, BundleError) as error:
                 log.info("the prompt cache is damaged: %s", error)
                 # What follows is computed now and written again, be it sound or not.
-                for name, _ in chain[index:]:
-                    self._folder.remove(name)
+                for rest, _ in chain[index:]:
+                    self._folder.remove(rest)
                 break
             except (OndeviceError, MemoryError) as error:
                 log.info("the prompt cache isn't used: %s", error)
                 break
         self._folder.touch(name for name, _ in chain)
-        return max(0, kv.length - held)
 
     def write_next(self, kv: KVCache, at: int) -> int:
         """Write the first run of kv behind `at` tokens that isn't there.

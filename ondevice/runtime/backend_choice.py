@@ -45,9 +45,10 @@ def has_mlx() -> bool:
 def settled_backend(backend: str, config: ModelConfig | None = None) -> Literal["cpu", "mlx", "reference"]:
     """The backend that `auto` means on this machine: MLX on Apple's GPU if there is one, else cpu.
 
-    Models with experts or latent attention run on `cpu`.
+    Models with experts, recurrent layers or latent attention run on `cpu`.
     """
-    if backend == "auto" and config is not None and (config.experts is not None or _is_latent(config)):
+    own = config is not None and (config.experts is not None or config.recurrent_layers or _is_latent(config))
+    if backend == "auto" and own:
         return "cpu"
     if backend == "auto":
         apple = sys.platform == "darwin" and platform.machine() == "arm64"
@@ -70,6 +71,15 @@ def check_backend(runtime: RuntimeConfig, config: ModelConfig | None = None) -> 
         )
     if backend == "mlx" and config is not None and _is_latent(config):
         raise BackendUnavailableError("--backend mlx doesn't run latent attention; use --backend cpu")
+    if (
+        backend == "mlx"
+        and config is not None
+        and (config.recurrent_layers or config.any_layer(lambda layer: layer.attention.gated))
+    ):
+        raise BackendUnavailableError(
+            "--backend mlx runs neither recurrent layers nor gated attention, which this model has; use "
+            "--backend cpu"
+        )
     if runtime.sparsity in ("exact", "predicted", "threshold") and backend == "reference":
         raise BackendUnavailableError(
             "--backend reference multiplies every neuron: it takes --sparsity dense"

@@ -109,8 +109,8 @@ class BudgetWatch:
 
         self._owner.call(apply, urgent=True)
 
-    def make_room(self, nbytes: int, automatic: bool) -> None:
-        """Leave `nbytes` more to the process from now on.
+    def hold_constraints(self, nbytes: int, automatic: bool) -> None:
+        """Leave `nbytes` to the constraints of texts from now on. The model's claim has them.
 
         automatic: whether the model was loaded with the budget `auto`. If the user hasn't set another one
         since, it is chosen anew. Raises BudgetError, and changes nothing, if there is no room.
@@ -119,7 +119,7 @@ class BudgetWatch:
         def apply() -> None:
             engine = self._engine()
             assert engine is not None, "a model keeps its engine alive"
-            plan = replace(engine.replanned, process_bytes=engine.plan.process_bytes + nbytes)
+            plan = replace(engine.replanned, constraint_bytes=nbytes)
             if automatic and self._user_bytes == self._loaded_bytes:
                 plan = plan.with_budget(bytes_of_budget("auto", plan))
                 self._loaded_bytes = self._user_bytes = plan.budget_bytes

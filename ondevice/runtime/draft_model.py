@@ -62,16 +62,25 @@ class ResolvedDraft:
 
 
 def open_draft(runtime: RuntimeConfig) -> Bundle:
-    """The bundle `runtime.draft_model`. Raises UsageError for none, ModelNotFoundError, BundleError."""
+    """The bundle `runtime.draft_model`.
+
+    Raises UsageError for none, ModelNotFoundError, BundleError, UnsupportedModelError.
+    """
     if not runtime.draft_model:
         raise UsageError(
             "--speculation model needs a second, smaller model: name its bundle with --draft-model, or take "
             "--speculation auto, which needs none"
         )
     try:
-        return Bundle.open(find_model(runtime.draft_model))
+        bundle = Bundle.open(find_model(runtime.draft_model))
     except (ModelNotFoundError, BundleError) as error:
         raise type(error)(f"--draft-model {runtime.draft_model}: {error.for_command_line}") from error
+    if bundle.config.recurrent_layers:
+        raise UnsupportedModelError(
+            f"--draft-model {runtime.draft_model} has recurrent layers, whose states can't take back a draft "
+            "token; name a model without them"
+        )
+    return bundle
 
 
 def plan_draft(
@@ -102,7 +111,9 @@ def plan_draft(
             f"{'it' if own is None else 'the model'} was converted without one; take --speculation auto"
         )
     context = min(max_context, bundle.config.max_context)
-    settled = replace(runtime, sparsity="dense", speculation="off", draft_model="", max_context=context)
+    settled = replace(
+        runtime, sparsity="dense", speculation="off", draft_model="", max_context=context, parallel=1
+    )
     tokenizers = None if same_vocabulary(own, target) else (own, target)
     return ResolvedDraft(bundle, settled, _resident(bundle, settled), tokenizers)
 
@@ -131,7 +142,7 @@ def load_draft(
         neurons = open_neuron_memory(bundle, plan, backend, reader, UNMEASURED, DEFAULT_FETCH)
         undo.callback(neurons.close)
         layout = KVLayout(bundle.config, runtime.kv_bits)
-        kv = KVCache(layout, lambda nbytes: backend.allocate_block(layout), arrays=backend.new_arrays(layout))
+        kv = KVCache(layout, backend.allocate_block, arrays=backend.new_arrays(layout))
         neurons.resize(plan.segment.quota(plan.segment.total))
         for _ in range(MOST_FILLING_PASSES):
             if all(layer.resident_neurons == layer.source.num_neurons for layer in backend.feed_forwards):

@@ -40,12 +40,13 @@ from ondevice.runtime.joint_jobs import WAIT, JointJobs
 from ondevice.runtime.kv_cache_pool import KVCachePool
 from ondevice.runtime.models import operating_point
 from ondevice.runtime.neuron_memory import NeuronMemory, NeuronQuota, NoNeuronMemory, open_neuron_memory
+from ondevice.runtime.opening import open_datastore
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.runtime.state_binding import open_prompt_cache, prompt_cache_at
 from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions
 from ondevice.speculation.drafters.streams import MultiStreamDrafting
 from ondevice.speculation.drafting import Drafting
-from ondevice.speculation.registry import MIN_PASS_SECONDS, Target, make_drafter
+from ondevice.speculation.registry import MIN_PASS_SECONDS, Target, drafts_with_ngrams, make_drafter
 from ondevice.stats import GenerationStats
 from ondevice.units import format_bytes, process_memory, trim_heap
 
@@ -135,7 +136,6 @@ class Engine:
             before_pass=self._before_pass,
             restore=self.kv.restore,
             most_texts=runtime.parallel,
-            alone=lambda: self.joint.running <= 1,
             labels=GenerationStats(
                 backend=self._backend.name,
                 sparsity=runtime.sparsity,
@@ -237,7 +237,8 @@ class Engine:
         check_thread(self._thread)
         with self.kv.use(key, stored=True) as kv, system_refusals():
             self.kv.rewind(kv, tokens)
-            self._state_at(folder).restore(kv, tokens)
+            for _ in self._state_at(folder).restore(kv, tokens):
+                pass
 
     def step_idle(self) -> bool:
         """While the model is idle, write a little of what the prompt cache lacks, then read neurons ahead.
@@ -295,17 +296,23 @@ class Engine:
         if resolved.draft is not None:
             second = load_draft(resolved.draft, self._backend, cancelled)
         runtime, widths = resolved.runtime, resolved.widths
+        datastore = None
+        if drafts_with_ngrams(runtime.speculation, resolved.bundle.ngrams):
+            datastore = open_datastore(resolved.bundle, runtime)
         target = Target(
             self._bundle.config,
             self._generator.transformer,
             widths.tree if widths.branches else 0,
             MultiStreamDrafting(streams=runtime.draft_streams, pruning_threshold=runtime.draft_pruning),
             second,
+            datastore,
         )
         drafter = make_drafter(runtime.speculation, target)
         nodes = min(draft_nodes(runtime), widths.nodes)
         least_seconds = MIN_PASS_SECONDS if runtime.speculation == "auto" else 0.0
-        return None if drafter is None else Drafting(drafter, nodes, least_seconds, widths.branches)
+        if drafter is None:
+            return None
+        return Drafting(drafter, nodes, least_seconds, widths.branches, runtime.parallel)
 
     def draft_with(self, name: str, drafting: Drafting | None) -> None:
         """Draft with `drafting` from now on. name: its `--speculation`, for the stats of generations."""
@@ -348,16 +355,16 @@ class Engine:
     def _answered(self, requests: Sequence[PassRequest]) -> list[PassResult | Exception | object | None]:
         """Answers for `joint`."""
         answers = self._generator.passes.answer(requests)
-        return [WAIT if it is None else None if it == "evicted" else it for it in answers]
+        return [WAIT if it is None else None if isinstance(it, str) else it for it in answers]
 
     def _grow_beside(self, kv: KVCache, tokens: int) -> None:
         """Give neurons the memory that `tokens` tokens in kv will leave."""
-        grown = max(0, kv.layout.blocks(min(tokens, self.plan.max_context)) - len(kv.blocks))
-        self._quota.grow(self.kv.nbytes + grown * kv.layout.block_bytes)
+        grown = max(0, kv.layout.nbytes(min(tokens, self.plan.max_context)) - kv.nbytes)
+        self._quota.grow(self.kv.nbytes + grown)
 
     def _before_pass(self, batch: ForwardBatch) -> None:
         # A draft is made from what is in memory, and its pass must find that there.
-        if not batch.draft_rows:
+        if not batch.drafted:
             self._between_passes()
         self._quota.before_pass(len(batch.tokens), self.kv.nbytes)
 

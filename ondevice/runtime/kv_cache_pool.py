@@ -50,7 +50,7 @@ class KVCachePool:
         """
         self.layout = layout
         self.nbytes = 0
-        """Bytes of all blocks that exist."""
+        """Bytes of all blocks and states that exist."""
         self.caches: OrderedDict[int, KVCache] = OrderedDict()
         """Least recently used first."""
         self.retired: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -94,9 +94,9 @@ class KVCachePool:
             self._save(kv)
         kv.truncate(kept)
 
-    def restore(self, kv: KVCache, tokens: Sequence[int], cancelled: IsCancelled | None) -> int:
-        """Extend kv, which holds a prefix of `tokens`, from the prompt cache. Returns by how many tokens."""
-        return 0 if self.store is None else self.store.restore(kv, tokens, cancelled)
+    def restore(self, kv: KVCache, tokens: Sequence[int], cancelled: IsCancelled | None) -> Iterator[None]:
+        """Extend kv, which holds a prefix of `tokens`, from the prompt cache, piece by piece."""
+        return iter(()) if self.store is None else self.store.restore(kv, tokens, cancelled)
 
     def save_next(self) -> bool:
         """Write a little of what the prompt cache lacks. False: there is no more."""
@@ -198,7 +198,7 @@ class KVCachePool:
         return any(it is kv for it in self.caches.values())
 
     def _allocate(self, nbytes: int) -> Block:
-        """Memory for a block; neurons yield before it exists."""
+        """Memory for a block or states; neurons yield before it exists."""
         plan = self._plan
         self._drop_idle(plan.kv_limit_bytes - nbytes)
         if not self._claimed(self.nbytes + nbytes):
@@ -212,12 +212,12 @@ class KVCachePool:
             )
         self._yield_to(self.nbytes + nbytes)
         # The whole block at once: pages first touched as tokens are written would hit a limit one by one.
-        block = self._backend.allocate_block(self.layout)
+        block = self._backend.allocate_block(nbytes)
         self.nbytes += nbytes
         return block
 
     def _release(self, block: Block) -> None:
-        self.nbytes -= self.layout.block_bytes
+        self.nbytes -= self.layout.block_bytes if block is None else block.nbytes
         self._claimed(self.nbytes)
 
     def _claimed(self, nbytes: int) -> bool:

@@ -19,6 +19,7 @@ from typing import Protocol
 from ondevice.bundle.files import read_whole
 from ondevice.bundle.layout import MANIFEST, RESIDENT
 from ondevice.bundle.manifest import parse_manifest
+from ondevice.bundle.ngrams import Ngrams
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.sidecar import NO_PREDICTORS, NO_SIDECARS, listed_targets, no_streams
 from ondevice.bundle.streams import MultiStreams
@@ -438,6 +439,7 @@ def check_runtime(
     thresholds: Thresholds | None,
     streams: MultiStreams | None = None,
     damaged: Mapping[str, BundleError] = NOTHING_DAMAGED,
+    ngrams: Ngrams | None = None,
 ) -> None:
     """Refuse what this model or this version can't do before anything is loaded.
 
@@ -448,6 +450,7 @@ def check_runtime(
         (f"--sparsity {runtime.sparsity}", "predictors", runtime.sparsity == "predicted"),
         (f"--sparsity {runtime.sparsity}", "thresholds", runtime.sparsity == "threshold"),
         (f"--speculation {runtime.speculation}", "streams", needs(runtime.speculation) == "streams"),
+        (f"--speculation {runtime.speculation}", "ngrams", needs(runtime.speculation) == "ngrams"),
     ):
         if asked and key in damaged:
             raise BundleError(f"{mode} isn't possible with this model: {damaged[key].for_command_line}")
@@ -459,17 +462,26 @@ def check_runtime(
             f"{modes[runtime.sparsity].reason}. It can have: {have}"
         )
     operating_point(runtime, predictors, thresholds)
-    if needs(runtime.speculation) == "streams" and streams is None:
-        have = ", ".join(("off", *(name for name in DRAFTERS if needs(name) != "streams")))
-        lacks = "its bundle has no streams; `ondevice train streams` makes them"
+    added = {"streams": streams, "ngrams": ngrams}
+    wanted = needs(runtime.speculation)
+    if wanted in added and added[wanted] is None:
+        lacks = f"its bundle has no {wanted}; `ondevice train {wanted}` makes them"
+        if wanted == "streams" and not config.is_plain:
+            lacks = no_streams(config)
+        have = ", ".join(("off", *(name for name in DRAFTERS if added.get(needs(name), True) is not None)))
         raise UnsupportedModelError(
-            f"--speculation {runtime.speculation} isn't possible with this model: "
-            f"{lacks if config.is_plain else no_streams(config)}. It can have: {have}"
+            f"--speculation {runtime.speculation} isn't possible with this model: {lacks}. It can have: "
+            f"{have}"
         )
     if runtime.speculation == "resident" and config.experts is not None:
         raise UnsupportedModelError(
             "--speculation resident isn't possible with this model: its drafts would take other experts than "
             "the model's own. It can have: off, lookup, recycling, model, auto"
+        )
+    if config.recurrent_layers and (runtime.speculation not in ("auto", "off") or runtime.draft_model):
+        raise UnsupportedModelError(
+            "drafts aren't possible with this model in this release: its recurrent layers can't take back "
+            "tokens that turn out wrong; take --speculation off and no --draft-model"
         )
     check_backend(runtime, config)
     if runtime.expert_substitution:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from ondevice.backends.row_invariance import RowInvariance
+from ondevice.bundle.ngrams import NGRAMS, NGRAMS_SIDECAR
 from ondevice.bundle.predictors import PREDICTORS_SIDECAR
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import STREAMS_SIDECAR
 from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR
 from ondevice.bundle.verify import without_damage
 from ondevice.config import RuntimeConfig, Speculation
+from ondevice.errors import BundleError, FlashReadError
 from ondevice.kernels import _native
-from ondevice.speculation.registry import runs_streams
+from ondevice.model_config import ModelConfig
+from ondevice.speculation.datastore import Datastore
+from ondevice.speculation.registry import drafts_with_ngrams, runs_streams
 from ondevice.tokenizer import Tokenizer, load_tokenizer, loading_bytes
 from ondevice.units import trim_heap
 
@@ -24,7 +28,18 @@ def without_damaged_sidecars(bundle: Bundle, runtime: RuntimeConfig) -> Bundle:
     ):
         if used:
             bundle = without_damage(bundle, sidecar, _native.crc32c)
+    if drafts_with_ngrams(runtime.speculation, bundle.ngrams):
+        try:
+            open_datastore(bundle, runtime).close()
+        except (FlashReadError, BundleError) as error:
+            bundle = bundle.without(NGRAMS_SIDECAR, BundleError(str(error)))
     return bundle
+
+
+def open_datastore(bundle: Bundle, runtime: RuntimeConfig) -> Datastore:
+    """Open the bundle's datastore and read its index. Raises FlashReadError, or BundleError."""
+    assert bundle.ngrams is not None
+    return Datastore(bundle.added_file(NGRAMS), bundle.ngrams, bundle.config.vocab_size, runtime.io)
 
 
 def damage_warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
@@ -34,6 +49,7 @@ def damage_warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
         "thresholds": runtime.sparsity == "auto",
         "hotness": runtime.sparsity != "dense",
         "streams": runtime.speculation == "auto",
+        "ngrams": runtime.speculation == "auto",
         "token_counts": False,
         "expert_costs": False,
         "expert_use": True,
@@ -41,15 +57,15 @@ def damage_warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
     return tuple(error.for_command_line for key, error in bundle.damaged.items() if may_use[key])
 
 
-def settled_speculation(runtime: RuntimeConfig, rows: RowInvariance) -> Speculation:
+def settled_speculation(runtime: RuntimeConfig, rows: RowInvariance, config: ModelConfig) -> Speculation:
     """The speculation, with `auto` settled where this is possible.
 
-    `auto` means `off` where drafts could change texts, `model` if a draft model is named, and otherwise stays
-    `auto`.
+    `auto` means `off` where drafts could change texts or the model has recurrent layers, `model` if a draft
+    model is named, and otherwise stays `auto`.
     """
     if runtime.speculation != "auto":
         return runtime.speculation
-    if rows.widths.nodes < 2 or runtime.expert_substitution:
+    if rows.widths.nodes < 2 or runtime.expert_substitution or config.recurrent_layers:
         return "off"
     return "model" if runtime.draft_model else "auto"
 

@@ -42,7 +42,7 @@ from ondevice.runtime.opening import (
     tokenizer_bytes,
     without_damaged_sidecars,
 )
-from ondevice.speculation.registry import check_draft_options, runs_streams
+from ondevice.speculation.registry import check_draft_options, datastore_bytes, runs_streams
 from ondevice.tokenizer import Tokenizer, import_library
 from ondevice.units import MemoryRoom, memory_rooms, parse_budget, process_memory, trim_heap, usable_cores
 
@@ -154,7 +154,7 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     if fewer is bundle.config:
         runtime = replace(runtime, experts=0)
     bundle = bundle.with_config(fewer)
-    added = bundle.predictors, bundle.thresholds, bundle.streams, bundle.damaged
+    added = bundle.predictors, bundle.thresholds, bundle.streams, bundle.damaged, bundle.ngrams
     check_runtime(bundle.config, runtime, *added)
     check_draft_options(runtime, bundle.streams, bundle.token_counts, bundle.damaged)
     if bundle.incomplete is not None:
@@ -167,7 +167,9 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     rows = row_invariance(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
     check_drafts(runtime, rows)
     runtime = replace(
-        runtime, speculation=settled_speculation(runtime, rows), parallel=settled_parallel(runtime, rows)
+        runtime,
+        speculation=settled_speculation(runtime, rows, bundle.config),
+        parallel=settled_parallel(runtime, rows),
     )
     warnings = damage_warnings(bundle, runtime)
     # Import now what is needed anyway, so that it is measured with the process.
@@ -321,7 +323,12 @@ class _Planner:
     def _plan(self, runtime: RuntimeConfig, draft: ResolvedDraft | None) -> Plan:
         """The plan of a model whose options are settled, under its budget."""
         draft_bytes = 0 if draft is None else draft.nbytes
-        memory = replace(self.memory, runtime=runtime, draft_model_bytes=draft_bytes)
+        memory = replace(
+            self.memory,
+            runtime=runtime,
+            draft_model_bytes=draft_bytes,
+            datastore_bytes=datastore_bytes(runtime.speculation, self.bundle.ngrams),
+        )
         plan = plan_memory(memory, budget_bytes=0, process_bytes=self.measured.process_bytes)
         plan = replace(
             plan,

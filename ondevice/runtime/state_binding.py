@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ondevice.backends.base import KVLayout
 from ondevice.bundle.manifest import manifest_text
 from ondevice.prompt_cache.store import NO_LIMIT, PromptCache
 from ondevice.runtime.models import operating_point
@@ -48,8 +49,13 @@ def state_binding(resolved: ResolvedModel, target: str) -> dict[str, Any]:
 
 
 def whole_chunk(resolved: ResolvedModel) -> int:
-    """Tokens of a prompt's chunks where only whole ones may be used again; 0 where any split may."""
-    runtime = resolved.runtime
+    """Tokens of a prompt's chunks where only whole ones may be used again; 0 where any split may.
+
+    Where layers have states, those are at checkpoints.
+    """
+    runtime, states = resolved.runtime, KVLayout(resolved.bundle.config, resolved.runtime.kv_bits).states
+    if states.nbytes:
+        return states.spacing
     # A token alone may be computed with other experts than in a chunk.
     any_split = runtime.backend == "cpu" and not runtime.expert_substitution
     return 0 if any_split else runtime.prefill_chunk

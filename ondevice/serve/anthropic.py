@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ondevice.chat_template.messages import Message
-from ondevice.chat_template.tools import PromptOptions, Think, ToolCall
+from ondevice.chat_template.tools import PromptOptions, Think
 from ondevice.constraints.constraint import Constraint
 from ondevice.errors import ContextOverflowError
 from ondevice.generate import Event, check_prompt
@@ -44,6 +44,7 @@ from ondevice.serve.tools import (
     AUTO,
     NONE,
     REQUIRED,
+    CallSteps,
     Choice,
     anthropic_tool,
     call_message,
@@ -51,6 +52,7 @@ from ondevice.serve.tools import (
     chosen_tools,
     take_tools,
 )
+from ondevice.stats import PromptUse
 
 DROPPED_BLOCKS = ("thinking", "redacted_thinking")
 """Blocks of an assistant's turn that aren't its text."""
@@ -86,7 +88,6 @@ async def _messages(service: Service, request: Request) -> Response:
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
-        "usage": {"input_tokens": 0, "output_tokens": 0},
     }
     if wanted.stream:
         parts = _events(service, wanted, head)
@@ -281,7 +282,8 @@ def _blocks(events: list[Event]) -> list[dict[str, Any]]:
     for event in events:
         kind = _kind(event)
         if event.tool_call is not None:
-            found.append(_call_block(event.tool_call, event.tool_call.arguments))
+            call = event.tool_call
+            found.append(_call_block(call.id, call.name, call.arguments))
         if not event.text:
             continue
         if not found or found[-1]["type"] != kind:
@@ -298,8 +300,8 @@ def _new_block(kind: str) -> dict[str, Any]:
     return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
 
 
-def _call_block(call: ToolCall, arguments: Any) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+def _call_block(id: str, name: str, arguments: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": id, "name": name, "input": arguments}
 
 
 def _end(last: Event, stops: tuple[str, ...], calls: bool) -> dict[str, Any]:
@@ -311,22 +313,53 @@ def _end(last: Event, stops: tuple[str, ...], calls: bool) -> dict[str, Any]:
     return {
         "stop_reason": reason if stop is None else "stop_sequence",
         "stop_sequence": stop,
-        "usage": {"input_tokens": stats.prompt_tokens, "output_tokens": stats.generated_tokens},
+        "usage": _usage(PromptUse(stats.prompt_tokens, stats.reused_tokens), stats.generated_tokens),
     }
 
 
+def _usage(prompt: PromptUse, written: int) -> dict[str, int]:
+    """Tokens of a generation. A prompt's are counted apart: those that were computed, those that weren't."""
+    return {
+        "input_tokens": prompt.tokens - prompt.reused_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": prompt.reused_tokens,
+        "output_tokens": written,
+    }
+
+
+def _prompt(first: Event) -> PromptUse:
+    """What the prompt came to, of a generation's first event."""
+    if first.prompt is not None:
+        return first.prompt
+    assert first.stats is not None
+    return PromptUse(first.stats.prompt_tokens, first.stats.reused_tokens)
+
+
 async def _events(service: Service, wanted: _Request, head: dict[str, Any]) -> AsyncGenerator[bytes, None]:
-    """The stream. The number of the prompt's tokens stands at its end, when it is known."""
+    """The stream."""
 
     def named(kind: str, **more: Any) -> bytes:
         return sse({"type": kind} | more, kind)
 
-    index, open_kind, begun, calls = -1, "", False, False
+    index, open_kind, begun, calls, steps = -1, "", False, False, CallSteps()
     async with generation(service, wanted.asked) as running:
         async for event in running:
             if not begun:
                 begun = True
-                yield named("message_start", message=head)
+                yield named("message_start", message=head | {"usage": _usage(_prompt(event), 0)})
+            for step in steps.take(event):
+                if step.kind == "begins":
+                    if open_kind:
+                        yield named("content_block_stop", index=index)
+                    index, open_kind = index + 1, ""
+                    block = _call_block(step.id, step.name, {})
+                    yield named("content_block_start", index=index, content_block=block)
+                elif step.kind == "arguments":
+                    delta = {"type": "input_json_delta", "partial_json": step.text}
+                    yield named("content_block_delta", index=index, delta=delta)
+                else:
+                    calls = calls or step.kind == "ends"
+                    yield named("content_block_stop", index=index)
             kind = _kind(event)
             if event.text:
                 if kind != open_kind:
@@ -336,15 +369,6 @@ async def _events(service: Service, wanted: _Request, head: dict[str, Any]) -> A
                     yield named("content_block_start", index=index, content_block=_new_block(kind))
                 delta = {"type": f"{kind}_delta", kind: event.text}
                 yield named("content_block_delta", index=index, delta=delta)
-            if event.tool_call is not None:
-                if open_kind:
-                    yield named("content_block_stop", index=index)
-                index, open_kind, calls = index + 1, "", True
-                block = _call_block(event.tool_call, {})
-                yield named("content_block_start", index=index, content_block=block)
-                delta = {"type": "input_json_delta", "partial_json": event.tool_call.arguments_json}
-                yield named("content_block_delta", index=index, delta=delta)
-                yield named("content_block_stop", index=index)
             if event.finish_reason is not None:
                 if open_kind:
                     yield named("content_block_stop", index=index)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ondevice.chat_template import SWITCHES
-from ondevice.chat_template.tools import PromptOptions, ToolCall
+from ondevice.chat_template.tools import PromptOptions
 from ondevice.config import MOST_LOGPROBS
 from ondevice.generate import Event
 from ondevice.serve.asked import MAX_TOKENS, Asked
@@ -45,6 +45,8 @@ from ondevice.serve.openai_common import (
     usage,
 )
 from ondevice.serve.tools import (
+    CallStep,
+    CallSteps,
     chosen_tools,
     function_tool,
     nested_name,
@@ -78,7 +80,7 @@ async def _chat(service: Service, request: Request) -> Response:
             events = [event async for event in running]
             choices.append(_choice(index, events, running.tokenizer, wanted.asked))
         usages.append(_usage(events))
-    body = {"object": "chat.completion", "choices": choices, "usage": _total(usages)}
+    body = {"object": "chat.completion", "choices": choices, "usage": summed(usages, wanted.choices)}
     return json_answer(head | body)
 
 
@@ -178,14 +180,6 @@ def _usage(events: list[Event]) -> dict[str, Any]:
     return usage(stats, sum(event.thinking and event.token is not None for event in events))
 
 
-def _total(usages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The choices' usage. They have one prompt, which counts once."""
-    total = summed(usages)
-    total["prompt_tokens"] = usages[0]["prompt_tokens"]
-    total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
-    return total
-
-
 async def _chunks(service: Service, wanted: _Request, head: dict[str, Any]) -> AsyncGenerator[bytes, None]:
     head = head | {"object": "chat.completion.chunk"}
     if wanted.include_usage:
@@ -198,34 +192,35 @@ async def _chunks(service: Service, wanted: _Request, head: dict[str, Any]) -> A
 
     for index in range(wanted.choices):
         events: list[Event] = []
-        calls = 0
+        begun = calls = 0
+        steps = CallSteps()
         async with generation(service, wanted.asked.again(index)) as running:
             async for event in running:
                 if not events:
                     yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
                 events.append(event)
+                for step in steps.take(event):
+                    begun += step.kind == "begins"
+                    calls += step.kind == "ends"
+                    if step.kind in ("begins", "arguments"):
+                        yield chunk(index, _call_delta(step, begun - 1))
                 more = {}
                 if event.logprob is not None:
                     more["logprobs"] = _logprobs([event], running.tokenizer)
                 if event.text or more:
                     name = "reasoning_content" if event.thinking else "content"
                     yield chunk(index, {name: event.text}, **more)
-                if event.tool_call is not None:
-                    for delta in _call_deltas(event.tool_call, calls):
-                        yield chunk(index, delta)
-                    calls += 1
                 if event.finish_reason is not None:
                     yield chunk(index, {}, finish_reason=finish_reason(event, calls))
         usages.append(_usage(events))
     if wanted.include_usage:
-        yield sse(head | {"choices": [], "usage": _total(usages)})
+        yield sse(head | {"choices": [], "usage": summed(usages, wanted.choices)})
     yield b"data: [DONE]\n\n"
 
 
-def _call_deltas(call: ToolCall, index: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _call_delta(step: CallStep, index: int) -> dict[str, Any]:
     """What a stream says of a call: its name, then its arguments."""
-    entry = call_entry(call)
-    arguments = entry["function"]["arguments"]
-    begun = entry | {"index": index, "function": {"name": call.name, "arguments": ""}}
-    rest = {"index": index, "function": {"arguments": arguments}}
-    return {"tool_calls": [begun]}, {"tool_calls": [rest]}
+    if step.kind == "begins":
+        begun = {"id": step.id, "type": "function", "function": {"name": step.name, "arguments": ""}}
+        return {"tool_calls": [{"index": index} | begun]}
+    return {"tool_calls": [{"index": index, "function": {"arguments": step.text}}]}

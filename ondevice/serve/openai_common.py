@@ -125,16 +125,27 @@ def usage(stats: GenerationStats, thought_tokens: int = 0) -> dict[str, Any]:
         "prompt_tokens": stats.prompt_tokens,
         "completion_tokens": stats.generated_tokens,
         "total_tokens": stats.prompt_tokens + stats.generated_tokens,
+        "prompt_tokens_details": {"cached_tokens": stats.reused_tokens},
         "completion_tokens_details": {"reasoning_tokens": thought_tokens},
     }
 
 
-def summed(usages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Tokens of several generations: prompts count once for each prompt, as in `usages`."""
-    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+def summed(usages: list[dict[str, Any]], choices: int) -> dict[str, Any]:
+    """Tokens of several generations. Each `choices` of them have one prompt, which counts once."""
+    first = usages[::choices]
+    prompt, written = (
+        sum(each["prompt_tokens"] for each in first),
+        sum(each["completion_tokens"] for each in usages),
+    )
+    cached = sum(each["prompt_tokens_details"]["cached_tokens"] for each in first)
     thought = sum(each["completion_tokens_details"]["reasoning_tokens"] for each in usages)
-    total: dict[str, Any] = {name: sum(each[name] for each in usages) for name in names}
-    return total | {"completion_tokens_details": {"reasoning_tokens": thought}}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": thought},
+    }
 
 
 def finish_reason(event: Event, calls: int = 0) -> str:

@@ -80,7 +80,7 @@ async def _complete(service: Service, request: Request) -> Response:
                 }
             )
         usages.append(_usage(events[-1]))
-    return json_answer(head | {"choices": choices, "usage": _total(usages, wanted.choices)})
+    return json_answer(head | {"choices": choices, "usage": summed(usages, wanted.choices)})
 
 
 def _read(service: Service, fields: Fields) -> _Request:
@@ -157,14 +157,6 @@ def _usage(last: Event) -> dict[str, Any]:
     return usage(last.stats)
 
 
-def _total(usages: list[dict[str, Any]], choices: int) -> dict[str, Any]:
-    """The usage of all prompts, each of which counts once for its choices."""
-    total = summed(usages)
-    total["prompt_tokens"] = sum(each["prompt_tokens"] for each in usages[::choices])
-    total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
-    return total
-
-
 async def _chunks(service: Service, wanted: _Request, head: dict[str, Any]) -> AsyncGenerator[bytes, None]:
     if wanted.include_usage:
         head = head | {"usage": None}
@@ -188,5 +180,5 @@ async def _chunks(service: Service, wanted: _Request, head: dict[str, Any]) -> A
                 if last:
                     usages.append(_usage(event))
     if wanted.include_usage:
-        yield sse(head | {"choices": [], "usage": _total(usages, wanted.choices)})
+        yield sse(head | {"choices": [], "usage": summed(usages, wanted.choices)})
     yield b"data: [DONE]\n\n"

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ondevice.chat_template.messages import Message
-from ondevice.chat_template.tools import PromptOptions, ToolCall
+from ondevice.chat_template.tools import PromptOptions
 from ondevice.generate import Event
 from ondevice.serve.asked import (
     MAX_TOKENS,
@@ -38,6 +38,8 @@ from ondevice.serve.openai_common import IGNORED, take_content
 from ondevice.serve.tools import (
     AUTO,
     NONE,
+    CallStep,
+    CallSteps,
     call_message,
     checked_messages,
     chosen_tools,
@@ -72,7 +74,8 @@ async def _respond(service: Service, request: Request) -> Response:
         return await streamed(_stream(service, wanted, writer))
     async with generation(service, wanted.asked) as running:
         async for event in running:
-            writer.take(event)
+            # A call that breaks off would stay behind in the answer, and is text.
+            writer.take(replace(event, call_part=None))
     return json_answer(writer.response)
 
 
@@ -276,6 +279,7 @@ class _Writer:
     _part: dict[str, Any] | None = None
     """The part of the last item that is being written; None if no item is."""
     _thought_tokens: int = 0
+    _calls: CallSteps = field(default_factory=CallSteps)
     _parts: list[bytes] = field(default_factory=list)
 
     def begin(self) -> bytes:
@@ -288,6 +292,8 @@ class _Writer:
         """Take the next event; what the stream says of it."""
         if event.thinking and event.token is not None:
             self._thought_tokens += 1
+        for step in self._calls.take(event):
+            self._add_step(step)
         if event.text:
             kind = "reasoning_text" if event.thinking else "output_text"
             if self._part is None or self._part["type"] != kind:
@@ -296,9 +302,6 @@ class _Writer:
             assert self._part is not None
             self._part["text"] += event.text
             self._tell(f"response.{kind}.delta", **self._where(), delta=event.text, **_no_logprobs(kind))
-        if event.tool_call is not None:
-            self._end_item("completed")
-            self._add_call(event.tool_call)
         if event.finish_reason is not None:
             self._end(event)
         return self._told()
@@ -322,7 +325,7 @@ class _Writer:
             "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
             "usage": {
                 "input_tokens": stats.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens_details": {"cached_tokens": stats.reused_tokens},
                 "output_tokens": stats.generated_tokens,
                 "output_tokens_details": {"reasoning_tokens": self._thought_tokens},
                 "total_tokens": stats.prompt_tokens + stats.generated_tokens,
@@ -330,23 +333,25 @@ class _Writer:
         }
         self._tell(f"response.{status}", response=self.response)
 
-    def _add_call(self, call: ToolCall) -> None:
-        """A call, which comes whole."""
-        item = {
-            "id": new_id("fc_"),
-            "type": "function_call",
-            "status": "in_progress",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": "",
-        }
-        self.response["output"].append(item)
-        self._tell("response.output_item.added", output_index=self._index, item=item)
+    def _add_step(self, step: CallStep) -> None:
+        """A step of a call."""
+        if step.kind == "begins":
+            self._end_item("completed")
+            item = {"id": new_id("fc_"), "type": "function_call", "status": "in_progress"}
+            item |= {"call_id": step.id, "name": step.name, "arguments": ""}
+            self.response["output"].append(item)
+            self._tell("response.output_item.added", output_index=self._index, item=item)
+            return
+        item = self.response["output"][-1]
         where = {"item_id": item["id"], "output_index": self._index}
-        text = call.arguments_json
-        self._tell("response.function_call_arguments.delta", **where, delta=text)
-        self._tell("response.function_call_arguments.done", **where, name=call.name, arguments=text)
-        item |= {"status": "completed", "arguments": text}
+        if step.kind == "arguments":
+            item["arguments"] += step.text
+            self._tell("response.function_call_arguments.delta", **where, delta=step.text)
+            return
+        if step.kind == "ends":
+            done = {"name": step.name, "arguments": item["arguments"]}
+            self._tell("response.function_call_arguments.done", **where, **done)
+        item["status"] = "completed" if step.kind == "ends" else "incomplete"
         self._tell("response.output_item.done", output_index=self._index, item=item)
 
     def _begin_item(self, kind: str) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from ondevice.chat_template.messages import Message, all_checked
 from ondevice.chat_template.tools import EFFORTS, PLAIN, PromptOptions, Think
 from ondevice.errors import UsageError
+from ondevice.generate import Event
 from ondevice.serve.fields import Fields
 
 
@@ -144,6 +145,53 @@ def chosen_tools(fields: Fields, given: PromptOptions, choice: Choice, parallel:
         parallel_calls=parallel,
         must_call=names if choice.must else (),
     )
+
+
+@dataclass(frozen=True)
+class CallStep:
+    """A step of a call in a stream: it begins, has arguments, ends or, where its text follows, breaks off.
+
+    text: the next part of the arguments' JSON, or all of it where the call ends.
+    """
+
+    kind: Literal["begins", "arguments", "ends", "breaks"]
+    id: str
+    name: str
+    text: str = ""
+
+
+class CallSteps:
+    """The steps of calls in a reply's events, one call behind the other."""
+
+    def __init__(self) -> None:
+        self._open: tuple[str, str] | None = None
+        """The id and the name of the call that has begun."""
+
+    def take(self, event: Event) -> list[CallStep]:
+        """The steps that an event makes. One that breaks off does so before the event's text."""
+        found: list[CallStep] = []
+        part, call = event.call_part, event.tool_call
+        begins = part is not None and not part.arguments
+        if self._open is not None and (event.text or event.finish_reason is not None or begins):
+            found.append(CallStep("breaks", *self._open))
+            self._open = None
+        if part is not None:
+            found += self._begun(part.id, part.name)
+            found += [CallStep("arguments", part.id, part.name, part.arguments)] if part.arguments else []
+        if call is not None:
+            if self._open is None:
+                # Its arguments weren't JSON, and come at once.
+                found += self._begun(call.id, call.name)
+                found.append(CallStep("arguments", call.id, call.name, call.arguments_json))
+            found.append(CallStep("ends", call.id, call.name, call.arguments_json))
+            self._open = None
+        return found
+
+    def _begun(self, id: str, name: str) -> list[CallStep]:
+        if self._open is not None:
+            return []
+        self._open = (id, name)
+        return [CallStep("begins", id, name)]
 
 
 def take_calls(fields: Fields) -> list[dict[str, Any]]:

@@ -123,8 +123,8 @@ class ExpertFetcher(CachedSource):
 
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Make room for the gates of draft tokens."""
-        if batch.draft_rows > self._draft_gates.shape[1]:
-            shape = len(self._turns), batch.draft_rows, self._experts.count
+        if len(batch.drafted) > self._draft_gates.shape[1]:
+            shape = len(self._turns), len(batch.drafted), self._experts.count
             self._draft_gates = np.zeros(shape, dtype=np.float16)
         self._since = time.perf_counter()
         self._substitutes = self._within > 0.0 and len(batch.tokens) == 1
@@ -141,7 +141,7 @@ class ExpertFetcher(CachedSource):
 
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
         """Tell the cache about the accepted draft tokens."""
-        accepted = [row - batch.text_rows for row in rows if row >= batch.text_rows]
+        accepted = batch.accepted(rows)
         if accepted and not self._cache.holds_all:
             for turn, gates in enumerate(self._draft_gates[:, accepted]):
                 self._cache.observe(turn, gates.astype(np.float32))
@@ -253,12 +253,11 @@ class ExpertFetcher(CachedSource):
             self._cache.evict(self._turns[layer], np.array(list(under_way), dtype=np.int32))
 
     def _observe(self, turn: int, routing: Routing, batch: ForwardBatch) -> None:
-        """Tell the cache the gates of the text's tokens now; keep those of draft tokens until `accept`."""
-        gates, text_rows = routing.gates, batch.text_rows
-        self._cache.observe(turn, gates[:text_rows])
-        if batch.draft_rows:
-            rows = range(len(gates)) if batch.unpruned_rows is None else batch.unpruned_rows
-            self._draft_gates[turn, [row - text_rows for row in rows[text_rows:]]] = gates[text_rows:]
+        """Tell the cache the gates of the texts' tokens now; keep those of draft tokens until `accept`."""
+        gates = routing.gates
+        self._cache.observe(turn, gates[batch.text_rows] if batch.drafted else gates)
+        if batch.drafted:
+            self._draft_gates[turn, batch.draft_places] = gates[batch.drafted]
 
     def _records(self, layer: int) -> ExpertRecords:
         found = self._layers[layer].source.experts

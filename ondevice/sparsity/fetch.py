@@ -136,7 +136,7 @@ class NeuronFetcher(CachedSource):
 
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
         """Tell the cache about the accepted draft tokens."""
-        accepted = [row - batch.text_rows for row in rows if row >= batch.text_rows]
+        accepted = batch.accepted(rows)
         if accepted and not self._cache.holds_all:
             for layer in range(len(self._layers)):
                 self._cache.observe(layer, self._draft_scores[layer][accepted].astype(np.float32))
@@ -156,9 +156,9 @@ class NeuronFetcher(CachedSource):
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Prefetch the first layer's neurons that drafting selected and lacked, and manage the cache."""
         self._prefetcher.begin_expected()
-        if batch.draft_rows > (len(self._draft_scores[0]) if self._draft_scores else 0):
+        if len(batch.drafted) > (len(self._draft_scores[0]) if self._draft_scores else 0):
             self._draft_scores = [
-                np.zeros((batch.draft_rows, layer.source.num_neurons), dtype=np.float16)
+                np.zeros((len(batch.drafted), layer.source.num_neurons), dtype=np.float16)
                 for layer in self._layers
             ]
         if not (self._cache.holds_all and self._cache.is_full):
@@ -252,13 +252,11 @@ class NeuronFetcher(CachedSource):
             self._warm_up.begin()
 
     def _observe(self, layer: int, scores: Float32, batch: ForwardBatch) -> None:
-        """Tell the cache the scores of the text's tokens now; keep those of draft tokens until `accept`."""
-        text_rows = batch.text_rows
-        self._cache.observe(layer, scores[:text_rows])
-        if batch.draft_rows:
-            rows = range(len(scores)) if batch.unpruned_rows is None else batch.unpruned_rows
+        """Tell the cache the scores of the texts' tokens now; keep those of draft tokens until `accept`."""
+        self._cache.observe(layer, scores[batch.text_rows] if batch.drafted else scores)
+        if batch.drafted:
             with np.errstate(over="ignore"):
-                self._draft_scores[layer][[row - text_rows for row in rows[text_rows:]]] = scores[text_rows:]
+                self._draft_scores[layer][batch.draft_places] = scores[batch.drafted]
 
     def _wait(self, reads: RecordReads, missing: int) -> None:
         self._managed += self._lap()

@@ -93,7 +93,7 @@ class BackOff:
         return not self.is_active and self._in_a_row < self._plain_every
 
     def record_plain(self, seconds: float) -> None:
-        """Record a pass without a draft, which gave one token in `seconds`."""
+        """Record a pass without a draft, which gave a text one token in `seconds`."""
         if not self.allows_draft and not self.is_active:
             self._plain_every = min(2 * self._plain_every, PLAIN_EVERY)
         self._plain.record(1, seconds)
@@ -109,8 +109,8 @@ class BackOff:
         for rate in (self._plain, self._slow, self._fast):
             rate.rescale(factor)
 
-    def record_draft(self, tokens: int, seconds: float) -> None:
-        """Record a pass with a draft, which gave `tokens` tokens in `seconds`, drafting included."""
+    def record_draft(self, tokens: float, seconds: float) -> None:
+        """Record a pass with a draft, which gave a text `tokens` in `seconds`, drafting included."""
         self._in_a_row += 1
         self._drafts += 1
         self._slow.record(tokens, seconds)

@@ -55,6 +55,13 @@ class Drafter(ABC):
             Cancelled if it returns True.
         """
 
+    def beside(self) -> Drafter | None:
+        """Another drafter of this kind, for a text beside this one's, which shares what isn't the text's.
+
+        It has nothing to close. None: drafters of this kind draft for one text at a time.
+        """
+        return None
+
     @abstractmethod
     def propose(self, path: Sequence[int]) -> Proposals:
         """Tokens that may follow the text and the draft tokens `path`, likeliest first.

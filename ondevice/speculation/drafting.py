@@ -1,4 +1,4 @@
-"""Runs a drafter under a policy, for one text after another."""
+"""Runs drafters under policies, for the texts of one model."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from ondevice.backends.base import Float32
 from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import SamplingConfig
 from ondevice.constraints.constrained import Constrained
-from ondevice.errors import OndeviceError
+from ondevice.errors import OndeviceError, system_refusals
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import ForwardOutput, Prune
+from ondevice.model.transformer import Cancelled
+from ondevice.speculation.drafted_text import DraftedText, PassOutcome, Round, State
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.policy import TreePolicy
-from ondevice.speculation.tree import Draft, Proposals, grow, plain
+from ondevice.speculation.tree import Draft, Proposals, Root, grow, plain
 from ondevice.stats import DraftStats
 
 log = logging.getLogger(__name__)
@@ -25,28 +25,32 @@ log = logging.getLogger(__name__)
 TIMED_EVERY = 8
 """Interval between timed passes while drafting is disabled, in passes."""
 
-State = Literal["listening", "throttled", "disabled"]
 
+class DraftRequest(NamedTuple):
+    """A text that asks for a draft for the next pass.
 
-class PassOutcome(NamedTuple):
-    """A forward pass whose tokens have been drawn."""
+    text: as `begin` returned it; None: it gets none.
+    root: the text's last token, which hasn't been through the model.
+    kv: the target's keys and values. They hold the text except `root`.
+    max_nodes: number of nodes for which the context has room.
+    max_tokens: number of tokens that may still be drawn.
+    """
 
-    draft: Draft
-    """The pruned draft, which was verified: the proposed one without the nodes that were pruned."""
-    path: Sequence[int]
-    """The nodes of `draft` that the text takes, root first. A token was drawn after each."""
-    output: ForwardOutput
-    seconds: float | None
-    """Time from the proposal to the last draw. None for a prompt's pass, which isn't decoding."""
-    ended: bool
-    """Whether the text is over. The draft tokens after the path were then never judged."""
+    text: DraftedText | None
+    root: int
+    kv: KVCache
+    max_nodes: int
+    max_tokens: int
+    cancelled: IsCancelled | None = None
 
 
 class Drafting:
-    """Drafts for one model's texts, one at a time. What it learns from one text helps the next.
+    """Drafts for one model's texts, of which several may share a pass. What it learns from one helps others.
 
-    The decode loop calls `begin` for each text. For each pass it calls `propose`, then `drew` for each token
-    drawn, then `observe`; the prompt's pass has no `propose`. The loop doesn't depend on these states:
+    The decode loop calls `begin` for each text, and `end`. For each pass `propose` is called with all texts
+    that decode in it; then for each text its `drew` for each token drawn, and `observe`. A prompt's pass has
+    no `propose`. Passes of each number of texts have a policy and these states of their own, as their times
+    differ. The loop doesn't depend on the states:
 
         +------------------- listening -------------------+
         |           drafts lose to plain passes           |  looking hasn't paid
@@ -56,285 +60,211 @@ class Drafting:
         +-------------------------------------------------+
              |                              ^
              | a plain pass takes less than | it takes more
-             | min_pass_seconds, or the     |
-             v drafter fails (for good)     |
+             | min_pass_seconds for a text, |
+             v or a drafter fails for good  |
         +-------------------------------------------------+
         |                    disabled                     |
         +-------------------------------------------------+
 
-    drafting: `TreePolicy` sizes the drafts. backing off: passes are plain (`BackOff`). In both, the drafter
-    is told of every token, and every pass is timed.
-    throttled: the pass is plain and untimed. The drafter is told of the missed tokens before it is next
+    drafting: `TreePolicy` sizes the drafts. backing off: passes are plain (`BackOff`). In both, drafters
+    are told of every token, and every pass is timed.
+    throttled: the pass is plain and untimed. Drafters are told of the missed tokens before they are next
     asked. All at once, that takes far less time than between passes.
-    disabled: passes are plain, and one in TIMED_EVERY is timed. Afterwards the drafter begins anew with the
+    disabled: passes are plain, and one in TIMED_EVERY is timed. Afterwards drafters begin anew with the
     whole text.
     """
 
     def __init__(
-        self, drafter: Drafter, max_nodes: int, min_pass_seconds: float = 0.0, branches: bool = True
+        self,
+        drafter: Drafter,
+        max_nodes: int,
+        min_pass_seconds: float = 0.0,
+        branches: bool = True,
+        texts: int = 1,
     ) -> None:
         """drafter: owned by this object from now on, which closes it.
 
-        max_nodes: most nodes of a draft, its root included. min_pass_seconds: time of a plain pass below
-        which drafting is disabled. branches: whether drafts may branch.
+        max_nodes: most nodes of a pass, roots included. min_pass_seconds: time of a plain pass for each of
+        its texts below which drafting is disabled. branches: whether drafts may branch. texts: most texts
+        that are drafted for at once; fewer where drafters of this kind can't.
         """
         self._drafter = drafter
-        self._policy = TreePolicy(max_nodes)
+        self._texts = [DraftedText(drafter)]
+        while len(self._texts) < texts and (beside := drafter.beside()) is not None:
+            self._texts.append(DraftedText(beside))
+        self._max_nodes = max_nodes
         self._min_pass_seconds = min_pass_seconds
         self._branches = branches
-        self._state: State = "disabled" if min_pass_seconds > 0 else "listening"
         self._failure = ""
         """Why drafting is disabled for good; empty if it isn't."""
-        self._text: list[int] = []
-        self._sampling = SamplingConfig()
-        self._constrained: Constrained | None = None
-        self._told = 0
-        """Number of the text's tokens that the drafter knows; 0: it has yet to begin."""
-        self._missed_output: tuple[ForwardOutput, int] | None = None
-        """The newest output that the drafter hasn't been given, and its last accepted node."""
-        self._untimed = 0
-        """Passes until the next timed one while disabled."""
-        self._preparing_seconds = self._growing_seconds = self._learning_seconds = 0.0
-        """The drafter's time in this pass: before, while and after its draft grows."""
-        self._nodes = 1
-        """Number of nodes of the newest draft, pruned ones included."""
-        self._count = _DraftCount()
-        self.prune: Prune | None = None
-        """Called between the lower layers and the stream layers of the proposed pass. None: no pruning."""
-
-    @property
-    def text(self) -> list[int]:
-        """The list that `begin` was called with last, or an empty one after `leave`."""
-        return self._text
-
-    def leave(self) -> None:
-        """Forget the text, which goes on without drafts. It takes `begin` to draft for it again."""
-        self._text = []
-        self._told = 0
-        self._missed_output = None
-        self.prune = None
+        self._paces: dict[int, Pace] = {}
+        """By number of texts."""
+        self._pace = self._pace_of(1)
+        """Of the newest pass."""
 
     def begin(
         self, text: list[int], sampling: SamplingConfig, constrained: Constrained | None = None
-    ) -> None:
-        """Begin to continue a text.
+    ) -> DraftedText | None:
+        """Begin to continue a text, until `end`. None if every drafter is at work on another text.
 
         text: at least one token id; the caller's list grows with the text. constrained: follows the text
         where it has to obey a constraint. Tokens that are then forced are drafted, and others aren't.
         """
-        self._text = text
-        self._sampling = sampling
-        self._constrained = constrained
-        self._told = 0
-        self._missed_output = None
-        self._count = _DraftCount()
-        if self._state != "disabled":
-            self._state = "listening"
-            self._begin_drafter()
+        free = next((it for it in self._texts if not it.is_used), None)
+        if free is not None:
+            free.begin(text, sampling, constrained, "disabled" if self._pace.disabled else "listening")
+        return free
 
-    def propose(
-        self,
-        root: int,
-        kv: KVCache,
-        max_nodes: int,
-        max_tokens: int,
-        cancelled: IsCancelled | None = None,
-    ) -> Draft:
-        """The next pass's draft. A drafter that fails disables drafting, and the text goes on.
+    def end(self, text: DraftedText) -> None:
+        """Let go of a text; its drafter is free for another one."""
+        text.end()
 
-        Args:
-            root: the text's last token, which hasn't been through the model.
-            kv: the target's keys and values. They hold the text except `root`.
-            max_nodes: number of nodes for which the context has room.
-            max_tokens: number of tokens that may still be drawn.
-            cancelled: if it returns True, `propose` raises Cancelled.
+    def propose(self, asked: Sequence[DraftRequest], max_nodes: int) -> list[Draft | Cancelled]:
+        """The drafts of a pass of these texts, of at most `max_nodes` nodes together, or one for each.
+
+        They are each text's `draft` too. A drafter that fails disables drafting, and texts go on without.
+        Where a text's `cancelled()` turned True while its draft was made, it gets Cancelled instead.
         """
-        if self._state == "disabled":
-            return plain(root)
-        self._preparing_seconds = self._growing_seconds = self._learning_seconds = 0.0
-        self._nodes = 1
-        self.prune = None
-        if self._policy.throttle():
-            self._state = "throttled"
-            return self._prunable(plain(root))
-        self._state = "listening"
-        if not self._told:
-            self._begin_drafter()
-        started = time.perf_counter()
-        self._catch_up()
-        # A draft takes no more blocks of keys and values than the root alone.
-        nodes = min(self._policy.begin(), max_nodes, max(1, kv.room - kv.length))
-        draft = plain(root)
-        if nodes > 1 and max_tokens > 1:
-            try:
-                self._drafter.prepare(kv, nodes, cancelled or never_cancelled)
-                draft = self._grown(root, nodes, max_tokens - 1, started)
-            except OndeviceError as error:
-                self._fail(error)
-                return plain(root)
-        self._nodes = len(draft)
-        return self._prunable(draft)
+        own = [it.text for it in asked if it.text is not None]
+        pace = self._pace = self._pace_of(len(asked))
+        its, policy = Round(len(asked), own), pace.policy
+        if pace.disabled:
+            return self._plain(asked, its, "disabled")
+        if policy.throttle():
+            its.timed = False
+            return self._prunable(self._plain(asked, its, "throttled"), asked)
+        found = self._plain(asked, its, "listening")
+        try:
+            with system_refusals():
+                for text in own:
+                    text.catch_up()
+                limit = min(policy.begin(), self._max_nodes, max_nodes)
+                if limit > len(asked):
+                    found = self._grown(asked, its, limit)
+        except OndeviceError as error:
+            self._fail(error)
+            return self._plain(asked, its, "disabled")
+        return self._prunable(found, asked)
 
-    def drew(self, token: int, logits: Float32) -> None:
-        """Tell the drafter that `token` was drawn from logits (V,) and is about to join the text.
+    def observe(self, text: DraftedText, outcome: PassOutcome) -> None:
+        """Learn from a text's part of the finished pass. Passes of prompts count as well."""
+        its = text.round
+        if text.drawn(outcome) and its is not None and its.timed:
+            self._pace_of(its.texts).record(its)
 
-        Logits aren't part of `PassOutcome`, as a pass may have a row of them for each node, and each row is
-        as large as the vocabulary.
-        """
-        if self._state == "listening":
-            started = time.perf_counter()
-            self._drafter.observe(token, logits)
-            self._told += 1
-            self._learning_seconds += time.perf_counter() - started
-
-    def observe(self, outcome: PassOutcome) -> None:
-        """Learn from the outcome of the finished pass."""
-        if self._state == "disabled":
-            if outcome.seconds is not None:
-                self._time_plain(outcome.seconds)
-            return
-        if self._state == "throttled":
-            self._missed_output = outcome.output, outcome.path[-1]
-            return
-        self._drafter.end_pass(outcome.output, outcome.path[-1])
-        if outcome.seconds is None:
-            return
-        drafting_seconds = self._preparing_seconds + self._growing_seconds
-        if drafting_seconds:
-            self._count.add(outcome, self._nodes, self._preparing_seconds, self._growing_seconds)
-        drafting_seconds += self._learning_seconds
-        self._policy.record(self._nodes, len(outcome.path), outcome.seconds, drafting_seconds)
-        self._enable_or_disable()
-
-    @property
-    def stats(self) -> DraftStats:
+    def stats(self, text: DraftedText) -> DraftStats:
         """Stats of the text so far, with a sentence on whether drafts are made, and why."""
-        return self._count.stats(self._decision)
+        return text.stats(self._decision)
 
     def close(self) -> None:
-        """Close the drafter. Idempotent."""
+        """Close the drafters. Idempotent."""
         self._drafter.close()
 
-    def _begin_drafter(self) -> None:
-        self._drafter.begin(list(self._text), self._sampling)
-        self._told = len(self._text)
-        self._missed_output = None
+    def _pace_of(self, texts: int) -> Pace:
+        if texts not in self._paces:
+            policy = TreePolicy(self._max_nodes, texts)
+            self._paces[texts] = Pace(policy, texts * self._min_pass_seconds)
+        return self._paces[texts]
 
-    def _catch_up(self) -> None:
-        """Tell the drafter of the tokens and the output that it missed while throttled."""
-        for token in self._text[self._told :]:
-            self._drafter.observe(token, None)
-        self._told = len(self._text)
-        if self._missed_output is not None:
-            self._drafter.end_pass(*self._missed_output)
-            self._missed_output = None
+    def _plain(self, asked: Sequence[DraftRequest], its: Round, state: State) -> list[Draft | Cancelled]:
+        """No drafts."""
+        for one in asked:
+            if one.text is not None:
+                one.text.plain(one.root, state, its)
+        return [plain(one.root) for one in asked]
 
-    def _grown(self, root: int, nodes: int, depth: int, started: float) -> Draft:
-        """Grow a draft with the prepared drafter. started: time at which its preparation began."""
-        asked = 0
+    def _grown(self, asked: Sequence[DraftRequest], its: Round, limit: int) -> list[Draft | Cancelled]:
+        """Drafts of at most `limit` nodes together. Raises what a drafter raises, but Cancelled."""
+        policy, gone = self._pace.policy, dict[int, Cancelled]()
+        roots = [self._root(at, one, limit - len(asked) + 1, gone) for at, one in enumerate(asked)]
+        own = [one.text for one in asked if one.text is not None]
+        its.drafted(sum(text.preparing_seconds for text in own))
+        policy.prepared(its.drafting_seconds)
+        started = time.perf_counter()
+        drafts = grow(roots, policy.is_worth_adding, limit, policy.is_worth_asking, self._branches)
+        growing_seconds = time.perf_counter() - started
+        policy.grown(growing_seconds, sum(text.asked for text in own))
+        its.drafted(growing_seconds)
+        its.nodes = sum(map(len, drafts))
+        its.timed = not gone
+        for one, draft in zip(asked, drafts, strict=True):
+            if one.text is not None:
+                one.text.draft = draft
+        return [gone.get(at, draft) for at, draft in enumerate(drafts)]
 
-        def ask(path: Sequence[int]) -> Proposals:
-            nonlocal asked
-            asked += 1
-            return self._drafter.propose(path)
+    def _root(self, at: int, asked: DraftRequest, most: int, gone: dict[int, Cancelled]) -> Root:
+        """Where a text's draft begins. gone: gets its Cancelled, if it is cancelled."""
+        # A draft takes no more blocks of keys and values than the root alone.
+        nodes = min(most, asked.max_nodes, max(1, asked.kv.room - asked.kv.length))
+        text, cancelled = asked.text, asked.cancelled or never_cancelled
+        if text is None or nodes < 2 or asked.max_tokens < 2:
+            return Root(asked.root, lambda path: (), 1, 0)
 
         def propose(path: Sequence[int]) -> Proposals:
-            return ask(path) if self._constrained is None else self._constrained.proposals(path, ask)
+            assert text is not None
+            try:
+                return () if at in gone else text.propose(path)
+            except Cancelled as error:
+                gone[at] = error
+                return ()
 
-        prepared = time.perf_counter()
-        self._preparing_seconds = prepared - started
-        self._policy.prepared(self._preparing_seconds)
-        draft = grow(
-            root,
-            propose,
-            self._policy.is_worth_adding,
-            nodes,
-            depth,
-            self._policy.is_worth_asking,
-            self._branches,
-        )
-        self._growing_seconds = time.perf_counter() - prepared
-        self._policy.grown(self._growing_seconds, asked)
-        return draft
+        try:
+            text.prepare(asked.kv, nodes, cancelled)
+        except Cancelled as error:
+            gone[at] = error
+        return Root(asked.root, propose, nodes, asked.max_tokens - 1)
 
-    def _prunable(self, draft: Draft) -> Draft:
-        """The next pass's draft, with its pruner. The next streams begin with that pass."""
-        if not self._policy.is_backing_off:
-            self.prune = self._drafter.pruner(draft, self._policy.row_share)
-        return draft
-
-    def _time_plain(self, seconds: float) -> None:
-        """Record the time of a pass while disabled: of the first, and then of one in TIMED_EVERY."""
-        if self._untimed:
-            self._untimed -= 1
-            return
-        self._untimed = TIMED_EVERY - 1
-        self._policy.record(1, 1, seconds)
-        self._enable_or_disable()
-
-    def _enable_or_disable(self) -> None:
-        if self._policy.plain_seconds >= self._min_pass_seconds:
-            self._state = "listening"
-        else:
-            self._disable()
-
-    def _disable(self) -> None:
-        self._state = "disabled"
-        self._told = 0
-        self.prune = None
+    def _prunable(
+        self, drafts: list[Draft | Cancelled], asked: Sequence[DraftRequest]
+    ) -> list[Draft | Cancelled]:
+        """The drafts. One that has a pass of its own gets its pruner; the next streams begin there."""
+        policy, text, (draft, *beside) = self._pace.policy, asked[0].text, drafts
+        if text is not None and isinstance(draft, Draft) and not beside and not policy.is_backing_off:
+            text.prune = text.drafter.pruner(draft, policy.row_share)
+        return drafts
 
     def _fail(self, error: OndeviceError) -> None:
         log.warning("no more drafts: %s", error)
         self._failure = str(error)
         self._min_pass_seconds = math.inf
-        self._disable()
+        for pace in self._paces.values():
+            pace.disable()
 
     @property
     def _decision(self) -> str:
         """The `decision` of `DraftStats`."""
-        if self._failure:
-            return f"no drafts: {self._failure}"
-        if self._state == "disabled":
-            return (
-                f"no drafts: a plain pass takes {1e3 * self._policy.plain_seconds:.2f} ms, and drafting pays "
-                f"from {1e3 * self._min_pass_seconds:.2f} ms on"
-            )
-        return self._policy.decision
+        return f"no drafts: {self._failure}" if self._failure else self._pace.decision
 
 
-class _DraftCount:
-    """Sums over a text's passes, as described in `DraftStats`."""
+class Pace:
+    """What is known of passes of one number of texts."""
 
-    def __init__(self) -> None:
-        self._drafts = self._draft_tokens = 0
-        self._preparing_seconds = self._growing_seconds = 0.0
-        self._drafted: list[int] = []
-        self._accepted: list[int] = []
-        """Draft tokens judged and accepted, by depth from 1 on; both lists are equally long."""
+    def __init__(self, policy: TreePolicy, min_pass_seconds: float) -> None:
+        self.policy = policy
+        self.disabled = min_pass_seconds > 0
+        self._min_pass_seconds = min_pass_seconds
+        self._untimed = 0
+        """Passes until the next timed one while disabled."""
 
-    def add(self, outcome: PassOutcome, nodes: int, preparing_seconds: float, growing_seconds: float) -> None:
-        """Count a pass. nodes: number of nodes in the draft before it was pruned."""
-        self._drafts += nodes > 1
-        self._draft_tokens += nodes - 1
-        self._preparing_seconds += preparing_seconds
-        self._growing_seconds += growing_seconds
-        accepted = len(outcome.path) - 1
-        # A draft token after the path was judged wrong, if there was one and the text didn't end there.
-        judged = accepted + (not outcome.ended and outcome.path[-1] in outcome.draft.parents[1:])
-        more = [0] * (judged - len(self._drafted))
-        self._drafted += more
-        self._accepted += more
-        for depth in range(judged):
-            self._drafted[depth] += 1
-            self._accepted[depth] += depth < accepted
+    def record(self, its: Round) -> None:
+        """Record the time of a pass; while disabled of the first, and then of one in TIMED_EVERY."""
+        if self.disabled:
+            if self._untimed:
+                self._untimed -= 1
+                return
+            self._untimed = TIMED_EVERY - 1
+        self.policy.record(its.nodes, its.tokens, its.seconds, its.drafting_seconds)
+        self.disabled = self.policy.plain_seconds < self._min_pass_seconds
 
-    def stats(self, decision: str) -> DraftStats:
-        return DraftStats(
-            drafts=self._drafts,
-            draft_tokens=self._draft_tokens,
-            drafted_by_depth=tuple(self._drafted),
-            accepted_by_depth=tuple(self._accepted),
-            preparing_seconds=self._preparing_seconds,
-            growing_seconds=self._growing_seconds,
-            decision=decision,
+    def disable(self) -> None:
+        """Disable drafting for good."""
+        self.disabled, self._min_pass_seconds = True, math.inf
+
+    @property
+    def decision(self) -> str:
+        if not self.disabled:
+            return self.policy.decision
+        return (
+            f"no drafts: a plain pass takes {1e3 * self.policy.plain_seconds:.2f} ms, and drafting pays "
+            f"from {1e3 * self._min_pass_seconds:.2f} ms on"
         )

@@ -1,4 +1,4 @@
-"""The time of a forward pass as a linear function of its draft's nodes, fitted to recent passes."""
+"""The time of a forward pass as a linear function of its draft tokens, fitted to recent passes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ Without such changes, text is up to 13 % slower after a change; with 2, up to 25
 
 
 class PassTime:
-    """Decayed least squares of seconds on draft tokens: `plain_seconds + node_seconds * (nodes - 1)`.
+    """Decayed least squares of seconds on draft tokens: `plain_seconds + node_seconds * (nodes - texts)`.
 
     While all passes have the same size, the slope can't be measured and stays as it is. It begins at 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, texts: int = 1) -> None:
+        """texts: that share the passes. Each has a node that is no draft token."""
+        self._texts = texts
         self.plain_seconds = 0.0
         self.node_seconds = 0.0
         self.scale = 1.0
@@ -35,15 +37,15 @@ class PassTime:
 
     def seconds(self, nodes: int) -> float:
         """Expected seconds of a pass over `nodes`; 0 before any was recorded."""
-        return self.plain_seconds + self.node_seconds * (nodes - 1)
+        return self.plain_seconds + self.node_seconds * (nodes - self._texts)
 
     def record(self, nodes: int, seconds: float) -> float:
-        """Record a pass over `nodes` nodes, root included, in `seconds`. Returns the seconds that count."""
+        """Record a pass over `nodes` nodes, roots included, in `seconds`. Returns the seconds that count."""
         self._rescale(nodes, seconds)
         expected = self.seconds(nodes)
         if expected > 0:
             seconds = min(seconds, OUTLIER * expected)
-        x = float(nodes - 1)
+        x = float(nodes - self._texts)
         self._weight = DECAY * self._weight + 1
         self._x = DECAY * self._x + x
         self._y = DECAY * self._y + seconds

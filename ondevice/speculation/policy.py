@@ -1,4 +1,4 @@
-"""Sizes drafts for the most expected tokens per second, by the time of recent passes.
+"""Sizes drafts for the most expected tokens per second of all texts, by the time of recent passes.
 
 A node is added while its expected tokens outweigh the time that it takes. The drafter is asked while they
 would outweigh the time of asking, too. `BackOff` decides whether to draft at all.
@@ -45,12 +45,20 @@ CALIBRATION_PRIOR = 8.0
 
 
 class TreePolicy:
-    """Decides the drafts of one model. It serves all texts, as the time of a pass is the same for all."""
+    """Decides the drafts of one model's passes with one number of texts, whichever texts they are.
 
-    def __init__(self, max_nodes: int) -> None:
-        """max_nodes: most nodes of a draft for which there is scratch memory, its root included."""
+    The drafts of a pass count as one. A node is as good for one text as for another: it is added where it is
+    likeliest, as long as that gives all of them together more tokens per second.
+    """
+
+    def __init__(self, max_nodes: int, texts: int = 1) -> None:
+        """max_nodes: most nodes of a pass for which there is scratch memory, roots included.
+
+        texts: that share the passes.
+        """
         self._max_nodes = max_nodes
-        self._pass_time = PassTime()
+        self._texts = texts
+        self._pass_time = PassTime(texts)
         self._back_off = BackOff()
         self._propose_seconds = 0.0
         """Mean seconds of one question to the drafter."""
@@ -66,11 +74,11 @@ class TreePolicy:
         self._throttled = 0
         """Consecutive throttled passes."""
         self._mean_nodes = 0.0
-        """Mean nodes of recent drafts."""
+        """Mean nodes of recent passes with drafts."""
         self._remeasures = False
         """Whether the growing draft must measure the time of a node, even if it doesn't pay."""
-        self._expected = 1.0
-        """Number of tokens that the growing draft is expected to give, with the one drawn after its root."""
+        self._expected = float(texts)
+        """Number of tokens that the growing draft is expected to give, with those drawn after its roots."""
         self._claims = 0.0
         """Number of accepted draft tokens that the drafter's chances promise for the growing draft."""
         self._drafting_seconds = 0.0
@@ -105,12 +113,14 @@ class TreePolicy:
             return "no drafts: no draft token was likely enough" if plain else "no drafts: no pass was timed"
         share = 100 * self._pass_time.node_seconds / plain
         cost = f"a draft token takes {share:.0f} % of a plain pass of {1e3 * plain:.2f} ms"
+        if self._texts > 1:
+            cost += f" over {self._texts} texts"
         if self.is_backing_off:
             lost = self._back_off.lost
             return f"drafts back off: they gave {lost:.2f} times plain decoding's tokens per second; {cost}"
         if self.is_throttling:
             return f"few drafts: draft tokens are seldom likely enough; {cost}"
-        return f"drafts of {self._mean_nodes:.1f} tokens; {cost}"
+        return f"drafts of {self._mean_nodes / self._texts:.1f} tokens; {cost}"
 
     def throttle(self) -> bool:
         """Whether the next pass goes without looking for draft tokens, and isn't recorded."""
@@ -126,22 +136,22 @@ class TreePolicy:
         return True
 
     def begin(self) -> int:
-        """Begin a pass. Returns the maximum nodes of its draft, the root included."""
-        self._expected = 1.0
+        """Begin a pass. Returns its maximum nodes, roots included."""
+        self._expected = float(self._texts)
         self._claims = 0.0
         self._drafting_seconds = 0.0
         if not self._back_off.allows_draft:
-            return 1
+            return self._texts
         self._remeasures = self._plain_in_a_row >= STALE_PASSES
         is_small = self._remeasures or self._back_off.is_on_trial
-        return min(TRIAL_NODES, self._max_nodes) if is_small else self._max_nodes
+        return min(self._texts - 1 + TRIAL_NODES, self._max_nodes) if is_small else self._max_nodes
 
     def prepared(self, seconds: float) -> None:
         """Record that preparing the draft took `seconds`."""
         self._drafting_seconds += seconds
 
     def is_worth_adding(self, nodes: int, chance: float) -> bool:
-        """Whether a draft of `nodes` nodes should get another, which is reached with probability `chance`."""
+        """Whether a pass of `nodes` nodes should get another, which is reached with probability `chance`."""
         if not self._pays(nodes, chance, self._pass_time.node_seconds):
             return False
         self._expected += min(1.0, chance * self._calibration)
@@ -151,7 +161,7 @@ class TreePolicy:
     def is_worth_asking(self, nodes: int, chance: float) -> bool:
         """Whether to ask the drafter what follows a node, reached with probability `chance`.
 
-        nodes: of the draft so far.
+        nodes: of the pass so far.
         """
         if not self._pays(nodes, chance, self._pass_time.node_seconds + self._propose_seconds):
             return False
@@ -164,7 +174,7 @@ class TreePolicy:
             self._propose_seconds += EMA_WEIGHT * (seconds / asked - self._propose_seconds)
 
     def record(self, nodes: int, tokens: int, seconds: float, drafting_seconds: float = 0.0) -> None:
-        """Record a pass over `nodes` nodes, which gave `tokens` tokens.
+        """Record a pass over `nodes` nodes, which gave `tokens` tokens, of all texts.
 
         seconds: time of the pass, including the drawing of tokens and `drafting_seconds`.
         drafting_seconds: time of the drafter.
@@ -176,14 +186,15 @@ class TreePolicy:
         # Catching up with a long text happens once, so most of its time doesn't count as drafting's.
         drafting_seconds = min(drafting_seconds, MAX_DRAFTING * plain_seconds)
         self._drafting_mean += EMA_WEIGHT * (drafting_seconds - self._drafting_mean)
-        gain = self._expected * plain_seconds / (self._pass_time.seconds(nodes) + drafting_seconds)
+        seconds = self._pass_time.seconds(nodes) + drafting_seconds
+        gain = self._expected / self._texts * plain_seconds / seconds
         self._gain += EMA_WEIGHT * (gain - self._gain)
-        if nodes == 1:
+        if nodes == self._texts:
             self._back_off.record_plain(pass_seconds)
             self._plain_in_a_row += 1
             return
-        self._back_off.record_draft(tokens, pass_seconds + drafting_seconds)
-        self._accepted = CALIBRATION_DECAY * self._accepted + tokens - 1
+        self._back_off.record_draft(tokens / self._texts, pass_seconds + drafting_seconds)
+        self._accepted = CALIBRATION_DECAY * self._accepted + tokens - self._texts
         self._claimed = CALIBRATION_DECAY * self._claimed + self._claims
         self._drafts += 1
         self._mean_nodes += max(EMA_WEIGHT, 1 / self._drafts) * (nodes - self._mean_nodes)

@@ -6,24 +6,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from ondevice.bundle.ngrams import Ngrams
+from ondevice.bundle.ngrams import index_bytes as ngram_index_bytes
 from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.token_counts import TokenCounts
 from ondevice.config import MAX_STREAMS, RuntimeConfig
 from ondevice.errors import BundleError, UnsupportedModelError
 from ondevice.model.transformer import Transformer
 from ondevice.model_config import ModelConfig
+from ondevice.speculation.datastore import READER_BYTES, Datastore
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafters.combined import Combined, WhileRowsAreCheap
 from ondevice.speculation.drafters.lookup import Lookup, index_bytes
 from ondevice.speculation.drafters.model import DraftModel, ModelDrafter
+from ondevice.speculation.drafters.ngrams import CHEAP_LOOKUP_SHARE, NgramDrafter
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter
 from ondevice.speculation.drafters.recycling import Recycling, matrix_bytes
 from ondevice.speculation.drafters.resident import ResidentDrafter
 from ondevice.speculation.drafters.streams import MultiStreamDrafter, MultiStreamDrafting
 from ondevice.speculation.tree import STREAM_ROWS
 
-Needs = Literal["nothing", "streams", "draft model"]
-"""A drafter's requirement in addition to the model: streams in its bundle, or a second model."""
+Needs = Literal["nothing", "streams", "ngrams", "draft model"]
+"""A drafter's requirement in addition to the model: streams or n-grams in its bundle, or a second model."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +43,20 @@ class Target:
     max_rows: int
     streams: MultiStreamDrafting
     draft_model: DraftModel | None = None
+    datastore: Datastore | None = None
 
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """An entry of DRAFTERS. nbytes: most bytes that the drafter takes, given (config, context, nodes)."""
+    """An entry of DRAFTERS.
+
+    nbytes: most bytes that the drafter takes, given (config, context, nodes). beside: most bytes of one for
+    another text beside its own (`Drafter.beside`), given the same; 0 where there is none.
+    """
 
     needs: Needs
     nbytes: Callable[[ModelConfig, int, int], int]
+    beside: Callable[[ModelConfig, int, int], int]
     make: Callable[[Target], Drafter]
 
 
@@ -59,48 +69,79 @@ def _stream_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
     return 8 * context + 4 * (2 * MAX_STREAMS * config.vocab_size + rows)
 
 
+def _resident_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
+    """Bytes of the text, and of logits."""
+    return 8 * context + 2 * 4 * config.vocab_size
+
+
 MIN_PASS_SECONDS = 0.001
 """Seconds of a plain pass below which `auto` is disabled. Looking for draft tokens takes a tenth of that."""
 AUTOMATIC: tuple[str, ...] = ("lookup", "recycling")
-"""Names of the drafters that `auto` combines. It adds streams if the model has them."""
+"""Names of the drafters that `auto` combines. It adds streams and n-grams if the model has them."""
 
 
 DRAFTERS: dict[str, DrafterKind] = {
     "lookup": DrafterKind(
-        "nothing", lambda config, context, nodes: index_bytes(context), lambda target: Lookup()
+        "nothing",
+        lambda config, context, nodes: index_bytes(context),
+        lambda config, context, nodes: index_bytes(context),
+        lambda target: Lookup(),
     ),
     "recycling": DrafterKind(
         "nothing",
         lambda config, context, nodes: matrix_bytes(config.vocab_size),
+        lambda config, context, nodes: 0,
         lambda target: Recycling(target.config.vocab_size),
     ),
     "streams": DrafterKind(
         "streams",
         _stream_drafter_bytes,
+        lambda config, context, nodes: 0,
         lambda target: MultiStreamDrafter(target.transformer, target.max_rows, target.streams),
     ),
     "resident": DrafterKind(
         "nothing",
-        lambda config, context, nodes: 8 * context + 2 * 4 * config.vocab_size,
+        _resident_drafter_bytes,
+        _resident_drafter_bytes,
         lambda target: ResidentDrafter(target.transformer),
+    ),
+    # The memory of a datastore's index is planned from the bundle.
+    "ngrams": DrafterKind(
+        "ngrams",
+        lambda config, context, nodes: 0,
+        lambda config, context, nodes: 0,
+        lambda target: _ngram_drafter(target),
     ),
     # A second model's memory is planned from its bundle.
     "model": DrafterKind(
-        "draft model", lambda config, context, nodes: 0, lambda target: _model_drafter(target)
+        "draft model",
+        lambda config, context, nodes: 0,
+        lambda config, context, nodes: 0,
+        lambda target: _model_drafter(target),
     ),
     "auto": DrafterKind(
         "nothing",
         lambda config, context, nodes: sum(
             DRAFTERS[name].nbytes(config, context, nodes) for name in AUTOMATIC
         ),
+        lambda config, context, nodes: sum(
+            DRAFTERS[name].beside(config, context, nodes) for name in AUTOMATIC
+        ),
         lambda target: _automatic(target),
     ),
 }
 
 
-def drafter_bytes(name: str, config: ModelConfig, max_context: int, max_nodes: int) -> int:
-    """Most bytes that the drafter `name` takes for such a model; 0 for a name that is no drafter's."""
-    return DRAFTERS[name].nbytes(config, max_context, max_nodes) if name in DRAFTERS else 0
+def drafter_bytes(name: str, config: ModelConfig, max_context: int, max_nodes: int, texts: int = 1) -> int:
+    """Most bytes that the drafter `name` takes for such a model; 0 for a name that is no drafter's.
+
+    texts: for which it drafts at once.
+    """
+    if name not in DRAFTERS:
+        return 0
+    kind = DRAFTERS[name]
+    beside = (texts - 1) * kind.beside(config, max_context, max_nodes)
+    return kind.nbytes(config, max_context, max_nodes) + beside
 
 
 def runs_streams(name: str, streams: MultiStreams | None) -> bool:
@@ -111,6 +152,18 @@ def runs_streams(name: str, streams: MultiStreams | None) -> bool:
 def drafts_with_streams(name: str, streams: MultiStreams | None) -> bool:
     """Whether the drafter `name` drafts with a model's streams."""
     return streams is not None and name in ("streams", "auto")
+
+
+def drafts_with_ngrams(name: str, ngrams: Ngrams | None) -> bool:
+    """Whether the drafter `name` drafts with a model's datastore of continuations."""
+    return ngrams is not None and name in ("ngrams", "auto")
+
+
+def datastore_bytes(name: str, ngrams: Ngrams | None) -> int:
+    """Memory of an open datastore for the drafter `name`: its index and its reader; 0 for one without."""
+    if ngrams is None or not drafts_with_ngrams(name, ngrams):
+        return 0
+    return ngram_index_bytes(ngrams) + READER_BYTES
 
 
 def has_draft_head(name: str, streams: MultiStreams | None) -> bool:
@@ -164,7 +217,14 @@ def _automatic(target: Target) -> Drafter:
     members = [DRAFTERS[name].make(target) for name in AUTOMATIC]
     if target.transformer.streams is not None:
         members.append(WhileRowsAreCheap(DRAFTERS["streams"].make(target)))
+    if target.datastore is not None:
+        members.append(NgramDrafter(target.datastore, CHEAP_LOOKUP_SHARE))
     return Combined(members)
+
+
+def _ngram_drafter(target: Target) -> Drafter:
+    assert target.datastore is not None
+    return NgramDrafter(target.datastore)
 
 
 def _model_drafter(target: Target) -> Drafter:

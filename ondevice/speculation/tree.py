@@ -86,48 +86,80 @@ def plain(token: int) -> Draft:
     return Draft((token,), (-1,))
 
 
+@dataclass(frozen=True)
+class Root:
+    """Where a draft begins.
+
+    token: the text's last token, which is decided. propose: returns tokens that may follow it and the draft
+    tokens of a path; called for a path only once no likelier draft token is left, of any draft. max_nodes:
+    most nodes of its draft, itself included. max_depth: most draft tokens on a path.
+    """
+
+    token: int
+    propose: Callable[[Sequence[int]], Proposals]
+    max_nodes: int
+    max_depth: int
+
+
+class _Growing:
+    """A draft that grows."""
+
+    def __init__(self, root: Root) -> None:
+        self.root = root
+        self.tokens, self.parents, self.chances = [root.token], [-1], [1.0]
+        self.paths: list[tuple[int, ...]] = [()]
+
+    def add(self, token: int, parent: int, chance: float) -> None:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.chances.append(chance)
+        self.paths.append((*self.paths[parent], token))
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the newest node may have children."""
+        return len(self.paths[-1]) < min(self.root.max_depth, MAX_DEPTH)
+
+
 def grow(
-    root: int,
-    propose: Callable[[Sequence[int]], Proposals],
+    roots: Sequence[Root],
     is_worth_adding: Callable[[int, float], bool],
     max_nodes: int,
-    max_depth: int,
     is_worth_asking: Callable[[int, float], bool] = lambda nodes, chance: True,
     branches: bool = True,
-) -> Draft:
-    """Grow a draft from `root`, likeliest nodes first.
+) -> list[Draft]:
+    """Grow the drafts of a pass, one from each root, by the likeliest nodes of all first.
 
     Args:
-        root: the text's last token, which is decided.
-        propose: returns tokens that may follow `root` and the draft tokens of a path. Called for a path only
-            once no likelier draft token is left.
-        is_worth_adding: takes the number of nodes and a chance; returns whether the draft should get another
-            node that is reached with this chance. The first refused node ends the draft.
-        max_nodes: most nodes of the draft, its root included.
-        max_depth: most draft tokens on a path.
-        is_worth_asking: takes the number of nodes and a chance; returns whether to ask what follows a node
-            that is reached with this chance.
+        roots: where the drafts begin, each of another text.
+        is_worth_adding: takes the number of nodes of all drafts and a chance; returns whether there should be
+            another node that is reached with this chance. The first refused node ends all drafts.
+        max_nodes: most nodes of all drafts, their roots included.
+        is_worth_asking: takes the number of nodes of all drafts and a chance; returns whether to ask what
+            follows a node that is reached with this chance.
         branches: whether a node may have several children.
     """
-    tokens, parents, chances = [root], [-1], [1.0]
-    paths: list[tuple[int, ...]] = [()]
-    # Chance, negated, parent, rank among its proposals, token. A node's own chance bounds its children's.
-    queue: list[tuple[float, int, int, int]] = [(-1.0, 0, _ASK, root)] if max_depth > 0 else []
-    while queue and len(tokens) < max_nodes:
-        negated, parent, rank, token = heapq.heappop(queue)
+    growing = [_Growing(root) for root in roots]
+    # Chance, negated, draft, parent, rank among its proposals, token. A node's own chance bounds its
+    # children's.
+    queue = [(-1.0, at, 0, _ASK, root.token) for at, root in enumerate(roots) if root.max_depth > 0]
+    nodes = len(roots)
+    while queue and nodes < max_nodes:
+        negated, at, parent, rank, token = heapq.heappop(queue)
+        one = growing[at]
+        if len(one.tokens) >= one.root.max_nodes:
+            continue
         if rank == _ASK:
-            if is_worth_asking(len(tokens), -negated):
-                for place, (proposed, chance) in enumerate(propose(paths[parent])):
-                    heapq.heappush(queue, (negated * chance, parent, place, proposed))
+            if is_worth_asking(nodes, -negated):
+                for place, (proposed, chance) in enumerate(one.root.propose(one.paths[parent])):
+                    heapq.heappush(queue, (negated * chance, at, parent, place, proposed))
             continue
-        if not branches and parent != len(tokens) - 1:
+        if not branches and parent != len(one.tokens) - 1:
             continue
-        if not is_worth_adding(len(tokens), -negated):
+        if not is_worth_adding(nodes, -negated):
             break
-        tokens.append(token)
-        parents.append(parent)
-        chances.append(-negated)
-        paths.append((*paths[parent], token))
-        if len(paths[-1]) < min(max_depth, MAX_DEPTH):
-            heapq.heappush(queue, (negated, len(tokens) - 1, _ASK, token))
-    return Draft(tuple(tokens), tuple(parents), tuple(chances))
+        one.add(token, parent, -negated)
+        nodes += 1
+        if one.may_go_on:
+            heapq.heappush(queue, (negated, at, len(one.tokens) - 1, _ASK, token))
+    return [Draft(tuple(one.tokens), tuple(one.parents), tuple(one.chances)) for one in growing]

@@ -24,7 +24,7 @@ from tests.support.chat import PROMPT, squeeze
 Said = tuple[tuple[int, ...], tuple[int, ...], bytes]
 DAMAGE = (BundleError, FlashReadError, ModelNotFoundError, UnsupportedModelError)
 MANIFEST = "bundle.json"
-few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def said(bundle: Path, full: bool = True) -> Said:

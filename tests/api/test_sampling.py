@@ -182,7 +182,7 @@ def test_draws_follow_the_softmax_of_the_candidates(config: SamplingConfig) -> N
     assert chi_square < bounds[int(inside.sum()) - 1]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 10_000), st.integers(0, 1000))
 def test_a_token_that_wins_still_wins_among_fewer(seed: int, position: int, data: int) -> None:
     """Gumbel-max: removing losers never changes the winner, so drafters may rank any subset."""
@@ -251,7 +251,7 @@ filters = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(filters, st.integers(1, 80), st.integers(0, 1000), st.sampled_from([0.1, 2.0, 20.0]))
 def test_filters_keep_what_their_definitions_keep(
     config: SamplingConfig, size: int, seed: int, scale: float

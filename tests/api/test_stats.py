@@ -39,6 +39,7 @@ CONTRACT = [
     "expert_substitution",
     "substituted_experts",
     "restored_tokens",
+    "reused_tokens",
     "drafting",
 ]
 

@@ -11,7 +11,7 @@ import pytest
 from ondevice.backends.row_invariance import MOST_ROWS, RowOp, RowWidths, measured, width_of
 from ondevice.errors import BackendUnavailableError
 from ondevice.speculation.policy import TreePolicy
-from ondevice.speculation.tree import grow
+from ondevice.speculation.tree import Root, grow
 from tests.support.engines import always_draft
 from tests.support.mlx_models import ON_GPU, loaded
 from tests.support.paths import SHIPPED
@@ -78,8 +78,8 @@ def test_a_draft_that_must_not_branch_is_a_chain() -> None:
         return [(7, 0.6), (8, 0.4), (9, 0.39)]
 
     def grown(branches: bool) -> list[int]:
-        arguments = propose, lambda nodes, chance: True, 6, 5, lambda nodes, chance: True, branches
-        return list(grow(1, *arguments).parents)
+        (draft,) = grow([Root(1, propose, 6, 5)], lambda nodes, chance: True, 6, branches=branches)
+        return list(draft.parents)
 
     assert grown(False) == [-1, 0, 1, 2, 3, 4]
     assert grown(True) != grown(False)

@@ -21,6 +21,8 @@ from ondevice.budget.claims import Claim, Others, others
 from ondevice.budget.cpu_memory import CpuMemory
 from ondevice.budget.plan import Plan, plan_memory
 from ondevice.config import QuantConfig, RuntimeConfig
+from ondevice.constraints.constraint import Constraint
+from ondevice.constraints.grammars import grammars_bytes
 from ondevice.converters.architectures.common import llama_config
 from ondevice.errors import BudgetError, FlashReadError
 from ondevice.runtime import resolving
@@ -293,6 +295,24 @@ def test_sessions_beyond_one_context_take_nothing_from_other_models(bundle: Path
         assert first.session().respond("a" * 120, max_tokens=3).tokens == expected
     finally:
         second.close()
+
+
+def test_what_constraints_take_is_in_a_models_claim(bundle: Path, first: Model) -> None:
+    """A model that was loaded before them plans beside them from then on."""
+    pytest.importorskip("llguidance")
+    with load(bundle, dram_budget="8GB", **OPTIONS) as second:
+        before = first.plan.claim_bytes
+        first.generate(PROMPT, constraint=Constraint.json_object(), max_tokens=2)
+        taken = grammars_bytes(first.config.vocab_size, first.runtime.parallel)
+        assert first.plan.claim_bytes == before + taken
+        assert second.plan.others_bytes == before
+        plan = second.replanned
+        assert plan.others_bytes == before + taken
+        with pytest.raises(BudgetError, match="other models"):
+            second.set_dram_budget(plan.minimum_budget_bytes - taken // 2)
+        assert second.set_dram_budget(plan.minimum_budget_bytes).others_bytes == before + taken
+    with load(bundle, dram_budget="8GB", **OPTIONS) as second:
+        assert second.plan.others_bytes == before + taken
 
 
 def test_a_second_model_that_drafts_is_claimed_once(bundle: Path) -> None:

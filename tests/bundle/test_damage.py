@@ -44,7 +44,7 @@ FILES = (
     "tokenizer.json",
 )
 Content = tuple[Manifest, dict[str, bytes]]
-many = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @lru_cache(maxsize=100)

@@ -17,6 +17,7 @@ from ondevice.backends.base import Float32
 from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.budget.sizes import stream_bytes
+from ondevice.bundle.layout import tensors_layout
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import no_streams, sidecar_text
 from ondevice.bundle.streams import (
@@ -311,7 +312,8 @@ def test_embeddings_that_are_not_finite_are_refused(copied: Path) -> None:
     config, found = Bundle.open(copied).config, found_in(copied)
     data = np.frombuffer((copied / STREAMS).read_bytes(), np.uint8).copy()
     data[4096:4100] = np.array([np.nan], "<f4").view(np.uint8)
-    sha256, crcs = write_tensors(STREAMS_SIDECAR, stream_tensors(config, found), [data[4096:]], copied)
+    layout = tensors_layout(stream_tensors(config, found))
+    sha256, crcs = write_tensors(STREAMS_SIDECAR, layout, [data[4096:]], copied)
     save_streams(replace(found, sha256=sha256, crcs=crcs), copied)
     with pytest.raises(BundleError, match="embeddings holds values that are not finite"):
         loaded(copied)

@@ -170,7 +170,7 @@ FRAGMENTS = re.findall(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(
         st.sampled_from(FRAGMENTS) | st.sampled_from(["1e999", "-1", "{{", "}}", "{%", "%}"]), max_size=30

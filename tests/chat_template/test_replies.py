@@ -17,7 +17,7 @@ from ondevice.chat_template.replies import (
     Piece,
     PlainReply,
 )
-from ondevice.chat_template.tools import MAX_CALLS, Tool
+from ondevice.chat_template.tools import MAX_CALLS, Tool, json_text
 
 BY_NAME = {each.name: each for each in FORMATS}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -137,9 +137,28 @@ TEXTS: list[tuple[str, str]] = [
 def read(parser: Any, parts: list[str]) -> tuple[str, str, list[Any]]:
     """Thinking, the reply and the calls of a text that comes in parts."""
     pieces: list[Piece] = [piece for part in parts for piece in parser.take(1, part)] + parser.finish()
+    check_streamed(pieces)
     thought = "".join(piece.text for piece in pieces if piece.kind == "thinking")
     said = "".join(piece.text for piece in pieces if piece.kind == "reply")
     return thought, said, [piece.call for piece in pieces if piece.call is not None]
+
+
+def check_streamed(pieces: list[Piece]) -> None:
+    """What is told of a call while it is written is that call; what breaks off comes as text instead."""
+    name, told = "", ""
+    for piece in pieces:
+        if piece.begins:
+            assert not name
+            name, told = piece.begins, ""
+        told += piece.arguments
+        assert not piece.arguments or name
+        if piece.call is not None and name:
+            assert (name, json.loads(told)) == piece.call
+            name = ""
+        if name and piece.text:
+            assert told in piece.text
+            name = ""
+    assert not name
 
 
 def parser(form: str | CallFormat | None, thinks: bool = False, marks: Any = THINK) -> MarkedReply:
@@ -210,7 +229,12 @@ def test_marks_may_be_special_tokens_without_text() -> None:
     made = MarkedReply(THINK, False, BY_NAME["mistral-args"], TOOLS, special)
     said = [(7, ""), (1, "Hm"), (8, ""), (11, ""), (9, ""), (1, "now"), (10, ""), (1, "{}")]
     pieces = [piece for token, text in said for piece in made.take(token, text)] + made.finish()
-    assert pieces == [Piece("thinking", "Hm"), Piece("reply", "", ("now", {}))]
+    assert pieces == [
+        Piece("thinking", "Hm"),
+        Piece("reply", "", begins="now"),
+        Piece("reply", "", arguments="{}"),
+        Piece("reply", "", ("now", {})),
+    ]
 
 
 def test_what_is_held_back_is_bounded() -> None:
@@ -237,6 +261,52 @@ def test_what_a_format_writes_it_reads(form: CallFormat) -> None:
     assert read(parser(form), [form.write(calls)]) == ("", "", calls)
 
 
+@pytest.mark.parametrize("form", [form for form in FORMATS if form.streaming], ids=lambda form: form.name)
+def test_arguments_that_are_json_are_told_while_they_are_written(form: CallFormat) -> None:
+    calls = [("weather", {"city": f"{form.closes or ''} Oslo", "days": 31}), ("now", {"a": [True, {}]})]
+    written = "".join(json_text(arguments) for _, arguments in calls)
+    made = parser(form)
+    pieces = [piece for letter in form.write(calls) for piece in made.take(1, letter)]
+    told = [piece.arguments for piece in pieces if piece.arguments]
+    assert "".join(told) == written
+    # A number or a word is told at its end, everything else letter by letter.
+    assert len(told) >= len(written) - len("31,") - len("true,")
+
+
+def test_a_call_that_breaks_off_is_text_behind_what_was_told_of_it() -> None:
+    made = parser("hermes")
+    begun = [*made.take(1, '<tool_call>{"name": "weather", "arguments": {"city": "Os'), *made.take(1, "lo")]
+    assert begun == [
+        Piece("reply", "", begins="weather"),
+        Piece("reply", "", arguments='{"city": "Os'),
+        Piece("reply", "", arguments="lo"),
+    ]
+    text = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo'
+    assert made.finish() == [Piece("reply", text)]
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("qwen3-coder", "<tool_call><function=now><parameter=a>{}</parameter></function></tool_call>"),
+        ("glm", "<tool_call>now<arg_key>a</arg_key><arg_value>{}</arg_value></tool_call>"),
+    ],
+)
+def test_marks_may_stand_in_arguments_that_are_json(form: str, text: str) -> None:
+    value = {"x": "</tool_call></parameter></function></arg_value><tool_call>", "y": ['"', "\\"]}
+    written = text.format(json.dumps(value))
+    for parts in cuts(written):
+        assert read(parser(form), parts) == ("", "", [("now", {"a": value})])
+
+
+@pytest.mark.parametrize("tail", ["", "}", "}]", ', "id": "abcdefghi"}]', '}, {"name": "now"}]', "} ]\n"])
+def test_what_stands_behind_arguments_belongs_to_the_call(tail: str) -> None:
+    text = f'[TOOL_CALLS][{{"name": "weather", "arguments": {{"city": "Oslo"}}{tail}'
+    more = [("now", {})] if "now" in tail else []
+    for parts in cuts(text):
+        assert read(parser("mistral"), parts) == ("", "", [("weather", {"city": "Oslo"}), *more])
+
+
 MARKS = sorted({text for form in FORMATS for text in form.texts} | {*THINK})
 PIECES = st.sampled_from(
     [*MARKS, BARE, NOW, "{", "}", "[", '"', "\\", "<", "now", "\n", " ", "<function=now>", "x"]
@@ -249,7 +319,7 @@ PIECES = st.sampled_from(
     parts=st.lists(st.one_of(PIECES, st.text(max_size=5)), max_size=30),
     size=st.integers(1, 9),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_text_reads_the_same_in_parts_and_loses_nothing_but_marks(
     form: CallFormat, thinks: bool, parts: list[str], size: int
 ) -> None:

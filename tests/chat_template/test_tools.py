@@ -18,6 +18,7 @@ from ondevice.tokenizer import Tokenizer
 from tests.chat_template.test_channels import TEMPLATE as HARMONY
 from tests.chat_template.test_channels import ScriptedHost, spoken, tokenizer  # noqa: F401
 from tests.chat_template.test_chat_template import minimind, transformers_renders  # noqa: F401
+from tests.chat_template.test_replies import check_streamed
 from tests.support.chat_templates import TOOLS
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -223,9 +224,18 @@ def test_calls_on_channels(tokenizer: Tokenizer, text: str, pieces: list[Piece])
     parser = Channels(tokenizer.special_tokens, {"weather": WEATHER})
     found = [it for token, said in spoken(tokenizer, text) for it in parser.take(token, said)]
     found = [it for it in [*found, *parser.finish()] if it.kind != "thinking"]
+    check_streamed(found)
     said = "".join(it.text for it in found)
     assert [it for it in found if it.call] == [it for it in pieces if it.call]
     assert said == "".join(it.text for it in pieces)
+
+
+def test_arguments_on_a_channel_are_told_while_they_are_written(tokenizer: Tokenizer) -> None:  # noqa: F811
+    parser = Channels(tokenizer.special_tokens, {"weather": WEATHER})
+    text = f'{THOUGHT}{CHANNEL}commentary to=functions.weather json{MESSAGE}{{"city": "Oslo"}}'
+    found = [parser.take(token, said) for token, said in spoken(tokenizer, text)]
+    told = [piece.arguments for pieces in found for piece in pieces if piece.arguments]
+    assert (len(told), "".join(told)) == (len('{"city": "Oslo"}'), '{"city": "Oslo"}')
 
 
 # --- conversations ---
@@ -242,6 +252,11 @@ def test_a_conversation_calls_and_goes_on_with_the_results(
     first = session.respond("Warm?", tools=[WEATHER])
     assert (first.text, first.thinking) == ("Wait.", "Hm.")
     assert first.tool_calls == (ToolCall("weather", {"city": "Oslo"}, first.tool_calls[0].id),)
+    events = list(Session(host).stream_response("Warm?", tools=[WEATHER]))  # type: ignore[arg-type]
+    parts = [event.call_part for event in events if event.call_part is not None]
+    assert {(part.name, part.id) for part in parts} == {("weather", first.tool_calls[0].id)}
+    assert "".join(part.arguments for part in parts) == first.tool_calls[0].arguments_json
+    assert len(parts) > 3
     again = Session(host).respond("Warm?", tools=[WEATHER])  # type: ignore[arg-type]
     assert again.tool_calls == first.tool_calls
     host.reply = "It is."

@@ -27,12 +27,13 @@ STATS = [
     "backend", "sparsity", "speculation", "io", "seed", "context_full",
     "decode_passes", "decode_seconds", "synchronisations",
     "synchronised_seconds", "experts", "expert_substitution", "substituted_experts", "restored_tokens",
+    "reused_tokens",
     "drafting",
 ]  # fmt: skip
 PLAN = [
     "budget_bytes", "total_bytes", "resident_weights_bytes", "kv_cache_bytes", "neuron_cache_bytes",
-    "predictor_bytes", "draft_bytes", "staging_bytes", "process_bytes", "other_models_bytes", "sparsity",
-    "fits", "wanted_context", "limit_bytes",
+    "predictor_bytes", "draft_bytes", "constraint_bytes", "staging_bytes", "process_bytes",
+    "other_models_bytes", "sparsity", "fits", "wanted_context", "limit_bytes",
 ]  # fmt: skip
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar, get_args
 
 import pytest
@@ -17,7 +19,7 @@ from ondevice.api import Model, load
 from ondevice.chat_template.channels import Channels
 from ondevice.config import Speculation
 from ondevice.constraints.constrained import Constrained
-from ondevice.constraints.grammars import Grammars, Vocabulary
+from ondevice.constraints.grammars import Grammars, Vocabulary, grammars_bytes
 from ondevice.errors import BudgetError
 from ondevice.speculation.tree import Proposals
 from tests.support.bundles import BOS, EOS
@@ -272,13 +274,37 @@ def test_constraints_count_in_the_budget() -> None:
     with load(SHIPPED, threads=1) as model:
         before = model.plan
         model.generate(PROMPT, constraint=Constraint.json_object(), max_tokens=4)
-        assert model.plan.process_bytes > before.process_bytes
+        taken = model.plan.constraint_bytes
+        assert taken == grammars_bytes(model.config.vocab_size, model.runtime.parallel)
+        assert model.plan.minimum_budget_bytes == before.minimum_budget_bytes + taken
         assert model.plan.budget_bytes > before.budget_bytes
         tight = before.minimum_budget_bytes
     with load(SHIPPED, threads=1, dram_budget=tight + (4 << 20)) as model:
         with pytest.raises(BudgetError):
             model.generate(PROMPT, constraint=Constraint.json_object(), max_tokens=4)
         assert model.generate(PROMPT, max_tokens=4).tokens
+
+
+def test_every_text_has_all_of_a_grammars_limits() -> None:
+    """Texts of one constraint share what its lexer has found out, and that is limited."""
+
+    def walk(grammars: Grammars, seed: int) -> list[int]:
+        chance, tokens, ends = random.Random(seed), [], frozenset({Marks.eos})
+        matcher, own = grammars.matcher(hungry), partial(grammars.own_matcher, hungry)
+        text = Constrained(matcher, grammars.vocab_size, ends, own=own)
+        try:
+            while not text.is_complete:
+                tokens.append(chance.choice([*text.allowed().nonzero()[0].tolist()]))
+                text.take(tokens[-1], "")
+        except ConstraintError:
+            tokens.append(-1)
+        return tokens
+
+    hungry = Constraint.regex(r"(.{1,40} ){1,40}!")
+    alone = [walk(Grammars(Marks.vocabulary()), seed) for seed in range(3)]
+    shared = Grammars(Marks.vocabulary())
+    assert any(tokens[-1] == -1 for tokens in alone)
+    assert [walk(shared, seed) for seed in range(3)] == alone
 
 
 def test_the_beginning_of_a_text_keeps_its_space(plain: Model) -> None:

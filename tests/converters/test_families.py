@@ -291,6 +291,17 @@ def test_max_context_chooses_the_frequencies(family: Any) -> None:
     assert plain == within != beyond
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("qwen3 next", "qwen3.5"))])
+def test_states_are_right_after_a_long_text(family: Any, case: str) -> None:
+    """Errors of a state would add up."""
+    model, bundle = family(case)
+    text = np.random.default_rng(6).integers(0, 256, 300).tolist()
+    theirs = expected(model, text)
+    with running(bundle, "cpu") as loaded:
+        mine = all_logits(loaded, text)
+    assert np.abs(mine - theirs).max() < 1e-3 * np.abs(theirs).max()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_config_json_names_every_key_that_the_family_reads(family: Any, case: str, tmp_path: Path) -> None:
     """The keys that `transformers` writes are all known, and a new one is refused.

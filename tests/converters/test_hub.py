@@ -218,7 +218,7 @@ class StopError(Exception):
 def test_an_interrupt_does_not_wait_for_the_network(
     hub: HubServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every tensor of a layer would take seconds; the reading thread is in the middle of one."""
+    """A layer would take twenty seconds or more; the reading thread is in the middle of one of its pieces."""
     monkeypatch.setattr("ondevice.converters.progress.REPORT_SECONDS", 0.0)
     stopped: list[float] = []
 
@@ -230,7 +230,7 @@ def test_an_interrupt_does_not_wait_for_the_network(
 
     with prepare("some/model", tmp_path / "bundle") as prepared, pytest.raises(StopError):
         prepared.run(on_progress)
-    assert time.monotonic() - stopped[0] < 3.0
+    assert time.monotonic() - stopped[0] < 10.0
 
 
 def test_a_changed_repository_is_not_mixed_in(hub: HubServer, repository: Path, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def settle(ahead: ReadAhead) -> int:
     return before
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     spans=st.lists(st.tuples(st.integers(0, RECORDS - 1), st.integers(1, 1500)), min_size=1, max_size=6),
     slots=st.integers(2, 5),
@@ -77,7 +77,7 @@ def test_the_schedule_in_order(
             ahead.release()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     bounds=st.lists(
         st.tuples(st.integers(0, RECORDS * STRIDE - 1), st.integers(1, 300_000)), min_size=1, max_size=4

@@ -48,7 +48,7 @@ class Slots:
 ascending = st.lists(st.integers(0, RECORDS - 1), max_size=80, unique=True).map(sorted)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     ids=ascending,
     which=st.sampled_from([(0, 1), (0, 2), (1, 1)]),

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from ondevice.api import load
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.training.thresholds import LayerThresholds, write_thresholds
 from ondevice.training import train_predictors
 from tests.support.bundles import convert_bundle, copy_files, made_up_pieces, write_byte_tokenizer
+from tests.support.cached_texts import said
 from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level, add_sentencepiece, write_gguf
 from tests.support.made_up_streams import add_streams
 from tests.support.mlx_folders import MXFP4, Scheme, write_mlx_folder
@@ -47,6 +49,14 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 UNEVEN = {"hidden_act": "fatrelu", "hidden_act_param": 0.1}
 """Options of a bundle whose layers have different numbers of neurons."""
 QUANTS = {"relu": "q4", "silu": "q8", "qwen3": "f16"}
+CACHED = ("relu", "qwen3")
+"""Bundles that there are prompt caches of, with CACHED_PROMPT computed in every one of CACHED_WAYS."""
+CACHED_PROMPT = [(7 * at * at + 3 * at) % 250 + 3 for at in range(150)]
+CACHED_WAYS: tuple[dict[str, Any], ...] = (
+    {"backend": "cpu"},
+    {"backend": "cpu", "kv_bits": 8},
+    {"backend": "reference", "prefill_chunk": 32},
+)
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,7 @@ def make_bases(folder: Path) -> Bases:
         _write_tokenizers(folder)
         _write_checkpoints(folder)
         _write_bundles(folder)
+        _write_caches(folder)
         (folder / "whole").touch()
     return Bases(folder)
 
@@ -191,6 +202,13 @@ def _write_llama2c(folder: Path) -> None:
     folder.mkdir(parents=True)
     values = [(0.2 * rng.standard_normal(size)).astype("<f4") for size in sizes]
     (folder / "model.bin").write_bytes(b"".join(part.tobytes() for part in (head, *values)))
+
+
+def _write_caches(folder: Path) -> None:
+    for name in CACHED:
+        for way in CACHED_WAYS:
+            with load(folder / "bundles" / name, prompt_cache=folder / "caches" / name, **way) as model:
+                said(model, CACHED_PROMPT, 1)
 
 
 def _write_bundles(folder: Path) -> None:

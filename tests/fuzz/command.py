@@ -18,7 +18,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from tests.fuzz import bundle_cases, checkpoint_cases, session_cases, template_cases, tokenizer_cases
+from tests.fuzz import (
+    bundle_cases,
+    cache_cases,
+    checkpoint_cases,
+    session_cases,
+    template_cases,
+    tokenizer_cases,
+)
 from tests.fuzz.bases import Bases, make_bases
 from tests.fuzz.outcomes import FINDINGS, LIMIT_SECONDS, Outcome
 from tests.fuzz.zygote import only_thread, run_case
@@ -29,8 +36,9 @@ KINDS: dict[str, ModuleType] = {
     "tokenizer": tokenizer_cases,
     "template": template_cases,
     "session": session_cases,
+    "cache": cache_cases,
 }
-SHARES = {"bundle": 4, "checkpoint": 2, "tokenizer": 2, "template": 1, "session": 1}
+SHARES = {"bundle": 4, "checkpoint": 2, "tokenizer": 2, "template": 1, "session": 1, "cache": 1}
 """Cases of each kind in every round."""
 ORDER = [kind for kind, share in SHARES.items() for _ in range(share)]
 

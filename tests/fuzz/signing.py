@@ -11,6 +11,7 @@ import numpy as np
 
 from ondevice.bundle.layout import (
     CHECKSUMS,
+    DATA_OFFSET,
     RESIDENT,
     FileLayout,
     file_layout,
@@ -18,6 +19,7 @@ from ondevice.bundle.layout import (
     neuron_file_name,
 )
 from ondevice.bundle.manifest import bundle_files, parse_manifest
+from ondevice.bundle.ngrams import PAGE_BYTES
 from ondevice.config import QuantConfig
 from ondevice.kernels import _native
 from ondevice.model_config import ModelConfig
@@ -32,6 +34,7 @@ SIDECARS = {
     "token_counts.json": "token_counts",
     "expert_costs.json": "expert_costs",
     "expert_use.json": "expert_use",
+    "ngrams.json": "ngrams",
 }
 """The key of each one's content."""
 CRC_BLOCK = 1 << 20
@@ -121,13 +124,18 @@ def sign_sidecars(folder: Path, manifest: Any) -> None:
         content = sidecar_content(folder, name)
         if content is None:
             continue
-        content["model"] = digest
+        units = (0, (CRC_BLOCK,))
+        if name == "ngrams.json":
+            # It belongs to the tokenizer, and each of its pages has a checksum.
+            units = (DATA_OFFSET, (PAGE_BYTES,))
+        else:
+            content["model"] = digest
         tensors = folder / name.replace(".json", ".safetensors")
         if is_plain(tensors):
             data = tensors.read_bytes()
             content["sha256"] = sha256(data)
             if "crcs" in content:
-                content["crcs"] = [int(crc) for crc in crcs(data, 0, (CRC_BLOCK,))]
+                content["crcs"] = [int(crc) for crc in crcs(data, *units)]
         seal_sidecar(folder, name, content)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ class Layer:
     """Neurons with a gate above this fire."""
 
     @staticmethod
+    @lru_cache(maxsize=2)
     def of(hidden: int, neurons: int, stored: Bits | RowFormat, spec: FeedForwardSpec = RELU) -> Layer:
         stored = stored if isinstance(stored, RowFormat) else RowFormat(stored)
         quant = QuantConfig(stored.bits, (("feed_forward", stored),))
@@ -117,10 +119,10 @@ class Layer:
         return out
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 5, 19])
 @pytest.mark.parametrize("kind", ZEROING)
 @pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
 @pytest.mark.parametrize(("hidden", "neurons"), [(1, 1), (64, 64), (100, 200), (576, 321)])
-@pytest.mark.parametrize("tokens", [1, 2, 5, 19])
 def test_the_neurons_that_fire_give_the_dense_bits(
     hidden: int, neurons: int, bits: Bits, kind: str, tokens: int
 ) -> None:

@@ -7,13 +7,14 @@ so that the tolerance covers rounding of float32 sums and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ondevice.backends.base import Float32, Norm
+from ondevice.backends.base import Bytes, Float32, Norm
 from ondevice.bundle.layout import neuron_layout
 from ondevice.config import Bits, QuantConfig, RowFormat
 from ondevice.kernels import _native
@@ -56,10 +57,18 @@ def blockwise_int8(x: Float32) -> tuple[NDArray[np.float64], NDArray[np.float64]
     return codes.astype(np.float64), (largest / np.float32(127)).astype(np.float64)
 
 
+@lru_cache(maxsize=4)
+def quantised(
+    weight: bytes, shape: tuple[int, int], stored: int | RowFormat
+) -> tuple[Bytes, NDArray[np.generic], NDArray[np.generic], Float32]:
+    """`quantise_rows`, once for all the runners of a test."""
+    return quantise_rows(np.frombuffer(weight, np.float32).reshape(shape), stored)  # type: ignore[arg-type]
+
+
 def packed(
     runner: _native.Runner, weight: Float32, stored: int | RowFormat
 ) -> tuple[_native.Matrix, NDArray[np.float64]]:
-    codes, scales, biases, exact = quantise_rows(weight, stored)  # type: ignore[arg-type]
+    codes, scales, biases, exact = quantised(np.asarray(weight, np.float32).tobytes(), weight.shape, stored)
     matrix = _native.Matrix(*weight.shape, stored)
     for row in range(0, len(weight), 7):
         part = slice(row, row + 7)

@@ -30,7 +30,7 @@ from ondevice.measure.drafter_switch import DrafterSwitch
 from ondevice.measure.drafters import ALL_TASKS, OFF, Changed, Comparison, compare_drafters
 from ondevice.measure.prompts import BUILT_IN, Task, paragraphs
 from ondevice.runtime.engine import Engine
-from ondevice.speculation.drafting import PassOutcome, _DraftCount
+from ondevice.speculation.drafted_text import PassOutcome, _DraftCount
 from ondevice.speculation.registry import DRAFTERS
 from ondevice.speculation.tree import Draft, plain
 from ondevice.stats import DraftStats, GenerationStats, median_stats

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.token_tree import TokenTree
 from ondevice.converters.convert import convert
 from ondevice.errors import UsageError
 from ondevice.model.kv_cache import KVCache, KVLayout
-from ondevice.model.transformer import Cancelled, SequencePart, Transformer
+from ondevice.model.transformer import Cancelled, SequencePart, Transformer, joint_batch
 from tests.support.engines import random_tokens, running
 from tests.support.families import CASES, write_model
 
@@ -40,7 +43,7 @@ def bits(model: Transformer) -> tuple[list[bytes], list[bytes]]:
             np.array(model.backend.to_numpy(model.hidden_states(tokens, kv)))
             for tokens, kv in zip(given, apart, strict=True)
         ]
-        parts = [SequencePart(tokens, kv) for tokens, kv in zip(given, shared, strict=True)]
+        parts = [SequencePart(ForwardBatch(tokens), kv) for tokens, kv in zip(given, shared, strict=True)]
         found[0].append(np.concatenate(alone).tobytes())
         found[1].append(model.backend.to_numpy(model.run_each(parts)).tobytes())
         assert [kv.tokens for kv in shared] == [kv.tokens for kv in apart]
@@ -53,6 +56,29 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Transformer]:
     write_model(folder / "source", *CASES["gemma2"])
     with running(convert(folder / "source", folder / "bundle", "q4"), "cpu") as found:
         yield found
+
+
+def test_nodes_of_a_draft_have_the_bits_of_their_sequence_alone(model: Transformer) -> None:
+    """Trees, chains and prompts in one pass; then the paths that their texts take."""
+    trees = [TokenTree([-1, 0, 0, 1, 2]), None, TokenTree([-1, 0, 1]), TokenTree([-1, 0, 0]), None]
+    paths = [[0, 2, 4], [0], [0, 1], [0, 2], [0, 1]]
+    apart, shared = begun(model), begun(model)
+    for turn in range(2):
+        batches = []
+        for at, tree in enumerate(trees):
+            count = 2 if tree is None else len(tree)
+            tokens = random_tokens(model.config, count, 50 + 9 * turn + at)
+            batches.append(ForwardBatch(tokens, tree, drafted=() if tree is None else range(1, count)))
+        alone = [np.array(model.run(batch, kv).hidden) for batch, kv in zip(batches, apart, strict=True)]
+        parts = [SequencePart(batch, kv) for batch, kv in zip(batches, shared, strict=True)]
+        assert np.array(model.run_each(parts)).tobytes() == np.concatenate(alone).tobytes()
+        whole = joint_batch(batches)
+        assert [whole.tokens[row] for row in whole.drafted] == [
+            batch.tokens[row] for batch in batches for row in batch.drafted
+        ]
+        for kvs in (apart, shared):
+            for kv, batch, path in zip(kvs, batches, paths, strict=True):
+                kv.keep(kv.length - len(batch.tokens), path, partial(model.backend.kv_move, kv))
 
 
 def test_rows_have_the_bits_of_their_sequence_alone(model: Transformer) -> None:
@@ -72,7 +98,7 @@ def test_every_family(tmp_path: Path, case: str) -> None:
 def test_what_fails_leaves_every_cache_as_it_was(model: Transformer) -> None:
     caches = begun(model)
     before = [list(kv.tokens) for kv in caches]
-    parts = [SequencePart([5, 6], kv) for kv in caches]
+    parts = [SequencePart(ForwardBatch([5, 6]), kv) for kv in caches]
     asked: list[int] = []
 
     def cancelled() -> bool:
@@ -82,5 +108,5 @@ def test_what_fails_leaves_every_cache_as_it_was(model: Transformer) -> None:
     with pytest.raises(Cancelled):
         model.run_each(parts, cancelled)
     with pytest.raises(UsageError, match="token id"):
-        model.run_each([*parts[1:], SequencePart([model.config.vocab_size], caches[0])])
+        model.run_each([*parts[1:], SequencePart(ForwardBatch([model.config.vocab_size]), caches[0])])
     assert [kv.tokens for kv in caches] == before

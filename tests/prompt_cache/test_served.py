@@ -24,6 +24,7 @@ def test_a_restarted_server_computes_only_what_is_new(chat_bundle: Path, tmp_pat
         with serving(load(chat_bundle, threads=1, speculation="off", prompt_cache=cache)) as running:
             answers.append(running.post("/v1/chat/completions", asked).json["choices"])
             restored.append(running.model.stats.restored_tokens)
+            assert running.model.stats.reused_tokens == restored[-1]
             # More conversations than are kept in memory.
             for other in range(5) if cache else ():
                 asked_else = asked | {"messages": [{"role": "user", "content": f"{other} other words"}]}

@@ -29,10 +29,11 @@ from ondevice.errors import (
 from ondevice.model.kv_cache import common_prefix
 from ondevice.model.transformer import Cancelled
 from ondevice.runtime.opening import open_tokenizer
+from ondevice.speculation.drafted_text import PassOutcome
 from ondevice.speculation.drafters.lookup import Lookup
 from ondevice.speculation.drafters.model import DraftContext
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter, _whole, same_vocabulary
-from ondevice.speculation.drafting import PassOutcome
+from ondevice.speculation.drafting import DraftRequest
 from ondevice.speculation.tree import DRAFT_NODES, Draft
 from ondevice.tokenizer import Tokenizer
 from tests.support.bundles import EOS, convert_bundle, copy_files, write_chat_checkpoint
@@ -115,12 +116,14 @@ def test_a_draft_can_be_cancelled_and_leaves_nothing_behind(
             return asked > 1
 
         def draft() -> None:
-            drafting.begin(prompt, SamplingConfig())
+            text = drafting.begin(prompt, SamplingConfig())
+            assert text is not None
             batch = ForwardBatch(prompt[:-1], last_only=True)
             output = model._engine._generator.transformer.run(batch, kv)
-            drafting.observe(PassOutcome(Draft((prompt[-2],), (-1,)), [0], output, None, False))
-            with pytest.raises(Cancelled):
-                drafting.propose(prompt[-1], kv, 8, 8, cancelled)
+            drafting.observe(text, PassOutcome(Draft((prompt[-2],), (-1,)), [0], output, None, False))
+            (found,) = drafting.propose([DraftRequest(text, prompt[-1], kv, 8, 8, cancelled)], 8)
+            assert isinstance(found, Cancelled)
+            drafting.end(text)
 
         # What the engine does ahead when it is idle runs on its owner's thread, and may run there only.
         model._owner.call(draft)

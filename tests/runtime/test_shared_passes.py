@@ -20,7 +20,8 @@ from ondevice.errors import FlashReadError, OndeviceError, UsageError
 from ondevice.generate import Event
 from ondevice.model.shared_passes import PROMPT_ROWS
 from ondevice.model.transformer import SequencePart, Transformer
-from tests.support.chat import squeeze
+from tests.support.bundles import EOS
+from tests.support.chat import slow_down, squeeze
 from tests.support.families import CASES, write_model
 
 ENDS = {"max_tokens": 24, "logit_bias": {2: -math.inf}}
@@ -45,7 +46,7 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> Shares:
     own = Transformer.run_each
 
     def run_each(self: Transformer, parts: Sequence[SequencePart], *rest: Any) -> Array:
-        found.append([len(tokens) for tokens, _ in parts])
+        found.append([len(batch.tokens) for batch, _ in parts])
         return own(self, parts, *rest)
 
     monkeypatch.setattr(Transformer, "run_each", run_each)
@@ -219,14 +220,19 @@ def test_a_budget_that_changes_takes_memory_and_changes_no_text() -> None:
     assert changes > 20
 
 
-def test_a_long_prompt_goes_in_pieces_between_the_tokens_of_others(shares: Shares) -> None:
+def test_a_long_prompt_goes_in_pieces_between_the_tokens_of_others(
+    shares: Shares, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with load(parallel=2, speculation="off", memory_pressure="off") as model:
         (first,) = prompts(model.config.vocab_size, 1)
-        running = model.stream(tokens=first[:5], **{**ENDS, "max_tokens": 60})
-        next(running)
         long = (first * 300)[:300]
-        events = list(model.stream(tokens=long, max_tokens=2))
-        list(running)
+        running = model.stream(tokens=first[:5], **{**ENDS, "max_tokens": 400})
+        with monkeypatch.context() as patch:
+            # The running text is far from its end when the long prompt has been read.
+            slow_down(model, patch, 0.05)
+            next(running)
+            events = list(model.stream(tokens=long, max_tokens=2))
+            running.close()  # type: ignore[attr-defined]
         assert said(events) == said(list(model.stream(tokens=long, max_tokens=2)))
     pieces = [rows for each in shares for rows in each if rows > 1]
     assert sum(pieces) == 300
@@ -271,9 +277,12 @@ def test_drafts_come_back_with_the_last_text() -> None:
     assert stats.drafting.drafts > 0
 
 
-def test_closing_ends_all(chat_bundle: Path) -> None:
+def test_closing_ends_all(chat_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(chat_bundle, parallel=3, memory_pressure="off")
-    streams = [model.stream(tokens=[5, 6, 7 + at], **{**ENDS, "max_tokens": 4000}) for at in range(3)]
+    # None has 200 tokens before all have begun.
+    slow_down(model, monkeypatch, 0.05)
+    options: dict[str, Any] = {"max_tokens": 200, "logit_bias": {EOS: -math.inf}}
+    streams = [model.stream(tokens=[5, 6, 7 + at], **options) for at in range(3)]
     begun = [next(it) for it in streams]
     model.close()
     assert len(begun) == 3

@@ -32,15 +32,30 @@ def create(client: Any, server: Serving, **options: Any) -> Any:
     return client.messages.create(**(asked | {"extra_body": {"temperature": 0}} | options))
 
 
+def read(usage: Any) -> int:
+    """The prompt's tokens: Anthropic counts those apart that weren't computed."""
+    return int(usage.input_tokens + usage.cache_creation_input_tokens + usage.cache_read_input_tokens)
+
+
 def test_a_message_is_the_session_s_reply_with_its_usage(server: Serving, client: Any) -> None:
     expected = reply(server, max_tokens=16)
     got = create(client, server)
     assert [block.text for block in got.content] == [expected.text]
     assert got.stop_reason == {"length": "max_tokens", "stop": "end_turn"}[expected.finish_reason]
-    assert (got.usage.input_tokens, got.usage.output_tokens) == (
-        expected.stats.prompt_tokens,
-        expected.stats.generated_tokens,
-    )
+    assert read(got.usage) == expected.stats.prompt_tokens
+    assert got.usage.output_tokens == expected.stats.generated_tokens
+
+
+def test_tokens_that_are_kept_are_told_apart_from_the_start(server: Serving, client: Any) -> None:
+    messages = [{"role": "user", "content": "Nobody has said this before."}]
+    first, again = (create(client, server, messages=messages).usage for _ in range(2))
+    assert first.cache_read_input_tokens < read(first) - 20
+    # The last token always runs.
+    assert (again.input_tokens, read(again)) == (1, read(first))
+    start, *_, end, _ = create(client, server, messages=messages, stream=True)
+    assert start.message.usage.output_tokens == 0
+    for told in (start.message.usage, end.usage):
+        assert (told.input_tokens, read(told)) == (1, read(first))
 
 
 def test_a_stream_is_put_together_to_the_same_message(server: Serving, client: Any) -> None:
@@ -52,7 +67,7 @@ def test_a_stream_is_put_together_to_the_same_message(server: Serving, client: A
     assert text == whole.content[0].text
     assert [block.text for block in final.content] == [text]
     assert (final.stop_reason, final.stop_sequence) == (whole.stop_reason, whole.stop_sequence)
-    assert final.usage.input_tokens == whole.usage.input_tokens
+    assert read(final.usage) == read(whole.usage)
     assert final.usage.output_tokens == whole.usage.output_tokens
     events = [event.type for event in create(client, server, stream=True)]
     assert (events[0], events[1], events[-2:]) == (
@@ -81,7 +96,7 @@ def test_blocks_of_text_and_turns_of_one_role_are_joined(server: Serving, client
 
 def test_tokens_are_counted(server: Serving, client: Any) -> None:
     got = client.messages.count_tokens(model=server.model.name, messages=MESSAGES, system="Be brief.")
-    assert got.input_tokens == create(client, server).usage.input_tokens
+    assert got.input_tokens == read(create(client, server).usage)
     with pytest.raises(anthropic.BadRequestError):
         client.messages.count_tokens(model="", messages=[{"role": "user", "content": "a" * 5000}])
 

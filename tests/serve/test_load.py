@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,19 @@ def streamed(server: Serving, number: int, parts: int) -> str | None:
         connection.close()
 
 
-def run_clients(server: Serving, expected: list[str], seconds: float) -> int:
-    """Number of answers that were compared. Raises what any client found."""
+def run_clients(server: Serving, expected: list[str], seconds: float = 0.0, least: int = 0) -> int:
+    """Number of answers that were compared. Raises what any client found.
+
+    Every client goes on for `seconds`, and until it has asked `least` times.
+    """
     end, found, compared = time.monotonic() + seconds, [], [0] * CLIENTS
 
     def client(index: int) -> None:
         chance = random.Random(index)
         try:
-            while time.monotonic() < end:
+            for done in count():
+                if done >= least and time.monotonic() > end:
+                    return
                 number = chance.randrange(len(expected))
                 if chance.random() < 0.5:
                     text: str | None = whole(server, number)
@@ -97,6 +103,6 @@ def test_many_clients_change_no_text_and_leak_nothing(chat_bundle: Path) -> None
 def test_a_few_clients_change_no_text(chat_bundle: Path) -> None:
     with serving(load(chat_bundle, threads=1, parallel=4), ServeConfig(port=0, queue=CLIENTS)) as server:
         expected = [whole(server, number) for number in range(16)]
-        assert run_clients(server, expected, 1.5) > 3
+        assert run_clients(server, expected, least=4) > 3
         until(lambda: server.metric("running_requests") == 0)
         assert server.metric("waiting_requests") == 0

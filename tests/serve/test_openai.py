@@ -33,7 +33,7 @@ def reply(server: Serving, **options: Any) -> Any:
 
 
 def chat(client: Any, server: Serving, **options: Any) -> Any:
-    return client.chat.completions.create(model=server.model.name, messages=MESSAGES, **options)
+    return client.chat.completions.create(**({"model": server.model.name, "messages": MESSAGES} | options))
 
 
 def test_a_chat_is_the_session_s_reply_with_its_usage(server: Serving, client: Any) -> None:
@@ -47,7 +47,17 @@ def test_a_chat_is_the_session_s_reply_with_its_usage(server: Serving, client: A
     assert got.model == server.model.name
 
 
+def test_tokens_of_the_prompt_that_are_kept_are_told(server: Serving, client: Any) -> None:
+    messages = [{"role": "user", "content": "Nobody has said this before."}]
+    first, again = (chat(client, server, messages=messages, max_tokens=4, n=2).usage for _ in range(2))
+    assert first.prompt_tokens_details.cached_tokens < first.prompt_tokens - 20
+    # The last token always runs.
+    assert again.prompt_tokens_details.cached_tokens == again.prompt_tokens - 1
+    assert again.total_tokens == again.prompt_tokens + again.completion_tokens
+
+
 def test_a_stream_has_the_same_text_and_then_the_usage(server: Serving, client: Any) -> None:
+    chat(client, server, seed=3, max_tokens=24)
     whole = chat(client, server, seed=3, max_tokens=24)
     chunks = list(
         chat(client, server, seed=3, max_tokens=24, stream=True, stream_options={"include_usage": True})

@@ -186,14 +186,14 @@ def requests(draw: st.DrawFn) -> tuple[str, Any]:
 
 
 @seed(0)
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=30, suppress_health_check=list(HealthCheck), database=None)
 @given(asked=requests())
 def test_what_is_nearly_a_request_is_answered(server: Serving, asked: tuple[str, Any]) -> None:
     check(server, *asked)
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=1000, suppress_health_check=list(HealthCheck), database=None)
 @given(asked=requests())
 def test_thousands_of_near_requests_are_answered(server: Serving, asked: tuple[str, Any]) -> None:
     check(server, *asked)
@@ -209,7 +209,7 @@ def test_schemathesis_finds_no_server_error(server: Serving) -> None:
     for found in schema.get_all_operations():
         operation = found.ok()
 
-        @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @settings(max_examples=25, suppress_health_check=list(HealthCheck), database=None)
         @given(case=operation.as_strategy() | operation.as_strategy(schemathesis.GenerationMode.NEGATIVE))
         def attempt(case: Any) -> None:
             nonlocal tried

@@ -21,6 +21,7 @@ from ondevice.serve import protocol
 from ondevice.serve.config import STOP_SECONDS, ServeConfig
 from ondevice.serve.page import routes
 from ondevice.serve.page.live import shown
+from tests.support.bundles import EOS
 from tests.support.chat import slow_down
 from tests.support.serving import Serving, serving, until
 
@@ -137,11 +138,15 @@ def test_a_budget_below_the_least_names_what_would_do(server: Serving) -> None:
 
 
 def test_tokens_are_told_while_a_reply_is_made(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    until(lambda: server.metric("running_requests") == 0)
+    endless = ASKED | {"stream": True, "max_tokens": 200, "temperature": 0, "logit_bias": {str(EOS): -100}}
     with monkeypatch.context() as patch, following(server) as states:
-        before = next(states)
-        slow_down(server.model, patch)
+        # A first state may be one that was read before, while an earlier request ran.
+        before = next(state for state in states if not state["running"])
+        # 20 seconds of text, of which the test needs one.
+        slow_down(server.model, patch, 0.1)
         connection = server.connection()
-        connection.request("POST", CHAT, json.dumps(ASKED | {"stream": True, "max_tokens": 200}))
+        connection.request("POST", CHAT, json.dumps(endless))
         for _ in range(2):
             state = next(states)
             while state["generated_tokens"] < before["generated_tokens"] + 2:

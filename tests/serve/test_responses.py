@@ -39,10 +39,14 @@ def test_a_response_is_the_session_s_reply_with_its_usage(server: Serving, clien
     assert got.status == {"length": "incomplete", "stop": "completed"}[expected.finish_reason]
     assert got.usage.input_tokens == expected.stats.prompt_tokens
     assert got.usage.output_tokens == expected.stats.generated_tokens
+    again = create(client, server, max_output_tokens=16).usage
+    # The last token always runs.
+    assert again.input_tokens_details.cached_tokens == again.input_tokens - 1
     assert got.instructions == "Be brief."
 
 
 def test_a_stream_tells_the_same_response_in_numbered_events(server: Serving, client: Any) -> None:
+    create(client, server, max_output_tokens=16)
     whole = create(client, server, max_output_tokens=16)
     events = list(create(client, server, max_output_tokens=16, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))

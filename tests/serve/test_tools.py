@@ -11,6 +11,8 @@ import pytest
 pytest.importorskip("starlette")
 
 from ondevice.api import load
+from ondevice.chat_template import ChatTemplate
+from ondevice.chat_template.call_formats import FORMATS
 from tests.support.bundles import convert_bundle, write_chat_checkpoint
 from tests.support.chat_templates import TOOLS
 from tests.support.scripted_replies import Script
@@ -108,18 +110,22 @@ def test_a_chat_has_calls_and_takes_their_results(client: Any, say: Say) -> None
 def test_a_streamed_chat_puts_calls_together(client: Any, say: Say) -> None:
     say(TWO)
     found: dict[int, dict[str, str]] = {}
-    text, reason = "", None
+    text, reason, parts = "", None, 0
     for chunk in chat(client, stream=True):
         choice = chunk.choices[0]
         text += choice.delta.content or ""
         reason = choice.finish_reason or reason
         for delta in choice.delta.tool_calls or ():
             call = found.setdefault(delta.index, {"id": "", "name": "", "arguments": ""})
+            assert delta.function.name or call["name"]
+            parts += bool(delta.function.arguments)
             call["id"] += delta.id or ""
             call["name"] += delta.function.name or ""
             call["arguments"] += delta.function.arguments or ""
     whole = chat(client).choices[0].message.tool_calls
     assert (text, reason) == ("I look.", "tool_calls")
+    # Each letter of the arguments is a token of this model, and told with it.
+    assert parts > 20
     assert [found[at] for at in range(2)] == [
         {"id": it.id, "name": it.function.name, "arguments": it.function.arguments} for it in whole
     ]
@@ -230,19 +236,23 @@ def test_a_response_has_items_of_calls_and_takes_their_outputs(client: Any, say:
 def test_a_streamed_response_tells_calls_in_typed_events(client: Any, say: Say) -> None:
     say(calls(OSLO))
     events = list(client.responses.create(model="", input="Which?", tools=[FLAT], stream=True))
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
     assert [event.type for event in events] == [
         "response.created",
         "response.in_progress",
         "response.output_item.added",
-        "response.function_call_arguments.delta",
+        *["response.function_call_arguments.delta"] * len(deltas),
         "response.function_call_arguments.done",
         "response.output_item.done",
         "response.completed",
     ]
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert (events[2].item.arguments, json.loads(events[3].delta)) == ("", OSLO)
-    assert json.loads(events[4].arguments) == json.loads(events[5].item.arguments) == OSLO
-    assert events[6].response.output[0].call_id == events[2].item.call_id
+    added, *_, done, item, last = events[2:]
+    assert added.item.arguments == ""
+    assert (len(deltas) > 5, json.loads("".join(deltas))) == (True, OSLO)
+    assert done.arguments == item.item.arguments == "".join(deltas)
+    assert last.response.output[0].call_id == added.item.call_id
+    assert last.response.output[0].arguments == done.arguments
 
 
 # --- Anthropic ---
@@ -291,7 +301,7 @@ def test_a_streamed_message_tells_calls_by_their_json(anthropic_client: Any, say
     with anthropic_client.messages.stream(model="", max_tokens=99, messages=[USER], tools=[TOOL]) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
-    assert "input_json" in kinds
+    assert kinds.count("input_json") > 20
     assert [block.model_dump() for block in final.content] == [block.model_dump() for block in whole.content]
     assert final.stop_reason == "tool_use"
 
@@ -303,6 +313,38 @@ def test_choices_and_thinking_of_messages(anthropic_client: Any, say: Say) -> No
     none = create(anthropic_client, tool_choice={"type": "none"}, thinking={"type": "disabled"})
     assert [block.type for block in none.content] == ["thinking", "text"]
     assert script.asked[1].endswith("<|assistant|><think></think>")
+
+
+# --- Calls that break off ---
+
+
+def test_a_call_that_breaks_off_is_no_call(
+    tooled: Serving, client: Any, anthropic_client: Any, say: Say
+) -> None:
+    """What has been told of it by then is behind a stream; its text follows."""
+    text = '<tool_call>{"name": "weather", "arguments": {"city": "Os'
+    say(f"I look. {text}")
+    whole = chat(client).choices[0]
+    assert (whole.message.content, whole.message.tool_calls) == (f"I look. {text}", None)
+    chunks = [chunk.choices[0] for chunk in chat(client, stream=True)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == f"I look. {text}"
+    told = [it.function for chunk in chunks for it in chunk.delta.tool_calls or ()]
+    assert (told[0].name, "".join(it.arguments for it in told)) == ("weather", '{"city": "Os')
+    assert chunks[-1].finish_reason == "stop"
+    answer = client.responses.create(model="", input="Which?", tools=[FLAT])
+    assert ([item.type for item in answer.output], answer.output_text) == (["message"], f"I look. {text}")
+    *_, last = client.responses.create(model="", input="Which?", tools=[FLAT], stream=True)
+    assert [(item.type, item.status) for item in last.response.output] == [
+        ("message", "completed"),
+        ("function_call", "incomplete"),
+        ("message", "completed"),
+    ]
+    message = create(anthropic_client)
+    assert ([block.type for block in message.content], message.stop_reason) == (["text"], "end_turn")
+    with anthropic_client.messages.stream(model="", max_tokens=99, messages=[USER], tools=[TOOL]) as stream:
+        final = stream.get_final_message()
+    assert [block.type for block in final.content] == ["text", "tool_use", "text"]
+    assert (final.content[2].text, final.stop_reason) == (f" {text}", "end_turn")
 
 
 # --- Ollama ---
@@ -371,12 +413,68 @@ def test_a_call_that_can_t_be_enforced_is_refused(tooled: Serving) -> None:
     schema = {"response_format": {"type": "json_object"}}
     both = tooled.post("/v1/chat/completions", asked | schema)
     assert (both.status, both.json["error"]["param"]) == (400, "tool_choice")
-    # A reply that had to obey the schema from its first token on could never call one.
-    either = tooled.post("/v1/chat/completions", asked | schema | {"tool_choice": "auto"})
-    assert either.status == 400
-    assert "either tools or a constraint" in either.json["error"]["message"]
     none = tooled.post("/v1/chat/completions", asked | schema | {"tool_choice": "none"})
     assert none.status == 200
+
+
+def templated(tooled: Serving, monkeypatch: pytest.MonkeyPatch, format: Any) -> None:
+    """Let the model have a template with the marks of another format."""
+    source = "{{ tools | tojson }}{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>"
+    template = ChatTemplate.load(f"{source}{{# {''.join(format.marks)} #}}".encode(), tooled.model.tokenizer)
+    monkeypatch.setitem(tooled.model._host.__dict__, "chat_template", template)
+
+
+@pytest.mark.parametrize("name", ["qwen3-coder", "glm", "gemma4", "deepseek"])
+def test_calls_that_aren_t_json_can_be_asked_for(
+    tooled: Serving, anthropic_client: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    pytest.importorskip("llguidance")
+    templated(tooled, monkeypatch, next(format for format in FORMATS if format.name == name))
+    tool = {"name": "convert", "input_schema": STRICT}
+    one = {"type": "any", "disable_parallel_tool_use": True}
+    with anthropic_client.messages.stream(
+        model="", max_tokens=400, messages=[USER], tools=[tool], tool_choice=one
+    ) as stream:
+        final = stream.get_final_message()
+    assert [(block.type, block.name) for block in final.content] == [("tool_use", "convert")]
+    assert final.content[0].input.pop("unit") in ("C", "F")
+    assert isinstance(final.content[0].input.pop("high", True), bool)
+    assert final.content[0].input == {}
+    assert final.stop_reason == "tool_use"
+
+
+def test_a_schema_beside_tools_makes_a_call_or_an_answer(
+    tooled: Serving, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model has random weights: nothing but the grammar makes it do either."""
+    pytest.importorskip("llguidance")
+    answer = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema = {
+        "type": "json_schema",
+        "json_schema": {"name": "a", "schema": answer | {"additionalProperties": False}},
+    }
+    begun = {"<": 100, "{": -100}, {"<": -100, "{": 100}
+    for sign, biases in zip("<{", begun, strict=True):
+        ids = {tooled.model.tokenizer.encode(it, add_bos=False)[-1]: bias for it, bias in biases.items()}
+        got = chat(
+            client,
+            tools=[NOW],
+            response_format=schema,
+            logit_bias=ids,
+            max_tokens=99,
+            parallel_tool_calls=False,
+        ).choices[0]
+        if sign == "<":
+            assert (got.finish_reason, got.message.content) == ("tool_calls", None)
+            assert got.message.tool_calls[0].function.name == "now"
+        else:
+            assert (got.finish_reason, got.message.tool_calls) == ("stop", None)
+            assert isinstance(json.loads(got.message.content)["ok"], bool)
+    templated(tooled, monkeypatch, next(format for format in FORMATS if format.bare))
+    asked = {"messages": [USER], "tools": [NOW], "response_format": schema, "max_tokens": 9}
+    refused = tooled.post("/v1/chat/completions", asked)
+    assert (refused.status, refused.json["error"]["param"]) == (400, "response_format")
+    assert "either tools or a constraint" in refused.json["error"]["message"]
 
 
 # --- What a model can't do ---

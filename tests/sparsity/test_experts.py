@@ -147,7 +147,7 @@ def in_trees(model: Transformer) -> np.ndarray:
     for at in range(0, len(TOKENS), 2):
         wrong = rng.integers(0, 256, 3).tolist()
         tokens = [TOKENS[at], wrong[0], TOKENS[at + 1], wrong[1], wrong[2]]
-        batch = ForwardBatch(tokens, TokenTree([-1, 0, 0, 1, 2]), draft_rows=4)
+        batch = ForwardBatch(tokens, TokenTree([-1, 0, 0, 1, 2]), drafted=[1, 2, 3, 4])
         found.append(np.array(model.logits(model.run(batch, kv).hidden))[[0, 2]])
         kv.keep(at, [0, 2], partial(model.backend.kv_move, kv))
         model.accept(batch, [0, 2])

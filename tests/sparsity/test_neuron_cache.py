@@ -139,7 +139,7 @@ class Cache(RuleBasedStateMachine):
 
 
 TestCache = Cache.TestCase
-TestCache.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestCache.settings = settings(max_examples=60, stateful_step_count=60)
 
 
 def test_the_policy_decides_who_stays() -> None:

@@ -49,8 +49,9 @@ def test_texts_drawn_with_trees_follow_the_models_law(
     drafting = model._engine._drafting
     assert drafting is not None
     # However short the passes of so small a model are.
-    monkeypatch.setattr(drafting, "_min_pass_seconds", 0.0)
-    monkeypatch.setattr(drafting, "_state", "listening")
+    alone = drafting._pace_of(1)
+    monkeypatch.setattr(alone, "_min_pass_seconds", 0.0)
+    monkeypatch.setattr(alone, "disabled", False)
     if drafts != "drafters' own":
         order = 1 if drafts == "the unlikeliest" else -1
         ranked = sorted(expected, key=lambda text: order * expected[text])

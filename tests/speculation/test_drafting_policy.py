@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +21,12 @@ from ondevice.speculation.back_off import (
     PLAIN_EVERY,
     BackOff,
 )
+from ondevice.speculation.drafted_text import DraftedText, PassOutcome
 from ondevice.speculation.drafter import Drafter
-from ondevice.speculation.drafting import Drafting, PassOutcome
+from ondevice.speculation.drafting import Drafting, DraftRequest
 from ondevice.speculation.pass_time import PassTime
 from ondevice.speculation.policy import STALE_PASSES, TRIAL_NODES, TreePolicy
-from ondevice.speculation.tree import DRAFT_NODES, Draft, Proposals, grow
+from ondevice.speculation.tree import DRAFT_NODES, Draft, Proposals, Root, grow
 
 KV: Any = SimpleNamespace(room=64, length=0)
 """Keys and values with room for any draft."""
@@ -34,6 +36,13 @@ def outcome(draft: Draft, seconds: float) -> PassOutcome:
     """A pass of which nothing but the root was right."""
     output: Any = None
     return PassOutcome(draft, [0], output, seconds, ended=False)
+
+
+def proposed(drafting: Drafting, text: DraftedText, root: int, nodes: int) -> Draft:
+    """The draft of a pass of one text."""
+    (draft,) = drafting.propose([DraftRequest(text, root, KV, nodes, 99)], nodes)
+    assert isinstance(draft, Draft)
+    return draft
 
 
 class Simulation:
@@ -70,9 +79,9 @@ class Simulation:
                     return [(1, claimed)]
 
                 self.policy.prepared(0.0)
-                size = len(
-                    grow(0, proposals, self.policy.is_worth_adding, nodes, 99, self.policy.is_worth_asking)
-                )
+                adding, asking = self.policy.is_worth_adding, self.policy.is_worth_asking
+                (draft,) = grow([Root(0, proposals, nodes, 99)], adding, nodes, asking)
+                size = len(draft)
                 self.policy.grown(asked * propose, asked)
             tokens = 1
             while tokens < size and self._random.random() < right:
@@ -108,6 +117,46 @@ def test_a_draft_is_as_large_as_pays(node: float, chance: float) -> None:
     rates = [sum(chance**depth for depth in range(n)) / (1 + node * (n - 1)) for n in range(1, 17)]
     found = Simulation().run(300, node=node, claimed=chance)[-100:]
     assert np.median(found) == 1 + int(np.argmax(rates))
+
+
+@pytest.mark.parametrize("node", [0.02, 0.1, 0.25])
+def test_nodes_go_where_they_bring_most_over_all_texts(node: float) -> None:
+    """Texts whose draft tokens are right with other chances share a pass: the best sizes by trying all."""
+    chances, random = (0.95, 0.7, 0.3), np.random.default_rng(1)
+
+    def tokens(sizes: Sequence[int]) -> float:
+        return sum(sum(chance**depth for depth in range(n)) for chance, n in zip(chances, sizes, strict=True))
+
+    def rate(sizes: Sequence[int]) -> float:
+        return tokens(sizes) / (1 + node * (sum(sizes) - len(sizes)))
+
+    every = (sizes for sizes in product(range(1, 15), repeat=3) if sum(sizes) <= DRAFT_NODES)
+    best = max(every, key=rate)
+    policy, found = TreePolicy(DRAFT_NODES, texts=3), list[tuple[int, ...]]()
+    for _ in range(400):
+        sizes, limit = (1, 1, 1), policy.begin()
+        if limit > 3:
+            roots = [Root(0, lambda path, chance=chance: [(1, chance)], 14, 99) for chance in chances]  # type: ignore[misc]
+            policy.prepared(0.0)
+            drafts = grow(roots, policy.is_worth_adding, limit, policy.is_worth_asking)
+            sizes = tuple(map(len, drafts))
+        right = (random.random(n - 1) < chance for chance, n in zip(chances, sizes, strict=True))
+        drawn = sum(1 + int(np.cumprod(its).sum()) for its in right)
+        policy.record(sum(sizes), drawn, 1 + node * (sum(sizes) - 3))
+        found.append(sizes)
+    often = Counter(sizes for sizes in found[100:] if sizes != (1, 1, 1)).most_common(1)[0][0]
+    assert rate(often) > 0.97 * rate(best)
+    assert rate(often) > 1.05 * rate((1, 1, 1))
+    assert often[0] > often[2]
+    assert "over 3 texts" in policy.decision
+
+
+def test_no_draft_takes_more_than_its_own_room() -> None:
+    roots = [Root(at, lambda path: [(1, 0.9), (2, 0.1)], most, 3) for at, most in enumerate((4, 1, 2))]
+    drafts = grow(roots, lambda nodes, chance: True, 16)
+    assert [len(draft) for draft in drafts] == [4, 1, 2]
+    assert [draft.tokens[0] for draft in drafts] == [0, 1, 2]
+    assert [len(it) for it in grow(roots, lambda nodes, chance: True, 4)] == [2, 1, 1]
 
 
 def test_asking_the_drafter_costs_too() -> None:
@@ -290,12 +339,14 @@ def test_a_drafter_hears_the_whole_text_in_order(monkeypatch: pytest.MonkeyPatch
     drafting, asked = Drafting(Listening(), DRAFT_NODES), list[int]()
     for start in (2, 150):
         written = list(range(start))
-        drafting.begin(written, SamplingConfig())
+        text = drafting.begin(written, SamplingConfig())
+        assert text is not None
         for token in range(100):
-            draft = drafting.propose(written[-1], KV, 16, 99)
-            drafting.drew(token, np.zeros(4, np.float32))
+            draft = proposed(drafting, text, written[-1], 16)
+            text.drew(token, np.zeros(4, np.float32))
             written.append(token)
-            drafting.observe(outcome(draft, 1.0))
+            drafting.observe(text, outcome(draft, 1.0))
+        drafting.end(text)
     assert len(asked) > 50
 
 
@@ -333,22 +384,25 @@ def test_short_passes_are_left_alone_until_they_are_longer() -> None:
     drafting, written = Drafting(drafter, 8, min_pass_seconds=0.001), [1, 2]
 
     def decode(seconds: float) -> None:
-        draft = drafting.propose(written[-1], KV, 8, 8)
-        drafting.drew(3, np.zeros(4, np.float32))
+        draft = proposed(drafting, text, written[-1], 8)
+        text.drew(3, np.zeros(4, np.float32))
         written.append(3)
-        drafting.observe(outcome(draft, seconds))
+        drafting.observe(text, outcome(draft, seconds))
+
+    def decision() -> str:
+        return drafting.stats(text).decision
 
     def is_disabled() -> bool:
-        return drafting.stats.decision.startswith("no drafts: a plain pass takes")
+        return decision().startswith("no drafts: a plain pass takes")
 
-    drafting.begin(written, SamplingConfig())
+    begun = drafting.begin(written, SamplingConfig())
+    assert begun is not None
+    text = begun
     for _ in range(20):
         assert is_disabled()
         decode(0.0005)
     assert drafter.text == ()
-    assert (
-        drafting.stats.decision == "no drafts: a plain pass takes 0.50 ms, and drafting pays from 1.00 ms on"
-    )
+    assert decision() == "no drafts: a plain pass takes 0.50 ms, and drafting pays from 1.00 ms on"
     passes = 0
     while is_disabled():
         decode(0.01)

@@ -13,7 +13,7 @@ from ondevice.speculation.ranking import MAX_CANDIDATES, Ranking, largest
 from tests.api.test_sampling import Logits, random_logits
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 3000), st.integers(1, 300), st.integers(0, 100), st.booleans())
 def test_the_largest_are_those_of_a_sort(size: int, count: int, seed: int, ties: bool) -> None:
     values = random_logits(size, seed)

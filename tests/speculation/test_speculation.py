@@ -29,7 +29,7 @@ from ondevice.speculation.drafters.lookup import Lookup
 from ondevice.speculation.drafters.recycling import MATRIX_BYTES, MAX_CANDIDATES, Recycling, candidates
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.registry import DRAFTERS
-from ondevice.speculation.tree import DRAFT_NODES, Draft, Proposals, grow, plain
+from ondevice.speculation.tree import DRAFT_NODES, Draft, Proposals, Root, grow, plain
 from ondevice.speculation.verify import verify
 from tests.support.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.support.chat import PROMPT, squeeze
@@ -171,7 +171,8 @@ def test_only_what_was_accepted_counts_for_the_neuron_cache(
         squeeze(model, model.plan.segment.least + 1)
         assert isinstance(model._engine._neurons, NeuronFetcher)
         # No draft tokens at all.
-        draft_by(model, [], 0).propose = lambda root, *limits: Draft((root,), (-1,))  # type: ignore[method-assign]
+        scripted = draft_by(model, [], 0)
+        scripted.propose = lambda asked, rows: [Draft((asked[0].root,), (-1,))]  # type: ignore[method-assign]
         tokens = write(model, 40)
         observed.append([])
         draft_by(model, [*model.tokenizer.encode(PROMPT), *tokens], 1)
@@ -264,9 +265,8 @@ def test_a_draft_grows_where_acceptance_is_likeliest() -> None:
     guesses = {(): [(1, 0.6), (2, 0.3)], (1,): [(3, 0.9), (4, 0.1)], (2,): [(5, 0.9)], (1, 3): [(6, 0.2)]}
 
     def tree(worth: float = 0.0, nodes: int = 16, depth: int = 8) -> Draft:
-        return grow(
-            9, lambda path: guesses.get(tuple(path), []), lambda n, chance: chance > worth, nodes, depth
-        )
+        root = Root(9, lambda path: guesses.get(tuple(path), []), nodes, depth)
+        return grow([root], lambda n, chance: chance > worth, nodes)[0]
 
     # 0.6, 0.54, 0.3, 0.27, 0.108, 0.06
     whole = tree()
@@ -284,10 +284,11 @@ def test_a_draft_grows_where_acceptance_is_likeliest() -> None:
         asked.append(tuple(path))
         return guesses.get(tuple(path), [])
 
-    grow(9, propose, lambda n, chance: True, 4, 8)
+    grow([Root(9, propose, 4, 8)], lambda n, chance: True, 4)
     assert asked == [(), (1,), (1, 3)]
     asked.clear()
-    drafted = grow(9, propose, lambda n, chance: True, 16, 8, lambda n, chance: chance > 0.5)
+    root = Root(9, propose, 16, 8)
+    (drafted,) = grow([root], lambda n, chance: True, 16, lambda n, chance: chance > 0.5)
     assert (drafted.tokens, asked) == ((9, 1, 3, 2, 6, 4), [(), (1,), (1, 3)])
 
 

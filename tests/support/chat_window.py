@@ -27,7 +27,7 @@ def slow_down(app: Any) -> None:
     """The engine as a larger model would have it: the window has time to be used while a reply is written."""
     engine = app.chat._model._engine
     steps = engine.steps
-    engine.steps = lambda *arguments: watched(steps(*arguments), lambda event: time.sleep(0.01))
+    engine.steps = lambda *arguments: watched(steps(*arguments), lambda event: time.sleep(0.05))
 
 
 async def until(holds: Callable[[], Any]) -> None:

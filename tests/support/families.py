@@ -100,6 +100,23 @@ QWEN2_MOE = {
     "num_experts_per_tok": 3,
     "sliding_window": 4096,
 }
+DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+DELTA_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 72,
+}
+WIDE_DELTA = {"linear_key_head_dim": 40, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 3}
+# A state behind rounded keys may magnify what they lose: queries and keys there have length 1, however small.
+PAIRS = {"layer_types": ["linear_attention"] * 2 + ["full_attention"] * 2}
 GLM4_MOE = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -412,6 +429,34 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4MoeLite",
         {**DEEPSEEK, "first_k_dense_replace": None, "rms_norm_eps": 1e-3, "v_head_dim": 32}
         | {"num_attention_heads": 5, "num_key_value_heads": 5, "q_lora_rank": None},
+    ),
+    "qwen3 next": ("Qwen3Next", {**DELTA, **DELTA_EXPERTS}),
+    "qwen3 next dense": (
+        "Qwen3Next",
+        {**DELTA, **WIDE_DELTA, "num_experts": 0, "tie_word_embeddings": True, "num_key_value_heads": 1},
+    ),
+    "qwen3 next dense between": (
+        "Qwen3Next",
+        {**DELTA, **DELTA_EXPERTS, **PAIRS, "mlp_only_layers": [1], "norm_topk_prob": False}
+        | {"linear_num_key_heads": 4, "rms_norm_eps": 1e-5},
+    ),
+    "qwen3.5": ("Qwen3_5Text", DELTA),
+    "qwen3.5 wide states": ("Qwen3_5Text", {**DELTA, **WIDE_DELTA, "linear_num_key_heads": 1}),
+    "qwen3.5 half turns": (
+        "Qwen3_5Text",
+        {**DELTA, **PAIRS, "tie_word_embeddings": True, "hidden_size": 80}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}},
+    ),
+    "qwen3.5 moe": ("Qwen3_5MoeText", {**DELTA, **DELTA_EXPERTS, "intermediate_size": None}),
+    "qwen3.5 moe all chosen": (
+        "Qwen3_5MoeText",
+        {**DELTA, **DELTA_EXPERTS, **WIDE_DELTA, "intermediate_size": None}
+        | {"num_experts": 4, "num_experts_per_tok": 4},
+    ),
+    "qwen3.5 moe in pairs": (
+        "Qwen3_5MoeText",
+        {**DELTA, **DELTA_EXPERTS, **PAIRS, "intermediate_size": None, "num_attention_heads": 8}
+        | {"tie_word_embeddings": True, "linear_num_value_heads": 2},
     ),
     "opt": ("OPT", OPT),
     "opt gelu": ("OPT", {**OPT, "activation_function": "gelu", "tie_word_embeddings": False}),

@@ -12,11 +12,11 @@ import numpy as np
 from ondevice.api import Model
 from ondevice.backends.base import Float32
 from ondevice.config import SamplingConfig
-from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Prune, PrunedDraft
 from ondevice.response import Response
-from ondevice.speculation.drafting import PassOutcome
-from ondevice.speculation.tree import DRAFT_NODES, STREAM_ROWS, Draft
+from ondevice.speculation.drafted_text import PassOutcome
+from ondevice.speculation.drafting import DraftRequest
+from ondevice.speculation.tree import DRAFT_NODES, STREAM_ROWS, Draft, plain
 from ondevice.stats import DraftStats
 
 STREAMS = 3
@@ -31,16 +31,23 @@ class Scripted:
         self._vocab_size = vocab_size
         self._random = np.random.default_rng(seed)
         self.sizes: list[int] = []
-        self.stats = DraftStats()
+        self.draft = plain(0)
         self.prune: Prune | None = None
-        self.text: list[int] = []
         self.streamed = 0
         """Nodes that had streams in their pass."""
 
-    def begin(self, text: list[int], sampling: SamplingConfig, constrained: object = None) -> None:
-        self.text, self._length = text, len(text)
+    def begin(self, text: list[int], sampling: SamplingConfig, constrained: object = None) -> Scripted:
+        self._length = len(text)
+        return self
 
-    def propose(self, root: int, kv: KVCache, max_nodes: int, max_tokens: int, cancelled: Any) -> Draft:
+    def end(self, text: Scripted) -> None:
+        pass
+
+    def stats(self, text: Scripted) -> DraftStats:
+        return DraftStats()
+
+    def propose(self, asked: Sequence[DraftRequest], rows: int) -> list[Draft]:
+        (_, root, kv, max_nodes, max_tokens, _), *_ = asked
         rng, known = self._random, self._text[self._length :]
         self._places = min(max_nodes, max(1, kv.room - kv.length))
         tokens, parents, depths = [root], [-1], [0]
@@ -55,9 +62,9 @@ class Scripted:
                 parents.append(parent)
                 depths.append(depth)
         self.sizes.append(len(tokens))
-        draft = Draft(tuple(tokens), tuple(parents), (1.0,) * len(tokens))
-        self.prune = partial(self._prune, draft)
-        return draft
+        self.draft = Draft(tuple(tokens), tuple(parents), (1.0,) * len(tokens))
+        self.prune = partial(self._prune, self.draft)
+        return [self.draft]
 
     def _prune(self, draft: Draft, entering: Float32) -> PrunedDraft:
         """Some nodes end here, with what is behind them; some get streams."""
@@ -71,7 +78,7 @@ class Scripted:
     def drew(self, token: int, logits: Float32) -> None:
         self._length += 1
 
-    def observe(self, outcome: PassOutcome) -> None:
+    def observe(self, text: Scripted, outcome: PassOutcome) -> None:
         self.streamed += len(outcome.output.streams)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ondevice.api import Model
 from ondevice.config import SamplingConfig
 from ondevice.generate import Event
-from ondevice.stats import GenerationStats
+from ondevice.stats import GenerationStats, PromptUse
 from ondevice.tokenizer import StreamingDetokenizer, Tokenizer
 
 
@@ -34,8 +34,8 @@ class Script:
             self.asked.append(_written(tokenizer, ids))
             reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
             said = spoken(tokenizer, reply)
-            for token, text in said:
-                yield Event(text, token)
+            for at, (token, text) in enumerate(said):
+                yield Event(text, token, prompt=None if at else PromptUse(len(ids), 0))
             stats = GenerationStats(prompt_tokens=len(ids), generated_tokens=len(said))
             yield Event("", None, "stop", stats)
 

@@ -132,7 +132,7 @@ def test_tokenizer_json_encodes_as_its_library(
     assert loaded[name].encode(text, add_bos=False, special=True) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="▁"), max_size=40))
 def test_both_forms_of_llama2_agree(loaded: dict[str, Tokenizer], text: str) -> None:
     ids = loaded["llama2"].encode(text)
@@ -141,7 +141,7 @@ def test_both_forms_of_llama2_agree(loaded: dict[str, Tokenizer], text: str) -> 
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="▁"), max_size=40))
 def test_text_survives_the_round_trip(loaded: dict[str, Tokenizer], name: str, text: str) -> None:
     assert loaded[name].decode(loaded[name].encode(text)) == text
@@ -224,7 +224,7 @@ def test_add_bos_without_a_bos_is_a_usage_error() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_streams_decode_like_the_whole_and_like_the_library(
     loaded: dict[str, Tokenizer],
@@ -251,7 +251,7 @@ def test_streams_decode_like_the_whole_and_like_the_library(
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.text(
         st.characters(min_codepoint=0x80, blacklist_categories=["Cs"], blacklist_characters="▁"),

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
-from ondevice.bundle.layout import RowLayout, padded
+from ondevice.bundle.layout import RowLayout, padded, tensors_layout
 from ondevice.bundle.predictors import (
     PREDICTORS_SIDECAR,
     OperatingPoint,
@@ -300,7 +300,7 @@ def write_predictors(
     ranks = tuple(layer.rank for layer in stored)
     bits = stored[0].bits
     tensors = predictor_tensors(bundle.config, bits, ranks)
-    sha256, crcs = write_tensors(PREDICTORS_SIDECAR, tensors, stored_arrays(stored), output)
+    sha256, crcs = write_tensors(PREDICTORS_SIDECAR, tensors_layout(tensors), stored_arrays(stored), output)
     predictors = Predictors(
         model=weights_digest(bundle.manifest),
         bits=bits,

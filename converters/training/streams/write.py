@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
+from ondevice.bundle.layout import tensors_layout
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import weights_digest
 from ondevice.bundle.streams import (
@@ -79,7 +80,7 @@ def write_streams(
     tensors = stream_tensors(bundle.config, facts)
     # Quantise everything first: if that fails, the older streams are still there.
     stored = list(_stored(facts, bundle.config, arrays))
-    sha256, crcs = write_tensors(STREAMS_SIDECAR, tensors, stored, bundle.path)
+    sha256, crcs = write_tensors(STREAMS_SIDECAR, tensors_layout(tensors), stored, bundle.path)
     written = replace(facts, sha256=sha256, crcs=crcs)
     save_streams(written, bundle.path)
     return written

@@ -23,6 +23,8 @@ const KernelTable kTable = {
     kv_write,
     kv_move,
     attention,
+    gated_delta,
+    sigmoid_gate,
     dequantize_row,
     quantize_block,
     quantize_lanes,

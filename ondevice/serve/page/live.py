@@ -74,7 +74,7 @@ def shown(plan: Plan, replanned: Plan) -> dict[str, Any]:
         "Other weights kept": plan.neuron_cache_bytes,
         f"{plan.max_context} tokens of context": plan.kv_cache_bytes,
         "Buffers and drafting": plan.staging_bytes + plan.activation_bytes + plan.draft_bytes,
-        "The process": plan.process_bytes + plan.unread_bytes,
+        "The process": plan.process_bytes + plan.unread_bytes + plan.constraint_bytes,
     }
     if plan.others_bytes:
         parts["Other models"] = plan.others_bytes

@@ -50,6 +50,11 @@ class Combined(Drafter):
         for member in self.members:
             member.prepare(kv, max_nodes, cancelled)
 
+    def beside(self) -> Combined | None:
+        """Those of the members that have one."""
+        found = [its for member in self.members if (its := member.beside()) is not None]
+        return Combined(found) if found else None
+
     def propose(self, path: Sequence[int]) -> Proposals:
         chances: dict[int, float] = {}
         for member in self.members:

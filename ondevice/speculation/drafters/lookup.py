@@ -49,6 +49,9 @@ class Lookup(Drafter):
             self._acceptance[length - 1].observe(proposed == token)
         self._add(token)
 
+    def beside(self) -> Lookup:
+        return Lookup()
+
     def propose(self, path: Sequence[int]) -> Proposals:
         found = self._found(path)
         if found is None:

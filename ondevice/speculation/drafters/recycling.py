@@ -6,6 +6,7 @@ Logits name candidates that the text didn't take. The next time the same token o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 
@@ -56,6 +57,12 @@ class Recycling(Drafter):
                     acceptance.observe(candidate == token)
             known[:] = largest(logits, len(known))[0]
         self._last = token
+
+    def beside(self) -> Recycling:
+        """One that learns from this one's texts, and this one from its."""
+        found = copy(self)
+        found._last = -1
+        return found
 
     def propose(self, path: Sequence[int]) -> Proposals:
         last = path[-1] if path else self._last

@@ -44,6 +44,9 @@ class ResidentDrafter(Drafter):
     def observe(self, token: int, logits: Float32 | None) -> None:
         self._text.append(token)
 
+    def beside(self) -> ResidentDrafter:
+        return ResidentDrafter(self._transformer)
+
     def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
         self._forget()
         start = kv.length

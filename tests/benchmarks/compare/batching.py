@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from tests.benchmarks.lib.virtual_hub import REPOSITORY, Repository, serving
 
 CONTEXT = 512
 PROMPT_TOKENS = 16
-END_OF_TEXT = 2
+NO_END = {2: -math.inf}
 WARM_TOKENS = 4
 CHECKED = 4
 """Texts of the most clients that are compared with their own alone; the first one always is."""
@@ -78,9 +78,8 @@ class Client:
     tokens: list[int]
     times: list[float]
 
-    def run(self, model: ondevice.Model, count: int) -> None:
+    def run(self, model: ondevice.Model, count: int, bias: Mapping[int, float] = NO_END) -> None:
         """Continue the prompt by `count` tokens."""
-        bias = {END_OF_TEXT: -math.inf}
         for event in model.stream(tokens=self.prompt, max_tokens=count, logit_bias=bias):
             if event.token is not None:
                 self.tokens.append(event.token)

@@ -179,7 +179,7 @@ class Model:
     def logits(self, piece: Sequence[int]) -> Float32:
         """(T, V), the logits after every token of a piece that begins an empty context."""
         layout = KVLayout(self._model.config, 32)
-        kv = KVCache(layout, lambda nbytes: self._backend.allocate_block(layout))
+        kv = KVCache(layout, self._backend.allocate_block)
         rows = self._model.every_logits(ForwardBatch(list(piece)), kv, len(piece))
         return np.concatenate(list(rows))
 

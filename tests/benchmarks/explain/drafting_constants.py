@@ -23,7 +23,7 @@ import numpy as np
 
 from ondevice.speculation import back_off, pass_time, policy
 from ondevice.speculation.policy import TreePolicy
-from ondevice.speculation.tree import DRAFT_NODES, Proposals, grow
+from ondevice.speculation.tree import DRAFT_NODES, Proposals, Root, grow
 
 NEVER = 10**9
 Noise = Callable[[np.random.Generator], float]
@@ -103,7 +103,8 @@ class Clock:
             return 1, 0
         self._policy.prepared(prepare)
         adding, asking = self._policy.is_worth_adding, self._policy.is_worth_asking
-        nodes = len(grow(0, propose, adding, most, DRAFT_NODES, asking))
+        (draft,) = grow([Root(0, propose, most, DRAFT_NODES)], adding, most, asking)
+        nodes = len(draft)
         self._policy.grown(asked * ask, asked)
         return nodes, asked
 

@@ -32,12 +32,12 @@ from ondevice.backends.token_tree import MAX_DEPTH
 from ondevice.bundle.reader import Bundle
 from ondevice.config import SamplingConfig, Sparsity
 from ondevice.errors import UnsupportedModelError
-from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Prune
 from ondevice.runtime.engine import Engine
 from ondevice.scoring import benchmark_prompt
-from ondevice.speculation.drafting import PassOutcome
-from ondevice.speculation.tree import Draft, Proposals, grow, plain
+from ondevice.speculation.drafted_text import PassOutcome
+from ondevice.speculation.drafting import DraftRequest
+from ondevice.speculation.tree import Draft, Proposals, Root, grow, plain
 from ondevice.stats import DraftStats
 from tests.benchmarks.compare.flash_versus_llama_cpp import RANDOM_TEXT, TENTH
 from tests.benchmarks.lib.measure import machine, note, summary
@@ -96,7 +96,8 @@ def shape(kind: str, nodes: int) -> Draft:
         candidates = ranked(len(path))
         return candidates if kind == "tree" else candidates[:1]
 
-    return grow(0, propose, lambda count, chance: True, nodes, MAX_DEPTH)
+    (draft,) = grow([Root(0, propose, nodes, MAX_DEPTH)], lambda count, chance: True, nodes)
+    return draft
 
 
 def shapes() -> dict[tuple[str, int], Draft]:
@@ -128,10 +129,9 @@ class Schedule:
             self._steps += [(self._filled(every[block]), taken) for _ in range(passes)]
         self._next = 0
         self._bytes = 0
-        self.stats = DraftStats()
+        self.draft = plain(0)
         self.prune: Prune | None = None
         """Nothing is drafted by streams here."""
-        self.text: list[int] = []
 
     @property
     def done(self) -> bool:
@@ -146,23 +146,31 @@ class Schedule:
             begun.add(parent)
         return Draft(tuple(self._pool[place] for place in places), form.parents, form.chances)
 
-    def begin(self, text: list[int], sampling: SamplingConfig, constrained: object = None) -> None:
-        self._bytes, self.text = self._engine.counters().flash_bytes_read, text
+    def begin(self, text: list[int], sampling: SamplingConfig, constrained: object = None) -> Any:
+        self._bytes = self._engine.counters().flash_bytes_read
+        return self
 
-    def propose(self, root: int, kv: KVCache, max_nodes: int, max_tokens: int, cancelled: Any) -> Draft:
+    def end(self, text: object) -> None:
+        pass
+
+    def stats(self, text: object) -> DraftStats:
+        return DraftStats()
+
+    def propose(self, asked: Sequence[DraftRequest], max_nodes: int) -> list[Draft]:
         """The next one, room in the context or not: there is enough, and blocks are taken for it."""
         drafted, _ = self._steps[min(self._next, len(self._steps) - 1)]
-        return Draft((root, *drafted.tokens[1:]), drafted.parents, drafted.chances)
+        self.draft = Draft((asked[0].root, *drafted.tokens[1:]), drafted.parents, drafted.chances)
+        return [self.draft]
 
     def drew(self, token: int, logits: Float32) -> None:
         pass
 
-    def observe(self, outcome: PassOutcome) -> None:
+    def observe(self, text: object, outcome: PassOutcome) -> None:
         if outcome.seconds is None:
             return
         total = self._engine.counters().flash_bytes_read
         if self._next < len(self._steps) and (taken := self._steps[self._next][1]) is not None:
-            taken.append(Taken(outcome.seconds, total - self._bytes))
+            taken.append(Taken(outcome.seconds + outcome.drawing_seconds, total - self._bytes))
         self._bytes, self._next = total, self._next + 1
 
 

@@ -34,9 +34,10 @@ from ondevice.bundle.reader import Bundle
 from ondevice.config import Speculation
 from ondevice.runtime.engine import Engine
 from ondevice.sparsity.fetch import NeuronFetcher
+from ondevice.speculation.drafted_text import DraftedText, PassOutcome
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafters.streams import DEFAULT_STREAMS, MultiStreamDrafter, MultiStreamDrafting
-from ondevice.speculation.drafting import Drafting, PassOutcome
+from ondevice.speculation.drafting import Drafting, Pace
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.registry import DRAFTERS
 from ondevice.speculation.tree import DRAFT_NODES
@@ -103,16 +104,16 @@ class Counting(Drafting):
         super().__init__(drafter, max_nodes)
         self.counts = Counts()
         if not priced:
-            self._policy = Unpriced(max_nodes)
+            self._pace = self._paces[1] = Pace(Unpriced(max_nodes), 0.0)
 
-    def observe(self, outcome: PassOutcome) -> None:
+    def observe(self, text: DraftedText, outcome: PassOutcome) -> None:
         if outcome.seconds is not None:
             self.counts.passes += 1
-            self.counts.nodes += self._nodes
+            self.counts.nodes += len(text.draft)
             self.counts.tokens += len(outcome.path)
             self.counts.kept_nodes += len(outcome.output.tokens)
             self.counts.streams += len(outcome.output.streams)
-        super().observe(outcome)
+        super().observe(text, outcome)
 
 
 def variants(streams: int, shares: Sequence[float]) -> list[Variant]:
@@ -158,9 +159,9 @@ def read_for_streams(engine: Engine) -> None:
     def all_exact(layer: int, scores: Float32, batch: ForwardBatch) -> Batches:
         if batch.stream_rows:
             # The cache learns nothing of streams: their rows lie behind those that are ever accepted.
-            tokens = range(len(batch.tokens)) if batch.unpruned_rows is None else batch.unpruned_rows
-            rows = [*tokens, *range(most, most + batch.stream_rows)]
-            batch = ForwardBatch(rows, draft_rows=len(rows) - batch.text_rows, unpruned_rows=rows)
+            places = [*batch.draft_places, *range(most, most + batch.stream_rows)]
+            rows = range(len(batch.text_rows) + len(places))
+            batch = ForwardBatch(rows, drafted=rows[len(batch.text_rows) :], unpruned=places)
         return select(layer, scores, batch)
 
     neurons.select = all_exact  # type: ignore[method-assign]

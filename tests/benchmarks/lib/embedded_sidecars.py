@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from ondevice.backends.base import Float32
+from ondevice.bundle.layout import tensors_layout
 from ondevice.bundle.predictors import (
     PREDICTORS,
     PREDICTORS_SIDECAR,
@@ -122,7 +123,7 @@ def _embed_streams(model: EmbeddedModel, facts: MultiStreams, stored: Tensors, l
     wide = replace(facts, model=weights_digest(large.manifest), first_layer=model.layers[facts.first_layer])
     tensors = stream_tensors(large.config, wide)
     arrays = _stream_arrays(model, wide, stored, large)
-    sha256, crcs = write_tensors(STREAMS_SIDECAR, tensors, arrays, large.path)
+    sha256, crcs = write_tensors(STREAMS_SIDECAR, tensors_layout(tensors), arrays, large.path)
     save_streams(replace(wide, sha256=sha256, crcs=crcs), large.path)
 
 
@@ -255,6 +256,8 @@ def _write_predictors(
 
     ranks = tuple(layer.rank for layer in layers)
     tensors = predictor_tensors(large.config, facts.bits, ranks)
-    sha256, crcs = write_tensors(PREDICTORS_SIDECAR, tensors, stored_arrays(layers), large.path)
+    sha256, crcs = write_tensors(
+        PREDICTORS_SIDECAR, tensors_layout(tensors), stored_arrays(layers), large.path
+    )
     found = replace(facts, model=weights_digest(large.manifest), ranks=ranks, sha256=sha256, crcs=crcs)
     save_predictors(replace(found, points=tuple(map(wide, facts.points))), large.path)

@@ -54,6 +54,7 @@ class Engine:
             raise SystemExit("llama.cpp couldn't load the model")
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = spec["context"]
+        params.n_seq_max = spec.get("sequences", 1)
         params.n_threads = params.n_threads_batch = spec["threads"]
         params.type_k = params.type_v = llama_cpp.GGML_TYPE_Q8_0
         params.flash_attn_type = FLASH_ATTENTION_ON
@@ -82,18 +83,22 @@ class Engine:
 
     def rows(self, tokens: list[int], position: int) -> list[int]:
         """Append `tokens`, the first at `position`, and return the likeliest token after each."""
-        batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
+        return self.each_row([(token, position + place, 0) for place, token in enumerate(tokens)])
+
+    def each_row(self, rows: list[tuple[int, int, int]]) -> list[int]:
+        """Append (token, position, sequence) of any sequences; the likeliest token after each."""
+        batch = llama_cpp.llama_batch_init(len(rows), 0, 1)
         try:
-            batch.n_tokens = len(tokens)
-            for place, token in enumerate(tokens):
-                batch.token[place], batch.pos[place], batch.logits[place] = token, position + place, True
-                batch.n_seq_id[place], batch.seq_id[place][0] = 1, 0
+            batch.n_tokens = len(rows)
+            for place, (token, position, sequence) in enumerate(rows):
+                batch.token[place], batch.pos[place], batch.logits[place] = token, position, True
+                batch.n_seq_id[place], batch.seq_id[place][0] = 1, sequence
             code = llama_cpp.llama_decode(self.context, batch)
         finally:
             llama_cpp.llama_batch_free(batch)
         if code:
             raise SystemExit(f"llama_decode returned {code}")
-        logits = (llama_cpp.llama_get_logits_ith(self.context, place) for place in range(len(tokens)))
+        logits = (llama_cpp.llama_get_logits_ith(self.context, place) for place in range(len(rows)))
         return [int(np.ctypeslib.as_array(row, shape=(self.vocab_size,)).argmax()) for row in logits]
 
     def truncate(self, length: int) -> None:

@@ -1,0 +1,306 @@
+"""Qwen3-Next, Qwen3.5 and Qwen3.6 (text): the gated delta rule in most layers, gated attention in the others.
+
+Attention's queries and output gates are one projection, head by head; a quarter of a head turns. Norms are
+stored less one, but for that of the delta rule's output. Layers that predict tokens further on (`mtp.*`) are
+left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.converters.architectures.adapting import in_halves, norms_shifted, under_model
+from ondevice.converters.architectures.common import (
+    Description,
+    Family,
+    Sizes,
+    Tensors,
+    decoder,
+    read_feed_forward,
+    read_sizes,
+    score_scale,
+)
+from ondevice.converters.architectures.config_reader import OWN_CONFIG, SAME_REPOSITORY, ConfigReader
+from ondevice.converters.architectures.experts import (
+    join_experts,
+    read_count,
+    read_training_keys,
+    unstacked,
+    with_experts,
+)
+from ondevice.converters.architectures.qwen2_moe import NAMES
+from ondevice.converters.architectures.qwen3_moe import read_sparse_layers
+from ondevice.converters.architectures.rotary import read_rope
+from ondevice.converters.architectures.tensors import LayerNames
+from ondevice.converters.checkpoints.base import SourceTensor, StoredTensor
+from ondevice.converters.checkpoints.views import Matrices, RowsOf, Transposed
+from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.model_config import (
+    MAX_EXPERT_NEURONS,
+    NO_ATTENTION,
+    AttentionSpec,
+    DeltaSpec,
+    ExpertsSpec,
+    LayerSpec,
+    ModelConfig,
+    NormSpec,
+)
+
+EXPERT_KEYS = (
+    "decoder_sparse_step",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
+"""Keys without an effect where there are no experts."""
+INTERVAL = 4
+"""Layers from one with attention to the next, where the config names none."""
+ROTATED_SHARE = 0.25
+KINDS = ("linear_attention", "full_attention")
+POSITION_KEYS = ("mrope_section", "mrope_interleaved")
+"""Keys that divide a head's pairs among three positions, which are one and the same in a text."""
+GATES = ("b", "a")
+"""What betas and decays are made of, in this order."""
+VECTORS = {
+    "linear_attn.A_log": "delta.decay_log",
+    "linear_attn.dt_bias": "delta.time_bias",
+    "linear_attn.norm.weight": "delta.norm.weight",
+}
+
+
+def _read_next(reader: ConfigReader) -> Description:
+    config = _read(reader, "qwen3_next")
+    if not reader.integer("num_experts", 512):
+        for key in EXPERT_KEYS:
+            reader.integer(key, 0)
+        reader.boolean("norm_topk_prob", True)
+        reader.numbers("mlp_only_layers")
+        read_training_keys(reader)
+        return _description(reader, config, together=True)
+    experts, shared = _read_experts(reader, count=512, chosen=10)
+    experts = replace(experts, renormalised=reader.boolean("norm_topk_prob", True))
+    config = with_experts(config, experts, read_sparse_layers(reader, config.num_layers), shared)
+    return _description(reader, config, together=True)
+
+
+def _read_dense(reader: ConfigReader) -> Description:
+    return _description(reader, _read(reader, "qwen3_5_text"), together=False)
+
+
+def _read_moe(reader: ConfigReader) -> Description:
+    # No layer has a dense feed-forward alone, whose neurons this would be the number of.
+    reader.integer("intermediate_size", 0)
+    reader = reader.with_value("intermediate_size", 1)
+    reader.only("decoder_sparse_step", 1)
+    if reader.numbers("mlp_only_layers"):
+        raise UnsupportedModelError("config.json: mlp_only_layers names layers; all have experts here")
+    reader.only("norm_topk_prob", True)
+    config = _read(reader, "qwen3_5_moe_text")
+    experts, shared = _read_experts(reader, count=256, chosen=8)
+    return _description(
+        reader, with_experts(config, experts, [True] * config.num_layers, shared), together=False
+    )
+
+
+def _read(reader: ConfigReader, name: str) -> ModelConfig:
+    """What all of them share: sizes, rotary embedding, and layers without experts."""
+    sizes = read_sizes(reader, max_context=32768, kv_heads=2, head_dim=256)
+    reader.only("attention_bias", False)
+    reader.only("attn_output_gate", True)
+    # States are float32 here, as the published models have them.
+    reader.text("mamba_ssm_dtype", "float32")
+    for key in ("rope_parameters", "rope_scaling"):
+        if (section := reader.section(key)) is not None:
+            own = {name: value for name, value in section.items() if name not in POSITION_KEYS}
+            reader = reader.with_value(key, own)
+    turning = read_rope(reader, sizes.head_dim, sizes.max_context, rotated_share=ROTATED_SHARE)
+    feed_forward = read_feed_forward(reader)
+    if feed_forward.activation != "silu":
+        raise UnsupportedModelError(
+            f"config.json: hidden_act is {feed_forward.activation}; convolutions run with silu alone"
+        )
+    attention = AttentionSpec(score_scale(sizes.head_dim), head_norm="head", gated=True)
+    delta = DeltaSpec(
+        reader.integer("linear_num_key_heads", 16),
+        reader.integer("linear_num_value_heads", 32),
+        reader.integer("linear_key_head_dim", 128),
+        reader.integer("linear_value_head_dim", 128),
+        reader.integer("linear_conv_kernel_dim", 4),
+    )
+    layers = [
+        LayerSpec(NO_ATTENTION, feed_forward, delta=delta)
+        if kind == "linear_attention"
+        else LayerSpec(attention, feed_forward)
+        for kind in _read_kinds(reader, sizes)
+    ]
+    return decoder(
+        name,
+        sizes,
+        layers,
+        [turning],
+        norm=NormSpec("rms", reader.number("rms_norm_eps", 1e-6)),
+        tie_embeddings=reader.boolean("tie_word_embeddings", False),
+    )
+
+
+def _read_kinds(reader: ConfigReader, sizes: Sizes) -> Sequence[str]:
+    interval = reader.integer("full_attention_interval", INTERVAL)
+    if interval < 1:
+        raise CheckpointError(f"config.json: full_attention_interval is {interval}; it must be 1 or more")
+    kinds = reader.texts("layer_types")
+    if kinds is None:
+        return [KINDS[(layer + 1) % interval == 0] for layer in range(sizes.num_layers)]
+    if unknown := set(kinds) - set(KINDS):
+        raise UnsupportedModelError(f"config.json: layer_types has {', '.join(sorted(unknown))}")
+    if len(kinds) != sizes.num_layers:
+        raise CheckpointError(
+            f"config.json: layer_types names {len(kinds)} layers of {sizes.num_layers}; {OWN_CONFIG}"
+        )
+    if KINDS[1] not in kinds:
+        raise UnsupportedModelError("config.json: layer_types names no full_attention; one layer needs it")
+    return kinds
+
+
+def _read_experts(reader: ConfigReader, count: int, chosen: int) -> tuple[ExpertsSpec, int]:
+    """The experts, and the number of neurons of the shared one."""
+    shared = reader.integer("shared_expert_intermediate_size", 512)
+    if not 1 <= shared <= MAX_EXPERT_NEURONS:
+        raise CheckpointError(
+            f"config.json: shared_expert_intermediate_size is {shared}; it must be from 1 to "
+            f"{MAX_EXPERT_NEURONS}"
+        )
+    experts = ExpertsSpec(
+        read_count(reader, count, "num_experts", "num_local_experts"),
+        reader.integer("num_experts_per_tok", chosen),
+        reader.integer("moe_intermediate_size", 512),
+        renormalised=True,
+        shared_gate=True,
+    )
+    read_training_keys(reader)
+    return experts, shared
+
+
+def _description(reader: ConfigReader, config: ModelConfig, together: bool) -> Description:
+    """together: whether the projections of a delta rule are two, with a key head's rows side by side."""
+    reader.boolean("mtp_use_dedicated_embeddings", False)
+    notes: tuple[str, ...] = ()
+    if reader.integer("mtp_num_hidden_layers", 0):
+        notes = ("layers that predict several tokens (mtp) were left out: nothing drafts with them yet",)
+    return Description(config, partial(_adapt, config=config, together=together), notes)
+
+
+def _adapt(tensors: Tensors, config: ModelConfig, together: bool) -> Tensors:
+    tensors = {name: it for name, it in tensors.items() if not name.startswith("mtp.")}
+    tensors = under_model(tensors, {"model.language_model.": "model."})
+    of_delta = {name: it for name, it in tensors.items() if ".linear_attn." in name}
+    tensors = norms_shifted({name: it for name, it in tensors.items() if name not in of_delta})
+    tensors = in_halves(_with_output_gates(tensors, config), config)
+    tensors = {**tensors, **_delta_tensors(of_delta, config, together)}
+    tensors = unstacked(tensors, config, "mlp.experts.gate_up_proj", NAMES.of("gate", "up"))
+    tensors = unstacked(tensors, config, "mlp.experts.down_proj", NAMES.of("down"))
+    return join_experts(tensors, config, NAMES)
+
+
+def _with_output_gates(tensors: Tensors, config: ModelConfig) -> Tensors:
+    """Attention's queries and output gates apart: a head's queries stand before its gates."""
+    found = dict(tensors)
+    rows = np.arange(2 * config.num_heads * config.head_dim).reshape(config.num_heads, 2, -1)
+    for layer, spec in enumerate(config.layers):
+        name = LayerNames(layer)
+        both = found.pop(name.projection("q"), None)
+        if both is None:
+            continue
+        _check_shape(both, (rows.size, config.hidden_size))
+        if spec.attention.gated:
+            found[name.projection("q")] = RowsOf(name.projection("q"), both, rows[:, 0].reshape(-1))
+            gates = name.weight("attention.gate")
+            found[gates] = RowsOf(gates, both, rows[:, 1].reshape(-1))
+    return found
+
+
+def _delta_tensors(tensors: Tensors, config: ModelConfig, together: bool) -> Tensors:
+    """The tensors of delta rules by their names here. Those that aren't known keep theirs."""
+    found = dict(tensors)
+    for layer, spec in enumerate(config.layers):
+        if (delta := spec.delta) is None:
+            continue
+        name, prefix = LayerNames(layer), f"model.layers.{layer}."
+        for old, new in VECTORS.items():
+            if (vector := found.pop(prefix + old, None)) is not None:
+                found[name.weight(new)] = vector
+        if (out := found.pop(f"{prefix}linear_attn.out_proj.weight", None)) is not None:
+            found[name.projection("o")] = out
+        if (conv := found.pop(f"{prefix}linear_attn.conv1d.weight", None)) is not None:
+            found[name.weight("delta.conv")] = _taps_first(name.weight("delta.conv"), conv, delta)
+        split = _grouped_rows(delta) if together else _rows_in_order(delta)
+        for old, parts in split.items():
+            whole = found.pop(f"{prefix}linear_attn.{old}.weight", None)
+            if whole is None:
+                continue
+            _check_shape(whole, (sum(map(len, parts.values())), config.hidden_size))
+            for which, rows in parts.items():
+                new = name.projection(which) if which in "qkvz" else f"{prefix}{which}"
+                found[new] = RowsOf(new, whole, rows)
+        gates = [found.pop(prefix + which, None) for which in GATES]
+        own = tuple(it for it in gates if it is not None)
+        if len(own) == len(GATES):
+            found[name.weight("delta.gates")] = Matrices(name.weight("delta.gates"), own)
+    return found
+
+
+def _grouped_rows(delta: DeltaSpec) -> dict[str, dict[str, NDArray[np.int64]]]:
+    """Rows of the parts of two projections in which each key head's parts lie side by side."""
+    group = delta.value_heads // delta.key_heads
+    values = group * delta.value_width
+
+    def of(sizes: Mapping[str, int]) -> dict[str, NDArray[np.int64]]:
+        rows = np.arange(delta.key_heads * sum(sizes.values())).reshape(delta.key_heads, -1)
+        edges = np.cumsum(list(sizes.values()))[:-1]
+        return {
+            which: part.reshape(-1) for which, part in zip(sizes, np.split(rows, edges, axis=1), strict=True)
+        }
+
+    keys = delta.key_width
+    return {
+        "in_proj_qkvz": of({"q": keys, "k": keys, "v": values, "z": values}),
+        "in_proj_ba": of(dict.fromkeys(GATES, group)),
+    }
+
+
+def _rows_in_order(delta: DeltaSpec) -> dict[str, dict[str, NDArray[np.int64]]]:
+    """Rows of the parts of four projections in which heads follow each other."""
+    rows = np.arange(delta.channels)
+    q, k, v = np.split(rows, [delta.key_size, 2 * delta.key_size])
+    of_heads = np.arange(delta.value_heads)
+    return {
+        "in_proj_qkv": {"q": q, "k": k, "v": v},
+        "in_proj_z": {"z": np.arange(delta.value_size)},
+        "in_proj_b": {GATES[0]: of_heads},
+        "in_proj_a": {GATES[1]: of_heads},
+    }
+
+
+def _taps_first(name: str, conv: SourceTensor, delta: DeltaSpec) -> SourceTensor:
+    """A convolution's weights (C, 1, taps) as (taps, C)."""
+    _check_shape(conv, (delta.channels, 1, delta.taps))
+    if not isinstance(conv, StoredTensor):
+        raise UnsupportedModelError(f"{conv.name} is of a format from which convolutions aren't read here")
+    return Transposed(name, replace(conv, shape=(delta.channels, delta.taps)))
+
+
+def _check_shape(tensor: SourceTensor, wanted: tuple[int, ...]) -> None:
+    if tensor.shape != wanted:
+        raise CheckpointError(
+            f"{tensor.name} has shape {list(tensor.shape)}; config.json asks for {list(wanted)}; "
+            f"{SAME_REPOSITORY}"
+        )
+
+
+QWEN3_NEXT = Family("qwen3_next", "Qwen3NextForCausalLM", _read_next)
+QWEN3_5 = Family("qwen3_5_text", "Qwen3_5ForCausalLM", _read_dense)
+QWEN3_5_MOE = Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _read_moe)

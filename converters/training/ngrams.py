@@ -1,0 +1,167 @@
+"""The datastore of continuations: a text's windows, sorted, in pages, with an index of where each begins.
+
+The format is in `ondevice/bundle/ngrams.py`. "REST" (arXiv 2311.08252) keeps the text and an array of its
+suffixes. Here the suffixes themselves lie in order, cut to W tokens, so that one read of a page has all that
+followed a context. A context with more rows than a page holds gets a page of its own, with the likeliest.
+
+Legend: n tokens of text, R rows (distinct windows), W = WINDOW, M = MAX_CONTEXT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.bundle.ngrams import (
+    MAX_CONTEXT,
+    MAX_PAGES,
+    NGRAMS_SIDECAR,
+    NO_TOKEN,
+    PAGE_BYTES,
+    PAGE_ROWS,
+    WINDOW,
+    Ngrams,
+    Words,
+    ngrams_layout,
+    ngrams_text,
+    tokenizer_digest,
+)
+from ondevice.bundle.reader import Bundle
+from ondevice.callbacks import OnProgress, ignore_progress
+from ondevice.converters.training.sidecars import save_sidecar, write_tensors
+from ondevice.errors import UsageError
+
+LEAST_TOKENS = 2
+"""Fewest tokens of a text: one context and what followed it."""
+WRITTEN_PAGES = 64
+"""Pages that are put together at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Distinct windows in ascending order: tokens (R, W), how often each occurs in the text, (R,)."""
+
+    tokens: Words
+    counts: NDArray[np.int64]
+
+    def part(self, chosen: slice | NDArray[np.int64]) -> Rows:
+        return Rows(self.tokens[chosen], self.counts[chosen])
+
+
+def train_ngrams(
+    bundle: Bundle, tokens: Words, output: Path, on_progress: OnProgress = ignore_progress
+) -> Ngrams:
+    """Sort the windows of a text, and write the sidecar to the folder `output`.
+
+    Args:
+        bundle: the model, with a tokenizer.
+        tokens: (n,) ids of the text.
+        output: the bundle's folder, or that of its copy. An earlier datastore there is replaced.
+        on_progress: called with the share done, from 0 to 1, and the current step.
+
+    Takes about 150 bytes of memory per token. Raises UsageError for too short or too long a text, and
+    OndeviceError if the disk refuses.
+    """
+    if len(tokens) < LEAST_TOKENS:
+        raise UsageError(f"the text has {len(tokens)} tokens; a datastore takes {LEAST_TOKENS} or more")
+    on_progress(0.0, f"sorting {len(tokens)} tokens")
+    rows = distinct_windows(tokens)
+    on_progress(0.5, f"{len(rows.tokens)} distinct windows")
+    contexts, own = frequent_contexts(rows)
+    starts = rows.tokens[::PAGE_ROWS, :MAX_CONTEXT]
+    pages, frequent = len(starts), len(contexts)
+    if pages + frequent > MAX_PAGES:
+        raise UsageError(
+            f"the text has {len(tokens)} tokens, which take {pages + frequent} pages; the limit is "
+            f"{MAX_PAGES}: give a smaller --tokens"
+        )
+    on_progress(0.8, f"writing {pages + frequent} pages")
+    parts = [rows.part(slice(start, start + PAGE_ROWS)) for start in range(0, len(rows.tokens), PAGE_ROWS)]
+    arrays = [*_pages(parts), *_pages(own), starts, contexts]
+    layout = ngrams_layout(pages, frequent)
+    sha256, crcs = write_tensors(NGRAMS_SIDECAR, layout, arrays, output)
+    found = Ngrams(tokenizer_digest(bundle.manifest), len(tokens), pages, frequent, sha256)
+    save_sidecar(NGRAMS_SIDECAR, ngrams_text(found, crcs), output)
+    on_progress(1.0, "written")
+    return found
+
+
+def distinct_windows(tokens: Words) -> Rows:
+    """The text's windows: every token with the W - 1 after it, NO_TOKEN behind the end."""
+    padded = np.concatenate([tokens, np.full(WINDOW - 1, NO_TOKEN, np.uint32)])
+    every = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)
+    order = np.lexsort(every.T[::-1])
+    ones = np.ones(len(order), np.int64)
+    return _merged(Rows(every[order], ones))
+
+
+def frequent_contexts(rows: Rows) -> tuple[Words, list[Rows]]:
+    """Contexts (F, M), ascending, that begin more rows than a page holds, and each one's own rows.
+
+    A context of fewer than M tokens is filled with NO_TOKEN.
+    """
+    found: list[tuple[Words, Rows]] = []
+    for length in range(1, MAX_CONTEXT + 1):
+        bounds = _bounds(rows.tokens[:, :length])
+        for first in np.flatnonzero(np.diff(bounds) > PAGE_ROWS):
+            chosen = rows.part(slice(bounds[first], bounds[first + 1]))
+            context = np.full(MAX_CONTEXT, NO_TOKEN, np.uint32)
+            context[:length] = chosen.tokens[0, :length]
+            if NO_TOKEN not in context[:length]:
+                found.append((context, pruned(chosen, length, PAGE_ROWS)))
+    found.sort(key=lambda entry: entry[0].tolist())
+    contexts = np.array([context for context, _ in found], np.uint32).reshape(-1, MAX_CONTEXT)
+    return contexts, [own for _, own in found]
+
+
+def pruned(rows: Rows, length: int, most: int) -> Rows:
+    """At most `most` rows that say as much as possible of what follows the first `length` tokens of `rows`.
+
+    rows: all begin with these tokens. Each is cut behind its last token up to which it occurs often enough;
+    rows that are equal then are one, which counts for all of them. So counts of what is left stay those of
+    the text.
+    """
+    occurring = np.zeros((len(rows.tokens), WINDOW - length), np.int64)
+    nodes = []
+    for end in range(length + 1, WINDOW + 1):
+        bounds = _bounds(rows.tokens[:, :end])
+        sums = np.add.reduceat(rows.counts, bounds[:-1])
+        sums[rows.tokens[bounds[:-1], end - 1] == NO_TOKEN] = 0
+        occurring[:, end - length - 1] = np.repeat(sums, np.diff(bounds))
+        nodes.append(sums)
+    every = np.sort(np.concatenate(nodes))[::-1]
+    # Rows end at different nodes: one may end at the context itself.
+    least = int(every[most - 1]) + 1 if len(every) >= most else 1
+    kept = length + (occurring >= least).sum(axis=1)
+    tokens = np.where(np.arange(WINDOW) < kept[:, None], rows.tokens, np.uint32(NO_TOKEN))
+    order = np.lexsort(tokens.T[::-1])
+    return _merged(Rows(tokens[order], rows.counts[order]))
+
+
+def _merged(rows: Rows) -> Rows:
+    """Sorted rows, each once, with the sum of its counts."""
+    bounds = _bounds(rows.tokens)
+    return Rows(np.ascontiguousarray(rows.tokens[bounds[:-1]]), np.add.reduceat(rows.counts, bounds[:-1]))
+
+
+def _bounds(tokens: Words) -> NDArray[np.int64]:
+    """Where runs of equal rows begin in sorted `tokens` (R, any), and R."""
+    changes = (tokens[1:] != tokens[:-1]).any(axis=1)
+    return np.concatenate([[0], np.flatnonzero(changes) + 1, [len(tokens)]])
+
+
+def _pages(parts: list[Rows]) -> Iterator[Words]:
+    """Pages of at most PAGE_ROWS rows each: tokens and count of each row, NO_TOKEN and 0 behind the last."""
+    for start in range(0, len(parts), WRITTEN_PAGES):
+        group = parts[start : start + WRITTEN_PAGES]
+        found = np.full((len(group), PAGE_ROWS, WINDOW + 1), NO_TOKEN, np.uint32)
+        found[:, :, WINDOW] = 0
+        for page, rows in zip(found, group, strict=True):
+            page[: len(rows.tokens), :WINDOW] = rows.tokens
+            page[: len(rows.counts), WINDOW] = rows.counts
+        tail = np.zeros((len(group), PAGE_BYTES // 4 - PAGE_ROWS * (WINDOW + 1)), np.uint32)
+        yield np.concatenate([found.reshape(len(group), -1), tail], axis=1)

@@ -1,0 +1,123 @@
+"""Layers with a state in the place of keys and values: where states lie in memory, and the ops on them.
+
+Legend as in `base.py`; and HV value heads, K and V widths of a key and a value, C channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.model_config import DeltaSpec, ModelConfig
+
+Array: TypeAlias = Any
+"""A backend's float32 activations, as in `base.py`."""
+States: TypeAlias = NDArray[np.float32]
+"""One layer's state: (HV, K, V), then the convolution's last inputs (taps - 1, C), in one dimension."""
+
+ALIGNED_FLOATS = 16
+MIN_SPACING = 64
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """Where the states of a model's recurrent layers lie in one buffer, and how many a text keeps.
+
+    A text has the states behind its last token, room for those that the next pass makes, and checkpoints:
+    states behind every multiple of `spacing` tokens, to which it can go back.
+    """
+
+    config: ModelConfig
+    token_bytes: int
+    """Bytes of one token's keys and values in all layers."""
+
+    @cached_property
+    def offsets(self) -> dict[int, int]:
+        """Floats before each recurrent layer's state."""
+        sizes = [self._padded(layer) for layer in self.config.recurrent_layers]
+        return dict(zip(self.config.recurrent_layers, accumulate([0, *sizes]), strict=False))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all layers' states behind one token; 0 for a model without any."""
+        return 4 * sum(map(self._padded, self.config.recurrent_layers))
+
+    @cached_property
+    def spacing(self) -> int:
+        """Tokens between two checkpoints, a multiple of 64: so many that a checkpoint takes no more memory
+        than their keys and values.
+        """
+        tokens = -(-self.nbytes // max(1, self.token_bytes))
+        return max(MIN_SPACING, -(-tokens // MIN_SPACING) * MIN_SPACING)
+
+    def buffers(self, n_tokens: int) -> int:
+        """Number of buffers that a text of n_tokens needs."""
+        return 2 + n_tokens // self.spacing if self.nbytes else 0
+
+    def of(self, buffer: NDArray[np.uint8], layer: int) -> States:
+        """A layer's state in a buffer (nbytes,)."""
+        spec, offset = self.config.layers[layer].delta, self.offsets[layer]
+        assert spec is not None
+        return buffer.view(np.float32)[offset : offset + spec.state_floats]
+
+    def _padded(self, layer: int) -> int:
+        spec = self.config.layers[layer].delta
+        assert spec is not None
+        return -(-spec.state_floats // ALIGNED_FLOATS) * ALIGNED_FLOATS
+
+
+class DeltaWeights(NamedTuple):
+    """Weights of a layer with the gated delta rule, beside its projections.
+
+    conv: (taps, C), oldest input first. decay: (HV,), -exp(A). time_bias: (HV,). norm: of a value head's
+    output, as in `base.py`.
+    """
+
+    conv: Any
+    decay: Any
+    time_bias: Any
+    norm: Any
+
+
+class StateStore(Protocol):
+    """The part of a text's recurrent states that ops see."""
+
+    def state(self, layer: int) -> States:
+        """A layer's state behind the last token, only to be read."""
+        ...
+
+    def next_state(self, layer: int) -> States:
+        """Where a pass puts the layer's state behind its own last token."""
+        ...
+
+
+class RecurrentOps(Protocol):
+    """Ops of layers with states. As all ops, they may re-use their output array."""
+
+    def gated_delta(
+        self,
+        projected: Array,
+        gates: Array,
+        states: StateStore,
+        layer: int,
+        spec: DeltaSpec,
+        weights: DeltaWeights,
+    ) -> Array:
+        """The gated delta rule over T tokens that follow each other: (T, HV * V). See `DeltaSpec`.
+
+        Reads the layer's state and writes its next one. Tokens come one after the other, so that a token has
+        the same bits in a pass of any size.
+
+        projected: (T, C + HV * V), queries, keys and values before their convolution, then output gates.
+        gates: (T, 2 * HV), what betas are made of, then what decays are made of.
+        """
+        ...
+
+    def sigmoid_gated(self, x: Array, gates: Array) -> Array:
+        """x * sigmoid(gates), elementwise; may overwrite x."""
+        ...

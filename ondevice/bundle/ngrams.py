@@ -1,0 +1,131 @@
+"""`ngrams.json` and `ngrams.safetensors`: what follows each short run of tokens in a text, to draft from.
+
+The sidecar is added to a finished bundle by `ondevice train ngrams`, and can be removed again; nothing in
+`bundle.json` refers to it. No text depends on it. It belongs to a tokenizer, not to weights: bundles of one
+model at several widths may share it. `weights/README.md` is the specification.
+
+Legend: N pages of windows, F pages of frequent contexts, M = MAX_CONTEXT, W = WINDOW.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.bundle.layout import FileLayout, TensorSpec, tensors_layout
+from ondevice.bundle.manifest import Manifest
+from ondevice.bundle.sidecar import Sidecar, parse_sidecar, sidecar_text
+from ondevice.bundle.strict_json import canonical_json
+from ondevice.errors import BundleError
+
+NGRAMS = "ngrams.safetensors"
+NGRAMS_MANIFEST = "ngrams.json"
+NGRAMS_SIDECAR = Sidecar(
+    "ngrams",
+    NGRAMS_MANIFEST,
+    NGRAMS,
+    "ondevice train ngrams --model {model} --text FILE",
+    "every --speculation but `ngrams`",
+)
+NGRAMS_VERSION = 1
+WINDOW = 11
+"""Tokens of a row: a context and what followed it."""
+MAX_CONTEXT = 3
+"""Tokens of the longest context. A fourth adds nothing to tokens per forward pass (docs/benchmarks.md)."""
+PAGE_BYTES = 16384
+"""Bytes of a page, which is read as a whole and has one CRC32C."""
+PAGE_ROWS = PAGE_BYTES // (4 * (WINDOW + 1))
+"""Rows of a page: W tokens and a count each."""
+NO_TOKEN = (1 << 32) - 1
+"""Fills a row behind its last token. It sorts behind every token."""
+MAX_PAGES = 1 << 16
+MAX_TOKENS = (1 << 32) - 1
+
+Words = NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Ngrams:
+    """The content of `ngrams.json`, checksums aside.
+
+    tokenizer: `tokenizer_digest` of the bundle that it belongs to. tokens: length of the text. pages: with
+    the text's windows. frequent: contexts with a page of their own. sha256: of `ngrams.safetensors`.
+    """
+
+    tokenizer: str
+    tokens: int
+    pages: int
+    frequent: int
+    sha256: str
+
+
+def tokenizer_digest(manifest: Manifest) -> str:
+    """A hash that identifies the tokens that a bundle's text consists of. Empty without a tokenizer."""
+    info, size = manifest.tokenizer, manifest.config.vocab_size
+    if info.kind is None or info.file is None:
+        return ""
+    document = [info.kind, size, manifest.files[info.file].sha256]
+    return hashlib.sha256(canonical_json(document)).hexdigest()
+
+
+def ngrams_tensors(pages: int, frequent: int) -> Mapping[str, TensorSpec]:
+    """The exact tensors of the file, in the order of their bytes."""
+    return {
+        "pages": TensorSpec("U32", (pages + frequent, PAGE_BYTES // 4)),
+        "starts": TensorSpec("U32", (pages, MAX_CONTEXT)),
+        "frequent": TensorSpec("U32", (frequent, MAX_CONTEXT)),
+    }
+
+
+def ngrams_layout(pages: int, frequent: int) -> FileLayout:
+    """Size, header and checksum units of `ngrams.safetensors`: one unit for each page, then the index."""
+    layout = tensors_layout(ngrams_tensors(pages, frequent))
+    return replace(layout, crc_start=len(layout.header), crc_units=(PAGE_BYTES,))
+
+
+def index_bytes(ngrams: Ngrams) -> int:
+    """Memory of the index: the first tokens of each page, the frequent contexts, the checksums."""
+    words = (MAX_CONTEXT + 1) * (ngrams.pages + ngrams.frequent)
+    return 4 * words
+
+
+def ngrams_text(ngrams: Ngrams, crcs: tuple[int, ...]) -> bytes:
+    """The bytes of `ngrams.json`."""
+    content = {"version": NGRAMS_VERSION, **_shape(), **asdict(ngrams), "crcs": crcs}
+    return sidecar_text(NGRAMS_SIDECAR, content)
+
+
+def parse_ngrams(data: bytes, manifest: Manifest) -> tuple[Ngrams, tuple[int, ...]]:
+    """`ngrams.json` parsed, and the file's checksums.
+
+    Raises BundleError if damaged, out of range, or made with another tokenizer.
+    """
+    section = parse_sidecar(NGRAMS_SIDECAR, data)
+    section.equal("version", NGRAMS_VERSION)
+    for name, value in _shape().items():
+        section.equal(name, value)
+    ngrams = Ngrams(
+        tokenizer=section.text("tokenizer", 64),
+        tokens=section.integer("tokens", 1, MAX_TOKENS),
+        pages=section.integer("pages", 1, MAX_PAGES),
+        frequent=section.integer("frequent", 0, MAX_PAGES),
+        sha256=section.text("sha256", 64),
+    )
+    crcs = section.integers("crcs", 2 * MAX_PAGES, 0, (1 << 32) - 1)
+    section.close()
+    if ngrams.tokenizer != tokenizer_digest(manifest):
+        raise BundleError(f"{NGRAMS_MANIFEST} was made with another tokenizer than this model's")
+    layout = ngrams_layout(ngrams.pages, ngrams.frequent)
+    expected = layout.crc_count(layout.nbytes or 0)
+    if len(crcs) != expected:
+        raise BundleError(f"{NGRAMS_MANIFEST} has {len(crcs)} checksums; it needs {expected}")
+    return ngrams, crcs
+
+
+def _shape() -> dict[str, Any]:
+    return {"window": WINDOW, "max_context": MAX_CONTEXT, "page_bytes": PAGE_BYTES}

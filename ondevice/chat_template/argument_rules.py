@@ -1,0 +1,381 @@
+"""Grammar rules for arguments that aren't JSON: names and values between marks, and Gemma's own notation.
+
+What the rules allow is read back by `call_formats.py` as arguments that the schema describes. Optional
+properties may be left out, properties that a schema doesn't list don't come, and a keyword that has no rule
+is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ondevice.chat_template.call_formats import GEMMA_QUOTE, written_gemma
+from ondevice.chat_template.tools import MAX_DEPTH, Tool, is_text
+from ondevice.constraints.constraint import Constraint
+from ondevice.constraints.schema import json_rule, prepared
+from ondevice.errors import ConstraintError
+
+_DESCRIBES = frozenset(
+    {
+        *("$comment", "$id", "$schema", "default", "deprecated", "description"),
+        *("examples", "readOnly", "title", "writeOnly"),
+    }
+)
+"""Keywords that allow everything."""
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_TEXTS = ("minLength", "maxLength", "pattern")
+_OBJECTS = ("properties", "required", "additionalProperties")
+_LISTS = ("items", "minItems", "maxItems")
+_DEFINITIONS = ("$defs", "definitions")
+_TYPES: dict[str, tuple[str, ...]] = {
+    "object": _OBJECTS,
+    "array": _LISTS,
+    "string": (*_TEXTS, "format"),
+    "integer": _NUMBERS,
+    "number": _NUMBERS,
+    "boolean": (),
+    "null": (),
+}
+"""The types, and the keywords that say something of their values."""
+_PLAIN_NAME = re.compile(r"[^\s<>{}\[\],:\"|]+")
+_LOCAL = re.compile(r"#/(?:\$defs|definitions)/")
+_NOTHING = '""'
+MAX_COUNT = 1000
+"""Most characters or items that a rule counts."""
+
+
+class Rules:
+    """The rules of one grammar in llguidance's Lark format."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        """special: ids of the special tokens, by name."""
+        self._special = special
+        self._lines: list[str] = []
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines)
+
+    def name(self, body: str, kind: str = "rule") -> str:
+        """The name of a new rule, or, if `kind` is upper case, of a new terminal."""
+        name = f"{kind}_{len(self._lines)}"
+        self.set(name, body)
+        return name
+
+    def set(self, name: str, body: str) -> None:
+        self._lines.append(f"{name}: {body}")
+
+    def literal(self, text: str) -> str:
+        """A text, with special tokens by their ids."""
+        names = sorted((name for name in self._special if name in text), key=len, reverse=True)
+        if not names:
+            return json.dumps(text) if text else ""
+        parts = re.split(f"({'|'.join(map(re.escape, names))})", text)
+        found = (f"<[{self._special[it]}]>" if it in self._special else json.dumps(it) for it in parts if it)
+        return " ".join(found)
+
+    def text(self, schema: Mapping[str, Any], behind: str, marks: Sequence[str]) -> str:
+        """A text that a schema describes, and what is behind it, which ends with the first of the marks.
+
+        None of the marks is in the text. All begin with `<`: a text whose length or letters a schema limits
+        has none of that letter, because to look for marks as well takes llguidance too much.
+        """
+        is_token = marks[0] in self._special
+        end = "" if is_token else _escaped(behind)
+        count = _counted(schema, "minLength", "maxLength")
+        if "pattern" in schema or count not in ("{0,}", "{1,}"):
+            parts = [f"/[^<]{count}{end}/"]
+            parts += [f"/{_anywhere(schema['pattern'])}{end}/"] if "pattern" in schema else []
+        else:
+            others = "|".join(map(_escaped, marks if is_token else marks[1:]))
+            parts = [f"/(?s:.{count}){end}/", f"~/(?s:.*)({others})(?s:.*)/"]
+            parts += [] if is_token else [f"~/(?s:.*){_escaped(marks[0])}(?s:.+)/"]
+        terminal = self.name(" & ".join(parts), "TEXT")
+        return f"{terminal} {self.literal(behind)}" if is_token else terminal
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/").replace("\n", "n")
+
+
+def _counted(schema: Mapping[str, Any], least: str, most: str) -> str:
+    """The repetition that two keywords ask for."""
+    low, high = schema.get(least, 0), schema.get(most)
+    for name, count in ((least, low), (most, 0 if high is None else high)):
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_COUNT:
+            raise ConstraintError(f"{name} is {str(count)[:40]}; in calls it is 0 to {MAX_COUNT}", name)
+    if high is not None and high < low:
+        raise ConstraintError(f"{least} is {low} and {most} {high}, which no value satisfies", least)
+    return f"{{{low},{'' if high is None else high}}}"
+
+
+def _anywhere(pattern: object) -> str:
+    """A pattern of JSON Schema, which a text has somewhere, as one of the whole text."""
+    if not isinstance(pattern, str) or "/" in pattern or "\n" in pattern:
+        raise ConstraintError("a pattern with / or a line break can't be enforced in calls", "pattern")
+    begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
+    if (begins or ends) and "|" in pattern:
+        raise ConstraintError("a pattern of several, with ^ or $, can't be enforced in calls", "pattern")
+    inner = pattern[begins : len(pattern) - ends]
+    return f"{'' if begins else '(?s:.*)'}({inner}){'' if ends else '(?s:.*)'}"
+
+
+@dataclass(frozen=True)
+class PairForm:
+    """How names and values stand between marks.
+
+    before: with the name in the place of KEY. behind: of a value. between: what follows that. marks: what no
+    text may have in it, first of all the mark in `behind`.
+    """
+
+    before: str
+    behind: str
+    between: str
+    marks: tuple[str, ...]
+
+
+def pairs(rules: Rules, tool: Tool, form: PairForm) -> str:
+    """The arguments of a tool, each between marks. Raises ConstraintError for a schema that has no rules."""
+    schema = tool.parameters
+    defined = {key: schema[key] for key in _DEFINITIONS if key in schema}
+    found = []
+    for name, value, is_required in _members(schema, f"the arguments of {tool.name}"):
+        before = rules.literal(form.before.replace("KEY", name))
+        if is_text(value):
+            _only(value, ("type", "enum", "const", *_TYPES["string"]), f"{tool.name}'s {name}")
+            body = _bare(rules, value, form)
+        else:
+            _require_local(value)
+            body = f"{json_rule(_json(value, defined))} {rules.literal(form.behind)}"
+        rule = rules.name(f"{before} {body} {rules.literal(form.between)}")
+        found.append(rule if is_required else f"{rule}?")
+    return " ".join(found)
+
+
+def _json(value: Any, defined: Mapping[str, Any]) -> Constraint:
+    """The schema of a value with the definitions of the whole."""
+    return Constraint.json_schema({**value, **defined} if isinstance(value, Mapping) else value)
+
+
+def _bare(rules: Rules, schema: Mapping[str, Any], form: PairForm) -> str:
+    values = _listed(schema)
+    if values is None:
+        return rules.text(schema, form.behind, form.marks)
+    texts = [it for it in values if isinstance(it, str) and not any(mark in it for mark in form.marks)]
+    if not texts:
+        raise ConstraintError("none of a list of values can be written in calls of this format", "enum")
+    return f"({' | '.join(rules.literal(text + form.behind) for text in texts)})"
+
+
+def gemma(rules: Rules, tool: Tool, marks: tuple[str, ...]) -> str:
+    """The arguments of a tool in Gemma's notation: `{key:value}`, texts between GEMMA_QUOTE.
+
+    marks: what no text may have in it, GEMMA_QUOTE first. Raises ConstraintError for a schema without rules.
+    """
+    root = json.loads(prepared(json.dumps(dict(tool.parameters))))
+    return _Gemma(rules, root, marks).members(root, 0)
+
+
+class _Gemma:
+    """Writes rules for one schema."""
+
+    def __init__(self, rules: Rules, root: Any, marks: tuple[str, ...]) -> None:
+        self._rules, self._root, self._marks = rules, root, marks
+        self._named: dict[str, str] = {}
+        self._any = ""
+
+    def value(self, schema: Any, depth: int) -> str:
+        """The name of the rule for a schema's values."""
+        if depth > MAX_DEPTH:
+            raise ConstraintError(f"the schema is nested more than {MAX_DEPTH} deep")
+        if schema is False:
+            raise ConstraintError("a part of the schema is false, which no value satisfies")
+        if not isinstance(schema, Mapping) or not schema.keys() - _DESCRIBES:
+            return self._anything()
+        if "$ref" in schema:
+            _only(schema, ("$ref",), "a reference")
+            return self._reference(schema["$ref"], depth)
+        for key in ("anyOf", "allOf"):
+            branches = schema.get(key)
+            if isinstance(branches, list) and (key == "anyOf" or len(branches) == 1) and branches:
+                _only(schema, (key,), f"a schema with {key}")
+                return self._rules.name(" | ".join(self.value(each, depth + 1) for each in branches))
+        values = _listed(schema)
+        if values is not None:
+            return self._rules.name(" | ".join(self._written(value) for value in values))
+        types = _types(schema)
+        _only(schema, ("type", *(key for kind in types for key in _TYPES[kind])), f"a schema of {types[0]}")
+        return self._rules.name(" | ".join(self._of_type(kind, schema, depth) for kind in types))
+
+    def members(self, schema: Any, depth: int) -> str:
+        """The body of a rule for an object."""
+        found = ""
+        members = list(_members(schema, "an object"))
+        if not members and schema.get("additionalProperties", True) is not False and depth:
+            return self._map(self.value(schema.get("additionalProperties", True), depth + 1))
+        more = _NOTHING
+        for name, value, is_required in reversed(members):
+            if _PLAIN_NAME.fullmatch(name) is None:
+                raise ConstraintError(f"the property {name[:40]!r} can't be written in calls of this format")
+            pair = f"{json.dumps(f'{name}:')} {self.value(value, depth + 1)}"
+            # First with nothing before it, so without a comma.
+            others = "" if is_required else f" | {found or _NOTHING}"
+            found = self._rules.name(f"{pair} {more}{others}")
+            follows = f'"," {pair}' if is_required else f'("," {pair})?'
+            more = self._rules.name(f"{follows} {more}")
+        return f'"{{" {found} "}}"'
+
+    def _of_type(self, kind: str, schema: Mapping[str, Any], depth: int) -> str:
+        if kind == "object":
+            return self.members(schema, depth)
+        if kind == "array":
+            return self._list(schema, depth)
+        if kind == "string":
+            quote = self._rules.literal(GEMMA_QUOTE)
+            return f"{quote} {self._rules.text(schema, GEMMA_QUOTE, self._marks)}"
+        own = {key: schema[key] for key in _TYPES[kind] if key in schema}
+        return json_rule(Constraint.json_schema({"type": kind} | own))
+
+    def _list(self, schema: Mapping[str, Any], depth: int) -> str:
+        count, item = _counted(schema, "minItems", "maxItems"), self.value(schema.get("items"), depth + 1)
+        low, _, high = count.strip("{}").partition(",")
+        if high == "0":
+            return '"[" "]"'
+        rest = f'("," {item}){{{max(0, int(low) - 1)},{int(high) - 1 if high else ""}}}'
+        items = f"{item} {rest}"
+        return f'"[" {items} "]"' if int(low) else f'"[" ({items})? "]"'
+
+    def _map(self, value: str) -> str:
+        key = self._rules.name(r"/[A-Za-z_][A-Za-z0-9_]*/", "KEY")
+        return f'"{{" ({key} ":" {value} ("," {key} ":" {value})*)? "}}"'
+
+    def _anything(self) -> str:
+        if not self._any:
+            self._any = "anything"
+            kinds: dict[str, Any] = {"type": ["number", "boolean", "null"]}
+            scalar = self._rules.name(json_rule(Constraint.json_schema(kinds)))
+            text, items = self._of_type("string", {}, 0), self._list({"items": True}, 0)
+            self._rules.set(self._any, f"{scalar} | {text} | {items} | {self._map(self._any)}")
+        return self._any
+
+    def _reference(self, pointer: object, depth: int) -> str:
+        found: Any = self._root
+        for part in _local(pointer).split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            found = found.get(name) if isinstance(found, Mapping) else None
+        if found is None:
+            raise ConstraintError(f"the reference {str(pointer)[:80]} leads nowhere", "$ref")
+        pointer = str(pointer)
+        if pointer not in self._named:
+            self._named[pointer] = f"defined_{len(self._named)}"
+            self._rules.set(self._named[pointer], self.value(found, depth + 1))
+        return self._named[pointer]
+
+    def _written(self, value: Any) -> str:
+        text = written_gemma(value)
+        inner = [it for it in _strings(value) if any(mark in it for mark in self._marks)]
+        if inner or any(_PLAIN_NAME.fullmatch(key) is None for key in _keys(value)):
+            raise ConstraintError(f"the value {text[:40]} can't be written in calls of this format", "enum")
+        return self._rules.literal(text)
+
+
+def _members(schema: Any, what: str) -> Iterator[tuple[str, Any, bool]]:
+    """Properties that may come, in their order: names, schemas and whether they must."""
+    _only(schema, ("type", *_OBJECTS, *_DEFINITIONS), what)
+    if schema.get("type", "object") not in ("object", ["object"]):
+        raise ConstraintError(f"{what} are of another type than object", "type")
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, Mapping):
+        raise ConstraintError(f"the properties of {what} are no object", "properties")
+    if not isinstance(required, list):
+        raise ConstraintError(f"what is required of {what} is no list", "required")
+    rest = schema.get("additionalProperties", True)
+    given = dict(properties) | {name: rest for name in required if name not in properties}
+    for name, value in given.items():
+        if not isinstance(name, str) or _PLAIN_NAME.fullmatch(name) is None:
+            raise ConstraintError(f"the property {str(name)[:40]!r} can't be written in calls of this format")
+        if value is not False:
+            yield name, value, name in required
+        elif name in required:
+            raise ConstraintError(f"{name[:40]} of {what} is required and can't be there", "required")
+
+
+def _only(schema: Any, keywords: Sequence[str], what: str) -> None:
+    """Raises ConstraintError for a keyword that has no rule there."""
+    if not isinstance(schema, Mapping):
+        raise ConstraintError(f"the schema of {what} is of type {type(schema).__name__}")
+    others = [key for key in schema if key not in keywords and key not in _DESCRIBES and key[:2] != "x-"]
+    if others:
+        raise ConstraintError(
+            f"the keyword {others[0][:40]} of {what} can't be enforced in calls of this format", others[0]
+        )
+
+
+def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The only values, if they are listed, of the types that a schema has. Other keywords are refused."""
+    if "const" not in schema and "enum" not in schema:
+        return None
+    _only(schema, ("type", "const", "enum"), "a list of values")
+    values = [schema["const"]] if "const" in schema else schema["enum"]
+    types = _types(schema) if "type" in schema else tuple(_TYPES)
+    found = [value for value in values if _is_of(value, types)] if isinstance(values, list) else []
+    if not found:
+        raise ConstraintError("a list of values has none that its type allows", "enum")
+    return found
+
+
+def _is_of(value: Any, types: Sequence[str]) -> bool:
+    if isinstance(value, bool):
+        return "boolean" in types
+    if isinstance(value, int | float):
+        return "number" in types or ("integer" in types and float(value).is_integer())
+    kinds: dict[type, str] = {str: "string", list: "array", dict: "object", type(None): "null"}
+    return kinds.get(type(value)) in types
+
+
+def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:
+    """The types of a schema; where it names none, those that its keywords are about."""
+    given = schema.get("type")
+    if given is None:
+        about = [kind for kind, keys in _TYPES.items() if any(key in schema for key in keys)]
+        return tuple(about) or tuple(_TYPES)
+    names = given if isinstance(given, list) else [given]
+    if not names or not all(isinstance(name, str) and name in _TYPES for name in names):
+        raise ConstraintError(f"the type {str(given)[:40]} is none of JSON's", "type")
+    return tuple(names)
+
+
+def _local(pointer: object) -> str:
+    """A reference to a definition of the same schema. Raises ConstraintError for another."""
+    if not isinstance(pointer, str) or _LOCAL.match(pointer) is None:
+        raise ConstraintError(
+            f"the reference {str(pointer)[:80]} can't be followed in calls: only one to $defs can",
+            "$ref",
+        )
+    return pointer
+
+
+def _require_local(schema: Any) -> None:
+    """Raises ConstraintError for a reference that leads elsewhere from within the whole schema."""
+    for each in _walked(schema):
+        if isinstance(each, Mapping) and isinstance(each.get("$ref"), str):
+            _local(each["$ref"])
+
+
+def _walked(value: Any) -> Iterator[Any]:
+    """A value and all that is in it."""
+    yield value
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    for each in inner:
+        yield from _walked(each)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    return (each for each in _walked(value) if isinstance(each, str))
+
+
+def _keys(value: Any) -> Iterator[str]:
+    return (key for each in _walked(value) if isinstance(each, Mapping) for key in each)

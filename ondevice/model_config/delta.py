@@ -1,0 +1,78 @@
+"""A layer with the gated delta rule in attention's place (Gated DeltaNet, arXiv 2412.06464).
+
+Legend: HK key heads, HV value heads, K and V their widths, C channels, taps of the convolution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ondevice.errors import UnsupportedModelError
+from ondevice.model_config.checks import SIZE_LIMITS, check_integer
+
+MAX_TAPS = 16
+"""Most taps of a short convolution."""
+
+
+@dataclass(frozen=True)
+class DeltaSpec:
+    """Queries, keys and values go through a causal convolution of each channel and SiLU. Queries and keys
+    then have length 1, queries divided by sqrt(K). Each value head has a state S (K, V), which tokens change:
+
+        S = decay * S;  S += k (beta * (v - k S));  out = q S
+
+    with beta = sigmoid(b) and decay = exp(-exp(A) * softplus(a + t)) of two projections b and a. What leaves
+    is norm(out) * silu(z), z a fourth projection beside those of queries, keys and values.
+
+    Args:
+        key_heads, value_heads: numbers of heads; neighbouring value heads share a key head.
+        key_width, value_width: widths of a key (and a query) and of a value.
+        taps: tokens that the convolution sees, its own included.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    taps: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("key_heads", "value_heads"):
+            check_integer(f"a layer's {name}", getattr(self, name), 1, SIZE_LIMITS["num_heads"])
+        for name in ("key_width", "value_width"):
+            check_integer(f"a layer's {name}", getattr(self, name), 1, SIZE_LIMITS["head_dim"])
+        check_integer("a convolution's taps", self.taps, 2, MAX_TAPS)
+        if self.value_heads % self.key_heads:
+            raise UnsupportedModelError(
+                f"value_heads is {self.value_heads}; it must be a multiple of key_heads, {self.key_heads}"
+            )
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(HK, HV, K, V)."""
+        return self.key_heads, self.value_heads, self.key_width, self.value_width
+
+    @property
+    def key_size(self) -> int:
+        """Width of all keys together."""
+        return self.key_heads * self.key_width
+
+    @property
+    def value_size(self) -> int:
+        """Width of all values together."""
+        return self.value_heads * self.value_width
+
+    @property
+    def channels(self) -> int:
+        """C: what the convolution runs over, queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def token_floats(self) -> int:
+        """Values of a token that a thread has side by side: of one key head and its value heads."""
+        return 2 * self.key_width + self.value_heads // self.key_heads * (self.value_width + 2)
+
+    @property
+    def state_floats(self) -> int:
+        """Values of a state: (HV, K, V), then (taps - 1, C), the convolution's last inputs."""
+        return self.value_size * self.key_width + (self.taps - 1) * self.channels

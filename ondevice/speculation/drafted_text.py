@@ -1,0 +1,236 @@
+"""One text and the drafter that drafts for it: what it is told, its drafts, and their statistics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from ondevice.backends.base import Float32
+from ondevice.callbacks import IsCancelled
+from ondevice.config import SamplingConfig
+from ondevice.constraints.constrained import Constrained
+from ondevice.model.kv_cache import KVCache
+from ondevice.model.transformer import ForwardOutput, Prune
+from ondevice.speculation.drafter import Drafter
+from ondevice.speculation.tree import Draft, Proposals, plain
+from ondevice.stats import DraftStats
+
+State = Literal["listening", "throttled", "disabled"]
+
+
+class PassOutcome(NamedTuple):
+    """A forward pass whose tokens have been drawn."""
+
+    draft: Draft
+    """The pruned draft, which was verified: the proposed one without the nodes that were pruned."""
+    path: Sequence[int]
+    """The nodes of `draft` that the text takes, root first. A token was drawn after each."""
+    output: ForwardOutput
+    seconds: float | None
+    """Time of the pass, which is that of all texts that share it. None: it isn't to be learnt from."""
+    ended: bool
+    """Whether the text is over. The draft tokens after the path were then never judged."""
+    drawing_seconds: float = 0.0
+    """Time of drawing this text's tokens."""
+
+
+class Round:
+    """A decoding pass from the drafts on, until all of its texts have drawn their tokens."""
+
+    def __init__(self, texts: int, waiting: Sequence[DraftedText]) -> None:
+        """texts: that share the pass. waiting: those that have a drafter."""
+        self.texts = texts
+        self.nodes = texts
+        """Nodes of all drafts, roots and pruned ones included."""
+        self.tokens = texts - len(waiting)
+        """Tokens that the pass gave; those without a drafter draw one."""
+        self.timed = True
+        """Whether its time is to be learnt from."""
+        self.seconds = 0.0
+        """Time of drafting, of the pass, and of drawing tokens."""
+        self.drafting_seconds = 0.0
+        self._waiting = set(waiting)
+        """Texts that have yet to draw."""
+
+    def drafted(self, seconds: float) -> None:
+        """Count time of the drafters."""
+        self.drafting_seconds += seconds
+        self.seconds += seconds
+
+    def drew(self, text: DraftedText, outcome: PassOutcome, learning_seconds: float) -> bool:
+        """Count a text's part. Returns whether it was the last one."""
+        if outcome.seconds is None:
+            self.timed = False
+        elif len(self._waiting) == 1:
+            self.seconds += outcome.seconds
+        self.seconds += outcome.drawing_seconds
+        self.drafting_seconds += learning_seconds
+        self.tokens += len(outcome.path)
+        self._waiting.discard(text)
+        return not self._waiting
+
+
+class DraftedText:
+    """A drafter and the text that it drafts for now, one after another.
+
+    What it is told depends on the state of the newest pass (`Drafting`).
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.is_used = False
+        """Whether there is a text."""
+        self.draft = plain(0)
+        """The newest draft, before pruning."""
+        self.prune: Prune | None = None
+        """Called between the lower layers and the stream layers of the newest pass. None: no pruning."""
+        self.state: State = "listening"
+        self.round: Round | None = None
+        """The pass that runs; None while a prompt is read."""
+        self.preparing_seconds = 0.0
+        """Time of the drafter before its newest draft grew."""
+        self.proposing_seconds = 0.0
+        """Time of the drafter's proposals for its newest draft."""
+        self.asked = 0
+        """How often the drafter was asked for its newest draft."""
+        self._prepared = False
+        """Whether the drafter was asked to prepare the newest draft."""
+        self._text: list[int] = []
+        self._sampling = SamplingConfig()
+        self._constrained: Constrained | None = None
+        self._told = 0
+        """Number of the text's tokens that the drafter knows; 0: it has yet to begin."""
+        self._missed_output: tuple[ForwardOutput, int] | None = None
+        """The newest output that the drafter hasn't been given, and its last accepted node."""
+        self._learning_seconds = 0.0
+        """Time of the drafter after the newest pass."""
+        self._count = _DraftCount()
+
+    def begin(
+        self, text: list[int], sampling: SamplingConfig, constrained: Constrained | None, state: State
+    ) -> None:
+        """Begin to continue a text, of at least one token; the caller's list grows with it."""
+        self.is_used, self.state, self.round = True, state, None
+        self._text, self._sampling, self._constrained = text, sampling, constrained
+        self._told = 0
+        self._missed_output = None
+        self._count = _DraftCount()
+        if state == "listening":
+            self._begin_drafter()
+
+    def end(self) -> None:
+        """Let go of the text."""
+        self.is_used, self.round = False, None
+        self._text, self._constrained, self._missed_output = [], None, None
+
+    def plain(self, root: int, state: State, its: Round | None = None) -> None:
+        """The newest draft is none. `disabled`: the drafter will begin anew with the whole text."""
+        self.draft, self.prune, self.state, self.round = plain(root), None, state, its
+        self.preparing_seconds = self.proposing_seconds = self._learning_seconds = 0.0
+        self.asked, self._prepared = 0, False
+        if state == "disabled":
+            self._told = 0
+
+    def catch_up(self) -> None:
+        """Tell the drafter of the tokens and the output that it missed."""
+        if not self._told:
+            self._begin_drafter()
+        started = time.perf_counter()
+        for token in self._text[self._told :]:
+            self.drafter.observe(token, None)
+        self._told = len(self._text)
+        if self._missed_output is not None:
+            self.drafter.end_pass(*self._missed_output)
+            self._missed_output = None
+        self.preparing_seconds = time.perf_counter() - started
+
+    def prepare(self, kv: KVCache, nodes: int, cancelled: IsCancelled) -> None:
+        """Do what the next draft, of up to `nodes`, needs. Raises what a drafter raises."""
+        started, self._prepared = time.perf_counter(), True
+        self.drafter.prepare(kv, nodes, cancelled)
+        self.preparing_seconds += time.perf_counter() - started
+
+    def propose(self, path: Sequence[int]) -> Proposals:
+        """What may follow the text and `path`. Raises what a drafter raises."""
+        started = time.perf_counter()
+        if self._constrained is None:
+            found = list(self._ask(path))
+        else:
+            found = list(self._constrained.proposals(path, self._ask))
+        self.proposing_seconds += time.perf_counter() - started
+        return found
+
+    def _ask(self, path: Sequence[int]) -> Proposals:
+        self.asked += 1
+        return self.drafter.propose(path)
+
+    def drew(self, token: int, logits: Float32) -> None:
+        """Tell the drafter that `token` was drawn from logits (V,) and is about to join the text.
+
+        Logits aren't part of `PassOutcome`, as a pass may have a row of them for each node, and each row is
+        as large as the vocabulary.
+        """
+        if self.state == "listening":
+            started = time.perf_counter()
+            self.drafter.observe(token, logits)
+            self._told += 1
+            self._learning_seconds += time.perf_counter() - started
+
+    def drawn(self, outcome: PassOutcome) -> bool:
+        """Take the outcome of the finished pass. Returns whether all texts of the pass now have."""
+        its, self.round = self.round, None
+        if self.state == "throttled":
+            self._missed_output = outcome.output, outcome.path[-1]
+        elif self.state == "listening":
+            self.drafter.end_pass(outcome.output, outcome.path[-1])
+            if its is not None and self._prepared:
+                self._count.add(outcome, len(self.draft), self.preparing_seconds, self.proposing_seconds)
+        return its is not None and its.drew(self, outcome, self._learning_seconds)
+
+    def stats(self, decision: str) -> DraftStats:
+        """Stats of the text so far."""
+        return self._count.stats(decision)
+
+    def _begin_drafter(self) -> None:
+        self.drafter.begin(list(self._text), self._sampling)
+        self._told = len(self._text)
+        self._missed_output = None
+
+
+class _DraftCount:
+    """Sums over a text's passes, as described in `DraftStats`."""
+
+    def __init__(self) -> None:
+        self._drafts = self._draft_tokens = 0
+        self._preparing_seconds = self._growing_seconds = 0.0
+        self._drafted: list[int] = []
+        self._accepted: list[int] = []
+        """Draft tokens judged and accepted, by depth from 1 on; both lists are equally long."""
+
+    def add(self, outcome: PassOutcome, nodes: int, preparing_seconds: float, growing_seconds: float) -> None:
+        """Count a pass. nodes: number of nodes in the draft before it was pruned."""
+        self._drafts += nodes > 1
+        self._draft_tokens += nodes - 1
+        self._preparing_seconds += preparing_seconds
+        self._growing_seconds += growing_seconds
+        accepted = len(outcome.path) - 1
+        # A draft token after the path was judged wrong, if there was one and the text didn't end there.
+        judged = accepted + (not outcome.ended and outcome.path[-1] in outcome.draft.parents[1:])
+        more = [0] * (judged - len(self._drafted))
+        self._drafted += more
+        self._accepted += more
+        for depth in range(judged):
+            self._drafted[depth] += 1
+            self._accepted[depth] += depth < accepted
+
+    def stats(self, decision: str) -> DraftStats:
+        return DraftStats(
+            drafts=self._drafts,
+            draft_tokens=self._draft_tokens,
+            drafted_by_depth=tuple(self._drafted),
+            accepted_by_depth=tuple(self._accepted),
+            preparing_seconds=self._preparing_seconds,
+            growing_seconds=self._growing_seconds,
+            decision=decision,
+        )

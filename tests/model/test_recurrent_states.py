@@ -1,0 +1,180 @@
+"""Texts of a model with recurrent layers: any split, truncation, fork and saved state gives the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ondevice.backends.base import BLOCK_TOKENS, Block, KVLayout
+from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.token_tree import TokenTree
+from ondevice.converters.convert import convert
+from ondevice.errors import BudgetError, UsageError
+from ondevice.model.kv_cache import KVCache, allocate_block
+from ondevice.model.transformer import Cancelled, SequencePart, Transformer
+from ondevice.prompt_cache.store import PromptCache
+from tests.support.engines import every_logits, random_tokens, running
+from tests.support.families import CASES, write_model
+
+LENGTH = 300
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Transformer]:
+    folder = tmp_path_factory.mktemp("delta")
+    write_model(folder / "source", *CASES["qwen3.5"])
+    with running(convert(folder / "source", folder / "bundle", "q4"), "cpu") as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def text(model: Transformer) -> list[int]:
+    return random_tokens(model.config, LENGTH)
+
+
+@pytest.fixture(scope="module")
+def whole(model: Transformer, text: list[int]) -> np.ndarray:
+    return every_logits(model, text, empty(model))
+
+
+def empty(model: Transformer) -> KVCache:
+    return KVCache(KVLayout(model.config, 16))
+
+
+def continued(model: Transformer, kv: KVCache, text: list[int], step: int = 64) -> np.ndarray:
+    """Logits of the tokens of `text` that kv lacks, in chunks that end where kv wants them to."""
+    found = []
+    while kv.length < len(text):
+        found.append(every_logits(model, text[kv.length : kv.end_of_chunk(kv.length + step)], kv))
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("step", [1, 7, 64, 512])
+def test_chunks_of_any_size_give_the_same_bits(
+    model: Transformer, text: list[int], whole: np.ndarray, step: int
+) -> None:
+    kv = empty(model)
+    found = [every_logits(model, text[at : at + step], kv) for at in range(0, LENGTH, step)]
+    assert np.concatenate(found).tobytes() == whole.tobytes()
+    assert continued(model, empty(model), text, step).tobytes() == whole.tobytes()
+
+
+def test_a_text_goes_on_from_any_place(model: Transformer, text: list[int], whole: np.ndarray) -> None:
+    rng, kv, other = np.random.default_rng(2), empty(model), random_tokens(model.config, LENGTH, 8)
+    continued(model, kv, text)
+    for place in rng.integers(0, LENGTH, 12).tolist():
+        kv.truncate(place)
+        kept = kv.length
+        assert kept <= place
+        assert place - kept < kv.layout.states.spacing
+        assert continued(model, kv, [*text[:place], *other[: 1 + place % 90]]).shape[0] > place - kept
+        kv.truncate(place)
+        kept = kv.length
+        assert continued(model, kv, text).tobytes() == whole[kept:].tobytes()
+
+
+def test_a_fork_is_independent(model: Transformer, text: list[int], whole: np.ndarray) -> None:
+    kv = empty(model)
+    continued(model, kv, text[:150])
+    copy = kv.fork()
+    assert copy.nbytes == kv.nbytes
+    continued(model, kv, [*text[:150], 3, 4, 5])
+    assert continued(model, copy, text).tobytes() == whole[150:].tobytes()
+    spacing = copy.layout.states.spacing
+    copy.truncate(spacing + 6)
+    assert copy.length == spacing
+    assert continued(model, copy, text).tobytes() == whole[spacing:].tobytes()
+
+
+def test_saved_states_are_found_again(
+    model: Transformer, text: list[int], whole: np.ndarray, tmp_path: Path
+) -> None:
+    kv, spacing = empty(model), KVLayout(model.config, 16).states.spacing
+    assert spacing % BLOCK_TOKENS == 0
+    continued(model, kv, text)
+    PromptCache(tmp_path, {"model": "tiny"}, chunk=spacing).write(kv)
+    store, back = PromptCache(tmp_path, {"model": "tiny"}, chunk=spacing), empty(model)
+    assert store.restore(back, text) == LENGTH // spacing * spacing == back.length
+    assert continued(model, back, text).tobytes() == whole[LENGTH // spacing * spacing :].tobytes()
+    back.truncate(spacing + 5)
+    assert back.length == spacing
+    assert store.restore(back, text[: 2 * spacing + 9]) == spacing
+    assert continued(model, back, text).tobytes() == whole[2 * spacing :].tobytes()
+
+
+def test_texts_that_share_passes_are_those_that_they_are_alone(
+    model: Transformer, text: list[int], whole: np.ndarray
+) -> None:
+    other = random_tokens(model.config, 40, 9)
+    alone = every_logits(model, other, empty(model))
+    first, second = empty(model), empty(model)
+    continued(model, first, text[:90])
+    states = model.run_each([SequencePart(text[90:97], first), SequencePart(other[:33], second)])
+    assert np.array_equal(model.logits(states), np.concatenate([whole[90:97], alone[:33]]))
+    assert continued(model, first, text).tobytes() == whole[97:].tobytes()
+    assert continued(model, second, other).tobytes() == alone[33:].tobytes()
+
+
+def test_a_cancelled_pass_leaves_the_states(model: Transformer, text: list[int], whole: np.ndarray) -> None:
+    kv = empty(model)
+    continued(model, kv, text[:100])
+    asked = iter([False, False, True])
+    with pytest.raises(Cancelled):
+        model.forward(text[100:140], kv, cancelled=lambda: next(asked))
+    assert kv.length == 100
+    assert continued(model, kv, text).tobytes() == whole[100:].tobytes()
+
+
+def test_every_buffer_is_counted_and_released(model: Transformer, text: list[int]) -> None:
+    held: list[Block] = []
+
+    def allocate(nbytes: int) -> Block:
+        held.append(allocate_block(nbytes))
+        return held[-1]
+
+    def release(block: Block) -> None:
+        del held[next(at for at, it in enumerate(held) if it is block)]
+
+    layout = KVLayout(model.config, 16)
+    kv = KVCache(layout, allocate, release)
+    for length in (1, 63, 64, 130, 300):
+        continued(model, kv, text[:length])
+        assert kv.nbytes == sum(block.nbytes for block in held) == layout.nbytes(length)
+    for place in (290, 200, 65, 3):
+        kv.truncate(min(place, kv.length))
+        assert kv.nbytes == sum(block.nbytes for block in held)
+    kv.truncate(0)
+    assert not held
+
+
+def test_an_allocator_that_refuses_leaves_the_text_as_it_was(
+    model: Transformer, text: list[int], whole: np.ndarray
+) -> None:
+    left = [100]
+
+    def allocate(nbytes: int) -> Block:
+        if not left[0]:
+            raise BudgetError("no more", required_bytes=1)
+        left[0] -= 1
+        return allocate_block(nbytes)
+
+    kv = KVCache(KVLayout(model.config, 16), allocate)
+    continued(model, kv, text[:100])
+    for granted in (0, 1, 2):
+        left[0], before = granted, kv.nbytes
+        with pytest.raises(BudgetError):
+            kv.reserve(300)
+        assert (kv.length, kv.nbytes) == (100, before)
+    left[0] = 100
+    assert continued(model, kv, text).tobytes() == whole[100:].tobytes()
+
+
+def test_draft_trees_are_refused(model: Transformer, text: list[int]) -> None:
+    kv = empty(model)
+    continued(model, kv, text[:10])
+    with pytest.raises(UsageError, match="draft trees"):
+        model.run(ForwardBatch(text[10:13], TokenTree([-1, 0, 0])), kv)
+    assert kv.length == 10
