@@ -46,7 +46,7 @@ ABOVE = 0.01
 """Of the positions of `cpu` at most this share may be above `limit`, and none above `most`."""
 TEXTS, LENGTH = 24, 12
 FAST = ("olmoe", "qwen3 moe", "mixtral", "phimoe", "granite moe", "qwen2 moe", "glm4 moe", "gemma4 moe")
-FAST += ("gpt-oss moe",)
+FAST += ("gpt-oss moe", "deepseek v2 moe groups", "deepseek v3 moe")
 """One of each family; the others are slow."""
 EXPERTS = [
     pytest.param(case, marks=() if case in FAST else pytest.mark.slow)

@@ -119,7 +119,7 @@ def test_draft_trees_change_no_bit(folder: Path, kv_bits: Literal[16, 8]) -> Non
         for at in range(0, 140, 2):
             wrong = rng.integers(0, 256, 3).tolist()
             tokens = [TEXT[at], wrong[0], TEXT[at + 1], wrong[1], wrong[2]]
-            batch = ForwardBatch(tokens, TokenTree([-1, 0, 0, 1, 2]), draft_rows=4)
+            batch = ForwardBatch(tokens, TokenTree([-1, 0, 0, 1, 2]), drafted=[1, 2, 3, 4])
             found.append(np.array(model.logits(model.run(batch, kv).hidden))[[0, 2]])
             kv.keep(at, [0, 2], partial(model.backend.kv_move, kv))
             model.accept(batch, [0, 2])
