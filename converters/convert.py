@@ -181,15 +181,19 @@ def convert(
 def _rounding_pieces(
     checkpoint: Checkpoint, training: Training, quant: QuantConfig
 ) -> Sequence[Sequence[int]]:
-    """The pieces that weights are rounded by. What experts are given isn't recorded: nothing rounds by it.
+    """The pieces that weights are rounded by. What experts and latent attention are given isn't recorded:
+    nothing rounds by it.
 
     Raises UnsupportedModelError for random pieces then, which do nothing but round.
     """
-    if checkpoint.config.experts is None:
+    config = checkpoint.config
+    latent = config.any_layer(lambda layer: layer.attention.latent is not None)
+    if config.experts is None and not latent:
         return training.pieces if rounds_any(quant) else ()
     if training.is_random:
+        blocks = "latent attention" if config.experts is None else "experts"
         raise UnsupportedModelError(
-            f"{checkpoint.name} can't be rounded by random tokens yet, as its layers have experts; "
+            f"{checkpoint.name} can't be rounded by random tokens yet, as its layers have {blocks}; "
             "convert it without --random-text"
         )
     return ()

@@ -10,6 +10,7 @@ import numpy as np
 from ondevice.converters.architectures.common import Tensors
 from ondevice.converters.architectures.config_reader import SAME_REPOSITORY
 from ondevice.converters.architectures.tensors import FINAL_NORM, LayerNames
+from ondevice.converters.checkpoints.base import SourceTensor
 from ondevice.converters.checkpoints.views import Joined, RowsOf, Scaled, head_rows
 from ondevice.errors import CheckpointError
 from ondevice.model_config import ModelConfig
@@ -108,6 +109,22 @@ def in_halves(tensors: Tensors, config: ModelConfig, interleaved: bool = False) 
                     )
                 found[tensor] = RowsOf(tensor, source, head_rows(count, order), len(order))
     return found
+
+
+def in_turning_halves(source: SourceTensor, name: str, heads: int, width: int, turning: int) -> SourceTensor:
+    """The rows of `heads` heads, `width` each, whose last `turning` ones are pairs (2 i, 2 i + 1), with these
+    in the order (i, i + turning / 2) of the pairs that turn together.
+
+    Raises CheckpointError for another number of rows.
+    """
+    if not source.shape or source.shape[0] != heads * width:
+        raise CheckpointError(
+            f"{source.name} has shape {list(source.shape)}; config.json asks for {heads * width} rows; "
+            f"{SAME_REPOSITORY}"
+        )
+    still = width - turning
+    order = [*range(still), *range(still, width, 2), *range(still + 1, width, 2)]
+    return RowsOf(name, source, head_rows(heads, order), width)
 
 
 def split_grouped(tensors: Tensors, config: ModelConfig, name: str) -> Tensors:

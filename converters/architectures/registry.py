@@ -11,6 +11,7 @@ import numpy as np
 from ondevice.converters.architectures.bamboo import BAMBOO
 from ondevice.converters.architectures.common import Description, Tensors
 from ondevice.converters.architectures.config_reader import HARMLESS_KEYS, OWN_CONFIG, ConfigReader, shown
+from ondevice.converters.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from ondevice.converters.architectures.falcon import FALCON
 from ondevice.converters.architectures.gemma import GEMMA, GEMMA2, GEMMA3
 from ondevice.converters.architectures.gemma3n import GEMMA3N
@@ -79,6 +80,9 @@ _ALL = (
     GRANITE_MOE,
     GLM4_MOE,
     GPT_OSS,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE_LITE,
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,

@@ -146,6 +146,19 @@ def read_rope(
     return read_section(rope, head_dim, theta, original, max_context, outer_wins, rotated_share)
 
 
+def read_score_magnitude(reader: ConfigReader) -> float:
+    """yarn's `mscale_all_dim` as a factor of a query and of a key, for families that scale scores by it.
+
+    `read_rope` reads the same section, and checks it.
+    """
+    section = reader.section("rope_parameters") or reader.section("rope_scaling") or {}
+    rope = ConfigReader(section, "config.json: rope_scaling")
+    if rope.text("rope_type", rope.text("type", "default")) == "default":
+        return 1.0
+    all_dims = rope.number("mscale_all_dim", 0.0)
+    return _mscale(rope.number("factor"), all_dims) if all_dims > 0.0 else 1.0
+
+
 def read_section(
     rope: ConfigReader,
     head_dim: int,

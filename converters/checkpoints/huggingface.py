@@ -18,6 +18,7 @@ from ondevice.converters.architectures.config_reader import SAME_REPOSITORY
 from ondevice.converters.architectures.registry import describe
 from ondevice.converters.architectures.tensors import EMBEDDING, HEAD, tensor_shapes
 from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor, plain, printable, some_of
+from ondevice.converters.checkpoints.fp8_folder import read_fp8, scaled_tensors
 from ondevice.converters.checkpoints.mlx_folder import (
     COPY_KEY,
     KEY,
@@ -51,7 +52,8 @@ def open_huggingface(folder: SourceFolder) -> Checkpoint:
     """
     values = folder.json("config.json", MAX_CONFIG_BYTES)
     mxfp4 = has_mxfp4(values)
-    quantisation = None if mxfp4 else read_quantisation(values)
+    fp8 = read_fp8(values)
+    quantisation = None if mxfp4 or fp8 else read_quantisation(values)
     description = describe({key: value for key, value in values.items() if key not in (KEY, COPY_KEY)})
     config = description.config
     with ExitStack() as refused:
@@ -59,6 +61,8 @@ def open_huggingface(folder: SourceFolder) -> Checkpoint:
         found: dict[str, SourceTensor]
         if mxfp4:
             found = experts_of(raw)
+        elif fp8 is not None:
+            found = scaled_tensors(raw, fp8)
         elif quantisation is None:
             found = {name: floating(tensor) for name, tensor in raw.items()}
         else:

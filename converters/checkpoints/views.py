@@ -169,6 +169,50 @@ class Transposed(_View):
 
 
 @dataclass(frozen=True)
+class HeadsTransposed(_View):
+    """The first `count` rows of each of the `heads` equal parts of a matrix (R, C), each as columns.
+
+    That is (heads * C, count).
+    """
+
+    name: str
+    source: SourceTensor
+    heads: int
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.heads * self.source.shape[1], self.count)
+
+    @property
+    def row_unit(self) -> int:
+        return self.source.shape[1]
+
+    @property
+    def code_format(self) -> RowFormat | None:
+        return None
+
+    def rows(self, start: int, stop: int) -> Weights:
+        unit = self.row_unit
+        first, last = start // unit, -(-stop // unit)
+        whole = np.concatenate([self._head(head, 0, self.count) for head in range(first, last)])
+        return whole[start - first * unit : stop - first * unit]
+
+    def columns(self, start: int, stop: int) -> Weights:
+        return np.concatenate([self._head(head, start, stop) for head in range(self.heads)])
+
+    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+        return None
+
+    def vector(self) -> NDArray[np.float32]:
+        raise ValueError(f"{self.name} is a matrix")
+
+    def _head(self, head: int, start: int, stop: int) -> Weights:
+        first = head * (self.source.shape[0] // self.heads)
+        return self.source.rows(first + start, first + stop).T
+
+
+@dataclass(frozen=True)
 class Scaled(_View):
     """The values of `source` times `factor` plus `shift`, in float32."""
 

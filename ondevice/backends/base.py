@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.latent import LatentOps
 from ondevice.backends.recurrent import RecurrentOps, StateLayout, StateStore
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RecordLayout
@@ -70,6 +71,9 @@ class KVLayout:
     (for `reference` and training). Scales, 64 float32, exist at 8 bits only. Every offset is a multiple of
     64 bytes. `KVArrays` take as many bytes, in an order of their own.
 
+    In latent attention there are [codes][latent scales][scales of what turns] instead: a key is the latent,
+    which is the value too, and the part that turns.
+
     Quantisation to 8 bits, per token and head, all in float32: m = max|x|, scale = m / 127,
     q = rint(x * (127 / m)), which reads back as q * scale; m == 0 gives q = 0 and scale = 0.
     """
@@ -93,7 +97,8 @@ class KVLayout:
 
     def head_bytes(self, layer: int) -> int:
         """Bytes of one (layer, kv head) in a block: keys, then values."""
-        return 2 * (self.codes_bytes(layer) + self.scales_bytes)
+        codes = self.codes_bytes(layer)
+        return codes * (1 if self.heads[layer].latent else 2) + 2 * self.scales_bytes
 
     def layer_bytes(self, layer: int) -> int:
         """Bytes of one layer in a block."""
@@ -124,12 +129,13 @@ class KVLayout:
         return self.layer_offsets[layer] + head * self.head_bytes(layer)
 
     @cached_property
-    def stretches(self) -> tuple[tuple[int, int, int], ...]:
-        """(offset, heads, width) of neighbouring layers with heads of one width: these lie side by side."""
-        found = []
-        for width, group in groupby(range(len(self.heads)), key=lambda layer: self.heads[layer].width):
+    def stretches(self) -> tuple[tuple[int, HeadSizes], ...]:
+        """(offset, heads) of neighbouring layers with heads of one width, which lie side by side."""
+        found, kinds = [], [sizes._replace(keys=0) for sizes in self.heads]
+        for kind, group in groupby(range(len(kinds)), key=kinds.__getitem__):
             layers = list(group)
-            found.append((self.layer_offsets[layers[0]], sum(self.heads[it].keys for it in layers), width))
+            keys = sum(self.heads[it].keys for it in layers)
+            found.append((self.layer_offsets[layers[0]], kind._replace(keys=keys)))
         return tuple(found)
 
     def blocks(self, n_tokens: int) -> int:
@@ -351,7 +357,7 @@ class Selector:
         return None if self.deviations is None else self.matrices[0]
 
 
-class Backend(RecurrentOps, Protocol):
+class Backend(LatentOps, RecurrentOps, Protocol):
     """Ops over loaded weights. They are deterministic, and needn't check their arguments.
 
     An op may re-use its output array, so a result is valid only until the next call of the same op. Results
@@ -437,19 +443,19 @@ class Backend(RecurrentOps, Protocol):
         nothing: that layer has stored the tokens' keys and values in the same pass.
 
         Args:
-            qkv: (T, (H + 2 * KVH) * Dh) queries, keys and values side by side, or (T, H * Dh) queries; may be
-                overwritten.
+            qkv: (T, (H + 2 * KVH) * Dh) queries, keys and values side by side, or (T, H * Dh) queries, or of
+                `latent_rows`; may be overwritten.
             kv: the cache, which has room for the new keys and values.
             layer: index of the layer whose keys and values are read.
             position: number of tokens stored before these.
-            cos, sin: (T, Dh / 2) rotary tables, in host memory.
+            cos, sin: (T, Dh / 2) rotary tables, in host memory; in latent attention of what turns alone.
             spec: what scores are scaled and capped by, and the window of positions that a query sees.
             norms: norms of queries and keys, if the model has them.
             tree: how the T tokens follow each other, if not as a text. Query t then sees what `tree.visible`
                 says. On `cpu` its result has the same bits as in a text that consists of its path.
             sinks: (H,) scores beside those of the positions, whose weight goes to no value; None without.
 
-        Returns (T, H * Dh).
+        Returns (T, H * Dh), in latent attention (T, H * rank).
         """
         ...
 

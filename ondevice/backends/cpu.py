@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ondevice.backends import row_sums
 from ondevice.backends.base import (
@@ -22,15 +21,14 @@ from ondevice.backends.base import (
     Cutoff,
     FeedForwardSource,
     Float32,
-    HeadNorms,
     Int32,
     KVLayout,
-    KVStore,
     LinearSource,
     Norm,
     Router,
     Selector,
 )
+from ondevice.backends.cpu_attention import CpuAttention
 from ondevice.backends.embedding_table import EmbeddingTable
 from ondevice.backends.expert_records import HELD_ROWS, ExpertRecords
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer, FirstNeurons
@@ -39,14 +37,12 @@ from ondevice.backends.native_routing import route
 from ondevice.backends.offloading import OffloadingBackend
 from ondevice.backends.recurrent import DeltaWeights, StateStore
 from ondevice.backends.routing import sigmoid, substituted
-from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import padded
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native, memory
 from ondevice.model_config import (
     ACTIVATIONS,
     Activation,
-    AttentionSpec,
     DeltaSpec,
     FeedForwardSpec,
     LayerSpec,
@@ -163,7 +159,7 @@ def _native_expert(hidden: int, records: ExpertRecords | None) -> _native.Expert
     return _native.Expert(hidden, records.layout.matrices[0].rows, gate, up[0] if up else None, down)
 
 
-class CpuBackend(OffloadingBackend):
+class CpuBackend(OffloadingBackend, CpuAttention):
     """`Backend` over the native kernels.
 
     Args:
@@ -264,48 +260,6 @@ class CpuBackend(OffloadingBackend):
         matrix = weight.matrix
         out = self._buffer("linear", (len(x), matrix.rows)) if added is None else added
         matrix.forward(self.runner, x, weight.bias, out, norm, added)
-        return out
-
-    def kv_move(self, kv: KVStore, source: int, target: int) -> None:
-        layout, blocks = kv.layout, _addresses(kv)
-        for offset, heads, width in layout.stretches:
-            _native.kv_move(self.runner, blocks, offset, heads, width, layout.kv_bits, source, target)
-
-    def attend(
-        self,
-        qkv: Float32,
-        kv: KVStore,
-        layer: int,
-        position: int,
-        cos: Float32,
-        sin: Float32,
-        spec: AttentionSpec,
-        norms: HeadNorms | None = None,
-        tree: TokenTree | None = None,
-        sinks: Float32 | None = None,
-    ) -> Float32:
-        layout, sizes = kv.layout, kv.layout.heads[layer]
-        out = self._buffer("attention", (len(qkv), sizes.queries * sizes.width))
-        _native.attend(
-            self.runner,
-            qkv,
-            _addresses(kv),
-            layout.layer_offsets[layer],
-            layout.kv_bits,
-            sizes.queries,
-            sizes.keys,
-            position,
-            spec.window,
-            spec.scale,
-            spec.soft_cap,
-            cos,
-            sin,
-            norms,
-            None if tree is None else (tree.parents, tree.depths),
-            out,
-            spec.keys_of is None,
-            sinks,
-        )
         return out
 
     def gated_delta(
@@ -589,12 +543,3 @@ class CpuBackend(OffloadingBackend):
                 self._views.clear()
             view = self._views[op, shape] = self._buffers[op][:size].reshape(shape)
         return view
-
-
-def _addresses(kv: KVStore) -> NDArray[np.uint64]:
-    """The address of every block, (blocks,)."""
-    if kv.places is None:
-        found = [block.__array_interface__["data"][0] for block in kv.blocks]
-        kv.places = np.array(found, dtype=np.uint64)
-    places: NDArray[np.uint64] = kv.places
-    return places

@@ -16,12 +16,21 @@ import numpy as np
 
 from ondevice.backends.base import Float32, HeadNorms, Int32, KVStore, Norm
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.latent import LatentWeights
 from ondevice.backends.recurrent import DeltaWeights, StateStore
 from ondevice.backends.reference import read_rows
 from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.token_tree import TokenTree
 from ondevice.errors import BackendUnavailableError
-from ondevice.model_config import CLAMP, SWISH_SLOPE, Activation, AttentionSpec, DeltaSpec, FeedForwardSpec
+from ondevice.model_config import (
+    CLAMP,
+    SWISH_SLOPE,
+    Activation,
+    AttentionSpec,
+    DeltaSpec,
+    FeedForwardSpec,
+    LatentSpec,
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ class MlxOps:
         sinks: mx.array | None = None,
     ) -> mx.array:
         tokens, turns = qkv.shape[0], (mx.array(cos), mx.array(sin))
-        heads, keys, width = kv.layout.heads[layer]
+        heads, keys, width, _ = kv.layout.heads[layer]
         q, k, v = mx.split(qkv.reshape(tokens, -1, width), [heads, heads + keys], axis=1)
         q = _turned(q if norms is None else _normed_heads(q, norms.q, norms.together), *turns)
         if spec.keys_of is None:
@@ -96,6 +105,12 @@ class MlxOps:
                 *(x[None] for x in (q, *stored)), scale=spec.scale, mask=mask, sinks=own
             )[0]
         return context.swapaxes(0, 1).reshape(tokens, heads * width).astype(mx.float32)
+
+    def latent_rows(self, qkv: mx.array, spec: LatentSpec, weights: LatentWeights) -> mx.array:
+        raise BackendUnavailableError("--backend mlx doesn't run latent attention; use --backend cpu")
+
+    def linear_heads(self, x: mx.array, weight: Any, heads: int) -> mx.array:
+        raise BackendUnavailableError("--backend mlx doesn't run latent attention; use --backend cpu")
 
     def gated_delta(
         self,

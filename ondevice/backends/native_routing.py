@@ -41,4 +41,5 @@ def _router(spec: ExpertsSpec) -> _native.Router:
         spec.groups,
         spec.chosen_groups,
         spec.jitter,
+        spec.group_best,
     )

@@ -37,6 +37,7 @@ from ondevice.backends.base import (
 from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.latent import LatentWeights
 from ondevice.backends.recurrent import DeltaWeights, StateStore
 from ondevice.backends.routing import route, sigmoid
 from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
@@ -53,6 +54,7 @@ from ondevice.model_config import (
     AttentionSpec,
     DeltaSpec,
     FeedForwardSpec,
+    LatentSpec,
     LayerSpec,
 )
 
@@ -244,8 +246,13 @@ class ReferenceBackend:
         tree: TokenTree | None = None,
         sinks: Float32 | None = None,
     ) -> Float32:
-        heads, kv_heads, width = kv.layout.heads[layer]
+        heads, kv_heads, width, latent = kv.layout.heads[layer]
         parts = qkv.reshape(len(qkv), -1, width)
+        if latent:
+            turned = self.rope(parts[:, :, latent:], cos, sin)
+            self.kv_write(kv, layer, parts[:, heads:, :latent], turned[:, heads:], position)
+            q = np.concatenate([parts[:, :heads, :latent], turned[:, :heads]], axis=2)
+            return self.attention(q, kv, layer, position, spec, tree, sinks)
         q, k, v = np.split(parts, [heads, heads + kv_heads], axis=1)
         if norms is not None:
             q = self.normed_heads(q, norms.q, norms.together)
@@ -267,12 +274,12 @@ class ReferenceBackend:
         tree: TokenTree | None = None,
         sinks: Float32 | None = None,
     ) -> Float32:
-        tokens, heads, width = q.shape
-        window = spec.window
+        tokens, heads, _ = q.shape
+        width, window = kv.layout.heads[layer].value_width, spec.window
         keys, values = _stored(kv, layer, position + tokens)
         queries_per_head = heads // len(keys)
         visible = _visible(position, tokens, window) if tree is None else tree.visible(position, window)
-        out = np.empty_like(q)
+        out = np.empty((tokens, heads, width), np.float32)
         for head in range(heads):
             k, v = keys[head // queries_per_head], values[head // queries_per_head]
             scores = q[:, head] @ k.T * np.float32(spec.scale)
@@ -284,6 +291,23 @@ class ReferenceBackend:
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             out[:, head] = weights / weights.sum(axis=1, keepdims=True) @ v
         return out.reshape(tokens, heads * width)
+
+    def latent_rows(self, qkv: Float32, spec: LatentSpec, weights: LatentWeights) -> Float32:
+        first = qkv.shape[1] - spec.width
+        queries, latent, key = np.split(qkv, [first, first + spec.rank], axis=1)
+        if weights.queries is not None:
+            queries = self.linear(queries, weights.queries, weights.query_norm)
+        queries = queries.reshape(len(qkv), -1, spec.query_width)
+        heads = queries.shape[1]
+        met = self.linear_heads(queries[:, :, : spec.key_dim].reshape(len(qkv), -1), weights.keys, heads)
+        met = met.reshape(len(qkv), heads, spec.rank)
+        of_heads = np.concatenate([met, queries[:, :, spec.key_dim :]], axis=2).reshape(len(qkv), -1)
+        return np.concatenate([of_heads, self.normed(latent, weights.norm), key], axis=1)
+
+    def linear_heads(self, x: Float32, weight: ReferenceLinear, heads: int) -> Float32:
+        parts = np.split(x, heads, axis=1)
+        matrices = np.split(weight.weight, heads)
+        return np.concatenate([own @ matrix.T for own, matrix in zip(parts, matrices, strict=True)], axis=1)
 
     def gated_delta(
         self,
@@ -522,9 +546,17 @@ class _HeadView:
 
 
 def _head_views(kv: KVStore, block: int, layer: int, head: int) -> tuple[_HeadView, _HeadView]:
+    """Of keys and of values; in latent attention of latents, and of the keys' parts that turn."""
     layout = kv.layout
     start = layout.head_offset(layer, head)
     dtype = _KV_TYPES[layout.kv_bits]
+    if latent := layout.heads[layer].latent:
+        end = start + layout.codes_bytes(layer)
+        codes = kv.blocks[block][start:end].view(dtype)
+        codes = codes.reshape(BLOCK_TOKENS // KEY_LANES, -1, KEY_LANES).swapaxes(1, 2)
+        scales = kv.blocks[block][end : start + layout.head_bytes(layer)].view(np.float32)
+        two = np.split(scales, 2) if layout.kv_bits == 8 else [None, None]
+        return _HeadView(codes[..., :latent], two[0]), _HeadView(codes[..., latent:], two[1])
     views = []
     half, size = layout.head_bytes(layer) // 2, layout.codes_bytes(layer)
     for at in (start, start + half):
@@ -545,8 +577,10 @@ def _stored(kv: KVStore, layer: int, length: int) -> tuple[list[Float32], list[F
     keys, values = [], []
     for head in range(kv.layout.heads[layer].keys):
         views = [_head_views(kv, block, layer, head) for block in range(kv.layout.blocks(length))]
-        keys.append(np.concatenate([k.read() for k, _ in views])[:length])
-        values.append(np.concatenate([v.read() for _, v in views])[:length])
+        k, v = (np.concatenate([view.read() for view in its])[:length] for its in zip(*views, strict=True))
+        latent = kv.layout.heads[layer].latent
+        keys.append(np.concatenate([k, v], axis=1) if latent else k)
+        values.append(k if latent else v)
     return keys, values
 
 

@@ -181,7 +181,8 @@ def _of_best_groups(choice: Float32, spec: ExpertsSpec) -> Float32:
     """Scores (T, E), but for -inf in all groups of experts other than a token's best."""
     grouped = choice.reshape(len(choice), spec.groups, -1)
     two = np.sort(grouped, axis=2)[:, :, -2:]
-    best = _highest(two[:, :, 1] + two[:, :, 0], spec.chosen_groups)
+    worth = two[:, :, 1] if spec.group_best == 1 else two[:, :, 1] + two[:, :, 0]
+    best = _highest(worth, spec.chosen_groups)
     among = np.full_like(grouped, -np.inf)
     for row, groups in enumerate(best):
         among[row, groups] = grouped[row, groups]

@@ -259,6 +259,7 @@ class MemoryModel(ABC):
         hidden, copies = padded(config.hidden_size, GROUP_SIZE), config.residual_copies
         rank = max(layer.laurel_rank for layer in config.layers)
         mixture = self._mixture_floats
+        mixture += self._latent_floats
         # In the layer: the copies before it and as predicted, what one product is made of, and gates, twice.
         within = (2 * copies if copies > 1 else 0) * hidden + (3 * hidden + 2 * rank if rank else 0)
         # Gates of attention or of a delta rule, copied.
@@ -276,6 +277,21 @@ class MemoryModel(ABC):
         reading = 2 * row + stride // 4
         held = row + max(0, row - config.qkv_size)
         return mixture + held + max(reading, within, behind + 2 * hidden + 4 * config.per_layer_width)
+
+    @property
+    def _latent_floats(self) -> int:
+        """Values that a token takes in latent attention beside what attends, of which `qkv_size` and
+        `query_size` are: the projection that queries and latents are made of; queries, and their parts that
+        meet latents; what heads make of both; and copies of what heads multiply, which are in their order.
+        """
+        most = 0
+        for layer in self.config.layers:
+            latent = layer.attention.latent
+            if latent is not None:
+                of_head = latent.query_width + latent.key_dim + 2 * latent.rank + latent.value_dim
+                own = self.config.num_heads * of_head + self.config.qkv_rows(layer) + latent.rank
+                most = max(most, own)
+        return most
 
     @property
     def _mixture_floats(self) -> int:
@@ -353,6 +369,12 @@ class MemoryModel(ABC):
         """Columns of the widest matrix but for neurons': experts that are matrices count."""
         config, experts = self.config, self.config.experts
         others = [weight.shape[1] for weight in extra_matrices(config)]
+        for layer in config.layers:
+            latent = layer.attention.latent
+            if latent is not None:
+                # Each head has a row of its own.
+                widest = max(latent.rank, latent.key_dim)
+                others.append(config.num_heads * padded(widest, GROUP_SIZE))
         if experts is not None and config.expert_layers:
             others.append(experts.neurons)
         return max(config.hidden_size, config.query_size, *others)

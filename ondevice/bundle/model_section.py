@@ -21,6 +21,7 @@ from ondevice.model_config import (
     ExpertsSpec,
     FeedForwardSpec,
     HeadNorm,
+    LatentSpec,
     LayerSpec,
     ModelConfig,
     NormKind,
@@ -59,6 +60,7 @@ _PLAIN_EXPERTS = {
     "router_bias": False,
     "groups": 1,
     "chosen_groups": 1,
+    "group_best": 2,
     "jitter": 0.0,
     "shared_gate": False,
     "apart": False,
@@ -71,6 +73,7 @@ _PLAIN_ATTENTION = {
     "keys_of": None,
     "head_dim": 0,
     "num_kv_heads": 0,
+    "latent": None,
     "gated": False,
 }
 """Likewise of a rope's, a layer's, its experts' and its attention's."""
@@ -166,7 +169,7 @@ def _parse_experts(section: Section) -> ExpertsSpec:
     for name in ("choice_bias", "router_bias", "shared_gate", "apart", "bias"):
         if name in section.names:
             given[name] = section.boolean(name)
-    for name in ("groups", "chosen_groups"):
+    for name in ("groups", "chosen_groups", "group_best"):
         if name in section.names:
             given[name] = section.integer(name, 1, MAX_EXPERTS)
     if "layout" in section.names:
@@ -208,6 +211,8 @@ def _parse_attention(section: Section) -> AttentionSpec:
     for name in ("head_dim", "num_kv_heads"):
         if name in section.names:
             given[name] = section.integer(name, 1, SIZE_LIMITS[name])
+    if "latent" in section.names:
+        given["latent"] = _parse_latent(section.section("latent"))
     attention = AttentionSpec(
         scale=section.number("scale", 0.0, MAX_FACTOR),
         rope=section.integer("rope", 0, _MAX_LAYERS),
@@ -220,6 +225,19 @@ def _parse_attention(section: Section) -> AttentionSpec:
     )
     section.close()
     return attention
+
+
+def _parse_latent(section: Section) -> LatentSpec:
+    latent = LatentSpec(
+        rank=section.integer("rank", 1, SIZE_LIMITS["head_dim"]),
+        turning=section.integer("turning", 1, SIZE_LIMITS["head_dim"]),
+        key_dim=section.integer("key_dim", 1, SIZE_LIMITS["head_dim"]),
+        value_dim=section.integer("value_dim", 1, SIZE_LIMITS["head_dim"]),
+        query_rank=section.integer("query_rank", 0, SIZE_LIMITS["hidden_size"]),
+        eps=section.number("eps", 0.0, 1.0),
+    )
+    section.close()
+    return latent
 
 
 def _parse_feed_forward(section: Section) -> FeedForwardSpec:

@@ -87,6 +87,7 @@ def no_streams(config: ModelConfig) -> str:
         "low-rank blocks beside attention": config.any_layer(lambda layer: layer.laurel_rank > 0),
         "layers that scale the residual": config.any_layer(lambda layer: layer.scaled),
         "normed values": config.any_layer(lambda layer: layer.attention.value_norm),
+        "latent attention": config.any_layer(lambda layer: layer.attention.latent is not None),
         "attention sinks": config.any_layer(lambda layer: layer.attention.sinks),
         "gated attention": config.any_layer(lambda layer: layer.attention.gated),
         "recurrent layers": bool(config.recurrent_layers),

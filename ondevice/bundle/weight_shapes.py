@@ -96,6 +96,7 @@ def layer_weight_shapes(config: ModelConfig, layer: LayerSpec) -> tuple[WeightSh
         ]
     if layer.attention.sinks:
         found.append(WeightShape("attention.sinks", (config.heads(layer.attention).queries,), False))
+    found += _latent_shapes(config, layer)
     if layer.experts is not None:
         # A choice of experts isn't to depend on how weights are rounded.
         found.append(WeightShape("router", (layer.experts.count, hidden), True, is_half=True))
@@ -111,6 +112,25 @@ def layer_weight_shapes(config: ModelConfig, layer: LayerSpec) -> tuple[WeightSh
     if layer.scaled:
         found.append(WeightShape("scale", (1,), False))
     return tuple(found)
+
+
+def _latent_shapes(config: ModelConfig, layer: LayerSpec) -> list[WeightShape]:
+    """Those of latent attention, as `LatentWeights` has them."""
+    latent, heads = layer.attention.latent, config.num_heads
+    if latent is None:
+        return []
+    found = []
+    if latent.query_rank:
+        found += [
+            WeightShape("attention.query_norm.weight", (latent.query_rank,), False),
+            WeightShape("attention.queries", (heads * latent.query_width, latent.query_rank), True),
+        ]
+    return [
+        *found,
+        WeightShape("attention.latent_norm.weight", (latent.rank,), False),
+        WeightShape("attention.latent_keys", (heads * latent.rank, latent.key_dim), True),
+        WeightShape("attention.latent_values", (heads * latent.value_dim, latent.rank), True),
+    ]
 
 
 def extra_matrices(config: ModelConfig) -> tuple[WeightShape, ...]:

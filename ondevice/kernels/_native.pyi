@@ -70,6 +70,9 @@ class Matrix:
     ) -> None:
         """out (T, rows) = norm(x) W^T + bias + added, for x (T, cols); added may be out."""
 
+    def forward_heads(self, runner: Runner, x: Float32, out: Float32) -> None:
+        """out (T, rows), each head's own: x (heads, T, cols) meets equal parts of the rows, of 16 n rows."""
+
 def quantize_rows(
     runner: Runner,
     x: NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16],
@@ -281,6 +284,7 @@ class Router:
         groups: int,
         chosen_groups: int,
         jitter: float,
+        group_best: int = 2,
     ) -> None: ...
     def route(
         self,
@@ -394,6 +398,7 @@ def attend(
     out: Float32,
     stores: bool = True,
     sinks: Float32 | None = None,
+    latent: int = 0,
 ) -> None:
     """Norm and rotate queries and keys in place, store keys and values, attend.
 
@@ -405,6 +410,8 @@ def attend(
     cos, sin: (T, head_dim / 2); norms: of queries, of keys, whether all heads are normed as one vector, and
     of each head's values or None. Queries alone need no norm of keys: it isn't used.
     out: (T, heads * head_dim). sinks: (heads,) scores that take part in the softmax, and weigh no value.
+    latent: if not 0, qkv is (T, (heads + 1) * head_dim): values are the first `latent` dimensions of keys,
+    which don't turn, and out is (T, heads * latent). cos, sin: (T, (head_dim - latent) / 2).
     """
 
 def kv_move(
@@ -416,6 +423,7 @@ def kv_move(
     bits: int,
     source: int,
     target: int,
+    latent: int = 0,
 ) -> None:
     """Copy one layer's key and value at position `source` to position `target`.
 

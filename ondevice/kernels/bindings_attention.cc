@@ -11,12 +11,15 @@
 namespace ondevice {
 
 KvView kv_view(const Blocks& blocks, int64_t offset, int64_t kv_heads, int64_t head_dim, int bits,
-               int64_t end) {
+               int64_t end, int64_t latent) {
   require(bits == 8 || bits == 16, "kv bits must be 8 or 16");
   require(offset >= 0 && kv_heads > 0 && head_dim > 0, "offset, kv_heads and head_dim must be positive");
   require(end <= static_cast<int64_t>(blocks.shape(0)) * kKvBlock, "position is past the last KV block");
-  const int64_t head_bytes = 2 * kKvBlock * (head_dim * bits / 8 + (bits == 8 ? 4 : 0));
-  return {reinterpret_cast<uint8_t* const*>(blocks.data()), offset, head_bytes, kv_heads, head_dim, bits};
+  require(latent >= 0 && latent % 16 == 0 && latent < head_dim, "latent is a multiple of 16 below head_dim");
+  const int64_t codes = head_dim * bits / 8, scales = bits == 8 ? 4 : 0;
+  const int64_t head_bytes = kKvBlock * ((latent ? 1 : 2) * codes + 2 * scales);
+  return {
+      reinterpret_cast<uint8_t* const*>(blocks.data()), offset, head_bytes, kv_heads, head_dim, bits, latent};
 }
 
 TreeView tree_view(const Tree& tree, int64_t tokens) {
@@ -49,18 +52,21 @@ void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, i
             int64_t heads, int64_t kv_heads, int64_t position, int64_t window, float scale, float soft_cap,
             const CArray<const float, 2>& cos, const CArray<const float, 2>& sin,
             const std::optional<HeadNorms>& norms, const std::optional<Tree>& tree,
-            const CArray<float, 2>& out, bool stores, const Weight& sinks) {
+            const CArray<float, 2>& out, bool stores, const Weight& sinks, int64_t latent) {
   const int64_t tokens = qkv.shape(0), width = qkv.shape(1);
-  const int64_t parts = stores ? heads + 2 * kv_heads : heads;
+  const int64_t parts = stores ? heads + (latent ? 1 : 2) * kv_heads : heads;
+  require(!latent || (stores && kv_heads == 1 && !norms), "latents have one head, no norms, and are stored");
   require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "query heads must be a multiple of kv heads");
   require(width % (2 * parts) == 0, "qkv is (T, (heads + 2 * kv_heads) * head_dim), or queries alone");
   const int64_t dim = width / parts;
-  require(static_cast<int64_t>(out.shape(0)) == tokens && static_cast<int64_t>(out.shape(1)) == heads * dim,
-          "out is (T, heads * head_dim)");
+  const KvView kv = kv_view(blocks, offset, kv_heads, dim, bits, position + tokens, latent);
+  require(static_cast<int64_t>(out.shape(0)) == tokens &&
+              static_cast<int64_t>(out.shape(1)) == heads * kv.value_dim(),
+          "out is (T, heads * head_dim), or * latent");
   for (const auto* table : {&cos, &sin})
-    require(
-        static_cast<int64_t>(table->shape(0)) == tokens && static_cast<int64_t>(table->shape(1)) * 2 == dim,
-        "cos and sin are (T, head_dim / 2)");
+    require(static_cast<int64_t>(table->shape(0)) == tokens &&
+                static_cast<int64_t>(table->shape(1)) * 2 == dim - latent,
+            "cos and sin are half as wide as what turns of a head");
   require(position >= 0 && window >= 0, "position and window must not be negative");
   require(!sinks || static_cast<int64_t>(sinks->shape(0)) == heads, "sinks are (heads,)");
   require(scale > 0.0f && soft_cap >= 0.0f, "scale must be positive, soft_cap not negative");
@@ -75,7 +81,7 @@ void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, i
   const AttentionArgs args{qkv.data(),
                            width,
                            heads,
-                           kv_view(blocks, offset, kv_heads, dim, bits, position + tokens),
+                           kv,
                            position,
                            window,
                            scale,
@@ -94,11 +100,12 @@ void bind_attention(nb::module_& m) {
         nb::arg("bits"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("position"), nb::arg("window"),
         nb::arg("scale"), nb::arg("soft_cap"), nb::arg("cos"), nb::arg("sin"), nb::arg("norms").none(),
         nb::arg("tree").none(), nb::arg("out"), nb::arg("stores") = true,
-        nb::arg("sinks").none() = nb::none());
+        nb::arg("sinks").none() = nb::none(), nb::arg("latent") = 0);
   m.def("kv_move", [](const Runner& runner, const Blocks& blocks, int64_t offset, int64_t kv_heads,
-                      int64_t dim, int bits, int64_t from, int64_t to) {
+                      int64_t dim, int bits, int64_t from, int64_t to, int64_t latent) {
     require(from >= 0 && to >= 0, "positions must not be negative");
-    runner.kernels().kv_move(kv_view(blocks, offset, kv_heads, dim, bits, std::max(from, to) + 1), from, to);
+    runner.kernels().kv_move(kv_view(blocks, offset, kv_heads, dim, bits, std::max(from, to) + 1, latent),
+                             from, to);
   });
 }
 

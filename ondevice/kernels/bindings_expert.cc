@@ -55,7 +55,7 @@ using Ids = CArray<const int32_t, 2>;
 using Weights = CArray<const float, 2>;
 
 RouterForm router_form(int scoring, int64_t experts, int64_t chosen, bool renormalised, double factor,
-                       int64_t groups, int64_t chosen_groups, double jitter) {
+                       int64_t groups, int64_t chosen_groups, double jitter, int64_t group_best) {
   require(scoring >= 0 && scoring <= static_cast<int>(Scoring::kSparsemixer), "scoring must be 0 to 2");
   const Scoring of = static_cast<Scoring>(scoring);
   require(chosen > 0 && chosen <= experts, "experts are chosen among those that there are");
@@ -63,7 +63,8 @@ RouterForm router_form(int scoring, int64_t experts, int64_t chosen, bool renorm
   require(groups > 0 && experts % groups == 0 && chosen_groups > 0 && chosen_groups <= groups &&
               (groups == 1 || (experts / groups >= 2 && chosen <= chosen_groups * (experts / groups))),
           "experts can't be chosen from these groups");
-  return {of, experts, chosen, renormalised, factor, groups, chosen_groups, jitter};
+  require(group_best == 1 || group_best == 2, "a group is as good as its best score, or its two best");
+  return {of, experts, chosen, renormalised, factor, groups, chosen_groups, group_best, jitter};
 }
 
 void route(const RouterForm& form, const CArray<const float, 2>& logits, const Weight& choice_bias,
@@ -191,12 +192,16 @@ void bind_expert(nb::module_& m) {
       .def("forward", &forward, nb::arg("runner"), nb::arg("x"), nb::arg("address"), nb::arg("form"),
            nb::arg("out"));
   nb::class_<RouterForm>(m, "Router")
-      .def("__init__",
-           [](RouterForm* self, int scoring, int64_t experts, int64_t chosen, bool renormalised,
-              double factor, int64_t groups, int64_t chosen_groups, double jitter) {
-             new (self) RouterForm(
-                 router_form(scoring, experts, chosen, renormalised, factor, groups, chosen_groups, jitter));
-           })
+      .def(
+          "__init__",
+          [](RouterForm* self, int scoring, int64_t experts, int64_t chosen, bool renormalised, double factor,
+             int64_t groups, int64_t chosen_groups, double jitter, int64_t group_best) {
+            new (self) RouterForm(router_form(scoring, experts, chosen, renormalised, factor, groups,
+                                              chosen_groups, jitter, group_best));
+          },
+          nb::arg("scoring"), nb::arg("experts"), nb::arg("chosen"), nb::arg("renormalised"),
+          nb::arg("factor"), nb::arg("groups"), nb::arg("chosen_groups"), nb::arg("jitter"),
+          nb::arg("group_best") = 2)
       .def("route", &route, nb::arg("logits"), nb::arg("choice_bias").none(), nb::arg("scales").none(),
            nb::arg("ids"), nb::arg("weights"));
   nb::class_<ReuseScores>(m, "ReuseScores")

@@ -165,7 +165,19 @@ void bind_matrix(nb::module_& m) {
                            norms, base);
           },
           nb::arg("runner"), nb::arg("x"), nb::arg("bias").none(), nb::arg("out"),
-          nb::arg("norm").none() = nb::none(), nb::arg("added").none() = nb::none());
+          nb::arg("norm").none() = nb::none(), nb::arg("added").none() = nb::none())
+      .def("forward_heads", [](const Matrix& matrix, Runner& runner, const CArray<const float, 3>& x,
+                               const CArray<float, 2>& out) {
+        const int64_t heads = x.shape(0), tokens = x.shape(1);
+        require(heads > 0 && tokens > 0 && static_cast<int64_t>(x.shape(2)) == matrix.cols(),
+                "x is (heads, T, cols)");
+        require(matrix.rows() % (heads * kTile) == 0, "a head has a multiple of 16 rows");
+        require(static_cast<int64_t>(out.shape(0)) == tokens &&
+                    static_cast<int64_t>(out.shape(1)) == matrix.rows(),
+                "out is (T, rows)");
+        nb::gil_scoped_release release;
+        matrix.forward_heads(runner, x.data(), heads, tokens, out.data());
+      });
   bind_quantisation(m);
   bind_error_feedback(m);
 }

@@ -67,6 +67,18 @@ struct QuantizedRows {
   int64_t groups;
   float* half_sums;        // (T, groups, 2) the same of the first and the last 32 codes of a group; null
   int32_t* half_int_sums;  // unless weights have groups of 32
+
+  // The rows from `row` on.
+  QuantizedRows from(int64_t row) const {
+    const int64_t n = row * groups;
+    return {codes + n * kGroup,
+            scales + n,
+            sums + n,
+            int_sums + n,
+            groups,
+            half_sums ? half_sums + 2 * n : nullptr,
+            half_int_sums ? half_int_sums + 2 * n : nullptr};
+  }
 };
 
 // One layer's keys and values: position p is in blocks[p / 64], at the offset of (layer, kv head); see
@@ -76,7 +88,10 @@ struct KvView {
   int64_t layer_offset;  // bytes from a block's start to this layer's first head
   int64_t head_bytes;    // bytes from one kv head to the next
   int64_t heads, head_dim;
-  int bits;  // 8 or 16
+  int bits;            // 8 or 16
+  int64_t latent = 0;  // if not 0, a multiple of 16: a value is the first `latent` dimensions of its key
+
+  int64_t value_dim() const { return latent ? latent : head_dim; }
 };
 
 // A draft tree. Query i's token follows token parents[i] < i, or the text before the tree if that is -1.
@@ -94,7 +109,7 @@ struct AttentionArgs {
   int64_t window;                // positions that a query sees, its own included; 0 means all
   float scale;                   // of scores
   float soft_cap;                // of scores; 0: none
-  float* out;                    // (T, heads * head_dim)
+  float* out;                    // (T, heads * kv.value_dim())
   TreeView tree;                 // keys and values of token i are stored at position + i
   const float* sinks = nullptr;  // (heads) scores that take part in the softmax, and weigh no value; or null
 };
@@ -168,6 +183,7 @@ struct KernelTable {
   // Rotary embedding of one head in place, dimensions i and i + head_dim / 2 paired. cos and sin have
   // head_dim / 2 values.
   void (*rope)(float* x, const float* cos, const float* sin, int64_t head_dim);
+  // v: not read where values are parts of keys.
   void (*kv_write)(const KvView& kv, int64_t position, const float* k, const float* v);
   // Copies one layer's key and value at position `from` to position `to`, as they are stored.
   void (*kv_move)(const KvView& kv, int64_t from, int64_t to);

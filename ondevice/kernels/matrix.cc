@@ -78,6 +78,27 @@ void Matrix::forward(Runner& runner, const float* x, int64_t x_stride, int64_t t
   multiply(runner, runner.prepare(x, x_stride, tokens, cols_, format_, norm), bias, out, added);
 }
 
+void Matrix::forward_heads(Runner& runner, const float* x, int64_t heads, int64_t tokens, float* out) const {
+  const KernelTable& kernels = runner.kernels();
+  const InputRows inputs = runner.prepare(x, cols_, heads * tokens, cols_, format_, {});
+  const bool half = format_.bits == 16;
+  const int64_t unit = half ? 1 : kTile, own = rows_ / heads / unit;
+  runner.pool().parallel_for(
+      rows_ / unit, half ? kRowGrain : kTileGrain, [&](int64_t begin, int64_t end, int) {
+        for (int64_t at = begin; at < end;) {
+          const int64_t head = at / own, stop = (head + 1) * own < end ? (head + 1) * own : end;
+          if (half)
+            kernels.linear_half(memory_.as<const uint16_t>(), groups_ * kGroup,
+                                inputs.padded + head * tokens * groups_ * kGroup, tokens, nullptr, nullptr,
+                                out, rows_, at, stop);
+          else
+            kernels.linear_quantized(format_, memory_.data(), inputs.quantized.from(head * tokens), tokens,
+                                     nullptr, nullptr, out, rows_, rows_, at, stop);
+          at = stop;
+        }
+      });
+}
+
 void Matrix::multiply(Runner& runner, const InputRows& x, const float* bias, float* out,
                       const float* added) const {
   const KernelTable& kernels = runner.kernels();

@@ -30,7 +30,10 @@ class Matrix {
   // out (T, rows) = norm(x) * W^T + bias + added. bias and added may be null, and added may be out.
   void forward(Runner& runner, const float* x, int64_t x_stride, int64_t tokens, const float* bias,
                float* out, const Norm& norm = {}, const float* added = nullptr) const;
-  // The same for activations that were prepared for `format()`.
+  // For a matrix of `heads` equal parts, each of which multiplies an input of its own, x (heads, T, cols):
+  // out[t, rows of head h] = x[h, t] * W[rows of head h]^T. A head has a multiple of 16 rows.
+  void forward_heads(Runner& runner, const float* x, int64_t heads, int64_t tokens, float* out) const;
+  // The same as `forward` for activations that were prepared for `format()`.
   void multiply(Runner& runner, const InputRows& x, const float* bias, float* out,
                 const float* added = nullptr) const;
 

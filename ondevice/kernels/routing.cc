@@ -90,7 +90,8 @@ void Routes::choose(const float* choice, int64_t count, int32_t* ids) {
   std::sort(ids, ids + count);
 }
 
-// Makes the choice of all but the best groups -inf. A group is as good as its two best scores together.
+// Makes the choice of all but the best groups -inf. A group is as good as its best score, or its two best
+// together.
 void Routes::keep_best_groups() {
   const int64_t size = form_.experts / form_.groups;
   std::vector<float> worth(form_.groups);
@@ -106,7 +107,7 @@ void Routes::keep_best_groups() {
         second = value;
       }
     }
-    worth[group] = first + second;
+    worth[group] = form_.group_best == 1 ? first : first + second;
   }
   std::iota(best_.begin(), best_.end(), 0);
   std::stable_sort(best_.begin(), best_.end(), [&](int32_t a, int32_t b) {

@@ -16,7 +16,7 @@ struct RouterForm {
   int64_t experts, chosen;
   bool renormalised;
   double factor;
-  int64_t groups, chosen_groups;
+  int64_t groups, chosen_groups, group_best;
   double jitter;
 };
 

@@ -88,7 +88,16 @@ void Runner::pad(const float* x, int64_t x_stride, int64_t cols, const Norm& nor
   }
 }
 
-void Runner::attention(const AttentionArgs& args, int64_t tokens) {
+void Runner::attention(const AttentionArgs& whole, int64_t tokens) {
+  AttentionArgs args = whole;
+  if (args.kv.latent && tokens < pool_->threads()) {
+    // All heads read one key: few tokens would keep few threads busy. So groups of heads read it by
+    // themselves.
+    int64_t groups = pool_->threads() < args.heads ? pool_->threads() : args.heads;
+    while (args.heads % groups) ++groups;
+    args.kv.heads = groups;
+    args.kv.head_bytes = 0;
+  }
   const int64_t shared = args.heads / args.kv.heads;
   const int64_t queries = shared >= kQueryRows ? 1 : kQueryRows / shared;
   const int64_t pieces = (tokens + queries - 1) / queries;
@@ -106,6 +115,8 @@ void Runner::attention(const AttentionArgs& args, int64_t tokens) {
 
 void Runner::attend(float* qkv, const HeadTransform& transform, const AttentionArgs& args, int64_t tokens) {
   const int64_t dim = args.kv.head_dim, keys_at = args.heads * dim;
+  // A latent doesn't turn; the dimensions behind it do.
+  const int64_t still = args.kv.latent, turning = dim - still;
   const bool stores = args.q_stride > keys_at;
   const int64_t values_at = stores ? keys_at + args.kv.heads * dim : keys_at;
   pool_->parallel_for(tokens, 8, [&](int64_t begin, int64_t end, int) {
@@ -120,7 +131,8 @@ void Runner::attend(float* qkv, const HeadTransform& transform, const AttentionA
         const int64_t head = (at < keys_at ? at : at - keys_at) / dim;
         if (norm.norm.weight && !transform.norms_projection)
           table_->norm(row + at, norm.of(head), dim, row + at);
-        table_->rope(row + at, transform.cos + t * dim / 2, transform.sin + t * dim / 2, dim);
+        table_->rope(row + at + still, transform.cos + t * turning / 2, transform.sin + t * turning / 2,
+                     turning);
       }
       if (!stores) continue;
       if (transform.v_norm.weight)

@@ -66,7 +66,12 @@ def attention(
     if adapters is not None:
         low = adapters.qkv
         qkv = backend.add_low_rank(qkv, x[adapted:], low.down, low.up, adapted, norm=norm)
+    latent, own = spec.attention.latent, weights.latent
+    if latent is not None and own is not None:
+        qkv = backend.latent_rows(qkv, latent, own)
     context = _context(backend, spec, weights, layer, qkv, gates, rows)
+    if latent is not None and own is not None:
+        context = backend.linear_heads(context, own.values, context.shape[1] // latent.rank)
     if spec.attention.gated:
         context = backend.sigmoid_gated(context, gates)
     y = backend.linear(context, weights.out, added=x if spec.joins_plainly else None)
@@ -85,7 +90,10 @@ def _context(
     gates: Array | None,
     rows: Rows,
 ) -> Array:
-    """What each row attends to, (R, H * Dh), for qkv (R, ...): rows see their own sequence alone."""
+    """What each row attends to, (R, H * Dh), for qkv (R, ...): rows see their own sequence alone.
+
+    In latent attention these are latents, (R, H * rank).
+    """
     own = spec.attention
     owner = layer if own.keys_of is None else own.keys_of
     norms, sinks = weights.head_norms, weights.sinks

@@ -23,6 +23,7 @@ from ondevice.backends.base import (
     Norm,
     Router,
 )
+from ondevice.backends.latent import LatentWeights
 from ondevice.backends.recurrent import DeltaWeights
 from ondevice.bundle.layout import (
     PER_LAYER,
@@ -191,9 +192,22 @@ def layer_weights(
         feed_forward_norm=norm("feed_forward_norm"),
         feed_forward=feed_forward,
         feed_forward_output_norm=norm("feed_forward_output_norm"),
+        latent=_latent(spec, own),
         **_other_blocks(config, own),
         **_gates(backend, config, spec, own),
     )
+
+
+def _latent(spec: LayerSpec, own: Mapping[str, Any]) -> LatentWeights | None:
+    latent = spec.attention.latent
+    if latent is None:
+        return None
+    norm = Norm(own["attention.latent_norm.weight"], latent.eps)
+    keys, values = own["attention.latent_keys"], own["attention.latent_values"]
+    if not latent.query_rank:
+        return LatentWeights(norm, keys, values)
+    query_norm = Norm(own["attention.query_norm.weight"], latent.eps)
+    return LatentWeights(norm, keys, values, own["attention.queries"], query_norm)
 
 
 def _other_blocks(config: ModelConfig, own: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Array, Embedding, FeedForward, HeadNorms, Linear, Norm, Router, Vector
+from ondevice.backends.latent import LatentWeights
 from ondevice.backends.recurrent import DeltaWeights
 
 
@@ -86,6 +87,7 @@ class LayerWeights:
     scale: Vector | None = None
     sinks: Vector | None = None
     router: Router | None = None
+    latent: LatentWeights | None = None
     gates: Linear | None = None
     delta: DeltaWeights | None = None
 

@@ -20,6 +20,7 @@ from ondevice.model_config.feed_forward import (
     FeedForwardSpec,
     UpActivation,
 )
+from ondevice.model_config.latent import LATENT_LANES, LatentSpec
 from ondevice.model_config.model import (
     MAX_COPIES,
     NO_ATTENTION,
@@ -37,6 +38,7 @@ from ondevice.model_config.rope import RopeSpec
 __all__ = [
     "ACTIVATIONS",
     "CLAMP",
+    "LATENT_LANES",
     "MAX_CHOSEN",
     "MAX_COPIES",
     "MAX_DEVIATIONS",
@@ -56,6 +58,7 @@ __all__ = [
     "FeedForwardSpec",
     "HeadNorm",
     "HeadSizes",
+    "LatentSpec",
     "LayerSpec",
     "ModelConfig",
     "NormKind",

@@ -46,8 +46,9 @@ class ExpertsSpec:
         choice_bias: whether scores have a bias that decides the choice alone, one value for each expert.
         router_bias: whether the router's product has a bias, which is part of the logits.
         groups: groups that experts are divided into, all of a size. A token chooses among the experts of its
-            `chosen_groups` best groups; a group is as good as its two best scores together.
+            `chosen_groups` best groups; a group is as good as its `group_best` best scores together.
         chosen_groups: see `groups`.
+        group_best: 1 or 2.
         jitter: of `sparsemixer`: logits nearer to the highest than twice this share of it count as near.
         shared_gate: whether the dense feed-forward's output is multiplied by the sigmoid of a product.
         apart: whether experts and dense feed-forward are blocks side by side, as in Gemma 4: the router's
@@ -68,6 +69,7 @@ class ExpertsSpec:
     router_bias: bool = False
     groups: int = 1
     chosen_groups: int = 1
+    group_best: int = 2
     jitter: float = 0.0
     shared_gate: bool = False
     apart: bool = False
@@ -81,6 +83,7 @@ class ExpertsSpec:
             ("neurons", MAX_EXPERT_NEURONS),
             ("groups", self.count),
             ("chosen_groups", self.groups),
+            ("group_best", 2),
         ):
             check_integer(f"experts: {name}", getattr(self, name), 1, limit)
         check_choice("experts: scoring", self.scoring, get_args(Scoring))

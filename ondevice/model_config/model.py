@@ -16,6 +16,7 @@ from ondevice.model_config.checks import SIZE_LIMITS, check_choice, check_factor
 from ondevice.model_config.delta import DeltaSpec
 from ondevice.model_config.experts import ExpertsSpec
 from ondevice.model_config.feed_forward import Activation, FeedForwardSpec
+from ondevice.model_config.latent import LatentSpec
 from ondevice.model_config.rope import RopeSpec
 
 HeadNorm = Literal["none", "head", "projection", "layer"]
@@ -65,6 +66,8 @@ class AttentionSpec:
         keys_of: index of the layer before whose keys and values are read; None: the layer has its own.
         head_dim, num_kv_heads: width of a head and number of key (or value) heads, where they aren't the
             model's; 0: they are.
+        latent: latent attention, whose heads have sizes of their own; None: keys and values are stored head
+            by head.
         gated: whether each value that attention gives is multiplied by the sigmoid of a projection of the
             layer's normed input.
     """
@@ -81,10 +84,15 @@ class AttentionSpec:
     keys_of: int | None = None
     head_dim: int = 0
     num_kv_heads: int = 0
+    latent: LatentSpec | None = None
     gated: bool = False
 
     def __post_init__(self) -> None:
         check_factor("attention scale", self.scale)
+        if self.latent is not None and (self.has_norms or self.keys_of is not None or self.sinks):
+            raise UnsupportedModelError(
+                "latent attention with norms of heads, shared keys or attention sinks isn't supported"
+            )
         for name in ("head_dim", "num_kv_heads"):
             check_integer(f"a layer's {name}", getattr(self, name), 0, SIZE_LIMITS[name])
         if self.head_norm != "head" and (self.value_norm or (self.keys_of is not None and self.has_norms)):
@@ -171,11 +179,20 @@ class LayerSpec:
 
 
 class HeadSizes(NamedTuple):
-    """A layer's heads: `queries` query heads and `keys` key (or value) heads, each `width` wide."""
+    """A layer's heads: `queries` query heads and `keys` key (or value) heads, each `width` wide.
+
+    latent: if not 0, the values are the first as many dimensions of the keys (`LatentSpec`).
+    """
 
     queries: int
     keys: int
     width: int
+    latent: int = 0
+
+    @property
+    def value_width(self) -> int:
+        """Width of a value."""
+        return self.latent or self.width
 
 
 @dataclass(frozen=True)
@@ -255,9 +272,9 @@ class ModelConfig:
                     f"a layer's rope is {layer.attention.rope}; the model has {len(self.ropes)}"
                 )
             pairs = len(self.ropes[layer.attention.rope].frequencies)
-            if pairs != sizes.width // 2:
+            if pairs != (sizes.width - sizes.latent) // 2:
                 raise UnsupportedModelError(
-                    f"a rope has {pairs} frequencies for {sizes.width // 2} pairs of a head"
+                    f"a rope has {pairs} frequencies for {(sizes.width - sizes.latent) // 2} pairs of a head"
                 )
         if len({replace(layer.feed_forward, cutoff=None, neurons=None) for layer in self.layers}) > 1:
             raise UnsupportedModelError(
@@ -439,7 +456,10 @@ class ModelConfig:
         return any(map(holds, self.layers))
 
     def heads(self, attention: AttentionSpec) -> HeadSizes:
-        """The heads of a layer with this attention."""
+        """The heads of a layer with this attention: those that attend, in latent attention of one latent."""
+        latent = attention.latent
+        if latent is not None:
+            return HeadSizes(self.num_heads, 1, latent.width, latent.rank)
         keys, width = attention.num_kv_heads or self.num_kv_heads, attention.head_dim or self.head_dim
         return HeadSizes(self.num_heads, keys, width)
 
@@ -488,14 +508,18 @@ class ModelConfig:
         """Columns of a layer's output projection: the width of its query heads, or of its values."""
         if layer.delta is not None:
             return layer.delta.value_size
-        return self.num_heads * self.heads(layer.attention).width
+        latent = layer.attention.latent
+        return self.num_heads * (self.heads(layer.attention).width if latent is None else latent.value_dim)
 
     def projection_sizes(self, layer: LayerSpec) -> dict[str, int]:
         """Rows of each projection in a layer's fused one: q, k and v, with the delta rule also z, its output
-        gates; q alone where keys are shared.
+        gates; q alone where keys are shared; q and kv in latent attention, of which q may have the values
+        that queries are made of.
         """
         if (delta := layer.delta) is not None:
             return {"q": delta.key_size, "k": delta.key_size, "v": delta.value_size, "z": delta.value_size}
+        if (latent := layer.attention.latent) is not None:
+            return {"q": latent.query_rank or self.num_heads * latent.query_width, "kv": latent.width}
         sizes, shares = self.heads(layer.attention), layer.attention.keys_of is not None
         keys = sizes.keys * sizes.width
         return {"q": sizes.queries * sizes.width} | ({} if shares else {"k": keys, "v": keys})
@@ -533,14 +557,15 @@ class ModelConfig:
     @property
     def is_plain(self) -> bool:
         """True without experts, per-layer inputs, copies and scales of the residual, low-rank blocks beside
-        attention, normed values, attention sinks, gated attention, shared keys, heads of several sizes,
-        recurrent layers and cutoffs of gates.
+        attention, normed values, attention sinks, gated attention, shared keys, latent attention, heads of
+        several sizes, recurrent layers and cutoffs of gates.
         """
         return (
             not self.per_layer_width
             and self.num_kv_layers == self.num_layers
             and not self.any_layer(lambda it: it.laurel_rank > 0 or it.scaled or it.attention.value_norm)
             and not self.any_layer(lambda it: it.attention.sinks or it.attention.gated)
+            and not self.any_layer(lambda it: it.attention.latent is not None)
             and not self.recurrent_layers
             and not self.any_layer(lambda it: it.attention.head_dim > 0 or it.attention.num_kv_heads > 0)
             and not self.cut_off_layers

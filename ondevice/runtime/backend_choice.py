@@ -45,14 +45,19 @@ def has_mlx() -> bool:
 def settled_backend(backend: str, config: ModelConfig | None = None) -> Literal["cpu", "mlx", "reference"]:
     """The backend that `auto` means on this machine: MLX on Apple's GPU if there is one, else cpu.
 
-    Models with experts or recurrent layers run on `cpu`.
+    Models with experts, recurrent layers or latent attention run on `cpu`.
     """
-    if backend == "auto" and config is not None and (config.experts is not None or config.recurrent_layers):
+    own = config is not None and (config.experts is not None or config.recurrent_layers or _is_latent(config))
+    if backend == "auto" and own:
         return "cpu"
     if backend == "auto":
         apple = sys.platform == "darwin" and platform.machine() == "arm64"
         return "mlx" if apple and has_mlx() else "cpu"
     return backend  # type: ignore[return-value]
+
+
+def _is_latent(config: ModelConfig) -> bool:
+    return config.any_layer(lambda layer: layer.attention.latent is not None)
 
 
 def check_backend(runtime: RuntimeConfig, config: ModelConfig | None = None) -> None:
@@ -64,6 +69,8 @@ def check_backend(runtime: RuntimeConfig, config: ModelConfig | None = None) -> 
             "--backend mlx runs experts that are stored as matrices, not neuron by neuron as those with "
             f"{config.activation} are; use --backend cpu"
         )
+    if backend == "mlx" and config is not None and _is_latent(config):
+        raise BackendUnavailableError("--backend mlx doesn't run latent attention; use --backend cpu")
     if (
         backend == "mlx"
         and config is not None

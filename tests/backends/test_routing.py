@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from ondevice.backends import native_routing
 from ondevice.backends.base import Float32
@@ -15,6 +16,7 @@ SPECS = {
     "renormalised": ExpertsSpec(16, 4, 8, renormalised=True, factor=2.5),
     "sigmoid": ExpertsSpec(16, 4, 8, "sigmoid", renormalised=True, choice_bias=True),
     "groups": ExpertsSpec(16, 4, 8, "sigmoid", choice_bias=True, groups=4, chosen_groups=2, factor=1.5),
+    "groups of one": ExpertsSpec(16, 4, 8, groups=4, chosen_groups=2, factor=1.5, group_best=1),
     "sparsemixer": ExpertsSpec(16, 2, 8, "sparsemixer", jitter=0.05),
 }
 
@@ -25,6 +27,12 @@ def logits(tokens: int, seed: int = 0) -> Float32:
 
 def bias_of(spec: ExpertsSpec) -> Float32 | None:
     return logits(1, 7)[0] if spec.choice_bias else None
+
+
+def best_groups(groups: NDArray[np.float64], spec: ExpertsSpec) -> list[int]:
+    """By what their best scores are together."""
+    worth = np.sort(groups, axis=1)[:, -spec.group_best :].sum(axis=1)
+    return sorted(range(spec.groups), key=lambda group: -worth[group])[: spec.chosen_groups]
 
 
 def described(row: Float32, spec: ExpertsSpec, bias: Float32 | None) -> dict[int, float]:
@@ -44,7 +52,7 @@ def described(row: Float32, spec: ExpertsSpec, bias: Float32 | None) -> dict[int
     choice = scores + (0 if bias is None else bias)
     size = 16 // spec.groups
     groups = choice.reshape(spec.groups, size)
-    good = sorted(range(spec.groups), key=lambda g: -np.sort(groups[g])[-2:].sum())[: spec.chosen_groups]
+    good = best_groups(groups, spec)
     among = [e for e in range(16) if e // size in good]
     chosen = sorted(among, key=lambda e: -choice[e])[: spec.chosen]
     total = sum(scores[e] for e in chosen) if spec.renormalised else 1.0
@@ -144,7 +152,7 @@ def replaced(
     )
     choice, size = scores + (0 if bias is None else bias), 16 // spec.groups
     groups = choice.reshape(spec.groups, size)
-    good = sorted(range(spec.groups), key=lambda g: -np.sort(groups[g])[-2:].sum())[: spec.chosen_groups]
+    good = best_groups(groups, spec)
     chosen = set(described(row, spec, bias))
     taken: set[int] = set()
     for gone in sorted(chosen - held, key=lambda e: choice[e]):

@@ -46,7 +46,7 @@ ABOVE = 0.01
 """Of the positions of `cpu` at most this share may be above `limit`, and none above `most`."""
 TEXTS, LENGTH = 24, 12
 FAST = ("olmoe", "qwen3 moe", "mixtral", "phimoe", "granite moe", "qwen2 moe", "glm4 moe", "gemma4 moe")
-FAST += ("gpt-oss moe",)
+FAST += ("gpt-oss moe", "deepseek v2 moe groups", "deepseek v3 moe")
 """One of each family; the others are slow."""
 EXPERTS = [
     pytest.param(case, marks=() if case in FAST else pytest.mark.slow)
@@ -64,7 +64,7 @@ def margins(router: Any, output: Any) -> np.ndarray:
     kind = type(router).__name__
     if kind.startswith("Phimoe"):
         found = sparsemixer_margins(scores, 2 * router.router_jitter_noise)
-    elif kind.startswith("Glm4Moe"):
+    elif kind.startswith(("Glm4Moe", "DeepseekV3")):
         scores = scores.sigmoid() + router.e_score_correction_bias
         groups = scores.reshape(len(scores), router.num_group, -1)
         of_groups = groups.topk(2, dim=-1)[0].sum(dim=-1)

@@ -24,7 +24,13 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "initializer_range": 0.1,
 }
-ABSENT = ("head_dim", "num_key_value_heads", "intermediate_size", "initializer_range")
+ABSENT = (
+    "head_dim",
+    "num_key_value_heads",
+    "intermediate_size",
+    "initializer_range",
+    "first_k_dense_replace",
+)
 """Keys that a family may lack, where a case says None."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0}
 LONGROPE = {
@@ -118,6 +124,25 @@ GLM4_MOE = {
     "first_k_dense_replace": 1,
     "pad_token_id": None,
 }
+LATENT = {
+    "head_dim": None,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 48,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+DEEPSEEK = {
+    **LATENT,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "pad_token_id": None,
+}
+DEEPSEEK_V3 = {**DEEPSEEK, "n_group": 4, "topk_group": 2}
+LATENT_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
 GPT_OSS = {
     "intermediate_size": 48,
     "num_local_experts": 8,
@@ -371,6 +396,39 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOss",
         {**GPT_OSS, "num_local_experts": 4, "num_experts_per_tok": 4, "tie_word_embeddings": True}
         | {"layer_types": ["full_attention", "sliding_attention"] * 2, "intermediate_size": 52},
+    ),
+    "deepseek v2 moe": ("DeepseekV2", {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": LATENT_YARN}),
+    "deepseek v2 moe groups": (
+        "DeepseekV2",
+        {**DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+        | {"routed_scaling_factor": 4.0, "n_shared_experts": 1},
+    ),
+    "deepseek v2 dense": (
+        "DeepseekV2",
+        {**DEEPSEEK, "first_k_dense_replace": 3, "num_attention_heads": 2, "num_key_value_heads": 2}
+        | {"kv_lora_rank": 16, "qk_nope_head_dim": 72, "v_head_dim": 80, "tie_word_embeddings": True},
+    ),
+    "deepseek v3 moe": ("DeepseekV3", {**DEEPSEEK_V3, "rope_parameters": LATENT_YARN}),
+    "deepseek v3 moe halves": (
+        "DeepseekV3",
+        {**DEEPSEEK_V3, "rope_interleave": False, "q_lora_rank": None, "norm_topk_prob": False}
+        | {"rope_parameters": YARN, "first_k_dense_replace": 2, "n_shared_experts": 2},
+    ),
+    "deepseek v3 moe wide": (
+        "DeepseekV3",
+        {**DEEPSEEK_V3, "kv_lora_rank": 128, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64}
+        | {"v_head_dim": 64, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
+    ),
+    "glm4 moe lite": ("Glm4MoeLite", {**DEEPSEEK, "first_k_dense_replace": None}),
+    "glm4 moe lite kinds": (
+        "Glm4MoeLite",
+        {**DEEPSEEK, "mlp_layer_types": ["dense", "sparse", "dense"], "n_group": 2, "topk_group": 1}
+        | {"first_k_dense_replace": None, "num_experts_per_tok": 2},
+    ),
+    "glm4 moe lite eps": (
+        "Glm4MoeLite",
+        {**DEEPSEEK, "first_k_dense_replace": None, "rms_norm_eps": 1e-3, "v_head_dim": 32}
+        | {"num_attention_heads": 5, "num_key_value_heads": 5, "q_lora_rank": None},
     ),
     "qwen3 next": ("Qwen3Next", {**DELTA, **DELTA_EXPERTS}),
     "qwen3 next dense": (

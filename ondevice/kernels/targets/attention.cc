@@ -13,37 +13,60 @@ F load_codes(const uint8_t* base, int bits, int64_t index) {
 
 int64_t pad16(int64_t n) { return (n + 15) / 16 * 16; }
 
-// Scores of `rows` queries against the first 16 * `vectors` keys of a block -> scores[r * stride + position].
-// Four queries share each key vector, or one query takes four vectors, to keep the multiplier busy.
-void score_block(const Head& head, const KvView& kv, const float* q, int64_t rows, int64_t vectors,
-                 float scale, float* scores, int64_t stride) {
+// Dimensions [first, last) of keys and queries, whose products have the same scale for a key.
+struct Dimensions {
+  int64_t first, last;
+  const float* scales;  // of the 64 keys, or null: 1
+  bool joins;           // whether products are added to those of the dimensions before
+};
+
+// Scores of `rows` queries against the first 16 * `vectors` keys of a block, of some dimensions
+// -> scores[r * stride + position]. Four queries share each key vector, or one query takes four vectors, to
+// keep the multiplier busy.
+void score_dimensions(const uint8_t* keys, const KvView& kv, const Dimensions& own, const float* q,
+                      int64_t rows, int64_t vectors, float scale, float* scores, int64_t stride) {
   F factor[4];
   for (int i = 0; i < 4; ++i)
-    factor[i] = head.key_scales ? mul(load(head.key_scales + 16 * i), set1(scale)) : set1(scale);
+    factor[i] = own.scales ? mul(load(own.scales + 16 * i), set1(scale)) : set1(scale);
+  const auto put = [&](F product, int64_t i, float* to) {
+    const F scaled = mul(product, factor[i]);
+    store(to, own.joins ? add(load(to), scaled) : scaled);
+  };
   int64_t r = 0;
   for (; r + 4 <= rows; r += 4)
     for (int64_t i = 0; i < vectors; ++i) {
       const float* q0 = q + r * kv.head_dim;
       F acc[4] = {zero(), zero(), zero(), zero()};
-      for (int64_t d = 0; d < kv.head_dim; ++d) {
-        const F k = load_codes(head.keys, kv.bits, (i * kv.head_dim + d) * kLanes);
+      for (int64_t d = own.first; d < own.last; ++d) {
+        const F k = load_codes(keys, kv.bits, (i * kv.head_dim + d) * kLanes);
         for (int j = 0; j < 4; ++j) acc[j] = fma(set1(q0[j * kv.head_dim + d]), k, acc[j]);
       }
-      for (int j = 0; j < 4; ++j) store(scores + (r + j) * stride + 16 * i, mul(acc[j], factor[i]));
+      for (int j = 0; j < 4; ++j) put(acc[j], i, scores + (r + j) * stride + 16 * i);
     }
   for (; r < rows; ++r) {
     F acc[4] = {zero(), zero(), zero(), zero()};
     for (int64_t i = 0; i < vectors && vectors < 4; ++i)
-      for (int64_t d = 0; d < kv.head_dim; ++d)
-        acc[i] = fma(set1(q[r * kv.head_dim + d]),
-                     load_codes(head.keys, kv.bits, (i * kv.head_dim + d) * kLanes), acc[i]);
-    for (int64_t d = 0; d < kv.head_dim && vectors == 4; ++d) {
+      for (int64_t d = own.first; d < own.last; ++d)
+        acc[i] = fma(set1(q[r * kv.head_dim + d]), load_codes(keys, kv.bits, (i * kv.head_dim + d) * kLanes),
+                     acc[i]);
+    for (int64_t d = own.first; d < own.last && vectors == 4; ++d) {
       const F value = set1(q[r * kv.head_dim + d]);
       for (int i = 0; i < 4; ++i)
-        acc[i] = fma(value, load_codes(head.keys, kv.bits, (i * kv.head_dim + d) * kLanes), acc[i]);
+        acc[i] = fma(value, load_codes(keys, kv.bits, (i * kv.head_dim + d) * kLanes), acc[i]);
     }
-    for (int64_t i = 0; i < vectors; ++i) store(scores + r * stride + 16 * i, mul(acc[i], factor[i]));
+    for (int64_t i = 0; i < vectors; ++i) put(acc[i], i, scores + r * stride + 16 * i);
   }
+}
+
+// Scores over all dimensions: in two steps where those of values have scales of their own.
+void score_block(const Head& head, const KvView& kv, const float* q, int64_t rows, int64_t vectors,
+                 float scale, float* scores, int64_t stride) {
+  const int64_t split = kv.latent && kv.bits == 8 ? kv.latent : 0;
+  if (split)
+    score_dimensions(head.keys, kv, {0, split, head.value_scales, false}, q, rows, vectors, scale, scores,
+                     stride);
+  score_dimensions(head.keys, kv, {split, kv.head_dim, head.key_scales, split > 0}, q, rows, vectors, scale,
+                   scores, stride);
 }
 
 // exp(score - max) over positions [low, high] of a row that starts at position `base`; 0 outside.
@@ -110,6 +133,16 @@ void weigh_values(const Load& load_at, int64_t width, const float* weights, int6
 // The value at position `slot` of a block as floats (width), zeros behind head_dim.
 void load_value(const Head& head, const KvView& kv, int64_t slot, int64_t width, float* value) {
   const int64_t bytes = kv.bits / 8;
+  if (kv.latent) {
+    const uint8_t* key = head.keys + key_index(slot, kv.head_dim) * bytes;
+    for (int64_t d = 0; d < width; d += 16) {
+      uint8_t lanes[32];
+      for (int64_t k = 0; k < 16; ++k)
+        memcpy(lanes + k * bytes, key + (d + k) * kLanes * bytes, static_cast<size_t>(bytes));
+      store(value + d, load_codes(lanes, kv.bits, 0));
+    }
+    return;
+  }
   for (int64_t d = 0; d < width; d += 16) {
     const int64_t index = slot * kv.head_dim + d;
     if (d + 16 <= kv.head_dim) {
@@ -120,6 +153,23 @@ void load_value(const Head& head, const KvView& kv, int64_t slot, int64_t width,
     memcpy(tail, head.values + index * bytes, static_cast<size_t>((kv.head_dim - d) * bytes));
     store(value + d, load_codes(tail, kv.bits, 0));
   }
+}
+
+// The values at the first `seen` positions of a block as floats, (seen, width).
+void load_values(const Head& head, const KvView& kv, int64_t seen, int64_t width, float* values) {
+  if (!kv.latent) {
+    for (int64_t i = 0; i < seen; ++i) load_value(head, kv, i, width, values + i * width);
+    return;
+  }
+  // Sixteen dimensions of 16 positions at a time, which lie the other way round.
+  for (int64_t p = 0; p < seen; p += kLanes)
+    for (int64_t d = 0; d < width; d += 16) {
+      float lanes[16][16];
+      for (int64_t k = 0; k < 16; ++k)
+        store(lanes[k], load_codes(head.keys, kv.bits, p * kv.head_dim + (d + k) * kLanes));
+      for (int64_t i = 0; i < kLanes && p + i < seen; ++i)
+        for (int64_t k = 0; k < 16; ++k) values[(p + i) * width + d + k] = lanes[k][i];
+    }
 }
 
 int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -190,7 +240,7 @@ void weigh_block(const Queries& queries, const Head& at, int64_t p, int64_t seen
   const KvView& kv = queries.args.kv;
   // Values are converted to floats once for several rows; for a single row, as they are read.
   const bool convert = rows > 1 || width != kv.head_dim;
-  for (int64_t i = 0; i < seen && convert; ++i) load_value(at, kv, i, width, block + i * width);
+  if (convert) load_values(at, kv, seen, width, block);
   for (int64_t r = 0; r < rows; ++r, weights += span, acc += width) {
     const int64_t query = queries.query_of(r);
     const int64_t low = max_of(queries.lowest(query) - p, 0),
@@ -210,7 +260,8 @@ void weigh_block(const Queries& queries, const Head& at, int64_t p, int64_t seen
 void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t q_end, float* scratch) {
   const KvView& kv = args.kv;
   const bool tree = args.tree.parents != nullptr;
-  const int64_t shared = args.heads / kv.heads, dim = kv.head_dim, width = pad16(dim);
+  const int64_t shared = args.heads / kv.heads, dim = kv.head_dim, value_dim = kv.value_dim();
+  const int64_t width = pad16(value_dim);
   const int64_t rows = (q_end - q_begin) * shared;
   const Queries queries{args, q_begin, shared};
   int64_t first = queries.lowest(q_begin);
@@ -259,9 +310,9 @@ void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t
     path.weigh(weights, depth, deepest, acc + r * width);
   });
   for (int64_t r = 0; r < rows; ++r) {
-    float* out = args.out + (queries.query_of(r) * args.heads + head * shared + r % shared) * dim;
-    for (int64_t d = 0; d < dim; d += 16)
-      store_partial(out + d, mul(load(acc + r * width + d), set1(1.0f / sums[r])), dim - d);
+    float* out = args.out + (queries.query_of(r) * args.heads + head * shared + r % shared) * value_dim;
+    for (int64_t d = 0; d < value_dim; d += 16)
+      store_partial(out + d, mul(load(acc + r * width + d), set1(1.0f / sums[r])), value_dim - d);
   }
 }
 

@@ -12,8 +12,10 @@ constexpr int64_t kLanes = 16;
 // A block holds 64 positions of each (layer, kv head):
 //   8 bits:  keys int8 (4, head_dim, 16), key scales f32 (64), values int8 (64, head_dim), value scales f32
 //   16 bits: keys float16 (4, head_dim, 16), values float16 (64, head_dim)
-// The keys of 16 positions are stored dimension by dimension, so that all 16 are scored at once, each by a
-// sum over ascending dimensions. So a score depends on nothing but its query and its key.
+// Where values are the first `latent` dimensions of keys, keys alone are stored. At 8 bits these dimensions
+// have the value scales, and the others the key scales: keys int8, value scales f32 (64), key scales f32
+// (64). The keys of 16 positions are stored dimension by dimension, so that all 16 are scored at once, each
+// by a sum over ascending dimensions. So a score depends on nothing but its query and its key.
 struct Head {
   uint8_t* keys;
   float* key_scales;
@@ -28,6 +30,10 @@ static inline int64_t key_index(int64_t slot, int64_t head_dim) {
 
 static inline Head head_in(const KvView& kv, uint8_t* base) {
   const int64_t codes = kKvBlock * kv.head_dim * kv.bits / 8;
+  if (kv.latent) {
+    float* scales = kv.bits == 16 ? nullptr : reinterpret_cast<float*>(base + codes);
+    return {base, scales ? scales + kKvBlock : nullptr, base, scales};
+  }
   if (kv.bits == 16) return {base, nullptr, base + codes, nullptr};
   float* key_scales = reinterpret_cast<float*>(base + codes);
   uint8_t* values = base + codes + kKvBlock * 4;

@@ -13,7 +13,7 @@ void copy_position(const KvView& kv, const Head& from, int64_t from_slot, const 
   uint8_t* copy = to.keys + key_index(to_slot, kv.head_dim) * bytes;
   for (int64_t d = 0; d < kv.head_dim; ++d)
     memcpy(copy + d * kLanes * bytes, key + d * kLanes * bytes, static_cast<size_t>(bytes));
-  memcpy(to.values + to_slot * row, from.values + from_slot * row, static_cast<size_t>(row));
+  if (!kv.latent) memcpy(to.values + to_slot * row, from.values + from_slot * row, static_cast<size_t>(row));
   if (!from.key_scales) return;
   to.key_scales[to_slot] = from.key_scales[from_slot];
   to.value_scales[to_slot] = from.value_scales[from_slot];
@@ -47,7 +47,19 @@ void kv_write(const KvView& kv, int64_t position, const float* k, const float* v
   const int64_t slot = position % kKvBlock, key_at = key_index(slot, kv.head_dim);
   for (int64_t head = 0; head < kv.heads; ++head) {
     const Head at = head_at(kv, position / kKvBlock, head);
-    const float *key = k + head * kv.head_dim, *value = v + head * kv.head_dim;
+    const float* key = k + head * kv.head_dim;
+    if (kv.latent && kv.bits == 8) {
+      int8_t* codes = reinterpret_cast<int8_t*>(at.keys) + key_at;
+      quantize_head(key, kv.latent, codes, kLanes, at.value_scales + slot);
+      quantize_head(key + kv.latent, kv.head_dim - kv.latent, codes + kv.latent * kLanes, kLanes,
+                    at.key_scales + slot);
+      continue;
+    }
+    if (kv.latent) {
+      half_head(key, kv.head_dim, reinterpret_cast<uint16_t*>(at.keys) + key_at, kLanes);
+      continue;
+    }
+    const float* value = v + head * kv.head_dim;
     if (kv.bits == 16) {
       half_head(key, kv.head_dim, reinterpret_cast<uint16_t*>(at.keys) + key_at, kLanes);
       half_head(value, kv.head_dim, reinterpret_cast<uint16_t*>(at.values) + slot * kv.head_dim, 1);

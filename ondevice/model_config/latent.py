@@ -1,0 +1,71 @@
+"""What latent attention is: keys and values of all heads that are made of one short vector for each token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ondevice.errors import UnsupportedModelError
+from ondevice.model_config.checks import SIZE_LIMITS, check_integer
+
+LATENT_LANES = 16
+"""Latents and values are multiples of this many numbers wide: the kernels take as many at a time."""
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention (MLA, arXiv 2405.04434, section 2.1).
+
+    A token has one latent, the norm of `rank` values, and one key part of `turning` values that rotary
+    embedding turns. Both are stored, and serve all heads. A head h has matrices K_h (key_dim, rank) and
+    V_h (value_dim, rank): its key is [K_h latent | turned part], its value V_h latent.
+
+    Nothing is multiplied by K_h and V_h for each stored token. A score is the product of a query's part with
+    K_h latent, so of K_h^T query with the latent; what a head attends to is V_h times the weighted latents.
+    This "absorbed" form is the only one here, for any number of tokens, so that a token's bits never depend
+    on how many are computed together.
+
+    Args:
+        rank: values of a latent.
+        turning: values of a query and of a key that turn.
+        key_dim: values of a head's query that meet the latent's part of its key.
+        value_dim: values of a head's value.
+        query_rank: if not 0, queries are made of the norm of as many values.
+        eps: of the norms of both.
+    """
+
+    rank: int
+    turning: int
+    key_dim: int
+    value_dim: int
+    query_rank: int = 0
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "turning", "key_dim", "value_dim"):
+            check_integer(f"latent attention: {name}", getattr(self, name), 1, SIZE_LIMITS["head_dim"])
+        check_integer("latent attention: query_rank", self.query_rank, 0, SIZE_LIMITS["hidden_size"])
+        for name in ("rank", "value_dim"):
+            if getattr(self, name) % LATENT_LANES:
+                raise UnsupportedModelError(
+                    f"latent attention: {name} is {getattr(self, name)}; it must be a multiple of "
+                    f"{LATENT_LANES}"
+                )
+        if self.turning % 2:
+            raise UnsupportedModelError(
+                f"latent attention: turning is {self.turning}; rotary embedding needs pairs"
+            )
+        check_integer("latent attention: rank and turning together", self.width, 1, SIZE_LIMITS["head_dim"])
+        if not 0.0 < self.eps < 1.0:
+            raise UnsupportedModelError(
+                f"latent attention: eps is {self.eps}; it must be above 0 and below 1"
+            )
+
+    @property
+    def width(self) -> int:
+        """Values that are stored for a token."""
+        return self.rank + self.turning
+
+    @property
+    def query_width(self) -> int:
+        """Values of a head's query before it meets K_h."""
+        return self.key_dim + self.turning
