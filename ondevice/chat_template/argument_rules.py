@@ -287,11 +287,11 @@ class _Gemma:
         return self._any
 
     def _reference(self, pointer: object, depth: int) -> str:
-        found, pointer = _referred(self._root, pointer), str(pointer)
-        if pointer not in self._named:
-            self._named[pointer] = f"defined_{len(self._named)}"
-            self._rules.set(self._named[pointer], self.value(found, depth + 1))
-        return self._named[pointer]
+        found, key = _referred(self._root, pointer), str(pointer)
+        if key not in self._named:
+            self._named[key] = f"defined_{len(self._named)}"
+            self._rules.set(self._named[key], self.value(found, depth + 1))
+        return self._named[key]
 
     def _written(self, value: Any) -> str:
         text = written_gemma(value)
