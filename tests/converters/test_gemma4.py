@@ -26,6 +26,7 @@ from ondevice.converters.convert import convert
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache
+from ondevice.model_config.model import HeadSizes
 from tests.support.engines import all_logits, always_draft, random_tokens, running
 
 pytest.importorskip("transformers")
@@ -98,8 +99,8 @@ def test_drafts_leave_the_text_of_mlx(bundle: Path, monkeypatch: pytest.MonkeyPa
 def test_layers_have_heads_of_their_own_size() -> None:
     config = read_config(DENSE)
     local, last = config.layers[0], config.layers[-1]
-    assert config.heads(local.attention) == (32, 16, 256)
-    assert config.heads(last.attention) == (32, 4, 512)
+    assert config.heads(local.attention) == HeadSizes(32, 16, 256)
+    assert config.heads(last.attention) == HeadSizes(32, 4, 512)
     assert (local.attention.window, last.attention.window) == (1024, 0)
     assert (config.out_cols(local), config.out_cols(last)) == (32 * 256, 32 * 512)
     layout = KVLayout(config, 16)

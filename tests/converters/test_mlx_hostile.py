@@ -56,7 +56,7 @@ def with_parts(folder: MlxFolder, **parts: Typed | None) -> Path:
     return folder.path
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fp8", "compressed-tensors"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors"])
 def test_other_methods_are_refused_by_name(tmp_path: Path, method: str) -> None:
     source = write_checkpoint(tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
