@@ -118,27 +118,30 @@ class Host:
 
         Raises ConstraintError, and BudgetError if the budget has no room for constraints.
         """
-        constrained = self.constrained(sampling, gate)
-        with self._last_stats.noted(self._work(key, ids, sampling, constrained)) as work:
+        follow = self._constraining(sampling, gate)
+        with self._last_stats.noted(self._work(key, ids, sampling, follow)) as work:
             yield from self.owner.stream(work, joint=True)
 
     async def astream_ids(
         self, key: int | None, ids: list[int], sampling: SamplingConfig, gate: Gate | None = None
     ) -> AsyncGenerator[Event, None]:
         """`stream_ids` for asyncio."""
-        constrained = None
+        follow = None
         if sampling.constraint is not None:
             import asyncio  # Slow to import, and callers of this have imported it.
 
             # On another thread, because reading a grammar may take a second.
-            constrained = await asyncio.to_thread(self.constrained, sampling, gate)
-        with self._last_stats.noted(self._work(key, ids, sampling, constrained)) as work:
+            follow = await asyncio.to_thread(self._constraining, sampling, gate)
+        with self._last_stats.noted(self._work(key, ids, sampling, follow)) as work:
             async with aclosing(self.owner.astream(work, joint=True)) as events:
                 async for event in events:
                     yield event
 
-    def constrained(self, sampling: SamplingConfig, gate: Gate | None = None) -> Constrained | None:
-        """What follows a new text under the constraint of `sampling`; None if that has none.
+    def _constraining(self, sampling: SamplingConfig, gate: Gate | None) -> Callable[[], Constrained] | None:
+        """Makes what follows a new text under the constraint of `sampling`; None if that has none.
+
+        It is made when the text begins: as many texts may wait as there are threads, and each would hold a
+        grammar. Reading that may take a second, so it is read here, and mostly kept until then.
 
         gate: as for `stream_ids`, and what that raises.
         """
@@ -147,8 +150,14 @@ class Host:
         with self._making_grammars:
             grammars = self._grammars = self._grammars or self._made_grammars()
         ends = frozenset(text_tokenizer(self._resolved).eos_ids)
-        own = partial(grammars.own_matcher, sampling.constraint)
-        return Constrained(grammars.matcher(sampling.constraint), grammars.vocab_size, ends, gate, own)
+        constraint = sampling.constraint
+        grammars.matcher(constraint)
+
+        def follow() -> Constrained:
+            own = partial(grammars.own_matcher, constraint)
+            return Constrained(grammars.matcher(constraint), grammars.vocab_size, ends, gate, own)
+
+        return follow
 
     def require_open(self) -> None:
         """Raises OndeviceError once the host is closed, and in a fork()ed child process."""
@@ -159,9 +168,15 @@ class Host:
         self._finalizer()
 
     def _work(
-        self, key: int | None, ids: list[int], sampling: SamplingConfig, constrained: Constrained | None
+        self,
+        key: int | None,
+        ids: list[int],
+        sampling: SamplingConfig,
+        follow: Callable[[], Constrained] | None,
     ) -> Work:
-        return lambda cancelled: self.engine.steps(key, ids, sampling, cancelled, constrained)
+        return lambda cancelled: self.engine.steps(
+            key, ids, sampling, cancelled, None if follow is None else follow()
+        )
 
     def _made_grammars(self) -> Grammars:
         """The model's tokens for constraints, with room in the budget."""

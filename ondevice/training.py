@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypedDict, Unpack
@@ -33,6 +34,7 @@ from ondevice.config import (
     RuntimeConfig,
 )
 from ondevice.errors import BackendUnavailableError, UnsupportedModelError, UsageError
+from ondevice.generate import token_ids
 from ondevice.host import text_tokenizer
 from ondevice.quality import Pieces, expert_costs, first_part_of, measured_points
 from ondevice.runtime.conversion import Prepared, prepare
@@ -289,8 +291,8 @@ def train_ngrams(
         model: as in `train_predictors`, like `text`, `pieces`, `output` and `on_progress`.
         tokens: most tokens of the text to use. Each takes 48 bytes of the file.
 
-    Raises UsageError for a model without a tokenizer, too short or too long a text, an output that exists or
-    a model that can't be written to, and what `load` raises.
+    Raises UsageError for a model without a tokenizer, too short or too long a text, ids outside the
+    vocabulary, an output that exists or a model that can't be written to, and what `load` raises.
     """
     from ondevice.converters.training import ngrams
 
@@ -302,9 +304,13 @@ def train_ngrams(
         parts = [text] if isinstance(text, str) else text or ()
         pieces = [tokenizer.encode_within(parts, add_bos=False, most=tokens)[:tokens]]
     goal = _check_target(resolved, output, has_experts=resolved.bundle.config.experts is not None)
-    ids = np.concatenate([np.asarray(piece, dtype=np.uint32) for piece in pieces])[:tokens]
+    ids = token_ids(islice(chain.from_iterable(pieces), tokens))
+    known = resolved.bundle.config.vocab_size
+    for token in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token < known:
+            raise UsageError(f"token id {token} is outside the model's vocabulary of {known}")
     with _target(resolved, goal) as folder:
-        return ngrams.train_ngrams(resolved.bundle, ids, folder, on_progress)
+        return ngrams.train_ngrams(resolved.bundle, np.array(ids, np.uint32), folder, on_progress)
 
 
 class MultiStreamKeywords(TypedDict, total=False):

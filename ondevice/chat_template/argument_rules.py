@@ -56,7 +56,7 @@ class Rules:
 
     def __init__(self, special: Mapping[str, int]) -> None:
         """special: ids of the special tokens, by name."""
-        self._special = special
+        self.special = special
         self._lines: list[str] = []
 
     def __str__(self) -> str:
@@ -73,11 +73,11 @@ class Rules:
 
     def literal(self, text: str) -> str:
         """A text, with special tokens by their ids."""
-        names = sorted((name for name in self._special if name in text), key=len, reverse=True)
+        names = sorted((name for name in self.special if name in text), key=len, reverse=True)
         if not names:
             return json.dumps(text) if text else ""
         parts = re.split(f"({'|'.join(map(re.escape, names))})", text)
-        found = (f"<[{self._special[it]}]>" if it in self._special else json.dumps(it) for it in parts if it)
+        found = (f"<[{self.special[it]}]>" if it in self.special else json.dumps(it) for it in parts if it)
         return " ".join(found)
 
     def text(self, schema: Mapping[str, Any], behind: str, marks: Sequence[str]) -> str:
@@ -86,7 +86,7 @@ class Rules:
         None of the marks is in the text. All begin with `<`: a text whose length or letters a schema limits
         has none of that letter, because to look for marks as well takes llguidance too much.
         """
-        is_token = marks[0] in self._special
+        is_token = marks[0] in self.special
         end = "" if is_token else _escaped(behind)
         count = _counted(schema, "minLength", "maxLength")
         if "pattern" in schema or count not in ("{0,}", "{1,}"):
@@ -121,21 +121,25 @@ def _anywhere(pattern: object) -> str:
         raise ConstraintError("a pattern is no string", "pattern")
     begins = pattern.startswith("^")
     ends = re.search(r"(?<!\\)(?:\\\\)*\$\Z", pattern) is not None
-    if (begins or ends) and _has_branches(pattern):
+    branches = _branches(pattern)
+    if branches is None:
+        raise ConstraintError("a pattern has brackets without their others", "pattern")
+    if (begins or ends) and branches > 1:
         raise ConstraintError("a pattern of several, with ^ or $, can't be enforced in calls", "pattern")
     inner = pattern[begins : len(pattern) - ends]
     inner = _DELIMITERS.sub(lambda part: {"/": r"\/", "\n": r"\n"}.get(part[0], part[0]), inner)
     return f"{'' if begins else '(?s:.*)'}({inner}){'' if ends else '(?s:.*)'}"
 
 
-def _has_branches(pattern: str) -> bool:
-    """Whether a pattern is several, of which one matches, outside of brackets."""
-    depth = 0
+def _branches(pattern: str) -> int | None:
+    """Of how many patterns a pattern is one, outside of brackets; None if brackets don't match."""
+    depth, branches = 0, 1
     for part in _PATTERN_PART.findall(pattern):
         depth += (part == "(") - (part == ")")
-        if part == "|" and depth == 0:
-            return True
-    return False
+        branches += part == "|" and depth == 0
+        if depth < 0:
+            return None
+    return None if depth else branches
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,8 @@ def _bare(rules: Rules, schema: Mapping[str, Any], form: PairForm) -> str:
     values = _listed(schema)
     if values is None:
         return rules.text(schema, form.behind, form.marks)
-    texts = [it for it in values if isinstance(it, str) and not any(mark in it for mark in form.marks)]
+    unwritable = (*form.marks, *rules.special)
+    texts = [it for it in values if isinstance(it, str) and not any(mark in it for mark in unwritable)]
     if not texts:
         raise ConstraintError("none of a list of values can be written in calls of this format", "enum")
     return f"({' | '.join(rules.literal(text + form.behind) for text in texts)})"
@@ -295,7 +300,8 @@ class _Gemma:
 
     def _written(self, value: Any) -> str:
         text = written_gemma(value)
-        inner = [it for it in _strings(value) if any(mark in it for mark in self._marks)]
+        unwritable = (*self._marks, *self._rules.special)
+        inner = [it for it in _strings(value) if any(mark in it for mark in unwritable)]
         if inner or any(_PLAIN_NAME.fullmatch(key) is None for key in _keys(value)):
             raise ConstraintError(f"the value {text[:40]} can't be written in calls of this format", "enum")
         return self._rules.literal(text)
@@ -309,8 +315,8 @@ def _members(schema: Any, what: str) -> Iterator[tuple[str, Any, bool]]:
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping):
         raise ConstraintError(f"the properties of {what} are no object", "properties")
-    if not isinstance(required, list):
-        raise ConstraintError(f"what is required of {what} is no list", "required")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise ConstraintError(f"what is required of {what} is no list of names", "required")
     rest = schema.get("additionalProperties", True)
     given = dict(properties) | {name: rest for name in required if name not in properties}
     for name, value in given.items():
@@ -363,7 +369,7 @@ def _is_of(value: Any, types: Sequence[str]) -> bool:
     if isinstance(value, bool):
         return "boolean" in types
     if isinstance(value, int | float):
-        return "number" in types or ("integer" in types and float(value).is_integer())
+        return "number" in types or ("integer" in types and (isinstance(value, int) or value.is_integer()))
     kinds: dict[type, str] = {str: "string", list: "array", dict: "object", type(None): "null"}
     return kinds.get(type(value)) in types
 

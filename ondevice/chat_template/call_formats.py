@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ondevice.chat_template.partial_json import ends_inside
-from ondevice.chat_template.tools import NAME_CHARS, Tool, is_text, json_text, parsed_object
+from ondevice.chat_template.tools import NAME_CHARS, Tool, is_text, json_text, parsed_object, plain_data
+from ondevice.errors import UsageError
 
 Call = tuple[str, dict[str, Any]]
 """The name of a tool, and arguments."""
@@ -131,8 +132,8 @@ def checked_call(name: str, arguments: Any, tools: Tools) -> Call | None:
     if name not in tools or not isinstance(arguments, dict):
         return None
     try:
-        json.dumps(arguments, allow_nan=False)
-    except (ValueError, RecursionError):
+        plain_data(arguments, "arguments")
+    except (UsageError, RecursionError):
         return None
     return name, arguments
 

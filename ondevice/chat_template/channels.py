@@ -64,6 +64,7 @@ class Channels:
                 found += self.finish()
                 self._part, self._header, self._channel = "header", "", ""
             case "<|message|>":
+                found += self.finish() if self._part == "call" else []
                 self._begin()
         return found
 

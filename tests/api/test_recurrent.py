@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ondevice
-from ondevice.api import load
+from ondevice.api import Model, load
 from ondevice.converters.convert import convert
-from ondevice.errors import BackendUnavailableError, UnsupportedModelError
+from ondevice.errors import BackendUnavailableError, FlashReadError, OndeviceError, UnsupportedModelError
+from ondevice.model.transformer import Transformer
 from tests.support.bundles import EOS, write_byte_tokenizer
 from tests.support.cached_texts import PROMPT, said, settle, written
 from tests.support.families import CASES, write_model
@@ -91,6 +93,42 @@ def test_a_prompt_cache_has_what_lies_before_a_checkpoint(hybrid: Path, tmp_path
     for chunk in (512, 7):
         with load(hybrid, prompt_cache=tmp_path, prefill_chunk=chunk) as model:
             assert said(model, prompt) == (expected, (len(prompt) - 1) // spacing * spacing)
+
+
+def test_logits_that_fail_end_the_texts_that_share_a_pass(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state can't go back by a token: the pass must not run again for what failed behind it."""
+    logits, passes = Transformer.logits, [0]
+
+    def failing(self: Transformer, *arguments: Any) -> Any:
+        if passes[0] > 12:
+            raise FlashReadError("made up")
+        return logits(self, *arguments)
+
+    run_each = Transformer.run_each
+
+    def counted(self: Transformer, *arguments: Any) -> Any:
+        passes[0] += 1
+        return run_each(self, *arguments)
+
+    monkeypatch.setattr(Transformer, "logits", failing)
+    monkeypatch.setattr(Transformer, "run_each", counted)
+    found: list[OndeviceError] = []
+
+    def text(model: Model, first: int) -> None:
+        with pytest.raises(FlashReadError, match="made up") as caught:
+            model.generate(tokens=[first] * 100, max_tokens=200, logit_bias={EOS: -math.inf})
+        found.append(caught.value)
+
+    with load(hybrid, threads=1, parallel=2, max_context=400, prefill_chunk=32) as model:
+        threads = [threading.Thread(target=text, args=(model, first), daemon=True) for first in (5, 6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert len(found) == 2
+    assert passes[0] < 40
 
 
 def test_the_plan_has_the_states(hybrid: Path) -> None:

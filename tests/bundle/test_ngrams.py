@@ -172,6 +172,21 @@ def test_a_text_of_one_token_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "small").exists()
 
 
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ([], "has 0 tokens"),
+        ([[4, -1]], "token id -1 is outside"),
+        ([[4], [1 << 40]], f"token id {1 << 40} is outside"),
+        ([["a"]], "must be a sequence of integers"),
+    ],
+)
+def test_ids_that_are_none_are_refused(tmp_path: Path, pieces: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        train(SHIPPED, pieces=pieces, output=tmp_path / "small")
+    assert not (tmp_path / "small").exists()
+
+
 def test_the_files_are_part_of_the_bundle(bundle: Path) -> None:
     found = Bundle.open(bundle)
     assert found.ngrams is not None

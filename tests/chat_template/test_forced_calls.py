@@ -206,14 +206,27 @@ def test_what_can_t_be_told_from_json_is_refused() -> None:
         ({"type": "array"}, "type"),
         ({"properties": {"a": {"type": "string", "enum": [5]}}}, "enum"),
         ({"properties": {"a": {"enum": ["</parameter> </arg_value> <|\"|>"]}}}, "enum"),
+        ({"properties": {"a": {"type": "string", "enum": ["<|im_end|>"]}}}, "enum"),
+        ({"properties": {"a": {"type": "string", "pattern": "a)|(b"}}}, "pattern"),
+        ({"required": [["a"]]}, "required"),
+        ({"required": [{"a": 1}]}, "required"),
+        ({"properties": {"a": {"type": "string", "enum": [10**400]}}}, "enum"),
     ],
 )  # fmt: skip
 def test_schemas_without_rules_are_refused_by_their_keyword(
     form: str, schema: dict[str, Any], keyword: str
 ) -> None:
+    special = {"<|im_end|>": EOS}
     with pytest.raises(ConstraintError) as caught:
-        walk(forced_call(BY_NAME[form], [Tool("now", "", schema)], {}, True), {}, 0)
+        walk(forced_call(BY_NAME[form], [Tool("now", "", schema)], special, True), special, 0)
     assert caught.value.keyword == keyword
+
+
+@pytest.mark.parametrize("form", ["qwen3-coder", "glm", "gemma4"])
+def test_an_integer_may_be_of_any_size(form: str) -> None:
+    schema = {"properties": {"a": {"type": "integer", "enum": [10**400]}}}
+    constraint = forced_call(BY_NAME[form], [Tool("now", "", schema)], {}, True)
+    assert constraint.kind == "lark"
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, get_args
@@ -14,7 +15,7 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from ondevice import Constraint, ConstraintError, UsageError
+from ondevice import Constraint, ConstraintError, UsageError, host
 from ondevice.api import Model, load
 from ondevice.chat_template.channels import Channels
 from ondevice.config import Speculation
@@ -25,6 +26,7 @@ from ondevice.speculation.tree import Proposals
 from tests.support.bundles import BOS, EOS
 from tests.support.engines import always_draft
 from tests.support.paths import SHIPPED
+from tests.support.serving import until
 
 SCHEMA = {
     "type": "object",
@@ -305,6 +307,47 @@ def test_every_text_has_all_of_a_grammars_limits() -> None:
     shared = Grammars(Marks.vocabulary())
     assert any(tokens[-1] == -1 for tokens in alone)
     assert [walk(shared, seed) for seed in range(3)] == alone
+
+
+def test_a_text_that_waits_holds_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Constraint] = []
+
+    def counted(*arguments: Any) -> Constrained:
+        made.append(arguments[0])
+        return Constrained(*arguments)
+
+    monkeypatch.setattr(host, "Constrained", counted)
+    with load(SHIPPED, parallel=1, threads=1, memory_pressure="off") as model:
+        options: dict[str, Any] = {"max_tokens": 4, "constraint": Constraint.regex("[a-f]{8}")}
+        # The first one makes the table of tokens, which changes the budget on the model's thread.
+        model.generate("Once", **options)
+        made.clear()
+        entered, go_on = threading.Event(), threading.Event()
+
+        def work() -> None:
+            entered.set()
+            go_on.wait(60)
+
+        working = threading.Thread(target=model._owner.call, args=(work,))
+        working.start()
+        assert entered.wait(60)
+        found: list[str] = []
+
+        def text() -> None:
+            found.append(model.generate("Once", **options).text)
+
+        texts = [threading.Thread(target=text) for _ in range(3)]
+        for thread in texts:
+            thread.start()
+        until(lambda: model._owner._jobs._queue.qsize() == 3)
+        waiting = len(made)
+        go_on.set()
+        for thread in (*texts, working):
+            thread.join(60)
+    assert waiting == 0
+    assert len(made) == 3
+    assert all(re.fullmatch("[a-f]+", text) for text in found)
+    assert len(found) == 3
 
 
 def test_the_beginning_of_a_text_keeps_its_space(plain: Model) -> None:
