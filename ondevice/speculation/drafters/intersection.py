@@ -26,7 +26,7 @@ from ondevice.tokenizer import Tokenizer
 LEAST_SHARED = 0.9
 """Share of the target's tokens that the second model must have for this drafter to be taken.
 
-Measured, it loses to matching of strings where a fifth or more is missing (docs/benchmarks.md).
+It was measured where 95 and nearly 100 % are shared (docs/benchmarks.md). What isn't shared is never drafted.
 """
 
 
@@ -45,9 +45,13 @@ class SharedTokens:
         """Those of a second model with another vocabulary than the target's."""
         assert model.tokenizer is not None
         assert model.target_tokenizer is not None
-        own, target = _by_bytes(model.tokenizer), _by_bytes(model.target_tokenizer)
-        pairs = sorted((target[data], own[data]) for data in own.keys() & target.keys())
-        return SharedTokens(np.array(pairs, np.int64).reshape(-1, 2), len(pairs) / max(1, len(target)))
+        own, target = model.tokenizer, model.target_tokenizer
+        (hashes, ids), (own_hashes, own_ids) = _by_hash(target), _by_hash(own)
+        _, places, own_places = np.intersect1d(hashes, own_hashes, assume_unique=True, return_indices=True)
+        pairs = np.stack([ids[places], own_ids[own_places]], axis=1)
+        equal = [target.token_bytes(here) == own.token_bytes(there) for here, there in pairs.tolist()]
+        pairs = pairs[np.array(equal, bool)]
+        return SharedTokens(pairs[np.argsort(pairs[:, 0])], len(pairs) / max(1, len(ids)))
 
 
 class IntersectionDrafter(OtherVocabularyDrafter):
@@ -56,8 +60,9 @@ class IntersectionDrafter(OtherVocabularyDrafter):
     def __init__(self, model: DraftModel, shared: SharedTokens) -> None:
         """model: has both tokenizers. shared: its tokens that the target has too."""
         super().__init__(model)
-        self._own_of = dict(shared.ids.tolist())
-        """The second model's id of each shared token, by the target's."""
+        self._own_of = np.full(self._target.vocab_size, -1, np.int32)
+        """(V,) the second model's id of each of the target's tokens; -1 where it has none."""
+        self._own_of[shared.ids[:, 0]] = shared.ids[:, 1]
         self._shared = shared.ids[:, 1]
         """(n,) the second model's ids, in the order of the target's."""
         self._ranking = Ranking(BRANCHES, shared.ids[:, 0])
@@ -78,8 +83,9 @@ class IntersectionDrafter(OtherVocabularyDrafter):
         if logits is not None and own is not None:
             self._ranking.judge(own, len(self._text), token, self._text)
         # As long as the text consists of shared tokens, it needn't be encoded anew.
-        if token in self._own_of and len(self._drafted) == len(self._path):
-            self._drafted.append((self._own_of[token], self._own.token_bytes(self._own_of[token])))
+        known = int(self._own_of[token]) if token < len(self._own_of) else -1
+        if known >= 0 and len(self._drafted) == len(self._path):
+            self._drafted.append((known, self._own.token_bytes(known)))
         self._path = (*self._path, token)
         super().observe(token, logits)
 
@@ -91,7 +97,7 @@ class IntersectionDrafter(OtherVocabularyDrafter):
     def propose(self, path: Sequence[int]) -> Proposals:
         if self._ended or not len(self._shared):
             return []
-        tokens = [*self._tokens, *(self._own_of[token] for token in path)]
+        tokens = [*self._tokens, *self._own_of[list(path)].tolist()]
         logits = self._context.logits(tokens, self._cancelled)
         if logits is None:
             return []
@@ -101,12 +107,15 @@ class IntersectionDrafter(OtherVocabularyDrafter):
         return self._ranking.rank(shared, len(text), text)
 
 
-def _by_bytes(tokenizer: Tokenizer) -> dict[bytes, int]:
-    """The last token for each string of bytes, but for those that end a text; special ones have no bytes.
+def _by_hash(tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Ascending hashes of what tokens stand for, and the last token of each; none of those that end a text.
 
     Where a single byte has a token for itself and a piece, the piece comes later, and is what texts have.
+    Dictionaries of a large vocabulary would take tens of megabytes.
     """
-    tokens = (token for token in range(tokenizer.vocab_size) if token not in tokenizer.eos_ids)
-    known = {tokenizer.token_bytes(token): token for token in tokens}
-    known.pop(b"", None)
-    return known
+    size = tokenizer.vocab_size
+    ends = frozenset(tokenizer.eos_ids)
+    spelt = (b"" if token in ends else tokenizer.token_bytes(token) for token in range(size))
+    hashes = np.fromiter((hash(data) if data else 0 for data in spelt), np.int64, size)
+    found, places = np.unique(hashes[::-1], return_index=True)
+    return found[found != 0], size - 1 - places[found != 0].astype(np.int64)
