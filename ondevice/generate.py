@@ -127,22 +127,8 @@ class Generator:
     def passes(self) -> SharedPasses:
         """What answers the passes that `steps` ask for."""
         most_rows = max(self.prefill_chunk, self.most_texts)
-        draft = None if self.drafting is None else self._draft
+        draft = None if self.drafting is None else partial(_drafted, self.drafting)
         return SharedPasses(self.transformer, self.before_pass, most_rows, draft)
-
-    def _draft(self, requests: Sequence[PassRequest], rows: int) -> list[Drafted | Cancelled]:
-        """What answers the requests of all texts of a pass: each one's token with its draft."""
-        assert self.drafting is not None
-        found: list[Drafted | Cancelled] = []
-        asked = [request.text for request in requests]
-        for draft, (text, *_) in zip(self.drafting.propose(asked, rows), asked, strict=True):
-            if isinstance(draft, Cancelled):
-                found.append(draft)
-                continue
-            tree = draft.tree if len(draft) > 1 else None
-            batch = ForwardBatch(draft.tokens, tree, drafted=range(1, len(draft)))
-            found.append(Drafted(batch, None if text is None else text.prune))
-        return found
 
     def answered(self, steps: Steps[None]) -> Iterator[Event]:
         """The events of one text whose passes are its own."""
@@ -366,6 +352,20 @@ class Generator:
                 kv.chunked = start + self.prefill_chunk
             if last and found.rows == len(chunk):
                 return found
+
+
+def _drafted(drafting: Drafting, requests: Sequence[PassRequest], rows: int) -> list[Drafted | Cancelled]:
+    """Each text's token with its draft, of at most `rows` rows together, for the requests of a pass."""
+    found: list[Drafted | Cancelled] = []
+    asked = [request.text for request in requests]
+    for draft, (text, *_) in zip(drafting.propose(asked, rows), asked, strict=True):
+        if isinstance(draft, Cancelled):
+            found.append(draft)
+            continue
+        tree = draft.tree if len(draft) > 1 else None
+        batch = ForwardBatch(draft.tokens, tree, drafted=range(1, len(draft)))
+        found.append(Drafted(batch, None if text is None else text.prune))
+    return found
 
 
 def watched(steps: Steps[None], see: Callable[[Event], None]) -> Steps[None]:

@@ -75,7 +75,8 @@ def _of_best_groups(choice: mx.array, spec: ExpertsSpec) -> mx.array:
     """Scores (T, E), but for -inf in all groups of experts other than a token's best."""
     grouped = choice.reshape(choice.shape[0], spec.groups, -1)
     two = mx.sort(grouped, axis=2)[:, :, -2:]
-    best = _highest(two[:, :, 1] + two[:, :, 0], spec.chosen_groups)
+    worth = two[:, :, 1] if spec.group_best == 1 else two[:, :, 1] + two[:, :, 0]
+    best = _highest(worth, spec.chosen_groups)
     return mx.where(best[:, :, None], grouped, -mx.inf).reshape(choice.shape)
 
 

@@ -19,32 +19,35 @@ from ondevice.constraints.constraint import Constraint
 from ondevice.constraints.schema import json_rule, prepared
 from ondevice.errors import ConstraintError
 
-_DESCRIBES = frozenset(
-    {
-        *("$comment", "$id", "$schema", "default", "deprecated", "description"),
-        *("examples", "readOnly", "title", "writeOnly"),
-    }
-)
-"""Keywords that allow everything."""
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_TEXTS = ("minLength", "maxLength", "pattern")
-_OBJECTS = ("properties", "required", "additionalProperties")
-_LISTS = ("items", "minItems", "maxItems")
-_DEFINITIONS = ("$defs", "definitions")
 _TYPES: dict[str, tuple[str, ...]] = {
-    "object": _OBJECTS,
-    "array": _LISTS,
-    "string": (*_TEXTS, "format"),
+    "object": ("properties", "required", "additionalProperties"),
+    "array": ("items", "minItems", "maxItems"),
+    "string": ("minLength", "maxLength", "pattern", "format"),
     "integer": _NUMBERS,
     "number": _NUMBERS,
     "boolean": (),
     "null": (),
 }
-"""The types, and the keywords that say something of their values."""
+"""The types, and the keywords about their values that have rules."""
+_REFUSED: dict[str, tuple[str, ...]] = {
+    "object": (
+        *("patternProperties", "propertyNames", "minProperties", "maxProperties", "dependencies"),
+        *("dependentRequired", "dependentSchemas", "unevaluatedProperties"),
+    ),
+    "array": ("prefixItems", "contains", "uniqueItems", "unevaluatedItems"),
+}
+"""The keywords that have none. Others than JSON Schema's allow everything, as it says."""
+_ANY_TYPE = ("allOf", "anyOf", "oneOf", "not", "if", "enum", "const", "$ref", "$dynamicRef", "$recursiveRef")
+_DEFINITIONS = ("$defs", "definitions")
 _PLAIN_NAME = re.compile(r"[^\s<>{}\[\],:\"|]+")
+_PATTERN_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+"""A letter of a pattern, one that is escaped, or letters in brackets."""
+_DELIMITERS = re.compile(r"\\.|[/\n]", re.DOTALL)
+"""What ends a pattern in a grammar, and what is escaped already."""
 _LOCAL = re.compile(r"#/(?:\$defs|definitions)/")
 _NOTHING = '""'
-MAX_COUNT = 1000
+MAX_COUNT = 4096
 """Most characters or items that a rule counts."""
 
 
@@ -114,13 +117,25 @@ def _counted(schema: Mapping[str, Any], least: str, most: str) -> str:
 
 def _anywhere(pattern: object) -> str:
     """A pattern of JSON Schema, which a text has somewhere, as one of the whole text."""
-    if not isinstance(pattern, str) or "/" in pattern or "\n" in pattern:
-        raise ConstraintError("a pattern with / or a line break can't be enforced in calls", "pattern")
-    begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
-    if (begins or ends) and "|" in pattern:
+    if not isinstance(pattern, str):
+        raise ConstraintError("a pattern is no string", "pattern")
+    begins = pattern.startswith("^")
+    ends = re.search(r"(?<!\\)(?:\\\\)*\$\Z", pattern) is not None
+    if (begins or ends) and _has_branches(pattern):
         raise ConstraintError("a pattern of several, with ^ or $, can't be enforced in calls", "pattern")
     inner = pattern[begins : len(pattern) - ends]
+    inner = _DELIMITERS.sub(lambda part: {"/": r"\/", "\n": r"\n"}.get(part[0], part[0]), inner)
     return f"{'' if begins else '(?s:.*)'}({inner}){'' if ends else '(?s:.*)'}"
+
+
+def _has_branches(pattern: str) -> bool:
+    """Whether a pattern is several, of which one matches, outside of brackets."""
+    depth = 0
+    for part in _PATTERN_PART.findall(pattern):
+        depth += (part == "(") - (part == ")")
+        if part == "|" and depth == 0:
+            return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -140,12 +155,13 @@ class PairForm:
 def pairs(rules: Rules, tool: Tool, form: PairForm) -> str:
     """The arguments of a tool, each between marks. Raises ConstraintError for a schema that has no rules."""
     schema = tool.parameters
+    root = _followed(schema)
     defined = {key: schema[key] for key in _DEFINITIONS if key in schema}
     found = []
-    for name, value, is_required in _members(schema, f"the arguments of {tool.name}"):
+    for name, value, is_required in _members(root, f"the arguments of {tool.name}"):
         before = rules.literal(form.before.replace("KEY", name))
         if is_text(value):
-            _only(value, ("type", "enum", "const", *_TYPES["string"]), f"{tool.name}'s {name}")
+            _only(value, ("enum", "const", *_TYPES["string"]), ("string",), f"{tool.name}'s {name}")
             body = _bare(rules, value, form)
         else:
             _require_local(value)
@@ -176,7 +192,7 @@ def gemma(rules: Rules, tool: Tool, marks: tuple[str, ...]) -> str:
     marks: what no text may have in it, GEMMA_QUOTE first. Raises ConstraintError for a schema without rules.
     """
     root = json.loads(prepared(json.dumps(dict(tool.parameters))))
-    return _Gemma(rules, root, marks).members(root, 0)
+    return _Gemma(rules, root, marks).members(_followed(root), 0)
 
 
 class _Gemma:
@@ -193,21 +209,25 @@ class _Gemma:
             raise ConstraintError(f"the schema is nested more than {MAX_DEPTH} deep")
         if schema is False:
             raise ConstraintError("a part of the schema is false, which no value satisfies")
-        if not isinstance(schema, Mapping) or not schema.keys() - _DESCRIBES:
+        if schema is True:
             return self._anything()
+        if not isinstance(schema, Mapping):
+            raise ConstraintError(f"a part of the schema is of type {type(schema).__name__}")
         if "$ref" in schema:
-            _only(schema, ("$ref",), "a reference")
+            _alone(schema, "$ref")
             return self._reference(schema["$ref"], depth)
         for key in ("anyOf", "allOf"):
             branches = schema.get(key)
             if isinstance(branches, list) and (key == "anyOf" or len(branches) == 1) and branches:
-                _only(schema, (key,), f"a schema with {key}")
+                _alone(schema, key)
                 return self._rules.name(" | ".join(self.value(each, depth + 1) for each in branches))
         values = _listed(schema)
         if values is not None:
             return self._rules.name(" | ".join(self._written(value) for value in values))
         types = _types(schema)
-        _only(schema, ("type", *(key for kind in types for key in _TYPES[kind])), f"a schema of {types[0]}")
+        _only(schema, [key for kind in types for key in _TYPES[kind]], types, f"a schema of {types[0]}")
+        if len(types) == len(_TYPES):
+            return self._anything()
         return self._rules.name(" | ".join(self._of_type(kind, schema, depth) for kind in types))
 
     def members(self, schema: Any, depth: int) -> str:
@@ -240,10 +260,15 @@ class _Gemma:
         return json_rule(Constraint.json_schema({"type": kind} | own))
 
     def _list(self, schema: Mapping[str, Any], depth: int) -> str:
-        count, item = _counted(schema, "minItems", "maxItems"), self.value(schema.get("items"), depth + 1)
+        count, item = (
+            _counted(schema, "minItems", "maxItems"),
+            self.value(schema.get("items", True), depth + 1),
+        )
         low, _, high = count.strip("{}").partition(",")
         if high == "0":
             return '"[" "]"'
+        if high == "1":
+            return f'"[" {item} "]"' if int(low) else f'"[" {item}? "]"'
         rest = f'("," {item}){{{max(0, int(low) - 1)},{int(high) - 1 if high else ""}}}'
         items = f"{item} {rest}"
         return f'"[" {items} "]"' if int(low) else f'"[" ({items})? "]"'
@@ -262,17 +287,11 @@ class _Gemma:
         return self._any
 
     def _reference(self, pointer: object, depth: int) -> str:
-        found: Any = self._root
-        for part in _local(pointer).split("/")[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
-            found = found.get(name) if isinstance(found, Mapping) else None
-        if found is None:
-            raise ConstraintError(f"the reference {str(pointer)[:80]} leads nowhere", "$ref")
-        pointer = str(pointer)
-        if pointer not in self._named:
-            self._named[pointer] = f"defined_{len(self._named)}"
-            self._rules.set(self._named[pointer], self.value(found, depth + 1))
-        return self._named[pointer]
+        found, key = _referred(self._root, pointer), str(pointer)
+        if key not in self._named:
+            self._named[key] = f"defined_{len(self._named)}"
+            self._rules.set(self._named[key], self.value(found, depth + 1))
+        return self._named[key]
 
     def _written(self, value: Any) -> str:
         text = written_gemma(value)
@@ -284,8 +303,8 @@ class _Gemma:
 
 def _members(schema: Any, what: str) -> Iterator[tuple[str, Any, bool]]:
     """Properties that may come, in their order: names, schemas and whether they must."""
-    _only(schema, ("type", *_OBJECTS, *_DEFINITIONS), what)
-    if schema.get("type", "object") not in ("object", ["object"]):
+    _only(schema, _TYPES["object"], ("object",), what)
+    if "object" not in _types(schema):
         raise ConstraintError(f"{what} are of another type than object", "type")
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping):
@@ -303,24 +322,37 @@ def _members(schema: Any, what: str) -> Iterator[tuple[str, Any, bool]]:
             raise ConstraintError(f"{name[:40]} of {what} is required and can't be there", "required")
 
 
-def _only(schema: Any, keywords: Sequence[str], what: str) -> None:
-    """Raises ConstraintError for a keyword that has no rule there."""
+def _only(schema: Any, keywords: Sequence[str], types: Sequence[str], what: str) -> None:
+    """Raises ConstraintError for a keyword about these types that isn't one of `keywords`."""
     if not isinstance(schema, Mapping):
         raise ConstraintError(f"the schema of {what} is of type {type(schema).__name__}")
-    others = [key for key in schema if key not in keywords and key not in _DESCRIBES and key[:2] != "x-"]
-    if others:
+    about = {*_ANY_TYPE, *(key for kind in types for key in _about(kind))} - {*keywords}
+    found = next((key for key in schema if key in about and schema[key] is not False), None)
+    if found is not None:
         raise ConstraintError(
-            f"the keyword {others[0][:40]} of {what} can't be enforced in calls of this format", others[0]
+            f"the keyword {found} of {what} can't be enforced in calls of this format", found
         )
+
+
+def _about(kind: str) -> tuple[str, ...]:
+    """The keywords about a type's values."""
+    return (*_TYPES[kind], *_REFUSED.get(kind, ()))
+
+
+def _alone(schema: Mapping[str, Any], keyword: str) -> None:
+    """Raises ConstraintError for anything that is asked for beside a keyword."""
+    _only(schema, (keyword,), tuple(_TYPES), f"a schema with {keyword}")
+    if "type" in schema:
+        raise ConstraintError(f"a type beside {keyword} can't be enforced in calls of this format", "type")
 
 
 def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
     """The only values, if they are listed, of the types that a schema has. Other keywords are refused."""
     if "const" not in schema and "enum" not in schema:
         return None
-    _only(schema, ("type", "const", "enum"), "a list of values")
-    values = [schema["const"]] if "const" in schema else schema["enum"]
     types = _types(schema) if "type" in schema else tuple(_TYPES)
+    _only(schema, ("const", "enum"), types, "a list of values")
+    values = [schema["const"]] if "const" in schema else schema["enum"]
     found = [value for value in values if _is_of(value, types)] if isinstance(values, list) else []
     if not found:
         raise ConstraintError("a list of values has none that its type allows", "enum")
@@ -340,12 +372,34 @@ def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:
     """The types of a schema; where it names none, those that its keywords are about."""
     given = schema.get("type")
     if given is None:
-        about = [kind for kind, keys in _TYPES.items() if any(key in schema for key in keys)]
+        about = [kind for kind in _TYPES if any(key in schema for key in _about(kind))]
         return tuple(about) or tuple(_TYPES)
     names = given if isinstance(given, list) else [given]
     if not names or not all(isinstance(name, str) and name in _TYPES for name in names):
         raise ConstraintError(f"the type {str(given)[:40]} is none of JSON's", "type")
     return tuple(names)
+
+
+def _referred(root: Any, pointer: object) -> Any:
+    """The definition that a reference names. Raises ConstraintError if there is none."""
+    found = root
+    for part in _local(pointer).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    if found is None:
+        raise ConstraintError(f"the reference {str(pointer)[:80]} leads nowhere", "$ref")
+    return found
+
+
+def _followed(root: Any) -> Any:
+    """The schema that arguments have, where a schema is only a reference to one of its definitions."""
+    found = root
+    for _ in range(MAX_DEPTH):
+        if not isinstance(found, Mapping) or "$ref" not in found:
+            break
+        _only(found, ("$ref",), ("object",), "a reference")
+        found = _referred(root, found["$ref"])
+    return found
 
 
 def _local(pointer: object) -> str:

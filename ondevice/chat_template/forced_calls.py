@@ -22,9 +22,6 @@ from ondevice.constraints.constraint import Constraint
 from ondevice.constraints.schema import json_rule
 from ondevice.errors import ConstraintError
 
-_SHAPES = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
-"""Keywords of which one says what kind of value a schema wants."""
-
 
 @dataclass(frozen=True)
 class _Form:
@@ -140,8 +137,7 @@ def _calls(rules: Rules, format: CallFormat, tools: Sequence[Tool], parallel: bo
 
 
 def _arguments(tool: Tool) -> Constraint:
-    """The schema of a tool's arguments, which are an object whatever it says."""
+    """The schema of a tool's arguments, which are an object where it says nothing of their type."""
     schema = dict(tool.parameters)
-    return Constraint.json_schema(
-        schema if any(key in schema for key in _SHAPES) else {"type": "object"} | schema
-    )
+    says = "type" in schema or "$ref" in schema
+    return Constraint.json_schema(schema if says else {"type": "object"} | schema)

@@ -59,9 +59,8 @@ void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, i
   require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "query heads must be a multiple of kv heads");
   require(width % (2 * parts) == 0, "qkv is (T, (heads + 2 * kv_heads) * head_dim), or queries alone");
   const int64_t dim = width / parts;
-  const KvView kv = kv_view(blocks, offset, kv_heads, dim, bits, position + tokens, latent);
   require(static_cast<int64_t>(out.shape(0)) == tokens &&
-              static_cast<int64_t>(out.shape(1)) == heads * kv.value_dim(),
+              static_cast<int64_t>(out.shape(1)) == heads * (latent ? latent : dim),
           "out is (T, heads * head_dim), or * latent");
   for (const auto* table : {&cos, &sin})
     require(static_cast<int64_t>(table->shape(0)) == tokens &&
@@ -78,6 +77,7 @@ void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, i
     if (stores) transform.k_norm = head_norm_of(k, kv_heads, dim, together);
     transform.v_norm = norm_of(v, dim);
   }
+  const KvView kv = kv_view(blocks, offset, kv_heads, dim, bits, position + tokens, latent);
   const AttentionArgs args{qkv.data(),
                            width,
                            heads,
