@@ -29,6 +29,7 @@ from ondevice.errors import (
 from ondevice.model.kv_cache import common_prefix
 from ondevice.model.transformer import Cancelled
 from ondevice.runtime.opening import open_tokenizer
+from ondevice.speculation import registry
 from ondevice.speculation.drafted_text import PassOutcome
 from ondevice.speculation.drafters.intersection import LEAST_SHARED, IntersectionDrafter, SharedTokens
 from ondevice.speculation.drafters.lookup import Lookup
@@ -70,17 +71,22 @@ def largest_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     always_draft(monkeypatch, [DRAFT_NODES])
 
 
-@pytest.mark.parametrize("drafts", ["another", "itself", "other vocabulary"])
+@pytest.mark.parametrize("drafts", ["another", "itself", "other vocabulary", "shared tokens"])
 def test_a_second_model_leaves_every_token_as_it_is(
-    target: Path, draft: Path, drafts: str, largest_trees: None
+    target: Path, draft: Path, drafts: str, largest_trees: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    second = {"another": draft, "itself": target, "other vocabulary": SHIPPED}[drafts]
+    second = {"another": draft, "itself": target}.get(drafts, SHIPPED)
+    # However many tokens are shared.
+    monkeypatch.setattr(registry, "LEAST_SHARED", 0.0 if drafts == "shared tokens" else 2.0)
     with (
         load(target, speculation="off") as plain,
         load(target, speculation="model", draft_model=second) as drafting,
         load(target, draft_model=str(second), sparsity="dense") as small,
     ):
         squeeze(small, small.plan.segment.least + 1)
+        drafter = drafting._engine._drafting
+        assert drafter is not None
+        assert isinstance(drafter._drafter, IntersectionDrafter) == (drafts == "shared tokens")
         for sampling in SAMPLINGS:
             expected = plain.generate(PROMPT, max_tokens=40, logit_bias={EOS: -math.inf}, **sampling)
             for model in (drafting, small):
