@@ -29,7 +29,9 @@ from ondevice.errors import (
 from ondevice.model.kv_cache import common_prefix
 from ondevice.model.transformer import Cancelled
 from ondevice.runtime.opening import open_tokenizer
+from ondevice.speculation import registry
 from ondevice.speculation.drafted_text import PassOutcome
+from ondevice.speculation.drafters.intersection import LEAST_SHARED, IntersectionDrafter, SharedTokens
 from ondevice.speculation.drafters.lookup import Lookup
 from ondevice.speculation.drafters.model import DraftContext
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter, _whole, same_vocabulary
@@ -69,17 +71,22 @@ def largest_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     always_draft(monkeypatch, [DRAFT_NODES])
 
 
-@pytest.mark.parametrize("drafts", ["another", "itself", "other vocabulary"])
+@pytest.mark.parametrize("drafts", ["another", "itself", "other vocabulary", "shared tokens"])
 def test_a_second_model_leaves_every_token_as_it_is(
-    target: Path, draft: Path, drafts: str, largest_trees: None
+    target: Path, draft: Path, drafts: str, largest_trees: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    second = {"another": draft, "itself": target, "other vocabulary": SHIPPED}[drafts]
+    second = {"another": draft, "itself": target}.get(drafts, SHIPPED)
+    # However many tokens are shared.
+    monkeypatch.setattr(registry, "LEAST_SHARED", 0.0 if drafts == "shared tokens" else 2.0)
     with (
         load(target, speculation="off") as plain,
         load(target, speculation="model", draft_model=second) as drafting,
         load(target, draft_model=str(second), sparsity="dense") as small,
     ):
         squeeze(small, small.plan.segment.least + 1)
+        drafter = drafting._engine._drafting
+        assert drafter is not None
+        assert isinstance(drafter._drafter, IntersectionDrafter) == (drafts == "shared tokens")
         for sampling in SAMPLINGS:
             expected = plain.generate(PROMPT, max_tokens=40, logit_bias={EOS: -math.inf}, **sampling)
             for model in (drafting, small):
@@ -250,6 +257,69 @@ def test_drafted_text_becomes_the_targets_tokens(target: Path, direction: str) -
     # Where a token of the second model spans the text's end it says nothing; a draft may end within a word.
     assert drafted > 2 * len(text)
     assert right > 0.9 * drafted
+
+
+class TextContext:
+    """A model that surely says how `said` goes on, whatever tokens the text up to there consists of."""
+
+    def __init__(self, tokenizer: Tokenizer, said: str) -> None:
+        self.tokenizer, self.said = tokenizer, tokenizer.encode(said)
+
+    def logits(self, tokens: Sequence[int], cancelled: Any = None) -> Float32 | None:
+        assert list(tokens) == self.said[: len(tokens)]
+        logits = np.zeros(self.tokenizer.vocab_size, np.float32)
+        logits[self.said[len(tokens)]] = 20
+        return logits
+
+
+def test_shared_tokens_are_drafted_as_they_are(target: Path) -> None:
+    """The second model has all of the target's tokens but two, under other numbers."""
+    theirs = _tokenizer(SHIPPED)
+    missing = theirs.encode(SAID)[20]
+
+    class Shifted:
+        """The same pieces behind seven without bytes; one token is another one."""
+
+        vocab_size, eos_ids, leading_space = theirs.vocab_size + 7, (), theirs.leading_space
+
+        def token_bytes(self, token: int) -> bytes:
+            if token < 7:
+                return b""
+            return b"~~~~" if token - 7 == missing else theirs.token_bytes(token - 7)
+
+        def begins_word(self, token: int) -> bool:
+            return token >= 7 and theirs.begins_word(token - 7)
+
+        def encode(self, text: str, **options: Any) -> list[int]:
+            return [token + 7 for token in theirs.encode(text, **options)]
+
+    own: Any = Shifted()
+    model: Any = SimpleNamespace(tokenizer=own, target_tokenizer=theirs, close=lambda: None)
+    shared = SharedTokens.of(model)
+    assert LEAST_SHARED < shared.share < 1
+    for ours, others in shared.ids.tolist():
+        assert theirs.token_bytes(ours) == own.token_bytes(others)
+    assert missing not in shared.ids[:, 0]
+    drafter = IntersectionDrafter(model, shared)
+    drafter._context = TextContext(own, SAID)  # type: ignore[assignment]
+    text = theirs.encode(SAID)
+    at = 1
+    drafter.begin(text[:at], SamplingConfig(temperature=0.8, seed=3))
+    right = 0
+    while at < len(text) - 4:
+        drafter.prepare(None, 16, lambda: False)  # type: ignore[arg-type]
+        assert drafter._tokens == own.encode(SAID)[:at]
+        path: list[int] = []
+        while len(path) < 3 and text[at + len(path)] != missing:
+            proposed = [token for token, _ in drafter.propose(path)]
+            assert missing not in proposed
+            assert len(set(proposed)) == len(proposed)
+            right += proposed[0] == text[at + len(path)]
+            path.append(text[at + len(path)])
+        for token in text[at : at + max(1, len(path))]:
+            drafter.observe(token, np.zeros(1, np.float32))
+        at += max(1, len(path))
+    assert right > 0.95 * (len(text) - 8)
 
 
 def test_the_second_model_follows_the_text(target: Path) -> None:
