@@ -17,7 +17,7 @@ from ondevice.model_config import ModelConfig
 from ondevice.speculation.datastore import READER_BYTES, Datastore
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafters.combined import Combined, WhileRowsAreCheap
-from ondevice.speculation.drafters.intersection import LEAST_SHARED, IntersectionDrafter, SharedTokens
+from ondevice.speculation.drafters.intersection import IntersectionDrafter, SharedTokens
 from ondevice.speculation.drafters.lookup import Lookup, index_bytes
 from ondevice.speculation.drafters.model import DraftModel, ModelDrafter
 from ondevice.speculation.drafters.ngrams import CHEAP_LOOKUP_SHARE, NgramDrafter
@@ -233,6 +233,6 @@ def _model_drafter(target: Target) -> Drafter:
     if target.draft_model.tokenizer is None:
         return ModelDrafter(target.draft_model, target.config.vocab_size)
     shares = SharedTokens.of(target.draft_model)
-    if shares.share >= LEAST_SHARED:
+    if shares.are_enough:
         return IntersectionDrafter(target.draft_model, shares)
     return OtherVocabularyDrafter(target.draft_model)

@@ -29,8 +29,8 @@ from ondevice.errors import (
 from ondevice.model.kv_cache import common_prefix
 from ondevice.model.transformer import Cancelled
 from ondevice.runtime.opening import open_tokenizer
-from ondevice.speculation import registry
 from ondevice.speculation.drafted_text import PassOutcome
+from ondevice.speculation.drafters import intersection
 from ondevice.speculation.drafters.intersection import LEAST_SHARED, IntersectionDrafter, SharedTokens
 from ondevice.speculation.drafters.lookup import Lookup
 from ondevice.speculation.drafters.model import DraftContext
@@ -77,7 +77,7 @@ def test_a_second_model_leaves_every_token_as_it_is(
 ) -> None:
     second = {"another": draft, "itself": target}.get(drafts, SHIPPED)
     # However many tokens are shared.
-    monkeypatch.setattr(registry, "LEAST_SHARED", 0.0 if drafts == "shared tokens" else 2.0)
+    monkeypatch.setattr(intersection, "LEAST_SHARED", 0.0 if drafts == "shared tokens" else 2.0)
     with (
         load(target, speculation="off") as plain,
         load(target, speculation="model", draft_model=second) as drafting,

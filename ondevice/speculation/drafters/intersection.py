@@ -40,6 +40,11 @@ class SharedTokens:
     ids: NDArray[np.int64]
     share: float
 
+    @property
+    def are_enough(self) -> bool:
+        """Whether they are enough to draft from."""
+        return self.share >= LEAST_SHARED
+
     @staticmethod
     def of(model: DraftModel) -> SharedTokens:
         """Those of a second model with another vocabulary than the target's."""

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import ondevice.runtime.engine
-import ondevice.speculation.registry as registry
 from ondevice.api import load
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
 from ondevice.runtime.opening import open_tokenizer
+from ondevice.speculation.drafters import intersection
 from ondevice.speculation.policy import TreePolicy
 from tests.benchmarks.lib.measure import machine
 from tests.fuzz.signing import sign
@@ -42,10 +42,15 @@ PROMPTS = (
 
 def draft_always() -> None:
     """Drafts of as many nodes as there may be, without draft tokens that are next to hopeless."""
-    ondevice.runtime.engine.MIN_PASS_SECONDS = 0.0
-    TreePolicy.begin = lambda policy: policy._max_nodes  # type: ignore[method-assign]
-    TreePolicy.throttle = lambda policy: False  # type: ignore[method-assign]
-    TreePolicy.is_backing_off = TreePolicy.is_throttling = False  # type: ignore[method-assign,assignment]
+    always: list[tuple[object, str, Any]] = [
+        (TreePolicy, "begin", lambda policy: policy._max_nodes),
+        (TreePolicy, "throttle", lambda policy: False),
+        (TreePolicy, "is_backing_off", False),
+        (TreePolicy, "is_throttling", False),
+        (ondevice.runtime.engine, "MIN_PASS_SECONDS", 0.0),
+    ]
+    for owner, name, value in always:
+        setattr(owner, name, value)
     for question in ("is_worth_adding", "is_worth_asking"):
         setattr(TreePolicy, question, lambda policy, nodes, chance: chance >= MIN_CHANCE)
 
@@ -99,7 +104,7 @@ def main() -> int:
             for temp in args.temps:
                 plain, _, _ = written(target, None, args.max_tokens, temp)
                 for matching, least in (("strings", math.inf), ("shared tokens", 0.0)):
-                    registry.LEAST_SHARED = least  # type: ignore[misc]
+                    intersection.LEAST_SHARED = least
                     texts, per_pass, ms = written(target, draft, args.max_tokens, temp)
                     changed += texts != plain
                     print(f"| {pair} | {temp:g} | {matching} | {per_pass:.2f} | {ms:.1f} |", flush=True)
