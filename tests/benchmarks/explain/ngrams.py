@@ -40,8 +40,8 @@ MIN_CHANCE = 0.01
 """Least chance of a draft token."""
 
 
-def draft_always() -> None:
-    """Drafts of as many nodes as there may be, without draft tokens that are next to hopeless."""
+def draft_always(least_chance: float = MIN_CHANCE) -> None:
+    """Drafts of as many nodes as there may be, without draft tokens of less than `least_chance`."""
     always: list[tuple[object, str, Any]] = [
         (TreePolicy, "begin", lambda policy: policy._max_nodes),
         (TreePolicy, "throttle", lambda policy: False),
@@ -53,7 +53,7 @@ def draft_always() -> None:
     for owner, name, value in always:
         setattr(owner, name, value)
     for question in ("is_worth_adding", "is_worth_asking"):
-        setattr(TreePolicy, question, lambda policy, nodes, chance: chance >= MIN_CHANCE)
+        setattr(TreePolicy, question, lambda policy, nodes, chance: chance >= least_chance)
 
 
 def texts(model: Model, windows: list[list[int]], **sampling: Any) -> tuple[list[tuple[int, ...]], float]:

@@ -18,13 +18,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import ondevice.runtime.engine
 from ondevice.api import load
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
 from ondevice.runtime.opening import open_tokenizer
 from ondevice.speculation.drafters import intersection
-from ondevice.speculation.policy import TreePolicy
+from tests.benchmarks.explain.ngrams import draft_always
 from tests.benchmarks.lib.measure import machine
 from tests.fuzz.signing import sign
 from tests.support.paths import ROOT, SHARED_DATA, SHIPPED
@@ -32,27 +31,13 @@ from tests.support.paths import ROOT, SHARED_DATA, SHIPPED
 SILU = ROOT / "tests/benchmarks/data/small-silu"
 RENAMED = 3000
 MIN_CHANCE = 0.05
+"""Least chance of a draft token."""
 PROMPTS = (
     "Once upon a time, there was a little girl named Lily. She",
     "Tom and his dog went to the park. They",
     "The old man looked at the sea and",
     "One day, a small bird wanted to fly. His mother",
 )
-
-
-def draft_always() -> None:
-    """Drafts of as many nodes as there may be, without draft tokens that are next to hopeless."""
-    always: list[tuple[object, str, Any]] = [
-        (TreePolicy, "begin", lambda policy: policy._max_nodes),
-        (TreePolicy, "throttle", lambda policy: False),
-        (TreePolicy, "is_backing_off", False),
-        (TreePolicy, "is_throttling", False),
-        (ondevice.runtime.engine, "MIN_PASS_SECONDS", 0.0),
-    ]
-    for owner, name, value in always:
-        setattr(owner, name, value)
-    for question in ("is_worth_adding", "is_worth_asking"):
-        setattr(TreePolicy, question, lambda policy, nodes, chance: chance >= MIN_CHANCE)
 
 
 def renamed(folder: Path) -> Path:
@@ -91,7 +76,7 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--temps", type=float, nargs="+", default=[0.0, 0.8])
     args = parser.parse_args()
-    draft_always()
+    draft_always(MIN_CHANCE)
     rows, changed = [], 0
     print("| target, second model | temperature | drafts by | tokens per forward pass | ms per token |")
     print("|---|---|---|---|---|")
