@@ -254,7 +254,7 @@ class Generator:
         answer: PassResult | None = None
         if kv.length == start:
             asked = DraftRequest(text, root, kv, self.max_context - start, written.room, cancelled)
-            answer = yield PassRequest(ForwardBatch([root]), kv, start, cancelled, text=asked)
+            answer = yield PassRequest(ForwardBatch([root]), kv, start, cancelled, draft_request=asked)
         if answer is None:
             # The keys and values were given up for those of other texts.
             answer = yield from self._prefill(written, kv, meter, cancelled)
@@ -357,7 +357,7 @@ class Generator:
 def _drafted(drafting: Drafting, requests: Sequence[PassRequest], rows: int) -> list[Drafted | Cancelled]:
     """Each text's token with its draft, of at most `rows` rows together, for the requests of a pass."""
     found: list[Drafted | Cancelled] = []
-    asked = [request.text for request in requests]
+    asked = [request.draft_request for request in requests]
     for draft, (text, *_) in zip(drafting.propose(asked, rows), asked, strict=True):
         if isinstance(draft, Cancelled):
             found.append(draft)

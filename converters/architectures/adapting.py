@@ -16,6 +16,7 @@ from ondevice.errors import CheckpointError
 from ondevice.model_config import ModelConfig
 
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
+_NUMBER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def weights_and_biases(modules: Mapping[str, str]) -> dict[str, str]:
@@ -31,6 +32,24 @@ def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
         return name if found is None else found[1] + names.get(found[2], found[2])
 
     return {new(name): tensor for name, tensor in tensors.items()}
+
+
+def check_shape(tensor: SourceTensor, wanted: tuple[int, ...]) -> None:
+    """Raises CheckpointError for a tensor of another shape than config.json implies."""
+    if tensor.shape != wanted:
+        raise CheckpointError(
+            f"{tensor.name} has shape {list(tensor.shape)}; config.json asks for {list(wanted)}; "
+            f"{SAME_REPOSITORY}"
+        )
+
+
+def without_layers_ahead(tensors: Tensors, config: ModelConfig) -> Tensors:
+    """The tensors but those of layers behind the last, which predict tokens ahead."""
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if (found := _NUMBER.match(name)) is None or int(found[1]) < config.num_layers
+    }
 
 
 def split(tensors: Tensors, config: ModelConfig, name: str, parts: Mapping[str, int]) -> Tensors:

@@ -6,14 +6,18 @@ the checkpoints. A last layer of V3 and GLM predicts tokens ahead, and is left o
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from ondevice.converters.architectures.adapting import in_turning_halves, renamed
+from ondevice.converters.architectures.adapting import (
+    check_shape,
+    in_turning_halves,
+    renamed,
+    without_layers_ahead,
+)
 from ondevice.converters.architectures.common import (
     Description,
     Family,
@@ -25,20 +29,20 @@ from ondevice.converters.architectures.common import (
     read_activation,
     read_sizes,
 )
-from ondevice.converters.architectures.config_reader import OWN_CONFIG, SAME_REPOSITORY, ConfigReader
+from ondevice.converters.architectures.config_reader import OWN_CONFIG, ConfigReader
 from ondevice.converters.architectures.experts import (
-    ExpertNames,
     join_experts,
     read_count,
+    read_shared_experts,
     read_training_keys,
     with_experts,
 )
+from ondevice.converters.architectures.glm4_moe import NAMES
 from ondevice.converters.architectures.rotary import read_rope, read_score_magnitude
 from ondevice.converters.architectures.tensors import LayerNames
 from ondevice.converters.checkpoints.views import HeadsTransposed, RowsOf
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import (
-    MAX_EXPERT_NEURONS,
     AttentionSpec,
     ExpertsSpec,
     LatentSpec,
@@ -46,7 +50,6 @@ from ondevice.model_config import (
     NormSpec,
 )
 
-NAMES = ExpertNames(choice_bias="mlp.gate.e_score_correction_bias", shared="mlp.shared_experts.")
 RENAMED = {
     "self_attn.q_a_proj.weight": "self_attn.q_proj.weight",
     "self_attn.q_a_layernorm.weight": "attention.query_norm.weight",
@@ -54,9 +57,8 @@ RENAMED = {
     "self_attn.kv_a_proj_with_mqa.weight": "self_attn.kv_proj.weight",
     "self_attn.kv_a_layernorm.weight": "attention.latent_norm.weight",
 }
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EPS = 1e-6
-"""Of the norms of latents and of what queries are made of, whatever `rms_norm_eps` says of the others."""
+"""The eps of two norms, of latents and of what queries are made of; `rms_norm_eps` is that of the others."""
 
 
 def _read(
@@ -120,12 +122,7 @@ def _with_experts(
     reader.integer("pretraining_tp", 1)
     reader.integer("ep_size", 1)
     reader.only("moe_layer_freq", 1)
-    shared = reader.integer("n_shared_experts", 1) * experts.neurons
-    if not 0 <= shared <= MAX_EXPERT_NEURONS:
-        raise CheckpointError(
-            f"config.json: n_shared_experts is {shared // experts.neurons}, of {experts.neurons} neurons; "
-            f"together they may have {MAX_EXPERT_NEURONS}"
-        )
+    shared = read_shared_experts(reader, experts.neurons)
     dense = reader.integer("first_k_dense_replace", dense_layers)
     kinds = reader.texts("mlp_layer_types")
     sparse = [layer >= dense for layer in range(config.num_layers)]
@@ -186,7 +183,7 @@ def _experts_of_v3(
 
 
 def _adapt(config: ModelConfig, latent: LatentSpec, interleaved: bool, tensors: Tensors) -> Tensors:
-    own = {name: tensor for name, tensor in tensors.items() if not _is_ahead(name, config)}
+    own = without_layers_ahead(tensors, config)
     found = dict(renamed(own, RENAMED))
     heads, of_head = config.num_heads, latent.key_dim + latent.value_dim
     for layer in range(config.num_layers):
@@ -201,22 +198,12 @@ def _adapt(config: ModelConfig, latent: LatentSpec, interleaved: bool, tensors: 
         both = found.pop(f"model.layers.{layer}.self_attn.kv_b_proj.weight", None)
         if both is None:
             continue
-        if both.shape != (heads * of_head, latent.rank):
-            raise CheckpointError(
-                f"{both.name} has shape {list(both.shape)}; config.json asks for "
-                f"{[heads * of_head, latent.rank]}; {SAME_REPOSITORY}"
-            )
+        check_shape(both, (heads * of_head, latent.rank))
         keys, values = name.weight("attention.latent_keys"), name.weight("attention.latent_values")
         found[keys] = HeadsTransposed(keys, both, heads, latent.key_dim)
         rows = np.arange(heads * of_head).reshape(heads, of_head)[:, latent.key_dim :]
         found[values] = RowsOf(values, both, rows.reshape(-1), latent.value_dim)
     return join_experts(found, config, NAMES)
-
-
-def _is_ahead(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor is of a layer behind the last."""
-    found = _LAYER.match(name)
-    return found is not None and int(found[1]) >= config.num_layers
 
 
 _LATENT = LatentSpec(512, 64, 128, 128, 1536)

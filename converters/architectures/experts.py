@@ -13,7 +13,7 @@ from ondevice.converters.checkpoints.gguf_tensor import QuantizedTensor
 from ondevice.converters.checkpoints.mlx_tensor import MlxTensor
 from ondevice.converters.checkpoints.views import Matrices
 from ondevice.errors import CheckpointError, UnsupportedModelError
-from ondevice.model_config import MAX_EXPERTS, ExpertsSpec, ModelConfig
+from ondevice.model_config import MAX_EXPERT_NEURONS, MAX_EXPERTS, ExpertsSpec, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,28 @@ def read_count(reader: ConfigReader, default: int | None = None, *keys: str) -> 
             f"config.json: {next(iter(found), keys[0])} is {count}; it must be from 1 to {MAX_EXPERTS}"
         )
     return count
+
+
+def read_shared_neurons(reader: ConfigReader, default: int) -> int:
+    """Neurons of the shared expert that every token goes through. Raises CheckpointError."""
+    shared = reader.integer("shared_expert_intermediate_size", default)
+    if not 1 <= shared <= MAX_EXPERT_NEURONS:
+        raise CheckpointError(
+            f"config.json: shared_expert_intermediate_size is {shared}; it must be from 1 to "
+            f"{MAX_EXPERT_NEURONS}"
+        )
+    return shared
+
+
+def read_shared_experts(reader: ConfigReader, neurons: int) -> int:
+    """Neurons of all shared experts, of `neurons` each, together. Raises CheckpointError."""
+    count = reader.integer("n_shared_experts", 1)
+    if not 0 <= count * neurons <= MAX_EXPERT_NEURONS:
+        raise CheckpointError(
+            f"config.json: n_shared_experts is {count}, of {neurons} neurons; together they may have "
+            f"{MAX_EXPERT_NEURONS}"
+        )
+    return count * neurons
 
 
 def read_training_keys(reader: ConfigReader) -> None:

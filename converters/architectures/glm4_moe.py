@@ -5,10 +5,9 @@ Its last layers predict several tokens ahead, and are left out.
 
 from __future__ import annotations
 
-import re
 from functools import partial
 
-from ondevice.converters.architectures.adapting import in_halves
+from ondevice.converters.architectures.adapting import in_halves, without_layers_ahead
 from ondevice.converters.architectures.common import (
     Description,
     Family,
@@ -24,15 +23,14 @@ from ondevice.converters.architectures.experts import (
     ExpertNames,
     join_experts,
     read_count,
+    read_shared_experts,
     read_training_keys,
     with_experts,
 )
 from ondevice.converters.architectures.rotary import read_rope
-from ondevice.errors import CheckpointError
-from ondevice.model_config import MAX_EXPERT_NEURONS, AttentionSpec, ExpertsSpec, ModelConfig, NormSpec
+from ondevice.model_config import AttentionSpec, ExpertsSpec, ModelConfig, NormSpec
 
 NAMES = ExpertNames(choice_bias="mlp.gate.e_score_correction_bias", shared="mlp.shared_experts.")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def _read(reader: ConfigReader) -> Description:
@@ -62,12 +60,7 @@ def _read(reader: ConfigReader) -> Description:
         chosen_groups=reader.integer("topk_group", 1),
     )
     read_training_keys(reader)
-    shared = reader.integer("n_shared_experts", 1) * experts.neurons
-    if not 0 <= shared <= MAX_EXPERT_NEURONS:
-        raise CheckpointError(
-            f"config.json: n_shared_experts is {shared // experts.neurons}, of {experts.neurons} neurons; "
-            f"together they may have {MAX_EXPERT_NEURONS}"
-        )
+    shared = read_shared_experts(reader, experts.neurons)
     dense = reader.integer("first_k_dense_replace", 1)
     ahead = reader.integer("num_nextn_predict_layers", 0)
     config = with_experts(config, experts, [layer >= dense for layer in range(config.num_layers)], shared)
@@ -76,14 +69,8 @@ def _read(reader: ConfigReader) -> Description:
 
 
 def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
-    own = {name: tensor for name, tensor in tensors.items() if not _is_ahead(name, config)}
+    own = without_layers_ahead(tensors, config)
     return in_halves(join_experts(own, config, NAMES), config)
-
-
-def _is_ahead(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor is of a layer behind the last."""
-    found = _LAYER.match(name)
-    return found is not None and int(found[1]) >= config.num_layers
 
 
 GLM4_MOE = Family("glm4_moe", "Glm4MoeForCausalLM", _read)

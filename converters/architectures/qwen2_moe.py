@@ -10,12 +10,12 @@ from ondevice.converters.architectures.experts import (
     ExpertNames,
     join_experts,
     read_count,
+    read_shared_neurons,
     read_training_keys,
     with_experts,
 )
 from ondevice.converters.architectures.qwen3_moe import read_sparse_layers
-from ondevice.errors import CheckpointError
-from ondevice.model_config import MAX_EXPERT_NEURONS, ExpertsSpec
+from ondevice.model_config import ExpertsSpec
 
 NAMES = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate.weight")
 
@@ -32,12 +32,7 @@ def _read(reader: ConfigReader) -> Description:
         attention={"bias": reader.boolean("qkv_bias", True)},
         windows=lambda num_layers: read_windows(reader, num_layers),
     )
-    shared = reader.integer("shared_expert_intermediate_size", 5632)
-    if not 1 <= shared <= MAX_EXPERT_NEURONS:
-        raise CheckpointError(
-            f"config.json: shared_expert_intermediate_size is {shared}; it must be from 1 to "
-            f"{MAX_EXPERT_NEURONS}"
-        )
+    shared = read_shared_neurons(reader, 5632)
     experts = ExpertsSpec(
         read_count(reader, 60, "num_experts", "num_local_experts"),
         reader.integer("num_experts_per_tok", 4),

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.converters.architectures.adapting import in_halves, norms_shifted, under_model
+from ondevice.converters.architectures.adapting import check_shape, in_halves, norms_shifted, under_model
 from ondevice.converters.architectures.common import (
     Description,
     Family,
@@ -25,10 +25,11 @@ from ondevice.converters.architectures.common import (
     read_sizes,
     score_scale,
 )
-from ondevice.converters.architectures.config_reader import OWN_CONFIG, SAME_REPOSITORY, ConfigReader
+from ondevice.converters.architectures.config_reader import OWN_CONFIG, ConfigReader
 from ondevice.converters.architectures.experts import (
     join_experts,
     read_count,
+    read_shared_neurons,
     read_training_keys,
     unstacked,
     with_experts,
@@ -41,7 +42,6 @@ from ondevice.converters.checkpoints.base import SourceTensor, StoredTensor
 from ondevice.converters.checkpoints.views import Matrices, RowsOf, Transposed
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import (
-    MAX_EXPERT_NEURONS,
     NO_ATTENTION,
     AttentionSpec,
     DeltaSpec,
@@ -168,12 +168,7 @@ def _read_kinds(reader: ConfigReader, sizes: Sizes) -> Sequence[str]:
 
 def _read_experts(reader: ConfigReader, count: int, chosen: int) -> tuple[ExpertsSpec, int]:
     """The experts, and the number of neurons of the shared one."""
-    shared = reader.integer("shared_expert_intermediate_size", 512)
-    if not 1 <= shared <= MAX_EXPERT_NEURONS:
-        raise CheckpointError(
-            f"config.json: shared_expert_intermediate_size is {shared}; it must be from 1 to "
-            f"{MAX_EXPERT_NEURONS}"
-        )
+    shared = read_shared_neurons(reader, 512)
     experts = ExpertsSpec(
         read_count(reader, count, "num_experts", "num_local_experts"),
         reader.integer("num_experts_per_tok", chosen),
@@ -215,7 +210,7 @@ def _with_output_gates(tensors: Tensors, config: ModelConfig) -> Tensors:
         both = found.pop(name.projection("q"), None)
         if both is None:
             continue
-        _check_shape(both, (rows.size, config.hidden_size))
+        check_shape(both, (rows.size, config.hidden_size))
         if spec.attention.gated:
             found[name.projection("q")] = RowsOf(name.projection("q"), both, rows[:, 0].reshape(-1))
             gates = name.weight("attention.gate")
@@ -242,7 +237,7 @@ def _delta_tensors(tensors: Tensors, config: ModelConfig, together: bool) -> Ten
             whole = found.pop(f"{prefix}linear_attn.{old}.weight", None)
             if whole is None:
                 continue
-            _check_shape(whole, (sum(map(len, parts.values())), config.hidden_size))
+            check_shape(whole, (sum(map(len, parts.values())), config.hidden_size))
             for which, rows in parts.items():
                 new = name.projection(which) if which in "qkvz" else f"{prefix}{which}"
                 found[new] = RowsOf(new, whole, rows)
@@ -287,18 +282,10 @@ def _rows_in_order(delta: DeltaSpec) -> dict[str, dict[str, NDArray[np.int64]]]:
 
 def _taps_first(name: str, conv: SourceTensor, delta: DeltaSpec) -> SourceTensor:
     """A convolution's weights (C, 1, taps) as (taps, C)."""
-    _check_shape(conv, (delta.channels, 1, delta.taps))
+    check_shape(conv, (delta.channels, 1, delta.taps))
     if not isinstance(conv, StoredTensor):
         raise UnsupportedModelError(f"{conv.name} is of a format from which convolutions aren't read here")
     return Transposed(name, replace(conv, shape=(delta.channels, delta.taps)))
-
-
-def _check_shape(tensor: SourceTensor, wanted: tuple[int, ...]) -> None:
-    if tensor.shape != wanted:
-        raise CheckpointError(
-            f"{tensor.name} has shape {list(tensor.shape)}; config.json asks for {list(wanted)}; "
-            f"{SAME_REPOSITORY}"
-        )
 
 
 QWEN3_NEXT = Family("qwen3_next", "Qwen3NextForCausalLM", _read_next)

@@ -546,7 +546,7 @@ class _HeadView:
 
 
 def _head_views(kv: KVStore, block: int, layer: int, head: int) -> tuple[_HeadView, _HeadView]:
-    """Of keys and of values; in latent attention of latents, and of the keys' parts that turn."""
+    """A head's keys and values in a block. In latent attention: latents, and the parts of keys that turn."""
     layout = kv.layout
     start = layout.head_offset(layer, head)
     dtype = _KV_TYPES[layout.kv_bits]

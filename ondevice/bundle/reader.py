@@ -61,7 +61,6 @@ from ondevice.bundle.layout import (
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, CrcRange, Manifest, bundle_files, parse_manifest
 from ondevice.bundle.ngrams import NGRAMS_SIDECAR, Ngrams, ngrams_layout, parse_ngrams
 from ondevice.bundle.predictors import (
-    PREDICTORS,
     PREDICTORS_SIDECAR,
     Predictors,
     parse_predictors,
@@ -69,7 +68,6 @@ from ondevice.bundle.predictors import (
 )
 from ondevice.bundle.sidecar import Sidecar, check_sidecar_possible, check_tensors, read_sidecar
 from ondevice.bundle.streams import (
-    STREAMS,
     STREAMS_SIDECAR,
     MultiStreams,
     parse_streams,
@@ -78,7 +76,6 @@ from ondevice.bundle.streams import (
 )
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.bundle.thresholds import (
-    THRESHOLDS,
     THRESHOLDS_SIDECAR,
     Thresholds,
     parse_thresholds,
@@ -419,24 +416,19 @@ class Bundle:
     def _read_predictors(self, data: bytes) -> Predictors:
         predictors = parse_predictors(data, self.manifest)
         tensors = predictor_tensors(self.config, predictors.bits, predictors.ranks)
-        layout = tensors_layout(tensors)
-        self._add(PREDICTORS_SIDECAR, len(data), layout, predictors.crcs, predictors.sha256)
-        self._spans |= tensor_spans(PREDICTORS, tensors)
+        self._add_tensors(PREDICTORS_SIDECAR, len(data), tensors, predictors.crcs, predictors.sha256)
         return predictors
 
     def _read_thresholds(self, data: bytes) -> Thresholds:
         thresholds = parse_thresholds(data, self.manifest)
         tensors = threshold_tensors(self.config)
-        layout = tensors_layout(tensors)
-        self._add(THRESHOLDS_SIDECAR, len(data), layout, thresholds.crcs, thresholds.sha256)
-        self._spans |= tensor_spans(THRESHOLDS, tensors)
+        self._add_tensors(THRESHOLDS_SIDECAR, len(data), tensors, thresholds.crcs, thresholds.sha256)
         return thresholds
 
     def _read_streams(self, data: bytes) -> MultiStreams:
         streams = parse_streams(data, self.manifest)
         tensors = stream_tensors(self.config, streams)
-        self._add(STREAMS_SIDECAR, len(data), tensors_layout(tensors), streams.crcs, streams.sha256)
-        self._spans |= tensor_spans(STREAMS, tensors)
+        self._add_tensors(STREAMS_SIDECAR, len(data), tensors, streams.crcs, streams.sha256)
         return streams
 
     def _read_ngrams(self, data: bytes) -> Ngrams:
@@ -444,6 +436,18 @@ class Bundle:
         layout = ngrams_layout(ngrams.pages, ngrams.frequent)
         self._add(NGRAMS_SIDECAR, len(data), layout, crcs, ngrams.sha256)
         return ngrams
+
+    def _add_tensors(
+        self,
+        sidecar: Sidecar,
+        manifest_bytes: int,
+        tensors: Mapping[str, TensorSpec],
+        crcs: Sequence[int],
+        sha256: str,
+    ) -> None:
+        """Add a sidecar whose tensors are read by name."""
+        self._add(sidecar, manifest_bytes, tensors_layout(tensors), crcs, sha256)
+        self._spans |= tensor_spans(sidecar.tensors, tensors)
 
     def _add(
         self,

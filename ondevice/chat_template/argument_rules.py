@@ -132,7 +132,7 @@ def _anywhere(pattern: object) -> str:
 
 
 def _branches(pattern: str) -> int | None:
-    """Of how many patterns a pattern is one, outside of brackets; None if brackets don't match."""
+    """Number of alternatives that `|` separates outside of brackets; None if brackets don't match."""
     depth, branches = 0, 1
     for part in _PATTERN_PART.findall(pattern):
         depth += (part == "(") - (part == ")")

@@ -36,7 +36,8 @@ class PassRequest:
     """A pass that a text asks for: `batch` behind the tokens in kv. It may be answered in part.
 
     prompt: whether its tokens are of a prompt, of which a pass may take the first ones alone. logits: whether
-    those behind its last token are wanted. text: of a token that a draft may follow, what drafts for it.
+    those behind its last token are wanted. draft_request: what `draft` of
+    `SharedPasses` takes, for a token that a draft may follow.
 
     A batch without tokens asks for no pass: other texts' passes go first.
     """
@@ -48,7 +49,7 @@ class PassRequest:
     cancelled: IsCancelled | None = None
     prompt: bool = False
     logits: bool = True
-    text: Any = None
+    draft_request: Any = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Drafted(NamedTuple):
     prune: Prune | None = None
 
 
-Draft: TypeAlias = Callable[[Sequence[PassRequest], int], Sequence[Drafted | Cancelled]]
+MakeDrafts: TypeAlias = Callable[[Sequence[PassRequest], int], Sequence[Drafted | Cancelled]]
 """Makes the drafts of all texts of a pass, of so many rows together at most, or one for each text."""
 Answer: TypeAlias = PassResult | OndeviceError | Cancelled | Literal["evicted", "passed"] | None
 """The answer to a request: its result, what it raises, `evicted` where its kv was emptied for want of memory,
@@ -95,7 +96,7 @@ class SharedPasses:
         transformer: Transformer,
         before_pass: Callable[[ForwardBatch], None],
         most_rows: int,
-        draft: Draft | None = None,
+        draft: MakeDrafts | None = None,
     ) -> None:
         """before_pass: called before every pass; it may change how much memory there is, and empty caches.
 

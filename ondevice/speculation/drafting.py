@@ -98,9 +98,9 @@ class Drafting:
         self._failure = ""
         """Why drafting is disabled for good; empty if it isn't."""
         self._paces: dict[int, Pace] = {}
-        """By number of texts."""
+        """Paces by the number of texts that share a pass."""
         self._pace = self._pace_of(1)
-        """Of the newest pass."""
+        """The pace of passes with as many texts as the newest one."""
 
     def begin(
         self, text: list[int], sampling: SamplingConfig, constrained: Constrained | None = None

@@ -17,7 +17,12 @@ from ondevice.model_config import ModelConfig
 from ondevice.speculation.datastore import READER_BYTES, Datastore
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafters.combined import Combined, WhileRowsAreCheap
-from ondevice.speculation.drafters.intersection import IntersectionDrafter, SharedTokens
+from ondevice.speculation.drafters.intersection import (
+    FINDING_BYTES,
+    TABLE_BYTES,
+    IntersectionDrafter,
+    SharedTokens,
+)
 from ondevice.speculation.drafters.lookup import Lookup, index_bytes
 from ondevice.speculation.drafters.model import DraftModel, ModelDrafter
 from ondevice.speculation.drafters.ngrams import CHEAP_LOOKUP_SHARE, NgramDrafter
@@ -70,9 +75,18 @@ def _stream_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
     return 8 * context + 4 * (2 * MAX_STREAMS * config.vocab_size + rows)
 
 
+def _nothing(config: ModelConfig, context: int, nodes: int) -> int:
+    return 0
+
+
 def _resident_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
     """Bytes of the text, and of logits."""
     return 8 * context + 2 * 4 * config.vocab_size
+
+
+def _model_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
+    """Bytes of logits of each node and of tables of shared tokens, or of what finds these before."""
+    return max(4 * nodes + TABLE_BYTES, FINDING_BYTES) * config.vocab_size
 
 
 MIN_PASS_SECONDS = 0.001
@@ -91,13 +105,13 @@ DRAFTERS: dict[str, DrafterKind] = {
     "recycling": DrafterKind(
         "nothing",
         lambda config, context, nodes: matrix_bytes(config.vocab_size),
-        lambda config, context, nodes: 0,
+        _nothing,
         lambda target: Recycling(target.config.vocab_size),
     ),
     "streams": DrafterKind(
         "streams",
         _stream_drafter_bytes,
-        lambda config, context, nodes: 0,
+        _nothing,
         lambda target: MultiStreamDrafter(target.transformer, target.max_rows, target.streams),
     ),
     "resident": DrafterKind(
@@ -109,15 +123,15 @@ DRAFTERS: dict[str, DrafterKind] = {
     # The memory of a datastore's index is planned from the bundle.
     "ngrams": DrafterKind(
         "ngrams",
-        lambda config, context, nodes: 0,
-        lambda config, context, nodes: 0,
+        _nothing,
+        _nothing,
         lambda target: _ngram_drafter(target),
     ),
-    # A second model's memory is planned from its bundle.
+    # A second model's own memory is planned from its bundle.
     "model": DrafterKind(
         "draft model",
-        lambda config, context, nodes: 0,
-        lambda config, context, nodes: 0,
+        _model_drafter_bytes,
+        _nothing,
         lambda target: _model_drafter(target),
     ),
     "auto": DrafterKind(

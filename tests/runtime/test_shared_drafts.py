@@ -6,7 +6,6 @@ import random
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from ondevice.api import Model, inspect, load
 from ondevice.backends.base import Array
 from ondevice.config import SamplingConfig
-from ondevice.converters.convert import convert
 from ondevice.errors import FlashReadError
 from ondevice.model.transformer import SequencePart, Transformer
 from ondevice.speculation.drafters.combined import Combined, WhileRowsAreCheap
@@ -22,37 +20,13 @@ from ondevice.speculation.drafters.lookup import Lookup
 from ondevice.speculation.drafters.recycling import Recycling
 from ondevice.speculation.drafting import Drafting
 from ondevice.speculation.tree import DRAFT_NODES
-from tests.runtime.test_shared_passes import ENDS, alone, asked, prompts, said, together
 from tests.support.chat import squeeze
 from tests.support.engines import always_draft
-from tests.support.families import CASES, write_model
 from tests.support.paths import SHIPPED
+from tests.support.shared_texts import ENDS, Parts, alone, asked, prompts, said, together
 
 LIMITS = [DRAFT_NODES, 5, 9, 4]
 """Most nodes of one pass after another."""
-Parts = list[list[tuple[int, int]]]
-"""For each shared pass, of each text the rows and how many of them are draft tokens."""
-
-
-@pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
-    """The rows of the shared passes of this test."""
-    found: Parts = []
-    own = Transformer.run_each
-
-    def run_each(self: Transformer, given: Sequence[SequencePart], *rest: Any) -> Array:
-        found.append([(len(batch.tokens), len(batch.drafted)) for batch, _ in given])
-        return own(self, given, *rest)
-
-    monkeypatch.setattr(Transformer, "run_each", run_each)
-    return found
-
-
-@pytest.fixture(scope="module")
-def expert_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("experts")
-    write_model(made / "source", *CASES["olmoe"])
-    return convert(made / "source", made / "bundle", "q4")
 
 
 def drafting_texts(found: Parts) -> int:

@@ -12,130 +12,39 @@ from typing import Any
 
 import pytest
 
-from ondevice.api import Model, inspect, load
+from ondevice.api import inspect, load
 from ondevice.backends.base import Array
 from ondevice.config import RuntimeConfig
-from ondevice.converters.convert import convert
-from ondevice.errors import FlashReadError, OndeviceError, UsageError
-from ondevice.generate import Event
+from ondevice.errors import FlashReadError, UsageError
 from ondevice.model.shared_passes import PROMPT_ROWS
 from ondevice.model.transformer import SequencePart, Transformer
 from tests.support.bundles import EOS
 from tests.support.chat import slow_down, squeeze
-from tests.support.families import CASES, write_model
-
-ENDS = {"max_tokens": 24, "logit_bias": {2: -math.inf}}
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {},
-    {"temperature": 0.9, "seed": 3},
-    {"temperature": 1.1, "seed": 4, "top_k": 30, "repetition_penalty": 1.3},
-    {"top_logprobs": 2},
-    {"temperature": 0.7, "seed": 5, "top_p": 0.9, "top_logprobs": 1},
-    {"max_tokens": 3},
-    {"temperature": 1.0, "seed": 3, "min_p": 0.02, "max_tokens": 40},
-    {"repetition_penalty": 1.5},
-)
-Shares = list[list[int]]
-"""For each shared pass, the number of rows of each text."""
-
-
-@pytest.fixture
-def shares(monkeypatch: pytest.MonkeyPatch) -> Shares:
-    """The rows of the shared passes of this test."""
-    found: Shares = []
-    own = Transformer.run_each
-
-    def run_each(self: Transformer, parts: Sequence[SequencePart], *rest: Any) -> Array:
-        found.append([len(batch.tokens) for batch, _ in parts])
-        return own(self, parts, *rest)
-
-    monkeypatch.setattr(Transformer, "run_each", run_each)
-    return found
-
-
-@pytest.fixture(scope="module")
-def expert_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("experts")
-    write_model(made / "source", *CASES["olmoe"])
-    return convert(made / "source", made / "bundle", "q4")
-
-
-def prompts(vocab_size: int, count: int, seed: int = 1) -> list[list[int]]:
-    """Prompts of different lengths."""
-    rng = random.Random(seed)
-    return [[rng.randrange(5, vocab_size) for _ in range(rng.choice([1, 5, 30, 90]))] for _ in range(count)]
-
-
-def asked(model: Model, count: int) -> list[tuple[list[int], dict[str, Any]]]:
-    """Prompts and their options, mixed."""
-    given = prompts(model.config.vocab_size, count)
-    return [(ids, {**ENDS, **OPTIONS[at % len(OPTIONS)]}) for at, ids in enumerate(given)]
-
-
-def said(events: Sequence[Event]) -> list[Any]:
-    return [(event.text, event.token, event.logprob, event.top_logprobs, event.stop) for event in events]
-
-
-def alone(model: Model, requests: Sequence[tuple[list[int], dict[str, Any]]]) -> list[list[Any]]:
-    return [said(list(model.stream(tokens=ids, **options))) for ids, options in requests]
-
-
-def at_once(works: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What each returns or raises, with all running at the same time."""
-    found: list[Any] = [None] * len(works)
-
-    def run(at: int, work: Callable[[], Any]) -> None:
-        try:
-            found[at] = work()
-        except OndeviceError as error:
-            found[at] = error
-
-    threads = [threading.Thread(target=run, args=each) for each in enumerate(works)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
-
-
-def together(model: Model, requests: Sequence[tuple[list[int], dict[str, Any]]]) -> list[Any]:
-    """What each is answered where all wait before the first begins."""
-    streams = [model.stream(tokens=ids, **options) for ids, options in requests]
-    gate, queue = threading.Event(), model._owner._jobs._queue
-    held = model._owner.stream(lambda cancelled: (gate.wait(60 * turn) for turn in range(2)))
-    next(held)
-
-    def release() -> None:
-        while queue.qsize() < len(requests):
-            time.sleep(0.001)
-        gate.set()
-
-    works = [lambda it=it: said(list(it)) for it in streams]  # type: ignore[misc]
-    return at_once([*works, release])[: len(requests)]
+from tests.support.shared_texts import ENDS, Parts, alone, asked, at_once, prompts, said, together
 
 
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted", "experts"])
-def test_the_bits_of_each_alone(mode: str, shares: Shares, request: pytest.FixtureRequest) -> None:
+def test_the_bits_of_each_alone(mode: str, parts: Parts, request: pytest.FixtureRequest) -> None:
     bundle = request.getfixturevalue("expert_bundle") if mode == "experts" else None
     options: dict[str, Any] = {"sparsity": mode, "threads": 2, "prefill_chunk": 29, "memory_pressure": "off"}
     with load(bundle, **options) as model:
         requests = asked(model, 4 if mode == "experts" else 8)
         expected = alone(model, requests)
-    assert not shares
+    assert not parts
     for clients in (3, len(requests)):
         with load(bundle, parallel=clients, **options) as model:
             if clients == 3:
                 squeeze(model)
             assert together(model, requests) == expected
-        assert max(map(len, shares)) == clients
-        shares.clear()
+        assert max(map(len, parts)) == clients
+        parts.clear()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted", "experts"])
 def test_joining_and_leaving_at_random_times(
-    mode: str, seed: int, shares: Shares, request: pytest.FixtureRequest
+    mode: str, seed: int, parts: Parts, request: pytest.FixtureRequest
 ) -> None:
     rng = random.Random(seed)
     bundle = request.getfixturevalue("expert_bundle") if mode == "experts" else None
@@ -172,10 +81,10 @@ def test_joining_and_leaving_at_random_times(
         if rng.random() < 0.5:
             squeeze(model)
         assert at_once([work(at) for at in range(len(requests))]) == [None] * len(requests)
-    assert max(map(len, shares)) > 1
+    assert max(map(len, parts)) > 1
 
 
-def test_without_memory_for_all_the_last_ones_compute_theirs_again(shares: Shares) -> None:
+def test_without_memory_for_all_the_last_ones_compute_theirs_again(parts: Parts) -> None:
     options: dict[str, Any] = {"sparsity": "dense", "speculation": "off", "memory_pressure": "off"}
     wanted = {**ENDS, "max_tokens": 130, "temperature": 0.9}
     with load(**options) as model:
@@ -187,7 +96,7 @@ def test_without_memory_for_all_the_last_ones_compute_theirs_again(shares: Share
         limit = model.plan.kv_limit_bytes // model.plan.kv_block_bytes
         assert limit < sum(-(-(len(ids) + 130) // 64) for ids, _ in requests)
         assert together(model, requests) == expected
-    prompt_rows = sum(rows for each in shares for rows in each if rows > 1)
+    prompt_rows = sum(rows for each in parts for rows, _ in each if rows > 1)
     assert prompt_rows > sum(len(ids) for ids, _ in requests), "nothing was computed twice"
 
 
@@ -221,7 +130,7 @@ def test_a_budget_that_changes_takes_memory_and_changes_no_text() -> None:
 
 
 def test_a_long_prompt_goes_in_pieces_between_the_tokens_of_others(
-    shares: Shares, monkeypatch: pytest.MonkeyPatch
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with load(parallel=2, speculation="off", memory_pressure="off") as model:
         (first,) = prompts(model.config.vocab_size, 1)
@@ -234,10 +143,11 @@ def test_a_long_prompt_goes_in_pieces_between_the_tokens_of_others(
             events = list(model.stream(tokens=long, max_tokens=2))
             running.close()  # type: ignore[attr-defined]
         assert said(events) == said(list(model.stream(tokens=long, max_tokens=2)))
-    pieces = [rows for each in shares for rows in each if rows > 1]
+    pieces = [rows for each in parts for rows, _ in each if rows > 1]
     assert sum(pieces) == 300
     assert max(pieces) == PROMPT_ROWS
-    assert all(1 in each for each in shares if max(each) > 1)
+    rows_of = [[rows for rows, _ in each] for each in parts]
+    assert all(1 in each for each in rows_of if max(each) > 1)
 
 
 def test_errors_of_one_text_harm_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
