@@ -31,7 +31,13 @@ from ondevice.converters.rounding.feedback import (
     rounded_by_columns,
     rounded_by_rows,
 )
-from ondevice.converters.rounding.watched import EMBEDDED, SAME_INPUTS, WatchedBackend, WatchedWeights
+from ondevice.converters.rounding.watched import (
+    EMBEDDED,
+    PROJECT_OUT,
+    SAME_INPUTS,
+    WatchedBackend,
+    WatchedWeights,
+)
 from ondevice.kernels import _native
 from ondevice.model.altup import Copies
 from ondevice.model.kv_cache import KVCache, cache_over
@@ -67,7 +73,7 @@ def most_tokens(config: ModelConfig) -> int:
     if config.per_layer_width:
         # Those of the block of per-layer inputs, and embeddings.
         inputs += 2 * hidden + config.per_layer_width
-    inputs += max(layer.laurel_rank for layer in config.layers)
+    inputs += max(layer.laurel_rank for layer in config.layers) + config.embedding_width
     states = config.residual_copies * hidden + config.per_layer_size
     keys = 2 * config.kv_size * len(_owners(config))
     return min(MOST_TOKENS, INPUT_BYTES // (2 * inputs + 4 * states + 2 * keys))
@@ -151,10 +157,7 @@ class LayerRounding:
         return found
 
     def head(self) -> dict[str, RoundedRows]:
-        """The rounded head, which may be the embedding, once all layers have run, and all that is no layer's.
-
-        The matrices between embeddings of another width and the layers aren't among them.
-        """
+        """The rounded head, maybe the embedding, and all that no layer has, once all layers have run."""
         self._on_step("rounding the head")
         config, inputs = self._checkpoint.config, Inputs()
         self._per_layer.clear()
@@ -171,6 +174,9 @@ class LayerRounding:
                     rows = model.leaving([copy[start : start + CHUNK_TOKENS] for copy in copies])
                     entering = rows if norm is None else backend.normed(rows, norm)
                     inputs.add(entering if project_out is None else backend.linear(entering, project_out))
+        if config.embedding_width:
+            for which, met in (("project_in", self._embedded), (PROJECT_OUT, backend.inputs[PROJECT_OUT])):
+                found |= self._by_columns([names.model_weight(which)], None, met)
         if config.tie_embeddings:
             return found | self._by_columns([names.EMBEDDING], "embedding", inputs)
         return found | self._by_columns([names.HEAD], "head", inputs)
@@ -204,7 +210,8 @@ class LayerRounding:
 
         Returns the inputs of its matrices: `qkv`, `out`, `gate` (and the up projection), `down`, and those of
         `layer_weight_shapes` by their names there, but for `SAME_INPUTS`. With those of the first layer come
-        `EMBEDDED` ones, of models that have copies of the residual or per-layer inputs.
+        `EMBEDDED` ones, of models that have copies of the residual, per-layer inputs, or embeddings of their
+        own width.
         """
         config = self._checkpoint.config
         spec, owner = config.layers[layer], config.layers[layer].attention.keys_of

@@ -25,6 +25,10 @@ from ondevice.model_config import FeedForwardSpec
 
 EMBEDDED = "embedded"
 """The name of the inputs of matrices that multiply the embedding."""
+PROJECT_OUT = "project_out"
+"""The matrix between the layers and a head of another width, and the name of its inputs."""
+_OF_MODEL = {"per_layer.projection": EMBEDDED, "project_in": EMBEDDED, PROJECT_OUT: PROJECT_OUT}
+"""The names of inputs that are kept, by matrices that belong to no layer. No model has two EMBEDDED ones."""
 SAME_INPUTS = {"laurel.down": "qkv", "attention.gate": "qkv", "delta.gates": "qkv"}
 """Matrices of a layer that few models have, whose inputs are those of others."""
 
@@ -82,7 +86,7 @@ class WatchedWeights:
             table = tensors[names.POSITIONS]
             positions = to_float32(table.rows(0, table.shape[0]))
         for weight in model_weight_shapes(config):
-            watched = EMBEDDED if weight.name == "per_layer.projection" else ""
+            watched = _OF_MODEL.get(weight.name, "")
             own[weight.name] = self._weight(weight, names.model_weight(weight.name), watched)
         blocks = blocks_of_model(config, own, tensors.get(names.PER_LAYER))
         return ModelWeights(tensors[names.EMBEDDING], layers, None, None, positions, **blocks)

@@ -97,6 +97,35 @@ def test_every_matrix_is_off_by_less_on_held_out_activations(source: Path) -> No
     checkpoint.close()
 
 
+@pytest.mark.parametrize("case", ["opt norms behind", "opt wide embeddings"])
+def test_embeddings_of_another_width_are_projected_with_less_error(tmp_path: Path, case: str) -> None:
+    """Into the layers and out of them, on other text: what `transformers` multiplies, by both roundings."""
+    torch = pytest.importorskip("torch")
+    from tests.support import families
+
+    family, options = families.CASES[case]
+    model, met = families.write_model(tmp_path / "source", family, options), {}
+    for which in ("project_in", "project_out"):
+        getattr(model.model.decoder, which).register_forward_pre_hook(
+            lambda _, values, which=which: met.update({which: values[0].detach()[0].double().numpy()})
+        )
+    model(torch.tensor(pieces_of(2, 1, 60)))
+    checkpoint, runner = open_checkpoint(tmp_path / "source"), _native.Runner(1)
+    with closing(checkpoint):
+        pieces = pieces_of(1, 10, 60)
+        rounding = layers.LayerRounding(checkpoint, QuantConfig(), pieces, runner, lambda step: None)
+        for layer in range(checkpoint.config.num_layers):
+            rounding.layer(layer, wanted=False)
+        found = rounding.head()
+        for which, inputs in met.items():
+            tensor = checkpoint.tensors[names.model_weight(which)]
+            exact, losses = to_float32(tensor.rows(0, tensor.shape[0])), []
+            for rows in (found[tensor.name].rows, quantize(runner, exact, 4, which)):
+                off = dequantize(rows, 4, exact.shape[1]) - exact
+                losses.append(np.square(inputs @ off.T).sum())
+            assert losses[0] < 0.9 * losses[1], which
+
+
 def correlated(count: int, tokens: int, seed: int) -> np.ndarray:
     mixing = np.random.default_rng(3).standard_normal((count, count)) / np.sqrt(count)
     return (np.random.default_rng(seed).standard_normal((tokens, count)) @ mixing).astype(np.float32)
