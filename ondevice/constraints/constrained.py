@@ -1,7 +1,8 @@
 """Follows one text under a constraint: which tokens may come next, and which must.
 
 The grammar's state follows the text alone. Drafts are looked into on a copy of it, so the masks, and with
-them the text, are the same with and without drafts.
+them the text, are the same with and without drafts. Where a grammar's limits end, drafts are no longer looked
+into, so that a text meets them where it would without.
 """
 
 from __future__ import annotations
@@ -49,11 +50,13 @@ class Constrained:
     ) -> None:
         """matcher: at the beginning of what has to obey. gate: None if that is the whole text.
 
-        own: makes such a matcher that shares nothing with other texts. It takes the place of `matcher` if
-        what others have left of the grammar's limits isn't enough, so that every text has all of them.
+        own: makes such a matcher that shares nothing. It takes the place of `matcher` if what other texts and
+        drafts have left of the grammar's limits isn't enough, so that every text has all of them.
         """
         self._matcher = matcher
         self._own = own
+        self._looks_ahead = True
+        """Whether drafts may take from the grammar's limits."""
         self._taken: list[int] = []
         """Tokens that the matcher has taken."""
         self._vocab_size = vocab_size
@@ -93,6 +96,7 @@ class Constrained:
             self._begun = True
             self._matcher.consume_token(token)
             if self._has_another():
+                self._matcher.compute_bitmask()
                 self._matcher.consume_token(token)
             self._check()
             self._taken.append(token)
@@ -113,9 +117,9 @@ class Constrained:
         """Draft tokens that may follow the text and the draft tokens `path`.
 
         A token that is forced is the only one, and certain. Otherwise they are those of `propose(path)` that
-        are allowed there.
+        are allowed there. Behind a grammar's limits they are all of those.
         """
-        if not self._begun:
+        if not self._begun or not self._looks_ahead:
             return propose(path)
         if self._ahead is None:
             self._ahead = _Ahead(self._matcher.deep_copy())
@@ -129,8 +133,11 @@ class Constrained:
         if self._own is None or not self._matcher.is_error():
             return False
         own, self._own = self._own, None
-        self._matcher = own()
-        self._matcher.consume_tokens(self._taken)
+        self._matcher, self._ahead, self._looks_ahead = own(), None, False
+        for token in self._taken:
+            # With the masks, as the text has had them: what a step takes of the limits depends on those before.
+            self._matcher.compute_bitmask()
+            self._matcher.consume_token(token)
         return True
 
     def _check(self) -> None:

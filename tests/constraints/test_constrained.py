@@ -288,14 +288,22 @@ def test_constraints_count_in_the_budget() -> None:
 
 
 def test_every_text_has_all_of_a_grammars_limits() -> None:
-    """Texts of one constraint share what its lexer has found out, and that is limited."""
+    """Texts of one constraint share what its lexer has found out, and that is limited; drafts do too."""
 
-    def walk(grammars: Grammars, seed: int) -> list[int]:
+    def draft(text: Constrained, chance: random.Random) -> None:
+        path: list[int] = []
+        while len(path) < 12 and (found := [*text.proposals(path, lambda path: [(32, 0.4), (97, 0.3)])]):
+            path.append(chance.choice(found)[0])
+
+    def walk(grammars: Grammars, seed: int, drafts: int = 0) -> list[int]:
         chance, tokens, ends = random.Random(seed), [], frozenset({Marks.eos})
+        beside = random.Random(-seed)
         matcher, own = grammars.matcher(hungry), partial(grammars.own_matcher, hungry)
         text = Constrained(matcher, grammars.vocab_size, ends, own=own)
         try:
             while not text.is_complete:
+                for _ in range(drafts):
+                    draft(text, beside)
                 tokens.append(chance.choice([*text.allowed().nonzero()[0].tolist()]))
                 text.take(tokens[-1], "")
         except ConstraintError:
@@ -307,6 +315,7 @@ def test_every_text_has_all_of_a_grammars_limits() -> None:
     shared = Grammars(Marks.vocabulary())
     assert any(tokens[-1] == -1 for tokens in alone)
     assert [walk(shared, seed) for seed in range(3)] == alone
+    assert [walk(Grammars(Marks.vocabulary()), seed, drafts=2) for seed in range(3)] == alone
 
 
 def test_a_text_that_waits_holds_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
