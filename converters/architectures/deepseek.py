@@ -1,7 +1,8 @@
 """Latent attention: DeepSeek V2 and V3, and GLM-4.7-Flash, which has the blocks of V3.
 
 The first layers are dense, the others have experts, of which some are shared. Pairs (2 i, 2 i + 1) turn in
-the checkpoints. A last layer of V3 and GLM predicts tokens ahead, and is left out.
+the checkpoints. A last layer of V3 and GLM predicts tokens ahead, and is left out. The matrix that makes keys
+and values of latents is one there; in MLX's folders and in GGUF files it is mostly two, by heads.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from ondevice.converters.architectures.common import (
     read_activation,
     read_sizes,
 )
-from ondevice.converters.architectures.config_reader import OWN_CONFIG, ConfigReader
+from ondevice.converters.architectures.config_reader import OWN_CONFIG, SAME_REPOSITORY, ConfigReader
 from ondevice.converters.architectures.experts import (
     join_experts,
+    piece,
     read_count,
     read_shared_experts,
     read_training_keys,
@@ -195,11 +197,20 @@ def _adapt(config: ModelConfig, latent: LatentSpec, interleaved: bool, tensors: 
         ):
             if interleaved and tensor in found:
                 found[tensor] = in_turning_halves(found[tensor], tensor, count, width, latent.turning)
+        keys, values = name.weight("attention.latent_keys"), name.weight("attention.latent_values")
+        for part, new, shape in (
+            ("embed_q", keys, (heads, latent.rank, latent.key_dim)),
+            ("unembed_out", values, (heads, latent.value_dim, latent.rank)),
+        ):
+            if (stack := found.pop(f"model.layers.{layer}.self_attn.{part}.weight", None)) is not None:
+                check_shape(stack, shape)
+                found[new] = piece(stack, new, 0, 1)
         both = found.pop(f"model.layers.{layer}.self_attn.kv_b_proj.weight", None)
         if both is None:
             continue
         check_shape(both, (heads * of_head, latent.rank))
-        keys, values = name.weight("attention.latent_keys"), name.weight("attention.latent_values")
+        if keys in found or values in found:
+            raise CheckpointError(f"{both.name} is there whole and in parts; {SAME_REPOSITORY}")
         found[keys] = HeadsTransposed(keys, both, heads, latent.key_dim)
         rows = np.arange(heads * of_head).reshape(heads, of_head)[:, latent.key_dim :]
         found[values] = RowsOf(values, both, rows.reshape(-1), latent.value_dim)

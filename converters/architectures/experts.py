@@ -237,14 +237,18 @@ def unstacked(
                 full = prefix + new
                 if full in found:
                     raise CheckpointError(f"{full} and {stack.name} are the same; {SAME_REPOSITORY}")
-                found[full] = _piece(stack, full, expert * parts + part, shape[0] * parts)
+                found[full] = piece(stack, full, expert * parts + part, shape[0] * parts)
     return found
 
 
-def _piece(stack: SourceTensor, name: str, number: int, count: int) -> SourceTensor:
-    """The matrix `number` of `count` equal ones whose rows follow each other in a stack."""
+def piece(stack: SourceTensor, name: str, number: int, count: int) -> SourceTensor:
+    """The matrix `number` of `count` equal ones whose rows follow each other in a stack.
+
+    Raises UnsupportedModelError for a stack that isn't a file's own tensor.
+    """
     if isinstance(stack, MlxTensor):
         return stack.piece(name, number, count)
-    assert isinstance(stack, StoredTensor | QuantizedTensor), "a file's own tensor"
+    if not isinstance(stack, StoredTensor | QuantizedTensor):
+        raise UnsupportedModelError(f"{stack.name} is of a format from which stacks aren't read here")
     shape = (stack.shape[0] * stack.shape[1] // count, stack.shape[2])
     return replace(stack, name=name, shape=shape, offset=stack.offset + number * (stack.nbytes // count))

@@ -2,7 +2,7 @@
 
 Attention's queries and output gates are one projection, head by head; a quarter of a head turns. Norms are
 stored less one, but for that of the delta rule's output. Layers that predict tokens further on (`mtp.*`) are
-left out.
+left out. In folders that MLX has written the channels of convolutions are behind their taps, and norms whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ondevice.converters.architectures.common import (
     read_sizes,
     score_scale,
 )
-from ondevice.converters.architectures.config_reader import OWN_CONFIG, ConfigReader
+from ondevice.converters.architectures.config_reader import OWN_CONFIG, SAME_REPOSITORY, ConfigReader
 from ondevice.converters.architectures.experts import (
     join_experts,
     read_count,
@@ -66,6 +66,12 @@ POSITION_KEYS = ("mrope_section", "mrope_interleaved")
 """Keys that divide a head's pairs among three positions, which are one and the same in a text."""
 GATES = ("b", "a")
 """What betas and decays are made of, in this order."""
+PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""Beginnings of names beside other towers, and in MLX's folders, and what stands in their place."""
 VECTORS = {
     "linear_attn.A_log": "delta.decay_log",
     "linear_attn.dt_bias": "delta.time_bias",
@@ -81,15 +87,15 @@ def _read_next(reader: ConfigReader) -> Description:
         reader.boolean("norm_topk_prob", True)
         reader.numbers("mlp_only_layers")
         read_training_keys(reader)
-        return _description(reader, config, together=True)
+        return _description(reader, config)
     experts, shared = _read_experts(reader, count=512, chosen=10)
     experts = replace(experts, renormalised=reader.boolean("norm_topk_prob", True))
     config = with_experts(config, experts, read_sparse_layers(reader, config.num_layers), shared)
-    return _description(reader, config, together=True)
+    return _description(reader, config)
 
 
 def _read_dense(reader: ConfigReader) -> Description:
-    return _description(reader, _read(reader, "qwen3_5_text"), together=False)
+    return _description(reader, _read(reader, "qwen3_5_text"))
 
 
 def _read_moe(reader: ConfigReader) -> Description:
@@ -103,7 +109,7 @@ def _read_moe(reader: ConfigReader) -> Description:
     config = _read(reader, "qwen3_5_moe_text")
     experts, shared = _read_experts(reader, count=256, chosen=8)
     return _description(
-        reader, with_experts(config, experts, [True] * config.num_layers, shared), together=False
+        reader, with_experts(config, experts, [True] * config.num_layers, shared)
     )
 
 
@@ -180,25 +186,32 @@ def _read_experts(reader: ConfigReader, count: int, chosen: int) -> tuple[Expert
     return experts, shared
 
 
-def _description(reader: ConfigReader, config: ModelConfig, together: bool) -> Description:
-    """together: whether the projections of a delta rule are two, with a key head's rows side by side."""
+def _description(reader: ConfigReader, config: ModelConfig) -> Description:
     reader.boolean("mtp_use_dedicated_embeddings", False)
     notes: tuple[str, ...] = ()
     if reader.integer("mtp_num_hidden_layers", 0):
         notes = ("layers that predict several tokens (mtp) were left out: nothing drafts with them yet",)
-    return Description(config, partial(_adapt, config=config, together=together), notes)
+    return Description(config, partial(_adapt, config=config), notes)
 
 
-def _adapt(tensors: Tensors, config: ModelConfig, together: bool) -> Tensors:
+def _adapt(tensors: Tensors, config: ModelConfig) -> Tensors:
     tensors = {name: it for name, it in tensors.items() if not name.startswith("mtp.")}
-    tensors = under_model(tensors, {"model.language_model.": "model."})
+    tensors = under_model(tensors, PREFIXES)
     of_delta = {name: it for name, it in tensors.items() if ".linear_attn." in name}
-    tensors = norms_shifted({name: it for name, it in tensors.items() if name not in of_delta})
+    tensors = {name: it for name, it in tensors.items() if name not in of_delta}
+    if not _written_by_mlx(of_delta):
+        tensors = norms_shifted(tensors)
     tensors = in_halves(_with_output_gates(tensors, config), config)
-    tensors = {**tensors, **_delta_tensors(of_delta, config, together)}
+    tensors = {**tensors, **_delta_tensors(of_delta, config)}
     tensors = unstacked(tensors, config, "mlp.experts.gate_up_proj", NAMES.of("gate", "up"))
     tensors = unstacked(tensors, config, "mlp.experts.down_proj", NAMES.of("down"))
     return join_experts(tensors, config, NAMES)
+
+
+def _written_by_mlx(tensors: Tensors) -> bool:
+    """Whether the convolutions are as MLX has them, (C, taps, 1): no other sign is in every such folder."""
+    shapes = [it.shape for name, it in tensors.items() if name.endswith("conv1d.weight")]
+    return any(len(shape) == 3 and shape[2] == 1 for shape in shapes)
 
 
 def _with_output_gates(tensors: Tensors, config: ModelConfig) -> Tensors:
@@ -218,9 +231,12 @@ def _with_output_gates(tensors: Tensors, config: ModelConfig) -> Tensors:
     return found
 
 
-def _delta_tensors(tensors: Tensors, config: ModelConfig, together: bool) -> Tensors:
-    """The tensors of delta rules by their names here. Those that aren't known keep theirs."""
-    found = dict(tensors)
+def _delta_tensors(tensors: Tensors, config: ModelConfig) -> Tensors:
+    """The tensors of delta rules by their names here. Those that aren't known keep theirs.
+
+    Raises CheckpointError where a projection is there twice, by itself and together with others.
+    """
+    found, by_mlx = dict(tensors), _written_by_mlx(tensors)
     for layer, spec in enumerate(config.layers):
         if (delta := spec.delta) is None:
             continue
@@ -231,15 +247,16 @@ def _delta_tensors(tensors: Tensors, config: ModelConfig, together: bool) -> Ten
         if (out := found.pop(f"{prefix}linear_attn.out_proj.weight", None)) is not None:
             found[name.projection("o")] = out
         if (conv := found.pop(f"{prefix}linear_attn.conv1d.weight", None)) is not None:
-            found[name.weight("delta.conv")] = _taps_first(name.weight("delta.conv"), conv, delta)
-        split = _grouped_rows(delta) if together else _rows_in_order(delta)
-        for old, parts in split.items():
+            found[name.weight("delta.conv")] = _taps_first(name.weight("delta.conv"), conv, delta, by_mlx)
+        for old, parts in {**_grouped_rows(delta), **_rows_in_order(delta)}.items():
             whole = found.pop(f"{prefix}linear_attn.{old}.weight", None)
             if whole is None:
                 continue
             check_shape(whole, (sum(map(len, parts.values())), config.hidden_size))
             for which, rows in parts.items():
                 new = name.projection(which) if which in "qkvz" else f"{prefix}{which}"
+                if new in found:
+                    raise CheckpointError(f"{whole.name} and another tensor hold the same; {SAME_REPOSITORY}")
                 found[new] = RowsOf(new, whole, rows)
         gates = [found.pop(prefix + which, None) for which in GATES]
         own = tuple(it for it in gates if it is not None)
@@ -280,12 +297,16 @@ def _rows_in_order(delta: DeltaSpec) -> dict[str, dict[str, NDArray[np.int64]]]:
     }
 
 
-def _taps_first(name: str, conv: SourceTensor, delta: DeltaSpec) -> SourceTensor:
-    """A convolution's weights (C, 1, taps) as (taps, C)."""
-    check_shape(conv, (delta.channels, 1, delta.taps))
+def _taps_first(name: str, conv: SourceTensor, delta: DeltaSpec, by_mlx: bool) -> SourceTensor:
+    """A convolution's weights as (taps, C); stored (C, 1, taps), by MLX (C, taps, 1), in GGUF files (C, taps)."""
+    flat = (delta.channels, delta.taps)
+    if len(conv.shape) == 2:
+        check_shape(conv, flat)
+        return Transposed(name, conv)
+    check_shape(conv, (*flat, 1) if by_mlx else (delta.channels, 1, delta.taps))
     if not isinstance(conv, StoredTensor):
         raise UnsupportedModelError(f"{conv.name} is of a format from which convolutions aren't read here")
-    return Transposed(name, replace(conv, shape=(delta.channels, delta.taps)))
+    return Transposed(name, replace(conv, shape=flat))
 
 
 QWEN3_NEXT = Family("qwen3_next", "Qwen3NextForCausalLM", _read_next)

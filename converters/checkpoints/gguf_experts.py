@@ -35,6 +35,10 @@ EXPERT_NAMES: Mapping[str, ExpertNames] = {
     "granitemoe": GRANITE_NAMES,
     "phimoe": MIXTRAL_NAMES,
     "glm4_moe": GLM4_NAMES,
+    "deepseek_v2": GLM4_NAMES,
+    "deepseek_v3": GLM4_NAMES,
+    "qwen3_next": QWEN2_NAMES,
+    "qwen3_5_moe_text": QWEN2_NAMES,
     # What stands beside its experts is its dense feed-forward, under the usual names.
     "gemma4_text": replace(GEMMA4_NAMES, shared=""),
     "gpt_oss": GPT_OSS_NAMES,
@@ -50,7 +54,7 @@ _NEUTRAL: Mapping[str, float] = {
 }
 """Keys of few families, by the values that change nothing."""
 _MATRICES = ("gate", "up", "down")
-_AHEAD = ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "shared_head_norm")
+AHEAD = ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "shared_head_norm")
 """Tensors of layers that predict tokens ahead, which are left out."""
 
 
@@ -70,7 +74,7 @@ def expert_blocks(model_type: str) -> dict[str, str]:
     found = {old: new.removesuffix(".weight") for old, new in found.items()}
     if names.choice_bias:
         found["exp_probs_b"] = names.choice_bias
-        found |= {f"nextn.{name}": f"nextn.{name}" for name in _AHEAD}
+        found |= {f"nextn.{name}": f"nextn.{name}" for name in AHEAD}
     return found
 
 
@@ -282,17 +286,22 @@ def gpt_oss_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     }
 
 
-def glm4moe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Layers behind the last predict tokens ahead."""
+def layers_ahead(metadata: Metadata, values: Values) -> int:
+    """How many of a file's last layers predict tokens ahead. Raises CheckpointError if all do."""
     ahead = metadata.integer("nextn_predict_layers", 0)
     if not 0 <= ahead < values["num_hidden_layers"]:
         raise CheckpointError(
             f"{metadata.header.file}: {metadata.prefix}nextn_predict_layers is {ahead} of "
             f"{values['num_hidden_layers']} layers; one layer at least must be left"
         )
+    return ahead
+
+
+def glm4moe_keys(metadata: Metadata, values: Values, gating: str = "sigmoid") -> dict[str, Any]:
+    ahead = layers_ahead(metadata, values)
     own = (*_NEUTRAL, "expert_feed_forward_length")
     return {
-        **_experts(metadata, "n_routed_experts", 0, *own, gating="sigmoid"),
+        **_experts(metadata, "n_routed_experts", 0, *own, gating=gating),
         "num_hidden_layers": values["num_hidden_layers"] - ahead,
         "num_nextn_predict_layers": ahead,
         "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),

@@ -19,6 +19,13 @@ from ondevice.converters.architectures.common import Tensors
 from ondevice.converters.architectures.config_reader import shown
 from ondevice.converters.architectures.tensors import LayerNames
 from ondevice.converters.checkpoints.base import StoredTensor
+from ondevice.converters.checkpoints.gguf_delta import (
+    DELTA_NAMES,
+    delta_expert_keys,
+    delta_keys,
+    restored_delta,
+    restored_delta_in_turn,
+)
 from ondevice.converters.checkpoints.gguf_experts import (
     expert_blocks,
     gemma4_expert_keys,
@@ -43,6 +50,7 @@ from ondevice.converters.checkpoints.gguf_gemma import (
     restored_gemma3n,
     restored_gemma4,
 )
+from ondevice.converters.checkpoints.gguf_latent import LATENT_NAMES, V3, deepseek2_keys
 from ondevice.converters.checkpoints.gguf_metadata import Metadata
 from ondevice.errors import UnsupportedModelError
 from ondevice.model_config import ModelConfig
@@ -106,6 +114,8 @@ class GgufFamily:
         keys: the values of its own keys, given the metadata and the values so far.
         restore: undoes what was done to its tensors, but for the order of rows and the names.
         factors: tensors that `keys` reads.
+        latent: whether `keys` reads the widths of heads, and how much of them turns.
+        all_experts: whether no layer is dense, and files need no number of a dense layer's neurons.
         varied: keys that may have a value for each layer, which `keys` reads too. Else the first one counts.
     """
 
@@ -120,6 +130,8 @@ class GgufFamily:
     keys: Keys = _no_keys
     restore: Callable[[Tensors, ModelConfig], Tensors] = _as_stored
     factors: frozenset[str] = frozenset()
+    latent: bool = False
+    all_experts: bool = False
     varied: frozenset[str] = frozenset()
 
 
@@ -376,6 +388,27 @@ GGUF_FAMILIES = {
         glm4moe_keys,
         partial=True,
         blocks={"post_attention_norm": "post_attention_layernorm"},
+    ),
+    "deepseek2": _with_experts(V3, deepseek2_keys, blocks=LATENT_NAMES, bias_key="", latent=True),
+    "qwen3next": _with_experts(
+        "qwen3_next", delta_expert_keys, partial=True, bias_key="", blocks=DELTA_NAMES, restore=restored_delta
+    ),
+    "qwen35": GgufFamily(
+        "qwen3_5_text",
+        partial=True,
+        bias_key="",
+        blocks=DELTA_NAMES,
+        keys=delta_keys,
+        restore=restored_delta_in_turn,
+    ),
+    "qwen35moe": _with_experts(
+        "qwen3_5_moe_text",
+        delta_expert_keys,
+        partial=True,
+        bias_key="",
+        blocks=DELTA_NAMES,
+        restore=restored_delta_in_turn,
+        all_experts=True,
     ),
     "gpt-oss": _with_experts(
         "gpt_oss",

@@ -50,8 +50,9 @@ from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import ModelConfig, RopeSpec
 
 _NUMBER = r"(0|[1-9]\d{0,3})"
-_NAME = re.compile(rf"(?:blk\.{_NUMBER}\.)?((?:nextn\.)?\w{{1,64}})(?:\.{_NUMBER})?\.(weight|bias|scale)")
-"""A block's number, a module, the number of an expert that stands by itself, and what it is of the module."""
+_NAME = re.compile(rf"(?:blk\.{_NUMBER}\.)?((?:nextn\.)?\w{{1,64}})(?:\.{_NUMBER})?(\.weight|\.bias|\.scale)?")
+"""A block's number, a module, the number of an expert that stands by itself, and what it is of the module,
+with a dot before it, or nothing where the module is the tensor."""
 
 _HARMLESS = (
     "vocab_size",
@@ -212,7 +213,7 @@ def _config_values(header: GgufHeader, family: GgufFamily, stored: Mapping[str, 
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": metadata.integer("feed_forward_length"),
+        "intermediate_size": metadata.integer("feed_forward_length", 0 if family.all_experts else None),
         "vocab_size": embedding.entry.shape[0],
         "max_position_embeddings": metadata.integer("context_length"),
         family.norm_key: metadata.number(f"attention.{epsilon}"),
@@ -221,8 +222,9 @@ def _config_values(header: GgufHeader, family: GgufFamily, stored: Mapping[str, 
         "tie_word_embeddings": "output.weight" not in stored,
         **family.fixed,
     }
-    reader.only(prefix + "attention.value_length", head_dim)
-    values |= _rotated(metadata, family, head_dim)
+    if not family.latent:
+        reader.only(prefix + "attention.value_length", head_dim)
+        values |= _rotated(metadata, family, head_dim)
     _check_decoder(metadata, family)
     values |= family.keys(metadata, values)
     window = metadata.integer("attention.sliding_window", 0)
@@ -314,7 +316,8 @@ def _names(family: GgufFamily, stored: Mapping[str, Stored]) -> dict[str, str]:
         module = module if expert is None else f"{module}.{{}}"
         new = wholes.get(module) if block is None else blocks.get(module, "").format(expert)
         if new:
-            names[f"{new}.{kind}" if block is None else f"model.layers.{block}.{new}.{kind}"] = name
+            new += kind or ""
+            names[new if block is None else f"model.layers.{block}.{new}"] = name
     return names
 
 

@@ -18,7 +18,7 @@ GAP_BYTES = 4 << 20
 """Most bytes between two wanted rows that are read along."""
 
 
-class _View:
+class View:
     """A `SourceTensor` of the same type and files as `source`."""
 
     source: SourceTensor
@@ -64,7 +64,7 @@ class _View:
 
 
 @dataclass(frozen=True)
-class RowsOf(_View):
+class RowsOf(View):
     """The rows `picks` of a matrix, or the values `picks` of a vector.
 
     A block of rows is read with all that lie between its first and its last in `source`, but for gaps of more
@@ -137,7 +137,7 @@ def passed_nbytes(tensor: SourceTensor) -> int:
 
 
 @dataclass(frozen=True)
-class Transposed(_View):
+class Transposed(View):
     """The matrix `source` with its rows as columns."""
 
     name: str
@@ -169,7 +169,46 @@ class Transposed(_View):
 
 
 @dataclass(frozen=True)
-class HeadsTransposed(_View):
+class ColumnsOf(View):
+    """All columns of a matrix in the order `picks`, in which runs of `unit` stay together."""
+
+    name: str
+    source: SourceTensor
+    picks: NDArray[np.int64]
+    unit: int
+
+    @property
+    def code_format(self) -> RowFormat | None:
+        own = self.source.code_format
+        return own if own is not None and self.unit % own.group_size == 0 else None
+
+    def rows(self, start: int, stop: int) -> Weights:
+        return self.source.rows(start, stop)[:, self.picks]
+
+    def columns(self, start: int, stop: int) -> Weights:
+        picks = self.picks[start:stop]
+        first = int(picks.min())
+        return self.source.columns(first, int(picks.max()) + 1)[:, picks - first]
+
+    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+        """Whole groups of columns trade places, with their scales."""
+        size = stored.group_size
+        found = None if self.unit % size else self.source.quantised_rows(start, stop, stored)
+        if found is None:
+            return None
+        groups = found.scales.shape[1]
+        order = np.arange(groups)
+        order[: len(self.picks) // size] = self.picks[::size] // size
+        codes = found.codes.reshape(len(found.codes), groups, -1)[:, order].reshape(found.codes.shape)
+        biases = found.biases[:, order] if found.biases.shape[1] else found.biases
+        return SourceCodes(codes, found.scales[:, order], biases)
+
+    def vector(self) -> NDArray[np.float32]:
+        raise ValueError(f"{self.name} is a matrix")
+
+
+@dataclass(frozen=True)
+class HeadsTransposed(View):
     """The first `count` rows of each of the `heads` equal parts of a matrix (R, C), each as columns.
 
     That is (heads * C, count).
@@ -213,7 +252,7 @@ class HeadsTransposed(_View):
 
 
 @dataclass(frozen=True)
-class Scaled(_View):
+class Scaled(View):
     """The values of `source` times `factor` plus `shift`, in float32."""
 
     name: str
@@ -243,7 +282,7 @@ class Scaled(_View):
 
 
 @dataclass(frozen=True)
-class Joined(_View):
+class Joined(View):
     """The vectors `parts`, of one type, one after the other."""
 
     name: str
@@ -278,7 +317,7 @@ class Joined(_View):
 
 
 @dataclass(frozen=True)
-class Matrices(_View):
+class Matrices(View):
     """The matrices `parts`, of one type, below each other (R of all, C), or side by side (R, C of all).
 
     beside: true for side by side.

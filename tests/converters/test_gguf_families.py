@@ -6,19 +6,25 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ondevice.bundle.reader import Bundle
+from ondevice.config import RowFormat
 from ondevice.converters.checkpoints.opening import open_checkpoint
+from ondevice.converters.checkpoints.views import ColumnsOf
 from ondevice.converters.convert import convert
 from ondevice.errors import CheckpointError, OndeviceError, UnsupportedModelError
 from tests.converters.test_gguf_model import assert_same_bundle
 from tests.support.engines import all_logits, running
 from tests.support.families import (
     CASES,
+    DELTA,
+    DELTA_EXPERTS,
     FALCON,
     GEMMA3N,
     GEMMA4_E,
@@ -31,6 +37,7 @@ from tests.support.families import (
     write_model,
 )
 from tests.support.gguf_families import write_family
+from tests.support.gguf_hybrids import settle_decays
 from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level, changed_gguf
 from tests.support.refusals import assert_refused
 
@@ -45,6 +52,8 @@ PHIMOE_MAGNITUDES = {
     "long_mscale": math.sqrt(1 + math.log(4) / math.log(128)),
 }
 """Files have longrope's usual magnitude, whatever the model's."""
+EVEN = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 6}
+"""llama.cpp's delta rules have keys as wide as values."""
 UNALIKE = {
     "granite odd factors": (
         "Granite",
@@ -92,6 +101,9 @@ UNALIKE = {
         {**GPT_OSS, "swiglu_limit": 7.0, "num_local_experts": 4, "num_experts_per_tok": 4}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ),
+    "qwen3 next even": ("Qwen3Next", {**DELTA, **DELTA_EXPERTS, **EVEN}),
+    "qwen3.5 even": ("Qwen3_5Text", {**DELTA, **EVEN, "tie_word_embeddings": True}),
+    "qwen3.5 moe even": ("Qwen3_5MoeText", {**DELTA, **DELTA_EXPERTS, **EVEN, "intermediate_size": None}),
     "phi": ("Phi", {"head_dim": None, "num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
     "phi less turns": ("Phi", PHI_LESS_TURNS),
     "phi3 longrope": (
@@ -117,13 +129,19 @@ ALIKE = (
     "nemotron", "nemotron bias", "nemotron wide heads", "gemma4", "gemma4 six layers",
     "mixtral", "granite moe scaled", "qwen2 moe", "phimoe", "glm4 moe", "glm4 moe head norms",
     "gemma4 moe", "gemma4 moe joint values",
+    "deepseek v2 moe", "deepseek v2 moe groups", "deepseek v2 dense", "deepseek v3 moe", "glm4 moe lite eps",
+    "qwen3 next", "qwen3.5 wide states", "qwen3.5 moe in pairs",
 )  # fmt: skip
 REFUSED = ("smollm3 yarn", "olmo2 all heads", "stablelm whole heads", "nemotron wide heads", "gemma3n widths")
+REFUSED += ("qwen3 next", "qwen3.5 wide states")
 """Models that llama.cpp doesn't load: it knows no biases, no tied head, or one width in these families."""
-UNLIKE = ("gemma3n", "phimoe", "phimoe longrope")
-"""Models that llama.cpp reads otherwise: it has no sparsemixer. For Gemma 3n see the last test."""
+UNLIKE = ("gemma3n", "phimoe", "phimoe longrope", "deepseek v2 moe groups", "glm4 moe lite eps")
+"""Models that llama.cpp reads otherwise: it has no sparsemixer, measures groups by their best two experts in V2
+too, and norms latents with the epsilon of other norms. For Gemma 3n see the last test.
+"""
 FUZZED = ("phi3 partial", "granite", "stablelm head norms", "falcon newer", "nemotron bias", "gemma3n")
 FUZZED += ("gemma4", "gemma4 e wide", "qwen2 moe", "glm4 moe", "gemma4 moe", "gpt-oss")
+FUZZED += ("deepseek v3 moe", "qwen3.5 moe even")
 ROUNDS = 60
 LIMITS = {"F16": 1e-2, "Q8_0": 1e-1}
 """Largest difference from llama.cpp's logits, of the largest logit."""
@@ -134,6 +152,7 @@ def written(folder: Path, case: str) -> Path:
     """A random model of the case as `transformers` saves it."""
     family, options = MODELS[case]
     write_model(folder, family, {**options, "vocab_size": BYTE_LEVEL_TOKENS})
+    settle_decays(folder)
     return folder
 
 
@@ -228,7 +247,7 @@ def test_factors_of_longrope_come_in_twos_and_alone(tmp_path: Path) -> None:
         open_checkpoint(path)
 
 
-LYING: list[tuple[str, Any, str]] = [
+LYING_GEMMA4: list[tuple[str, Any, str]] = [
     ("attention.shared_kv_layers", 6, "shared_kv_layers is 6 of 6 layers"),
     ("block_count", 1 << 31, "of 2147483648 layers; there may be 1024"),
     ("feed_forward_length", [160] * 5 + [320], r"feed_forward_length is \[160.*twice those of the first"),
@@ -246,7 +265,7 @@ LYING: list[tuple[str, Any, str]] = [
 
 def test_lying_metadata_of_gemma4_are_refused(tmp_path: Path) -> None:
     source, path = written(tmp_path / "source", "gemma4 e wide"), tmp_path / "model.gguf"
-    for key, value, message in LYING:
+    for key, value, message in LYING_GEMMA4:
 
         def change(writer: Any, name: str = f"gemma4.{key}", value: Any = value) -> None:
             writer.kv_data[0].pop(name, None)
@@ -267,6 +286,119 @@ def test_lying_metadata_of_gemma4_are_refused(tmp_path: Path) -> None:
     write_family(path, source, change=turn_by_halves)
     with pytest.raises(UnsupportedModelError, match=r"rope_freqs\.weight must be 16 factors"):
         open_checkpoint(path)
+
+
+WHOLE = {"deepseek v3 moe": "attn_kv_b", "qwen3 next": "ssm_in"}
+"""Cases whose older files have projections in one tensor that newer ones divide."""
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_older_files_have_projections_in_one(tmp_path: Path, case: str) -> None:
+    source, path = written(tmp_path / "source", case), tmp_path / "model.gguf"
+    write_family(path, source, whole=True)
+    assert f"{WHOLE[case]}.weight".encode() in path.read_bytes()
+    mine = convert(path, tmp_path / "mine", "q8")
+    assert_same_bundle(mine, convert(source, tmp_path / "theirs", "q8"))
+
+
+def test_layers_that_predict_ahead_are_left_out(tmp_path: Path) -> None:
+    """Files of Qwen3.5 hold them behind the others."""
+    source, path = written(tmp_path / "source", "qwen3.5 even"), tmp_path / "model.gguf"
+
+    def one_more(writer: Any) -> None:
+        writer.kv_data[0]["qwen35.block_count"].value = 5
+        writer.add_nextn_predict_layers(1)
+        for name in ("nextn.eh_proj", "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm", "attn_q"):
+            writer.add_tensor(f"blk.4.{name}.weight", np.ones((4, 32), np.float32))
+
+    write_family(path, source, change=one_more)
+    assert_same_bundle(convert(path, tmp_path / "mine"), convert(source, tmp_path / "theirs"))
+    with closing(open_checkpoint(path)) as checkpoint:
+        assert "mtp" in " ".join(checkpoint.notes)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+def test_codes_of_columns_in_another_order_are_copied(tmp_path: Path, kind: str) -> None:
+    """Value heads are 32 wide, as blocks are: columns of a delta rule's output projection keep their codes."""
+    source, path = written(tmp_path / "source", "qwen3.5 even"), tmp_path / "model.gguf"
+    write_family(path, source, kind)
+    stored = RowFormat(8, 32, True) if kind == "Q8_0" else RowFormat(4, 32)
+    with closing(open_checkpoint(path)) as checkpoint:
+        tensor = checkpoint.tensors["model.layers.0.self_attn.o_proj.weight"]
+        assert isinstance(tensor, ColumnsOf)
+        found, exact = tensor.quantised_rows(3, 9, stored), tensor.rows(3, 9)
+        assert np.array_equal(tensor.columns(40, 130), tensor.rows(0, 64)[:, 40:130])
+    assert found is not None
+    if kind == "Q8_0":
+        groups = found.codes.reshape(6, 6, 32).astype(np.float32) - 128
+    else:
+        nibbles = np.stack([found.codes & 15, found.codes >> 4], axis=2)
+        groups = nibbles.reshape(6, 6, 32).astype(np.float32)
+    groups *= found.scales.astype(np.float32)[:, :, None]
+    if kind == "Q4_1":
+        groups += found.biases.astype(np.float32)[:, :, None]
+    assert np.array_equal(groups.reshape(6, -1), exact)
+    notes = Bundle.open(convert(path, tmp_path / "mine")).manifest.provenance.notes
+    assert "attention: codes and scales copied" in notes
+
+
+LYING = [
+    ("qwen3.5 even", "ssm.time_step_rank", 5, r"inner_size is 192, for qwen35.ssm.time_step_rank, 5 heads"),
+    ("qwen3.5 even", "ssm.time_step_rank", 0, "time_step_rank, 0 heads"),
+    ("qwen3.5 even", "ssm.group_count", 4, "value_heads|linear_num_key_heads|multiple"),
+    ("qwen3.5 even", "ssm.conv_kernel", 1 << 31, "taps|linear_conv_kernel_dim"),
+    ("qwen3.5 even", "ssm.state_size", 1 << 31, "key_width|linear_key_head_dim"),
+    ("qwen3.5 even", "ssm.inner_size", 96, r"in_proj_qkv.weight has shape \[320, 64\]"),
+    ("qwen3.5 even", "full_attention_interval", 0, "full_attention_interval is 0"),
+    ("qwen3.5 even", "nextn_predict_layers", 4, "nextn_predict_layers is 4 of 4 layers"),
+    ("qwen3.5 even", "attention.recurrent_layers", [True] * 5, "has 5 values for 4 layers"),
+    ("qwen3.5 even", "attention.recurrent_layers", [True] * 4, "names no full_attention"),
+    ("qwen3.5 even", "rope.dimension_sections", ["a"], "dimension_sections"),
+    ("qwen3.5 even", "ssm.dt_b_c_rms", True, "ssm.dt_b_c_rms"),
+    ("qwen3.5 moe even", "expert_gating_func", 2, "expert_gating_func is 2; only 1, softmax"),
+    ("qwen3.5 moe even", "expert_count", 1 << 31, "num_experts is 2147483648"),
+    ("deepseek v3 moe", "attention.head_count_kv", 2, "head_count_kv is 2; .* it is 1, or 4"),
+    ("deepseek v3 moe", "attention.key_length", 55, "attention.key_length is 55"),
+    ("deepseek v3 moe", "attention.value_length", 16, "attention.value_length is 16"),
+    ("deepseek v3 moe", "rope.dimension_count", 28, "key_length is 56|dimension_count is 28"),
+    ("deepseek v3 moe", "attention.key_length_mla", 8, "dimension_count is 8; of a key's 8"),
+    ("deepseek v3 moe", "attention.kv_lora_rank", 64, "attention.key_length is 56"),
+    ("deepseek v3 moe", "attention.q_lora_rank", 1 << 31, "q_lora_rank|query_rank"),
+    ("deepseek v3 moe", "expert_gating_func", 3, "expert_gating_func is 3"),
+    ("deepseek v3 moe", "expert_group_count", 3, "n_group|groups"),
+    ("deepseek v3 moe", "leading_dense_block_count", 3, "lacks 6 tensors .*ffn_gate.weight"),
+    ("deepseek v3 moe", "rope.scaling.type", "linear", "yarn_log_multiplier is there without yarn"),
+    ("deepseek v3 moe", "rope.scaling.yarn_log_multiplier", -1.0, "mscale"),
+    ("deepseek v3 moe", "attention.temperature_length", 8192, "temperature_length"),
+]  # fmt: skip
+"""Case, key, value, and what the refusal says."""
+
+
+def test_lying_metadata_of_latents_and_delta_rules_are_refused(tmp_path: Path) -> None:
+    sources = {case: written(tmp_path / case, case) for case in {row[0] for row in LYING}}
+    path = tmp_path / "model.gguf"
+    for case, key, value, message in LYING:
+
+        def change(writer: Any, key: str = key, value: Any = value) -> None:
+            name = f"{writer.arch}.{key}"
+            writer.kv_data[0].pop(name, None)
+            add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+            add |= {str: writer.add_string, list: writer.add_array}
+            add[type(value)](name, value)
+
+        write_family(path, sources[case], change=change)
+        with pytest.raises(OndeviceError, match=message):
+            open_checkpoint(path).close()
+
+
+def test_decays_that_no_exponential_gives_are_refused(tmp_path: Path) -> None:
+    source, path = written(tmp_path / "source", "qwen3.5 even"), tmp_path / "model.gguf"
+    write_family(path, source)
+    reader = gguf.GGUFReader(path, "r+")
+    next(it for it in reader.tensors if it.name == "blk.1.ssm_a").data[2] = 0.0
+    reader.data.flush()
+    with pytest.raises(CheckpointError, match=r"decays of .*layers\.1.*go up to 0; they must be below 0"):
+        convert(path, tmp_path / "mine")
 
 
 def llama_cpp_logits(path: Path, tokens: list[int]) -> np.ndarray:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.support.gguf_hybrids import add_delta, add_latent, moved_delta, moved_latent
 from tests.support.gguf_models import permuted
 
 ARCHITECTURES = {
@@ -26,9 +27,15 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 """Names of families in GGUF files, where they differ from `model_type`."""
-PLAIN = ("altup_correct_coef", "altup_predict_coef", "ffn_gate_inp")
+PLAIN = ("altup_correct_coef", "altup_predict_coef", "ffn_gate_inp", "ssm_conv1d")
 """Matrices that are stored as float32."""
 _STACKED = {
     "altup_projections": "model.altup_projections",
@@ -52,6 +59,7 @@ def write_family(
     kind: str = "F16",
     change: Callable[[Any], None] = lambda writer: None,
     experts: Arrangement = "as converted",
+    whole: bool = False,
 ) -> None:
     """Write the checkpoint `folder` as a GGUF file.
 
@@ -61,6 +69,7 @@ def write_family(
         kind: the type of its matrices.
         change: adds metadata.
         experts: three tensors a layer, two with gates above ups, or a tensor for each matrix of an expert.
+        whole: with the fused projections of delta rules and of latents in one, as older files have them.
     """
     gguf = pytest.importorskip("gguf")
     config = json.loads((folder / "config.json").read_text())
@@ -72,7 +81,7 @@ def write_family(
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     quant = gguf.GGMLQuantizationType[kind]
     tensors = {}
-    for old, values in _moved(config, load_file(folder / "model.safetensors")).items():
+    for old, values in _moved(config, load_file(folder / "model.safetensors"), whole).items():
         layer = _LAYER.fullmatch(old)
         new = names.get_name(old, try_suffixes=(".weight", ".bias"))
         new = f"blk.{layer[1]}.{_SCALES[layer[2]]}" if layer and layer[2] in _SCALES else new
@@ -113,9 +122,15 @@ def _arranged(tensors: Mapping[str, np.ndarray], experts: Arrangement) -> dict[s
     return found
 
 
-def _moved(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _moved(
+    config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], whole: bool
+) -> dict[str, np.ndarray]:
     """The tensors with rows and values as the converter changes them, some of them stacked."""
     family = config["model_type"]
+    if "linear_num_key_heads" in config:
+        tensors = moved_delta(config, tensors, whole)
+    if "kv_lora_rank" in config and not whole:
+        tensors = moved_latent(config, tensors)
     moved: dict[str, np.ndarray] = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, values in tensors.items():
@@ -195,22 +210,23 @@ def _add_config(writer: Any, config: Mapping[str, Any]) -> None:
     family, width, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or width // heads
     is_falcon = family == "falcon"
-    inner = config.get("ffn_hidden_size") if is_falcon else config["intermediate_size"]
+    inner = config.get("ffn_hidden_size") if is_falcon else config.get("intermediate_size")
     kv_heads = _falcon_groups(config) if is_falcon else config["num_key_value_heads"]
     if family == "gemma4_text":
         head_dim, inner, kv_heads = _gemma4_sizes(config)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(width)
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(inner)
+    if inner is not None:
+        writer.add_feed_forward_length(inner)
     writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
+    writer.add_head_count_kv(1 if "kv_lora_rank" in config else kv_heads)
     for key in ("layer_norm_eps", "layer_norm_epsilon", "norm_eps"):
         if key in config:
             writer.add_layer_norm_eps(config[key])
     if "rms_norm_eps" in config:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    if config.get("head_dim"):
+    if config.get("head_dim") and "kv_lora_rank" not in config:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     rope = config["rope_parameters"]
@@ -337,6 +353,12 @@ _OWN: dict[str, Callable[[Any, Mapping[str, Any]], None]] = {
     "qwen2_moe": lambda writer, config: writer.add_expert_shared_feed_forward_length(
         config["shared_expert_intermediate_size"]
     ),
+    "deepseek_v2": add_latent,
+    "deepseek_v3": add_latent,
+    "glm4_moe_lite": add_latent,
+    "qwen3_next": add_delta,
+    "qwen3_5_text": add_delta,
+    "qwen3_5_moe_text": add_delta,
     "gemma3n_text": _add_gemma3n,
     "gpt_oss": _add_gpt_oss,
     "gemma4_text": _add_gemma4,

@@ -1,0 +1,190 @@
+"""Models with gated delta rules in GGUF files: the values of their keys in a `config.json`, and their tensors
+as a checkpoint has them.
+
+Files hold decays, -exp(A_log), where checkpoints have `A_log`. Qwen3.5's files also have the value heads of a
+layer in another order: first the first one of every key head, then the second one of every key head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.config import RowFormat
+from ondevice.converters.architectures.adapting import (
+    check_shape,
+    norms_shifted,
+    renamed,
+    without_layers_ahead,
+)
+from ondevice.converters.architectures.common import Tensors
+from ondevice.converters.checkpoints.base import SourceTensor
+from ondevice.converters.checkpoints.gguf_experts import (
+    AHEAD,
+    layers_ahead,
+    qwen2moe_keys,
+    restored_experts,
+)
+from ondevice.converters.checkpoints.gguf_gemma import Values
+from ondevice.converters.checkpoints.gguf_metadata import Metadata
+from ondevice.converters.checkpoints.views import ColumnsOf, RowsOf, View
+from ondevice.converters.quantize import SourceCodes, Weights
+from ondevice.errors import CheckpointError
+from ondevice.model_config import DeltaSpec, ModelConfig
+
+DELTA_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt": "linear_attn.dt_proj",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    **{f"nextn.{name}": f"nextn.{name}" for name in AHEAD},
+}
+"""Names of a block's tensors beside a `config.json`, by those in GGUF files. `ssm_in` is of older files."""
+
+
+def delta_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
+    """The sizes of delta rules, and which layers have one."""
+    heads, inner = metadata.integer("ssm.time_step_rank"), metadata.integer("ssm.inner_size")
+    if heads < 1 or inner % heads:
+        raise CheckpointError(
+            f"{metadata.header.file}: {metadata.prefix}ssm.inner_size is {inner}, for "
+            f"{metadata.prefix}ssm.time_step_rank, {heads} heads; they must be of one width"
+        )
+    ahead = layers_ahead(metadata, values)
+    layers = values["num_hidden_layers"] - ahead
+    found = {
+        "num_hidden_layers": layers,
+        "linear_num_key_heads": metadata.integer("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": metadata.integer("ssm.state_size"),
+        "linear_value_head_dim": inner // heads,
+        "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
+        "full_attention_interval": metadata.integer("full_attention_interval", 4),
+        "mtp_num_hidden_layers": ahead,
+    }
+    if (recurrent := metadata.array("attention.recurrent_layers")) is not None:
+        if len(recurrent) != values["num_hidden_layers"]:
+            raise CheckpointError(
+                f"{metadata.header.file}: {metadata.prefix}attention.recurrent_layers has {len(recurrent)} "
+                f"values for {values['num_hidden_layers']} layers"
+            )
+        kinds = ("full_attention", "linear_attention")
+        found["layer_types"] = [kinds[bool(is_recurrent)] for is_recurrent in recurrent[:layers]]
+    # Which of three positions turns a pair of dimensions: in a text they are one and the same.
+    metadata.array("rope.dimension_sections")
+    return found
+
+
+def delta_expert_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
+    """Beside delta rules, experts. Files don't say that weights are divided by their sum, as those of all
+    published models are."""
+    found = {**delta_keys(metadata, values), **qwen2moe_keys(metadata, values)}
+    return {**found, "norm_topk_prob": metadata.boolean("expert_weights_norm", True)}
+
+
+def restored_delta(tensors: Tensors, config: ModelConfig) -> Tensors:
+    """Qwen3-Next's tensors."""
+    return _restored(tensors, config, in_turn=False)
+
+
+def restored_delta_in_turn(tensors: Tensors, config: ModelConfig) -> Tensors:
+    """Qwen3.5's tensors, whose value heads are stored in another order."""
+    return _restored(tensors, config, in_turn=True)
+
+
+def _restored(tensors: Tensors, config: ModelConfig, in_turn: bool) -> Tensors:
+    tensors = without_layers_ahead(tensors, config)
+    own = {name: it for name, it in tensors.items() if ".linear_attn." in name}
+    rest = norms_shifted({name: it for name, it in tensors.items() if name not in own}, -1.0)
+    own = dict(renamed(own, {"linear_attn.dt_proj.bias": "linear_attn.dt_bias"}))
+    for layer, spec in enumerate(config.layers):
+        if spec.delta is None:
+            continue
+        prefix = f"model.layers.{layer}.linear_attn."
+        if in_turn and spec.delta.value_heads != spec.delta.key_heads:
+            _with_heads_in_order(own, prefix, spec.delta)
+        if (decays := own.get(f"{prefix}A_log")) is not None:
+            own[f"{prefix}A_log"] = DecayLogs(f"{prefix}A_log", decays)
+    return restored_experts({**rest, **own}, config) if config.experts else {**rest, **own}
+
+
+def _with_heads_in_order(tensors: dict[str, SourceTensor], prefix: str, delta: DeltaSpec) -> None:
+    """Put value heads back in the order of their key heads, in the tensors that begin with `prefix`."""
+    heads = np.arange(delta.value_heads).reshape(-1, delta.key_heads).T.reshape(-1)
+    width = delta.value_width
+    values = (heads[:, None] * width + np.arange(width)).reshape(-1)
+    channels = np.concatenate([np.arange(2 * delta.key_size), 2 * delta.key_size + values])
+
+    def rows(picks: NDArray[np.int64]) -> Callable[[str, SourceTensor], SourceTensor]:
+        return lambda name, source: RowsOf(name, source, picks)
+
+    def columns(name: str, source: SourceTensor) -> SourceTensor:
+        return ColumnsOf(name, source, values, width)
+
+    moves = {
+        "in_proj_qkv.weight": (0, channels, rows(channels)),
+        "conv1d.weight": (0, channels, rows(channels)),
+        "in_proj_z.weight": (0, values, rows(values)),
+        "in_proj_b.weight": (0, heads, rows(heads)),
+        "in_proj_a.weight": (0, heads, rows(heads)),
+        "A_log": (0, heads, rows(heads)),
+        "dt_bias": (0, heads, rows(heads)),
+        "out_proj.weight": (1, values, columns),
+    }
+    for suffix, (dimension, picks, moved) in moves.items():
+        if (source := tensors.get(prefix + suffix)) is None:
+            continue
+        if len(source.shape) <= dimension:
+            raise CheckpointError(
+                f"{source.name} has shape {list(source.shape)}; config.json asks for more dimensions"
+            )
+        wanted = list(source.shape)
+        wanted[dimension] = len(picks)
+        check_shape(source, tuple(wanted))
+        tensors[prefix + suffix] = moved(prefix + suffix, source)
+
+
+@dataclass(frozen=True)
+class DecayLogs(View):
+    """`A_log` of a vector that holds -exp(A_log), rounded to float32 from float64.
+
+    The exponential of a logarithm that was rounded gives the decay within a unit of its last place.
+    """
+
+    name: str
+    source: SourceTensor
+
+    def rows(self, start: int, stop: int) -> Weights:
+        return self.vector()[start:stop]
+
+    def columns(self, start: int, stop: int) -> Weights:
+        raise ValueError(f"{self.name} is a vector; it has no columns")
+
+    @property
+    def code_format(self) -> RowFormat | None:
+        return None
+
+    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+        return None
+
+    def vector(self) -> NDArray[np.float32]:
+        """Raises CheckpointError for a decay that no exponential gives."""
+        decays = self.source.vector()
+        if decays.size and decays.max() >= 0.0:
+            raise CheckpointError(
+                f"{self.files[0].path.name}: the decays of {self.name} go up to {decays.max():g}; they must "
+                "be below 0; download the file again"
+            )
+        return np.log(-decays.astype(np.float64)).astype(np.float32)

@@ -1,0 +1,131 @@
+"""MLX folders of models with delta rules and with latent attention: the bundles of their values' checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from ondevice.bundle.reader import Bundle
+from ondevice.converters.convert import convert
+from ondevice.errors import CheckpointError
+from tests.support.engines import all_logits, running
+from tests.support.families import CASES, write_model
+from tests.support.mlx_folders import MlxFolder, Scheme, save_typed, write_quantised
+from tests.support.mlx_hybrids import restored, sanitised
+from tests.support.refusals import assert_refused
+
+WIDE: dict[str, Any] = {"kv_lora_rank": 64, "q_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+"""Sizes of whole groups."""
+CODED: dict[str, tuple[str, Scheme, dict[str, Any]]] = {
+    "deepseek v2": ("deepseek v2 moe", Scheme(4, 32), {**WIDE, "q_lora_rank": None}),
+    "deepseek v3": ("deepseek v3 moe", Scheme(4, 32), WIDE),
+    "glm4 moe lite": ("glm4 moe lite", Scheme(8, 32, "BF16"), WIDE),
+    "qwen3 next": ("qwen3 next", Scheme(4, 32), {"linear_value_head_dim": 32}),
+    "qwen3.5": ("qwen3.5", Scheme(6, 32), {"linear_value_head_dim": 16}),
+    "qwen3.5 moe": ("qwen3.5 moe", Scheme(4), {"linear_value_head_dim": 32}),
+}
+NEURONS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+
+
+def folders(folder: Path, case: str, plain: bool = False) -> tuple[Path, MlxFolder]:
+    """A checkpoint, and the MLX folder whose values it has. plain: not quantised."""
+    name, scheme, more = CODED[case]
+    family, options = CASES[name]
+    options = options | {key: 64 for key in NEURONS if options.get(key)} | more
+    source = folder / "source"
+    write_model(source, family, options)
+    config = json.loads((source / "config.json").read_text())
+    tensors = load_file(source / "model.safetensors")
+
+    def of(module: str) -> Scheme | None:
+        """As mlx-lm has it: convolutions and DeepSeek's routers stay, the others have 8 bits."""
+        if plain or module.endswith("conv1d") or (module.endswith("mlp.gate") and "kv_lora_rank" in config):
+            return None
+        return Scheme(8, 32) if module.endswith(("mlp.gate", "shared_expert_gate")) else scheme
+
+    mlx = write_quantised(folder / "mlx", config, sanitised(config, tensors), scheme, of, "F32")
+    if plain:
+        (mlx.path / "config.json").write_text(json.dumps(config))
+    shapes = {name: values.shape for name, values in tensors.items()}
+    save_file(restored(config, shapes, mlx.values), source / "model.safetensors", {"format": "pt"})
+    return source, mlx
+
+
+def assert_same_files(mine: Path, theirs: Path) -> None:
+    for path in theirs.iterdir():
+        if path.name != "bundle.json":
+            assert (mine / path.name).read_bytes() == path.read_bytes(), path.name
+    assert Bundle.open(mine).config == Bundle.open(theirs).config
+
+
+@pytest.mark.parametrize("case", CODED)
+def test_a_quantised_folder_has_the_values_of_its_codes(tmp_path: Path, case: str) -> None:
+    source, mlx = folders(tmp_path, case)
+    assert_same_files(
+        convert(mlx.path, tmp_path / "mine", "f16"), convert(source, tmp_path / "theirs", "f16")
+    )
+
+
+@pytest.mark.parametrize("case", ["deepseek v3", "qwen3.5 moe"])
+def test_a_folder_that_isnt_quantised_is_read(tmp_path: Path, case: str) -> None:
+    source, mlx = folders(tmp_path, case, plain=True)
+    assert_same_files(convert(mlx.path, tmp_path / "mine", "q4"), convert(source, tmp_path / "theirs", "q4"))
+
+
+def test_codes_of_latent_heads_are_copied(tmp_path: Path) -> None:
+    _, mlx = folders(tmp_path, "glm4 moe lite")
+    mine = Bundle.open(convert(mlx.path, tmp_path / "mine"))
+    assert "attention: codes and scales copied" in mine.manifest.provenance.notes
+
+
+def test_names_beside_other_towers_are_known(tmp_path: Path) -> None:
+    """mlx-lm writes every Qwen3.5 as the text part of a model with towers."""
+    source, mlx = folders(tmp_path, "qwen3.5", plain=True)
+    named = {f"language_model.{name}": ("F32", values) for name, values in mlx.values.items()}
+    save_typed(mlx.path / "model.safetensors", named)
+    assert_same_files(convert(mlx.path, tmp_path / "mine", "q8"), convert(source, tmp_path / "theirs", "q8"))
+
+
+def test_folders_whose_parts_contradict_are_refused(tmp_path: Path) -> None:
+    _, qwen = folders(tmp_path / "qwen", "qwen3.5", plain=True)
+    _, deep = folders(tmp_path / "deep", "deepseek v3", plain=True)
+    latent, delta = "model.layers.1.self_attn.", "model.layers.1.linear_attn."
+    for mlx, name, shape, message in (
+        (qwen, f"{delta}conv1d.weight", (128, 1, 4), r"conv1d.weight has shape \[128, 1, 4\]"),
+        (qwen, f"{delta}conv1d.weight", (128,), r"conv1d.weight has shape \[128\]"),
+        (qwen, f"{delta}in_proj_qkvz.weight", (192, 64), "in_proj_qkv.weight and another tensor hold the same"),
+        (deep, f"{latent}embed_q.weight", (4, 32, 64), r"embed_q.weight has shape \[4, 32, 64\]"),
+        (deep, f"{latent}unembed_out.weight", (128, 64), r"unembed_out.weight has shape \[128, 64\]"),
+        (deep, f"{latent}kv_b_proj.weight", (256, 64), "kv_b_proj.weight is there whole and in parts"),
+    ):
+        changed = {it: ("F32", values) for it, values in mlx.values.items()}
+        changed[name] = ("F32", np.zeros(shape, np.float32))
+        save_typed(mlx.path / "model.safetensors", changed)
+        assert_refused(mlx.path, CheckpointError, message)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize("case", CODED)
+def test_a_folder_of_mlx_lm_speaks_as_it_does(tmp_path: Path, case: str, bits: int) -> None:
+    """Made and run by mlx-lm itself, at `bits` or not quantised: our logits of its folder, and its own."""
+    mx = pytest.importorskip("mlx.core")
+    utils = pytest.importorskip("mlx_lm.utils", exc_type=ImportError)
+    name, _, more = CODED[case]
+    family, options = CASES[name]
+    write_model(tmp_path / "source", family, options | {key: 64 for key in NEURONS if options.get(key)} | more)
+    model, config = utils.load_model(tmp_path / "source")
+    if bits:
+        model, config = utils.quantize_model(model, config, 32, bits)
+    utils.save_model(tmp_path / "mlx", model)
+    utils.save_config(config, tmp_path / "mlx" / "config.json")
+    tokens = np.random.default_rng(7).integers(0, 256, 60).tolist()
+    theirs = np.array(model(mx.array([tokens])).astype(mx.float32))[0]
+    with running(convert(tmp_path / "mlx", tmp_path / "mine", "f16")) as mine:
+        logits = all_logits(mine, tokens, 32)
+    assert np.abs(logits - theirs).max() < 2e-3 * np.abs(theirs).max()
