@@ -79,8 +79,8 @@ _SAMPLING_HELP = {
 _MEANT_FOR = {
     "predictor_recall": ("sparsity", "predicted"),
     "threshold_sparsity": ("sparsity", "threshold"),
-    "experts": ("sparsity", "experts", "auto"),
-    "expert_substitution": ("sparsity", "experts", "auto"),
+    "experts": ("sparsity", "experts", "threshold", "auto"),
+    "expert_substitution": ("sparsity", "experts", "threshold", "auto"),
     "draft_streams": ("speculation", "streams", "auto", "all"),
     "draft_pruning": ("speculation", "streams", "auto", "all"),
     "draft_head": ("speculation", "streams", "resident", "auto", "all"),

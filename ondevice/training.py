@@ -7,10 +7,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
@@ -43,6 +44,9 @@ from ondevice.runtime.resolving import ResolvedModel
 from ondevice.scoring import windows
 from ondevice.settings import require_fields
 from ondevice.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from ondevice.converters.training.expert_use import ExpertRoom
 
 PIECE_TOKENS = 512
 MEASURED_TOKENS = 2048
@@ -142,10 +146,11 @@ def train_thresholds(
     The arguments are those of `train_predictors` without `order` and `backend`. Quality is measured once per
     sparsity target.
 
-    Before it calibrates, raises UnsupportedModelError for a model with ReLU gates, UsageError for too little
-    text, an output that exists or a model that can't be written to, and what `load` raises.
+    Before it calibrates, raises UnsupportedModelError for a model with ReLU gates, and for one with experts
+    unless these are stored neuron by neuron; UsageError for too little text, an output that exists or a model
+    that can't be written to, and what `load` raises.
     """
-    from ondevice.converters.training import thresholds
+    from ondevice.converters.training import expert_thresholds, thresholds
 
     # Our own kernels calibrate, so they measure too.
     runtime: dict[str, Any] = {"dram_budget": dram_budget, "backend": "cpu"}
@@ -155,11 +160,12 @@ def train_thresholds(
         options = replace(options, tokens=tokens)
     pieces = _pieces(resolved, text, pieces, options.tokens)
     measured = thresholds.check(resolved.bundle, pieces, options)
-    goal = _check_target(resolved, output)
+    goal = _check_target(resolved, output, has_experts=resolved.bundle.config.experts is not None)
+    calibrate: Any = thresholds.calibrate_thresholds
+    if resolved.bundle.config.experts is not None:
+        calibrate = partial(expert_thresholds.calibrate_expert_thresholds, room=_expert_room(resolved))
     with _target(resolved, goal) as folder:
-        found = thresholds.calibrate_thresholds(
-            resolved.bundle, pieces, folder, options, first_part_of(on_progress)
-        )
+        found = calibrate(resolved.bundle, pieces, folder, options, on_progress=first_part_of(on_progress))
     # The bundle at `goal` is usable from here on: a failure while measuring loses no training.
     perplexity, points = measured_points(
         goal,
@@ -264,12 +270,9 @@ def train_expert_use(
     resolved = open_model(model, RuntimeConfig(dram_budget=dram_budget, backend="cpu"))
     pieces = _pieces(resolved, text, pieces, tokens)
     expert_use.check(resolved.bundle, pieces)
-    goal, plan = _check_target(resolved, output, has_experts=True), resolved.plan
-    shape = plan.segment
-    assert isinstance(shape, SlotShape)
-    segments = max(shape.least, plan.segments_for(plan.kv_cache_bytes))
-    room = expert_use.ExpertRoom(shape.slot_bytes, shape.slots, segments)
+    goal = _check_target(resolved, output, has_experts=True)
     with _target(resolved, goal) as folder:
+        room = _expert_room(resolved)
         return expert_use.calibrate_experts(resolved.bundle, pieces, folder, room, on_progress)
 
 
@@ -533,6 +536,16 @@ def _pieces(resolved: ResolvedModel, text: Text | None, pieces: Pieces | None, t
     if (text is None) == (pieces is None):
         raise UsageError("give either a text or pieces of token ids")
     return text_pieces(resolved, text or "", tokens) if pieces is None else pieces
+
+
+def _expert_room(resolved: ResolvedModel) -> ExpertRoom:
+    """Memory for the experts of a model while it reads a text, by its plan."""
+    from ondevice.converters.training.expert_use import ExpertRoom
+
+    plan, shape = resolved.plan, resolved.plan.segment
+    assert isinstance(shape, SlotShape)
+    segments = max(shape.least, plan.segments_for(plan.kv_cache_bytes))
+    return ExpertRoom(shape.slot_bytes, shape.slots, segments)
 
 
 def _check_target(resolved: ResolvedModel, output: Name | None, has_experts: bool = False) -> Path:

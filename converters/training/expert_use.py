@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +53,7 @@ WARM_UP_SHARE = 0.25
 """Share of the replayed tokens that fill the caches and aren't counted."""
 
 Choices = NDArray[np.int16]
+Fetcher = TypeVar("Fetcher", bound=ExpertFetcher)
 
 
 @dataclass(frozen=True)
@@ -137,26 +139,40 @@ def record_choices(
 
     room: as in `calibrate_experts`. on_progress gets the number of tokens done.
     """
-    config, done = bundle.config, 0
+    backend = CpuBackend(make_runner(usable_cores()), segment_neurons=64, piece_neurons=64)
+    with experts_running(bundle, room, backend, _Recording) as (model, fetcher):
+        run_pieces(model, pieces, on_progress)
+        return fetcher.choices()
+
+
+@contextmanager
+def experts_running(
+    bundle: Bundle, room: ExpertRoom, backend: CpuBackend, kind: type[Fetcher] = ExpertFetcher
+) -> Iterator[tuple[Transformer, Fetcher]]:
+    """The model on `backend`, which is closed at the end, and what provides its experts."""
+    config = bundle.config
     assert config.experts is not None
-    with FlashReader(bundle_files(bundle)) as reader:
-        backend = CpuBackend(make_runner(usable_cores()), segment_neurons=64, piece_neurons=64)
+    with closing(backend), FlashReader(bundle_files(bundle)) as reader:
         model = Transformer(config, backend, load_weights(bundle, reader, backend))
         specs, reserve = [layer.experts for layer in config.layers], config.experts.chosen
-        fetcher = _Recording(backend.feed_forwards, reader, specs, room.slot_bytes, room.slots, reserve)
-        try:
+        fetcher = kind(backend.feed_forwards, reader, specs, room.slot_bytes, room.slots, reserve)
+        with closing(fetcher):
             fetcher.resize([room.segments])
-            for piece in pieces:
-                kv = KVCache(KVLayout(config, 16))
-                for start in range(0, len(piece), CHUNK_TOKENS):
-                    chunk = piece[start : start + CHUNK_TOKENS]
-                    model.hidden_states(chunk, kv)
-                    done += len(chunk)
-                    on_progress(done)
-            return fetcher.choices()
-        finally:
-            fetcher.close()
-            backend.close()
+            yield model, fetcher
+
+
+def run_pieces(
+    model: Transformer, pieces: Sequence[Sequence[int]], on_progress: Callable[[int], None]
+) -> None:
+    """Read `pieces` of token ids, each from an empty context. on_progress gets the number of tokens done."""
+    done = 0
+    for piece in pieces:
+        kv = KVCache(KVLayout(model.config, 16))
+        for start in range(0, len(piece), CHUNK_TOKENS):
+            chunk = piece[start : start + CHUNK_TOKENS]
+            model.hidden_states(chunk, kv)
+            done += len(chunk)
+            on_progress(done)
 
 
 class _Recording(ExpertFetcher):

@@ -25,7 +25,7 @@ from ondevice.backends.cpu import contributions, make_runner
 from ondevice.backends.reference import read_rows
 from ondevice.bundle.layout import tensors_layout
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.sidecar import weights_digest
+from ondevice.bundle.sidecar import NO_THRESHOLDS, weights_digest
 from ondevice.bundle.thresholds import (
     THRESHOLDS_SIDECAR,
     ThresholdPoint,
@@ -123,10 +123,12 @@ def check(
 ) -> Sequence[Sequence[int]]:
     """The pieces that measure and don't calibrate: the last ones, at least one and never all.
 
-    Raises UnsupportedModelError for a model whose gates have a threshold of their own, UsageError if the text
-    is too short.
+    Raises UnsupportedModelError for a model whose gates have a threshold of their own, unless it has experts,
+    and for one with experts that are matrices; UsageError if the text is too short.
     """
-    if bundle.config.zeros_gates:
+    if bundle.config.expert_layers:
+        raise UnsupportedModelError(f"{bundle.name} can't have thresholds: {NO_THRESHOLDS}")
+    if bundle.config.zeros_gates and bundle.config.experts is None:
         raise UnsupportedModelError(
             f"{bundle.name} has {bundle.config.activation} gates, whose threshold is zero: --sparsity exact "
             "leaves out what counts for nothing and keeps the text; thresholds are for silu and gelu"
@@ -175,17 +177,9 @@ class LayerGates:
         Raises BundleError if products aren't finite.
         """
         counted, measured = (
-            self._histogram(values, importance) for values in (inputs[:calibrated], inputs[calibrated:])
+            self.histogram(values, importance) for values in (inputs[:calibrated], inputs[calibrated:])
         )
-        buckets = [quantile_bucket(counted, target) for target in targets]
-        thresholds = [bucket_end(bucket) for bucket in buckets]
-        if not np.isfinite(thresholds).all():
-            raise BundleError("a layer's gates aren't finite: its weights are not a usable model's")
-        return LayerThresholds(
-            importance,
-            tuple(thresholds),
-            tuple(float(measured[: bucket + 1].sum() / measured.sum()) for bucket in buckets),
-        )
+        return layer_thresholds(importance, counted, measured, targets)
 
     def importance(self, inputs: NDArray[np.float16]) -> Float32:
         """(F,) length of the vector that a neuron adds at an activated gate of 1: rms(up) * |down|.
@@ -213,7 +207,7 @@ class LayerGates:
         found: Float32 = (sums / max(1, len(inputs)) * self._down_lengths).astype(np.float32)
         return found
 
-    def _histogram(self, inputs: NDArray[np.float16], importance: Float32) -> NDArray[np.int64]:
+    def histogram(self, inputs: NDArray[np.float16], importance: Float32) -> NDArray[np.int64]:
         """(BUCKETS,) number of neurons' contributions in each bucket."""
         counts = np.zeros(BUCKETS, dtype=np.int64)
         for gates in self._gates(inputs):
@@ -240,6 +234,25 @@ class LayerGates:
             products = np.empty((len(x), matrix.rows), dtype=np.float32)
             matrix.forward(self._runner, x, bias, products)
             yield products
+
+
+def layer_thresholds(
+    importance: Float32,
+    counted: NDArray[np.int64],
+    measured: NDArray[np.int64],
+    targets: Sequence[float],
+) -> LayerThresholds:
+    """A layer's thresholds by what its neurons add. importance: (F,).
+
+    counted, measured: (BUCKETS,) of the text that calibrates, and of that which measures. Raises BundleError
+    if products aren't finite.
+    """
+    buckets = [quantile_bucket(counted, target) for target in targets]
+    thresholds = [bucket_end(bucket) for bucket in buckets]
+    if not np.isfinite(thresholds).all():
+        raise BundleError("a layer's gates aren't finite: its weights are not a usable model's")
+    skipped = (float(measured[: bucket + 1].sum() / measured.sum()) for bucket in buckets)
+    return LayerThresholds(importance, tuple(thresholds), tuple(skipped))
 
 
 def bucket_of(values: Float32) -> NDArray[np.uint32]:

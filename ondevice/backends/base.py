@@ -338,7 +338,8 @@ class Selector:
 
     `matrices` are multiplied one after the other. One kind is the gate projection alone: its products are the
     scores, or are compared with a `cutoff`. The other is a predictor's low-rank pair (`predicted`; "LLM in a
-    flash", arXiv 2312.11514, section 3.1), which estimates the scores.
+    flash", arXiv 2312.11514, section 3.1), which estimates the scores. In a layer with experts there is no
+    matrix: the `cutoff` is that of the experts' neurons, expert 0's first.
 
     least_gate: of gates without a cutoff: those at or below it don't fire, and scores are gates less it.
     deviations: if not None, gates have a statistical cutoff, this many standard deviations from their mean

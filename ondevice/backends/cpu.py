@@ -36,7 +36,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.native_routing import route
 from ondevice.backends.offloading import OffloadingBackend
 from ondevice.backends.recurrent import DeltaWeights, StateStore
-from ondevice.backends.routing import sigmoid, substituted
+from ondevice.backends.routing import Routing, sigmoid, substituted
 from ondevice.bundle.layout import padded
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native, memory
@@ -436,26 +436,42 @@ class CpuBackend(OffloadingBackend, CpuAttention):
         instead = weight.neurons.substitutes(weight.index, routing)
         if instead is not None:
             routing = substituted(routing, logits, experts, *instead, *biases)
+        self.add_experts(x, weight, spec, routing, batch, total)
+        if apart is not None:
+            total = np.add(dense_output, self.normed(total, apart.output), out=dense_output)
+        return total if added is None else np.add(added, total, out=added)
+
+    def add_experts(
+        self,
+        x: Float32,
+        weight: CpuFeedForward,
+        spec: LayerSpec,
+        routing: Routing,
+        batch: ForwardBatch,
+        total: Float32,
+    ) -> None:
+        """Add to total (T, D) the outputs of the experts of `routing` for x (T, D), the experts' input."""
+        assert spec.experts is not None
         # Outputs are added in the order of experts. Where few rows are wanted, they can be held until then.
         in_order = len(x) > HELD_ROWS
+        cutoff = weight.selector and weight.selector.cutoff
         forward = _native.ExpertPass(
             self.runner,
-            native,
+            weight.native,
             weight.expert,
-            experts.neurons,
+            spec.experts.neurons,
             x,
             routing.ids,
             routing.weights,
-            form,
+            native_form(spec.feed_forward),
             in_order,
             total,
+            cutoff and cutoff.importance,
+            cutoff.threshold if cutoff else 0.0,
         )
         for expert, address in weight.neurons.experts(weight.index, routing, batch, in_order):
             forward.add(expert, address)
         forward.finish()
-        if apart is not None:
-            total = np.add(dense_output, self.normed(total, apart.output), out=dense_output)
-        return total if added is None else np.add(added, total, out=added)
 
     def rows(self, x: Float32, tokens: Sequence[int]) -> Float32:
         return x[list(tokens)]

@@ -76,7 +76,8 @@ class ReferenceFeedForward:
     """gate, up, down: (F, D); row f of `down` is neuron f's column of the down projection.
 
     up: None in an ungated feed-forward. biases: of gates and output; up_bias: (F,), which only experts have.
-    experts: those of the layer that are stored as matrices, in order.
+    experts: those of the layer that are stored as matrices, in order. least: (F,) what an activated gate's
+    absolute value must exceed for its neuron to count; None: all count.
     """
 
     gate: Float32
@@ -85,11 +86,13 @@ class ReferenceFeedForward:
     biases: Biases = NO_BIASES
     up_bias: Float32 | None = None
     experts: tuple[ReferenceFeedForward, ...] = ()
+    least: Float32 | None = None
 
     def some(self, first: int, count: int) -> ReferenceFeedForward:
         """The neurons first .. first + count by themselves, which have no biases."""
         own = slice(first, first + count)
-        return ReferenceFeedForward(self.gate[own], None if self.up is None else self.up[own], self.down[own])
+        up, least = (None if it is None else it[own] for it in (self.up, self.least))
+        return ReferenceFeedForward(self.gate[own], up, self.down[own], least=least)
 
 
 class ReferenceBackend:
@@ -139,7 +142,7 @@ class ReferenceBackend:
         gates: ReferenceLinear | None = None,
         dense: int | None = None,
     ) -> ReferenceFeedForward:
-        # Every neuron is multiplied here: nothing is selected.
+        # Every neuron is multiplied here; those that a cutoff leaves out count as zero.
         shape, offsets = (source.num_neurons, source.hidden_size), source.layout.row_offsets
         rows = [np.empty(shape, dtype=np.float32) for _ in offsets]
         for first in range(0, source.num_neurons, RECORDS_PER_READ):
@@ -149,7 +152,13 @@ class ReferenceBackend:
                 target[first : first + count] = read_rows(records, offset, row)
         gate, *up, down = rows
         experts = _read_experts(source.experts)
-        return ReferenceFeedForward(gate, up[0] if up else None, down, biases, experts=experts)
+        least = None
+        if selector is not None and selector.cutoff is not None:
+            # Of experts' neurons; the others, which come first, all count.
+            least = np.full(len(gate), np.float32(-1))
+            with np.errstate(divide="ignore", invalid="ignore"):
+                least[dense:] = np.float32(selector.cutoff.threshold) / selector.cutoff.importance
+        return ReferenceFeedForward(gate, up[0] if up else None, down, biases, None, experts, least)
 
     def load_embedding(self, source: EmbeddingSource, offloaded: bool = False) -> EmbeddingSource:
         return source
@@ -423,6 +432,8 @@ def hidden(x: Float32, weight: ReferenceFeedForward, spec: FeedForwardSpec) -> F
         least = gates.mean(axis=1, keepdims=True) + gates.std(axis=1, keepdims=True) * np.float32(spec.cutoff)
         gates = np.maximum(gates - least, np.float32(0))
     found = activate(gates, spec.activation, spec.threshold, spec.clamp, spec.slope)
+    if weight.least is not None:
+        found[np.abs(found) <= weight.least] = 0
     if weight.up is not None:
         ups: Float32 = x @ weight.up.T
         if weight.up_bias is not None:
@@ -453,13 +464,8 @@ def _expert(record: Bytes, layout: ExpertLayout) -> ReferenceFeedForward:
         matrices.append(dequantise(codes, scales, own, matrix.row.stored, matrix.row.cols))
         biases.append(added)
     gate, *up, down = matrices
-    return ReferenceFeedForward(
-        gate,
-        up[0] if up else None,
-        np.ascontiguousarray(down.T),
-        Biases(biases[0], biases[-1]),
-        biases[1] if up else None,
-    )
+    added, up_bias = Biases(biases[0], biases[-1]), biases[1] if up else None
+    return ReferenceFeedForward(gate, up[0] if up else None, np.ascontiguousarray(down.T), added, up_bias)
 
 
 def dequantise(

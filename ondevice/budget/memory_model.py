@@ -125,7 +125,12 @@ class MemoryModel(ABC):
     @property
     def selects_neurons(self) -> bool:
         """True if only some of the neurons are multiplied for a token."""
-        return self.runtime.sparsity in GATED or self._used_predictors is not None
+        return self._holds_gates or self._used_predictors is not None
+
+    @property
+    def _holds_gates(self) -> bool:
+        """True if every layer's gate rows stay in memory. Those of experts come with the experts."""
+        return self.config.experts is None and self.runtime.sparsity in GATED
 
     @property
     def weights_bytes(self) -> int:
@@ -133,13 +138,15 @@ class MemoryModel(ABC):
         selecting = 0
         if self.selects_neurons:
             selecting = self.config.num_neurons * NEURON_TABLE_BYTES
-        if self.runtime.sparsity in GATED:
+        if self._holds_gates:
             selecting += self._gates_bytes
         if self.config.experts is not None:
             selecting += dense_bytes(self.config, self.quant)
             experts = self.config.experts
             table = experts.count * NEURON_TABLE_BYTES + history_bytes(experts.chosen)
             selecting += self.config.num_layers * table
+            if self.runtime.sparsity == "threshold":
+                selecting += 4 * self.config.num_neurons
         return self._matrices_bytes + selecting
 
     @property
@@ -323,7 +330,7 @@ class MemoryModel(ABC):
 
         Modes that keep all gates in memory count them there.
         """
-        if self.runtime.sparsity in GATED:
+        if self._holds_gates:
             return 0
         rows = map(self.config.neurons, self.config.cut_off_layers)
         return sum(map(self._gate_rows_bytes, rows))

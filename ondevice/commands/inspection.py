@@ -133,9 +133,10 @@ def _expert_facts(resolved: ResolvedModel) -> dict[str, Any] | None:
     """Numbers of experts, and the bytes that a token's take in all layers; None for a model without any.
 
     `in_memory` are kept beside a full context. `own_chosen` are those of the model itself, of which `chosen`
-    may be fewer by `--experts`; that is `lossy`, as is a `substitution` other than 0. `expected_hits` is the
-    share of lookups that should find their expert in memory, by what the calibration's text chose; None
-    without one, and for lossy options.
+    may be fewer by `--experts`; that is `lossy`, as is a `substitution` other than 0, and a
+    `threshold_sparsity`, the share of neurons that thresholds leave out. `expected_hits` is the share of
+    lookups that should find their expert in memory, by what the calibration's text chose; None without one,
+    and where not all of the model's own choice are looked up.
     """
     config, plan = resolved.bundle.config, resolved.plan
     experts = config.experts
@@ -146,18 +147,20 @@ def _expert_facts(resolved: ResolvedModel) -> dict[str, Any] | None:
     total, use = layers * experts.count, resolved.bundle.expert_use
     kept = total if resolved.runtime.backend == "reference" else min(total, plan.kept_slots)
     # A calibration's text chose as the model does, and what was missing was read.
-    lossy = resolved.own_experts > 0 or resolved.runtime.expert_substitution > 0
+    fewer = resolved.own_experts > 0 or resolved.runtime.expert_substitution > 0
+    cut = resolved.runtime.sparsity == "threshold"
     return {
         "layers": layers,
         "count": experts.count,
         "chosen": experts.chosen,
         "own_chosen": resolved.own_experts or experts.chosen,
         "substitution": resolved.runtime.expert_substitution,
-        "lossy": lossy,
+        "threshold_sparsity": resolved.runtime.threshold_sparsity if cut else 0.0,
+        "lossy": fewer or cut,
         "expert_bytes": nbytes,
         "cycle_bytes": layers * experts.chosen * nbytes,
         "in_memory": kept,
-        "expected_hits": None if use is None or lossy else use.expected_hits(kept, total),
+        "expected_hits": None if use is None or fewer else use.expected_hits(kept, total),
     }
 
 
@@ -173,7 +176,7 @@ def _expert_lines(resolved: ResolvedModel) -> list[str]:
         f"{found['in_memory']} of {total}"
     )
     below = "less than a token's cycle: most are read for each token"
-    lossy, costs = lossy_lines(resolved.runtime, resolved.own_experts), resolved.bundle.expert_costs
+    lossy, costs = lossy_lines(resolved), resolved.bundle.expert_costs
     if costs is not None:
         lossy += [f"  {row}" for row in expert_cost_table(costs).splitlines()]
     return [line if found["in_memory"] >= cycle else f"{line}, {below}", *_hit_lines(resolved, found), *lossy]
@@ -207,7 +210,9 @@ def _mode_change_lines(resolved: ResolvedModel) -> list[str]:
 
 def _modes_taken(resolved: ResolvedModel) -> str:
     shortened = f" --max-context {resolved.plan.max_context}" if resolved.plan.wanted_context else ""
-    return f"--sparsity {resolved.plan.sparsity} --speculation {resolved.runtime.speculation}{shortened}"
+    cut = resolved.runtime.sparsity == "threshold" and resolved.plan.sparsity == "experts"
+    sparsity = "threshold" if cut else resolved.plan.sparsity
+    return f"--sparsity {sparsity} --speculation {resolved.runtime.speculation}{shortened}"
 
 
 def _part_line(what: str, nbytes: int, width: int = 24) -> str:

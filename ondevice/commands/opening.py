@@ -41,7 +41,7 @@ def loaded_model(resolved: ResolvedModel) -> Iterator[Model]:
 
     resolved.require_fit()
     say(f"{resolved.bundle.name}: {reports.plan_summary(resolved.plan)}")
-    for line in reports.lossy_lines(resolved.runtime, resolved.own_experts):
+    for line in reports.lossy_lines(resolved):
         say(line)
     with api.Model(resolved) as loaded:
         yield loaded

@@ -7,8 +7,8 @@ import re
 from ondevice.budget.limits import context_words
 from ondevice.budget.plan import Plan
 from ondevice.budget.sizes import DECODE_TOKENS
-from ondevice.config import RuntimeConfig
 from ondevice.runtime.budget_watch import MemoryPressure
+from ondevice.runtime.resolving import ResolvedModel
 from ondevice.stats import GenerationStats
 from ondevice.units import format_bytes
 
@@ -37,9 +37,22 @@ def substitution(within: float) -> str:
     )
 
 
-def lossy_lines(runtime: RuntimeConfig, own: int) -> list[str]:
-    """What the options do to the text of a model with experts. own: the model's own number, or 0."""
+def cut_neurons(share: float) -> str:
+    """What `--sparsity threshold` does to the text of a model with experts, in one line."""
+    return (
+        f"lossy: of each expert only neurons whose gate is large enough, {percent(1 - share)} as it was "
+        "calibrated (--sparsity threshold); not the text of all"
+    )
+
+
+def lossy_lines(resolved: ResolvedModel) -> list[str]:
+    """What the options do to the text of a model with experts; none for other models."""
+    runtime, own = resolved.runtime, resolved.own_experts
+    if resolved.bundle.config.experts is None:
+        return []
     lines = [fewer_experts(runtime.experts, own)] if own else []
+    if runtime.sparsity == "threshold":
+        lines.append(cut_neurons(runtime.threshold_sparsity))
     return [*lines, substitution(runtime.expert_substitution)] if runtime.expert_substitution else lines
 
 

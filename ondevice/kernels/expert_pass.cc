@@ -62,7 +62,7 @@ void ExpertPass::add(int32_t expert, const uint8_t* record) {
     stride = hidden_;
   }
   float* out = scratch.expert_outputs.as<float>() + (in_order_ ? 0 : begin * hidden_);
-  multiply_(record, own, stride, count, out);
+  multiply_(expert, record, own, stride, count, out);
   done_[place] = true;
   if (in_order_) add_rows(out, place);
 }

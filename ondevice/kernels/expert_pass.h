@@ -16,9 +16,9 @@ struct ChosenExperts {
   int64_t tokens, chosen;
 };
 
-// Multiplies x (tokens, hidden), rows x_stride floats apart, by the expert whose record is given -> out.
-using MultiplyExpert =
-    std::function<void(const uint8_t* record, const float* x, int64_t x_stride, int64_t tokens, float* out)>;
+// Multiplies x (tokens, hidden), rows x_stride floats apart, by the expert of this number and record -> out.
+using MultiplyExpert = std::function<void(int32_t expert, const uint8_t* record, const float* x,
+                                          int64_t x_stride, int64_t tokens, float* out)>;
 
 // Adds each expert's output, times its weight, to the rows that chose it: in the order of the experts'
 // numbers, whatever the order in which they are added, so that a row's bits don't depend on it.

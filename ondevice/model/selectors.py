@@ -59,6 +59,11 @@ def selector_parts(
         ]
     if sparsity == "threshold" and isinstance(point, ThresholdPoint):
         file = TensorFile(bundle, reader, bundle.added_file(THRESHOLDS), index)
+        if config.experts is not None:
+            return [
+                SelectorParts(cutoff=_expert_cutoff(config, file, layer, threshold))
+                for layer, threshold in enumerate(point.thresholds)
+            ]
         return [
             SelectorParts(
                 (gates(layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout),),
@@ -70,6 +75,19 @@ def selector_parts(
             for layer, (spec, threshold) in enumerate(zip(config.layers, point.thresholds, strict=True))
         ]
     return [SelectorParts()] * config.num_layers
+
+
+def _expert_cutoff(config: ModelConfig, file: TensorFile, layer: int, threshold: float) -> _CutoffPart | None:
+    """What selects the neurons of a layer's experts; None in a layer without any."""
+    spec = config.layers[layer]
+    if spec.experts is None:
+        return None
+    first = config.dense_neurons(spec)
+
+    def importance() -> Float32:
+        return file.vector(importance_name(layer))[first:]
+
+    return _CutoffPart(importance, threshold, spec.feed_forward)
 
 
 def _cutoff_selector(gates: MatrixPart, config: ModelConfig, layer: LayerSpec) -> SelectorParts:
@@ -166,7 +184,7 @@ class SelectorParts:
 
     def load(self, backend: Backend, ahead: ReadAhead) -> Selector | None:
         """The loaded selector; None if every neuron is multiplied."""
-        if not self.matrices:
+        if not self.parts:
             return None
         matrices = tuple(matrix.load(backend, ahead) for matrix in self.matrices)
         cutoff = None if self.cutoff is None else self.cutoff.load(backend, ahead)

@@ -80,7 +80,12 @@ def check_backend(runtime: RuntimeConfig, config: ModelConfig | None = None) -> 
             "--backend mlx runs neither recurrent layers nor gated attention, which this model has; use "
             "--backend cpu"
         )
-    if runtime.sparsity in ("exact", "predicted", "threshold") and backend == "reference":
+    if backend == "mlx" and experts is not None and runtime.sparsity == "threshold":
+        raise BackendUnavailableError(
+            "--backend mlx multiplies experts whole: use --sparsity experts, or --backend cpu for thresholds"
+        )
+    selects = runtime.sparsity in ("exact", "predicted", "threshold")
+    if selects and backend == "reference" and experts is None:
         raise BackendUnavailableError(
             "--backend reference multiplies every neuron: it takes --sparsity dense"
         )

@@ -21,7 +21,13 @@ from ondevice.bundle.layout import MANIFEST, RESIDENT
 from ondevice.bundle.manifest import parse_manifest
 from ondevice.bundle.ngrams import Ngrams
 from ondevice.bundle.predictors import OperatingPoint, Predictors
-from ondevice.bundle.sidecar import NO_PREDICTORS, NO_SIDECARS, listed_targets, no_streams
+from ondevice.bundle.sidecar import (
+    NO_PREDICTORS,
+    NO_SIDECARS,
+    NO_THRESHOLDS,
+    listed_targets,
+    no_streams,
+)
 from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
@@ -314,6 +320,9 @@ class SparsityMode:
     reason: str
 
 
+NOT_TRAINED = "its bundle holds no thresholds; `ondevice train thresholds --model DIR --text FILE` makes them"
+
+
 def sparsity_modes(
     config: ModelConfig,
     predictors: Predictors | None,
@@ -322,7 +331,7 @@ def sparsity_modes(
 ) -> tuple[SparsityMode, ...]:
     """Every sparsity mode, and whether this model can have it. damaged: sidecars, as a Bundle has them."""
     if config.experts is not None:
-        return _modes_of_experts(config.experts)
+        return _modes_of_experts(config.experts, thresholds, damaged)
     relu, least = config.zeros_gates, config.feed_forward.threshold
     limit = f"{least:.4g}" if least else "zero"
     cut = len(config.cut_off_layers)
@@ -355,7 +364,7 @@ def sparsity_modes(
         if "thresholds" in damaged
         else f"{config.activation} gates have a threshold of their own, {limit}: `exact` loses nothing"
         if relu
-        else "its bundle holds no thresholds; `ondevice train thresholds --model DIR --text FILE` makes them"
+        else NOT_TRAINED
     )
     return (
         SparsityMode("dense", True, "every neuron of every token; exact"),
@@ -366,8 +375,20 @@ def sparsity_modes(
     )
 
 
-def _modes_of_experts(experts: ExpertsSpec) -> tuple[SparsityMode, ...]:
+def _modes_of_experts(
+    experts: ExpertsSpec, thresholds: Thresholds | None, damaged: Mapping[str, BundleError]
+) -> tuple[SparsityMode, ...]:
     """The modes of a model with experts."""
+    threshold = (
+        "as `experts`, and of each expert only neurons whose gate is large enough; not the same text; "
+        "--threshold-sparsity " + listed_targets(thresholds.points, "sparsity")
+        if thresholds is not None
+        else damaged["thresholds"].for_command_line
+        if "thresholds" in damaged
+        else NO_THRESHOLDS
+        if experts.layout == "matrices"
+        else NOT_TRAINED
+    )
     chosen = f"only the {experts.chosen} of {experts.count} experts that each token chooses; exact"
     if _least_chosen(experts) < experts.chosen:
         chosen += "; --experts 1" if experts.chosen == 2 else f"; --experts 1 to {experts.chosen - 1}"
@@ -376,9 +397,9 @@ def _modes_of_experts(experts: ExpertsSpec) -> tuple[SparsityMode, ...]:
         chosen += "; --expert-substitution: near ones instead of missing ones, and not the same text"
     return (
         SparsityMode("dense", False, "a token is defined by the experts that it chooses, not by all of them"),
-        SparsityMode("exact", False, "neurons of experts aren't left out one by one"),
+        SparsityMode("exact", False, "`experts` leaves out what adds nothing, where activations make zeros"),
         SparsityMode("predicted", False, NO_SIDECARS),
-        SparsityMode("threshold", False, NO_SIDECARS),
+        SparsityMode("threshold", thresholds is not None, threshold),
         SparsityMode("experts", True, chosen),
     )
 
