@@ -18,7 +18,9 @@ from ondevice.model_config import MAX_CHOSEN, SIZE_LIMITS
 
 BackendName = Literal["auto", "cpu", "mlx", "reference"]
 Sparsity = Literal["auto", "dense", "exact", "predicted", "threshold", "experts"]
-Speculation = Literal["auto", "off", "streams", "resident", "recycling", "lookup", "ngrams", "model"]
+Speculation = Literal[
+    "auto", "off", "streams", "resident", "recycling", "lookup", "ngrams", "model", "eagle", "mtp"
+]
 WhenFull = Literal["drop", "stop"]
 """What a full conversation does: `drop` forgets its oldest turns, `stop` refuses the next one."""
 GROUP_SIZE = 64

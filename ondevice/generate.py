@@ -347,6 +347,8 @@ class Generator:
             if found is None:
                 continue
             meter.passes += 1
+            if written.drafted is not None and self.drafting is not None:
+                self.drafting.read(written.drafted, found.output)
             whole = found.rows == self.prefill_chunk and start % self.prefill_chunk == 0
             if whole and start == kv.chunked and kv.states is None:
                 kv.chunked = start + self.prefill_chunk

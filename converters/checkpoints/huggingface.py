@@ -57,7 +57,7 @@ def open_huggingface(folder: SourceFolder) -> Checkpoint:
     description = describe({key: value for key, value in values.items() if key not in (KEY, COPY_KEY)})
     config = description.config
     with ExitStack() as refused:
-        raw = _all_tensors(folder, refused)
+        raw = all_tensors(folder, refused)
         found: dict[str, SourceTensor]
         if mxfp4:
             found = experts_of(raw)
@@ -102,7 +102,7 @@ def generation_defaults(values: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _all_tensors(folder: SourceFolder, opened: ExitStack) -> dict[str, RawTensor]:
+def all_tensors(folder: SourceFolder, opened: ExitStack) -> dict[str, RawTensor]:
     """All tensors of the folder, by name. opened: closes the files that are opened here."""
     if folder.has(SINGLE):
         return read_tensors(opened.enter_context(closing(folder.open(SINGLE))))

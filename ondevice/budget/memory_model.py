@@ -55,7 +55,7 @@ class MemoryModel(ABC):
 
     runtime: settled. A mode `predicted` without `predictors` counts as dense. draft_model_bytes: memory of a
     second model that drafts, loaded and with its context full. datastore_bytes: memory of an open datastore
-    of continuations.
+    of continuations. draft_layer_bytes: of a draft layer, with its context full.
     """
 
     config: ModelConfig
@@ -65,6 +65,7 @@ class MemoryModel(ABC):
     streams: MultiStreams | None = None
     draft_model_bytes: int = 0
     datastore_bytes: int = 0
+    draft_layer_bytes: int = 0
 
     @property
     @abstractmethod
@@ -177,7 +178,7 @@ class MemoryModel(ABC):
         nodes = draft_nodes(runtime)
         held = self._adapter_bytes(nodes) + self.draft_head_bytes
         drafter = drafter_bytes(runtime.speculation, config, self.max_context, nodes, runtime.parallel)
-        drafter += self.draft_model_bytes + self.datastore_bytes
+        drafter += self.draft_model_bytes + self.datastore_bytes + self.draft_layer_bytes
         if not drafter:
             return held
         if config.experts is not None:

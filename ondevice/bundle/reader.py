@@ -12,6 +12,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +20,13 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.bundle.draft_layers import (
+    EAGLE_SIDECAR,
+    MTP_SIDECAR,
+    DraftLayer,
+    draft_layer_tensors,
+    parse_draft_layer,
+)
 from ondevice.bundle.expert_costs import EXPERT_COSTS_SIDECAR, ExpertCosts, parse_expert_costs
 from ondevice.bundle.expert_use import (
     EXPERT_USE,
@@ -195,6 +203,9 @@ class Bundle:
         """Metadata of the counts of how often experts are chosen, and what caches hit; None without any."""
         self.ngrams = self._addition(NGRAMS_SIDECAR, self._read_ngrams)
         """The datastore of continuations to draft from; None if the bundle has none."""
+        self.eagle = self._addition(EAGLE_SIDECAR, partial(self._read_draft_layer, EAGLE_SIDECAR))
+        self.mtp = self._addition(MTP_SIDECAR, partial(self._read_draft_layer, MTP_SIDECAR))
+        """Draft layers, an EAGLE-3 head and the checkpoint's own; None if the bundle has none."""
 
     @staticmethod
     def open(path: str | Path) -> Bundle:
@@ -430,6 +441,12 @@ class Bundle:
         tensors = stream_tensors(self.config, streams)
         self._add_tensors(STREAMS_SIDECAR, len(data), tensors, streams.crcs, streams.sha256)
         return streams
+
+    def _read_draft_layer(self, sidecar: Sidecar, data: bytes) -> DraftLayer:
+        layer = parse_draft_layer(sidecar, data, self.manifest)
+        tensors = draft_layer_tensors(layer, self.config)
+        self._add_tensors(sidecar, len(data), tensors, layer.crcs, layer.sha256)
+        return layer
 
     def _read_ngrams(self, data: bytes) -> Ngrams:
         ngrams, crcs = parse_ngrams(data, self.manifest)

@@ -14,6 +14,7 @@ import numpy as np
 
 from ondevice.bundle.codes import MAX_POWER
 from ondevice.bundle.digest import CHUNK_BYTES, Crc32c, FileDigest
+from ondevice.bundle.draft_layers import EAGLE_SIDECAR, MTP_SIDECAR
 from ondevice.bundle.expert_costs import EXPERT_COSTS_SIDECAR
 from ondevice.bundle.expert_use import EXPERT_USE, EXPERT_USE_SIDECAR, expert_use_layout
 from ondevice.bundle.files import read_range
@@ -47,6 +48,8 @@ SIDECARS = (
     EXPERT_USE_SIDECAR,
     NGRAMS_SIDECAR,
     STREAMS_SIDECAR,
+    EAGLE_SIDECAR,
+    MTP_SIDECAR,
 )
 _REMEDY = "the bundle is damaged, convert the model again"
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -69,6 +69,10 @@ class ForwardOutput:
     """(n * S, D) initial states of every token's streams; with `last_only`, of the last token's alone."""
     streams: Mapping[int, Array] = field(default_factory=dict)
     """(S, D) final states of a token's streams for `Transformer.logits`, by index into `tokens`."""
+    tapped: Sequence[Array] = ()
+    """Hidden states, (n, D) each, of `Transformer.taps`; none of a pass of several sequences."""
+    position: int = 0
+    """Tokens in kv before the pass."""
 
 
 class SequencePart(NamedTuple):
@@ -100,6 +104,8 @@ class Transformer:
         self.weights = weights
         self.streams = streams
         self.draft_head = draft_head
+        self.taps: tuple[int, ...] = ()
+        """Layers, ascending, whose inputs `run` hands out; `num_layers` means what leaves the last."""
         self._thread = threading.get_ident()
         self._is_plain = config.is_plain
         self._ropes = [Rope(spec) for spec in config.ropes]
@@ -346,7 +352,10 @@ class Transformer:
         """Run all layers over T tokens. Adds those that weren't pruned to kv."""
         check_thread(self._thread)
         config, ids, tree, branches = self.config, self._checked(batch.tokens), batch.tree, None
-        kv.reserve(kv.length + len(ids))
+        position, tapped, last_only = kv.length, list[Array](), batch.last_only
+        if config.num_layers in self.taps:
+            batch = replace(batch, last_only=False)
+        kv.reserve(position + len(ids))
         if tree is not None and len(tree) != len(ids):
             raise UsageError(f"a tree of {len(tree)} nodes can't hold {len(ids)} tokens")
         self.backend.begin_pass(batch)
@@ -357,9 +366,9 @@ class Transformer:
             raise UsageError(f"x is {tuple(x.shape)}; it must be {(len(ids), config.hidden_size)}")
         chosen, rows = PrunedDraft(range(len(ids))), self._rows([place], batch)
         if not self._is_plain:
-            x = self._with_inputs(ids, x, batch, rows, cancelled)
+            x = self._with_inputs(ids, x, batch, rows, cancelled, tapped)
             kv.extend(ids.tolist())
-            return ForwardOutput(chosen.tokens, x)
+            return ForwardOutput(chosen.tokens, x[-1:] if last_only else x, tapped=tapped, position=position)
         for layer in range(config.num_layers):
             if cancelled is not None and cancelled():
                 raise Cancelled
@@ -369,18 +378,28 @@ class Transformer:
                     if chosen.streams or len(chosen.tokens) < len(ids):
                         x, batch = self._prune(x, kv, chosen, batch)
                         rows = self._rows([_place(kv, batch)], batch)
+                        tapped = [self.backend.rows(own, chosen.tokens) for own in tapped]
                     branches = self._branches(x, range(len(chosen.tokens)))
-                elif batch.last_only:
+                elif last_only:
                     branches = self._branches(x, [len(ids) - 1])
+            self._tap(layer, x, len(chosen.tokens), tapped)
             x = self._layer(layer, x, batch, rows)
-        known = ids.tolist()
+        kept, known = len(chosen.tokens), ids.tolist()
+        self._tap(config.num_layers, x, kept, tapped)
         kv.extend([known[token] for token in chosen.tokens])
         if self.streams is None or not chosen.streams:
-            return ForwardOutput(chosen.tokens, x, branches)
-        kept, count = len(chosen.tokens), self.streams.count
+            x = x[-1:] if last_only else x
+            return ForwardOutput(chosen.tokens, x, branches, tapped=tapped, position=position)
+        count = self.streams.count
         starts = range(kept, kept + count * len(chosen.streams), count)
         ended = {token: x[start : start + count] for token, start in zip(chosen.streams, starts, strict=True)}
-        return ForwardOutput(chosen.tokens, x[:kept], branches, ended)
+        return ForwardOutput(chosen.tokens, x[:kept], branches, ended, tapped, position)
+
+    def _tap(self, layer: int, x: Array, count: int, tapped: list[Array]) -> None:
+        """Add a copy of the first `count` rows of x, which enter `layer`, to `tapped` if it is wanted."""
+        if layer in self.taps:
+            # Layers overwrite what enters them.
+            tapped.append(self.backend.rows(x, range(count)))
 
     def _all_layers(
         self, ids: Int32, x: Array, batch: ForwardBatch, rows: Rows, cancelled: IsCancelled | None
@@ -395,9 +414,18 @@ class Transformer:
         return x
 
     def _with_inputs(
-        self, ids: Int32, x: Array, batch: ForwardBatch, rows: Rows, cancelled: IsCancelled | None
+        self,
+        ids: Int32,
+        x: Array,
+        batch: ForwardBatch,
+        rows: Rows,
+        cancelled: IsCancelled | None,
+        tapped: list[Array] | None = None,
     ) -> Array:
-        """All layers of a model that isn't plain, which has no streams: (T, D), or the last row alone."""
+        """All layers of a model that isn't plain, which has no streams: (T, D), or the last row alone.
+
+        tapped: gets the hidden states of `taps`.
+        """
         config, (copies, inputs) = self.config, self._entering(ids, x)
         last, width = config.num_layers - 1, config.per_layer_width
         for layer in range(config.num_layers):
@@ -406,8 +434,13 @@ class Transformer:
             if inputs is not None and layer == last and batch.last_only:
                 inputs = inputs[-1:]
             own = None if inputs is None else inputs[:, layer * width : (layer + 1) * width]
+            if tapped is not None:
+                self._tap(layer, copies[0], len(ids), tapped)
             copies = self._residuals(layer, copies, batch, rows, own)
-        return self.leaving(copies)
+        found = self.leaving(copies)
+        if tapped is not None:
+            self._tap(config.num_layers, found, len(ids), tapped)
+        return found
 
     def _entering(self, ids: Int32, x: Array) -> tuple[altup.Copies, Array | None]:
         """The copies and the per-layer inputs of all layers, for embeddings x (T, D)."""

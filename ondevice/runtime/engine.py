@@ -35,6 +35,7 @@ from ondevice.model.shared_passes import PassRequest, PassResult
 from ondevice.model.stream_loading import load_streams
 from ondevice.model.transformer import Cancelled, Transformer
 from ondevice.runtime.backend_choice import make_backend
+from ondevice.runtime.draft_layers import open_draft_layer
 from ondevice.runtime.draft_model import load_draft
 from ondevice.runtime.joint_jobs import WAIT, JointJobs
 from ondevice.runtime.kv_cache_pool import KVCachePool
@@ -299,6 +300,12 @@ class Engine:
         datastore = None
         if drafts_with_ngrams(runtime.speculation, resolved.bundle.ngrams):
             datastore = open_datastore(resolved.bundle, runtime)
+        layer, state = resolved.draft_layer, None
+        if layer is not None:
+            weights, context = self._generator.transformer.weights, resolved.plan.max_context
+            state = open_draft_layer(
+                resolved.bundle, layer, runtime, self._backend, weights, context, cancelled
+            )
         target = Target(
             self._bundle.config,
             self._generator.transformer,
@@ -306,6 +313,7 @@ class Engine:
             MultiStreamDrafting(streams=runtime.draft_streams, pruning_threshold=runtime.draft_pruning),
             second,
             datastore,
+            state,
         )
         drafter = make_drafter(runtime.speculation, target)
         nodes = min(draft_nodes(runtime), widths.nodes)
@@ -317,6 +325,7 @@ class Engine:
     def draft_with(self, name: str, drafting: Drafting | None) -> None:
         """Draft with `drafting` from now on. name: its `--speculation`, for the stats of generations."""
         labels = replace(self._generator.labels, speculation=name)
+        self._generator.transformer.taps = () if drafting is None else drafting.taps
         self._generator = replace(self._generator, drafting=drafting, labels=labels)
 
     def close(self) -> None:

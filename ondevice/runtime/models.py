@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
+from ondevice.bundle.draft_layers import SIDECAR_OF, DraftLayer
 from ondevice.bundle.files import read_whole
 from ondevice.bundle.layout import MANIFEST, RESIDENT
 from ondevice.bundle.manifest import parse_manifest
@@ -461,6 +462,7 @@ def check_runtime(
     streams: MultiStreams | None = None,
     damaged: Mapping[str, BundleError] = NOTHING_DAMAGED,
     ngrams: Ngrams | None = None,
+    draft_layers: Mapping[str, DraftLayer | None] = NOTHING_DAMAGED,
 ) -> None:
     """Refuse what this model or this version can't do before anything is loaded.
 
@@ -471,7 +473,10 @@ def check_runtime(
         (f"--sparsity {runtime.sparsity}", "predictors", runtime.sparsity == "predicted"),
         (f"--sparsity {runtime.sparsity}", "thresholds", runtime.sparsity == "threshold"),
         (f"--speculation {runtime.speculation}", "streams", needs(runtime.speculation) == "streams"),
-        (f"--speculation {runtime.speculation}", "ngrams", needs(runtime.speculation) == "ngrams"),
+        *(
+            (f"--speculation {runtime.speculation}", key, needs(runtime.speculation) == key)
+            for key in ("ngrams", "eagle", "mtp")
+        ),
     ):
         if asked and key in damaged:
             raise BundleError(f"{mode} isn't possible with this model: {damaged[key].for_command_line}")
@@ -483,10 +488,13 @@ def check_runtime(
             f"{modes[runtime.sparsity].reason}. It can have: {have}"
         )
     operating_point(runtime, predictors, thresholds)
-    added = {"streams": streams, "ngrams": ngrams}
+    added = {"streams": streams, "ngrams": ngrams, "eagle": None, "mtp": None, **draft_layers}
     wanted = needs(runtime.speculation)
     if wanted in added and added[wanted] is None:
         lacks = f"its bundle has no {wanted}; `ondevice train {wanted}` makes them"
+        if wanted in SIDECAR_OF:
+            command = SIDECAR_OF[wanted].command.format(model="BUNDLE")
+            lacks = f"its bundle has no {wanted} layer; `{command}` adds one"
         if wanted == "streams" and not config.is_plain:
             lacks = no_streams(config)
         have = ", ".join(("off", *(name for name in DRAFTERS if added.get(needs(name), True) is not None)))

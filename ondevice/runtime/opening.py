@@ -14,7 +14,7 @@ from ondevice.errors import BundleError, FlashReadError
 from ondevice.kernels import _native
 from ondevice.model_config import ModelConfig
 from ondevice.speculation.datastore import Datastore
-from ondevice.speculation.registry import drafts_with_ngrams, runs_streams
+from ondevice.speculation.registry import drafts_with_ngrams, runs_streams, used_draft_layer
 from ondevice.tokenizer import Tokenizer, load_tokenizer, loading_bytes
 from ondevice.units import trim_heap
 
@@ -28,6 +28,9 @@ def without_damaged_sidecars(bundle: Bundle, runtime: RuntimeConfig) -> Bundle:
     ):
         if used:
             bundle = without_damage(bundle, sidecar, _native.crc32c)
+    layer = used_draft_layer(runtime.speculation, bundle.eagle, bundle.mtp)
+    if layer is not None:
+        bundle = without_damage(bundle, layer.sidecar, _native.crc32c)
     if drafts_with_ngrams(runtime.speculation, bundle.ngrams):
         try:
             open_datastore(bundle, runtime).close()
@@ -50,6 +53,8 @@ def damage_warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
         "hotness": runtime.sparsity != "dense",
         "streams": runtime.speculation == "auto",
         "ngrams": runtime.speculation == "auto",
+        "eagle": False,
+        "mtp": False,
         "token_counts": False,
         "expert_costs": False,
         "expert_use": True,

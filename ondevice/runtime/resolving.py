@@ -10,6 +10,7 @@ from itertools import product
 
 from ondevice.backends.row_invariance import BY_CONSTRUCTION, RowInvariance, RowWidths
 from ondevice.budget.claims import others
+from ondevice.budget.draft_layers import draft_layer_bytes, loaded_bytes
 from ondevice.budget.limits import (
     Allowance,
     allowance,
@@ -22,6 +23,7 @@ from ondevice.budget.limits import (
 from ondevice.budget.memory_model import MemoryModel
 from ondevice.budget.plan import Plan, plan_memory
 from ondevice.budget.sizes import context_tokens, draft_head_bytes, draft_head_rows, stream_bytes
+from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig, Sparsity, Speculation
 from ondevice.errors import BudgetError, ContextOverflowError
@@ -42,7 +44,12 @@ from ondevice.runtime.opening import (
     tokenizer_bytes,
     without_damaged_sidecars,
 )
-from ondevice.speculation.registry import check_draft_options, datastore_bytes, runs_streams
+from ondevice.speculation.registry import (
+    check_draft_options,
+    datastore_bytes,
+    runs_streams,
+    used_draft_layer,
+)
 from ondevice.tokenizer import Tokenizer, import_library
 from ondevice.units import MemoryRoom, memory_rooms, parse_budget, process_memory, trim_heap, usable_cores
 
@@ -115,6 +122,11 @@ class ResolvedModel:
         return runs_streams(self.runtime.speculation, self.bundle.streams)
 
     @property
+    def draft_layer(self) -> DraftLayer | None:
+        """The draft layer that is loaded; None if none is."""
+        return used_draft_layer(self.runtime.speculation, self.bundle.eagle, self.bundle.mtp)
+
+    @property
     def own_experts(self) -> int:
         """Experts that the model's own tokens choose, where `--experts` asks for fewer; else 0."""
         experts = self.bundle.manifest.config.experts if self.runtime.experts else None
@@ -131,6 +143,8 @@ class ResolvedModel:
         found = self.plan.weights_bytes + self.plan.predictor_bytes
         if self.draft is not None:
             found += self.draft.loaded_bytes
+        if self.draft_layer is not None:
+            found += loaded_bytes(self.draft_layer, self.bundle.config)
         if self.bundle.streams is not None and self.runs_streams:
             found += stream_bytes(self.bundle.config, self.bundle.streams)
         found += draft_head_bytes(self.bundle.config, self.bundle.quant, self.draft_head_rows)
@@ -155,7 +169,7 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
         runtime = replace(runtime, experts=0)
     bundle = bundle.with_config(fewer)
     added = bundle.predictors, bundle.thresholds, bundle.streams, bundle.damaged, bundle.ngrams
-    check_runtime(bundle.config, runtime, *added)
+    check_runtime(bundle.config, runtime, *added, {"eagle": bundle.eagle, "mtp": bundle.mtp})
     check_draft_options(runtime, bundle.streams, bundle.token_counts, bundle.damaged)
     if bundle.incomplete is not None:
         raise bundle.incomplete
@@ -323,11 +337,13 @@ class _Planner:
     def _plan(self, runtime: RuntimeConfig, draft: ResolvedDraft | None) -> Plan:
         """The plan of a model whose options are settled, under its budget."""
         draft_bytes = 0 if draft is None else draft.nbytes
+        layer = used_draft_layer(runtime.speculation, self.bundle.eagle, self.bundle.mtp)
         memory = replace(
             self.memory,
             runtime=runtime,
             draft_model_bytes=draft_bytes,
             datastore_bytes=datastore_bytes(runtime.speculation, self.bundle.ngrams),
+            draft_layer_bytes=0 if layer is None else self._draft_layer_bytes(layer, runtime),
         )
         plan = plan_memory(memory, budget_bytes=0, process_bytes=self.measured.process_bytes)
         plan = replace(
@@ -340,6 +356,11 @@ class _Planner:
         if self._is_auto:
             return plan.with_budget(auto_budget(plan, self._allowance))
         return plan.with_budget(parse_budget(runtime.dram_budget))
+
+    def _draft_layer_bytes(self, layer: DraftLayer, runtime: RuntimeConfig) -> int:
+        return draft_layer_bytes(
+            layer, self.bundle.config, runtime, context_tokens(self.bundle.config, runtime)
+        )
 
     @property
     def _is_auto(self) -> bool:

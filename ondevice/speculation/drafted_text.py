@@ -101,8 +101,8 @@ class DraftedText:
         self._constrained: Constrained | None = None
         self._told = 0
         """Number of the text's tokens that the drafter knows; 0: it has yet to begin."""
-        self._missed_output: tuple[ForwardOutput, int] | None = None
-        """The newest output that the drafter hasn't been given, and its last accepted node."""
+        self._missed_output: tuple[ForwardOutput, Sequence[int]] | None = None
+        """The newest output that the drafter hasn't been given, and the nodes of it that the text took."""
         self._learning_seconds = 0.0
         """Time of the drafter after the newest pass."""
         self._count = _DraftCount()
@@ -165,6 +165,11 @@ class DraftedText:
         self.asked += 1
         return self.drafter.propose(path)
 
+    def read(self, output: ForwardOutput) -> None:
+        """Give the drafter the output of a pass over the prompt. Raises what a drafter raises."""
+        if self.state == "listening":
+            self.drafter.read(output)
+
     def drew(self, token: int, logits: Float32) -> None:
         """Tell the drafter that `token` was drawn from logits (V,) and is about to join the text.
 
@@ -181,9 +186,9 @@ class DraftedText:
         """Take the outcome of the finished pass. Returns whether all texts of the pass now have."""
         its, self.round = self.round, None
         if self.state == "throttled":
-            self._missed_output = outcome.output, outcome.path[-1]
+            self._missed_output = outcome.output, outcome.path
         elif self.state == "listening":
-            self.drafter.end_pass(outcome.output, outcome.path[-1])
+            self.drafter.end_pass(outcome.output, outcome.path)
             if its is not None and self._prepared:
                 self._count.add(outcome, len(self.draft), self.preparing_seconds, self.proposing_seconds)
         return its is not None and its.drew(self, outcome, self._learning_seconds)

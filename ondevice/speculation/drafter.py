@@ -39,11 +39,14 @@ class Drafter(ABC):
             throttled; it is only added to the text.
         """
 
-    def end_pass(self, output: ForwardOutput, node: int) -> None:  # noqa: B027
+    def read(self, output: ForwardOutput) -> None:  # noqa: B027
+        """Take the output of a pass over tokens of the text's prompt."""
+
+    def end_pass(self, output: ForwardOutput, path: Sequence[int]) -> None:  # noqa: B027
         """Take the output of a finished forward pass.
 
-        node: index in `output` of the newest token in the target's cache. The token drawn after it has been
-            observed already.
+        path: indices in `output` of the tokens that the text took, the last of which is the newest in the
+            target's cache. The token drawn after it has been observed already.
         """
 
     def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:  # noqa: B027
@@ -61,6 +64,11 @@ class Drafter(ABC):
         It has nothing to close. None: drafters of this kind draft for one text at a time.
         """
         return None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers, as of `Transformer.taps`, whose hidden states outputs should have."""
+        return ()
 
     @abstractmethod
     def propose(self, path: Sequence[int]) -> Proposals:

@@ -13,7 +13,7 @@ from ondevice.config import SamplingConfig
 from ondevice.constraints.constrained import Constrained
 from ondevice.errors import OndeviceError, system_refusals
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import Cancelled
+from ondevice.model.transformer import Cancelled, ForwardOutput
 from ondevice.speculation.drafted_text import DraftedText, PassOutcome, Round, State
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.policy import TreePolicy
@@ -146,11 +146,26 @@ class Drafting:
             return self._plain(asked, its, "disabled")
         return self._prunable(found, asked)
 
+    def read(self, text: DraftedText, output: ForwardOutput) -> None:
+        """Let a text's drafter learn from a pass over its prompt. One that fails disables drafting."""
+        if self._failure:
+            return
+        try:
+            with system_refusals():
+                text.read(output)
+        except OndeviceError as error:
+            self._fail(error)
+
     def observe(self, text: DraftedText, outcome: PassOutcome) -> None:
         """Learn from a text's part of the finished pass. Passes of prompts count as well."""
         its = text.round
         if text.drawn(outcome) and its is not None and its.timed:
             self._pace_of(its.texts).record(its)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers, as of `Transformer.taps`, whose hidden states outputs should have."""
+        return self._drafter.taps
 
     def stats(self, text: DraftedText) -> DraftStats:
         """Stats of the text so far, with a sentence on whether drafts are made, and why."""

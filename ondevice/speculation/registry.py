@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.ngrams import Ngrams
 from ondevice.bundle.ngrams import index_bytes as ngram_index_bytes
 from ondevice.bundle.streams import MultiStreams
@@ -17,6 +18,7 @@ from ondevice.model_config import ModelConfig
 from ondevice.speculation.datastore import READER_BYTES, Datastore
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafters.combined import Combined, WhileRowsAreCheap
+from ondevice.speculation.drafters.draft_layer import DraftLayerDrafter, DraftLayerState
 from ondevice.speculation.drafters.intersection import (
     FINDING_BYTES,
     TABLE_BYTES,
@@ -32,8 +34,8 @@ from ondevice.speculation.drafters.resident import ResidentDrafter
 from ondevice.speculation.drafters.streams import MultiStreamDrafter, MultiStreamDrafting
 from ondevice.speculation.tree import STREAM_ROWS
 
-Needs = Literal["nothing", "streams", "ngrams", "draft model"]
-"""A drafter's requirement in addition to the model: streams or n-grams in its bundle, or a second model."""
+Needs = Literal["nothing", "streams", "ngrams", "draft model", "eagle", "mtp"]
+"""A drafter's requirement in addition to the model: a sidecar of its bundle, or a second model."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Target:
     streams: MultiStreamDrafting
     draft_model: DraftModel | None = None
     datastore: Datastore | None = None
+    draft_layer: DraftLayerState | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,19 @@ DRAFTERS: dict[str, DrafterKind] = {
         _nothing,
         lambda target: _model_drafter(target),
     ),
+    # A draft layer's memory is planned from its sidecar.
+    "eagle": DrafterKind(
+        "eagle",
+        _nothing,
+        _nothing,
+        lambda target: _layer_drafter(target),
+    ),
+    "mtp": DrafterKind(
+        "mtp",
+        _nothing,
+        _nothing,
+        lambda target: _layer_drafter(target),
+    ),
     "auto": DrafterKind(
         "nothing",
         lambda config, context, nodes: sum(
@@ -172,6 +188,11 @@ def drafts_with_streams(name: str, streams: MultiStreams | None) -> bool:
 def drafts_with_ngrams(name: str, ngrams: Ngrams | None) -> bool:
     """Whether the drafter `name` drafts with a model's datastore of continuations."""
     return ngrams is not None and name in ("ngrams", "auto")
+
+
+def used_draft_layer(name: str, eagle: DraftLayer | None, mtp: DraftLayer | None) -> DraftLayer | None:
+    """The draft layer with which the drafter `name` drafts, of those that a model has."""
+    return {"eagle": eagle, "mtp": mtp}.get(name)
 
 
 def datastore_bytes(name: str, ngrams: Ngrams | None) -> int:
@@ -235,6 +256,11 @@ def _automatic(target: Target) -> Drafter:
     if target.datastore is not None:
         members.append(NgramDrafter(target.datastore, CHEAP_LOOKUP_SHARE))
     return Combined(members)
+
+
+def _layer_drafter(target: Target) -> Drafter:
+    assert target.draft_layer is not None
+    return DraftLayerDrafter(target.draft_layer)
 
 
 def _ngram_drafter(target: Target) -> Drafter:

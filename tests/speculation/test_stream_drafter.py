@@ -202,7 +202,7 @@ def end_pass(
     streams: Mapping[int, Float32] | None = None,
 ) -> None:
     drafter.end_pass(
-        ForwardOutput(tokens, np.zeros((len(tokens), 1), np.float32), branches, streams or {}), node
+        ForwardOutput(tokens, np.zeros((len(tokens), 1), np.float32), branches, streams or {}), [node]
     )
 
 
@@ -264,7 +264,7 @@ def test_streams_that_ran_in_the_pass_do_not_run_again() -> None:
     assert said(drafter) == [76, 77, 78, None]
     assert transformer.ran == [[76, 77, 78]]
     # A pass without streams, of a model that none were asked of, leaves nothing to draft from.
-    drafter.end_pass(ForwardOutput(range(1), numbered(0)), 0)
+    drafter.end_pass(ForwardOutput(range(1), numbered(0)), [0])
     prepare(drafter)
     assert said(drafter) == [None] * (COUNT + 1)
 

@@ -34,6 +34,11 @@ class Combined(Drafter):
     def __init__(self, members: Sequence[Drafter]) -> None:
         self.members = tuple(members)
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Those of the one member that has some, if there is one."""
+        return next((member.taps for member in self.members if member.taps), ())
+
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         for member in self.members:
             member.begin(text, sampling)
@@ -42,9 +47,13 @@ class Combined(Drafter):
         for member in self.members:
             member.observe(token, logits)
 
-    def end_pass(self, output: ForwardOutput, node: int) -> None:
+    def read(self, output: ForwardOutput) -> None:
         for member in self.members:
-            member.end_pass(output, node)
+            member.read(output)
+
+    def end_pass(self, output: ForwardOutput, path: Sequence[int]) -> None:
+        for member in self.members:
+            member.end_pass(output, path)
 
     def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
         for member in self.members:
@@ -94,8 +103,11 @@ class WhileRowsAreCheap(Drafter):
     def observe(self, token: int, logits: Float32 | None) -> None:
         self._drafter.observe(token, logits if self._asked else None)
 
-    def end_pass(self, output: ForwardOutput, node: int) -> None:
-        self._drafter.end_pass(output, node)
+    def read(self, output: ForwardOutput) -> None:
+        self._drafter.read(output)
+
+    def end_pass(self, output: ForwardOutput, path: Sequence[int]) -> None:
+        self._drafter.end_pass(output, path)
 
     def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
         self._asked = self._is_cheap

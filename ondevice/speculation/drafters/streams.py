@@ -100,8 +100,9 @@ class MultiStreamDrafter(Drafter):
         self._text.append(token)
         self._drawn += 1
 
-    def end_pass(self, output: ForwardOutput, node: int) -> None:
+    def end_pass(self, output: ForwardOutput, path: Sequence[int]) -> None:
         self._forget()
+        node = path[-1]
         self._states = output.streams.get(node)
         if self._states is None and output.branches is not None:
             row = node if len(output.tokens) == output.branches.shape[0] // self._count else 0

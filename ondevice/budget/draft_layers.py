@@ -1,0 +1,43 @@
+"""A draft layer's memory. All sizes are bytes."""
+
+from __future__ import annotations
+
+from ondevice.backends.base import KVLayout
+from ondevice.budget.sizes import draft_nodes, interleaved_bytes, widest_pass
+from ondevice.bundle.draft_layers import DraftLayer
+from ondevice.bundle.layout import padded
+from ondevice.config import GROUP_SIZE, RowFormat, RuntimeConfig
+from ondevice.model.draft_layer import PIECE_ROWS
+from ondevice.model_config import ModelConfig
+
+
+def draft_layer_bytes(
+    layer: DraftLayer, target: ModelConfig, runtime: RuntimeConfig, max_context: int
+) -> int:
+    """Memory of a draft layer for texts of `max_context` tokens: weights, keys and values, rows."""
+    return loaded_bytes(layer, target) + _state_bytes(layer, target, runtime, max_context)
+
+
+def loaded_bytes(layer: DraftLayer, target: ModelConfig) -> int:
+    """Memory of its weights, which it holds from the end of loading on."""
+    matrices = layer.matrices(target).values()
+    found = sum(interleaved_bytes(rows, cols, RowFormat(layer.bits)) for rows, cols in matrices)
+    found += 4 * sum(layer.vectors(target).values())
+    if layer.own_head:
+        found += 8 * layer.tokens
+    if layer.own_embeddings:
+        found += 2 * target.vocab_size * padded(layer.hidden_size, GROUP_SIZE)
+    return found
+
+
+def _state_bytes(layer: DraftLayer, target: ModelConfig, runtime: RuntimeConfig, max_context: int) -> int:
+    """Keys and values of a context and a draft behind it, hidden states of a pass, and scratch memory."""
+    nodes, width = draft_nodes(runtime), layer.hidden_size
+    kv = KVLayout(layer.layer_config(max_context), runtime.kv_bits).nbytes(max_context + nodes)
+    # What passes hand out, once as such and once as rows that wait for their tokens.
+    tapped = 4 * widest_pass(target, runtime) * (len(layer.taps) * target.hidden_size + width)
+    logits = 4 * (nodes + 2) * (layer.tokens + width)
+    # Inputs, projections and what attends, copies of gates, ups and their products.
+    row = 4 * width + 2 * layer.qkv_rows + layer.query_size + 4 * layer.neurons
+    row += len(layer.taps) * target.hidden_size + layer.embedding_width(target)
+    return kv + tapped + logits + 2 * 4 * PIECE_ROWS * row + 8 * max_context

@@ -1,0 +1,265 @@
+"""`eagle.json`, `mtp.json` and their tensors: a layer beside the model's own that drafts from hidden states.
+
+Two kinds have one form. EAGLE-3 (arXiv 2503.01840) is a layer that others trained for a finished model: its
+queries, keys and values read a token's embedding and a mixture of three hidden states side by side. A
+multi-token-prediction layer (arXiv 2412.19437, section 2.2) comes with a checkpoint: one matrix joins the
+embedding and the last hidden state, and a layer of the usual form follows. Each is a sidecar (`sidecar.py`)
+of a finished bundle; `weights/README.md` is the specification.
+
+Legend: D width of the draft layer, T of the target, V target's vocabulary, N tokens of the layer's own head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal, cast, get_args
+
+from ondevice.bundle.layout import FileLayout, TensorSpec, linear_tensors, tensors_layout
+from ondevice.bundle.manifest import Manifest
+from ondevice.bundle.sidecar import Sidecar, check_sidecar, parse_sidecar, sidecar_text
+from ondevice.bundle.strict_json import Section
+from ondevice.config import GROUP_SIZE, RowFormat
+from ondevice.errors import BundleError, UnsupportedModelError
+from ondevice.model_config import (
+    ACTIVATIONS,
+    SIZE_LIMITS,
+    Activation,
+    AttentionSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    ModelConfig,
+    NormSpec,
+    RopeSpec,
+)
+
+DraftLayerKind = Literal["eagle", "mtp"]
+DRAFT_LAYERS_VERSION = 1
+EAGLE_SIDECAR = Sidecar(
+    "eagle",
+    "eagle.json",
+    "eagle.safetensors",
+    "ondevice convert HEADS --draft-for {model}",
+    "every --speculation but `eagle`",
+)
+MTP_SIDECAR = Sidecar(
+    "mtp",
+    "mtp.json",
+    "mtp.safetensors",
+    "ondevice convert CHECKPOINT --draft-for {model}",
+    "every --speculation but `mtp`",
+)
+SIDECAR_OF: Mapping[str, Sidecar] = {"eagle": EAGLE_SIDECAR, "mtp": MTP_SIDECAR}
+EAGLE_TAPS = 3
+"""Hidden states that an EAGLE-3 layer mixes."""
+TOKENS = "tokens"
+EMBEDDINGS = "embeddings"
+
+
+@dataclass(frozen=True)
+class DraftLayer:
+    """The content of the JSON file: what a draft layer is, and for which weights.
+
+    model: `weights_digest` of the target. bits: width of the matrices' codes. taps: the target's hidden
+    states that it reads, each by the layer that it enters; the number of layers means the last one's output.
+    residual_normed: whether attention's output joins the normed hidden state, not the hidden state itself.
+    head_norm: whether each head's queries and keys are normed. own_head: whether it has an output head of its
+    own, of `tokens` tokens; else the target's serves. own_embeddings: whether it has embeddings of its own,
+    (V, D). crcs: CRC32C of each MiB of the file with the tensors.
+    """
+
+    kind: DraftLayerKind
+    model: str
+    bits: Literal[4, 8, 16]
+    taps: tuple[int, ...]
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    neurons: int
+    activation: Activation
+    eps: float
+    frequencies: tuple[float, ...]
+    magnitude: float
+    qkv_bias: bool
+    output_bias: bool
+    head_norm: bool
+    residual_normed: bool
+    own_head: bool
+    own_embeddings: bool
+    tokens: int
+    sha256: str = "0" * 64
+    crcs: tuple[int, ...] = ()
+
+    @property
+    def sidecar(self) -> Sidecar:
+        return SIDECAR_OF[self.kind]
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of the fused projection."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def embedding_width(self, target: ModelConfig) -> int:
+        """Width of the embeddings that it reads."""
+        return self.hidden_size if self.own_embeddings else target.embedding_size
+
+    def layer_config(self, max_context: int) -> ModelConfig:
+        """The layer as a model of one layer, by which its keys and values are laid out.
+
+        Raises UnsupportedModelError for sizes that can't be run.
+        """
+        attention = AttentionSpec(
+            self.head_dim**-0.5, bias=self.qkv_bias, head_norm="head" if self.head_norm else "none"
+        )
+        return ModelConfig(
+            architecture=self.kind,
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.neurons,
+            vocab_size=self.tokens,
+            max_context=max_context,
+            norm=NormSpec(eps=self.eps),
+            ropes=(RopeSpec(self.frequencies, self.magnitude),),
+            layers=(LayerSpec(attention, FeedForwardSpec(self.activation)),),
+        )
+
+    def matrices(self, target: ModelConfig) -> dict[str, tuple[int, int]]:
+        """Logical (rows, columns) of every quantised matrix by name, in the order of the file."""
+        width, embedding = self.hidden_size, self.embedding_width(target)
+        if self.kind == "eagle":
+            found = {f"fc.{tap}": (width, target.hidden_size) for tap in range(len(self.taps))}
+            found |= {"qkv.embedding": (self.qkv_rows, embedding), "qkv.hidden": (self.qkv_rows, width)}
+        else:
+            found = {"joined.embedding": (width, embedding), "joined.hidden": (width, target.hidden_size)}
+            found["qkv"] = (self.qkv_rows, width)
+        found |= {"out": (width, self.query_size), "gate": (self.neurons, width), "up": (self.neurons, width)}
+        found["down"] = (width, self.neurons)
+        return found | ({"head": (self.tokens, width)} if self.own_head else {})
+
+    def vectors(self, target: ModelConfig) -> dict[str, int]:
+        """Lengths of the float32 vectors by name, in the order of the file."""
+        found = {
+            "embedding_norm": self.embedding_width(target),
+            "hidden_norm": self.hidden_size if self.kind == "eagle" else target.hidden_size,
+            "feed_forward_norm": self.hidden_size,
+            "final_norm": self.hidden_size,
+        }
+        if self.kind == "mtp":
+            found["attention_norm"] = self.hidden_size
+        if self.qkv_bias:
+            found["qkv.bias"] = self.qkv_rows
+        if self.output_bias:
+            found["out.bias"] = self.hidden_size
+        if self.head_norm:
+            found |= {"q_norm": self.head_dim, "k_norm": self.head_dim}
+        return found
+
+    def name(self, tensor: str) -> str:
+        """The name in the file of a matrix or vector."""
+        return f"{self.kind}.{tensor}"
+
+
+def draft_layer_tensors(layer: DraftLayer, target: ModelConfig) -> Mapping[str, TensorSpec]:
+    """The exact tensors of the file, in the order of their bytes: vectors, tokens, matrices, embeddings."""
+    tensors = {layer.name(name): TensorSpec("F32", (size,)) for name, size in layer.vectors(target).items()}
+    if layer.own_head:
+        tensors[layer.name(TOKENS)] = TensorSpec("U32", (layer.tokens,))
+    for name, (rows, cols) in layer.matrices(target).items():
+        tensors |= linear_tensors(layer.name(name), rows, cols, RowFormat(layer.bits))
+    if layer.own_embeddings:
+        rows, cols = target.vocab_size, layer.hidden_size
+        tensors |= linear_tensors(layer.name(EMBEDDINGS), rows, cols, RowFormat(16))
+    return tensors
+
+
+def draft_layer_layout(layer: DraftLayer, target: ModelConfig) -> FileLayout:
+    """Size, header and checksum units of the file of tensors."""
+    return tensors_layout(draft_layer_tensors(layer, target))
+
+
+def draft_layer_text(layer: DraftLayer) -> bytes:
+    """The bytes of the JSON file."""
+    content = {"version": DRAFT_LAYERS_VERSION, "group_size": GROUP_SIZE, **asdict(layer)}
+    return sidecar_text(layer.sidecar, content)
+
+
+def check_draft_layer(layer: DraftLayer, target: ModelConfig) -> None:
+    """Raises BundleError for a value that the JSON file can't have for this model."""
+    _parse(parse_sidecar(layer.sidecar, draft_layer_text(layer)), target)
+
+
+def parse_draft_layer(sidecar: Sidecar, data: bytes, manifest: Manifest) -> DraftLayer:
+    """The JSON file parsed. Raises BundleError if damaged, out of range, or made for other weights."""
+    layer = _parse(parse_sidecar(sidecar, data), manifest.config)
+    if layer.sidecar is not sidecar:
+        raise BundleError(f"{sidecar.manifest} has a draft layer of kind {layer.kind!r}")
+    layout = draft_layer_layout(layer, manifest.config)
+    check_sidecar(sidecar, manifest, layer.model, layout, layer.crcs)
+    return layer
+
+
+def _parse(section: Section, target: ModelConfig) -> DraftLayer:
+    section.equal("version", DRAFT_LAYERS_VERSION)
+    section.equal("group_size", GROUP_SIZE)
+    sizes = ("hidden_size", "num_heads", "num_kv_heads", "head_dim")
+    layer = DraftLayer(
+        kind=cast(DraftLayerKind, _one_of(section, "kind", get_args(DraftLayerKind))),
+        model=section.text("model", 64),
+        bits=cast(Literal[4, 8, 16], section.integer("bits", 4, 16)),
+        taps=section.integers("taps", EAGLE_TAPS, 0, target.num_layers),
+        **{name: section.integer(name, 1, SIZE_LIMITS[name]) for name in sizes},
+        neurons=section.integer("neurons", 1, SIZE_LIMITS["intermediate_size"]),
+        activation=cast(Activation, _one_of(section, "activation", ACTIVATIONS)),
+        eps=section.number("eps", 1e-12, 0.5),
+        frequencies=section.numbers("frequencies", SIZE_LIMITS["head_dim"], 0.0, 1.0),
+        magnitude=section.number("magnitude", 1e-6, 1e6),
+        qkv_bias=section.boolean("qkv_bias"),
+        output_bias=section.boolean("output_bias"),
+        head_norm=section.boolean("head_norm"),
+        residual_normed=section.boolean("residual_normed"),
+        own_head=section.boolean("own_head"),
+        own_embeddings=section.boolean("own_embeddings"),
+        tokens=section.integer("tokens", 1, target.vocab_size),
+        sha256=section.text("sha256", 64),
+        crcs=section.integers("crcs", 1 << 16, 0, (1 << 32) - 1),
+    )
+    section.close()
+    _check(layer, section.where, target)
+    return layer
+
+
+def _one_of(section: Section, key: str, allowed: tuple[str, ...]) -> str:
+    value = section.text(key, 32)
+    if value not in allowed:
+        raise BundleError(f"{section.where}.{key} is {value!a}; it must be one of {', '.join(allowed)}")
+    return value
+
+
+def _check(layer: DraftLayer, where: str, target: ModelConfig) -> None:
+    """Raises BundleError for values that contradict each other, or the target."""
+    if layer.bits not in (4, 8, 16):
+        raise BundleError(f"{where}.bits is {layer.bits}; it must be 4, 8 or 16")
+    expected = EAGLE_TAPS if layer.kind == "eagle" else 1
+    if len(layer.taps) != expected:
+        raise BundleError(f"{where}.taps has {len(layer.taps)} values; {layer.kind} has {expected}")
+    if not layer.own_head and (
+        layer.hidden_size != target.embedding_size or layer.tokens != target.vocab_size
+    ):
+        raise BundleError(
+            f"{where} takes the model's head, of {target.vocab_size} tokens and width "
+            f"{target.embedding_size}, but has {layer.tokens} tokens and width {layer.hidden_size}"
+        )
+    if layer.activation == "fatrelu":
+        raise BundleError(f"{where}.activation is 'fatrelu', which needs a threshold of its own")
+    try:
+        layer.layer_config(target.max_context)
+    except UnsupportedModelError as error:
+        raise BundleError(f"{where}: {error}") from error

@@ -1,0 +1,200 @@
+"""Draft layers: what they read and draft, and that no text depends on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ondevice
+from ondevice.api import Model, load
+from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.bundle.draft_layers import EAGLE_SIDECAR
+from ondevice.bundle.reader import Bundle
+from ondevice.config import Sparsity
+from ondevice.converters.draft_layers.eagle import convert_eagle
+from ondevice.errors import BundleError, UnsupportedModelError
+from ondevice.flash.reader import FlashReader
+from ondevice.model.draft_layer import LoadedDraftLayer, load_draft_layer
+from ondevice.model.kv_cache import KVCache, KVLayout
+from ondevice.model.transformer import Transformer
+from ondevice.speculation.drafters.draft_layer import DraftLayerDrafter
+from ondevice.speculation.policy import TreePolicy
+from ondevice.speculation.tree import DRAFT_NODES
+from tests.support.bundles import EOS, convert_bundle, copy_files, write_chat_checkpoint
+from tests.support.chat import PROMPT, squeeze
+from tests.support.eagle_heads import write_eagle_head
+from tests.support.engines import always_draft, running
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.3},
+    {"temperature": 0.9, "top_p": 0.9, "seed": 5},
+    {"temperature": 1.2, "repetition_penalty": 1.2, "seed": 7},
+]
+LONG = [5 + index * 7 % 240 for index in range(150)]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a head of random weights, whose drafts are seldom right."""
+    folder = tmp_path_factory.mktemp("eagle")
+    checkpoint = write_chat_checkpoint(folder / "checkpoint", hidden_act="relu")
+    found = convert_bundle(checkpoint, folder / "bundle")
+    convert_eagle(write_eagle_head(folder / "head"), found)
+    return found
+
+
+def write(model: Model, count: int = 40, **options: Any) -> tuple[int, ...]:
+    return model.generate(PROMPT, max_tokens=count, logit_bias={EOS: -math.inf}, **options).tokens
+
+
+@pytest.mark.parametrize("sparsity", ["dense", "exact"])
+def test_no_token_depends_on_drafts(
+    bundle: Path, sparsity: Sparsity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_draft(monkeypatch, [DRAFT_NODES])
+    with (
+        load(bundle, sparsity=sparsity, speculation="off") as plain,
+        load(bundle, sparsity=sparsity, speculation="eagle", threads=2) as drafting,
+        load(bundle, sparsity=sparsity, speculation="eagle", prefill_chunk=7) as small,
+    ):
+        squeeze(small, small.plan.segment.least + 1)
+        for sampling in SAMPLINGS:
+            expected = write(plain, **sampling)
+            for model in (drafting, small):
+                found = model.generate(PROMPT, max_tokens=40, logit_bias={EOS: -math.inf}, **sampling)
+                assert found.tokens == expected
+                assert found.stats.speculation == "eagle"
+                assert found.stats.drafting.draft_tokens > 40
+        conversations = []
+        for model in (plain, drafting, small):
+            session = model.session()
+            conversations.append([session.respond(words, max_tokens=8).tokens for words in ("A?", "And b?")])
+        assert conversations[0] == conversations[1] == conversations[2]
+
+
+@contextmanager
+def layer_of(folder: Path, transformer: Transformer) -> Iterator[LoadedDraftLayer]:
+    """The bundle's head, loaded beside its model."""
+    found = Bundle.open(folder)
+    assert found.eagle is not None
+    with FlashReader([found.added_file(EAGLE_SIDECAR.tensors)], "buffered") as reader:
+        yield load_draft_layer(found, found.eagle, reader, transformer.backend, transformer.weights, 0, 256)
+
+
+class Rows:
+    """The rows that a draft layer ran, by what its cache held before."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.ran: list[tuple[int, list[int], np.ndarray]] = []
+        run = LoadedDraftLayer.run
+
+        def note(layer: LoadedDraftLayer, tokens: Sequence[int], hidden: Any, kv: KVCache) -> Any:
+            before = np.array(layer.backend.to_numpy(hidden))
+            self.ran.append((kv.length, list(tokens), before))
+            return run(layer, tokens, hidden, kv)
+
+        patch.setattr(LoadedDraftLayer, "run", note)
+
+
+def test_a_row_has_a_token_and_the_state_before_it(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However a text came about, the layer's rows are those of one pass over it, but for the newest."""
+    always_draft(monkeypatch, [6])
+    with load(bundle, speculation="eagle", prefill_chunk=32) as model:
+        rows = Rows(monkeypatch)
+        text = [*LONG, *model.generate(tokens=LONG, max_tokens=30, logit_bias={EOS: -math.inf}).tokens]
+        drafter = model._engine._drafting._drafter
+        assert isinstance(drafter, DraftLayerDrafter)
+        state = drafter._kv.tokens[: len(drafter._positions)]
+        assert drafter._positions == list(range(len(state)))
+        assert len(state) >= len(text) - 8
+        assert state == text[1 : len(state) + 1]
+        # Rows of the text come in order; what a draft ran behind them is gone.
+        known: dict[int, np.ndarray] = {}
+        for start, tokens, hidden in rows.ran:
+            for at, (token, row) in enumerate(zip(tokens, hidden, strict=True), start):
+                if at + 1 < len(text) and text[at + 1] == token:
+                    known[at] = row
+    with running(bundle, "cpu") as transformer, layer_of(bundle, transformer) as layer:
+        transformer.taps = layer.taps
+        output = transformer.run(ForwardBatch(text), KVCache(KVLayout(transformer.config, 16)))
+        expected = transformer.backend.to_numpy(layer.mixed(output.tapped))
+    assert len(state) > 150
+    for at in range(len(state)):
+        np.testing.assert_array_equal(known[at], expected[at])
+
+
+def test_a_text_that_goes_on_keeps_its_rows(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draft(monkeypatch, [6])
+    with load(bundle, speculation="eagle") as model:
+        session = model.session()
+        session.respond("Tell me.", max_tokens=20)
+        drafter = model._engine._drafting._drafter
+        before = len(drafter._positions)
+        rows = Rows(monkeypatch)
+        session.respond("More.", max_tokens=4)
+        # Random bytes aren't encoded as they were drawn, so that the second prompt has the first one's begin.
+        assert min(start for start, _, _ in rows.ran) >= len("Tell me.")
+        assert len(drafter._positions) > before
+
+
+def test_drafts_go_on_after_passes_that_were_not_seen(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Throttled passes leave gaps; only what a draft goes on from must be known."""
+    always_draft(monkeypatch, [6])
+    turns = iter([True, True, True, False] * 100)
+    with load(bundle, speculation="off") as plain:
+        expected = write(plain)
+    with load(bundle, speculation="eagle") as model:
+        monkeypatch.setattr(TreePolicy, "throttle", lambda policy: next(turns))
+        found = model.generate(PROMPT, max_tokens=40, logit_bias={EOS: -math.inf})
+        assert found.tokens == expected
+        assert found.stats.drafting.drafts > 5
+        drafter = model._engine._drafting._drafter
+        assert drafter._positions != list(range(len(drafter._positions)))
+
+
+def test_one_text_drafts_at_a_time(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draft(monkeypatch, [6])
+    with load(bundle, speculation="off") as plain:
+        expected = [write(plain, 30, temperature=0.9, seed=seed) for seed in range(3)]
+    with load(bundle, speculation="eagle", parallel=3) as model:
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(lambda seed: write(model, 30, temperature=0.9, seed=seed), range(3)))
+        assert found == expected
+        assert write(model, 30, temperature=0.9, seed=0) == expected[0]
+
+
+def test_a_plan_counts_the_layer(bundle: Path) -> None:
+    plans = {name: ondevice.inspect(bundle, speculation=name) for name in ("off", "lookup", "eagle")}
+    assert plans["eagle"].draft_bytes > plans["lookup"].draft_bytes + 100_000
+    for plan in plans.values():
+        needed = plan.minimum_budget_bytes - plan.process_bytes - plan.draft_bytes
+        assert needed == plans["off"].minimum_budget_bytes - plans["off"].process_bytes
+
+
+def test_a_model_without_a_head_is_refused(bundle: Path, tmp_path: Path) -> None:
+    folder = copy_files(bundle, tmp_path / "bundle")
+    (folder / EAGLE_SIDECAR.manifest).unlink()
+    with pytest.raises(UnsupportedModelError, match=r"no eagle layer; `ondevice convert HEADS --draft-for"):
+        load(folder, speculation="eagle")
+    with pytest.raises(UnsupportedModelError, match="no mtp layer"):
+        load(bundle, speculation="mtp")
+
+
+def test_a_damaged_head_is_refused_and_hurts_nothing_else(bundle: Path, tmp_path: Path) -> None:
+    folder = copy_files(bundle, tmp_path / "bundle")
+    tensors = folder / EAGLE_SIDECAR.tensors
+    data = bytearray(tensors.read_bytes())
+    data[-1000] ^= 1
+    tensors.write_bytes(data)
+    with pytest.raises(BundleError, match=r"eagle\.safetensors"):
+        load(folder, speculation="eagle")
+    with load(folder) as model:
+        assert write(model, 4)

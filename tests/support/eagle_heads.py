@@ -1,0 +1,143 @@
+"""EAGLE-3 heads of random weights as others publish them, and their arithmetic in plain PyTorch.
+
+The twin is written from the description in the paper and the authors' names of tensors; it has no cache, and
+computes every row anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+Tensors = dict[str, np.ndarray]
+
+
+def head_config(**options: Any) -> dict[str, Any]:
+    """A `config.json` that goes with `write_chat_checkpoint`'s models."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "vocab_size": 272,
+        "draft_vocab_size": 100,
+        "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+        "torch_dtype": "float16",
+    } | options
+
+
+def head_tensors(
+    config: Mapping[str, Any], target_width: int = 64, seed: int = 0, embeddings: bool = False
+) -> Tensors:
+    """Random weights of a head, float16 but for the offsets of its tokens."""
+    rng = np.random.default_rng(seed)
+    width, neurons, tokens = (
+        config["hidden_size"],
+        config["intermediate_size"],
+        config["draft_vocab_size"],
+    )
+    head = config.get("head_dim") or width // config["num_attention_heads"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (width, 3 * target_width),
+        "midlayer.self_attn.q_proj.weight": (queries, 2 * width),
+        "midlayer.self_attn.k_proj.weight": (keys, 2 * width),
+        "midlayer.self_attn.v_proj.weight": (keys, 2 * width),
+        "midlayer.self_attn.o_proj.weight": (width, queries),
+        "midlayer.mlp.gate_proj.weight": (neurons, width),
+        "midlayer.mlp.up_proj.weight": (neurons, width),
+        "midlayer.mlp.down_proj.weight": (width, neurons),
+        "midlayer.hidden_norm.weight": (width,),
+        "midlayer.input_layernorm.weight": (width,),
+        "midlayer.post_attention_layernorm.weight": (width,),
+        "norm.weight": (width,),
+        "lm_head.weight": (tokens, width),
+    }
+    if config.get("attention_bias"):
+        for name, rows in (("q", queries), ("k", keys), ("v", keys), ("o", width)):
+            shapes[f"midlayer.self_attn.{name}_proj.bias"] = (rows,)
+    if embeddings:
+        shapes["embed_tokens.weight"] = (config["vocab_size"], width)
+    found: Tensors = {}
+    for name, shape in shapes.items():
+        noise = rng.standard_normal(shape)
+        scale = 0.2 if len(shape) == 1 else 1.0 / np.sqrt(shape[1])
+        found[name] = (noise * scale + name.endswith("norm.weight")).astype(np.float16)
+    chosen = np.sort(rng.choice(config["vocab_size"], tokens, replace=False))
+    found["d2t"] = chosen.astype(np.int64) - np.arange(tokens)
+    found["t2d"] = np.isin(np.arange(config["vocab_size"]), chosen)
+    return found
+
+
+def write_eagle_head(
+    folder: Path, tensors: Tensors | None = None, embeddings: bool = False, **options: Any
+) -> Path:
+    """A folder with a head of random weights, or of `tensors`."""
+    config = head_config(**options)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors or head_tensors(config, embeddings=embeddings), folder / "model.safetensors")
+    return folder
+
+
+def twin_rows(
+    tensors: Tensors,
+    config: Mapping[str, Any],
+    embeddings: np.ndarray,
+    tokens: Sequence[int],
+    hidden: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Hidden states (n, D) and logits (n, N) of n rows, in plain PyTorch and float64.
+
+    tokens: (n,) whose embeddings are read. hidden: (n, D) the states beside them, of `fc` or fed back.
+    """
+    torch = pytest.importorskip("torch")
+    functional = torch.nn.functional
+    w = {name: torch.from_numpy(np.asarray(it, np.float64)) for name, it in tensors.items() if it.ndim}
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    groups = config["num_key_value_heads"]
+    head, n = config.get("head_dim") or width // heads, len(tokens)
+
+    def norm(x: Any, name: str) -> Any:
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + config["rms_norm_eps"]) * w[f"{name}.weight"]
+
+    def projected(x: Any, name: str, count: int) -> Any:
+        bias = w.get(f"midlayer.self_attn.{name}_proj.bias")
+        found = functional.linear(x, w[f"midlayer.self_attn.{name}_proj.weight"], bias)
+        return found.reshape(n, count, head).transpose(0, 1)
+
+    h = torch.from_numpy(np.asarray(hidden, np.float64))
+    normed = norm(h, "midlayer.hidden_norm")
+    residual = normed if config.get("norm_before_residual") else h
+    embedded = torch.from_numpy(np.asarray(embeddings[list(tokens)], np.float64))
+    x = torch.cat([norm(embedded, "midlayer.input_layernorm"), normed], -1)
+    pairs = torch.arange(0, head, 2, dtype=torch.float64)
+    angles = torch.arange(n)[:, None] / config.get("rope_theta", 10000.0) ** (pairs / head)
+    cos, sin = torch.cos(angles).repeat(1, 2), torch.sin(angles).repeat(1, 2)
+
+    def turned(x: Any) -> Any:
+        return x * cos + torch.cat([-x[..., head // 2 :], x[..., : head // 2]], -1) * sin
+
+    q, k = turned(projected(x, "q", heads)), turned(projected(x, "k", groups))
+    k, v = (it.repeat_interleave(heads // groups, 0) for it in (k, projected(x, "v", groups)))
+    seen = functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+    seen = seen.transpose(0, 1).reshape(n, -1)
+    bias = w.get("midlayer.self_attn.o_proj.bias")
+    x = residual + functional.linear(seen, w["midlayer.self_attn.o_proj.weight"], bias)
+    inner = norm(x, "midlayer.post_attention_layernorm")
+    gate = functional.silu(inner @ w["midlayer.mlp.gate_proj.weight"].T)
+    x = x + (gate * (inner @ w["midlayer.mlp.up_proj.weight"].T)) @ w["midlayer.mlp.down_proj.weight"].T
+    return x.numpy(), (norm(x, "norm") @ w["lm_head.weight"].T).numpy()
