@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from importlib import util
@@ -87,13 +87,13 @@ class Prepared:
         quant: QuantConfig,
         listing: Listing | None = None,
         *,
-        process_bytes: int,
+        process_bytes: Mapping[str | None, int],
         is_kept: bool = True,
         keep_source: bool = False,
     ) -> None:
         """listing: the repository that it comes from. is_kept: the source is on this disk already.
 
-        process_bytes: memory of the process before it was opened, as one that runs the model doesn't open it.
+        process_bytes: as `_process_bytes` measured it before the checkpoint was opened.
         """
         self.output = output
         self._checkpoint = checkpoint
@@ -101,7 +101,7 @@ class Prepared:
         self._listing = listing
         self._is_remote = listing is not None and not is_kept
         self._keep_source = keep_source
-        self._process_bytes = process_bytes
+        self._process_bytes = process_bytes[checkpoint.tokenizer.info.kind]
 
     @property
     def config(self) -> ModelConfig:
@@ -310,11 +310,8 @@ def _opened(
     from ondevice.converters.chosen_quant import chosen_quant
     from ondevice.converters.output_folder import check_names
 
-    # A model's process has one of these libraries, and none of what opening a checkpoint imports.
-    for kind in ("tokenizers", "sentencepiece"):
-        import_library(kind)
-    trim_heap()
-    before = process_memory().current_bytes
+    # Behind these: a run imports most of what they import.
+    before = _process_bytes()
     try:
         found = find_source(source, offline)
     except ModelNotFoundError:
@@ -340,6 +337,23 @@ def _opened(
         is_kept=opened.is_kept,
         keep_source=keep_source,
     )
+
+
+def _process_bytes() -> dict[str | None, int]:
+    """Memory of a process that runs a model, by the kind of its tokenizer; None for a model without one.
+
+    It has one library of tokenizers at most.
+    """
+    trim_heap()
+    plain = before = process_memory().current_bytes
+    found: dict[str | None, int] = {None: plain}
+    for kind in ("sentencepiece", "tokenizers"):
+        import_library(kind)
+        trim_heap()
+        after = process_memory().current_bytes
+        found[kind] = plain + after - before
+        before = after
+    return found
 
 
 def _cached_offline(source: Any) -> Path | None:

@@ -124,12 +124,15 @@ def test_a_process_that_has_converted_still_keeps_the_budget_that_it_named(
 
     said = run("convert", "some/model").stderr
     line = next(line for line in said.splitlines() if line.startswith("  memory"))
-    budget = int(line.split("(")[1].split(" ")[0]) + (4 << 20)
+    budget = int(line.split("(")[1].split(" ")[0])
     told = ("--prompt", "a", "--max-tokens", 2, "--dram-budget", budget)
     done = run("generate", "some/model", "--yes", *told)
     assert done.returncode == 0, done.stderr
     assert "converted: " in done.stderr
     assert done.stdout == run("generate", "some/model", *told).stdout
+    # Nor is a budget refused before a conversion that would be enough behind it.
+    least = json.loads(run("inspect", "model", "--json").stdout)["minimum_budget_bytes"]
+    assert least <= budget < least + (6 << 20)
 
 
 def test_nobody_to_ask_and_no_yes(ondevice: Run, hub: HubServer, repository: Path, tmp_path: Path) -> None:
