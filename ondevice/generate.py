@@ -18,6 +18,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 from ondevice.backends.base import Array, Float32
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.row_invariance import ANY_ROWS
 from ondevice.callbacks import IsCancelled
 from ondevice.chat_template.tools import CallPart, ToolCall
 from ondevice.config import RuntimeConfig, SamplingConfig
@@ -25,7 +26,7 @@ from ondevice.constraints.constrained import Constrained
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.meter import Counters, Meter
 from ondevice.model.kv_cache import KVCache, common_prefix
-from ondevice.model.shared_passes import Drafted, PassRequest, PassResult, SharedPasses
+from ondevice.model.shared_passes import Drafted, PassRequest, PassResult, SharedPasses, no_pass
 from ondevice.model.transformer import Cancelled, Transformer
 from ondevice.sampling import StopMatcher, log_probabilities, sample
 from ondevice.speculation.drafted_text import DraftedText, PassOutcome
@@ -83,8 +84,8 @@ class Generator:
     `scoring_chunk`: most tokens of a pass that scores; 0: `prefill_chunk`. `before_pass` runs before every
     forward pass and may change how much memory the model has. `restore` extends a cache that holds a prefix
     of tokens by what is stored of them elsewhere, and stops between two pieces. `most_texts` may share
-    passes. `labels` is a GenerationStats whose text fields (backend, sparsity, ...) are copied to every
-    result.
+    passes, of up to `equal_rows` rows, in which each has the bits that it has alone. `labels` is a
+    GenerationStats whose text fields (backend, sparsity, ...) are copied to every result.
     """
 
     transformer: Transformer
@@ -100,6 +101,7 @@ class Generator:
     )
     drafting: Drafting | None = None
     most_texts: int = 1
+    equal_rows: int = ANY_ROWS
     labels: GenerationStats = field(default_factory=GenerationStats)
 
     def stream(
@@ -128,7 +130,7 @@ class Generator:
         """What answers the passes that `steps` ask for."""
         most_rows = max(self.prefill_chunk, self.most_texts)
         draft = None if self.drafting is None else partial(_drafted, self.drafting)
-        return SharedPasses(self.transformer, self.before_pass, most_rows, draft)
+        return SharedPasses(self.transformer, self.before_pass, most_rows, draft, self.equal_rows)
 
     def answered(self, steps: Steps[None]) -> Iterator[Event]:
         """The events of one text whose passes are its own."""
@@ -202,7 +204,7 @@ class Generator:
             kv.truncate(common_prefix(kv.tokens, history[:-1]))
             held = kv.length
             for _ in self.restore(kv, history[:-1], cancelled):
-                yield PassRequest(ForwardBatch([]), kv, kv.length, cancelled, prompt=True)
+                yield no_pass(kv, cancelled)
             meter.reused = kv.length
             meter.restored = max(0, meter.reused - held)
             prefilled = yield from self._prefill(written, kv, meter, cancelled)
@@ -337,7 +339,7 @@ class Generator:
         self._drafted_text(written)
         while True:
             text, start = written.history, kv.length
-            chunk = text[start : kv.end_of_chunk(start + self.prefill_chunk)]
+            chunk = text[start : kv.end_of_chunk(self._end_of_pass(start, written.prompt_tokens))]
             last = start + len(chunk) == len(text)
             batch = ForwardBatch(chunk, last_only=True)
             if not meter.sampled:
@@ -354,6 +356,16 @@ class Generator:
                 kv.chunked = start + self.prefill_chunk
             if last and found.rows == len(chunk):
                 return found
+
+    def _end_of_pass(self, start: int, prompt_tokens: int) -> int:
+        """Where a pass from position `start` on may end, of a text that begins with a prompt.
+
+        What followed the prompt was computed in few rows, and is again, where more give other bits.
+        """
+        stop = start + self.prefill_chunk
+        if self.prefill_chunk <= self.equal_rows:
+            return stop
+        return min(stop, prompt_tokens) if start < prompt_tokens else min(stop, start + self.equal_rows)
 
 
 def _drafted(drafting: Drafting, requests: Sequence[PassRequest], rows: int) -> list[Drafted | Cancelled]:
@@ -519,6 +531,7 @@ class _Continuation:
         """history: the prompt's ids; the list grows. room: number of tokens that may still be written."""
         self.constrained = constrained
         self.history = history
+        self.prompt_tokens = len(history)
         self.room = room
         self.sampling = sampling
         self.reason: FinishReason = "length"

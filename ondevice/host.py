@@ -23,6 +23,7 @@ from ondevice.constraints.constrained import Constrained, Gate
 from ondevice.constraints.grammars import Grammars, Vocabulary, grammars_bytes, require_package
 from ondevice.errors import UsageError
 from ondevice.generate import Event
+from ondevice.model.shared_passes import PassRequest
 from ondevice.response import LastStats, Work
 from ondevice.runtime.budget_watch import BudgetWatch
 from ondevice.runtime.engine import Engine
@@ -94,12 +95,11 @@ class Host:
 
     def save_state(self, key: int, folder: Path) -> None:
         """Write the state of the cache of `key` to a folder, as far as the disk takes it."""
-        self.owner.call(lambda: self.engine.save_state(key, folder))
+        self._run_jointly(partial(self.engine.save_state, key, folder))
 
     def load_state(self, key: int, messages: Sequence[Message], folder: Path) -> None:
         """Bring what a folder has of the state behind a transcript into the cache of `key`."""
-        ids = self.chat_ids(messages)
-        self.owner.call(lambda: self.engine.load_state(key, ids, folder))
+        self._run_jointly(partial(self.engine.load_state, key, self.chat_ids(messages), folder))
 
     def retire(self, key: int) -> None:
         """Free the cache of `key` before the next piece of work. Safe to call during garbage collection."""
@@ -166,6 +166,11 @@ class Host:
     def close(self) -> None:
         """Cancel running work, refuse waiting work and free everything. Idempotent."""
         self._finalizer()
+
+    def _run_jointly(self, steps: Callable[[IsCancelled], Iterator[PassRequest]]) -> None:
+        """Run work that has no events between the passes of texts."""
+        for _ in self.owner.stream(steps, joint=True):
+            pass
 
     def _work(
         self,

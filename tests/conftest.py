@@ -168,6 +168,16 @@ def mlx_device() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def rows_measured_anew() -> Iterator[None]:
+    """MLX's widths are measured within the test, and forgotten after it."""
+    from ondevice.backends import mlx_row_ops
+
+    mlx_row_ops._measured.cache_clear()
+    yield
+    mlx_row_ops._measured.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def bundles(variant_bundle: Callable[[str, str], tuple[Path, Path]]) -> Callable[[str, str], Path]:
     """bundles(variant, quant) -> a bundle, made once."""

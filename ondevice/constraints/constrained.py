@@ -135,7 +135,7 @@ class Constrained:
         own, self._own = self._own, None
         self._matcher, self._ahead, self._looks_ahead = own(), None, False
         for token in self._taken:
-            # With the masks, as the text has had them: what a step takes of the limits depends on those before.
+            # With the masks, as the text had them: what a step takes of the limits depends on those before.
             self._matcher.compute_bitmask()
             self._matcher.consume_token(token)
         return True

@@ -136,7 +136,10 @@ def generation(backend: BackendName, folder: Path | None) -> Check:
 
 
 def rows(name: str, folder: Path | None) -> Check:
-    """Check of how many tokens MLX computes together with the bits that each has alone, as drafts must be."""
+    """Check of how many tokens MLX computes together with the bits that each has alone.
+
+    Drafts, and texts that share passes, keep to it.
+    """
     if folder is None:
         return Check(name, "skipped", "no model ships with this installation")
     from ondevice.bundle.reader import Bundle
@@ -154,6 +157,7 @@ def rows(name: str, folder: Path | None) -> Check:
         "device": found.device,
         "draft_tokens": widths.nodes,
         "drafts_branch": widths.branches,
+        "shared_rows": widths.chain,
         "skips_zeros": found.skips_zeros,
         "rows_by_operation": dict(found.ops),
         "seconds": time.monotonic() - begun,

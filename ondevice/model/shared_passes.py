@@ -1,20 +1,21 @@
 """Passes that several texts share: each asks for a pass of its own, and one pass answers them all.
 
 Reading the weights takes most of a pass over few rows, and it is the same for one row as for several. Every
-text gets the bits that it gets alone (`Transformer.run_each`). This module knows nothing of sampling, plans
-or threads.
+text gets the bits that it gets alone (`Transformer.run_each`): where these depend on the number of rows, a
+pass has no more than it may, and texts take turns. This module knows nothing of sampling, plans or threads.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ondevice.backends.base import Array, Float32
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.row_invariance import ANY_ROWS
 from ondevice.callbacks import IsCancelled
 from ondevice.errors import BudgetError, OndeviceError, system_refusals
 from ondevice.model.kv_cache import KVCache
@@ -50,6 +51,11 @@ class PassRequest:
     prompt: bool = False
     logits: bool = True
     draft_request: Any = None
+
+
+def no_pass(kv: KVCache, cancelled: IsCancelled | None) -> PassRequest:
+    """What lets other texts' passes go first."""
+    return PassRequest(ForwardBatch([]), kv, kv.length, cancelled, prompt=True)
 
 
 @dataclass(frozen=True)
@@ -97,15 +103,23 @@ class SharedPasses:
         before_pass: Callable[[ForwardBatch], None],
         most_rows: int,
         draft: MakeDrafts | None = None,
+        equal_rows: int = ANY_ROWS,
     ) -> None:
         """before_pass: called before every pass; it may change how much memory there is, and empty caches.
 
-        most_rows: of a shared pass. draft: None for no drafts.
+        most_rows: of a shared pass. draft: None for no drafts. equal_rows: rows up to which each has the bits
+        that it has alone. Where that is less than `most_rows`, a shared pass has no more, and a chunk of a
+        prompt runs whole, as it does alone: by itself if it has more.
         """
         self._transformer = transformer
         self._before_pass = before_pass
         self._most_rows = most_rows
         self._draft = draft
+        self._equal_rows = equal_rows
+        self._turns: dict[KVCache, int] = {}
+        """Those whose rows are limited, by when they last had a pass: the least comes next."""
+        self._was_wide = False
+        """Whether the last pass was of a chunk with more rows than may be shared."""
         self._waiting: dict[KVCache, list[KVCache]] = {}
         """Emptied caches, and those of the texts of which one has to end first."""
 
@@ -157,14 +171,13 @@ class SharedPasses:
 
     def _together(self, requests: Sequence[PassRequest]) -> dict[int, Answer]:
         """Answers to two or more requests, by `id`."""
-        prompts = sum(it.prompt for it in requests)
-        # Prompts get their share of the rows; drafts have the rest of the texts'.
-        drafted = self._drafted(requests, self._most_rows * (len(requests) - prompts) // len(requests))
+        chosen = self._chosen(requests)
+        drafted = self._drafted(chosen, self._draft_rows(chosen))
         found: dict[int, Answer] = {
             key: draft for key, draft in drafted.items() if isinstance(draft, Cancelled)
         }
         going = [it for it in requests if id(it) not in found]
-        batches = self._batches(going, [drafted.get(id(it)) for it in going])
+        batches = self._batches(going, [drafted.get(id(it)) for it in going], set(map(id, chosen)))
         try:
             self._before_pass(joint_batch(batches))
         except OndeviceError as error:
@@ -182,15 +195,68 @@ class SharedPasses:
             found |= self._shared(ready)
         return found
 
+    def _is_limited(self) -> bool:
+        return self._equal_rows < self._most_rows
+
+    def _chosen(self, requests: Sequence[PassRequest]) -> Sequence[PassRequest]:
+        """Those that the pass is of: all, or where rows are limited those whose turn it is."""
+        if not self._is_limited():
+            return requests
+        able = list[PassRequest]()
+        waits = False
+        for it in requests:
+            # What comes behind a text that waits would take the memory that it waits for.
+            waits = waits or it.kv in self._waiting
+            if it.batch.tokens and not (waits and it.prompt):
+                able.append(it)
+        able.sort(key=lambda it: self._turns.get(it.kv, 0))
+        wide = [it for it in able if len(it.batch.tokens) > self._equal_rows]
+        narrow = [it for it in able if len(it.batch.tokens) <= self._equal_rows]
+        # A long prompt's chunks and passes of the others take turns.
+        self._was_wide = bool(wide) and not (narrow and self._was_wide)
+        found = wide[:1] if self._was_wide else self._fitting(narrow)
+        now = 1 + max(self._turns.values(), default=0)
+        its = {it.kv: self._turns.get(it.kv, 0) for it in requests}
+        self._turns = its | {it.kv: turn for turn, it in enumerate(found, now)}
+        ids = set(map(id, found))
+        return [it for it in requests if id(it) in ids]
+
+    def _fitting(self, requests: Sequence[PassRequest]) -> list[PassRequest]:
+        """Those of the requests, first ones first, that one pass has rows for."""
+        found, room = list[PassRequest](), self._equal_rows
+        for it in requests:
+            if len(it.batch.tokens) <= room:
+                found.append(it)
+                room -= len(it.batch.tokens)
+        return found
+
+    def _draft_rows(self, chosen: Sequence[PassRequest]) -> int:
+        """Most rows that texts and their drafts may have together in a pass."""
+        prompts = [it for it in chosen if it.prompt]
+        # Prompts get their share of the rows; drafts have the rest of the texts'.
+        shared = self._most_rows * (len(chosen) - len(prompts)) // max(1, len(chosen))
+        if not self._is_limited():
+            return shared
+        return min(shared, self._equal_rows - sum(len(it.batch.tokens) for it in prompts))
+
     def _batches(
-        self, requests: Sequence[PassRequest], drafted: Sequence[Drafted | Cancelled | None]
+        self,
+        requests: Sequence[PassRequest],
+        drafted: Sequence[Drafted | Cancelled | None],
+        chosen: Container[int],
     ) -> list[ForwardBatch]:
-        """What the pass takes of each request: a text's token with its draft, and equal shares of prompts."""
+        """What the pass takes of each request: a text's token with its draft, and equal shares of prompts.
+
+        chosen: `id`s of the requests that it is of.
+        """
         own = [
             draft.batch if isinstance(draft, Drafted) else it.batch
             for it, draft in zip(requests, drafted, strict=True)
         ]
-        rows = self._rows(requests, own)
+        if self._is_limited():
+            rows = [len(batch.tokens) * (id(it) in chosen) for it, batch in zip(requests, own, strict=True)]
+        else:
+            rows = self._rows(requests, own)
         return [
             batch if count == len(batch.tokens) else ForwardBatch(batch.tokens[:count])
             for batch, count in zip(own, rows, strict=True)
@@ -224,7 +290,8 @@ class SharedPasses:
             return "evicted"
         if kv in self._waiting:
             return None
-        later = list(requests[at + 1 :])
+        # A session may be saved while it answers: then two requests have one cache.
+        later = [it for it in requests[at + 1 :] if it.kv is not kv]
         while True:
             try:
                 with system_refusals():

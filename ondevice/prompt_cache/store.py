@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 MAX_CANDIDATES = 64
 """Most runs whose tokens are compared where a text leaves those that are stored."""
 PIECE_SECONDS = 0.2
-"""Time for which runs are read while other texts that run together wait, but for the rest of the last one.
+"""Time for which runs are read, or a session's are written, while other texts that run together wait, but for
+the rest of the last one.
 
 It is about a pass of a 7B, so others go at half their speed meanwhile, however slow the disk is."""
 NO_LIMIT = 1 << 62
@@ -124,12 +125,15 @@ class PromptCache:
             break
         return at
 
-    def write(self, kv: KVCache) -> None:
-        """Write all of kv that isn't there, as far as there is room."""
-        at = 0
+    def write(self, kv: KVCache) -> Iterator[None]:
+        """Write all of kv that isn't there, as far as there is room. Stops between pieces, as `restore`."""
+        at, begun = 0, time.monotonic()
         self.touch(kv.tokens)
         while (written := self.write_next(kv, at)) > at:
             at = written
+            if time.monotonic() - begun >= PIECE_SECONDS:
+                yield
+                begun = time.monotonic()
 
     def touch(self, tokens: Sequence[int]) -> None:
         """Note that a text is in use, so that others leave the folder before it."""

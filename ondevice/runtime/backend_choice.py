@@ -125,9 +125,7 @@ def check_drafts(runtime: RuntimeConfig, rows: RowInvariance) -> None:
 
 def settled_parallel(runtime: RuntimeConfig, rows: RowInvariance) -> int:
     """How many texts may share passes: one alone where a text would depend on those beside it."""
-    # Prompts bring more rows than are measured anywhere.
-    shares = rows is BY_CONSTRUCTION and not runtime.expert_substitution
-    return runtime.parallel if shares else 1
+    return 1 if rows.widths.chain < 2 or runtime.expert_substitution else runtime.parallel
 
 
 def row_invariance(
@@ -147,7 +145,7 @@ def row_invariance(
     if runtime.backend == "reference":
         return UNKNOWN
     chooses_mode = runtime.sparsity == "auto" and config.zeros_gates
-    if runtime.speculation == "off" and not chooses_mode:
+    if runtime.speculation == "off" and not chooses_mode and runtime.parallel == 1:
         return UNKNOWN
     from ondevice.backends.mlx_row_ops import ModelShapes, row_invariance
 

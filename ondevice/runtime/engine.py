@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from pathlib import Path
 from ondevice.backends.base import Float32, KVLayout
 from ondevice.backends.budgeted import BudgetedBackend
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.row_invariance import ANY_ROWS
 from ondevice.budget.claims import Claim, replanned
 from ondevice.budget.plan import Plan
 from ondevice.budget.sizes import FETCH_DEPTH, SlotShape, draft_nodes, logits_rows
@@ -31,7 +32,7 @@ from ondevice.meter import Counters
 from ondevice.model.draft_head import load_draft_head
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
-from ondevice.model.shared_passes import PassRequest, PassResult
+from ondevice.model.shared_passes import PassRequest, PassResult, no_pass
 from ondevice.model.stream_loading import load_streams
 from ondevice.model.transformer import Cancelled, Transformer
 from ondevice.runtime.backend_choice import make_backend
@@ -137,6 +138,7 @@ class Engine:
             before_pass=self._before_pass,
             restore=self.kv.restore,
             most_texts=runtime.parallel,
+            equal_rows=resolved.widths.chain if runtime.parallel > 1 else ANY_ROWS,
             labels=GenerationStats(
                 backend=self._backend.name,
                 sparsity=runtime.sparsity,
@@ -225,21 +227,35 @@ class Engine:
         with system_refusals():
             self.kv.fork(source, target)
 
-    def save_state(self, key: int, folder: Path) -> None:
-        """Write the state of the cache of `key` to a folder of its own, and remove other states there."""
+    def save_state(self, key: int, folder: Path, cancelled: IsCancelled) -> Iterator[PassRequest]:
+        """Write the state of the cache of `key` to a folder of its own, and remove other states there.
+
+        A job for `joint`, which lets the passes of others go between two pieces. Where the cache loses its
+        memory to them, the folder keeps what was written until then.
+        """
         check_thread(self._thread)
         store = self._state_at(folder)
-        with self.kv.use(key) as kv:
-            store.write(kv)
-            store.keep_only(kv.tokens)
+        with suppress(Cancelled), self.kv.use(key) as kv, system_refusals():
+            tokens = list(kv.tokens)
+            for _ in store.write(kv):
+                yield no_pass(kv, cancelled)
+                if kv.tokens[: len(tokens)] != tokens:
+                    break
+                tokens = list(kv.tokens)
+            store.keep_only(tokens)
 
-    def load_state(self, key: int, tokens: Sequence[int], folder: Path) -> None:
-        """Bring what a folder has of the state behind `tokens` into the cache of `key`."""
+    def load_state(
+        self, key: int, tokens: Sequence[int], folder: Path, cancelled: IsCancelled
+    ) -> Iterator[PassRequest]:
+        """Bring what a folder has of the state behind `tokens` into the cache of `key`.
+
+        A job for `joint`, as of `save_state`.
+        """
         check_thread(self._thread)
-        with self.kv.use(key, stored=True) as kv, system_refusals():
+        with suppress(Cancelled), self.kv.use(key, stored=True) as kv, system_refusals():
             self.kv.rewind(kv, tokens)
-            for _ in self._state_at(folder).restore(kv, tokens):
-                pass
+            for _ in self._state_at(folder).restore(kv, tokens, cancelled):
+                yield no_pass(kv, cancelled)
 
     def step_idle(self) -> bool:
         """While the model is idle, write a little of what the prompt cache lacks, then read neurons ahead.

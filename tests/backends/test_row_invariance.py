@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,12 @@ from ondevice.errors import BackendUnavailableError
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.tree import Root, grow
 from tests.support.engines import always_draft
-from tests.support.mlx_models import ON_GPU, loaded
+from tests.support.mlx_models import ON_GPU, break_products, loaded, nudged
 from tests.support.paths import SHIPPED
 
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
-from ondevice.backends import mlx_ops, mlx_row_ops, mlx_weights  # noqa: E402
+from ondevice.backends import mlx_ops  # noqa: E402
 
 PROMPT = "It was a cold morning, and the old man, the old man went to the"
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -85,30 +85,6 @@ def test_a_draft_that_must_not_branch_is_a_chain() -> None:
     assert grown(True) != grown(False)
 
 
-@pytest.fixture
-def anew() -> Iterator[None]:
-    """Widths are measured within the test, and forgotten after it."""
-    mlx_row_ops._measured.cache_clear()
-    yield
-    mlx_row_ops._measured.cache_clear()
-
-
-def nudged(x: Any) -> Any:
-    """x with other last bits."""
-    return x * (1.0 + 2.0**-21)
-
-
-def break_products(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """From `rows` rows on, products have other last bits."""
-    true = mlx_weights.MlxMatrix._product
-
-    def product(self: Any, x: Any, transpose: bool) -> Any:
-        found = true(self, x, transpose)
-        return found if x.shape[0] < rows else nudged(found)
-
-    monkeypatch.setattr(mlx_weights.MlxMatrix, "_product", product)
-
-
 def watch_trees(monkeypatch: pytest.MonkeyPatch, fault: bool) -> list[int]:
     """The rows of each tree that a model attends to. fault: trees have other last bits."""
     true, seen = mlx_ops.MlxOps.attend, []
@@ -139,7 +115,7 @@ def texts(**options: Any) -> tuple[list[Any], Any]:
 
 
 @CPU_DEVICE
-@pytest.mark.usefixtures("mlx_device", "anew")
+@pytest.mark.usefixtures("mlx_device", "rows_measured_anew")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_drafts_keep_to_the_width_that_a_fault_leaves(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     break_products(monkeypatch, rows=6)
@@ -162,7 +138,7 @@ def test_drafts_keep_to_the_width_that_a_fault_leaves(drafter: str, monkeypatch:
 
 
 @CPU_DEVICE
-@pytest.mark.usefixtures("mlx_device", "anew")
+@pytest.mark.usefixtures("mlx_device", "rows_measured_anew")
 def test_the_fault_would_change_texts_if_widths_were_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the test above could not fail."""
     with loaded(SHIPPED, sparsity="dense") as model:
@@ -173,7 +149,7 @@ def test_the_fault_would_change_texts_if_widths_were_not_measured(monkeypatch: p
 
 
 @CPU_DEVICE
-@pytest.mark.usefixtures("mlx_device", "anew")
+@pytest.mark.usefixtures("mlx_device", "rows_measured_anew")
 @pytest.mark.parametrize("fault", [True, False])
 def test_where_only_trees_differ_drafts_are_chains(fault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     trees = watch_trees(monkeypatch, fault)
@@ -187,7 +163,7 @@ def test_where_only_trees_differ_drafts_are_chains(fault: bool, monkeypatch: pyt
 
 
 @CPU_DEVICE
-@pytest.mark.usefixtures("mlx_device", "anew")
+@pytest.mark.usefixtures("mlx_device", "rows_measured_anew")
 def test_nothing_drafts_where_two_rows_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     break_products(monkeypatch, rows=2)
     for drafter, options in DRAFTERS.items():
@@ -200,7 +176,7 @@ def test_nothing_drafts_where_two_rows_differ(monkeypatch: pytest.MonkeyPatch) -
 
 
 @CPU_DEVICE
-@pytest.mark.usefixtures("mlx_device", "anew")
+@pytest.mark.usefixtures("mlx_device", "rows_measured_anew")
 def test_auto_drafts_on_mlx_and_reference_does_not() -> None:
     for backend, speculation in (("mlx", "auto"), ("reference", "off")):
         with loaded(SHIPPED, backend, speculation="auto") as model:

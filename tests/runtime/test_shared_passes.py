@@ -6,7 +6,9 @@ import math
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ import pytest
 
 from ondevice.api import inspect, load
 from ondevice.backends.base import Array
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.config import RuntimeConfig
 from ondevice.errors import FlashReadError, UsageError
+from ondevice.model.kv_cache import KVCache
 from ondevice.model.shared_passes import PROMPT_ROWS
 from ondevice.model.transformer import SequencePart, Transformer
 from tests.support.bundles import EOS
@@ -148,6 +152,44 @@ def test_a_long_prompt_goes_in_pieces_between_the_tokens_of_others(
     assert max(pieces) == PROMPT_ROWS
     rows_of = [[rows for rows, _ in each] for each in parts]
     assert all(1 in each for each in rows_of if max(each) > 1)
+
+
+def test_texts_take_turns_where_a_pass_may_have_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on MLX, and here every row has the same bits whatever its pass is made of."""
+    turns: list[list[tuple[KVCache, int]]] = []
+    each, one = Transformer.run_each, Transformer.run
+
+    def run_each(self: Transformer, given: Sequence[SequencePart], *rest: Any) -> Any:
+        turns.append([(kv, len(batch.tokens)) for batch, kv in given])
+        return each(self, given, *rest)
+
+    def run(self: Transformer, batch: ForwardBatch, kv: KVCache, *rest: Any, **options: Any) -> Any:
+        turns.append([(kv, len(batch.tokens))])
+        return one(self, batch, kv, *rest, **options)
+
+    options: dict[str, Any] = {"speculation": "off", "prefill_chunk": 29, "memory_pressure": "off"}
+    with load(**options) as model:
+        requests = [([5 + at], {**ENDS, "max_tokens": 25, "seed": at, "temperature": 0.9}) for at in range(5)]
+        requests.append(([7, 8, 9] * 39 + [7], {**ENDS, "max_tokens": 2}))
+        expected = alone(model, requests)
+    monkeypatch.setattr(Transformer, "run_each", run_each)
+    monkeypatch.setattr(Transformer, "run", run)
+    with load(parallel=6, **options) as model:
+        engine = model._engine
+        engine._generator = replace(engine._generator, equal_rows=3)
+        assert together(model, requests) == expected
+    rows = [sum(own for _, own in turn) for turn in turns]
+    first, last = rows.index(29), len(rows) - 1 - rows[::-1].index(29)
+    assert [own for own in rows if own > 3] == [29] * 4, "a chunk of a prompt runs whole"
+    assert [own == 29 for own in rows[first : last + 1]] == [True, False] * 3 + [True]
+    assert all(own == 3 for own in rows[first + 1 : last : 2])
+    told = Counter(kv for turn in turns for kv, _ in turn)
+    counts = dict.fromkeys((kv for kv, count in told.items() if count == 25), 0)
+    assert len(counts) == 5
+    for turn in turns[: first + 30]:
+        for kv in counts.keys() & {kv for kv, _ in turn}:
+            counts[kv] += 1
+        assert max(counts.values()) - min(counts.values()) <= 1
 
 
 def test_errors_of_one_text_harm_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

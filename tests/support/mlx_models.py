@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import ondevice
 
 ON_GPU = bool(os.environ.get("ONDEVICE_TEST_MLX_GPU"))
@@ -19,3 +21,21 @@ def loaded(folder: Path, backend: str = "mlx", **options: Any) -> Any:
 def smallest(folder: Path, **options: Any) -> int:
     plan = ondevice.inspect(folder, backend="mlx", speculation="off", **options)
     return plan.minimum_budget_bytes + (2 << 20)
+
+
+def nudged(x: Any) -> Any:
+    """x with other last bits."""
+    return x * (1.0 + 2.0**-21)
+
+
+def break_products(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """From `rows` rows on, products have other last bits."""
+    from ondevice.backends.mlx_weights import MlxMatrix
+
+    true = MlxMatrix._product
+
+    def product(self: Any, x: Any, transpose: bool) -> Any:
+        found = true(self, x, transpose)
+        return found if x.shape[0] < rows else nudged(found)
+
+    monkeypatch.setattr(MlxMatrix, "_product", product)
