@@ -23,12 +23,14 @@ from tests.converters.test_gguf_model import assert_same_bundle
 from tests.support.engines import all_logits, running
 from tests.support.families import (
     CASES,
+    DEEPSEEK,
     DELTA,
     DELTA_EXPERTS,
     FALCON,
     GEMMA3N,
     GEMMA4_E,
     GPT_OSS,
+    LATENT_YARN,
     LONGROPE,
     OLMOE,
     PHI_LESS_TURNS,
@@ -101,6 +103,11 @@ UNALIKE = {
         {**GPT_OSS, "swiglu_limit": 7.0, "num_local_experts": 4, "num_experts_per_tok": 4}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ),
+    "deepseek v2 lite": (
+        "DeepseekV2",
+        {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": LATENT_YARN, "num_hidden_layers": 27}
+        | {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "n_routed_experts": 4},
+    ),
     "qwen3 next even": ("Qwen3Next", {**DELTA, **DELTA_EXPERTS, **EVEN}),
     "qwen3.5 even": ("Qwen3_5Text", {**DELTA, **EVEN, "tie_word_embeddings": True}),
     "qwen3.5 moe even": ("Qwen3_5MoeText", {**DELTA, **DELTA_EXPERTS, **EVEN, "intermediate_size": None}),
@@ -129,15 +136,17 @@ ALIKE = (
     "nemotron", "nemotron bias", "nemotron wide heads", "gemma4", "gemma4 six layers",
     "mixtral", "granite moe scaled", "qwen2 moe", "phimoe", "glm4 moe", "glm4 moe head norms",
     "gemma4 moe", "gemma4 moe joint values",
-    "deepseek v2 moe", "deepseek v2 moe groups", "deepseek v2 dense", "deepseek v3 moe", "glm4 moe lite eps",
+    "deepseek v2 moe groups", "deepseek v2 dense", "deepseek v3 moe", "glm4 moe lite eps",
     "qwen3 next", "qwen3.5 wide states", "qwen3.5 moe in pairs",
 )  # fmt: skip
 REFUSED = ("smollm3 yarn", "olmo2 all heads", "stablelm whole heads", "nemotron wide heads", "gemma3n widths")
-REFUSED += ("qwen3 next", "qwen3.5 wide states")
-"""Models that llama.cpp doesn't load: it knows no biases, no tied head, or one width in these families."""
-UNLIKE = ("gemma3n", "phimoe", "phimoe longrope", "deepseek v2 moe groups", "glm4 moe lite eps")
-"""Models that llama.cpp reads otherwise: it has no sparsemixer, measures groups by their best two experts in V2
-too, and norms latents with the epsilon of other norms. For Gemma 3n see the last test.
+REFUSED += ("qwen3 next", "qwen3.5 wide states", "qwen3.5 moe in pairs", "glm4 moe lite eps")
+"""Models that llama.cpp doesn't load: it knows no biases, no tied head, or one width in these families, and
+makes queries of a layer's input in DeepSeek's models of 26 and 27 layers alone.
+"""
+UNLIKE = ("gemma3n", "phimoe", "phimoe longrope", "deepseek v2 moe groups")
+"""Models that llama.cpp reads otherwise: it has no sparsemixer, and measures groups by their best two experts in
+DeepSeek V2 too. For Gemma 3n see the last test.
 """
 FUZZED = ("phi3 partial", "granite", "stablelm head norms", "falcon newer", "nemotron bias", "gemma3n")
 FUZZED += ("gemma4", "gemma4 e wide", "qwen2 moe", "glm4 moe", "gemma4 moe", "gpt-oss")
