@@ -161,7 +161,7 @@ def train_thresholds(
     pieces = _pieces(resolved, text, pieces, options.tokens)
     measured = thresholds.check(resolved.bundle, pieces, options)
     goal = _check_target(resolved, output, has_experts=resolved.bundle.config.experts is not None)
-    calibrate: Any = thresholds.calibrate_thresholds
+    calibrate: Callable[..., Thresholds] = thresholds.calibrate_thresholds
     if resolved.bundle.config.experts is not None:
         calibrate = partial(expert_thresholds.calibrate_expert_thresholds, room=_expert_room(resolved))
     with _target(resolved, goal) as folder:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +53,6 @@ WARM_UP_SHARE = 0.25
 """Share of the replayed tokens that fill the caches and aren't counted."""
 
 Choices = NDArray[np.int16]
-Fetcher = TypeVar("Fetcher", bound=ExpertFetcher)
 
 
 @dataclass(frozen=True)
@@ -142,13 +141,14 @@ def record_choices(
     backend = CpuBackend(make_runner(usable_cores()), segment_neurons=64, piece_neurons=64)
     with experts_running(bundle, room, backend, _Recording) as (model, fetcher):
         run_pieces(model, pieces, on_progress)
+        assert isinstance(fetcher, _Recording)
         return fetcher.choices()
 
 
 @contextmanager
 def experts_running(
-    bundle: Bundle, room: ExpertRoom, backend: CpuBackend, kind: type[Fetcher] = ExpertFetcher
-) -> Iterator[tuple[Transformer, Fetcher]]:
+    bundle: Bundle, room: ExpertRoom, backend: CpuBackend, kind: type[ExpertFetcher] = ExpertFetcher
+) -> Iterator[tuple[Transformer, ExpertFetcher]]:
     """The model on `backend`, which is closed at the end, and what provides its experts."""
     config = bundle.config
     assert config.experts is not None

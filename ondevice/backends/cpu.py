@@ -454,7 +454,7 @@ class CpuBackend(OffloadingBackend, CpuAttention):
         assert spec.experts is not None
         # Outputs are added in the order of experts. Where few rows are wanted, they can be held until then.
         in_order = len(x) > HELD_ROWS
-        cutoff = weight.selector and weight.selector.cutoff
+        cutoff = None if weight.selector is None else weight.selector.cutoff
         forward = _native.ExpertPass(
             self.runner,
             weight.native,
@@ -466,8 +466,8 @@ class CpuBackend(OffloadingBackend, CpuAttention):
             native_form(spec.feed_forward),
             in_order,
             total,
-            cutoff and cutoff.importance,
-            cutoff.threshold if cutoff else 0.0,
+            None if cutoff is None else cutoff.importance,
+            0.0 if cutoff is None else cutoff.threshold,
         )
         for expert, address in weight.neurons.experts(weight.index, routing, batch, in_order):
             forward.add(expert, address)

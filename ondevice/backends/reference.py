@@ -464,8 +464,8 @@ def _expert(record: Bytes, layout: ExpertLayout) -> ReferenceFeedForward:
         matrices.append(dequantise(codes, scales, own, matrix.row.stored, matrix.row.cols))
         biases.append(added)
     gate, *up, down = matrices
-    added, up_bias = Biases(biases[0], biases[-1]), biases[1] if up else None
-    return ReferenceFeedForward(gate, up[0] if up else None, np.ascontiguousarray(down.T), added, up_bias)
+    both, up_bias = Biases(biases[0], biases[-1]), biases[1] if up else None
+    return ReferenceFeedForward(gate, up[0] if up else None, np.ascontiguousarray(down.T), both, up_bias)
 
 
 def dequantise(

@@ -95,11 +95,10 @@ def test_the_reference_leaves_out_the_same(folder: Path, sparsity: float) -> Non
         oracle = model.logits(PROMPT)
     with load(folder, backend="reference", sparsity="experts", max_context=64) as model:
         whole = model.logits(PROMPT)
-    scale = np.abs(oracle).max()
-    off, cut = np.abs(ours - oracle).max() / scale, np.abs(whole - oracle).max() / scale
-    # Activations of the kernels have 8 bits.
-    assert off < 0.04
-    assert cut > 3 * off if sparsity > 0.5 else cut == 0, (cut, off)
+    off, cut = (float(np.linalg.norm(it - oracle) / np.linalg.norm(oracle)) for it in (ours, whole))
+    # Activations of the kernels have 8 bits, so a gate near its threshold may fall on either side.
+    assert off < 0.06
+    assert cut > 2 * off if sparsity > 0.5 else cut == 0, (cut, off)
 
 
 def test_where_everything_counts_it_is_the_exact_model(folder: Path, tmp_path: Path) -> None:
