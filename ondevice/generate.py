@@ -276,7 +276,7 @@ class Generator:
         finally:
             # A budget that changed meanwhile may have taken its memory: the next pass computes it again.
             if kv.length > start:
-                kv.keep(start, path, partial(self.transformer.backend.kv_move, kv))
+                self.transformer.keep(kv, start, path)
         if len(draft) > 1:
             self.transformer.accept(answer.batch, [answer.first + found.tokens[node] for node in path])
         if text is not None:

@@ -80,6 +80,8 @@ class KVLayout:
 
     config: ModelConfig
     kv_bits: Literal[32, 16, 8] = 16
+    drafts: bool = False
+    """Whether texts have drafts, for which states of recurrent layers take more memory."""
 
     @cached_property
     def heads(self) -> tuple[HeadSizes, ...]:
@@ -117,12 +119,11 @@ class KVLayout:
     @cached_property
     def states(self) -> StateLayout:
         """The states that recurrent layers have in the place of keys and values."""
-        return StateLayout(self.config, self.block_bytes // BLOCK_TOKENS)
+        return StateLayout(self.config, self.block_bytes // BLOCK_TOKENS, self.drafts)
 
     def nbytes(self, n_tokens: int) -> int:
         """Bytes of the blocks and states of a text of n_tokens."""
-        states = self.states.buffers(n_tokens) * self.states.nbytes
-        return self.blocks(n_tokens) * self.block_bytes + states
+        return self.blocks(n_tokens) * self.block_bytes + self.states.text_bytes(n_tokens)
 
     def head_offset(self, layer: int, head: int) -> int:
         """Bytes from the start of a block to those of (layer, kv head)."""

@@ -272,9 +272,22 @@ class CpuBackend(OffloadingBackend, CpuAttention):
         weights: DeltaWeights,
     ) -> Float32:
         out = self._buffer("attention", (len(projected), spec.value_size))
-        state, after = states.state(layer), states.next_state(layer)
-        _native.gated_delta(self.runner, projected, gates, spec.sizes, *weights, state, after, out)
+        state, ahead = states.state(layer), states.ahead(layer)
+        if ahead is None:
+            after = states.next_state(layer)
+            _native.gated_delta(self.runner, projected, gates, spec.sizes, *weights, state, after, out)
+            return out
+        ahead.keep(projected, gates)
+        _native.gated_delta_ahead(self.runner, *ahead, projected, spec.sizes, *weights, state, out)
         return out
+
+    def replay_delta(
+        self, states: StateStore, layer: int, count: int, spec: DeltaSpec, weights: DeltaWeights
+    ) -> None:
+        channels, gates = states.inputs(layer, count)
+        state, after = states.state(layer), states.next_state(layer)
+        matrices = weights.conv, weights.decay, weights.time_bias
+        _native.replay_delta(self.runner, channels, gates, spec.sizes, *matrices, state, after)
 
     def sigmoid_gated(self, x: Float32, gates: Float32) -> Float32:
         _native.sigmoid_gate(self.runner, gates, x)

@@ -123,6 +123,11 @@ class MlxOps:
     ) -> mx.array:
         raise BackendUnavailableError("--backend mlx doesn't run recurrent layers; use --backend cpu")
 
+    def replay_delta(
+        self, states: StateStore, layer: int, count: int, spec: DeltaSpec, weights: DeltaWeights
+    ) -> None:
+        raise BackendUnavailableError("--backend mlx doesn't run recurrent layers; use --backend cpu")
+
     def sigmoid_gated(self, x: mx.array, gates: mx.array) -> mx.array:
         return x * mx.sigmoid(gates)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.backends.token_tree import Int32, TokenTree
 from ondevice.model_config import DeltaSpec, ModelConfig
 
 Array: TypeAlias = Any
@@ -22,6 +23,8 @@ States: TypeAlias = NDArray[np.float32]
 
 ALIGNED_FLOATS = 16
 MIN_SPACING = 64
+AHEAD_TOKENS = 16
+"""Most tokens that run ahead of a text's states: those of a draft, its root included."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,15 @@ class StateLayout:
     """Where the states of a model's recurrent layers lie in one buffer, and how many a text keeps.
 
     A text has the states behind its last token, room for those that the next pass makes, and checkpoints:
-    states behind every multiple of `spacing` tokens, to which it can go back.
+    states behind every multiple of `spacing` tokens, to which it can go back. With drafts it also has the
+    inputs of the tokens that run ahead of its states.
     """
 
     config: ModelConfig
     token_bytes: int
     """Bytes of one token's keys and values in all layers."""
+    drafts: bool = False
+    """Whether texts have drafts."""
 
     @cached_property
     def offsets(self) -> dict[int, int]:
@@ -48,6 +54,11 @@ class StateLayout:
         return 4 * sum(map(self._padded, self.config.recurrent_layers))
 
     @cached_property
+    def ahead_bytes(self) -> int:
+        """Bytes of the inputs of AHEAD_TOKENS tokens in all layers."""
+        return 4 * AHEAD_TOKENS * sum(self._input_floats(layer) for layer in self.config.recurrent_layers)
+
+    @cached_property
     def spacing(self) -> int:
         """Tokens between two checkpoints, a multiple of 64: so many that a checkpoint takes no more memory
         than their keys and values.
@@ -59,11 +70,35 @@ class StateLayout:
         """Number of buffers that a text of n_tokens needs."""
         return 2 + n_tokens // self.spacing if self.nbytes else 0
 
+    def text_bytes(self, n_tokens: int) -> int:
+        """Bytes of all buffers of a text of n_tokens."""
+        return self.buffers(n_tokens) * self.nbytes + (self.ahead_bytes if self.drafts else 0)
+
+    def inputs_of(self, buffer: NDArray[np.uint8], layer: int, count: int) -> tuple[States, States]:
+        """A layer's inputs of the first tokens in a buffer (ahead_bytes,): (count, C) and (count, 2 * HV)."""
+        spec, before = self.config.layers[layer].delta, 0
+        assert spec is not None
+        for other in self.config.recurrent_layers:
+            if other == layer:
+                break
+            before += AHEAD_TOKENS * self._input_floats(other)
+        gates = before + AHEAD_TOKENS * spec.channels
+        floats = buffer.view(np.float32)
+        return (
+            floats[before : before + count * spec.channels].reshape(count, -1),
+            floats[gates : gates + count * 2 * spec.value_heads].reshape(count, -1),
+        )
+
     def of(self, buffer: NDArray[np.uint8], layer: int) -> States:
         """A layer's state in a buffer (nbytes,)."""
         spec, offset = self.config.layers[layer].delta, self.offsets[layer]
         assert spec is not None
         return buffer.view(np.float32)[offset : offset + spec.state_floats]
+
+    def _input_floats(self, layer: int) -> int:
+        spec = self.config.layers[layer].delta
+        assert spec is not None
+        return spec.channels + 2 * spec.value_heads
 
     def _padded(self, layer: int) -> int:
         spec = self.config.layers[layer].delta
@@ -84,11 +119,45 @@ class DeltaWeights(NamedTuple):
     norm: Any
 
 
+class Ahead(NamedTuple):
+    """A layer's inputs of the n tokens that run ahead of a text's states; a pass writes its own, the last T.
+
+    channels: (n, C), before their convolution. gates: (n, 2 * HV). parents: (n,), the token that each
+    follows; -1 for the text behind whose last token the states are.
+    """
+
+    channels: States
+    gates: States
+    parents: Int32
+
+    def keep(self, projected: Array, gates: Array) -> None:
+        """Keep the inputs of a pass, (T, C + HV * V) and (T, 2 * HV)."""
+        first = len(self.channels) - len(projected)
+        self.channels[first:] = projected[:, : self.channels.shape[1]]
+        self.gates[first:] = gates
+
+
+def ahead_parents(known: int, count: int, tree: TokenTree | None) -> Int32:
+    """`Ahead.parents` of `known` tokens that follow each other, and of a pass of `count` behind them."""
+    chain = np.arange(-1, known + count - 1, dtype=np.int32)
+    if tree is not None:
+        chain[known:] = tree.parents + known
+    return chain
+
+
 class StateStore(Protocol):
     """The part of a text's recurrent states that ops see."""
 
+    def ahead(self, layer: int) -> Ahead | None:
+        """Where a pass that runs ahead keeps the layer's inputs; None for one that writes the next state."""
+        ...
+
     def state(self, layer: int) -> States:
-        """A layer's state behind the last token, only to be read."""
+        """A layer's state behind the last token that doesn't run ahead, only to be read."""
+        ...
+
+    def inputs(self, layer: int, count: int) -> tuple[States, States]:
+        """The layer's inputs of the first tokens that run ahead: (count, C) and (count, 2 * HV)."""
         ...
 
     def next_state(self, layer: int) -> States:
@@ -111,11 +180,18 @@ class RecurrentOps(Protocol):
         """The gated delta rule over T tokens that follow each other: (T, HV * V). See `DeltaSpec`.
 
         Reads the layer's state and writes its next one. Tokens come one after the other, so that a token has
-        the same bits in a pass of any size.
+        the same bits in a pass of any size. Where the pass runs ahead of the states, tokens may be a tree;
+        their inputs are kept then, and no state is written.
 
         projected: (T, C + HV * V), queries, keys and values before their convolution, then output gates.
         gates: (T, 2 * HV), what betas are made of, then what decays are made of.
         """
+        ...
+
+    def replay_delta(
+        self, states: StateStore, layer: int, count: int, spec: DeltaSpec, weights: DeltaWeights
+    ) -> None:
+        """Write the layer's next state, behind the first `count` tokens that run ahead, which are a chain."""
         ...
 
     def sigmoid_gated(self, x: Array, gates: Array) -> Array:

@@ -327,9 +327,12 @@ class ReferenceBackend:
         spec: DeltaSpec,
         weights: DeltaWeights,
     ) -> Float32:
-        return reference_delta.gated_delta(
-            projected, gates, states.state(layer), states.next_state(layer), spec, weights
-        )
+        return reference_delta.of_pass(projected, gates, states, layer, spec, weights)
+
+    def replay_delta(
+        self, states: StateStore, layer: int, count: int, spec: DeltaSpec, weights: DeltaWeights
+    ) -> None:
+        reference_delta.replay(states, layer, count, spec, weights)
 
     def sigmoid_gated(self, x: Float32, gates: Float32) -> Float32:
         return x * sigmoid(gates)

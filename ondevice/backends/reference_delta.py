@@ -9,12 +9,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
-from ondevice.backends.recurrent import DeltaWeights, States
+from ondevice.backends.recurrent import Ahead, DeltaWeights, States, StateStore
 from ondevice.model_config import DeltaSpec
 
 SQUARES_EPS = 1e-6
 """Added to the sum of squares that queries and keys are divided by."""
 Float64 = NDArray[np.float64]
+
+
+def of_pass(
+    projected: Float32,
+    gates: Float32,
+    states: StateStore,
+    layer: int,
+    spec: DeltaSpec,
+    weights: DeltaWeights,
+) -> Float32:
+    """`RecurrentOps.gated_delta`."""
+    state, ahead = states.state(layer), states.ahead(layer)
+    if ahead is None:
+        return gated_delta(projected, gates, state, states.next_state(layer), spec, weights)
+    ahead.keep(projected, gates)
+    return gated_delta_ahead(ahead, projected, state, spec, weights)
+
+
+def replay(states: StateStore, layer: int, count: int, spec: DeltaSpec, weights: DeltaWeights) -> None:
+    """`RecurrentOps.replay_delta`."""
+    channels, gates = states.inputs(layer, count)
+    projected = np.pad(channels, ((0, 0), (0, spec.value_size)))
+    gated_delta(projected, gates, states.state(layer), states.next_state(layer), spec, weights)
 
 
 def gated_delta(
@@ -50,6 +73,27 @@ def gated_delta(
         out[token] = (found * weights.norm.weight).reshape(-1) * _silu(z)
     next_state[:split] = held.reshape(-1)
     next_state[split:] = inputs[len(projected) :].reshape(-1)
+    return out
+
+
+def gated_delta_ahead(
+    ahead: Ahead, projected: Float32, state: States, spec: DeltaSpec, weights: DeltaWeights
+) -> Float32:
+    """(T, HV * V) of the last T tokens of a tree: each with the state behind the token that it follows."""
+    held: list[States] = []
+    out = np.empty((len(projected), spec.value_size), np.float32)
+    first = len(ahead.parents) - len(projected)
+    for node, parent in enumerate(ahead.parents):
+        row = np.zeros((1, projected.shape[1]), np.float32)
+        row[0, : spec.channels] = ahead.channels[node]
+        if node >= first:
+            row[0, spec.channels :] = projected[node - first, spec.channels :]
+        after = np.empty_like(state)
+        before = state if parent < 0 else held[parent]
+        found = gated_delta(row, ahead.gates[node : node + 1], before, after, spec, weights)
+        held.append(after)
+        if node >= first:
+            out[node - first] = found[0]
     return out
 
 

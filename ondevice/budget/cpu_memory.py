@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ondevice.backends.recurrent import AHEAD_TOKENS
 from ondevice.budget.memory_model import MemoryModel, input_bytes
 from ondevice.budget.sizes import (
     BufferShape,
@@ -21,6 +22,8 @@ HIDDEN_BYTES = 2 << 20
 """Hidden activations of feed-forward segments that are multiplied together."""
 DELTA_TOKENS = 64
 """Tokens that a delta rule has side by side (kDeltaTokens in gated_delta.h)."""
+DELTA_COLUMNS = 64
+"""Columns of a state that it takes at a time (kDeltaColumns)."""
 QUERY_ROWS = 32
 """Query rows that share one walk over the keys."""
 
@@ -82,7 +85,10 @@ class CpuMemory(MemoryModel):
         rows = max(QUERY_ROWS, config.queries_per_key)
         keys = padded(self.max_context, GROUP_SIZE) + 2 * padded(config.head_width, 16)
         deltas = [layer.delta for layer in config.layers if layer.delta is not None]
-        scratch = max(rows * keys, *(DELTA_TOKENS * it.token_floats for it in deltas), 0)
+        # States along the branches of a draft tree.
+        branches = (AHEAD_TOKENS - 1) * DELTA_COLUMNS if self.kv.drafts else 0
+        delta = [DELTA_TOKENS * it.token_floats + branches * it.key_width for it in deltas]
+        scratch = max(rows * keys, *delta, 0)
         scores = self._threads * 4 * scratch
         neurons = min(self._neurons_at_once, padded(config.widest, GROUP_SIZE))
         hidden_values = max(HIDDEN_BYTES, 4 * tokens * neurons)

@@ -36,7 +36,7 @@ from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.model.rope import AHEAD
 from ondevice.model_config import ModelConfig
 from ondevice.sparsity.expert_reuse import history_bytes
-from ondevice.speculation.registry import drafter_bytes, drafts_with_streams, runs_streams
+from ondevice.speculation.registry import drafter_bytes, drafts_with_streams, is_drafter, runs_streams
 from ondevice.speculation.tree import LOGITS_AHEAD, STREAM_ROWS
 
 GATED = ("exact", "threshold")
@@ -55,7 +55,8 @@ class MemoryModel(ABC):
 
     runtime: settled. A mode `predicted` without `predictors` counts as dense. draft_model_bytes: memory of a
     second model that drafts, loaded and with its context full. datastore_bytes: memory of an open datastore
-    of continuations. draft_layer_bytes: of a draft layer, with its context full.
+    of continuations. draft_layer_bytes: of a draft layer, with its context full. drafts_itself: whether the
+    model is such a second one.
     """
 
     config: ModelConfig
@@ -66,6 +67,7 @@ class MemoryModel(ABC):
     draft_model_bytes: int = 0
     datastore_bytes: int = 0
     draft_layer_bytes: int = 0
+    drafts_itself: bool = False
 
     @property
     @abstractmethod
@@ -114,7 +116,8 @@ class MemoryModel(ABC):
 
     @property
     def kv(self) -> KVLayout:
-        return KVLayout(self.config, self.runtime.kv_bits)
+        drafts = self.drafts_itself or is_drafter(self.runtime.speculation)
+        return KVLayout(self.config, self.runtime.kv_bits, drafts)
 
     @property
     def sparsity(self) -> str:

@@ -9,6 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.kernels._delta import gated_delta as gated_delta
+from ondevice.kernels._delta import gated_delta_ahead as gated_delta_ahead
+from ondevice.kernels._delta import replay_delta as replay_delta
+from ondevice.kernels._delta import sigmoid_gate as sigmoid_gate
+
 Bytes = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
@@ -350,12 +355,7 @@ class FeedForwardPass:
     """
 
     def __init__(
-        self,
-        runner: Runner,
-        layer: FeedForward,
-        x: Float32,
-        form: GateForm,
-        norm: Norm | None = None,
+        self, runner: Runner, layer: FeedForward, x: Float32, form: GateForm, norm: Norm | None = None
     ) -> None: ...
     def add(
         self, segments: Sequence[Segment], tokens: int | None = None, gates: Float32 | None = None
@@ -434,34 +434,6 @@ def kv_move(
     offset: bytes from a block's start to the layer's keys and values.
     """
 
-def gated_delta(
-    runner: Runner,
-    projected: Float32,
-    gates: Float32,
-    heads: tuple[int, int, int, int],
-    conv: Float32,
-    decay: Float32,
-    time_bias: Float32,
-    norm: Norm,
-    state: Float32,
-    next_state: Float32,
-    out: Float32,
-) -> None:
-    """The gated delta rule (arXiv 2412.06464) over T tokens, from `state` to `next_state`, other memory.
-
-    With C channels, 2 * key heads * key width + value heads * value width:
-
-    projected: (T, C + value heads * value width), channels before the convolution, then output gates.
-    gates: (T, 2 * value heads), what betas are made of, then what decays are made of.
-    heads: numbers of key and value heads, widths of a key and of a value.
-    conv: (taps, C). decay: (value heads,), below zero. time_bias: (value heads,). norm: of a head's output.
-    state: (value heads * key width * value width + (taps - 1) * C,): states, then inputs of the convolution.
-    out: (T, value heads * value width).
-    """
-
-def sigmoid_gate(runner: Runner, gates: Float32, x: Float32) -> None:
-    """x (T, n) *= sigmoid(gates), elementwise."""
-
 # Vectors
 
 def norm(runner: Runner, x: Float32, norm: Norm, out: Float32) -> None:
@@ -524,13 +496,7 @@ class FlashReader:
 class RecordBatch:
     def __init__(self, reader: FlashReader, urgent: bool) -> None: ...
     def start(
-        self,
-        file: int,
-        first_part: int,
-        parts: int,
-        ids: Int32,
-        targets: Addresses,
-        gap_bytes: int,
+        self, file: int, first_part: int, parts: int, ids: Int32, targets: Addresses, gap_bytes: int
     ) -> None: ...
     def done(self) -> bool: ...
     def halt(self) -> int: ...
@@ -575,14 +541,7 @@ class _Testing:
     def head_norm(self, runner: Runner, x: Float32, weight: Float32, eps: float) -> None: ...
     def rope(self, runner: Runner, x: Float32, cos: Float32, sin: Float32) -> None: ...
     def kv_write(
-        self,
-        runner: Runner,
-        blocks: Addresses,
-        layer: int,
-        bits: int,
-        position: int,
-        k: Float32,
-        v: Float32,
+        self, runner: Runner, blocks: Addresses, layer: int, bits: int, position: int, k: Float32, v: Float32
     ) -> None: ...
     def attention(
         self,

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from ondevice.backends.base import Array, Backend, Float32
 from ondevice.backends.token_tree import TokenTree
-from ondevice.errors import UsageError
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.residual import joined
 from ondevice.model.weights import LayerWeights, MultiStreamLayer
@@ -54,7 +53,7 @@ def attention(
     """x + attention(norm(x)), (R, D), for x (R, D), with norms where `spec` has them; may overwrite x.
 
     Stores the rows' keys and values. A layer that reads those of another stores none. One with the delta rule
-    in attention's place stores the next state of each sequence.
+    in attention's place stores the next state of each sequence, or the rows' inputs if they run ahead.
     """
     beside = None if weights.laurel is None else _laurel(backend, weights, x)
     norm, adapted = weights.attention_norm, rows.adapted
@@ -103,10 +102,6 @@ def _context(
         kv, position, _, tree = place
         if spec.delta is None:
             return backend.attend(qkv[its], kv, owner, position, cos[its], sin[its], own, norms, tree, sinks)
-        if tree is not None:
-            raise UsageError(
-                "draft trees don't run through layers with the delta rule; drafts there are chains"
-            )
         assert gates is not None
         assert weights.delta is not None
         assert kv.states is not None

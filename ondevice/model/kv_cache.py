@@ -127,10 +127,8 @@ class KVCache:
         if len(tokens) > room:
             raise ValueError(f"{len(tokens)} tokens were written where only {room} positions are reserved")
         self.tokens.extend(tokens)
-        if self.states is None or not self.states.advance(self.length):
-            return
-        if self.length == self.chunked + self.states.layout.spacing:
-            self.chunked = self.length
+        if self.states is not None and self.states.extend(self.length):
+            self._add_checkpoint(self.length)
 
     def end_of_chunk(self, stop: int) -> int:
         """Where a chunk of a prompt that could go up to position `stop` ends: at a checkpoint, if one lies in
@@ -144,7 +142,8 @@ class KVCache:
     def truncate(self, n_tokens: int) -> None:
         """Keep the first n_tokens positions, and release the blocks after them.
 
-        A model with recurrent layers may have to keep fewer: those up to the last checkpoint.
+        A model with recurrent layers may have to keep fewer, those up to the last checkpoint, unless all that
+        go run ahead of its states.
         """
         if not 0 <= n_tokens <= self.length:
             raise ValueError(f"can't truncate a cache of {self.length} tokens to {n_tokens}")
@@ -159,12 +158,24 @@ class KVCache:
         """Keep only the nodes of `path` from the tree that is stored from position `start` on.
 
         path: ascending nodes. move(source, target): copies the keys and values of one position to another.
+        States of recurrent layers are behind tokens before them until `settle`.
         """
+        if self.states is not None and path and start >= self.states.position:
+            self.states.keep(start - self.states.position, path)
         for target, node in enumerate(path, start):
             if start + node != target:
                 move(start + node, target)
                 self.tokens[target] = self.tokens[start + node]
         self.truncate(start + len(path))
+
+    def settle(self, n_tokens: int, replay: Callable[[int], None]) -> None:
+        """Bring states of recurrent layers behind the first n_tokens, if the last of these run ahead.
+
+        replay: as `RecurrentStates.settle` has it.
+        """
+        if self.states is not None:
+            for checkpoint in self.states.settle(n_tokens, replay):
+                self._add_checkpoint(checkpoint)
 
     def fork(self) -> KVCache:
         """An independent copy, with blocks of its own."""
@@ -220,6 +231,11 @@ class KVCache:
         data = np.empty(self.part_sizes(start, stop)[index], np.uint8)
         read(data)
         self.arrays.load_part(index, start, stop, data)
+
+    def _add_checkpoint(self, position: int) -> None:
+        assert self.states is not None
+        if position == self.chunked + self.states.layout.spacing:
+            self.chunked = position
 
     def _is_states(self, index: int, start: int, stop: int) -> bool:
         """Whether a part of the state at these positions is that of recurrent layers."""

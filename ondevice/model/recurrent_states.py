@@ -2,31 +2,43 @@
 
 A state can't be taken back by a token. So a text goes back to the checkpoint before the place that it is
 truncated to, and what follows runs again: `SequenceState.truncate` keeps fewer tokens than it was asked for.
+
+Tokens that may have to be taken back, as those of drafts, run ahead: passes keep their inputs, which are
+small, and leave the states as they are. Those that stay are replayed (`settle`), so that a tree's nodes
+needn't each have a state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ondevice.backends.base import Bytes
-from ondevice.backends.recurrent import StateLayout, States
+from ondevice.backends.recurrent import AHEAD_TOKENS, Ahead, StateLayout, States, ahead_parents
+from ondevice.backends.token_tree import Int32, TokenTree
+from ondevice.errors import UsageError
 
 Allocate = Callable[[int], Bytes]
 
 
 class RecurrentStates:
-    """States behind `position` tokens. A pass reads these and writes the next ones, which `advance` takes.
+    """States behind `position` tokens. A pass reads these and writes the next ones, which `advance` takes; or
+    it runs ahead of them.
 
-    allocate, release: of buffers of `layout.nbytes` bytes, as in `SequenceState`.
+    allocate, release: of buffers of `layout.nbytes` or `layout.ahead_bytes` bytes, as in `KVCache`.
     """
 
     def __init__(self, layout: StateLayout, allocate: Allocate, release: Callable[[Bytes], None]) -> None:
         self.layout = layout
         self.position = 0
+        self.tokens_ahead = 0
+        """Tokens behind `position` whose inputs are kept."""
         self.checkpoints: dict[int, Bytes] = {}
         """States by number of tokens, ascending multiples of `layout.spacing`."""
+        self._parents: Int32 | None = None
+        """`Ahead.parents` of the pass that runs; None for one that writes the next states."""
         self._current: Bytes | None = None
         self._next: Bytes | None = None
+        self._inputs: Bytes | None = None
         self._spare: list[Bytes] = []
         self._allocate = allocate
         self._release = release
@@ -34,7 +46,7 @@ class RecurrentStates:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers held."""
-        return self._held * self.layout.nbytes
+        return self._held * self.layout.nbytes + (0 if self._inputs is None else self.layout.ahead_bytes)
 
     def state(self, layer: int) -> States:
         """A layer's state behind `position` tokens."""
@@ -46,12 +58,25 @@ class RecurrentStates:
         assert self._next is not None
         return self.layout.of(self._next, layer)
 
+    def inputs(self, layer: int, count: int) -> tuple[States, States]:
+        """A layer's kept inputs of the first `count` tokens that run ahead."""
+        assert self._inputs is not None
+        return self.layout.inputs_of(self._inputs, layer, count)
+
+    def ahead(self, layer: int) -> Ahead | None:
+        """Where a pass that runs ahead keeps a layer's inputs; None for one that writes the next states."""
+        if self._parents is None:
+            return None
+        return Ahead(*self.inputs(layer, len(self._parents)), self._parents)
+
     def reserve(self, n_tokens: int) -> None:
         """Make room for what n_tokens need. If the allocator raises, all is as before."""
         added: list[Bytes] = []
         try:
             for _ in range(self.layout.buffers(n_tokens) - self._held):
                 added.append(self._allocate(self.layout.nbytes))
+            if self.layout.drafts:
+                self._hold_inputs()
             self._spare += added
             added = []
         finally:
@@ -61,8 +86,27 @@ class RecurrentStates:
             self._current, self._next = self._spare.pop(), self._spare.pop()
             self._current.fill(0)
 
+    def run_ahead(self, count: int, tree: TokenTree | None) -> None:
+        """The next pass, of `count` tokens, runs ahead. Raises UsageError for too many, and the allocator's
+        errors.
+        """
+        known = self.tokens_ahead
+        if known + count > AHEAD_TOKENS:
+            raise UsageError(
+                f"{known + count} tokens can't run ahead of recurrent layers: up to {AHEAD_TOKENS} can"
+            )
+        self._hold_inputs()
+        self._parents = ahead_parents(known, count, tree)
+
+    def extend(self, position: int) -> bool:
+        """Take what a pass has written for the tokens up to `position`. True: that is a checkpoint."""
+        if self._parents is None:
+            return self.advance(position)
+        self._parents, self.tokens_ahead = None, position - self.position
+        return False
+
     def advance(self, position: int) -> bool:
-        """Take the states that a pass has written behind `position` tokens. True: they are a checkpoint."""
+        """Take the states that were written behind `position` tokens. True: they are a checkpoint."""
         self._current, self._next = self._next, self._current
         self.position = position
         if position % self.layout.spacing or not self._spare:
@@ -72,29 +116,59 @@ class RecurrentStates:
         kept[:] = self._current
         return True
 
+    def keep(self, known: int, path: Sequence[int]) -> None:
+        """Of a tree's tokens, behind `known` others that run ahead, keep the inputs of `path`, ascending."""
+        kept = [*range(known), *(known + node for node in path)]
+        if kept != list(range(len(kept))):
+            self._move_inputs(kept)
+        self.tokens_ahead = len(kept)
+
+    def settle(self, position: int, replay: Callable[[int], None]) -> list[int]:
+        """Bring the states behind `position` tokens, of which the last run ahead. Returns new checkpoints.
+
+        replay(n): writes the next states, those behind the first n tokens that run ahead.
+        """
+        found, spacing = [], self.layout.spacing
+        while self.position < position:
+            # By way of every checkpoint, as a text without drafts goes.
+            stop = min(position, (self.position // spacing + 1) * spacing)
+            count = stop - self.position
+            replay(count)
+            left = range(count, self.tokens_ahead)
+            if left:
+                self._move_inputs(left)
+            self.tokens_ahead = len(left)
+            if self.advance(stop):
+                found.append(stop)
+        return found
+
     def nearest(self, n_tokens: int) -> int:
         """The most tokens, at most n_tokens, that `back_to` can go back to."""
         if n_tokens >= self.position:
-            return self.position
+            return min(n_tokens, self.position + self.tokens_ahead)
         return max((at for at in self.checkpoints if at <= n_tokens), default=0)
 
     def back_to(self, position: int) -> None:
         """Go back to a place that `nearest` gave, and release what so many tokens don't need."""
+        self._parents = None
         if position < self.position and self._current is not None:
             kept = self.checkpoints.get(position)
             if kept is None:
                 self._current.fill(0)
             else:
                 self._current[:] = kept
-        self.position = position
+        self.position = min(self.position, position)
+        self.tokens_ahead = position - self.position
         for at in [at for at in self.checkpoints if at > position]:
             self._spare.append(self.checkpoints.pop(at))
         while self._spare and self._held > self.layout.buffers(position):
             self._release(self._spare.pop())
-        if not position and self._current is not None and self._next is not None:
-            self._release(self._current)
-            self._release(self._next)
-            self._current = self._next = None
+        if position:
+            return
+        for buffer in (self._current, self._next, self._inputs):
+            if buffer is not None:
+                self._release(buffer)
+        self._current = self._next = self._inputs = None
 
     def copy_to(self, other: RecurrentStates) -> None:
         """Give `other`, in which room is reserved, the same states."""
@@ -102,6 +176,11 @@ class RecurrentStates:
             return
         other._current[:] = self._current
         other.position = self.position
+        if self._inputs is not None and self.tokens_ahead:
+            other._hold_inputs()
+            assert other._inputs is not None
+            other._inputs[:] = self._inputs
+            other.tokens_ahead = self.tokens_ahead
         for at, kept in self.checkpoints.items():
             copy = other.checkpoints[at] = other._spare.pop()
             copy[:] = kept
@@ -110,6 +189,16 @@ class RecurrentStates:
         """Let `read` fill the next states, (layout.nbytes,), which `advance` then takes."""
         assert self._next is not None
         read(self._next)
+
+    def _hold_inputs(self) -> None:
+        if self._inputs is None:
+            self._inputs = self._allocate(self.layout.ahead_bytes)
+
+    def _move_inputs(self, sources: Sequence[int]) -> None:
+        """Keep the inputs of the tokens `sources`, ascending, in place of those of the first."""
+        for layer in self.layout.config.recurrent_layers:
+            for rows in self.inputs(layer, sources[-1] + 1):
+                rows[: len(sources)] = rows[list(sources)]
 
     @property
     def _held(self) -> int:

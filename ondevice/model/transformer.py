@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from ondevice.backends.token_tree import TokenTree
 from ondevice.callbacks import IsCancelled
 from ondevice.errors import BundleError, UsageError, check_thread
 from ondevice.model import altup
+from ondevice.model.ahead import begin_states, settle
 from ondevice.model.attention import Place, Rows, attention
 from ondevice.model.ffn import feed_forward, prefetch
 from ondevice.model.kv_cache import KVCache
@@ -194,6 +196,7 @@ class Transformer:
         check_thread(self._thread)
         batch = ForwardBatch(tokens)
         kv.reserve(kv.length + len(tokens))
+        begin_states(self.config, self.backend, self.weights, kv, batch)
         self.backend.begin_pass(batch)
         found = self._residuals(layer, copies, batch, self._rows([_place(kv, batch)], batch), inputs)
         kv.extend(tokens)
@@ -226,7 +229,7 @@ class Transformer:
     ) -> ForwardOutput:
         """One forward pass over T tokens that follow those in kv; it adds them to kv.
 
-        If they are a tree, `KVCache.keep` decides afterwards which path stays in kv. If streams prune tokens
+        If they are a tree, `keep` decides afterwards which path stays in kv. If streams prune tokens
         ("Speculative Streaming", arXiv 2402.11131, section 3.2), only the others are added. Over `mlx` the
         result is differentiable by x, by the weights, and through the keys and values that earlier passes
         left in kv. Raises as `forward` does; kv is then as before.
@@ -266,6 +269,7 @@ class Transformer:
         try:
             for own, kv in parts:
                 kv.reserve(kv.length + len(own.tokens))
+                begin_states(self.config, self.backend, self.weights, kv, own)
             self.backend.begin_pass(batch)
             places = [_place(kv, own) for own, kv in parts]
             x, rows = self._embedded(ids, _positions(places)), self._rows(places, batch)
@@ -334,6 +338,15 @@ class Transformer:
         logits, cap = self.backend.linear(hidden, rows, norm), self.config.logit_soft_cap
         return self.backend.soft_cap(logits, cap) if cap else logits
 
+    def keep(self, kv: KVCache, start: int, path: Sequence[int]) -> None:
+        """Keep only the nodes of `path`, ascending, of the tree that is in kv from position `start` on."""
+        kv.keep(start, path, partial(self.backend.kv_move, kv))
+        self.settle(kv, kv.length)
+
+    def settle(self, kv: KVCache, n_tokens: int) -> None:
+        """Bring the states of recurrent layers behind the first n_tokens in kv, if these ran ahead."""
+        settle(self.config, self.backend, self.weights, kv, n_tokens)
+
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
         """Tell the backend which draft tokens of the last pass join the text.
 
@@ -358,6 +371,7 @@ class Transformer:
         kv.reserve(position + len(ids))
         if tree is not None and len(tree) != len(ids):
             raise UsageError(f"a tree of {len(tree)} nodes can't hold {len(ids)} tokens")
+        begin_states(self.config, self.backend, self.weights, kv, batch)
         self.backend.begin_pass(batch)
         place = _place(kv, batch)
         if x is None:

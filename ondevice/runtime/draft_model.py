@@ -64,7 +64,7 @@ class ResolvedDraft:
 def open_draft(runtime: RuntimeConfig) -> Bundle:
     """The bundle `runtime.draft_model`.
 
-    Raises UsageError for none, ModelNotFoundError, BundleError, UnsupportedModelError.
+    Raises UsageError for none, ModelNotFoundError, BundleError.
     """
     if not runtime.draft_model:
         raise UsageError(
@@ -72,15 +72,9 @@ def open_draft(runtime: RuntimeConfig) -> Bundle:
             "--speculation auto, which needs none"
         )
     try:
-        bundle = Bundle.open(find_model(runtime.draft_model))
+        return Bundle.open(find_model(runtime.draft_model))
     except (ModelNotFoundError, BundleError) as error:
         raise type(error)(f"--draft-model {runtime.draft_model}: {error.for_command_line}") from error
-    if bundle.config.recurrent_layers:
-        raise UnsupportedModelError(
-            f"--draft-model {runtime.draft_model} has recurrent layers, whose states can't take back a draft "
-            "token; name a model without them"
-        )
-    return bundle
 
 
 def plan_draft(
@@ -120,7 +114,7 @@ def plan_draft(
 
 def _resident(bundle: Bundle, runtime: RuntimeConfig) -> Plan:
     """The second model's plan with everything resident. runtime: its own, settled."""
-    memory = memory_model(bundle.config, bundle.quant, runtime)
+    memory = replace(memory_model(bundle.config, bundle.quant, runtime), drafts_itself=True)
     plan = plan_memory(memory, budget_bytes=0, process_bytes=0)
     return plan.with_budget(plan.full_bytes)
 
@@ -141,7 +135,7 @@ def load_draft(
         transformer = Transformer(config, backend, load_weights(bundle, reader, backend, cancelled))
         neurons = open_neuron_memory(bundle, plan, backend, reader, UNMEASURED, DEFAULT_FETCH)
         undo.callback(neurons.close)
-        layout = KVLayout(bundle.config, runtime.kv_bits)
+        layout = KVLayout(bundle.config, runtime.kv_bits, drafts=True)
         kv = KVCache(layout, backend.allocate_block, arrays=backend.new_arrays(layout))
         neurons.resize(plan.segment.quota(plan.segment.total))
         for _ in range(MOST_FILLING_PASSES):

@@ -48,7 +48,13 @@ from ondevice.runtime.state_binding import open_prompt_cache, prompt_cache_at
 from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions
 from ondevice.speculation.drafters.streams import MultiStreamDrafting
 from ondevice.speculation.drafting import Drafting
-from ondevice.speculation.registry import MIN_PASS_SECONDS, Target, drafts_with_ngrams, make_drafter
+from ondevice.speculation.registry import (
+    MIN_PASS_SECONDS,
+    Target,
+    drafts_with_ngrams,
+    is_drafter,
+    make_drafter,
+)
 from ondevice.stats import GenerationStats
 from ondevice.units import format_bytes, process_memory, trim_heap
 
@@ -121,7 +127,7 @@ class Engine:
         self._parts.callback(self._neurons.close)
         self._quota = NeuronQuota(self._neurons, self._backend, plan, fetch.keep)
         self._quota.keep_to(plan, plan.kv_block_bytes)
-        layout = KVLayout(bundle.config, runtime.kv_bits)
+        layout = KVLayout(bundle.config, runtime.kv_bits, is_drafter(runtime.speculation))
         self._state_at = partial(prompt_cache_at, resolved=resolved, target=self.kernel_target)
         store = open_prompt_cache(resolved, self.kernel_target)
         self.kv = KVCachePool(layout, plan, self._claim, self._backend, self._quota.yield_to, store)

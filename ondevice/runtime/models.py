@@ -507,11 +507,6 @@ def check_runtime(
             "--speculation resident isn't possible with this model: its drafts would take other experts than "
             "the model's own. It can have: off, lookup, recycling, model, auto"
         )
-    if config.recurrent_layers and (runtime.speculation not in ("auto", "off") or runtime.draft_model):
-        raise UnsupportedModelError(
-            "drafts aren't possible with this model in this release: its recurrent layers can't take back "
-            "tokens that turn out wrong; take --speculation off and no --draft-model"
-        )
     check_backend(runtime, config)
     if runtime.expert_substitution:
         _check_substitution(config, runtime)

@@ -12,7 +12,6 @@ from ondevice.bundle.verify import without_damage
 from ondevice.config import RuntimeConfig, Speculation
 from ondevice.errors import BundleError, FlashReadError
 from ondevice.kernels import _native
-from ondevice.model_config import ModelConfig
 from ondevice.speculation.datastore import Datastore
 from ondevice.speculation.registry import drafts_with_ngrams, runs_streams, used_draft_layer
 from ondevice.tokenizer import Tokenizer, load_tokenizer, loading_bytes
@@ -62,15 +61,15 @@ def damage_warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
     return tuple(error.for_command_line for key, error in bundle.damaged.items() if may_use[key])
 
 
-def settled_speculation(runtime: RuntimeConfig, rows: RowInvariance, config: ModelConfig) -> Speculation:
+def settled_speculation(runtime: RuntimeConfig, rows: RowInvariance) -> Speculation:
     """The speculation, with `auto` settled where this is possible.
 
-    `auto` means `off` where drafts could change texts or the model has recurrent layers, `model` if a draft
-    model is named, and otherwise stays `auto`.
+    `auto` means `off` where drafts could change texts, `model` if a draft model is named, and otherwise stays
+    `auto`.
     """
     if runtime.speculation != "auto":
         return runtime.speculation
-    if rows.widths.nodes < 2 or runtime.expert_substitution or config.recurrent_layers:
+    if rows.widths.nodes < 2 or runtime.expert_substitution:
         return "off"
     return "model" if runtime.draft_model else "auto"
 

@@ -182,7 +182,7 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     check_drafts(runtime, rows)
     runtime = replace(
         runtime,
-        speculation=settled_speculation(runtime, rows, bundle.config),
+        speculation=settled_speculation(runtime, rows),
         parallel=settled_parallel(runtime, rows),
     )
     warnings = damage_warnings(bundle, runtime)

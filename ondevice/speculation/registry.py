@@ -175,6 +175,11 @@ def drafter_bytes(name: str, config: ModelConfig, max_context: int, max_nodes: i
     return kind.nbytes(config, max_context, max_nodes) + beside
 
 
+def is_drafter(name: str) -> bool:
+    """Whether texts have drafts under `--speculation name`, settled."""
+    return name in DRAFTERS
+
+
 def runs_streams(name: str, streams: MultiStreams | None) -> bool:
     """Whether a model's streams are loaded: they draft, or are part of the model itself."""
     return drafts_with_streams(name, streams) or (streams is not None and streams.mode == "shared")

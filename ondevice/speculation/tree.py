@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ondevice.backends.recurrent import AHEAD_TOKENS
 from ondevice.backends.token_tree import MAX_DEPTH, TokenTree
 
 _ASK = -1
 """Rank of entries in `grow`'s queue that are questions to the drafter, not draft tokens."""
-DRAFT_NODES = 16
+DRAFT_NODES = AHEAD_TOKENS
 """Maximum nodes of a draft, its root included."""
 STREAM_ROWS = 16
 """Maximum rows of streams in a forward pass, in addition to the nodes of its draft."""

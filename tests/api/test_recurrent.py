@@ -11,12 +11,21 @@ import pytest
 
 import ondevice
 from ondevice.api import Model, load
+from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
-from ondevice.errors import BackendUnavailableError, FlashReadError, OndeviceError, UnsupportedModelError
+from ondevice.errors import BackendUnavailableError, FlashReadError, OndeviceError
 from ondevice.model.transformer import Transformer
+from ondevice.speculation.drafters import intersection
+from ondevice.speculation.tree import DRAFT_NODES
+from ondevice.training import train_ngrams
 from tests.support.bundles import EOS, write_byte_tokenizer
 from tests.support.cached_texts import PROMPT, said, settle, written
+from tests.support.engines import always_draft
 from tests.support.families import CASES, write_model
+from tests.support.paths import SHIPPED
+from tests.support.scripted_drafts import drafted
+from tests.support.shared_texts import alone, asked, together
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +141,7 @@ def test_logits_that_fail_end_the_texts_that_share_a_pass(
 
 
 def test_the_plan_has_the_states(hybrid: Path) -> None:
-    with load(hybrid, max_context=512) as model:
+    with load(hybrid, max_context=512, speculation="off") as model:
         layout = model._engine.kv.layout
         blocks = layout.blocks(512) * layout.block_bytes
         assert model.plan.kv_cache_bytes == blocks + (2 + 512 // layout.states.spacing) * layout.states.nbytes
@@ -140,11 +149,122 @@ def test_the_plan_has_the_states(hybrid: Path) -> None:
         assert model._engine.kv.nbytes <= model.plan.kv_cache_bytes
 
 
+def texts_of(model: Model) -> list[tuple[int, ...]]:
+    """What the model says with each of `SAMPLINGS`."""
+    return [model.generate("Hello, hello, hello", **LONG, **options).tokens for options in SAMPLINGS]
+
+
+BIAS: dict[str, Any] = {"logit_bias": {2: -math.inf, EOS: -math.inf}}
+LONG: dict[str, Any] = {"max_tokens": 60, **BIAS}
+SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 5}]
+
+
+def test_trees_of_all_shapes_change_nothing(hybrid: Path, hybrid_experts: Path) -> None:
+    for bundle in (hybrid, hybrid_experts):
+        with load(bundle, threads=2, speculation="lookup") as model:
+            model._engine.draft_with("off", None)
+            texts = texts_of(model)
+            judged = 0
+            for scripted, answer in drafted(model, "Hello, hello, hello", SAMPLINGS, texts, **BIAS):
+                judged += sum(scripted.sizes)
+                assert answer.stats.forward_passes < 50
+                assert len(set(scripted.sizes)) > 8
+            assert judged > 200
+
+
+DRAFTERS: list[dict[str, Any]] = [
+    {"speculation": "lookup"},
+    {"speculation": "recycling", "prefill_chunk": 7},
+    {"speculation": "resident", "prefill_chunk": 64},
+    {"speculation": "ngrams", "threads": 1},
+    {"speculation": "auto", "prefill_chunk": 1},
+    {"speculation": "auto", "threads": 2},
+]
+
+
+def test_no_drafter_changes_the_text(
+    hybrid: Path, hybrid_experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_draft(monkeypatch, [DRAFT_NODES, 3, 8])
+    for bundle in (hybrid, hybrid_experts):
+        with load(bundle, threads=1) as model:
+            assert model._engine._drafting is not None
+            model._engine.draft_with("off", None)
+            expected = texts_of(model)
+            start = model.tokenizer.encode("Hello, hello, hello")
+        train_ngrams(bundle, pieces=[[*start, *expected[0][:40]]], output=tmp_path / bundle.name)
+        # Drafts take the neurons in memory, or other experts.
+        able = DRAFTERS if bundle is hybrid else [it for it in DRAFTERS if it["speculation"] != "resident"]
+        for options in (*able, {"speculation": "model", "draft_model": hybrid}):
+            with load(tmp_path / bundle.name, **options) as model:
+                assert texts_of(model) == expected, options
+                assert len(expected[0]) == 60
+                answer = model.generate("Hello, hello, hello", **LONG)
+                assert answer.stats.drafting.draft_tokens > 0 or options.get("prefill_chunk") == 1, options
+                assert model._engine.kv.nbytes <= model.plan.kv_cache_bytes
+
+
+def test_a_second_model_with_states_needs_few_passes(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It drafts for itself, so it is always right; what it drafted isn't computed again."""
+    always_draft(monkeypatch, [5])
+    with load(hybrid, speculation="model", draft_model=hybrid) as model:
+        second: Any = model._engine._drafting._drafter  # type: ignore[union-attr]
+        run, rows = second._model.transformer.run, list[int]()
+
+        def counted(batch: ForwardBatch, *arguments: Any, **options: Any) -> Any:
+            rows.append(len(batch.tokens))
+            return run(batch, *arguments, **options)
+
+        monkeypatch.setattr(second._model.transformer, "run", counted)
+        answer = model.generate("Hello, hello, hello", **LONG)
+    assert answer.stats.forward_passes < 30
+    assert sum(rows) < 160
+
+
+@pytest.mark.parametrize("least_shared", [0.0, 2.0])
+def test_it_drafts_for_another_vocabulary(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch, least_shared: float
+) -> None:
+    """However many tokens are shared."""
+    always_draft(monkeypatch, [DRAFT_NODES])
+    monkeypatch.setattr(intersection, "LEAST_SHARED", least_shared)
+    with load(SHIPPED, speculation="off") as model:
+        expected = texts_of(model)
+    with load(SHIPPED, speculation="model", draft_model=hybrid) as model:
+        assert texts_of(model) == expected
+        assert model.generate("Hello, hello, hello", **LONG).stats.drafting.draft_tokens > 0
+
+
+def test_texts_that_share_passes_draft(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draft(monkeypatch, [DRAFT_NODES, 4, 9])
+    with load(hybrid, speculation="off") as model:
+        requests = asked(model, 6)
+        expected = alone(model, requests)
+    with load(hybrid, speculation="lookup", parallel=3, prefill_chunk=16) as model:
+        assert together(model, requests) == expected
+
+
+def test_a_small_budget_has_room_for_drafts(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draft(monkeypatch, [DRAFT_NODES, 3])
+    with load(hybrid, threads=1, speculation="off") as model:
+        expected = texts_of(model)
+    with pytest.raises(ondevice.BudgetError) as refused:
+        load(hybrid, speculation="resident", dram_budget="1MB").close()
+    least = refused.value.required_bytes
+    for speculation in ("resident", "auto"):
+        with load(hybrid, speculation=speculation, dram_budget=least + (4 << 20)) as model:
+            assert texts_of(model) == expected, speculation
+
+
+def test_the_plan_has_what_drafts_keep(hybrid: Path) -> None:
+    plain = ondevice.inspect(hybrid, speculation="off")
+    drafting = ondevice.inspect(hybrid, speculation="lookup")
+    config = Bundle.open(hybrid).config
+    specs = [config.layers[layer].delta for layer in config.recurrent_layers]
+    inputs = sum(4 * DRAFT_NODES * (it.channels + 2 * it.value_heads) for it in specs)  # type: ignore[union-attr]
+    assert drafting.kv_cache_bytes - plain.kv_cache_bytes == inputs
+
+
 def test_what_it_cant_do_is_refused(hybrid: Path) -> None:
-    with load(hybrid) as model:
-        assert model.generate("Hello", max_tokens=8).stats.speculation == "off"
-    for options in ({"speculation": "lookup"}, {"speculation": "resident"}, {"draft_model": hybrid}):
-        with pytest.raises(UnsupportedModelError, match="take back"):
-            load(hybrid, **options).close()  # type: ignore[arg-type]
     with pytest.raises(BackendUnavailableError, match="recurrent layers"):
         load(hybrid, backend="mlx").close()

@@ -8,6 +8,7 @@ import pytest
 from ondevice.backends.base import Float32, Norm
 from ondevice.backends.recurrent import DeltaWeights
 from ondevice.backends.reference_delta import gated_delta
+from ondevice.backends.token_tree import TokenTree
 from ondevice.kernels import _native
 from ondevice.model_config import DeltaSpec
 from tests.kernels.test_kernels import RUNNERS, TARGETS, normal, on_every_target
@@ -76,6 +77,64 @@ def test_passes_of_any_size_give_the_same_bits(spec: DeltaSpec, step: int) -> No
             found.append(out)
         assert np.concatenate(found).tobytes() == whole.tobytes()
         assert held.tobytes() == end.tobytes()
+
+
+TREE = [-1, 0, 1, 1, 0, 3, 4, 4, 7, 5]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("parents", [TREE, list(range(-1, 63)), [-1, -1, 1, 0, 1]])
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_a_token_of_a_tree_is_that_of_its_path(spec: DeltaSpec, parents: list[int], outputs: int) -> None:
+    count = len(parents)
+    projected, gates, weights, state = case(spec, count)
+    inputs, known = np.ascontiguousarray(projected[:, : spec.channels]), np.array(parents, np.int32)
+
+    def ahead(runner: _native.Runner) -> Float32:
+        out = np.empty((outputs, spec.value_size), np.float32)
+        rows = projected[count - outputs :]
+        _native.gated_delta_ahead(runner, inputs, gates, known, rows, spec.sizes, *weights, state, out)
+        return out
+
+    found = on_every_target(ahead)
+    for node in range(count - outputs, count):
+        path = TokenTree(parents).path(node)
+        alone, _ = run(RUNNERS[TARGETS[0], 1], spec, projected[path], gates[path], weights, state)
+        assert found[node - count].tobytes() == alone[-1].tobytes()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("tokens", [1, 3, 16])
+def test_a_replay_leaves_the_state_of_a_pass(spec: DeltaSpec, tokens: int) -> None:
+    projected, gates, weights, state = case(spec, tokens)
+    _, wanted = run(RUNNERS[TARGETS[0], 1], spec, projected, gates, weights, state)
+    inputs, own = np.ascontiguousarray(projected[:, : spec.channels]), weights[:3]
+
+    def replayed(runner: _native.Runner) -> Float32:
+        after = np.full_like(state, np.nan)
+        _native.replay_delta(runner, inputs, gates, spec.sizes, *own, state, after)
+        return after
+
+    assert on_every_target(replayed).tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("parents", [[-1, 1], [-1, -2], [-1], [-1, 0, 0], list(range(-1, 64))])
+def test_a_tree_that_is_none_is_refused(parents: list[int]) -> None:
+    spec, tokens = SPECS[1], 65 if len(parents) == 65 else 2
+    projected, gates, weights, state = case(spec, tokens)
+    inputs = np.ascontiguousarray(projected[:, : spec.channels])
+    with pytest.raises(ValueError, match=r"parent|64 tokens"):
+        _native.gated_delta_ahead(
+            RUNNERS[TARGETS[0], 1],
+            inputs,
+            gates,
+            np.array(parents, np.int32),
+            projected,
+            spec.sizes,
+            *weights,
+            state,
+            np.empty((tokens, spec.value_size), np.float32),
+        )
 
 
 def test_extreme_gates_stay_finite() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from ondevice.backends.base import BLOCK_TOKENS, Block, KVLayout
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.recurrent import AHEAD_TOKENS
 from ondevice.backends.token_tree import TokenTree
 from ondevice.converters.convert import convert
 from ondevice.errors import BudgetError, UsageError
@@ -175,9 +176,127 @@ def test_an_allocator_that_refuses_leaves_the_text_as_it_was(
     assert continued(model, kv, text).tobytes() == whole[100:].tobytes()
 
 
-def test_draft_trees_are_refused(model: Transformer, text: list[int]) -> None:
+def drafted(text: list[int], start: int, rng: np.random.Generator) -> tuple[ForwardBatch, list[int]]:
+    """A draft of random shape behind `start` tokens of a text, and its nodes that the text takes."""
+    count = int(rng.integers(2, 1 + min(AHEAD_TOKENS, len(text) - start)))
+    tokens, parents, path = [text[start]], [-1], [0]
+    for node in range(1, count):
+        if rng.random() < 0.5:
+            parents.append(path[-1])
+            path.append(node)
+            tokens.append(text[start + len(path) - 1])
+        else:
+            parents.append(int(rng.integers(node)))
+            tokens.append(int(rng.integers(256)))
+    return ForwardBatch(tokens, TokenTree(parents), drafted=range(1, count)), path
+
+
+def test_drafts_leave_the_bits(model: Transformer, text: list[int], whole: np.ndarray) -> None:
+    """Also behind a checkpoint that lies within a draft's path, and where the path is cut short."""
+    rng, kv = np.random.default_rng(5), empty(model)
+    spacing = kv.layout.states.spacing
+    while kv.length < LENGTH - 1:
+        start = kv.length
+        batch, path = drafted(text, start, rng)
+        found = model.checked_logits(model.run(batch, kv).hidden)
+        assert np.array_equal(found[path], whole[start : start + len(path)])
+        model.keep(kv, start, path[: int(rng.integers(1, 1 + len(path)))])
+        assert kv.tokens == text[: kv.length]
+        assert list(kv.states.checkpoints) == list(range(spacing, kv.length + 1, spacing))  # type: ignore[union-attr]
+    assert kv.chunked == LENGTH // spacing * spacing
+    kv.truncate(2 * spacing + 5)
+    assert continued(model, kv, text).tobytes() == whole[2 * spacing :].tobytes()
+
+
+def test_a_draft_that_fails_leaves_the_states(model: Transformer, text: list[int], whole: np.ndarray) -> None:
+    rng, kv = np.random.default_rng(6), empty(model)
+    continued(model, kv, text[:100])
+    asked = iter([False, False, True])
+    batch, _ = drafted(text, 100, rng)
+    with pytest.raises(Cancelled):
+        model.run(batch, kv, lambda: next(asked))
+    assert kv.length == 100
+    model.run(batch, kv)
+    kv.truncate(100)
+    assert kv.length == 100
+    with pytest.raises(UsageError, match="run ahead"):
+        model.run(ForwardBatch(text[100:120], drafted=range(20)), kv)
+    assert continued(model, kv, text).tobytes() == whole[100:].tobytes()
+
+
+def test_tokens_ahead_are_taken_back(model: Transformer, text: list[int], whole: np.ndarray) -> None:
+    """As the chain of a drafter that runs the model itself: a pass for each token, each behind the others."""
     kv = empty(model)
-    continued(model, kv, text[:10])
-    with pytest.raises(UsageError, match="draft trees"):
-        model.run(ForwardBatch(text[10:13], TokenTree([-1, 0, 0])), kv)
-    assert kv.length == 10
+    continued(model, kv, text[:120])
+    for place in range(120, 128):
+        found = model.run(ForwardBatch(text[place : place + 1], drafted=[0]), kv)
+        assert np.array_equal(model.checked_logits(found.hidden), whole[place : place + 1])
+    copy = kv.fork()
+    kv.truncate(125)
+    assert kv.length == 125
+    model.settle(kv, 123)
+    batch = ForwardBatch([text[125], 9, text[126], 8], TokenTree([-1, 0, 0, 2]), drafted=[1, 2, 3])
+    found = model.run(batch, kv)
+    assert np.array_equal(model.checked_logits(found.hidden)[[0, 2]], whole[125:127])
+    model.keep(kv, 125, [0, 2])
+    assert continued(model, kv, text).tobytes() == whole[127:].tobytes()
+    assert continued(model, copy, text).tobytes() == whole[128:].tobytes()
+
+
+def test_drafts_of_texts_that_share_a_pass(model: Transformer, text: list[int], whole: np.ndarray) -> None:
+    rng = np.random.default_rng(8)
+    kvs = [empty(model) for _ in range(3)]
+    for kv, length in zip(kvs, (70, 90, 127), strict=True):
+        continued(model, kv, text[:length])
+    for _ in range(8):
+        drafts = [drafted(text, kv.length, rng) for kv in kvs[:2]]
+        starts = [kv.length for kv in kvs]
+        plain = ForwardBatch([text[kvs[2].length]])
+        batches = [*(batch for batch, _ in drafts), plain]
+        model.run_each([SequencePart(batch, kv) for batch, kv in zip(batches, kvs, strict=True)])
+        for kv, start, (_, path) in zip(kvs, starts, drafts, strict=False):
+            model.keep(kv, start, path)
+    for kv in kvs:
+        length = kv.length
+        assert continued(model, kv, text).tobytes() == whole[length:].tobytes()
+
+
+def test_the_reference_drafts_too(tmp_path_factory: pytest.TempPathFactory, text: list[int]) -> None:
+    folder = tmp_path_factory.mktemp("reference")
+    write_model(folder / "source", *CASES["qwen3.5"])
+    with running(convert(folder / "source", folder / "bundle", "q4")) as model:
+        expected, kv, rng = (
+            every_logits(model, text[:40], empty(model)),
+            empty(model),
+            np.random.default_rng(4),
+        )
+        while kv.length < 38:
+            start = kv.length
+            batch, path = drafted(text[:40], start, rng)
+            found = model.checked_logits(model.run(batch, kv).hidden)
+            np.testing.assert_allclose(found[path], expected[start : start + len(path)], rtol=1e-4, atol=1e-4)
+            model.keep(kv, start, path)
+
+
+def test_inputs_are_counted_and_released(model: Transformer, text: list[int]) -> None:
+    held: list[Block] = []
+
+    def allocate(nbytes: int) -> Block:
+        held.append(allocate_block(nbytes))
+        return held[-1]
+
+    def release(block: Block) -> None:
+        del held[next(at for at, it in enumerate(held) if it is block)]
+
+    for planned in (True, False):
+        layout = KVLayout(model.config, 16, planned)
+        kv = KVCache(layout, allocate, release)
+        continued(model, kv, text[:70])
+        without = kv.nbytes
+        model.run(ForwardBatch(text[70:74], drafted=range(1, 4)), kv)
+        model.keep(kv, 70, [0, 1])
+        assert kv.nbytes == sum(block.nbytes for block in held)
+        assert kv.nbytes - without == (0 if planned else layout.states.ahead_bytes)
+        assert kv.nbytes == KVLayout(model.config, 16, drafts=True).nbytes(72)
+        kv.truncate(0)
+        assert not held

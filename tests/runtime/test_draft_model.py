@@ -49,6 +49,7 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.9, "top_p": 0.9, "seed": 5},
     {"temperature": 1.2, "repetition_penalty": 1.2, "seed": 7},
 ]
+STATELESS = SimpleNamespace(states=None)
 SAID = "The café was closed; the cat sat on the mat. The cat sat on the hat, and naïve dogs barked: 犬!"
 
 
@@ -225,7 +226,7 @@ class ScriptedContext:
         self._tokens = list(tokens)
         self._vocab_size = vocab_size
 
-    def logits(self, tokens: Sequence[int], cancelled: Any = None) -> Float32 | None:
+    def logits(self, tokens: Sequence[int], text: int, cancelled: Any = None) -> Float32 | None:
         logits = np.zeros(self._vocab_size, np.float32)
         if list(tokens) != self._tokens[: len(tokens)] or len(tokens) == len(self._tokens):
             return None
@@ -239,7 +240,7 @@ def test_drafted_text_becomes_the_targets_tokens(target: Path, direction: str) -
     own, theirs = tokenizers if direction == "bytes draft pieces" else tokenizers[::-1]
     assert own is not None
     assert theirs is not None
-    model: Any = SimpleNamespace(tokenizer=own, target_tokenizer=theirs, close=lambda: None)
+    model: Any = SimpleNamespace(tokenizer=own, target_tokenizer=theirs, kv=STATELESS, close=lambda: None)
     text, vocab_size = theirs.encode(SAID), max(own.encode(SAID)) + 1
     drafted = right = 0
     for length in range(1, len(text)):
@@ -265,7 +266,7 @@ class TextContext:
     def __init__(self, tokenizer: Tokenizer, said: str) -> None:
         self.tokenizer, self.said = tokenizer, tokenizer.encode(said)
 
-    def logits(self, tokens: Sequence[int], cancelled: Any = None) -> Float32 | None:
+    def logits(self, tokens: Sequence[int], text: int, cancelled: Any = None) -> Float32 | None:
         assert list(tokens) == self.said[: len(tokens)]
         logits = np.zeros(self.tokenizer.vocab_size, np.float32)
         logits[self.said[len(tokens)]] = 20
@@ -294,7 +295,7 @@ def test_shared_tokens_are_drafted_as_they_are(target: Path) -> None:
             return [token + 7 for token in theirs.encode(text, **options)]
 
     own: Any = Shifted()
-    model: Any = SimpleNamespace(tokenizer=own, target_tokenizer=theirs, close=lambda: None)
+    model: Any = SimpleNamespace(tokenizer=own, target_tokenizer=theirs, kv=STATELESS, close=lambda: None)
     shared = SharedTokens.of(model)
     assert LEAST_SHARED < shared.share < 1
     for ours, others in shared.ids.tolist():
@@ -325,7 +326,7 @@ def test_shared_tokens_are_drafted_as_they_are(target: Path) -> None:
 def test_the_second_model_follows_the_text(target: Path) -> None:
     """Accepted drafts are its own tokens; the rest is encoded behind a seam, as if all had been at once."""
     own, theirs = (_tokenizer(bundle) for bundle in (target, SHIPPED))
-    model: Any = SimpleNamespace(tokenizer=theirs, target_tokenizer=own, close=lambda: None)
+    model: Any = SimpleNamespace(tokenizer=theirs, target_tokenizer=own, kv=STATELESS, close=lambda: None)
     drafter = OtherVocabularyDrafter(model)
     said = SAID.encode() * 3
     text = own.encode(SAID * 3, add_bos=False)
@@ -356,7 +357,7 @@ def test_the_second_models_cache_keeps_what_it_can(target: Path) -> None:
 
         def logits(tokens: list[int]) -> Any:
             """On the thread that a model may run on."""
-            return model._owner.call(lambda: context.logits(tokens))
+            return model._owner.call(lambda: context.logits(tokens, len(tokens)))
 
         whole = logits([1, 2, 3, 4, 5, 6])
         assert second._model.kv.tokens == [1, 2, 3, 4, 5, 6]

@@ -27,8 +27,11 @@ float first_lane(F x) {
   return lanes[0];
 }
 
-// What a channel had `back` tokens before token t.
-const float* input_row(const DeltaArgs& args, int64_t t) {
+// The inputs of the channels `back` tokens before token t.
+const float* input_row(const DeltaArgs& args, int64_t t, int64_t back) {
+  if (args.parents != nullptr)
+    for (; back > 0 && t >= 0; --back) t = args.parents[t];
+  t -= back;
   return t >= 0 ? args.projected + t * args.stride : args.tail + (args.taps - 1 + t) * args.channels();
 }
 
@@ -39,7 +42,7 @@ void convolve(const DeltaArgs& args, int64_t t, int64_t first, int64_t n, float*
     F sum = zero();
     for (int64_t tap = 0; tap < args.taps; ++tap)
       sum = fma(load_partial(args.conv + tap * args.channels() + channel, left),
-                load_partial(input_row(args, t - args.taps + 1 + tap) + channel, left), sum);
+                load_partial(input_row(args, t, args.taps - 1 - tap) + channel, left), sum);
     store_partial(out + i, div(sum, add(set1(1.0f), exp_lanes(sub(zero(), sum)))), left);
   }
 }
@@ -47,7 +50,7 @@ void convolve(const DeltaArgs& args, int64_t t, int64_t first, int64_t n, float*
 void keep_tail(const DeltaArgs& args, int64_t tokens, int64_t first, int64_t n) {
   for (int64_t row = 0; row < args.taps - 1; ++row)
     memcpy(args.next_tail + row * args.channels() + first,
-           input_row(args, tokens - args.taps + 1 + row) + first, static_cast<size_t>(n) * sizeof(float));
+           input_row(args, tokens - 1, args.taps - 2 - row) + first, static_cast<size_t>(n) * sizeof(float));
 }
 
 // x / sqrt(sum of squares + eps) * factor, in place.
@@ -62,11 +65,12 @@ void to_unit(float* x, int64_t n, float factor) {
     store_partial(x + i, mul(mul(load_partial(x + i, n - i), scale), set1(factor)), n - i);
 }
 
-// One token's step of 16 * N columns of a head's state (key_width, width), which begin at `from` and `to`:
+// One token's step of 16 * N columns of a head's state (key_width, width), which begin at `from` and `to`, rows
+// from_width and to_width apart:
 // S' = decay * S + k (beta * (v - k^T decay S))^T; out = q^T S'. Sums run over ascending rows.
 template <int N, bool WHOLE>
-void step(const float* from, float* to, int64_t rows, int64_t width, int64_t left, const float* q,
-          const float* k, const float* v, float decay, float beta, float* out) {
+void step(const float* from, int64_t from_width, float* to, int64_t to_width, int64_t rows, int64_t left,
+          const float* q, const float* k, const float* v, float decay, float beta, float* out) {
   F sums[N], change[N];
   const auto read = [left](const float* at, int n) {
     return WHOLE ? load(at + 16 * n) : load_partial(at + 16 * n, left - 16 * n);
@@ -81,7 +85,7 @@ void step(const float* from, float* to, int64_t rows, int64_t width, int64_t lef
   for (int n = 0; n < N; ++n) sums[n] = zero();
   for (int64_t row = 0; row < rows; ++row) {
     const F key = set1(k[row]);
-    for (int n = 0; n < N; ++n) sums[n] = fma(key, mul(factor, read(from + row * width, n)), sums[n]);
+    for (int n = 0; n < N; ++n) sums[n] = fma(key, mul(factor, read(from + row * from_width, n)), sums[n]);
   }
   for (int n = 0; n < N; ++n) {
     change[n] = mul(sub(read(v, n), sums[n]), set1(beta));
@@ -90,9 +94,9 @@ void step(const float* from, float* to, int64_t rows, int64_t width, int64_t lef
   for (int64_t row = 0; row < rows; ++row) {
     const F key = set1(k[row]), query = set1(q[row]);
     for (int n = 0; n < N; ++n) {
-      const F old = mul(factor, read(from + row * width, n));
+      const F old = mul(factor, read(from + row * from_width, n));
       const F value = fma(key, change[n], old);
-      write(to + row * width, n, value);
+      write(to + row * to_width, n, value);
       sums[n] = fma(query, value, sums[n]);
     }
   }
@@ -122,21 +126,37 @@ void run_tokens(const DeltaArgs& args, int64_t head, int64_t first, int64_t coun
       into[1] = first_lane(div(set1(1.0f), add(set1(1.0f), exp_lanes(set1(-gates[own])))));
     }
   }
+  float* slots = scratch + count * row;
   for (int64_t g = 0; g < group; ++g) {
     const int64_t own = head * group + g, at = own * K * V;
     for (int64_t column = 0; column < V;) {
       // A stripe of a state stays in the fastest cache for all tokens.
       const int64_t left = V - column;
+      float unused[kDeltaColumns];
       for (int64_t t = 0; t < count; ++t) {
         const float* q = scratch + t * row;
         const float* scalars = q + 2 * K + group * V + 2 * g;
-        const float* from = first + t == 0 ? args.state : args.next_state;
-        float* out = args.out + (first + t) * args.value_heads * V + own * V + column;
-        const auto run = left >= 64 ? &step<4, true> : left >= 16 ? &step<1, true> : &step<1, false>;
-        run(from + at + column, args.next_state + at + column, K, V, left, q, q + K,
-            q + 2 * K + g * V + column, scalars[0], scalars[1], out);
+        const float* from = args.state + at + column;
+        float *to, *out = unused;
+        int64_t from_width = V, to_width = V;
+        if (args.parents == nullptr) {
+          to = args.next_state + at + column;
+          if (first + t > 0) from = to;
+        } else {
+          to = slots + args.slots[t] * args.slot_floats();
+          to_width = kDeltaColumns;
+          if (args.parents[t] >= 0) {
+            from = slots + args.slots[args.parents[t]] * args.slot_floats();
+            from_width = kDeltaColumns;
+          }
+        }
+        if (args.out != nullptr && first + t >= args.first)
+          out = args.out + (first + t - args.first) * args.value_heads * V + own * V + column;
+        const auto run = left >= kDeltaColumns ? &step<4, true> : left >= 16 ? &step<1, true> : &step<1, false>;
+        run(from, from_width, to, to_width, K, left, q, q + K, q + 2 * K + g * V + column, scalars[0],
+            scalars[1], out);
       }
-      column += left >= 64 ? 64 : 16;
+      column += left >= kDeltaColumns ? kDeltaColumns : 16;
     }
   }
 }
@@ -149,14 +169,17 @@ void gated_delta(const DeltaArgs& args, int64_t tokens, int64_t begin, int64_t e
   for (int64_t head = begin; head < end; ++head) {
     for (int64_t first = 0; first < tokens; first += kDeltaTokens)
       run_tokens(args, head, first, tokens - first < kDeltaTokens ? tokens - first : kDeltaTokens, scratch);
-    keep_tail(args, tokens, head * K, K);
-    keep_tail(args, tokens, (args.key_heads + head) * K, K);
-    keep_tail(args, tokens, 2 * args.key_heads * K + head * group * V, group * V);
-    for (int64_t t = 0; t < tokens; ++t)
+    if (args.next_tail != nullptr) {
+      keep_tail(args, tokens, head * K, K);
+      keep_tail(args, tokens, (args.key_heads + head) * K, K);
+      keep_tail(args, tokens, 2 * args.key_heads * K + head * group * V, group * V);
+    }
+    if (args.out == nullptr) continue;
+    for (int64_t t = 0; t < tokens - args.first; ++t)
       for (int64_t own = head * group; own < (head + 1) * group; ++own) {
         float* out = args.out + t * args.value_heads * V + own * V;
         norm(out, args.norm, V, out);
-        activate(silu, args.projected + t * args.stride + args.channels() + own * V, out, out, V);
+        activate(silu, args.output_gates + t * args.gate_stride + own * V, out, out, V);
       }
   }
 }

@@ -107,7 +107,7 @@ class IntersectionDrafter(OtherVocabularyDrafter):
         if self._ended or not len(self._shared):
             return []
         tokens = [*self._tokens, *self._own_of[list(path)].tolist()]
-        logits = self._context.logits(tokens, self._cancelled)
+        logits = self._context.logits(tokens, self._settled, self._cancelled)
         if logits is None:
             return []
         shared: Float32 = logits[self._shared]

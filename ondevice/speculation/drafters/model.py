@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ondevice.backends.base import Float32
+from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.recurrent import AHEAD_TOKENS
 from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache, common_prefix
@@ -49,25 +51,40 @@ class DraftContext:
     def __init__(self, model: DraftModel) -> None:
         self._model = model
 
-    def logits(self, tokens: Sequence[int], cancelled: IsCancelled | None = None) -> Float32 | None:
+    def logits(
+        self, tokens: Sequence[int], text: int, cancelled: IsCancelled | None = None
+    ) -> Float32 | None:
         """Logits (V,) after `tokens`. None if there are none, or if they exceed context or vocabulary.
 
-        Raises as a forward pass does.
+        text: number of leading tokens that hardly change any more. A model with recurrent layers takes back
+        the up to `AHEAD_TOKENS` tokens behind these at no cost. Raises as a forward pass does.
         """
-        transformer, kv, chunk = self._model.transformer, self._model.kv, self._model.chunk
+        transformer, kv = self._model.transformer, self._model.kv
         if not 0 < len(tokens) <= self._model.max_context:
             return None
         kept = common_prefix(kv.tokens, tokens, len(tokens) - 1)
         if max(tokens[kept:]) >= transformer.config.vocab_size:
             return None
         kv.truncate(kept)
-        while len(tokens) - kept > chunk:
-            transformer.forward(tokens[kept : kept + chunk], kv, "none", cancelled)
-            kept += chunk
-        logits = transformer.forward(tokens[kept:], kv, "last", cancelled)
-        assert logits is not None
-        last: Float32 = logits[0]
-        return last
+        transformer.settle(kv, min(kv.length, text))
+        while True:
+            found = transformer.run(self._next(tokens, text), kv, cancelled)
+            if kv.length == len(tokens):
+                last: Float32 = transformer.checked_logits(found.hidden)[0]
+                return last
+
+    def _next(self, tokens: Sequence[int], text: int) -> ForwardBatch:
+        """The next pass over those of `tokens` that the cache lacks."""
+        kv = self._model.kv
+        rest = tokens[kv.length : kv.end_of_chunk(kv.length + self._model.chunk)]
+        if kv.states is None:
+            return ForwardBatch(rest, last_only=True)
+        if kv.length < text:
+            return ForwardBatch(rest[: text - kv.length], last_only=True)
+        rest = rest[:AHEAD_TOKENS]
+        if kv.states.tokens_ahead + len(rest) > AHEAD_TOKENS:
+            self._model.transformer.settle(kv, kv.length)
+        return ForwardBatch(rest, last_only=True, drafted=range(len(rest)))
 
 
 class ModelDrafter(Drafter):
@@ -105,7 +122,7 @@ class ModelDrafter(Drafter):
 
     def propose(self, path: Sequence[int]) -> Proposals:
         tokens = [*self._text, *path]
-        logits = self._context.logits(tokens, self._cancelled)
+        logits = self._context.logits(tokens, len(self._text), self._cancelled)
         if logits is None:
             return []
         logits = logits[: self._vocab_size]

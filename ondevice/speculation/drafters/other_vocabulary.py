@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ondevice.backends.base import Float32
+from ondevice.backends.recurrent import AHEAD_TOKENS
 from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache, common_prefix
@@ -24,6 +25,8 @@ WINDOW_BYTES = 48
 """Bytes before a seam that are encoded again with the text after it, as a token may span the seam."""
 MAX_DRAFTED = 24
 """Maximum tokens of the second model in a draft."""
+SEAM_TOKENS = 4
+"""Last tokens of the text that may be encoded anew as it grows."""
 
 
 class OtherVocabularyDrafter(Drafter):
@@ -46,6 +49,8 @@ class OtherVocabularyDrafter(Drafter):
         self._tokens: list[int] = []
         """The first `_covered` of those bytes as the second model's tokens."""
         self._covered = 0
+        # More of them couldn't be taken back at no cost.
+        self._most = MAX_DRAFTED if model.kv.states is None else AHEAD_TOKENS - SEAM_TOKENS
         self._forget()
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
@@ -111,13 +116,17 @@ class OtherVocabularyDrafter(Drafter):
         """The draft in the target's tokens, with the chance that the text reaches each."""
         self._ended = False
 
+    @property
+    def _settled(self) -> int:
+        """Leading ones of `_tokens` that hardly change any more."""
+        return max(0, len(self._tokens) - SEAM_TOKENS)
+
     def _draft(self) -> bool:
         """Draft another token with the second model. False if the draft ends."""
-        if self._ended or len(self._drafted) == MAX_DRAFTED:
+        if self._ended or len(self._drafted) == self._most:
             return False
-        logits = self._context.logits(
-            [*self._tokens, *(token for token, _ in self._drafted)], self._cancelled
-        )
+        tokens = [*self._tokens, *(token for token, _ in self._drafted)]
+        logits = self._context.logits(tokens, self._settled, self._cancelled)
         token = -1 if logits is None else int(np.argmax(logits))
         at_start = not self._said and not self._continuation
         data = b"" if logits is None else _spelt(self._own, token, at_start)

@@ -1,0 +1,66 @@
+"""The types of what `_native` has for recurrent layers (`bindings_delta.cc`)."""
+
+from ondevice.kernels._native import Float32, Int32, Norm, Runner
+
+def gated_delta(
+    runner: Runner,
+    projected: Float32,
+    gates: Float32,
+    heads: tuple[int, int, int, int],
+    conv: Float32,
+    decay: Float32,
+    time_bias: Float32,
+    norm: Norm,
+    state: Float32,
+    next_state: Float32,
+    out: Float32,
+) -> None:
+    """The gated delta rule (arXiv 2412.06464) over T tokens, from `state` to `next_state`, other memory.
+
+    With C channels, 2 * key heads * key width + value heads * value width:
+
+    projected: (T, C + value heads * value width), channels before the convolution, then output gates.
+    gates: (T, 2 * value heads), what betas are made of, then what decays are made of.
+    heads: numbers of key and value heads, widths of a key and of a value.
+    conv: (taps, C). decay: (value heads,), below zero. time_bias: (value heads,). norm: of a head's output.
+    state: (value heads * key width * value width + (taps - 1) * C,): states, then inputs of the convolution.
+    out: (T, value heads * value width).
+    """
+
+def gated_delta_ahead(
+    runner: Runner,
+    inputs: Float32,
+    gates: Float32,
+    parents: Int32,
+    projected: Float32,
+    heads: tuple[int, int, int, int],
+    conv: Float32,
+    decay: Float32,
+    time_bias: Float32,
+    norm: Norm,
+    state: Float32,
+    out: Float32,
+) -> None:
+    """As `gated_delta`, for a tree of T <= 64 tokens of which only the last n have outputs. Keeps no state.
+
+    inputs: (T, C), channels before the convolution. gates: (T, 2 * value heads).
+    parents: (T,), the token that each follows, -1 for the text before them; a parent comes before its child.
+    projected: (n, C + value heads * value width), of which only the output gates are used.
+    out: (n, value heads * value width).
+    """
+
+def replay_delta(
+    runner: Runner,
+    inputs: Float32,
+    gates: Float32,
+    heads: tuple[int, int, int, int],
+    conv: Float32,
+    decay: Float32,
+    time_bias: Float32,
+    state: Float32,
+    next_state: Float32,
+) -> None:
+    """As `gated_delta`, for tokens' inputs (T, C) and gates (T, 2 * value heads), without their outputs."""
+
+def sigmoid_gate(runner: Runner, gates: Float32, x: Float32) -> None:
+    """x (T, n) *= sigmoid(gates), elementwise."""

@@ -1,0 +1,38 @@
+"""Passes that run ahead of the states of recurrent layers, and the replay of what stays of them."""
+
+from __future__ import annotations
+
+from ondevice.backends.base import Backend
+from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.model.kv_cache import KVCache
+from ondevice.model.weights import ModelWeights
+from ondevice.model_config import ModelConfig
+
+
+def begin_states(
+    config: ModelConfig, backend: Backend, weights: ModelWeights, kv: KVCache, batch: ForwardBatch
+) -> None:
+    """Prepare states for a pass over `batch`: one of tokens that may be taken back runs ahead of them."""
+    if kv.states is None:
+        return
+    tree = None if batch.tree is None or batch.tree.is_chain else batch.tree
+    if batch.drafted or batch.resident_only or tree is not None:
+        kv.states.run_ahead(len(batch.tokens), tree)
+    else:
+        settle(config, backend, weights, kv, kv.length)
+
+
+def settle(config: ModelConfig, backend: Backend, weights: ModelWeights, kv: KVCache, n_tokens: int) -> None:
+    """Bring the states behind the first n_tokens in kv, if the last of these ran ahead."""
+    states = kv.states
+    if states is None or states.position >= n_tokens:
+        return
+
+    def replay(count: int) -> None:
+        for layer in config.recurrent_layers:
+            spec, own = config.layers[layer].delta, weights.layers[layer].delta
+            assert spec is not None
+            assert own is not None
+            backend.replay_delta(states, layer, count, spec, own)
+
+    kv.settle(n_tokens, replay)
