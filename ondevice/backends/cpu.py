@@ -167,6 +167,8 @@ class CpuBackend(OffloadingBackend, CpuAttention):
         segment_neurons: neurons in a segment, a multiple of 64.
         piece_neurons: neurons in a piece that is read, a multiple of 64.
         resident_embedding: whether the embedding table starts in memory, instead of being read from flash.
+        dense_neurons: neurons in a segment of those that aren't an expert's, in a model with experts, where
+            the layers' source provides them; 0: layers hold them.
     """
 
     name = "cpu"
@@ -181,8 +183,10 @@ class CpuBackend(OffloadingBackend, CpuAttention):
         segment_neurons: int,
         piece_neurons: int,
         resident_embedding: bool = False,
+        dense_neurons: int = 0,
     ) -> None:
         super().__init__(resident_embedding)
+        self._dense_neurons = dense_neurons
         self.runner = runner
         self._segment_neurons = segment_neurons
         self._piece_neurons = piece_neurons
@@ -216,9 +220,9 @@ class CpuBackend(OffloadingBackend, CpuAttention):
         neurons = self._segment_neurons
         if dense is not None:
             source = FirstNeurons(source, dense)
-            neurons = max(BLOCK_NEURONS, padded(dense, BLOCK_NEURONS))
+            neurons = self._dense_neurons or max(BLOCK_NEURONS, padded(dense, BLOCK_NEURONS))
         loaded = CpuFeedForward(self.runner, layer, source, neurons, selector, biases, gates)
-        if dense:
+        if dense and not self._dense_neurons:
             loaded.hold_all(READ_BYTES)
         self.feed_forwards.append(loaded)
         return loaded
@@ -386,15 +390,18 @@ class CpuBackend(OffloadingBackend, CpuAttention):
         batch: ForwardBatch,
         norm: Norm | None = None,
         added: Float32 | None = None,
+        out: Float32 | None = None,
     ) -> Float32:
         """`feed_forward` of every neuron, whether or not a selector would choose it.
 
-        Estimates, as of streams, have the resident neurons alone.
+        In a layer with experts, those are the neurons that aren't an expert's. Estimates, as of streams, have
+        the resident neurons alone. out: (T, D), where the result goes.
         """
         native, form, gates = weight.native, native_form(spec), None
         if spec.cutoff is not None:
             gates = self._cut_off_gates(x, weight, spec.cutoff, norm)
-        out = self._buffer("feed_forward", x.shape) if added is None else added
+        out = added if out is None else out
+        out = self._buffer("feed_forward", x.shape) if out is None else out
         pieces = weight.neurons.offloaded(weight.index, batch)
         if pieces == () and gates is None:
             native.forward(self.runner, x, weight.segments, form, out, norm, added)
@@ -430,13 +437,13 @@ class CpuBackend(OffloadingBackend, CpuAttention):
         norm: Norm | None = None,
         added: Float32 | None = None,
     ) -> Float32:
-        experts, form, native = spec.experts, native_form(spec.feed_forward), weight.native
+        experts = spec.experts
         assert experts is not None
         apart, residual = router.apart, x
         x = x if norm is None else self.normed(x, norm)
         total = np.zeros_like(x)
-        if weight.segments:
-            native.forward(self.runner, x, weight.segments, form, total)
+        if weight.source.num_neurons:
+            self.dense_feed_forward(x, weight, spec.feed_forward, batch, out=total)
             if router.shared_gate is not None:
                 total *= sigmoid(self.linear(x, router.shared_gate))
         dense_output = total

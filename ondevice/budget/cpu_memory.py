@@ -11,6 +11,7 @@ from ondevice.budget.sizes import (
     SegmentShape,
     SlotShape,
     buffer_shape,
+    dense_shape,
     expert_shape,
     logits_rows,
     segment_shape,
@@ -39,7 +40,15 @@ class CpuMemory(MemoryModel):
         return self._slots if self.selects_neurons else segment_shape(self.config, self.quant)
 
     @property
+    def dense(self) -> SegmentShape | None:
+        return dense_shape(self.config, self.quant)
+
+    @property
     def buffers(self) -> BufferShape:
+        if self.dense is not None:
+            return buffer_shape(
+                self.config, self.quant, tuple(map(self.config.dense_neurons, self.config.layers))
+            )
         if self.config.experts is not None:
             # Experts are read straight into their slots.
             return BufferShape(GROUP_SIZE, 0, 0, 0)

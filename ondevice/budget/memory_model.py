@@ -75,6 +75,11 @@ class MemoryModel(ABC):
         """The pieces of feed-forward memory: ranges of neurons in dense mode, single neurons' slots else."""
 
     @property
+    def dense(self) -> SegmentShape | None:
+        """Pieces of memory for neurons that aren't an expert's, where they may come from flash; else None."""
+        return None
+
+    @property
     @abstractmethod
     def buffers(self) -> BufferShape:
         """Buffers for feed-forward weights that come from flash."""
@@ -138,14 +143,17 @@ class MemoryModel(ABC):
 
     @property
     def weights_bytes(self) -> int:
-        """Weights of every token: attention, norms, head, checksum tables, and what selects neurons."""
+        """Weights of every token: attention, norms, head, checksum tables, and what selects neurons.
+
+        Neurons that aren't an expert's are counted here unless they have `dense` pieces.
+        """
         selecting = 0
         if self.selects_neurons:
             selecting = self.config.num_neurons * NEURON_TABLE_BYTES
         if self._holds_gates:
             selecting += self._gates_bytes
         if self.config.experts is not None:
-            selecting += dense_bytes(self.config, self.quant)
+            selecting += 0 if self.dense is not None else dense_bytes(self.config, self.quant)
             experts = self.config.experts
             table = experts.count * NEURON_TABLE_BYTES + history_bytes(experts.chosen)
             selecting += self.config.num_layers * table

@@ -82,6 +82,8 @@ class Plan:
     """The control group with the lowest limit; None if none has one."""
     wanted_context: int = 0
     """The default context if it was shortened to `max_context` to fit; else 0."""
+    dense: SegmentShape | None = None
+    """Pieces for neurons that aren't an expert's, in a model with experts; None where they always stay."""
 
     @cached_property
     def full_bytes(self) -> int:
@@ -108,6 +110,8 @@ class Plan:
     def resident_budget_bytes(self) -> int:
         """The smallest budget that holds all feed-forward weights beside a full context."""
         segments = (self.segment.total - self.segment.least) * self.segment.nbytes
+        if self.dense is not None:
+            segments += self.dense.total * self.dense.nbytes
         return max(self._bare_bytes + segments, self._loading_bytes, self._opening_bytes)
 
     @property
@@ -166,8 +170,25 @@ class Plan:
         return self.embedding_resident and self.embedding_bytes > 0
 
     @property
+    def dense_segments(self) -> int:
+        """Segments that keep neurons which aren't an expert's: as many as fit beside the fewest experts.
+
+        Every token uses them, so they come before any expert that isn't needed at once.
+        """
+        if self.dense is None:
+            return 0
+        left = max(0, self.budget_bytes - self._bare_bytes)
+        return min(self.dense.total, left // self.dense.nbytes) if self.offloads_weights else self.dense.total
+
+    @property
+    def dense_quota(self) -> tuple[int, ...]:
+        """`dense_segments` by layer; empty where no such neurons may come from flash."""
+        return () if self.dense is None else self.dense.quota(self.dense_segments)
+
+    @property
     def resident_weights_bytes(self) -> int:
-        return self.weights_bytes + (self.embedding_bytes if self.embedding_resident else 0)
+        dense = 0 if self.dense is None else self.dense_segments * self.dense.nbytes
+        return self.weights_bytes + dense + (self.embedding_bytes if self.embedding_resident else 0)
 
     @property
     def staging_bytes(self) -> int:
@@ -290,8 +311,8 @@ class Plan:
     @property
     def _fixed_bytes(self) -> int:
         """Everything but the key/value cache and the segments."""
-        resident_embedding = self.resident_weights_bytes - self.weights_bytes
-        return self._always_bytes + resident_embedding + self.staging_bytes
+        resident = self.resident_weights_bytes - self.weights_bytes
+        return self._always_bytes + resident + self.staging_bytes
 
 
 def plan_memory(memory: MemoryModel, *, budget_bytes: int, process_bytes: int) -> Plan:
@@ -321,4 +342,5 @@ def plan_memory(memory: MemoryModel, *, budget_bytes: int, process_bytes: int) -
         sparsity=memory.sparsity,
         predictor_bytes=memory.predictor_bytes,
         draft_bytes=memory.draft_bytes,
+        dense=memory.dense,
     )

@@ -6,6 +6,7 @@ models derived from it put them together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -146,8 +147,20 @@ def segment_shape(
         block_bytes: Size of 64 neurons in memory; 0 for the kernels' own packing.
         aim_bytes: Target size of a segment.
     """
-    unit = block_bytes or _block_bytes(config, quant)
-    units = [-(-neurons // GROUP_SIZE) for neurons in config.widths]
+    return _segments(config.widths, block_bytes or _block_bytes(config, quant), aim_bytes)
+
+
+def dense_shape(config: ModelConfig, quant: QuantConfig) -> SegmentShape | None:
+    """Segments for the neurons that aren't an expert's, in a model with experts; None if there are none."""
+    widths = tuple(map(config.dense_neurons, config.layers))
+    if config.experts is None or not any(widths):
+        return None
+    return _segments(widths, _block_bytes(config, quant), SEGMENT_BYTES)
+
+
+def _segments(widths: Sequence[int], unit: int, aim_bytes: int) -> SegmentShape:
+    """`segment_shape` of layers with these numbers of neurons. unit: bytes of 64 of them."""
+    units = [-(-neurons // GROUP_SIZE) for neurons in widths]
     aim = max(1, min(aim_bytes // unit, max(units) // SEGMENTS_PER_SMALL_LAYER))
     sizes = range(max(1, (aim + 1) // 2), 2 * aim + 1)
     size = min(sizes, key=lambda size: (sum(padded(own, size) for own in units), abs(size - aim), size))
@@ -211,14 +224,18 @@ def fetch_shape(slot_bytes: int) -> BufferShape:
     return BufferShape(0, max(FETCH_STAGING_BYTES, padded(slot_bytes, PAGE_BYTES) + PAGE_BYTES), buffers, 0)
 
 
-def buffer_shape(config: ModelConfig, quant: QuantConfig) -> BufferShape:
-    """Reads near 2 MiB, or a quarter of the widest layer if that is less, in whole blocks of 64 records."""
+def buffer_shape(config: ModelConfig, quant: QuantConfig, widths: Sequence[int] = ()) -> BufferShape:
+    """Reads near 2 MiB, or a quarter of the widest layer if that is less, in whole blocks of 64 records.
+
+    widths: neurons of each layer that are read so; by default all.
+    """
+    widths = widths or config.widths
     stride = neuron_layout(config, quant).stride
-    blocks = -(-config.widest // GROUP_SIZE)
+    blocks = -(-max(widths) // GROUP_SIZE)
     size = max(1, min(STREAM_SLOT_BYTES // (stride * GROUP_SIZE), -(-blocks // 4)))
     # A read is widened to page boundaries on both sides.
     slot_bytes = padded(size * GROUP_SIZE * stride, PAGE_BYTES) + PAGE_BYTES
-    share = config.num_neurons * stride // STREAM_SHARE
+    share = sum(widths) * stride // STREAM_SHARE
     return BufferShape(
         neurons=size * GROUP_SIZE,
         slot_bytes=slot_bytes,

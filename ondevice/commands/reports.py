@@ -77,10 +77,14 @@ def residency(plan: Plan) -> str:
     if not plan.offloads_weights:
         return "the feed-forward will be resident; a row of the embedding is read from flash for each token"
     if plan.sparsity == "experts":
-        return (
+        line = (
             f"room for {share(start, total)} of the experts at the start, {share(full, total)} at "
             f"{plan.max_context} tokens; of the others, those that are chosen are read from flash"
         )
+        if plan.dense is None or plan.dense_segments == plan.dense.total:
+            return line
+        kept = share(plan.dense_segments, plan.dense.total)
+        return f"{line}; of other feed-forwards {kept} to be resident, the rest streams"
     if plan.sparsity != "dense":
         return (
             f"room for {share(start, total)} of the neurons at the start, {share(full, total)} at "

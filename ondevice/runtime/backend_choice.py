@@ -249,6 +249,7 @@ def make_backend(
         segment_neurons=segment_shape(config, quant).neurons,
         piece_neurons=plan.buffers.neurons,
         resident_embedding=plan.embedding_resident,
+        dense_neurons=0 if plan.dense is None else plan.dense.neurons,
     )
 
 

@@ -161,7 +161,7 @@ class Engine:
         self.draft_with(runtime.speculation, self._drafting)
         self._reader.trim()
         trim_heap()
-        self._embedding_bytes = plan.resident_weights_bytes - plan.weights_bytes
+        self._embedding_bytes = plan.embedding_bytes if plan.embedding_resident else 0
         self._loaded_bytes = resolved.loaded_bytes
         log.info("loaded %s: %s planned", bundle.name, format_bytes(plan.total_bytes))
 

@@ -10,7 +10,7 @@ import numpy as np
 from ondevice.backends.base import Float32
 from ondevice.backends.budgeted import BudgetedBackend
 from ondevice.budget.plan import Plan
-from ondevice.budget.sizes import DECODE_TOKENS, SlotShape, fetch_neurons, prefetch_neurons
+from ondevice.budget.sizes import DECODE_TOKENS, SegmentShape, SlotShape, fetch_neurons, prefetch_neurons
 from ondevice.bundle.reader import Bundle
 from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
@@ -70,6 +70,10 @@ class NeuronMemory(Protocol):
         """Keep to a quota of segments, divided as the plan's shape divides it."""
         ...
 
+    def keep_dense(self, quota: Sequence[int]) -> None:
+        """Allow each layer that many segments of neurons that aren't an expert's, as `Plan.dense_quota`."""
+        ...
+
     def fill(self) -> bool:
         """Read a little ahead while the model is idle. Returns False if there is nothing more to read."""
         ...
@@ -87,6 +91,9 @@ class NoNeuronMemory:
     prefetching = PrefetchQuality()
 
     def resize(self, quota: Sequence[int]) -> None:
+        """Do nothing: there are no segments."""
+
+    def keep_dense(self, quota: Sequence[int]) -> None:
         """Do nothing: there are no segments."""
 
     def fill(self) -> bool:
@@ -116,12 +123,17 @@ def open_neuron_memory(
         options: How selected neurons are kept and read.
         substitution: `RuntimeConfig.expert_substitution`.
     """
-    config, segment, buffers, layers = bundle.config, plan.segment, plan.buffers, backend.feed_forwards
+    config, segment, layers = bundle.config, plan.segment, backend.feed_forwards
     if not layers:
         return NoNeuronMemory()
     if config.experts is not None:
         assert isinstance(segment, SlotShape)
         experts = [layer.experts for layer in config.layers]
+        dense = None
+        if plan.dense is not None:
+            dense = _segment_pool(plan.dense, plan, backend, reader)
+            dense.resize(plan.dense_quota)
+            dense.hold()
         fetcher = ExpertFetcher(
             layers,
             reader,
@@ -133,19 +145,13 @@ def open_neuron_memory(
             options.prefetch and backend.name == "cpu",
             substitution,
             _expert_shares(bundle),
+            dense,
         )
         if backend.name == "mlx":
             return WholeExperts(fetcher, layers, segment.least, segment.total)
         return fetcher
     if not isinstance(segment, SlotShape):
-        return SegmentPool(
-            layers,
-            reader,
-            segment_bytes=segment.nbytes,
-            piece_neurons=buffers.neurons,
-            slot_bytes=buffers.slot_bytes,
-            slots=buffers.slots,
-        )
+        return _segment_pool(segment, plan, backend, reader)
     cache = NeuronCache(
         config.widths,
         slot_bytes=segment.slot_bytes,
@@ -163,6 +169,19 @@ def open_neuron_memory(
         prefetched=prefetch_neurons(config),
         costs=costs,
         options=options,
+    )
+
+
+def _segment_pool(
+    segments: SegmentShape, plan: Plan, backend: BudgetedBackend, reader: FlashReader
+) -> SegmentPool:
+    return SegmentPool(
+        backend.feed_forwards,
+        reader,
+        segment_bytes=segments.nbytes,
+        piece_neurons=plan.buffers.neurons,
+        slot_bytes=plan.buffers.slot_bytes,
+        slots=plan.buffers.slots,
     )
 
 
@@ -198,6 +217,7 @@ class NeuronQuota:
     def keep_to(self, plan: Plan, kv_bytes: int) -> None:
         """Allocate what a plan allows beside `kv_bytes` of keys and values."""
         self._plan = plan
+        self._neurons.keep_dense(plan.dense_quota)
         self._allocate(self._room(kv_bytes))
 
     def clear(self) -> None:

@@ -46,6 +46,9 @@ class CachedSource(NeuronSource):
     def times(self) -> PassTimes:
         return PassTimes(self._waited, self._managed)
 
+    def keep_dense(self, quota: Sequence[int]) -> None:
+        """Keep to a quota of segments of neurons that no cache holds: there are none here."""
+
     def _close_cache(self) -> None:
         """Free the slots, which nothing reads into any more. The layers then refuse to be multiplied."""
         self._cache.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,8 @@ from ondevice.sparsity.expert_prefetch import ExpertPrefetcher
 from ondevice.sparsity.expert_reuse import ExpertReuse
 from ondevice.sparsity.pooled_cache import PooledCache
 from ondevice.sparsity.prefetch import PrefetchQuality
+from ondevice.sparsity.segments import SegmentPool
+from ondevice.stats import PassTimes
 from ondevice.units import PAGE_BYTES
 
 FILLED_AT_ONCE = 4
@@ -50,6 +53,8 @@ class ExpertFetcher(CachedSource):
             of one in memory that takes its place, in standard deviations; 0 for no substitution. With it
             nothing is prefetched, as what has arrived by then would depend on the device's speed.
         frequencies: for each layer with experts, (E,) share of a text's tokens that chose each.
+        dense: provides the neurons that aren't an expert's, owned by this object from now on; None: the
+            layers hold them.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class ExpertFetcher(CachedSource):
         prefetch: bool = True,
         substitution: float = 0.0,
         frequencies: Sequence[Float32] | None = None,
+        dense: SegmentPool | None = None,
     ) -> None:
         found = {layer: spec for layer, spec in enumerate(experts) if spec is not None}
         self._turns = {layer: turn for turn, layer in enumerate(found)}
@@ -76,6 +82,7 @@ class ExpertFetcher(CachedSource):
         cache = PooledCache([count] * len(found), slot_bytes, segment_slots, most, policy, keep, allocate)
         self._pool = cache
         self._most = most
+        self._dense = dense
         self._reads = _native.RangeReads(reader.native)
         # One slot is always left for an expert that a pass waits for.
         self._prefetcher = ExpertPrefetcher(self._reads, cache, self._read_ahead, most - 1)
@@ -106,6 +113,28 @@ class ExpertFetcher(CachedSource):
         self._prefetcher.drop()
         self._cache.resize(sum(quota))
 
+    def keep_dense(self, quota: Sequence[int]) -> None:
+        """Keep to a quota of segments of neurons that aren't an expert's."""
+        if self._dense is not None:
+            self._dense.resize(quota)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots that exist, and of segments of other neurons."""
+        return super().nbytes + (0 if self._dense is None else self._dense.nbytes)
+
+    @property
+    def filled_bytes(self) -> int:
+        """The same of slots and filled segments. Safe from any thread."""
+        return super().filled_bytes + (0 if self._dense is None else self._dense.filled_bytes)
+
+    @property
+    def times(self) -> PassTimes:
+        found = super().times
+        return (
+            found if self._dense is None else replace(found, waited=found.waited + self._dense.times.waited)
+        )
+
     def fill(self) -> bool:
         """Read the likeliest absent experts that there is room for, few enough that a request hardly waits.
 
@@ -119,6 +148,8 @@ class ExpertFetcher(CachedSource):
     def close(self) -> None:
         """Wait for the reads under way and free the slots. The layers then refuse to be multiplied."""
         self._reads.close()
+        if self._dense is not None:
+            self._dense.close()
         self._close_cache()
 
     def begin_pass(self, batch: ForwardBatch) -> None:
@@ -126,6 +157,8 @@ class ExpertFetcher(CachedSource):
         if len(batch.drafted) > self._draft_gates.shape[1]:
             shape = len(self._turns), len(batch.drafted), self._experts.count
             self._draft_gates = np.zeros(shape, dtype=np.float16)
+        if self._dense is not None:
+            self._dense.begin_pass(batch)
         self._since = time.perf_counter()
         self._substitutes = self._within > 0.0 and len(batch.tokens) == 1
         self._prefetcher.next_pass(len(batch.tokens))
@@ -147,8 +180,8 @@ class ExpertFetcher(CachedSource):
                 self._cache.observe(turn, gates.astype(np.float32))
 
     def offloaded(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes | Segment]:
-        """No neurons: those that aren't an expert's stay in memory."""
-        return ()
+        """Those of the neurons that aren't an expert's which aren't in memory."""
+        return () if self._dense is None else self._dense.offloaded(layer, batch)
 
     def substitutes(self, layer: int, routing: Routing) -> Substitutes | None:
         if not self._substitutes:

@@ -120,6 +120,20 @@ class SegmentPool(NeuronSource):
         while len(self._empty) > self._missing:
             self._drop_empty()
 
+    def hold(self) -> None:
+        """Read what the quota allows now, before any pass. Raises FlashReadError, MemoryError."""
+        for layer, count in zip(self._layers, self._quota, strict=True):
+            while len(layer.segments) < min(count, layer.num_segments):
+                index, filling = len(layer.segments), layer.new_segment()
+                neurons = layer.segment_range(index)
+                for first in range(neurons.start, neurons.stop, self._piece_neurons):
+                    piece = min(self._piece_neurons, neurons.stop - first)
+                    layer.pack(filling, index, first, layer.source.read(first, piece))
+                layer.segments.append(filling)
+
+    def keep_dense(self, quota: Sequence[int]) -> None:
+        """Do nothing: there are no experts."""
+
     def close(self) -> None:
         """Free the buffers, the segments and the thread. The layers then refuse to be multiplied."""
         self._stop_reading()

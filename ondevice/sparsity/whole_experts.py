@@ -73,6 +73,9 @@ class WholeExperts:
         # The quota is one for both: there are slots only where layers hold nothing.
         self._fetcher.resize([0] if whole else quota)
 
+    def keep_dense(self, quota: Sequence[int]) -> None:
+        """Do nothing: layers hold the neurons that aren't an expert's."""
+
     def fill(self) -> bool:
         return False
 
