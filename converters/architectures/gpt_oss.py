@@ -55,7 +55,7 @@ YARN: Mapping[str, Any] = {
     "original_max_position_embeddings": 4096,
 }
 """Rotary scaling where the file has none."""
-NAMES = ExpertNames(router="mlp.router.weight", router_bias="mlp.router.bias")
+NAMES = ExpertNames(router="mlp.router.weight", router_bias="mlp.router.bias", stack="mlp.experts.")
 """The experts' names, once their stacks are apart."""
 STACKS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 """Stacks of all experts of a layer, and the matrices whose rows take turns in them."""
@@ -127,7 +127,9 @@ def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
 def _apart(tensors: Tensors, config: ModelConfig) -> Tensors:
     """Each expert's matrices and biases by themselves.
 
-    A checkpoint stacks values as (experts, columns, rows). Quantised experts are matrices of rows already.
+    A checkpoint stacks values as (experts, columns, rows). Quantised experts are matrices of rows already. In
+    folders that MLX has written, gates and ups have stacks of their own, here left to `join_experts`; their
+    biases are taken apart.
     """
     found, experts = dict(tensors), config.experts
     assert experts is not None
@@ -148,6 +150,15 @@ def _apart(tensors: Tensors, config: ModelConfig) -> Tensors:
                     if biases is not None:
                         bias = _one(biases, expert, (experts.count, rows))
                         found[f"{new}.bias"] = _turn(f"{new}.bias", bias, turn, len(parts))
+        for part in ("gate", "up", "down"):
+            if (stack := found.pop(f"{prefix}{part}_proj.bias", None)) is None:
+                continue
+            rows = config.hidden_size if part == "down" else experts.neurons
+            for expert in range(experts.count):
+                new = f"{prefix}{expert}.{part}_proj.bias"
+                if new in found:
+                    raise CheckpointError(f"{new} and {stack.name} are the same; {SAME_REPOSITORY}")
+                found[new] = _one(stack, expert, (experts.count, rows))
     return found
 
 

@@ -18,7 +18,7 @@ from ondevice.errors import CheckpointError
 from ondevice.flash.reader import FlashReader
 from ondevice.model.loading import bundle_files
 from ondevice.model.records import NeuronRecords
-from tests.support.families import CASES, write_model
+from tests.support.families import CASES, GPT_OSS, write_model
 from tests.support.mlx_folders import (
     MXFP4,
     MlxFolder,
@@ -179,3 +179,69 @@ def test_a_stack_in_a_dense_layer_is_refused(tmp_path: Path) -> None:
     save_shards(mlx.path, mlx.stored | dense, 3)
     with pytest.raises(CheckpointError, match=r"switch_mlp\.down_proj.* leaving them out"):
         open_checkpoint(mlx.path)
+
+
+def gpt_oss_folders(folder: Path, experts: Scheme) -> tuple[Path, MlxFolder]:
+    """As `folders`: gates and ups, which take turns in the checkpoint's stack, are apart in MLX's folder."""
+    source = folder / "source"
+    write_model(source, "GptOss", {**GPT_OSS, "intermediate_size": 64, "num_hidden_layers": 2})
+    config = json.loads((source / "config.json").read_text())
+    tensors, named = load_file(source / "model.safetensors"), {}
+    for name, values in tensors.items():
+        stem, _, which = name.rpartition(".")
+        if which == "gate_up_proj":
+            named[f"{stem}.gate_proj.weight"] = values[..., ::2].swapaxes(1, 2)
+            named[f"{stem}.up_proj.weight"] = values[..., 1::2].swapaxes(1, 2)
+        elif which == "gate_up_proj_bias":
+            named |= {f"{stem}.gate_proj.bias": values[:, ::2], f"{stem}.up_proj.bias": values[:, 1::2]}
+        elif which == "down_proj":
+            named[f"{stem}.down_proj.weight"] = values.swapaxes(1, 2)
+        elif which == "down_proj_bias":
+            named[f"{stem}.down_proj.bias"] = values
+        else:
+            named[name] = values
+
+    def of(module: str) -> Scheme:
+        return experts if ".experts." in module else Scheme(8)
+
+    mlx = write_quantised(folder / "mlx", config, named, experts, of, "F32", 2)
+    for name in tensors:
+        stem, _, which = name.rpartition(".")
+        if which in ("gate_up_proj", "down_proj"):
+            parts = ("gate_proj", "up_proj") if which == "gate_up_proj" else ("down_proj",)
+            found = np.stack([mlx.values[f"{stem}.{part}.weight"] for part in parts], axis=2)
+            tensors[name] = np.ascontiguousarray(found.reshape(len(found), -1, found.shape[3]).swapaxes(1, 2))
+        elif name in mlx.values:
+            tensors[name] = np.ascontiguousarray(mlx.values[name])
+    save_file(tensors, source / "model.safetensors")
+    return source, mlx
+
+
+@pytest.mark.parametrize("experts", [MXFP4, Scheme(4, 32)])
+def test_gpt_oss_has_the_values_of_its_codes(tmp_path: Path, experts: Scheme) -> None:
+    source, mlx = gpt_oss_folders(tmp_path, experts)
+    mine = convert(mlx.path, tmp_path / "mine", "f16")
+    assert_same_weights(mine, convert(source, tmp_path / "theirs", "f16"))
+    copied = Bundle.open(convert(mlx.path, tmp_path / "copied"))
+    notes = [f"expert_{which}: codes and scales copied" for which in ("down", "gate", "up")]
+    assert [it for it in copied.manifest.provenance.notes if it.startswith("expert")] == notes
+    if experts == MXFP4:
+        assert copied.expert_layout is not None
+        assert all(matrix.row.stored.mxfp4 for matrix in copied.expert_layout.matrices)
+
+
+def test_biases_of_gpt_oss_are_checked(tmp_path: Path) -> None:
+    _, mlx = gpt_oss_folders(tmp_path, MXFP4)
+    stem = "model.layers.1.mlp.experts"
+    _, biases = mlx.stored[f"{stem}.up_proj.bias"]
+    for changed, message in (
+        (
+            {f"{stem}.up_proj.bias": ("F32", biases[:7])},
+            r"has shape \[7, 64\]; config\.json asks for \[8, 64\]",
+        ),
+        ({f"{stem}.3.up_proj.bias": ("F32", biases[3])}, "are the same"),
+    ):
+        save_shards(mlx.path, mlx.stored | changed)
+        (mlx.path / "model.safetensors.index.json").unlink(missing_ok=True)
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(mlx.path)
