@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from ondevice.api import convert
+from ondevice.backends.base import Float32
 from ondevice.backends.cpu import native_form
 from ondevice.kernels import _native
 from ondevice.model_config import FeedForwardSpec
@@ -72,14 +73,16 @@ def times(rounds: int) -> None:
     for tokens in TOKENS:
         x = rng.standard_normal((tokens, HIDDEN)).astype(np.float32)
         sizes = np.square(np.maximum(0, gates(runner, records, x)))
-        cutoffs = [(), *((importance, float(np.quantile(sizes, share))) for share in SHARES)]
+        limits = [float(np.quantile(sizes, share)) for share in SHARES]
+        cutoffs: list[tuple[Float32 | None, float]] = [(None, 0.0), *((importance, it) for it in limits)]
         ids, weights = np.zeros((tokens, 1), np.int32), np.ones((tokens, 1), np.float32)
         found, total = np.zeros((rounds, len(cutoffs))), np.zeros_like(x)
         for turn, place in np.ndindex(found.shape):
             address = records[turn % EXPERTS * NEURONS :].ctypes.data
             begun = time.perf_counter()
-            args = runner, layer, None, NEURONS, x, ids, weights, FORM, True, total, *cutoffs[place]
-            forward = _native.ExpertPass(*args)
+            forward = _native.ExpertPass(
+                runner, layer, None, NEURONS, x, ids, weights, FORM, True, total, *cutoffs[place]
+            )
             forward.add(0, address)
             forward.finish()
             found[turn, place] = time.perf_counter() - begun

@@ -31,7 +31,8 @@ def training_tokens(count: int) -> list[int]:
     from recipe.tokenizer import Encoder
 
     encoder = Encoder((SHIPPED / "tokenizer.model").read_bytes())
-    rng, found = np.random.default_rng(3), []
+    rng = np.random.default_rng(3)
+    found: list[int] = []
     kinds = [split_documents(SHARED_DATA, DOMAINS[kind])[0] for kind in KINDS]
     while len(found) < count:
         for documents in kinds:
