@@ -29,7 +29,9 @@ from ondevice.model.transformer import (
 )
 
 PROMPT_ROWS = 64
-"""Most rows of prompts in a pass in which other texts get a token each: these wait for all of its rows."""
+"""Most rows of prompts in a pass in which other texts get a token each: these wait for all of its rows.
+
+With fewer, prompts took longer; with more, only the others did (docs/serve.md#several-at-once)."""
 
 
 @dataclass(frozen=True)
