@@ -85,16 +85,25 @@ def _all_of(threads: Sequence[threading.Thread]) -> None:
 def main() -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--workdir", type=Path, required=True)
+    parser.add_argument("--workdir", type=Path, default=Path())
+    parser.add_argument("--model", help="a bundle instead of the random model")
+    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--clients", type=int, nargs="+", default=CLIENTS)
     parser.add_argument("--tokens", type=int, default=12)
-    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--prompt", type=int, default=512, help="its tokens; 0: no second table")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    options: dict[str, Any] = {"speculation": "off", "threads": 1, "memory_pressure": "off"}
-    clients: dict[int, list[float]] = {count: [] for count in CLIENTS}
-    rows: dict[int, list[dict[str, float]]] = {count: [] for count in PROMPT_ROWS}
-    bundle = bundle_folder(huggingface_folder(SHAPE, args.workdir), args.workdir)
-    with ondevice.load(bundle, parallel=max(CLIENTS), **options) as model:
+    options: dict[str, Any] = {
+        "backend": args.backend,
+        "sparsity": "dense",
+        "speculation": "off",
+        "threads": 1,
+        "memory_pressure": "off",
+    }
+    clients: dict[int, list[float]] = {count: [] for count in args.clients}
+    rows: dict[int, list[dict[str, float]]] = {count: [] for count in PROMPT_ROWS if args.prompt}
+    bundle = args.model or bundle_folder(huggingface_folder(SHAPE, args.workdir), args.workdir)
+    with ondevice.load(bundle, parallel=max(args.clients), **options) as model:
         prompt = random_tokens(args.prompt, model.config.vocab_size)
         clients_seconds(model, 1, 4)
         for _ in range(args.rounds):
