@@ -9,22 +9,27 @@ import gc
 import subprocess
 import sys
 import weakref
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ondevice.budget.mlx_memory import MLX_STAGES, MlxMemory
+from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.budget.mlx_memory import LAYERS_READ, MLX_STAGES, MlxMemory
 from ondevice.bundle.layout import DATA_OFFSET, RowLayout, padded
 from ondevice.bundle.reader import Bundle
 from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.flash.read_ahead import Extent, ReadAhead
 from ondevice.flash.reader import FlashReader
 from ondevice.model.records import record_chunk
+from ondevice.model.transformer import SequencePart
 from ondevice.units import PAGE_BYTES, memory_total
+from tests.support.bundles import convert_bundle
 from tests.support.engines import random_tokens
 from tests.support.mlx_models import ON_GPU, loaded, smallest
+from tests.support.models import write_checkpoint
 from tests.support.paths import SHIPPED
 
 # A wheel whose shared libraries are missing fails to import too, and is as good as absent.
@@ -288,3 +293,39 @@ def test_closing_gives_memory_back_at_once(backend: str) -> None:
         assert [it() for it in held] == [None] * 3
     finally:
         gc.enable()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="a GPU reads keys and values as they are stored")
+def test_texts_that_share_a_pass_are_read_back_as_few_at_once_as_layers_of_one(tmp_path: Path) -> None:
+    """Keys and values in float32 take a part of the plan that doesn't grow with the number of texts."""
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    source = write_checkpoint(tmp_path / "source", max_position_embeddings=2048, **sizes)
+    options: dict[str, Any] = {"sparsity": "dense", "prefill_chunk": 16, "max_context": 2048}
+    length = 1984
+    with loaded(
+        convert_bundle(source, tmp_path / "bundle"), parallel=4, dram_budget="1GB", **options
+    ) as model:
+        engine = model._engine
+        transformer, pool = engine._generator.transformer, engine.kv
+
+        def peak(texts: int) -> int:
+            with ExitStack() as used:
+                kvs = [used.enter_context(pool.use(None)) for _ in range(texts)]
+                for kv in kvs:
+                    kv.reserve(length + 64)
+                    kv.extend([5] * length)
+                most = 0
+                for _ in range(3):
+                    mx.clear_cache()
+                    mx.reset_peak_memory()
+                    before = mx.get_active_memory()
+                    parts = [SequencePart(ForwardBatch([7]), kv) for kv in kvs]
+                    engine._backend.to_numpy(transformer.logits(transformer.run_each(parts)))
+                    most = mx.get_peak_memory() - before
+                return most
+
+        one, four = (model._owner.call(lambda texts=texts: peak(texts)) for texts in (1, 4))  # type: ignore[misc]
+        copied = 2 * 4 * model.config.kv_size * length
+        assert one > copied
+        assert four < LAYERS_READ * copied + (1 << 20) < model.plan.decode_activation_bytes
