@@ -3,9 +3,9 @@
     .venv/bin/python -m tests.benchmarks.explain.recurrent_drafts
 
 A random Qwen3.5 of four layers at 4 bits, three of them with 16 states of 128 x 128, everything in memory.
-Plain passes and passes over drafts take turns, `--rounds` times. Processor time of a pass, its logits and what
-keeps the accepted path, as medians over that of a plain pass. `wide`: a plain pass of as many rows, which takes
-no token back. Prints a table, and one JSON line.
+Plain passes and passes over drafts take turns, `--rounds` times. Processor time of a pass, its logits and
+what keeps the accepted path, as medians over that of a plain pass. `wide`: a plain pass of as many rows,
+which takes no token back. Prints a table, and one JSON line.
 """
 
 from __future__ import annotations
