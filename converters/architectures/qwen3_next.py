@@ -108,9 +108,7 @@ def _read_moe(reader: ConfigReader) -> Description:
     reader.only("norm_topk_prob", True)
     config = _read(reader, "qwen3_5_moe_text")
     experts, shared = _read_experts(reader, count=256, chosen=8)
-    return _description(
-        reader, with_experts(config, experts, [True] * config.num_layers, shared)
-    )
+    return _description(reader, with_experts(config, experts, [True] * config.num_layers, shared))
 
 
 def _read(reader: ConfigReader, name: str) -> ModelConfig:
@@ -298,7 +296,10 @@ def _rows_in_order(delta: DeltaSpec) -> dict[str, dict[str, NDArray[np.int64]]]:
 
 
 def _taps_first(name: str, conv: SourceTensor, delta: DeltaSpec, by_mlx: bool) -> SourceTensor:
-    """A convolution's weights as (taps, C); stored (C, 1, taps), by MLX (C, taps, 1), in GGUF files (C, taps)."""
+    """A convolution's weights as (taps, C); stored (C, 1, taps), (C, taps, 1) or (C, taps).
+
+    by_mlx: whether it is as MLX stores it, in the second form. GGUF files have the third.
+    """
     flat = (delta.channels, delta.taps)
     if len(conv.shape) == 2:
         check_shape(conv, flat)

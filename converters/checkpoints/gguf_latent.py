@@ -1,8 +1,8 @@
-"""Models with latent attention in GGUF files: DeepSeek V2 and V3, and GLM-4.7-Flash, which all say `deepseek2`.
+"""Models with latent attention in GGUF files: DeepSeek V2 and V3, and GLM-4.7-Flash, all as `deepseek2`.
 
 llama.cpp's converter writes the matrix that makes keys and values of latents as two, the keys' one turned
-over; files from before April 2025 have it whole. Files don't tell GLM-4.7-Flash from DeepSeek V3, whose blocks
-it has.
+llama.cpp's converter writes the matrix that makes keys and values of latents as two, the keys' one turned
+has.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def deepseek2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
         scaling = values["rope_scaling"]
         if scaling is None or scaling["rope_type"] != "yarn":
             raise UnsupportedModelError(
-                f"{metadata.header.file}: {metadata.prefix}{_LOG_MULTIPLIER} is there without yarn, which alone "
-                "has it"
+                f"{metadata.header.file}: {metadata.prefix}{_LOG_MULTIPLIER} is there without yarn, "
+                "which alone has it"
             )
         # A tenth of the config's `mscale_all_dim`, of few digits, which `mscale` equals in all models.
         multiplier = round(10.0 * metadata.number(_LOG_MULTIPLIER), 5)
@@ -103,4 +103,3 @@ def _experts(metadata: Metadata, values: Values, kind: str) -> dict[str, Any]:
     if kind == V2:
         found["topk_method"] = "group_limited_greedy" if found["n_group"] > 1 else "greedy"
     return found
-

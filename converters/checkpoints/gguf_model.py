@@ -50,7 +50,9 @@ from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import ModelConfig, RopeSpec
 
 _NUMBER = r"(0|[1-9]\d{0,3})"
-_NAME = re.compile(rf"(?:blk\.{_NUMBER}\.)?((?:nextn\.)?\w{{1,64}})(?:\.{_NUMBER})?(\.weight|\.bias|\.scale)?")
+_NAME = re.compile(
+    rf"(?:blk\.{_NUMBER}\.)?((?:nextn\.)?\w{{1,64}})(?:\.{_NUMBER})?(\.weight|\.bias|\.scale)?"
+)
 """A block's number, a module, the number of an expert that stands by itself, and what it is of the module,
 with a dot before it, or nothing where the module is the tensor."""
 

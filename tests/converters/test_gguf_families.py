@@ -55,7 +55,10 @@ PHIMOE_MAGNITUDES = {
 }
 """Files have longrope's usual magnitude, whatever the model's."""
 EVEN = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 6}
-"""llama.cpp's delta rules have keys as wide as values."""
+EVEN |= {"initializer_range": 0.05}
+"""llama.cpp's delta rules have keys as wide as values. Smaller weights magnify less of what is rounded."""
+EVEN_EXPERTS = {**DELTA, **DELTA_EXPERTS, **EVEN, "num_experts": 4, "num_experts_per_tok": 4}
+"""All are chosen: another choice, as rounding makes it, would stay in the states."""
 UNALIKE = {
     "granite odd factors": (
         "Granite",
@@ -108,9 +111,9 @@ UNALIKE = {
         {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": LATENT_YARN, "num_hidden_layers": 27}
         | {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "n_routed_experts": 4},
     ),
-    "qwen3 next even": ("Qwen3Next", {**DELTA, **DELTA_EXPERTS, **EVEN}),
+    "qwen3 next even": ("Qwen3Next", EVEN_EXPERTS),
     "qwen3.5 even": ("Qwen3_5Text", {**DELTA, **EVEN, "tie_word_embeddings": True}),
-    "qwen3.5 moe even": ("Qwen3_5MoeText", {**DELTA, **DELTA_EXPERTS, **EVEN, "intermediate_size": None}),
+    "qwen3.5 moe even": ("Qwen3_5MoeText", {**EVEN_EXPERTS, "intermediate_size": None}),
     "phi": ("Phi", {"head_dim": None, "num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
     "phi less turns": ("Phi", PHI_LESS_TURNS),
     "phi3 longrope": (
@@ -145,8 +148,8 @@ REFUSED += ("qwen3 next", "qwen3.5 wide states", "qwen3.5 moe in pairs", "glm4 m
 makes queries of a layer's input in DeepSeek's models of 26 and 27 layers alone.
 """
 UNLIKE = ("gemma3n", "phimoe", "phimoe longrope", "deepseek v2 moe groups")
-"""Models that llama.cpp reads otherwise: it has no sparsemixer, and measures groups by their best two experts in
-DeepSeek V2 too. For Gemma 3n see the last test.
+"""Models that llama.cpp reads otherwise: it has no sparsemixer, and measures groups by their best two experts
+in DeepSeek V2 too. For Gemma 3n see the last test.
 """
 FUZZED = ("phi3 partial", "granite", "stablelm head norms", "falcon newer", "nemotron bias", "gemma3n")
 FUZZED += ("gemma4", "gemma4 e wide", "qwen2 moe", "glm4 moe", "gemma4 moe", "gpt-oss")
@@ -328,7 +331,7 @@ def test_layers_that_predict_ahead_are_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
 def test_codes_of_columns_in_another_order_are_copied(tmp_path: Path, kind: str) -> None:
-    """Value heads are 32 wide, as blocks are: columns of a delta rule's output projection keep their codes."""
+    """Value heads are 32 wide, as blocks are: columns of a delta rule's output keep their codes."""
     source, path = written(tmp_path / "source", "qwen3.5 even"), tmp_path / "model.gguf"
     write_family(path, source, kind)
     stored = RowFormat(8, 32, True) if kind == "Q8_0" else RowFormat(4, 32)

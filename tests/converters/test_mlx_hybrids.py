@@ -1,4 +1,4 @@
-"""MLX folders of models with delta rules and with latent attention: the bundles of their values' checkpoints."""
+"""MLX folders of models with delta rules and latent attention: the bundles of their values' checkpoints."""
 
 from __future__ import annotations
 
@@ -98,7 +98,12 @@ def test_folders_whose_parts_contradict_are_refused(tmp_path: Path) -> None:
     for mlx, name, shape, message in (
         (qwen, f"{delta}conv1d.weight", (128, 1, 4), r"conv1d.weight has shape \[128, 1, 4\]"),
         (qwen, f"{delta}conv1d.weight", (128,), r"conv1d.weight has shape \[128\]"),
-        (qwen, f"{delta}in_proj_qkvz.weight", (192, 64), "in_proj_qkv.weight and another tensor hold the same"),
+        (
+            qwen,
+            f"{delta}in_proj_qkvz.weight",
+            (192, 64),
+            "in_proj_qkv.weight and another tensor hold the same",
+        ),
         (deep, f"{latent}embed_q.weight", (4, 32, 64), r"embed_q.weight has shape \[4, 32, 64\]"),
         (deep, f"{latent}unembed_out.weight", (128, 64), r"unembed_out.weight has shape \[128, 64\]"),
         (deep, f"{latent}kv_b_proj.weight", (256, 64), "kv_b_proj.weight is there whole and in parts"),
@@ -118,7 +123,9 @@ def test_a_folder_of_mlx_lm_speaks_as_it_does(tmp_path: Path, case: str, bits: i
     utils = pytest.importorskip("mlx_lm.utils", exc_type=ImportError)
     name, _, more = CODED[case]
     family, options = CASES[name]
-    write_model(tmp_path / "source", family, options | {key: 64 for key in NEURONS if options.get(key)} | more)
+    write_model(
+        tmp_path / "source", family, options | {key: 64 for key in NEURONS if options.get(key)} | more
+    )
     model, config = utils.load_model(tmp_path / "source")
     if bits:
         model, config = utils.quantize_model(model, config, 32, bits)
