@@ -45,6 +45,11 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Round by, order and train nothing, whatever --text and --random-text say.",
 )
+@option(
+    "--draft-for",
+    metavar="BUNDLE",
+    help="Add the source, a folder with an EAGLE-3 head, to this model's bundle, for --speculation eagle.",
+)
 @option("--resume", is_flag=True, help="Continue an interrupted conversion.")
 @option("--force", is_flag=True, help="Replace an existing output.")
 @option("--offline", is_flag=True, help="Download nothing.")
@@ -64,6 +69,7 @@ def convert(
     text: str | None,
     random_text: bool,
     no_calibrate: bool,
+    draft_for: str | None,
     resume: bool,
     force: bool,
     offline: bool,
@@ -80,6 +86,11 @@ def convert(
     from ondevice.bundle.reader import Bundle
     from ondevice.runtime import conversion
 
+    if draft_for is not None:
+        if output is not None:
+            raise UsageError("--draft-for adds to a bundle: leave --output out")
+        _add_draft_layer(source, draft_for, quant)
+        return
     # A text that is set elsewhere than on the command line is meant for `eval`.
     given = context.get_parameter_source("text") is click.core.ParameterSource.COMMANDLINE
     content = None if text is None or no_calibrate or not given else TextParts(text)
@@ -117,6 +128,17 @@ def convert(
     say_notes(bundle)
     if content is not None:
         say_trained(bundle)
+    click.echo(str(path))
+
+
+def _add_draft_layer(source: str, draft_for: str, quant: str) -> None:
+    """Add a draft layer to a bundle, and print the bundle's folder."""
+    from ondevice.runtime.draft_layers import add_draft_layer
+    from ondevice.units import format_bytes
+
+    path, layer = add_draft_layer(source, draft_for, quant)
+    nbytes = sum((path / name).stat().st_size for name in layer.sidecar.files)
+    say(f"added {layer.sidecar.tensors}, {format_bytes(nbytes)}: --speculation {layer.kind} drafts with it")
     click.echo(str(path))
 
 

@@ -23,7 +23,7 @@ from ondevice.runtime.models import (
 from ondevice.runtime.resolving import ResolvedModel, mode_change
 from ondevice.units import format_bytes
 
-NAMED_IF_DAMAGED = ("hotness", "token_counts", "expert_costs", "expert_use", "ngrams")
+NAMED_IF_DAMAGED = ("hotness", "token_counts", "expert_costs", "expert_use", "ngrams", "eagle", "mtp")
 """Keys of sidecars that are reported only where they are damaged."""
 
 
@@ -74,6 +74,7 @@ def inspection(resolved: ResolvedModel) -> dict[str, Any]:
         "expert_costs": None if bundle.expert_costs is None else trained_facts(bundle.expert_costs),
         "streams": None if bundle.streams is None else stream_facts(bundle.streams, bundle.config),
         "ngrams": None if bundle.ngrams is None else trained_facts(bundle.ngrams),
+        "draft_layers": [layer.kind for layer in (bundle.eagle, bundle.mtp) if layer is not None],
         "damaged": {key: error.for_command_line for key, error in bundle.damaged.items()},
         "speculation": resolved.runtime.speculation,
         "minimum_budget_bytes": frugal.plan.minimum_budget_bytes,
@@ -99,6 +100,7 @@ def inspection_text(resolved: ResolvedModel) -> str:
         *_expert_lines(resolved),
         f"streams: {_streams_line(bundle)}",
         *_ngrams_lines(bundle),
+        *_draft_layer_lines(bundle),
         *(
             f"{key}: {bundle.damaged[key].for_command_line}"
             for key in NAMED_IF_DAMAGED
@@ -122,6 +124,16 @@ def inspection_text(resolved: ResolvedModel) -> str:
 def _ngrams_lines(bundle: Bundle) -> list[str]:
     """The datastore of continuations, if there is one."""
     return [] if bundle.ngrams is None else [f"ngrams: a datastore of {bundle.ngrams.tokens:,} tokens"]
+
+
+def _draft_layer_lines(bundle: Bundle) -> list[str]:
+    """The draft layers, if there are some."""
+    return [
+        f"{layer.kind}: a draft layer of {layer.neurons:,} neurons that knows {layer.tokens:,} tokens, at "
+        f"{layer.bits} bits"
+        for layer in (bundle.eagle, bundle.mtp)
+        if layer is not None
+    ]
 
 
 def _modes(bundle: Bundle) -> tuple[SparsityMode, ...]:
