@@ -14,11 +14,15 @@ from tests.support.gguf_families import write_family
 from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level
 
 VOCAB = 384
-FOLDERS = ("gemma3n", "gemma4", "gemma4 e wide", "opt", "opt norms behind", "phi", "persimmon", "olmoe")
+FOLDERS = (
+    "gemma3n", "gemma4", "gemma4 e wide", "opt", "opt norms behind", "phi", "persimmon", "olmoe", "qwen2 moe",
+    "gemma4 moe", "gpt-oss moe", "deepseek v3 moe", "qwen3.5",
+)  # fmt: skip
 FILES = {
     "phi": "F16", "phi3 partial": "Q8_0", "glm4": "Q5_0", "smollm3 yarn": "Q8_0", "granite": "Q4_1",
     "olmo2": "Q5_1", "stablelm head norms": "Q4_0", "falcon newer": "F16", "nemotron bias": "Q8_0",
-    "gemma3n": "Q8_0",
+    "gemma3n": "Q8_0", "glm4 moe": "Q5_1", "gpt-oss": "MXFP4", "deepseek v3 moe": "Q4_0",
+    "qwen3.5 even": "Q8_0",
 }  # fmt: skip
 """Types of matrices by model."""
 
