@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
@@ -44,9 +44,6 @@ from ondevice.runtime.resolving import ResolvedModel
 from ondevice.scoring import windows
 from ondevice.settings import require_fields
 from ondevice.tokenizer import Tokenizer, load_tokenizer
-
-if TYPE_CHECKING:
-    from ondevice.converters.training.expert_use import ExpertRoom
 
 PIECE_TOKENS = 512
 MEASURED_TOKENS = 2048
@@ -538,7 +535,7 @@ def _pieces(resolved: ResolvedModel, text: Text | None, pieces: Pieces | None, t
     return text_pieces(resolved, text or "", tokens) if pieces is None else pieces
 
 
-def _expert_room(resolved: ResolvedModel) -> ExpertRoom:
+def _expert_room(resolved: ResolvedModel) -> Any:
     """Memory for the experts of a model while it reads a text, by its plan."""
     from ondevice.converters.training.expert_use import ExpertRoom
 

@@ -142,7 +142,6 @@ class ReferenceBackend:
         gates: ReferenceLinear | None = None,
         dense: int | None = None,
     ) -> ReferenceFeedForward:
-        # Every neuron is multiplied here; those that a cutoff leaves out count as zero.
         shape, offsets = (source.num_neurons, source.hidden_size), source.layout.row_offsets
         rows = [np.empty(shape, dtype=np.float32) for _ in offsets]
         for first in range(0, source.num_neurons, RECORDS_PER_READ):
@@ -155,9 +154,9 @@ class ReferenceBackend:
         least = None
         if selector is not None and selector.cutoff is not None:
             # Of experts' neurons; the others, which come first, all count.
-            least = np.full(len(gate), np.float32(-1))
             with np.errstate(divide="ignore", invalid="ignore"):
-                least[dense:] = np.float32(selector.cutoff.threshold) / selector.cutoff.importance
+                own = np.float32(selector.cutoff.threshold) / selector.cutoff.importance
+            least = np.concatenate([np.full(dense or 0, np.float32(-1)), own])
         return ReferenceFeedForward(gate, up[0] if up else None, down, biases, None, experts, least)
 
     def load_embedding(self, source: EmbeddingSource, offloaded: bool = False) -> EmbeddingSource:

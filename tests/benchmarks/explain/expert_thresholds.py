@@ -1,7 +1,7 @@
 """What thresholds inside experts cost and save: a squared ReLU mixture's quality, and one expert's time.
 
 Quality: thresholds are set on nine tenths of held-out text and measured on the last. The model is a folder
-that `python -m tests.benchmarks.lib.relu2_mixture FOLDER` has written; without it, times alone. Time: an
+that `python -m tests.benchmarks.lib.squared_relu_mixture FOLDER` has written; without it, times alone. Time: an
 expert of Qwen3-30B-A3B's shape with squared ReLU, random weights at 4 bits, on one thread, by the share of
 neurons that a threshold leaves out, over that of the same expert without one, which leaves out zeros. All
 take turns.
@@ -34,7 +34,7 @@ from tests.benchmarks.explain.firing_experts import (
     random_records,
 )
 from tests.benchmarks.lib.held_out_prompts import held_out_tokens
-from tests.benchmarks.lib.relu2_mixture import KINDS
+from tests.benchmarks.lib.squared_relu_mixture import KINDS
 
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
 TOKENS = (1, 4, 16, 64)
