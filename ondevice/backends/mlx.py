@@ -263,7 +263,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
             x = normed(residual, apart.experts)
         logits = self.product(x if apart is None else normed(residual, apart.router), router.matrix)
         chosen = route(logits, experts, router.choice_bias, None if apart is None else apart.scales)
-        held = weight.held_experts
+        held = weight.held_experts if weight.has_whole_experts else None
         if held is None:
             total = self._fetched(total, x, weight, chosen, spec, batch)
         else:
@@ -293,11 +293,12 @@ class MlxBackend(OffloadingBackend, MlxOps):
         for expert, address in weight.neurons.experts(weight.index, routing, batch, in_order):
             rows, weights = routing.rows_of(expert)
             own = x if len(rows) == rows_of_pass else x[mx.array(rows)]
-            first = mx.zeros((len(rows), 1), dtype=mx.int32)
-            held[expert] = (
-                rows,
-                weight.expert_at(address).outputs(own, first, spec.feed_forward)[:, 0] * mx.array(weights),
-            )
+            if weight.has_whole_experts:
+                first = mx.zeros((len(rows), 1), dtype=mx.int32)
+                outputs = weight.expert_at(address).outputs(own, first, spec.feed_forward)[:, 0]
+            else:
+                outputs = all_of(own, weight.expert_neurons(address), spec.feed_forward)
+            held[expert] = rows, outputs * mx.array(weights)
             if in_order:
                 total = _with_outputs(total, held)
             self._pieces.ask([total if in_order else held[expert][1]])

@@ -165,6 +165,9 @@ class _Ops:
             return mx.concatenate([ids.astype(mx.float32), weights], axis=1)
 
         yield _row_op("choice of experts", chosen, self._input(spec.count))
+        if spec.layout == "neurons":
+            # Their products are those of as many neurons together, which are among the others.
+            return
 
         def stack(rows: int, cols: int, stored: RowFormat) -> MlxExpertMatrix:
             found = self._matrix(spec.chosen * rows, cols, stored)

@@ -341,6 +341,11 @@ class MlxPieceMemory(PieceMemory):
             self._experts[address] = self._slot(address).expert(address, layout, dtype)
         return self._experts[address]
 
+    def neurons(self, address: int, count: int, stride: int) -> tuple[RecordMemory, Bytes]:
+        """The memory of a slot, and the `count` records (count, stride) in it from `address` on."""
+        memory = self._slot(address)
+        return memory, memory.at(address, count * stride).reshape(count, stride)
+
     def _slot(self, address: int) -> RecordMemory:
         return self._slots[self._starts[bisect_right(self._starts, address) - 1]]
 
@@ -462,8 +467,20 @@ class MlxFeedForward(FeedForwardLayer):
         assert records.layout is not None
         return records.layout
 
+    @property
+    def has_whole_experts(self) -> bool:
+        """Whether the layer's experts are stored as matrices, not neuron by neuron."""
+        return self.source.experts is not None and self.source.experts.layout is not None
+
     def expert_arrived(self, address: int) -> None:
-        self.piece_memory.settle(address, self._expert_layout)
+        if self.has_whole_experts:
+            self.piece_memory.settle(address, self._expert_layout)
+
+    def expert_neurons(self, address: int) -> MlxNeurons:
+        """The neurons of the expert in a slot, which is a run of records, without a copy."""
+        records, stride = self.source.experts, self.source.layout.stride
+        assert records is not None
+        return self._neurons_in(*self.piece_memory.neurons(address, records.nbytes // stride, stride), 0)
 
     def expert_at(self, address: int) -> MlxExperts:
         """The expert in a slot, as a stack of one."""

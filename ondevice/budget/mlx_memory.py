@@ -82,6 +82,9 @@ class MlxMemory(MemoryModel):
             shape = expert_shape(self.config, self.quant, experts)
             # MLX's memory begins anywhere, that of slots on a page.
             return replace(shape, slot_bytes=max(shape.slot_bytes, padded(held, PAGE_BYTES)) + PAGE_BYTES)
+        if experts is not None:
+            shape = expert_shape(self.config, self.quant, experts)
+            return replace(shape, slot_bytes=shape.slot_bytes + PAGE_BYTES)
         return self._slots if self.selects_neurons else self.ranges
 
     @property
@@ -172,7 +175,9 @@ class MlxMemory(MemoryModel):
         hidden, neurons = (padded(size, GROUP_SIZE) for size in (self.config.hidden_size, experts.neurons))
         # Either of all experts of a few tokens, or of one expert while the next one is begun.
         rows = max(min(tokens, ROWS_AT_ONCE) * experts.chosen, 2 * tokens)
-        return 4 * (rows * (3 * hidden + 4 * neurons) + tokens * (3 * hidden + 24 * experts.count))
+        # Rows of neurons lie apart in a slot, so their matrices are copied, for two experts in turn.
+        copied = 0 if self.config.expert_layers else 2 * self._neurons_bytes(experts.neurons)
+        return copied + 4 * (rows * (3 * hidden + 4 * neurons) + tokens * (3 * hidden + 24 * experts.count))
 
     @property
     def _stored_bytes(self) -> int:

@@ -64,11 +64,6 @@ def check_backend(runtime: RuntimeConfig, config: ModelConfig | None = None) -> 
     """Raises BackendUnavailableError for what the backend can't run, or a missing package."""
     backend = settled_backend(runtime.backend, config)
     experts = None if config is None else config.experts
-    if backend == "mlx" and config is not None and experts is not None and experts.layout != "matrices":
-        raise BackendUnavailableError(
-            "--backend mlx runs experts that are stored as matrices, not neuron by neuron as those with "
-            f"{config.activation} are; use --backend cpu"
-        )
     if backend == "mlx" and config is not None and _is_latent(config):
         raise BackendUnavailableError("--backend mlx doesn't run latent attention; use --backend cpu")
     if (
@@ -144,7 +139,7 @@ def row_invariance(
         return BY_CONSTRUCTION
     if runtime.backend == "reference":
         return UNKNOWN
-    chooses_mode = runtime.sparsity == "auto" and config.zeros_gates
+    chooses_mode = runtime.sparsity == "auto" and config.zeros_gates and config.experts is None
     if runtime.speculation == "off" and not chooses_mode and runtime.parallel == 1:
         return UNKNOWN
     from ondevice.backends.mlx_row_ops import ModelShapes, row_invariance
@@ -154,13 +149,16 @@ def row_invariance(
         # Its layers select few neurons or nearly all; products of so different sizes aren't measured.
         return UNKNOWN
     segment, widths = memory.ranges.neurons, set(map(config.dense_neurons, config.layers))
+    together = {min(segment, own) for own in widths} | {own % segment for own in widths}
+    if config.experts is not None and not config.expert_layers:
+        together.add(config.experts.neurons)
     shapes = ModelShapes(
         config,
         quant,
         runtime.kv_bits,
         context_tokens(config, runtime),
         tuple(_linears(memory)),
-        tuple(sorted({size for own in widths for size in (min(segment, own), own % segment)} - {0})),
+        tuple(sorted(together - {0})),
         selects=memory.selects_neurons or chooses_mode,
     )
     # MLX keeps a thread for every thread that ever computed, so this one is left to the model's.

@@ -147,7 +147,7 @@ def open_neuron_memory(
             _expert_shares(bundle),
             dense,
         )
-        if backend.name == "mlx":
+        if backend.name == "mlx" and config.expert_layers:
             return WholeExperts(fetcher, layers, segment.least, segment.total)
         return fetcher
     if not isinstance(segment, SlotShape):

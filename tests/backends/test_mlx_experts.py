@@ -14,7 +14,7 @@ from ondevice.bundle.layout import DATA_OFFSET, expert_file_name
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig
 from ondevice.converters.convert import convert
-from ondevice.errors import BackendUnavailableError, FlashReadError
+from ondevice.errors import FlashReadError
 from ondevice.runtime import backend_choice
 from tests.backends.test_routing import SPECS, bias_of, logits
 from tests.converters.test_mlx_experts import folders
@@ -214,11 +214,24 @@ def test_experts_with_a_missing_byte_are_refused(olmoe: Path, tmp_path: Path) ->
                 flip_byte(file, DATA_OFFSET + expert * (size - DATA_OFFSET) // count + 100)
 
 
-def test_experts_stored_neuron_by_neuron_are_refused(tmp_path: Path) -> None:
-    write_model(tmp_path / "source", "Olmoe", {**OLMOE, "hidden_act": "relu"})
-    bundle = convert(tmp_path / "source", tmp_path / "bundle", "q4")
-    with pytest.raises(BackendUnavailableError, match="not neuron by neuron as those with relu are"):
-        loaded(bundle)
+@pytest.mark.parametrize(("case", "act"), [("qwen2 moe", "relu2"), ("olmoe", "relu")])
+def test_experts_that_are_stored_neuron_by_neuron(tmp_path: Path, case: str, act: str) -> None:
+    family, values = CASES[case]
+    write_model(tmp_path / "source", family, {**values, "hidden_act": act})
+    folder = convert(tmp_path / "source", tmp_path / "bundle", "q4")
+    tokens = random_tokens(Bundle.open(folder).config, 40)
+    with loaded(folder, "reference") as reference:
+        theirs = reference.logits(tokens)
+    with loaded(folder, prefill_chunk=13) as model:
+        whole = model.logits(tokens)
+        assert error(whole, theirs) < TOLERANCE
+        expected = texts(model)
+        for segments in (0, 3):
+            squeeze(model, segments)
+            assert np.array_equal(model.logits(tokens), whole)
+            assert texts(model) == expected
+    with loaded(folder, dram_budget=smallest(folder, prefill_chunk=13), prefill_chunk=13) as model:
+        assert np.array_equal(model.logits(tokens), whole)
 
 
 def test_auto_is_cpu(olmoe: Path) -> None:
