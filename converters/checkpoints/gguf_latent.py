@@ -1,8 +1,8 @@
 """Models with latent attention in GGUF files: DeepSeek V2 and V3, and GLM-4.7-Flash, all as `deepseek2`.
 
 llama.cpp's converter writes the matrix that makes keys and values of latents as two, the keys' one turned
-llama.cpp's converter writes the matrix that makes keys and values of latents as two, the keys' one turned
-has.
+over; files from before April 2025 have it whole. Nothing tells GLM-4.7-Flash from DeepSeek V3, whose blocks
+it has.
 """
 
 from __future__ import annotations

@@ -114,6 +114,22 @@ def test_folders_whose_parts_contradict_are_refused(tmp_path: Path) -> None:
         assert_refused(mlx.path, CheckpointError, message)
 
 
+def published(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with the keys of published ones, which mlx-lm reads."""
+    if config["model_type"].startswith("qwen3_5"):
+        kind = config["model_type"].removesuffix("_text")
+        names = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}
+        classes = [f"{names[kind]}ForConditionalGeneration"]
+        return {"model_type": kind, "architectures": classes, "text_config": config}
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    if (kind := rope.pop("rope_type")) != "default":
+        config["rope_scaling"] = {"type": kind, **rope}
+    return config
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [0, 4])
 @pytest.mark.parametrize("case", CODED)
@@ -123,9 +139,10 @@ def test_a_folder_of_mlx_lm_speaks_as_it_does(tmp_path: Path, case: str, bits: i
     utils = pytest.importorskip("mlx_lm.utils", exc_type=ImportError)
     name, _, more = CODED[case]
     family, options = CASES[name]
-    write_model(
-        tmp_path / "source", family, options | {key: 64 for key in NEURONS if options.get(key)} | more
-    )
+    options = options | {key: 64 for key in NEURONS if options.get(key)} | more
+    write_model(tmp_path / "source", family, options)
+    path = tmp_path / "source" / "config.json"
+    path.write_text(json.dumps(published(json.loads(path.read_text()))))
     model, config = utils.load_model(tmp_path / "source")
     if bits:
         model, config = utils.quantize_model(model, config, 32, bits)
