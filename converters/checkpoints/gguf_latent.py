@@ -68,8 +68,8 @@ def _latent(metadata: Metadata, values: Values) -> dict[str, Any]:
         )
     rank, turning = metadata.integer("attention.kv_lora_rank"), metadata.integer("rope.dimension_count")
     if metadata.has("attention.key_length_mla"):
-        for key, width in (("key_length", rank + turning), ("value_length", rank)):
-            metadata.reader.only(f"{metadata.prefix}attention.{key}", width)
+        for stored_key, width in (("key_length", rank + turning), ("value_length", rank)):
+            metadata.reader.only(f"{metadata.prefix}attention.{stored_key}", width)
         key, value = (metadata.integer(f"attention.{it}_length_mla") for it in ("key", "value"))
     else:
         key, value = (metadata.integer(f"attention.{it}_length") for it in ("key", "value"))

@@ -151,7 +151,7 @@ class LayerRounding:
                 self._runner, source, inputs["down"], self._quant.down, self._damping
             )
         for weight in layer_weight_shapes(config, spec):
-            if weight.is_matrix:
+            if weight.is_matrix and not weight.is_half:
                 met = inputs[SAME_INPUTS.get(weight.name, weight.name)]
                 found |= self._by_columns([name.weight(weight.name)], None, met)
         return found

@@ -15,7 +15,7 @@ from ondevice.converters.convert import convert
 from ondevice.errors import CheckpointError
 from tests.support.engines import all_logits, running
 from tests.support.families import CASES, write_model
-from tests.support.mlx_folders import MlxFolder, Scheme, save_typed, write_quantised
+from tests.support.mlx_folders import MlxFolder, Scheme, named_by_mlx, save_typed, write_quantised
 from tests.support.mlx_hybrids import restored, sanitised
 from tests.support.refusals import assert_refused
 
@@ -114,20 +114,33 @@ def test_folders_whose_parts_contradict_are_refused(tmp_path: Path) -> None:
         assert_refused(mlx.path, CheckpointError, message)
 
 
-def published(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with the keys of published ones, which mlx-lm reads."""
-    if config["model_type"].startswith("qwen3_5"):
-        kind = config["model_type"].removesuffix("_text")
+def as_published(folder: Path) -> None:
+    """Give a checkpoint the keys, and its experts the stacks, of published ones, which mlx-lm reads."""
+    config, path = json.loads((folder / "config.json").read_text()), folder / "model.safetensors"
+    kind = config["model_type"].removesuffix("_text")
+    if kind == "qwen3_5_moe":
+        tensors, stacks = load_file(path), named_by_mlx(load_file(path))
+        found = {name: values for name, values in tensors.items() if ".experts." not in name}
+        for layer in range(config["num_hidden_layers"]):
+            stem = f"model.layers.{layer}.mlp."
+            gates, ups, downs = (
+                stacks[f"{stem}switch_mlp.{it}_proj.weight"] for it in ("gate", "up", "down")
+            )
+            found[f"{stem}experts.gate_up_proj"] = np.concatenate([gates, ups], axis=1)
+            found[f"{stem}experts.down_proj"] = downs
+        save_file(found, path, {"format": "pt"})
+    if kind.startswith("qwen3_5"):
         names = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}
         classes = [f"{names[kind]}ForConditionalGeneration"]
-        return {"model_type": kind, "architectures": classes, "text_config": config}
-    rope = config.pop("rope_parameters")
-    config["rope_theta"] = rope.pop("rope_theta")
-    if "partial_rotary_factor" in rope:
-        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
-    if (kind := rope.pop("rope_type")) != "default":
-        config["rope_scaling"] = {"type": kind, **rope}
-    return config
+        config = {"model_type": kind, "architectures": classes, "text_config": config}
+    else:
+        rope = config.pop("rope_parameters")
+        config["rope_theta"] = rope.pop("rope_theta")
+        if "partial_rotary_factor" in rope:
+            config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+        if (scaling := rope.pop("rope_type")) != "default":
+            config["rope_scaling"] = {"type": scaling, **rope}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.slow
@@ -141,8 +154,7 @@ def test_a_folder_of_mlx_lm_speaks_as_it_does(tmp_path: Path, case: str, bits: i
     family, options = CASES[name]
     options = options | {key: 64 for key in NEURONS if options.get(key)} | more
     write_model(tmp_path / "source", family, options)
-    path = tmp_path / "source" / "config.json"
-    path.write_text(json.dumps(published(json.loads(path.read_text()))))
+    as_published(tmp_path / "source")
     model, config = utils.load_model(tmp_path / "source")
     if bits:
         model, config = utils.quantize_model(model, config, 32, bits)
