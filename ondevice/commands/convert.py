@@ -133,7 +133,7 @@ def convert(
 
 def _add_draft_layer(source: str, draft_for: str, quant: str) -> None:
     """Add a draft layer to a bundle, and print the bundle's folder."""
-    from ondevice.runtime.draft_layers import add_draft_layer
+    from ondevice.runtime.conversion import add_draft_layer
     from ondevice.units import format_bytes
 
     path, layer = add_draft_layer(source, draft_for, quant)

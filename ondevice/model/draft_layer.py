@@ -74,7 +74,8 @@ class LoadedDraftLayer:
         self.config = layer.layer_config(max_context)
         whole = not layer.own_head or layer.tokens == vocab_size
         self.tokens: NDArray[np.int64] | None = None if whole else loaded[TOKENS]
-        self._loaded = loaded
+        self.weights = loaded
+        """Vectors and matrices by name, as the backend loaded them."""
         self._embedding: Embedding = target.embedding
         self._head: Linear = loaded["head"] if layer.own_head else target.head
         self._rope = Rope(self.config.ropes[0])
@@ -86,9 +87,9 @@ class LoadedDraftLayer:
             return first
         tapped = [tapped[self.taps.index(tap)] for tap in self.layer.taps]
         first = tapped[0]
-        found = backend.linear(first, self._loaded["fc.0"])
+        found = backend.linear(first, self.weights["fc.0"])
         for tap, hidden in enumerate(tapped[1:], 1):
-            found = backend.linear(hidden, self._loaded[f"fc.{tap}"], added=found)
+            found = backend.linear(hidden, self.weights[f"fc.{tap}"], added=found)
         # A copy, as a product is valid only until the next one.
         return backend.rows(found, range(first.shape[0]))
 
@@ -105,24 +106,24 @@ class LoadedDraftLayer:
         embedded = self._embedded(tokens)
         before = self._norm("embedding_norm"), self._norm("hidden_norm")
         if kind == "mtp":
-            x = backend.linear(embedded, self._loaded["joined.embedding"], before[0])
-            x = backend.linear(hidden, self._loaded["joined.hidden"], before[1], added=x)
+            x = backend.linear(embedded, self.weights["joined.embedding"], before[0])
+            x = backend.linear(hidden, self.weights["joined.hidden"], before[1], added=x)
             x = backend.rows(x, range(count))
-            qkv = backend.linear(x, self._loaded["qkv"], self._norm("attention_norm"))
+            qkv = backend.linear(x, self.weights["qkv"], self._norm("attention_norm"))
         else:
             x, second = hidden, before[1]
             if layer.residual_normed:
                 x, second = backend.normed(hidden, second), None
-            qkv = backend.linear(embedded, self._loaded["qkv.embedding"], before[0])
-            qkv = backend.linear(x, self._loaded["qkv.hidden"], second, added=qkv)
+            qkv = backend.linear(embedded, self.weights["qkv.embedding"], before[0])
+            qkv = backend.linear(x, self.weights["qkv.hidden"], second, added=qkv)
         cos, sin = self._rope.run(position, count)
         spec = self.config.layers[0].attention
         seen = backend.attend(qkv, kv, 0, position, cos, sin, spec, self._head_norms())
-        x = backend.linear(seen, self._loaded["out"], added=x)
+        x = backend.linear(seen, self.weights["out"], added=x)
         norm = self._norm("feed_forward_norm")
-        gate = backend.rows(backend.linear(x, self._loaded["gate"], norm), range(count))
-        up = backend.linear(x, self._loaded["up"], norm)
-        x = backend.linear(backend.gated(gate, up, layer.activation), self._loaded["down"], added=x)
+        gate = backend.rows(backend.linear(x, self.weights["gate"], norm), range(count))
+        up = backend.linear(x, self.weights["up"], norm)
+        x = backend.linear(backend.gated(gate, up, layer.activation), self.weights["down"], added=x)
         kv.extend(tokens)
         return x
 
@@ -142,14 +143,14 @@ class LoadedDraftLayer:
     def _embedded(self, tokens: Sequence[int]) -> Array:
         """(n, D) embeddings."""
         ids = np.asarray(tokens, dtype=np.int32)
-        own = self._loaded.get(EMBEDDINGS)
+        own = self.weights.get(EMBEDDINGS)
         if own is None:
             return self.backend.embedding(self._embedding, ids)
         rows = own[ids, : self.layer.hidden_size].astype(np.float32)
         return self.backend.load_vector(rows.reshape(-1)).reshape(rows.shape)
 
     def _norm(self, name: str) -> Norm:
-        return Norm(self._loaded[name], self.layer.eps)
+        return Norm(self.weights[name], self.layer.eps)
 
     def _head_norms(self) -> HeadNorms | None:
         return HeadNorms(self._norm("q_norm"), self._norm("k_norm")) if self.layer.head_norm else None

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from importlib import util
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ondevice.budget.claims import others
 from ondevice.budget.limits import allowance, auto_budget, group_limit, require_fit
 from ondevice.budget.plan import Plan, plan_memory
+from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.layout import PARTIAL
 from ondevice.config import AUTO_QUANT, QuantConfig, RuntimeConfig
 from ondevice.errors import ModelNotFoundError, OndeviceError, UsageError
@@ -27,6 +28,7 @@ from ondevice.runtime.models import (
     automatic_modes,
     bundle_target,
     check_runtime,
+    find_model,
     find_source,
     with_chosen_experts,
 )
@@ -40,6 +42,8 @@ Checkpoint = Any
 Listing = Any
 BeginTraining = Callable[[Checkpoint], Any]
 OnConversion = Callable[[ConversionProgress], None]
+DRAFT_LAYER_BITS: dict[str, Literal[4, 8, 16]] = {AUTO_QUANT: 8, "q4": 4, "q8": 8, "f16": 16}
+"""Bits of a draft layer's codes by `--quant`."""
 
 
 @dataclass(frozen=True)
@@ -395,3 +399,21 @@ def _existing(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
+
+
+def add_draft_layer(source: str, model: str, quant: str = AUTO_QUANT) -> tuple[Path, DraftLayer]:
+    """Add the draft layer in the folder `source` to the bundle of the model that it was trained for.
+
+    quant: as `--quant` has it. Returns the bundle's folder and the layer.
+
+    Raises UsageError for bits that a draft layer can't have, ModelNotFoundError, and what `convert_eagle`
+    raises.
+    """
+    from ondevice.converters.draft_layers.eagle import convert_eagle
+
+    if quant not in DRAFT_LAYER_BITS:
+        raise UsageError(
+            f"--quant {quant} isn't possible with --draft-for; take {', '.join(DRAFT_LAYER_BITS)}"
+        )
+    path = find_model(model)
+    return path, convert_eagle(source, path, DRAFT_LAYER_BITS[quant])

@@ -2,9 +2,11 @@
 
     python -m recipe.eagle --model .. --minutes 15 --write DIR
 
-The head learns to say what the model says: its labels are the model's own distributions over chats. As in the
-paper's training-time test, every step after the first takes the head's own output for hidden states. It has
-the model's embeddings and output head. `--write DIR` adds it to a bundle of the same weights.
+The head learns to say what the model says: its labels are the model's own distributions, over text of the
+recipe and over what the model says itself behind the beginnings of such text. As in the paper's training-time
+test, every step after the first takes the head's own output for hidden states. It has the model's embeddings
+and output head. `--write DIR` adds it to a bundle of the same weights; where that has one, training goes on
+from it.
 
 Legend: B windows, T tokens, D width, V vocabulary, H heads, d head_dim.
 """
@@ -16,23 +18,31 @@ import json
 import math
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import ondevice
+from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.draft_layers.write import write_draft_layer
+from ondevice.flash.reader import FlashReader
+from ondevice.model.draft_layer import load_draft_layer
 from recipe.config import DATA, MODEL_FOLDER
 from recipe.data import split_documents
 from recipe.export import model_of_bundle
 from recipe.model import Llama, RMSNorm, rotate
 from recipe.tokenizer import Encoder
 
-DOMAINS = {"dialogue": 0.5, "sql": 0.3, "restaurants": 0.2}
-"""Share of the windows from each domain: the uses of drafts, as for streams."""
+DOMAINS = {"dialogue": 0.3, "sql": 0.2, "restaurants": 0.15, "novels": 0.2, "math": 0.15}
+"""Share of the windows from each domain."""
+PREFIX, SAID = 32, 160
+"""Tokens of a text's beginning, and of what the model says behind it."""
 TAPS = (2, 4, 6)
 """The layers that the hidden states enter; the last is what leaves the model's six."""
 STEPS = 4
@@ -41,6 +51,8 @@ STEP_WEIGHT = 0.8
 """Weight of a step's loss beside that of the step before."""
 BATCH, WINDOW = 4, 192
 RATE, WARM_UP = 2e-3, 20
+END_TOKENS = (1, 2)
+"""Tokens that end a text."""
 
 
 class Head(nn.Module):
@@ -167,6 +179,41 @@ def windows(data: Path, encoder: Encoder, count: int, seed: int) -> Tensor:
     return torch.tensor(rows)[torch.from_numpy(rng.permutation(len(rows)))]
 
 
+def continuations(model: Path, text: Tensor, count: int) -> Tensor:
+    """(count, PREFIX + SAID) tokens: the beginnings of windows, and what the model says, mostly greedily."""
+    found = list[list[int]]()
+    with ondevice.load(model) as loaded:
+        for index, row in enumerate(text[:count].tolist()):
+            prompt, temperature = row[:PREFIX], 0.0 if index % 4 else 0.7
+            bias = {token: -math.inf for token in END_TOKENS}
+            said = loaded.generate(
+                tokens=prompt, max_tokens=SAID, temperature=temperature, seed=index, logit_bias=bias
+            )
+            found.append([*prompt, *said.tokens])
+    return torch.tensor([row for row in found if len(row) == WINDOW])
+
+
+def begun(head: Head, folder: Path) -> bool:
+    """Take the weights of the bundle's head. Returns False if it has none."""
+    bundle = Bundle.open(folder)
+    layer = bundle.eagle
+    if layer is None:
+        return False
+    with FlashReader([bundle.added_file(layer.sidecar.tensors)]) as reader:
+        backend = ReferenceBackend()
+        model_weights: Any = SimpleNamespace(embedding=None, head=None)
+        loaded = load_draft_layer(bundle, layer, reader, backend, model_weights, 0, 1).weights
+    with torch.no_grad():
+        for name, norm in head.norms.items():
+            norm.weight.copy_(torch.from_numpy(loaded[name]))
+        of = {name: torch.from_numpy(np.array(loaded[name].weight)) for name in layer.matrices(bundle.config)}
+        head.fc.weight.copy_(torch.cat([of[f"fc.{tap}"] for tap in range(len(TAPS))], 1))
+        head.qkv.weight.copy_(torch.cat([of["qkv.embedding"], of["qkv.hidden"]], 1))
+        for name in ("out", "gate", "up", "down"):
+            getattr(head, name).weight.copy_(of[name])
+    return True
+
+
 def trained(head: Head, base: Base, text: Tensor, minutes: float) -> list[float]:
     """Train for `minutes`, on windows of the text over and over. Returns the shares of held-out rows."""
     held, text = text[:8], text[8:]
@@ -205,6 +252,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--windows", type=int, default=3000)
+    parser.add_argument("--continuations", type=int, default=600)
     parser.add_argument("--neurons", type=int, default=768)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", type=Path, required=True)
@@ -219,7 +267,11 @@ def main() -> None:
         head.norms["final_norm"].weight.copy_(model.model.norm.weight)
     encoder = Encoder((arguments.model / "tokenizer.model").read_bytes())
     text = windows(arguments.data, encoder, arguments.windows, arguments.seed)
-    print(f"{len(text)} windows of {WINDOW} tokens", flush=True)
+    own = continuations(arguments.model, text, arguments.continuations)
+    text = torch.cat([text, own])
+    text = text[torch.randperm(len(text))]
+    goes_on = begun(head, arguments.write)
+    print(f"{len(text)} windows of {WINDOW} tokens; goes on: {goes_on}", flush=True)
     right = trained(head, base, text, arguments.minutes)
     layer = DraftLayer(
         kind="eagle",
