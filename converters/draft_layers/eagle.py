@@ -281,7 +281,7 @@ def _target_tokens(layer: DraftLayer, raw: Mapping[str, RawTensor], target: Mode
     # Before the sum, which could overflow.
     if (values < -target.vocab_size).any() or (values > target.vocab_size).any():
         raise CheckpointError("d2t has offsets beyond the vocabulary; download the head again")
-    tokens = own + values
+    tokens: NDArray[np.int64] = own + values
     if tokens.min() < 0 or tokens.max() >= target.vocab_size or len(np.unique(tokens)) < len(tokens):
         raise CheckpointError(
             f"d2t's offsets don't give each token another id from 0 to {target.vocab_size - 1}; download the "

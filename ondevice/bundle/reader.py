@@ -109,7 +109,16 @@ PART_BYTES = 1 << 18
 """Bytes of a tokenizer file that `small_parts` reads at a time."""
 
 Added = TypeVar(
-    "Added", Predictors, Thresholds, MultiStreams, Hotness, TokenCounts, ExpertCosts, ExpertUse, Ngrams
+    "Added",
+    Predictors,
+    Thresholds,
+    MultiStreams,
+    Hotness,
+    TokenCounts,
+    ExpertCosts,
+    ExpertUse,
+    Ngrams,
+    DraftLayer,
 )
 
 

@@ -111,7 +111,8 @@ class LoadedDraftLayer:
             x = backend.rows(x, range(count))
             qkv = backend.linear(x, self.weights["qkv"], self._norm("attention_norm"))
         else:
-            x, second = hidden, before[1]
+            second: Norm | None = before[1]
+            x = hidden
             if layer.residual_normed:
                 x, second = backend.normed(hidden, second), None
             qkv = backend.linear(embedded, self.weights["qkv.embedding"], before[0])

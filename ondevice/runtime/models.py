@@ -462,7 +462,7 @@ def check_runtime(
     streams: MultiStreams | None = None,
     damaged: Mapping[str, BundleError] = NOTHING_DAMAGED,
     ngrams: Ngrams | None = None,
-    draft_layers: Mapping[str, DraftLayer | None] = NOTHING_DAMAGED,
+    draft_layers: Mapping[str, DraftLayer | None] = MappingProxyType({}),
 ) -> None:
     """Refuse what this model or this version can't do before anything is loaded.
 

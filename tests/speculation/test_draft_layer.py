@@ -21,6 +21,7 @@ from ondevice.config import Sparsity
 from ondevice.converters.draft_layers.eagle import convert_eagle
 from ondevice.errors import BundleError, UnsupportedModelError
 from ondevice.flash.reader import FlashReader
+from ondevice.measure.prompts import BUILT_IN
 from ondevice.model.draft_layer import LoadedDraftLayer, load_draft_layer
 from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.transformer import Transformer
@@ -31,6 +32,7 @@ from tests.support.bundles import EOS, convert_bundle, copy_files, write_chat_ch
 from tests.support.chat import PROMPT, squeeze
 from tests.support.eagle_heads import write_eagle_head
 from tests.support.engines import always_draft, running
+from tests.support.paths import SHIPPED
 
 SAMPLINGS: list[dict[str, Any]] = [
     {},
@@ -198,3 +200,17 @@ def test_a_damaged_head_is_refused_and_hurts_nothing_else(bundle: Path, tmp_path
         load(folder, speculation="eagle")
     with load(folder) as model:
         assert write(model, 4)
+
+
+def test_the_shipped_head_drafts_two_tokens_and_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tests.benchmarks.explain.draft_layer` has the figures over more text."""
+    always_draft(monkeypatch, [DRAFT_NODES])
+    asked = [words for task in BUILT_IN if task.chat for words in task.at_most(2).prompts]
+    with load(SHIPPED, speculation="off") as plain, load(SHIPPED, speculation="eagle") as drafting:
+        tokens = passes = 0
+        for words in asked:
+            expected = plain.session().respond(words, max_tokens=40, temperature=0.0)
+            found = drafting.session().respond(words, max_tokens=40, temperature=0.0)
+            assert found.tokens == expected.tokens
+            tokens, passes = tokens + len(found.tokens) - 1, passes + found.stats.decode_passes
+    assert tokens / passes > 2

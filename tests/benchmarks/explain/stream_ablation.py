@@ -50,7 +50,7 @@ CANDIDATES, NODES = (1, 2, 3, 5, 8), (2, 4, 8, DRAFT_NODES)
 PRUNING, ENDS = (0.0, 0.001, 0.01, 0.05), (0, 1, 2, 4)
 MIN_CHANCE = 0.01
 """Chance of a draft token from which on it is drafted where drafts have no price."""
-ALONE = tuple(name for name in DRAFTERS if name != "model")
+ALONE = tuple(name for name, kind in DRAFTERS.items() if kind.needs in ("nothing", "streams"))
 """Drafters that need no second model."""
 
 
