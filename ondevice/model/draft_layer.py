@@ -111,10 +111,9 @@ class LoadedDraftLayer:
             x = backend.rows(x, range(count))
             qkv = backend.linear(x, self.weights["qkv"], self._norm("attention_norm"))
         else:
-            second: Norm | None = before[1]
-            x = hidden
+            x, second = hidden, None if layer.residual_normed else before[1]
             if layer.residual_normed:
-                x, second = backend.normed(hidden, second), None
+                x = backend.normed(hidden, before[1])
             qkv = backend.linear(embedded, self.weights["qkv.embedding"], before[0])
             qkv = backend.linear(x, self.weights["qkv.hidden"], second, added=qkv)
         cos, sin = self._rope.run(position, count)

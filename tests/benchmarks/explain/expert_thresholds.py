@@ -1,8 +1,8 @@
 """What thresholds inside experts cost and save: a squared ReLU mixture's quality, and one expert's time.
 
 Quality: thresholds are set on nine tenths of held-out text and measured on the last. The model is a folder
-that `python -m tests.benchmarks.lib.squared_relu_mixture FOLDER` has written; without it, times alone. Time: an
-expert of Qwen3-30B-A3B's shape with squared ReLU, random weights at 4 bits, on one thread, by the share of
+that `python -m tests.benchmarks.lib.squared_relu_mixture FOLDER` has written; without it, times alone. Time:
+an expert of Qwen3-30B-A3B's shape with squared ReLU, random weights at 4 bits, on one thread, by the share of
 neurons that a threshold leaves out, over that of the same expert without one, which leaves out zeros. All
 take turns.
 
