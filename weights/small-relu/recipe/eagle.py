@@ -127,7 +127,6 @@ class Base:
         self.model, self.theta = model.eval().requires_grad_(False), theta
         self.embeddings = model.model.embed_tokens.weight.detach()
 
-    @torch.no_grad()
     def states(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T, 3 D) tapped hidden states, and (B, T, V) logarithms of what the model would say."""
         x, tapped = self.embeddings[ids], []
