@@ -90,10 +90,10 @@ def test_bits_dont_depend_on_what_is_held(tmp_path: Path, case: str, act: str | 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense layer of 13 MB first, then layers with experts of a few kB and shared ones."""
+    """A dense layer of 7 MB first, then layers with experts of a few kB and shared ones."""
     made = tmp_path_factory.mktemp("dense")
     family, values = CASES["glm4 moe head norms"]
-    sizes = {"hidden_size": 256, "intermediate_size": 32768, "num_hidden_layers": 3}
+    sizes = {"hidden_size": 256, "intermediate_size": 16384, "num_hidden_layers": 3}
     write_model(made / "source", family, {**values, **sizes})
     return convert(made / "source", made / "bundle", "q4")
 
