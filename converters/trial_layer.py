@@ -34,7 +34,6 @@ from ondevice.converters.pipeline import ahead
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.model.altup import Copies
-from ondevice.model.kv_cache import KVCache, cache_over
 from ondevice.model.loading import (
     blocks_of_model,
     feed_forward_biases,
@@ -47,6 +46,7 @@ from ondevice.model.loading import (
 from ondevice.model.parts import Part, part_tasks
 from ondevice.model.records import NeuronRecords, embedding_records, per_layer_records
 from ondevice.model.selectors import cutoff_gates
+from ondevice.model.sequence_state import SequenceState, state_over
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.transformer import Transformer
 from ondevice.model.weights import ModelWeights
@@ -110,7 +110,7 @@ def through_layer(
     model_weights = ModelWeights(embedding, [weights], None, None, positions, project_in)
     model = Transformer(alone, backend, model_weights)
     # The arrays that a backend returns are valid only until its next op.
-    return np.array(model.hidden_states(tokens, KVCache(KVLayout(alone, 16)), x=x))
+    return np.array(model.hidden_states(tokens, SequenceState(KVLayout(alone, 16)), x=x))
 
 
 class LayerByLayer:
@@ -179,7 +179,7 @@ class LayerByLayer:
         # The layer that another one's keys are of isn't run again.
         model = Transformer(alone, backend, ModelWeights(table, [weights] * len(layers), None, None))
         layout = KVLayout(alone, 16)
-        kv = KVCache(layout) if owner is None else cache_over(layout, self._keys[owner])
+        kv = SequenceState(layout) if owner is None else state_over(layout, self._keys[owner])
         found = model.layer(len(layers) - 1, copies, self._tokens, kv, inputs)
         return _held(found), kv.blocks
 

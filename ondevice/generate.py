@@ -25,7 +25,7 @@ from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.constraints.constrained import Constrained
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.meter import Counters, Meter
-from ondevice.model.kv_cache import KVCache, common_prefix
+from ondevice.model.sequence_state import SequenceState, common_prefix
 from ondevice.model.shared_passes import Drafted, PassRequest, PassResult, SharedPasses, no_pass
 from ondevice.model.transformer import Cancelled, Transformer
 from ondevice.sampling import StopMatcher, log_probabilities, sample
@@ -96,7 +96,7 @@ class Generator:
     scoring_chunk: int = 0
     counters: Callable[[], Counters] = Counters
     before_pass: Callable[[ForwardBatch], None] = lambda batch: None
-    restore: Callable[[KVCache, Sequence[int], IsCancelled | None], Iterator[None]] = (
+    restore: Callable[[SequenceState, Sequence[int], IsCancelled | None], Iterator[None]] = (
         lambda kv, tokens, cancelled: iter(())
     )
     drafting: Drafting | None = None
@@ -107,7 +107,7 @@ class Generator:
     def stream(
         self,
         prompt: Sequence[int],
-        kv: KVCache,
+        kv: SequenceState,
         sampling: SamplingConfig,
         cancelled: IsCancelled | None = None,
         constrained: Constrained | None = None,
@@ -154,7 +154,7 @@ class Generator:
     def steps(
         self,
         prompt: Sequence[int],
-        kv: KVCache,
+        kv: SequenceState,
         sampling: SamplingConfig,
         cancelled: IsCancelled | None = None,
         constrained: Constrained | None = None,
@@ -172,7 +172,7 @@ class Generator:
     def logits(
         self,
         tokens: Sequence[int],
-        kv: KVCache,
+        kv: SequenceState,
         rows: int,
         cancelled: IsCancelled | None = None,
     ) -> Iterator[Float32]:
@@ -190,7 +190,7 @@ class Generator:
     def _run(
         self,
         history: list[int],
-        kv: KVCache,
+        kv: SequenceState,
         sampling: SamplingConfig,
         cancelled: IsCancelled | None,
         constrained: Constrained | None,
@@ -243,7 +243,7 @@ class Generator:
     def _decode(
         self,
         written: _Continuation,
-        kv: KVCache,
+        kv: SequenceState,
         meter: Meter,
         cancelled: IsCancelled | None,
     ) -> Steps[None]:
@@ -329,7 +329,7 @@ class Generator:
         return None if written.ended else token
 
     def _prefill(
-        self, written: _Continuation, kv: KVCache, meter: Meter, cancelled: IsCancelled | None
+        self, written: _Continuation, kv: SequenceState, meter: Meter, cancelled: IsCancelled | None
     ) -> Steps[PassResult]:
         """Bring kv, which holds the beginning of a text, to hold all of it.
 

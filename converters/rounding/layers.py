@@ -40,7 +40,7 @@ from ondevice.converters.rounding.watched import (
 )
 from ondevice.kernels import _native
 from ondevice.model.altup import Copies
-from ondevice.model.kv_cache import KVCache, cache_over
+from ondevice.model.sequence_state import SequenceState, state_over
 from ondevice.model.transformer import Transformer
 from ondevice.model_config import LayerSpec, ModelConfig
 
@@ -228,7 +228,7 @@ class LayerRounding:
                 self._enter(model)
             layout, is_read = KVLayout(model.config, 16), layer in _owners(config)
             for index in range(len(self._pieces)):
-                kv = KVCache(layout) if owner is None else cache_over(layout, self._keys[owner][index])
+                kv = SequenceState(layout) if owner is None else state_over(layout, self._keys[owner][index])
                 self._run_piece(model, layer, index, kv)
                 if is_read:
                     self._keys.setdefault(layer, []).append(kv.blocks)
@@ -243,7 +243,7 @@ class LayerRounding:
             inputs = [chunk for _, chunk in found if chunk is not None]
             self._per_layer.append(np.concatenate(inputs) if inputs else None)
 
-    def _run_piece(self, model: Transformer, layer: int, index: int, kv: KVCache) -> None:
+    def _run_piece(self, model: Transformer, layer: int, index: int, kv: SequenceState) -> None:
         """Run the layer, the last of `model`, over a piece's residuals, which become its output."""
         piece, inputs = self._pieces[index], self._per_layer[index]
         width, last, found = model.config.per_layer_width, model.config.num_layers - 1, []

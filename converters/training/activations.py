@@ -36,9 +36,9 @@ from ondevice.converters.training.predictors.arrays import TrainingBackend
 from ondevice.errors import OndeviceError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
-from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.records import NeuronRecords
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import Transformer
 from ondevice.sparsity.policies import fires
 from ondevice.sparsity.segments import SegmentPool
@@ -204,9 +204,9 @@ def record_entering(
         os.fsync(file.fileno())
 
 
-def _empty_context(model: Transformer, observed: ObservedBackend) -> KVCache:
+def _empty_context(model: Transformer, observed: ObservedBackend) -> SequenceState:
     layout = KVLayout(model.config, 16)
-    return KVCache(layout, observed.allocate_block, arrays=observed.new_arrays(layout))
+    return SequenceState(layout, observed.allocate_block, arrays=observed.new_arrays(layout))
 
 
 def _first_layers(model: Transformer, count: int) -> Transformer:

@@ -37,8 +37,8 @@ from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.converters.training.sidecars import LEAST_TOKENS, save_sidecar
 from ondevice.errors import UnsupportedModelError, UsageError
 from ondevice.flash.reader import FlashReader
-from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import Transformer
 from ondevice.model_config import ExpertsSpec
 from ondevice.sparsity.experts import ExpertFetcher
@@ -167,7 +167,7 @@ def run_pieces(
     """Read `pieces` of token ids, each from an empty context. on_progress gets the number of tokens done."""
     done = 0
     for piece in pieces:
-        kv = KVCache(KVLayout(model.config, 16))
+        kv = SequenceState(KVLayout(model.config, 16))
         for start in range(0, len(piece), CHUNK_TOKENS):
             chunk = piece[start : start + CHUNK_TOKENS]
             model.hidden_states(chunk, kv)

@@ -21,7 +21,7 @@ _POSITIONS = 1
 
 
 def no_block(nbytes: int) -> None:
-    """A `KVCache`'s allocator of blocks over `MlxKV`, for use without a plan: the arrays hold everything."""
+    """A `SequenceState`'s allocator of blocks over `MlxKV`, without a plan: the arrays hold everything."""
 
 
 class MlxKV:

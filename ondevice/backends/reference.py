@@ -38,7 +38,6 @@ from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.latent import LatentWeights
-from ondevice.backends.recurrent import DeltaWeights, StateStore
 from ondevice.backends.routing import route, sigmoid
 from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.token_tree import TokenTree
@@ -52,7 +51,6 @@ from ondevice.model_config import (
     SWISH_SLOPE,
     Activation,
     AttentionSpec,
-    DeltaSpec,
     FeedForwardSpec,
     LatentSpec,
     LayerSpec,
@@ -317,21 +315,8 @@ class ReferenceBackend:
         matrices = np.split(weight.weight, heads)
         return np.concatenate([own @ matrix.T for own, matrix in zip(parts, matrices, strict=True)], axis=1)
 
-    def gated_delta(
-        self,
-        projected: Float32,
-        gates: Float32,
-        states: StateStore,
-        layer: int,
-        spec: DeltaSpec,
-        weights: DeltaWeights,
-    ) -> Float32:
-        return reference_delta.of_pass(projected, gates, states, layer, spec, weights)
-
-    def replay_delta(
-        self, states: StateStore, layer: int, count: int, spec: DeltaSpec, weights: DeltaWeights
-    ) -> None:
-        reference_delta.replay(states, layer, count, spec, weights)
+    gated_delta = staticmethod(reference_delta.of_pass)
+    replay_delta = staticmethod(reference_delta.replay)
 
     def sigmoid_gated(self, x: Float32, gates: Float32) -> Float32:
         return x * sigmoid(gates)

@@ -177,7 +177,7 @@ def compare(name: str, model: Model, recorded: Recorded, tolerance: float) -> Ch
     After a forgiven difference, the texts diverge. Then each later token is predicted from the recorded ones
     before it.
     """
-    from ondevice.model.kv_cache import common_prefix
+    from ondevice.model.sequence_state import common_prefix
 
     begun, count = time.monotonic(), len(recorded.tokens)
     prompt = model.chat_ids([{"role": "user", "content": recorded.message}])

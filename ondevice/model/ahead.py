@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from ondevice.backends.base import Backend
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.weights import ModelWeights
 from ondevice.model_config import ModelConfig
 
 
 def begin_states(
-    config: ModelConfig, backend: Backend, weights: ModelWeights, kv: KVCache, batch: ForwardBatch
+    config: ModelConfig, backend: Backend, weights: ModelWeights, kv: SequenceState, batch: ForwardBatch
 ) -> None:
     """Prepare states for a pass over `batch`: one of tokens that may be taken back runs ahead of them."""
     if kv.states is None:
@@ -22,7 +22,9 @@ def begin_states(
         settle(config, backend, weights, kv, kv.length)
 
 
-def settle(config: ModelConfig, backend: Backend, weights: ModelWeights, kv: KVCache, n_tokens: int) -> None:
+def settle(
+    config: ModelConfig, backend: Backend, weights: ModelWeights, kv: SequenceState, n_tokens: int
+) -> None:
     """Bring the states behind the first n_tokens in kv, if the last of these ran ahead."""
     states = kv.states
     if states is None or states.position >= n_tokens:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from ondevice.backends.base import Array, Backend, Float32
 from ondevice.backends.token_tree import TokenTree
-from ondevice.model.kv_cache import KVCache
 from ondevice.model.residual import joined
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.weights import LayerWeights, MultiStreamLayer
 from ondevice.model_config import LayerSpec
 
@@ -23,7 +23,7 @@ class Place(NamedTuple):
     tree: how the rows follow each other; None: each follows the one before.
     """
 
-    kv: KVCache
+    kv: SequenceState
     position: int
     size: int
     tree: TokenTree | None = None

@@ -24,9 +24,9 @@ from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import RowFormat
 from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
-from ondevice.model.kv_cache import KVCache
 from ondevice.model.parts import MatrixPart, Part, VectorPart, part_tasks
 from ondevice.model.rope import Rope
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.weights import ModelWeights
 
@@ -93,7 +93,7 @@ class LoadedDraftLayer:
         # A copy, as a product is valid only until the next one.
         return backend.rows(found, range(first.shape[0]))
 
-    def run(self, tokens: Sequence[int], hidden: Array, kv: KVCache) -> Array:
+    def run(self, tokens: Sequence[int], hidden: Array, kv: SequenceState) -> Array:
         """Run n rows, whose keys and values it adds to kv; (n, D) hidden states behind `tokens`.
 
         tokens: (n,) at most PIECE_ROWS ids; they follow the rows in kv. hidden: (n, D or T) of `mixed`, or of

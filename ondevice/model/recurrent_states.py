@@ -24,7 +24,7 @@ class RecurrentStates:
     """States behind `position` tokens. A pass reads these and writes the next ones, which `advance` takes; or
     it runs ahead of them.
 
-    allocate, release: of buffers of `layout.nbytes` or `layout.ahead_bytes` bytes, as in `KVCache`.
+    allocate, release: of buffers of `layout.nbytes` or `layout.ahead_bytes` bytes, as in `SequenceState`.
     """
 
     def __init__(self, layout: StateLayout, allocate: Allocate, release: Callable[[Bytes], None]) -> None:

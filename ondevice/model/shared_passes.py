@@ -18,7 +18,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.row_invariance import ANY_ROWS
 from ondevice.callbacks import IsCancelled
 from ondevice.errors import BudgetError, OndeviceError, system_refusals
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import (
     Cancelled,
     ForwardOutput,
@@ -46,7 +46,7 @@ class PassRequest:
     """
 
     batch: ForwardBatch
-    kv: KVCache
+    kv: SequenceState
     length: int
     """Tokens in kv. If it has fewer by the time of the pass, its memory was needed elsewhere."""
     cancelled: IsCancelled | None = None
@@ -55,7 +55,7 @@ class PassRequest:
     draft_request: Any = None
 
 
-def no_pass(kv: KVCache, cancelled: IsCancelled | None) -> PassRequest:
+def no_pass(kv: SequenceState, cancelled: IsCancelled | None) -> PassRequest:
     """What lets other texts' passes go first."""
     return PassRequest(ForwardBatch([]), kv, kv.length, cancelled, prompt=True)
 
@@ -118,11 +118,11 @@ class SharedPasses:
         self._most_rows = most_rows
         self._draft = draft
         self._equal_rows = equal_rows
-        self._turns: dict[KVCache, int] = {}
+        self._turns: dict[SequenceState, int] = {}
         """Those whose rows are limited, by when they last had a pass: the least comes next."""
         self._was_wide = False
         """Whether the last pass was of a chunk with more rows than may be shared."""
-        self._waiting: dict[KVCache, list[KVCache]] = {}
+        self._waiting: dict[SequenceState, list[SequenceState]] = {}
         """Emptied caches, and those of the texts of which one has to end first."""
 
     def answer(self, requests: Sequence[PassRequest]) -> list[Answer]:

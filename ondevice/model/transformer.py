@@ -32,9 +32,9 @@ from ondevice.model import altup
 from ondevice.model.ahead import begin_states, settle
 from ondevice.model.attention import Place, Rows, attention
 from ondevice.model.ffn import feed_forward, prefetch
-from ondevice.model.kv_cache import KVCache
 from ondevice.model.per_layer import per_layer_inputs, per_layer_output
 from ondevice.model.rope import Rope
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.weights import DraftHead, ModelWeights, MultiStreamWeights
 from ondevice.model_config import ModelConfig
 
@@ -81,7 +81,7 @@ class SequencePart(NamedTuple):
     """The tokens of one sequence in a pass of several; they follow those in its kv, as `run` has them."""
 
     batch: ForwardBatch
-    kv: KVCache
+    kv: SequenceState
 
 
 class Transformer:
@@ -116,7 +116,7 @@ class Transformer:
     def forward(
         self,
         tokens: Sequence[int],
-        kv: KVCache,
+        kv: SequenceState,
         logits: WantedLogits = "last",
         cancelled: IsCancelled | None = None,
     ) -> Float32 | None:
@@ -137,7 +137,7 @@ class Transformer:
     def every_logits(
         self,
         batch: ForwardBatch,
-        kv: KVCache,
+        kv: SequenceState,
         rows: int,
         cancelled: IsCancelled | None = None,
     ) -> Iterator[Float32]:
@@ -185,7 +185,7 @@ class Transformer:
         layer: int,
         copies: altup.Copies,
         tokens: Sequence[int],
-        kv: KVCache,
+        kv: SequenceState,
         inputs: Array | None = None,
     ) -> altup.Copies:
         """One layer alone, over tokens that follow those in kv, to which it adds them.
@@ -210,7 +210,7 @@ class Transformer:
     def hidden_states(
         self,
         tokens: Sequence[int],
-        kv: KVCache,
+        kv: SequenceState,
         cancelled: IsCancelled | None = None,
         x: Array | None = None,
         tree: TokenTree | None = None,
@@ -221,7 +221,7 @@ class Transformer:
     def run(
         self,
         batch: ForwardBatch,
-        kv: KVCache,
+        kv: SequenceState,
         cancelled: IsCancelled | None = None,
         *,
         x: Array | None = None,
@@ -283,7 +283,9 @@ class Transformer:
                     kv.truncate(length)
         return x
 
-    def stream_states(self, branches: Array, kv: KVCache, cancelled: IsCancelled | None = None) -> Array:
+    def stream_states(
+        self, branches: Array, kv: SequenceState, cancelled: IsCancelled | None = None
+    ) -> Array:
         """Run the last token's streams from their initial states `branches`, (S, D), to final ones, (S, D).
 
         Only the stream layers run, with the neurons that are in memory. kv keeps its tokens, and may reserve
@@ -338,12 +340,12 @@ class Transformer:
         logits, cap = self.backend.linear(hidden, rows, norm), self.config.logit_soft_cap
         return self.backend.soft_cap(logits, cap) if cap else logits
 
-    def keep(self, kv: KVCache, start: int, path: Sequence[int]) -> None:
+    def keep(self, kv: SequenceState, start: int, path: Sequence[int]) -> None:
         """Keep only the nodes of `path`, ascending, of the tree that is in kv from position `start` on."""
         kv.keep(start, path, partial(self.backend.kv_move, kv))
         self.settle(kv, kv.length)
 
-    def settle(self, kv: KVCache, n_tokens: int) -> None:
+    def settle(self, kv: SequenceState, n_tokens: int) -> None:
         """Bring the states of recurrent layers behind the first n_tokens in kv, if these ran ahead."""
         settle(self.config, self.backend, self.weights, kv, n_tokens)
 
@@ -357,7 +359,7 @@ class Transformer:
     def _layers(
         self,
         batch: ForwardBatch,
-        kv: KVCache,
+        kv: SequenceState,
         cancelled: IsCancelled | None,
         x: Array | None,
         prune: Prune | None,
@@ -517,7 +519,7 @@ class Transformer:
         return self.backend.add_streams(own, range(len(tokens)), self.streams.embeddings)[len(tokens) :]
 
     def _prune(
-        self, x: Array, kv: KVCache, chosen: PrunedDraft, batch: ForwardBatch
+        self, x: Array, kv: SequenceState, chosen: PrunedDraft, batch: ForwardBatch
     ) -> tuple[Array, ForwardBatch]:
         """x (T, D) without pruned tokens and with streams, and its batch. Moves keys and values to match."""
         assert self.streams is not None
@@ -572,7 +574,7 @@ def joint_batch(batches: Iterable[ForwardBatch]) -> ForwardBatch:
     return ForwardBatch(tokens, drafted=drafted)
 
 
-def _place(kv: KVCache, batch: ForwardBatch) -> Place:
+def _place(kv: SequenceState, batch: ForwardBatch) -> Place:
     """The place of a batch's rows where they belong to one sequence: they follow the tokens in kv."""
     tree = batch.tree if batch.tree is not None and not batch.tree.is_chain else None
     return Place(kv, kv.length, len(batch.tokens) + batch.stream_rows, tree)

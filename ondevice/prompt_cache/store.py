@@ -21,7 +21,7 @@ from typing import Any, Literal
 from ondevice.backends.base import BLOCK_TOKENS
 from ondevice.callbacks import IsCancelled
 from ondevice.errors import BundleError, FlashReadError, OndeviceError
-from ondevice.model.kv_cache import KVCache, common_prefix
+from ondevice.model.sequence_state import SequenceState, common_prefix
 from ondevice.prompt_cache.entry import RunName, entry_bytes, read_entry, root_digest, run_name, write_entry
 from ondevice.prompt_cache.folder import CacheFolder
 
@@ -65,7 +65,7 @@ class PromptCache:
         self._loudness = logging.WARNING
 
     def restore(
-        self, kv: KVCache, tokens: Sequence[int], cancelled: IsCancelled | None = None
+        self, kv: SequenceState, tokens: Sequence[int], cancelled: IsCancelled | None = None
     ) -> Iterator[None]:
         """Extend kv, which holds a prefix of `tokens`, by what the disk has of the tokens that follow.
 
@@ -101,7 +101,7 @@ class PromptCache:
                 break
         self._folder.touch(name for name, _ in chain)
 
-    def write_next(self, kv: KVCache, at: int) -> int:
+    def write_next(self, kv: SequenceState, at: int) -> int:
         """Write the first run of kv behind `at` tokens that isn't there.
 
         Returns the number of tokens that are on the disk now: `at` where nothing is left to write, or where
@@ -125,7 +125,7 @@ class PromptCache:
             break
         return at
 
-    def write(self, kv: KVCache) -> Iterator[None]:
+    def write(self, kv: SequenceState) -> Iterator[None]:
         """Write all of kv that isn't there, as far as there is room. Stops between pieces, as `restore`."""
         at, begun = 0, time.monotonic()
         self.touch(kv.tokens)
@@ -188,7 +188,7 @@ class PromptCache:
                     best, most = name, common
         return None if best is None else (best, most)
 
-    def _read(self, kv: KVCache, name: RunName, matched: int) -> None:
+    def _read(self, kv: SequenceState, name: RunName, matched: int) -> None:
         """Bring the first `matched` tokens of a run behind those in kv.
 
         Raises FlashReadError and BundleError for damage, BudgetError and MemoryError where there is no room.
@@ -206,7 +206,7 @@ class PromptCache:
         if self.chunk:
             kv.chunked = stop
 
-    def _write(self, kv: KVCache, chain: Sequence[RunName], index: int, start: int, stop: int) -> bool:
+    def _write(self, kv: SequenceState, chain: Sequence[RunName], index: int, start: int, stop: int) -> bool:
         """Write a run. False if there is no room for it beside those before it. Raises OSError."""
         name, tokens, sizes = chain[index], kv.tokens[start:stop], kv.part_sizes(start, stop)
         parts = [partial(kv.part, part, start, stop) for part in range(len(sizes))]

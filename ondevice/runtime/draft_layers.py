@@ -10,7 +10,7 @@ from ondevice.callbacks import IsCancelled
 from ondevice.config import RuntimeConfig
 from ondevice.flash.reader import FlashReader
 from ondevice.model.draft_layer import load_draft_layer
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.weights import ModelWeights
 from ondevice.speculation.drafters.draft_layer import DraftLayerState
 
@@ -32,5 +32,5 @@ def open_draft_layer(
     with FlashReader([bundle.added_file(layer.sidecar.tensors)], runtime.io) as reader:
         loaded = load_draft_layer(bundle, layer, reader, backend, target, 0, max_context, cancelled)
     layout = KVLayout(loaded.config, runtime.kv_bits)
-    kv = KVCache(layout, backend.allocate_block, arrays=backend.new_arrays(layout))
+    kv = SequenceState(layout, backend.allocate_block, arrays=backend.new_arrays(layout))
     return DraftLayerState(loaded, kv)

@@ -18,8 +18,8 @@ from ondevice.config import RuntimeConfig
 from ondevice.errors import BundleError, ModelNotFoundError, UnsupportedModelError, UsageError
 from ondevice.flash.cost_model import UNMEASURED
 from ondevice.flash.reader import FlashReader
-from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import Transformer
 from ondevice.runtime.backend_choice import make_backend, memory_model
 from ondevice.runtime.models import find_model
@@ -136,7 +136,7 @@ def load_draft(
         neurons = open_neuron_memory(bundle, plan, backend, reader, UNMEASURED, DEFAULT_FETCH)
         undo.callback(neurons.close)
         layout = KVLayout(bundle.config, runtime.kv_bits, drafts=True)
-        kv = KVCache(layout, backend.allocate_block, arrays=backend.new_arrays(layout))
+        kv = SequenceState(layout, backend.allocate_block, arrays=backend.new_arrays(layout))
         neurons.resize(plan.segment.quota(plan.segment.total))
         for _ in range(MOST_FILLING_PASSES):
             if all(layer.resident_neurons == layer.source.num_neurons for layer in backend.feed_forwards):

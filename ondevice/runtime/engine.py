@@ -30,8 +30,8 @@ from ondevice.flash.reader import FlashReader
 from ondevice.generate import Event, Generator, Steps
 from ondevice.meter import Counters
 from ondevice.model.draft_head import load_draft_head
-from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.shared_passes import PassRequest, PassResult, no_pass
 from ondevice.model.stream_loading import load_streams
 from ondevice.model.transformer import Cancelled, Transformer
@@ -39,12 +39,12 @@ from ondevice.runtime.backend_choice import make_backend
 from ondevice.runtime.draft_layers import open_draft_layer
 from ondevice.runtime.draft_model import load_draft
 from ondevice.runtime.joint_jobs import WAIT, JointJobs
-from ondevice.runtime.kv_cache_pool import KVCachePool
 from ondevice.runtime.models import operating_point
 from ondevice.runtime.neuron_memory import NeuronMemory, NeuronQuota, NoNeuronMemory, open_neuron_memory
 from ondevice.runtime.opening import open_datastore
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.runtime.state_binding import open_prompt_cache, prompt_cache_at
+from ondevice.runtime.state_pool import StatePool
 from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions
 from ondevice.speculation.drafters.streams import MultiStreamDrafting
 from ondevice.speculation.drafting import Drafting
@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 class Engine:
     """A loaded model. Generations are named by a key; each key keeps a key/value cache between them."""
 
-    kv: KVCachePool
+    kv: StatePool
     _backend: BudgetedBackend
     _quota: NeuronQuota
     _generator: Generator
@@ -130,7 +130,7 @@ class Engine:
         layout = KVLayout(bundle.config, runtime.kv_bits, is_drafter(runtime.speculation))
         self._state_at = partial(prompt_cache_at, resolved=resolved, target=self.kernel_target)
         store = open_prompt_cache(resolved, self.kernel_target)
-        self.kv = KVCachePool(layout, plan, self._claim, self._backend, self._quota.yield_to, store)
+        self.kv = StatePool(layout, plan, self._claim, self._backend, self._quota.yield_to, store)
         self._parts.callback(self.kv.close)
         self._generator = Generator(
             transformer,
@@ -376,7 +376,7 @@ class Engine:
             self._reader.trim()
 
     @contextmanager
-    def _cache_of(self, key: int | None, prompt: Sequence[int]) -> Iterator[KVCache]:
+    def _cache_of(self, key: int | None, prompt: Sequence[int]) -> Iterator[SequenceState]:
         """A context with the cache of `key`, which holds no more than the beginning of `prompt`."""
         with self.kv.use(key, stored=True) as kv:
             self.kv.rewind(kv, prompt)
@@ -388,7 +388,7 @@ class Engine:
         answers = self._generator.passes.answer(requests)
         return [WAIT if it is None else None if isinstance(it, str) else it for it in answers]
 
-    def _grow_beside(self, kv: KVCache, tokens: int) -> None:
+    def _grow_beside(self, kv: SequenceState, tokens: int) -> None:
         """Give neurons the memory that `tokens` tokens in kv will leave."""
         grown = max(0, kv.layout.nbytes(min(tokens, self.plan.max_context)) - kv.nbytes)
         self._quota.grow(self.kv.nbytes + grown)

@@ -10,7 +10,7 @@ from ondevice.backends.base import Float32
 from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
 from ondevice.constraints.constrained import Constrained
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import ForwardOutput, Prune
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.tree import Draft, Proposals, plain
@@ -145,7 +145,7 @@ class DraftedText:
             self._missed_output = None
         self.preparing_seconds = time.perf_counter() - started
 
-    def prepare(self, kv: KVCache, nodes: int, cancelled: IsCancelled) -> None:
+    def prepare(self, kv: SequenceState, nodes: int, cancelled: IsCancelled) -> None:
         """Do what the next draft, of up to `nodes`, needs. Raises what a drafter raises."""
         started, self._prepared = time.perf_counter(), True
         self.drafter.prepare(kv, nodes, cancelled)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ondevice.backends.base import Float32
 from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import ForwardOutput, Prune
 from ondevice.speculation.tree import Draft, Proposals
 
@@ -49,7 +49,7 @@ class Drafter(ABC):
             target's cache. The token drawn after it has been observed already.
         """
 
-    def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:  # noqa: B027
+    def prepare(self, kv: SequenceState, max_nodes: int, cancelled: IsCancelled) -> None:  # noqa: B027
         """Do the computations that the next draft needs. Their time counts as drafting's.
 
         kv: the target's keys and values, which hold the text except its last token.

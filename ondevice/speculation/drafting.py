@@ -12,7 +12,7 @@ from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import SamplingConfig
 from ondevice.constraints.constrained import Constrained
 from ondevice.errors import OndeviceError, system_refusals
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import Cancelled, ForwardOutput
 from ondevice.speculation.drafted_text import DraftedText, PassOutcome, Round, State
 from ondevice.speculation.drafter import Drafter
@@ -38,7 +38,7 @@ class DraftRequest(NamedTuple):
 
     text: DraftedText | None
     root: int
-    kv: KVCache
+    kv: SequenceState
     max_nodes: int
     max_tokens: int
     cancelled: IsCancelled | None = None

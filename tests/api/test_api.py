@@ -292,7 +292,7 @@ def test_an_engine_runs_on_its_owners_thread_only(model: Model) -> None:
     """Elsewhere it refuses before it touches anything: the owner may be filling the cache ahead."""
     expected = model.generate(PROMPT, max_tokens=8).tokens
     engine, tokens = model._engine, model.tokenizer.encode(PROMPT)
-    kv = engine.kv.new_cache()
+    kv = engine.kv.new_state()
     uses: list[Callable[[], Any]] = [
         lambda: engine._generator.transformer.forward(tokens, kv),
         lambda: engine._generator.transformer.run(ForwardBatch(tokens, last_only=True), kv),

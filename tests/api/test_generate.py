@@ -15,7 +15,7 @@ from ondevice.config import SamplingConfig
 from ondevice.errors import BudgetError, BundleError, ContextOverflowError, UsageError
 from ondevice.generate import Event, Generator
 from ondevice.meter import Counters
-from ondevice.model.kv_cache import KVCache, KVLayout, allocate_block, common_prefix
+from ondevice.model.sequence_state import KVLayout, SequenceState, allocate_block, common_prefix
 from ondevice.model.transformer import Transformer
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafting import Drafting
@@ -106,8 +106,8 @@ def generator(after: dict[int, int] | None = None, **changes: Any) -> Generator:
     return replace(plain, **changes)
 
 
-def cache() -> KVCache:
-    return KVCache(KVLayout(CONFIG))
+def cache() -> SequenceState:
+    return SequenceState(KVLayout(CONFIG))
 
 
 def passes(generator: Generator) -> list[int]:
@@ -117,7 +117,7 @@ def passes(generator: Generator) -> list[int]:
 
 
 def run(
-    generator: Generator, prompt: str | list[int], kv: KVCache | None = None, **sampling: Any
+    generator: Generator, prompt: str | list[int], kv: SequenceState | None = None, **sampling: Any
 ) -> tuple[str, list[int], Event]:
     ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
     events = list(generator.stream(ids, cache() if kv is None else kv, SamplingConfig(**sampling)))
@@ -271,7 +271,7 @@ def test_an_error_in_a_pass_comes_through_and_the_cache_survives() -> None:
         blocks.append(nbytes)
         return allocate_block(nbytes)
 
-    kv = KVCache(KVLayout(CONFIG), allocate)
+    kv = SequenceState(KVLayout(CONFIG), allocate)
     events = generator().stream([1] * 62, kv, SamplingConfig())
     assert [next(events).token for _ in range(3)] == [2, 3, 4]
     with pytest.raises(BudgetError):

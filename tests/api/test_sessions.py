@@ -54,7 +54,7 @@ def test_a_session_that_answers_is_neither_reset_nor_replaced(model: Model, tmp_
 def test_a_turn_reuses_the_common_prefix(model: Model) -> None:
     session = model.session()
     session.respond("a" * 100, max_tokens=4)
-    kv = model._engine.kv.caches[session._key]
+    kv = model._engine.kv.of_sessions[session._key]
     assert kv.length >= 100
     held = kv.blocks[0]
     session.respond("b", max_tokens=4)
@@ -66,7 +66,7 @@ def test_a_fork_goes_its_own_way(model: Model) -> None:
     session.respond("Hello", max_tokens=6)
     other = session.fork()
     assert other.transcript == session.transcript
-    caches = model._engine.kv.caches
+    caches = model._engine.kv.of_sessions
     held = caches[session._key].tokens
     assert caches[other._key].tokens == held
     assert len(held) > 5
@@ -95,10 +95,10 @@ def test_a_fork_without_room_leaves_the_cache_that_it_copies(
     with load(chat_bundle) as model:
         session = model.session()
         session.respond("a" * 160, max_tokens=4)
-        kv = model._engine.kv.caches[session._key]
+        kv = model._engine.kv.of_sessions[session._key]
         held, blocks = list(kv.tokens), [block.copy() for block in kv.blocks]
         other = session.fork()
-        assert other._key not in model._engine.kv.caches
+        assert other._key not in model._engine.kv.of_sessions
         assert kv.tokens == held
         assert [block.tolist() for block in kv.blocks] == [block.tolist() for block in blocks]
         texts = [branch.respond("Go on", max_tokens=6).text for branch in (session, other)]

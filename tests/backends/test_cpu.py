@@ -15,7 +15,7 @@ from ondevice.bundle.layout import neuron_layout
 from ondevice.config import MATRIX_KINDS, MXFP4, QuantConfig, RowFormat
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native
-from ondevice.model.kv_cache import KVCache, KVLayout
+from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model.transformer import Transformer
 from ondevice.model_config import ACTIVATIONS, AttentionSpec, FeedForwardSpec, ModelConfig
 from tests.support.engines import every_logits
@@ -63,7 +63,7 @@ def load(config: ModelConfig, backend: CpuBackend, bits: Any, segments: int = 99
 
 
 def logits_of(model: Transformer, tokens: list[int], chunk: int, kv_bits: Any) -> Float32:
-    kv = KVCache(KVLayout(model.config, kv_bits))
+    kv = SequenceState(KVLayout(model.config, kv_bits))
     parts = [every_logits(model, tokens[i : i + chunk], kv) for i in range(0, len(tokens), chunk)]
     return np.concatenate(parts)  # type: ignore[arg-type]
 
@@ -85,13 +85,13 @@ def test_attention_equals_the_reference_on_the_same_stored_keys(
     # Angles of zero: a rotation rounds, and what is stored must be the same.
     cos, sin = np.ones((tokens, width // 2), np.float32), np.zeros((tokens, width // 2), np.float32)
     sinks = np.linspace(-1, 9, heads, dtype=np.float32) if has_sinks else None
-    reference, expected_kv = ReferenceBackend(), KVCache(layout)
+    reference, expected_kv = ReferenceBackend(), SequenceState(layout)
     expected_kv.reserve(tokens)
     expected = reference.attend(qkv, expected_kv, 1, 0, cos, sin, spec, sinks=sinks)
     results = []
     for target in TARGETS:
         for threads in (1, 2):
-            backend, kv = make_backend(threads, target), KVCache(layout)
+            backend, kv = make_backend(threads, target), SequenceState(layout)
             kv.reserve(tokens)
             out = np.empty((tokens, heads * width), dtype=np.float32)
             for first, last in ((0, 1), (1, 64), (64, 67), (67, 150)):
@@ -238,7 +238,7 @@ def test_a_model_stays_close_to_the_reference(bits: Any, limit: float, blocks: s
 def test_results_of_an_op_are_rewritten_in_place_and_logits_are_not() -> None:
     config = tiny_config()
     model = load(config, make_backend(), 16)
-    kv = KVCache(KVLayout(config, 16))
+    kv = SequenceState(KVLayout(config, 16))
     first = model.forward([1, 2, 3], kv)
     assert first is not None
     kept = first.copy()

@@ -20,8 +20,8 @@ from ondevice.backends.reference import activate as reference_activate
 from ondevice.bundle.reader import Bundle
 from ondevice.errors import UsageError
 from ondevice.flash.reader import FlashReader
-from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model.transformer import Transformer
 from ondevice.model_config import ACTIVATIONS, ModelConfig
 from tests.support.engines import all_logits, bundle_weights, error, every_logits, random_tokens, running
@@ -66,12 +66,12 @@ def test_ops_of_blocks_that_few_models_have() -> None:
         assert np.abs(np.array(of_mlx) - expected).max() < 1e-5, op
 
 
-def mlx_cache(config: ModelConfig, kv_bits: Literal[32, 16] = 32) -> KVCache:
+def mlx_cache(config: ModelConfig, kv_bits: Literal[32, 16] = 32) -> SequenceState:
     layout = KVLayout(config, kv_bits)
-    return KVCache(layout, no_block, arrays=MlxKV(layout))
+    return SequenceState(layout, no_block, arrays=MlxKV(layout))
 
 
-def in_pieces(model: Transformer, tokens: list[int], kv: KVCache, *lengths: int) -> np.ndarray:
+def in_pieces(model: Transformer, tokens: list[int], kv: SequenceState, *lengths: int) -> np.ndarray:
     """(T, V) logits of passes over as many tokens as `lengths` say."""
     ends = np.cumsum(lengths)
     assert ends[-1] == len(tokens)

@@ -20,7 +20,7 @@ from ondevice.backends.token_tree import TokenTree
 from ondevice.budget.mlx_memory import MLX_CACHE_BYTES, MlxMemory
 from ondevice.converters.convert import convert
 from ondevice.errors import BudgetError
-from ondevice.model.kv_cache import KVCache, KVLayout
+from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model_config import ModelConfig
 from tests.support.engines import error, random_tokens
 from tests.support.models import write_checkpoint
@@ -40,12 +40,12 @@ HEADS = [(4, 4, 8), (6, 2, 10), (8, 1, 64), (2, 2, 128)]
 PARENTS = [-1, 0, 0, 1, 1, 2, 3, 6, 5, 8, 2]
 
 
-def mlx_cache(config: ModelConfig, kv_bits: Any) -> KVCache:
+def mlx_cache(config: ModelConfig, kv_bits: Any) -> SequenceState:
     layout = KVLayout(config, kv_bits)
-    return KVCache(layout, no_block, arrays=MlxKV(layout))
+    return SequenceState(layout, no_block, arrays=MlxKV(layout))
 
 
-def stored_bytes(kv: KVCache) -> int:
+def stored_bytes(kv: SequenceState) -> int:
     """Of all arrays."""
     return sum(part.nbytes for layer in kv.arrays._layers for part in layer)
 
@@ -58,7 +58,7 @@ def drawn(config: ModelConfig, tokens: int, seed: int = 3) -> np.ndarray:
 
 
 def attended(
-    kv: KVCache,
+    kv: SequenceState,
     qkv: np.ndarray,
     position: int,
     *,
@@ -79,7 +79,7 @@ def attended(
     return np.array(backend.attend(given, kv, layer, position, *turns, spec, None, tree, own))
 
 
-def in_chunks(kv: KVCache, qkv: np.ndarray, lengths: list[int], **options: Any) -> np.ndarray:
+def in_chunks(kv: SequenceState, qkv: np.ndarray, lengths: list[int], **options: Any) -> np.ndarray:
     ends = np.cumsum(lengths).tolist()
     assert ends[-1] == len(qkv)
     return np.concatenate(
@@ -87,7 +87,7 @@ def in_chunks(kv: KVCache, qkv: np.ndarray, lengths: list[int], **options: Any) 
     )
 
 
-def held(kv: KVCache, length: int, layer: int = 1) -> list[np.ndarray]:
+def held(kv: SequenceState, length: int, layer: int = 1) -> list[np.ndarray]:
     """Keys and values as they are read: (KVH, length, Dh) each."""
     return [np.array(side) for side in kv.arrays.read(layer, length)]
 
@@ -108,7 +108,7 @@ def test_attention_equals_the_reference_on_the_same_stored_keys(
     config = tiny_config(num_heads=heads, num_kv_heads=kv_heads, head_dim=width)
     qkv, tokens = drawn(config, 150), 150
     qkv[7] = 0  # a largest value of zero has no scale
-    theirs = KVCache(KVLayout(config, kv_bits))
+    theirs = SequenceState(KVLayout(config, kv_bits))
     sinks = np.linspace(-1, 5, heads, dtype=np.float32) if has_sinks else None
     expected = attended(theirs, qkv, 0, window=window, sinks=sinks, backend=ReferenceBackend())
     mine = mlx_cache(config, kv_bits)
@@ -123,7 +123,7 @@ def test_half_precision_is_read_as_it_is_stored(heads: int, kv_heads: int, width
     """As on a GPU: queries and scores are rounded, large ones by much; what has 16 bits isn't copied."""
     config = tiny_config(num_heads=heads, num_kv_heads=kv_heads, head_dim=width)
     qkv = drawn(config, 150)
-    expected = attended(KVCache(KVLayout(config, kv_bits)), qkv, 0, backend=ReferenceBackend())
+    expected = attended(SequenceState(KVLayout(config, kv_bits)), qkv, 0, backend=ReferenceBackend())
     kv = mlx_cache(config, kv_bits)
     kv.arrays.dtype = mx.float16
     found = in_chunks(kv, qkv, [1, 63, 3, 83])
@@ -204,7 +204,7 @@ def test_arrays_take_what_the_blocks_say(kv_bits: Any) -> None:
     assert pages < kv.layout.block_bytes / 2
     start = mx.get_active_memory()
 
-    def check(*caches: KVCache) -> None:
+    def check(*caches: SequenceState) -> None:
         nbytes = sum(cache.nbytes for cache in caches)
         assert sum(stored_bytes(cache) for cache in caches) == nbytes
         mx.eval([cache.arrays._layers for cache in caches])
@@ -236,7 +236,7 @@ def test_a_refused_block_and_refused_memory_leave_the_cache_as_it_was(monkeypatc
         out.append(nbytes)
 
     layout = KVLayout(config, 16)
-    kv = KVCache(layout, allocate, lambda block: out.pop(), MlxKV(layout))
+    kv = SequenceState(layout, allocate, lambda block: out.pop(), MlxKV(layout))
     attended(kv, drawn(config, 128), 0)
     kv.extend(range(128))
     before = held(kv, 128)
@@ -324,8 +324,8 @@ def test_the_engine_counts_what_its_caches_hold(chat_bundle: Path) -> None:
         engine = model._engine
 
         def held() -> list[int]:
-            found = [stored_bytes(kv) for kv in engine.kv.caches.values()]
-            assert engine.kv.nbytes == sum(found) == sum(kv.nbytes for kv in engine.kv.caches.values())
+            found = [stored_bytes(kv) for kv in engine.kv.of_sessions.values()]
+            assert engine.kv.nbytes == sum(found) == sum(kv.nbytes for kv in engine.kv.of_sessions.values())
             return found
 
         session = model.session()

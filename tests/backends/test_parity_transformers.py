@@ -23,7 +23,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.config import SamplingConfig
 from ondevice.converters.convert import convert
 from ondevice.generate import Generator
-from ondevice.model.kv_cache import KVCache, KVLayout
+from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model.transformer import Transformer
 from tests.support.engines import BackendName, all_logits, bundle_weights, running
 from tests.support.mlx_folders import MXFP4, Scheme, write_mlx_folder
@@ -245,7 +245,7 @@ def prompts(bundle: Path) -> list[list[int]]:
 def continued(model: Transformer, prompt: list[int], **sampling: Any) -> list[int]:
     """The 200 tokens that follow a prompt (fewer if the text ends)."""
     generator = Generator(model, None, frozenset(), max_context=model.config.max_context)
-    kv = KVCache(KVLayout(model.config))
+    kv = SequenceState(KVLayout(model.config))
     events = generator.stream(prompt, kv, SamplingConfig(max_tokens=200, **sampling))
     return [event.token for event in events if event.token is not None]
 

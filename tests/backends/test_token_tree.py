@@ -13,7 +13,7 @@ from ondevice.backends.reference import ReferenceBackend
 from ondevice.backends.token_tree import MAX_DEPTH, TokenTree
 from ondevice.errors import UsageError
 from ondevice.kernels import _native
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import Transformer
 from tests.backends.test_cpu import TARGETS, load, make_backend
 from tests.support.sources import RandomWeights, every_block, tiny_config, with_sinks
@@ -28,7 +28,7 @@ def random_tree(nodes: int, seed: int) -> TokenTree:
 
 
 def hidden(model: Transformer, prompt: list[int], tokens: list[int], tree: TokenTree, bits: Any) -> Float32:
-    kv = KVCache(KVLayout(model.config, bits))
+    kv = SequenceState(KVLayout(model.config, bits))
     model.forward(prompt, kv, "none")
     return model.backend.to_numpy(model.hidden_states(tokens, kv, tree=tree)).copy()
 
@@ -38,7 +38,7 @@ def along_paths(
 ) -> Float32:
     rows = []
     for node in range(len(tokens)):
-        kv = KVCache(KVLayout(model.config, bits))
+        kv = SequenceState(KVLayout(model.config, bits))
         text = prompt + [tokens[ancestor] for ancestor in tree.path(node)]
         rows.append(model.backend.to_numpy(model.hidden_states(text, kv))[-1].copy())
     return np.array(rows)
@@ -124,7 +124,7 @@ def test_the_path_that_stays_is_what_plain_decoding_leaves(
     tokens = drawn(len(tree), 2)
     for node in range(len(tree)):
         path = tree.path(node)
-        plain, kept = KVCache(KVLayout(config, kv_bits)), KVCache(KVLayout(config, kv_bits))
+        plain, kept = SequenceState(KVLayout(config, kv_bits)), SequenceState(KVLayout(config, kv_bits))
         model.forward(prompt + [tokens[ancestor] for ancestor in path], plain, "none")
         model.forward(prompt, kept, "none")
         model.hidden_states(tokens, kept, tree=tree)
@@ -141,7 +141,7 @@ def test_the_path_that_stays_is_what_plain_decoding_leaves(
 
 def test_a_tree_has_as_many_nodes_as_tokens() -> None:
     model = load(tiny_config(), make_backend(), 8)
-    kv = KVCache(KVLayout(model.config, 8))
+    kv = SequenceState(KVLayout(model.config, 8))
     with pytest.raises(UsageError, match="3 nodes"):
         model.hidden_states([1, 2], kv, tree=TokenTree([-1, 0, 0]))
     assert kv.length == 0

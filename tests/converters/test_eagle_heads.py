@@ -19,7 +19,7 @@ from ondevice.errors import BundleError, CheckpointError, OndeviceError, Unsuppo
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.model.draft_layer import load_draft_layer
-from ondevice.model.kv_cache import KVCache, KVLayout
+from ondevice.model.sequence_state import KVLayout, SequenceState
 from tests.support.bundles import convert_bundle, copy_files, write_chat_checkpoint
 from tests.support.command_line import Run
 from tests.support.eagle_heads import head_config, head_tensors, twin_rows, write_eagle_head
@@ -70,13 +70,13 @@ def test_logits_are_those_of_plain_pytorch(
     kv_bits: Literal[32, 16] = 32 if backend == "reference" else 16
     with running(folder, backend) as transformer:
         transformer.taps = tuple(sorted(set(taps)))
-        kv = KVCache(KVLayout(transformer.config, kv_bits))
+        kv = SequenceState(KVLayout(transformer.config, kv_bits))
         output = transformer.run(ForwardBatch(TOKENS), kv)
         assert len(output.tapped) == len(set(taps))
         bundle = Bundle.open(folder)
         with FlashReader([bundle.added_file(EAGLE_SIDECAR.tensors)], "buffered") as reader:
             loaded = load_draft_layer(bundle, layer, reader, transformer.backend, transformer.weights, 0, 256)
-        own = KVCache(KVLayout(loaded.config, kv_bits))
+        own = SequenceState(KVLayout(loaded.config, kv_bits))
         mixed = loaded.mixed(output.tapped)
         rows, found = TOKENS[1:], []
         for start, stop in ((0, 1), (1, 6), (6, len(rows))):

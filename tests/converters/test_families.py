@@ -30,8 +30,8 @@ from ondevice.converters.reading import read_blocks
 from ondevice.converters.rounding.layers import LayerRounding
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.flash.reader import FlashReader
-from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import Transformer
 from tests.support.engines import BackendName, all_logits, running
 from tests.support.families import CASES, write_model
@@ -188,7 +188,7 @@ def test_a_text_is_run_through_every_kind_of_block(family: Any, case: str) -> No
     for layer in range(checkpoint.config.num_layers):
         rounding.layer(layer, wanted=False)
     with running(bundle, "cpu") as loaded:
-        kv = KVCache(KVLayout(checkpoint.config, 16))
+        kv = SequenceState(KVLayout(checkpoint.config, 16))
         theirs = np.array(loaded.hidden_states(tokens(), kv))
         mine = loaded.leaving(rounding.residuals[0])
     assert np.abs(mine - theirs).max() < 1e-3 * np.abs(theirs).max()
@@ -234,7 +234,7 @@ def test_mlx_logits_are_those_of_transformers(family: Any, case: str) -> None:
         backend = MlxFloatBackend()
         loaded = Transformer(bundle.config, backend, load_weights(bundle, reader, backend))
         layout = KVLayout(bundle.config, 32)
-        kv = KVCache(layout, no_block, arrays=MlxKV(layout))
+        kv = SequenceState(layout, no_block, arrays=MlxKV(layout))
         mine = np.array(loaded.logits(loaded.hidden_states(tokens(), kv)))
     assert np.abs(mine - theirs).max() < 1e-3 * np.abs(theirs).max()
 
@@ -270,7 +270,7 @@ def test_a_context_beyond_the_original_takes_long_frequencies(
         mine = all_logits(reach, text, kv_bits)
         assert np.abs(all_logits(short, text, kv_bits) - theirs).max() > 1e-2 * np.abs(theirs).max()
         if backend == "cpu":
-            chunked, kv = [], KVCache(KVLayout(config, kv_bits))
+            chunked, kv = [], SequenceState(KVLayout(config, kv_bits))
             for begin in range(0, len(text), 35):
                 states = reach.hidden_states(text[begin : begin + 35], kv)
                 chunked.append(np.array(reach.logits(states)))

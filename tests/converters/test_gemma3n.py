@@ -33,7 +33,7 @@ from ondevice.converters.training.sidecars import check_streams_possible
 from ondevice.errors import BackendUnavailableError, CheckpointError, OndeviceError, UnsupportedModelError
 from ondevice.kernels import _native
 from ondevice.measure.profiling import recorded_gates
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig
 from ondevice.runtime.backend_choice import row_invariance
 from ondevice.runtime.models import automatic_modes, sparsity_modes
@@ -69,13 +69,13 @@ def test_chunks_and_trees_have_the_bits_of_one_pass(folder: Path, bits: str) -> 
         text = random_tokens(model.config, 40)
         whole = all_logits(model, text)
         for cuts in ((1, 2, 3, 30), (17,)):
-            kv, edges = KVCache(KVLayout(model.config, 16)), [0, *cuts, len(text)]
+            kv, edges = SequenceState(KVLayout(model.config, 16)), [0, *cuts, len(text)]
             for first, last in pairwise(edges):
                 found = model.forward(text[first:last], kv)
                 assert found is not None
                 assert bits_of(found[0]) == bits_of(whole[last - 1])
         # Two branches behind 20 tokens; the second one is the text's.
-        kv = KVCache(KVLayout(model.config, 16))
+        kv = SequenceState(KVLayout(model.config, 16))
         model.forward(text[:20], kv)
         batch = ForwardBatch([text[20], 7, 9, text[21], text[22]], TokenTree([-1, 0, 1, 0, 3]))
         hidden = model.run(batch, kv).hidden

@@ -25,7 +25,7 @@ from ondevice.converters.architectures.registry import describe, read_config
 from ondevice.converters.convert import convert
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.kernels import _native
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model_config.model import HeadSizes
 from tests.support.engines import all_logits, always_draft, random_tokens, running
 
@@ -140,7 +140,7 @@ def test_a_tree_has_the_bits_of_one_pass(bundle: Path) -> None:
     """Kept nodes move in every layer's own rows."""
     with running(bundle, "cpu") as model:
         text = random_tokens(model.config, 30)
-        whole, kv = all_logits(model, text), KVCache(KVLayout(model.config, 16))
+        whole, kv = all_logits(model, text), SequenceState(KVLayout(model.config, 16))
         model.forward(text[:20], kv)
         batch = ForwardBatch([text[20], 7, 9, text[21], text[22]], TokenTree([-1, 0, 1, 0, 3]))
         model.run(batch, kv)

@@ -24,9 +24,9 @@ from ondevice.converters.quantize import to_float32
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
-from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files
 from ondevice.model.records import NeuronRecords
+from ondevice.model.sequence_state import KVLayout, SequenceState
 from tests.backends.test_parity_transformers import rms_error
 from tests.converters.test_aliases import CONFIGS
 from tests.converters.test_expert_parity import logits_and_margins
@@ -255,13 +255,13 @@ def test_a_text_has_one_result_in_any_pieces_and_as_a_path_of_a_tree(
     tokens: list[int] = np.random.default_rng(4).integers(0, 256, 30).tolist()
     with running(convert(mxfp4[0], tmp_path / "bundle", "q4"), "cpu") as model:
         layout = KVLayout(model.config, 16)
-        whole = every_logits(model, tokens, KVCache(layout))
+        whole = every_logits(model, tokens, SequenceState(layout))
         for step in (1, 7):
-            kv = KVCache(layout)
+            kv = SequenceState(layout)
             parts = [every_logits(model, tokens[at : at + step], kv) for at in range(0, 30, step)]
             assert np.concatenate(parts).tobytes() == whole.tobytes()
         # The last two tokens, and before them a branch that another text would have.
-        kv, tree = KVCache(layout), TokenTree([-1, -1, 1, 0])
+        kv, tree = SequenceState(layout), TokenTree([-1, -1, 1, 0])
         every_logits(model, tokens[:28], kv)
         nodes = ForwardBatch([9, *tokens[28:], 9], tree)
         found = np.concatenate(list(model.every_logits(nodes, kv, 3)))

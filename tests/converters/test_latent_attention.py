@@ -28,8 +28,8 @@ from ondevice.converters.checkpoints.fp8_folder import values_of_codes
 from ondevice.converters.convert import convert
 from ondevice.errors import BackendUnavailableError, CheckpointError, UnsupportedModelError
 from ondevice.flash.reader import FlashReader
-from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import Transformer
 from ondevice.model_config import LatentSpec, ModelConfig
 from tests.support.chat import squeeze
@@ -93,7 +93,7 @@ def logits(folder: Path, chunk: int, threads: int, slots: int | None, kv_bits: L
         backend = CpuBackend(make_runner(threads), segment_neurons=64, piece_neurons=64)
         model = Transformer(bundle.config, backend, load_weights(bundle, reader, backend))
         fetcher = expert_fetcher(bundle, reader, backend, slots)
-        kv, found = KVCache(KVLayout(model.config, kv_bits)), []
+        kv, found = SequenceState(KVLayout(model.config, kv_bits)), []
         count = 130 if chunk == 1 else len(TEXT)
         for at in range(0, count, chunk):
             found.append(every_logits(model, TEXT[at : min(count, at + chunk)], kv))
@@ -115,7 +115,7 @@ def test_draft_trees_change_no_bit(folder: Path, kv_bits: Literal[16, 8]) -> Non
     rng, found = np.random.default_rng(3), []
     with running(folder, "cpu") as model:
         expected = all_logits(model, TEXT[:140], kv_bits)
-        kv = KVCache(KVLayout(model.config, kv_bits))
+        kv = SequenceState(KVLayout(model.config, kv_bits))
         for at in range(0, 140, 2):
             wrong = rng.integers(0, 256, 3).tolist()
             tokens = [TEXT[at], wrong[0], TEXT[at + 1], wrong[1], wrong[2]]
@@ -130,7 +130,7 @@ def test_draft_trees_change_no_bit(folder: Path, kv_bits: Literal[16, 8]) -> Non
 def test_reference_moves_what_it_keeps(folder: Path, kv_bits: Literal[16, 8]) -> None:
     """A path of a tree that stays, in the plain backend's own blocks, and a fork; near `cpu`."""
     with running(folder, "reference") as model, running(folder, "cpu") as other:
-        kv = KVCache(KVLayout(model.config, kv_bits))
+        kv = SequenceState(KVLayout(model.config, kv_bits))
         model.run(ForwardBatch(TEXT[:20]), kv)
         model.run(ForwardBatch([TEXT[20], 3, TEXT[21], TEXT[22]], TokenTree([-1, 0, 0, 2])), kv)
         kv.keep(20, [0, 2, 3], partial(model.backend.kv_move, kv))

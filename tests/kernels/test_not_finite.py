@@ -13,7 +13,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.bundle.layout import neuron_layout
 from ondevice.config import QuantConfig
 from ondevice.kernels import _native
-from ondevice.model.kv_cache import KVCache, KVLayout
+from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model_config import ACTIVATIONS, FeedForwardSpec
 from tests.support.sources import ArrayFeedForward, RecordSource, tiny_config
 
@@ -70,7 +70,7 @@ def test_queries_keys_and_values(kv_bits: Any, where: str, value: float) -> None
     arrays[where][11, 1, 3] = value  # Finite values follow in the same lane.
 
     def run(target: str) -> Float32:
-        backend, kv = make_backend(target), KVCache(KVLayout(config, kv_bits))
+        backend, kv = make_backend(target), SequenceState(KVLayout(config, kv_bits))
         kv.reserve(20)
         qkv = np.concatenate([arrays[name].reshape(20, -1) for name in "qkv"], axis=1)
         cos, sin = np.ones((20, 20), np.float32), np.zeros((20, 20), np.float32)

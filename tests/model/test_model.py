@@ -16,8 +16,8 @@ from ondevice.backends.reference import ReferenceBackend, activate
 from ondevice.bundle.layout import neuron_layout
 from ondevice.config import QuantConfig
 from ondevice.errors import BudgetError, BundleError, FlashReadError, UsageError
-from ondevice.model.kv_cache import KVCache, KVLayout, allocate_block
 from ondevice.model.rope import Rope
+from ondevice.model.sequence_state import KVLayout, SequenceState, allocate_block
 from ondevice.model.transformer import Cancelled, Transformer
 from ondevice.model_config import ACTIVATIONS, Activation, FeedForwardSpec, ModelConfig
 from tests.support.engines import every_logits
@@ -30,8 +30,8 @@ def normal(*shape: int, seed: int = 0) -> Float32:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def cache(config: ModelConfig, kv_bits: Any = 16) -> KVCache:
-    return KVCache(KVLayout(config, kv_bits))
+def cache(config: ModelConfig, kv_bits: Any = 16) -> SequenceState:
+    return SequenceState(KVLayout(config, kv_bits))
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
@@ -257,7 +257,7 @@ def test_a_refused_block_leaves_the_cache_as_it_was(run: Callable[..., Any]) -> 
         out.append(nbytes)
         return allocate_block(nbytes)
 
-    model, kv = loaded(), KVCache(KVLayout(ALL_OPTIONS), allocate)
+    model, kv = loaded(), SequenceState(KVLayout(ALL_OPTIONS), allocate)
     model.forward(TOKENS[:60], kv)
     with pytest.raises(BudgetError):
         run(model, TOKENS[60:], kv)

@@ -17,7 +17,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.config import QuantConfig, RuntimeConfig
 from ondevice.converters.architectures.tensors import POSITIONS
 from ondevice.converters.convert import convert
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.sequence_state import SequenceState
 from tests.support.engines import BackendName, all_logits, running
 from tests.support.models import add_tensor, change_family, write_checkpoint
 
@@ -50,7 +50,7 @@ def test_a_bundle_holds_them_as_they_are(positioned: Path, table: np.ndarray) ->
 def test_each_token_gets_its_own(positioned: Path, table: np.ndarray, backend: BackendName) -> None:
     with running(positioned, backend) as model:
         x = model.backend.embedding(model.weights.embedding, np.array(TOKENS, np.int32)) + table
-        kv, other = (KVCache(KVLayout(model.config, 16)) for _ in range(2))
+        kv, other = (SequenceState(KVLayout(model.config, 16)) for _ in range(2))
         expected = np.array(model.hidden_states(TOKENS, kv, x=x.copy()))
         found = [np.array(model.hidden_states(TOKENS[at : at + 29], other)) for at in range(0, CONTEXT, 29)]
         np.testing.assert_allclose(np.concatenate(found), expected, rtol=1e-3, atol=1e-3)
@@ -64,7 +64,7 @@ def test_a_tree_has_those_of_its_depths_and_may_lie_past_the_end(positioned: Pat
     tree = TokenTree([-1, 0, 0, 1, 3])
     tokens, start = TOKENS[: len(tree)], CONTEXT - 3
     with running(positioned, "cpu") as model:
-        kv = KVCache(KVLayout(model.config, 16))
+        kv = SequenceState(KVLayout(model.config, 16))
         model.forward(TOKENS[:start], kv, "none")
         found = np.array(model.hidden_states(tokens, kv, tree=tree))
         for path in ([0, 1, 3], [0, 2]):
@@ -88,7 +88,7 @@ def test_mlx_adds_them_too(positioned: Path) -> None:
         backend = MlxFloatBackend()
         loaded = Transformer(bundle.config, backend, load_weights(bundle, reader, backend))
         layout = KVLayout(bundle.config, 32)
-        kv = KVCache(layout, no_block, arrays=MlxKV(layout))
+        kv = SequenceState(layout, no_block, arrays=MlxKV(layout))
         mine = np.array(loaded.logits(loaded.hidden_states(TOKENS, kv)))
     assert np.abs(mine - expected).max() < 1e-3 * np.abs(expected).max()
 

@@ -14,7 +14,7 @@ from ondevice.backends.recurrent import AHEAD_TOKENS
 from ondevice.backends.token_tree import TokenTree
 from ondevice.converters.convert import convert
 from ondevice.errors import BudgetError, UsageError
-from ondevice.model.kv_cache import KVCache, allocate_block
+from ondevice.model.sequence_state import SequenceState, allocate_block
 from ondevice.model.transformer import Cancelled, SequencePart, Transformer
 from ondevice.prompt_cache.store import PromptCache
 from tests.support.engines import every_logits, random_tokens, running
@@ -41,11 +41,11 @@ def whole(model: Transformer, text: list[int]) -> np.ndarray:
     return every_logits(model, text, empty(model))
 
 
-def empty(model: Transformer) -> KVCache:
-    return KVCache(KVLayout(model.config, 16))
+def empty(model: Transformer) -> SequenceState:
+    return SequenceState(KVLayout(model.config, 16))
 
 
-def continued(model: Transformer, kv: KVCache, text: list[int], step: int = 64) -> np.ndarray:
+def continued(model: Transformer, kv: SequenceState, text: list[int], step: int = 64) -> np.ndarray:
     """Logits of the tokens of `text` that kv lacks, in chunks that end where kv wants them to."""
     found = []
     while kv.length < len(text):
@@ -96,7 +96,7 @@ def test_saved_states_are_found_again(
     kv, spacing = empty(model), KVLayout(model.config, 16).states.spacing
     assert spacing % BLOCK_TOKENS == 0
     continued(model, kv, text)
-    PromptCache(tmp_path, {"model": "tiny"}, chunk=spacing).write(kv)
+    list(PromptCache(tmp_path, {"model": "tiny"}, chunk=spacing).write(kv))
     store, back = PromptCache(tmp_path, {"model": "tiny"}, chunk=spacing), empty(model)
     list(store.restore(back, text))
     assert back.length == LENGTH // spacing * spacing
@@ -143,7 +143,7 @@ def test_every_buffer_is_counted_and_released(model: Transformer, text: list[int
         del held[next(at for at, it in enumerate(held) if it is block)]
 
     layout = KVLayout(model.config, 16)
-    kv = KVCache(layout, allocate, release)
+    kv = SequenceState(layout, allocate, release)
     for length in (1, 63, 64, 130, 300):
         continued(model, kv, text[:length])
         assert kv.nbytes == sum(block.nbytes for block in held) == layout.nbytes(length)
@@ -165,7 +165,7 @@ def test_an_allocator_that_refuses_leaves_the_text_as_it_was(
         left[0] -= 1
         return allocate_block(nbytes)
 
-    kv = KVCache(KVLayout(model.config, 16), allocate)
+    kv = SequenceState(KVLayout(model.config, 16), allocate)
     continued(model, kv, text[:100])
     for granted in (0, 1, 2):
         left[0], before = granted, kv.nbytes
@@ -290,7 +290,7 @@ def test_inputs_are_counted_and_released(model: Transformer, text: list[int]) ->
 
     for planned in (True, False):
         layout = KVLayout(model.config, 16, planned)
-        kv = KVCache(layout, allocate, release)
+        kv = SequenceState(layout, allocate, release)
         continued(model, kv, text[:70])
         without = kv.nbytes
         model.run(ForwardBatch(text[70:74], drafted=range(1, 4)), kv)

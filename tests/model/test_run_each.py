@@ -13,7 +13,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.converters.convert import convert
 from ondevice.errors import UsageError
-from ondevice.model.kv_cache import KVCache, KVLayout
+from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model.transformer import Cancelled, SequencePart, Transformer, joint_batch
 from tests.support.engines import random_tokens, running
 from tests.support.families import CASES, write_model
@@ -22,11 +22,11 @@ PREFIXES = (0, 3, 70, 64, 1)
 ROWS = (5, 1, 1, 2, 30)
 
 
-def begun(model: Transformer, seed: int = 7) -> list[KVCache]:
+def begun(model: Transformer, seed: int = 7) -> list[SequenceState]:
     """Caches of sequences of different lengths."""
     found = []
     for at, length in enumerate(PREFIXES):
-        kv = KVCache(KVLayout(model.config, 8))
+        kv = SequenceState(KVLayout(model.config, 8))
         if length:
             model.forward(random_tokens(model.config, length, seed + at), kv, "none")
         found.append(kv)

@@ -13,7 +13,7 @@ from ondevice.backends.base import Float32, KVLayout
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.backends.token_tree import TokenTree
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import ForwardOutput, PrunedDraft, Transformer
 from ondevice.model.weights import LowRank, MultiStreamLayer, MultiStreamWeights
 from ondevice.model_config import ModelConfig
@@ -58,17 +58,17 @@ def cpu(target: str = "auto", segments: int = 99) -> Transformer:
     return with_streams(load(config(), make_backend(2, target), 8, segments))
 
 
-def cache(model: Transformer) -> KVCache:
-    return KVCache(KVLayout(model.config, 32 if model.backend.name == "reference" else 16))
+def cache(model: Transformer) -> SequenceState:
+    return SequenceState(KVLayout(model.config, 32 if model.backend.name == "reference" else 16))
 
 
-def keep(model: Transformer, kv: KVCache, path: Sequence[int]) -> None:
+def keep(model: Transformer, kv: SequenceState, path: Sequence[int]) -> None:
     kv.keep(len(PROMPT), path, partial(model.backend.kv_move, kv))
 
 
 def run(
     model: Transformer, streams: Sequence[int] = (), tokens: Sequence[int] | None = None
-) -> tuple[ForwardOutput, KVCache]:
+) -> tuple[ForwardOutput, SequenceState]:
     """The tree behind the prompt, with streams at nodes `streams`; of `tokens` alone, if given."""
     kv = cache(model)
     model.forward(PROMPT, kv, "none")

@@ -186,7 +186,7 @@ def test_a_session_that_changes_while_it_is_written(
 
         def read(tokens: list[int]) -> int:
             list(engine.load_state(2, tokens, tmp_path, lambda: False))
-            return engine.kv.cache(2).length
+            return engine.kv.state_of(2).length
 
         assert (model._owner.call(write) > 0) == (end == "grown")
         whole = len(PROMPT) + len(others)

@@ -112,7 +112,7 @@ def test_only_chunks_behind_whole_chunks_are_kept(chat_bundle: Path, tmp_path: P
     with load(chat_bundle, backend=backend, prefill_chunk=32, prompt_cache=tmp_path) as model:
         session = model.session()
         session.respond("a" * 100, max_tokens=1)
-        kv = model._engine.kv.caches[session._key]
+        kv = model._engine.kv.of_sessions[session._key]
         assert kv.chunked >= 96
         settle(model)
         kept, tokens = set(written(tmp_path)), list(kv.tokens)
@@ -145,7 +145,7 @@ def test_a_saved_session_keeps_its_state(chat_bundle: Path, tmp_path: Path) -> N
                 for path in written(tmp_path / "talk.json.state"):
                     path.write_bytes(path.read_bytes()[:5000])
             session.load(tmp_path / "talk.json")
-            kv = model._engine.kv.caches.get(session._key)
+            kv = model._engine.kv.of_sessions.get(session._key)
             assert (kv is not None and kv.length > 100) is not damage
             session._messages = session._messages[:-2]
             assert session.respond("Go on", max_tokens=10).tokens == expected
@@ -157,7 +157,7 @@ def test_a_dropped_conversation_is_read_from_disk(chat_bundle: Path, tmp_path: P
         first = session.respond("a" * 100, max_tokens=8)
         engine = model._engine
         # As a session that goes, or memory that runs short, drops it, before there was time to write it.
-        model._owner.call(lambda: engine.kv._drop(engine.kv.caches[session._key]))
+        model._owner.call(lambda: engine.kv._drop(engine.kv.of_sessions[session._key]))
         assert engine.kv.nbytes == 0
         session._messages = []
         again = session.respond("a" * 100, max_tokens=8)

@@ -25,8 +25,8 @@ from ondevice.bundle.reader import Bundle  # noqa: E402
 from ondevice.bundle.streams import MultiStreams as MultiStreamFacts  # noqa: E402
 from ondevice.converters.training.streams.loss import Window, load_top, stream_loss  # noqa: E402
 from ondevice.flash.reader import FlashReader  # noqa: E402
-from ondevice.model.kv_cache import KVCache  # noqa: E402
 from ondevice.model.loading import bundle_files, load_weights  # noqa: E402
+from ondevice.model.sequence_state import SequenceState  # noqa: E402
 from ondevice.model.stream_loading import load_streams  # noqa: E402
 from ondevice.model.transformer import PrunedDraft, Transformer  # noqa: E402
 from ondevice.model.weights import LowRank, MultiStreamLayer, MultiStreamWeights  # noqa: E402
@@ -72,7 +72,7 @@ def mlx_logits(model: Transformer, arrays: Arrays) -> Any:
     transformer = Transformer(model.config, model.backend, model.weights, streams)
     layout = KVLayout(model.config, 32)
     every = range(len(TOKENS))
-    kv = KVCache(layout, no_block, arrays=MlxKV(layout))
+    kv = SequenceState(layout, no_block, arrays=MlxKV(layout))
     found = transformer.run(ForwardBatch(TOKENS), kv, prune=lambda x: PrunedDraft(every, every))
     return mx.stack([transformer.logits(found.streams[token]) for token in every])
 
@@ -136,7 +136,7 @@ def entering(model: Transformer, tokens: list[int]) -> Any:
         return PrunedDraft(range(len(tokens)))
 
     layout = KVLayout(model.config, 32)
-    model.run(ForwardBatch(tokens), KVCache(layout, no_block, arrays=MlxKV(layout)), prune=prune)
+    model.run(ForwardBatch(tokens), SequenceState(layout, no_block, arrays=MlxKV(layout)), prune=prune)
     return seen[0]
 
 

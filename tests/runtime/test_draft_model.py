@@ -26,7 +26,7 @@ from ondevice.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from ondevice.model.kv_cache import common_prefix
+from ondevice.model.sequence_state import common_prefix
 from ondevice.model.transformer import Cancelled
 from ondevice.runtime.opening import open_tokenizer
 from ondevice.speculation.drafted_text import PassOutcome
@@ -116,7 +116,7 @@ def test_a_draft_can_be_cancelled_and_leaves_nothing_behind(
     with load(folder, speculation=drafter, **second) as model:
         drafting = model._engine._drafting
         assert drafting is not None
-        kv, asked = model._engine.kv.cache(model._host.new_key()), 0
+        kv, asked = model._engine.kv.state_of(model._host.new_key()), 0
 
         def cancelled() -> bool:
             nonlocal asked

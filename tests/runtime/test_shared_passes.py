@@ -19,7 +19,7 @@ from ondevice.backends.base import Array
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.config import RuntimeConfig
 from ondevice.errors import FlashReadError, UsageError
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.shared_passes import PROMPT_ROWS
 from ondevice.model.transformer import SequencePart, Transformer
 from tests.support.bundles import EOS
@@ -156,14 +156,14 @@ def test_a_long_prompt_goes_in_pieces_between_the_tokens_of_others(
 
 def test_texts_take_turns_where_a_pass_may_have_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on MLX, and here every row has the same bits whatever its pass is made of."""
-    turns: list[list[tuple[KVCache, int]]] = []
+    turns: list[list[tuple[SequenceState, int]]] = []
     each, one = Transformer.run_each, Transformer.run
 
     def run_each(self: Transformer, given: Sequence[SequencePart], *rest: Any) -> Any:
         turns.append([(kv, len(batch.tokens)) for batch, kv in given])
         return each(self, given, *rest)
 
-    def run(self: Transformer, batch: ForwardBatch, kv: KVCache, *rest: Any, **options: Any) -> Any:
+    def run(self: Transformer, batch: ForwardBatch, kv: SequenceState, *rest: Any, **options: Any) -> Any:
         turns.append([(kv, len(batch.tokens))])
         return one(self, batch, kv, *rest, **options)
 

@@ -31,8 +31,8 @@ from ondevice.errors import (
     UnsupportedModelError,
 )
 from ondevice.flash.reader import FlashReader
-from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model.transformer import Transformer
 from ondevice.runtime.resolving import resolve
 from ondevice.sparsity.experts import ExpertFetcher
@@ -66,7 +66,7 @@ def running(
 
 
 def in_chunks(model: Transformer, chunk: int) -> np.ndarray:
-    kv = KVCache(KVLayout(model.config, 16))
+    kv = SequenceState(KVLayout(model.config, 16))
     parts = [every_logits(model, TOKENS[at : at + chunk], kv) for at in range(0, len(TOKENS), chunk)]
     return np.concatenate(parts)
 
@@ -120,7 +120,7 @@ def test_bits_of_other_models_depend_on_nothing(tmp_path: Path, case: str, act: 
 
 def test_slots_may_come_and_go_between_passes(folder: Path, expected: np.ndarray) -> None:
     with running(folder, 24) as (model, fetcher):
-        kv = KVCache(KVLayout(model.config, 16))
+        kv = SequenceState(KVLayout(model.config, 16))
         for at, token in enumerate(TOKENS):
             fetcher.resize([(3, 10, 27, 5)[at % 4]])
             assert every_logits(model, [token], kv).tobytes() == expected[at : at + 1].tobytes()
@@ -143,7 +143,7 @@ def test_draft_trees_beside_dense_layers_change_no_bit(tmp_path: Path) -> None:
 
 def in_trees(model: Transformer) -> np.ndarray:
     """Logits of the text, two tokens a pass, with wrong ones beside them, of which none stays."""
-    rng, kv, found = np.random.default_rng(3), KVCache(KVLayout(model.config, 16)), []
+    rng, kv, found = np.random.default_rng(3), SequenceState(KVLayout(model.config, 16)), []
     for at in range(0, len(TOKENS), 2):
         wrong = rng.integers(0, 256, 3).tolist()
         tokens = [TOKENS[at], wrong[0], TOKENS[at + 1], wrong[1], wrong[2]]
@@ -178,7 +178,7 @@ def test_damage_is_an_error_and_costs_no_slot(folder: Path, tmp_path: Path, expe
 
 def test_estimates_are_refused(folder: Path) -> None:
     with running(folder, None) as (model, _), pytest.raises(OndeviceError, match="can't be estimated"):
-        model.run(ForwardBatch(TOKENS[:2], resident_only=True), KVCache(KVLayout(model.config, 16)))
+        model.run(ForwardBatch(TOKENS[:2], resident_only=True), SequenceState(KVLayout(model.config, 16)))
 
 
 def test_a_closed_cache_refuses(folder: Path) -> None:

@@ -21,8 +21,8 @@ from ondevice.converters.convert import convert
 from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
-from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model.transformer import Cancelled, Transformer
 from ondevice.sparsity.segments import SEGMENTS_AHEAD, SegmentPool
 from tests.support.engines import every_logits
@@ -76,7 +76,7 @@ def assert_settles(model: Transformer, pool: SegmentPool, quota: list[int], expe
 
 
 def logits(model: Transformer, passes: int = 2) -> bytes:
-    kv = KVCache(KVLayout(model.config))
+    kv = SequenceState(KVLayout(model.config))
     parts = [every_logits(model, TOKENS, kv) for _ in range(passes)]
     return np.concatenate(parts).tobytes()  # type: ignore[arg-type]
 
@@ -93,7 +93,9 @@ def test_a_pass_over_resident_neurons_streams_nothing(bundle: Path) -> None:
         expected = logits(model)
         assert_settles(model, pool, [1, 1, 1], expected)
         before = pool.lookups
-        some = model.run(ForwardBatch(TOKENS, resident_only=True), KVCache(KVLayout(model.config))).hidden
+        some = model.run(
+            ForwardBatch(TOKENS, resident_only=True), SequenceState(KVLayout(model.config))
+        ).hidden
         assert pool.lookups == before
         assert np.isfinite(some).all()
         assert logits(model) == expected
@@ -174,7 +176,9 @@ def test_a_pass_given_up_half_way_leaves_the_stream_usable(bundle: Path) -> None
         for layers in (1, 2):
             left = iter([False] * layers + [True])
             with pytest.raises(Cancelled):
-                every_logits(model, TOKENS, KVCache(KVLayout(model.config)), lambda left=left: next(left))  # type: ignore[misc]
+                every_logits(
+                    model, TOKENS, SequenceState(KVLayout(model.config)), lambda left=left: next(left)
+                )  # type: ignore[misc]
             assert logits(model) == expected
 
 

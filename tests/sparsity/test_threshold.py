@@ -28,8 +28,8 @@ from ondevice.errors import (
     UsageError,
 )
 from ondevice.flash.reader import FlashReader
-from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model.transformer import Transformer
 from ondevice.model_config import FeedForwardSpec
 from ondevice.sparsity import fetch
@@ -165,7 +165,7 @@ def test_logits_are_those_of_masked_gates_in_float(tmp_path: Path, hidden_act: s
             importance.append(np.frombuffer(data, np.float32))
         oracle = MaskedReference(importance, found_in(folder).points[0].thresholds)
         model = Transformer(bundle.config, oracle, load_weights(bundle, reader, oracle))
-        expected = every_logits(model, PASSAGE, KVCache(KVLayout(bundle.config, 16)))
+        expected = every_logits(model, PASSAGE, SequenceState(KVLayout(bundle.config, 16)))
     assert 0.2 < oracle.share < 0.8
     with load(folder, sparsity="threshold", threshold_sparsity=0.1) as cpu:
         logits = cpu.logits(PASSAGE)

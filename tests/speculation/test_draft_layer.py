@@ -23,7 +23,7 @@ from ondevice.errors import BundleError, UnsupportedModelError
 from ondevice.flash.reader import FlashReader
 from ondevice.measure.prompts import BUILT_IN
 from ondevice.model.draft_layer import LoadedDraftLayer, load_draft_layer
-from ondevice.model.kv_cache import KVCache, KVLayout
+from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model.transformer import Transformer
 from ondevice.speculation.drafters.draft_layer import DraftLayerDrafter
 from ondevice.speculation.policy import TreePolicy
@@ -98,7 +98,7 @@ class Rows:
         self.ran: list[tuple[int, list[int], np.ndarray]] = []
         run = LoadedDraftLayer.run
 
-        def note(layer: LoadedDraftLayer, tokens: Sequence[int], hidden: Any, kv: KVCache) -> Any:
+        def note(layer: LoadedDraftLayer, tokens: Sequence[int], hidden: Any, kv: SequenceState) -> Any:
             before = np.array(layer.backend.to_numpy(hidden))
             self.ran.append((kv.length, list(tokens), before))
             return run(layer, tokens, hidden, kv)
@@ -126,7 +126,7 @@ def test_a_row_has_a_token_and_the_state_before_it(bundle: Path, monkeypatch: py
                     known[at] = row
     with running(bundle, "cpu") as transformer, layer_of(bundle, transformer) as layer:
         transformer.taps = layer.taps
-        output = transformer.run(ForwardBatch(text), KVCache(KVLayout(transformer.config, 16)))
+        output = transformer.run(ForwardBatch(text), SequenceState(KVLayout(transformer.config, 16)))
         expected = transformer.backend.to_numpy(layer.mixed(output.tapped))
     assert len(state) > 150
     for at in range(len(state)):

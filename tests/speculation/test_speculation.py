@@ -18,9 +18,9 @@ from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import BundleError, UsageError
 from ondevice.measure.ablation import ablation
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import Prune, Transformer
-from ondevice.runtime.kv_cache_pool import KVCachePool
+from ondevice.runtime.state_pool import StatePool
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.speculation.drafter import Drafter
@@ -151,7 +151,7 @@ def test_a_conversation_goes_on_behind_what_was_accepted(relu_bundle: Path) -> N
         for words, tokens in zip(said, expected, strict=True):
             draft_by(model, [], len(words))
             assert session.respond(words, max_tokens=12).tokens == tokens
-            kv = next(iter(model._engine.kv.caches.values()))
+            kv = next(iter(model._engine.kv.of_sessions.values()))
             assert kv.length == len(kv.tokens) <= len(kv.blocks) * 64
 
 
@@ -188,13 +188,13 @@ def test_guesses_take_no_block_that_the_text_does_not_need(
     relu_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
-    allocate = KVCachePool._allocate
+    allocate = StatePool._allocate
 
-    def note(memory: KVCachePool, nbytes: int) -> Any:
+    def note(memory: StatePool, nbytes: int) -> Any:
         taken[-1] += 1
         return allocate(memory, nbytes)
 
-    monkeypatch.setattr(KVCachePool, "_allocate", note)
+    monkeypatch.setattr(StatePool, "_allocate", note)
     with load(relu_bundle, speculation="lookup") as model:
         for seed in range(4):
             draft_by(model, [], seed)
@@ -338,7 +338,7 @@ def test_streams_are_asked_in_auto_while_a_row_takes_little_of_a_pass() -> None:
     asked: list[str] = []
 
     class Streams(Drafter):
-        def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
+        def prepare(self, kv: SequenceState, max_nodes: int, cancelled: IsCancelled) -> None:
             asked.append("prepare")
 
         def propose(self, path: Sequence[int]) -> Proposals:
@@ -352,7 +352,7 @@ def test_streams_are_asked_in_auto_while_a_row_takes_little_of_a_pass() -> None:
             return None
 
     drafter = WhileRowsAreCheap(Streams())
-    kv = cast(KVCache, None)
+    kv = cast(SequenceState, None)
     for row_share, expected in (
         (0.0, ["prepare", "prune", "judge"]),
         (2 * CHEAP_ROW_SHARE, ["prepare", "judge"]),

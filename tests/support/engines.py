@@ -22,8 +22,8 @@ from ondevice.bundle.layout import EMBEDDING, RESIDENT, RowLayout, neuron_file_n
 from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import IsCancelled
 from ondevice.flash.reader import FlashReader
-from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model.transformer import Transformer
 from ondevice.model_config import ModelConfig
 from ondevice.sparsity.experts import ExpertFetcher
@@ -90,11 +90,11 @@ def expert_fetcher(
 
 def all_logits(model: Transformer, tokens: list[int], kv_bits: Literal[32, 16, 8] = 16) -> np.ndarray:
     """(T, V) logits of one sequence in one pass."""
-    return every_logits(model, tokens, KVCache(KVLayout(model.config, kv_bits)))
+    return every_logits(model, tokens, SequenceState(KVLayout(model.config, kv_bits)))
 
 
 def every_logits(
-    model: Transformer, tokens: list[int], kv: KVCache, cancelled: IsCancelled | None = None
+    model: Transformer, tokens: list[int], kv: SequenceState, cancelled: IsCancelled | None = None
 ) -> np.ndarray:
     """(T, V) logits of the tokens that follow what kv holds, from one pass, put together from pieces."""
     return np.concatenate(list(model.every_logits(ForwardBatch(tokens), kv, 3, cancelled)))

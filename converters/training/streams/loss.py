@@ -42,8 +42,8 @@ from ondevice.converters.quantize import dequantize, quantize
 from ondevice.converters.training.streams.options import longest_run, resident_prefix
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
-from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import PrunedDraft, Transformer
 from ondevice.model.weights import LowRank, ModelWeights, MultiStreamLayer, MultiStreamWeights
 from ondevice.model_config import FeedForwardSpec, ModelConfig
@@ -297,7 +297,7 @@ def states(model: Transformer, window: Window, runs: Sequence[range], stop: int)
     runs: ascending, none longer than `longest_run`.
     """
     layout = KVLayout(model.config, 32)
-    kv = KVCache(layout, no_block, arrays=MlxKV(layout))
+    kv = SequenceState(layout, no_block, arrays=MlxKV(layout))
     main: list[mx.array] = []
     ends: list[mx.array] = []
     at = 0

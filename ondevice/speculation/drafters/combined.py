@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ondevice.backends.base import Float32
 from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import ForwardOutput, Prune
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.tree import Draft, Proposals
@@ -55,7 +55,7 @@ class Combined(Drafter):
         for member in self.members:
             member.end_pass(output, path)
 
-    def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
+    def prepare(self, kv: SequenceState, max_nodes: int, cancelled: IsCancelled) -> None:
         for member in self.members:
             member.prepare(kv, max_nodes, cancelled)
 
@@ -109,7 +109,7 @@ class WhileRowsAreCheap(Drafter):
     def end_pass(self, output: ForwardOutput, path: Sequence[int]) -> None:
         self._drafter.end_pass(output, path)
 
-    def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
+    def prepare(self, kv: SequenceState, max_nodes: int, cancelled: IsCancelled) -> None:
         self._asked = self._is_cheap
         if self._asked:
             self._drafter.prepare(kv, max_nodes, cancelled)

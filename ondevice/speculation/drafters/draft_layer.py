@@ -19,7 +19,7 @@ from ondevice.backends.base import Array, Float32
 from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
 from ondevice.model.draft_layer import PIECE_ROWS, LoadedDraftLayer
-from ondevice.model.kv_cache import KVCache, common_prefix
+from ondevice.model.sequence_state import SequenceState, common_prefix
 from ondevice.model.transformer import Cancelled, ForwardOutput
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.ranking import Ranking
@@ -31,7 +31,7 @@ class DraftLayerState:
     """A loaded draft layer, and the cache of its own keys and values."""
 
     layer: LoadedDraftLayer
-    kv: KVCache
+    kv: SequenceState
 
 
 class _Behind(NamedTuple):
@@ -98,7 +98,7 @@ class DraftLayerDrafter(Drafter):
         if len(self._waiting) > PIECE_ROWS:
             self._catch_up()
 
-    def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
+    def prepare(self, kv: SequenceState, max_nodes: int, cancelled: IsCancelled) -> None:
         self._cancelled = cancelled
         self._forget()
         self._catch_up()

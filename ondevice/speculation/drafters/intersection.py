@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ondevice.backends.base import Float32
 from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.sequence_state import SequenceState
 from ondevice.speculation.drafters.model import BRANCHES, DraftModel
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter
 from ondevice.speculation.ranking import Ranking
@@ -98,7 +98,7 @@ class IntersectionDrafter(OtherVocabularyDrafter):
         self._path = (*self._path, token)
         super().observe(token, logits)
 
-    def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
+    def prepare(self, kv: SequenceState, max_nodes: int, cancelled: IsCancelled) -> None:
         super().prepare(kv, max_nodes, cancelled)
         self._path = ()
         self._logits.clear()

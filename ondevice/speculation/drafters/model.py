@@ -15,7 +15,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.recurrent import AHEAD_TOKENS
 from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
-from ondevice.model.kv_cache import KVCache, common_prefix
+from ondevice.model.sequence_state import SequenceState, common_prefix
 from ondevice.model.transformer import Transformer
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.ranking import Ranking
@@ -37,7 +37,7 @@ class DraftModel:
     """
 
     transformer: Transformer
-    kv: KVCache
+    kv: SequenceState
     max_context: int
     chunk: int
     close: Callable[[], None]
@@ -116,7 +116,7 @@ class ModelDrafter(Drafter):
         self._text.append(token)
         self._path = (*self._path, token)
 
-    def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
+    def prepare(self, kv: SequenceState, max_nodes: int, cancelled: IsCancelled) -> None:
         self._cancelled = cancelled
         self._forget()
 

@@ -16,7 +16,7 @@ from ondevice.backends.base import Float32
 from ondevice.bundle.ngrams import MAX_CONTEXT
 from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.sequence_state import SequenceState
 from ondevice.speculation.datastore import Continuations, Datastore
 from ondevice.speculation.drafter import AcceptanceRate, Drafter
 from ondevice.speculation.drafters.combined import MAX_PROPOSALS
@@ -73,7 +73,7 @@ class NgramDrafter(Drafter):
         self._tail = [*self._tail, token][-MAX_CONTEXT:]
         self._path = (*self._path, token)
 
-    def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
+    def prepare(self, kv: SequenceState, max_nodes: int, cancelled: IsCancelled) -> None:
         self._forget()
         started = time.perf_counter()
         if self._drafted_at:

@@ -15,7 +15,7 @@ from ondevice.backends.base import Float32
 from ondevice.backends.recurrent import AHEAD_TOKENS
 from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
-from ondevice.model.kv_cache import KVCache, common_prefix
+from ondevice.model.sequence_state import SequenceState, common_prefix
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafters.model import DraftContext, DraftModel
 from ondevice.speculation.tree import Proposals
@@ -70,7 +70,7 @@ class OtherVocabularyDrafter(Drafter):
         self._text.append(token)
         self._said += _spelt(self._target, token, at_start=not self._said)
 
-    def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
+    def prepare(self, kv: SequenceState, max_nodes: int, cancelled: IsCancelled) -> None:
         self._cancelled = cancelled
         said = bytes(self._said)
         # The accepted part of the last draft is in the second model's keys and values already.

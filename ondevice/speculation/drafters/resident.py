@@ -13,7 +13,7 @@ from ondevice.backends.base import Float32
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import Transformer
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.ranking import Ranking
@@ -47,7 +47,7 @@ class ResidentDrafter(Drafter):
     def beside(self) -> ResidentDrafter:
         return ResidentDrafter(self._transformer)
 
-    def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
+    def prepare(self, kv: SequenceState, max_nodes: int, cancelled: IsCancelled) -> None:
         self._forget()
         start = kv.length
         chance = 1.0

@@ -17,7 +17,7 @@ from ondevice.backends.base import Array, Float32
 from ondevice.callbacks import IsCancelled
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import BundleError
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import ForwardOutput, Prune, PrunedDraft, Transformer
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.ranking import MAX_CANDIDATES, Ranking
@@ -108,7 +108,7 @@ class MultiStreamDrafter(Drafter):
             row = node if len(output.tokens) == output.branches.shape[0] // self._count else 0
             self._branches = output.branches[row * self._count : (row + 1) * self._count]
 
-    def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
+    def prepare(self, kv: SequenceState, max_nodes: int, cancelled: IsCancelled) -> None:
         # Streams take no more blocks of keys and values than the text alone.
         if self._states is None and self._branches is not None and kv.room - kv.length >= self._count:
             self._states = self._transformer.stream_states(self._branches, kv, cancelled)

@@ -36,8 +36,8 @@ from ondevice.converters.checkpoints.base import Checkpoint
 from ondevice.converters.convert import Training, convert
 from ondevice.converters.rounding.layers import random_pieces
 from ondevice.flash.reader import FlashReader
-from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model.transformer import Transformer
 from ondevice.model_config import FeedForwardSpec
 from tests.benchmarks.explain.threshold_quality import given_text, own_text
@@ -179,7 +179,7 @@ class Model:
     def logits(self, piece: Sequence[int]) -> Float32:
         """(T, V), the logits after every token of a piece that begins an empty context."""
         layout = KVLayout(self._model.config, 32)
-        kv = KVCache(layout, self._backend.allocate_block)
+        kv = SequenceState(layout, self._backend.allocate_block)
         rows = self._model.every_logits(ForwardBatch(list(piece)), kv, len(piece))
         return np.concatenate(list(rows))
 

@@ -23,8 +23,8 @@ from ondevice.backends.base import Float32, Int32
 from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.bundle.reader import Bundle
 from ondevice.flash.reader import FlashReader
-from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model.transformer import Transformer
 from ondevice.sparsity.expert_reuse import ExpertReuse
 from ondevice.sparsity.replay import Optimum
@@ -58,7 +58,7 @@ def routing_of(bundle: Bundle, tokens: list[int]) -> Int32:
         model = Transformer(config, cpu, load_weights(bundle, reader, cpu))
         # Not all in memory: such a cache would learn nothing.
         fetcher = expert_fetcher(bundle, reader, cpu, 2 * experts.count)
-        kv = KVCache(KVLayout(config, 16))
+        kv = SequenceState(KVLayout(config, 16))
         for start in range(0, len(tokens), CHUNK):
             model.hidden_states(tokens[start : start + CHUNK], kv)
         fetcher.close()

@@ -23,8 +23,8 @@ from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.budget.sizes import expert_shape
 from ondevice.bundle.reader import Bundle
 from ondevice.flash.reader import FlashReader
-from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model.transformer import Transformer
 from ondevice.runtime.models import with_chosen_experts
 from ondevice.scoring import Tally
@@ -61,7 +61,7 @@ def run(bundle: Bundle, experts: int, pieces: Pieces, single: bool, substitution
         slots = room + expert_shape(config, bundle.quant, config.experts).reserve
         fetcher = expert_fetcher(bundle, reader, cpu, slots if single else None, substitution)
         for piece in pieces:
-            kv = KVCache(KVLayout(config, 16))
+            kv = SequenceState(KVLayout(config, 16))
             whole = None if single else all_logits(model, piece[:-1], 16)
             for at, (token, following) in enumerate(pairwise(piece)):
                 logits = every_logits(model, [token], kv) if whole is None else whole[at : at + 1]

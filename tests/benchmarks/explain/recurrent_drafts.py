@@ -23,7 +23,7 @@ from ondevice.backends.base import KVLayout
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.converters.convert import convert
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import Transformer
 from tests.support.engines import random_tokens, running
 from tests.support.families import write_model
@@ -44,7 +44,7 @@ DRAFTS = (1, 2, 4, 8, 15)
 """Draft tokens behind the root."""
 
 
-def seconds(model: Transformer, kv: KVCache, batch: ForwardBatch, path: list[int]) -> float:
+def seconds(model: Transformer, kv: SequenceState, batch: ForwardBatch, path: list[int]) -> float:
     """Processor time of a pass whose text takes `path`."""
     kv.reserve(kv.length + len(batch.tokens))
     start, began = kv.length, time.process_time()
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def measure(model: Transformer, rounds: int) -> None:
-    kv, rng = KVCache(KVLayout(model.config, 16, drafts=True)), np.random.default_rng(1)
+    kv, rng = SequenceState(KVLayout(model.config, 16, drafts=True)), np.random.default_rng(1)
     model.forward(random_tokens(model.config, 64), kv, "none")
     found: dict[tuple[str, int], list[float]] = {}
     for at in range(rounds + 1):

@@ -30,7 +30,7 @@ from ondevice.backends.reference import ReferenceBackend, ReferenceFeedForward
 from ondevice.bundle.reader import Bundle
 from ondevice.config import GROUP_SIZE, RuntimeConfig
 from ondevice.measure.drafters import prompt_ids
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import Transformer
 from tests.benchmarks.lib.held_out_prompts import held_out_tasks
 from tests.benchmarks.lib.measure import note
@@ -92,7 +92,7 @@ def drafter(model: Transformer, share: float, coarse: str | None) -> Transformer
 
 def accepted(model: Transformer, draft: Transformer, text: Sequence[int], start: int) -> list[int]:
     """Draft tokens that are right, of chains that begin at every fourth token from `start` on."""
-    kv = KVCache(KVLayout(model.config, 32))
+    kv = SequenceState(KVLayout(model.config, 32))
     model.run(ForwardBatch(text[:start]), kv)
     counts = []
     for at in range(start, len(text) - CHAIN):

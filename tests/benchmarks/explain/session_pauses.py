@@ -83,7 +83,7 @@ def rows(bundle: str, folder: Path, count: int) -> list[dict[str, Any]]:
                 own = pause(model, lambda steps=steps: model._host._run_jointly(steps))  # type: ignore[misc]
                 found.append({"work": name, "piece_seconds": piece, **own})
                 print(found[-1], flush=True)
-            held = engine.kv.cache(-2)
+            held = engine.kv.state_of(-2)
             assert held.tokens == tokens
             model._owner.call(partial(held.truncate, 0))
     return found

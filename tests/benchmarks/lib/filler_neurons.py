@@ -28,8 +28,8 @@ from ondevice.converters.quantize import QuantizedRows, dequantize, quantize
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.measure.prompts import BUILT_IN
-from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import Transformer
 from ondevice.model_config import FeedForwardSpec, ModelConfig
 from ondevice.units import usable_cores
@@ -86,7 +86,7 @@ def record(small: StoredModel, pieces: Sequence[Sequence[int]]) -> Recorded:
         model = Transformer(bundle.config, backend, load_weights(bundle, reader, backend))
         for piece in pieces:
             embedded.append(model.embedding(piece))
-            model.hidden_states(piece, KVCache(KVLayout(bundle.config)))
+            model.hidden_states(piece, SequenceState(KVLayout(bundle.config)))
     layers = small.config.num_layers
     before, after = (
         tuple(np.concatenate(streams[layer::layers]) for layer in range(layers))

@@ -30,8 +30,8 @@ from ondevice.converters.training.activations import record_inputs
 from ondevice.converters.training.sidecars import check_streams_possible
 from ondevice.errors import UnsupportedModelError
 from ondevice.flash.reader import FlashReader
-from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import Transformer
 from ondevice.model_config import ModelConfig
 from ondevice.runtime.models import sparsity_modes
@@ -86,7 +86,7 @@ def recorded(folder: Path, text: list[int]) -> Iterator[tuple[Transformer, dict[
     with FlashReader(bundle_files(bundle), "buffered", 2) as reader:
         backend = Recording()
         model = Transformer(bundle.config, backend, load_weights(bundle, reader, backend))
-        model.hidden_states(text, KVCache(KVLayout(bundle.config, 32)))
+        model.hidden_states(text, SequenceState(KVLayout(bundle.config, 32)))
         yield model, backend.inputs
 
 

@@ -32,7 +32,7 @@ from ondevice.converters.training.predictors.fine_tune import gradients
 from ondevice.converters.training.predictors.low_rank import principal_components
 from ondevice.converters.training.predictors.mlx_arrays import MlxArrays
 from ondevice.errors import BackendUnavailableError
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.sequence_state import SequenceState
 from ondevice.runtime import backend_choice
 from ondevice.training import train_predictors
 from tests.support.bundles import convert_bundle, made_up_pieces, write_chat_checkpoint
@@ -167,7 +167,7 @@ def expected_of(
     monkeypatch.setattr(ReferenceBackend, "feed_forward", feed_forward)
     with running(bundle) as model:
         for piece in pieces:
-            model.hidden_states(piece, KVCache(KVLayout(model.config, 16)))
+            model.hidden_states(piece, SequenceState(KVLayout(model.config, 16)))
     for layer in range(LAYERS):
         parts = seen[layer::LAYERS]
         yield np.concatenate([x for x, _ in parts]), np.concatenate([gates for _, gates in parts])

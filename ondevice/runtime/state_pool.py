@@ -1,6 +1,6 @@
-"""The key/value caches of a model's sessions, and the memory that they may have together.
+"""The states of a model's sessions, and the memory that they may have together.
 
-The pool knows no weights. A dropped cache is computed again when it is needed, to the same bits, unless a
+The pool knows no weights. A dropped state is computed again when it is needed, to the same bits, unless a
 prompt cache on disk has it: what isn't there yet is written while the model is idle, or before it is dropped.
 """
 
@@ -18,17 +18,17 @@ from ondevice.budget.claims import Claim
 from ondevice.budget.plan import Plan
 from ondevice.callbacks import IsCancelled
 from ondevice.errors import BudgetError
-from ondevice.model.kv_cache import KVCache, common_prefix
+from ondevice.model.sequence_state import SequenceState, common_prefix
 from ondevice.prompt_cache.store import PromptCache
 from ondevice.units import format_bytes
 
 log = logging.getLogger(__name__)
 
 
-class KVCachePool:
-    """One model's key/value caches, each named by a key. All but `retired` belongs to the owner thread.
+class StatePool:
+    """One model's states, each named by a key. All but `retired` belongs to the owner thread.
 
-    When memory runs short, caches that aren't in use may be dropped.
+    When memory runs short, states that aren't in use may be dropped.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class KVCachePool:
     ) -> None:
         """Args:
         layout: How blocks are laid out.
-        plan: The model's plan, which limits the bytes of all caches.
+        plan: The model's plan, which limits the bytes of all states.
         claim: The model's claim on the process's memory.
         backend: The backend, which allocates blocks.
         yield_to: Called before a block is allocated, with the bytes that blocks will have then.
@@ -51,14 +51,14 @@ class KVCachePool:
         self.layout = layout
         self.nbytes = 0
         """Bytes of all blocks and states that exist."""
-        self.caches: OrderedDict[int, KVCache] = OrderedDict()
+        self.of_sessions: OrderedDict[int, SequenceState] = OrderedDict()
         """Least recently used first."""
         self.retired: queue.SimpleQueue[int] = queue.SimpleQueue()
-        """Keys whose caches are no longer needed; any thread may add to it."""
+        """Keys whose states are no longer needed; any thread may add to it."""
         self.store = store
-        self._in_use: list[KVCache] = []
+        self._in_use: list[SequenceState] = []
         """In the order in which their use began."""
-        self._unsaved: list[KVCache] = []
+        self._unsaved: list[SequenceState] = []
         """Caches of which the prompt cache may lack something, those without a key included."""
         self._plan = plan
         self._claim = claim
@@ -66,20 +66,20 @@ class KVCachePool:
         self._yield_to = yield_to
 
     @contextmanager
-    def use(self, key: int | None, stored: bool = False) -> Iterator[KVCache]:
-        """A context with the cache of `key`, which isn't dropped meanwhile.
+    def use(self, key: int | None, stored: bool = False) -> Iterator[SequenceState]:
+        """A context with the state of `key`, which isn't dropped meanwhile.
 
-        A `key` of None gives a new cache that ends with the context. stored: the prompt cache gets what the
-        cache holds at the end.
+        A `key` of None gives a new state that ends with the context. stored: the prompt cache gets what the
+        state holds at the end.
         """
         self._drop_retired()
         self._save_keyless()
-        kv = self.new_cache() if key is None else self.cache(key)
+        kv = self.new_state() if key is None else self.state_of(key)
         self._in_use.append(kv)
         try:
             yield kv
         finally:
-            # The last one: a text that came earlier and still uses this cache keeps its place.
+            # The last one: a text that came earlier and still uses this state keeps its place.
             del self._in_use[max(at for at, it in enumerate(self._in_use) if it is kv)]
             if stored and self.store is not None and kv.length:
                 self.store.touch(kv.tokens)
@@ -87,14 +87,16 @@ class KVCachePool:
             elif key is None:
                 kv.truncate(0)
 
-    def rewind(self, kv: KVCache, tokens: Sequence[int]) -> None:
+    def rewind(self, kv: SequenceState, tokens: Sequence[int]) -> None:
         """Truncate kv to what it has in common with `tokens`. What is lost goes to the prompt cache."""
         kept = common_prefix(kv.tokens, tokens)
         if kept < kv.length:
             self._save(kv)
         kv.truncate(kept)
 
-    def restore(self, kv: KVCache, tokens: Sequence[int], cancelled: IsCancelled | None) -> Iterator[None]:
+    def restore(
+        self, kv: SequenceState, tokens: Sequence[int], cancelled: IsCancelled | None
+    ) -> Iterator[None]:
         """Extend kv, which holds a prefix of `tokens`, from the prompt cache, piece by piece."""
         return iter(()) if self.store is None else self.store.restore(kv, tokens, cancelled)
 
@@ -107,24 +109,24 @@ class KVCachePool:
             self._saved(kv)
         return False
 
-    def cache(self, key: int) -> KVCache:
-        """The cache of a key, empty if there was none."""
-        kv = self.caches.get(key)
+    def state_of(self, key: int) -> SequenceState:
+        """The state of a key, empty if there was none."""
+        kv = self.of_sessions.get(key)
         if kv is None:
-            kv = self.caches[key] = self.new_cache()
-        self.caches.move_to_end(key)
+            kv = self.of_sessions[key] = self.new_state()
+        self.of_sessions.move_to_end(key)
         return kv
 
     def fork(self, source: int, target: int) -> None:
-        """Give `target` a copy of the cache of `source`, if there is room for two."""
+        """Give `target` a copy of the state of `source`, if there is room for two."""
         with self.use(source) as kv:
             try:
-                self.caches[target] = kv.fork()
+                self.of_sessions[target] = kv.fork()
             except BudgetError:
-                log.info("no room for a second KV cache: the fork will compute its own")
+                log.info("no room for a second state: the fork will compute its own")
 
     def keep_to(self, plan: Plan) -> None:
-        """Keep to another plan, and drop caches that it has no room for.
+        """Keep to another plan, and drop states that it has no room for.
 
         Those go first that aren't in use, then those whose use began last. The first in use stays.
         """
@@ -140,62 +142,64 @@ class KVCachePool:
         """Write what the prompt cache lacks, and drop everything, the backend included. Idempotent."""
         while self.save_next():
             pass
-        self.caches.clear()
+        self.of_sessions.clear()
         self._backend = self._yield_to = None  # type: ignore[assignment]
 
-    def new_cache(self) -> KVCache:
-        """An empty cache that has no key."""
-        return KVCache(self.layout, self._allocate, self._release, self._backend.new_arrays(self.layout))
+    def new_state(self) -> SequenceState:
+        """An empty state that has no key."""
+        return SequenceState(
+            self.layout, self._allocate, self._release, self._backend.new_arrays(self.layout)
+        )
 
     def _drop_retired(self) -> None:
         while not self.retired.empty():
-            kv = self.caches.pop(self.retired.get(), None)
+            kv = self.of_sessions.pop(self.retired.get(), None)
             if kv is not None:
                 self._drop(kv)
 
     def _drop_idle(self, limit_bytes: int) -> None:
-        """Drop caches that aren't in use, least recently used first, until the rest keep to limit_bytes."""
+        """Drop states that aren't in use, least recently used first, until the rest keep to limit_bytes."""
         self._drop_retired()
         if self.nbytes > limit_bytes:
             self._save_keyless()
-        for kv in self.caches.values():
+        for kv in self.of_sessions.values():
             if self.nbytes <= limit_bytes:
                 break
             if not any(kv is used for used in self._in_use):
                 self._drop(kv)
 
-    def _drop(self, kv: KVCache) -> None:
-        """Empty a cache. What the prompt cache lacks of it is written first."""
+    def _drop(self, kv: SequenceState) -> None:
+        """Empty a state. What the prompt cache lacks of it is written first."""
         self._save(kv)
         kv.truncate(0)
 
-    def _save(self, kv: KVCache) -> None:
-        """Write what the prompt cache lacks of a cache."""
+    def _save(self, kv: SequenceState) -> None:
+        """Write what the prompt cache lacks of a state."""
         if any(it is kv for it in self._unsaved):
             while self._write_next(kv):
                 pass
             self._saved(kv)
 
     def _save_keyless(self) -> None:
-        """Write and drop the caches that have no key: they only wait for that."""
+        """Write and drop the states that have no key: they only wait for that."""
         for kv in list(self._unsaved):
             if not self._has_key(kv):
                 self._save(kv)
 
-    def _write_next(self, kv: KVCache) -> bool:
-        """Write one file of a cache's. False: there is nothing more to write."""
+    def _write_next(self, kv: SequenceState) -> bool:
+        """Write one file of a state's. False: there is nothing more to write."""
         assert self.store is not None
         before, kv.saved = kv.saved, self.store.write_next(kv, kv.saved)
         return kv.saved > before
 
-    def _saved(self, kv: KVCache) -> None:
-        """A cache needn't be written any more; without a key it ends here."""
+    def _saved(self, kv: SequenceState) -> None:
+        """A state needn't be written any more; without a key it ends here."""
         self._unsaved = [it for it in self._unsaved if it is not kv]
         if not self._has_key(kv):
             kv.truncate(0)
 
-    def _has_key(self, kv: KVCache) -> bool:
-        return any(it is kv for it in self.caches.values())
+    def _has_key(self, kv: SequenceState) -> bool:
+        return any(it is kv for it in self.of_sessions.values())
 
     def _allocate(self, nbytes: int) -> Block:
         """Memory for a block or states; neurons yield before it exists."""
@@ -221,9 +225,9 @@ class KVCachePool:
         self._claimed(self.nbytes)
 
     def _claimed(self, nbytes: int) -> bool:
-        """Claim `nbytes` for all caches. Returns False if they don't fit.
+        """Claim `nbytes` for all states. Returns False if they don't fit.
 
-        Beyond one full context, the caches may only have memory that no other model claims.
+        Beyond one full context, the states may only have memory that no other model claims.
         """
         plan = self._plan
         beyond = 0 if plan.offloads_weights else max(0, nbytes - plan.kv_cache_bytes)

@@ -7,7 +7,7 @@ import pytest
 
 from ondevice.backends.base import Bytes
 from ondevice.errors import BudgetError
-from ondevice.model.kv_cache import KVCache, KVLayout, allocate_block
+from ondevice.model.sequence_state import KVLayout, SequenceState, allocate_block
 from tests.support.sources import tiny_config
 
 CONFIG = tiny_config(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16)
@@ -40,7 +40,7 @@ def test_layout_sizes() -> None:
 
 
 def test_blocks_are_aligned_and_grow_by_64_tokens() -> None:
-    cache = KVCache(KVLayout(CONFIG))
+    cache = SequenceState(KVLayout(CONFIG))
     for tokens, blocks in ((1, 1), (64, 1), (65, 2), (10, 2)):
         cache.reserve(tokens)
         assert len(cache.blocks) == blocks
@@ -52,7 +52,7 @@ def test_blocks_are_aligned_and_grow_by_64_tokens() -> None:
 
 def test_truncate_gives_back_only_unused_blocks() -> None:
     counter = Counter()
-    cache = KVCache(KVLayout(CONFIG), counter.allocate, counter.release)
+    cache = SequenceState(KVLayout(CONFIG), counter.allocate, counter.release)
     cache.reserve(200)
     cache.extend(list(range(200)))
     first = cache.blocks[0]
@@ -66,7 +66,7 @@ def test_truncate_gives_back_only_unused_blocks() -> None:
 
 def test_a_refused_block_leaves_the_cache_as_it_was() -> None:
     counter = Counter(limit=3)
-    cache = KVCache(KVLayout(CONFIG), counter.allocate, counter.release)
+    cache = SequenceState(KVLayout(CONFIG), counter.allocate, counter.release)
     cache.reserve(64)
     cache.extend([1, 2, 3])
     with pytest.raises(BudgetError):
@@ -75,7 +75,7 @@ def test_a_refused_block_leaves_the_cache_as_it_was() -> None:
 
 
 def test_extend_beyond_what_is_reserved_is_refused() -> None:
-    cache = KVCache(KVLayout(CONFIG))
+    cache = SequenceState(KVLayout(CONFIG))
     cache.reserve(64)
     with pytest.raises(ValueError, match="64 positions"):
         cache.extend([0] * 65)
@@ -84,7 +84,7 @@ def test_extend_beyond_what_is_reserved_is_refused() -> None:
 
 
 def test_a_fork_is_independent() -> None:
-    cache = KVCache(KVLayout(CONFIG))
+    cache = SequenceState(KVLayout(CONFIG))
     cache.reserve(70)
     cache.extend(list(range(70)))
     for index, block in enumerate(cache.blocks):
@@ -99,7 +99,7 @@ def test_a_fork_is_independent() -> None:
 
 def test_a_refused_fork_holds_nothing() -> None:
     counter = Counter(limit=3)
-    cache = KVCache(KVLayout(CONFIG), counter.allocate, counter.release)
+    cache = SequenceState(KVLayout(CONFIG), counter.allocate, counter.release)
     cache.reserve(128)
     cache.extend([0] * 128)
     with pytest.raises(BudgetError):

@@ -1,6 +1,6 @@
 """The state of a text: the tokens that passes have seen, and the blocks that hold their keys and values.
 
-It grows by blocks of 64 tokens. Their allocator (the memory plan's) may refuse. The cache knows nothing of
+It grows by blocks of 64 tokens. Their allocator (the memory plan's) may refuse. The state knows nothing of
 attention: ops read and write the blocks by `KVLayout`, or a backend's own arrays of the same capacity. What
 recurrent layers have in the place of keys and values is in `recurrent_states.py`.
 """
@@ -16,7 +16,7 @@ from ondevice.backends.base import BLOCK_TOKENS, Block, Bytes, KVLayout
 from ondevice.backends.kv_arrays import KVArrays
 from ondevice.model.recurrent_states import RecurrentStates
 
-__all__ = ["BLOCK_TOKENS", "KVCache", "KVLayout", "allocate_block", "common_prefix"]
+__all__ = ["BLOCK_TOKENS", "KVLayout", "SequenceState", "allocate_block", "common_prefix"]
 
 ALIGNMENT = 64
 
@@ -50,7 +50,7 @@ def _forget(block: Block) -> None:
     """Nothing to do: a block on the heap is freed with its last reference."""
 
 
-class KVCache:
+class SequenceState:
     """Keys and values of `tokens`, at logical positions 0 .. length - 1, and the states behind them.
 
     allocate: takes a number of bytes; returns a block that the backend's ops can write to (uint8 for numpy
@@ -100,7 +100,7 @@ class KVCache:
         return len(self.blocks) * self.layout.block_bytes + states
 
     def reserve(self, n_tokens: int) -> None:
-        """Make room for n_tokens positions in all. If the allocator raises, the cache is as before."""
+        """Make room for n_tokens positions in all. If the allocator raises, the state is as before."""
         added: list[Block] = []
         done = False
         if self.states is not None:
@@ -146,7 +146,7 @@ class KVCache:
         go run ahead of its states.
         """
         if not 0 <= n_tokens <= self.length:
-            raise ValueError(f"can't truncate a cache of {self.length} tokens to {n_tokens}")
+            raise ValueError(f"can't truncate the state of {self.length} tokens to {n_tokens}")
         if self.states is not None:
             n_tokens = self.states.nearest(n_tokens)
             self.states.back_to(n_tokens)
@@ -177,9 +177,9 @@ class KVCache:
             for checkpoint in self.states.settle(n_tokens, replay):
                 self._add_checkpoint(checkpoint)
 
-    def fork(self) -> KVCache:
+    def fork(self) -> SequenceState:
         """An independent copy, with blocks of its own."""
-        copy = KVCache(self.layout, self._allocate, self._release)
+        copy = SequenceState(self.layout, self._allocate, self._release)
         copy.reserve(self.length)
         if self.arrays is None:
             for target, source in zip(copy.blocks, self.blocks, strict=False):
@@ -252,7 +252,7 @@ class KVCache:
             self.arrays.resize(n_blocks)
 
 
-def cache_over(layout: KVLayout, blocks: Sequence[Block]) -> KVCache:
-    """An empty cache of blocks that hold the keys and values of tokens yet to come."""
+def state_over(layout: KVLayout, blocks: Sequence[Block]) -> SequenceState:
+    """An empty state over blocks that hold the keys and values of tokens yet to come."""
     held = iter(blocks)
-    return KVCache(layout, lambda nbytes: next(held))
+    return SequenceState(layout, lambda nbytes: next(held))
