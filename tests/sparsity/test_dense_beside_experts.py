@@ -15,8 +15,8 @@ from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
 from ondevice.errors import FlashReadError
 from ondevice.flash.reader import FlashReader
-from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model.transformer import Transformer
 from ondevice.sparsity.experts import ExpertFetcher
 from ondevice.sparsity.segments import SegmentPool
@@ -64,7 +64,7 @@ def logits(folder: Path, held: int | None, chunk: int, threads: int = 1, change:
             cpu.feed_forwards, reader, specs, slots.slot_bytes, 1, slots.reserve, dense=pool
         )
         fetcher.resize([slots.reserve + 2])
-        kv, found = KVCache(KVLayout(config, 16)), []
+        kv, found = SequenceState(KVLayout(config, 16)), []
         for at in range(0, len(TOKENS), chunk):
             found.append(every_logits(model, TOKENS[at : at + chunk], kv))
             if change:
