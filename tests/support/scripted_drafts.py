@@ -12,7 +12,7 @@ import numpy as np
 from ondevice.api import Model
 from ondevice.backends.base import Float32
 from ondevice.config import SamplingConfig
-from ondevice.model.transformer import Prune, PrunedDraft
+from ondevice.model.transformer import ForwardOutput, Prune, PrunedDraft
 from ondevice.response import Response
 from ondevice.speculation.drafted_text import PassOutcome
 from ondevice.speculation.drafting import DraftRequest
@@ -41,6 +41,9 @@ class Scripted:
         return self
 
     def end(self, text: Scripted) -> None:
+        pass
+
+    def read(self, text: Scripted, output: ForwardOutput) -> None:
         pass
 
     def stats(self, text: Scripted) -> DraftStats:

@@ -153,6 +153,9 @@ class Schedule:
     def end(self, text: object) -> None:
         pass
 
+    def read(self, text: object, output: object) -> None:
+        pass
+
     def stats(self, text: object) -> DraftStats:
         return DraftStats()
 
