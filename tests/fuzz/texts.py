@@ -94,9 +94,9 @@ class Trial:
                 del options["sparsity"]
             if bundle.streams is None:
                 options["speculation"] = options["speculation"].replace("streams", "off")
-            if config.recurrent_layers:
-                # Drafts are refused for them.
-                options["speculation"] = "off"
+            if config.experts is not None:
+                # Refused: such drafts would take other experts than the model's own.
+                options["speculation"] = options["speculation"].replace("resident", "off")
             if lossy and self.rng.random() < 0.2:
                 options["sparsity"] = self.rng.choice(lossy)
             options["scale"] = self.rng.choice([1.01, 1.3]) if index else 1.01
