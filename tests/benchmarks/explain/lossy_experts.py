@@ -5,12 +5,17 @@ through the model beside it. Experts in memory in the place of missing ones: tok
 room for half of the experts, each piece from an empty context. There the model's own choice is run too, and
 must have the perplexity of whole passes. The model is a small mixture that was trained on text. Prints tables
 and one JSON line.
+
+With `--times`, the time of a token of dialogue: a model for each distance reads the same tokens, each in turn
+by all of them, past the page cache. Mean over that of the model's own choice, and the experts that were read.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +40,8 @@ from tests.support.trained_models import MIXTURE
 PIECES, PIECE_TOKENS = 8, 1024
 SINGLE_TOKENS = 512
 DISTANCES = (0.1, 0.25, 0.5, 1.0)
+WARM_UP = 32
+"""First tokens of a piece, whose times aren't counted."""
 
 Pieces = list[list[int]]
 
@@ -78,6 +85,42 @@ def run(bundle: Bundle, experts: int, pieces: Pieces, single: bool, substitution
     return found
 
 
+def times(bundle: Bundle, pieces: Pieces) -> list[dict[str, float]]:
+    """Print and return the mean time of a token by distance, all in turn."""
+    config, quant = bundle.config, bundle.quant
+    assert config.experts is not None
+    room = config.experts.count * len(config.expert_layers) // 2
+    distances, models, fetchers = (0.0, *DISTANCES), [], []
+    with ExitStack() as stack:
+        for distance in distances:
+            reader = stack.enter_context(FlashReader(bundle_files(bundle), "direct", 2))
+            cpu = CpuBackend(make_runner(threads=1), segment_neurons=64, piece_neurons=64)
+            models.append(Transformer(config, cpu, load_weights(bundle, reader, cpu)))
+            slots = room + expert_shape(config, quant, config.experts).reserve
+            fetchers.append(expert_fetcher(bundle, reader, cpu, slots, distance))
+            stack.callback(fetchers[-1].close)
+        seconds, missed = np.zeros(len(distances)), np.zeros(len(distances))
+        counted = 0
+        for piece in pieces:
+            caches = [KVCache(KVLayout(config, 16)) for _ in models]
+            for at, token in enumerate(piece):
+                for place in np.roll(np.arange(len(models)), at).tolist():
+                    before, begun = fetchers[place].lookups - fetchers[place].hits, time.perf_counter()
+                    every_logits(models[place], [token], caches[place])
+                    if at >= WARM_UP:
+                        seconds[place] += time.perf_counter() - begun
+                        missed[place] += fetchers[place].lookups - fetchers[place].hits - before
+                counted += at >= WARM_UP
+    print("| within | ms a token | over the model's own choice | experts read a token |\n|---|---|---|---|")
+    for place, distance in enumerate(distances):
+        ratio, read = seconds[place] / seconds[0], missed[place] / counted
+        print(f"| {distance:g} | {1e3 * seconds[place] / counted:.2f} | {ratio:.2f} | {read:.2f} |")
+    return [
+        {"within": distance, "seconds": float(own / counted), "read": float(read / counted)}
+        for distance, own, read in zip(distances, seconds, missed, strict=True)
+    ]
+
+
 def texts_of(tokens: int, length: int) -> dict[str, Pieces]:
     """`tokens` tokens of each kind of text, in pieces."""
     found = {name: held_out_tokens(name, tokens) for name in DOMAINS}
@@ -107,12 +150,17 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=MIXTURE, help="a bundle with experts")
     parser.add_argument("--pieces", type=int, default=PIECES, help="pieces of each kind of text")
     parser.add_argument("--single", type=int, default=SINGLE_TOKENS, help="tokens of each that go one by one")
+    parser.add_argument("--times", action="store_true", help="the time of a token, and nothing else")
     args = parser.parse_args()
     bundle = Bundle.open(args.model)
     experts = bundle.config.experts
     if experts is None:
         parser.error(f"{args.model} has no experts")
     length, figures = min(PIECE_TOKENS, bundle.config.max_context), []
+    if args.times:
+        pieces = [held_out_tokens("dialogue", min(args.single, length))]
+        print(json.dumps({"benchmark": "lossy_experts", "times": times(bundle, pieces)}))
+        return
     print("| options | " + " | ".join(f"{name}: cost, agrees, hits, substituted" for name in DOMAINS) + " |")
     print("|---|" + "---|" * len(DOMAINS))
     texts = texts_of(args.single, length)
