@@ -102,7 +102,7 @@ def times(bundle: Bundle, pieces: Pieces) -> list[dict[str, float]]:
         seconds, missed = np.zeros(len(distances)), np.zeros(len(distances))
         counted = 0
         for piece in pieces:
-            caches = [KVCache(KVLayout(config, 16)) for _ in models]
+            caches = [SequenceState(KVLayout(config, 16)) for _ in models]
             for at, token in enumerate(piece):
                 for place in np.roll(np.arange(len(models)), at).tolist():
                     before, begun = fetchers[place].lookups - fetchers[place].hits, time.perf_counter()
