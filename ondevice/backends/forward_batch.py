@@ -5,7 +5,7 @@ The decode loop makes it, and passes it through the model and the backend to the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ondevice.backends.token_tree import TokenTree
@@ -69,3 +69,12 @@ class ForwardBatch:
     def last_row(self) -> ForwardBatch:
         """A batch of the last token alone, for the last layer's feed-forward if `last_only`."""
         return ForwardBatch(self.tokens[-1:], resident_only=self.resident_only)
+
+
+def joint_batch(batches: Iterable[ForwardBatch]) -> ForwardBatch:
+    """The batch of a pass of several sequences: the rows of one after those of another."""
+    tokens, drafted = list[int](), list[int]()
+    for own in batches:
+        drafted += [len(tokens) + row for row in own.drafted]
+        tokens += own.tokens
+    return ForwardBatch(tokens, drafted=drafted)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ondevice.backends.base import Array, Float32
-from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.forward_batch import ForwardBatch, joint_batch
 from ondevice.backends.row_invariance import ANY_ROWS
 from ondevice.callbacks import IsCancelled
 from ondevice.errors import BudgetError, OndeviceError, system_refusals
@@ -25,7 +25,6 @@ from ondevice.model.transformer import (
     Prune,
     SequencePart,
     Transformer,
-    joint_batch,
 )
 
 PROMPT_ROWS = 64

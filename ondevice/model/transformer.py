@@ -14,7 +14,7 @@ V vocabulary, R rows of a batch, S streams of a token.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Array, Backend, Float32, Int32, Linear
-from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.forward_batch import ForwardBatch, joint_batch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.callbacks import IsCancelled
 from ondevice.errors import BundleError, UsageError, check_thread
@@ -563,15 +563,6 @@ class Transformer:
             bad = lowest if lowest < 0 else highest
             raise UsageError(f"token id {bad} is not from 0 to {self.config.vocab_size - 1}")
         return np.array(tokens, dtype=np.int32)
-
-
-def joint_batch(batches: Iterable[ForwardBatch]) -> ForwardBatch:
-    """The batch of a pass of several sequences: the rows of one after those of another."""
-    tokens, drafted = list[int](), list[int]()
-    for own in batches:
-        drafted += [len(tokens) + row for row in own.drafted]
-        tokens += own.tokens
-    return ForwardBatch(tokens, drafted=drafted)
 
 
 def _place(kv: SequenceState, batch: ForwardBatch) -> Place:

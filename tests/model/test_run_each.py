@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.forward_batch import ForwardBatch, joint_batch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.converters.convert import convert
 from ondevice.errors import UsageError
 from ondevice.model.sequence_state import KVLayout, SequenceState
-from ondevice.model.transformer import Cancelled, SequencePart, Transformer, joint_batch
+from ondevice.model.transformer import Cancelled, SequencePart, Transformer
 from tests.support.engines import random_tokens, running
 from tests.support.families import CASES, write_model
 
