@@ -135,11 +135,7 @@ class Transformer:
         return result
 
     def every_logits(
-        self,
-        batch: ForwardBatch,
-        kv: SequenceState,
-        rows: int,
-        cancelled: IsCancelled | None = None,
+        self, batch: ForwardBatch, kv: SequenceState, rows: int, cancelled: IsCancelled | None = None
     ) -> Iterator[Float32]:
         """Like `run`, but yields the logits of every token in pieces, (at most rows, V).
 
