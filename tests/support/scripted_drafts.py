@@ -78,9 +78,6 @@ class Scripted:
         most = min(STREAM_ROWS, self._places - len(kept)) // STREAMS
         return PrunedDraft(kept, sorted(self._random.permutation(len(kept))[: max(0, most)].tolist()))
 
-    def read(self, text: Scripted, output: ForwardOutput) -> None:
-        pass
-
     def drew(self, token: int, logits: Float32) -> None:
         self._length += 1
 
