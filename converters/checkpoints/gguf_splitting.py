@@ -14,6 +14,14 @@ _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_REST}"
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
@@ -32,6 +40,7 @@ class Splitting:
 
     Args:
         pattern: splits a text; None for GPT-2's, which is part of the `ByteLevel` component.
+        first: patterns that split a text before that one, each of them what those before it left.
         punctuation: whether runs of punctuation stand apart, which is decided first of all.
         digits: whether every digit stands alone, which is decided before the pattern.
         threes: whether numbers are cut into threes of digits, which is decided last, on bytes as spelt.
@@ -41,6 +50,7 @@ class Splitting:
     """
 
     pattern: str | None = None
+    first: tuple[str, ...] = ()
     punctuation: bool = False
     digits: bool = False
     threes: bool = False
@@ -61,6 +71,7 @@ class Splitting:
             parts.append({"type": "Punctuation", "behavior": "Contiguous"})
         if self.digits:
             parts.append({"type": "Digits", "individual_digits": True})
+        parts += map(_split, self.first)
         if self.pattern is not None:
             parts.append(_split(self.pattern))
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
@@ -93,7 +104,9 @@ SPLITTINGS = {
     "dbrx": Splitting(_LLAMA3),
     "smaug-bpe": Splitting(_LLAMA3),
     "qwen2": Splitting(_QWEN2, composes=True),
+    "qwen35": Splitting(_QWEN35, composes=True),
     "deepseek-r1-qwen": Splitting(_QWEN2),
+    "deepseek-v3": Splitting(_DEEPSEEK3, (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+")),
     "tekken": Splitting(_TEKKEN, whole_tokens=True, adds_bos=True),
     "smollm": _SINGLE_DIGITS,
     "starcoder": _SINGLE_DIGITS,

@@ -159,9 +159,20 @@ def test_the_patterns_are_those_that_transformers_knows() -> None:
     known = mapping.GGUF_PRE_TOKENIZER_SPLITS
     # llama.cpp splits these as it does those of another name, and transformers doesn't know them.
     others = {"chatglm-bpe": "llama-bpe", "glm4": "llama-bpe", "stablelm2": "qwen2"}
-    with_pattern = {name: rule.pattern for name, rule in SPLITTINGS.items() if rule.pattern is not None}
+    alone = {name: rule for name, rule in SPLITTINGS.items() if not rule.first}
+    with_pattern = {name: rule.pattern for name, rule in alone.items() if rule.pattern is not None}
     assert with_pattern == {name: known[others.get(name, name)] for name in with_pattern}
-    assert len(with_pattern) == 12
+    assert len(with_pattern) == 13
+
+
+def test_deepseek_cuts_numbers_and_sets_chinese_apart_before_words(tmp_path: Path) -> None:
+    """A word after punctuation is one part with it, if nothing stands before."""
+    made = json.loads(read(small(pre="deepseek-v3"), tmp_path, 300).blobs["tokenizer.json"])
+    made["model"] = {"type": "BPE", "vocab": {}, "merges": []}
+    splitter = Library.from_str(json.dumps(made | {"added_tokens": []})).pre_tokenizer
+    parts = [part for part, _ in splitter.pre_tokenize_str("12345x (foo)b.c \u4e2da\u304b")]
+    assert parts[:-3] == ["123", "45", "x", "\u0120(", "foo", ")b", ".c", "\u0120"]
+    assert [len(part) for part in parts[-3:]] == [3, 1, 3]
 
 
 @pytest.mark.parametrize("pre", SPLITTINGS)
