@@ -39,7 +39,7 @@ from ondevice.converters.architectures.qwen3_moe import read_sparse_layers
 from ondevice.converters.architectures.rotary import read_rope
 from ondevice.converters.architectures.tensors import LayerNames
 from ondevice.converters.checkpoints.base import SourceTensor, StoredTensor
-from ondevice.converters.checkpoints.views import Matrices, RowsOf, Transposed
+from ondevice.converters.checkpoints.views import Matrices, RowsOf, Scaled, Transposed
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import (
     NO_ATTENTION,
@@ -258,6 +258,9 @@ def _delta_tensors(tensors: Tensors, config: ModelConfig) -> Tensors:
                 found[new] = RowsOf(new, whole, rows)
         gates = [found.pop(prefix + which, None) for which in GATES]
         own = tuple(it for it in gates if it is not None)
+        if len({it.dtype for it in own}) > 1:
+            # As float32: values of two types aren't joined.
+            own = tuple(Scaled(it.name, it) for it in own)
         if len(own) == len(GATES):
             found[name.weight("delta.gates")] = Matrices(name.weight("delta.gates"), own)
     return found

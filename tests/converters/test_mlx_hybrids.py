@@ -15,7 +15,15 @@ from ondevice.converters.convert import convert
 from ondevice.errors import CheckpointError
 from tests.support.engines import all_logits, running
 from tests.support.families import CASES, write_model
-from tests.support.mlx_folders import MlxFolder, Scheme, named_by_mlx, save_typed, write_quantised
+from tests.support.mlx_folders import (
+    MlxFolder,
+    Scheme,
+    named_by_mlx,
+    save_typed,
+    typed,
+    widened,
+    write_quantised,
+)
 from tests.support.mlx_hybrids import restored, sanitised
 from tests.support.refusals import assert_refused
 
@@ -89,6 +97,17 @@ def test_names_beside_other_towers_are_known(tmp_path: Path) -> None:
     named = {f"language_model.{name}": ("F32", values) for name, values in mlx.values.items()}
     save_typed(mlx.path / "model.safetensors", named)
     assert_same_files(convert(mlx.path, tmp_path / "mine", "q8"), convert(source, tmp_path / "theirs", "q8"))
+
+
+def test_betas_and_decays_may_be_made_of_two_types(tmp_path: Path) -> None:
+    _, mlx = folders(tmp_path, "qwen3.5", plain=True)
+    rounded = {name: widened(typed(it, "BF16")) for name, it in mlx.values.items() if "in_proj_b." in name}
+    stored = {name: ("F32", values) for name, values in (mlx.values | rounded).items()}
+    save_typed(mlx.path / "model.safetensors", stored)
+    alike = convert(mlx.path, tmp_path / "alike", "f16")
+    mixed = stored | {name: typed(values, "BF16") for name, values in rounded.items()}
+    save_typed(mlx.path / "model.safetensors", mixed)
+    assert_same_files(convert(mlx.path, tmp_path / "mixed", "f16"), alike)
 
 
 def test_folders_whose_parts_contradict_are_refused(tmp_path: Path) -> None:
