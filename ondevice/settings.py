@@ -145,6 +145,7 @@ OTHER_SETTINGS: dict[str, type] = {
     "tokens": int,
     "random_text": bool,
     "no_calibrate": bool,
+    "draft_for": str,
     "resume": bool,
     "force": bool,
     "offline": bool,

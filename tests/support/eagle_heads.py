@@ -141,3 +141,67 @@ def twin_rows(
     gate = functional.silu(inner @ w["midlayer.mlp.gate_proj.weight"].T)
     x = x + (gate * (inner @ w["midlayer.mlp.up_proj.weight"].T)) @ w["midlayer.mlp.down_proj.weight"].T
     return x.numpy(), (norm(x, "norm") @ w["lm_head.weight"].T).numpy()
+
+
+def mtp_arrays(width: int, neurons: int, heads: int, head_dim: int, seed: int = 1) -> Tensors:
+    """Random weights of a multi-token-prediction layer with norms of heads, by our format's names."""
+    rng, queries = np.random.default_rng(seed), heads * head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "joined.embedding": (width, width),
+        "joined.hidden": (width, width),
+        "qkv": (3 * queries, width),
+        "out": (width, queries),
+        "gate": (neurons, width),
+        "up": (neurons, width),
+        "down": (width, neurons),
+        "q_norm": (head_dim,),
+        "k_norm": (head_dim,),
+    }
+    norms = ("embedding_norm", "hidden_norm", "attention_norm", "feed_forward_norm", "final_norm")
+    shapes |= {name: (width,) for name in norms}
+    found = {}
+    for name, shape in shapes.items():
+        noise = rng.standard_normal(shape)
+        scale = 0.2 if len(shape) == 1 else 1.0 / np.sqrt(shape[1])
+        found[name] = (noise * scale + (len(shape) == 1)).astype(np.float16).astype(np.float32)
+    return found
+
+
+def mtp_twin(
+    arrays: Tensors,
+    heads: int,
+    eps: float,
+    theta: float,
+    table: np.ndarray,
+    head: np.ndarray,
+    tokens: Sequence[int],
+    hidden: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Hidden states (n, D) and logits (n, V) of n rows in plain PyTorch and float64, as arXiv 2412.19437,
+    section 2.2, has them: norms of embedding and hidden state, one matrix over both, and a layer.
+    """
+    torch = pytest.importorskip("torch")
+    functional = torch.nn.functional
+    w = {name: torch.from_numpy(np.asarray(it, np.float64)) for name, it in arrays.items()}
+    n, size = len(tokens), len(arrays["q_norm"])
+
+    def norm(x: Any, name: str) -> Any:
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * w[name]
+
+    embedded = torch.from_numpy(np.asarray(table[list(tokens)], np.float64))
+    both = torch.cat([norm(embedded, "embedding_norm"), norm(torch.from_numpy(hidden), "hidden_norm")], -1)
+    x = both @ torch.cat([w["joined.embedding"], w["joined.hidden"]], 1).T
+    q, k, v = (norm(x, "attention_norm") @ w["qkv"].T).reshape(n, 3, heads, size).permute(1, 2, 0, 3)
+    angles = torch.arange(n)[:, None] / theta ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+    cos, sin = torch.cos(angles).repeat(1, 2), torch.sin(angles).repeat(1, 2)
+
+    def turned(x: Any) -> Any:
+        return x * cos + torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1) * sin
+
+    q, k = turned(norm(q, "q_norm")), turned(norm(k, "k_norm"))
+    seen = functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+    x = x + seen.transpose(0, 1).reshape(n, -1) @ w["out"].T
+    inner = norm(x, "feed_forward_norm")
+    x = x + (functional.silu(inner @ w["gate"].T) * (inner @ w["up"].T)) @ w["down"].T
+    logits = norm(x, "final_norm") @ torch.from_numpy(np.asarray(head, np.float64)).T
+    return x.numpy(), logits.numpy()
