@@ -17,7 +17,7 @@ from ondevice.converters.architectures.rotary import rope_spec
 from ondevice.converters.draft_layers.write import write_draft_layer
 from ondevice.flash.reader import FlashReader
 from ondevice.model.draft_layer import load_draft_layer
-from ondevice.model.kv_cache import KVCache, KVLayout
+from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.speculation.tree import DRAFT_NODES
 from tests.support.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.support.chat import PROMPT
@@ -73,7 +73,7 @@ def test_logits_are_those_of_plain_pytorch(checkpoint: Path, bundle: Path, backe
     assert opened.mtp is not None
     with running(bundle, backend) as transformer:
         transformer.taps = (LAYERS,)
-        kv = KVCache(KVLayout(transformer.config, kv_bits))
+        kv = SequenceState(KVLayout(transformer.config, kv_bits))
         # Where the last row alone is wanted, the layer gets all of them.
         output = transformer.run(ForwardBatch(TOKENS, last_only=True), kv)
         assert output.hidden.shape[0] == 1
@@ -82,7 +82,7 @@ def test_logits_are_those_of_plain_pytorch(checkpoint: Path, bundle: Path, backe
             loaded = load_draft_layer(
                 opened, opened.mtp, reader, transformer.backend, transformer.weights, 0, 256
             )
-        own, found = KVCache(KVLayout(loaded.config, kv_bits)), []
+        own, found = SequenceState(KVLayout(loaded.config, kv_bits)), []
         states = np.array(transformer.backend.to_numpy(tapped), np.float64)
         rows, mixed = TOKENS[1:], loaded.mixed(output.tapped)
         for start, stop in ((0, 1), (1, 6), (6, len(rows))):
