@@ -87,6 +87,7 @@ class CountingTransformer:
         self.checked_logits = inner.checked_logits
         self.logits = inner.logits
         self.accept = inner.accept
+        self.keep = inner.keep
         self.check_finite = inner.check_finite
         self.lengths: list[int] = []
         self._inner = inner
