@@ -7,7 +7,8 @@ must have the perplexity of whole passes. The model is a small mixture that was 
 and one JSON line.
 
 With `--times`, the time of a token of dialogue: a model for each distance reads the same tokens, each in turn
-by all of them, past the page cache. Mean over that of the model's own choice, and the experts that were read.
+by all of them, past the page cache. Medians over that of the model's own choice, and the experts that were
+read.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def run(bundle: Bundle, experts: int, pieces: Pieces, single: bool, substitution
 
 
 def times(bundle: Bundle, pieces: Pieces) -> list[dict[str, float]]:
-    """Print and return the mean time of a token by distance, all in turn."""
+    """Print and return the median time of a token by distance, all in turn."""
     config, quant = bundle.config, bundle.quant
     assert config.experts is not None
     room = config.experts.count * len(config.expert_layers) // 2
@@ -99,7 +100,8 @@ def times(bundle: Bundle, pieces: Pieces) -> list[dict[str, float]]:
             slots = room + expert_shape(config, quant, config.experts).reserve
             fetchers.append(expert_fetcher(bundle, reader, cpu, slots, distance))
             stack.callback(fetchers[-1].close)
-        seconds, missed = np.zeros(len(distances)), np.zeros(len(distances))
+        taken: list[list[float]] = [[] for _ in distances]
+        missed = np.zeros(len(distances))
         counted = 0
         for piece in pieces:
             caches = [SequenceState(KVLayout(config, 16)) for _ in models]
@@ -108,15 +110,16 @@ def times(bundle: Bundle, pieces: Pieces) -> list[dict[str, float]]:
                     before, begun = fetchers[place].lookups - fetchers[place].hits, time.perf_counter()
                     every_logits(models[place], [token], caches[place])
                     if at >= WARM_UP:
-                        seconds[place] += time.perf_counter() - begun
+                        taken[place].append(time.perf_counter() - begun)
                         missed[place] += fetchers[place].lookups - fetchers[place].hits - before
                 counted += at >= WARM_UP
+    seconds = np.median(taken, axis=1)
     print("| within | ms a token | over the model's own choice | experts read a token |\n|---|---|---|---|")
     for place, distance in enumerate(distances):
         ratio, read = seconds[place] / seconds[0], missed[place] / counted
-        print(f"| {distance:g} | {1e3 * seconds[place] / counted:.2f} | {ratio:.2f} | {read:.2f} |")
+        print(f"| {distance:g} | {1e3 * seconds[place]:.2f} | {ratio:.2f} | {read:.2f} |")
     return [
-        {"within": distance, "seconds": float(own / counted), "read": float(read / counted)}
+        {"within": distance, "seconds": float(own), "read": float(read / counted)}
         for distance, own, read in zip(distances, seconds, missed, strict=True)
     ]
 
