@@ -116,6 +116,7 @@ DELTA_EXPERTS = {
 }
 WIDE_DELTA = {"linear_key_head_dim": 40, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 3}
 # A state behind rounded keys may magnify what they lose: queries and keys there have length 1, however small.
+# That is the random weights' conditioning: changes of 2^-12 in what enters the first layer do as much.
 PAIRS = {"layer_types": ["linear_attention"] * 2 + ["full_attention"] * 2}
 GLM4_MOE = {
     "n_routed_experts": 8,
