@@ -275,7 +275,7 @@ def test_another_tokenizer_is_refused(copied: Path, chat_bundle: Path, tmp_path:
 def test_a_model_without_one_says_how_it_is_made() -> None:
     with pytest.raises(UnsupportedModelError, match="`ondevice train ngrams` makes them") as caught:
         load(SHIPPED, speculation="ngrams")
-    assert "It can have: off, lookup, recycling, streams, resident, model, auto" in str(caught.value)
+    assert "It can have: off, lookup, recycling, streams, resident, model, eagle, auto" in str(caught.value)
 
 
 def signed(folder: Path, change: Callable[[np.ndarray], None]) -> None:

@@ -108,6 +108,7 @@ def test_drafters_of_one_text_draft_for_one_and_the_others_run_beside_it(
     assert found[-1].stats.drafting.draft_tokens > 0, "it drafts again for one alone"
 
 
+@pytest.mark.usefixtures("steady_process")
 def test_without_memory_for_all_the_last_ones_compute_theirs_again(
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,8 @@ def test_joining_and_leaving_at_random_times(
     assert max(map(len, parts)) > 1
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("steady_process")
 def test_without_memory_for_all_the_last_ones_compute_theirs_again(parts: Parts) -> None:
     options: dict[str, Any] = {"sparsity": "dense", "speculation": "off", "memory_pressure": "off"}
     wanted = {**ENDS, "max_tokens": 130, "temperature": 0.9}
@@ -251,6 +253,7 @@ def test_where_a_text_would_depend_on_others_there_is_one_at_a_time(expert_bundl
         assert all(isinstance(it, list) for it in found)
 
 
+@pytest.mark.usefixtures("steady_process")
 def test_the_plan_counts_what_texts_add() -> None:
     one, four, eight = (inspect(parallel=count) for count in (1, 4, 8))
     vocabulary = 8 * 4096

@@ -25,8 +25,10 @@ pytestmark = [
 ]
 MODES = [
     ("dense", "lookup"),
-    ("exact", "auto"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("predicted", "off"), ("experts", "lookup"))),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (("exact", "auto"), ("predicted", "off"), ("experts", "lookup"))
+    ),
 ]
 
 
