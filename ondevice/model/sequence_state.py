@@ -71,6 +71,8 @@ class SequenceState:
         self.places: Any = None
         self.arrays: Any = arrays
         self.tokens: list[int] = []
+        self.drafted = 0
+        """The last of the tokens, which are a draft's and not verified yet."""
         self.chunked = 0
         """Leading tokens that came in whole chunks of a prompt, each behind whole chunks; in a model with
         recurrent layers, those up to the last checkpoint that has one at every multiple before it."""
@@ -87,6 +89,11 @@ class SequenceState:
     def length(self) -> int:
         """Number of tokens whose keys and values are stored."""
         return len(self.tokens)
+
+    @property
+    def verified(self) -> int:
+        """Number of tokens that are the text's: all but those of a draft that isn't verified yet."""
+        return self.length - self.drafted
 
     @property
     def room(self) -> int:
@@ -150,6 +157,7 @@ class SequenceState:
         if self.states is not None:
             n_tokens = self.states.nearest(n_tokens)
             self.states.back_to(n_tokens)
+        self.drafted = max(0, n_tokens - self.verified)
         del self.tokens[n_tokens:]
         self.chunked, self.saved = min(self.chunked, n_tokens), min(self.saved, n_tokens)
         self._shrink(self.layout.blocks(n_tokens))
@@ -167,6 +175,7 @@ class SequenceState:
                 move(start + node, target)
                 self.tokens[target] = self.tokens[start + node]
         self.truncate(start + len(path))
+        self.drafted = 0
 
     def settle(self, n_tokens: int, replay: Callable[[int], None]) -> None:
         """Bring states of recurrent layers behind the first n_tokens, if the last of these run ahead.
@@ -178,7 +187,7 @@ class SequenceState:
                 self._add_checkpoint(checkpoint)
 
     def fork(self) -> SequenceState:
-        """An independent copy, with blocks of its own."""
+        """An independent copy, with blocks of its own. It has no draft that isn't verified yet."""
         copy = SequenceState(self.layout, self._allocate, self._release)
         copy.reserve(self.length)
         if self.arrays is None:
@@ -194,6 +203,8 @@ class SequenceState:
             self.states.copy_to(copy.states)
         copy.tokens = list(self.tokens)
         copy.chunked, copy.saved = self.chunked, self.saved
+        if self.drafted:
+            copy.truncate(self.verified if self.states is None else min(self.verified, self.states.position))
         return copy
 
     def part_sizes(self, start: int, stop: int) -> list[int]:

@@ -90,6 +90,11 @@ Answer: TypeAlias = PassResult | OndeviceError | Cancelled | Literal["evicted", 
 so that it has to begin anew, `passed` where it asked for no pass, or None where it waits for a later one."""
 
 
+def _note_draft(request: PassRequest, rows: int) -> None:
+    """Note which tokens of a pass over `rows` of them its text has yet to verify."""
+    request.kv.drafted = 0 if request.prompt else rows - 1
+
+
 class SharedPasses:
     """Answers the requests of the texts that run together.
 
@@ -157,6 +162,7 @@ class SharedPasses:
                 found = self._transformer.run(batch, kv, request.cancelled, prune=drafted.prune)
         except (OndeviceError, Cancelled) as error:
             return error
+        _note_draft(request, len(batch.tokens))
         return PassResult(len(batch.tokens), found, None, time.perf_counter() - started, batch)
 
     def _drafted(self, requests: Sequence[PassRequest], rows: int) -> dict[int, Drafted | Cancelled]:
@@ -286,10 +292,12 @@ class SharedPasses:
     def _held(self, requests: Sequence[PassRequest], at: int, count: int) -> Answer:
         """Hold memory for `count` tokens of a request. Returns its answer if it has none; None if it has."""
         request, kv = requests[at], requests[at].kv
+        if not request.batch.tokens:
+            return None
         if kv.length != request.length:
             self._wait(requests, at)
             return "evicted"
-        if kv in self._waiting:
+        if kv in self._waiting or not count:
             return None
         # A session may be saved while it answers: then two requests have one cache.
         later = [it for it in requests[at + 1 :] if it.kv is not kv]
@@ -299,7 +307,7 @@ class SharedPasses:
                     kv.reserve(kv.length + count)
                 return None
             except BudgetError as error:
-                while later and not later[-1].kv.blocks:
+                while later and not later[-1].kv.nbytes:
                     later.pop()
                 if later:
                     later.pop().kv.truncate(0)
@@ -314,8 +322,9 @@ class SharedPasses:
 
     def _wait(self, requests: Sequence[PassRequest], at: int) -> None:
         """Let a request wait until one before it has ended."""
-        if at:
-            self._waiting[requests[at].kv] = [it.kv for it in requests[:at]]
+        kv = requests[at].kv
+        if before := [it.kv for it in requests[:at] if it.kv is not kv]:
+            self._waiting[kv] = before
 
     def _forget(self, requests: Sequence[PassRequest]) -> None:
         """Let those go on before which a text has ended."""
@@ -375,6 +384,7 @@ class SharedPasses:
         for request, own in ready:
             count = len(own.tokens)
             output = ForwardOutput(range(count), hidden[first : first + count])
+            _note_draft(request, count)
             its = logits.get(id(request))
             results[id(request)] = PassResult(count, output, its, seconds, batch, first)
             first += count

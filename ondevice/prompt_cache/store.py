@@ -107,7 +107,7 @@ class PromptCache:
         Returns the number of tokens that are on the disk now: `at` where nothing is left to write, or where
         it can't be written.
         """
-        last = kv.chunked // self._step * self._step if self.chunk else kv.length
+        last = kv.chunked // self._step * self._step if self.chunk else kv.verified
         chain = self._chain(kv.tokens[:last])
         for index in range(at // self._step, len(chain)):
             name, start = chain[index], index * self._step

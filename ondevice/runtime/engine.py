@@ -242,12 +242,12 @@ class Engine:
         check_thread(self._thread)
         store = self._state_at(folder)
         with suppress(Cancelled), self.kv.use(key) as kv, system_refusals():
-            tokens = list(kv.tokens)
+            tokens = kv.tokens[: kv.verified]
             for _ in store.write(kv):
                 yield no_pass(kv, cancelled)
                 if kv.tokens[: len(tokens)] != tokens:
                     break
-                tokens = list(kv.tokens)
+                tokens = kv.tokens[: kv.verified]
             store.keep_only(tokens)
 
     def load_state(
