@@ -2,7 +2,8 @@
 
 Attention's queries and output gates are one projection, head by head; a quarter of a head turns. Norms are
 stored less one, but for that of the delta rule's output. Layers that predict tokens further on (`mtp.*`) are
-left out. In folders that MLX has written the channels of convolutions are behind their taps, and norms whole.
+no part of the model; `layer_ahead` has them, for `draft_layers/mtp.py`. In folders that MLX has written the
+channels of convolutions are behind their taps, and norms whole.
 """
 
 from __future__ import annotations
@@ -66,6 +67,21 @@ POSITION_KEYS = ("mrope_section", "mrope_interleaved")
 """Keys that divide a head's pairs among three positions, which are one and the same in a text."""
 GATES = ("b", "a")
 """What betas and decays are made of, in this order."""
+AHEAD = "mtp."
+"""How names of layers begin that predict tokens further on."""
+AHEAD_NAMES = {
+    "mtp.layers.0.": "model.layers.0.",
+    "mtp.norm.": "model.norm.",
+    "mtp.pre_fc_norm_embedding.": "mtp.embedding_norm.",
+    "mtp.pre_fc_norm_hidden.": "mtp.hidden_norm.",
+}
+MTP_NOTE = (
+    "the layer that predicts one token more (mtp) was left out; `ondevice convert CHECKPOINT --draft-for "
+    "BUNDLE` adds it, for --speculation mtp, from its authors' folder"
+)
+MTP_WITH_EXPERTS_NOTE = (
+    "the layer that predicts one token more (mtp) was left out: it has experts, which draft layers can't have"
+)
 PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
@@ -188,12 +204,36 @@ def _description(reader: ConfigReader, config: ModelConfig) -> Description:
     reader.boolean("mtp_use_dedicated_embeddings", False)
     notes: tuple[str, ...] = ()
     if reader.integer("mtp_num_hidden_layers", 0):
-        notes = ("layers that predict several tokens (mtp) were left out: nothing drafts with them yet",)
+        notes = (MTP_NOTE if config.experts is None else MTP_WITH_EXPERTS_NOTE,)
     return Description(config, partial(_adapt, config=config), notes)
 
 
+def layer_ahead(tensors: Tensors, config: ModelConfig) -> tuple[ModelConfig, Tensors]:
+    """The layer that predicts one token more, as a model of that layer, whose tensors are as `tensors.py` has
+    them. `mtp.embedding_norm.weight`, `mtp.hidden_norm.weight` and `mtp.fc.weight` are what joins an
+    embedding and a hidden state, side by side, before it. config: of the whole model.
+
+    Raises CheckpointError for a folder without it, UnsupportedModelError for one that MLX has written, in
+    which norms may or may not be whole.
+    """
+    found = {name: it for name, it in tensors.items() if name.startswith(AHEAD)}
+    if not found:
+        raise CheckpointError(
+            f"the folder has no tensors {AHEAD}*, which predict one token more; take its authors' folder"
+        )
+    if _written_by_mlx(tensors):
+        raise UnsupportedModelError(
+            f"{AHEAD}* isn't read from a folder that MLX has written, whose norms may be whole or less one; "
+            "take its authors' folder"
+        )
+    layer = next(it for it in config.layers if it.delta is None)
+    config = replace(config, layers=(layer,))
+    tensors = norms_shifted(under_model(found, AHEAD_NAMES))
+    return config, in_halves(_with_output_gates(tensors, config), config)
+
+
 def _adapt(tensors: Tensors, config: ModelConfig) -> Tensors:
-    tensors = {name: it for name, it in tensors.items() if not name.startswith("mtp.")}
+    tensors = {name: it for name, it in tensors.items() if not name.startswith(AHEAD)}
     tensors = under_model(tensors, PREFIXES)
     of_delta = {name: it for name, it in tensors.items() if ".linear_attn." in name}
     tensors = {name: it for name, it in tensors.items() if name not in of_delta}

@@ -14,6 +14,7 @@ import numpy as np
 
 from ondevice.bundle.manifest import GENERATION_RANGES
 from ondevice.config import LEAST_TEMPERATURE
+from ondevice.converters.architectures.common import Description
 from ondevice.converters.architectures.config_reader import SAME_REPOSITORY
 from ondevice.converters.architectures.registry import describe
 from ondevice.converters.architectures.tensors import EMBEDDING, HEAD, tensor_shapes
@@ -51,35 +52,55 @@ def open_huggingface(folder: SourceFolder) -> Checkpoint:
     sound but can't be converted.
     """
     values = folder.json("config.json", MAX_CONFIG_BYTES)
-    mxfp4 = has_mxfp4(values)
-    fp8 = read_fp8(values)
-    quantisation = None if mxfp4 or fp8 else read_quantisation(values)
-    description = describe({key: value for key, value in values.items() if key not in (KEY, COPY_KEY)})
+    by_mlx = _quantised_by_mlx(values)
+    description = describe_model(values)
     config = description.config
     with ExitStack() as refused:
-        raw = all_tensors(folder, refused)
-        found: dict[str, SourceTensor]
-        if mxfp4:
-            found = experts_of(raw)
-        elif fp8 is not None:
-            found = scaled_tensors(raw, fp8)
-        elif quantisation is None:
-            found = {name: floating(tensor) for name, tensor in raw.items()}
-        else:
-            found = quantised_tensors(raw, quantisation)
+        found = stored_tensors(folder, values, refused)
         tensors = _select(description.adapt(found), config)
         generation = folder.optional_json("generation_config.json", MAX_CONFIG_BYTES)
         tokenizer = read_tokenizer(folder, values, generation, config.vocab_size)
         refused.pop_all()
     return Checkpoint(
         name=printable(folder.name),
-        source_format="huggingface" if quantisation is None else "mlx",
+        source_format="mlx" if by_mlx else "huggingface",
         config=config,
         tensors=tensors,
         tokenizer=tokenizer,
         generation=generation_defaults(generation),
         notes=description.notes,
     )
+
+
+def describe_model(values: Mapping[str, Any]) -> Description:
+    """The model of a folder's `config.json`, however its tensors are stored. Raises as `describe`."""
+    return describe({key: value for key, value in values.items() if key not in (KEY, COPY_KEY)})
+
+
+def stored_tensors(
+    folder: SourceFolder, values: Mapping[str, Any], opened: ExitStack
+) -> dict[str, SourceTensor]:
+    """All tensors of the folder by their names there, codes and their scales as one.
+
+    values: of `config.json`. opened: closes the files that are opened here. Raises CheckpointError for files
+    that are missing or damaged, UnsupportedModelError for types and methods that aren't read.
+    """
+    mxfp4 = has_mxfp4(values)
+    fp8 = read_fp8(values)
+    quantisation = None if mxfp4 or fp8 else read_quantisation(values)
+    raw = all_tensors(folder, opened)
+    if mxfp4:
+        return experts_of(raw)
+    if fp8 is not None:
+        return scaled_tensors(raw, fp8)
+    if quantisation is None:
+        return {name: floating(tensor) for name, tensor in raw.items()}
+    return quantised_tensors(raw, quantisation)
+
+
+def _quantised_by_mlx(values: Mapping[str, Any]) -> bool:
+    """Raises UnsupportedModelError for a method that isn't known."""
+    return not has_mxfp4(values) and not read_fp8(values) and read_quantisation(values) is not None
 
 
 def generation_defaults(values: dict[str, Any]) -> dict[str, float]:

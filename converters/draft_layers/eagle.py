@@ -145,6 +145,8 @@ def _described(
         qkv_bias=reader.boolean("attention_bias", False),
         output_bias=reader.boolean("attention_bias", False),
         head_norm=False,
+        output_gates=False,
+        states_normed=False,
         residual_normed=reader.boolean("norm_before_residual", False),
         own_head="lm_head.weight" in raw,
         own_embeddings="embed_tokens.weight" in raw,

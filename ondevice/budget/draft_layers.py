@@ -37,7 +37,8 @@ def _state_bytes(layer: DraftLayer, target: ModelConfig, runtime: RuntimeConfig,
     # What passes hand out, once as such and once as rows that wait for their tokens.
     tapped = 4 * widest_pass(target, runtime) * (len(layer.taps) * target.hidden_size + width)
     logits = 4 * (nodes + 2) * (layer.tokens + width)
-    # Inputs, projections and what attends, copies of gates, ups and their products.
+    # Inputs, projections and what attends, copies of gates, ups and their products, outputs normed.
     row = 4 * width + 2 * layer.qkv_rows + layer.query_size + 4 * layer.neurons
     row += len(layer.taps) * target.hidden_size + layer.embedding_width(target)
+    row += layer.output_gates * layer.query_size + layer.states_normed * width
     return kv + tapped + logits + 2 * 4 * PIECE_ROWS * row + 8 * max_context

@@ -63,7 +63,9 @@ class DraftLayer:
     model: `weights_digest` of the target. bits: width of the matrices' codes. taps: the target's hidden
     states that it reads, each by the layer that it enters; the number of layers means the last one's output.
     residual_normed: whether attention's output joins the normed hidden state, not the hidden state itself.
-    head_norm: whether each head's queries and keys are normed. own_head: whether it has an output head of its
+    head_norm: whether each head's queries and keys are normed. output_gates: whether what heads attend to is
+    multiplied by the sigmoid of gates. states_normed: whether hidden states come from behind a norm, the
+    target's last one and then the layer's own. own_head: whether it has an output head of its
     own, of `tokens` tokens; else the target's serves. own_embeddings: whether it has embeddings of its own,
     (V, D). crcs: CRC32C of each MiB of the file with the tensors.
     """
@@ -84,7 +86,9 @@ class DraftLayer:
     qkv_bias: bool
     output_bias: bool
     head_norm: bool
+    output_gates: bool
     residual_normed: bool
+    states_normed: bool
     own_head: bool
     own_embeddings: bool
     tokens: int
@@ -115,7 +119,10 @@ class DraftLayer:
         Raises UnsupportedModelError for sizes that can't be run.
         """
         attention = AttentionSpec(
-            self.head_dim**-0.5, bias=self.qkv_bias, head_norm="head" if self.head_norm else "none"
+            self.head_dim**-0.5,
+            bias=self.qkv_bias,
+            head_norm="head" if self.head_norm else "none",
+            gated=self.output_gates,
         )
         return ModelConfig(
             architecture=self.kind,
@@ -140,6 +147,8 @@ class DraftLayer:
         else:
             found = {"joined.embedding": (width, embedding), "joined.hidden": (width, target.hidden_size)}
             found["qkv"] = (self.qkv_rows, width)
+            if self.output_gates:
+                found["output_gates"] = (self.query_size, width)
         found |= {"out": (width, self.query_size), "gate": (self.neurons, width), "up": (self.neurons, width)}
         found["down"] = (width, self.neurons)
         return found | ({"head": (self.tokens, width)} if self.own_head else {})
@@ -224,7 +233,9 @@ def _parse(section: Section, target: ModelConfig) -> DraftLayer:
         qkv_bias=section.boolean("qkv_bias"),
         output_bias=section.boolean("output_bias"),
         head_norm=section.boolean("head_norm"),
+        output_gates=section.boolean("output_gates"),
         residual_normed=section.boolean("residual_normed"),
+        states_normed=section.boolean("states_normed"),
         own_head=section.boolean("own_head"),
         own_embeddings=section.boolean("own_embeddings"),
         tokens=section.integer("tokens", 1, target.vocab_size),
@@ -250,6 +261,13 @@ def _check(layer: DraftLayer, where: str, target: ModelConfig) -> None:
     expected = EAGLE_TAPS if layer.kind == "eagle" else 1
     if len(layer.taps) != expected:
         raise BundleError(f"{where}.taps has {len(layer.taps)} values; {layer.kind} has {expected}")
+    if layer.kind == "eagle" and (layer.output_gates or layer.states_normed):
+        raise BundleError(f"{where} has output_gates or states_normed, which eagle layers don't have")
+    if layer.states_normed and (not target.final_norm or layer.hidden_size != target.hidden_size):
+        raise BundleError(
+            f"{where}.states_normed needs a model with a last norm and of the layer's width, "
+            f"{layer.hidden_size}; this one's is {target.hidden_size}"
+        )
     if not layer.own_head and (
         layer.hidden_size != target.embedding_size or layer.tokens != target.vocab_size
     ):

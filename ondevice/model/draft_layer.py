@@ -77,12 +77,16 @@ class LoadedDraftLayer:
         self.weights = loaded
         """Vectors and matrices by name, as the backend loaded them."""
         self._embedding: Embedding = target.embedding
+        self._target_norm = target.final_norm
         self._head: Linear = loaded["head"] if layer.own_head else target.head
         self._rope = Rope(self.config.ropes[0])
 
     def mixed(self, tapped: Sequence[Array]) -> Array:
         """What rows take for hidden states, (n, D or T), of the target's, (n, T) for each of `taps`."""
         backend, first = self.backend, tapped[0]
+        if self.layer.states_normed:
+            assert self._target_norm is not None
+            return backend.normed(first, self._target_norm)
         if self.layer.kind == "mtp":
             return first
         tapped = [tapped[self.taps.index(tap)] for tap in self.layer.taps]
@@ -100,7 +104,7 @@ class LoadedDraftLayer:
         an earlier `run`; may be overwritten. Raises the errors of the cache's allocator; kv is then as
         before.
         """
-        backend, layer, kind = self.backend, self.layer, self.layer.kind
+        backend, layer, kind, gates = self.backend, self.layer, self.layer.kind, None
         count, position = len(tokens), kv.length
         kv.reserve(position + count)
         embedded = self._embedded(tokens)
@@ -108,8 +112,11 @@ class LoadedDraftLayer:
         if kind == "mtp":
             x = backend.linear(embedded, self.weights["joined.embedding"], before[0])
             x = backend.linear(hidden, self.weights["joined.hidden"], before[1], added=x)
-            x = backend.rows(x, range(count))
-            qkv = backend.linear(x, self.weights["qkv"], self._norm("attention_norm"))
+            x, entering = backend.rows(x, range(count)), self._norm("attention_norm")
+            if layer.output_gates:
+                # A copy, as the next product takes its place.
+                gates = backend.rows(backend.linear(x, self.weights["output_gates"], entering), range(count))
+            qkv = backend.linear(x, self.weights["qkv"], entering)
         else:
             x, second = hidden, None if layer.residual_normed else before[1]
             if layer.residual_normed:
@@ -119,20 +126,23 @@ class LoadedDraftLayer:
         cos, sin = self._rope.run(position, count)
         spec = self.config.layers[0].attention
         seen = backend.attend(qkv, kv, 0, position, cos, sin, spec, self._head_norms())
+        if gates is not None:
+            seen = backend.sigmoid_gated(seen, gates)
         x = backend.linear(seen, self.weights["out"], added=x)
         norm = self._norm("feed_forward_norm")
         gate = backend.rows(backend.linear(x, self.weights["gate"], norm), range(count))
         up = backend.linear(x, self.weights["up"], norm)
         x = backend.linear(backend.gated(gate, up, layer.activation), self.weights["down"], added=x)
         kv.extend(tokens)
-        return x
+        return backend.normed(x, self._norm("final_norm")) if layer.states_normed else x
 
     def logits(self, hidden: Array) -> Float32:
         """Logits (n, N) of the tokens that may come behind rows, for their hidden states (n, D).
 
         Raises BundleError if one isn't finite.
         """
-        found = self.backend.to_numpy(self.backend.linear(hidden, self._head, self._norm("final_norm")))
+        norm = None if self.layer.states_normed else self._norm("final_norm")
+        found = self.backend.to_numpy(self.backend.linear(hidden, self._head, norm))
         if not np.isfinite(found).all():
             raise BundleError(
                 f"the draft layer of {self.layer.sidecar.manifest} computes logits that are not "

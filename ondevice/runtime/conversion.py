@@ -404,16 +404,19 @@ def _existing(path: Path) -> Path:
 def add_draft_layer(source: str, model: str, quant: str = AUTO_QUANT) -> tuple[Path, DraftLayer]:
     """Add the draft layer in the folder `source` to the bundle of the model that it was trained for.
 
-    quant: as `--quant` has it. Returns the bundle's folder and the layer.
+    source: a folder with an EAGLE-3 head, or the checkpoint of the model, with a layer that predicts one
+    token more. quant: as `--quant` has it. Returns the bundle's folder and the layer.
 
     Raises UsageError for bits that a draft layer can't have, ModelNotFoundError, and what `convert_eagle`
-    raises.
+    or `convert_mtp` raises.
     """
     from ondevice.converters.draft_layers.eagle import convert_eagle
+    from ondevice.converters.draft_layers.mtp import convert_mtp, has_layers_ahead
 
     if quant not in DRAFT_LAYER_BITS:
         raise UsageError(
             f"--quant {quant} isn't possible with --draft-for; take {', '.join(DRAFT_LAYER_BITS)}"
         )
     path = find_model(model)
-    return path, convert_eagle(source, path, DRAFT_LAYER_BITS[quant])
+    add = convert_mtp if has_layers_ahead(source) else convert_eagle
+    return path, add(source, path, DRAFT_LAYER_BITS[quant])

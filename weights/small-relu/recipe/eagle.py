@@ -289,6 +289,8 @@ def main() -> None:
         qkv_bias=False,
         output_bias=False,
         head_norm=False,
+        output_gates=False,
+        states_normed=False,
         residual_normed=False,
         own_head=False,
         own_embeddings=False,
