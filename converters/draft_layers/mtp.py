@@ -1,8 +1,8 @@
 """The layer of a checkpoint that predicts one token more than the model, for a bundle of that model.
 
 Qwen3.5's and 3.6's, of dense models: `mtp.*`. Names and arithmetic are those of vLLM (`qwen3_5_mtp.py`) and
-SGLang, as `transformers` leaves the layer out. The embedding's norm and the hidden state's stand side by side,
-in this order, before `mtp.fc`; a layer with the model's own attention and feed-forward follows, and
+SGLang, as `transformers` leaves the layer out. The embedding and the hidden state, both normed, stand side by
+side in this order before `mtp.fc`; a layer with the model's own attention and feed-forward follows, and
 `mtp.norm`. Hidden states come from behind the model's last norm; where a draft goes on, from behind
 `mtp.norm`. Embeddings and head are the model's.
 """
@@ -196,7 +196,7 @@ def _rows(tensor: SourceTensor) -> Weights:
 
 
 def _check_tensors(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises CheckpointError for a missing tensor or another shape, UnsupportedModelError for further ones."""
+    """Raises CheckpointError for missing tensors and other shapes, UnsupportedModelError for further ones."""
     missing = sorted(set(shapes) - set(tensors))
     if missing:
         raise CheckpointError(

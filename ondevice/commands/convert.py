@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 @option(
     "--draft-for",
     metavar="BUNDLE",
-    help="Add the source, a folder with an EAGLE-3 head, to this model's bundle, for --speculation eagle.",
+    help="Add what drafts to this model's bundle: of a folder with an EAGLE-3 head, for --speculation eagle; "
+    "of the model's checkpoint the layer that predicts one token more, for --speculation mtp.",
 )
 @option("--resume", is_flag=True, help="Continue an interrupted conversion.")
 @option("--force", is_flag=True, help="Replace an existing output.")

@@ -248,14 +248,14 @@ def test_on_the_cpu_device_nothing_but_the_mode_changes_a_bit(sparsity: str) -> 
         with loaded(SHIPPED, sparsity="dense") as model:
             assert (model.logits(random_tokens(model.config, 48)) == found[0]).all()
     prompt, drafts = "It was a cold morning, and the old man, the old man went to the", 0
-    for drafter in ("off", "lookup", "recycling", "streams", "resident", "model"):
+    for drafter in ("off", "lookup", "recycling", "streams", "resident", "model", "eagle"):
         second = {"draft_model": SHIPPED} if drafter == "model" else {}
         with loaded(SHIPPED, sparsity=sparsity, speculation=drafter, **second) as model:
             greedy = model.generate(prompt, max_tokens=24)
             sampled = model.generate(prompt, max_tokens=24, temperature=0.7, seed=5)
             texts.append((greedy.tokens, sampled.tokens))
             drafts += greedy.stats.drafting.drafts
-    assert texts == [texts[0]] * 6
+    assert texts == [texts[0]] * 7
     assert drafts >= 6
 
 

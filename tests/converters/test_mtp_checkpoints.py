@@ -1,4 +1,4 @@
-"""The layer of Qwen3.5 checkpoints that predicts one token more: read, equal to `transformers`, and no text's.
+"""Qwen3.5's layer that predicts one token more: read, equal to `transformers`, and no text depends on it.
 
 `transformers` leaves the layer out; its own layer of attention with the layer's weights is the oracle.
 """
@@ -31,6 +31,7 @@ from tests.support.chat import PROMPT
 from tests.support.command_line import Run
 from tests.support.engines import BackendName, always_draft, error, random_tokens, running
 from tests.support.families import CASES, write_model
+from tests.support.models import save_safetensors
 from tests.support.mtp_checkpoints import change_config, mtp_logits, write_mtp_checkpoint
 
 FED = [17, 33, 8]
@@ -124,9 +125,10 @@ def test_a_chat_goes_on_and_back_with_drafts(hybrid: Path, monkeypatch: pytest.M
     for speculation in ("off", "mtp"):
         with load(hybrid / "bundle", speculation=speculation) as model:
             session = model.session()
-            replies = [session.respond(it, max_tokens=12, logit_bias={EOS: -math.inf}) for it in ("A", "B")]
+            options: dict[str, Any] = {"max_tokens": 12, "logit_bias": {EOS: -math.inf}}
+            replies = [session.respond(it, **options) for it in ("A", "B")]
             branch = session.fork()
-            replies += [it.respond("C", max_tokens=12, logit_bias={EOS: -math.inf}) for it in (branch, session)]
+            replies += [it.respond("C", **options) for it in (branch, session)]
             talks.append([it.tokens for it in replies])
     assert talks[0] == talks[1]
 
@@ -151,14 +153,14 @@ def test_the_command_adds_it_and_the_note_says_how(hybrid: Path, tmp_path: Path,
 
 
 def test_a_checkpoint_beside_other_towers_is_read(hybrid: Path, tmp_path: Path) -> None:
-    """As published ones are: the text's config is a section, its tensors lie under another name."""
+    """As published ones are: in bfloat16, the text's config a section, its tensors under another name."""
     source = copy_files(hybrid / "source", tmp_path / "source")
     text = json.loads((source / "config.json").read_text())
     names = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]}
     (source / "config.json").write_text(json.dumps({**names, "text_config": text}))
     tensors = load_file(source / "model.safetensors")
     moved = {it.replace("model.", "model.language_model.", 1): values for it, values in tensors.items()}
-    save_file(moved, source / "model.safetensors")
+    save_safetensors(source / "model.safetensors", moved, "BF16")
     bundle = copy_files(hybrid / "bundle", tmp_path / "bundle")
     before = (bundle / MTP_SIDECAR.tensors).read_bytes()
     (bundle / MTP_SIDECAR.tensors).unlink()

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
+import ondevice
 from ondevice.api import load
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.bundle.draft_layers import MTP_SIDECAR, DraftLayer
@@ -118,3 +119,18 @@ def test_no_token_depends_on_drafts(bundle: Path, monkeypatch: pytest.MonkeyPatc
             found = drafting.generate(PROMPT, max_tokens=40, logit_bias=bias, **sampling)
             assert found.tokens == expected.tokens
             assert found.stats.drafting.draft_tokens > 40
+
+
+def test_mlx_drafts_with_it_too(bundle: Path, monkeypatch: pytest.MonkeyPatch, mlx_on_cpu: None) -> None:
+    """In the smallest budget that the plan has, but for what its steps round."""
+    pytest.importorskip("mlx.core", exc_type=ImportError)
+    always_draft(monkeypatch, [6])
+    bias, texts = {EOS: -math.inf}, []
+    for speculation in ("off", "mtp"):
+        plan = ondevice.inspect(bundle, backend="mlx", speculation=speculation)
+        budget = plan.minimum_budget_bytes + (2 << 20)
+        with load(bundle, backend="mlx", speculation=speculation, dram_budget=budget) as model:
+            found = model.generate(PROMPT, max_tokens=40, logit_bias=bias, temperature=0.9, seed=5)
+            texts.append(found.tokens)
+    assert texts[0] == texts[1]
+    assert found.stats.drafting.draft_tokens > 40

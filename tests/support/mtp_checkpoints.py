@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.support.bundles import write_byte_tokenizer
 from tests.support.families import CASES, write_model
+from tests.support.models import to_bfloat16
 
 
 def write_mtp_checkpoint(folder: Path, case: str = "qwen3.5") -> Any:
@@ -30,6 +31,8 @@ def write_mtp_checkpoint(folder: Path, case: str = "qwen3.5") -> Any:
     for name, shape in shapes.items():
         scale = 0.2 if len(shape) == 1 else 1.0 / np.sqrt(shape[1])
         found[name] = (rng.standard_normal(shape) * scale).astype(np.float16).astype(np.float32)
+        # As in bfloat16, which published ones have.
+        found[name] = (to_bfloat16(found[name]).astype(np.uint32) << 16).view(np.float32)
     save_file(load_file(path) | found, path, {"format": "pt"})
     change_config(folder, mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False)
     return model
@@ -43,8 +46,8 @@ def change_config(folder: Path, **values: Any) -> None:
 def mtp_logits(
     folder: Path, model: Any, tokens: Sequence[int], hidden: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Hidden states (n, D) and logits (n, V) of the checkpoint's layer: `transformers`' own model of one layer
-    of attention over what `mtp.fc` makes of embeddings and hidden states.
+    """Hidden states (n, D) and logits (n, V) of the checkpoint's layer, by a `transformers` model of one
+    layer of attention over what `mtp.fc` makes of embeddings and hidden states.
 
     hidden: (n, D) what the model's last norm or the layer's own has given, each behind the token before.
     """
@@ -64,5 +67,6 @@ def mtp_logits(
         parts = []
         for x, norm in zip((own, torch.from_numpy(np.asarray(hidden, np.float32))), norms, strict=True):
             parts.append(x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.rms_norm_eps) * (1 + norm))
-        found = one(inputs_embeds=(torch.cat(parts, -1) @ joined.T)[None], use_cache=False).last_hidden_state[0]
+        entering = torch.cat(parts, -1) @ joined.T
+        found = one(inputs_embeds=entering[None], use_cache=False).last_hidden_state[0]
         return found.numpy(), model.lm_head(found).numpy()
