@@ -300,6 +300,9 @@ def layers_ahead(metadata: Metadata, values: Values) -> int:
 def glm4moe_keys(metadata: Metadata, values: Values, gating: str = "sigmoid") -> dict[str, Any]:
     ahead = layers_ahead(metadata, values)
     own = (*_NEUTRAL, "expert_feed_forward_length")
+    groups = metadata.integer("expert_group_count", 0) or 1
+    # Files with groups must say how many are chosen.
+    chosen = metadata.integer("expert_group_used_count", None if groups > 1 else 0)
     return {
         **_experts(metadata, "n_routed_experts", 0, *own, gating=gating),
         "num_hidden_layers": values["num_hidden_layers"] - ahead,
@@ -309,8 +312,8 @@ def glm4moe_keys(metadata: Metadata, values: Values, gating: str = "sigmoid") ->
         "first_k_dense_replace": metadata.integer("leading_dense_block_count", 0),
         "norm_topk_prob": metadata.boolean("expert_weights_norm", False),
         "routed_scaling_factor": metadata.number("expert_weights_scale", 0.0) or 1.0,
-        "n_group": metadata.integer("expert_group_count", 0) or 1,
-        "topk_group": metadata.integer("expert_group_used_count", 0) or 1,
+        "n_group": groups,
+        "topk_group": chosen if groups > 1 else chosen or 1,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in metadata.stored,
     }
 

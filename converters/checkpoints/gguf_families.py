@@ -40,6 +40,7 @@ from ondevice.converters.checkpoints.gguf_experts import (
     restored_experts,
     restored_gpt_oss,
 )
+from ondevice.converters.checkpoints.gguf_file import GgufHeader
 from ondevice.converters.checkpoints.gguf_gemma import (
     ROPE_FACTORS,
     Values,
@@ -50,7 +51,7 @@ from ondevice.converters.checkpoints.gguf_gemma import (
     restored_gemma3n,
     restored_gemma4,
 )
-from ondevice.converters.checkpoints.gguf_latent import LATENT_NAMES, V3, deepseek2_keys
+from ondevice.converters.checkpoints.gguf_latent import LATENT_NAMES, V3, deepseek2_keys, latent_notes
 from ondevice.converters.checkpoints.gguf_metadata import Metadata
 from ondevice.errors import UnsupportedModelError
 from ondevice.model_config import ModelConfig
@@ -93,6 +94,10 @@ def _no_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     return {}
 
 
+def _no_notes(header: GgufHeader, config: ModelConfig) -> tuple[str, ...]:
+    return ()
+
+
 def _as_stored(tensors: Tensors, config: ModelConfig) -> Tensors:
     return tensors
 
@@ -117,6 +122,7 @@ class GgufFamily:
         latent: whether `keys` reads the widths of heads, and how much of them turns.
         all_experts: whether no layer is dense, and files need no number of a dense layer's neurons.
         varied: keys that may have a value for each layer, which `keys` reads too. Else the first one counts.
+        notes: what a user should know of what a file doesn't say.
     """
 
     model_type: str
@@ -133,6 +139,7 @@ class GgufFamily:
     latent: bool = False
     all_experts: bool = False
     varied: frozenset[str] = frozenset()
+    notes: Callable[[GgufHeader, ModelConfig], tuple[str, ...]] = _no_notes
 
 
 def _phi3_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
@@ -389,7 +396,9 @@ GGUF_FAMILIES = {
         partial=True,
         blocks={"post_attention_norm": "post_attention_layernorm"},
     ),
-    "deepseek2": _with_experts(V3, deepseek2_keys, blocks=LATENT_NAMES, bias_key="", latent=True),
+    "deepseek2": _with_experts(
+        V3, deepseek2_keys, blocks=LATENT_NAMES, bias_key="", latent=True, notes=latent_notes
+    ),
     "qwen3next": _with_experts(
         "qwen3_next", delta_expert_keys, partial=True, bias_key="", blocks=DELTA_NAMES, restore=restored_delta
     ),

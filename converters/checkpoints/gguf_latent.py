@@ -15,9 +15,11 @@ from ondevice.converters.checkpoints.gguf_experts import (
     glm4moe_keys,
     layers_ahead,
 )
+from ondevice.converters.checkpoints.gguf_file import GgufHeader
 from ondevice.converters.checkpoints.gguf_gemma import Values
 from ondevice.converters.checkpoints.gguf_metadata import Metadata
 from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.model_config import ModelConfig
 
 V2, V3 = "deepseek_v2", "deepseek_v3"
 LATENT_NAMES = expert_blocks(V3) | {
@@ -31,6 +33,9 @@ LATENT_NAMES = expert_blocks(V3) | {
     "attn_v_b": "self_attn.unembed_out",
 }
 """Names of a block's tensors, by those in GGUF files: beside a `config.json`, or in MLX's folders."""
+PUBLISHED_GROUPS = {(V2, 160): (8, 3), (V3, 256): (8, 4)}
+"""Groups of experts, and those that are chosen, of published models by their number of experts: DeepSeek V2
+and V2.5, V3 and R1. All others have one group: V2 Lite, Moonlight, Kimi K2, GLM-4.7-Flash."""
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 
 
@@ -49,6 +54,23 @@ def deepseek2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
         multiplier = round(10.0 * metadata.number(_LOG_MULTIPLIER), 5)
         found["rope_scaling"] = {**scaling, "mscale": multiplier, "mscale_all_dim": multiplier}
     return found
+
+
+def _lacks_groups(header: GgufHeader) -> bool:
+    """Whether a file says nothing of groups of experts, as those from before October 2025 don't."""
+    return not any(f"deepseek2.expert_group_{it}" in header.metadata for it in ("count", "used_count"))
+
+
+def latent_notes(header: GgufHeader, config: ModelConfig) -> tuple[str, ...]:
+    """What a file doesn't say of the choice of experts, and was taken as the published models have it."""
+    experts = config.experts
+    if experts is None or not _lacks_groups(header):
+        return ()
+    taken = f"{experts.chosen_groups} of {experts.groups} groups" if experts.groups > 1 else "one group"
+    return (
+        f"experts are chosen from {taken}, as in published models with {experts.count}: {header.file} has no "
+        "expert_group_count",
+    )
 
 
 def _chosen_by_sigmoids(metadata: Metadata) -> bool:
@@ -100,6 +122,9 @@ def _experts(metadata: Metadata, values: Values, kind: str) -> dict[str, Any]:
     gating = "sigmoid" if kind == V3 else "softmax"
     found = glm4moe_keys(metadata, values, gating)
     del found["use_qk_norm"]
+    if _lacks_groups(metadata.header):
+        count, chosen = PUBLISHED_GROUPS.get((kind, found["n_routed_experts"]), (1, 1))
+        found |= {"n_group": count, "topk_group": chosen}
     if kind == V2:
         found["topk_method"] = "group_limited_greedy" if found["n_group"] > 1 else "greedy"
     return found

@@ -144,6 +144,7 @@ def _description(header: GgufHeader, family: GgufFamily, stored: Mapping[str, St
         description = describe(values)
     except (CheckpointError, UnsupportedModelError) as error:
         raise _of_metadata(header, error) from error
+    description = replace(description, notes=(*description.notes, *family.notes(header, description.config)))
     if ROPE_FACTORS not in stored or ROPE_FACTORS in family.factors:
         return description
     factors = stored[ROPE_FACTORS]

@@ -24,6 +24,7 @@ from tests.support.engines import all_logits, running
 from tests.support.families import (
     CASES,
     DEEPSEEK,
+    DEEPSEEK_V3,
     DELTA,
     DELTA_EXPERTS,
     FALCON,
@@ -327,6 +328,52 @@ def test_layers_that_predict_ahead_are_left_out(tmp_path: Path) -> None:
     assert_same_bundle(convert(path, tmp_path / "mine"), convert(source, tmp_path / "theirs"))
     with closing(open_checkpoint(path)) as checkpoint:
         assert "mtp" in " ".join(checkpoint.notes)
+
+
+@pytest.mark.parametrize(
+    ("family", "experts", "groups", "chosen"),
+    [
+        ("DeepseekV3", 256, 8, 4),
+        ("DeepseekV2", 160, 8, 3),
+        ("DeepseekV2", 64, 1, 1),
+        ("DeepseekV3", 64, 1, 1),
+    ],
+)
+def test_groups_that_a_file_lacks_are_the_published_models(
+    tmp_path: Path, family: str, experts: int, groups: int, chosen: int
+) -> None:
+    """Files from before October 2025 say nothing of groups; without them other experts would be chosen."""
+    source, path = tmp_path / "source", tmp_path / "model.gguf"
+    small = {"num_hidden_layers": 2, "hidden_size": 32, "moe_intermediate_size": 32, "n_group": groups}
+    small |= {"n_routed_experts": experts, "topk_group": chosen, "vocab_size": BYTE_LEVEL_TOKENS}
+    method = "group_limited_greedy" if groups > 1 else "greedy"
+    own = {**DEEPSEEK, "topk_method": method} if family == "DeepseekV2" else DEEPSEEK_V3
+    write_model(source, family, {**own, **small})
+
+    def of_before(writer: Any) -> None:
+        for key in ("expert_group_count", "expert_group_used_count"):
+            del writer.kv_data[0][f"deepseek2.{key}"]
+
+    write_family(path, source, change=of_before)
+    with closing(open_checkpoint(path)) as checkpoint, closing(open_checkpoint(source)) as oracle:
+        assert checkpoint.config == oracle.config
+        spec = checkpoint.config.experts
+        assert spec is not None
+        assert (spec.groups, spec.chosen_groups) == (groups, chosen)
+        taken = f"{chosen} of {groups} groups" if groups > 1 else "one group"
+        assert (
+            f"experts are chosen from {taken}, as in published models with {experts}" in checkpoint.notes[-1]
+        )
+    write_family(path, source)
+    with closing(open_checkpoint(path)) as checkpoint:
+        assert "experts are chosen" not in " ".join(checkpoint.notes)
+
+
+def test_a_file_with_groups_says_how_many_are_chosen(tmp_path: Path) -> None:
+    source, path = written(tmp_path / "source", "deepseek v3 moe"), tmp_path / "model.gguf"
+    write_family(path, source, change=lambda it: it.kv_data[0].pop("deepseek2.expert_group_used_count"))
+    with pytest.raises(CheckpointError, match="expert_group_used_count"):
+        open_checkpoint(path)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
