@@ -130,7 +130,11 @@ class DraftedText:
         self.preparing_seconds = self.proposing_seconds = self._learning_seconds = 0.0
         self.asked, self._prepared = 0, False
         if state == "disabled":
-            self._told = 0
+            self.disable()
+
+    def disable(self) -> None:
+        """The drafter is told of nothing more, and will begin anew with the whole text. The draft stays."""
+        self.state, self._told, self._missed_output = "disabled", 0, None
 
     def catch_up(self) -> None:
         """Tell the drafter of the tokens and the output that it missed."""
@@ -183,14 +187,17 @@ class DraftedText:
             self._learning_seconds += time.perf_counter() - started
 
     def drawn(self, outcome: PassOutcome) -> bool:
-        """Take the outcome of the finished pass. Returns whether all texts of the pass now have."""
+        """Take the outcome of the finished pass. Returns whether all texts of the pass now have.
+
+        Raises what a drafter raises; the outcome then counts, but for the time of the pass.
+        """
         its, self.round = self.round, None
         if self.state == "throttled":
             self._missed_output = outcome.output, outcome.path
         elif self.state == "listening":
-            self.drafter.end_pass(outcome.output, outcome.path)
             if its is not None and self._prepared:
                 self._count.add(outcome, len(self.draft), self.preparing_seconds, self.proposing_seconds)
+            self.drafter.end_pass(outcome.output, outcome.path)
         return its is not None and its.drew(self, outcome, self._learning_seconds)
 
     def stats(self, decision: str) -> DraftStats:

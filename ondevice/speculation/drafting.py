@@ -157,9 +157,18 @@ class Drafting:
             self._fail(error)
 
     def observe(self, text: DraftedText, outcome: PassOutcome) -> None:
-        """Learn from a text's part of the finished pass. Passes of prompts count as well."""
+        """Learn from a text's part of the finished pass. Passes of prompts count as well.
+
+        A drafter that fails disables drafting.
+        """
         its = text.round
-        if text.drawn(outcome) and its is not None and its.timed:
+        try:
+            with system_refusals():
+                is_last = text.drawn(outcome)
+        except OndeviceError as error:
+            self._fail(error)
+            return
+        if is_last and its is not None and its.timed:
             self._pace_of(its.texts).record(its)
 
     @property
@@ -244,6 +253,8 @@ class Drafting:
         self._min_pass_seconds = math.inf
         for pace in self._paces.values():
             pace.disable()
+        for text in self._texts:
+            text.disable()
 
     @property
     def _decision(self) -> str:

@@ -162,6 +162,31 @@ def test_drafts_go_on_after_passes_that_were_not_seen(bundle: Path, monkeypatch:
         assert drafter._positions != list(range(len(drafter._positions)))
 
 
+@pytest.mark.parametrize("fails_after", [0, 3])
+def test_a_layer_that_fails_ends_drafts_and_no_text(
+    bundle: Path, fails_after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it fails on a pass over a prompt or behind a draft's, it isn't asked again."""
+    always_draft(monkeypatch, [6])
+    with load(bundle, speculation="off") as plain:
+        expected = write(plain)
+    mixed, calls = LoadedDraftLayer.mixed, list[int]()
+
+    def failing(layer: LoadedDraftLayer, tapped: Sequence[Any]) -> Any:
+        calls.append(len(calls))
+        if len(calls) > fails_after:
+            raise MemoryError("made up")
+        return mixed(layer, tapped)
+
+    monkeypatch.setattr(LoadedDraftLayer, "mixed", failing)
+    with load(bundle, speculation="eagle") as model:
+        found = model.generate(PROMPT, max_tokens=40, logit_bias={EOS: -math.inf})
+        assert found.tokens == expected
+        assert found.stats.drafting.decision.startswith("no drafts: ")
+        assert write(model) == expected
+    assert len(calls) == fails_after + 1
+
+
 def test_one_text_drafts_at_a_time(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     always_draft(monkeypatch, [6])
     with load(bundle, speculation="off") as plain:
