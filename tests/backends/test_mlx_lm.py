@@ -50,9 +50,9 @@ def logits_of_mlx_lm(folder: Path, tokens: list[int], replaced: dict[str, np.nda
     import mlx.nn as nn
     from mlx.utils import tree_unflatten
     from mlx_lm import utils
-    from mlx_lm.models.cache import SequenceState
+    from mlx_lm.models.cache import KVCache
 
-    class HalfCache(SequenceState):  # type: ignore[misc]
+    class HalfCache(KVCache):  # type: ignore[misc]
         def update_and_fetch(self, keys: Any, values: Any) -> Any:
             rounded = (x.astype(mx.float16).astype(mx.float32) for x in (keys, values))
             return super().update_and_fetch(*rounded)

@@ -115,7 +115,10 @@ def decided(model: Any) -> int:
     if not count or not hasattr(model.config, "output_router_logits"):
         return len(tokens())
     with torch.no_grad():
-        logits = np.stack([layer.numpy() for layer in model(ids, output_router_logits=True).router_logits])
+        routed = model(ids, output_router_logits=True).router_logits
+    if not routed:
+        return len(tokens())
+    logits = np.stack([layer.numpy() for layer in routed])
     if logits.shape[-1] == count:
         return len(tokens())
     highest = np.sort(logits, axis=-1)[..., ::-1]
