@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from ondevice.converters.architectures.common import Tensors
 from ondevice.converters.architectures.config_reader import SAME_REPOSITORY
 from ondevice.converters.architectures.tensors import FINAL_NORM, LayerNames
-from ondevice.converters.checkpoints.base import SourceTensor
-from ondevice.converters.checkpoints.views import Joined, RowsOf, Scaled, head_rows
-from ondevice.errors import CheckpointError
+from ondevice.converters.checkpoints.base import SourceTensor, StoredTensor
+from ondevice.converters.checkpoints.views import Joined, RowsOf, Scaled, Transposed, head_rows
+from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import ModelConfig
 
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
@@ -251,3 +252,18 @@ def logits_scaled(tensors: Tensors, factor: float) -> Tensors:
     if FINAL_NORM in found and factor != 1.0:
         found[FINAL_NORM] = Scaled(FINAL_NORM, found[FINAL_NORM], factor)
     return found
+
+
+def taps_first(name: str, conv: SourceTensor, channels: int, taps: int, by_mlx: bool = False) -> SourceTensor:
+    """A causal convolution's weights as (taps, C); stored (C, 1, taps), (C, taps, 1) or (C, taps).
+
+    by_mlx: whether it is as MLX stores it, in the second form. GGUF files have the third.
+    """
+    flat = (channels, taps)
+    if len(conv.shape) == 2:
+        check_shape(conv, flat)
+        return Transposed(name, conv)
+    check_shape(conv, (*flat, 1) if by_mlx else (channels, 1, taps))
+    if not isinstance(conv, StoredTensor):
+        raise UnsupportedModelError(f"{conv.name} is of a format from which convolutions aren't read here")
+    return Transposed(name, replace(conv, shape=flat))

@@ -370,12 +370,14 @@ def require_windows(kinds: Sequence[str], enabled: bool) -> None:
         )
 
 
-def read_layer_types(reader: ConfigReader, num_layers: int) -> list[str] | None:
-    """`layer_types`, a kind of attention for each layer; None where it is missing."""
+def read_layer_types(
+    reader: ConfigReader, num_layers: int, known: Sequence[str] = ("full_attention", "sliding_attention")
+) -> list[str] | None:
+    """`layer_types`, one of the kinds `known` for each layer; None where it is missing."""
     kinds = reader.texts("layer_types")
     if kinds is None:
         return None
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    unknown = set(kinds) - set(known)
     if unknown:
         raise UnsupportedModelError(f"config.json: layer_types has {', '.join(sorted(unknown))}")
     if len(kinds) != num_layers:

@@ -15,7 +15,13 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.converters.architectures.adapting import check_shape, in_halves, norms_shifted, under_model
+from ondevice.converters.architectures.adapting import (
+    check_shape,
+    in_halves,
+    norms_shifted,
+    taps_first,
+    under_model,
+)
 from ondevice.converters.architectures.common import (
     Description,
     Family,
@@ -23,10 +29,11 @@ from ondevice.converters.architectures.common import (
     Tensors,
     decoder,
     read_feed_forward,
+    read_layer_types,
     read_sizes,
     score_scale,
 )
-from ondevice.converters.architectures.config_reader import OWN_CONFIG, SAME_REPOSITORY, ConfigReader
+from ondevice.converters.architectures.config_reader import SAME_REPOSITORY, ConfigReader
 from ondevice.converters.architectures.experts import (
     join_experts,
     read_count,
@@ -39,8 +46,7 @@ from ondevice.converters.architectures.qwen2_moe import NAMES
 from ondevice.converters.architectures.qwen3_moe import read_sparse_layers
 from ondevice.converters.architectures.rotary import read_rope
 from ondevice.converters.architectures.tensors import LayerNames
-from ondevice.converters.checkpoints.base import SourceTensor, StoredTensor
-from ondevice.converters.checkpoints.views import Matrices, RowsOf, Scaled, Transposed
+from ondevice.converters.checkpoints.views import Matrices, RowsOf, Scaled
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import (
     NO_ATTENTION,
@@ -172,15 +178,9 @@ def _read_kinds(reader: ConfigReader, sizes: Sizes) -> Sequence[str]:
     interval = reader.integer("full_attention_interval", INTERVAL)
     if interval < 1:
         raise CheckpointError(f"config.json: full_attention_interval is {interval}; it must be 1 or more")
-    kinds = reader.texts("layer_types")
+    kinds = read_layer_types(reader, sizes.num_layers, KINDS)
     if kinds is None:
         return [KINDS[(layer + 1) % interval == 0] for layer in range(sizes.num_layers)]
-    if unknown := set(kinds) - set(KINDS):
-        raise UnsupportedModelError(f"config.json: layer_types has {', '.join(sorted(unknown))}")
-    if len(kinds) != sizes.num_layers:
-        raise CheckpointError(
-            f"config.json: layer_types names {len(kinds)} layers of {sizes.num_layers}; {OWN_CONFIG}"
-        )
     if KINDS[1] not in kinds:
         raise UnsupportedModelError("config.json: layer_types names no full_attention; one layer needs it")
     return kinds
@@ -285,7 +285,9 @@ def _delta_tensors(tensors: Tensors, config: ModelConfig) -> Tensors:
         if (out := found.pop(f"{prefix}linear_attn.out_proj.weight", None)) is not None:
             found[name.projection("o")] = out
         if (conv := found.pop(f"{prefix}linear_attn.conv1d.weight", None)) is not None:
-            found[name.weight("delta.conv")] = _taps_first(name.weight("delta.conv"), conv, delta, by_mlx)
+            found[name.weight("delta.conv")] = taps_first(
+                name.weight("delta.conv"), conv, delta.channels, delta.taps, by_mlx
+            )
         for old, parts in {**_grouped_rows(delta), **_rows_in_order(delta)}.items():
             whole = found.pop(f"{prefix}linear_attn.{old}.weight", None)
             if whole is None:
@@ -336,21 +338,6 @@ def _rows_in_order(delta: DeltaSpec) -> dict[str, dict[str, NDArray[np.int64]]]:
         "in_proj_b": {GATES[0]: of_heads},
         "in_proj_a": {GATES[1]: of_heads},
     }
-
-
-def _taps_first(name: str, conv: SourceTensor, delta: DeltaSpec, by_mlx: bool) -> SourceTensor:
-    """A convolution's weights as (taps, C); stored (C, 1, taps), (C, taps, 1) or (C, taps).
-
-    by_mlx: whether it is as MLX stores it, in the second form. GGUF files have the third.
-    """
-    flat = (delta.channels, delta.taps)
-    if len(conv.shape) == 2:
-        check_shape(conv, flat)
-        return Transposed(name, conv)
-    check_shape(conv, (*flat, 1) if by_mlx else (delta.channels, 1, delta.taps))
-    if not isinstance(conv, StoredTensor):
-        raise UnsupportedModelError(f"{conv.name} is of a format from which convolutions aren't read here")
-    return Transposed(name, replace(conv, shape=flat))
 
 
 QWEN3_NEXT = Family("qwen3_next", "Qwen3NextForCausalLM", _read_next)

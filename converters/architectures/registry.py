@@ -20,6 +20,7 @@ from ondevice.converters.architectures.glm4 import GLM4
 from ondevice.converters.architectures.glm4_moe import GLM4_MOE
 from ondevice.converters.architectures.gpt_oss import GPT_OSS
 from ondevice.converters.architectures.granite import GRANITE, GRANITE_MOE
+from ondevice.converters.architectures.lfm2 import LFM2
 from ondevice.converters.architectures.llama import LLAMA, SPARSE_LLAMA
 from ondevice.converters.architectures.mistral import MISTRAL
 from ondevice.converters.architectures.mixtral import MIXTRAL
@@ -86,6 +87,7 @@ _ALL = (
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,
+    LFM2,
 )
 FAMILIES = {family.model_type: family for family in _ALL}
 

@@ -43,6 +43,7 @@ from ondevice.kernels import _native, memory
 from ondevice.model_config import (
     ACTIVATIONS,
     Activation,
+    ConvSpec,
     DeltaSpec,
     FeedForwardSpec,
     LayerSpec,
@@ -292,6 +293,18 @@ class CpuBackend(OffloadingBackend, CpuAttention):
         state, after = states.state(layer), states.next_state(layer)
         matrices = weights.conv, weights.decay, weights.time_bias
         _native.replay_delta(self.runner, channels, gates, spec.sizes, *matrices, state, after)
+
+    def short_conv(
+        self, projected: Float32, states: StateStore, layer: int, spec: ConvSpec, weights: Float32
+    ) -> Float32:
+        out = self._buffer("attention", (len(projected), spec.channels))
+        state, ahead = states.state(layer), states.ahead(layer)
+        if ahead is None:
+            _native.short_conv(self.runner, projected, weights, state, states.next_state(layer), out)
+        else:
+            inputs, parents = ahead.channels, ahead.parents
+            _native.short_conv_ahead(self.runner, inputs, parents, projected, weights, state, out)
+        return out
 
     def sigmoid_gated(self, x: Float32, gates: Float32) -> Float32:
         _native.sigmoid_gate(self.runner, gates, x)

@@ -27,6 +27,7 @@ from ondevice.model_config import (
     SWISH_SLOPE,
     Activation,
     AttentionSpec,
+    ConvSpec,
     DeltaSpec,
     FeedForwardSpec,
     LatentSpec,
@@ -126,6 +127,11 @@ class MlxOps:
     def replay_delta(
         self, states: StateStore, layer: int, count: int, spec: DeltaSpec, weights: DeltaWeights
     ) -> None:
+        raise BackendUnavailableError("--backend mlx doesn't run recurrent layers; use --backend cpu")
+
+    def short_conv(
+        self, projected: mx.array, states: StateStore, layer: int, spec: ConvSpec, weights: mx.array
+    ) -> mx.array:
         raise BackendUnavailableError("--backend mlx doesn't run recurrent layers; use --backend cpu")
 
     def sigmoid_gated(self, x: mx.array, gates: mx.array) -> mx.array:

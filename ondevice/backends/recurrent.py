@@ -1,6 +1,7 @@
 """Layers with a state in the place of keys and values: where states lie in memory, and the ops on them.
 
-Legend as in `base.py`; and HV value heads, K and V widths of a key and a value, C channels.
+Legend as in `base.py`; and HV value heads, K and V widths of a key and a value, C channels, G gates of a
+token: 2 * HV with the gated delta rule, none with a short convolution.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.token_tree import Int32, TokenTree
-from ondevice.model_config import DeltaSpec, ModelConfig
+from ondevice.model_config import ConvSpec, DeltaSpec, ModelConfig
 
 Array: TypeAlias = Any
 """A backend's float32 activations, as in `base.py`."""
 States: TypeAlias = NDArray[np.float32]
-"""One layer's state: (HV, K, V), then the convolution's last inputs (taps - 1, C), in one dimension."""
+"""One layer's state: (HV, K, V) of a delta rule, then the convolution's last inputs (taps - 1, C), in one
+dimension.
+"""
 
 ALIGNED_FLOATS = 16
 MIN_SPACING = 64
@@ -75,9 +78,8 @@ class StateLayout:
         return self.buffers(n_tokens) * self.nbytes + (self.ahead_bytes if self.drafts else 0)
 
     def inputs_of(self, buffer: NDArray[np.uint8], layer: int, count: int) -> tuple[States, States]:
-        """A layer's inputs of the first tokens in a buffer (ahead_bytes,): (count, C) and (count, 2 * HV)."""
-        spec, before = self.config.layers[layer].delta, 0
-        assert spec is not None
+        """A layer's inputs of the first tokens in a buffer (ahead_bytes,): (count, C) and (count, G)."""
+        spec, before = self._spec(layer), 0
         for other in self.config.recurrent_layers:
             if other == layer:
                 break
@@ -86,24 +88,25 @@ class StateLayout:
         floats = buffer.view(np.float32)
         return (
             floats[before : before + count * spec.channels].reshape(count, -1),
-            floats[gates : gates + count * 2 * spec.value_heads].reshape(count, -1),
+            floats[gates : gates + count * spec.gate_floats].reshape(count, spec.gate_floats),
         )
 
     def of(self, buffer: NDArray[np.uint8], layer: int) -> States:
         """A layer's state in a buffer (nbytes,)."""
-        spec, offset = self.config.layers[layer].delta, self.offsets[layer]
-        assert spec is not None
+        spec, offset = self._spec(layer), self.offsets[layer]
         return buffer.view(np.float32)[offset : offset + spec.state_floats]
 
     def _input_floats(self, layer: int) -> int:
-        spec = self.config.layers[layer].delta
-        assert spec is not None
-        return spec.channels + 2 * spec.value_heads
+        spec = self._spec(layer)
+        return spec.channels + spec.gate_floats
 
     def _padded(self, layer: int) -> int:
-        spec = self.config.layers[layer].delta
+        return -(-self._spec(layer).state_floats // ALIGNED_FLOATS) * ALIGNED_FLOATS
+
+    def _spec(self, layer: int) -> DeltaSpec | ConvSpec:
+        spec = self.config.layers[layer].recurrent
         assert spec is not None
-        return -(-spec.state_floats // ALIGNED_FLOATS) * ALIGNED_FLOATS
+        return spec
 
 
 class DeltaWeights(NamedTuple):
@@ -122,7 +125,7 @@ class DeltaWeights(NamedTuple):
 class Ahead(NamedTuple):
     """A layer's inputs of the n tokens that run ahead of a text's states; a pass writes its own, the last T.
 
-    channels: (n, C), before their convolution. gates: (n, 2 * HV). parents: (n,), the token that each
+    channels: (n, C), before their convolution. gates: (n, G). parents: (n,), the token that each
     follows; -1 for the text behind whose last token the states are.
     """
 
@@ -145,6 +148,14 @@ def ahead_parents(known: int, count: int, tree: TokenTree | None) -> Int32:
     return chain
 
 
+def replay_conv(states: StateStore, layer: int, count: int) -> None:
+    """Write the next state of a layer with a short convolution, as `replay_delta` does for a delta rule."""
+    products = states.inputs(layer, count)[0].reshape(-1)
+    after = states.next_state(layer)
+    known = np.concatenate([states.state(layer), products[-after.size :]])
+    after[:] = known[-after.size :]
+
+
 class StateStore(Protocol):
     """The part of a text's recurrent states that ops see."""
 
@@ -157,7 +168,7 @@ class StateStore(Protocol):
         ...
 
     def inputs(self, layer: int, count: int) -> tuple[States, States]:
-        """The layer's inputs of the first tokens that run ahead: (count, C) and (count, 2 * HV)."""
+        """The layer's inputs of the first tokens that run ahead: (count, C) and (count, G)."""
         ...
 
     def next_state(self, layer: int) -> States:
@@ -192,6 +203,15 @@ class RecurrentOps(Protocol):
         self, states: StateStore, layer: int, count: int, spec: DeltaSpec, weights: DeltaWeights
     ) -> None:
         """Write the layer's next state, behind the first `count` tokens that run ahead, which are a chain."""
+        ...
+
+    def short_conv(
+        self, projected: Array, states: StateStore, layer: int, spec: ConvSpec, weights: Array
+    ) -> Array:
+        """The gated short convolution over T tokens, (T, C), as `gated_delta`; may overwrite projected.
+
+        projected: (T, 3 * C): b, c and x. weights: (taps, C), oldest input first.
+        """
         ...
 
     def sigmoid_gated(self, x: Array, gates: Array) -> Array:

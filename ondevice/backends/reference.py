@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends import reference_delta
+from ondevice.backends import reference_conv, reference_delta
 from ondevice.backends.base import (
     BLOCK_TOKENS,
     KEY_LANES,
@@ -317,6 +317,7 @@ class ReferenceBackend:
 
     gated_delta = staticmethod(reference_delta.of_pass)
     replay_delta = staticmethod(reference_delta.replay)
+    short_conv = staticmethod(reference_conv.short_conv)
 
     def sigmoid_gated(self, x: Float32, gates: Float32) -> Float32:
         return x * sigmoid(gates)

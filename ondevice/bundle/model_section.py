@@ -17,6 +17,7 @@ from ondevice.model_config import (
     SIZE_LIMITS,
     Activation,
     AttentionSpec,
+    ConvSpec,
     DeltaSpec,
     ExpertsSpec,
     FeedForwardSpec,
@@ -54,7 +55,7 @@ FACTORS = {"per_layer_multiplier": 1.0}
 _PLAIN = asdict(FeedForwardSpec("silu"))
 """Values of a feed-forward's keys where they are absent; the activation never is."""
 _PLAIN_ROPE = {"long_frequencies": [], "original_context": 0}
-_PLAIN_LAYER = {"laurel_rank": 0, "scaled": False, "experts": None, "delta": None}
+_PLAIN_LAYER = {"laurel_rank": 0, "scaled": False, "experts": None, "delta": None, "conv": None}
 _PLAIN_EXPERTS = {
     "choice_bias": False,
     "router_bias": False,
@@ -153,6 +154,8 @@ def _parse_layer(section: Section) -> LayerSpec:
         given["experts"] = _parse_experts(section.section("experts"))
     if "delta" in section.names:
         given["delta"] = _parse_delta(section.section("delta"))
+    if "conv" in section.names:
+        given["conv"] = _parse_conv(section.section("conv"))
     layer = LayerSpec(
         attention=_parse_attention(section.section("attention")),
         feed_forward=_parse_feed_forward(section.section("feed_forward")),
@@ -199,6 +202,15 @@ def _parse_delta(section: Section) -> DeltaSpec:
     )
     section.close()
     return delta
+
+
+def _parse_conv(section: Section) -> ConvSpec:
+    conv = ConvSpec(
+        channels=section.integer("channels", 1, SIZE_LIMITS["hidden_size"]),
+        taps=section.integer("taps", 2, MAX_TAPS),
+    )
+    section.close()
+    return conv
 
 
 def _parse_attention(section: Section) -> AttentionSpec:

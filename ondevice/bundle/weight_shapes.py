@@ -94,6 +94,8 @@ def layer_weight_shapes(config: ModelConfig, layer: LayerSpec) -> tuple[WeightSh
             WeightShape("delta.time_bias", (delta.value_heads,), False),
             WeightShape("delta.norm.weight", (delta.value_width,), False),
         ]
+    if layer.conv is not None:
+        found.append(WeightShape("conv.weight", (layer.conv.taps, layer.conv.channels), False))
     if layer.attention.sinks:
         found.append(WeightShape("attention.sinks", (config.heads(layer.attention).queries,), False))
     found += _latent_shapes(config, layer)

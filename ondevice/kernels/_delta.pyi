@@ -62,5 +62,31 @@ def replay_delta(
 ) -> None:
     """As `gated_delta`, for tokens' inputs (T, C) and gates (T, 2 * value heads), without their outputs."""
 
+def short_conv(
+    runner: Runner, projected: Float32, conv: Float32, state: Float32, next_state: Float32, out: Float32
+) -> None:
+    """c * conv(b * x), each of C channels by itself, over T tokens, from `state` to `next_state`.
+
+    projected: (T, 3 * C), b, c and x side by side; b * x takes the place of b.
+    next_state: other memory than `state`.
+    conv: (taps, C), oldest input first. state: ((taps - 1) * C,), the last products b * x. out: (T, C).
+    """
+
+def short_conv_ahead(
+    runner: Runner,
+    inputs: Float32,
+    parents: Int32,
+    projected: Float32,
+    conv: Float32,
+    state: Float32,
+    out: Float32,
+) -> None:
+    """As `short_conv`, for a tree of T tokens of which only the last n have outputs. Keeps no state.
+
+    inputs: (T, C), products b * x; those of the last n are written.
+    parents: (T,), the token that each follows, -1 for the text before them; a parent comes before its child.
+    projected: (n, 3 * C). out: (n, C).
+    """
+
 def sigmoid_gate(runner: Runner, gates: Float32, x: Float32) -> None:
     """x (T, n) *= sigmoid(gates), elementwise."""

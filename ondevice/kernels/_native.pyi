@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from ondevice.kernels._delta import gated_delta as gated_delta
 from ondevice.kernels._delta import gated_delta_ahead as gated_delta_ahead
 from ondevice.kernels._delta import replay_delta as replay_delta
+from ondevice.kernels._delta import short_conv as short_conv
+from ondevice.kernels._delta import short_conv_ahead as short_conv_ahead
 from ondevice.kernels._delta import sigmoid_gate as sigmoid_gate
 
 Bytes = NDArray[np.uint8]

@@ -8,6 +8,7 @@
 
 #include "bindings.h"
 #include "gated_delta.h"
+#include "short_conv.h"
 
 namespace ondevice {
 namespace {
@@ -147,6 +148,65 @@ void replay_delta(Runner& runner, const CArray<const float, 2>& inputs, const CA
   run(runner, args, tokens);
 }
 
+// The args of a convolution, without products' own.
+ConvArgs conv_args(const CArray<float, 2>& projected, const CArray<const float, 2>& conv,
+                   const CArray<const float, 1>& state, const CArray<float, 2>& out) {
+  ConvArgs args{};
+  args.projected = projected.data();
+  args.taps = size(conv.shape(0));
+  args.channels = size(conv.shape(1));
+  args.conv = conv.data();
+  args.tail = state.data();
+  args.out = out.data();
+  require(args.taps > 1 && args.channels > 0, "a convolution has two taps or more, and channels");
+  require(projected.shape(0) > 0, "there is a token");
+  require(size(projected.shape(1)) == 3 * args.channels, "projected is (T, 3 * channels)");
+  require(size(state.shape(0)) == (args.taps - 1) * args.channels, "states are ((taps - 1) * channels,)");
+  require(out.shape(0) == projected.shape(0) && size(out.shape(1)) == args.channels,
+          "out is (T, channels)");
+  return args;
+}
+
+void run_conv(Runner& runner, const ConvArgs& args, int64_t tokens) {
+  const int64_t parts = (args.channels + kConvChannels - 1) / kConvChannels;
+  runner.pool().parallel_for(parts, 1, [&](int64_t begin, int64_t end, int) {
+    runner.kernels().short_conv(args, tokens, begin * kConvChannels,
+                                std::min(end * kConvChannels, args.channels));
+  });
+}
+
+void short_conv(Runner& runner, const CArray<float, 2>& projected, const CArray<const float, 2>& conv,
+                const CArray<const float, 1>& state, const CArray<float, 1>& next_state,
+                const CArray<float, 2>& out) {
+  ConvArgs args = conv_args(projected, conv, state, out);
+  args.products = projected.data();
+  args.stride = 3 * args.channels;
+  require(next_state.shape(0) == state.shape(0), "both states have one size");
+  require(state.data() != next_state.data(), "the next state takes other memory");
+  args.next_tail = next_state.data();
+  const int64_t tokens = size(projected.shape(0));
+  nb::gil_scoped_release release;
+  run_conv(runner, args, tokens);
+}
+
+void short_conv_ahead(Runner& runner, const CArray<float, 2>& inputs, const CArray<const int32_t, 1>& parents,
+                      const CArray<float, 2>& projected, const CArray<const float, 2>& conv,
+                      const CArray<const float, 1>& state, const CArray<float, 2>& out) {
+  ConvArgs args = conv_args(projected, conv, state, out);
+  const int64_t tokens = size(inputs.shape(0));
+  args.products = inputs.data();
+  args.stride = args.channels;
+  args.parents = parents.data();
+  args.first = tokens - size(projected.shape(0));
+  require(size(inputs.shape(1)) == args.channels, "inputs are (T, channels)");
+  require(args.first >= 0, "the last tokens have outputs");
+  require(size(parents.shape(0)) == tokens, "parents are (T,)");
+  for (int64_t t = 0; t < tokens; ++t)
+    require(args.parents[t] >= -1 && args.parents[t] < t, "a parent comes before its child");
+  nb::gil_scoped_release release;
+  run_conv(runner, args, tokens);
+}
+
 }  // namespace
 
 void bind_delta(nb::module_& m) {
@@ -159,6 +219,10 @@ void bind_delta(nb::module_& m) {
   m.def("replay_delta", &replay_delta, nb::arg("runner"), nb::arg("inputs"), nb::arg("gates"),
         nb::arg("heads"), nb::arg("conv"), nb::arg("decay"), nb::arg("time_bias"), nb::arg("state"),
         nb::arg("next_state"));
+  m.def("short_conv", &short_conv, nb::arg("runner"), nb::arg("projected"), nb::arg("conv"),
+        nb::arg("state"), nb::arg("next_state"), nb::arg("out"));
+  m.def("short_conv_ahead", &short_conv_ahead, nb::arg("runner"), nb::arg("inputs"), nb::arg("parents"),
+        nb::arg("projected"), nb::arg("conv"), nb::arg("state"), nb::arg("out"));
   m.def(
       "sigmoid_gate",
       [](Runner& runner, const CArray<const float, 2>& gates, const CArray<float, 2>& x) {

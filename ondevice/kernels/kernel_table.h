@@ -135,6 +135,7 @@ struct Norm {
 };
 
 struct DeltaArgs;  // in gated_delta.h
+struct ConvArgs;   // in short_conv.h
 
 struct KernelTable {
   // x: cols floats -> row t of `out`. nibble_order: in the order that weights below 8 bits need.
@@ -217,6 +218,8 @@ struct KernelTable {
   // The same with -=.
   void (*subtract_products)(const double* a, int64_t count, const double* b, int64_t b_stride, double* out,
                             int64_t n);
+  // The gated short convolution for channels [begin, end).
+  void (*short_conv)(const ConvArgs& args, int64_t tokens, int64_t begin, int64_t end);
 };
 
 // Floats of scratch memory that one call of `attention` needs, for positions below `end`.

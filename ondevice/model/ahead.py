@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ondevice.backends.base import Backend
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.recurrent import replay_conv
 from ondevice.model.sequence_state import SequenceState
 from ondevice.model.weights import ModelWeights
 from ondevice.model_config import ModelConfig
@@ -33,7 +34,9 @@ def settle(
     def replay(count: int) -> None:
         for layer in config.recurrent_layers:
             spec, own = config.layers[layer].delta, weights.layers[layer].delta
-            assert spec is not None
+            if spec is None:
+                replay_conv(states, layer, count)
+                continue
             assert own is not None
             backend.replay_delta(states, layer, count, spec, own)
 

@@ -1,6 +1,7 @@
 """One layer's attention block: norm and fused qkv projection, attention, output projection, residual.
 
-The gated delta rule stands in attention's place in layers with a `DeltaSpec`.
+The gated delta rule stands in attention's place in layers with a `DeltaSpec`, a short convolution in
+those with a `ConvSpec`.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def attention(
 ) -> Array:
     """x + attention(norm(x)), (R, D), for x (R, D), with norms where `spec` has them; may overwrite x.
 
-    Stores the rows' keys and values. A layer that reads those of another stores none. One with the delta rule
-    in attention's place stores the next state of each sequence, or the rows' inputs if they run ahead.
+    Stores the rows' keys and values. A layer that reads those of another stores none. One with a state in
+    attention's place stores the next state of each sequence, or the rows' inputs if they run ahead.
     """
     beside = None if weights.laurel is None else _laurel(backend, weights, x)
     norm, adapted = weights.attention_norm, rows.adapted
@@ -100,11 +101,14 @@ def _context(
 
     def of_place(place: Place, its: slice) -> Array:
         kv, position, _, tree = place
-        if spec.delta is None:
+        if spec.recurrent is None:
             return backend.attend(qkv[its], kv, owner, position, cos[its], sin[its], own, norms, tree, sinks)
-        assert gates is not None
-        assert weights.delta is not None
         assert kv.states is not None
+        if spec.conv is not None:
+            return backend.short_conv(qkv[its], kv.states, layer, spec.conv, weights.conv)
+        assert gates is not None
+        assert spec.delta is not None
+        assert weights.delta is not None
         return backend.gated_delta(qkv[its], gates[its], kv.states, layer, spec.delta, weights.delta)
 
     if len(rows.places) == 1:

@@ -236,7 +236,9 @@ def _other_blocks(config: ModelConfig, own: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _gates(backend: Backend, config: ModelConfig, spec: LayerSpec, own: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of LayerWeights of gated attention or the delta rule, of a layer's own weights by name."""
+    """The fields of LayerWeights of gated attention or recurrent layers, of a layer's own weights by name."""
+    if spec.conv is not None:
+        return {"conv": own["conv.weight"].reshape(spec.conv.taps, -1)}
     if spec.delta is None:
         return {"gates": own.get("attention.gate")}
     # Rounded once from float64, so that every backend has the same.

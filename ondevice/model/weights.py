@@ -71,6 +71,7 @@ class LayerWeights:
 
     scale: (1,), factor of the residual that leaves the layer. sinks: (H,), scores of attention sinks. gates:
     the matrix of gated attention's gates, (H * Dh, D), or of the delta rule's, (2 * HV, D).
+    conv: (taps, C), a short convolution's, oldest input first.
     """
 
     attention_norm: Norm | None
@@ -90,6 +91,7 @@ class LayerWeights:
     latent: LatentWeights | None = None
     gates: Linear | None = None
     delta: DeltaWeights | None = None
+    conv: Array | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a decoder-only transformer is: `model` with its layers, `rope`, `experts`, `delta`; and `checks`."""
+"""What a decoder-only transformer is: `model` with its layers, what these have, `rope`; and `checks`."""
 
 from ondevice.model_config.checks import MAX_FACTOR, SIZE_LIMITS
 from ondevice.model_config.delta import MAX_TAPS, DeltaSpec
@@ -34,6 +34,7 @@ from ondevice.model_config.model import (
     NormSpec,
 )
 from ondevice.model_config.rope import RopeSpec
+from ondevice.model_config.short_conv import ConvSpec
 
 __all__ = [
     "ACTIVATIONS",
@@ -53,6 +54,7 @@ __all__ = [
     "ZEROING_NAMES",
     "Activation",
     "AttentionSpec",
+    "ConvSpec",
     "DeltaSpec",
     "ExpertsSpec",
     "FeedForwardSpec",

@@ -68,6 +68,16 @@ class DeltaSpec:
         return 2 * self.key_size + self.value_size
 
     @property
+    def gate_floats(self) -> int:
+        """Values of a token that betas and decays are made of."""
+        return 2 * self.value_heads
+
+    @property
+    def projections(self) -> dict[str, int]:
+        """Rows of each projection; z are the output gates."""
+        return {"q": self.key_size, "k": self.key_size, "v": self.value_size, "z": self.value_size}
+
+    @property
     def token_floats(self) -> int:
         """Values of a token that a thread has side by side: of one key head and its value heads."""
         return 2 * self.key_width + self.value_heads // self.key_heads * (self.value_width + 2)

@@ -18,6 +18,7 @@ from ondevice.model_config.experts import ExpertsSpec
 from ondevice.model_config.feed_forward import Activation, FeedForwardSpec
 from ondevice.model_config.latent import LatentSpec
 from ondevice.model_config.rope import RopeSpec
+from ondevice.model_config.short_conv import ConvSpec
 
 HeadNorm = Literal["none", "head", "projection", "layer"]
 """What is normed before rotary embedding: nothing; each head, or all heads as one vector, by its
@@ -131,6 +132,7 @@ class LayerSpec:
     scaled: whether the residual is multiplied by a number of the layer's own in the end.
     experts: the layer's experts, which are among its neurons and have their arithmetic; None without any.
     delta: the gated delta rule in attention's place; `attention` is then `NO_ATTENTION`. None: attention.
+    conv: likewise a short convolution.
     """
 
     attention: AttentionSpec
@@ -141,6 +143,7 @@ class LayerSpec:
     scaled: bool = False
     experts: ExpertsSpec | None = None
     delta: DeltaSpec | None = None
+    conv: ConvSpec | None = None
 
     def __post_init__(self) -> None:
         check_choice("norms", self.norms, get_args(NormPlaces))
@@ -150,17 +153,24 @@ class LayerSpec:
             )
         if self.laurel_rank and (self.parallel or not self.norms_input):
             raise UnsupportedModelError("a low-rank block beside attention needs a norm before that")
-        if self.delta is not None and (self.attention != NO_ATTENTION or self.parallel or self.laurel_rank):
+        others = self.attention != NO_ATTENTION or self.parallel or self.laurel_rank
+        if self.recurrent is not None and (others or None not in (self.delta, self.conv)):
             raise UnsupportedModelError(
-                "a layer with the delta rule has no attention, no block beside that and no parallel blocks"
+                "a layer with the delta rule or a short convolution has one of the two, no attention, no "
+                "block beside that and no parallel blocks"
             )
-        if (self.delta is not None or self.attention.gated) and not self.norms_input:
-            raise UnsupportedModelError("the delta rule and gated attention need a norm before them")
+        if (self.recurrent is not None or self.attention.gated) and not self.norms_input:
+            raise UnsupportedModelError("recurrent layers and gated attention need a norm before them")
         if self.parallel and self.norms == "residual":
             raise UnsupportedModelError("blocks side by side with norms of the residual aren't supported")
         spec = self.feed_forward
         if self.experts is not None and (spec.bias or spec.output_bias or spec.cutoff is not None):
             raise UnsupportedModelError("experts with biases or with cutoffs of gates aren't supported")
+
+    @property
+    def recurrent(self) -> DeltaSpec | ConvSpec | None:
+        """What has a state in attention's place; None: attention."""
+        return self.delta or self.conv
 
     @property
     def norms_input(self) -> bool:
@@ -282,7 +292,7 @@ class ModelConfig:
                 "numbers of neurons"
             )
         if self.recurrent_layers and self.num_kv_layers < self.num_layers:
-            raise UnsupportedModelError("layers with the delta rule run beside ones with keys of their own")
+            raise UnsupportedModelError("recurrent layers run beside ones with keys of their own")
         check_integer("embedding_width", self.embedding_width, 0, SIZE_LIMITS["hidden_size"])
         self._check_experts()
         self._check_residuals()
@@ -381,7 +391,7 @@ class ModelConfig:
     @cached_property
     def recurrent_layers(self) -> tuple[int, ...]:
         """The layers that have a state in the place of keys and values."""
-        return tuple(index for index, layer in enumerate(self.layers) if layer.delta is not None)
+        return tuple(index for index, layer in enumerate(self.layers) if layer.recurrent is not None)
 
     @property
     def activation(self) -> Activation:
@@ -466,11 +476,11 @@ class ModelConfig:
     def stored_heads(self, layer: LayerSpec) -> HeadSizes:
         """A layer's heads as far as its keys and values are stored: no key heads where there are none."""
         found = self.heads(layer.attention)
-        return found if layer.delta is None else found._replace(keys=0)
+        return found if layer.recurrent is None else found._replace(keys=0)
 
     @property
-    def _deltas(self) -> list[DeltaSpec]:
-        return [layer.delta for layer in self.layers if layer.delta is not None]
+    def _recurrent(self) -> list[DeltaSpec | ConvSpec]:
+        return [layer.recurrent for layer in self.layers if layer.recurrent is not None]
 
     @property
     def _all_heads(self) -> set[HeadSizes]:
@@ -485,8 +495,8 @@ class ModelConfig:
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads, or of all values of a delta rule, of the widest layer together."""
-        return max(self.num_heads * self.head_width, *(it.value_size for it in self._deltas), 0)
+        """Width of all query heads, or of what a recurrent layer's output is made of, of the widest layer."""
+        return max(self.num_heads * self.head_width, *(it.value_size for it in self._recurrent), 0)
 
     @property
     def kv_size(self) -> int:
@@ -497,7 +507,7 @@ class ModelConfig:
     def qkv_size(self) -> int:
         """Rows of the widest layer's fused query, key and value projection."""
         found = max((sizes.queries + 2 * sizes.keys) * sizes.width for sizes in self._all_heads)
-        return max(found, *(it.channels + it.value_size for it in self._deltas), 0)
+        return max(found, *(sum(it.projections.values()) for it in self._recurrent), 0)
 
     @property
     def queries_per_key(self) -> int:
@@ -506,8 +516,8 @@ class ModelConfig:
 
     def out_cols(self, layer: LayerSpec) -> int:
         """Columns of a layer's output projection: the width of its query heads, or of its values."""
-        if layer.delta is not None:
-            return layer.delta.value_size
+        if layer.recurrent is not None:
+            return layer.recurrent.value_size
         latent = layer.attention.latent
         return self.num_heads * (self.heads(layer.attention).width if latent is None else latent.value_dim)
 
@@ -516,8 +526,8 @@ class ModelConfig:
         gates; q alone where keys are shared; q and kv in latent attention, of which q may have the values
         that queries are made of.
         """
-        if (delta := layer.delta) is not None:
-            return {"q": delta.key_size, "k": delta.key_size, "v": delta.value_size, "z": delta.value_size}
+        if layer.recurrent is not None:
+            return layer.recurrent.projections
         if (latent := layer.attention.latent) is not None:
             return {"q": latent.query_rank or self.num_heads * latent.query_width, "kv": latent.width}
         sizes, shares = self.heads(layer.attention), layer.attention.keys_of is not None

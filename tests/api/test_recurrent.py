@@ -28,16 +28,16 @@ from tests.support.scripted_drafts import drafted
 from tests.support.shared_texts import alone, asked, together
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A q4 bundle of a small Qwen3.5 with a byte tokenizer and a chat template."""
-    return made(tmp_path_factory.mktemp("hybrid"), "qwen3.5")
+@pytest.fixture(scope="module", params=["qwen3.5", "lfm2"])
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A q4 bundle of a small Qwen3.5 or LFM2 with a byte tokenizer and a chat template."""
+    return made(tmp_path_factory.mktemp("hybrid"), request.param)
 
 
-@pytest.fixture(scope="module")
-def hybrid_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with experts."""
-    return made(tmp_path_factory.mktemp("experts"), "qwen3.5 moe")
+@pytest.fixture(scope="module", params=["qwen3.5", "qwen3.5 moe", "lfm2"])
+def every_hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Likewise, or with experts."""
+    return made(tmp_path_factory.mktemp("every"), request.param)
 
 
 def made(folder: Path, case: str) -> Path:
@@ -55,15 +55,14 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-def test_no_way_of_running_it_changes_the_text(hybrid: Path, hybrid_experts: Path) -> None:
-    for bundle in (hybrid, hybrid_experts):
-        with load(bundle, threads=1) as model:
-            expected = said(model)
-        with pytest.raises(ondevice.BudgetError) as refused:
-            load(bundle, dram_budget="1MB").close()
-        for way in (*WAYS, {"dram_budget": refused.value.required_bytes + (4 << 20)}):
-            with load(bundle, **way) as model:
-                assert said(model) == expected, way
+def test_no_way_of_running_it_changes_the_text(every_hybrid: Path) -> None:
+    with load(every_hybrid, threads=1) as model:
+        expected = said(model)
+    with pytest.raises(ondevice.BudgetError) as refused:
+        load(every_hybrid, dram_budget="1MB").close()
+    for way in (*WAYS, {"dram_budget": refused.value.required_bytes + (4 << 20)}):
+        with load(every_hybrid, **way) as model:
+            assert said(model) == expected, way
 
 
 def test_a_chat_goes_on_and_goes_back(hybrid: Path, tmp_path: Path) -> None:
@@ -159,17 +158,16 @@ LONG: dict[str, Any] = {"max_tokens": 60, **BIAS}
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 5}]
 
 
-def test_trees_of_all_shapes_change_nothing(hybrid: Path, hybrid_experts: Path) -> None:
-    for bundle in (hybrid, hybrid_experts):
-        with load(bundle, threads=2, speculation="lookup") as model:
-            model._engine.draft_with("off", None)
-            texts = texts_of(model)
-            judged = 0
-            for scripted, answer in drafted(model, "Hello, hello, hello", SAMPLINGS, texts, **BIAS):
-                judged += sum(scripted.sizes)
-                assert answer.stats.forward_passes < 50
-                assert len(set(scripted.sizes)) > 8
-            assert judged > 200
+def test_trees_of_all_shapes_change_nothing(every_hybrid: Path) -> None:
+    with load(every_hybrid, threads=2, speculation="lookup") as model:
+        model._engine.draft_with("off", None)
+        texts = texts_of(model)
+        judged = 0
+        for scripted, answer in drafted(model, "Hello, hello, hello", SAMPLINGS, texts, **BIAS):
+            judged += sum(scripted.sizes)
+            assert answer.stats.forward_passes < 50
+            assert len(set(scripted.sizes)) > 8
+        assert judged > 200
 
 
 DRAFTERS: list[dict[str, Any]] = [
@@ -183,25 +181,26 @@ DRAFTERS: list[dict[str, Any]] = [
 
 
 def test_no_drafter_changes_the_text(
-    hybrid: Path, hybrid_experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    every_hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     always_draft(monkeypatch, [DRAFT_NODES, 3, 8])
-    for bundle in (hybrid, hybrid_experts):
-        with load(bundle, threads=1) as model:
-            assert model._engine._drafting is not None
-            model._engine.draft_with("off", None)
-            expected = texts_of(model)
-            start = model.tokenizer.encode("Hello, hello, hello")
-        train_ngrams(bundle, pieces=[[*start, *expected[0][:40]]], output=tmp_path / bundle.name)
-        # Drafts take the neurons in memory, or other experts.
-        able = DRAFTERS if bundle is hybrid else [it for it in DRAFTERS if it["speculation"] != "resident"]
-        for options in (*able, {"speculation": "model", "draft_model": hybrid}):
-            with load(tmp_path / bundle.name, **options) as model:
-                assert texts_of(model) == expected, options
-                assert len(expected[0]) == 60
-                answer = model.generate("Hello, hello, hello", **LONG)
-                assert answer.stats.drafting.draft_tokens > 0 or options.get("prefill_chunk") == 1, options
-                assert model._engine.kv.nbytes <= model.plan.kv_cache_bytes
+    with load(every_hybrid, threads=1) as model:
+        assert model._engine._drafting is not None
+        model._engine.draft_with("off", None)
+        expected = texts_of(model)
+        start = model.tokenizer.encode("Hello, hello, hello")
+    train_ngrams(every_hybrid, pieces=[[*start, *expected[0][:40]]], output=tmp_path / "bundle")
+    # Drafts take the neurons in memory, or other experts.
+    experts = Bundle.open(every_hybrid).config.experts is not None
+    able = [it for it in DRAFTERS if it["speculation"] != "resident"] if experts else DRAFTERS
+    second = made(tmp_path / "second", "lfm2") if experts else every_hybrid
+    for options in (*able, {"speculation": "model", "draft_model": second}):
+        with load(tmp_path / "bundle", **options) as model:
+            assert texts_of(model) == expected, options
+            assert len(expected[0]) == 60
+            answer = model.generate("Hello, hello, hello", **LONG)
+            assert answer.stats.drafting.draft_tokens > 0 or options.get("prefill_chunk") == 1, options
+            assert model._engine.kv.nbytes <= model.plan.kv_cache_bytes
 
 
 def test_a_second_model_with_states_needs_few_passes(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,9 +259,11 @@ def test_the_plan_has_what_drafts_keep(hybrid: Path) -> None:
     plain = ondevice.inspect(hybrid, speculation="off")
     drafting = ondevice.inspect(hybrid, speculation="lookup")
     config = Bundle.open(hybrid).config
-    specs = [config.layers[layer].delta for layer in config.recurrent_layers]
-    inputs = sum(4 * DRAFT_NODES * (it.channels + 2 * it.value_heads) for it in specs)  # type: ignore[union-attr]
-    assert drafting.kv_cache_bytes - plain.kv_cache_bytes == inputs
+    specs = [config.layers[layer] for layer in config.recurrent_layers]
+    deltas, convs = [it.delta for it in specs if it.delta], [it.conv for it in specs if it.conv]
+    floats = [it.channels + 2 * it.value_heads for it in deltas] + [it.channels for it in convs]
+    assert len(floats) == 3
+    assert drafting.kv_cache_bytes - plain.kv_cache_bytes == 4 * DRAFT_NODES * sum(floats)
 
 
 def test_what_it_cant_do_is_refused(hybrid: Path) -> None:

@@ -291,7 +291,9 @@ def test_max_context_chooses_the_frequencies(family: Any) -> None:
     assert plain == within != beyond
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("qwen3 next", "qwen3.5"))])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.startswith(("qwen3 next", "qwen3.5", "lfm2"))]
+)
 def test_states_are_right_after_a_long_text(family: Any, case: str) -> None:
     """Errors of a state would add up."""
     model, bundle = family(case)

@@ -71,6 +71,7 @@ def reseal(folder: Path, *names: str) -> None:
 
 LAYER = ("model", "layers", 0)
 DELTA = {"key_heads": 2, "value_heads": 4, "key_width": 16, "value_width": 16, "taps": 4}
+CONV = {"channels": 16, "taps": 3}
 EXPERTS: dict[str, Any] = {
     "count": 4, "chosen": 2, "neurons": 8, "scoring": "softmax", "renormalised": False, "factor": 1.0,
 }  # fmt: skip
@@ -321,6 +322,10 @@ RULES = (
         "multiple of key_heads",
         UnsupportedModelError,
     ),
+    Rule("conv unknown key", put(*LAYER, "conv", value={**CONV, "x": 1}), "conv.*x"),
+    Rule("conv of one tap", put(*LAYER, "conv", value={**CONV, "taps": 1}), "conv.taps"),
+    Rule("conv endless", put(*LAYER, "conv", value={**CONV, "channels": 1 << 40}), "conv.channels"),
+    Rule("conv beside attention", put(*LAYER, "conv", value=CONV), "no attention", UnsupportedModelError),
     Rule("experts unknown key", put(*LAYER, "experts", value={**EXPERTS, "x": 1}), "experts.*x"),
     Rule("experts none", put(*LAYER, "experts", value={**EXPERTS, "count": 0}), "experts.count"),
     Rule("experts endless", put(*LAYER, "experts", value={**EXPERTS, "count": 1 << 40}), "experts.count"),

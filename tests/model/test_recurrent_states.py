@@ -23,10 +23,14 @@ from tests.support.families import CASES, write_model
 LENGTH = 300
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Transformer]:
-    folder = tmp_path_factory.mktemp("delta")
-    write_model(folder / "source", *CASES["qwen3.5"])
+KINDS = ["qwen3.5", "lfm2"]
+"""Families with delta rules, and with short convolutions."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Transformer]:
+    folder = tmp_path_factory.mktemp("recurrent")
+    write_model(folder / "source", *CASES[request.param])
     with running(convert(folder / "source", folder / "bundle", "q4"), "cpu") as loaded:
         yield loaded
 
@@ -261,10 +265,11 @@ def test_drafts_of_texts_that_share_a_pass(model: Transformer, text: list[int], 
         assert continued(model, kv, text).tobytes() == whole[length:].tobytes()
 
 
-def test_the_reference_drafts_too(tmp_path_factory: pytest.TempPathFactory, text: list[int]) -> None:
-    folder = tmp_path_factory.mktemp("reference")
-    write_model(folder / "source", *CASES["qwen3.5"])
-    with running(convert(folder / "source", folder / "bundle", "q4")) as model:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_drafts_too(tmp_path: Path, kind: str) -> None:
+    write_model(tmp_path / "source", *CASES[kind])
+    with running(convert(tmp_path / "source", tmp_path / "bundle", "q4")) as model:
+        text = random_tokens(model.config, LENGTH)
         expected, kv, rng = (
             every_logits(model, text[:40], empty(model)),
             empty(model),

@@ -108,6 +108,12 @@ DELTA = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
+LFM2 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "head_dim": None,
+    "block_multiple_of": 32,
+}
 DELTA_EXPERTS = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
@@ -458,6 +464,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3_5MoeText",
         {**DELTA, **DELTA_EXPERTS, **PAIRS, "intermediate_size": None, "num_attention_heads": 8}
         | {"tie_word_embeddings": True, "linear_num_value_heads": 2},
+    ),
+    "lfm2": ("Lfm2", LFM2),
+    "lfm2 five taps": (
+        "Lfm2",
+        {**LFM2, "conv_L_cache": 5, "layer_types": None, "full_attn_idxs": [1, 3], "hidden_size": 80}
+        | {"num_attention_heads": 5, "num_key_value_heads": 1, "tie_word_embeddings": False}
+        | {"block_auto_adjust_ff_dim": False},
+    ),
+    "lfm2 adjusted": (
+        "Lfm2",
+        {**LFM2, "block_multiple_of": 48, "block_ffn_dim_multiplier": 1.3, "intermediate_size": None}
+        | {"block_ff_dim": 200, "norm_eps": 1e-4, "conv_L_cache": 2, "rope_parameters": YARN},
     ),
     "opt": ("OPT", OPT),
     "opt gelu": ("OPT", {**OPT, "activation_function": "gelu", "tie_word_embeddings": False}),

@@ -2,6 +2,7 @@
 
 #include <math.h>
 
+#include "causal_rows.h"
 #include "simd.h"
 #include "target_kernels.h"
 
@@ -27,22 +28,20 @@ float first_lane(F x) {
   return lanes[0];
 }
 
-// The inputs of the channels `back` tokens before token t.
-const float* input_row(const DeltaArgs& args, int64_t t, int64_t back) {
-  if (args.parents != nullptr)
-    for (; back > 0 && t >= 0; --back) t = args.parents[t];
-  t -= back;
-  return t >= 0 ? args.projected + t * args.stride : args.tail + (args.taps - 1 + t) * args.channels();
+// What the convolution reads.
+CausalRows inputs_of(const DeltaArgs& args) {
+  return {args.projected, args.stride, args.tail, args.taps, args.channels(), args.parents};
 }
 
 // out[i] = silu(sum over taps of weight * input) of channels first + i of token t, oldest input first.
 void convolve(const DeltaArgs& args, int64_t t, int64_t first, int64_t n, float* out) {
+  const CausalRows inputs = inputs_of(args);
   for (int64_t i = 0; i < n; i += 16) {
     const int64_t left = n - i, channel = first + i;
     F sum = zero();
     for (int64_t tap = 0; tap < args.taps; ++tap)
       sum = fma(load_partial(args.conv + tap * args.channels() + channel, left),
-                load_partial(input_row(args, t, args.taps - 1 - tap) + channel, left), sum);
+                load_partial(inputs.row(t, args.taps - 1 - tap) + channel, left), sum);
     store_partial(out + i, div(sum, add(set1(1.0f), exp_lanes(sub(zero(), sum)))), left);
   }
 }
@@ -50,7 +49,7 @@ void convolve(const DeltaArgs& args, int64_t t, int64_t first, int64_t n, float*
 void keep_tail(const DeltaArgs& args, int64_t tokens, int64_t first, int64_t n) {
   for (int64_t row = 0; row < args.taps - 1; ++row)
     memcpy(args.next_tail + row * args.channels() + first,
-           input_row(args, tokens - 1, args.taps - 2 - row) + first, static_cast<size_t>(n) * sizeof(float));
+           inputs_of(args).row(tokens - 1, args.taps - 2 - row) + first, static_cast<size_t>(n) * sizeof(float));
 }
 
 // x / sqrt(sum of squares + eps) * factor, in place.

@@ -34,6 +34,7 @@ const KernelTable kTable = {
     sum_of_exps,
     add_products,
     subtract_products,
+    short_conv,
 };
 
 }  // namespace ONDEVICE_NS
