@@ -275,6 +275,15 @@ def _check(layer: DraftLayer, where: str, target: ModelConfig) -> None:
             f"{where} takes the model's head, of {target.vocab_size} tokens and width "
             f"{target.embedding_size}, but has {layer.tokens} tokens and width {layer.hidden_size}"
         )
+    if layer.kind == "mtp" and layer.hidden_size != target.hidden_size:
+        raise BundleError(
+            f"{where}.hidden_size is {layer.hidden_size}; an mtp layer goes on from its own output "
+            f"as from the model's, so it must be {target.hidden_size}"
+        )
+    if layer.kind == "mtp" and layer.residual_normed:
+        raise BundleError(
+            f"{where}.residual_normed is true; it must be false, as mtp layers have no such norm"
+        )
     if layer.activation == "fatrelu":
         raise BundleError(f"{where}.activation is 'fatrelu', which needs a threshold of its own")
     try:

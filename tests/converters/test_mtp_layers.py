@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ import pytest
 import ondevice
 from ondevice.api import load
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.bundle.draft_layers import MTP_SIDECAR, DraftLayer
+from ondevice.bundle.draft_layers import MTP_SIDECAR, DraftLayer, check_draft_layer
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.architectures.rotary import rope_spec
 from ondevice.converters.draft_layers.write import write_draft_layer
+from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
 from ondevice.model.draft_layer import load_draft_layer
 from ondevice.model.sequence_state import KVLayout, SequenceState
@@ -105,6 +107,23 @@ def test_logits_are_those_of_plain_pytorch(checkpoint: Path, bundle: Path, backe
     got = np.concatenate(found)
     assert got.shape == logits.shape
     assert np.abs(got - logits).max() < 1e-3 * np.abs(logits).max()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": WIDTH // 2, "own_head": True}, "hidden_size is 32; .* must be 64"),
+        ({"residual_normed": True}, "residual_normed is true"),
+    ],
+)
+def test_facts_that_no_such_layer_can_have_are_refused(
+    bundle: Path, changes: dict[str, Any], message: str
+) -> None:
+    opened = Bundle.open(bundle)
+    assert opened.mtp is not None
+    check_draft_layer(opened.mtp, opened.config)
+    with pytest.raises(BundleError, match=message):
+        check_draft_layer(replace(opened.mtp, **changes), opened.config)
 
 
 def test_no_token_depends_on_drafts(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
