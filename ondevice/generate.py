@@ -140,16 +140,19 @@ class Generator:
                 item = steps.send(answer)
                 answer = None
                 while isinstance(item, PassRequest):
-                    found = self.passes.alone(item)
-                    if isinstance(found, Exception):
-                        item = steps.throw(found)
-                    else:
-                        item = steps.send(found if isinstance(found, PassResult) else None)
+                    item = self._after(item, steps)
                 yield item
         except StopIteration:
             return
         finally:
             steps.close()
+
+    def _after(self, asked: PassRequest, steps: Steps[None]) -> Event | PassRequest:
+        """What follows the pass `asked`, whose result nothing here holds while the next one runs."""
+        found = self.passes.alone(asked)
+        if isinstance(found, Exception):
+            return steps.throw(found)
+        return steps.send(found if isinstance(found, PassResult) else None)
 
     def steps(
         self,
@@ -216,6 +219,8 @@ class Generator:
                 written,
                 PassOutcome(plain(history[prompt_tokens - 1]), [0], prefilled.output, None, written.ended),
             )
+            # Its hidden states aren't planned beside those of another pass.
+            del prefilled
             while True:
                 meter.pause()
                 yield from written.events()
@@ -356,6 +361,8 @@ class Generator:
                 kv.chunked = start + self.prefill_chunk
             if last and found.rows == len(chunk):
                 return found
+            # Its hidden states aren't planned beside those of the next pass.
+            del found
 
     def _end_of_pass(self, start: int, prompt_tokens: int) -> int:
         """Where a pass from position `start` on may end, of a text that begins with a prompt.

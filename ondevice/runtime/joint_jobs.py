@@ -65,11 +65,15 @@ class JointJobs:
                     if one.ended:
                         running.remove(one)
                         self.running = len(running)
-                asked = [one.request for one in running]
-                for one, answer in zip(running, self._answer(asked) if asked else (), strict=True):
-                    one.take(answer)
+                self._take_answers(running)
                 between()
         self.running = 0
+
+    def _take_answers(self, running: list[_Running]) -> None:
+        """Answer the requests. Nothing here holds an answer while the next ones are computed."""
+        asked = [one.request for one in running]
+        for one, answer in zip(running, self._answer(asked) if asked else (), strict=True):
+            one.take(answer)
 
 
 class _Wait:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +18,8 @@ from ondevice.api import Model, load
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.bundle.draft_layers import EAGLE_SIDECAR
 from ondevice.bundle.reader import Bundle
-from ondevice.config import Sparsity
+from ondevice.callbacks import never_cancelled
+from ondevice.config import SamplingConfig, Sparsity
 from ondevice.converters.draft_layers.eagle import convert_eagle
 from ondevice.errors import BundleError, UnsupportedModelError
 from ondevice.flash.reader import FlashReader
@@ -196,6 +198,36 @@ def test_one_text_drafts_at_a_time(bundle: Path, monkeypatch: pytest.MonkeyPatch
             found = list(pool.map(lambda seed: write(model, 30, temperature=0.9, seed=seed), range(3)))
         assert found == expected
         assert write(model, 30, temperature=0.9, seed=0) == expected[0]
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_hidden_states_of_one_pass_live_at_once(
+    bundle: Path, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the plan has it: those of a pass are gone when the next one begins."""
+    always_draft(monkeypatch, [6])
+    rows, tap = 64, Transformer._tap
+    tapped: list[tuple[weakref.ref[Any], int]] = []
+    peak = 0
+
+    def note(transformer: Transformer, layer: int, x: Any, count: int, into: list[Any]) -> None:
+        nonlocal peak
+        tap(transformer, layer, x, count, into)
+        if layer in transformer.taps:
+            tapped.append((weakref.ref(into[-1]), into[-1].nbytes))
+            peak = max(peak, sum(nbytes for found, nbytes in tapped if found() is not None))
+
+    monkeypatch.setattr(Transformer, "_tap", note)
+    with load(bundle, speculation="eagle", prefill_chunk=rows) as model:
+        sampling = SamplingConfig(max_tokens=10, logit_bias=((EOS, -math.inf),))
+        if is_shared:
+            model.generate(tokens=LONG[: 2 * rows], sampling=sampling)
+        else:
+            alone = model._engine.generate
+            model._owner.call(lambda: list(alone(None, LONG[: 2 * rows], sampling, never_cancelled)))
+        width = model.bundle.config.hidden_size
+    assert len(tapped) > 3 * 3
+    assert peak == 4 * rows * 3 * width
 
 
 def test_a_plan_counts_the_layer(bundle: Path) -> None:
