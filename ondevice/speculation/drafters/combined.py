@@ -34,11 +34,6 @@ class Combined(Drafter):
     def __init__(self, members: Sequence[Drafter]) -> None:
         self.members = tuple(members)
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Those of the one member that has some, if there is one."""
-        return next((member.taps for member in self.members if member.taps), ())
-
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         for member in self.members:
             member.begin(text, sampling)
@@ -46,10 +41,6 @@ class Combined(Drafter):
     def observe(self, token: int, logits: Float32 | None) -> None:
         for member in self.members:
             member.observe(token, logits)
-
-    def read(self, output: ForwardOutput) -> None:
-        for member in self.members:
-            member.read(output)
 
     def end_pass(self, output: ForwardOutput, path: Sequence[int]) -> None:
         for member in self.members:
@@ -102,9 +93,6 @@ class WhileRowsAreCheap(Drafter):
 
     def observe(self, token: int, logits: Float32 | None) -> None:
         self._drafter.observe(token, logits if self._asked else None)
-
-    def read(self, output: ForwardOutput) -> None:
-        self._drafter.read(output)
 
     def end_pass(self, output: ForwardOutput, path: Sequence[int]) -> None:
         self._drafter.end_pass(output, path)
