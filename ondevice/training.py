@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
@@ -158,11 +157,15 @@ def train_thresholds(
     pieces = _pieces(resolved, text, pieces, options.tokens)
     measured = thresholds.check(resolved.bundle, pieces, options)
     goal = _check_target(resolved, output, has_experts=resolved.bundle.config.experts is not None)
-    calibrate: Callable[..., Thresholds] = thresholds.calibrate_thresholds
-    if resolved.bundle.config.experts is not None:
-        calibrate = partial(expert_thresholds.calibrate_expert_thresholds, room=_expert_room(resolved))
+    bundle, progress = resolved.bundle, first_part_of(on_progress)
     with _target(resolved, goal) as folder:
-        found = calibrate(resolved.bundle, pieces, folder, options, on_progress=first_part_of(on_progress))
+        if bundle.config.experts is None:
+            found = thresholds.calibrate_thresholds(bundle, pieces, folder, options, progress)
+        else:
+            room = _expert_room(resolved)
+            found = expert_thresholds.calibrate_expert_thresholds(
+                bundle, pieces, folder, options, room, progress
+            )
     # The bundle at `goal` is usable from here on: a failure while measuring loses no training.
     perplexity, points = measured_points(
         goal,

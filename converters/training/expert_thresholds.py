@@ -2,8 +2,10 @@
 
 As `thresholds.py` has it for dense layers, but a neuron is calibrated on the tokens that choose its expert:
 its importance is measured on their inputs, and a layer's threshold on what all its chosen experts' neurons
-add. Neurons that aren't an expert's are multiplied whole. Memory: one expert's packed gates and ups, 8 MB of
-histograms, and the choices, two bytes each; disk: the inputs, 2 bytes a value.
+add, before the router weighs it. Activations of these models make zeros, so a target is the share to leave
+out of the neurons that fire. Neurons that aren't an expert's are multiplied whole. Memory: one expert's
+packed gates and ups, the inputs and gates of CHUNK_TOKENS tokens, 8 MB of histograms, and the choices, two
+bytes each; disk: the inputs, 2 bytes a value.
 
 Legend: N tokens, D hidden size, F neurons of a layer, E experts of a layer, k chosen for a token.
 """
@@ -14,6 +16,7 @@ import logging
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +63,20 @@ class ExpertNeurons(NeuronRecords):
 
     def read(self, first: int, count: int) -> Bytes:
         return super().read(self.first + first, count)
+
+
+@dataclass(frozen=True)
+class InputRows:
+    """Some of the inputs (N, D) of a file, `rows` ascending, which are read as they are sliced."""
+
+    inputs: NDArray[np.float16]
+    rows: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, span: slice) -> NDArray[np.float16]:
+        return self.inputs[self.rows[span]]
 
 
 class _Observed(CpuBackend):
@@ -154,10 +171,12 @@ def _of_layer(
         neurons = ExpertNeurons(bundle, reader, layer, expert)
         gates = LayerGates(spec.feed_forward, neurons)
         rows = np.flatnonzero((chosen == expert).any(axis=1))
-        first, rest = inputs[rows[rows < calibrated]], inputs[rows[rows >= calibrated]]
+        first, rest = (InputRows(inputs, it) for it in np.split(rows, [np.searchsorted(rows, calibrated)]))
         # An expert that no token chose gets the importance that its neurons would have had for all.
         own = gates.importance(first if len(first) else inputs[:calibrated])
         importance[neurons.first : neurons.first + len(own)] = own
         counted += gates.histogram(first, own)
         measured += gates.histogram(rest, own)
+    # What is zero counts for nothing anyway: a target is a share of the neurons that fire.
+    counted[0] = 0
     return layer_thresholds(importance, counted, measured, targets)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +61,14 @@ BUCKETS = 1 << (31 - BUCKET_BITS)
 
 
 log = logging.getLogger(__name__)
+
+
+class Inputs(Protocol):
+    """Inputs (N, D) of a layer's gates, of which a slice of rows is in memory at a time."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, span: slice, /) -> NDArray[np.float16]: ...
 
 
 @dataclass(frozen=True)
@@ -181,7 +190,7 @@ class LayerGates:
         )
         return layer_thresholds(importance, counted, measured, targets)
 
-    def importance(self, inputs: NDArray[np.float16]) -> Float32:
+    def importance(self, inputs: Inputs) -> Float32:
         """(F,) length of the vector that a neuron adds at an activated gate of 1: rms(up) * |down|.
 
         Leaving out the neurons of smallest |act(gate)| * importance costs the least expected squared error,
@@ -207,7 +216,7 @@ class LayerGates:
         found: Float32 = (sums / max(1, len(inputs)) * self._down_lengths).astype(np.float32)
         return found
 
-    def histogram(self, inputs: NDArray[np.float16], importance: Float32) -> NDArray[np.int64]:
+    def histogram(self, inputs: Inputs, importance: Float32) -> NDArray[np.int64]:
         """(BUCKETS,) number of neurons' contributions in each bucket."""
         counts = np.zeros(BUCKETS, dtype=np.int64)
         for gates in self._gates(inputs):
@@ -215,7 +224,7 @@ class LayerGates:
             counts += np.bincount(bucket_of(gates), minlength=BUCKETS)
         return counts
 
-    def _gates(self, inputs: NDArray[np.float16]) -> Iterator[Float32]:
+    def _gates(self, inputs: Inputs) -> Iterator[Float32]:
         """Gates for `inputs` (N, D), at most (CHUNK_TOKENS, F) at a time."""
         for gates in self._products(self._gate, inputs, self._bias):
             if self._spec.cutoff is not None:
@@ -223,7 +232,7 @@ class LayerGates:
             yield gates
 
     def _products(
-        self, matrix: _native.Matrix, inputs: NDArray[np.float16], bias: Float32 | None = None
+        self, matrix: _native.Matrix, inputs: Inputs, bias: Float32 | None = None
     ) -> Iterator[Float32]:
         """Products of `inputs` (N, D) and `matrix`, at most (CHUNK_TOKENS, F) at a time.
 

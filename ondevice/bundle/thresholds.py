@@ -43,7 +43,8 @@ THRESHOLDS_SIDECAR = Sidecar(
 class ThresholdPoint:
     """Settings for one sparsity target, and their effect on text that wasn't used for calibration.
 
-    sparsity: requested share of a layer's neurons that don't count for a token.
+    sparsity: requested share of a layer's neurons that don't count for a token; inside experts, of those that
+        fire.
     thresholds: one per layer, which |act(gate)| * importance must exceed.
     skipped: measured share of neurons that don't count, per layer.
     perplexity: None until measured.

@@ -146,9 +146,9 @@ def _expert_facts(resolved: ResolvedModel) -> dict[str, Any] | None:
 
     `in_memory` are kept beside a full context. `own_chosen` are those of the model itself, of which `chosen`
     may be fewer by `--experts`; that is `lossy`, as is a `substitution` other than 0, and a
-    `threshold_sparsity`, the share of neurons that thresholds leave out. `expected_hits` is the share of
-    lookups that should find their expert in memory, by what the calibration's text chose; None without one,
-    and where not all of the model's own choice are looked up.
+    `threshold_sparsity`, the share of firing neurons that thresholds leave out. `expected_hits` is the share
+    of lookups that should find their expert in memory, by what the calibration's text chose; None without
+    one, and where not all of the model's own choice are looked up.
     """
     config, plan = resolved.bundle.config, resolved.plan
     experts = config.experts
