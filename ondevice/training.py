@@ -539,13 +539,23 @@ def _pieces(resolved: ResolvedModel, text: Text | None, pieces: Pieces | None, t
 
 
 def _expert_room(resolved: ResolvedModel) -> Any:
-    """Memory for the experts of a model while it reads a text, by its plan."""
-    from ondevice.converters.training.expert_use import ExpertRoom
+    """Memory for the neurons of a model with experts while it reads a text, by its plan."""
+    from ondevice.converters.training.expert_use import DenseRoom, ExpertRoom
 
-    plan, shape = resolved.plan, resolved.plan.segment
+    plan, shape, dense = resolved.plan, resolved.plan.segment, None
+    if plan.dense is not None:
+        buffers = plan.buffers
+        dense = DenseRoom(
+            plan.dense.neurons,
+            plan.dense.nbytes,
+            plan.dense_quota,
+            buffers.neurons,
+            buffers.slot_bytes,
+            buffers.slots,
+        )
     assert isinstance(shape, SlotShape)
     segments = max(shape.least, plan.segments_for(plan.kv_cache_bytes))
-    return ExpertRoom(shape.slot_bytes, shape.slots, segments)
+    return ExpertRoom(shape.slot_bytes, shape.slots, segments, dense)
 
 
 def _check_target(resolved: ResolvedModel, output: Name | None, has_experts: bool = False) -> Path:

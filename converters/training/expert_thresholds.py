@@ -30,7 +30,13 @@ from ondevice.bundle.reader import Bundle
 from ondevice.bundle.thresholds import Thresholds
 from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.converters.training.activations import Activations, check_room
-from ondevice.converters.training.expert_use import Choices, ExpertRoom, experts_running, run_pieces
+from ondevice.converters.training.expert_use import (
+    Choices,
+    ExpertRoom,
+    backend_sizes,
+    experts_running,
+    run_pieces,
+)
 from ondevice.converters.training.thresholds import (
     BUCKETS,
     LayerGates,
@@ -82,8 +88,10 @@ class InputRows:
 class _Observed(CpuBackend):
     """The CPU backend, which writes down what the experts of every layer are given, and which are chosen."""
 
-    def __init__(self, runner: _native.Runner, activations: Activations, layers: Sequence[int]) -> None:
-        super().__init__(runner, segment_neurons=64, piece_neurons=64)
+    def __init__(
+        self, runner: _native.Runner, activations: Activations, layers: Sequence[int], room: ExpertRoom
+    ) -> None:
+        super().__init__(runner, **backend_sizes(room))
         self.chosen: dict[int, list[Choices]] = {layer: [] for layer in layers}
         self._open = ExitStack()
         paths = {layer: activations.path("inputs", layer) for layer in layers}
@@ -127,7 +135,7 @@ def calibrate_expert_thresholds(
         folder = Path(scratch)
         check_room(folder, total, 2 * config.hidden_size * len(layers), "inputs of experts")
         activations = Activations(folder, config.hidden_size, config.widths)
-        backend = _Observed(make_runner(usable_cores()), activations, layers)
+        backend = _Observed(make_runner(usable_cores()), activations, layers, room)
         with experts_running(bundle, room, backend) as (model, _):
             run_pieces(model, pieces, recording)
         found = []

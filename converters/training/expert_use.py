@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import KVLayout
-from ondevice.backends.cpu import CpuBackend, make_runner
+from ondevice.backends.cpu import CpuBackend, CpuFeedForward, make_runner
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.routing import Routing
 from ondevice.bundle.expert_use import (
@@ -43,6 +43,7 @@ from ondevice.model.transformer import Transformer
 from ondevice.model_config import ExpertsSpec
 from ondevice.sparsity.experts import ExpertFetcher
 from ondevice.sparsity.replay import expert_hit_rate
+from ondevice.sparsity.segments import SegmentPool
 from ondevice.units import usable_cores
 
 CHUNK_TOKENS = 256
@@ -57,11 +58,44 @@ Choices = NDArray[np.int16]
 
 @dataclass(frozen=True)
 class ExpertRoom:
-    """Memory for experts: `segments` segments of `slots` slots of `slot_bytes` bytes each."""
+    """Memory for experts: `segments` segments of `slots` slots of `slot_bytes` bytes each.
+
+    dense: for the model's other neurons; None if it has none.
+    """
 
     slot_bytes: int
     slots: int
     segments: int
+    dense: DenseRoom | None = None
+
+
+@dataclass(frozen=True)
+class DenseRoom:
+    """Memory for neurons that aren't an expert's: segments of `neurons` neurons and `segment_bytes` bytes.
+
+    quota: segments of each layer. What has none is read `piece_neurons` neurons at a time into `buffers`
+    buffers of `buffer_bytes` bytes.
+    """
+
+    neurons: int
+    segment_bytes: int
+    quota: tuple[int, ...]
+    piece_neurons: int
+    buffer_bytes: int
+    buffers: int
+
+    def pool(self, layers: Sequence[CpuFeedForward], reader: FlashReader) -> SegmentPool:
+        """Such memory for `layers`, empty."""
+        pool = SegmentPool(
+            layers,
+            reader,
+            segment_bytes=self.segment_bytes,
+            piece_neurons=self.piece_neurons,
+            slot_bytes=self.buffer_bytes,
+            slots=self.buffers,
+        )
+        pool.resize(self.quota)
+        return pool
 
 
 def check(bundle: Bundle, pieces: Sequence[Sequence[int]]) -> ExpertsSpec:
@@ -138,27 +172,41 @@ def record_choices(
 
     room: as in `calibrate_experts`. on_progress gets the number of tokens done.
     """
-    backend = CpuBackend(make_runner(usable_cores()), segment_neurons=64, piece_neurons=64)
+    backend = CpuBackend(make_runner(usable_cores()), **backend_sizes(room))
     with experts_running(bundle, room, backend, _Recording) as (model, fetcher):
         run_pieces(model, pieces, on_progress)
         assert isinstance(fetcher, _Recording)
         return fetcher.choices()
 
 
+def backend_sizes(room: ExpertRoom) -> dict[str, int]:
+    """What CpuBackend takes to run within `room`."""
+    pieces, neurons = (64, 0) if room.dense is None else (room.dense.piece_neurons, room.dense.neurons)
+    return {"segment_neurons": 64, "piece_neurons": pieces, "dense_neurons": neurons}
+
+
 @contextmanager
 def experts_running(
     bundle: Bundle, room: ExpertRoom, backend: CpuBackend, kind: type[ExpertFetcher] = ExpertFetcher
 ) -> Iterator[tuple[Transformer, ExpertFetcher]]:
-    """The model on `backend`, which is closed at the end, and what provides its experts."""
+    """The model on `backend`, which is closed at the end, and what provides its experts.
+
+    backend: made with `backend_sizes`.
+    """
     config = bundle.config
     assert config.experts is not None
-    with closing(backend), FlashReader(bundle_files(bundle)) as reader:
+    with ExitStack() as stack:
+        stack.enter_context(closing(backend))
+        reader = stack.enter_context(FlashReader(bundle_files(bundle)))
         model = Transformer(config, backend, load_weights(bundle, reader, backend))
+        layers, dense = backend.feed_forwards, None
+        if room.dense is not None:
+            dense = stack.enter_context(closing(room.dense.pool(layers, reader)))
         specs, reserve = [layer.experts for layer in config.layers], config.experts.chosen
-        fetcher = kind(backend.feed_forwards, reader, specs, room.slot_bytes, room.slots, reserve)
-        with closing(fetcher):
-            fetcher.resize([room.segments])
-            yield model, fetcher
+        fetcher = kind(layers, reader, specs, room.slot_bytes, room.slots, reserve, dense=dense)
+        stack.enter_context(closing(fetcher))
+        fetcher.resize([room.segments])
+        yield model, fetcher
 
 
 def run_pieces(
@@ -178,8 +226,8 @@ def run_pieces(
 class _Recording(ExpertFetcher):
     """An ExpertFetcher that keeps what every pass chose."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, dense: SegmentPool | None) -> None:
+        super().__init__(*arguments, dense=dense)
         self._chosen: dict[int, list[Choices]] = {}
 
     def experts(

@@ -388,7 +388,7 @@ class Backend(LatentOps, RecurrentOps, Protocol):
 
         selector: decides which neurons are multiplied for a token; without it, all are. gates: the gate
         projection, (F, D), of a layer whose gates have a statistical cutoff. dense: in a model with experts,
-        number of the layer's neurons that aren't an expert's; these come first and stay in memory.
+        number of the layer's neurons that aren't an expert's; these come first, and some backends hold them.
         """
         ...
 

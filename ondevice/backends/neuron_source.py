@@ -2,7 +2,7 @@
 
 A forward pass reaches flash through it: a backend's `feed_forward` calls the `neurons` of its layer. They are
 a `sparsity.segments.SegmentPool` in dense mode, a `sparsity.fetch.NeuronFetcher` if neurons are selected, a
-`sparsity.experts.ExpertFetcher` in models with experts.
+`sparsity.experts.ExpertFetcher` in models with experts, which on `cpu` has a SegmentPool for other neurons.
 
 Legend: R rows of a forward pass, F neurons of a layer.
 """

@@ -45,10 +45,10 @@ class CpuMemory(MemoryModel):
 
     @property
     def buffers(self) -> BufferShape:
-        if self.dense is not None:
-            return buffer_shape(
-                self.config, self.quant, tuple(map(self.config.dense_neurons, self.config.layers))
-            )
+        dense = self.dense
+        if dense is not None:
+            widths = tuple(map(self.config.dense_neurons, self.config.layers))
+            return buffer_shape(self.config, self.quant, widths, dense.neurons)
         if self.config.experts is not None:
             # Experts are read straight into their slots.
             return BufferShape(GROUP_SIZE, 0, 0, 0)
@@ -66,8 +66,9 @@ class CpuMemory(MemoryModel):
         experts = self.config.experts
         if experts is None:
             return segment_shape(self.config, self.quant).neurons
-        dense = max(map(self.config.dense_neurons, self.config.layers))
-        return padded(max(experts.neurons, dense), GROUP_SIZE)
+        dense = self.dense
+        neurons = max(map(self.config.dense_neurons, self.config.layers)) if dense is None else dense.neurons
+        return padded(max(experts.neurons, neurons), GROUP_SIZE)
 
     def _kernel_bytes(self, tokens: int) -> int:
         """Activations, attention scores, hidden values and logits of a dense forward pass.

@@ -173,7 +173,9 @@ class Plan:
     def dense_segments(self) -> int:
         """Segments that keep neurons which aren't an expert's: as many as fit beside the fewest experts.
 
-        Every token uses them, so they come before any expert that isn't needed at once.
+        Every token uses them, so of what is left beside a full context and the widest pass they come before
+        any expert that isn't needed at once. What a shorter context and narrower passes leave, which is taken
+        back at any time, goes to experts alone: this number changes with the budget only.
         """
         if self.dense is None:
             return 0
@@ -192,7 +194,10 @@ class Plan:
 
     @property
     def staging_bytes(self) -> int:
-        """Buffers for offloaded weights; where all weights fit, the first passes fetch them this way."""
+        """Buffers for offloaded weights; where all weights fit, the first passes fetch them this way.
+
+        In a model with experts that is so after a budget has grown while the model runs.
+        """
         return self.buffers.nbytes
 
     @property

@@ -34,6 +34,11 @@ class ReferenceMemory(CpuMemory):
         return replace(segment_shape(self.config, self.quant), per_layer=())
 
     @property
+    def dense(self) -> SegmentShape | None:
+        """None: every neuron is among `weights_bytes`."""
+        return None
+
+    @property
     def buffers(self) -> BufferShape:
         return BufferShape(0, 0, 0, 0)
 

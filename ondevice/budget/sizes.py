@@ -199,7 +199,7 @@ def expert_shape(config: ModelConfig, quant: QuantConfig, experts: ExpertsSpec) 
 
 
 def dense_bytes(config: ModelConfig, quant: QuantConfig) -> int:
-    """Neurons that aren't an expert's in a model with experts, packed: they stay in memory."""
+    """Neurons that aren't an expert's in a model with experts, packed, where they stay in memory."""
     blocks = sum(-(-config.dense_neurons(layer) // GROUP_SIZE) for layer in config.layers)
     return blocks * _block_bytes(config, quant)
 
@@ -224,15 +224,19 @@ def fetch_shape(slot_bytes: int) -> BufferShape:
     return BufferShape(0, max(FETCH_STAGING_BYTES, padded(slot_bytes, PAGE_BYTES) + PAGE_BYTES), buffers, 0)
 
 
-def buffer_shape(config: ModelConfig, quant: QuantConfig, widths: Sequence[int] = ()) -> BufferShape:
+def buffer_shape(
+    config: ModelConfig, quant: QuantConfig, widths: Sequence[int] = (), most: int = 0
+) -> BufferShape:
     """Reads near 2 MiB, or a quarter of the widest layer if that is less, in whole blocks of 64 records.
 
-    widths: neurons of each layer that are read so; by default all.
+    widths: neurons of each layer that are read so; by default all. most: records of a read at most, whole
+    blocks; 0: no limit.
     """
     widths = widths or config.widths
     stride = neuron_layout(config, quant).stride
     blocks = -(-max(widths) // GROUP_SIZE)
-    size = max(1, min(STREAM_SLOT_BYTES // (stride * GROUP_SIZE), -(-blocks // 4)))
+    size = min(STREAM_SLOT_BYTES // (stride * GROUP_SIZE), -(-blocks // 4))
+    size = max(1, min(size, most // GROUP_SIZE) if most else size)
     # A read is widened to page boundaries on both sides.
     slot_bytes = padded(size * GROUP_SIZE * stride, PAGE_BYTES) + PAGE_BYTES
     share = sum(widths) * stride // STREAM_SHARE

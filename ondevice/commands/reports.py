@@ -97,7 +97,9 @@ def residency(plan: Plan) -> str:
         if plan.dense is None or plan.dense_segments == plan.dense.total:
             return line
         kept = share(plan.dense_segments, plan.dense.total)
-        return f"{line}; of other feed-forwards {kept} to be resident, the rest streams"
+        return (
+            f"{line}; of other feed-forwards {kept} to be resident, the rest is read from flash for each pass"
+        )
     if plan.sparsity != "dense":
         return (
             f"room for {share(start, total)} of the neurons at the start, {share(full, total)} at "
@@ -105,7 +107,7 @@ def residency(plan: Plan) -> str:
         )
     return (
         f"feed-forward to be resident: {share(start, total)} at the start, {share(full, total)} at "
-        f"{plan.max_context} tokens; the rest streams from flash"
+        f"{plan.max_context} tokens; the rest is read from flash for each pass"
     )
 
 

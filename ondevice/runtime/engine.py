@@ -122,7 +122,7 @@ class Engine:
         transformer = _load_transformer(resolved, self._reader, self._backend, cancelled)
         substitution = runtime.expert_substitution
         self._neurons = open_neuron_memory(
-            bundle, plan, self._backend, self._reader, costs, fetch, substitution
+            bundle, plan, self._backend, self._reader, costs, fetch, substitution, cancelled
         )
         self._parts.callback(self._neurons.close)
         self._quota = NeuronQuota(self._neurons, self._backend, plan, fetch.keep)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 import numpy as np
@@ -12,8 +13,10 @@ from ondevice.backends.budgeted import BudgetedBackend
 from ondevice.budget.plan import Plan
 from ondevice.budget.sizes import DECODE_TOKENS, SegmentShape, SlotShape, fetch_neurons, prefetch_neurons
 from ondevice.bundle.reader import Bundle
+from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
+from ondevice.model.transformer import Cancelled
 from ondevice.sparsity.experts import ExpertFetcher
 from ondevice.sparsity.fetch import FetchOptions, NeuronFetcher
 from ondevice.sparsity.neuron_cache import NeuronCache
@@ -111,8 +114,9 @@ def open_neuron_memory(
     costs: CostModel,
     options: FetchOptions,
     substitution: float = 0.0,
+    cancelled: IsCancelled = never_cancelled,
 ) -> NeuronMemory:
-    """Make the neuron memory of a model by its plan. It has no segments yet.
+    """Make the neuron memory of a model by its plan. It has no segments yet but `Plan.dense_segments`.
 
     Args:
         bundle: The model.
@@ -122,34 +126,15 @@ def open_neuron_memory(
         costs: The costs of that reader's reads.
         options: How selected neurons are kept and read.
         substitution: `RuntimeConfig.expert_substitution`.
+        cancelled: Asked between two pieces of the neurons that are read now.
+
+    Raises FlashReadError, MemoryError, and Cancelled if `cancelled()` holds.
     """
     config, segment, layers = bundle.config, plan.segment, backend.feed_forwards
     if not layers:
         return NoNeuronMemory()
     if config.experts is not None:
-        assert isinstance(segment, SlotShape)
-        experts = [layer.experts for layer in config.layers]
-        dense = None
-        if plan.dense is not None:
-            dense = _segment_pool(plan.dense, plan, backend, reader)
-            dense.resize(plan.dense_quota)
-            dense.hold()
-        fetcher = ExpertFetcher(
-            layers,
-            reader,
-            experts,
-            segment.slot_bytes,
-            segment.slots,
-            segment.reserve,
-            options.keep,
-            options.prefetch and backend.name == "cpu",
-            substitution,
-            _expert_shares(bundle),
-            dense,
-        )
-        if backend.name == "mlx" and config.expert_layers:
-            return WholeExperts(fetcher, layers, segment.least, segment.total)
-        return fetcher
+        return _expert_memory(bundle, plan, backend, reader, options, substitution, cancelled)
     if not isinstance(segment, SlotShape):
         return _segment_pool(segment, plan, backend, reader)
     cache = NeuronCache(
@@ -170,6 +155,46 @@ def open_neuron_memory(
         costs=costs,
         options=options,
     )
+
+
+def _expert_memory(
+    bundle: Bundle,
+    plan: Plan,
+    backend: BudgetedBackend,
+    reader: FlashReader,
+    options: FetchOptions,
+    substitution: float,
+    cancelled: IsCancelled,
+) -> NeuronMemory:
+    """`open_neuron_memory` of a model with experts."""
+    config, segment, layers = bundle.config, plan.segment, backend.feed_forwards
+    assert isinstance(segment, SlotShape)
+    with ExitStack() as undo:
+        dense = None
+        if plan.dense is not None:
+            dense = _segment_pool(plan.dense, plan, backend, reader)
+            # Pool and layers refer to each other, so only `close` frees what it holds at once.
+            undo.callback(dense.close)
+            dense.resize(plan.dense_quota)
+            if not dense.hold(cancelled):
+                raise Cancelled
+        fetcher = ExpertFetcher(
+            layers,
+            reader,
+            [layer.experts for layer in config.layers],
+            segment.slot_bytes,
+            segment.slots,
+            segment.reserve,
+            options.keep,
+            options.prefetch and backend.name == "cpu",
+            substitution,
+            _expert_shares(bundle),
+            dense,
+        )
+        undo.pop_all()
+    if backend.name == "mlx" and config.expert_layers:
+        return WholeExperts(fetcher, layers, segment.least, segment.total)
+    return fetcher
 
 
 def _segment_pool(

@@ -24,6 +24,7 @@ from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import ClosedNeurons, NeuronSource, Segment
 from ondevice.bundle.layout import DATA_OFFSET
+from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.flash.read_ahead import Extent, ReadAhead
 from ondevice.flash.reader import FlashReader
 from ondevice.sparsity.prefetch import PrefetchQuality
@@ -120,16 +121,22 @@ class SegmentPool(NeuronSource):
         while len(self._empty) > self._missing:
             self._drop_empty()
 
-    def hold(self) -> None:
-        """Read what the quota allows now, before any pass. Raises FlashReadError, MemoryError."""
+    def hold(self, cancelled: IsCancelled = never_cancelled) -> bool:
+        """Read what the quota allows now, before any pass. Raises FlashReadError, MemoryError.
+
+        Returns False if `cancelled()`, which is asked between two pieces, ended it; `close` is still due.
+        """
         for layer, count in zip(self._layers, self._quota, strict=True):
             while len(layer.segments) < min(count, layer.num_segments):
                 index, filling = len(layer.segments), layer.new_segment()
                 neurons = layer.segment_range(index)
                 for first in range(neurons.start, neurons.stop, self._piece_neurons):
+                    if cancelled():
+                        return False
                     piece = min(self._piece_neurons, neurons.stop - first)
                     layer.pack(filling, index, first, layer.source.read(first, piece))
                 layer.segments.append(filling)
+        return True
 
     def keep_dense(self, quota: Sequence[int]) -> None:
         """Do nothing: there are no experts."""

@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from ondevice.api import load
+from ondevice import training
+from ondevice.api import Model, inspect, load
 from ondevice.backends.cpu import CpuBackend, make_runner
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.budget.sizes import buffer_shape, dense_shape, expert_shape
 from ondevice.bundle.layout import neuron_file_name
 from ondevice.bundle.reader import Bundle
+from ondevice.config import RuntimeConfig
 from ondevice.converters.convert import convert
 from ondevice.errors import FlashReadError
+from ondevice.flash.cost_model import UNMEASURED
 from ondevice.flash.reader import FlashReader
+from ondevice.kernels import _native
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.sequence_state import KVLayout, SequenceState
-from ondevice.model.transformer import Transformer
+from ondevice.model.transformer import Cancelled, Transformer
+from ondevice.runtime.backend_choice import make_backend
+from ondevice.runtime.neuron_memory import open_neuron_memory
+from ondevice.runtime.resolving import resolve
 from ondevice.sparsity.experts import ExpertFetcher
+from ondevice.sparsity.fetch import DEFAULT_FETCH
 from ondevice.sparsity.segments import SegmentPool
+from ondevice.training import train_expert_use, train_thresholds
+from ondevice.units import process_memory
+from tests.support.bundles import copy_files, made_up_pieces
 from tests.support.engines import every_logits
 from tests.support.families import CASES, write_model
 from tests.support.flash_files import flip_byte
 
 TOKENS = np.random.default_rng(5).integers(0, 250, 40).tolist()
 PROMPT = TOKENS[:12]
+OPTIONS: dict[str, Any] = {"speculation": "off", "max_context": 256, "threads": 1, "memory_pressure": "off"}
 
 
 def logits(folder: Path, held: int | None, chunk: int, threads: int = 1, change: bool = False) -> bytes:
@@ -37,7 +54,7 @@ def logits(folder: Path, held: int | None, chunk: int, threads: int = 1, change:
     config, shape = bundle.config, dense_shape(bundle.config, bundle.quant)
     assert shape is not None
     widths = tuple(map(config.dense_neurons, config.layers))
-    buffers = buffer_shape(config, bundle.quant, widths)
+    buffers = buffer_shape(config, bundle.quant, widths, shape.neurons)
     own = 0 if held is None else shape.neurons
     with FlashReader(bundle_files(bundle), "auto", 3) as reader:
         cpu = CpuBackend(
@@ -98,17 +115,24 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert(made / "source", made / "bundle", "q4")
 
 
+@pytest.fixture(scope="module")
+def damaged(large: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`large` with a flipped byte near the end of the dense layer."""
+    folder = copy_files(large, tmp_path_factory.mktemp("damaged") / "bundle")
+    path = folder / neuron_file_name(0)
+    flip_byte(path, path.stat().st_size - 5000)
+    return folder
+
+
 def test_a_budget_below_the_dense_neurons(large: Path) -> None:
-    options = {"speculation": "off", "max_context": 256, "threads": 1, "memory_pressure": "off"}
-    with load(large, **options) as model:
+    with load(large, **OPTIONS) as model:
         expected, whole = model.generate(tokens=PROMPT, max_tokens=12).tokens, model.plan
         assert whole.dense is not None
         assert whole.dense_segments == whole.dense.total
         dense = whole.dense.total * whole.dense.nbytes
     least = whole.minimum_budget_bytes
-    with load(large, dram_budget=least + dense // 2, **options) as model:
+    with load(large, dram_budget=least + dense // 2, **OPTIONS) as model:
         assert 0 < model.plan.dense_segments < whole.dense.total
-        assert model.plan.total_bytes <= model.plan.budget_bytes
         for budget in (
             least + dense // 2,
             least + (2 << 20),
@@ -119,31 +143,139 @@ def test_a_budget_below_the_dense_neurons(large: Path) -> None:
             model.set_dram_budget(budget)
             made = model.generate(tokens=PROMPT, max_tokens=12)
             assert made.tokens == expected
-            parts = model.plan.to_json()
-            assert model.plan.total_bytes == sum(int(parts[name]) for name in PARTS)
+            held, plan, pool = model._engine._neurons, model.plan, pool_of(model)
+            assert plan.dense is not None
+            kept = pool.nbytes
+            assert kept == plan.dense_segments * plan.dense.nbytes
+            assert held.nbytes - kept <= plan.segments_for(plan.kv_block_bytes, 1) * plan.segment.nbytes
+            assert buffers_of(pool) <= plan.staging_bytes
+            assert (buffers_of(pool) > 0) == (plan.dense_segments < plan.dense.total)
 
 
-PARTS = (
-    "resident_weights_bytes",
-    "kv_cache_bytes",
-    "neuron_cache_bytes",
-    "predictor_bytes",
-    "draft_bytes",
-    "constraint_bytes",
-    "staging_bytes",
-    "activation_bytes",
-    "process_bytes",
-    "other_models_bytes",
-)
+def pool_of(model: Model) -> SegmentPool:
+    """What holds and reads a loaded model's dense neurons."""
+    fetcher = model._engine._neurons
+    assert isinstance(fetcher, ExpertFetcher)
+    assert fetcher._dense is not None
+    return fetcher._dense
 
 
-def test_damage_is_found_when_it_is_read(large: Path, tmp_path: Path) -> None:
-    for file in large.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    path = tmp_path / neuron_file_name(0)
-    flip_byte(path, path.stat().st_size - 5000)
-    options = {"speculation": "off", "max_context": 256, "threads": 1, "memory_pressure": "off"}
-    with load(large, **options) as model:
+def buffers_of(pool: SegmentPool) -> int:
+    """Bytes of a pool's read-ahead buffers."""
+    return 0 if pool._ahead is None else pool._slots * pool._slot_bytes
+
+
+def test_a_piece_lies_within_a_segment(large: Path) -> None:
+    plan = inspect(large, backend="cpu")
+    assert plan.dense is not None
+    assert plan.buffers.neurons <= plan.dense.neurons
+    assert plan.buffers.packed_bytes <= plan.dense.nbytes
+
+
+def test_scratch_memory_is_that_of_segments(large: Path) -> None:
+    """Of a dense layer's 16,384 neurons a pass has one segment's hidden values at once, and is planned so."""
+    bundle, tokens = Bundle.open(large), 512
+    shape = dense_shape(bundle.config, bundle.quant)
+    assert shape is not None
+    whole, own = 4 * tokens * bundle.config.widths[0], 4 * tokens * shape.neurons
+    spec = bundle.config.layers[0].feed_forward
+    with FlashReader(bundle_files(bundle)) as reader:
+        cpu = CpuBackend(make_runner(1), segment_neurons=64, piece_neurons=64, dense_neurons=shape.neurons)
+        load_weights(bundle, reader, cpu)
+        sizes = {"segment_bytes": shape.nbytes, "piece_neurons": 64, "slot_bytes": 1 << 17, "slots": 2}
+        with closing(SegmentPool(cpu.feed_forwards, reader, **sizes)) as pool:
+            pool.resize(shape.quota(shape.total))
+            pool.hold()
+            x = np.random.default_rng(1).standard_normal((tokens, bundle.config.hidden_size), np.float32)
+            batch = ForwardBatch(list(range(tokens)))
+            cpu.dense_feed_forward(x[:1], cpu.feed_forwards[0], spec, ForwardBatch([0]))
+            before = process_memory().current_bytes
+            cpu.dense_feed_forward(x, cpu.feed_forwards[0], spec, batch)
+            taken = process_memory().current_bytes - before
+        cpu.close()
+    assert own <= taken < whole // 2
+    plan = inspect(large, backend="cpu", max_context=tokens, prefill_chunk=tokens)
+    assert taken <= plan.activation_bytes < whole
+
+
+def test_the_reference_counts_neurons_once(large: Path) -> None:
+    plan = inspect(large, backend="reference")
+    plan = plan.with_budget(plan.minimum_budget_bytes)
+    assert plan.dense is None
+    assert not plan.offloads_weights
+    assert plan.resident_weights_bytes == plan.weights_bytes
+    assert plan.total_bytes <= plan.minimum_budget_bytes
+
+
+def test_a_load_that_fails_frees_what_it_held(damaged: Path) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(FlashReadError) as caught:
+            load(damaged, **OPTIONS).close()
+        # The error's frames hold the segment that was being filled, out of ten.
+        del caught
+        assert len([it for it in gc.get_objects() if isinstance(it, _native.Segment)]) <= 1
+    finally:
+        gc.enable()
+
+
+def test_a_load_that_is_cancelled_reads_no_more(large: Path) -> None:
+    resolved = resolve(Bundle.open(large), RuntimeConfig(backend="cpu", speculation="off", max_context=256))
+    bundle, plan = resolved.bundle, resolved.plan.with_budget(resolved.plan.full_bytes)
+    with FlashReader(bundle_files(bundle)) as reader:
+        cpu = make_backend(bundle.config, bundle.quant, resolved.runtime, plan)
+        load_weights(bundle, reader, cpu)
+        before, asked = reader.stats.bytes_read, iter([False, True])
+        with pytest.raises(Cancelled):
+            open_neuron_memory(
+                bundle, plan, cpu, reader, UNMEASURED, DEFAULT_FETCH, cancelled=lambda: next(asked)
+            )
+        assert reader.stats.bytes_read - before <= plan.buffers.slot_bytes
+        assert not any(layer.segments for layer in cpu.feed_forwards)
+        cpu.close()
+
+
+@pytest.fixture(scope="module")
+def large_shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shared experts of 2 MB in each layer, and squared ReLU, whose thresholds can be calibrated."""
+    made = tmp_path_factory.mktemp("shared")
+    family, values = CASES["qwen2 moe"]
+    sizes = {"shared_expert_intermediate_size": 16384, "hidden_act": "relu2"}
+    write_model(made / "source", family, {**values, **sizes})
+    return convert(made / "source", made / "bundle", "q4")
+
+
+@pytest.mark.parametrize("what", [train_expert_use, train_thresholds])
+def test_training_holds_what_the_plan_has(
+    what: Callable[..., Any], large_shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What measures the points loads the model by plans of its own.
+    monkeypatch.setattr(training, "measured_points", lambda folder, points, *rest: (1.0, points))
+    pieces = made_up_pieces()[:4]
+    whole = what(large_shared, pieces=pieces, output=tmp_path / "whole")
+    plan = inspect(large_shared, backend="cpu")
+    budget = plan.minimum_budget_bytes + (2 << 20)
+    under, held = plan.with_budget(budget), []
+    assert under.dense is not None
+    assert 0 < under.dense_segments < under.dense.total
+    begin = ExpertFetcher.begin_pass
+
+    def spy(self: ExpertFetcher, batch: ForwardBatch) -> None:
+        begin(self, batch)
+        layers = self._layers
+        held.append(
+            sum(len(it.segments) * it.native.segment_bytes(it.segment_neurons // 64) for it in layers)
+        )
+
+    monkeypatch.setattr(ExpertFetcher, "begin_pass", spy)
+    found = what(large_shared, pieces=pieces, output=tmp_path / "found", dram_budget=budget)
+    assert found == whole
+    assert 0 < max(held) <= under.dense_segments * under.dense.nbytes
+
+
+def test_damage_is_found_when_it_is_read(large: Path, damaged: Path) -> None:
+    with load(large, **OPTIONS) as model:
         least = model.plan.minimum_budget_bytes
-    with load(tmp_path, dram_budget=least + (2 << 20), **options) as model, pytest.raises(FlashReadError):
+    with load(damaged, dram_budget=least + (2 << 20), **OPTIONS) as model, pytest.raises(FlashReadError):
         model.generate(tokens=PROMPT, max_tokens=2)
