@@ -8,7 +8,7 @@ channels of convolutions are behind their taps, and norms whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -71,6 +71,7 @@ ROTATED_SHARE = 0.25
 KINDS = ("linear_attention", "full_attention")
 POSITION_KEYS = ("mrope_section", "mrope_interleaved")
 """Keys that divide a head's pairs among three positions, which are one and the same in a text."""
+Rows = dict[str, NDArray[np.int64]]
 GATES = ("b", "a")
 """What betas and decays are made of, in this order."""
 AHEAD = "mtp."
@@ -288,10 +289,12 @@ def _delta_tensors(tensors: Tensors, config: ModelConfig) -> Tensors:
             found[name.weight("delta.conv")] = taps_first(
                 name.weight("delta.conv"), conv, delta.channels, delta.taps, by_mlx
             )
-        for old, parts in {**_grouped_rows(delta), **_rows_in_order(delta)}.items():
+        for old, rows_of in PARTS.items():
             whole = found.pop(f"{prefix}linear_attn.{old}.weight", None)
             if whole is None:
                 continue
+            # Rows are numbered for what is there: a config may name many layers that a file lacks.
+            parts = rows_of(delta)
             check_shape(whole, (sum(map(len, parts.values())), config.hidden_size))
             for which, rows in parts.items():
                 new = name.projection(which) if which in "qkvz" else f"{prefix}{which}"
@@ -308,36 +311,38 @@ def _delta_tensors(tensors: Tensors, config: ModelConfig) -> Tensors:
     return found
 
 
-def _grouped_rows(delta: DeltaSpec) -> dict[str, dict[str, NDArray[np.int64]]]:
-    """Rows of the parts of two projections in which each key head's parts lie side by side."""
-    group = delta.value_heads // delta.key_heads
-    values = group * delta.value_width
-
-    def of(sizes: Mapping[str, int]) -> dict[str, NDArray[np.int64]]:
-        rows = np.arange(delta.key_heads * sum(sizes.values())).reshape(delta.key_heads, -1)
-        edges = np.cumsum(list(sizes.values()))[:-1]
-        return {
-            which: part.reshape(-1) for which, part in zip(sizes, np.split(rows, edges, axis=1), strict=True)
-        }
-
-    keys = delta.key_width
-    return {
-        "in_proj_qkvz": of({"q": keys, "k": keys, "v": values, "z": values}),
-        "in_proj_ba": of(dict.fromkeys(GATES, group)),
-    }
+def _projections(delta: DeltaSpec) -> Rows:
+    """Of a projection in which each key head's queries, keys, values and z lie side by side."""
+    values = delta.value_heads // delta.key_heads * delta.value_width
+    return _of_heads(delta, {"q": delta.key_width, "k": delta.key_width, "v": values, "z": values})
 
 
-def _rows_in_order(delta: DeltaSpec) -> dict[str, dict[str, NDArray[np.int64]]]:
-    """Rows of the parts of four projections in which heads follow each other."""
-    rows = np.arange(delta.channels)
-    q, k, v = np.split(rows, [delta.key_size, 2 * delta.key_size])
-    of_heads = np.arange(delta.value_heads)
-    return {
-        "in_proj_qkv": {"q": q, "k": k, "v": v},
-        "in_proj_z": {"z": np.arange(delta.value_size)},
-        "in_proj_b": {GATES[0]: of_heads},
-        "in_proj_a": {GATES[1]: of_heads},
-    }
+def _gates(delta: DeltaSpec) -> Rows:
+    return _of_heads(delta, dict.fromkeys(GATES, delta.value_heads // delta.key_heads))
+
+
+def _of_heads(delta: DeltaSpec, sizes: Mapping[str, int]) -> Rows:
+    """Rows of parts that lie side by side in each key head. sizes: rows of one head."""
+    rows = np.arange(delta.key_heads * sum(sizes.values())).reshape(delta.key_heads, -1)
+    edges = np.cumsum(list(sizes.values()))[:-1]
+    return {which: part.reshape(-1) for which, part in zip(sizes, np.split(rows, edges, axis=1), strict=True)}
+
+
+def _channels(delta: DeltaSpec) -> Rows:
+    """Of a projection in which all heads' queries come first, then all keys, then all values."""
+    edges = [delta.key_size, 2 * delta.key_size]
+    return dict(zip("qkv", np.split(np.arange(delta.channels), edges), strict=True))
+
+
+PARTS: Mapping[str, Callable[[DeltaSpec], Rows]] = {
+    "in_proj_qkvz": _projections,
+    "in_proj_ba": _gates,
+    "in_proj_qkv": _channels,
+    "in_proj_z": lambda delta: {"z": np.arange(delta.value_size)},
+    "in_proj_b": lambda delta: {GATES[0]: np.arange(delta.value_heads)},
+    "in_proj_a": lambda delta: {GATES[1]: np.arange(delta.value_heads)},
+}
+"""Rows of the parts of a delta rule's projections, of which a checkpoint has the first two or the others."""
 
 
 QWEN3_NEXT = Family("qwen3_next", "Qwen3NextForCausalLM", _read_next)

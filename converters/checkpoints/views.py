@@ -19,7 +19,7 @@ GAP_BYTES = 4 << 20
 
 
 class View:
-    """A `SourceTensor` of the same type and files as `source`."""
+    """A `SourceTensor` of the files of `source`, and of its type unless a view says otherwise."""
 
     source: SourceTensor
     name: str
@@ -259,6 +259,10 @@ class Scaled(View):
     source: SourceTensor
     factor: float = 1.0
     shift: float = 0.0
+
+    @property
+    def dtype(self) -> str:
+        return "F32"
 
     def rows(self, start: int, stop: int) -> Weights:
         return self._scaled(self.source.rows(start, stop))

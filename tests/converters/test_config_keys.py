@@ -112,13 +112,11 @@ def theirs(folder: Path, family: str) -> np.ndarray | None:
 def decided(model: Any) -> int:
     """Number of positions before the first at which a router's margin is below TIE."""
     count, ids = getattr(model.config, "num_experts_per_tok", None), torch.tensor([tokens()])
-    if not count or not hasattr(model.config, "output_router_logits"):
+    routed = any("experts" in name for name, _ in model.named_modules())
+    if not count or not routed or not hasattr(model.config, "output_router_logits"):
         return len(tokens())
     with torch.no_grad():
-        routed = model(ids, output_router_logits=True).router_logits
-    if not routed:
-        return len(tokens())
-    logits = np.stack([layer.numpy() for layer in routed])
+        logits = np.stack([layer.numpy() for layer in model(ids, output_router_logits=True).router_logits])
     if logits.shape[-1] == count:
         return len(tokens())
     highest = np.sort(logits, axis=-1)[..., ::-1]

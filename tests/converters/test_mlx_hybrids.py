@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +14,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from ondevice.bundle.reader import Bundle
+from ondevice.converters.architectures import qwen3_next
+from ondevice.converters.checkpoints.opening import open_checkpoint
+from ondevice.converters.checkpoints.views import Scaled
 from ondevice.converters.convert import convert
 from ondevice.errors import CheckpointError
+from ondevice.model_config import DeltaSpec
 from tests.support.engines import all_logits, running
 from tests.support.families import CASES, write_model
 from tests.support.mlx_folders import (
@@ -108,6 +115,35 @@ def test_betas_and_decays_may_be_made_of_two_types(tmp_path: Path) -> None:
     mixed = stored | {name: typed(values, "BF16") for name, values in rounded.items()}
     save_typed(mlx.path / "model.safetensors", mixed)
     assert_same_files(convert(mlx.path, tmp_path / "mixed", "f16"), alike)
+
+
+def test_rows_are_numbered_for_projections_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A config of 1,024 wide layers would cost half a minute before it's refused for what is missing."""
+    folder, _ = folders(tmp_path, "qwen3 next", plain=True)
+    calls: list[str] = []
+
+    def counted(old: str, rows_of: Callable[[DeltaSpec], Any]) -> Callable[[DeltaSpec], Any]:
+        return lambda delta: calls.append(old) or rows_of(delta)
+
+    monkeypatch.setattr(qwen3_next, "PARTS", {old: counted(old, it) for old, it in qwen3_next.PARTS.items()})
+    with closing(open_checkpoint(folder)) as checkpoint:
+        delta = sum(layer.delta is not None for layer in checkpoint.config.layers)
+    assert sorted(calls) == sorted(["in_proj_ba", "in_proj_qkvz"] * delta)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": 1024, "layer_types": ["linear_attention"] * 1023 + ["full_attention"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    calls.clear()
+    assert_refused(folder, CheckpointError, "missing")
+    assert len(calls) <= 2 * delta + 2
+
+
+def test_scaled_values_are_float32() -> None:
+    source = SimpleNamespace(name="a", dtype="BF16", shape=(2,), vector=lambda: np.ones(2, np.float32))
+    scaled = Scaled("a", source, 3.0)  # type: ignore[arg-type]
+    assert scaled.vector().dtype == np.float32
+    assert scaled.dtype == "F32"
 
 
 def test_folders_whose_parts_contradict_are_refused(tmp_path: Path) -> None:
