@@ -50,7 +50,8 @@ _RUNTIME_HELP = {
     "io": "How flash is read: past the page cache, or through it.",
     "sparsity": "Which neurons are multiplied; `inspect` says what a model can have.",
     "predictor_recall": f"With --sparsity predicted: share of the firing neurons to find, {_LISTED}.",
-    "threshold_sparsity": f"With --sparsity threshold: share of the neurons to leave out, {_LISTED}.",
+    "threshold_sparsity": "With --sparsity threshold: share of the neurons to leave out (in experts: of "
+    f"those that fire), {_LISTED}.",
     "experts": "Fewer experts a token than the model's own, which changes the text; 0: the model's own.",
     "expert_substitution": "Most standard deviations by which a missing expert's score may exceed that of "
     "one in memory that takes its place, which changes the text; 0: missing ones are read.",
