@@ -36,6 +36,9 @@ def _state_bytes(layer: DraftLayer, target: ModelConfig, runtime: RuntimeConfig,
     kv = KVLayout(layer.layer_config(max_context), runtime.kv_bits).nbytes(max_context + nodes)
     # What passes hand out, once as such and once as rows that wait for their tokens.
     tapped = 4 * widest_pass(target, runtime) * (len(layer.taps) * target.hidden_size + width)
+    if runtime.backend == "mlx" and target.num_layers in layer.taps:
+        # What leaves the last layer comes in two parts, and is joined.
+        tapped += 2 * 4 * widest_pass(target, runtime) * target.hidden_size
     logits = 4 * (nodes + 2) * (layer.tokens + width)
     # Inputs, projections and what attends, copies of gates, ups and their products, outputs normed.
     row = 4 * width + 2 * layer.qkv_rows + layer.query_size + 4 * layer.neurons

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import Array, Backend, Float32, Int32, Linear
 from ondevice.backends.forward_batch import ForwardBatch, joint_batch
+from ondevice.backends.row_invariance import ANY_ROWS
 from ondevice.backends.token_tree import TokenTree
 from ondevice.callbacks import IsCancelled
 from ondevice.errors import BundleError, UsageError, check_thread
@@ -108,6 +109,8 @@ class Transformer:
         self.draft_head = draft_head
         self.taps: tuple[int, ...] = ()
         """Layers, ascending, whose inputs `run` hands out; `num_layers` means what leaves the last."""
+        self.equal_rows = ANY_ROWS
+        """Rows up to which the backend gives each the bits that it has alone."""
         self._thread = threading.get_ident()
         self._is_plain = config.is_plain
         self._ropes = [Rope(spec) for spec in config.ropes]
@@ -364,7 +367,7 @@ class Transformer:
         check_thread(self._thread)
         config, ids, tree, branches = self.config, self._checked(batch.tokens), batch.tree, None
         position, tapped, last_only = kv.length, list[Array](), batch.last_only
-        if config.num_layers in self.taps:
+        if config.num_layers in self.taps and len(ids) <= self.equal_rows:
             batch = replace(batch, last_only=False)
         kv.reserve(position + len(ids))
         if tree is not None and len(tree) != len(ids):
@@ -491,15 +494,21 @@ class Transformer:
         # In parallel, the feed-forward reads what attention reads, which may overwrite it.
         own = backend.rows(x, range(x.shape[0])) if spec.parallel else None
         x = attention(backend, spec, weights, layer, x, rows, adapters)
-        if layer + 1 < self.config.num_layers:
-            if not batch.resident_only:
-                known = x[: len(batch.tokens)] if batch.stream_rows else x
-                prefetch(backend, self.config.layers[layer + 1], self.weights.layers[layer + 1], known)
-        elif batch.last_only:
-            x, batch = x[-1:], batch.last_row()
-            own = own if own is None else own[-1:]
-        entering = x if own is None else own
-        return feed_forward(backend, spec, weights, entering, x, batch, adapters, rows.adapted)
+        if layer + 1 < self.config.num_layers and not batch.resident_only:
+            known = x[: len(batch.tokens)] if batch.stream_rows else x
+            prefetch(backend, self.config.layers[layer + 1], self.weights.layers[layer + 1], known)
+        entering, before = x if own is None else own, None
+        if layer + 1 == self.config.num_layers and batch.last_only:
+            if layer + 1 in self.taps:
+                # The last row has the bits of a pass without taps: there it is alone from here on.
+                others = replace(batch, tokens=batch.tokens[:-1], last_only=False)
+                before = feed_forward(
+                    backend, spec, weights, entering[:-1], x[:-1], others, adapters, rows.adapted
+                )
+                before = backend.rows(before, range(len(others.tokens)))
+            x, entering, batch = x[-1:], entering[-1:], batch.last_row()
+        found = feed_forward(backend, spec, weights, entering, x, batch, adapters, rows.adapted)
+        return found if before is None else backend.stacked([before, found])
 
     def _rows(self, places: Sequence[Place], batch: ForwardBatch) -> Rows:
         """The rows of a batch, which are at `places`."""

@@ -16,13 +16,14 @@ from typing import Literal
 from ondevice.backends.budgeted import BudgetedBackend
 from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.reference import ReferenceBackend
-from ondevice.backends.row_invariance import BY_CONSTRUCTION, UNKNOWN, RowInvariance
+from ondevice.backends.row_invariance import ANY_ROWS, BY_CONSTRUCTION, UNKNOWN, RowInvariance
 from ondevice.budget.cpu_memory import CpuMemory
 from ondevice.budget.memory_model import MemoryModel
 from ondevice.budget.mlx_memory import MLX_CACHE_BYTES, MLX_STAGES, MlxMemory
 from ondevice.budget.plan import Plan
 from ondevice.budget.reference_memory import ReferenceMemory
 from ondevice.budget.sizes import context_tokens, segment_shape
+from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.weight_shapes import extra_matrices
@@ -115,6 +116,21 @@ def check_drafts(runtime: RuntimeConfig, rows: RowInvariance) -> None:
         raise BackendUnavailableError(
             f"{asked}: with --backend {runtime.backend} a token's last bits depend here on what goes through "
             f"the model beside it{which}, so drafts could change the text; use --backend cpu"
+        )
+
+
+def check_draft_layer_rows(config: ModelConfig, layer: DraftLayer | None, rows: RowInvariance) -> None:
+    """Raises BackendUnavailableError for a draft layer whose taps would change the text.
+
+    Where a row's bits depend on those beside it, the last row of a prompt is by itself from the last
+    feed-forward on; what models with per-layer inputs add behind it takes all rows that are tapped.
+    """
+    if layer is None or rows.widths.chain >= ANY_ROWS:
+        return
+    if config.num_layers in layer.taps and config.per_layer_width:
+        raise BackendUnavailableError(
+            f"--speculation {layer.kind} reads what leaves this model's last layer, which has inputs of its "
+            f"own, so that on this backend drafts could change the text; use --backend cpu"
         )
 
 

@@ -128,6 +128,7 @@ class Engine:
         self._quota = NeuronQuota(self._neurons, self._backend, plan, fetch.keep)
         self._quota.keep_to(plan, plan.kv_block_bytes)
         layout = KVLayout(bundle.config, runtime.kv_bits, is_drafter(runtime.speculation))
+        transformer.equal_rows = resolved.widths.chain
         self._state_at = partial(prompt_cache_at, resolved=resolved, target=self.kernel_target)
         store = open_prompt_cache(resolved, self.kernel_target)
         self.kv = StatePool(layout, plan, self._claim, self._backend, self._quota.yield_to, store)

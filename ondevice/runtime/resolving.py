@@ -29,6 +29,7 @@ from ondevice.config import RuntimeConfig, Sparsity, Speculation
 from ondevice.errors import BudgetError, ContextOverflowError
 from ondevice.generate import check_prompt
 from ondevice.runtime.backend_choice import (
+    check_draft_layer_rows,
     check_drafts,
     memory_model,
     row_invariance,
@@ -180,6 +181,8 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     )
     rows = row_invariance(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
     check_drafts(runtime, rows)
+    layer = used_draft_layer(runtime.speculation, bundle.eagle, bundle.mtp)
+    check_draft_layer_rows(bundle.config, layer, rows)
     runtime = replace(
         runtime,
         speculation=settled_speculation(runtime, rows),

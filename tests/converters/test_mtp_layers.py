@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,16 +12,18 @@ import numpy as np
 import pytest
 
 import ondevice
-from ondevice.api import load
+from ondevice.api import Model, load
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.row_invariance import BY_CONSTRUCTION, RowInvariance, RowWidths
 from ondevice.bundle.draft_layers import MTP_SIDECAR, DraftLayer, check_draft_layer
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.architectures.rotary import rope_spec
 from ondevice.converters.draft_layers.write import write_draft_layer
-from ondevice.errors import BundleError
+from ondevice.errors import BackendUnavailableError, BundleError
 from ondevice.flash.reader import FlashReader
 from ondevice.model.draft_layer import load_draft_layer
 from ondevice.model.sequence_state import KVLayout, SequenceState
+from ondevice.runtime.backend_choice import check_draft_layer_rows
 from ondevice.speculation.tree import DRAFT_NODES
 from tests.support.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.support.chat import PROMPT
@@ -153,3 +156,51 @@ def test_mlx_drafts_with_it_too(bundle: Path, monkeypatch: pytest.MonkeyPatch, m
             texts.append(found.tokens)
     assert texts[0] == texts[1]
     assert found.stats.drafting.draft_tokens > 40
+
+
+def test_the_last_row_of_a_prompt_is_alone_where_rows_differ_by_their_number(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, mlx_on_cpu: None
+) -> None:
+    """As in a pass without taps: in the last feed-forward, of which the layer gets all rows."""
+    pytest.importorskip("mlx.core", exc_type=ImportError)
+    from ondevice.backends.mlx import MlxBackend
+
+    always_draft(monkeypatch, [6])
+    real, ran = MlxBackend.feed_forward, list[tuple[int, int]]()
+
+    def note(
+        backend: Any, x: Any, weight: Any, spec: Any, batch: ForwardBatch, *rest: Any, **named: Any
+    ) -> Any:
+        assert x.shape[0] == len(batch.tokens)
+        ran.append((weight.index, x.shape[0]))
+        return real(backend, x, weight, spec, batch, *rest, **named)
+
+    monkeypatch.setattr(MlxBackend, "feed_forward", note)
+    prompt = [5 + index * 7 % 240 for index in range(40)]
+
+    def prompted(model: Model) -> np.ndarray:
+        transformer = model._engine._generator.transformer
+        with model._engine.kv.use(None) as kv:
+            found = transformer.run(ForwardBatch(prompt, last_only=True), kv)
+            (tapped,) = (np.array(transformer.backend.to_numpy(it)) for it in found.tapped)
+            np.testing.assert_array_equal(tapped[-1:], transformer.backend.to_numpy(found.hidden))
+            return tapped
+
+    states = []
+    for backend in ("mlx", "cpu"):
+        with load(bundle, backend=backend, speculation="mtp") as model:
+            states.append(model._owner.call(partial(prompted, model)))
+    assert ran == [(0, 40), (1, 40), (2, 39), (2, 1)]
+    assert states[0].shape == (40, WIDTH)
+    assert np.abs(states[0] - states[1]).max() < 2e-2 * np.abs(states[1]).max()
+
+
+def test_layers_with_inputs_of_their_own_are_not_read_where_rows_differ(bundle: Path) -> None:
+    opened = Bundle.open(bundle)
+    config = replace(opened.config, per_layer_width=8)
+    limited = RowInvariance("", RowWidths(16, 1), {}, False)
+    check_draft_layer_rows(config, opened.mtp, BY_CONSTRUCTION)
+    check_draft_layer_rows(opened.config, opened.mtp, limited)
+    check_draft_layer_rows(config, None, limited)
+    with pytest.raises(BackendUnavailableError, match="speculation mtp reads what leaves"):
+        check_draft_layer_rows(config, opened.mtp, limited)

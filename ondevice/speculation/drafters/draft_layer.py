@@ -4,8 +4,10 @@ Each token of the text gives the layer a row, of its embedding and the target's 
 before it, as a pass computed it. A draft goes on from the newest row: a draft token's row takes the layer's
 own output for a hidden state. Such rows go again when the next draft begins.
 
-Rows may be missing, of tokens that passes shared with other texts or that a prompt cache brought: the layer
-sees the others as if they stood side by side. That makes worse drafts, never another text.
+Rows may be missing: of tokens that went through the model in a pass with other texts, that a prompt cache
+brought, or that a conversation holds from before another text was drafted for, as `begin` keeps the rows of
+what both texts begin with and the model doesn't run the others again. The layer sees the rows that it has as
+if they stood side by side. That makes worse drafts, never another text.
 """
 
 from __future__ import annotations
