@@ -33,7 +33,6 @@ from ondevice.converters.training.activations import Activations, check_room
 from ondevice.converters.training.expert_use import (
     Choices,
     ExpertRoom,
-    backend_sizes,
     experts_running,
     run_pieces,
 )
@@ -91,7 +90,8 @@ class _Observed(CpuBackend):
     def __init__(
         self, runner: _native.Runner, activations: Activations, layers: Sequence[int], room: ExpertRoom
     ) -> None:
-        super().__init__(runner, **backend_sizes(room))
+        piece, neurons = room.backend_neurons
+        super().__init__(runner, segment_neurons=64, piece_neurons=piece, dense_neurons=neurons)
         self.chosen: dict[int, list[Choices]] = {layer: [] for layer in layers}
         self._open = ExitStack()
         paths = {layer: activations.path("inputs", layer) for layer in layers}

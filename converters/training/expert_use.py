@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import KVLayout
-from ondevice.backends.cpu import CpuBackend, CpuFeedForward, make_runner
+from ondevice.backends.cpu import CpuBackend, make_runner
+from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.routing import Routing
 from ondevice.bundle.expert_use import (
@@ -34,6 +35,7 @@ from ondevice.bundle.files import disk_errors, write_durably
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import weights_digest
 from ondevice.callbacks import OnProgress, ignore_progress
+from ondevice.config import GROUP_SIZE
 from ondevice.converters.training.sidecars import LEAST_TOKENS, save_sidecar
 from ondevice.errors import UnsupportedModelError, UsageError
 from ondevice.flash.reader import FlashReader
@@ -68,6 +70,11 @@ class ExpertRoom:
     segments: int
     dense: DenseRoom | None = None
 
+    @property
+    def backend_neurons(self) -> tuple[int, int]:
+        """`piece_neurons` and `dense_neurons` of the CpuBackend that runs within this."""
+        return (GROUP_SIZE, 0) if self.dense is None else (self.dense.piece_neurons, self.dense.neurons)
+
 
 @dataclass(frozen=True)
 class DenseRoom:
@@ -84,7 +91,7 @@ class DenseRoom:
     buffer_bytes: int
     buffers: int
 
-    def pool(self, layers: Sequence[CpuFeedForward], reader: FlashReader) -> SegmentPool:
+    def pool(self, layers: Sequence[FeedForwardLayer], reader: FlashReader) -> SegmentPool:
         """Such memory for `layers`, empty."""
         pool = SegmentPool(
             layers,
@@ -172,17 +179,14 @@ def record_choices(
 
     room: as in `calibrate_experts`. on_progress gets the number of tokens done.
     """
-    backend = CpuBackend(make_runner(usable_cores()), **backend_sizes(room))
+    piece, neurons = room.backend_neurons
+    backend = CpuBackend(
+        make_runner(usable_cores()), segment_neurons=64, piece_neurons=piece, dense_neurons=neurons
+    )
     with experts_running(bundle, room, backend, _Recording) as (model, fetcher):
         run_pieces(model, pieces, on_progress)
         assert isinstance(fetcher, _Recording)
         return fetcher.choices()
-
-
-def backend_sizes(room: ExpertRoom) -> dict[str, int]:
-    """What CpuBackend takes to run within `room`."""
-    pieces, neurons = (64, 0) if room.dense is None else (room.dense.piece_neurons, room.dense.neurons)
-    return {"segment_neurons": 64, "piece_neurons": pieces, "dense_neurons": neurons}
 
 
 @contextmanager
@@ -191,7 +195,7 @@ def experts_running(
 ) -> Iterator[tuple[Transformer, ExpertFetcher]]:
     """The model on `backend`, which is closed at the end, and what provides its experts.
 
-    backend: made with `backend_sizes`.
+    backend: made with `ExpertRoom.backend_neurons`.
     """
     config = bundle.config
     assert config.experts is not None
@@ -226,8 +230,8 @@ def run_pieces(
 class _Recording(ExpertFetcher):
     """An ExpertFetcher that keeps what every pass chose."""
 
-    def __init__(self, *arguments: Any, dense: SegmentPool | None) -> None:
-        super().__init__(*arguments, dense=dense)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self._chosen: dict[int, list[Choices]] = {}
 
     def experts(
