@@ -24,6 +24,7 @@ from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import RowFormat
 from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
+from ondevice.kernels import memory
 from ondevice.model.parts import MatrixPart, Part, VectorPart, part_tasks
 from ondevice.model.rope import Rope
 from ondevice.model.sequence_state import SequenceState
@@ -46,6 +47,38 @@ class _Read:
 
     def load(self, backend: Backend, ahead: ReadAhead) -> Any:
         return ahead.next()
+
+
+@dataclass(frozen=True)
+class _Embeddings:
+    """A layer's own embeddings, (V, padded D) as they are stored, read and checked in chunks of rows.
+
+    file: name of their file, for errors.
+    """
+
+    rows: MatrixPart
+    file: str
+
+    @property
+    def field(self) -> str:
+        return self.rows.field
+
+    def tasks(self) -> Iterator[Any]:
+        return self.rows.tasks()
+
+    def load(self, backend: Backend, ahead: ReadAhead) -> NDArray[np.float16]:
+        """Raises BundleError for values that aren't finite."""
+        count, found = self.rows.num_rows, memory.empty((0, 0), np.float16)
+        for row0 in self.rows.starts:
+            values = ahead.next().codes.view(np.float16)
+            if not np.isfinite(values).all():
+                raise BundleError(
+                    f"{self.file}: embeddings hold values that are not finite; convert it again"
+                )
+            if not row0:
+                found = memory.empty((count, values.shape[1]), np.float16)
+            found[row0 : row0 + len(values)] = values
+        return found
 
 
 class LoadedDraftLayer:
@@ -200,7 +233,10 @@ def load_draft_layer(
         name = layer.name(it)
         parts.append(MatrixPart(it, rows, cols, stored, partial(file.rows, name, stored), bias))
     if layer.own_embeddings:
-        parts.append(_Read(EMBEDDINGS, partial(_embeddings, layer, file, config.vocab_size)))
+        halves = RowFormat(16)
+        read = partial(file.rows, layer.name(EMBEDDINGS), halves)
+        rows = MatrixPart(EMBEDDINGS, config.vocab_size, layer.hidden_size, halves, read)
+        parts.append(_Embeddings(rows, layer.sidecar.tensors))
     with ReadAhead(part_tasks(parts, cancelled)) as ahead:
         loaded = {part.field: part.load(backend, ahead) for part in parts}
     return LoadedDraftLayer(layer, backend, loaded, target, config.vocab_size, max_context)
@@ -215,13 +251,4 @@ def _tokens(bundle: Bundle, layer: DraftLayer, file: TensorFile) -> NDArray[np.i
             f"{layer.sidecar.tensors}: {layer.name(TOKENS)} aren't ascending ids below "
             f"{bundle.config.vocab_size}; convert the draft layer again"
         )
-    return found
-
-
-def _embeddings(layer: DraftLayer, file: TensorFile, vocab_size: int) -> NDArray[np.float16]:
-    """The layer's own embeddings, (V, padded D), as they are stored."""
-    chunk = file.rows(layer.name(EMBEDDINGS), RowFormat(16), 0, vocab_size)
-    found = np.ascontiguousarray(chunk.codes).view(np.float16)
-    if not np.isfinite(found).all():
-        raise BundleError(f"{layer.sidecar.tensors}: embeddings hold values that are not finite")
     return found

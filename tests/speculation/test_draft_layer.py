@@ -15,24 +15,26 @@ import pytest
 
 import ondevice
 from ondevice.api import Model, load
+from ondevice.backends.base import RowChunk
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.bundle.draft_layers import EAGLE_SIDECAR
+from ondevice.bundle.draft_layers import EAGLE_SIDECAR, EMBEDDINGS
 from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import never_cancelled
-from ondevice.config import SamplingConfig, Sparsity
+from ondevice.config import RowFormat, SamplingConfig, Sparsity
 from ondevice.converters.draft_layers.eagle import convert_eagle
 from ondevice.errors import BundleError, UnsupportedModelError
 from ondevice.flash.reader import FlashReader
 from ondevice.measure.prompts import BUILT_IN
 from ondevice.model.draft_layer import LoadedDraftLayer, load_draft_layer
 from ondevice.model.sequence_state import KVLayout, SequenceState
+from ondevice.model.tensor_file import TensorFile
 from ondevice.model.transformer import Transformer
 from ondevice.speculation.drafters.draft_layer import DraftLayerDrafter
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.tree import DRAFT_NODES
 from tests.support.bundles import EOS, convert_bundle, copy_files, write_chat_checkpoint
 from tests.support.chat import PROMPT, squeeze
-from tests.support.eagle_heads import write_eagle_head
+from tests.support.eagle_heads import head_config, head_tensors, write_eagle_head
 from tests.support.engines import always_draft, running
 from tests.support.paths import SHIPPED
 
@@ -236,6 +238,39 @@ def test_a_plan_counts_the_layer(bundle: Path) -> None:
     for plan in plans.values():
         needed = plan.minimum_budget_bytes - plan.process_bytes - plan.draft_bytes
         assert needed == plans["off"].minimum_budget_bytes - plans["off"].process_bytes
+
+
+def test_embeddings_of_its_own_are_read_and_checked_in_pieces(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that loading them takes no more than themselves and what is read ahead."""
+    folder = copy_files(bundle, tmp_path / "bundle")
+    tensors = head_tensors(head_config(), embeddings=True)
+    convert_eagle(write_eagle_head(tmp_path / "head", tensors), folder)
+    rows, ran = TensorFile.rows, list[int]()
+    is_spoilt = False
+
+    def note(file: TensorFile, name: str, stored: RowFormat, row0: int, count: int) -> RowChunk:
+        chunk = rows(file, name, stored, row0, count)
+        if name.endswith(EMBEDDINGS):
+            ran.append(count)
+            if is_spoilt and row0:
+                chunk.codes.view(np.float16)[-1, -1] = np.inf
+        return chunk
+
+    monkeypatch.setattr(TensorFile, "rows", note)
+    monkeypatch.setattr("ondevice.model.parts.CHUNK_BYTES", 16 << 10)
+    with running(folder, "cpu") as transformer:
+        with layer_of(folder, transformer) as layer:
+            found = layer.weights[EMBEDDINGS][:, :64]
+        np.testing.assert_array_equal(found, tensors["embed_tokens.weight"])
+        assert ran == [128, 128, 16]
+        is_spoilt = True
+        with (
+            pytest.raises(BundleError, match="embeddings hold values that are not finite"),
+            layer_of(folder, transformer),
+        ):
+            pass
 
 
 def test_a_model_without_a_head_is_refused(bundle: Path, tmp_path: Path) -> None:
