@@ -235,8 +235,8 @@ def load_draft_layer(
     if layer.own_embeddings:
         halves = RowFormat(16)
         read = partial(file.rows, layer.name(EMBEDDINGS), halves)
-        rows = MatrixPart(EMBEDDINGS, config.vocab_size, layer.hidden_size, halves, read)
-        parts.append(_Embeddings(rows, layer.sidecar.tensors))
+        table = MatrixPart(EMBEDDINGS, config.vocab_size, layer.hidden_size, halves, read)
+        parts.append(_Embeddings(table, layer.sidecar.tensors))
     with ReadAhead(part_tasks(parts, cancelled)) as ahead:
         loaded = {part.field: part.load(backend, ahead) for part in parts}
     return LoadedDraftLayer(layer, backend, loaded, target, config.vocab_size, max_context)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,13 +29,15 @@ from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model.tensor_file import TensorFile
 from ondevice.model.transformer import Transformer
 from ondevice.speculation.drafters.draft_layer import DraftLayerDrafter
+from ondevice.speculation.drafting import Drafting, DraftRequest
 from ondevice.speculation.policy import TreePolicy
-from ondevice.speculation.tree import DRAFT_NODES
+from ondevice.speculation.tree import DRAFT_NODES, Draft
 from tests.support.bundles import EOS, convert_bundle, copy_files, write_chat_checkpoint
 from tests.support.chat import PROMPT, squeeze
 from tests.support.eagle_heads import head_config, head_tensors, write_eagle_head
 from tests.support.engines import always_draft, running
 from tests.support.paths import SHIPPED
+from tests.support.shared_texts import alone, together
 
 SAMPLINGS: list[dict[str, Any]] = [
     {},
@@ -192,14 +193,44 @@ def test_a_layer_that_fails_ends_drafts_and_no_text(
 
 
 def test_one_text_drafts_at_a_time(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one; another takes its place when it ends, and those that wait have no drafts."""
     always_draft(monkeypatch, [6])
+    requests = [
+        (LONG[:20], {"max_tokens": count, "logit_bias": {EOS: -math.inf}, "temperature": 0.9, "seed": seed})
+        for seed, count in enumerate((20, 60, 5))
+    ]
     with load(bundle, speculation="off") as plain:
-        expected = [write(plain, 30, temperature=0.9, seed=seed) for seed in range(3)]
+        expected = alone(plain, requests)
+    drafted_for: list[int] = []
+    begun: list[tuple[int, bool]] = []
+    begin, propose = Drafting.begin, Drafting.propose
+
+    def note_begin(drafting: Drafting, text: list[int], sampling: SamplingConfig, *rest: Any) -> Any:
+        found = begin(drafting, text, sampling, *rest)
+        begun.append((sampling.max_tokens, found is not None))
+        return found
+
+    def note_drafts(drafting: Drafting, asked: Sequence[DraftRequest], max_nodes: int) -> Any:
+        found = propose(drafting, asked, max_nodes)
+        sizes = [len(draft) for draft in found if isinstance(draft, Draft)]
+        assert sum(each.text is not None for each in asked) <= 1
+        for each, size in zip(asked, sizes, strict=True):
+            assert size == 1 or each.text is not None
+        drafted_for.append(sum(size > 1 for size in sizes))
+        return found
+
+    monkeypatch.setattr(Drafting, "begin", note_begin)
+    monkeypatch.setattr(Drafting, "propose", note_drafts)
     with load(bundle, speculation="eagle", parallel=3) as model:
-        with ThreadPoolExecutor(3) as pool:
-            found = list(pool.map(lambda seed: write(model, 30, temperature=0.9, seed=seed), range(3)))
-        assert found == expected
-        assert write(model, 30, temperature=0.9, seed=0) == expected[0]
+        assert together(model, requests) == expected
+        own = model._engine._drafting
+        assert own is not None
+        assert not any(text.is_used for text in own._texts)
+    assert set(drafted_for) == {0, 1}
+    # Those beside the first asked in vain; the longest had its turn in any case.
+    assert begun[0][1]
+    assert not all(has for _, has in begun)
+    assert (60, True) in begun
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
