@@ -65,7 +65,8 @@ void take_next(DeltaArgs& args, const CArray<float, 1>& next_state) {
   args.next_tail = next_state.data() + args.value_heads * args.value_width * args.key_width;
 }
 
-// The output of the last of the tokens, (n, values), and what their output gates are in, (n, channels + values).
+// The output of the last of the tokens, (n, values), and what their output gates are in, (n, channels +
+// values).
 void take_output(DeltaArgs& args, const CArray<const float, 2>& projected, const NormArg& norm,
                  const CArray<float, 2>& out) {
   const int64_t values = args.value_heads * args.value_width;
@@ -162,8 +163,7 @@ ConvArgs conv_args(const CArray<float, 2>& projected, const CArray<const float, 
   require(projected.shape(0) > 0, "there is a token");
   require(size(projected.shape(1)) == 3 * args.channels, "projected is (T, 3 * channels)");
   require(size(state.shape(0)) == (args.taps - 1) * args.channels, "states are ((taps - 1) * channels,)");
-  require(out.shape(0) == projected.shape(0) && size(out.shape(1)) == args.channels,
-          "out is (T, channels)");
+  require(out.shape(0) == projected.shape(0) && size(out.shape(1)) == args.channels, "out is (T, channels)");
   return args;
 }
 
@@ -219,8 +219,8 @@ void bind_delta(nb::module_& m) {
   m.def("replay_delta", &replay_delta, nb::arg("runner"), nb::arg("inputs"), nb::arg("gates"),
         nb::arg("heads"), nb::arg("conv"), nb::arg("decay"), nb::arg("time_bias"), nb::arg("state"),
         nb::arg("next_state"));
-  m.def("short_conv", &short_conv, nb::arg("runner"), nb::arg("projected"), nb::arg("conv"),
-        nb::arg("state"), nb::arg("next_state"), nb::arg("out"));
+  m.def("short_conv", &short_conv, nb::arg("runner"), nb::arg("projected"), nb::arg("conv"), nb::arg("state"),
+        nb::arg("next_state"), nb::arg("out"));
   m.def("short_conv_ahead", &short_conv_ahead, nb::arg("runner"), nb::arg("inputs"), nb::arg("parents"),
         nb::arg("projected"), nb::arg("conv"), nb::arg("state"), nb::arg("out"));
   m.def(

@@ -119,8 +119,8 @@ void begin(ExpertPass* self, Runner& runner, const FeedForward& layer, const Exp
   require(!importance || (!expert && gates.makes_zeros() && threshold >= 0),
           "neurons stored one by one have a cutoff, where the activation makes zeros");
   for (size_t i = 0; importance && i < ids.size(); ++i)
-    require(ids.data()[i] >= 0 && (ids.data()[i] + int64_t{1}) * neurons <=
-                                      static_cast<int64_t>(importance->shape(0)),
+    require(ids.data()[i] >= 0 &&
+                (ids.data()[i] + int64_t{1}) * neurons <= static_cast<int64_t>(importance->shape(0)),
             "importance is that of all experts' neurons");
   const NeuronCutoff cutoff{importance ? importance->data() : nullptr, threshold};
   MultiplyExpert multiply = multiplier(runner, expert, layer, neurons, gates, cutoff);

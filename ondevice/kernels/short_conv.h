@@ -7,11 +7,11 @@ namespace ondevice {
 
 constexpr int64_t kConvChannels = 64;  // channels that `short_conv` takes at least
 
-// A layer with a gated short convolution (LFM2): y = c * conv(b * x), each channel by itself. Products b * x go
-// to `products`, which may be the place of b; the first tokens' are there already.
+// A layer with a gated short convolution (LFM2): y = c * conv(b * x), each channel by itself. Products b * x
+// go to `products`, which may be the place of b; the first tokens' are there already.
 //
-// Tokens follow each other, or form a tree: `parents` then says which one each follows, -1 for the text before
-// them.
+// Tokens follow each other, or form a tree: `parents` then says which one each follows, -1 for the text
+// before them.
 struct ConvArgs {
   const float* projected;  // (T - first, 3 * channels): b, c and x side by side
   int64_t channels, taps;

@@ -49,7 +49,8 @@ void convolve(const DeltaArgs& args, int64_t t, int64_t first, int64_t n, float*
 void keep_tail(const DeltaArgs& args, int64_t tokens, int64_t first, int64_t n) {
   for (int64_t row = 0; row < args.taps - 1; ++row)
     memcpy(args.next_tail + row * args.channels() + first,
-           inputs_of(args).row(tokens - 1, args.taps - 2 - row) + first, static_cast<size_t>(n) * sizeof(float));
+           inputs_of(args).row(tokens - 1, args.taps - 2 - row) + first,
+           static_cast<size_t>(n) * sizeof(float));
 }
 
 // x / sqrt(sum of squares + eps) * factor, in place.
@@ -64,9 +65,9 @@ void to_unit(float* x, int64_t n, float factor) {
     store_partial(x + i, mul(mul(load_partial(x + i, n - i), scale), set1(factor)), n - i);
 }
 
-// One token's step of 16 * N columns of a head's state (key_width, width), which begin at `from` and `to`, rows
-// from_width and to_width apart:
-// S' = decay * S + k (beta * (v - k^T decay S))^T; out = q^T S'. Sums run over ascending rows.
+// One token's step of 16 * N columns of a head's state (key_width, width), which begin at `from` and `to`,
+// rows from_width and to_width apart: S' = decay * S + k (beta * (v - k^T decay S))^T; out = q^T S'. Sums run
+// over ascending rows.
 template <int N, bool WHOLE>
 void step(const float* from, int64_t from_width, float* to, int64_t to_width, int64_t rows, int64_t left,
           const float* q, const float* k, const float* v, float decay, float beta, float* out) {
@@ -151,7 +152,9 @@ void run_tokens(const DeltaArgs& args, int64_t head, int64_t first, int64_t coun
         }
         if (args.out != nullptr && first + t >= args.first)
           out = args.out + (first + t - args.first) * args.value_heads * V + own * V + column;
-        const auto run = left >= kDeltaColumns ? &step<4, true> : left >= 16 ? &step<1, true> : &step<1, false>;
+        const auto run = left >= kDeltaColumns ? &step<4, true>
+                         : left >= 16          ? &step<1, true>
+                                               : &step<1, false>;
         run(from, from_width, to, to_width, K, left, q, q + K, q + 2 * K + g * V + column, scalars[0],
             scalars[1], out);
       }
