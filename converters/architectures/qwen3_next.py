@@ -312,12 +312,13 @@ def _delta_tensors(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def _projections(delta: DeltaSpec) -> Rows:
-    """Of a projection in which each key head's queries, keys, values and z lie side by side."""
+    """The rows of q, k, v and z in a projection that has them side by side for each key head."""
     values = delta.value_heads // delta.key_heads * delta.value_width
     return _of_heads(delta, {"q": delta.key_width, "k": delta.key_width, "v": values, "z": values})
 
 
 def _gates(delta: DeltaSpec) -> Rows:
+    """The rows of b and a in a projection that has them side by side for each key head."""
     return _of_heads(delta, dict.fromkeys(GATES, delta.value_heads // delta.key_heads))
 
 
@@ -329,7 +330,7 @@ def _of_heads(delta: DeltaSpec, sizes: Mapping[str, int]) -> Rows:
 
 
 def _channels(delta: DeltaSpec) -> Rows:
-    """Of a projection in which all heads' queries come first, then all keys, then all values."""
+    """The rows of q, k and v in a projection that has the queries of all heads, then keys, then values."""
     edges = [delta.key_size, 2 * delta.key_size]
     return dict(zip("qkv", np.split(np.arange(delta.channels), edges), strict=True))
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.config import RowFormat
 from ondevice.converters.architectures.adapting import (
     check_shape,
     norms_shifted,
@@ -31,8 +30,8 @@ from ondevice.converters.checkpoints.gguf_experts import (
 )
 from ondevice.converters.checkpoints.gguf_gemma import Values
 from ondevice.converters.checkpoints.gguf_metadata import Metadata
-from ondevice.converters.checkpoints.views import ColumnsOf, RowsOf, View
-from ondevice.converters.quantize import SourceCodes, Weights
+from ondevice.converters.checkpoints.views import ColumnsOf, ComputedView, RowsOf
+from ondevice.converters.quantize import Weights
 from ondevice.errors import CheckpointError
 from ondevice.model_config import DeltaSpec, ModelConfig
 
@@ -157,7 +156,7 @@ def _with_heads_in_order(tensors: dict[str, SourceTensor], prefix: str, delta: D
 
 
 @dataclass(frozen=True)
-class DecayLogs(View):
+class DecayLogs(ComputedView):
     """`A_log` of a vector that holds -exp(A_log), rounded to float32 from float64.
 
     The exponential of a logarithm that was rounded gives the decay within a unit of its last place.
@@ -171,13 +170,6 @@ class DecayLogs(View):
 
     def columns(self, start: int, stop: int) -> Weights:
         raise ValueError(f"{self.name} is a vector; it has no columns")
-
-    @property
-    def code_format(self) -> RowFormat | None:
-        return None
-
-    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
-        return None
 
     def vector(self) -> NDArray[np.float32]:
         """Raises CheckpointError for a decay that no exponential gives."""

@@ -63,6 +63,17 @@ class View:
         return self.source.sample(start, nbytes)
 
 
+class ComputedView(View):
+    """A view whose values are computed, so that it has none of its source's codes."""
+
+    @property
+    def code_format(self) -> RowFormat | None:
+        return None
+
+    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+        return None
+
+
 @dataclass(frozen=True)
 class RowsOf(View):
     """The rows `picks` of a matrix, or the values `picks` of a vector.
@@ -137,7 +148,7 @@ def passed_nbytes(tensor: SourceTensor) -> int:
 
 
 @dataclass(frozen=True)
-class Transposed(View):
+class Transposed(ComputedView):
     """The matrix `source` with its rows as columns."""
 
     name: str
@@ -151,18 +162,11 @@ class Transposed(View):
     def row_unit(self) -> int:
         return 1
 
-    @property
-    def code_format(self) -> RowFormat | None:
-        return None
-
     def rows(self, start: int, stop: int) -> Weights:
         return self.source.columns(start, stop).T
 
     def columns(self, start: int, stop: int) -> Weights:
         return self.source.rows(start, stop).T
-
-    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
-        return None
 
     def vector(self) -> NDArray[np.float32]:
         raise ValueError(f"{self.name} is a matrix")
@@ -208,7 +212,7 @@ class ColumnsOf(View):
 
 
 @dataclass(frozen=True)
-class HeadsTransposed(View):
+class HeadsTransposed(ComputedView):
     """The first `count` rows of each of the `heads` equal parts of a matrix (R, C), each as columns.
 
     That is (heads * C, count).
@@ -227,10 +231,6 @@ class HeadsTransposed(View):
     def row_unit(self) -> int:
         return self.source.shape[1]
 
-    @property
-    def code_format(self) -> RowFormat | None:
-        return None
-
     def rows(self, start: int, stop: int) -> Weights:
         unit = self.row_unit
         first, last = start // unit, -(-stop // unit)
@@ -239,9 +239,6 @@ class HeadsTransposed(View):
 
     def columns(self, start: int, stop: int) -> Weights:
         return np.concatenate([self._head(head, start, stop) for head in range(self.heads)])
-
-    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
-        return None
 
     def vector(self) -> NDArray[np.float32]:
         raise ValueError(f"{self.name} is a matrix")
@@ -252,7 +249,7 @@ class HeadsTransposed(View):
 
 
 @dataclass(frozen=True)
-class Scaled(View):
+class Scaled(ComputedView):
     """The values of `source` times `factor` plus `shift`, in float32."""
 
     name: str
@@ -269,13 +266,6 @@ class Scaled(View):
 
     def columns(self, start: int, stop: int) -> Weights:
         return self._scaled(self.source.columns(start, stop))
-
-    @property
-    def code_format(self) -> RowFormat | None:
-        return None
-
-    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
-        return None
 
     def vector(self) -> NDArray[np.float32]:
         return self._scaled(self.source.vector())

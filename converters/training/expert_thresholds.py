@@ -157,7 +157,7 @@ def calibrate_expert_thresholds(
 
 
 def _without(neurons: int, targets: int) -> LayerThresholds:
-    """Of a layer without experts, which is multiplied whole."""
+    """Thresholds of zero, for a layer without experts: all its neurons are multiplied."""
     return LayerThresholds(np.ones(neurons, np.float32), (0.0,) * targets, (0.0,) * targets)
 
 

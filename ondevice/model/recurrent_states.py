@@ -117,7 +117,7 @@ class RecurrentStates:
         return True
 
     def keep(self, known: int, path: Sequence[int]) -> None:
-        """Of a tree's tokens, behind `known` others that run ahead, keep the inputs of `path`, ascending."""
+        """Keep the inputs of `known` tokens that run ahead of a tree, and of its nodes `path`, ascending."""
         kept = [*range(known), *(known + node for node in path)]
         if kept != list(range(len(kept))):
             self._move_inputs(kept)

@@ -136,26 +136,32 @@ def test_a_cancelled_pass_leaves_the_states(model: Transformer, text: list[int],
     assert continued(model, kv, text).tobytes() == whole[100:].tobytes()
 
 
+class Memory:
+    """The blocks that a state holds."""
+
+    def __init__(self) -> None:
+        self.held: list[Block] = []
+
+    def allocate(self, nbytes: int) -> Block:
+        self.held.append(allocate_block(nbytes))
+        return self.held[-1]
+
+    def release(self, block: Block) -> None:
+        del self.held[next(at for at, it in enumerate(self.held) if it is block)]
+
+
 def test_every_buffer_is_counted_and_released(model: Transformer, text: list[int]) -> None:
-    held: list[Block] = []
-
-    def allocate(nbytes: int) -> Block:
-        held.append(allocate_block(nbytes))
-        return held[-1]
-
-    def release(block: Block) -> None:
-        del held[next(at for at, it in enumerate(held) if it is block)]
-
+    memory = Memory()
     layout = KVLayout(model.config, 16)
-    kv = SequenceState(layout, allocate, release)
+    kv = SequenceState(layout, memory.allocate, memory.release)
     for length in (1, 63, 64, 130, 300):
         continued(model, kv, text[:length])
-        assert kv.nbytes == sum(block.nbytes for block in held) == layout.nbytes(length)
+        assert kv.nbytes == sum(block.nbytes for block in memory.held) == layout.nbytes(length)
     for place in (290, 200, 65, 3):
         kv.truncate(min(place, kv.length))
-        assert kv.nbytes == sum(block.nbytes for block in held)
+        assert kv.nbytes == sum(block.nbytes for block in memory.held)
     kv.truncate(0)
-    assert not held
+    assert not memory.held
 
 
 def test_an_allocator_that_refuses_leaves_the_text_as_it_was(
@@ -284,24 +290,16 @@ def test_the_reference_drafts_too(tmp_path: Path, kind: str) -> None:
 
 
 def test_inputs_are_counted_and_released(model: Transformer, text: list[int]) -> None:
-    held: list[Block] = []
-
-    def allocate(nbytes: int) -> Block:
-        held.append(allocate_block(nbytes))
-        return held[-1]
-
-    def release(block: Block) -> None:
-        del held[next(at for at, it in enumerate(held) if it is block)]
-
+    memory = Memory()
     for planned in (True, False):
         layout = KVLayout(model.config, 16, planned)
-        kv = SequenceState(layout, allocate, release)
+        kv = SequenceState(layout, memory.allocate, memory.release)
         continued(model, kv, text[:70])
         without = kv.nbytes
         model.run(ForwardBatch(text[70:74], drafted=range(1, 4)), kv)
         model.keep(kv, 70, [0, 1])
-        assert kv.nbytes == sum(block.nbytes for block in held)
+        assert kv.nbytes == sum(block.nbytes for block in memory.held)
         assert kv.nbytes - without == (0 if planned else layout.states.ahead_bytes)
         assert kv.nbytes == KVLayout(model.config, 16, drafts=True).nbytes(72)
         kv.truncate(0)
-        assert not held
+        assert not memory.held

@@ -36,7 +36,7 @@ from ondevice.sparsity.segments import SegmentPool
 from ondevice.training import train_expert_use, train_thresholds
 from ondevice.units import process_memory
 from tests.support.bundles import copy_files, made_up_pieces
-from tests.support.engines import every_logits
+from tests.support.engines import every_logits, segment_pool
 from tests.support.families import CASES, write_model
 from tests.support.flash_files import flip_byte
 
@@ -63,14 +63,7 @@ def logits(folder: Path, held: int | None, chunk: int, threads: int = 1, change:
         model = Transformer(config, cpu, load_weights(bundle, reader, cpu))
         pool = None
         if held is not None:
-            pool = SegmentPool(
-                cpu.feed_forwards,
-                reader,
-                segment_bytes=shape.nbytes,
-                piece_neurons=buffers.neurons,
-                slot_bytes=buffers.slot_bytes,
-                slots=buffers.slots,
-            )
+            pool = segment_pool(cpu, reader, shape, buffers)
             pool.resize(shape.quota(held))
             pool.hold()
             assert pool.filled_bytes == min(held, shape.total) * shape.nbytes

@@ -16,7 +16,7 @@ import ondevice.runtime.engine
 from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
-from ondevice.budget.sizes import buffer_shape, expert_shape, segment_shape
+from ondevice.budget.sizes import BufferShape, SegmentShape, buffer_shape, expert_shape, segment_shape
 from ondevice.bundle.codes import E2M1
 from ondevice.bundle.layout import EMBEDDING, RESIDENT, RowLayout, neuron_file_name
 from ondevice.bundle.reader import Bundle
@@ -31,6 +31,20 @@ from ondevice.sparsity.segments import SegmentPool
 from ondevice.speculation.policy import TreePolicy
 
 BackendName = Literal["reference", "cpu"]
+
+
+def segment_pool(
+    cpu: CpuBackend, reader: FlashReader, segments: SegmentShape, buffers: BufferShape
+) -> SegmentPool:
+    """Provides a loaded model's layers with neurons in these segments, read through these buffers."""
+    return SegmentPool(
+        cpu.feed_forwards,
+        reader,
+        segment_bytes=segments.nbytes,
+        piece_neurons=buffers.neurons,
+        slot_bytes=buffers.slot_bytes,
+        slots=buffers.slots,
+    )
 
 
 @contextmanager
@@ -55,14 +69,7 @@ def running(folder: Path, backend: BackendName = "reference") -> Iterator[Transf
             yield Transformer(bundle.config, cpu, weights)
             fetcher.close()
             return
-        pool = SegmentPool(
-            cpu.feed_forwards,
-            reader,
-            segment_bytes=segments.nbytes,
-            piece_neurons=buffers.neurons,
-            slot_bytes=buffers.slot_bytes,
-            slots=buffers.slots,
-        )
+        pool = segment_pool(cpu, reader, segments, buffers)
         pool.resize(segments.quota(segments.total))
         yield Transformer(bundle.config, cpu, weights)
         pool.close()

@@ -13,53 +13,34 @@ import argparse
 import json
 import statistics
 import sys
-import threading
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import ondevice
 from ondevice.prompt_cache import store
 from tests.benchmarks.lib.random_model import random_tokens
+from tests.benchmarks.lib.text_beside import TextBeside
 
 PIECES = (1e9, 0.5, 0.2, 0.05, 0.0)
-BEFORE = 5
-"""Tokens of the text that decodes before the other one comes."""
 MOST_TOKENS = 1000
 
 
 def row(model: ondevice.Model, prompt: list[int], piece: float) -> dict[str, Any]:
     """Pauses in milliseconds."""
-    times: list[float] = []
-    running, ended = threading.Event(), threading.Event()
-
-    def decode() -> None:
-        for _ in model.stream(tokens=[5, 6, 7, 8], max_tokens=MOST_TOKENS):
-            times.append(time.monotonic())
-            if len(times) == BEFORE:
-                running.set()
-            if ended.is_set():
-                break
-        running.set()
-
-    thread = threading.Thread(target=decode)
-    thread.start()
-    running.wait()
-    asked = time.monotonic()
-    events = model.stream(tokens=prompt, max_tokens=2)
-    next(events)
-    first = time.monotonic()
-    ended.set()
+    with TextBeside(model, MOST_TOKENS) as text:
+        asked = time.monotonic()
+        events = model.stream(tokens=prompt, max_tokens=2)
+        next(events)
+        first = time.monotonic()
     stats = list(events)[-1].stats
-    thread.join()
-    gaps = [end - start for start, end in pairwise(times) if end > asked and start < first]
+    pauses = text.pauses(asked, first)
     return {
         "piece_seconds": piece,
         "restored": 0 if stats is None else stats.restored_tokens,
-        "longest_pause_ms": round(1000 * max(gaps)),
+        "longest_pause_ms": round(1000 * max(pauses)),
         "first_token_ms": round(1000 * (first - asked)),
-        "passes": len(gaps),
+        "passes": len(pauses),
     }
 
 

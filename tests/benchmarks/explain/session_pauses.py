@@ -14,21 +14,18 @@ import json
 import shutil
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import ondevice
 from ondevice.prompt_cache import store
 from tests.benchmarks.lib.random_model import random_tokens
+from tests.benchmarks.lib.text_beside import TextBeside
 
 PIECES = (1e9, store.PIECE_SECONDS)
-BEFORE = 3
-"""Tokens of the text before the conversation is saved or loaded."""
 MOST_TOKENS = 4000
 
 
@@ -41,28 +38,13 @@ def fill(model: ondevice.Model, key: int, tokens: list[int]) -> None:
 
 def pause(model: ondevice.Model, work: Callable[[], None]) -> dict[str, float]:
     """Milliseconds of `work`, and the longest between two tokens of a text meanwhile."""
-    times: list[float] = []
-    running, ended = threading.Event(), threading.Event()
-
-    def decode() -> None:
-        for _ in model.stream(tokens=[5, 6, 7, 8], max_tokens=MOST_TOKENS):
-            times.append(time.monotonic())
-            if len(times) == BEFORE:
-                running.set()
-            if ended.is_set():
-                break
-
-    thread = threading.Thread(target=decode)
-    thread.start()
-    running.wait()
-    begun = time.monotonic()
-    work()
-    done = time.monotonic()
-    time.sleep(0.2)
-    ended.set()
-    thread.join()
-    gaps = [end - start for start, end in pairwise(times) if end > begun and start < done]
-    return {"milliseconds": round(1000 * (done - begun)), "longest_pause_ms": round(1000 * max(gaps))}
+    with TextBeside(model, MOST_TOKENS) as text:
+        begun = time.monotonic()
+        work()
+        done = time.monotonic()
+        time.sleep(0.2)
+    longest = max(text.pauses(begun, done))
+    return {"milliseconds": round(1000 * (done - begun)), "longest_pause_ms": round(1000 * longest)}
 
 
 def rows(bundle: str, folder: Path, count: int) -> list[dict[str, Any]]:

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ import ondevice
 from ondevice.model import shared_passes
 from tests.benchmarks.lib.ondevice_bundle import bundle_folder
 from tests.benchmarks.lib.random_model import Shape, huggingface_folder, random_tokens
+from tests.benchmarks.lib.text_beside import TextBeside
 
 SHAPE = Shape("six-layers", 1024, 6, 2816, 8, vocab_size=4608, head_dim=128)
 CLIENTS = (1, 2, 4, 8, 16)
@@ -52,27 +52,12 @@ def clients_seconds(model: ondevice.Model, clients: int, tokens: int) -> float:
 
 def prompt_seconds(model: ondevice.Model, prompt: Sequence[int]) -> dict[str, float]:
     """Processor seconds of a text between two tokens while a prompt is read, and until that one's first."""
-    moments: list[float] = []
-    writing, ended = threading.Event(), threading.Event()
-
-    def write() -> None:
-        for _ in model.stream(tokens=[5, 6, 7, 8], max_tokens=1000, logit_bias=NO_END):
-            moments.append(time.process_time())
-            if len(moments) == 4:
-                writing.set()
-            if ended.is_set():
-                break
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    writing.wait()
-    begun = time.process_time()
-    next(iter(model.stream(tokens=prompt, max_tokens=2)))
-    first = time.process_time()
-    ended.set()
-    thread.join()
-    gaps = [end - start for start, end in pairwise(moments) if end > begun and start < first]
-    return {"longest": max(gaps), "usual": statistics.median(gaps), "first": first - begun}
+    with TextBeside(model, 1000, time.process_time, logit_bias=NO_END) as text:
+        begun = time.process_time()
+        next(iter(model.stream(tokens=prompt, max_tokens=2)))
+        first = time.process_time()
+    pauses = text.pauses(begun, first)
+    return {"longest": max(pauses), "usual": statistics.median(pauses), "first": first - begun}
 
 
 def _all_of(threads: Sequence[threading.Thread]) -> None:
