@@ -5,6 +5,7 @@ Commands import what they need when they run, so that help is instant.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
@@ -22,10 +23,12 @@ from ondevice.commands.models import list_models, remove
 from ondevice.commands.options import CommandGroup, broken_pipe, option
 from ondevice.commands.profile import profile
 from ondevice.commands.serve import serve
+from ondevice.commands.sharing import joined
+from ondevice.commands.split import split
 from ondevice.commands.terminal import say
 from ondevice.commands.train import train
 from ondevice.commands.verify import verify
-from ondevice.errors import INTERRUPTED, START_AGAIN, OndeviceError, StartAgainError
+from ondevice.errors import INTERRUPTED, START_AGAIN, OndeviceError, RankError, StartAgainError
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 
@@ -40,7 +43,8 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
     except OndeviceError as error:
         notes = getattr(error, "__notes__", [])
-        return _fail("\n".join([error.for_command_line, *notes]), error.exit_code)
+        message = "\n".join([error.for_command_line, *notes])
+        return _fail(message, error.exit_code, broken=isinstance(error, RankError))
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -58,8 +62,25 @@ def run(arguments: Sequence[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _fail(message: str, code: int) -> int:
+def leave_ranks(code: int) -> None:
+    """End this process with an exit code if it is a rank's engine.
+
+    The interpreter's clean-up would end threads that are inside MLX, which aborts the process.
+    """
+    if (member := joined()) is not None:
+        member.leave()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _fail(message: str, code: int, broken: bool = False) -> int:
+    """Say what went wrong, on every rank if there are several. broken: another rank may be the cause."""
     from ondevice.commands.reports import harmless
+
+    member = joined()
+    if member is not None and member.report(code, message, broken):
+        return code
 
     # It may have names from a file or a server.
     say(f"error: {harmless(message)}")
@@ -95,5 +116,6 @@ for command in (
     profile,
     doctor,
     verify,
+    split,
 ):
     cli.add_command(command)

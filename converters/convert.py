@@ -233,10 +233,10 @@ class _Conversion:
         self._origin = origin
         layers = range(checkpoint.config.num_layers)
         self._neurons = [neuron_file_name(layer) for layer in layers]
-        gates = [gate_file_name(layer) for layer in layers if checkpoint.config.zeros_gates]
+        self._gates = [gate_file_name(layer) for layer in layers if checkpoint.config.zeros_gates]
         self._tables = [EMBEDDING, *([PER_LAYER] if checkpoint.config.per_layer_width else [])]
         self._experts = [expert_file_name(layer) for layer in checkpoint.config.expert_layers]
-        self._record_files = [*self._neurons, *gates, *self._experts, *self._tables]
+        self._record_files = [*self._neurons, *self._gates, *self._experts, *self._tables]
         self.trial: LayersTrial | None = None
         """The trial of the layers, where this run has written all of them."""
         self._open()
@@ -323,9 +323,10 @@ class _Conversion:
         # A text rounds the embedding last.
         if not begun and not self._pieces and tries_layers(self._checkpoint.config):
             self.trial = LayersTrial(self._checkpoint.config, self._quant)
-        for name, records in zip(self._neurons, self._checkpoint.config.records, strict=True):
-            if not records:
-                self._writer.write_records(name, self._data(name, iter(())))
+        for names_of in (self._neurons, self._gates):
+            for name, records in zip(names_of, self._checkpoint.config.records, strict=False):
+                if not records:
+                    self._writer.write_records(name, self._data(name, iter(())))
         chunks = self._rounded_chunks if self._pieces else self._plain_chunks
         self._write_chunks(chunks(wanted, meter, runner), missing)
 
@@ -536,7 +537,7 @@ def source_bytes(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
             experts = names.expert_shapes(name, spec, checkpoint.config.hidden_size)
             nbytes = sum(tensors[source].nbytes for source in experts)
             sizes[expert_file_name(layer), RECORDS_TENSOR] = nbytes
-        if checkpoint.config.zeros_gates:
+        if checkpoint.config.zeros_gates and checkpoint.config.records[layer]:
             sizes[gate_file_name(layer), RECORDS_TENSOR] = tensors[name.gate].nbytes
     for tensor, sources in resident_sources(checkpoint):
         sizes[RESIDENT, tensor] = sum(source.nbytes for source in sources)

@@ -117,9 +117,10 @@ def _layer_records(
     rounded: Mapping[str, RoundedRows],
 ) -> Iterator[Block]:
     """A layer's neurons, their gates if they have a file of their own, and its experts, if they have one."""
-    if checkpoint.config.records[layer] and wanted(neuron_file_name(layer), RECORDS_TENSOR):
+    records = checkpoint.config.records[layer]
+    if records and wanted(neuron_file_name(layer), RECORDS_TENSOR):
         yield from _neurons(checkpoint, layer, quant, rounded)
-    if checkpoint.config.zeros_gates and wanted(gate_file_name(layer), RECORDS_TENSOR):
+    if records and checkpoint.config.zeros_gates and wanted(gate_file_name(layer), RECORDS_TENSOR):
         gate = checkpoint.tensors[names.LayerNames(layer).gate]
         stored = quant.of("feed_forward")
         yield from _matrix(gate_file_name(layer), RECORDS_TENSOR, "gate", [gate], stored, rounded)
@@ -178,13 +179,13 @@ def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceT
             yield f"{prefix}.attention.out.bias", [tensors[name.projection_bias("o")]]
         if spec.norms_output:
             yield from _norm(checkpoint, layer, "attention_output_norm")
-        if spec.norms_input:
+        if spec.norms_input and spec.has_feed_forward:
             yield from _norm(checkpoint, layer, "feed_forward_norm")
         if spec.feed_forward.bias:
             yield f"{prefix}.feed_forward.gate.bias", [tensors[name.gate_bias]]
         if spec.feed_forward.output_bias:
             yield f"{prefix}.feed_forward.down.bias", [tensors[name.down_bias]]
-        if spec.norms_output:
+        if spec.norms_output and spec.has_feed_forward:
             yield from _norm(checkpoint, layer, "feed_forward_output_norm")
         for weight in layer_weight_shapes(config, spec):
             yield f"{prefix}.{weight.name}", [tensors[name.weight(weight.name)]]

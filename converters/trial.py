@@ -49,7 +49,6 @@ from ondevice.model.loading import (
     position_parts,
 )
 from ondevice.model.records import (
-    EMBEDDING_FILE,
     FIRST_NEURON_FILE,
     RESIDENT_FILE,
     EmbeddingRecords,
@@ -64,6 +63,8 @@ TRIAL_TOKENS = 64
 """Tokens tried, evenly spaced in the vocabulary. With 8, weights passed that were fuzzed to be unusable."""
 SAMPLES = 16
 """Records of each layer, and blocks of the resident file, that a disk must give back."""
+_TABLE_FILE = FIRST_NEURON_FILE + 1
+"""Index of the embedding in a reader of one layer's files."""
 READ_THREADS = 2
 """Threads that read a layer for its trial, while others are converted."""
 
@@ -98,7 +99,7 @@ class LayersTrial:
         """
         wait(self._pending[-2:-1])
         # Opened now: the resident file still grows.
-        reader = FlashReader([resident, embedding, neurons], io="buffered", threads=READ_THREADS)
+        reader = FlashReader([resident, neurons, embedding], io="buffered", threads=READ_THREADS)
         self._readers.append(reader)
         layer = len(self._pending)
         self._pending.append(self._thread.submit(self._through, reader, resident, layer))
@@ -127,7 +128,7 @@ class LayersTrial:
         with reader:
             tensors = TensorFile(self, reader, resident, RESIDENT_FILE)
             table = EmbeddingRecords(
-                config.vocab_size, reader, EMBEDDING_FILE, config.hidden_size, embedding_layout(config, quant)
+                config.vocab_size, reader, _TABLE_FILE, config.hidden_size, embedding_layout(config, quant)
             )
             source = _WrittenNeurons(config, quant, config.widths[layer], reader, self._buffers)
             inputs = position_parts(config, tensors)

@@ -15,13 +15,31 @@ def main() -> NoReturn:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     _open_closed_streams()
-    from ondevice import cli
+    code = _as_rank()
+    if code is None:
+        from ondevice import cli
 
-    code = cli.run(sys.argv[1:])
+        code = cli.run(sys.argv[1:])
+        if code != START_AGAIN:
+            cli.leave_ranks(code)
     if code == START_AGAIN:
         os.execv(sys.executable, sys.orig_argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Only the interpreter's clean-up is left.
     sys.exit(code)
+
+
+def _as_rank() -> int | None:
+    """Take this process's place among several ranks, if it has one.
+
+    Returns the exit code of a supervisor, and None for what runs the command itself.
+    """
+    from ondevice.distributed.place import VARIABLES
+
+    if not VARIABLES & os.environ.keys():
+        return None
+    from ondevice.distributed.ranks import take_place
+
+    return take_place()
 
 
 def _open_closed_streams() -> None:

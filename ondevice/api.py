@@ -40,11 +40,18 @@ from ondevice.generate import Event, check_context, require_one, token_ids, toke
 from ondevice.host import Host, text_tokenizer
 from ondevice.kernels import _native
 from ondevice.meter import Counters
+from ondevice.model.layer_range import LaterLayers
 from ondevice.response import Response, gather
 from ondevice.runtime.budget_watch import MemoryPressure
 from ondevice.runtime.conversion import prepare
 from ondevice.runtime.models import ConversionProgress, find_model
-from ondevice.runtime.resolving import ResolvedModel, budget_bytes, resolve, warn_of_budget
+from ondevice.runtime.resolving import (
+    ResolvedModel,
+    budget_bytes,
+    require_whole,
+    resolve,
+    warn_of_budget,
+)
 from ondevice.scoring import Score, Tally, benchmark_prompt, scoring_windows
 from ondevice.session import Session
 from ondevice.settings import runtime_options, sampling_options
@@ -67,7 +74,7 @@ def load(model: Name | None = None, **options: Unpack[RuntimeOptions]) -> Model:
 
 def inspect(model: Name | None = None, **options: Unpack[RuntimeOptions]) -> Plan:
     """The memory plan of `load` with the same arguments, without loading. The plan may not fit."""
-    return open_model(model, runtime_options(options)).plan
+    return open_model(model, runtime_options(options), sliced=True).plan
 
 
 def convert(
@@ -111,13 +118,29 @@ def verify(model: Name | None = None, *, on_progress: OnBytes | None = None) -> 
     return verify_bundle(find_model(model), _native.crc32c, on_progress)
 
 
-def open_model(model: Name | None, runtime: RuntimeConfig) -> ResolvedModel:
+def write_slice(bundle: Bundle, output: Name, *, force: bool = False) -> Path:
+    """Write a slice, which `Bundle.slice` gives, as a bundle of its own, and return its path.
+
+    Raises UsageError if the output exists and `force` doesn't allow to replace it, FlashReadError for damage
+    and OndeviceError if the disk refuses.
+    """
+    from ondevice.converters.slices import write_slice as write
+
+    return write(bundle, Path(output), force)
+
+
+def open_model(model: Name | None, runtime: RuntimeConfig, *, sliced: bool = False) -> ResolvedModel:
     """The first part of `load`: resolve a model without reading weights.
+
+    sliced: whether a slice of a model will do, as for looking at it.
 
     Raises what `load` raises, except BudgetError.
     """
+    bundle = Bundle.open(find_model(model))
+    if not sliced:
+        require_whole(bundle)
     with system_refusals():
-        return resolve(Bundle.open(find_model(model)), runtime)
+        return resolve(bundle, runtime)
 
 
 class Model:
@@ -126,8 +149,10 @@ class Model:
     It closes on `close`, at the end of its `with` block, or when it is garbage-collected.
     """
 
-    def __init__(self, resolved: ResolvedModel) -> None:
-        """Use `load` instead of calling this."""
+    def __init__(self, resolved: ResolvedModel, later: LaterLayers | None = None) -> None:
+        """Use `load` instead of calling this. later: layers that other machines run."""
+        if later is None:
+            require_whole(resolved.bundle)
         resolved.require_fit()
         resolved.warn()
         self.name = resolved.bundle.name
@@ -135,7 +160,7 @@ class Model:
         self.bundle = resolved.bundle
         self.runtime = resolved.runtime
         self._resolved = resolved
-        self._host = Host(resolved)
+        self._host = Host(resolved, later)
         self._engine = self._host.engine
         self._owner = self._host.owner
         self._watch = self._host.watch

@@ -25,3 +25,7 @@ def ignore_count(count: int) -> None:
 def never_cancelled() -> bool:
     """The `IsCancelled` of work that nothing cancels."""
     return False
+
+
+class Cancelled(Exception):  # noqa: N818 - an outcome that its caller handles, never an error a user sees
+    """Work was cancelled between two of its pieces. What it works on is as it was before."""

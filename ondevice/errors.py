@@ -138,6 +138,10 @@ class FlashReadError(OndeviceError):
     exit_code = 6
 
 
+class RankError(OndeviceError):
+    """A machine that shares the model died, stalled, differs, or sent what it mustn't. The run has ended."""
+
+
 class TextChangedError(OndeviceError):
     """A drafter changed the text, which is a bug. Its measurements are void."""
 

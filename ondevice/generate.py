@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias, TypeVar
 from ondevice.backends.base import Array, Float32
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.row_invariance import ANY_ROWS
-from ondevice.callbacks import IsCancelled
+from ondevice.callbacks import Cancelled, IsCancelled
 from ondevice.chat_template.tools import CallPart, ToolCall
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.constraints.constrained import Constrained
@@ -27,7 +27,7 @@ from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.meter import Counters, Meter
 from ondevice.model.sequence_state import SequenceState, common_prefix
 from ondevice.model.shared_passes import Drafted, PassRequest, PassResult, SharedPasses, no_pass
-from ondevice.model.transformer import Cancelled, Transformer
+from ondevice.model.transformer import Transformer
 from ondevice.sampling import StopMatcher, log_probabilities, sample
 from ondevice.speculation.drafted_text import DraftedText, PassOutcome
 from ondevice.speculation.drafting import Drafting, DraftRequest
@@ -215,16 +215,13 @@ class Generator:
             written.prompt = PromptUse(prompt_tokens, meter.reused)
             if room:
                 self._draw(written, self._last_logits(prefilled), meter, written.drafted)
-            self._observe(
-                written,
-                PassOutcome(plain(history[prompt_tokens - 1]), [0], prefilled.output, None, written.ended),
-            )
+            last = plain(history[prompt_tokens - 1])
+            self._observe(written, PassOutcome(last, [0], prefilled.output, None, written.ended))
             # Its hidden states aren't planned beside those of another pass.
             del prefilled
             while True:
-                meter.pause()
-                yield from written.events()
-                meter.resume()
+                yield from self._catch_up(written, kv, meter, cancelled)
+                yield from written.events(meter)
                 if written.ended:
                     break
                 yield from self._decode(written, kv, meter, cancelled)
@@ -232,7 +229,7 @@ class Generator:
             written.reason = "cancelled"
         except OndeviceError:
             # Tokens drawn before the error belong to the text all the same.
-            yield from written.events()
+            yield from written.events(meter)
             raise
         finally:
             drafting = self._let_go(written)
@@ -246,11 +243,7 @@ class Generator:
         yield Event(text.finish(), None, written.reason, stats, stop=text.stop)
 
     def _decode(
-        self,
-        written: _Continuation,
-        kv: SequenceState,
-        meter: Meter,
-        cancelled: IsCancelled | None,
+        self, written: _Continuation, kv: SequenceState, meter: Meter, cancelled: IsCancelled | None
     ) -> Steps[None]:
         """Run one forward pass over the newest token and a draft behind it, and write the resulting tokens.
 
@@ -274,10 +267,7 @@ class Generator:
         path: list[int] = []
         logits = _Logits(self.transformer, found.hidden, verified, answer.logits)
         try:
-            path = verify(
-                verified,
-                lambda node: self._draw(written, logits.behind(node), meter, text),
-            )
+            path = verify(verified, lambda node: self._draw(written, logits.behind(node), meter, text))
         finally:
             # A budget that changed meanwhile may have taken its memory: the next pass computes it again.
             if kv.length > start:
@@ -320,8 +310,14 @@ class Generator:
     def _draw(
         self, written: _Continuation, logits: Float32, meter: Meter, text: DraftedText | None
     ) -> int | None:
-        """Draw the text's next token and write it. Returns None if the text ends here."""
-        allowed = None if written.constrained is None else written.constrained.allowed()
+        """Draw the text's next token and write it. Returns None if the text ends here, or has to wait."""
+        constrained = written.constrained
+        if constrained is not None and not constrained.is_ready():
+            written.waiting = logits.copy()
+            if text is not None:
+                text.disable()  # It begins anew, with the token that has to wait.
+            return None
+        allowed = None if constrained is None else constrained.allowed()
         token = sample(logits, written.sampling, len(written.history), written.history, allowed)
         meter.sampled += 1
         if text is not None:
@@ -332,6 +328,24 @@ class Generator:
         else:
             written.add(token, *log_probabilities(logits, token, top))
         return None if written.ended else token
+
+    def _catch_up(
+        self, written: _Continuation, kv: SequenceState, meter: Meter, cancelled: IsCancelled | None
+    ) -> Steps[None]:
+        """Follow a text's constraint anew where shared limits have ended that, and draw what waits for it.
+
+        Tokens drawn before are handed out first: it takes several passes of other texts.
+        """
+        if written.constrained is None or not written.constrained.is_behind:
+            return
+        yield from written.events(meter)
+        for _ in written.constrained.catch_up():
+            yield no_pass(kv, cancelled)
+        if written.constrained.is_complete:
+            written.reason, written.ended = "stop", True
+        logits, written.waiting = written.waiting, None
+        if logits is not None and not written.ended:
+            self._draw(written, logits, meter, None)
 
     def _prefill(
         self, written: _Continuation, kv: SequenceState, meter: Meter, cancelled: IsCancelled | None
@@ -346,7 +360,7 @@ class Generator:
             text, start = written.history, kv.length
             chunk = text[start : kv.end_of_chunk(self._end_of_pass(start, written.prompt_tokens))]
             last = start + len(chunk) == len(text)
-            batch = ForwardBatch(chunk, last_only=True)
+            batch = ForwardBatch(chunk, last_only=True, silent=not last)
             if not meter.sampled:
                 # What was kept may have had to go while the prompt waited for a pass.
                 meter.reused = min(meter.reused, start)
@@ -547,6 +561,8 @@ class _Continuation:
         """What the prompt came to, until the first event tells it."""
         self.drafted: DraftedText | None = None
         """The text as what drafts for it knows it; None if nothing does."""
+        self.waiting: Float32 | None = None
+        """(V,) logits from which a token is drawn once the constraint has caught up."""
         self._text = text
         self._eos_ids = eos_ids
         self._events: list[Event] = []
@@ -572,9 +588,11 @@ class _Continuation:
             self.reason = "stop"
         self.ended = stopped or self.room == 0
 
-    def events(self) -> Iterator[Event]:
-        """Events since the last call."""
+    def events(self, meter: Meter) -> Iterator[Event]:
+        """Events since the last call. What their reader does meanwhile isn't timed."""
         events, self._events = self._events, []
         if events and self.prompt is not None:
             events[0], self.prompt = replace(events[0], prompt=self.prompt), None
+        meter.pause()
         yield from events
+        meter.resume()

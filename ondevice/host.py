@@ -23,6 +23,7 @@ from ondevice.constraints.constrained import Constrained, Gate
 from ondevice.constraints.grammars import Grammars, Vocabulary, grammars_bytes, require_package
 from ondevice.errors import UsageError
 from ondevice.generate import Event
+from ondevice.model.layer_range import LaterLayers
 from ondevice.model.shared_passes import PassRequest
 from ondevice.response import LastStats, Work
 from ondevice.runtime.budget_watch import BudgetWatch
@@ -37,8 +38,11 @@ T = TypeVar("T")
 class Host:
     """Runs work on the engine's owner thread. Closed by `close`, or when the last reference to it is gone."""
 
-    def __init__(self, resolved: ResolvedModel) -> None:
-        """Load the model. Raises BudgetError before anything is read, and what reading raises."""
+    def __init__(self, resolved: ResolvedModel, later: LaterLayers | None = None) -> None:
+        """Load the model. Raises BudgetError before anything is read, and what reading raises.
+
+        later: layers that other machines run.
+        """
         self._resolved = resolved
         self._last_stats = LastStats()
         self._keys = itertools.count()
@@ -52,7 +56,7 @@ class Host:
             undo.callback(self.owner.close)
             # An interrupt here leaves the iterator, which cancels the loading.
             (engine,) = self.owner.stream(
-                lambda cancelled: iter([Engine(resolved, cancelled, between_passes=urgent)])
+                lambda cancelled: iter([Engine(resolved, cancelled, between_passes=urgent, later=later)])
             )
             self.engine: Engine = engine
             self.owner.run_jointly(engine.joint)

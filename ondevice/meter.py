@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from ondevice.stats import GenerationStats, per_second
+from ondevice.stats import GenerationStats, RankStats, per_second
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Counters:
     managed_seconds: float = 0.0
     synchronisations: int = 0
     synchronised_seconds: float = 0.0
+    ranks: tuple[RankStats, ...] = ()
+    """Totals of each machine, where several share the model."""
 
 
 class Meter:
@@ -79,6 +81,7 @@ class Meter:
             decode_tokens_per_second=per_second(later, decode_seconds),
             time_to_first_token_seconds=self._prefill_seconds,
             peak_memory_bytes=after.peak_memory_bytes,
+            ranks=tuple(it.since(old) for it, old in zip(after.ranks, self._before.ranks, strict=False)),
             flash_bytes_read=after.flash_bytes_read - self._before.flash_bytes_read,
             flash_read_seconds=after.flash_read_seconds - self._before.flash_read_seconds,
             flash_cpu_seconds=after.flash_cpu_seconds - self._before.flash_cpu_seconds,

@@ -137,6 +137,7 @@ OTHER_SETTINGS: dict[str, type] = {
     "json_schema": str,
     "grammar": str,
     "output": str,
+    "hosts": str,
     "quant": str,
     "prompt_tokens": int,
     "runs": int,

@@ -65,6 +65,49 @@ class DraftStats:
 
 
 @dataclass(frozen=True)
+class HopStats:
+    """What a rank's messages took. `sent_seconds` run beside computing; `waited_seconds` are those of waiting
+    for messages, also while another rank has nothing to do.
+    """
+
+    messages: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    sent_seconds: float = 0.0
+    waited_seconds: float = 0.0
+
+    def __sub__(self, other: HopStats) -> HopStats:
+        return HopStats(
+            *(getattr(self, it.name) - getattr(other, it.name) for it in dataclasses.fields(self))
+        )
+
+
+@dataclass(frozen=True)
+class RankStats:
+    """One of several machines that share a model: its layers, its budget, and what it took.
+
+    `peak_memory_bytes` is its process's. `hops` are the messages that it sent and received.
+    """
+
+    rank: int = 0
+    first_layer: int = 0
+    layers: int = 0
+    budget_bytes: int = 0
+    peak_memory_bytes: int = 0
+    flash_bytes_read: int = 0
+    hops: HopStats = HopStats()
+
+    def since(self, before: RankStats) -> RankStats:
+        """The same with the counts since `before`."""
+        read = self.flash_bytes_read - before.flash_bytes_read
+        return dataclasses.replace(self, flash_bytes_read=read, hops=self.hops - before.hops)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, and for messages between ranks."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
 class GenerationStats:
     """Stats of one generation. Rates are per second of wall time, 0.0 where nothing was measured.
 
@@ -88,6 +131,8 @@ class GenerationStats:
 
     `restored_tokens` counts the prompt's tokens whose keys and values came from a prompt cache on disk, and
     `reused_tokens` all that weren't computed: these, and those that the conversation still held in memory.
+
+    `ranks` has an entry per machine where several share the model; the other fields are rank 0's.
 
     `seed` is the seed of the random numbers, or None if nothing was drawn by chance. `context_full` is True
     if the text ended because the context was full.
@@ -123,10 +168,13 @@ class GenerationStats:
     restored_tokens: int = 0
     reused_tokens: int = 0
     drafting: DraftStats = DraftStats()
+    ranks: tuple[RankStats, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON object, keys in the contract's order."""
-        return vars(self) | {"drafting": self.drafting.to_dict()}
+        """The JSON object, keys in the contract's order. `ranks` is there if several machines ran."""
+        found = vars(self) | {"drafting": self.drafting.to_dict()}
+        found["ranks"] = [rank.to_dict() for rank in self.ranks]
+        return found if self.ranks else {key: value for key, value in found.items() if key != "ranks"}
 
 
 @dataclass(frozen=True)

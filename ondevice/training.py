@@ -469,7 +469,10 @@ def train_converted(
             else:
                 order_by_contributions(folder, spread(pieces, MOST_TOKENS), on_training)
 
-        return Training(hashlib.sha256(repr(pieces).encode()).hexdigest()[:32], train, rounding)
+        # Neurons of models with layers that have none aren't recorded: only weights are rounded by the text.
+        records = config.experts is not None or not config.any_layer(lambda it: not it.has_feed_forward)
+        name = hashlib.sha256(repr(pieces).encode()).hexdigest()[:32]
+        return Training(name, train if records else None, rounding)
 
     return prepared.run(on_progress, resume=resume, force=force, begin_training=begin)
 

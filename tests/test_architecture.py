@@ -34,7 +34,7 @@ LAYERS = (
     ("sampling", "speculation"),
     ("budget",),
     ("meter", "generate"),
-    ("runtime",),
+    ("runtime", "distributed"),
     ("scoring", "response", "host", "session", "api", "quality", "training"),
     ("measure", "doctor", "serve"),
     ("commands", "cli", "__main__"),

@@ -254,6 +254,15 @@ def logits_scaled(tensors: Tensors, factor: float) -> Tensors:
     return found
 
 
+def written_by_mlx(tensors: Tensors, ending: str) -> bool:
+    """Whether the convolutions, whose names end so, are as MLX has them, (C, taps, 1).
+
+    No other sign is in every folder that MLX has written.
+    """
+    shapes = [it.shape for name, it in tensors.items() if name.endswith(ending)]
+    return any(len(shape) == 3 and shape[2] == 1 for shape in shapes)
+
+
 def taps_first(name: str, conv: SourceTensor, channels: int, taps: int, by_mlx: bool = False) -> SourceTensor:
     """A causal convolution's weights as (taps, C); stored (C, 1, taps), (C, taps, 1) or (C, taps).
 

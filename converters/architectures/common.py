@@ -55,11 +55,15 @@ class Description:
 
     adapt: gives the checkpoint's tensors the names, shapes and order that `tensors.py` describes.
     notes: what a user should know of what was left out.
+    ahead: gives the layer that predicts one token more, as a model of that layer, and its tensors of the
+        checkpoint's, as `layers_ahead.py` has them; None in families without it. It raises CheckpointError
+        for a checkpoint without the layer, and UnsupportedModelError for a layer of another form.
     """
 
     config: ModelConfig
     adapt: Callable[[Tensors], Tensors] = unchanged
     notes: tuple[str, ...] = ()
+    ahead: Callable[[Tensors], tuple[ModelConfig, Tensors]] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Latent attention: DeepSeek V2 and V3, and GLM-4.7-Flash, which has the blocks of V3.
 
 The first layers are dense, the others have experts, of which some are shared. Pairs (2 i, 2 i + 1) turn in
-the checkpoints. A last layer of V3 and GLM predicts tokens ahead, and is left out. The matrix that makes keys
-and values of latents is one there; in MLX's folders and in GGUF files it is mostly two, by heads.
+the checkpoints. A last layer of V3 and GLM predicts tokens ahead, and is no part of the model. The matrix
+that makes keys and values of latents is one there; in MLX's folders and in GGUF files it is mostly two, by
+heads.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from ondevice.converters.architectures.experts import (
     with_experts,
 )
 from ondevice.converters.architectures.glm4_moe import NAMES
+from ondevice.converters.architectures.layers_ahead import layer_behind_last, notes_of_layers_ahead
 from ondevice.converters.architectures.rotary import read_rope, read_score_magnitude
 from ondevice.converters.architectures.tensors import LayerNames
 from ondevice.converters.checkpoints.views import HeadsTransposed, RowsOf
@@ -97,8 +99,9 @@ def _read(
     )
     config = _with_experts(reader, config, read_experts(reader), dense_layers)
     ahead = max(reader.integer(key, 0) for key in ("num_nextn_predict_layers", "num_mtp_layers"))
-    notes = ("the layers that predict tokens ahead are left out",) if ahead > 0 else ()
-    return Description(config, partial(_adapt, config, latent, interleaved), notes)
+    adapt = partial(_adapt, latent, interleaved)
+    behind = partial(layer_behind_last, config=config, adapt=adapt)
+    return Description(config, partial(adapt, config), notes_of_layers_ahead(ahead), behind)
 
 
 def _read_latent(reader: ConfigReader, defaults: LatentSpec) -> LatentSpec:
@@ -184,7 +187,7 @@ def _experts_of_v3(
     )
 
 
-def _adapt(config: ModelConfig, latent: LatentSpec, interleaved: bool, tensors: Tensors) -> Tensors:
+def _adapt(latent: LatentSpec, interleaved: bool, config: ModelConfig, tensors: Tensors) -> Tensors:
     own = without_layers_ahead(tensors, config)
     found = dict(renamed(own, RENAMED))
     heads, of_head = config.num_heads, latent.key_dim + latent.value_dim

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ondevice.converters.architectures.common import Tensors
 from ondevice.converters.architectures.config_reader import SAME_REPOSITORY, ConfigReader
-from ondevice.converters.architectures.tensors import LayerNames
+from ondevice.converters.architectures.tensors import LayerNames, expert_matrices
 from ondevice.converters.checkpoints.base import SourceTensor, StoredTensor
 from ondevice.converters.checkpoints.gguf_tensor import QuantizedTensor
 from ondevice.converters.checkpoints.mlx_tensor import MlxTensor
@@ -21,7 +21,7 @@ class ExpertNames:
     """Names of a layer's experts' tensors in a checkpoint, behind `model.layers.N.`.
 
     Args:
-        gate, up, down: matrices of one expert; `{}` is its number.
+        gate, up, down: matrices of one expert; `{}` is its number. Ungated ones have no `up`.
         router: the router's matrix.
         router_bias: what is added to its products; empty without.
         choice_bias: what is added to scores for the choice; empty without.
@@ -139,7 +139,8 @@ def join_experts(tensors: Tensors, config: ModelConfig, names: ExpertNames = QWE
             continue
         name, prefix = LayerNames(layer), f"model.layers.{layer}."
         dense = config.dense_neurons(spec)
-        for which, ours in (("gate", name.gate), ("up", name.up), ("down", name.down)):
+        for which in expert_matrices(spec):
+            ours: str = getattr(name, which)
             pattern = prefix + getattr(names, which)
             sources = [pattern.format(expert) for expert in range(spec.experts.count)]
             if dense:

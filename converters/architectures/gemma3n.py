@@ -127,8 +127,10 @@ def per_layer_vocabulary(reader: ConfigReader, vocab_size: int) -> int:
 def _sizes(reader: ConfigReader) -> tuple[Sizes, list[int]]:
     """Sizes, and every layer's number of neurons, which may stand once for all layers."""
     neurons = reader.values_of("intermediate_size")
-    if any(type(count) is not int for count in neurons):
-        raise CheckpointError(f"config.json: intermediate_size is {shown(neurons)}; it must be whole numbers")
+    if any(type(count) is not int or count == 0 for count in neurons):
+        raise CheckpointError(
+            f"config.json: intermediate_size is {shown(neurons)}; it must be whole numbers from 1 on"
+        )
     sizes = read_sizes(
         reader.with_value("intermediate_size", neurons[0]),
         max_context=32768,

@@ -1,6 +1,6 @@
 """GLM-4.5-MoE: experts chosen by sigmoids with a bias, within groups; a shared one; dense layers first.
 
-Its last layers predict several tokens ahead, and are left out.
+Its last layers predict tokens ahead, and are no part of the model.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ondevice.converters.architectures.experts import (
     read_training_keys,
     with_experts,
 )
+from ondevice.converters.architectures.layers_ahead import layer_behind_last, notes_of_layers_ahead
 from ondevice.converters.architectures.rotary import read_rope
 from ondevice.model_config import AttentionSpec, ExpertsSpec, ModelConfig, NormSpec
 
@@ -64,8 +65,8 @@ def _read(reader: ConfigReader) -> Description:
     dense = reader.integer("first_k_dense_replace", 1)
     ahead = reader.integer("num_nextn_predict_layers", 0)
     config = with_experts(config, experts, [layer >= dense for layer in range(config.num_layers)], shared)
-    notes = ("the layers that predict tokens ahead are left out",) if ahead > 0 else ()
-    return Description(config, partial(_adapt, config), notes)
+    behind = partial(layer_behind_last, config=config, adapt=_adapt)
+    return Description(config, partial(_adapt, config), notes_of_layers_ahead(ahead), behind)
 
 
 def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:

@@ -34,7 +34,10 @@ EXPERTS = ExpertNames(
 def _read(reader: ConfigReader) -> Description:
     reader.only("mlp_bias", False)
     config = _read_attention(reader, "granite")
-    residual, divisor = _positive(reader, "residual_multiplier"), _positive(reader, "logits_scaling")
+    residual, divisor = (
+        read_multiplier(reader, "residual_multiplier"),
+        read_multiplier(reader, "logits_scaling"),
+    )
 
     def adapt(tensors: Tensors) -> Tensors:
         return logits_scaled(outputs_scaled(tensors, config, residual), 1 / divisor)
@@ -53,7 +56,10 @@ def _read_experts(reader: ConfigReader) -> Description:
     )
     read_training_keys(reader)
     config = with_experts(config, experts, [True] * config.num_layers)
-    residual, divisor = _positive(reader, "residual_multiplier"), _positive(reader, "logits_scaling")
+    residual, divisor = (
+        read_multiplier(reader, "residual_multiplier"),
+        read_multiplier(reader, "logits_scaling"),
+    )
 
     def adapt(tensors: Tensors) -> Tensors:
         module = "block_sparse_moe."
@@ -68,14 +74,18 @@ def _read_experts(reader: ConfigReader) -> Description:
 def _read_attention(reader: ConfigReader, name: str) -> ModelConfig:
     bias = reader.boolean("attention_bias", False)
     config = read_llama(reader, name, max_context=2048, attention={"bias": bias, "output_bias": bias})
-    embedding, scale = (
-        float32(_positive(reader, key)) for key in ("embedding_multiplier", "attention_multiplier")
-    )
+    embedding, scale = (read_factor(reader, key) for key in ("embedding_multiplier", "attention_multiplier"))
     layers = tuple(replace(layer, attention=replace(layer.attention, scale=scale)) for layer in config.layers)
     return replace(config, layers=layers, embedding_multiplier=embedding)
 
 
-def _positive(reader: ConfigReader, key: str) -> float:
+def read_factor(reader: ConfigReader, key: str) -> float:
+    """A multiplier as a float32 value; 1 without the key. Raises CheckpointError."""
+    return float32(read_multiplier(reader, key))
+
+
+def read_multiplier(reader: ConfigReader, key: str) -> float:
+    """A multiplier; 1 without the key. Raises CheckpointError."""
     value = reader.number(key, 1.0)
     if not 1e-6 <= value <= 1e6:
         raise CheckpointError(f"config.json: {key} is {value}; it must be from 1e-6 to 1e6")

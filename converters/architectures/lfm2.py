@@ -1,7 +1,7 @@
 """LFM2, dense: gated short convolutions in most layers, attention with q/k norms in the others.
 
 Published configs name some sizes twice (`block_dim`, `conv_dim`, `num_heads`). Models read one of the two, so
-these must agree.
+these must agree. In folders that MLX has written the channels of convolutions are behind their taps.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from ondevice.converters.architectures.adapting import check_shape, renamed, taps_first
+from ondevice.converters.architectures.adapting import check_shape, renamed, taps_first, written_by_mlx
 from ondevice.converters.architectures.common import (
     Description,
     Family,
@@ -56,7 +56,13 @@ FIRST_FLAGS = ("block_use_xavier_init", "conv_use_xavier_init")
 
 
 def _read(reader: ConfigReader) -> Description:
-    sizes = read_sizes(_with_neurons(reader), max_context=128_000, kv_heads=8)
+    config = read_lfm2(_with_neurons(reader), "lfm2")
+    return Description(config, partial(adapted, config=config))
+
+
+def read_lfm2(reader: ConfigReader, name: str) -> ModelConfig:
+    """The model without experts. reader: `intermediate_size` is the number of a dense layer's neurons."""
+    sizes = read_sizes(reader, max_context=128_000, kv_heads=8)
     _check_doubles(reader, sizes)
     turning = read_rope(reader, sizes.head_dim, sizes.max_context, theta=THETA)
     eps = reader.number("norm_eps", 1e-5)
@@ -71,15 +77,14 @@ def _read(reader: ConfigReader) -> Description:
         for kind in _read_kinds(reader, sizes.num_layers)
     ]
     tied = reader.boolean("tie_word_embeddings", True)
-    config = decoder(
-        "lfm2",
+    return decoder(
+        name,
         sizes,
         layers,
         [turning],
         norm=NormSpec("rms", eps),
         tie_embeddings=reader.boolean("tie_embedding", tied),
     )
-    return Description(config, partial(_adapt, config=config))
 
 
 def _with_neurons(reader: ConfigReader) -> ConfigReader:
@@ -134,8 +139,13 @@ def _read_kinds(reader: ConfigReader, num_layers: int) -> Sequence[str]:
     return kinds
 
 
-def _adapt(tensors: Tensors, config: ModelConfig) -> Tensors:
+def adapted(tensors: Tensors, config: ModelConfig) -> Tensors:
+    """The tensors but those of experts by their names in `tensors.py`. Those that aren't known keep theirs.
+
+    Raises CheckpointError for a convolution of another shape, or with attention beside it.
+    """
     found = dict(renamed(tensors, NAMES))
+    by_mlx = written_by_mlx(tensors, ".conv.conv.weight")
     if (norm := found.pop("model.embedding_norm.weight", None)) is not None:
         found[FINAL_NORM] = norm
     for layer, spec in enumerate(config.layers):
@@ -149,7 +159,7 @@ def _adapt(tensors: Tensors, config: ModelConfig) -> Tensors:
             )
         weights = name.weight("conv.weight")
         if (stored := found.pop(f"{prefix}conv.weight", None)) is not None:
-            found[weights] = taps_first(weights, stored, conv.channels, conv.taps)
+            found[weights] = taps_first(weights, stored, conv.channels, conv.taps, by_mlx)
         if (out := found.pop(f"{prefix}out_proj.weight", None)) is not None:
             found[name.projection("o")] = out
         if (whole := found.pop(f"{prefix}in_proj.weight", None)) is not None:

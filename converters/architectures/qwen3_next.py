@@ -2,7 +2,7 @@
 
 Attention's queries and output gates are one projection, head by head; a quarter of a head turns. Norms are
 stored less one, but for that of the delta rule's output. Layers that predict tokens further on (`mtp.*`) are
-no part of the model; `layer_ahead` has them, for `draft_layers/mtp.py`. In folders that MLX has written the
+no part of the model; `_layer_ahead` has them, for `draft_layers/mtp.py`. In folders that MLX has written the
 channels of convolutions are behind their taps, and norms whole.
 """
 
@@ -21,6 +21,7 @@ from ondevice.converters.architectures.adapting import (
     norms_shifted,
     taps_first,
     under_model,
+    written_by_mlx,
 )
 from ondevice.converters.architectures.common import (
     Description,
@@ -42,10 +43,15 @@ from ondevice.converters.architectures.experts import (
     unstacked,
     with_experts,
 )
+from ondevice.converters.architectures.layers_ahead import (
+    EMBEDDING_NORM,
+    HIDDEN_NORM,
+    notes_of_layers_ahead,
+)
 from ondevice.converters.architectures.qwen2_moe import NAMES
 from ondevice.converters.architectures.qwen3_moe import read_sparse_layers
 from ondevice.converters.architectures.rotary import read_rope
-from ondevice.converters.architectures.tensors import LayerNames
+from ondevice.converters.architectures.tensors import FINAL_NORM, LayerNames
 from ondevice.converters.checkpoints.views import Matrices, RowsOf, Scaled
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import (
@@ -78,17 +84,10 @@ AHEAD = "mtp."
 """How names of layers begin that predict tokens further on."""
 AHEAD_NAMES = {
     "mtp.layers.0.": "model.layers.0.",
-    "mtp.norm.": "model.norm.",
-    "mtp.pre_fc_norm_embedding.": "mtp.embedding_norm.",
-    "mtp.pre_fc_norm_hidden.": "mtp.hidden_norm.",
+    "mtp.norm.weight": FINAL_NORM,
+    "mtp.pre_fc_norm_embedding.weight": EMBEDDING_NORM,
+    "mtp.pre_fc_norm_hidden.weight": HIDDEN_NORM,
 }
-MTP_NOTE = (
-    "the layer that predicts one token more (mtp) was left out; `ondevice convert CHECKPOINT --draft-for "
-    "BUNDLE` adds it, for --speculation mtp, from its authors' folder"
-)
-MTP_WITH_EXPERTS_NOTE = (
-    "the layer that predicts one token more (mtp) was left out: it has experts, which draft layers can't have"
-)
 PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
@@ -203,16 +202,13 @@ def _read_experts(reader: ConfigReader, count: int, chosen: int) -> tuple[Expert
 
 def _description(reader: ConfigReader, config: ModelConfig) -> Description:
     reader.boolean("mtp_use_dedicated_embeddings", False)
-    notes: tuple[str, ...] = ()
-    if reader.integer("mtp_num_hidden_layers", 0):
-        notes = (MTP_NOTE if config.experts is None else MTP_WITH_EXPERTS_NOTE,)
-    return Description(config, partial(_adapt, config=config), notes)
+    notes = notes_of_layers_ahead(reader.integer("mtp_num_hidden_layers", 0))
+    ahead = partial(_layer_ahead, config=config)
+    return Description(config, partial(_adapt, config=config), notes, ahead)
 
 
-def layer_ahead(tensors: Tensors, config: ModelConfig) -> tuple[ModelConfig, Tensors]:
-    """The layer that predicts one token more, as a model of that layer, whose tensors are as `tensors.py` has
-    them. `mtp.embedding_norm.weight`, `mtp.hidden_norm.weight` and `mtp.fc.weight` are what joins an
-    embedding and a hidden state, side by side, before it. config: of the whole model.
+def _layer_ahead(tensors: Tensors, config: ModelConfig) -> tuple[ModelConfig, Tensors]:
+    """The layer that predicts one token more, as `Description.ahead` gives it. config: of the whole model.
 
     Raises CheckpointError for a folder without it, UnsupportedModelError for one that MLX has written, in
     which norms may or may not be whole.
@@ -222,7 +218,7 @@ def layer_ahead(tensors: Tensors, config: ModelConfig) -> tuple[ModelConfig, Ten
         raise CheckpointError(
             f"the folder has no tensors {AHEAD}*, which predict one token more; take its authors' folder"
         )
-    if _written_by_mlx(tensors):
+    if written_by_mlx(tensors, "conv1d.weight"):
         raise UnsupportedModelError(
             f"{AHEAD}* isn't read from a folder that MLX has written, whose norms may be whole or less one; "
             "take its authors' folder"
@@ -230,7 +226,8 @@ def layer_ahead(tensors: Tensors, config: ModelConfig) -> tuple[ModelConfig, Ten
     layer = next(it for it in config.layers if it.delta is None)
     config = replace(config, layers=(layer,))
     tensors = norms_shifted(under_model(found, AHEAD_NAMES))
-    return config, in_halves(_with_output_gates(tensors, config), config)
+    tensors = in_halves(_with_output_gates(tensors, config), config)
+    return config, _with_experts(tensors, config)
 
 
 def _adapt(tensors: Tensors, config: ModelConfig) -> Tensors:
@@ -238,19 +235,17 @@ def _adapt(tensors: Tensors, config: ModelConfig) -> Tensors:
     tensors = under_model(tensors, PREFIXES)
     of_delta = {name: it for name, it in tensors.items() if ".linear_attn." in name}
     tensors = {name: it for name, it in tensors.items() if name not in of_delta}
-    if not _written_by_mlx(of_delta):
+    if not written_by_mlx(of_delta, "conv1d.weight"):
         tensors = norms_shifted(tensors)
     tensors = in_halves(_with_output_gates(tensors, config), config)
-    tensors = {**tensors, **_delta_tensors(of_delta, config)}
+    return _with_experts({**tensors, **_delta_tensors(of_delta, config)}, config)
+
+
+def _with_experts(tensors: Tensors, config: ModelConfig) -> Tensors:
+    """Experts by their names here, one by one or stacked as they are there."""
     tensors = unstacked(tensors, config, "mlp.experts.gate_up_proj", NAMES.of("gate", "up"))
     tensors = unstacked(tensors, config, "mlp.experts.down_proj", NAMES.of("down"))
     return join_experts(tensors, config, NAMES)
-
-
-def _written_by_mlx(tensors: Tensors) -> bool:
-    """Whether the convolutions are as MLX has them, (C, taps, 1): no other sign is in every such folder."""
-    shapes = [it.shape for name, it in tensors.items() if name.endswith("conv1d.weight")]
-    return any(len(shape) == 3 and shape[2] == 1 for shape in shapes)
 
 
 def _with_output_gates(tensors: Tensors, config: ModelConfig) -> Tensors:
@@ -275,7 +270,7 @@ def _delta_tensors(tensors: Tensors, config: ModelConfig) -> Tensors:
 
     Raises CheckpointError where a projection is there twice, by itself and together with others.
     """
-    found, by_mlx = dict(tensors), _written_by_mlx(tensors)
+    found, by_mlx = dict(tensors), written_by_mlx(tensors, "conv1d.weight")
     for layer, spec in enumerate(config.layers):
         if (delta := spec.delta) is None:
             continue

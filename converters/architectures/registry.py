@@ -13,6 +13,7 @@ from ondevice.converters.architectures.common import Description, Tensors
 from ondevice.converters.architectures.config_reader import HARMLESS_KEYS, OWN_CONFIG, ConfigReader, shown
 from ondevice.converters.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from ondevice.converters.architectures.falcon import FALCON
+from ondevice.converters.architectures.falcon_h1 import FALCON_H1
 from ondevice.converters.architectures.gemma import GEMMA, GEMMA2, GEMMA3
 from ondevice.converters.architectures.gemma3n import GEMMA3N
 from ondevice.converters.architectures.gemma4 import GEMMA4, GEMMA4_UNIFIED
@@ -20,7 +21,9 @@ from ondevice.converters.architectures.glm4 import GLM4
 from ondevice.converters.architectures.glm4_moe import GLM4_MOE
 from ondevice.converters.architectures.gpt_oss import GPT_OSS
 from ondevice.converters.architectures.granite import GRANITE, GRANITE_MOE
+from ondevice.converters.architectures.granite_hybrid import GRANITE_HYBRID
 from ondevice.converters.architectures.lfm2 import LFM2
+from ondevice.converters.architectures.lfm2_moe import LFM2_MOE
 from ondevice.converters.architectures.llama import LLAMA, SPARSE_LLAMA
 from ondevice.converters.architectures.mistral import MISTRAL
 from ondevice.converters.architectures.mixtral import MIXTRAL
@@ -32,6 +35,7 @@ from ondevice.converters.architectures.multimodal import (
     text_values,
 )
 from ondevice.converters.architectures.nemotron import NEMOTRON
+from ondevice.converters.architectures.nemotron_h import NEMOTRON_H
 from ondevice.converters.architectures.olmo2 import OLMO2
 from ondevice.converters.architectures.olmoe import OLMOE
 from ondevice.converters.architectures.opt import OPT
@@ -88,6 +92,10 @@ _ALL = (
     QWEN3_5,
     QWEN3_5_MOE,
     LFM2,
+    LFM2_MOE,
+    GRANITE_HYBRID,
+    NEMOTRON_H,
+    FALCON_H1,
 )
 FAMILIES = {family.model_type: family for family in _ALL}
 
@@ -123,6 +131,7 @@ def describe(values: Mapping[str, Any]) -> Description:
         # Numbers that float32 doesn't hold become infinite or 0, which the specs refuse.
         with np.errstate(all="ignore"):
             description = family.read(reader)
+        description.config.check_neurons()
     except UnsupportedModelError as error:
         if str(error).startswith("config.json"):
             raise
@@ -159,7 +168,8 @@ def _describe_text(family: Multimodal, values: Mapping[str, Any]) -> Description
     def adapt(tensors: Tensors) -> Tensors:
         return text.adapt(text_tensors(tensors))
 
-    return Description(text.config, adapt, (*text.notes, "its text model alone: images can't be given to it"))
+    notes = (*text.notes, "its text model alone: images can't be given to it")
+    return replace(text, adapt=adapt, notes=notes)
 
 
 def _check_class(reader: ConfigReader, *known: str) -> None:

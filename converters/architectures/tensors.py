@@ -101,6 +101,7 @@ class LayerNames:
             name
             for name in NORM_NAMES
             if (spec.norms_output if name.endswith("_output_norm") else spec.norms_input)
+            and (spec.has_feed_forward or not name.startswith("feed_forward"))
         )
 
 

@@ -18,9 +18,13 @@ from ondevice.converters.architectures.gemma4 import EXPERTS as GEMMA4_NAMES
 from ondevice.converters.architectures.glm4_moe import NAMES as GLM4_NAMES
 from ondevice.converters.architectures.gpt_oss import NAMES as GPT_OSS_NAMES
 from ondevice.converters.architectures.granite import EXPERTS as GRANITE_NAMES
+from ondevice.converters.architectures.granite_hybrid import NAMES as GRANITE_HYBRID_NAMES
+from ondevice.converters.architectures.lfm2_moe import NAMES as LFM2_NAMES
+from ondevice.converters.architectures.nemotron_h import NAMES as NEMOTRON_H_NAMES
 from ondevice.converters.architectures.qwen2_moe import NAMES as QWEN2_NAMES
 from ondevice.converters.checkpoints.base import StoredTensor
 from ondevice.converters.checkpoints.gguf_gemma import Values
+from ondevice.converters.checkpoints.gguf_lfm2 import conv_keys
 from ondevice.converters.checkpoints.gguf_metadata import Metadata
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import ModelConfig
@@ -42,6 +46,9 @@ EXPERT_NAMES: Mapping[str, ExpertNames] = {
     # What stands beside its experts is its dense feed-forward, under the usual names.
     "gemma4_text": replace(GEMMA4_NAMES, shared=""),
     "gpt_oss": GPT_OSS_NAMES,
+    "lfm2_moe": LFM2_NAMES,
+    "granitemoehybrid": GRANITE_HYBRID_NAMES,
+    "nemotron_h": NEMOTRON_H_NAMES,
 }
 """Names beside a `config.json`, by `model_type`, of families whose experts GGUF files can hold."""
 _NEUTRAL: Mapping[str, float] = {
@@ -165,7 +172,7 @@ def _check_merged(tensors: Tensors, config: ModelConfig, merged: str, stored: st
             )
 
 
-def _experts(metadata: Metadata, count: str, neurons: int, *own: str, gating: str = "softmax") -> Values:
+def expert_keys(metadata: Metadata, count: str, neurons: int, *own: str, gating: str = "softmax") -> Values:
     """The number of experts, under the key `count`, and of chosen ones.
 
     neurons: of one expert, if the family has no key for it. own: keys that the family reads by itself.
@@ -192,7 +199,7 @@ def _experts(metadata: Metadata, count: str, neurons: int, *own: str, gating: st
     }
 
 
-def _always_renormalised(metadata: Metadata) -> None:
+def always_renormalised(metadata: Metadata) -> None:
     if not metadata.boolean("expert_weights_norm", True):
         raise UnsupportedModelError(
             f"{metadata.header.file}: {metadata.prefix}expert_weights_norm is false; only weights divided by "
@@ -202,7 +209,7 @@ def _always_renormalised(metadata: Metadata) -> None:
 
 def olmoe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     return {
-        **_experts(metadata, "num_experts", values["intermediate_size"]),
+        **expert_keys(metadata, "num_experts", values["intermediate_size"]),
         "norm_topk_prob": metadata.boolean("expert_weights_norm", False),
     }
 
@@ -210,7 +217,7 @@ def olmoe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 def qwen3moe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     """Files don't say that weights are divided by their sum, as those of all published models are."""
     return {
-        **_experts(metadata, "num_experts", 0, "expert_feed_forward_length"),
+        **expert_keys(metadata, "num_experts", 0, "expert_feed_forward_length"),
         "moe_intermediate_size": _neurons(metadata, values),
         "norm_topk_prob": metadata.boolean("expert_weights_norm", True),
     }
@@ -219,7 +226,7 @@ def qwen3moe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 def qwen2moe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     own = ("expert_feed_forward_length", "expert_shared_feed_forward_length")
     return {
-        **_experts(metadata, "num_experts", 0, *own),
+        **expert_keys(metadata, "num_experts", 0, *own),
         "moe_intermediate_size": _neurons(metadata, values),
         "shared_expert_intermediate_size": metadata.integer(own[1], values["intermediate_size"]),
         "norm_topk_prob": metadata.boolean("expert_weights_norm", False),
@@ -233,25 +240,25 @@ def _neurons(metadata: Metadata, values: Values) -> int:
 
 
 def mixtral_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    _always_renormalised(metadata)
+    always_renormalised(metadata)
     window = metadata.integer("attention.sliding_window", 0)
     return {
-        **_experts(metadata, "num_local_experts", values["intermediate_size"]),
+        **expert_keys(metadata, "num_local_experts", values["intermediate_size"]),
         "sliding_window": window or None,
     }
 
 
 def granitemoe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     """Beside the keys of a Granite without experts."""
-    _always_renormalised(metadata)
-    return {**_experts(metadata, "num_local_experts", values["intermediate_size"])}
+    always_renormalised(metadata)
+    return {**expert_keys(metadata, "num_local_experts", values["intermediate_size"])}
 
 
 def phimoe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     """Beside the keys of a Phi-3. Files have nothing of sparsemixer, whose jitter is that of all models."""
-    _always_renormalised(metadata)
+    always_renormalised(metadata)
     return {
-        **_experts(metadata, "num_local_experts", values["intermediate_size"]),
+        **expert_keys(metadata, "num_local_experts", values["intermediate_size"]),
         "lm_head_bias": "output.bias" in metadata.stored,
     }
 
@@ -260,9 +267,9 @@ def gemma4_expert_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     """Beside the keys of a Gemma 4; none of a model without experts."""
     if not metadata.integer("expert_count", 0) and not metadata.integer("expert_used_count", 0):
         return {}
-    _always_renormalised(metadata)
+    always_renormalised(metadata)
     own = "expert_feed_forward_length"
-    found = _experts(metadata, "num_experts", 0, own)
+    found = expert_keys(metadata, "num_experts", 0, own)
     return {
         "enable_moe_block": True,
         "num_experts": found["num_experts"],
@@ -279,10 +286,24 @@ def gpt_oss_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     if scaling["rope_type"] == "yarn":
         scaling = {**scaling, "truncate": False}
     return {
-        **_experts(metadata, "num_local_experts", 0, "expert_feed_forward_length"),
+        **expert_keys(metadata, "num_local_experts", 0, "expert_feed_forward_length"),
         "intermediate_size": metadata.integer("expert_feed_forward_length", values["intermediate_size"]),
         "sliding_window": metadata.integer("attention.sliding_window"),
         "rope_scaling": scaling,
+    }
+
+
+def lfm2moe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
+    """Files don't say that weights are divided by their sum, as those of all published models are."""
+    own = ("expert_feed_forward_length", "leading_dense_block_count", "expert_weights_scale")
+    return {
+        **conv_keys(metadata, values),
+        **expert_keys(metadata, "num_experts", 0, *own, gating="sigmoid"),
+        "moe_intermediate_size": metadata.integer(own[0]),
+        "num_dense_layers": metadata.integer(own[1], 0),
+        "routed_scaling_factor": metadata.number(own[2], 0.0) or 1.0,
+        "norm_topk_prob": metadata.boolean("expert_weights_norm", True),
+        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in metadata.stored),
     }
 
 
@@ -304,7 +325,7 @@ def glm4moe_keys(metadata: Metadata, values: Values, gating: str = "sigmoid") ->
     # Files with groups must say how many are chosen.
     chosen = metadata.integer("expert_group_used_count", None if groups > 1 else 0)
     return {
-        **_experts(metadata, "n_routed_experts", 0, *own, gating=gating),
+        **expert_keys(metadata, "n_routed_experts", 0, *own, gating=gating),
         "num_hidden_layers": values["num_hidden_layers"] - ahead,
         "num_nextn_predict_layers": ahead,
         "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),

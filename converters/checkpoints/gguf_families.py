@@ -32,6 +32,7 @@ from ondevice.converters.checkpoints.gguf_experts import (
     glm4moe_keys,
     gpt_oss_keys,
     granitemoe_keys,
+    lfm2moe_keys,
     mixtral_keys,
     olmoe_keys,
     phimoe_keys,
@@ -52,6 +53,24 @@ from ondevice.converters.checkpoints.gguf_gemma import (
     restored_gemma4,
 )
 from ondevice.converters.checkpoints.gguf_latent import LATENT_NAMES, V3, deepseek2_keys, latent_notes
+from ondevice.converters.checkpoints.gguf_lfm2 import (
+    CONV_NAMES,
+    KEY_HEADS,
+    LAST_NORM,
+    lfm2_keys,
+    restored_lfm2,
+)
+from ondevice.converters.checkpoints.gguf_mamba2 import (
+    BLOCK_MIXER_NAMES,
+    MIXER_NAMES,
+    NEURONS,
+    falcon_h1_keys,
+    granite_keys,
+    granitehybrid_keys,
+    nemotron_h_keys,
+    restored_granite,
+    restored_mixers,
+)
 from ondevice.converters.checkpoints.gguf_metadata import Metadata
 from ondevice.errors import UnsupportedModelError
 from ondevice.model_config import ModelConfig
@@ -188,12 +207,7 @@ def _granite_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
             f"{metadata.header.file}: {metadata.prefix}rope.scaling.finetuned is false: a Granite without "
             "rotary embedding, which can't be converted yet"
         )
-    return {
-        "attention_multiplier": metadata.number("attention.scale", values["head_dim"] ** -0.5),
-        "embedding_multiplier": metadata.number("embedding_scale", 1.0),
-        "residual_multiplier": metadata.number("residual_scale", 1.0),
-        "logits_scaling": metadata.number("logit_scale", 1.0),
-    }
+    return granite_keys(metadata, values)
 
 
 def _stablelm_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
@@ -300,6 +314,15 @@ _GEMMA3N_NAMES = (
         "laurel_r": "laurel.linear_right",
         "laurel_post_norm": "laurel.post_laurel_norm",
     }
+)
+_NEMOTRON_H = GgufFamily(
+    "nemotron_h",
+    bias_key="",
+    fixed={},
+    blocks=BLOCK_MIXER_NAMES,
+    keys=nemotron_h_keys,
+    restore=restored_mixers,
+    varied=frozenset((KEY_HEADS, NEURONS)),
 )
 GGUF_FAMILIES = {
     "llama": GgufFamily("llama", interleaved=True),
@@ -418,6 +441,40 @@ GGUF_FAMILIES = {
         blocks=DELTA_NAMES,
         restore=restored_delta_in_turn,
         all_experts=True,
+    ),
+    "lfm2": GgufFamily(
+        "lfm2",
+        bias_key="",
+        fixed={},
+        blocks=CONV_NAMES,
+        wholes=LAST_NORM,
+        keys=lfm2_keys,
+        restore=restored_lfm2,
+        varied=frozenset((KEY_HEADS,)),
+    ),
+    "lfm2moe": _with_experts(
+        "lfm2_moe",
+        lfm2moe_keys,
+        bias_key="",
+        fixed={},
+        blocks=CONV_NAMES,
+        wholes=LAST_NORM,
+        restore=lambda tensors, config: restored_experts(restored_lfm2(tensors, config), config),
+        varied=frozenset((KEY_HEADS,)),
+    ),
+    "granitehybrid": _with_experts(
+        "granitemoehybrid",
+        granitehybrid_keys,
+        interleaved=True,
+        bias_key="",
+        blocks=MIXER_NAMES,
+        restore=restored_granite,
+        varied=frozenset((KEY_HEADS,)),
+    ),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
+    "falcon-h1": GgufFamily(
+        "falcon_h1", bias_key="", blocks=MIXER_NAMES, keys=falcon_h1_keys, restore=restored_mixers
     ),
     "gpt-oss": _with_experts(
         "gpt_oss",

@@ -51,7 +51,7 @@ from ondevice.model_config import ModelConfig, RopeSpec
 
 _NUMBER = r"(0|[1-9]\d{0,3})"
 _NAME = re.compile(
-    rf"(?:blk\.{_NUMBER}\.)?((?:nextn\.)?\w{{1,64}})(?:\.{_NUMBER})?(\.weight|\.bias|\.scale)?"
+    rf"(?:blk\.{_NUMBER}\.)?((?:nextn\.|shortconv\.)?\w{{1,64}})(?:\.{_NUMBER})?(\.weight|\.bias|\.scale)?"
 )
 """A block's number, a module, the number of an expert that stands by itself, and what it is of the module,
 with a dot before it, or nothing where the module is the tensor."""

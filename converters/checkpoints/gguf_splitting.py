@@ -101,6 +101,7 @@ SPLITTINGS = {
     "llama-bpe": _LLAMA_BPE,
     "llama3": _LLAMA_BPE,
     "llama-v3": _LLAMA_BPE,
+    "lfm2": _LLAMA_BPE,
     "dbrx": Splitting(_LLAMA3),
     "smaug-bpe": Splitting(_LLAMA3),
     "qwen2": Splitting(_QWEN2, composes=True),

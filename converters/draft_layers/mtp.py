@@ -1,16 +1,20 @@
 """The layer of a checkpoint that predicts one token more than the model, for a bundle of that model.
 
-Qwen3.5's and 3.6's, of dense models: `mtp.*`. Names and arithmetic are those of vLLM (`qwen3_5_mtp.py`) and
-SGLang, as `transformers` leaves the layer out. The embedding and the hidden state, both normed, stand side by
-side in this order before `mtp.fc`; a layer with the model's own attention and feed-forward follows, and
-`mtp.norm`. Hidden states come from behind the model's last norm; where a draft goes on, from behind
-`mtp.norm`. Embeddings and head are the model's.
+Qwen3-Next's, Qwen3.5's and 3.6's is `mtp.*`, that of GLM-4.5, GLM-4.7-Flash and DeepSeek V3 a layer behind
+the last one; families say so (`Description.ahead`). `transformers` leaves the layer out: names are those that
+vLLM reads (`qwen3_next_mtp.py`, `qwen3_5_mtp.py`, `deepseek_mtp.py`, `glm4_moe_mtp.py`), arithmetic is as in
+SGLang. The embedding and the hidden state, both normed, stand side by side in this order before a matrix
+that joins them; a layer with the model's own attention and feed-forward follows, and a norm. Hidden states
+come from behind the model's last norm; where a draft goes on, from behind the layer's own. Embeddings and
+head are the model's. In DeepSeek V3 and GLM-4.5 vLLM differs: a draft goes on from before that norm, the
+embedding of a text's first row is zero, and the layer's own copies of embeddings and head are read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +23,19 @@ import numpy as np
 from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.architectures.common import Tensors
+from ondevice.converters.architectures.layers_ahead import EMBEDDING_NORM, HIDDEN_NORM, JOINING
 from ondevice.converters.architectures.multimodal import MULTIMODAL
-from ondevice.converters.architectures.qwen3_next import (
-    AHEAD,
-    QWEN3_5,
-    QWEN3_5_MOE,
-    QWEN3_NEXT,
-    layer_ahead,
-)
+from ondevice.converters.architectures.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from ondevice.converters.architectures.tensors import FINAL_NORM, LayerNames
 from ondevice.converters.checkpoints.base import SourceTensor, plain, some_of
 from ondevice.converters.checkpoints.huggingface import MAX_CONFIG_BYTES, describe_model, stored_tensors
 from ondevice.converters.checkpoints.source_folder import SourceFolder
-from ondevice.converters.draft_layers.write import check_draft_layers_possible, checked, write_draft_layer
+from ondevice.converters.draft_layers.write import (
+    Pieces,
+    check_draft_layers_possible,
+    checked,
+    write_draft_layer,
+)
 from ondevice.converters.quantize import Weights, to_float32
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import ModelConfig
@@ -75,14 +79,19 @@ def convert_mtp(source: str | Path, bundle_path: str | Path, bits: Any = 8) -> D
     check_draft_layers_possible(bundle)
     folder = SourceFolder(Path(source))
     values = folder.json("config.json", MAX_CONFIG_BYTES)
-    _check_family(_own(values))
-    config = describe_model(values).config
-    _check_same_model(config, bundle.config)
+    _check_one_layer(_own(values))
+    model = describe_model(values)
+    if model.ahead is None:
+        raise UnsupportedModelError(
+            f"config.json: model_type is {plain(str(_own(values).get('model_type')))}; layers that predict "
+            "tokens ahead are read from Qwen3-Next, Qwen3.5 and 3.6, GLM-4.5, GLM-4.7-Flash and DeepSeek V3"
+        )
+    _check_same_model(model.config, bundle.config)
     with ExitStack() as opened:
-        config, tensors = layer_ahead(stored_tensors(folder, values, opened), config)
+        config, tensors = model.ahead(stored_tensors(folder, values, opened))
         layer = checked(_described(config, bits, bundle.config), bundle.config)
-        arrays = _arrays(layer, tensors, bundle.config)
-    return write_draft_layer(bundle.path, layer, arrays)
+        # Experts are read as they are written.
+        return write_draft_layer(bundle.path, layer, _arrays(layer, config, tensors, bundle.config))
 
 
 def _own(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -93,19 +102,13 @@ def _own(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"model_type": MULTIMODAL[kind].text_type, **inner}
 
 
-def _check_family(own: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError for layers that aren't read."""
-    model_type = own.get("model_type")
-    if model_type != QWEN3_5.model_type:
-        raise UnsupportedModelError(
-            f"config.json: model_type is {plain(str(model_type))}; layers that predict tokens ahead are read "
-            "from dense Qwen3.5 and 3.6 alone: draft layers have neither experts nor latent attention, which "
-            "those of Qwen3-Next, GLM-4.5, DeepSeek V3 and their relatives have"
-        )
-    if (count := own.get(LAYER_COUNTS[0], 1)) != 1:
-        raise UnsupportedModelError(
-            f"config.json: {LAYER_COUNTS[0]} is {plain(str(count))}; a draft layer is one layer"
-        )
+def _check_one_layer(own: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModelError for several layers, and for one with embeddings of its own."""
+    for key in LAYER_COUNTS:
+        if (count := own.get(key, 1)) != 1:
+            raise UnsupportedModelError(
+                f"config.json: {key} is {plain(str(count))}; a draft layer is one layer"
+            )
     if own.get("mtp_use_dedicated_embeddings"):
         raise UnsupportedModelError(
             "config.json: mtp_use_dedicated_embeddings is true; embeddings of the layer's own aren't read"
@@ -126,7 +129,7 @@ def _check_same_model(config: ModelConfig, target: ModelConfig) -> None:
 def _described(config: ModelConfig, bits: Any, target: ModelConfig) -> DraftLayer:
     """config: of the layer as a model of its own."""
     spec = config.layers[0]
-    rope = config.ropes[spec.attention.rope]
+    attention, rope = spec.attention, config.ropes[spec.attention.rope]
     if rope.long_frequencies:
         raise UnsupportedModelError(
             "config.json: draft layers with two sets of rotary frequencies aren't supported"
@@ -140,55 +143,97 @@ def _described(config: ModelConfig, bits: Any, target: ModelConfig) -> DraftLaye
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        neurons=config.intermediate_size,
+        neurons=config.dense_neurons(spec),
         activation=config.activation,
         eps=config.norm.eps,
         frequencies=rope.frequencies,
         magnitude=rope.magnitude,
-        qkv_bias=False,
-        output_bias=False,
-        head_norm=True,
-        output_gates=spec.attention.gated,
-        residual_normed=False,
+        qkv_bias=attention.bias,
+        head_norm=attention.head_norm == "head",
+        output_gates=attention.gated,
         states_normed=True,
-        own_head=False,
-        own_embeddings=False,
         tokens=target.vocab_size,
+        latent=attention.latent,
+        scale=None if attention.latent is None else attention.scale,
+        experts=spec.experts,
     )
 
 
-def _arrays(layer: DraftLayer, tensors: Tensors, target: ModelConfig) -> dict[str, Weights]:
-    """The arrays that `write_draft_layer` takes. Raises CheckpointError for missing and other tensors."""
-    names, width, keys = LayerNames(0), layer.hidden_size, layer.num_kv_heads * layer.head_dim
-    matrices: dict[str, tuple[str, tuple[int, int]]] = {
-        "joined": (f"{AHEAD}fc.weight", (width, 2 * width)),
-        "q": (names.projection("q"), (layer.query_size, width)),
-        "k": (names.projection("k"), (keys, width)),
-        "v": (names.projection("v"), (keys, width)),
-        "output_gates": (names.weight("attention.gate"), (layer.query_size, width)),
-        "out": (names.projection("o"), (width, layer.query_size)),
-        "gate": (names.gate, (layer.neurons, width)),
-        "up": (names.up, (layer.neurons, width)),
-        "down": (names.down, (width, layer.neurons)),
+def _arrays(
+    layer: DraftLayer, config: ModelConfig, tensors: Tensors, target: ModelConfig
+) -> dict[str, Weights | Pieces]:
+    """The arrays that `write_draft_layer` takes, by the specification's names.
+
+    layer: what the bundle is to have. config: of the layer as a model of its own. tensors: the layer's, by
+    the names of `tensors.py` and `layers_ahead.py`. target: of the model that it drafts for.
+
+    Raises CheckpointError for missing tensors and other shapes, UnsupportedModelError for further ones.
+    """
+    names, width = LayerNames(0), layer.hidden_size
+    projections = config.projection_sizes(config.layers[0])
+    matrices, vectors = _matrix_names(names), _vector_names(names)
+    sizes, lengths = layer.matrices(target), layer.vectors(target)
+    shapes: dict[str, tuple[int, ...]] = {JOINING: (width, 2 * width)}
+    shapes |= {names.projection(which): (rows, width) for which, rows in projections.items()}
+    if layer.qkv_bias:
+        shapes |= {names.projection_bias(which): (rows,) for which, rows in projections.items()}
+    shapes |= {it: sizes[name].shape for name, it in matrices.items() if name in sizes}
+    shapes |= {it: (lengths[name],) for name, it in vectors.items() if name in lengths}
+    experts = {}
+    for which in ("gate", "up", "down") if layer.experts is not None else ():
+        size = sizes[f"experts.{which}"]
+        experts[which] = [names.expert(expert, which) for expert in range(size.number)]
+        shapes |= dict.fromkeys(experts[which], (size.rows, size.cols))
+    _check_tensors(tensors, shapes)
+    joined = _rows(tensors[JOINING])
+    qkv = [to_float32(_rows(tensors[names.projection(which)])) for which in projections]
+    found: dict[str, Weights | Pieces] = {
+        "joined.embedding": joined[:, :width],
+        "joined.hidden": joined[:, width:],
+        "qkv": np.concatenate(qkv),
     }
-    vectors = {
-        "embedding_norm": f"{AHEAD}embedding_norm.weight",
-        "hidden_norm": f"{AHEAD}hidden_norm.weight",
+    if layer.qkv_bias:
+        found["qkv.bias"] = np.concatenate(
+            [tensors[names.projection_bias(it)].vector() for it in projections]
+        )
+    found |= {name: _rows(tensors[it]) for name, it in matrices.items() if name in sizes}
+    found |= {name: tensors[it].vector() for name, it in vectors.items() if name in lengths}
+    for which, each in experts.items():
+        reads = tuple(partial(_rows, tensors[it]) for it in each)
+        found[f"experts.{which}"] = Pieces(sizes[f"experts.{which}"].shape, reads)
+    return found
+
+
+def _matrix_names(names: LayerNames) -> dict[str, str]:
+    """The tensors of matrices by the layer's names, but for those that are joined and experts'."""
+    return {
+        "output_gates": names.weight("attention.gate"),
+        "queries": names.weight("attention.queries"),
+        "latent_keys": names.weight("attention.latent_keys"),
+        "latent_values": names.weight("attention.latent_values"),
+        "out": names.projection("o"),
+        "gate": names.gate,
+        "up": names.up,
+        "down": names.down,
+        "router": names.weight("router"),
+        "shared_gate": names.weight("shared_gate"),
+    }
+
+
+def _vector_names(names: LayerNames) -> dict[str, str]:
+    """The tensors of vectors by the layer's names, but for those of biases."""
+    return {
+        "embedding_norm": EMBEDDING_NORM,
+        "hidden_norm": HIDDEN_NORM,
         "attention_norm": names.norm("attention_norm"),
         "feed_forward_norm": names.norm("feed_forward_norm"),
         "q_norm": names.head_norm("q"),
         "k_norm": names.head_norm("k"),
         "final_norm": FINAL_NORM,
+        "latent_norm": names.weight("attention.latent_norm.weight"),
+        "query_norm": names.weight("attention.query_norm.weight"),
+        "choice_bias": names.weight("router.choice_bias"),
     }
-    lengths = layer.vectors(target)
-    shapes: dict[str, tuple[int, ...]] = dict(matrices.values())
-    shapes |= {it: (lengths[name],) for name, it in vectors.items()}
-    _check_tensors(tensors, shapes)
-    found = {name: _rows(tensors[it]) for name, (it, _) in matrices.items()}
-    joined = found.pop("joined")
-    found |= {"joined.embedding": joined[:, :width], "joined.hidden": joined[:, width:]}
-    found["qkv"] = np.concatenate([to_float32(found.pop(it)) for it in "qkv"])
-    return found | {name: tensors[it].vector() for name, it in vectors.items()}
 
 
 def _rows(tensor: SourceTensor) -> Weights:
@@ -196,14 +241,19 @@ def _rows(tensor: SourceTensor) -> Weights:
 
 
 def _check_tensors(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises CheckpointError for missing tensors and other shapes, UnsupportedModelError for further ones."""
-    missing = sorted(set(shapes) - set(tensors))
+    """Raises CheckpointError for missing tensors and other shapes, UnsupportedModelError for further ones.
+
+    Those that are there are named as in the folder, unless a family computes them, and those that are missing
+    as in `tensors.py`.
+    """
+    # Without the number that the layer has as a model of its own: the folder's layer 0 is another one.
+    missing = sorted(it.removeprefix(LayerNames(0).weight("")) for it in set(shapes) - set(tensors))
     if missing:
         raise CheckpointError(
             f"{len(missing)} tensors of the layer that predicts one token more are missing, "
             f"{some_of(missing)}; is the download complete?"
         )
-    extra = sorted(set(tensors) - set(shapes))
+    extra = sorted({it.name for name, it in tensors.items() if name not in shapes})
     if extra:
         raise UnsupportedModelError(
             f"{len(extra)} tensors are no part of one layer that predicts one token more, {some_of(extra)}"
@@ -211,6 +261,6 @@ def _check_tensors(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> N
     for name, shape in shapes.items():
         if tensors[name].shape != shape:
             raise CheckpointError(
-                f"{name} has shape {list(tensors[name].shape)}; config.json asks for {list(shape)}; is the "
-                "folder whole and of one model?"
+                f"{plain(tensors[name].name)} has shape {list(tensors[name].shape)}; config.json asks for "
+                f"{list(shape)}; is the folder whole and of one model?"
             )

@@ -1,12 +1,13 @@
 """A draft layer for a finished bundle: checked, quantised and written, wherever it comes from.
 
-The format is in `ondevice/bundle/draft_layers.py`. All quantised matrices are in memory at once.
+The format is in `ondevice/bundle/draft_layers.py`. All quantised matrices are in memory at once; experts are
+read one by one as they are quantised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from ondevice.bundle.draft_layers import (
     EMBEDDINGS,
+    ROUTER_BITS,
     TOKENS,
     DraftLayer,
     check_draft_layer,
@@ -32,6 +34,14 @@ from ondevice.model_config import ModelConfig
 from ondevice.units import usable_cores
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """A matrix of `shape` whose pieces are read when they are quantised, one below the other."""
+
+    shape: tuple[int, int]
+    reads: tuple[Callable[[], Weights], ...]
+
+
 def check_draft_layers_possible(bundle: Bundle) -> None:
     """Raises UnsupportedModelError for a model whose hidden states no draft layer can read."""
     if bundle.config.residual_copies > 1:
@@ -41,7 +51,9 @@ def check_draft_layers_possible(bundle: Bundle) -> None:
         )
 
 
-def write_draft_layer(folder: str | Path, layer: DraftLayer, arrays: Mapping[str, Weights]) -> DraftLayer:
+def write_draft_layer(
+    folder: str | Path, layer: DraftLayer, arrays: Mapping[str, Weights | Pieces]
+) -> DraftLayer:
     """Add a draft layer to the bundle in `folder`; an older one of its kind is replaced.
 
     layer: its `model`, `sha256` and `crcs` are filled in here. arrays: by the specification's names.
@@ -66,11 +78,11 @@ def write_draft_layer(folder: str | Path, layer: DraftLayer, arrays: Mapping[str
     return written
 
 
-def _check_arrays(layer: DraftLayer, target: ModelConfig, arrays: Mapping[str, Weights]) -> None:
+def _check_arrays(layer: DraftLayer, target: ModelConfig, arrays: Mapping[str, Weights | Pieces]) -> None:
     """Raises CheckpointError for the first array that doesn't match the specification."""
     vectors = layer.vectors(target)
     shapes: dict[str, tuple[int, ...]] = {name: (size,) for name, size in vectors.items()}
-    shapes |= layer.matrices(target)
+    shapes |= {name: matrix.shape for name, matrix in layer.matrices(target).items()}
     if layer.own_head:
         shapes[TOKENS] = (layer.tokens,)
     if layer.own_embeddings:
@@ -83,15 +95,24 @@ def _check_arrays(layer: DraftLayer, target: ModelConfig, arrays: Mapping[str, W
             raise CheckpointError(f"the draft layer lacks the array {name!r} of shape {shape}")
         if arrays[name].shape != shape:
             raise CheckpointError(f"{name} has shape {arrays[name].shape}; it must be {shape}")
-        if name in vectors and not np.isfinite(arrays[name]).all():
+        if name in vectors and not np.isfinite(_whole(arrays, name)).all():
             raise CheckpointError(f"{name} holds values that are not finite; take another draft layer")
     if layer.own_head:
-        tokens = arrays[TOKENS]
+        tokens = _whole(arrays, TOKENS)
         if tokens[0] < 0 or tokens[-1] >= target.vocab_size or (np.diff(tokens) <= 0).any():
             raise CheckpointError(f"tokens aren't ascending ids from 0 to {target.vocab_size - 1}")
 
 
-def _stored(layer: DraftLayer, target: ModelConfig, arrays: Mapping[str, Weights]) -> Iterator[NDArray[Any]]:
+def _whole(arrays: Mapping[str, Weights | Pieces], name: str) -> Weights:
+    """An array that isn't in pieces."""
+    found = arrays[name]
+    assert not isinstance(found, Pieces)
+    return found
+
+
+def _stored(
+    layer: DraftLayer, target: ModelConfig, arrays: Mapping[str, Weights | Pieces]
+) -> Iterator[NDArray[Any]]:
     """Each tensor as it is stored, in the order of `draft_layer_tensors`.
 
     Raises CheckpointError for values beyond float16.
@@ -99,15 +120,26 @@ def _stored(layer: DraftLayer, target: ModelConfig, arrays: Mapping[str, Weights
     runner = _native.Runner(usable_cores(), "auto")
 
     def matrix(name: str, bits: Bits) -> Iterator[NDArray[Any]]:
-        rows = quantize(runner, np.ascontiguousarray(arrays[name]), bits, name)
-        yield from (rows.codes,) if bits == 16 else (rows.codes, rows.scales, rows.biases)
+        source, found, first = arrays[name], list[NDArray[Any]](), 0
+        for read in source.reads if isinstance(source, Pieces) else (lambda: _whole(arrays, name),):
+            rows = quantize(runner, np.ascontiguousarray(read()), bits, name)
+            parts = (rows.codes,) if bits == 16 else (rows.codes, rows.scales, rows.biases)
+            if len(rows.codes) == source.shape[0]:
+                yield from parts
+                return
+            # Pieces go where they are to be, as what would join them would hold them all twice.
+            found = found or [np.empty((source.shape[0], it.shape[1]), it.dtype) for it in parts]
+            for whole, part in zip(found, parts, strict=True):
+                whole[first : first + len(part)] = part
+            first += len(rows.codes)
+        yield from found
 
     for name in layer.vectors(target):
-        yield arrays[name].astype("<f4")
+        yield _whole(arrays, name).astype("<f4")
     if layer.own_head:
-        yield arrays[TOKENS].astype("<u4")
-    for name in layer.matrices(target):
-        yield from matrix(name, layer.bits)
+        yield _whole(arrays, TOKENS).astype("<u4")
+    for name, stored in layer.matrices(target).items():
+        yield from matrix(name, ROUTER_BITS if stored.halves else layer.bits)
     if layer.own_embeddings:
         yield from matrix(EMBEDDINGS, 16)
 

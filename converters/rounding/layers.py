@@ -142,14 +142,15 @@ class LayerRounding:
         projections = [name.projection(which) for which in config.projection_sizes(spec)]
         found = self._by_columns(projections, "qkv", inputs["qkv"])
         found |= self._by_columns([name.projection("o")], "out", inputs["out"])
-        self._on_step(f"layer {layer + 1} of {config.num_layers}: rounding neurons")
-        *by_columns, down = name.neurons(spec)
-        found |= self._by_columns(by_columns, "feed_forward", inputs["gate"])
-        source = self._checkpoint.tensors[down]
-        if is_rounded(self._quant.down):
-            found[source.name] = rounded_by_rows(
-                self._runner, source, inputs["down"], self._quant.down, self._damping
-            )
+        if spec.has_feed_forward:
+            self._on_step(f"layer {layer + 1} of {config.num_layers}: rounding neurons")
+            *by_columns, down = name.neurons(spec)
+            found |= self._by_columns(by_columns, "feed_forward", inputs["gate"])
+            source = self._checkpoint.tensors[down]
+            if is_rounded(self._quant.down):
+                found[source.name] = rounded_by_rows(
+                    self._runner, source, inputs["down"], self._quant.down, self._damping
+                )
         for weight in layer_weight_shapes(config, spec):
             if weight.is_matrix and not weight.is_half:
                 met = inputs[SAME_INPUTS.get(weight.name, weight.name)]

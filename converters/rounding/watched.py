@@ -29,7 +29,9 @@ PROJECT_OUT = "project_out"
 """The matrix between the layers and a head of another width, and the name of its inputs."""
 _OF_MODEL = {"per_layer.projection": EMBEDDED, "project_in": EMBEDDED, PROJECT_OUT: PROJECT_OUT}
 """The names of inputs that are kept, by matrices that belong to no layer. No model has two EMBEDDED ones."""
-SAME_INPUTS = {"laurel.down": "qkv", "attention.gate": "qkv", "delta.gates": "qkv"}
+SAME_INPUTS = dict.fromkeys(
+    ("laurel.down", "attention.gate", "delta.gates", "mamba2.in", "mamba2.steps"), "qkv"
+)
 """Matrices of a layer that few models have, whose inputs are those of others."""
 
 
@@ -66,11 +68,13 @@ class WatchedWeights:
         for weight in layer_weight_shapes(config, spec):
             watched = "" if weight.name in SAME_INPUTS else weight.name
             loaded[weight.name] = self._weight(weight, name.weight(weight.name), watched)
-        feed_forward = _Neurons(
-            self._matrix("gate", [name.gate], gate_bias),
-            self._matrix("", [name.up]) if block.gated else None,
-            self._matrix("down", [name.down], down_bias),
-        )
+        feed_forward: Any = None
+        if spec.has_feed_forward:
+            feed_forward = _Neurons(
+                self._matrix("gate", [name.gate], gate_bias),
+                self._matrix("", [name.up]) if block.gated else None,
+                self._matrix("down", [name.down], down_bias),
+            )
         return layer_weights(backend, config, spec, loaded, feed_forward)
 
     def model(self, layers: Sequence[LayerWeights], whole: bool) -> ModelWeights:

@@ -43,6 +43,16 @@ def check_streams_possible(bundle: Bundle) -> None:
         raise UnsupportedModelError(f"{bundle.name} can't have streams: {no_streams(bundle.config)}")
 
 
+def check_feed_forwards(bundle: Bundle) -> None:
+    """Raises UnsupportedModelError for a model with layers without neurons that could be recorded."""
+    for layer, spec in enumerate(bundle.config.layers):
+        if not spec.has_feed_forward:
+            raise UnsupportedModelError(
+                f"{bundle.name} can't be trained from its activations: layer {layer} has no feed-forward, "
+                "and this release records models with one in each layer. The model runs without"
+            )
+
+
 def held_out(pieces: Sequence[Sequence[int]], share: float = MEASURED_SHARE) -> Sequence[Sequence[int]]:
     """The pieces that measure and don't train: the last ones, at least one and never all.
 

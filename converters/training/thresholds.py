@@ -39,6 +39,7 @@ from ondevice.config import TRAIN_TOKENS
 from ondevice.converters.training.activations import record_inputs, temporarily_recorded
 from ondevice.converters.training.sidecars import (
     MEASURED_SHARE,
+    check_feed_forwards,
     held_out,
     save_sidecar,
     write_tensors,
@@ -142,6 +143,7 @@ def check(
             f"{bundle.name} has {bundle.config.activation} gates, whose threshold is zero: --sparsity exact "
             "leaves out what counts for nothing and keeps the text; thresholds are for silu and gelu"
         )
+    check_feed_forwards(bundle)
     return held_out(pieces, options.measured_share)
 
 

@@ -119,7 +119,11 @@ class KVLayout:
     @cached_property
     def states(self) -> StateLayout:
         """The states that recurrent layers have in the place of keys and values."""
-        return StateLayout(self.config, self.block_bytes // BLOCK_TOKENS, self.drafts)
+        token_bytes, whole = self.block_bytes // BLOCK_TOKENS, self.config.part.states
+        if whole:
+            _, values, heads = whole
+            token_bytes = values * self.kv_bits // 8 + (8 * heads if self.kv_bits == 8 else 0)
+        return StateLayout(self.config, token_bytes, self.drafts)
 
     def nbytes(self, n_tokens: int) -> int:
         """Bytes of the blocks and states of a text of n_tokens."""
@@ -136,7 +140,8 @@ class KVLayout:
         for kind, group in groupby(range(len(kinds)), key=kinds.__getitem__):
             layers = list(group)
             keys = sum(self.heads[it].keys for it in layers)
-            found.append((self.layer_offsets[layers[0]], kind._replace(keys=keys)))
+            if keys:
+                found.append((self.layer_offsets[layers[0]], kind._replace(keys=keys)))
         return tuple(found)
 
     def blocks(self, n_tokens: int) -> int:

@@ -29,13 +29,13 @@ from ondevice.backends.base import (
     Selector,
 )
 from ondevice.backends.cpu_attention import CpuAttention
+from ondevice.backends.cpu_recurrent import CpuRecurrent
 from ondevice.backends.embedding_table import EmbeddingTable
 from ondevice.backends.expert_records import HELD_ROWS, ExpertRecords
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer, FirstNeurons
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.native_routing import route
 from ondevice.backends.offloading import OffloadingBackend
-from ondevice.backends.recurrent import DeltaWeights, StateStore
 from ondevice.backends.routing import Routing, sigmoid, substituted
 from ondevice.bundle.layout import padded
 from ondevice.errors import BackendUnavailableError
@@ -43,8 +43,6 @@ from ondevice.kernels import _native, memory
 from ondevice.model_config import (
     ACTIVATIONS,
     Activation,
-    ConvSpec,
-    DeltaSpec,
     FeedForwardSpec,
     LayerSpec,
 )
@@ -160,7 +158,7 @@ def _native_expert(hidden: int, records: ExpertRecords | None) -> _native.Expert
     return _native.Expert(hidden, records.layout.matrices[0].rows, gate, up[0] if up else None, down)
 
 
-class CpuBackend(OffloadingBackend, CpuAttention):
+class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
     """`Backend` over the native kernels.
 
     Args:
@@ -266,49 +264,6 @@ class CpuBackend(OffloadingBackend, CpuAttention):
         out = self._buffer("linear", (len(x), matrix.rows)) if added is None else added
         matrix.forward(self.runner, x, weight.bias, out, norm, added)
         return out
-
-    def gated_delta(
-        self,
-        projected: Float32,
-        gates: Float32,
-        states: StateStore,
-        layer: int,
-        spec: DeltaSpec,
-        weights: DeltaWeights,
-    ) -> Float32:
-        out = self._buffer("attention", (len(projected), spec.value_size))
-        state, ahead = states.state(layer), states.ahead(layer)
-        if ahead is None:
-            after = states.next_state(layer)
-            _native.gated_delta(self.runner, projected, gates, spec.sizes, *weights, state, after, out)
-            return out
-        ahead.keep(projected, gates)
-        _native.gated_delta_ahead(self.runner, *ahead, projected, spec.sizes, *weights, state, out)
-        return out
-
-    def replay_delta(
-        self, states: StateStore, layer: int, count: int, spec: DeltaSpec, weights: DeltaWeights
-    ) -> None:
-        channels, gates = states.inputs(layer, count)
-        state, after = states.state(layer), states.next_state(layer)
-        matrices = weights.conv, weights.decay, weights.time_bias
-        _native.replay_delta(self.runner, channels, gates, spec.sizes, *matrices, state, after)
-
-    def short_conv(
-        self, projected: Float32, states: StateStore, layer: int, spec: ConvSpec, weights: Float32
-    ) -> Float32:
-        out = self._buffer("attention", (len(projected), spec.channels))
-        state, ahead = states.state(layer), states.ahead(layer)
-        if ahead is None:
-            _native.short_conv(self.runner, projected, weights, state, states.next_state(layer), out)
-        else:
-            inputs, parents = ahead.channels, ahead.parents
-            _native.short_conv_ahead(self.runner, inputs, parents, projected, weights, state, out)
-        return out
-
-    def sigmoid_gated(self, x: Float32, gates: Float32) -> Float32:
-        _native.sigmoid_gate(self.runner, gates, x)
-        return x
 
     def add_normed(self, x: Float32, y: Float32, norm: Norm) -> Float32:
         _native.add_normed(self.runner, x, y, norm)

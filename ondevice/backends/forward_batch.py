@@ -27,6 +27,8 @@ class ForwardBatch:
     """Whether every row's results are estimates: the pass reads no neurons, and is no part of the text."""
     last_only: bool = False
     """Whether only the last token's results are wanted."""
+    silent: bool = False
+    """Whether no results are wanted: the pass only adds its tokens. It may still have some."""
     unpruned: Sequence[int] | None = None
     """The place of each row of `drafted` among them before some were pruned; None if none were."""
 

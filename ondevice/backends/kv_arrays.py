@@ -5,10 +5,16 @@ from __future__ import annotations
 from typing import Protocol
 
 from ondevice.backends.base import Bytes
+from ondevice.backends.state_memory import StateMemory
 
 
 class KVArrays(Protocol):
     """Keys and values of a cache whose backend doesn't write to blocks, with room for all blocks held."""
+
+    @property
+    def states(self) -> StateMemory:
+        """What the states of recurrent layers are kept in beside them."""
+        ...
 
     def resize(self, blocks: int) -> None:
         """Make room for this many blocks; stored keys and values that still fit stay. Raises MemoryError."""

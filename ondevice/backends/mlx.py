@@ -93,6 +93,8 @@ class MlxBackend(OffloadingBackend, MlxOps):
         self._prefetched: tuple[MlxFeedForward, int, mx.array] | None = None
         self._begun: mx.array | None = None
         """The computation begun last, unless something has waited for it or for a result of it."""
+        self._bounded: tuple[mx.array, ...] = ()
+        """What `bounded` began last, unless something has waited since."""
 
     def load_linear(self, source: LinearSource) -> MlxLinear:
         return MlxLinear(source, self.dtype)
@@ -162,6 +164,9 @@ class MlxBackend(OffloadingBackend, MlxOps):
         found = weight.matrix.rows_product(x)
         return found if weight.bias is None else found + weight.bias
 
+    def heads_product(self, x: mx.array, weight: MlxLinear) -> mx.array:
+        return weight.matrix.heads_product(x)
+
     def begin_pass(self, batch: ForwardBatch) -> None:
         # Wait for a prompt's chunk without logits before the next one begins. So the computations under way
         # fit one pass's scratch memory, and a cancelled prompt ends soon.
@@ -174,6 +179,22 @@ class MlxBackend(OffloadingBackend, MlxOps):
         self._begun = super().attend(qkv, kv, layer, *where, **options)
         begin(self._begun)
         return self._begun
+
+    def gated_delta(self, projected: mx.array, *where: Any) -> mx.array:
+        self._begun = super().gated_delta(projected, *where)
+        begin(self._begun)
+        return self._begun
+
+    def short_conv(self, projected: mx.array, *where: Any) -> mx.array:
+        self._begun = super().short_conv(projected, *where)
+        begin(self._begun)
+        return self._begun
+
+    def bounded(self, *arrays: mx.array) -> None:
+        begin(*arrays)
+        if self._bounded:
+            self._waits.wait(*self._bounded)
+        self._bounded = arrays
 
     def prefetch(self, x: mx.array, norm: Norm | None, weight: MlxFeedForward) -> None:
         selector, tokens = weight.selector, x.shape[0]
@@ -415,7 +436,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         self._waits.wait(*arrays, *(stage.pending for stage in self._stages if stage.pending is not None))
         for stage in self._stages:
             stage.pending = None
-        self._begun = None
+        self._begun, self._bounded = None, ()
 
     def _scored(self, x: mx.array, selector: Selector, norm: Norm | None) -> tuple[mx.array, mx.array]:
         """Scores (T, F) for norm(x), x (T, D), and gates (T, F), valid where the score is above zero."""

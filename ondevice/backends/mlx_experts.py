@@ -7,6 +7,7 @@ Legend: T tokens, E experts, k chosen for a token, D model width, F neurons of a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,11 +16,9 @@ import mlx.core as mx
 
 from ondevice.backends.expert_records import ROWS_AT_ONCE
 from ondevice.backends.mlx_ops import hidden
-from ondevice.bundle.layout import RowLayout, padded
+from ondevice.backends.mlx_sums import in_lanes, sums
+from ondevice.bundle.layout import RowLayout
 from ondevice.model_config import ExpertsSpec, FeedForwardSpec
-
-LANES = 16
-"""What rows of scores are padded to: a processor's exponential may differ where a vector ends."""
 
 
 class Chosen(NamedTuple):
@@ -38,18 +37,18 @@ def route(
     """The experts of each token of logits (T, E). choice_bias, scales: as for `routing.route`."""
     if spec.scoring == "sparsemixer":
         return _sparsemixer(logits, spec)
-    scores = logits if spec.scoring == "softmax" else mx.sigmoid(_in_lanes(logits))[:, : spec.count]
+    scores = logits if spec.scoring == "softmax" else mx.sigmoid(in_lanes(logits, -math.inf))[:, : spec.count]
     choice = scores if choice_bias is None else scores + choice_bias
     among = choice if spec.groups == 1 else _of_best_groups(choice, spec)
     ids = _numbers(_highest(among, spec.chosen), spec.chosen)
     if spec.scoring == "softmax":
         shares = _exp(logits - mx.max(logits, axis=1, keepdims=True))
         own = mx.take_along_axis(shares, ids, axis=1)
-        own = own if spec.renormalised else own / _sums(shares)
+        own = own if spec.renormalised else own / sums(shares)
     else:
         own = mx.take_along_axis(scores, ids, axis=1)
     if spec.renormalised:
-        own = own / (_sums(own) + (1e-20 if spec.scoring == "sigmoid" else 0.0))
+        own = own / (sums(own) + (1e-20 if spec.scoring == "sigmoid" else 0.0))
     own = own * spec.factor
     return Chosen(ids, own if scales is None else own * scales[ids])
 
@@ -63,7 +62,7 @@ def _sparsemixer(logits: mx.array, spec: ExpertsSpec) -> Chosen:
         distance = (highest - logits) / mx.maximum(mx.abs(logits), highest)
         near = ~(distance > 2.0 * spec.jitter) & (left > -mx.inf)
         ids.append(_numbers(first, 1))
-        weights.append(1.0 / _sums(_exp(mx.where(near, left - highest, -mx.inf))))
+        weights.append(1.0 / sums(_exp(mx.where(near, left - highest, -mx.inf))))
         left = mx.where(first, -mx.inf, left)
     chosen, own = mx.concatenate(ids, axis=1), mx.concatenate(weights, axis=1)
     order = mx.argsort(chosen, axis=1)
@@ -96,25 +95,9 @@ def _numbers(chosen: mx.array, count: int) -> mx.array:
     return mx.minimum(numbers, most - 1)
 
 
-def _in_lanes(x: mx.array) -> mx.array:
-    more = padded(x.shape[1], LANES) - x.shape[1]
-    return mx.pad(x, [(0, 0), (0, more)], constant_values=-mx.inf) if more else x
-
-
 def _exp(x: mx.array) -> mx.array:
     """e^x for x (T, n), and zeros behind them up to whole lanes."""
-    return mx.exp(_in_lanes(x))
-
-
-def _sums(values: mx.array) -> mx.array:
-    """Sums over the last axis of (T, n), (T, 1), in one order, as `row_sums.row_sums` has it."""
-    width = values.shape[1]
-    while width > 1:
-        half = -(-width // 2)
-        summed = values[:, : width - half] + values[:, half:width]
-        values = mx.concatenate([summed, values[:, width - half : half]], axis=1)
-        width = half
-    return values
+    return mx.exp(in_lanes(x, -math.inf))
 
 
 def with_biases(layout: RowLayout, arrays: tuple[mx.array, ...]) -> tuple[mx.array, ...]:

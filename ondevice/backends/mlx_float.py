@@ -96,6 +96,10 @@ class MlxFloatBackend(MlxOps):
         product = x @ weight.weight.T
         return product if weight.bias is None else product + weight.bias
 
+    def heads_product(self, x: mx.array, weight: MlxLinear) -> mx.array:
+        heads, _, cols = x.shape
+        return x @ weight.weight.reshape(heads, -1, cols).swapaxes(1, 2)
+
     def prefetch(self, x: mx.array, norm: Norm | None, weight: MlxFeedForward) -> None:
         """Everything is in memory."""
 

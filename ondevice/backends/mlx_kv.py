@@ -13,6 +13,7 @@ import numpy as np
 
 from ondevice.backends.base import BLOCK_TOKENS, Bytes, KVLayout
 from ondevice.backends.mlx_memory import Synchronisations, require_memory
+from ondevice.backends.mlx_states import MlxStates
 
 _KV_TYPES = {32: mx.float32, 16: mx.float16, 8: mx.int8}
 _NUMPY_TYPES = {mx.float32: np.float32, mx.float16: np.float16, mx.int8: np.int8}
@@ -28,7 +29,9 @@ class MlxKV:
     """`KVArrays`: keys (KVH, room, Dh) and values of the same shape for every layer with its own.
 
     At 8 bits they are int8 codes (KVH, room, Dh) and float32 scales (KVH, room, 1), as in `KVLayout`. They
-    are read as float32; on a GPU as float16, unless stored in float32.
+    are read as float32; on a GPU as float16, unless stored in float32. In latent attention a layer has one
+    array of latents and what turns (1, room, width), and at 8 bits a scale of either. Layers without keys
+    have none.
     """
 
     def __init__(self, layout: KVLayout, waits: Synchronisations | None = None) -> None:
@@ -37,12 +40,17 @@ class MlxKV:
         self._waits = Synchronisations() if waits is None else waits
         on_gpu = mx.default_device() == mx.gpu
         self.dtype = mx.float16 if on_gpu and layout.kv_bits < 32 else mx.float32
+        self.states = MlxStates(layout.states)
         self._layers: list[list[mx.array]] = []
         for sizes in layout.heads:
-            side = [mx.zeros((sizes.keys, 0, sizes.width), dtype=_KV_TYPES[layout.kv_bits])]
-            if layout.kv_bits == 8:
-                side.append(mx.zeros((sizes.keys, 0, 1)))
-            self._layers.append([*side, *side])
+            codes = mx.zeros((sizes.keys, 0, sizes.width), dtype=_KV_TYPES[layout.kv_bits])
+            scales = [mx.zeros((sizes.keys, 0, 1))] if layout.kv_bits == 8 else []
+            if not sizes.keys:
+                self._layers.append([])
+            elif sizes.latent:
+                self._layers.append([codes, *scales, *scales])
+            else:
+                self._layers.append([codes, *scales, codes, *scales])
 
     def resize(self, blocks: int) -> None:
         """Make room for `blocks` blocks of positions; what is stored in them stays.
@@ -80,19 +88,30 @@ class MlxKV:
         self._waits.wait(array)
         return array
 
-    def write(self, layer: int, k: mx.array, v: mx.array, position: int) -> None:
-        """Write keys and values (T, KVH, Dh) at the places from `position` on, for which there is room."""
+    def write(self, layer: int, k: mx.array, v: mx.array | None, position: int) -> None:
+        """Write keys and values (T, KVH, Dh) at the places from `position` on, for which there is room.
+
+        v: None in latent attention, whose keys are (T, 1, width).
+        """
         start = mx.array([position])
-        for index, part in enumerate((*self._parts(k), *self._parts(v))):
+        parts = self._latent_parts(layer, k) if v is None else [*self._parts(k), *self._parts(v)]
+        for index, part in enumerate(parts):
             held = self._layers[layer]
             held[index] = mx.slice_update(held[index], part, start, [_POSITIONS])
 
     def read(self, layer: int, length: int) -> tuple[mx.array, mx.array]:
-        """Keys and values of places 0 .. length - 1, as stored: (KVH, length, Dh) each.
+        """Keys and values of places 0 .. length - 1, as stored: (KVH, length, Dh) each. In latent attention
+        both are the keys, (1, length, width), whose first dimensions are the values.
 
         They are views if they are stored in the type in which they are read.
         """
-        parts = [part[:, :length] for part in self._layers[layer]]
+        parts, latent = [part[:, :length] for part in self._layers[layer]], self.layout.heads[layer].latent
+        if latent:
+            keys, *scales = (part.astype(self.dtype) for part in parts)
+            if scales:
+                both = [keys[:, :, :latent] * scales[0], keys[:, :, latent:] * scales[1]]
+                keys = mx.concatenate(both, axis=-1)
+            return keys, keys
         if self.layout.kv_bits == 8:
             k, k_scales, v, v_scales = (part.astype(self.dtype) for part in parts)
             return k * k_scales, v * v_scales
@@ -115,17 +134,31 @@ class MlxKV:
 
     def part(self, index: int, start: int, stop: int) -> Bytes:
         """A copy of one array's bytes at positions start .. stop - 1."""
-        layer, array = divmod(index, len(self._layers[0]))
+        layer, array = self._place(index)
         return np.array(self._layers[layer][array][:, start:stop]).reshape(-1).view(np.uint8)
 
     def load_part(self, index: int, start: int, stop: int, data: Bytes) -> None:
         """Store the bytes of one array, at positions start .. stop - 1."""
-        layer, array = divmod(index, len(self._layers[0]))
+        layer, array = self._place(index)
         held = self._layers[layer]
         heads, _, width = held[array].shape
         stored = data.view(_NUMPY_TYPES[held[array].dtype]).reshape(heads, stop - start, width)
         held[array] = mx.slice_update(held[array], mx.array(stored), mx.array([start]), [_POSITIONS])
         self._waits.wait(held[array])
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The layer of a part, and its number among that layer's arrays."""
+        layer = 0
+        while index >= len(self._layers[layer]):
+            index -= len(self._layers[layer])
+            layer += 1
+        return layer, index
+
+    def _latent_parts(self, layer: int, x: mx.array) -> list[mx.array]:
+        """x (T, 1, width), latents and what turns, as stored: values, or codes and the scales of either."""
+        rank = self.layout.heads[layer].latent
+        codes, *scales = zip(self._parts(x[:, :, :rank]), self._parts(x[:, :, rank:]), strict=True)
+        return [mx.concatenate(list(codes), axis=-1), *(scale for both in scales for scale in both)]
 
     def _parts(self, x: mx.array) -> list[mx.array]:
         """x (T, KVH, Dh) as stored: codes or float values (KVH, T, Dh), and at 8 bits scales (KVH, T, 1)."""

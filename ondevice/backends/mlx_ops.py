@@ -17,7 +17,7 @@ import numpy as np
 from ondevice.backends.base import Float32, HeadNorms, Int32, KVStore, Norm
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.latent import LatentWeights
-from ondevice.backends.recurrent import DeltaWeights, StateStore
+from ondevice.backends.mlx_states import MlxRecurrentOps
 from ondevice.backends.reference import read_rows
 from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.token_tree import TokenTree
@@ -27,8 +27,6 @@ from ondevice.model_config import (
     SWISH_SLOPE,
     Activation,
     AttentionSpec,
-    ConvSpec,
-    DeltaSpec,
     FeedForwardSpec,
     LatentSpec,
 )
@@ -42,7 +40,7 @@ class MlxLinear:
     bias: mx.array | None
 
 
-class MlxOps:
+class MlxOps(MlxRecurrentOps):
     """The ops that don't depend on how a backend holds its weights."""
 
     def load_vector(self, values: Float32) -> mx.array:
@@ -67,6 +65,10 @@ class MlxOps:
         """x (T, K) @ W^T + bias for a loaded matrix: (T, N) float32."""
         raise NotImplementedError
 
+    def heads_product(self, x: mx.array, weight: Any) -> mx.array:
+        """x (H, T, K) @ W_h^T of each head, H blocks of rows of a loaded matrix (N, K): (H, T, N / H)."""
+        raise NotImplementedError
+
     def kv_move(self, kv: KVStore, source: int, target: int) -> None:
         kv.arrays.move(source, target)
 
@@ -84,13 +86,19 @@ class MlxOps:
         sinks: mx.array | None = None,
     ) -> mx.array:
         tokens, turns = qkv.shape[0], (mx.array(cos), mx.array(sin))
-        heads, keys, width, _ = kv.layout.heads[layer]
-        q, k, v = mx.split(qkv.reshape(tokens, -1, width), [heads, heads + keys], axis=1)
-        q = _turned(q if norms is None else _normed_heads(q, norms.q, norms.together), *turns)
-        if spec.keys_of is None:
-            if norms is not None and norms.k is not None:
-                k, v = _normed_heads(k, norms.k, norms.together), normed(v, norms.v)
-            kv.arrays.write(layer, _turned(k, *turns), v, position)
+        heads, keys, width, latent = kv.layout.heads[layer]
+        parts = qkv.reshape(tokens, -1, width)
+        if latent:
+            turned = mx.concatenate([parts[:, :, :latent], _turned(parts[:, :, latent:], *turns)], axis=-1)
+            q = turned[:, :heads]
+            kv.arrays.write(layer, turned[:, heads:], None, position)
+        else:
+            q, k, v = mx.split(parts, [heads, heads + keys], axis=1)
+            q = _turned(q if norms is None else _normed_heads(q, norms.q, norms.together), *turns)
+            if spec.keys_of is None:
+                if norms is not None and norms.k is not None:
+                    k, v = _normed_heads(k, norms.k, norms.together), normed(v, norms.v)
+                kv.arrays.write(layer, _turned(k, *turns), v, position)
         stored = kv.arrays.read(layer, position + tokens)
         q = q.astype(stored[0].dtype).swapaxes(0, 1)
         if spec.soft_cap:
@@ -105,37 +113,24 @@ class MlxOps:
             context = mx.fast.scaled_dot_product_attention(
                 *(x[None] for x in (q, *stored)), scale=spec.scale, mask=mask, sinks=own
             )[0]
-        return context.swapaxes(0, 1).reshape(tokens, heads * width).astype(mx.float32)
+        if latent:
+            # Values as wide as keys cost less than a copy of their first dimensions, which MLX would make.
+            context = context[:, :, :latent]
+        return context.swapaxes(0, 1).reshape(tokens, -1).astype(mx.float32)
 
     def latent_rows(self, qkv: mx.array, spec: LatentSpec, weights: LatentWeights) -> mx.array:
-        raise BackendUnavailableError("--backend mlx doesn't run latent attention; use --backend cpu")
+        tokens, first = qkv.shape[0], qkv.shape[1] - spec.width
+        queries, latent, key = mx.split(qkv, [first, first + spec.rank], axis=1)
+        if weights.queries is not None:
+            queries = self.linear(queries, weights.queries, weights.query_norm)
+        queries = queries.reshape(tokens, -1, spec.query_width)
+        met = self.heads_product(queries[:, :, : spec.key_dim].swapaxes(0, 1), weights.keys)
+        of_heads = mx.concatenate([met.swapaxes(0, 1), queries[:, :, spec.key_dim :]], axis=2)
+        return mx.concatenate([of_heads.reshape(tokens, -1), normed(latent, weights.norm), key], axis=1)
 
     def linear_heads(self, x: mx.array, weight: Any, heads: int) -> mx.array:
-        raise BackendUnavailableError("--backend mlx doesn't run latent attention; use --backend cpu")
-
-    def gated_delta(
-        self,
-        projected: mx.array,
-        gates: mx.array,
-        states: StateStore,
-        layer: int,
-        spec: DeltaSpec,
-        weights: DeltaWeights,
-    ) -> mx.array:
-        raise BackendUnavailableError("--backend mlx doesn't run recurrent layers; use --backend cpu")
-
-    def replay_delta(
-        self, states: StateStore, layer: int, count: int, spec: DeltaSpec, weights: DeltaWeights
-    ) -> None:
-        raise BackendUnavailableError("--backend mlx doesn't run recurrent layers; use --backend cpu")
-
-    def short_conv(
-        self, projected: mx.array, states: StateStore, layer: int, spec: ConvSpec, weights: mx.array
-    ) -> mx.array:
-        raise BackendUnavailableError("--backend mlx doesn't run recurrent layers; use --backend cpu")
-
-    def sigmoid_gated(self, x: mx.array, gates: mx.array) -> mx.array:
-        return x * mx.sigmoid(gates)
+        found = self.heads_product(x.reshape(x.shape[0], heads, -1).swapaxes(0, 1), weight)
+        return found.swapaxes(0, 1).reshape(x.shape[0], -1)
 
     def add_normed(self, x: mx.array, y: mx.array, norm: Norm) -> mx.array:
         return x + normed(y, norm)

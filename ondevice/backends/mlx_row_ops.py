@@ -15,19 +15,28 @@ from typing import Literal
 import mlx.core as mx
 import numpy as np
 
-from ondevice.backends.base import Float32, HeadNorms, KVLayout, Norm
+from ondevice.backends.base import Float32, HeadNorms, Int32, KVLayout, Norm
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.backends.mlx import all_of, compute_type, product_of_selected
 from ondevice.backends.mlx_experts import MlxExpertMatrix, MlxExperts, route
 from ondevice.backends.mlx_kv import MlxKV
 from ondevice.backends.mlx_memory import MlxLimits
 from ondevice.backends.mlx_ops import MlxOps, cut_off, hidden, normed
+from ondevice.backends.mlx_states import MlxBuffer, Slot
 from ondevice.backends.mlx_weights import MlxMatrix, MlxNeurons
+from ondevice.backends.recurrent import Ahead, DeltaWeights
 from ondevice.backends.row_invariance import MOST_ROWS, RowInvariance, RowOp, measured
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout, padded
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat
-from ondevice.model_config import AttentionSpec, ExpertsSpec, FeedForwardSpec, ModelConfig
+from ondevice.model_config import (
+    AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    ModelConfig,
+)
 
 KEYS = (1, 1016, 1025, 4088)
 """Numbers of keys before the rows. Kernels of attention change at 1,024 and 4,096 keys: behind 1,016 and
@@ -119,10 +128,15 @@ class _Ops:
             yield self._selected()
         yield from self._blocks()
         # A layer that reads the keys of another attends as that one does.
-        for spec in sorted({replace(layer.attention, keys_of=None) for layer in config.layers}, key=repr):
+        attending = (layer.attention for layer in config.layers if layer.recurrent is None)
+        for spec in sorted({replace(own, keys_of=None) for own in attending}, key=repr):
             for keys in sorted({min(it, shapes.max_context) for it in KEYS}):
                 yield self._chain(keys, spec)
                 yield self._tree(keys, spec)
+        for conv in filter(None, {layer.conv for layer in config.layers}):
+            yield from self._recurrent(conv)
+        for delta in filter(None, {layer.delta for layer in config.layers}):
+            yield from self._recurrent(delta)
 
     def _blocks(self) -> Iterator[RowOp]:
         """Ops of blocks that few models have, but for their matrices."""
@@ -152,8 +166,35 @@ class _Ops:
                 )
         if config.experts is not None:
             yield from self._mixture(config.experts)
+        for latent in filter(None, {layer.attention.latent for layer in config.layers}):
+            for width in filter(None, (latent.rank, latent.query_rank)):
+                yield self._norm(f"norm of {width} latent values", width, latent.eps)
+            for rows, cols in ((latent.rank, latent.key_dim), (latent.value_dim, latent.rank)):
+                yield self._of_heads(rows, cols)
+        for width in sorted({config.out_cols(layer) for layer in config.layers if layer.attention.gated}):
+            gated = self._input(2 * width)
+            yield _row_op(
+                f"gates of {width}",
+                lambda x, width=width: ops.sigmoid_gated(x[:, :width], x[:, width:]),  # type: ignore[misc]
+                gated,
+            )
         for neurons in sorted(set(map(config.neurons, config.cut_off_layers))):
             yield _row_op(f"cutoff of {neurons}", lambda x: cut_off(x, 0.5), self._input(neurons))
+
+    def _norm(self, name: str, width: int, eps: float) -> RowOp:
+        norm = Norm(mx.array(self._values(width)), eps)
+        return _row_op(name, lambda x: normed(x, norm), self._input(width))
+
+    def _of_heads(self, rows: int, cols: int) -> RowOp:
+        """Each head's own product by a matrix (rows, cols), of latent attention."""
+        heads = self._config.num_heads
+        matrix = self._matrix(heads * rows, cols, self._shapes.quant.down)
+
+        def product(x: mx.array) -> mx.array:
+            found = matrix.heads_product(x.reshape(x.shape[0], heads, cols).swapaxes(0, 1))
+            return found.swapaxes(0, 1)
+
+        return _row_op(f"product {rows} x {cols} of {heads} heads", product, self._input(heads * cols))
 
     def _mixture(self, spec: ExpertsSpec) -> Iterator[RowOp]:
         """The choice of experts, and the products of as many as a token chooses."""
@@ -246,6 +287,79 @@ class _Ops:
         name = f"attention, tree behind {keys} keys" + (f", window {spec.window}" if spec.window else "")
         return RowOp(name, attention.after_path, attention.tree, "tree")
 
+    def _recurrent(self, spec: DeltaSpec | ConvSpec) -> Iterator[RowOp]:
+        """What a state gives rows that follow each other, and those of a binary tree."""
+        name = "short convolution"
+        if isinstance(spec, DeltaSpec):
+            name = f"delta rule of {spec.value_heads} heads"
+            if not self._on_gpu:
+                spec = replace(spec, key_heads=1, value_heads=spec.value_heads // spec.key_heads)
+        states = _Recurrence(spec, self._random, self._config.norm.eps)
+        yield RowOp(f"{name}, chain", states.after_chain, states.chain, "chain")
+        yield RowOp(f"{name}, tree", states.after_path, states.tree, "tree")
+
+
+class _Recurrence:
+    """A layer's state, and rows that run ahead of it, or one by one through it."""
+
+    def __init__(self, spec: DeltaSpec | ConvSpec, random: np.random.Generator, eps: float) -> None:
+        def values(*shape: int) -> mx.array:
+            return mx.array(random.standard_normal(shape, dtype=np.float32))
+
+        conv = values(spec.taps, spec.channels)
+        self._spec, self._ops, self._weights, self._gates = spec, MlxOps(), conv, values(MOST_ROWS, 0)
+        first: tuple[mx.array, ...] = (values(spec.taps - 1, spec.channels),)
+        self._projected = values(MOST_ROWS, sum(spec.projections.values()))
+        if isinstance(spec, DeltaSpec):
+            heads, norm = spec.value_heads, Norm(mx.ones(spec.value_width), eps)
+            self._weights = DeltaWeights(conv, -mx.exp(values(heads)), values(heads), norm)
+            self._gates = values(MOST_ROWS, spec.gate_floats)
+            first = (0.1 * values(heads, spec.key_width, spec.value_width), *first)
+        self._behind: dict[tuple[int, ...], tuple[mx.array, ...]] = {(): first}
+
+    def after_chain(self, row: int) -> Float32:
+        """The row behind those before it, each by itself."""
+        return self._alone(tuple(range(row + 1)))
+
+    def after_path(self, row: int) -> Float32:
+        """The row behind those on its path through a binary tree, each by itself."""
+        return self._alone(tuple(BINARY.path(row)))
+
+    def chain(self, rows: int) -> Float32:
+        return self._ahead(np.arange(-1, rows - 1, dtype=np.int32))
+
+    def tree(self, rows: int) -> Float32:
+        return self._ahead(BINARY.parents[:rows])
+
+    def _alone(self, path: tuple[int, ...]) -> Float32:
+        if path[:-1] not in self._behind:
+            self._alone(path[:-1])
+        after = MlxBuffer(0)
+        found = self._passed(list(path[-1:]), self._behind[path[:-1]], after, None)
+        self._behind[path] = after.arrays[0]
+        return found
+
+    def _ahead(self, parents: Int32) -> Float32:
+        kept = MlxBuffer(0)
+        ahead = Ahead(Slot(kept, "channels"), Slot(kept, "gates"), parents)  # type: ignore[arg-type]
+        return self._passed(list(range(len(parents))), self._behind[()], MlxBuffer(0), ahead)
+
+    def _passed(
+        self, rows: list[int], before: tuple[mx.array, ...], after: MlxBuffer, ahead: Ahead | None
+    ) -> Float32:
+        held = MlxBuffer(0)
+        held.arrays[0] = before
+        states = SimpleNamespace(
+            state=lambda layer: Slot(held, layer),
+            next_state=lambda layer: Slot(after, layer),
+            ahead=lambda layer: ahead,
+        )
+        x = self._projected[mx.array(rows)]
+        if isinstance(self._spec, ConvSpec):
+            return _host(self._ops.short_conv(x, states, 0, self._spec, self._weights))
+        gates = self._gates[mx.array(rows)]
+        return _host(self._ops.gated_delta(x, gates, states, 0, self._spec, self._weights))
+
 
 class _Selected:
     """Selected neurons, as `MlxBackend` multiplies them: gathered, in whole blocks."""
@@ -290,7 +404,12 @@ class _Attention:
         self, shapes: ModelShapes, random: np.random.Generator, keys: int, spec: AttentionSpec
     ) -> None:
         own, sizes = shapes.config, shapes.config.heads(spec)
-        layer = replace(own.layers[0], attention=replace(spec, rope=0, head_dim=0, num_kv_heads=0))
+        layer = replace(
+            own.layers[0],
+            attention=replace(spec, rope=0, head_dim=0, num_kv_heads=0),
+            delta=None,
+            conv=None,
+        )
         config = replace(
             own,
             num_heads=sizes.queries // sizes.keys,
@@ -304,8 +423,9 @@ class _Attention:
         layout = KVLayout(config, shapes.kv_bits)
         self._kv = SimpleNamespace(layout=layout, arrays=MlxKV(layout))
         self._kv.arrays.resize(layout.blocks(keys + MOST_ROWS))
-        self._qkv = mx.array(random.standard_normal((MOST_ROWS, config.qkv_size), dtype=np.float32))
-        angles = np.pi * random.random((MOST_ROWS, config.head_dim // 2), dtype=np.float32)
+        parts, turning = sizes.queries // sizes.keys + (1 if sizes.latent else 2), sizes.width - sizes.latent
+        self._qkv = mx.array(random.standard_normal((MOST_ROWS, parts * sizes.width), dtype=np.float32))
+        angles = np.pi * random.random((MOST_ROWS, turning // 2), dtype=np.float32)
         self._turns = np.cos(angles), np.sin(angles)
         lengths, biased = config.head_norm_sizes(layer), spec.head_norm_bias
         q, k = (
@@ -317,9 +437,8 @@ class _Attention:
         self._norms = None if spec.head_norm == "none" else HeadNorms(q, k, together, v)
         heads = random.standard_normal(config.num_heads, dtype=np.float32)
         self._sinks = mx.array(heads) if spec.sinks else None
-        shape = (keys, 1, config.head_dim)
-        before = [mx.array(random.standard_normal(shape, dtype=np.float32)) for _ in range(2)]
-        self._kv.arrays.write(0, *before, 0)
+        before = mx.array(random.standard_normal((2, keys, 1, sizes.width), dtype=np.float32))
+        self._kv.arrays.write(0, before[0], None if sizes.latent else before[1], 0)
 
     def after_chain(self, row: int) -> Float32:
         """The row behind those before it, each of which went through attention by itself."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from weakref import finalize
 
@@ -46,11 +46,12 @@ class MlxMatrix:
 
     def rows_product(self, x: mx.array) -> mx.array:
         """x (T, K) @ W^T: (T, N) float32."""
-        x = x.astype(self.dtype)
-        more = self.layout.padded_cols - x.shape[1]
-        if more:
-            x = mx.pad(x, [(0, 0), (0, more)])
-        return self._product(x, transpose=True)
+        return self._product(self._padded(x), transpose=True)
+
+    def heads_product(self, x: mx.array) -> mx.array:
+        """x (H, T, K) @ W_h^T of H blocks of rows of W: (H, T, N / H) float32."""
+        parts = tuple(array.reshape(x.shape[0], -1, array.shape[1]) for array in self.arrays)
+        return replace(self, arrays=parts)._product(self._padded(x), transpose=True)
 
     def columns_product(self, x: mx.array) -> mx.array:
         """x (T, N) @ W: (T, K) float32."""
@@ -64,9 +65,15 @@ class MlxMatrix:
         pairs = [mx.contiguous(pair.astype(dtype)) for pair in pairs]
         return MlxMatrix(self.layout, self.dtype, (own, *pairs))
 
+    def _padded(self, x: mx.array) -> mx.array:
+        """x (..., K) in `dtype`, with zeros where the stored rows have padding."""
+        more = self.layout.padded_cols - x.shape[-1]
+        x = x.astype(self.dtype)
+        return mx.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, more)]) if more else x
+
     def _product(self, x: mx.array, transpose: bool) -> mx.array:
         if self.layout.bits == 16:
-            found = x @ (self.arrays[0].T if transpose else self.arrays[0])
+            found = x @ (self.arrays[0].swapaxes(-1, -2) if transpose else self.arrays[0])
         else:
             affine = with_biases(self.layout, self.arrays)
             if self.spaced and _on_cuda():  # It refuses such rows. Other devices copy them by themselves.

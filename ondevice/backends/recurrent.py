@@ -1,7 +1,8 @@
 """Layers with a state in the place of keys and values: where states lie in memory, and the ops on them.
 
 Legend as in `base.py`; and HV value heads, K and V widths of a key and a value, C channels, G gates of a
-token: 2 * HV with the gated delta rule, none with a short convolution.
+token: 2 * HV with the gated delta rule, none with a short convolution, one of each of H heads with a Mamba-2
+mixer, whose output is I wide and whose states are N.
 """
 
 from __future__ import annotations
@@ -15,19 +16,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.token_tree import Int32, TokenTree
-from ondevice.model_config import ConvSpec, DeltaSpec, ModelConfig
+from ondevice.model_config import ALIGNED_FLOATS, ConvSpec, DeltaSpec, Mamba2Spec, ModelConfig
 
 Array: TypeAlias = Any
 """A backend's float32 activations, as in `base.py`."""
 States: TypeAlias = NDArray[np.float32]
-"""One layer's state: (HV, K, V) of a delta rule, then the convolution's last inputs (taps - 1, C), in one
-dimension.
+"""One layer's state: (HV, K, V) of a delta rule, or (H, N, I / H) of a mixer, then the convolution's last
+inputs (taps - 1, C), in one dimension.
 """
 
-ALIGNED_FLOATS = 16
 MIN_SPACING = 64
 AHEAD_TOKENS = 16
 """Most tokens that run ahead of a text's states: those of a draft, its root included."""
+
+RULE_TOKENS = 8
+"""Tokens of a delta rule on MLX behind which the host waits for as many before them: MLX would else take
+memory for the states behind all of a pass's tokens."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class StateLayout:
 
     config: ModelConfig
     token_bytes: int
-    """Bytes of one token's keys and values in all layers."""
+    """Bytes of one token's keys and values in all of the model's layers."""
     drafts: bool = False
     """Whether texts have drafts."""
 
@@ -53,20 +57,26 @@ class StateLayout:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all layers' states behind one token; 0 for a model without any."""
-        return 4 * sum(map(self._padded, self.config.recurrent_layers))
+        """Bytes of all layers' states behind one token; 0 for a model without any.
+
+        A part of a model that has some elsewhere has as little as counts: where texts go back to is the same.
+        """
+        return 4 * sum(map(self._padded, self.config.recurrent_layers)) or self._least
 
     @cached_property
     def ahead_bytes(self) -> int:
-        """Bytes of the inputs of AHEAD_TOKENS tokens in all layers."""
-        return 4 * AHEAD_TOKENS * sum(self._input_floats(layer) for layer in self.config.recurrent_layers)
+        """Bytes of the inputs of AHEAD_TOKENS tokens in all layers; never those of a state that counts."""
+        floats = sum(self._input_floats(layer) for layer in self.config.recurrent_layers)
+        return 4 * AHEAD_TOKENS * floats or 2 * self._least
 
     @cached_property
     def spacing(self) -> int:
         """Tokens between two checkpoints, a multiple of 64: so many that a checkpoint takes no more memory
         than their keys and values.
         """
-        tokens = -(-self.nbytes // max(1, self.token_bytes))
+        whole = self.config.part.states
+        state_bytes = 4 * whole[0] if whole else self.nbytes
+        tokens = -(-state_bytes // max(1, self.token_bytes))
         return max(MIN_SPACING, -(-tokens // MIN_SPACING) * MIN_SPACING)
 
     def buffers(self, n_tokens: int) -> int:
@@ -96,6 +106,10 @@ class StateLayout:
         spec, offset = self._spec(layer), self.offsets[layer]
         return buffer.view(np.float32)[offset : offset + spec.state_floats]
 
+    @property
+    def _least(self) -> int:
+        return 4 * ALIGNED_FLOATS if self.config.part.states else 0
+
     def _input_floats(self, layer: int) -> int:
         spec = self._spec(layer)
         return spec.channels + spec.gate_floats
@@ -103,7 +117,7 @@ class StateLayout:
     def _padded(self, layer: int) -> int:
         return -(-self._spec(layer).state_floats // ALIGNED_FLOATS) * ALIGNED_FLOATS
 
-    def _spec(self, layer: int) -> DeltaSpec | ConvSpec:
+    def _spec(self, layer: int) -> DeltaSpec | ConvSpec | Mamba2Spec:
         spec = self.config.layers[layer].recurrent
         assert spec is not None
         return spec
@@ -122,6 +136,21 @@ class DeltaWeights(NamedTuple):
     norm: Any
 
 
+class MixerWeights(NamedTuple):
+    """Weights of a Mamba-2 mixer, beside its projections.
+
+    conv: (taps, C), oldest input first. conv_bias: (C,), or None. decay: (H,), -exp(A). time_bias, skip:
+    (H,). norm: of the whole output, (I,), as in `base.py`; None without one.
+    """
+
+    conv: Any
+    conv_bias: Any
+    decay: Any
+    time_bias: Any
+    skip: Any
+    norm: Any
+
+
 class Ahead(NamedTuple):
     """A layer's inputs of the n tokens that run ahead of a text's states; a pass writes its own, the last T.
 
@@ -134,7 +163,7 @@ class Ahead(NamedTuple):
     parents: Int32
 
     def keep(self, projected: Array, gates: Array) -> None:
-        """Keep the inputs of a pass, (T, C + HV * V) and (T, 2 * HV)."""
+        """Keep the inputs of a pass, (T, C + HV * V) and (T, 2 * HV), or (T, C + I) and (T, H)."""
         first = len(self.channels) - len(projected)
         self.channels[first:] = projected[:, : self.channels.shape[1]]
         self.gates[first:] = gates
@@ -203,6 +232,32 @@ class RecurrentOps(Protocol):
         self, states: StateStore, layer: int, count: int, spec: DeltaSpec, weights: DeltaWeights
     ) -> None:
         """Write the layer's next state, behind the first `count` tokens that run ahead, which are a chain."""
+        ...
+
+    def mamba2(
+        self,
+        projected: Array,
+        steps: Array,
+        states: StateStore,
+        layer: int,
+        spec: Mamba2Spec,
+        weights: MixerWeights,
+    ) -> Array:
+        """A Mamba-2 mixer over T tokens, (T, I), as `gated_delta`. See `Mamba2Spec`.
+
+        projected: (T, C + I), x, B and C before their convolution, then gates. steps: (T, H), what time steps
+        are made of.
+        """
+        ...
+
+    def replay_mamba2(
+        self, states: StateStore, layer: int, count: int, spec: Mamba2Spec, weights: MixerWeights
+    ) -> None:
+        """`replay_delta` for a layer with a mixer."""
+        ...
+
+    def replay_conv(self, states: StateStore, layer: int, count: int) -> None:
+        """`replay_delta` for a layer with a short convolution."""
         ...
 
     def short_conv(

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends import reference_conv, reference_delta
+from ondevice.backends import reference_conv, reference_delta, reference_mamba2
 from ondevice.backends.base import (
     BLOCK_TOKENS,
     KEY_LANES,
@@ -38,6 +39,8 @@ from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.latent import LatentWeights
+from ondevice.backends.recurrent import replay_conv
+from ondevice.backends.reference_recurrence import of_pass, replay
 from ondevice.backends.routing import route, sigmoid
 from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.token_tree import TokenTree
@@ -315,9 +318,12 @@ class ReferenceBackend:
         matrices = np.split(weight.weight, heads)
         return np.concatenate([own @ matrix.T for own, matrix in zip(parts, matrices, strict=True)], axis=1)
 
-    gated_delta = staticmethod(reference_delta.of_pass)
-    replay_delta = staticmethod(reference_delta.replay)
+    gated_delta = staticmethod(partial(of_pass, reference_delta.gated_delta))
+    replay_delta = staticmethod(partial(replay, reference_delta.gated_delta))
     short_conv = staticmethod(reference_conv.short_conv)
+    mamba2 = staticmethod(partial(of_pass, reference_mamba2.mamba2))
+    replay_mamba2 = staticmethod(partial(replay, reference_mamba2.mamba2))
+    replay_conv = staticmethod(replay_conv)
 
     def sigmoid_gated(self, x: Float32, gates: Float32) -> Float32:
         return x * sigmoid(gates)

@@ -1,43 +1,16 @@
-"""The gated delta rule in numpy, token by token in float64: what the kernels are compared with.
-
-Each token's state is rounded to float32, as it is stored, so that a pass may have any number of tokens.
-"""
+"""The gated delta rule in numpy: what the kernels are compared with. See `reference_recurrence.py`."""
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
-from ondevice.backends.recurrent import Ahead, DeltaWeights, States, StateStore
+from ondevice.backends.recurrent import DeltaWeights, States
+from ondevice.backends.reference_recurrence import Float64, silu
 from ondevice.model_config import DeltaSpec
 
 SQUARES_EPS = 1e-6
 """Added to the sum of squares that queries and keys are divided by."""
-Float64 = NDArray[np.float64]
-
-
-def of_pass(
-    projected: Float32,
-    gates: Float32,
-    states: StateStore,
-    layer: int,
-    spec: DeltaSpec,
-    weights: DeltaWeights,
-) -> Float32:
-    """`RecurrentOps.gated_delta`."""
-    state, ahead = states.state(layer), states.ahead(layer)
-    if ahead is None:
-        return gated_delta(projected, gates, state, states.next_state(layer), spec, weights)
-    ahead.keep(projected, gates)
-    return gated_delta_ahead(ahead, projected, state, spec, weights)
-
-
-def replay(states: StateStore, layer: int, count: int, spec: DeltaSpec, weights: DeltaWeights) -> None:
-    """`RecurrentOps.replay_delta`."""
-    channels, gates = states.inputs(layer, count)
-    projected = np.pad(channels, ((0, 0), (0, spec.value_size)))
-    gated_delta(projected, gates, states.state(layer), states.next_state(layer), spec, weights)
 
 
 def gated_delta(
@@ -56,7 +29,7 @@ def gated_delta(
     out = np.empty((len(projected), spec.value_size), np.float32)
     for token in range(len(projected)):
         window = inputs[token : token + spec.taps].astype(np.float64)
-        mixed = _silu((window * weights.conv).sum(axis=0))
+        mixed = silu((window * weights.conv).sum(axis=0))
         q, k, v = np.split(mixed, [spec.key_size, 2 * spec.key_size])
         # Neighbouring value heads share a key head.
         q, k = (
@@ -70,35 +43,10 @@ def gated_delta(
         found = np.einsum("hk,hkv->hv", q / np.sqrt(spec.key_width), held.astype(np.float64))
         found /= np.sqrt(np.mean(np.square(found), axis=1, keepdims=True) + weights.norm.eps)
         z = projected[token, spec.channels :].astype(np.float64)
-        out[token] = (found * weights.norm.weight).reshape(-1) * _silu(z)
+        out[token] = (found * weights.norm.weight).reshape(-1) * silu(z)
     next_state[:split] = held.reshape(-1)
     next_state[split:] = inputs[len(projected) :].reshape(-1)
     return out
-
-
-def gated_delta_ahead(
-    ahead: Ahead, projected: Float32, state: States, spec: DeltaSpec, weights: DeltaWeights
-) -> Float32:
-    """(T, HV * V) of the last T tokens of a tree: each with the state behind the token that it follows."""
-    held: list[States] = []
-    out = np.empty((len(projected), spec.value_size), np.float32)
-    first = len(ahead.parents) - len(projected)
-    for node, parent in enumerate(ahead.parents):
-        row = np.zeros((1, projected.shape[1]), np.float32)
-        row[0, : spec.channels] = ahead.channels[node]
-        if node >= first:
-            row[0, spec.channels :] = projected[node - first, spec.channels :]
-        after = np.empty_like(state)
-        before = state if parent < 0 else held[parent]
-        found = gated_delta(row, ahead.gates[node : node + 1], before, after, spec, weights)
-        held.append(after)
-        if node >= first:
-            out[node - first] = found[0]
-    return out
-
-
-def _silu(x: Float64) -> Float64:
-    return x / (1.0 + np.exp(-np.maximum(x, -700.0)))
 
 
 def _unit(x: Float64) -> Float64:

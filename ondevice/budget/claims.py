@@ -19,6 +19,8 @@ from ondevice.budget.plan import Plan
 _lock = threading.Lock()
 _claims: dict[int, weakref.ref[Claim]] = {}
 _numbers = itertools.count()
+_beside_bytes = 0
+"""Memory of other processes that is counted to this one's."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,17 @@ def others(own: Claim | None = None) -> Others:
     """Memory that all models of this process hold and claim, except the one whose claim is `own`."""
     found = [claim._found() for claim in _live() if claim is not own]
     return Others(sum(it.held_bytes for it in found), sum(it.claimed_bytes for it in found))
+
+
+def count_beside(nbytes: int) -> None:
+    """Count memory of other processes, such as a rank's supervisor, to this one's from now on."""
+    global _beside_bytes
+    _beside_bytes = nbytes
+
+
+def beside_bytes() -> int:
+    """Memory of other processes that is counted to this one's."""
+    return _beside_bytes
 
 
 def replanned(plan: Plan, own: Claim) -> Plan:

@@ -21,10 +21,10 @@ from ondevice.config import GROUP_SIZE
 
 HIDDEN_BYTES = 2 << 20
 """Hidden activations of feed-forward segments that are multiplied together."""
-DELTA_TOKENS = 64
-"""Tokens that a delta rule has side by side (kDeltaTokens in gated_delta.h)."""
-DELTA_COLUMNS = 64
-"""Columns of a state that it takes at a time (kDeltaColumns)."""
+STATE_TOKENS = 64
+"""Tokens that a delta rule, or a mixer, has side by side (kStateTokens in recurrence.h)."""
+STATE_COLUMNS = 64
+"""Columns of a state that it takes at a time (kStateColumns)."""
 QUERY_ROWS = 32
 """Query rows that share one walk over the keys."""
 
@@ -77,7 +77,7 @@ class CpuMemory(MemoryModel):
         between two widths a pass takes no more than a line from one to the other.
         """
         config, streams = self.config, self.streams
-        hidden, vocab = padded(config.hidden_size, GROUP_SIZE), config.vocab_size
+        hidden, vocab = padded(config.hidden_size, GROUP_SIZE), config.logits_size
         # Embedding rows, residual, feed-forward and its lanes; projections, attention, rotary tables.
         floats = 3 * hidden + hidden // 4 + config.qkv_size + config.query_size
         # The output of a block before its norm, and what parallel blocks read.
@@ -94,10 +94,13 @@ class CpuMemory(MemoryModel):
             per_token += self._adapted_row_bytes(streams)
         rows = max(QUERY_ROWS, config.queries_per_key)
         keys = padded(self.max_context, GROUP_SIZE) + 2 * padded(config.head_width, 16)
-        deltas = [layer.delta for layer in config.layers if layer.delta is not None]
         # States along the branches of a draft tree.
-        branches = (AHEAD_TOKENS - 1) * DELTA_COLUMNS if self.kv.drafts else 0
-        delta = [DELTA_TOKENS * it.token_floats + branches * it.key_width for it in deltas]
+        branches = (AHEAD_TOKENS - 1) * STATE_COLUMNS if self.kv.drafts else 0
+        deltas = [(it.delta.token_floats, it.delta.key_width) for it in config.layers if it.delta is not None]
+        deltas += [
+            (it.mamba2.token_floats, it.mamba2.state_width) for it in config.layers if it.mamba2 is not None
+        ]
+        delta = [STATE_TOKENS * of_token + branches * height for of_token, height in deltas]
         scratch = max(rows * keys, *delta, 0)
         scores = self._threads * 4 * scratch
         neurons = min(self._neurons_at_once, padded(config.widest, GROUP_SIZE))

@@ -6,9 +6,10 @@ from ondevice.backends.base import KVLayout
 from ondevice.budget.sizes import draft_nodes, interleaved_bytes, widest_pass
 from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.layout import padded
-from ondevice.config import GROUP_SIZE, RowFormat, RuntimeConfig
+from ondevice.config import GROUP_SIZE, RuntimeConfig
 from ondevice.model.draft_layer import PIECE_ROWS
 from ondevice.model_config import ModelConfig
+from ondevice.units import PAGE_BYTES
 
 
 def draft_layer_bytes(
@@ -20,8 +21,11 @@ def draft_layer_bytes(
 
 def loaded_bytes(layer: DraftLayer, target: ModelConfig) -> int:
     """Memory of its weights, which it holds from the end of loading on."""
-    matrices = layer.matrices(target).values()
-    found = sum(interleaved_bytes(rows, cols, RowFormat(layer.bits)) for rows, cols in matrices)
+    found = 0
+    for matrix in layer.matrices(target).values():
+        nbytes = interleaved_bytes(matrix.rows, matrix.cols, matrix.stored(layer.bits))
+        # Each expert has a place of its own.
+        found += nbytes if matrix.number == 1 else matrix.number * padded(nbytes, PAGE_BYTES)
     found += 4 * sum(layer.vectors(target).values())
     if layer.own_head:
         found += 8 * layer.tokens
@@ -36,7 +40,7 @@ def _state_bytes(layer: DraftLayer, target: ModelConfig, runtime: RuntimeConfig,
     kv = KVLayout(layer.layer_config(max_context), runtime.kv_bits).nbytes(max_context + nodes)
     # What passes hand out, once as such and once as rows that wait for their tokens.
     tapped = 4 * widest_pass(target, runtime) * (len(layer.taps) * target.hidden_size + width)
-    if runtime.backend == "mlx" and target.num_layers in layer.taps:
+    if runtime.backend == "mlx" and target.model_layers in layer.taps:
         # What leaves the last layer comes in two parts, and is joined.
         tapped += 2 * 4 * widest_pass(target, runtime) * target.hidden_size
     logits = 4 * (nodes + 2) * (layer.tokens + width)
@@ -44,4 +48,10 @@ def _state_bytes(layer: DraftLayer, target: ModelConfig, runtime: RuntimeConfig,
     row = 4 * width + 2 * layer.qkv_rows + layer.query_size + 4 * layer.neurons
     row += len(layer.taps) * target.hidden_size + layer.embedding_width(target)
     row += layer.output_gates * layer.query_size + layer.states_normed * width
+    if layer.latent is not None:
+        # Queries of latents, latents, and what each head attends to; queries before they meet keys.
+        row += layer.num_heads * (2 * layer.latent.width + layer.latent.query_width) + layer.latent.width
+    if (experts := layer.experts) is not None:
+        # Logits, weights and numbers; each expert's output, alone and stacked; what joins, old and new.
+        row += 3 * experts.count + (2 * experts.chosen + 6) * width + 4 * experts.neurons
     return kv + tapped + logits + 2 * 4 * PIECE_ROWS * row + 8 * max_context

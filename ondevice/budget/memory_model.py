@@ -28,13 +28,14 @@ from ondevice.budget.sizes import (
     stream_bytes,
     widest_pass,
 )
+from ondevice.bundle.draft_layers import EAGLE_TAPS
 from ondevice.bundle.layout import CRC_BLOCK_BYTES, embedding_layout, neuron_layout, padded, per_layer_layout
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.weight_shapes import extra_matrices, vectors_size
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.model.rope import AHEAD
-from ondevice.model_config import ModelConfig
+from ondevice.model_config import WHOLE, ModelConfig
 from ondevice.sparsity.expert_reuse import history_bytes
 from ondevice.speculation.registry import drafter_bytes, drafts_with_streams, is_drafter, runs_streams
 from ondevice.speculation.tree import LOGITS_AHEAD, STREAM_ROWS
@@ -47,6 +48,13 @@ and the temporary arrays that divide slots among layers."""
 
 PROMPT_CACHE_BYTES = 4 << 20
 """Staging buffers and stacks of the threads that read the prompt cache, and its files' headers."""
+MESSAGES = 6
+"""Copies of what a pass hands to another machine: as it came, in the backend, packed, two that wait, and the
+one that is sent."""
+WAITED_MESSAGES = 4
+"""Copies of what a pass hands on whose result rank 0 waits for: no other is under way."""
+MESSAGE_HEADER_BYTES = 64 << 10
+"""Most bytes of a message's header in practice, its text and its parsed form."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +171,9 @@ class MemoryModel(ABC):
 
     @property
     def embedding_bytes(self) -> int:
-        """The embedding table as it lies in memory where it is resident."""
+        """The embedding table as it lies in memory where it is resident; 0 in a part without it."""
+        if not self.config.part.embeds:
+            return 0
         return self.config.vocab_size * embedding_layout(self.config, self.quant).stride
 
     @property
@@ -188,10 +198,11 @@ class MemoryModel(ABC):
         config, runtime = self.config, self.runtime
         nodes = draft_nodes(runtime)
         held = self._adapter_bytes(nodes) + self.draft_head_bytes
-        drafter = drafter_bytes(runtime.speculation, config, self.max_context, nodes, runtime.parallel)
-        drafter += self.draft_model_bytes + self.datastore_bytes + self.draft_layer_bytes
-        if not drafter:
+        if not is_drafter(runtime.speculation):
             return held
+        drafter = self.draft_model_bytes + self.datastore_bytes + self.draft_layer_bytes
+        if config.part.embeds:
+            drafter += drafter_bytes(runtime.speculation, config, self.max_context, nodes, runtime.parallel)
         if config.experts is not None:
             held += 2 * (nodes - 1) * config.num_layers * config.experts.count
         elif runtime.sparsity != "dense":
@@ -203,7 +214,7 @@ class MemoryModel(ABC):
         # Each thread's values along a path through the tree.
         paths = self._threads * 4 * BLOCK_TOKENS * padded(config.head_width, 16)
         # Logits of the likely path beyond those of plain decoding: the head's output and its copy.
-        ahead = 2 * 4 * config.vocab_size * (LOGITS_AHEAD - 1)
+        ahead = 2 * 4 * config.logits_size * (LOGITS_AHEAD - 1)
         return held + drafter + paths + ahead
 
     @property
@@ -218,7 +229,25 @@ class MemoryModel(ABC):
             return 0
         config = self.config
         tables = len(config.ropes) * 2 * 4 * 2 * AHEAD * config.head_width // 2
-        return others * (2 * 4 * config.vocab_size + tables) + 2 * 4 * config.query_size * self.pass_tokens
+        return others * (2 * 4 * config.logits_size + tables) + 2 * 4 * config.query_size * self.pass_tokens
+
+    def message_bytes(self, tokens: int) -> int:
+        """Bytes of a pass over `tokens` tokens that lie in messages, where several machines share the model.
+
+        A row goes on as it leaves a layer, with the inputs of later layers. States that draft layers read,
+        and those that streams begin with, go with it.
+        """
+        config, speculation = self.config, self.runtime.speculation
+        if config.part == WHOLE:
+            return 0
+        row = config.hidden_size * config.residual_copies
+        row += config.per_layer_width * (config.part.layers - config.part.first)
+        # Rank 0 alone knows whether `auto` drafts with a layer.
+        tapped = {"eagle": EAGLE_TAPS, "mtp": 1, "auto": EAGLE_TAPS}.get(speculation, 0) * tokens
+        if self.streams is not None and drafts_with_streams(speculation, self.streams):
+            tapped = max(tapped, draft_nodes(self.runtime) * self.streams.streams)
+        waited = WAITED_MESSAGES * (tokens * row + tapped * config.hidden_size)
+        return 4 * max(MESSAGES * tokens * row, waited) + MESSAGES * MESSAGE_HEADER_BYTES
 
     @property
     def draft_head_bytes(self) -> int:
@@ -261,12 +290,13 @@ class MemoryModel(ABC):
         )
         weights = matrices + 4 * vectors_size(config) + self._cutoff_bytes
         weights += interleaved_bytes(
-            config.vocab_size, config.embedding_size, quant.head(config.tie_embeddings)
+            config.logits_size, config.embedding_size, quant.head(config.tie_embeddings)
         )
         checksums = sum(config.records) * len(neuron_layout(config, self.quant).parts)
         if config.experts is not None:
             checksums += len(config.expert_layers) * config.experts.count * config.feed_forward.num_rows
-        checksums += config.vocab_size * (2 if config.per_layer_width else 1) + weights // CRC_BLOCK_BYTES
+        checksums += config.vocab_size * (config.has_table + config.has_inputs_table)
+        checksums += weights // CRC_BLOCK_BYTES
         return weights + 4 * checksums
 
     @property
@@ -284,6 +314,9 @@ class MemoryModel(ABC):
         # Gates of attention or of a delta rule, copied.
         gates = [config.out_cols(layer) for layer in config.layers if layer.attention.gated]
         within += max(gates, default=0)
+        # What a mixer beside attention gives, copied, and what attention gives, multiplied.
+        beside = [(layer.mixer_beside, config.out_cols(layer)) for layer in config.layers]
+        within += max((own.value_size + attended for own, attended in beside if own is not None), default=0)
         if config.cut_off_layers:
             within += 2 * max(map(config.neurons, config.cut_off_layers))
         # Behind it: also the copies as corrected, and with the per-layer block's output.
@@ -292,6 +325,9 @@ class MemoryModel(ABC):
             return mixture + max(within, behind)
         # The inputs, the rows as they are read with their padding, and the projection that joins them.
         row = padded(config.per_layer_size, GROUP_SIZE)
+        if not config.has_inputs_table:
+            # They come in, those of this part's layers and of later ones.
+            return mixture + row + max(within, behind + 2 * hidden + 4 * config.per_layer_width)
         stride = per_layer_layout(config, self.quant).stride
         reading = 2 * row + stride // 4
         held = row + max(0, row - config.qkv_size)
@@ -366,7 +402,7 @@ class MemoryModel(ABC):
         found = stream_bytes(self.config, streams)
         if streams.mode == "lossless":
             found += self.stream_rows * self._adapted_row_bytes(streams)
-        if speculation == "auto":
+        if speculation == "auto" and self.config.part.embeds:
             found += drafter_bytes("streams", self.config, self.max_context, nodes)
         return found
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from ondevice.backends.base import BLOCK_TOKENS
 from ondevice.backends.expert_records import ROWS_AT_ONCE
+from ondevice.backends.recurrent import RULE_TOKENS
 from ondevice.budget.memory_model import GATED, MemoryModel
 from ondevice.budget.sizes import (
     BufferShape,
@@ -123,7 +124,7 @@ class MlxMemory(MemoryModel):
         for weight in extra_matrices(config):
             rows, cols = weight.shape
             more += self._wider_bytes(rows * padded(cols, GROUP_SIZE), weight.stored(quant))
-        head = config.vocab_size * padded(config.embedding_size, GROUP_SIZE)
+        head = config.logits_size * padded(config.embedding_size, GROUP_SIZE)
         more += self._wider_bytes(head, quant.head(config.tie_embeddings))
         if self._used_predictors is not None:
             sizes = zip(self._used_predictors.ranks, config.widths, strict=True)
@@ -163,9 +164,25 @@ class MlxMemory(MemoryModel):
             scores *= 3
             capped = 2 * 4 * context * config.query_size
         rows = min(self.pass_tokens, logits_rows(config))
-        logits = max(8 * 8, 3 * 4 * rows) * config.vocab_size
+        logits = max(8 * 8, 3 * 4 * rows) * config.logits_size
         computed = 4 * tokens * (per_token + scores) + self._stored_bytes + logits + MLX_CACHE_BYTES + capped
+        computed += self._recurrent_bytes(tokens)
         return computed + self._selecting_bytes(tokens) + self._mixture_bytes(tokens)
+
+    def _recurrent_bytes(self, tokens: int) -> int:
+        """What a layer with states makes of its projection, and the states behind tokens under way."""
+        most = 0
+        for layer in self.config.layers:
+            own = 0
+            if layer.conv is not None:
+                own = 5 * tokens * layer.conv.channels
+            elif layer.delta is not None:
+                heads, width = layer.delta.value_heads, layer.delta.key_width + layer.delta.value_width
+                # Decayed, changed by a token, and what changes it, of two runs of tokens.
+                states = 6 * min(tokens, RULE_TOKENS) * layer.delta.value_size * layer.delta.key_width
+                own = 4 * tokens * (layer.delta.channels + heads * width) + states
+            most = max(most, own)
+        return 4 * most
 
     def _mixture_bytes(self, tokens: int) -> int:
         """A layer's experts' inputs, gates, ups and outputs, and what the router makes of its logits."""

@@ -337,8 +337,8 @@ def plan_memory(memory: MemoryModel, *, budget_bytes: int, process_bytes: int) -
         kv_cache_bytes=kv.nbytes(memory.max_context),
         segment=memory.segment,
         buffers=memory.buffers,
-        activation_bytes=memory.activation_bytes(max(widest, decoded)) + memory.parallel_bytes,
-        decode_activation_bytes=memory.activation_bytes(decoded) + memory.parallel_bytes,
+        activation_bytes=_pass_bytes(memory, max(widest, decoded)),
+        decode_activation_bytes=_pass_bytes(memory, decoded),
         pass_tokens=widest,
         process_bytes=process_bytes
         + PROCESS_ALLOWANCE_BYTES
@@ -349,3 +349,8 @@ def plan_memory(memory: MemoryModel, *, budget_bytes: int, process_bytes: int) -
         draft_bytes=memory.draft_bytes,
         dense=memory.dense,
     )
+
+
+def _pass_bytes(memory: MemoryModel, tokens: int) -> int:
+    """Scratch memory of a pass over `tokens` tokens, and of its messages to other machines."""
+    return memory.activation_bytes(tokens) + memory.parallel_bytes + memory.message_bytes(tokens)

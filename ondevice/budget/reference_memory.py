@@ -22,7 +22,7 @@ class ReferenceMemory(CpuMemory):
         # The gates of cutoffs are there twice.
         rows += sum(map(config.neurons, config.cut_off_layers))
         others = sum(prod(weight.shape) for weight in extra_matrices(config))
-        others += config.embedding_size * config.vocab_size + config.positions_size
+        others += config.embedding_size * config.logits_size + config.positions_size
         return 4 * (config.hidden_size * rows + others)
 
     @property

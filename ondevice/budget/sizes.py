@@ -147,7 +147,8 @@ def segment_shape(
         block_bytes: Size of 64 neurons in memory; 0 for the kernels' own packing.
         aim_bytes: Target size of a segment.
     """
-    return _segments(config.widths, block_bytes or _block_bytes(config, quant), aim_bytes)
+    unit = block_bytes or _block_bytes(config, quant)
+    return _segments(config.widths, unit, aim_bytes, config.model_widths)
 
 
 def dense_shape(config: ModelConfig, quant: QuantConfig) -> SegmentShape | None:
@@ -155,19 +156,29 @@ def dense_shape(config: ModelConfig, quant: QuantConfig) -> SegmentShape | None:
     widths = tuple(map(config.dense_neurons, config.layers))
     if config.experts is None or not any(widths):
         return None
-    return _segments(widths, _block_bytes(config, quant), SEGMENT_BYTES)
+    return _segments(widths, _block_bytes(config, quant), SEGMENT_BYTES, widths)
 
 
-def _segments(widths: Sequence[int], unit: int, aim_bytes: int) -> SegmentShape:
-    """`segment_shape` of layers with these numbers of neurons. unit: bytes of 64 of them."""
-    units = [-(-neurons // GROUP_SIZE) for neurons in widths]
+def _segments(widths: Sequence[int], unit: int, aim_bytes: int, model_widths: Sequence[int]) -> SegmentShape:
+    """`segment_shape` of layers with these numbers of neurons.
+
+    Their size follows from all of the model's layers: some backends sum neurons segment by segment, so a part
+    of a model has the segments that the whole has.
+
+    Args:
+        widths: neurons of each layer.
+        unit: bytes of 64 of them.
+        aim_bytes: target size of a segment.
+        model_widths: neurons of each of the model's layers.
+    """
+    units = [-(-neurons // GROUP_SIZE) for neurons in model_widths]
     aim = max(1, min(aim_bytes // unit, max(units) // SEGMENTS_PER_SMALL_LAYER))
     sizes = range(max(1, (aim + 1) // 2), 2 * aim + 1)
     size = min(sizes, key=lambda size: (sum(padded(own, size) for own in units), abs(size - aim), size))
     return SegmentShape(
         neurons=size * GROUP_SIZE,
         nbytes=padded(size * unit, PAGE_BYTES),
-        per_layer=tuple(-(-own // size) for own in units),
+        per_layer=tuple(-(-neurons // (size * GROUP_SIZE)) for neurons in widths),
     )
 
 
@@ -191,8 +202,14 @@ def expert_shape(config: ModelConfig, quant: QuantConfig, experts: ExpertsSpec) 
     The reserve holds those that a token chooses in one layer.
     """
     nbytes = expert_bytes(config, quant)
-    # An expert lies in its page as on flash, so one that isn't whole pages may touch one more.
-    slot_bytes = nbytes if nbytes % PAGE_BYTES == 0 else padded(nbytes, PAGE_BYTES) + PAGE_BYTES
+    # An expert lies in its page as on flash, so one that isn't whole pages, or is behind neurons that aren't,
+    # may touch one more.
+    sizes = {nbytes}
+    if experts.layout == "neurons":
+        stride = neuron_layout(config, quant).stride
+        sizes |= {config.dense_neurons(it) * stride for it in config.layers if it.experts is not None}
+    in_pages = all(size % PAGE_BYTES == 0 for size in sizes)
+    slot_bytes = nbytes if in_pages else padded(nbytes, PAGE_BYTES) + PAGE_BYTES
     count = experts.count * sum(layer.experts is not None for layer in config.layers)
     slots = max(1, min(SEGMENT_BYTES // slot_bytes, -(-count // 16)))
     return SlotShape(slots, slot_bytes, experts.chosen, -(-(count + experts.chosen) // slots))
@@ -280,7 +297,7 @@ def logits_rows(config: ModelConfig) -> int:
 def draft_head_rows(config: ModelConfig, runtime: RuntimeConfig, streams: MultiStreams | None) -> int:
     """Rows of the draft head; 0 without one, where drafters multiply the model's own head."""
     wanted = runtime.draft_head if has_draft_head(runtime.speculation, streams) else 0
-    return wanted if wanted < config.vocab_size else 0
+    return wanted if wanted < config.logits_size else 0
 
 
 def draft_head_bytes(config: ModelConfig, quant: QuantConfig, rows: int) -> int:
@@ -293,7 +310,7 @@ def stream_bytes(config: ModelConfig, streams: MultiStreams) -> int:
     """Size of multi-stream attention's adapters, packed, and its embeddings."""
     matrices = streams.matrices(config).values()
     packed = sum(interleaved_bytes(rows, cols, RowFormat(streams.bits)) for rows, cols in matrices)
-    return packed + 4 * streams.streams * config.hidden_size
+    return packed + 4 * streams.streams * config.hidden_size * streams.begins
 
 
 def _block_bytes(config: ModelConfig, quant: QuantConfig) -> int:

@@ -3,8 +3,8 @@
 Two kinds have one form. EAGLE-3 (arXiv 2503.01840) is a layer that others trained for a finished model: its
 queries, keys and values read a token's embedding and a mixture of three hidden states side by side. A
 multi-token-prediction layer (arXiv 2412.19437, section 2.2) comes with a checkpoint: one matrix joins the
-embedding and the last hidden state, and a layer of the usual form follows. Each is a sidecar (`sidecar.py`)
-of a finished bundle; `weights/README.md` is the specification.
+embedding and the last hidden state, and a layer of the usual form follows, which may have experts and latent
+attention. Each is a sidecar (`sidecar.py`) of a finished bundle; `weights/README.md` is the specification.
 
 Legend: D width of the draft layer, T of the target, V target's vocabulary, N tokens of the layer's own head.
 """
@@ -13,20 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from ondevice.bundle.layout import FileLayout, TensorSpec, linear_tensors, tensors_layout
 from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.sidecar import Sidecar, check_sidecar, parse_sidecar, sidecar_text
+from ondevice.bundle.model_section import drop_plain_experts, parse_experts, parse_latent
+from ondevice.bundle.sidecar import Sidecar, check_sidecar, parse_bits, parse_sidecar, sidecar_text
 from ondevice.bundle.strict_json import Section
 from ondevice.config import GROUP_SIZE, RowFormat
 from ondevice.errors import BundleError, UnsupportedModelError
 from ondevice.model_config import (
     ACTIVATIONS,
+    MAX_FACTOR,
     SIZE_LIMITS,
     Activation,
     AttentionSpec,
+    ExpertsSpec,
     FeedForwardSpec,
+    LatentSpec,
     LayerSpec,
     ModelConfig,
     NormSpec,
@@ -54,6 +58,29 @@ EAGLE_TAPS = 3
 """Hidden states that an EAGLE-3 layer mixes."""
 TOKENS = "tokens"
 EMBEDDINGS = "embeddings"
+ROUTER_BITS: Literal[16] = 16
+"""Bits of the router and of the shared experts' gate: no choice is to depend on how weights are rounded."""
+
+
+class DraftMatrix(NamedTuple):
+    """A quantised matrix of the file: `number` matrices (rows, cols), those of experts, one below the other.
+
+    halves: whether it has 16 bits, whatever the others have.
+    """
+
+    rows: int
+    cols: int
+    number: int = 1
+    halves: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Logical (rows, columns) of all of it."""
+        return self.number * self.rows, self.cols
+
+    def stored(self, bits: Literal[4, 8, 16]) -> RowFormat:
+        """How it is stored in a layer of these bits."""
+        return RowFormat(ROUTER_BITS if self.halves else bits)
 
 
 @dataclass(frozen=True)
@@ -62,12 +89,14 @@ class DraftLayer:
 
     model: `weights_digest` of the target. bits: width of the matrices' codes. taps: the target's hidden
     states that it reads, each by the layer that it enters; the number of layers means the last one's output.
+    neurons: of the dense feed-forward; with experts, of that beside them, or 0.
     residual_normed: whether attention's output joins the normed hidden state, not the hidden state itself.
     head_norm: whether each head's queries and keys are normed. output_gates: whether what heads attend to is
     multiplied by the sigmoid of gates. states_normed: whether hidden states come from behind a norm, the
     target's last one and then the layer's own. own_head: whether it has an output head of its
     own, of `tokens` tokens; else the target's serves. own_embeddings: whether it has embeddings of its own,
-    (V, D). crcs: CRC32C of each MiB of the file with the tensors.
+    (V, D). latent: latent attention, whose scores are multiplied by `scale`; both None without. experts: as
+    a model's, stored as matrices; None without. crcs: CRC32C of each MiB of the file with the tensors.
     """
 
     kind: DraftLayerKind
@@ -83,15 +112,18 @@ class DraftLayer:
     eps: float
     frequencies: tuple[float, ...]
     magnitude: float
-    qkv_bias: bool
-    output_bias: bool
-    head_norm: bool
-    output_gates: bool
-    residual_normed: bool
-    states_normed: bool
-    own_head: bool
-    own_embeddings: bool
     tokens: int
+    qkv_bias: bool = False
+    output_bias: bool = False
+    head_norm: bool = False
+    output_gates: bool = False
+    residual_normed: bool = False
+    states_normed: bool = False
+    own_head: bool = False
+    own_embeddings: bool = False
+    latent: LatentSpec | None = None
+    scale: float | None = None
+    experts: ExpertsSpec | None = None
     sha256: str = "0" * 64
     crcs: tuple[int, ...] = ()
 
@@ -101,12 +133,14 @@ class DraftLayer:
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads together."""
-        return self.num_heads * self.head_dim
+        """Width of what all heads give together, which `out` multiplies."""
+        return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
 
     @property
     def qkv_rows(self) -> int:
-        """Rows of the fused projection."""
+        """Rows of the fused projection; in latent attention of queries, or what makes them, and latents."""
+        if (latent := self.latent) is not None:
+            return (latent.query_rank or self.num_heads * latent.query_width) + latent.width
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def embedding_width(self, target: ModelConfig) -> int:
@@ -119,39 +153,56 @@ class DraftLayer:
         Raises UnsupportedModelError for sizes that can't be run.
         """
         attention = AttentionSpec(
-            self.head_dim**-0.5,
+            self.head_dim**-0.5 if self.scale is None else self.scale,
             bias=self.qkv_bias,
             head_norm="head" if self.head_norm else "none",
+            latent=self.latent,
             gated=self.output_gates,
         )
+        of_experts = 0 if self.experts is None else self.experts.num_neurons
         return ModelConfig(
             architecture=self.kind,
             hidden_size=self.hidden_size,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            intermediate_size=self.neurons,
+            intermediate_size=self.neurons + of_experts,
             vocab_size=self.tokens,
             max_context=max_context,
             norm=NormSpec(eps=self.eps),
             ropes=(RopeSpec(self.frequencies, self.magnitude),),
-            layers=(LayerSpec(attention, FeedForwardSpec(self.activation)),),
+            layers=(LayerSpec(attention, FeedForwardSpec(self.activation), experts=self.experts),),
         )
 
-    def matrices(self, target: ModelConfig) -> dict[str, tuple[int, int]]:
-        """Logical (rows, columns) of every quantised matrix by name, in the order of the file."""
-        width, embedding = self.hidden_size, self.embedding_width(target)
+    def matrices(self, target: ModelConfig) -> dict[str, DraftMatrix]:
+        """Every quantised matrix by name, in the order of the file."""
+        width, embedding, hidden = self.hidden_size, self.embedding_width(target), target.hidden_size
         if self.kind == "eagle":
-            found = {f"fc.{tap}": (width, target.hidden_size) for tap in range(len(self.taps))}
-            found |= {"qkv.embedding": (self.qkv_rows, embedding), "qkv.hidden": (self.qkv_rows, width)}
+            shapes = {f"fc.{tap}": (width, hidden) for tap in range(len(self.taps))}
+            shapes |= {"qkv.embedding": (self.qkv_rows, embedding), "qkv.hidden": (self.qkv_rows, width)}
         else:
-            found = {"joined.embedding": (width, embedding), "joined.hidden": (width, target.hidden_size)}
-            found["qkv"] = (self.qkv_rows, width)
+            shapes = {"joined.embedding": (width, embedding), "joined.hidden": (width, hidden)}
+            shapes["qkv"] = (self.qkv_rows, width)
             if self.output_gates:
-                found["output_gates"] = (self.query_size, width)
-        found |= {"out": (width, self.query_size), "gate": (self.neurons, width), "up": (self.neurons, width)}
-        found["down"] = (width, self.neurons)
-        return found | ({"head": (self.tokens, width)} if self.own_head else {})
+                shapes["output_gates"] = (self.query_size, width)
+        if (latent := self.latent) is not None:
+            if latent.query_rank:
+                shapes["queries"] = (self.num_heads * latent.query_width, latent.query_rank)
+            shapes["latent_keys"] = (self.num_heads * latent.rank, latent.key_dim)
+            shapes["latent_values"] = (self.num_heads * latent.value_dim, latent.rank)
+        shapes["out"] = (width, self.query_size)
+        if self.neurons:
+            shapes |= {"gate": (self.neurons, width), "up": (self.neurons, width)}
+            shapes["down"] = (width, self.neurons)
+        found = {name: DraftMatrix(*shape) for name, shape in shapes.items()}
+        if (experts := self.experts) is not None:
+            found["router"] = DraftMatrix(experts.count, width, halves=True)
+            if experts.shared_gate:
+                found["shared_gate"] = DraftMatrix(1, width, halves=True)
+            for which in ("gate", "up"):
+                found[f"experts.{which}"] = DraftMatrix(experts.neurons, width, experts.count)
+            found["experts.down"] = DraftMatrix(width, experts.neurons, experts.count)
+        return found | ({"head": DraftMatrix(self.tokens, width)} if self.own_head else {})
 
     def vectors(self, target: ModelConfig) -> dict[str, int]:
         """Lengths of the float32 vectors by name, in the order of the file."""
@@ -169,6 +220,12 @@ class DraftLayer:
             found["out.bias"] = self.hidden_size
         if self.head_norm:
             found |= {"q_norm": self.head_dim, "k_norm": self.head_dim}
+        if self.latent is not None:
+            found["latent_norm"] = self.latent.rank
+            if self.latent.query_rank:
+                found["query_norm"] = self.latent.query_rank
+        if self.experts is not None and self.experts.choice_bias:
+            found["choice_bias"] = self.experts.count
         return found
 
     def name(self, tensor: str) -> str:
@@ -181,8 +238,8 @@ def draft_layer_tensors(layer: DraftLayer, target: ModelConfig) -> Mapping[str, 
     tensors = {layer.name(name): TensorSpec("F32", (size,)) for name, size in layer.vectors(target).items()}
     if layer.own_head:
         tensors[layer.name(TOKENS)] = TensorSpec("U32", (layer.tokens,))
-    for name, (rows, cols) in layer.matrices(target).items():
-        tensors |= linear_tensors(layer.name(name), rows, cols, RowFormat(layer.bits))
+    for name, matrix in layer.matrices(target).items():
+        tensors |= linear_tensors(layer.name(name), *matrix.shape, matrix.stored(layer.bits))
     if layer.own_embeddings:
         rows, cols = target.vocab_size, layer.hidden_size
         tensors |= linear_tensors(layer.name(EMBEDDINGS), rows, cols, RowFormat(16))
@@ -196,7 +253,10 @@ def draft_layer_layout(layer: DraftLayer, target: ModelConfig) -> FileLayout:
 
 def draft_layer_text(layer: DraftLayer) -> bytes:
     """The bytes of the JSON file."""
-    content = {"version": DRAFT_LAYERS_VERSION, "group_size": GROUP_SIZE, **asdict(layer)}
+    facts: dict[str, Any] = {name: value for name, value in asdict(layer).items() if value is not None}
+    if "experts" in facts:
+        drop_plain_experts(facts["experts"])
+    content = {"version": DRAFT_LAYERS_VERSION, "group_size": GROUP_SIZE, **facts}
     return sidecar_text(layer.sidecar, content)
 
 
@@ -218,15 +278,18 @@ def parse_draft_layer(sidecar: Sidecar, data: bytes, manifest: Manifest) -> Draf
 def _parse(section: Section, target: ModelConfig) -> DraftLayer:
     section.equal("version", DRAFT_LAYERS_VERSION)
     section.equal("group_size", GROUP_SIZE)
-    sizes = ("hidden_size", "num_heads", "num_kv_heads", "head_dim")
+    names = ("hidden_size", "num_heads", "num_kv_heads", "head_dim")
+    sizes: dict[str, Any] = {name: section.integer(name, 1, SIZE_LIMITS[name]) for name in names}
+    blocks = _parse_blocks(section)
+    of_experts = "experts" in blocks
     layer = DraftLayer(
-        kind=cast(DraftLayerKind, _one_of(section, "kind", get_args(DraftLayerKind))),
+        kind=cast(DraftLayerKind, section.one_of("kind", get_args(DraftLayerKind))),
         model=section.text("model", 64),
-        bits=cast(Literal[4, 8, 16], section.integer("bits", 4, 16)),
-        taps=section.integers("taps", EAGLE_TAPS, 0, target.num_layers),
-        **{name: section.integer(name, 1, SIZE_LIMITS[name]) for name in sizes},
-        neurons=section.integer("neurons", 1, SIZE_LIMITS["intermediate_size"]),
-        activation=cast(Activation, _one_of(section, "activation", ACTIVATIONS)),
+        bits=parse_bits(section),
+        taps=section.integers("taps", EAGLE_TAPS, 0, target.model_layers),
+        **sizes,
+        neurons=section.integer("neurons", 0 if of_experts else 1, SIZE_LIMITS["intermediate_size"]),
+        activation=cast(Activation, section.one_of("activation", ACTIVATIONS)),
         eps=section.number("eps", 1e-12, 0.5),
         frequencies=section.numbers("frequencies", SIZE_LIMITS["head_dim"], 0.0, 1.0),
         magnitude=section.number("magnitude", 1e-6, 1e6),
@@ -239,6 +302,7 @@ def _parse(section: Section, target: ModelConfig) -> DraftLayer:
         own_head=section.boolean("own_head"),
         own_embeddings=section.boolean("own_embeddings"),
         tokens=section.integer("tokens", 1, target.vocab_size),
+        **blocks,
         sha256=section.text("sha256", 64),
         crcs=section.integers("crcs", 1 << 16, 0, (1 << 32) - 1),
     )
@@ -247,17 +311,22 @@ def _parse(section: Section, target: ModelConfig) -> DraftLayer:
     return layer
 
 
-def _one_of(section: Section, key: str, allowed: tuple[str, ...]) -> str:
-    value = section.text(key, 32)
-    if value not in allowed:
-        raise BundleError(f"{section.where}.{key} is {value!a}; it must be one of {', '.join(allowed)}")
-    return value
+def _parse_blocks(section: Section) -> dict[str, Any]:
+    """What few layers have, by field. Raises BundleError."""
+    found: dict[str, Any] = {}
+    try:
+        if "latent" in section.names:
+            found["latent"] = parse_latent(section.section("latent"))
+            found["scale"] = section.number("scale", 0.0, MAX_FACTOR)
+        if "experts" in section.names:
+            found["experts"] = parse_experts(section.section("experts"))
+    except UnsupportedModelError as error:
+        raise BundleError(f"{section.where}: {error}") from error
+    return found
 
 
 def _check(layer: DraftLayer, where: str, target: ModelConfig) -> None:
     """Raises BundleError for values that contradict each other, or the target."""
-    if layer.bits not in (4, 8, 16):
-        raise BundleError(f"{where}.bits is {layer.bits}; it must be 4, 8 or 16")
     expected = EAGLE_TAPS if layer.kind == "eagle" else 1
     if len(layer.taps) != expected:
         raise BundleError(f"{where}.taps has {len(layer.taps)} values; {layer.kind} has {expected}")
@@ -284,9 +353,30 @@ def _check(layer: DraftLayer, where: str, target: ModelConfig) -> None:
         raise BundleError(
             f"{where}.residual_normed is true; it must be false, as mtp layers have no such norm"
         )
+    _check_blocks(layer, where)
     if layer.activation == "fatrelu":
         raise BundleError(f"{where}.activation is 'fatrelu', which needs a threshold of its own")
     try:
         layer.layer_config(target.max_context)
     except UnsupportedModelError as error:
         raise BundleError(f"{where}: {error}") from error
+
+
+def _check_blocks(layer: DraftLayer, where: str) -> None:
+    """Raises BundleError for experts or latent attention of a form that no draft layer has."""
+    latent, experts = layer.latent, layer.experts
+    if layer.kind == "eagle" and (latent is not None or experts is not None):
+        raise BundleError(f"{where} has latent or experts, which eagle layers don't have")
+    if latent is not None and (layer.qkv_bias or layer.output_gates):
+        raise BundleError(f"{where} has latent attention, which runs without qkv_bias and output_gates")
+    if latent is not None and (layer.num_kv_heads, layer.head_dim) != (1, latent.width):
+        raise BundleError(
+            f"{where}: num_kv_heads and head_dim are {layer.num_kv_heads} and {layer.head_dim}; with its "
+            f"latent attention they must be 1 and {latent.width}"
+        )
+    if experts is None:
+        return
+    if experts.layout != "matrices" or experts.bias or experts.router_bias or experts.apart:
+        raise BundleError(
+            f"{where}.experts must be stored as matrices, without biases, beside no norms of their own"
+        )

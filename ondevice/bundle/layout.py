@@ -377,7 +377,7 @@ def resident_tensors(config: ModelConfig, quant: QuantConfig) -> dict[str, Tenso
     tensors |= _weight_tensors("", model_weight_shapes(config), quant)
     if config.final_norm:
         tensors |= norm_tensors("final_norm", config)
-    if not config.tie_embeddings:
+    if config.part.heads and not config.tie_embeddings:
         tensors |= linear_tensors("head", config.vocab_size, config.embedding_size, quant.of("head"))
     if config.head_bias:
         tensors["head.bias"] = TensorSpec("F32", (config.vocab_size,))
@@ -405,10 +405,10 @@ def _layer_tensors(
     tensors |= linear_tensors(f"{attention}.out", hidden, config.out_cols(spec), quant.of("out"))
     tensors |= vector(f"{attention}.out.bias", hidden * spec.attention.output_bias)
     tensors |= norm("attention_output_norm", spec.norms_output)
-    tensors |= norm("feed_forward_norm", spec.norms_input)
+    tensors |= norm("feed_forward_norm", spec.norms_input and spec.has_feed_forward)
     tensors |= vector(f"{prefix}.feed_forward.gate.bias", config.neurons(spec) * spec.feed_forward.bias)
     tensors |= vector(f"{prefix}.feed_forward.down.bias", hidden * spec.feed_forward.output_bias)
-    tensors |= norm("feed_forward_output_norm", spec.norms_output)
+    tensors |= norm("feed_forward_output_norm", spec.norms_output and spec.has_feed_forward)
     return tensors | _weight_tensors(f"{prefix}.", layer_weight_shapes(config, spec), quant)
 
 

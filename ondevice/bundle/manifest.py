@@ -48,7 +48,7 @@ from ondevice.config import (
     SamplingConfig,
 )
 from ondevice.errors import BundleError, UnsupportedModelError, UsageError
-from ondevice.model_config import ModelConfig
+from ondevice.model_config import WHOLE, ModelConfig
 from ondevice.tokenizer import MAX_TOKENIZER_BYTES
 
 MAX_FILE_BYTES = 1 << 48
@@ -138,6 +138,8 @@ class Manifest:
     """Sampling defaults that the model's authors recommend, by `SamplingConfig` field name."""
     provenance: Provenance
     files: Mapping[str, FileEntry]
+    part_of: str | None = None
+    """`model_digest` of the whole model, in a bundle that is a slice of one."""
 
 
 GENERATION_RANGES: dict[str, tuple[float, float]] = {
@@ -155,8 +157,9 @@ def bundle_files(config: ModelConfig, tokenizer: TokenizerInfo) -> tuple[str, ..
     neurons = (neuron_file_name(layer) for layer in layers)
     gates = (gate_file_name(layer) for layer in layers if config.zeros_gates)
     experts = (expert_file_name(layer) for layer in config.expert_layers)
-    per_layer = (PER_LAYER,) if config.per_layer_width else ()
-    return (RESIDENT, EMBEDDING, *neurons, *gates, *experts, *per_layer, *tokenizer.files, CHECKSUMS)
+    table = (EMBEDDING,) if config.has_table else ()
+    per_layer = (PER_LAYER,) if config.has_inputs_table else ()
+    return (RESIDENT, *table, *neurons, *gates, *experts, *per_layer, *tokenizer.files, CHECKSUMS)
 
 
 def manifest_text(manifest: Manifest) -> bytes:
@@ -189,24 +192,25 @@ def parse_manifest(data: bytes) -> Manifest:
     config = parse_model(root.section("model"))
     quant = _parse_quantisation(root.section("quantisation"), config)
     root.equal("neurons", _neurons_json(config, neuron_layout(config, quant)))
-    root.equal("embedding", _layout_json(config.vocab_size, embedding_layout(config, quant)))
+    root.equal("embedding", _embedding_json(config, quant))
     _check_gates(root, config, quant)
     for key, value in _experts_json(config, quant).items():
         root.equal(key, value)
-    if config.per_layer_width:
+    if config.has_inputs_table:
         root.equal("per_layer", _layout_json(config.vocab_size, per_layer_layout(config, quant)))
     tokenizer = _parse_tokenizer(root.section("tokenizer"), config.vocab_size)
     generation = _parse_generation(root.section("generation"))
     provenance = _parse_provenance(root.section("provenance"))
     files = _parse_files(root.section("files"), bundle_files(config, tokenizer))
+    part_of = _hash(root, "part_of") if config.part != WHOLE else None
     root.close()
-    return Manifest(config, quant, tokenizer, generation, provenance, files)
+    return Manifest(config, quant, tokenizer, generation, provenance, files, part_of)
 
 
 def model_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any]:
     """The parts of the manifest from which every size follows."""
     per_layer = {}
-    if config.per_layer_width:
+    if config.has_inputs_table:
         per_layer["per_layer"] = _layout_json(config.vocab_size, per_layer_layout(config, quant))
     return {
         **per_layer,
@@ -216,9 +220,13 @@ def model_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any]:
         "model": model_section(config),
         "quantisation": _quantisation_json(quant),
         "neurons": _neurons_json(config, neuron_layout(config, quant)),
-        "embedding": _layout_json(config.vocab_size, embedding_layout(config, quant)),
+        "embedding": _embedding_json(config, quant),
         "gates": _gates_json(config, quant),
     }
+
+
+def _embedding_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any] | None:
+    return _layout_json(config.vocab_size, embedding_layout(config, quant)) if config.has_table else None
 
 
 def _gates_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any] | None:
@@ -270,12 +278,17 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         }
         for name, entry in manifest.files.items()
     }
-    return model_json(manifest.config, manifest.quant) | {
-        "tokenizer": tokenizer,
-        "generation": dict(manifest.generation),
-        "provenance": provenance,
-        "files": files,
-    }
+    part_of = {} if manifest.part_of is None else {"part_of": manifest.part_of}
+    return (
+        model_json(manifest.config, manifest.quant)
+        | part_of
+        | {
+            "tokenizer": tokenizer,
+            "generation": dict(manifest.generation),
+            "provenance": provenance,
+            "files": files,
+        }
+    )
 
 
 def _layout_json(num_records: int, layout: RecordLayout | ExpertLayout) -> dict[str, Any]:
@@ -309,7 +322,7 @@ def _parse_quantisation(section: Section, config: ModelConfig) -> QuantConfig:
     plain = QuantConfig(cast(Bits, bits))
     formats = _parse_formats(section.section("matrices"), plain) if "matrices" in section.names else ()
     section.close()
-    if not config.expert_layers and any(kind.startswith("experts") for kind, _ in formats):
+    if expert_layout(config, plain) is None and any(kind.startswith("experts") for kind, _ in formats):
         raise BundleError("manifest.quantisation.matrices has experts, but no layer stores them as matrices")
     if config.tie_embeddings and dict(formats).get("head"):
         raise BundleError("manifest.quantisation.matrices has a head, but the model's head is its embedding")
@@ -420,9 +433,7 @@ def _parse_files(section: Section, expected: tuple[str, ...]) -> dict[str, FileE
 
 
 def _parse_file(section: Section) -> FileEntry:
-    sha256 = section.text("sha256", 64)
-    if not _SHA256.fullmatch(sha256):
-        raise BundleError(f"{section.where}.sha256 is {sha256!a}; it must be 64 lower-case hex digits")
+    sha256 = _hash(section, "sha256")
     crc = section.optional_section("crc")
     entry = FileEntry(
         nbytes=section.integer("bytes", 0, MAX_FILE_BYTES),
@@ -431,6 +442,13 @@ def _parse_file(section: Section) -> FileEntry:
     )
     section.close()
     return entry
+
+
+def _hash(section: Section, name: str) -> str:
+    found = section.text(name, 64)
+    if not _SHA256.fullmatch(found):
+        raise BundleError(f"{section.where}.{name} is {found!a}; it must be 64 lower-case hex digits")
+    return found
 
 
 def _parse_crc(section: Section) -> CrcRange:

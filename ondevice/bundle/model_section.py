@@ -13,8 +13,11 @@ from ondevice.model_config import (
     MAX_EXPERTS,
     MAX_FACTOR,
     MAX_TAPS,
+    MAX_TIME,
     MAX_WEIGHT_FACTOR,
     SIZE_LIMITS,
+    STATE_SIZES,
+    WHOLE,
     Activation,
     AttentionSpec,
     ConvSpec,
@@ -24,7 +27,10 @@ from ondevice.model_config import (
     HeadNorm,
     LatentSpec,
     LayerSpec,
+    Mamba2Spec,
+    MixerNorm,
     ModelConfig,
+    ModelPart,
     NormKind,
     NormPlaces,
     NormSpec,
@@ -55,7 +61,23 @@ FACTORS = {"per_layer_multiplier": 1.0}
 _PLAIN = asdict(FeedForwardSpec("silu"))
 """Values of a feed-forward's keys where they are absent; the activation never is."""
 _PLAIN_ROPE = {"long_frequencies": [], "original_context": 0}
-_PLAIN_LAYER = {"laurel_rank": 0, "scaled": False, "experts": None, "delta": None, "conv": None}
+_PLAIN_LAYER = {
+    "laurel_rank": 0,
+    "scaled": False,
+    "experts": None,
+    "delta": None,
+    "conv": None,
+    "mamba2": None,
+}
+_PLAIN_MIXER = {
+    "conv_bias": False,
+    "norm_groups": 1,
+    "least_time": 0.0,
+    "most_time": None,
+    "time_factor": 1.0,
+    "gate_factor": 1.0,
+    "out_factor": 1.0,
+}
 _PLAIN_EXPERTS = {
     "choice_bias": False,
     "router_bias": False,
@@ -68,6 +90,7 @@ _PLAIN_EXPERTS = {
     "layout": "matrices",
     "bias": False,
 }
+_PLAIN_PART = asdict(WHOLE) | {"widths": [], "states": []}
 _PLAIN_ATTENTION = {
     "value_norm": False,
     "sinks": False,
@@ -76,8 +99,9 @@ _PLAIN_ATTENTION = {
     "num_kv_heads": 0,
     "latent": None,
     "gated": False,
+    "out_factor": 1.0,
 }
-"""Likewise of a rope's, a layer's, its experts' and its attention's."""
+"""Likewise of a rope's, a layer's, its mixer's, its experts' and its attention's."""
 
 
 def model_section(config: ModelConfig) -> dict[str, Any]:
@@ -89,12 +113,18 @@ def model_section(config: ModelConfig) -> dict[str, Any]:
             name: value for name, value in spec.items() if name == "activation" or value != _PLAIN[name]
         }
         if layer["experts"] is not None:
-            _drop(layer["experts"], _PLAIN_EXPERTS)
+            drop_plain_experts(layer["experts"])
+        if layer["mamba2"] is not None:
+            _drop(layer["mamba2"], _PLAIN_MIXER)
         _drop(layer, _PLAIN_LAYER)
         _drop(layer["attention"], _PLAIN_ATTENTION)
     for rope in section["ropes"]:
         _drop(rope, _PLAIN_ROPE)
-    absent = FLAGS | COUNTS | FACTORS
+    part = section["part"]
+    if part["experts"] is not None:
+        drop_plain_experts(part["experts"])
+    _drop(part, _PLAIN_PART)
+    absent: dict[str, Any] = {**FLAGS, **COUNTS, **FACTORS, "part": {}}
     return {name: value for name, value in section.items() if name not in absent or value != absent[name]}
 
 
@@ -104,6 +134,8 @@ def parse_model(section: Section) -> ModelConfig:
     flags: dict[str, Any] = {name: section.boolean(name) for name in FLAGS if name in section.names}
     flags |= {name: section.integer(name, 0, _MAX_TOKENS) for name in COUNTS if name in section.names}
     flags |= {name: section.number(name, 0.0, MAX_FACTOR) for name in FACTORS if name in section.names}
+    if "part" in section.names:
+        flags["part"] = _parse_part(section.section("part"))
     config = ModelConfig(
         architecture=section.text("architecture", 64),
         norm=_parse_norm(section.section("norm")),
@@ -115,8 +147,26 @@ def parse_model(section: Section) -> ModelConfig:
         **sizes,
         **flags,
     )
+    config.check_neurons()
     section.close()
     return config
+
+
+def _parse_part(section: Section) -> ModelPart:
+    given: dict[str, Any] = {}
+    if "first" in section.names:
+        given["first"] = section.integer("first", 0, _MAX_LAYERS)
+    if "layers" in section.names:
+        given["layers"] = section.integer("layers", 1, _MAX_LAYERS)
+    given |= {name: section.boolean(name) for name in ("embeds", "heads") if name in section.names}
+    if "experts" in section.names:
+        given["experts"] = parse_experts(section.section("experts"))
+    if "widths" in section.names:
+        given["widths"] = section.integers("widths", _MAX_LAYERS, 0, SIZE_LIMITS["intermediate_size"])
+    if "states" in section.names:
+        given["states"] = section.integers("states", STATE_SIZES, 0, 1 << 48)
+    section.close()
+    return ModelPart(**given)
 
 
 def _parse_norm(section: Section) -> NormSpec:
@@ -151,11 +201,13 @@ def _parse_layer(section: Section) -> LayerSpec:
     if "scaled" in section.names:
         given["scaled"] = section.boolean("scaled")
     if "experts" in section.names:
-        given["experts"] = _parse_experts(section.section("experts"))
+        given["experts"] = parse_experts(section.section("experts"))
     if "delta" in section.names:
         given["delta"] = _parse_delta(section.section("delta"))
     if "conv" in section.names:
         given["conv"] = _parse_conv(section.section("conv"))
+    if "mamba2" in section.names:
+        given["mamba2"] = _parse_mixer(section.section("mamba2"))
     layer = LayerSpec(
         attention=_parse_attention(section.section("attention")),
         feed_forward=_parse_feed_forward(section.section("feed_forward")),
@@ -167,7 +219,8 @@ def _parse_layer(section: Section) -> LayerSpec:
     return layer
 
 
-def _parse_experts(section: Section) -> ExpertsSpec:
+def parse_experts(section: Section) -> ExpertsSpec:
+    """A layer's experts. Raises BundleError or UnsupportedModelError for what they can't be."""
     given: dict[str, Any] = {}
     for name in ("choice_bias", "router_bias", "shared_gate", "apart", "bias"):
         if name in section.names:
@@ -213,6 +266,30 @@ def _parse_conv(section: Section) -> ConvSpec:
     return conv
 
 
+def _parse_mixer(section: Section) -> Mamba2Spec:
+    given: dict[str, Any] = {}
+    if "conv_bias" in section.names:
+        given["conv_bias"] = section.boolean("conv_bias")
+    if "norm_groups" in section.names:
+        given["norm_groups"] = section.integer("norm_groups", 1, _MAX_TOKENS)
+    for names, most in (
+        (("least_time", "most_time"), MAX_TIME),
+        (("time_factor", "gate_factor", "out_factor"), MAX_FACTOR),
+    ):
+        given |= {name: section.number(name, 0.0, most) for name in names if name in section.names}
+    mixer = Mamba2Spec(
+        heads=section.integer("heads", 1, SIZE_LIMITS["num_heads"]),
+        head_width=section.integer("head_width", 1, SIZE_LIMITS["head_dim"]),
+        groups=section.integer("groups", 1, SIZE_LIMITS["num_heads"]),
+        state_width=section.integer("state_width", 1, SIZE_LIMITS["head_dim"]),
+        taps=section.integer("taps", 2, MAX_TAPS),
+        norm=cast(MixerNorm, section.text("norm", 16)),
+        **given,
+    )
+    section.close()
+    return mixer
+
+
 def _parse_attention(section: Section) -> AttentionSpec:
     given: dict[str, Any] = {}
     for name in ("value_norm", "sinks", "gated"):
@@ -223,8 +300,10 @@ def _parse_attention(section: Section) -> AttentionSpec:
     for name in ("head_dim", "num_kv_heads"):
         if name in section.names:
             given[name] = section.integer(name, 1, SIZE_LIMITS[name])
+    if "out_factor" in section.names:
+        given["out_factor"] = section.number("out_factor", 0.0, MAX_FACTOR)
     if "latent" in section.names:
-        given["latent"] = _parse_latent(section.section("latent"))
+        given["latent"] = parse_latent(section.section("latent"))
     attention = AttentionSpec(
         scale=section.number("scale", 0.0, MAX_FACTOR),
         rope=section.integer("rope", 0, _MAX_LAYERS),
@@ -239,7 +318,8 @@ def _parse_attention(section: Section) -> AttentionSpec:
     return attention
 
 
-def _parse_latent(section: Section) -> LatentSpec:
+def parse_latent(section: Section) -> LatentSpec:
+    """Latent attention. Raises BundleError or UnsupportedModelError for what it can't be."""
     latent = LatentSpec(
         rank=section.integer("rank", 1, SIZE_LIMITS["head_dim"]),
         turning=section.integer("turning", 1, SIZE_LIMITS["head_dim"]),
@@ -262,12 +342,17 @@ def _parse_feed_forward(section: Section) -> FeedForwardSpec:
         "cutoff": lambda key: section.number(key, -MAX_DEVIATIONS, MAX_DEVIATIONS),
         "clamp": lambda key: section.number(key, 0.0, MAX_FACTOR),
         "slope": lambda key: section.number(key, 0.0, MAX_FACTOR),
-        "neurons": lambda key: section.integer(key, 1, SIZE_LIMITS["intermediate_size"]),
+        "neurons": lambda key: section.integer(key, 0, SIZE_LIMITS["intermediate_size"]),
     }
     values: dict[str, Any] = {key: read(key) for key, read in given.items() if key in section.names}
     feed_forward = FeedForwardSpec(cast(Activation, section.text("activation", 64)), **values)
     section.close()
     return feed_forward
+
+
+def drop_plain_experts(section: dict[str, Any]) -> None:
+    """Leave out of a section of experts what has the value that its absence means."""
+    _drop(section, _PLAIN_EXPERTS)
 
 
 def _drop(part: dict[str, Any], plain: dict[str, Any]) -> None:

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal, cast
+from typing import Literal
 
 from ondevice.bundle.layout import FileLayout, TensorSpec, linear_tensors, tensors_layout
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import (
     Sidecar,
     check_sidecar,
+    parse_bits,
+    parse_part_of,
     parse_points,
     parse_sidecar,
     per_layer,
@@ -69,7 +71,7 @@ class Predictors:
 
     model: `weights_digest` of the weights that they belong to. trained_tokens, measured_tokens: lengths of
     the texts. perplexity: of the dense model on the measured text. crcs: CRC32C of each MiB of the file with
-    the tensors.
+    the tensors. part_of: in a slice, `parts.sidecar_digest` of the whole model's.
     """
 
     model: str
@@ -81,6 +83,7 @@ class Predictors:
     points: tuple[OperatingPoint, ...]
     sha256: str
     crcs: tuple[int, ...]
+    part_of: str = ""
 
     def point(self, recall: float) -> OperatingPoint:
         """The operating point of a recall target. Raises UnsupportedModelError if there is none."""
@@ -122,9 +125,6 @@ def parse_predictors(data: bytes, manifest: Manifest) -> Predictors:
 def _parse(section: Section, config: ModelConfig) -> Predictors:
     section.equal("version", PREDICTORS_VERSION)
     section.equal("group_size", GROUP_SIZE)
-    bits = section.integer("bits", 1, 64)
-    if bits not in (4, 8, 16):
-        raise BundleError(f"predictors.bits is {bits}; it must be 4, 8 or 16")
     ranks = section.integers("ranks", config.num_layers, GROUP_SIZE, MAX_RANK)
     if len(ranks) != config.num_layers or any(rank % GROUP_SIZE for rank in ranks):
         raise BundleError(
@@ -132,7 +132,7 @@ def _parse(section: Section, config: ModelConfig) -> Predictors:
         )
     predictors = Predictors(
         model=section.text("model", 64),
-        bits=cast(Literal[4, 8, 16], bits),
+        bits=parse_bits(section),
         ranks=ranks,
         trained_tokens=section.integer("trained_tokens", 0, 1 << 48),
         measured_tokens=section.integer("measured_tokens", 0, 1 << 48),
@@ -140,6 +140,7 @@ def _parse(section: Section, config: ModelConfig) -> Predictors:
         points=parse_points(section, "recall", lambda point: _parse_point(point, config)),
         sha256=section.text("sha256", 64),
         crcs=section.integers("crcs", 1 << 16, 0, (1 << 32) - 1),
+        part_of=parse_part_of(section, config),
     )
     section.close()
     return predictors

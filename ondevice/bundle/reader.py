@@ -68,6 +68,14 @@ from ondevice.bundle.layout import (
 )
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, CrcRange, Manifest, bundle_files, parse_manifest
 from ondevice.bundle.ngrams import NGRAMS_SIDECAR, Ngrams, ngrams_layout, parse_ngrams
+from ondevice.bundle.parts import (
+    part_contents,
+    part_experts,
+    part_files,
+    part_manifest,
+    part_names,
+    part_range,
+)
 from ondevice.bundle.predictors import (
     PREDICTORS_SIDECAR,
     Predictors,
@@ -100,7 +108,7 @@ from ondevice.bundle.token_counts import (
 )
 from ondevice.bundle.weight_shapes import extra_matrices, vectors_size
 from ondevice.errors import BundleError, ModelNotFoundError
-from ondevice.model_config import ModelConfig
+from ondevice.model_config import ModelConfig, part_config
 
 MAX_CHECKSUM_BYTES = 1 << 28
 """Largest checksum table: 64 million record parts, some 300 GB of weights."""
@@ -189,7 +197,8 @@ class Bundle:
         self._check_headers(self._check_sizes())
         self._spans = tensor_spans(RESIDENT, resident_tensors(self.config, self.quant))
         self._crcs = self._read_checksums()
-        self._rechecked: dict[str, CheckedFile] = {}
+        self._files: dict[str, CheckedFile] = {}
+        self._whole: Bundle | None = None
         self.added: dict[str, AddedFile] = {}
         """Files of sidecars' tensors, which `bundle.json` doesn't list, by name."""
         self.damaged: dict[str, BundleError] = {}
@@ -242,10 +251,12 @@ class Bundle:
         """Number of the model's logical parameters; tied embeddings count once."""
         config = self.config
         hidden = config.hidden_size
-        rows = sum(config.qkv_rows(layer) + config.out_cols(layer) for layer in config.layers)
-        layers = hidden * (rows + config.feed_forward.num_rows * config.num_neurons)
+        layers = hidden * sum(config.qkv_rows(it) + config.out_cols(it) for it in config.layers)
+        layers += hidden * config.feed_forward.num_rows * config.num_neurons
         others = sum(prod(weight.shape) for weight in extra_matrices(config)) + vectors_size(config)
-        tables = config.embedding_size * (1 if config.tie_embeddings else 2) + config.per_layer_size
+        heads = config.part.heads and not config.tie_embeddings
+        tables = config.embedding_size * (config.has_table + heads)
+        tables += config.per_layer_size * config.has_inputs_table
         biases = 0
         if config.experts is not None and config.experts.bias:
             each = (config.feed_forward.num_rows - 1) * config.experts.neurons + hidden
@@ -272,8 +283,8 @@ class Bundle:
 
     def file(self, name: str) -> CheckedFile:
         """The file `name` with its checksums. Raises BundleError if the bundle has no such file."""
-        if name in self._rechecked:
-            return self._rechecked[name]
+        if name in self._files:
+            return self._files[name]
         entry = self.manifest.files.get(name)
         if entry is None or entry.crc is None:
             raise BundleError(f"{name!r} is not a file with checksums in the bundle {self.path}")
@@ -284,13 +295,47 @@ class Bundle:
     def with_files(self, files: Mapping[str, CheckedFile]) -> Bundle:
         """The same bundle, with `files` checked in other units than the format's."""
         other = copy.copy(self)
-        other._rechecked = {**self._rechecked, **files}
+        other._files = {**self._files, **files}
         return other
 
     def with_config(self, config: ModelConfig) -> Bundle:
         """The same bundle run as `config` says, under which its files are the same."""
         other = copy.copy(self)
         other.config = config
+        return other
+
+    def slice(
+        self, first: int, stop: int, *, embeds: bool | None = None, heads: bool | None = None
+    ) -> Bundle:
+        """The layers `first` to `stop` - 1 of the model, as a bundle of their own over the same files.
+
+        Its layers, files and tensors are numbered from 0 on.
+
+        Args:
+            first, stop: layers in the model's own numbers.
+            embeds: whether the slice has the embedding, and all else that comes before the first layer or
+                drafts; by default if it has the first layer.
+            heads: whether it has the output head; by default if it has the embedding.
+
+        Raises UsageError for layers that aren't here, UnsupportedModelError for an impossible cut.
+        """
+        embeds = (self.config.part.embeds and first == 0) if embeds is None else embeds
+        heads = embeds if heads is None else heads
+        config = part_config(self.config, first, stop, embeds, heads)
+        if config is self.config:
+            return self
+        other, own = copy.copy(self), part_range(self.config, config)
+        other._whole, other.config = self, config
+        stored = part_config(self.manifest.config, first, stop, embeds, heads)
+        other.manifest = part_manifest(self.manifest, stored)
+        names = part_files(config, other.manifest.tokenizer, own.start)
+        other._files = {name: self.file(whole) for name, whole in names if self.manifest.files[whole].crc}
+        contents = part_contents(vars(self), self.config, config)
+        vars(other).update(contents)
+        other.added = {name: it for name, it in self.added.items() if contents[it.sidecar.key] is not None}
+        kept = {name: it for name, it in self._spans.items() if it.file in (RESIDENT, *other.added)}
+        other._spans = part_names(kept, own)
+        other.bundle_bytes = sum(file.nbytes for file in other._files.values())
         return other
 
     def without(self, sidecar: Sidecar, error: BundleError) -> Bundle:
@@ -316,6 +361,9 @@ class Bundle:
         """
         if self.hotness is None:
             return None
+        if self._whole is not None:
+            shares = self._whole.frequencies()
+            return None if shares is None else shares[part_range(self._whole.config, self.config)]
         try:
             return parse_frequencies(self._read_frequencies(), self.hotness, self.config)
         except BundleError as error:
@@ -341,6 +389,9 @@ class Bundle:
         """
         if self.expert_use is None:
             return None
+        if self._whole is not None:
+            counts = self._whole.expert_counts()
+            return None if counts is None else counts[part_experts(self._whole.config, self.config)]
         try:
             data = self._read_expert_counts()
             return parse_expert_counts(data, self.expert_use, self.manifest.config)

@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from ondevice.bundle.files import contained, read_range, read_whole
 from ondevice.bundle.layout import (
@@ -28,7 +28,7 @@ from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, canonical_json, parse_json
 from ondevice.config import TARGET_RANGE, is_target
 from ondevice.errors import BundleError, UnsupportedModelError
-from ondevice.model_config import ModelConfig
+from ondevice.model_config import WHOLE, ModelConfig
 
 MAX_POINTS = 16
 NO_PREDICTORS = (
@@ -80,7 +80,7 @@ def weights_digest(manifest: Manifest) -> str:
     names = [RESIDENT, *(neuron_file_name(layer) for layer in layers)]
     names += [gate_file_name(layer) for layer in layers if manifest.config.zeros_gates]
     names += [expert_file_name(layer) for layer in manifest.config.expert_layers]
-    names += [PER_LAYER] if manifest.config.per_layer_width else []
+    names += [PER_LAYER] if manifest.config.has_inputs_table else []
     return hashlib.sha256(canonical_json([manifest.files[name].sha256 for name in names])).hexdigest()
 
 
@@ -96,12 +96,14 @@ def no_streams(config: ModelConfig) -> str:
         "attention sinks": config.any_layer(lambda layer: layer.attention.sinks),
         "gated attention": config.any_layer(lambda layer: layer.attention.gated),
         "recurrent layers": bool(config.recurrent_layers),
+        "factors of attention's output": config.any_layer(lambda layer: layer.attention.out_factor != 1.0),
         "keys that layers share": config.num_kv_layers < config.num_layers,
         "heads of several sizes": config.any_layer(
             lambda layer: layer.attention.head_dim > 0 or layer.attention.num_kv_heads > 0
         ),
         "statistical cutoffs": bool(config.cut_off_layers),
         "experts": config.experts is not None,
+        "no feed-forward": config.any_layer(lambda layer: not layer.has_feed_forward),
     }
     *names, last = (name for name, holds in blocks.items() if holds)
     listed = f"{', '.join(names)} and {last}" if names else last
@@ -127,7 +129,8 @@ def check_sidecar_possible(sidecar: Sidecar, config: ModelConfig) -> None:
 
 
 def sidecar_text(sidecar: Sidecar, content: Mapping[str, Any]) -> bytes:
-    """The bytes of the JSON file."""
+    """The bytes of the JSON file. `part_of` is written in slices alone."""
+    content = {name: value for name, value in content.items() if name != "part_of" or value}
     document = {sidecar.key: content, "sha256": hashlib.sha256(canonical_json(content)).hexdigest()}
     return json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode("ascii") + b"\n"
 
@@ -149,12 +152,28 @@ def parse_sidecar(sidecar: Sidecar, data: bytes) -> Section:
     return Section(content, sidecar.key)
 
 
+def parse_part_of(section: Section, config: ModelConfig) -> str:
+    """The hash of the whole model's sidecar that a slice's is a part of; "" in a whole model's.
+
+    Raises BundleError.
+    """
+    return section.text("part_of", 64) if config.part != WHOLE else ""
+
+
 def per_layer(section: Section, name: str, config: ModelConfig, low: float, high: float) -> tuple[float, ...]:
     """A list with one finite number from `low` to `high` for each layer. Raises BundleError."""
     values = section.numbers(name, config.num_layers, low, high)
     if len(values) != config.num_layers:
         raise BundleError(f"{section.where}.{name} has {len(values)} values for {config.num_layers} layers")
     return values
+
+
+def parse_bits(section: Section) -> Literal[4, 8, 16]:
+    """The width of a sidecar's codes; 16: plain float16. Raises BundleError."""
+    bits = section.integer("bits", 1, 64)
+    if bits not in (4, 8, 16):
+        raise BundleError(f"{section.where}.bits is {bits}; it must be 4, 8 or 16")
+    return cast(Literal[4, 8, 16], bits)
 
 
 def parse_points(section: Section, target: str, parse: Callable[[Section], Point]) -> tuple[Point, ...]:

@@ -12,11 +12,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 from ondevice.bundle.layout import FileLayout, TensorSpec, linear_tensors, tensors_layout
 from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.sidecar import Sidecar, check_sidecar, parse_sidecar, sidecar_text
+from ondevice.bundle.sidecar import (
+    Sidecar,
+    check_sidecar,
+    parse_bits,
+    parse_part_of,
+    parse_sidecar,
+    sidecar_text,
+)
 from ondevice.bundle.strict_json import Section
 from ondevice.config import GROUP_SIZE, MAX_STREAMS, RowFormat
 from ondevice.errors import BundleError
@@ -55,6 +62,10 @@ class MultiStreams:
     acceptance: acceptance rate of each stream: the share of measured tokens that it drafts right where all
         streams before it do.
     crcs: CRC32C of each MiB of the file with the tensors.
+    begins: whether streams enter in `first_layer`, where their embeddings and the pruning adapter are; else
+        they come in with the tokens, from a slice of the model with earlier layers, or are in a later slice's
+        layers alone: then `first_layer` is behind these.
+    part_of: in a slice, `parts.sidecar_digest` of the whole model's.
     """
 
     model: str
@@ -70,6 +81,8 @@ class MultiStreams:
     acceptance: tuple[float, ...]
     sha256: str
     crcs: tuple[int, ...]
+    begins: bool = True
+    part_of: str = ""
 
     def layers(self, config: ModelConfig) -> range:
         """The layers that have adapters."""
@@ -83,7 +96,7 @@ class MultiStreams:
             matrices |= _low_rank(f"{prefix}.qkv", hidden, rank, config.qkv_size)
             matrices |= _low_rank(f"{prefix}.out", config.query_size, rank, hidden)
             matrices |= _low_rank(f"{prefix}.feed_forward", hidden, self.feed_forward_rank, hidden)
-        if self.pruning_rank:
+        if self.pruning_rank and self.begins:
             matrices |= _low_rank(PRUNING, hidden, self.pruning_rank, hidden)
         return matrices
 
@@ -114,7 +127,9 @@ def _low_rank(name: str, cols: int, rank: int, rows: int) -> dict[str, tuple[int
 
 def stream_tensors(config: ModelConfig, streams: MultiStreams) -> Mapping[str, TensorSpec]:
     """The exact tensors of the file, in the order of their bytes: embeddings, adapters by layer, pruning."""
-    tensors = {EMBEDDINGS: TensorSpec("F32", (streams.streams, config.hidden_size))}
+    tensors: dict[str, TensorSpec] = {}
+    if streams.begins:
+        tensors[EMBEDDINGS] = TensorSpec("F32", (streams.streams, config.hidden_size))
     for name, (rows, cols) in streams.matrices(config).items():
         tensors |= linear_tensors(name, rows, cols, RowFormat(streams.bits))
     return tensors
@@ -128,6 +143,8 @@ def streams_layout(config: ModelConfig, streams: MultiStreams) -> FileLayout:
 def streams_text(streams: MultiStreams) -> bytes:
     """The bytes of `streams.json`."""
     content = {"version": STREAMS_VERSION, "group_size": GROUP_SIZE, **asdict(streams)}
+    if streams.begins:
+        del content["begins"]
     return sidecar_text(STREAMS_SIDECAR, content)
 
 
@@ -155,18 +172,12 @@ def parse_streams(data: bytes, manifest: Manifest) -> MultiStreams:
 def _parse(section: Section, config: ModelConfig) -> MultiStreams:
     section.equal("version", STREAMS_VERSION)
     section.equal("group_size", GROUP_SIZE)
-    mode = section.text("mode", 16)
-    if mode not in ("lossless", "shared"):
-        raise BundleError(f"streams.mode is {mode!a}; it must be 'lossless' or 'shared'")
-    bits = section.integer("bits", 1, 64)
-    if bits not in (4, 8, 16):
-        raise BundleError(f"streams.bits is {bits}; it must be 4, 8 or 16")
     streams = MultiStreams(
         model=section.text("model", 64),
-        mode=cast(MultiStreamMode, mode),
-        bits=cast(Literal[4, 8, 16], bits),
+        mode=cast(MultiStreamMode, section.one_of("mode", get_args(MultiStreamMode))),
+        bits=parse_bits(section),
         streams=section.integer("streams", 1, MAX_STREAMS),
-        first_layer=section.integer("first_layer", 0, config.num_layers - 1),
+        first_layer=section.integer("first_layer", 0, (config.part.layers or config.num_layers) - 1),
         attention_rank=section.integer("attention_rank", 1, MAX_ADAPTER_RANK),
         feed_forward_rank=section.integer("feed_forward_rank", 1, MAX_ADAPTER_RANK),
         pruning_rank=section.integer("pruning_rank", 0, MAX_PRUNING_RANK),
@@ -175,10 +186,27 @@ def _parse(section: Section, config: ModelConfig) -> MultiStreams:
         acceptance=section.numbers("acceptance", MAX_STREAMS, 0.0, 1.0),
         sha256=section.text("sha256", 64),
         crcs=section.integers("crcs", 1 << 16, 0, (1 << 32) - 1),
+        begins=section.boolean("begins") if "begins" in section.names else True,
+        part_of=parse_part_of(section, config),
     )
+    _check_place(streams, config)
     if len(streams.acceptance) != streams.streams:
         raise BundleError(
             f"streams.acceptance has {len(streams.acceptance)} values for {streams.streams} streams"
         )
     section.close()
     return streams
+
+
+def _check_place(streams: MultiStreams, config: ModelConfig) -> None:
+    """Raises BundleError unless streams enter in one of these layers, or the config's part has other ones."""
+    first, own = streams.first_layer, config.num_layers
+    if streams.begins and first >= own:
+        raise BundleError(f"streams.first_layer is {first}; the last of these layers is {own - 1}")
+    if streams.begins or first >= own:
+        return
+    if first or streams.pruning_rank or not config.part.first:
+        raise BundleError(
+            "streams.begins is false, which it is in slices of later layers, with adapters from the first on "
+            "and no pruning adapter, and in slices of earlier ones"
+        )

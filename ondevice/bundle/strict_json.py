@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from ondevice.errors import BundleError, json_fault
@@ -21,8 +21,10 @@ def parse_json(data: bytes, where: str) -> Any:
     """The JSON value in `data` (UTF-8). Raises BundleError, naming `where`, if it isn't acceptable."""
     if len(data) > MAX_JSON_BYTES:
         raise BundleError(f"{where} has {len(data)} bytes; the limit is {MAX_JSON_BYTES}")
+    # Fewer brackets can't nest deeper. To look at each takes longer than to parse a message between ranks.
+    may_nest = data.count(b"[") + data.count(b"{") > MAX_NESTING
     depth = 0
-    for match in _STRING_OR_BRACKET.finditer(data):
+    for match in _STRING_OR_BRACKET.finditer(data) if may_nest else ():
         depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(match.group(), 0)
         if depth > MAX_NESTING:
             raise BundleError(f"{where} nests deeper than {MAX_NESTING} levels at byte {match.start()}")
@@ -124,6 +126,13 @@ class Section:
     def text(self, key: str, most: int) -> str:
         """A printable string of 1 to `most` characters."""
         return self._text(self.get(key), key, most)
+
+    def one_of(self, key: str, allowed: Sequence[str]) -> str:
+        """One of the strings `allowed`."""
+        value = self.get(key)
+        if value not in allowed:
+            self._refuse(key, value, f"one of {', '.join(allowed)}")
+        return str(value)
 
     def texts(self, key: str, count: int, most: int) -> tuple[str, ...]:
         """A list of at most `count` printable strings of 1 to `most` characters."""

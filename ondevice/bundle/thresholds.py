@@ -18,6 +18,7 @@ from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import (
     Sidecar,
     check_sidecar,
+    parse_part_of,
     parse_points,
     parse_sidecar,
     per_layer,
@@ -64,7 +65,7 @@ class Thresholds:
 
     model: `weights_digest` of the weights that they belong to. calibrated_tokens, measured_tokens: lengths of
     the texts. perplexity: of the dense model on the measured text. crcs: CRC32C of each MiB of the file with
-    the tensors.
+    the tensors. part_of: in a slice, `parts.sidecar_digest` of the whole model's.
     """
 
     model: str
@@ -74,6 +75,7 @@ class Thresholds:
     points: tuple[ThresholdPoint, ...]
     sha256: str
     crcs: tuple[int, ...]
+    part_of: str = ""
 
     def point(self, sparsity: float) -> ThresholdPoint:
         """The operating point of a sparsity target. Raises UnsupportedModelError if there is none."""
@@ -119,6 +121,7 @@ def _parse(section: Section, config: ModelConfig) -> Thresholds:
         points=parse_points(section, "sparsity", lambda point: _parse_point(point, config)),
         sha256=section.text("sha256", 64),
         crcs=section.integers("crcs", 1 << 16, 0, (1 << 32) - 1),
+        part_of=parse_part_of(section, config),
     )
     section.close()
     return thresholds

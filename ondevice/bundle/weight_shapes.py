@@ -20,12 +20,14 @@ class WeightShape(NamedTuple):
     shape: (rows, columns) of a matrix, else the shape of float32 values.
     is_matrix: whether it is stored as matrices are.
     is_half: whether this matrix has 16 bits, whatever others have.
+    of_heads: whether each head multiplies its own rows alone.
     """
 
     name: str
     shape: tuple[int, ...]
     is_matrix: bool
     is_half: bool = False
+    of_heads: bool = False
 
     def stored(self, quant: QuantConfig) -> RowFormat:
         """How this matrix is stored."""
@@ -41,20 +43,18 @@ def model_weight_shapes(config: ModelConfig) -> tuple[WeightShape, ...]:
     The copies' matrices are one for each copy but the first: `spread` makes it of the embedding, `gather`
     is multiplied by it in the end.
     """
-    hidden, width = config.hidden_size, config.per_layer_width
-    found = []
-    if config.embedding_width:
+    hidden, part, found = config.hidden_size, config.part, []
+    if config.embedding_width and part.embeds:
+        found.append(WeightShape("project_in", (hidden, config.embedding_width), True))
+    if config.embedding_width and part.heads:
+        found.append(WeightShape("project_out", (config.embedding_width, hidden), True))
+    if config.has_inputs_table:
         found += [
-            WeightShape("project_in", (hidden, config.embedding_width), True),
-            WeightShape("project_out", (config.embedding_width, hidden), True),
+            WeightShape("per_layer.projection", (config.per_layer_size, hidden), True),
+            WeightShape("per_layer.norm.weight", (config.per_layer_width,), False),
         ]
-    if width:
-        found += [
-            WeightShape("per_layer.projection", (config.num_layers * width, hidden), True),
-            WeightShape("per_layer.norm.weight", (width,), False),
-        ]
-    for name in ("spread", "gather"):
-        for copy in range(1, config.residual_copies):
+    for name, exists in (("spread", part.embeds), ("gather", part.heads)):
+        for copy in range(1, config.residual_copies if exists else 1):
             found.append(WeightShape(f"copies.{name}.{copy}", (hidden, hidden), True))
     return tuple(found)
 
@@ -96,6 +96,7 @@ def layer_weight_shapes(config: ModelConfig, layer: LayerSpec) -> tuple[WeightSh
         ]
     if layer.conv is not None:
         found.append(WeightShape("conv.weight", (layer.conv.taps, layer.conv.channels), False))
+    found += _mixer_shapes(config, layer)
     if layer.attention.sinks:
         found.append(WeightShape("attention.sinks", (config.heads(layer.attention).queries,), False))
     found += _latent_shapes(config, layer)
@@ -116,6 +117,34 @@ def layer_weight_shapes(config: ModelConfig, layer: LayerSpec) -> tuple[WeightSh
     return tuple(found)
 
 
+def _mixer_shapes(config: ModelConfig, layer: LayerSpec) -> list[WeightShape]:
+    """Those of a Mamba-2 mixer. Beside attention it has matrices of its own: `in` has the rows of x, B, C and
+    z, and `out` makes its output.
+    """
+    mixer, hidden = layer.mamba2, config.hidden_size
+    if mixer is None:
+        return []
+    found = []
+    if layer.attends:
+        found += [
+            WeightShape("mamba2.in", (sum(mixer.projections.values()), hidden), True),
+            WeightShape("mamba2.out", (hidden, mixer.value_size), True),
+        ]
+    # Time steps act on all that a state holds, as a delta rule's gates do.
+    found += [
+        WeightShape("mamba2.steps", (mixer.heads, hidden), True, is_half=True),
+        WeightShape("mamba2.conv", (mixer.taps, mixer.channels), False),
+        *([WeightShape("mamba2.conv.bias", (mixer.channels,), False)] if mixer.conv_bias else []),
+        *(
+            WeightShape(f"mamba2.{name}", (mixer.heads,), False)
+            for name in ("decay_log", "time_bias", "skip")
+        ),
+    ]
+    if mixer.norm != "none":
+        found.append(WeightShape("mamba2.norm.weight", (mixer.value_size,), False))
+    return found
+
+
 def _latent_shapes(config: ModelConfig, layer: LayerSpec) -> list[WeightShape]:
     """Those of latent attention, as `LatentWeights` has them."""
     latent, heads = layer.attention.latent, config.num_heads
@@ -130,8 +159,8 @@ def _latent_shapes(config: ModelConfig, layer: LayerSpec) -> list[WeightShape]:
     return [
         *found,
         WeightShape("attention.latent_norm.weight", (latent.rank,), False),
-        WeightShape("attention.latent_keys", (heads * latent.rank, latent.key_dim), True),
-        WeightShape("attention.latent_values", (heads * latent.value_dim, latent.rank), True),
+        WeightShape("attention.latent_keys", (heads * latent.rank, latent.key_dim), True, of_heads=True),
+        WeightShape("attention.latent_values", (heads * latent.value_dim, latent.rank), True, of_heads=True),
     ]
 
 
@@ -156,7 +185,7 @@ def _all_shapes(config: ModelConfig) -> list[WeightShape]:
 
 def _norms_and_biases(config: ModelConfig, layer: LayerSpec) -> int:
     attention, feed_forward = layer.attention, layer.feed_forward
-    norms = (layer.norms_input + layer.norms_output) * 2 * config.norm_size
+    norms = (layer.norms_input + layer.norms_output) * (1 + layer.has_feed_forward) * config.norm_size
     biases = attention.bias * config.qkv_rows(layer) + attention.output_bias * config.hidden_size
     biases += feed_forward.bias * config.neurons(layer) + feed_forward.output_bias * config.hidden_size
     head_norms = sum(config.head_norm_sizes(layer)) * (2 if attention.head_norm_bias else 1)

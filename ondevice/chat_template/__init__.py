@@ -25,7 +25,8 @@ from ondevice.chat_template.messages import (
     absent_character,
     all_checked,
     as_form,
-    changed_strings,
+    changed_messages,
+    changed_tools,
     mark,
     size,
     uses_tools,
@@ -235,10 +236,11 @@ class ChatTemplate:
         tools = [tool.to_dict() for tool in options.tools]
         marker = absent_character(checked, tools)
 
-        def marked(value: Any) -> Any:
-            return changed_strings(value, lambda text: mark(text, pattern, names, marker))
+        def marked(text: str) -> str:
+            return mark(text, pattern, names, marker)
 
-        text = self._rendered(marked(checked), marked(tools), options, add_generation_prompt)
+        checked, tools = changed_messages(checked, marked), changed_tools(tools, marked)
+        text = self._rendered(checked, tools, options, add_generation_prompt)
         found = list(pattern.finditer(text))
         if marker not in text:
             ids = tokenizer.encode(text, add_bos=False, special=True, most=most)

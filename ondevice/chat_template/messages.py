@@ -17,6 +17,11 @@ An assistant's may have `tool_calls` and, with them, the `thinking` before them.
 `tool_call_id` of the call that it answers.
 """
 
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Words by which templates tell messages apart."""
+_MESSAGE_KEYS, _TOOL_KEYS = 3, 2
+"""Levels of keys that are no words of others: a message's, its calls' and their functions'; a tool's and its
+function's."""
 _NOT_KEPT = ("thinking", "tool_call_id", "tool_calls")
 _ROLE = re.compile(r"[a-z][a-z0-9_-]{0,63}", re.ASCII)
 # Noncharacters, which texts don't use. The private area is for texts that contain all of them anyway.
@@ -91,15 +96,35 @@ def without_ids(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [plain(message) for message in messages]
 
 
-def changed_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of JSON data with every string changed, those of keys too."""
+def changed_strings(value: Any, change: Callable[[str], str], own_keys: int = 0) -> Any:
+    """A copy of JSON data with every string changed, those of keys too.
+
+    own_keys: outermost levels of objects whose keys stay.
+    """
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {change(key): changed_strings(item, change) for key, item in value.items()}
+        inner = max(0, own_keys - 1)
+        return {
+            key if own_keys else change(key): changed_strings(item, change, inner)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [changed_strings(item, change) for item in value]
+        return [changed_strings(item, change, own_keys) for item in value]
     return value
+
+
+def changed_messages(messages: Sequence[Message], change: Callable[[str], str]) -> list[dict[str, Any]]:
+    """Copies of checked messages, all strings changed but the keys and roles by which templates read them."""
+    roles = [{"role": it["role"]} if it["role"] in _ROLES else {} for it in messages]
+    return [
+        changed_strings(it, change, _MESSAGE_KEYS) | role for it, role in zip(messages, roles, strict=True)
+    ]
+
+
+def changed_tools(tools: Sequence[Mapping[str, Any]], change: Callable[[str], str]) -> list[dict[str, Any]]:
+    """Copies of tools, all strings changed but the keys by which templates read them."""
+    return [changed_strings(it, change, _TOOL_KEYS) for it in tools]
 
 
 def size(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int:

@@ -16,11 +16,13 @@ from ondevice.commands.options import (
     Text,
     add_options,
     complete_path,
+    hosts_option,
     json_option,
     model_option,
     option,
     whole_text,
 )
+from ondevice.commands.sharing import require_alone
 from ondevice.commands.terminal import print_result, progress, say, take_interrupts
 from ondevice.config import MAX_CONTEXT, SamplingConfig
 from ondevice.errors import UsageError
@@ -91,6 +93,7 @@ _NEVER_COMPARED = ("ablation", "runs", "prompt_tokens")
     help=f"With --speculation {EVERY_DRAFTER}: a new folder for speculation.png and speculation.json.",
 )
 @add_options(_RUNTIME, _SAMPLING)
+@hosts_option()
 @json_option
 @click.pass_context
 def bench(
@@ -123,12 +126,14 @@ def bench(
     compared = speculation == EVERY_DRAFTER
     _refuse(context, _NEVER_COMPARED if compared else _ONLY_COMPARED, compared)
     if compared:
+        require_alone(values, f"--speculation {EVERY_DRAFTER}")
         tasks = [task.at_most(prompts) for task in _tasks(context, text, chat)]
         sampling = replace(sampling_config(values), max_tokens=max_tokens)
         compare(model, tasks, sampling, output, as_json, values)
         return
     values["speculation"] = speculation
     if ablation:
+        require_alone(values, "--ablation")
         if context.get_parameter_source("runs") is ParameterSource.COMMANDLINE:
             raise UsageError(
                 f"--runs {runs}: --ablation runs every row once; ask for more --max-tokens instead"

@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 from click.core import ParameterSource
 
+from ondevice.commands import sharing
 from ondevice.commands.constraint import constraint_of, constraint_options
 from ondevice.commands.opening import loaded_model, resolved_model, say_stats
-from ondevice.commands.options import Command, Text, add_options, model_option, option, yes_option
+from ondevice.commands.options import (
+    Command,
+    Text,
+    add_options,
+    hosts_option,
+    model_option,
+    option,
+    yes_option,
+)
 from ondevice.commands.terminal import say, write_events
 from ondevice.config import SamplingConfig, WhenFull
 from ondevice.errors import ContextOverflowError, OndeviceError
@@ -42,6 +51,7 @@ if TYPE_CHECKING:
 @option("--no-think", is_flag=True, help="The model shall not think before it replies, or little if it must.")
 @constraint_options
 @add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS, PROMPT_CACHE_OPTIONS)
+@hosts_option()
 @yes_option
 @click.pass_context
 def chat(
@@ -66,6 +76,7 @@ def chat(
     from ondevice.commands.slash_commands import is_known_command
     from ondevice.host import text_tokenizer
 
+    sharing.start(model, values)
     chosen = {
         name for name in SAMPLING_OPTIONS if context.get_parameter_source(name) is not ParameterSource.DEFAULT
     }

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ondevice.commands import sharing
 from ondevice.commands.constraint import constraint_of, constraint_options
 from ondevice.commands.opening import loaded_model, resolved_model, say_stats
 from ondevice.commands.options import (
@@ -14,6 +15,7 @@ from ondevice.commands.options import (
     Text,
     TextParts,
     add_options,
+    hosts_option,
     json_option,
     model_option,
     option,
@@ -35,6 +37,7 @@ from ondevice.settings import PROMPT_CACHE_OPTIONS, RUNTIME_OPTIONS, SAMPLING_OP
 )
 @constraint_options
 @add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS, PROMPT_CACHE_OPTIONS)
+@hosts_option()
 @yes_option
 @json_option
 def generate(model: str | None, prompt: str, yes: bool, as_json: bool, **values: Any) -> None:
@@ -42,6 +45,7 @@ def generate(model: str | None, prompt: str, yes: bool, as_json: bool, **values:
     from ondevice.host import text_tokenizer
     from ondevice.runtime.resolving import check_tokens
 
+    sharing.start(model, values)
     constraint = constraint_of(values)
     sampling = replace(sampling_config(values), constraint=constraint)
     text = TextParts(prompt) if prompt == "-" else [prompt]

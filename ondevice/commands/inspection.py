@@ -7,12 +7,14 @@ from dataclasses import asdict
 from typing import Any
 
 from ondevice.budget.limits import context_words, verdict
+from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.layout import expert_bytes
+from ondevice.bundle.parts import part_words
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import no_streams
 from ondevice.commands.reports import lossy_lines, parts, percent, residency, size
 from ondevice.commands.training_reports import expert_cost_table, stream_facts, trained_facts
-from ondevice.model_config import ModelConfig
+from ondevice.model_config import WHOLE, ModelConfig
 from ondevice.runtime.models import (
     ALIASES,
     SparsityMode,
@@ -62,6 +64,7 @@ def inspection(resolved: ResolvedModel) -> dict[str, Any]:
     change = mode_change(resolved)
     return {
         "model": bundle.name,
+        "part": _part_facts(bundle),
         "architecture": bundle.config.architecture,
         "parameters": bundle.parameters,
         "bundle_bytes": bundle.bundle_bytes,
@@ -94,6 +97,7 @@ def inspection_text(resolved: ResolvedModel) -> str:
     lines = [
         f"{bundle.name}: {config.architecture}, {bundle.parameters:,} parameters, {bundle.quant.name}, "
         f"bundle {size(bundle.bundle_bytes)}",
+        *([] if config.part == WHOLE else [part_words(bundle.manifest)]),
         *_widths_lines(config),
         "sparsity modes:",
         *map(_mode_line, _modes(bundle)),
@@ -121,6 +125,21 @@ def inspection_text(resolved: ResolvedModel) -> str:
     return "\n".join(lines)
 
 
+def _part_facts(bundle: Bundle) -> dict[str, Any] | None:
+    """What a slice of a model has; None for a whole one."""
+    part = bundle.config.part
+    if part == WHOLE:
+        return None
+    return {
+        "first_layer": part.first,
+        "layers": bundle.config.num_layers,
+        "model_layers": part.layers,
+        "embeds": part.embeds,
+        "heads": part.heads,
+        "part_of": bundle.manifest.part_of,
+    }
+
+
 def _ngrams_lines(bundle: Bundle) -> list[str]:
     """The datastore of continuations, if there is one."""
     return [] if bundle.ngrams is None else [f"ngrams: a datastore of {bundle.ngrams.tokens:,} tokens"]
@@ -129,11 +148,18 @@ def _ngrams_lines(bundle: Bundle) -> list[str]:
 def _draft_layer_lines(bundle: Bundle) -> list[str]:
     """The draft layers, if there are some."""
     return [
-        f"{layer.kind}: a draft layer of {layer.neurons:,} neurons that knows {layer.tokens:,} tokens, at "
+        f"{layer.kind}: a draft layer of {_feed_forward(layer)} that knows {layer.tokens:,} tokens, at "
         f"{layer.bits} bits"
         for layer in (bundle.eagle, bundle.mtp)
         if layer is not None
     ]
+
+
+def _feed_forward(layer: DraftLayer) -> str:
+    """What a draft layer's feed-forward has."""
+    if layer.experts is None:
+        return f"{layer.neurons:,} neurons"
+    return f"{layer.experts.count:,} experts"
 
 
 def _modes(bundle: Bundle) -> tuple[SparsityMode, ...]:

@@ -21,12 +21,21 @@ def resolved_model(
 ) -> ResolvedModel:
     """The resolved model for `loaded_model`. Commands check their other arguments between the two calls.
 
+    Where several machines share the model, it is this rank's part. On a rank other than 0 this doesn't
+    return: it serves layers until rank 0 ends.
+
     yes: for commands that convert what isn't a bundle yet, True if they needn't ask first. parallel: texts
     that may share passes.
     """
     from ondevice import api
+    from ondevice.commands import sharing
 
+    sharing.start(model, values)
     runtime = replace(runtime_config(values), parallel=parallel)
+    shared = sharing.resolved_part(model, runtime)
+    if shared is not None:
+        take_interrupts()
+        return shared
     name = model if yes is None else obtained(model, runtime, yes)
     resolved = api.open_model(name, runtime)
     take_interrupts()
@@ -37,14 +46,15 @@ def resolved_model(
 def loaded_model(resolved: ResolvedModel) -> Iterator[Model]:
     """The loaded model, closed at the end. Its plan is shown before its weights are read."""
     from ondevice import api
-    from ondevice.commands import reports
+    from ondevice.commands import reports, sharing
 
     resolved.require_fit()
     say(f"{resolved.bundle.name}: {reports.plan_summary(resolved.plan)}")
     for line in reports.lossy_lines(resolved):
         say(line)
-    with api.Model(resolved) as loaded:
+    with api.Model(resolved, sharing.later_layers()) as loaded:
         yield loaded
+    sharing.leave()
 
 
 def say_stats(model: Model) -> None:

@@ -18,6 +18,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
+from ondevice.distributed.place import CHILD, CONTROL, FRONT
 from ondevice.errors import OndeviceError, UsageError
 from ondevice.settings import (
     Option,
@@ -36,8 +37,8 @@ BROKEN_PIPE = 141
 """Exit code when the reader of stdout has gone away: the shell's code for SIGPIPE."""
 
 MODEL_ARGUMENT = "named_model"
-OTHER_VARIABLES = ("ONDEVICE_CONFIG", "ONDEVICE_HOME")
-"""Environment variables that belong to no option."""
+OTHER_VARIABLES = ("ONDEVICE_CONFIG", "ONDEVICE_HOME", CHILD, CONTROL, FRONT)
+"""Environment variables that belong to no option. The last three are set by `ondevice` itself."""
 TEST_VARIABLES = "ONDEVICE_TEST_"
 NEAR = 0.85
 """Least `difflib` similarity at which a name is taken for a misspelling. The common prefix counts too."""
@@ -263,6 +264,22 @@ def model_option(command: Decorated) -> Decorated:
 yes_option = option(
     "--yes", "-y", is_flag=True, help="Convert a model that isn't a bundle yet without asking."
 )
+
+
+def hosts_option(
+    text: str = "Share the model with other machines: MLX's host file names them, this one first.",
+    required: bool = False,
+) -> Callable[[Decorated], Decorated]:
+    """`--hosts HOSTFILE`. text: its help."""
+    return option(
+        "--hosts",
+        metavar="HOSTFILE",
+        type=Text(),
+        required=required,
+        shell_complete=complete_path,
+        help=text,
+    )
+
 
 json_option = option("--json", "as_json", is_flag=True, help="Print one JSON object on one line.")
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ondevice.commands.opening import loaded_model, resolved_model
-from ondevice.commands.options import Command, Text, add_options, model_flag, option, yes_option
+from ondevice.commands.options import Command, Text, add_options, hosts_option, model_flag, option, yes_option
+from ondevice.commands.sharing import require_alone
 from ondevice.commands.terminal import say
 from ondevice.config import RuntimeConfig
 from ondevice.errors import BackendUnavailableError, UsageError
@@ -56,6 +57,7 @@ PACKAGES = ("starlette", "uvicorn")
 @option("--ssl-keyfile", type=Text(), default="", show_default=False, help="The certificate's key.")
 @option("--ssl-keyfile-password", type=Text(), default="", show_default=False, help="The key's password.")
 @add_options(RUNTIME_OPTIONS, PROMPT_CACHE_OPTIONS)
+@hosts_option()
 @yes_option
 def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) -> None:
     """Serve models over HTTP, in the dialects of OpenAI, Anthropic and Ollama.
@@ -71,6 +73,8 @@ def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) 
     from ondevice.serve.server import serve as serve_until_stopped
 
     named: list[str | None] = list(models) or [model]
+    if len(named) > 1:
+        require_alone(values, "a server of several models")
     if len(named) > 1 and values["dram_budget"] == RuntimeConfig.dram_budget:
         values["dram_budget"] = _budget_of_all()
     # The last to be resolved is the first model, so that the plan counts what the others have left behind.

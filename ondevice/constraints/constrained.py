@@ -7,7 +7,8 @@ into, so that a text meets them where it would without.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -18,6 +19,8 @@ from ondevice.errors import ConstraintError
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+PIECE_SECONDS = 0.02
+"""Time after which `catch_up` lets others go. Reading the grammar is one step, and so is each token."""
 Mask = npt.NDArray[np.bool_]
 Proposals = Iterable[tuple[int, float]]
 
@@ -51,14 +54,16 @@ class Constrained:
         """matcher: at the beginning of what has to obey. gate: None if that is the whole text.
 
         own: makes such a matcher that shares nothing. It takes the place of `matcher` if what other texts and
-        drafts have left of the grammar's limits isn't enough, so that every text has all of them.
+        drafts have left of the grammar's limits isn't enough (`catch_up`), so every text has all of them.
         """
         self._matcher = matcher
         self._own = own
         self._looks_ahead = True
         """Whether drafts may take from the grammar's limits."""
         self._taken: list[int] = []
-        """Tokens that the matcher has taken."""
+        """Tokens that the matcher has taken, or that another has to take."""
+        self._bits: bytes | None = None
+        """The next mask, packed, once it is known."""
         self._vocab_size = vocab_size
         self._gate = gate
         self._openers = [] if gate is None else sorted(gate.openers)
@@ -72,16 +77,17 @@ class Constrained:
         self._ahead: _Ahead | None = None
 
     def allowed(self) -> Mask:
-        """(V,) whether each token may come next.
+        """(V,) whether each token may come next. `catch_up` comes first where `is_ready` doesn't hold.
 
         Raises ConstraintError if none may, or if the grammar takes more than its limits allow.
         """
         if not self._obeys:
             return self._unfinished
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        if self._has_another():
-            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        ready = self.is_ready()
+        assert ready
         self._check()
+        assert self._bits is not None
+        bits = np.frombuffer(self._bits, dtype=np.uint8)
         mask: Mask = np.unpackbits(bits, bitorder="little")[: self._vocab_size].view(np.bool_)
         if not self._begun:
             mask[self._openers] = True
@@ -89,17 +95,47 @@ class Constrained:
             raise ConstraintError("no token of this model continues the text as its constraint wants it")
         return mask
 
+    def is_ready(self) -> bool:
+        """Compute the next mask. False: it has to wait for `catch_up`."""
+        if self._obeys and self._bits is None and not self.is_behind:
+            self._bits = self._matcher.compute_bitmask()
+        return not self.is_behind
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether shared limits have ended the matcher, so that `catch_up` has to run."""
+        return self._own is not None and self._matcher.is_error()
+
+    def catch_up(self) -> Iterator[None]:
+        """Follow the text anew with a matcher of its own, in pieces, between which others may go.
+
+        Raises ConstraintError if the grammar takes more than its limits allow for this text alone.
+        """
+        if not self.is_behind:
+            return
+        own, self._own, begun = self._own, None, time.monotonic()
+        assert own is not None
+        self._matcher, self._bits, self._ahead, self._looks_ahead = own(), None, None, False
+        for token in self._taken:
+            # With the masks, as the text had them: what a step takes of the limits depends on those before.
+            self._matcher.compute_bitmask()
+            self._matcher.consume_token(token)
+            if self._matcher.is_error():
+                break
+            if time.monotonic() - begun >= PIECE_SECONDS:
+                yield
+                begun = time.monotonic()
+        self._check()
+
     def take(self, token: int, text: str) -> None:
         """Follow `token`, which has joined the text. text: what it completed."""
-        self._ahead = None
+        self._ahead = self._bits = None
         if self._begun or (self._obeys and token not in self._openers):
             self._begun = True
             self._matcher.consume_token(token)
-            if self._has_another():
-                self._matcher.compute_bitmask()
-                self._matcher.consume_token(token)
-            self._check()
             self._taken.append(token)
+            if not self.is_behind:
+                self._check()
         elif self._gate is not None:
             self._gate.take(token, text)
             self._obeys = self._gate.kind == "reply"
@@ -110,8 +146,8 @@ class Constrained:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing can follow what has been said."""
-        return self._begun and self._matcher.is_stopped()
+        """Whether nothing can follow what has been said; unknown, and False, where it has to catch up."""
+        return self._begun and not self.is_behind and self._matcher.is_stopped()
 
     def proposals(self, path: Sequence[int], propose: Callable[[Sequence[int]], Proposals]) -> Proposals:
         """Draft tokens that may follow the text and the draft tokens `path`.
@@ -127,18 +163,6 @@ class Constrained:
         if forced is not None:
             return [(forced, 1.0)]
         return [(token, chance) for token, chance in propose(path) if self._ahead.allows(path, token)]
-
-    def _has_another(self) -> bool:
-        """Whether a matcher of its own, behind the same text, has taken the place of one with an error."""
-        if self._own is None or not self._matcher.is_error():
-            return False
-        own, self._own = self._own, None
-        self._matcher, self._ahead, self._looks_ahead = own(), None, False
-        for token in self._taken:
-            # With the masks, as the text had them: what a step takes of the limits depends on those before.
-            self._matcher.compute_bitmask()
-            self._matcher.consume_token(token)
-        return True
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -1,16 +1,20 @@
 """The types of what `_native` has for recurrent layers (`bindings_delta.cc`)."""
 
+from typing import TypeAlias
+
 from ondevice.kernels._native import Float32, Int32, Norm, Runner
+
+DeltaSizes: TypeAlias = tuple[int, int, int, int]
+"""Numbers of key and value heads, widths of a key and of a value."""
+DeltaWeights: TypeAlias = tuple[Float32, Float32, Float32, Norm]
+"""conv (taps, C); decay (value heads,), below zero; time_bias (value heads,); norm of a head's output."""
 
 def gated_delta(
     runner: Runner,
     projected: Float32,
-    gates: Float32,
-    heads: tuple[int, int, int, int],
-    conv: Float32,
-    decay: Float32,
-    time_bias: Float32,
-    norm: Norm,
+    inputs: Float32,
+    sizes: DeltaSizes,
+    weights: DeltaWeights,
     state: Float32,
     next_state: Float32,
     out: Float32,
@@ -20,30 +24,25 @@ def gated_delta(
     With C channels, 2 * key heads * key width + value heads * value width:
 
     projected: (T, C + value heads * value width), channels before the convolution, then output gates.
-    gates: (T, 2 * value heads), what betas are made of, then what decays are made of.
-    heads: numbers of key and value heads, widths of a key and of a value.
-    conv: (taps, C). decay: (value heads,), below zero. time_bias: (value heads,). norm: of a head's output.
+    inputs: (T, 2 * value heads), what betas are made of, then what decays are made of.
     state: (value heads * key width * value width + (taps - 1) * C,): states, then inputs of the convolution.
     out: (T, value heads * value width).
     """
 
 def gated_delta_ahead(
     runner: Runner,
+    channels: Float32,
     inputs: Float32,
-    gates: Float32,
     parents: Int32,
     projected: Float32,
-    heads: tuple[int, int, int, int],
-    conv: Float32,
-    decay: Float32,
-    time_bias: Float32,
-    norm: Norm,
+    sizes: DeltaSizes,
+    weights: DeltaWeights,
     state: Float32,
     out: Float32,
 ) -> None:
-    """As `gated_delta`, for a tree of T <= 64 tokens of which only the last n have outputs. Keeps no state.
+    """`gated_delta` for a tree of T <= 64 tokens of which only the last n have outputs. Keeps no state.
 
-    inputs: (T, C), channels before the convolution. gates: (T, 2 * value heads).
+    channels: (T, C), before the convolution. inputs: (T, 2 * value heads).
     parents: (T,), the token that each follows, -1 for the text before them; a parent comes before its child.
     projected: (n, C + value heads * value width), of which only the output gates are used.
     out: (n, value heads * value width).
@@ -51,16 +50,14 @@ def gated_delta_ahead(
 
 def replay_delta(
     runner: Runner,
+    channels: Float32,
     inputs: Float32,
-    gates: Float32,
-    heads: tuple[int, int, int, int],
-    conv: Float32,
-    decay: Float32,
-    time_bias: Float32,
+    sizes: DeltaSizes,
+    weights: DeltaWeights,
     state: Float32,
     next_state: Float32,
 ) -> None:
-    """As `gated_delta`, for tokens' inputs (T, C) and gates (T, 2 * value heads), without their outputs."""
+    """`gated_delta` without outputs, of channels (T, C) and inputs (T, 2 * value heads)."""
 
 def short_conv(
     runner: Runner, projected: Float32, conv: Float32, state: Float32, next_state: Float32, out: Float32
@@ -81,7 +78,7 @@ def short_conv_ahead(
     state: Float32,
     out: Float32,
 ) -> None:
-    """As `short_conv`, for a tree of T tokens of which only the last n have outputs. Keeps no state.
+    """`short_conv` for a tree of T tokens of which only the last n have outputs. Keeps no state.
 
     inputs: (T, C), products b * x; those of the last n are written.
     parents: (T,), the token that each follows, -1 for the text before them; a parent comes before its child.

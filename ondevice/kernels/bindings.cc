@@ -111,6 +111,7 @@ NB_MODULE(_native, m) {
   bind_vector_ops(m);
   bind_attention(m);
   bind_delta(m);
+  bind_mamba2(m);
   bind_matrix(m);
   bind_gguf(m);
   bind_expert(m);

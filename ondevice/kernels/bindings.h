@@ -14,6 +14,7 @@
 #include <tuple>
 #include <utility>
 #include <variant>
+#include <vector>
 
 #include "runner.h"
 
@@ -104,6 +105,7 @@ void bind_delta(nb::module_& m);
 void bind_expert(nb::module_& m);
 void bind_feed_forward(nb::module_& m);
 void bind_gguf(nb::module_& m);
+void bind_mamba2(nb::module_& m);
 void bind_matrix(nb::module_& m);
 void bind_testing(nb::module_& m);
 void bind_flash(nb::module_& m, nb::module_& testing);

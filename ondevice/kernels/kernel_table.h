@@ -136,6 +136,7 @@ struct Norm {
 
 struct DeltaArgs;  // in gated_delta.h
 struct ConvArgs;   // in short_conv.h
+struct MixerArgs;  // in mamba2.h
 
 struct KernelTable {
   // x: cols floats -> row t of `out`. nibble_order: in the order that weights below 8 bits need.
@@ -220,6 +221,10 @@ struct KernelTable {
                             int64_t n);
   // The gated short convolution for channels [begin, end).
   void (*short_conv)(const ConvArgs& args, int64_t tokens, int64_t begin, int64_t end);
+  // A Mamba-2 mixer's heads [begin, end), token after token, without gates and norm.
+  void (*mamba2)(const MixerArgs& args, int64_t tokens, int64_t begin, int64_t end, float* scratch);
+  // Gates, and norms, values [first, first + n) of one token's output, a part that is normed by itself.
+  void (*mixer_gate)(const MixerArgs& args, const float* gates, int64_t first, int64_t n, float* out);
 };
 
 // Floats of scratch memory that one call of `attention` needs, for positions below `end`.

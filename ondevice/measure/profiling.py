@@ -225,7 +225,9 @@ def recorded_gates(
     whose gates are hardly ever zero.
     """
     from ondevice.converters.training.activations import check_room, observe_gates
+    from ondevice.converters.training.sidecars import check_feed_forwards
 
+    check_feed_forwards(bundle)
     config, tokens = bundle.config, sum(map(len, pieces))
     with tempfile.TemporaryDirectory(prefix="ondevice-gates-") as scratch:
         check_room(Path(scratch), tokens, 4 * config.num_neurons, "gates")

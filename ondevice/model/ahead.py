@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ondevice.backends.base import Backend
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.backends.recurrent import replay_conv
 from ondevice.model.sequence_state import SequenceState
 from ondevice.model.weights import ModelWeights
 from ondevice.model_config import ModelConfig
@@ -33,11 +32,12 @@ def settle(
 
     def replay(count: int) -> None:
         for layer in config.recurrent_layers:
-            spec, own = config.layers[layer].delta, weights.layers[layer].delta
-            if spec is None:
-                replay_conv(states, layer, count)
-                continue
-            assert own is not None
-            backend.replay_delta(states, layer, count, spec, own)
+            spec, own = config.layers[layer], weights.layers[layer]
+            if spec.delta is not None and own.delta is not None:
+                backend.replay_delta(states, layer, count, spec.delta, own.delta)
+            elif spec.mamba2 is not None and own.mixer is not None:
+                backend.replay_mamba2(states, layer, count, spec.mamba2, own.mixer)
+            else:
+                backend.replay_conv(states, layer, count)
 
     kv.settle(n_tokens, replay)

@@ -1,11 +1,12 @@
 """One layer's attention block: norm and fused qkv projection, attention, output projection, residual.
 
 The gated delta rule stands in attention's place in layers with a `DeltaSpec`, a short convolution in
-those with a `ConvSpec`.
+those with a `ConvSpec`, a Mamba-2 mixer in those with a `Mamba2Spec`; or the mixer stands beside attention.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ondevice.backends.base import Array, Backend, Float32
@@ -54,14 +55,13 @@ def attention(
     """x + attention(norm(x)), (R, D), for x (R, D), with norms where `spec` has them; may overwrite x.
 
     Stores the rows' keys and values. A layer that reads those of another stores none. One with a state in
-    attention's place stores the next state of each sequence, or the rows' inputs if they run ahead.
+    attention's place stores the next state of each sequence, or the rows' inputs if they run ahead. With a
+    mixer beside attention there are both, and the mixer's output joins x too.
     """
+    mixed = None if spec.mixer_beside is None else _mixed_beside(backend, spec, weights, layer, x, rows)
     beside = None if weights.laurel is None else _laurel(backend, weights, x)
     norm, adapted = weights.attention_norm, rows.adapted
-    gates = None
-    if weights.gates is not None:
-        # A copy, as the next product takes its place.
-        gates = backend.rows(backend.linear(x, weights.gates, norm), range(x.shape[0]))
+    gates = None if mixed is not None else _gates(backend, weights, x)
     qkv = backend.linear(x, weights.qkv, norm)
     if adapters is not None:
         low = adapters.qkv
@@ -69,26 +69,34 @@ def attention(
     latent, own = spec.attention.latent, weights.latent
     if latent is not None and own is not None:
         qkv = backend.latent_rows(qkv, latent, own)
-    context = _context(backend, spec, weights, layer, qkv, gates, rows)
+    if spec.attends:
+        context = _attended(backend, spec, weights, layer, qkv, rows)
+    else:
+        context = _recurrent(backend, spec, weights, layer, qkv, gates, rows)
     if latent is not None and own is not None:
         context = backend.linear_heads(context, own.values, context.shape[1] // latent.rank)
     if spec.attention.gated:
         context = backend.sigmoid_gated(context, gates)
+    if spec.attention.out_factor != 1.0:
+        context = context * spec.attention.out_factor
     y = backend.linear(context, weights.out, added=x if spec.joins_plainly else None)
+    if mixed is not None:
+        y = backend.linear(mixed, weights.mixer_out, added=y)
     if adapters is not None:
         y = backend.add_low_rank(y, context[adapted:], adapters.out.down, adapters.out.up, adapted)
     found = joined(backend, spec, x, y, weights.attention_output_norm)
     return found if beside is None else (found + beside) * HALF_ROOT
 
 
-def _context(
-    backend: Backend,
-    spec: LayerSpec,
-    weights: LayerWeights,
-    layer: int,
-    qkv: Array,
-    gates: Array | None,
-    rows: Rows,
+def _gates(backend: Backend, weights: LayerWeights, x: Array) -> Array | None:
+    if weights.gates is None:
+        return None
+    # A copy, as the next product takes its place.
+    return backend.rows(backend.linear(x, weights.gates, weights.attention_norm), range(x.shape[0]))
+
+
+def _attended(
+    backend: Backend, spec: LayerSpec, weights: LayerWeights, layer: int, qkv: Array, rows: Rows
 ) -> Array:
     """What each row attends to, (R, H * Dh), for qkv (R, ...): rows see their own sequence alone.
 
@@ -101,16 +109,51 @@ def _context(
 
     def of_place(place: Place, its: slice) -> Array:
         kv, position, _, tree = place
-        if spec.recurrent is None:
-            return backend.attend(qkv[its], kv, owner, position, cos[its], sin[its], own, norms, tree, sinks)
-        assert kv.states is not None
+        return backend.attend(qkv[its], kv, owner, position, cos[its], sin[its], own, norms, tree, sinks)
+
+    return _of_places(backend, rows, of_place)
+
+
+def _recurrent(
+    backend: Backend,
+    spec: LayerSpec,
+    weights: LayerWeights,
+    layer: int,
+    projected: Array,
+    gates: Array | None,
+    rows: Rows,
+) -> Array:
+    """What the layer's states give each row, of its projection and of what gates or steps are made of."""
+
+    def of_place(place: Place, its: slice) -> Array:
+        states = place.kv.states
+        assert states is not None
         if spec.conv is not None:
-            return backend.short_conv(qkv[its], kv.states, layer, spec.conv, weights.conv)
+            return backend.short_conv(projected[its], states, layer, spec.conv, weights.conv)
         assert gates is not None
+        if spec.mamba2 is not None:
+            assert weights.mixer is not None
+            return backend.mamba2(projected[its], gates[its], states, layer, spec.mamba2, weights.mixer)
         assert spec.delta is not None
         assert weights.delta is not None
-        return backend.gated_delta(qkv[its], gates[its], kv.states, layer, spec.delta, weights.delta)
+        return backend.gated_delta(projected[its], gates[its], states, layer, spec.delta, weights.delta)
 
+    return _of_places(backend, rows, of_place)
+
+
+def _mixed_beside(
+    backend: Backend, spec: LayerSpec, weights: LayerWeights, layer: int, x: Array, rows: Rows
+) -> Array:
+    """What the mixer beside attention gives each row, (R, I), before its output projection."""
+    gates = _gates(backend, weights, x)
+    projected = backend.linear(x, weights.mixer_in, weights.attention_norm)
+    found = _recurrent(backend, spec, weights, layer, projected, gates, rows)
+    # A copy, as attention's result takes its place.
+    return backend.rows(found, range(x.shape[0]))
+
+
+def _of_places(backend: Backend, rows: Rows, of_place: Callable[[Place, slice], Array]) -> Array:
+    """What `of_place` gives the rows of each place, together."""
     if len(rows.places) == 1:
         return of_place(rows.places[0], slice(None))
     found, first = [], 0

@@ -2,14 +2,15 @@
 
 A row reads the embedding of a token and the hidden state behind the token before it, and its output stands
 for the hidden state behind its own token: so a row of a draft token follows from the row before it. Its keys
-and values are its own. `bundle/draft_layers.py` has the two kinds and their papers.
+and values are its own. `bundle/draft_layers.py` has the two kinds and their papers, `draft_experts.py` the
+feed-forward of a layer with experts.
 
 Legend: n rows, D width of the draft layer, T of the target, V target's vocabulary, N tokens of its head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,22 +18,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.base import Array, Backend, Embedding, Float32, HeadNorms, Linear, Norm
-from ondevice.bundle.draft_layers import EMBEDDINGS, TOKENS, DraftLayer
+from ondevice.backends.base import Array, Backend, Embedding, Float32, HeadNorms, Linear, Norm, RowChunk
+from ondevice.backends.latent import LatentWeights
+from ondevice.bundle.draft_layers import EMBEDDINGS, TOKENS, DraftLayer, DraftMatrix
 from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import RowFormat
 from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import memory
+from ondevice.model.attention import Place, Rows, attention
+from ondevice.model.draft_experts import DraftExperts, GatedMatrices
 from ondevice.model.parts import MatrixPart, Part, VectorPart, part_tasks
 from ondevice.model.rope import Rope
 from ondevice.model.sequence_state import SequenceState
 from ondevice.model.tensor_file import ReadAhead, TensorFile
-from ondevice.model.weights import ModelWeights
+from ondevice.model.weights import LayerWeights, ModelWeights
 
 PIECE_ROWS = 64
 """Most rows that run together."""
+GATED = ("gate", "up", "down")
+"""Names of the matrices of a feed-forward, in the order of `GatedMatrices`."""
+CHOICE_BIAS = "choice_bias"
+"""Name of the vector that is added to scores where experts are chosen, and stays in host memory."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,9 @@ class LoadedDraftLayer:
         self._target_norm = target.final_norm
         self._head: Linear = loaded["head"] if layer.own_head else target.head
         self._rope = Rope(self.config.ropes[0])
+        self._block = self._attention_block() if layer.kind == "mtp" else None
+        self._dense = GatedMatrices(*(loaded[it] for it in GATED)) if layer.neurons else None
+        self._experts = self._mixture()
 
     def mixed(self, tapped: Sequence[Array]) -> Array:
         """What rows take for hidden states, (n, D or T), of the target's, (n, T) for each of `taps`."""
@@ -137,35 +148,32 @@ class LoadedDraftLayer:
         an earlier `run`; may be overwritten. Raises the errors of the cache's allocator; kv is then as
         before.
         """
-        backend, layer, kind, gates = self.backend, self.layer, self.layer.kind, None
+        backend, layer = self.backend, self.layer
         count, position = len(tokens), kv.length
         kv.reserve(position + count)
         embedded = self._embedded(tokens)
         before = self._norm("embedding_norm"), self._norm("hidden_norm")
-        if kind == "mtp":
+        turns, spec = self._rope.run(position, count), self.config.layers[0]
+        if self._block is not None:
             x = backend.linear(embedded, self.weights["joined.embedding"], before[0])
             x = backend.linear(hidden, self.weights["joined.hidden"], before[1], added=x)
-            x, entering = backend.rows(x, range(count)), self._norm("attention_norm")
-            if layer.output_gates:
-                # A copy, as the next product takes its place.
-                gates = backend.rows(backend.linear(x, self.weights["output_gates"], entering), range(count))
-            qkv = backend.linear(x, self.weights["qkv"], entering)
+            # A copy, as the next product takes its place.
+            x, place = backend.rows(x, range(count)), Place(kv, position, count)
+            x = attention(backend, spec, self._block, 0, x, Rows((place,), (turns,), count))
         else:
             x, second = hidden, None if layer.residual_normed else before[1]
             if layer.residual_normed:
                 x = backend.normed(hidden, before[1])
             qkv = backend.linear(embedded, self.weights["qkv.embedding"], before[0])
             qkv = backend.linear(x, self.weights["qkv.hidden"], second, added=qkv)
-        cos, sin = self._rope.run(position, count)
-        spec = self.config.layers[0].attention
-        seen = backend.attend(qkv, kv, 0, position, cos, sin, spec, self._head_norms())
-        if gates is not None:
-            seen = backend.sigmoid_gated(seen, gates)
-        x = backend.linear(seen, self.weights["out"], added=x)
+            seen = backend.attend(qkv, kv, 0, position, *turns, spec.attention, self._head_norms())
+            x = backend.linear(seen, self.weights["out"], added=x)
         norm = self._norm("feed_forward_norm")
-        gate = backend.rows(backend.linear(x, self.weights["gate"], norm), range(count))
-        up = backend.linear(x, self.weights["up"], norm)
-        x = backend.linear(backend.gated(gate, up, layer.activation), self.weights["down"], added=x)
+        if self._experts is not None:
+            x = self._experts.added_to(x, backend, norm)
+        else:
+            assert self._dense is not None
+            x = self._dense.product(backend, x, layer.activation, norm, x)
         kv.extend(tokens)
         return backend.normed(x, self._norm("final_norm")) if layer.states_normed else x
 
@@ -198,6 +206,51 @@ class LoadedDraftLayer:
     def _head_norms(self) -> HeadNorms | None:
         return HeadNorms(self._norm("q_norm"), self._norm("k_norm")) if self.layer.head_norm else None
 
+    def _attention_block(self) -> LayerWeights:
+        """What the layer's attention takes of its weights, as a model's layer has them."""
+        own, latent = self.weights, None
+        if (spec := self.layer.latent) is not None:
+            query_norm = Norm(own["query_norm"], spec.eps) if spec.query_rank else None
+            keys, values = own["latent_keys"], own["latent_values"]
+            latent = LatentWeights(
+                Norm(own["latent_norm"], spec.eps), keys, values, own.get("queries"), query_norm
+            )
+        return LayerWeights(
+            attention_norm=self._norm("attention_norm"),
+            qkv=own["qkv"],
+            head_norms=self._head_norms(),
+            out=own["out"],
+            attention_output_norm=None,
+            feed_forward_norm=None,
+            feed_forward=None,
+            feed_forward_output_norm=None,
+            latent=latent,
+            gates=own.get("output_gates"),
+        )
+
+    def _mixture(self) -> DraftExperts | None:
+        own, spec = self.weights, self.layer.experts
+        if spec is None:
+            return None
+        each = tuple(
+            GatedMatrices(*(own[expert_name(f"experts.{it}", number)] for it in GATED))
+            for number in range(spec.count)
+        )
+        return DraftExperts(
+            spec,
+            self.layer.activation,
+            own["router"],
+            each,
+            own.get(CHOICE_BIAS),
+            self._dense,
+            own.get("shared_gate"),
+        )
+
+
+def expert_name(matrix: str, number: int) -> str:
+    """What a loaded expert's part of a matrix is called."""
+    return f"{matrix}.{number}"
+
 
 def load_draft_layer(
     bundle: Bundle,
@@ -219,27 +272,56 @@ def load_draft_layer(
     """
     config = bundle.config
     file = TensorFile(bundle, reader, bundle.added_file(layer.sidecar.tensors), file_index)
-    stored = RowFormat(layer.bits)
     vectors = list(layer.vectors(config))
-    parts: list[Part] = [
-        VectorPart(it, partial(file.vector, layer.name(it))) for it in vectors if not it.endswith(".bias")
-    ]
+    parts: list[Part] = []
+    for it in vectors:
+        read = partial(file.vector, layer.name(it))
+        if it == CHOICE_BIAS:
+            parts.append(_Read(it, read))
+        elif not it.endswith(".bias"):
+            parts.append(VectorPart(it, read))
     if layer.own_head:
         parts.append(_Read(TOKENS, partial(_tokens, bundle, layer, file)))
-    for it, (rows, cols) in layer.matrices(config).items():
+    for it, matrix in layer.matrices(config).items():
         bias = partial(file.vector, layer.name(f"{it}.bias")) if f"{it}.bias" in vectors else None
         if it == "qkv.embedding" and layer.qkv_bias:
             bias = partial(file.vector, layer.name("qkv.bias"))
-        name = layer.name(it)
-        parts.append(MatrixPart(it, rows, cols, stored, partial(file.rows, name, stored), bias))
+        parts += _matrix_parts(layer, file, it, matrix, bias)
     if layer.own_embeddings:
         halves = RowFormat(16)
-        read = partial(file.rows, layer.name(EMBEDDINGS), halves)
-        table = MatrixPart(EMBEDDINGS, config.vocab_size, layer.hidden_size, halves, read)
+        rows = partial(file.rows, layer.name(EMBEDDINGS), halves)
+        table = MatrixPart(EMBEDDINGS, config.vocab_size, layer.hidden_size, halves, rows)
         parts.append(_Embeddings(table, layer.sidecar.tensors))
     with ReadAhead(part_tasks(parts, cancelled)) as ahead:
         loaded = {part.field: part.load(backend, ahead) for part in parts}
     return LoadedDraftLayer(layer, backend, loaded, target, config.vocab_size, max_context)
+
+
+def _matrix_parts(
+    layer: DraftLayer,
+    file: TensorFile,
+    field: str,
+    matrix: DraftMatrix,
+    bias: Callable[[], Float32] | None,
+) -> Iterator[MatrixPart]:
+    """The part of a matrix, or those of the experts' matrices of which it consists.
+
+    layer, file: what it is of, and where it is read. field: its name in the layer. matrix: its shape, and how
+    it is stored. bias: reads what is added to its products; None without, and for experts' matrices.
+    """
+    stored, name = matrix.stored(layer.bits), layer.name(field)
+    read = partial(file.rows, name, stored)
+    if not field.startswith("experts."):
+        yield MatrixPart(field, matrix.rows, matrix.cols, stored, read, bias)
+        return
+    for number in range(matrix.number):
+        own = partial(_rows_from, read, number * matrix.rows)
+        yield MatrixPart(expert_name(field, number), matrix.rows, matrix.cols, stored, own)
+
+
+def _rows_from(read: Callable[[int, int], RowChunk], first: int, row0: int, count: int) -> RowChunk:
+    """Rows row0 .. row0 + count of those from `first` on."""
+    return read(first + row0, count)._replace(row0=row0)
 
 
 def _tokens(bundle: Bundle, layer: DraftLayer, file: TensorFile) -> NDArray[np.int64]:

@@ -25,7 +25,7 @@ def feed_forward(
     """residual + down(activation(gate(norm(x))) * up(norm(x))), (R, D), for x (R, D), as `spec` has it.
 
     In a layer with experts, there is such a product of each that a row chooses. Norms stand where `spec` has
-    them.
+    them. Without a feed-forward that is the residual.
 
     Args:
         backend: multiplies.
@@ -37,6 +37,8 @@ def feed_forward(
         adapters: added to the rows from `adapted` on.
         adapted: first row to which adapters are added.
     """
+    if not spec.has_feed_forward:
+        return residual
     norm = weights.feed_forward_norm
     before = None if adapters is None else backend.rows(x, range(adapted, x.shape[0]))
     added = residual if spec.joins_plainly else None
@@ -52,6 +54,8 @@ def feed_forward(
 
 def prefetch(backend: Backend, spec: LayerSpec, weights: LayerWeights, x: Array) -> None:
     """Let the backend prefetch for a later layer, whose input will be near x (R, D), the residual now."""
+    if not spec.has_feed_forward:
+        return
     norm = weights.feed_forward_norm
     if weights.router is None:
         backend.prefetch(x, norm, weights.feed_forward)

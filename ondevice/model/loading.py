@@ -6,7 +6,7 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -22,9 +22,10 @@ from ondevice.backends.base import (
     HeadNorms,
     Norm,
     Router,
+    RowChunk,
 )
 from ondevice.backends.latent import LatentWeights
-from ondevice.backends.recurrent import DeltaWeights
+from ondevice.backends.recurrent import DeltaWeights, MixerWeights
 from ondevice.bundle.layout import (
     PER_LAYER,
     POSITIONS,
@@ -63,14 +64,17 @@ from ondevice.model_config import AttentionSpec, LayerSpec, ModelConfig
 def bundle_files(bundle: Bundle, sparsity: Sparsity = "dense", streams: bool = False) -> list[CheckedFile]:
     """The files to open a FlashReader with, in the order of the indices that sources use.
 
-    The file of per-layer inputs comes after those of neurons, then those of experts that are stored as
-    matrices. Then come the files that select neurons: gate rows for `exact` where activations zero them,
-    predictors for `predicted`, thresholds for `threshold`. With `streams`, the adapters' file comes last.
+    The embedding's file comes after those of neurons, where the bundle has it, and behind it that of
+    per-layer inputs; then those of experts that are stored as matrices. Then come the files that select
+    neurons: gate rows for `exact` where activations zero them, predictors for `predicted`, thresholds for
+    `threshold`. With `streams`, the adapters' file comes last.
     Raises BundleError if the bundle lacks one of them.
     """
     layers = range(bundle.config.num_layers)
-    files = [bundle.file(RESIDENT), bundle.embedding_file, *(bundle.neuron_file(layer) for layer in layers)]
-    if bundle.config.per_layer_width:
+    files = [bundle.file(RESIDENT), *(bundle.neuron_file(layer) for layer in layers)]
+    if bundle.config.has_table:
+        files.append(bundle.embedding_file)
+    if bundle.config.has_inputs_table:
         files.append(bundle.file(PER_LAYER))
     files += [bundle.expert_file(layer) for layer in bundle.config.expert_layers]
     if sparsity == "exact" and bundle.config.zeros_gates:
@@ -92,14 +96,16 @@ def load_weights(
     sparsity: Sparsity = "dense",
     point: OperatingPoint | ThresholdPoint | None = None,
 ) -> ModelWeights:
-    """Load a whole model into `backend` from `reader`, opened over `bundle_files(bundle, sparsity)`.
+    """Load a model, or a part of one, into `backend` from `reader`, opened over the bundle's files.
+
+    What a part lacks is None: the embedding table, the output head.
 
     Raises FlashReadError if bytes don't match their checksum, BundleError if they can't be weights, Cancelled
     if `cancelled()` holds between two pieces, and the backend's error if memory runs out.
 
     Args:
         bundle: the model's bundle.
-        reader: opened over the bundle's files.
+        reader: opened over `bundle_files(bundle, sparsity)`.
         backend: loads and holds the weights.
         cancelled: asked between two pieces.
         sparsity: how the neurons to multiply are selected: all are (`dense`), by their gates (`exact`), by
@@ -108,7 +114,7 @@ def load_weights(
     """
     config = bundle.config
     resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE)
-    embedding = embedding_records(bundle, reader)
+    embedding = embedding_records(bundle, reader) if config.has_table else None
     layers = [
         [
             *layer_parts(config, bundle.quant, resident, layer),
@@ -117,14 +123,14 @@ def load_weights(
         for layer in range(config.num_layers)
     ]
     final_norm = norm_parts(config, resident, "final_norm") if config.final_norm else []
-    head = head_part(bundle, resident, embedding)
+    heads = [head_part(bundle, resident, embedding)] if config.part.heads else []
     selectors = selector_parts(bundle, reader, resident, sparsity, point)
     positions = position_parts(config, resident)
     extra = model_weight_parts(bundle, resident)
     order: list[Part] = [*positions]
     for parts, selector in zip(layers, selectors, strict=True):
         order += [*parts, *selector.parts]
-    order += [*extra, *final_norm, head]
+    order += [*extra, *final_norm, *heads]
 
     with ReadAhead(part_tasks(order, cancelled)) as ahead:
         table = loaded_positions(config, {part.field: part.load(backend, ahead) for part in positions})
@@ -140,26 +146,29 @@ def load_weights(
             loaded_layers.append(layer_weights(backend, config, spec, loaded, neurons))
         others = {part.field: part.load(backend, ahead) for part in extra}
         last = {part.field: part.load(backend, ahead) for part in final_norm}
-        loaded_head = head.load(backend, ahead)
+        loaded_heads = [head.load(backend, ahead) for head in heads]
     norm = loaded_norm(config, last, "final_norm") if config.final_norm else None
     rows = None
-    if config.per_layer_width:
+    if config.has_inputs_table:
         rows = backend.load_embedding(per_layer_records(bundle, reader), offloaded=True)
-    loaded_table = backend.load_embedding(embedding)
+    loaded_table = None
+    if embedding is not None and config.part.embeds:
+        loaded_table = backend.load_embedding(embedding)
     blocks = blocks_of_model(config, others, rows)
+    loaded_head = loaded_heads[0] if loaded_heads else None
     return ModelWeights(loaded_table, loaded_layers, norm, loaded_head, table, **blocks)
 
 
 def blocks_of_model(config: ModelConfig, own: Mapping[str, Any], rows: Embedding | None) -> dict[str, Any]:
     """The fields of ModelWeights that few models have, of weights by name. rows: of per-layer inputs."""
     found: dict[str, Any] = {name: own.get(name) for name in ("project_in", "project_out")}
-    if config.per_layer_width:
+    if config.has_inputs_table:
         norm = _weight_norm(config, own, "per_layer")
         found["per_layer"] = PerLayerInputs(rows, own["per_layer.projection"], norm)
-    if config.residual_copies > 1:
+    if config.residual_copies > 1 and config.part.heads:
         spread, gather = (
-            [own[f"copies.{name}.{copy}"] for copy in range(1, config.residual_copies)]
-            for name in ("spread", "gather")
+            [own[f"copies.{name}.{copy}"] for copy in range(1, config.residual_copies) if exists]
+            for name, exists in (("spread", config.part.embeds), ("gather", True))
         )
         found["copies"] = CopiesOfModel(spread, gather)
     return found
@@ -239,17 +248,31 @@ def _gates(backend: Backend, config: ModelConfig, spec: LayerSpec, own: Mapping[
     """The fields of LayerWeights of gated attention or recurrent layers, of a layer's own weights by name."""
     if spec.conv is not None:
         return {"conv": own["conv.weight"].reshape(spec.conv.taps, -1)}
+    if spec.mamba2 is not None:
+        mixer = MixerWeights(
+            own["mamba2.conv"].reshape(spec.mamba2.taps, -1),
+            own.get("mamba2.conv.bias"),
+            _decay(backend, own["mamba2.decay_log"]),
+            own["mamba2.time_bias"],
+            own["mamba2.skip"],
+            None if spec.mamba2.norm == "none" else _weight_norm(config, own, "mamba2"),
+        )
+        beside = {"mixer_in": own.get("mamba2.in"), "mixer_out": own.get("mamba2.out")}
+        return {"gates": own["mamba2.steps"], "mixer": mixer, **beside}
     if spec.delta is None:
         return {"gates": own.get("attention.gate")}
-    # Rounded once from float64, so that every backend has the same.
-    decay = -np.exp(own["delta.decay_log"].astype(np.float64)).astype(np.float32)
     delta = DeltaWeights(
         own["delta.conv"].reshape(spec.delta.taps, -1),
-        backend.load_vector(decay),
+        _decay(backend, own["delta.decay_log"]),
         own["delta.time_bias"],
         _weight_norm(config, own, "delta"),
     )
     return {"gates": own["delta.gates"], "delta": delta}
+
+
+def _decay(backend: Backend, decay_log: Array) -> Array:
+    # Rounded once from float64, so that every backend has the same.
+    return backend.load_vector(-np.exp(np.array(decay_log, np.float64)).astype(np.float32))
 
 
 def _apart(config: ModelConfig, own: Mapping[str, Any]) -> Apart | None:
@@ -331,10 +354,10 @@ def layer_parts(config: ModelConfig, quant: QuantConfig, resident: TensorFile, l
         *head_norm("k_norm", attention.has_norms and attention.keys_of is None),
         *matrix("out", config.hidden_size, config.out_cols(spec), attention.output_bias),
         *norm("attention_output_norm", spec.norms_output),
-        *norm("feed_forward_norm", spec.norms_input),
+        *norm("feed_forward_norm", spec.norms_input and spec.has_feed_forward),
         *vector("gate_bias", "feed_forward.gate.bias", feed_forward.bias),
         *vector("down_bias", "feed_forward.down.bias", feed_forward.output_bias),
-        *norm("feed_forward_output_norm", spec.norms_output),
+        *norm("feed_forward_output_norm", spec.norms_output and spec.has_feed_forward),
         *others,
     ]
 
@@ -373,10 +396,13 @@ def norm_parts(config: ModelConfig, resident: TensorFile, name: str) -> list[Par
     return [weight, VectorPart(f"{field}_bias", partial(resident.vector, f"{name}.bias"))]
 
 
-def head_part(bundle: Bundle, resident: TensorFile, embedding: EmbeddingRecords) -> MatrixPart:
+def head_part(bundle: Bundle, resident: TensorFile, embedding: EmbeddingRecords | None) -> MatrixPart:
     """The output head: in the resident file, or the embedding's records where they are tied."""
     config = bundle.config
     stored = bundle.quant.head(config.tie_embeddings)
-    rows = embedding.rows if config.tie_embeddings else partial(resident.rows, "head", stored)
+    rows: Callable[[int, int], RowChunk] = partial(resident.rows, "head", stored)
+    if config.tie_embeddings:
+        assert embedding is not None
+        rows = embedding.rows
     bias = partial(resident.vector, "head.bias") if config.head_bias else None
     return MatrixPart("head", config.vocab_size, config.embedding_size, stored, rows, bias)

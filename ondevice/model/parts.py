@@ -12,10 +12,9 @@ from typing import Any, Protocol
 
 from ondevice.backends.base import Backend, Float32, RowChunk
 from ondevice.bundle.layout import RowLayout
-from ondevice.callbacks import IsCancelled
+from ondevice.callbacks import Cancelled, IsCancelled
 from ondevice.config import RowFormat
 from ondevice.model.tensor_file import ReadAhead
-from ondevice.model.transformer import Cancelled
 
 CHUNK_BYTES = 4 << 20
 """Most bytes of codes (or records) in a RowChunk, unless a single row is longer."""

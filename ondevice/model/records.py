@@ -26,8 +26,7 @@ from ondevice.model_config import ModelConfig
 
 # Indices of files in the flash reader.
 RESIDENT_FILE = 0
-EMBEDDING_FILE = 1
-FIRST_NEURON_FILE = 2
+FIRST_NEURON_FILE = 1
 
 
 class NeuronRecords:
@@ -62,9 +61,19 @@ class NeuronRecords:
             self._gates.take(first, records)
 
 
+def table_file(config: ModelConfig) -> int:
+    """Index in the flash reader of the embedding's file, where the bundle has it."""
+    return FIRST_NEURON_FILE + config.num_layers
+
+
+def inputs_file(config: ModelConfig) -> int:
+    """Index in the flash reader of the file of per-layer inputs, where the bundle has it."""
+    return table_file(config) + config.has_table
+
+
 def first_expert_file(config: ModelConfig) -> int:
     """Index in the flash reader of the first file of experts that are stored as matrices."""
-    return FIRST_NEURON_FILE + config.num_layers + (config.per_layer_width > 0)
+    return inputs_file(config) + config.has_inputs_table
 
 
 def expert_records(
@@ -87,7 +96,7 @@ def embedding_records(bundle: Bundle, reader: FlashReader) -> EmbeddingRecords:
     return EmbeddingRecords(
         bundle.config.vocab_size,
         reader,
-        EMBEDDING_FILE,
+        table_file(bundle.config),
         bundle.config.embedding_size,
         bundle.embedding_layout,
     )
@@ -95,7 +104,7 @@ def embedding_records(bundle: Bundle, reader: FlashReader) -> EmbeddingRecords:
 
 def per_layer_records(bundle: Bundle, reader: FlashReader) -> EmbeddingRecords:
     """`EmbeddingSource` of the bundle's file of per-layer inputs."""
-    file = FIRST_NEURON_FILE + bundle.config.num_layers
+    file = inputs_file(bundle.config)
     return EmbeddingRecords(
         bundle.config.vocab_size, reader, file, bundle.config.per_layer_size, bundle.per_layer_layout
     )

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ondevice.backends.base import Bytes
+from ondevice.backends.base import Block, Bytes
 from ondevice.backends.recurrent import AHEAD_TOKENS, Ahead, StateLayout, States, ahead_parents
+from ondevice.backends.state_memory import Buffer, HostStates, StateMemory
 from ondevice.backends.token_tree import Int32, TokenTree
 from ondevice.errors import UsageError
 
-Allocate = Callable[[int], Bytes]
+Allocate = Callable[[int], Block]
 
 
 class RecurrentStates:
@@ -25,21 +26,29 @@ class RecurrentStates:
     it runs ahead of them.
 
     allocate, release: of buffers of `layout.nbytes` or `layout.ahead_bytes` bytes, as in `SequenceState`.
+    memory: what the buffers are; by default, the allocator's bytes.
     """
 
-    def __init__(self, layout: StateLayout, allocate: Allocate, release: Callable[[Bytes], None]) -> None:
+    def __init__(
+        self,
+        layout: StateLayout,
+        allocate: Allocate,
+        release: Callable[[Block], None],
+        memory: StateMemory | None = None,
+    ) -> None:
         self.layout = layout
+        self.memory: StateMemory = HostStates(layout) if memory is None else memory
         self.position = 0
         self.tokens_ahead = 0
         """Tokens behind `position` whose inputs are kept."""
-        self.checkpoints: dict[int, Bytes] = {}
+        self.checkpoints: dict[int, Buffer] = {}
         """States by number of tokens, ascending multiples of `layout.spacing`."""
         self._parents: Int32 | None = None
         """`Ahead.parents` of the pass that runs; None for one that writes the next states."""
-        self._current: Bytes | None = None
-        self._next: Bytes | None = None
-        self._inputs: Bytes | None = None
-        self._spare: list[Bytes] = []
+        self._current: Buffer | None = None
+        self._next: Buffer | None = None
+        self._inputs: Buffer | None = None
+        self._spare: list[Buffer] = []
         self._allocate = allocate
         self._release = release
 
@@ -51,17 +60,19 @@ class RecurrentStates:
     def state(self, layer: int) -> States:
         """A layer's state behind `position` tokens."""
         assert self._current is not None
-        return self.layout.of(self._current, layer)
+        found: States = self.memory.state(self._current, layer)
+        return found
 
     def next_state(self, layer: int) -> States:
         """Where a pass writes a layer's state."""
         assert self._next is not None
-        return self.layout.of(self._next, layer)
+        found: States = self.memory.state(self._next, layer)
+        return found
 
     def inputs(self, layer: int, count: int) -> tuple[States, States]:
         """A layer's kept inputs of the first `count` tokens that run ahead."""
         assert self._inputs is not None
-        return self.layout.inputs_of(self._inputs, layer, count)
+        return self.memory.inputs(self._inputs, layer, count)
 
     def ahead(self, layer: int) -> Ahead | None:
         """Where a pass that runs ahead keeps a layer's inputs; None for one that writes the next states."""
@@ -71,10 +82,10 @@ class RecurrentStates:
 
     def reserve(self, n_tokens: int) -> None:
         """Make room for what n_tokens need. If the allocator raises, all is as before."""
-        added: list[Bytes] = []
+        added: list[Buffer] = []
         try:
             for _ in range(self.layout.buffers(n_tokens) - self._held):
-                added.append(self._allocate(self.layout.nbytes))
+                added.append(self.memory.made(self._allocate, self.layout.nbytes))
             if self.layout.drafts:
                 self._hold_inputs()
             self._spare += added
@@ -84,7 +95,7 @@ class RecurrentStates:
                 self._release(buffer)
         if self._current is None:
             self._current, self._next = self._spare.pop(), self._spare.pop()
-            self._current.fill(0)
+            self.memory.clear(self._current)
 
     def run_ahead(self, count: int, tree: TokenTree | None) -> None:
         """The next pass, of `count` tokens, runs ahead. Raises UsageError for too many, and the allocator's
@@ -113,7 +124,7 @@ class RecurrentStates:
             return False
         assert self._current is not None
         kept = self.checkpoints[position] = self._spare.pop()
-        kept[:] = self._current
+        self.memory.copy(self._current, kept)
         return True
 
     def keep(self, known: int, path: Sequence[int]) -> None:
@@ -154,9 +165,9 @@ class RecurrentStates:
         if position < self.position and self._current is not None:
             kept = self.checkpoints.get(position)
             if kept is None:
-                self._current.fill(0)
+                self.memory.clear(self._current)
             else:
-                self._current[:] = kept
+                self.memory.copy(kept, self._current)
         self.position = min(self.position, position)
         self.tokens_ahead = position - self.position
         for at in [at for at in self.checkpoints if at > position]:
@@ -174,31 +185,34 @@ class RecurrentStates:
         """Give `other`, in which room is reserved, the same states."""
         if self._current is None or other._current is None:
             return
-        other._current[:] = self._current
+        self.memory.copy(self._current, other._current)
         other.position = self.position
         if self._inputs is not None and self.tokens_ahead:
             other._hold_inputs()
             assert other._inputs is not None
-            other._inputs[:] = self._inputs
+            self.memory.copy(self._inputs, other._inputs)
             other.tokens_ahead = self.tokens_ahead
         for at, kept in self.checkpoints.items():
             copy = other.checkpoints[at] = other._spare.pop()
-            copy[:] = kept
+            self.memory.copy(kept, copy)
+
+    def checkpoint(self, position: int) -> Bytes:
+        """The states of a checkpoint, (layout.nbytes,), as `load` takes them: a view or a copy."""
+        return self.memory.data(self.checkpoints[position])
 
     def load(self, read: Callable[[Bytes], None]) -> None:
         """Let `read` fill the next states, (layout.nbytes,), which `advance` then takes."""
         assert self._next is not None
-        read(self._next)
+        self.memory.load(self._next, read)
 
     def _hold_inputs(self) -> None:
         if self._inputs is None:
-            self._inputs = self._allocate(self.layout.ahead_bytes)
+            self._inputs = self.memory.made(self._allocate, self.layout.ahead_bytes)
 
     def _move_inputs(self, sources: Sequence[int]) -> None:
         """Keep the inputs of the tokens `sources`, ascending, in place of those of the first."""
-        for layer in self.layout.config.recurrent_layers:
-            for rows in self.inputs(layer, sources[-1] + 1):
-                rows[: len(sources)] = rows[list(sources)]
+        assert self._inputs is not None
+        self.memory.move_inputs(self._inputs, sources)
 
     @property
     def _held(self) -> int:

@@ -29,7 +29,19 @@ def selector_parts(
     sparsity: Sparsity,
     point: OperatingPoint | ThresholdPoint | None,
 ) -> list[SelectorParts]:
-    """The parts of every layer's selector."""
+    """The parts of every layer's selector; none where there is no feed-forward."""
+    found = _of_layers(bundle, reader, resident, sparsity, point)
+    specs = bundle.config.layers
+    return [its if spec.has_feed_forward else SelectorParts() for spec, its in zip(specs, found, strict=True)]
+
+
+def _of_layers(
+    bundle: Bundle,
+    reader: FlashReader,
+    resident: TensorFile,
+    sparsity: Sparsity,
+    point: OperatingPoint | ThresholdPoint | None,
+) -> list[SelectorParts]:
     config, layers = bundle.config, range(bundle.config.num_layers)
     index = first_expert_file(config) + len(config.expert_layers)
 

@@ -81,7 +81,8 @@ class SequenceState:
         self.states: RecurrentStates | None = None
         """States of recurrent layers; None in a model without such."""
         if layout.states.nbytes:
-            self.states = RecurrentStates(layout.states, allocate, release)
+            memory = None if arrays is None else arrays.states
+            self.states = RecurrentStates(layout.states, allocate, release, memory)
         self._allocate = allocate
         self._release = release
 
@@ -188,7 +189,20 @@ class SequenceState:
 
     def fork(self) -> SequenceState:
         """An independent copy, with blocks of its own. It has no draft that isn't verified yet."""
-        copy = SequenceState(self.layout, self._allocate, self._release)
+        copy = self._empty()
+        self._copy_to(copy)
+        if self.drafted:
+            copy.truncate(self.verified if self.states is None else min(self.verified, self.states.position))
+        return copy
+
+    def _empty(self) -> SequenceState:
+        """A state with the same allocator."""
+        return SequenceState(self.layout, self._allocate, self._release)
+
+    def _copy_to(self, copy: SequenceState) -> None:
+        """Give an empty state what this one has. Raises the allocator's errors; it is then empty."""
+        if self.states is not None and copy.states is not None:
+            copy.states.memory = self.states.memory
         copy.reserve(self.length)
         if self.arrays is None:
             for target, source in zip(copy.blocks, self.blocks, strict=False):
@@ -203,9 +217,6 @@ class SequenceState:
             self.states.copy_to(copy.states)
         copy.tokens = list(self.tokens)
         copy.chunked, copy.saved = self.chunked, self.saved
-        if self.drafted:
-            copy.truncate(self.verified if self.states is None else min(self.verified, self.states.position))
-        return copy
 
     def part_sizes(self, start: int, stop: int) -> list[int]:
         """Bytes of each part of the state at positions start .. stop - 1, as `part` and `load_part` have it.
@@ -213,20 +224,17 @@ class SequenceState:
         Blocks count whole: what they hold beside these positions goes with them. Last come the states of
         recurrent layers behind `stop` tokens, which is then a checkpoint.
         """
-        if self.arrays is not None:
-            sizes: list[int] = self.arrays.part_sizes(stop - start)
-            return sizes
         states = [] if self.states is None else [self.layout.states.nbytes]
-        return [self.layout.block_bytes] * (self.layout.blocks(stop) - start // BLOCK_TOKENS) + states
+        return self._stored_sizes(start, stop) + states
 
     def part(self, index: int, start: int, stop: int) -> Bytes:
         """A part of the state, (its bytes,) uint8: a view of a block, or a copy."""
+        if self._is_states(index, start, stop):
+            assert self.states is not None
+            return self.states.checkpoint(stop)
         if self.arrays is not None:
             copied: Bytes = self.arrays.part(index, start, stop)
             return copied
-        if self._is_states(index, start, stop):
-            assert self.states is not None
-            return self.states.checkpoints[stop]
         block: Bytes = self.blocks[start // BLOCK_TOKENS + index]
         return block
 
@@ -250,7 +258,14 @@ class SequenceState:
 
     def _is_states(self, index: int, start: int, stop: int) -> bool:
         """Whether a part of the state at these positions is that of recurrent layers."""
-        return self.states is not None and index == self.layout.blocks(stop) - start // BLOCK_TOKENS
+        return self.states is not None and index == len(self._stored_sizes(start, stop))
+
+    def _stored_sizes(self, start: int, stop: int) -> list[int]:
+        """Bytes of each part of the keys and values at these positions."""
+        if self.arrays is not None:
+            sizes: list[int] = self.arrays.part_sizes(stop - start)
+            return sizes
+        return [self.layout.block_bytes] * (self.layout.blocks(stop) - start // BLOCK_TOKENS)
 
     def _shrink(self, n_blocks: int) -> None:
         if len(self.blocks) <= n_blocks:

@@ -16,16 +16,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from ondevice.backends.base import Array, Float32
 from ondevice.backends.forward_batch import ForwardBatch, joint_batch
 from ondevice.backends.row_invariance import ANY_ROWS
-from ondevice.callbacks import IsCancelled
+from ondevice.callbacks import Cancelled, IsCancelled
 from ondevice.errors import BudgetError, OndeviceError, system_refusals
+from ondevice.model.layer_range import SequencePart
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.transformer import (
-    Cancelled,
-    ForwardOutput,
-    Prune,
-    SequencePart,
-    Transformer,
-)
+from ondevice.model.stream_pruning import Prune
+from ondevice.model.transformer import ForwardOutput, Transformer
 
 PROMPT_ROWS = 64
 """Most rows of prompts in a pass in which other texts get a token each: these wait for all of its rows.
@@ -147,7 +143,7 @@ class SharedPasses:
     def alone(self, request: PassRequest) -> Answer:
         """The answer to a request in a pass of its own."""
         if not request.batch.tokens:
-            return "passed"
+            return Cancelled() if request.cancelled is not None and request.cancelled() else "passed"
         drafted = self._drafted([request], self._most_rows).get(id(request), Drafted(request.batch))
         return drafted if isinstance(drafted, Cancelled) else self._alone(request, drafted)
 

@@ -40,14 +40,14 @@ def load_streams(
         raise BundleError(f"the bundle {bundle.path} has no {STREAMS}")
     file = TensorFile(bundle, reader, bundle.added_file(STREAMS), file_index)
     stored = RowFormat(streams.bits)
-    embeddings = _EmbeddingsPart(partial(file.vector, EMBEDDINGS), config.hidden_size)
+    begun = [_EmbeddingsPart(partial(file.vector, EMBEDDINGS), config.hidden_size)] if streams.begins else []
     matrices = [
         MatrixPart(name, rows, cols, stored, partial(file.rows, name, stored))
         for name, (rows, cols) in streams.matrices(config).items()
     ]
-    parts: list[Part] = [embeddings, *matrices]
+    parts: list[Part] = [*begun, *matrices]
     with ReadAhead(part_tasks(parts, cancelled)) as ahead:
-        vectors = embeddings.load(backend, ahead)
+        vectors = tuple(vector for part in begun for vector in part.load(backend, ahead))
         loaded = {matrix.field: matrix.load(backend, ahead) for matrix in matrices}
 
     def low_rank(name: str) -> LowRank:
@@ -59,8 +59,16 @@ def load_streams(
         )
         for prefix in map(layer_prefix, streams.layers(config))
     )
-    pruning = low_rank(PRUNING) if streams.pruning_rank else None
-    return MultiStreamWeights(vectors, streams.first_layer, layers, pruning, streams.mode == "shared")
+    pruning = low_rank(PRUNING) if streams.pruning_rank and streams.begins else None
+    return MultiStreamWeights(
+        vectors,
+        streams.first_layer,
+        layers,
+        pruning,
+        streams.mode == "shared",
+        streams.streams,
+        bool(streams.pruning_rank),
+    )
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,10 @@ V vocabulary, R rows of a batch, S streams of a token.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,37 +25,25 @@ from ondevice.backends.base import Array, Backend, Float32, Int32, Linear
 from ondevice.backends.forward_batch import ForwardBatch, joint_batch
 from ondevice.backends.row_invariance import ANY_ROWS
 from ondevice.backends.token_tree import TokenTree
-from ondevice.callbacks import IsCancelled
-from ondevice.errors import BundleError, UsageError, check_thread
+from ondevice.callbacks import Cancelled, IsCancelled
+from ondevice.errors import BundleError, UsageError
 from ondevice.model import altup
-from ondevice.model.ahead import begin_states, settle
-from ondevice.model.attention import Place, Rows, attention
-from ondevice.model.ffn import feed_forward, prefetch
-from ondevice.model.per_layer import per_layer_inputs, per_layer_output
-from ondevice.model.rope import Rope
+from ondevice.model.layer_range import (
+    ForwardPass,
+    LaterLayers,
+    LayerRange,
+    PassState,
+    SequencePart,
+    places,
+    positions,
+)
+from ondevice.model.per_layer import per_layer_inputs
 from ondevice.model.sequence_state import SequenceState
+from ondevice.model.stream_pruning import Prune
 from ondevice.model.weights import DraftHead, ModelWeights, MultiStreamWeights
 from ondevice.model_config import ModelConfig
 
 WantedLogits = Literal["none", "last"]
-
-
-class Cancelled(Exception):  # noqa: N818 - an outcome the decode loop handles, never an error a user sees
-    """A pass was cancelled between two layers; the cache is as it was before the pass."""
-
-
-@dataclass(frozen=True)
-class PrunedDraft:
-    """The tokens of a pass that enter the stream layers, after pruning."""
-
-    tokens: Sequence[int]
-    """Rows of these tokens in the batch, ascending."""
-    streams: Sequence[int] = ()
-    """Indices into `tokens` of those that get streams."""
-
-
-Prune = Callable[[Array], PrunedDraft]
-"""Chooses the tokens, given the hidden states (T, D) that enter the stream layers."""
 
 
 @dataclass(frozen=True)
@@ -78,17 +64,11 @@ class ForwardOutput:
     """Tokens in kv before the pass."""
 
 
-class SequencePart(NamedTuple):
-    """The tokens of one sequence in a pass of several; they follow those in its kv, as `run` has them."""
-
-    batch: ForwardBatch
-    kv: SequenceState
-
-
-class Transformer:
+class Transformer(LayerRange):
     """A loaded model: its shapes, a backend, and the weights that the backend loaded.
 
-    streams: None without multi-stream attention. draft_head: None if drafters use the whole head.
+    streams: None without multi-stream attention. draft_head: None if drafters use the whole head. later: the
+    layers that other machines run; None where all are here.
 
     To run with other weights, as training does, make another Transformer from `weights` with parts replaced.
     A model runs on the thread that made it, as passes use caches that belong to that thread.
@@ -101,19 +81,15 @@ class Transformer:
         weights: ModelWeights,
         streams: MultiStreamWeights | None = None,
         draft_head: DraftHead | None = None,
+        later: LaterLayers | None = None,
     ) -> None:
-        self.config = config
-        self.backend = backend
-        self.weights = weights
-        self.streams = streams
+        super().__init__(config, backend, weights, streams, later)
         self.draft_head = draft_head
         self.taps: tuple[int, ...] = ()
-        """Layers, ascending, whose inputs `run` hands out; `num_layers` means what leaves the last."""
+        """Layers of the model, ascending, whose inputs `run` hands out; its number of layers means what
+        leaves the last."""
         self.equal_rows = ANY_ROWS
         """Rows up to which the backend gives each the bits that it has alone."""
-        self._thread = threading.get_ident()
-        self._is_plain = config.is_plain
-        self._ropes = [Rope(spec) for spec in config.ropes]
         self._zeros = np.zeros(config.vocab_size, dtype=np.float32)
 
     def forward(
@@ -132,7 +108,7 @@ class Transformer:
         """
         with ExitStack() as undo:
             undo.callback(kv.truncate, kv.length)
-            found = self._layers(ForwardBatch(tokens, last_only=True), kv, cancelled, None, None)
+            found = self.run(ForwardBatch(tokens, last_only=True), kv, cancelled)
             result = None if logits == "none" else self.checked_logits(found.hidden)
             undo.pop_all()
         return result
@@ -179,28 +155,6 @@ class Transformer:
         ids = self._checked(tokens)
         return self._entering(ids, self._embedded(ids, position + np.arange(len(ids))))
 
-    def layer(
-        self,
-        layer: int,
-        copies: altup.Copies,
-        tokens: Sequence[int],
-        kv: SequenceState,
-        inputs: Array | None = None,
-    ) -> altup.Copies:
-        """One layer alone, over tokens that follow those in kv, to which it adds them.
-
-        copies: what enters it, (T, D) each; may be overwritten. inputs: the layer's own per-layer inputs,
-        (T, W). Returns what leaves it. Raises WrongThreadError, and the cache's allocator's errors.
-        """
-        check_thread(self._thread)
-        batch = ForwardBatch(tokens)
-        kv.reserve(kv.length + len(tokens))
-        begin_states(self.config, self.backend, self.weights, kv, batch)
-        self.backend.begin_pass(batch)
-        found = self._residuals(layer, copies, batch, self._rows([_place(kv, batch)], batch), inputs)
-        kv.extend(tokens)
-        return found
-
     def leaving(self, copies: altup.Copies) -> Array:
         """The hidden states for `logits`, (T, D), of the copies that leave the last layer."""
         weights = self.weights.copies
@@ -242,14 +196,23 @@ class Transformer:
             prune: called before the stream layers, if the model has any. It chooses the tokens that go on
                 (the text's all do) and those of them that get streams.
         """
-        length = kv.length
-        found: ForwardOutput | None = None
-        try:
-            found = self._layers(batch, kv, cancelled, x, prune)
-        finally:
-            if found is None:
-                kv.truncate(length)
-        return found
+        last_only, position, taps = batch.last_only, kv.length, self.taps
+        if self.config.model_layers in taps and len(batch.tokens) <= self.equal_rows:
+            batch = replace(batch, last_only=False)
+        own = ForwardPass((SequencePart(batch, kv),), batch, taps, prune, last_only)
+        state = self._passed(own, cancelled, x)
+        if state is None:
+            return ForwardOutput((), self.backend.load_vector(self._zeros[:0]), position=position)
+        tokens = range(len(batch.tokens)) if state.chosen is None else state.chosen.tokens
+        hidden, kept, tapped = self.leaving(state.copies), len(tokens), list(state.tapped)
+        self._tap(own, self.config.model_layers, hidden, kept, tapped)
+        if state.chosen is None or not state.chosen.streams or self.streams is None:
+            hidden = hidden[-1:] if last_only else hidden
+            return ForwardOutput(tokens, hidden, state.branches, tapped=tapped, position=position)
+        count, streams = self.streams.count, state.chosen.streams
+        starts = range(kept, kept + count * len(streams), count)
+        ended = {token: hidden[start : start + count] for token, start in zip(streams, starts, strict=True)}
+        return ForwardOutput(tokens, hidden[:kept], state.branches, ended, tapped, position)
 
     def run_each(self, parts: Sequence[SequencePart], cancelled: IsCancelled | None = None) -> Array:
         """One pass over the tokens of several sequences, which it adds to each one's kv.
@@ -261,26 +224,9 @@ class Transformer:
         Returns (T, D) hidden states for `logits`, of the rows of `joint_batch`. Raises as `forward` does;
         every kv is then as before.
         """
-        check_thread(self._thread)
-        batch = joint_batch(part.batch for part in parts)
-        ids = self._checked(batch.tokens)
-        lengths, done = [part.kv.length for part in parts], False
-        try:
-            for own, kv in parts:
-                kv.reserve(kv.length + len(own.tokens))
-                begin_states(self.config, self.backend, self.weights, kv, own)
-            self.backend.begin_pass(batch)
-            places = [_place(kv, own) for own, kv in parts]
-            x, rows = self._embedded(ids, _positions(places)), self._rows(places, batch)
-            x = self._all_layers(ids, x, batch, rows, cancelled)
-            for own, kv in parts:
-                kv.extend(own.tokens)
-            done = True
-        finally:
-            if not done:
-                for (_, kv), length in zip(parts, lengths, strict=True):
-                    kv.truncate(length)
-        return x
+        state = self._passed(ForwardPass(tuple(parts), joint_batch(it.batch for it in parts)), cancelled)
+        assert state is not None
+        return self.leaving(state.copies)
 
     def stream_states(
         self, branches: Array, kv: SequenceState, cancelled: IsCancelled | None = None
@@ -290,17 +236,13 @@ class Transformer:
         Only the stream layers run, with the neurons that are in memory. kv keeps its tokens, and may reserve
         room. Raises Cancelled, and the cache's allocator's errors.
         """
-        check_thread(self._thread)
         assert self.streams is not None
-        kv.reserve(kv.length + self.streams.count)
         batch = ForwardBatch((), stream_rows=self.streams.count, resident_only=True)
-        self.backend.begin_pass(batch)
-        rows, x = self._rows([_place(kv, batch)], batch), branches
-        for layer in range(self.streams.first_layer, self.config.num_layers):
-            if cancelled is not None and cancelled():
-                raise Cancelled
-            x = self._layer(layer, x, batch, rows)
-        return x
+        own = ForwardPass((SequencePart(batch, kv),), batch)
+        self.begin(own)
+        state = self._all_layers(own, PassState([branches]), cancelled)
+        assert state is not None
+        return state.copies[0]
 
     def pruning_logits(self, entering: Array) -> Array:
         """The pruning adapter's estimate of `draft_logits`, from the stream layers' input, (n, D)."""
@@ -339,123 +281,42 @@ class Transformer:
         logits, cap = self.backend.linear(hidden, rows, norm), self.config.logit_soft_cap
         return self.backend.soft_cap(logits, cap) if cap else logits
 
-    def keep(self, kv: SequenceState, start: int, path: Sequence[int]) -> None:
-        """Keep only the nodes of `path`, ascending, of the tree that is in kv from position `start` on."""
-        kv.keep(start, path, partial(self.backend.kv_move, kv))
-        self.settle(kv, kv.length)
+    def _passed(
+        self, own: ForwardPass, cancelled: IsCancelled | None, x: Array | None = None
+    ) -> PassState | None:
+        """What leaves the last layer, of a pass whose tokens are then in kv; None if nothing is wanted of it.
 
-    def settle(self, kv: SequenceState, n_tokens: int) -> None:
-        """Bring the states of recurrent layers behind the first n_tokens in kv, if these ran ahead."""
-        settle(self.config, self.backend, self.weights, kv, n_tokens)
-
-    def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
-        """Tell the backend which draft tokens of the last pass join the text.
-
-        rows: rows of `batch` whose tokens are part of the text, ascending.
+        x: as `run` has it. If it raises, every kv is as before.
         """
-        self.backend.accept(batch, rows)
-
-    def _layers(
-        self,
-        batch: ForwardBatch,
-        kv: SequenceState,
-        cancelled: IsCancelled | None,
-        x: Array | None,
-        prune: Prune | None,
-    ) -> ForwardOutput:
-        """Run all layers over T tokens. Adds those that weren't pruned to kv."""
-        check_thread(self._thread)
-        config, ids, tree, branches = self.config, self._checked(batch.tokens), batch.tree, None
-        position, tapped, last_only = kv.length, list[Array](), batch.last_only
-        if config.num_layers in self.taps and len(ids) <= self.equal_rows:
-            batch = replace(batch, last_only=False)
-        kv.reserve(position + len(ids))
-        if tree is not None and len(tree) != len(ids):
-            raise UsageError(f"a tree of {len(tree)} nodes can't hold {len(ids)} tokens")
-        begin_states(self.config, self.backend, self.weights, kv, batch)
-        self.backend.begin_pass(batch)
-        place = _place(kv, batch)
-        if x is None:
-            x = self._embedded(ids, _positions([place]))
-        elif tuple(x.shape) != (len(ids), config.hidden_size):
-            raise UsageError(f"x is {tuple(x.shape)}; it must be {(len(ids), config.hidden_size)}")
-        chosen, rows = PrunedDraft(range(len(ids))), self._rows([place], batch)
-        if not self._is_plain:
-            x = self._with_inputs(ids, x, batch, rows, cancelled, tapped)
-            kv.extend(ids.tolist())
-            return ForwardOutput(chosen.tokens, x[-1:] if last_only else x, tapped=tapped, position=position)
-        for layer in range(config.num_layers):
-            if cancelled is not None and cancelled():
-                raise Cancelled
-            if self.streams is not None and layer == self.streams.first_layer:
-                if prune is not None:
-                    chosen = prune(x)
-                    if chosen.streams or len(chosen.tokens) < len(ids):
-                        x, batch = self._prune(x, kv, chosen, batch)
-                        rows = self._rows([_place(kv, batch)], batch)
-                        tapped = [self.backend.rows(own, chosen.tokens) for own in tapped]
-                    branches = self._branches(x, range(len(chosen.tokens)))
-                elif last_only:
-                    branches = self._branches(x, [len(ids) - 1])
-            self._tap(layer, x, len(chosen.tokens), tapped)
-            x = self._layer(layer, x, batch, rows)
-        kept, known = len(chosen.tokens), ids.tolist()
-        self._tap(config.num_layers, x, kept, tapped)
-        kv.extend([known[token] for token in chosen.tokens])
-        if self.streams is None or not chosen.streams:
-            x = x[-1:] if last_only else x
-            return ForwardOutput(chosen.tokens, x, branches, tapped=tapped, position=position)
-        count = self.streams.count
-        starts = range(kept, kept + count * len(chosen.streams), count)
-        ended = {token: x[start : start + count] for token, start in zip(chosen.streams, starts, strict=True)}
-        return ForwardOutput(chosen.tokens, x[:kept], branches, ended, tapped, position)
-
-    def _tap(self, layer: int, x: Array, count: int, tapped: list[Array]) -> None:
-        """Add a copy of the first `count` rows of x, which enter `layer`, to `tapped` if it is wanted."""
-        if layer in self.taps:
-            # Layers overwrite what enters them.
-            tapped.append(self.backend.rows(x, range(count)))
+        lengths, done = [kv.length for _, kv in own.parts], False
+        try:
+            ids = self._checked(own.batch.tokens)
+            if own.batch.tree is not None and len(own.batch.tree) != len(ids):
+                raise UsageError(f"a tree of {len(own.batch.tree)} nodes can't hold {len(ids)} tokens")
+            self.begin(own)
+            if x is None:
+                x = self._embedded(ids, positions(places(own.parts)))
+            elif tuple(x.shape) != (len(ids), self.config.hidden_size):
+                raise UsageError(f"x is {tuple(x.shape)}; it must be {(len(ids), self.config.hidden_size)}")
+            state = self._all_layers(own, PassState(*self._entering(ids, x)), cancelled)
+            self.take(own, None if state is None else state.chosen)
+            done = True
+        finally:
+            if not done:
+                for (_, kv), length in zip(own.parts, lengths, strict=True):
+                    kv.truncate(length)
+        return state
 
     def _all_layers(
-        self, ids: Int32, x: Array, batch: ForwardBatch, rows: Rows, cancelled: IsCancelled | None
-    ) -> Array:
-        """All layers without streams: (T, D) for embeddings x (T, D)."""
-        if not self._is_plain:
-            return self._with_inputs(ids, x, batch, rows, cancelled)
-        for layer in range(self.config.num_layers):
-            if cancelled is not None and cancelled():
-                raise Cancelled
-            x = self._layer(layer, x, batch, rows)
-        return x
-
-    def _with_inputs(
-        self,
-        ids: Int32,
-        x: Array,
-        batch: ForwardBatch,
-        rows: Rows,
-        cancelled: IsCancelled | None,
-        tapped: list[Array] | None = None,
-    ) -> Array:
-        """All layers of a model that isn't plain, which has no streams: (T, D), or the last row alone.
-
-        tapped: gets the hidden states of `taps`.
-        """
-        config, (copies, inputs) = self.config, self._entering(ids, x)
-        last, width = config.num_layers - 1, config.per_layer_width
-        for layer in range(config.num_layers):
-            if cancelled is not None and cancelled():
-                raise Cancelled
-            if inputs is not None and layer == last and batch.last_only:
-                inputs = inputs[-1:]
-            own = None if inputs is None else inputs[:, layer * width : (layer + 1) * width]
-            if tapped is not None:
-                self._tap(layer, copies[0], len(ids), tapped)
-            copies = self._residuals(layer, copies, batch, rows, own)
-        found = self.leaving(copies)
-        if tapped is not None:
-            self._tap(config.num_layers, found, len(ids), tapped)
-        return found
+        self, own: ForwardPass, state: PassState, cancelled: IsCancelled | None
+    ) -> PassState | None:
+        """What leaves the last layer; None if nothing is wanted of the pass."""
+        state = self.run_layers(own, state, cancelled)
+        if self.later is None:
+            return state
+        if cancelled is not None and cancelled():
+            raise Cancelled
+        return self.later.run(own, state, self.backend, 0 if self.streams is None else self.streams.count)
 
     def _entering(self, ids: Int32, x: Array) -> tuple[altup.Copies, Array | None]:
         """The copies and the per-layer inputs of all layers, for embeddings x (T, D)."""
@@ -463,86 +324,6 @@ class Transformer:
         if weights.per_layer is not None:
             inputs = per_layer_inputs(backend, weights.per_layer, ids, x, self.config)
         return [x] if weights.copies is None else altup.spread(backend, weights.copies, x), inputs
-
-    def _residuals(
-        self, layer: int, copies: altup.Copies, batch: ForwardBatch, rows: Rows, inputs: Array | None
-    ) -> altup.Copies:
-        """One layer over all copies of the residual; inputs: the layer's per-layer inputs, (T, W)."""
-        backend, weights = self.backend, self.weights.layers[layer]
-        if weights.copies is None:
-            x = self._layer(layer, copies[0], batch, rows)
-            copies, entering = [x], x
-        else:
-            predicted = altup.predict(backend, weights.copies, copies)
-            x = self._layer(layer, backend.rows(predicted[0], range(predicted[0].shape[0])), batch, rows)
-            predicted = [copy[-x.shape[0] :] for copy in predicted]
-            copies = altup.correct(backend, weights.copies, predicted, x)
-            entering = copies[0] * weights.copies.scale
-        if weights.per_layer is not None and inputs is not None:
-            activation = self.config.activation
-            added = per_layer_output(backend, weights.per_layer, entering, inputs, activation)
-            first = 0 if weights.copies is None else 1
-            copies = [*copies[:first], *(copy + added for copy in copies[first:])]
-        return copies if weights.scale is None else [copy * weights.scale for copy in copies]
-
-    def _layer(self, layer: int, x: Array, batch: ForwardBatch, rows: Rows) -> Array:
-        """One layer over the rows of `batch`, x (R, D). Returns (R, D), or (1, D) for the last row alone."""
-        backend, spec, weights = self.backend, self.config.layers[layer], self.weights.layers[layer]
-        adapters = None
-        if self.streams is not None and rows.adapted < x.shape[0]:
-            adapters = self.streams.layer(layer)
-        # In parallel, the feed-forward reads what attention reads, which may overwrite it.
-        own = backend.rows(x, range(x.shape[0])) if spec.parallel else None
-        x = attention(backend, spec, weights, layer, x, rows, adapters)
-        if layer + 1 < self.config.num_layers and not batch.resident_only:
-            known = x[: len(batch.tokens)] if batch.stream_rows else x
-            prefetch(backend, self.config.layers[layer + 1], self.weights.layers[layer + 1], known)
-        entering, before = x if own is None else own, None
-        if layer + 1 == self.config.num_layers and batch.last_only:
-            if layer + 1 in self.taps:
-                # The last row has the bits of a pass without taps: there it is alone from here on.
-                others = replace(batch, tokens=batch.tokens[:-1], last_only=False)
-                before = feed_forward(
-                    backend, spec, weights, entering[:-1], x[:-1], others, adapters, rows.adapted
-                )
-                before = backend.rows(before, range(len(others.tokens)))
-            x, entering, batch = x[-1:], entering[-1:], batch.last_row()
-        found = feed_forward(backend, spec, weights, entering, x, batch, adapters, rows.adapted)
-        return found if before is None else backend.stacked([before, found])
-
-    def _rows(self, places: Sequence[Place], batch: ForwardBatch) -> Rows:
-        """The rows of a batch, which are at `places`."""
-        turns = [[_turn(rope, place) for place in places] for rope in self._ropes]
-        joined = [its[0] if len(its) == 1 else _joined(its) for its in turns]
-        adapted = 0 if self.streams is not None and self.streams.shared else len(batch.tokens)
-        return Rows(tuple(places), tuple(joined), adapted)
-
-    def _branches(self, x: Array, tokens: Sequence[int]) -> Array:
-        """Initial states of the streams of `tokens`: (n * S, D)."""
-        assert self.streams is not None
-        own = self.backend.rows(x, tokens)
-        return self.backend.add_streams(own, range(len(tokens)), self.streams.embeddings)[len(tokens) :]
-
-    def _prune(
-        self, x: Array, kv: SequenceState, chosen: PrunedDraft, batch: ForwardBatch
-    ) -> tuple[Array, ForwardBatch]:
-        """x (T, D) without pruned tokens and with streams, and its batch. Moves keys and values to match."""
-        assert self.streams is not None
-        count, position, kept = self.streams.count, kv.length, len(chosen.tokens)
-        parents = list(range(-1, x.shape[0] - 1)) if batch.tree is None else batch.tree.parents.tolist()
-        if kept < x.shape[0]:
-            for target, token in enumerate(chosen.tokens):
-                if target != token:
-                    self.backend.kv_move(kv, position + token, position + target)
-            x = self.backend.rows(x, chosen.tokens)
-            index = {token: target for target, token in enumerate(chosen.tokens)} | {-1: -1}
-            parents = [index[parents[token]] for token in chosen.tokens]
-        for token in chosen.streams:
-            parents += [token, *range(len(parents), len(parents) + count - 1)]
-        if chosen.streams:
-            kv.reserve(position + len(parents))
-            x = self.backend.add_streams(x, chosen.streams, self.streams.embeddings)
-        return x, batch.pruned(chosen.tokens, TokenTree(parents), len(parents) - kept)
 
     def checked_logits(self, hidden: Array) -> Float32:
         """Logits (n, V) for `hidden` (n, D), from `hidden_states`. Raises BundleError if one isn't finite."""
@@ -568,31 +349,3 @@ class Transformer:
             bad = lowest if lowest < 0 else highest
             raise UsageError(f"token id {bad} is not from 0 to {self.config.vocab_size - 1}")
         return np.array(tokens, dtype=np.int32)
-
-
-def _place(kv: SequenceState, batch: ForwardBatch) -> Place:
-    """The place of a batch's rows where they belong to one sequence: they follow the tokens in kv."""
-    tree = batch.tree if batch.tree is not None and not batch.tree.is_chain else None
-    return Place(kv, kv.length, len(batch.tokens) + batch.stream_rows, tree)
-
-
-def _positions(places: Sequence[Place]) -> NDArray[np.integer]:
-    """The logical position of every row, (R,)."""
-    found = [
-        place.position + (np.arange(place.size) if place.tree is None else place.tree.depths)
-        for place in places
-    ]
-    return found[0] if len(found) == 1 else np.concatenate(found)
-
-
-def _turn(rope: Rope, place: Place) -> tuple[Float32, Float32]:
-    """Cosine and sine, each (n, Dh / 2), of the rows at a place."""
-    if place.tree is None:
-        return rope.run(place.position, place.size)
-    return rope.tables(place.position + place.tree.depths)
-
-
-def _joined(turns: Sequence[tuple[Float32, Float32]]) -> tuple[Float32, Float32]:
-    """Cosine and sine of the rows at all places."""
-    cosines, sines = zip(*turns, strict=True)
-    return np.concatenate(cosines), np.concatenate(sines)

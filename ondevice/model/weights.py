@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import Array, Embedding, FeedForward, HeadNorms, Linear, Norm, Router, Vector
 from ondevice.backends.latent import LatentWeights
-from ondevice.backends.recurrent import DeltaWeights
+from ondevice.backends.recurrent import DeltaWeights, MixerWeights
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,9 @@ class LayerWeights:
     """One layer's weights, as the backend loaded them. A part that the layer doesn't have is None.
 
     scale: (1,), factor of the residual that leaves the layer. sinks: (H,), scores of attention sinks. gates:
-    the matrix of gated attention's gates, (H * Dh, D), or of the delta rule's, (2 * HV, D).
-    conv: (taps, C), a short convolution's, oldest input first.
+    the matrix of gated attention's gates, (H * Dh, D), of the delta rule's, (2 * HV, D), or of a mixer's
+    steps, one of each of its heads. conv: (taps, C), a short convolution's, oldest input first.
+    mixer_in, mixer_out: matrices of a mixer beside attention, (C + I, D) and (D, I).
     """
 
     attention_norm: Norm | None
@@ -92,6 +93,9 @@ class LayerWeights:
     gates: Linear | None = None
     delta: DeltaWeights | None = None
     conv: Array | None = None
+    mixer: MixerWeights | None = None
+    mixer_in: Linear | None = None
+    mixer_out: Linear | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class ModelWeights:
     """All weights of a model, as the backend loaded them.
 
     Args:
+        embedding, head: None in a part of a model that lacks them.
         final_norm: of the last layer's output; None if that isn't normed.
         positions: (max_context, D), what each position adds to the embedding; None if they add nothing.
         project_in, project_out: (D, E) and (E, D), between embeddings E wide and the layers; None where
@@ -148,8 +153,11 @@ class MultiStreamLayer:
 class MultiStreamWeights:
     """Multi-stream attention (arXiv 2402.11131) in the layers from `first_layer` on.
 
-    embeddings: one (D,) for each stream. pruning: the adapter that estimates logits from the stream layers'
-    input. shared: whether the adapters apply to the text's own tokens too ("shared mode").
+    embeddings: one (D,) for each stream; none in a part of a model into which streams come from earlier
+    layers, or which only has such. first_layer: of the part's own, or behind them. pruning: the adapter that
+    estimates logits from the stream layers' input, where streams begin. shared: whether the adapters apply to
+    the text's own tokens too ("shared mode"). count: streams of a token. prunes: whether the model has a
+    pruning adapter, in this part or in a later one.
     """
 
     embeddings: tuple[Vector, ...]
@@ -157,11 +165,8 @@ class MultiStreamWeights:
     layers: tuple[MultiStreamLayer, ...]
     pruning: LowRank | None
     shared: bool
-
-    @property
-    def count(self) -> int:
-        """Number of streams of a token."""
-        return len(self.embeddings)
+    count: int
+    prunes: bool
 
     def layer(self, layer: int) -> MultiStreamLayer | None:
         """The adapters of layer `layer`; None if it has none."""

@@ -1,5 +1,6 @@
 """What a decoder-only transformer is: `model` with its layers, what these have, `rope`; and `checks`."""
 
+from ondevice.model_config.attention import NO_ATTENTION, AttentionSpec, HeadNorm, HeadSizes
 from ondevice.model_config.checks import MAX_FACTOR, SIZE_LIMITS
 from ondevice.model_config.delta import MAX_TAPS, DeltaSpec
 from ondevice.model_config.experts import (
@@ -21,23 +22,22 @@ from ondevice.model_config.feed_forward import (
     UpActivation,
 )
 from ondevice.model_config.latent import LATENT_LANES, LatentSpec
+from ondevice.model_config.mamba2 import MAX_TIME, Mamba2Spec, MixerNorm
 from ondevice.model_config.model import (
     MAX_COPIES,
-    NO_ATTENTION,
-    AttentionSpec,
-    HeadNorm,
-    HeadSizes,
     LayerSpec,
     ModelConfig,
     NormKind,
     NormPlaces,
     NormSpec,
 )
+from ondevice.model_config.part import ALIGNED_FLOATS, STATE_SIZES, WHOLE, ModelPart, cut_places, part_config
 from ondevice.model_config.rope import RopeSpec
 from ondevice.model_config.short_conv import ConvSpec
 
 __all__ = [
     "ACTIVATIONS",
+    "ALIGNED_FLOATS",
     "CLAMP",
     "LATENT_LANES",
     "MAX_CHOSEN",
@@ -47,10 +47,13 @@ __all__ = [
     "MAX_EXPERT_NEURONS",
     "MAX_FACTOR",
     "MAX_TAPS",
+    "MAX_TIME",
     "MAX_WEIGHT_FACTOR",
     "NO_ATTENTION",
     "SIZE_LIMITS",
+    "STATE_SIZES",
     "SWISH_SLOPE",
+    "WHOLE",
     "ZEROING_NAMES",
     "Activation",
     "AttentionSpec",
@@ -62,11 +65,16 @@ __all__ = [
     "HeadSizes",
     "LatentSpec",
     "LayerSpec",
+    "Mamba2Spec",
+    "MixerNorm",
     "ModelConfig",
+    "ModelPart",
     "NormKind",
     "NormPlaces",
     "NormSpec",
     "RopeSpec",
     "Scoring",
     "UpActivation",
+    "cut_places",
+    "part_config",
 ]

@@ -40,7 +40,8 @@ class FeedForwardSpec:
             zeros: m is the mean of the token's gates, s their standard deviation (statistical top-k, arXiv
             2506.06644). A float32 value.
         clamp, slope: of `clamped_swish`, float32 values.
-        neurons: number of neurons, experts' included, at least 1; None: the model's `intermediate_size`.
+        neurons: number of neurons, experts' included; None: the model's `intermediate_size`; 0: the layer has
+            no feed-forward.
     """
 
     activation: Activation
@@ -57,7 +58,9 @@ class FeedForwardSpec:
     def __post_init__(self) -> None:
         check_choice("activation", self.activation, ACTIVATIONS)
         if self.neurons is not None:
-            check_integer("a layer's neurons", self.neurons, 1, SIZE_LIMITS["intermediate_size"])
+            check_integer("a layer's neurons", self.neurons, 0, SIZE_LIMITS["intermediate_size"])
+        if self.neurons == 0 and (self.bias or self.output_bias or self.cutoff is not None):
+            raise UnsupportedModelError("a layer without a feed-forward has no biases of one and no cutoff")
         if self.cutoff is not None and not -MAX_DEVIATIONS <= self.cutoff <= MAX_DEVIATIONS:
             raise UnsupportedModelError(
                 f"cutoff of gates is {self.cutoff}; it must be from {-MAX_DEVIATIONS:g} to {MAX_DEVIATIONS:g}"

@@ -9,20 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from ondevice.errors import UnsupportedModelError
+from ondevice.model_config.attention import NO_ATTENTION, AttentionSpec, HeadSizes
 from ondevice.model_config.checks import SIZE_LIMITS, check_choice, check_factor, check_integer
 from ondevice.model_config.delta import DeltaSpec
 from ondevice.model_config.experts import ExpertsSpec
 from ondevice.model_config.feed_forward import Activation, FeedForwardSpec
-from ondevice.model_config.latent import LatentSpec
+from ondevice.model_config.mamba2 import Mamba2Spec
+from ondevice.model_config.part import WHOLE, ModelPart
 from ondevice.model_config.rope import RopeSpec
 from ondevice.model_config.short_conv import ConvSpec
 
-HeadNorm = Literal["none", "head", "projection", "layer"]
-"""What is normed before rotary embedding: nothing; each head, or all heads as one vector, by its
-root mean square; or each head by a LayerNorm with weights and biases of its own."""
 NormKind = Literal["rms", "layer"]
 NormPlaces = Literal["before", "after", "both", "residual"]
 """Where a block's norms stand: on its input, on its output before it joins the residual, on both, or on the
@@ -49,80 +48,6 @@ class NormSpec:
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
-    """Grouped-query attention (arXiv 2305.13245) of one layer.
-
-    Args:
-        scale: factor of the scores, a float32 value. `score_scale` gives the usual one.
-        rope: index into the model's `ropes`.
-        window: number of tokens that a query sees, its own included; 0: all.
-        soft_cap: if not 0, scores s become soft_cap * tanh(s / soft_cap).
-        head_norm: the norms of queries and keys.
-        bias, output_bias: whether the projections of queries, keys and values, and that of the output, have
-            one.
-        value_norm: whether each head's values have an RMS norm without a weight. Only with a `head_norm` of
-            each head.
-        sinks: whether each head has a learned score beside those of its positions. It takes part in the
-            softmax, and its weight goes to no value (attention sinks, arXiv 2309.17453).
-        keys_of: index of the layer before whose keys and values are read; None: the layer has its own.
-        head_dim, num_kv_heads: width of a head and number of key (or value) heads, where they aren't the
-            model's; 0: they are.
-        latent: latent attention, whose heads have sizes of their own; None: keys and values are stored head
-            by head.
-        gated: whether each value that attention gives is multiplied by the sigmoid of a projection of the
-            layer's normed input.
-    """
-
-    scale: float
-    rope: int = 0
-    window: int = 0
-    soft_cap: float = 0.0
-    head_norm: HeadNorm = "none"
-    bias: bool = False
-    output_bias: bool = False
-    value_norm: bool = False
-    sinks: bool = False
-    keys_of: int | None = None
-    head_dim: int = 0
-    num_kv_heads: int = 0
-    latent: LatentSpec | None = None
-    gated: bool = False
-
-    def __post_init__(self) -> None:
-        check_factor("attention scale", self.scale)
-        if self.latent is not None and (self.has_norms or self.keys_of is not None or self.sinks):
-            raise UnsupportedModelError(
-                "latent attention with norms of heads, shared keys or attention sinks isn't supported"
-            )
-        for name in ("head_dim", "num_kv_heads"):
-            check_integer(f"a layer's {name}", getattr(self, name), 0, SIZE_LIMITS[name])
-        if self.head_norm != "head" and (self.value_norm or (self.keys_of is not None and self.has_norms)):
-            raise UnsupportedModelError(
-                f"head_norm is {self.head_norm!r}; layers whose values are normed need 'head', and those "
-                "that share keys and values that or 'none'"
-            )
-        if self.soft_cap:
-            check_factor("attention soft_cap", self.soft_cap)
-        check_choice("head_norm", self.head_norm, get_args(HeadNorm))
-        if self.window < 0:
-            raise UnsupportedModelError(f"window is {self.window}; it must be 0 or more")
-
-    @property
-    def has_norms(self) -> bool:
-        """Whether queries are normed, and keys where the layer has its own."""
-        return self.head_norm != "none"
-
-    @property
-    def head_norm_bias(self) -> bool:
-        """Whether the norms of queries and keys have biases."""
-        return self.head_norm == "layer"
-
-
-NO_ATTENTION = AttentionSpec(1.0)
-"""What stands in the place of a layer's attention where it has none."""
-
-
-@dataclass(frozen=True)
 class LayerSpec:
     """One layer: x += attention(norm(x)); x += feed_forward(norm(x)).
 
@@ -133,6 +58,9 @@ class LayerSpec:
     experts: the layer's experts, which are among its neurons and have their arithmetic; None without any.
     delta: the gated delta rule in attention's place; `attention` is then `NO_ATTENTION`. None: attention.
     conv: likewise a short convolution.
+    mamba2: likewise a Mamba-2 mixer; or beside attention, on one norm, and both outputs join the residual.
+
+    A layer of no neurons has no feed-forward: x += attention(norm(x)) alone.
     """
 
     attention: AttentionSpec
@@ -144,6 +72,7 @@ class LayerSpec:
     experts: ExpertsSpec | None = None
     delta: DeltaSpec | None = None
     conv: ConvSpec | None = None
+    mamba2: Mamba2Spec | None = None
 
     def __post_init__(self) -> None:
         check_choice("norms", self.norms, get_args(NormPlaces))
@@ -153,11 +82,10 @@ class LayerSpec:
             )
         if self.laurel_rank and (self.parallel or not self.norms_input):
             raise UnsupportedModelError("a low-rank block beside attention needs a norm before that")
-        others = self.attention != NO_ATTENTION or self.parallel or self.laurel_rank
-        if self.recurrent is not None and (others or None not in (self.delta, self.conv)):
+        self._check_recurrent()
+        if not self.has_feed_forward and (self.parallel or self.experts is not None):
             raise UnsupportedModelError(
-                "a layer with the delta rule or a short convolution has one of the two, no attention, no "
-                "block beside that and no parallel blocks"
+                "a layer without a feed-forward has no experts and no parallel blocks"
             )
         if (self.recurrent is not None or self.attention.gated) and not self.norms_input:
             raise UnsupportedModelError("recurrent layers and gated attention need a norm before them")
@@ -167,10 +95,42 @@ class LayerSpec:
         if self.experts is not None and (spec.bias or spec.output_bias or spec.cutoff is not None):
             raise UnsupportedModelError("experts with biases or with cutoffs of gates aren't supported")
 
+    def _check_recurrent(self) -> None:
+        """Raises UnsupportedModelError for a state beside what it can't be beside."""
+        states = [it for it in (self.delta, self.conv, self.mamba2) if it is not None]
+        if not states:
+            return
+        attention = self.attention if self.mamba2 is not None else NO_ATTENTION
+        if len(states) > 1 or self.attention != attention or self.parallel or self.laurel_rank:
+            raise UnsupportedModelError(
+                "a layer with the delta rule, a short convolution or a Mamba-2 mixer has one of the three, "
+                "no attention beside the first two, no low-rank block and no parallel blocks"
+            )
+        beside = self.attends and (attention.gated or attention.latent is not None)
+        if beside or (self.attends and self.norms != "before"):
+            raise UnsupportedModelError(
+                "attention beside a Mamba-2 mixer is neither gated nor latent, and has a norm before it alone"
+            )
+
     @property
-    def recurrent(self) -> DeltaSpec | ConvSpec | None:
-        """What has a state in attention's place; None: attention."""
-        return self.delta or self.conv
+    def recurrent(self) -> DeltaSpec | ConvSpec | Mamba2Spec | None:
+        """What has a state in attention's place, or beside it; None: attention alone."""
+        return self.delta or self.conv or self.mamba2
+
+    @property
+    def attends(self) -> bool:
+        """Whether there is attention, with or without a mixer beside it."""
+        return self.recurrent is None or self.attention != NO_ATTENTION
+
+    @property
+    def mixer_beside(self) -> Mamba2Spec | None:
+        """The mixer beside attention; None without one."""
+        return self.mamba2 if self.attends else None
+
+    @property
+    def has_feed_forward(self) -> bool:
+        """Whether there are neurons."""
+        return self.feed_forward.neurons != 0
 
     @property
     def norms_input(self) -> bool:
@@ -186,23 +146,6 @@ class LayerSpec:
     def joins_plainly(self) -> bool:
         """Whether a block's output joins the residual as it is."""
         return self.norms in ("before", "residual")
-
-
-class HeadSizes(NamedTuple):
-    """A layer's heads: `queries` query heads and `keys` key (or value) heads, each `width` wide.
-
-    latent: if not 0, the values are the first as many dimensions of the keys (`LatentSpec`).
-    """
-
-    queries: int
-    keys: int
-    width: int
-    latent: int = 0
-
-    @property
-    def value_width(self) -> int:
-        """Width of a value."""
-        return self.latent or self.width
 
 
 @dataclass(frozen=True)
@@ -236,6 +179,8 @@ class ModelConfig:
             follow it (alternating updates, AltUp, arXiv 2301.13310); see `model/altup.py`.
         head_bias: whether the output head has a bias.
         final_norm: whether the last layer's output is normed before the head.
+        part: which part of the model this is; `WHOLE` for all of it. What a part lacks of the model's own
+            weights, such as learned positions, it has no field for either.
     """
 
     architecture: str
@@ -259,6 +204,7 @@ class ModelConfig:
     residual_copies: int = 1
     head_bias: bool = False
     final_norm: bool = True
+    part: ModelPart = WHOLE
 
     def __post_init__(self) -> None:
         for name, limit in SIZE_LIMITS.items():
@@ -294,6 +240,7 @@ class ModelConfig:
         if self.recurrent_layers and self.num_kv_layers < self.num_layers:
             raise UnsupportedModelError("recurrent layers run beside ones with keys of their own")
         check_integer("embedding_width", self.embedding_width, 0, SIZE_LIMITS["hidden_size"])
+        self.part.check(self)
         self._check_experts()
         self._check_residuals()
         self._check_shared_keys()
@@ -301,6 +248,13 @@ class ModelConfig:
         check_factor("per_layer_multiplier", self.per_layer_multiplier)
         if self.logit_soft_cap:
             check_factor("logit_soft_cap", self.logit_soft_cap)
+
+    def check_neurons(self) -> None:
+        """Raises UnsupportedModelError for a model of which no layer has a feed-forward. One layer by itself,
+        as converting runs it, may have none.
+        """
+        if self.layers and not any(self.model_widths):
+            raise UnsupportedModelError("no layer has a feed-forward; this release runs models with some")
 
     def _check_heads(self, keys: int, width: int) -> None:
         """Raises UnsupportedModelError for heads that can't be run."""
@@ -345,7 +299,7 @@ class ModelConfig:
         if copies > 1 and not width:
             raise UnsupportedModelError("copies of the residual without per-layer inputs aren't supported")
         others = self.any_layer(lambda layer: layer.parallel) or self.norm.bias or self.norm.kind != "rms"
-        others = others or self.embedding_width > 0 or not self.final_norm
+        others = others or self.embedding_width > 0 or self.final_norm != self.part.heads
         if others and (width or self.any_layer(lambda layer: layer.laurel_rank > 0)):
             raise UnsupportedModelError(
                 "per-layer inputs and low-rank blocks beside attention run in models of sequential blocks, "
@@ -372,6 +326,11 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def model_layers(self) -> int:
+        """Number of layers of the model that this is a part of."""
+        return self.part.layers or self.num_layers
 
     @property
     def original_context(self) -> int:
@@ -415,8 +374,13 @@ class ModelConfig:
 
     @property
     def widest(self) -> int:
-        """Number of neurons of the widest layer."""
-        return max(self.widths, default=self.intermediate_size)
+        """Number of neurons of the model's widest layer."""
+        return max(self.model_widths, default=self.intermediate_size)
+
+    @property
+    def model_widths(self) -> tuple[int, ...]:
+        """Number of neurons of each layer of the model that this is a part of."""
+        return self.part.widths or self.widths
 
     @property
     def num_neurons(self) -> int:
@@ -426,7 +390,8 @@ class ModelConfig:
     @property
     def experts(self) -> ExpertsSpec | None:
         """The experts of every layer that has some; None if none has."""
-        return next((layer.experts for layer in self.layers if layer.experts is not None), None)
+        own = (layer.experts for layer in self.layers if layer.experts is not None)
+        return next(own, self.part.experts)
 
     def dense_neurons(self, layer: LayerSpec) -> int:
         """Number of a layer's neurons that aren't an expert's: they come first."""
@@ -461,6 +426,16 @@ class ModelConfig:
         """True if layers have gates that become exact zeros: all layers, or those with a cutoff."""
         return self.zeros_gates or bool(self.cut_off_layers)
 
+    @property
+    def has_table(self) -> bool:
+        """Whether there is an embedding table, which a tied head is made of too."""
+        return self.part.embeds or (self.part.heads and self.tie_embeddings)
+
+    @property
+    def has_inputs_table(self) -> bool:
+        """Whether there is a table of per-layer inputs."""
+        return self.part.embeds and self.per_layer_width > 0
+
     def any_layer(self, holds: Callable[[LayerSpec], bool]) -> bool:
         """True if `holds` is true of a layer."""
         return any(map(holds, self.layers))
@@ -476,10 +451,10 @@ class ModelConfig:
     def stored_heads(self, layer: LayerSpec) -> HeadSizes:
         """A layer's heads as far as its keys and values are stored: no key heads where there are none."""
         found = self.heads(layer.attention)
-        return found if layer.recurrent is None else found._replace(keys=0)
+        return found if layer.attends else found._replace(keys=0)
 
     @property
-    def _recurrent(self) -> list[DeltaSpec | ConvSpec]:
+    def _recurrent(self) -> list[DeltaSpec | ConvSpec | Mamba2Spec]:
         return [layer.recurrent for layer in self.layers if layer.recurrent is not None]
 
     @property
@@ -516,17 +491,17 @@ class ModelConfig:
 
     def out_cols(self, layer: LayerSpec) -> int:
         """Columns of a layer's output projection: the width of its query heads, or of its values."""
-        if layer.recurrent is not None:
+        if layer.recurrent is not None and not layer.attends:
             return layer.recurrent.value_size
         latent = layer.attention.latent
         return self.num_heads * (self.heads(layer.attention).width if latent is None else latent.value_dim)
 
     def projection_sizes(self, layer: LayerSpec) -> dict[str, int]:
         """Rows of each projection in a layer's fused one: q, k and v, with the delta rule also z, its output
-        gates; q alone where keys are shared; q and kv in latent attention, of which q may have the values
-        that queries are made of.
+        gates; x, b, c and z with a mixer alone; q alone where keys are shared; q and kv in latent attention,
+        of which q may have the values that queries are made of.
         """
-        if layer.recurrent is not None:
+        if layer.recurrent is not None and not layer.attends:
             return layer.recurrent.projections
         if (latent := layer.attention.latent) is not None:
             return {"q": latent.query_rank or self.num_heads * latent.query_width, "kv": latent.width}
@@ -555,20 +530,26 @@ class ModelConfig:
         return self.embedding_width or self.hidden_size
 
     @property
+    def logits_size(self) -> int:
+        """Values of a token's logits; 0 in a part without the head."""
+        return self.vocab_size if self.part.heads else 0
+
+    @property
     def norm_size(self) -> int:
         """Number of values of a norm over the model's width."""
         return self.hidden_size * (2 if self.norm.bias else 1)
 
     @property
     def per_layer_size(self) -> int:
-        """Values of a token's row for all layers' per-layer inputs together; 0 without any."""
-        return self.per_layer_width * self.num_layers
+        """Values of a token's row for the per-layer inputs of all the model's layers; 0 without any."""
+        return self.per_layer_width * self.model_layers
 
     @property
     def is_plain(self) -> bool:
         """True without experts, per-layer inputs, copies and scales of the residual, low-rank blocks beside
         attention, normed values, attention sinks, gated attention, shared keys, latent attention, heads of
-        several sizes, recurrent layers and cutoffs of gates.
+        several sizes, factors of what attention gives, recurrent layers, layers without a feed-forward and
+        cutoffs of gates.
         """
         return (
             not self.per_layer_width
@@ -577,6 +558,7 @@ class ModelConfig:
             and not self.any_layer(lambda it: it.attention.sinks or it.attention.gated)
             and not self.any_layer(lambda it: it.attention.latent is not None)
             and not self.recurrent_layers
+            and not self.any_layer(lambda it: not it.has_feed_forward or it.attention.out_factor != 1.0)
             and not self.any_layer(lambda it: it.attention.head_dim > 0 or it.attention.num_kv_heads > 0)
             and not self.cut_off_layers
             and self.experts is None

@@ -65,17 +65,8 @@ def check_backend(runtime: RuntimeConfig, config: ModelConfig | None = None) -> 
     """Raises BackendUnavailableError for what the backend can't run, or a missing package."""
     backend = settled_backend(runtime.backend, config)
     experts = None if config is None else config.experts
-    if backend == "mlx" and config is not None and _is_latent(config):
-        raise BackendUnavailableError("--backend mlx doesn't run latent attention; use --backend cpu")
-    if (
-        backend == "mlx"
-        and config is not None
-        and (config.recurrent_layers or config.any_layer(lambda layer: layer.attention.gated))
-    ):
-        raise BackendUnavailableError(
-            "--backend mlx runs neither recurrent layers nor gated attention, which this model has; use "
-            "--backend cpu"
-        )
+    if backend == "mlx" and config is not None and config.any_layer(lambda layer: layer.mamba2 is not None):
+        raise BackendUnavailableError("--backend mlx doesn't run Mamba-2 mixers; use --backend cpu")
     if backend == "mlx" and experts is not None and runtime.sparsity == "threshold":
         raise BackendUnavailableError(
             "--backend mlx multiplies experts whole: use --sparsity experts, or --backend cpu for thresholds"
@@ -119,19 +110,25 @@ def check_drafts(runtime: RuntimeConfig, rows: RowInvariance) -> None:
         )
 
 
-def check_draft_layer_rows(config: ModelConfig, layer: DraftLayer | None, rows: RowInvariance) -> None:
-    """Raises BackendUnavailableError for a draft layer whose taps would change the text.
+def allowed_draft_layer(
+    config: ModelConfig, runtime: RuntimeConfig, layer: DraftLayer | None, rows: RowInvariance
+) -> DraftLayer | None:
+    """The draft layer; None where its taps would change the text and `auto` goes without.
 
     Where a row's bits depend on those beside it, the last row of a prompt is by itself from the last
-    feed-forward on; what models with per-layer inputs add behind it takes all rows that are tapped.
+    feed-forward on; what models with per-layer inputs add behind it takes all rows that are tapped. Raises
+    BackendUnavailableError where the options name the layer.
     """
     if layer is None or rows.widths.chain >= ANY_ROWS:
-        return
-    if config.num_layers in layer.taps and config.per_layer_width:
-        raise BackendUnavailableError(
-            f"--speculation {layer.kind} reads what leaves this model's last layer, which has inputs of its "
-            f"own, so that on this backend drafts could change the text; use --backend cpu"
-        )
+        return layer
+    if config.model_layers not in layer.taps or not config.per_layer_width:
+        return layer
+    if runtime.speculation == "auto":
+        return None
+    raise BackendUnavailableError(
+        f"--speculation {layer.kind} reads what leaves this model's last layer, which has inputs of its "
+        f"own, so that on this backend drafts could change the text; use --backend cpu"
+    )
 
 
 def settled_parallel(runtime: RuntimeConfig, rows: RowInvariance) -> int:
@@ -194,8 +191,11 @@ def _linears(memory: MemoryModel) -> Iterator[tuple[int, int, RowFormat]]:
         yield hidden, config.out_cols(layer), quant.of("out")
         if neurons := config.dense_neurons(layer):
             yield neurons, hidden, quant.of("feed_forward")
-    yield config.vocab_size, config.embedding_size, quant.head(config.tie_embeddings)
+    if config.part.heads:
+        yield config.vocab_size, config.embedding_size, quant.head(config.tie_embeddings)
     for weight in extra_matrices(config):
+        if weight.of_heads:
+            continue
         yield weight.shape[0], weight.shape[1], weight.stored(quant)
     if memory.predictors is not None and memory.runtime.sparsity == "predicted":
         for rank, neurons in zip(memory.predictors.ranks, config.widths, strict=True):

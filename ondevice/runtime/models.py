@@ -40,7 +40,7 @@ from ondevice.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from ondevice.model_config import ZEROING_NAMES, ExpertsSpec, ModelConfig
+from ondevice.model_config import WHOLE, ZEROING_NAMES, ExpertsSpec, ModelConfig
 from ondevice.runtime.backend_choice import check_backend, settled_backend
 from ondevice.runtime.repository import Repository, converted_from, model_name, parse_repository
 from ondevice.speculation.registry import DRAFTERS, needs
@@ -425,7 +425,19 @@ def with_chosen_experts(config: ModelConfig, chosen: int) -> ModelConfig:
         can = f"1 to {experts.chosen}" if least == 1 else f"{least} alone, as its router is a sparsemixer"
         raise UnsupportedModelError(f"--experts {chosen} isn't possible with this model: it can have {can}")
     layers = (replace(it, experts=it.experts and replace(it.experts, chosen=chosen)) for it in config.layers)
-    return replace(config, layers=tuple(layers))
+    part = config.part
+    if part.experts is not None:
+        part = replace(part, experts=replace(experts, chosen=chosen))
+    return replace(config, layers=tuple(layers), part=part)
+
+
+def of_part(config: ModelConfig, runtime: RuntimeConfig) -> RuntimeConfig:
+    """The options of a model for a part of it, which may have none of the layers whose gates are exact
+    zeros: dense gives what `exact` gives there.
+    """
+    if config.part != WHOLE and runtime.sparsity == "exact" and not config.has_exact_zeros:
+        return replace(runtime, sparsity="dense")
+    return runtime
 
 
 def automatic_modes(config: ModelConfig, runtime: RuntimeConfig) -> list[Sparsity]:
@@ -490,7 +502,7 @@ def check_runtime(
     operating_point(runtime, predictors, thresholds)
     added = {"streams": streams, "ngrams": ngrams, "eagle": None, "mtp": None, **draft_layers}
     wanted = needs(runtime.speculation)
-    if wanted in added and added[wanted] is None:
+    if config.part.embeds and wanted in added and added[wanted] is None:
         lacks = f"its bundle has no {wanted}; `ondevice train {wanted}` makes them"
         if wanted in SIDECAR_OF:
             command = SIDECAR_OF[wanted].command.format(model="BUNDLE")

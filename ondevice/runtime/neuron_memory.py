@@ -11,12 +11,18 @@ import numpy as np
 from ondevice.backends.base import Float32
 from ondevice.backends.budgeted import BudgetedBackend
 from ondevice.budget.plan import Plan
-from ondevice.budget.sizes import DECODE_TOKENS, SegmentShape, SlotShape, fetch_neurons, prefetch_neurons
+from ondevice.budget.sizes import (
+    DECODE_TOKENS,
+    BufferShape,
+    SegmentShape,
+    SlotShape,
+    fetch_neurons,
+    prefetch_neurons,
+)
 from ondevice.bundle.reader import Bundle
-from ondevice.callbacks import IsCancelled, never_cancelled
+from ondevice.callbacks import Cancelled, IsCancelled, never_cancelled
 from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
-from ondevice.model.transformer import Cancelled
 from ondevice.sparsity.experts import ExpertFetcher
 from ondevice.sparsity.fetch import FetchOptions, NeuronFetcher
 from ondevice.sparsity.neuron_cache import NeuronCache
@@ -136,7 +142,7 @@ def open_neuron_memory(
     if config.experts is not None:
         return _expert_memory(bundle, plan, backend, reader, options, substitution, cancelled)
     if not isinstance(segment, SlotShape):
-        return _segment_pool(segment, plan, backend, reader)
+        return segment_pool(backend, reader, segment, plan.buffers)
     cache = NeuronCache(
         config.widths,
         slot_bytes=segment.slot_bytes,
@@ -172,7 +178,7 @@ def _expert_memory(
     with ExitStack() as undo:
         dense = None
         if plan.dense is not None:
-            dense = _segment_pool(plan.dense, plan, backend, reader)
+            dense = segment_pool(backend, reader, plan.dense, plan.buffers)
             # Pool and layers refer to each other, so only `close` frees what it holds at once.
             undo.callback(dense.close)
             dense.resize(plan.dense_quota)
@@ -190,6 +196,7 @@ def _expert_memory(
             substitution,
             _expert_shares(bundle),
             dense,
+            config.experts,
         )
         undo.pop_all()
     if backend.name == "mlx" and config.expert_layers:
@@ -197,16 +204,17 @@ def _expert_memory(
     return fetcher
 
 
-def _segment_pool(
-    segments: SegmentShape, plan: Plan, backend: BudgetedBackend, reader: FlashReader
+def segment_pool(
+    backend: BudgetedBackend, reader: FlashReader, segments: SegmentShape, buffers: BufferShape
 ) -> SegmentPool:
+    """Provides a loaded model's layers with neurons in these segments, read through these buffers."""
     return SegmentPool(
         backend.feed_forwards,
         reader,
         segment_bytes=segments.nbytes,
-        piece_neurons=plan.buffers.neurons,
-        slot_bytes=plan.buffers.slot_bytes,
-        slots=plan.buffers.slots,
+        piece_neurons=buffers.neurons,
+        slot_bytes=buffers.slot_bytes,
+        slots=buffers.slots,
     )
 
 

@@ -27,9 +27,10 @@ def without_damaged_sidecars(bundle: Bundle, runtime: RuntimeConfig) -> Bundle:
     ):
         if used:
             bundle = without_damage(bundle, sidecar, _native.crc32c)
-    layer = used_draft_layer(runtime.speculation, bundle.eagle, bundle.mtp)
-    if layer is not None:
-        bundle = without_damage(bundle, layer.sidecar, _native.crc32c)
+    whole = None
+    # Without a damaged layer, `auto` takes the other one.
+    while bundle is not whole and (layer := used_draft_layer(runtime.speculation, bundle.eagle, bundle.mtp)):
+        whole, bundle = bundle, without_damage(bundle, layer.sidecar, _native.crc32c)
     if drafts_with_ngrams(runtime.speculation, bundle.ngrams):
         try:
             open_datastore(bundle, runtime).close()
@@ -52,8 +53,8 @@ def damage_warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
         "hotness": runtime.sparsity != "dense",
         "streams": runtime.speculation == "auto",
         "ngrams": runtime.speculation == "auto",
-        "eagle": False,
-        "mtp": False,
+        "eagle": runtime.speculation == "auto",
+        "mtp": runtime.speculation == "auto",
         "token_counts": False,
         "expert_costs": False,
         "expert_use": True,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from ondevice.backends.row_invariance import BY_CONSTRUCTION, RowInvariance, RowWidths
-from ondevice.budget.claims import others
+from ondevice.budget.claims import beside_bytes, others
 from ondevice.budget.draft_layers import draft_layer_bytes, loaded_bytes
 from ondevice.budget.limits import (
     Allowance,
@@ -24,12 +24,14 @@ from ondevice.budget.memory_model import MemoryModel
 from ondevice.budget.plan import Plan, plan_memory
 from ondevice.budget.sizes import context_tokens, draft_head_bytes, draft_head_rows, stream_bytes
 from ondevice.bundle.draft_layers import DraftLayer
+from ondevice.bundle.parts import part_words
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig, Sparsity, Speculation
-from ondevice.errors import BudgetError, ContextOverflowError
+from ondevice.errors import BudgetError, ContextOverflowError, UnsupportedModelError
 from ondevice.generate import check_prompt
+from ondevice.model_config import WHOLE
 from ondevice.runtime.backend_choice import (
-    check_draft_layer_rows,
+    allowed_draft_layer,
     check_drafts,
     memory_model,
     row_invariance,
@@ -37,7 +39,7 @@ from ondevice.runtime.backend_choice import (
     settled_parallel,
 )
 from ondevice.runtime.draft_model import ResolvedDraft, open_draft, plan_draft
-from ondevice.runtime.models import automatic_modes, check_runtime, with_chosen_experts
+from ondevice.runtime.models import automatic_modes, check_runtime, of_part, with_chosen_experts
 from ondevice.runtime.opening import (
     damage_warnings,
     open_tokenizer,
@@ -75,6 +77,8 @@ class ResolvedModel:
     plan: Plan
     draft: ResolvedDraft | None = None
     """The second model that drafts; None without one."""
+    draft_layer: DraftLayer | None = None
+    """The draft layer that is loaded; None if none is."""
     widths: RowWidths = BY_CONSTRUCTION.widths
     """How wide drafts may be on the backend."""
     least: ResolvedModel | None = None
@@ -123,11 +127,6 @@ class ResolvedModel:
         return runs_streams(self.runtime.speculation, self.bundle.streams)
 
     @property
-    def draft_layer(self) -> DraftLayer | None:
-        """The draft layer that is loaded; None if none is."""
-        return used_draft_layer(self.runtime.speculation, self.bundle.eagle, self.bundle.mtp)
-
-    @property
     def own_experts(self) -> int:
         """Experts that the model's own tokens choose, where `--experts` asks for fewer; else 0."""
         experts = self.bundle.manifest.config.experts if self.runtime.experts else None
@@ -157,6 +156,15 @@ class ResolvedModel:
         return self.least or self
 
 
+def require_whole(bundle: Bundle) -> None:
+    """Raises UnsupportedModelError for a slice, which gives no text alone."""
+    if bundle.config.part != WHOLE:
+        raise UnsupportedModelError(
+            f"{bundle.name} is {part_words(bundle.manifest)}. It runs with the other layers' machines alone: "
+            "use --hosts, or name the whole model"
+        )
+
+
 def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     """Settle the options and plan the memory. A budget that is too small gives a plan that doesn't fit.
 
@@ -169,9 +177,11 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     if fewer is bundle.config:
         runtime = replace(runtime, experts=0)
     bundle = bundle.with_config(fewer)
+    runtime = of_part(bundle.config, runtime)
     added = bundle.predictors, bundle.thresholds, bundle.streams, bundle.damaged, bundle.ngrams
     check_runtime(bundle.config, runtime, *added, {"eagle": bundle.eagle, "mtp": bundle.mtp})
-    check_draft_options(runtime, bundle.streams, bundle.token_counts, bundle.damaged)
+    if bundle.config.part.embeds:
+        check_draft_options(runtime, bundle.streams, bundle.token_counts, bundle.damaged)
     if bundle.incomplete is not None:
         raise bundle.incomplete
     runtime = replace(
@@ -181,13 +191,13 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     )
     rows = row_invariance(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
     check_drafts(runtime, rows)
-    layer = used_draft_layer(runtime.speculation, bundle.eagle, bundle.mtp)
-    check_draft_layer_rows(bundle.config, layer, rows)
     runtime = replace(
         runtime,
         speculation=settled_speculation(runtime, rows),
         parallel=settled_parallel(runtime, rows),
     )
+    layer = used_draft_layer(runtime.speculation, bundle.eagle, bundle.mtp)
+    layer = allowed_draft_layer(bundle.config, runtime, layer, rows)
     warnings = damage_warnings(bundle, runtime)
     # Import now what is needed anyway, so that it is measured with the process.
     memory = memory_model(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
@@ -196,11 +206,11 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     trim_heap()
     before, reading = _measured(), tokenizer_bytes(bundle)
     opening = before.process_bytes + reading
-    unread = _Planner(bundle, None, runtime, rows, None, memory, before, opening, reading, warnings)
+    unread = _Planner(bundle, None, runtime, rows, None, layer, memory, before, opening, reading, warnings)
     if reading and not unread.may_open:
         return unread.resolved()
     planner = replace(unread, tokenizer=open_tokenizer(bundle), unread_bytes=0)
-    if runtime.speculation == "model":
+    if runtime.speculation == "model" and bundle.config.part.embeds:
         drafting, before = open_draft(runtime), _measured()
         opening = max(opening, before.process_bytes + tokenizer_bytes(drafting))
         planner = replace(planner, opening_bytes=opening, measured=before)
@@ -217,23 +227,28 @@ class _Measured:
     """Memory that exists and that is taken before a model is planned."""
 
     held_bytes: int
-    """Memory of this process, its models included."""
+    """Memory of this process and of those counted to it, its models included."""
     process_bytes: int
-    """Memory of this process, its models left out."""
+    """Memory of this process and of those counted to it, its models left out."""
     others_bytes: int
     """Memory that loaded models hold or have claimed."""
     rooms: tuple[MemoryRoom, ...]
     limit: MemoryRoom | None
 
 
+def held_bytes() -> int:
+    """Memory of this process and of those counted to it."""
+    return process_memory().current_bytes + beside_bytes()
+
+
 def _measured() -> _Measured:
     before = others()
-    held_bytes = process_memory().current_bytes
+    held = held_bytes()
     after = others()
     # A model that fills or closes meanwhile must not be subtracted with more than the process counts for it.
     of_models = min(before.held_bytes, after.held_bytes)
-    process_bytes = max(0, held_bytes - of_models)
-    return _Measured(held_bytes, process_bytes, after.claimed_bytes, tuple(memory_rooms()), group_limit())
+    process_bytes = max(0, held - of_models)
+    return _Measured(held, process_bytes, after.claimed_bytes, tuple(memory_rooms()), group_limit())
 
 
 @dataclass(frozen=True)
@@ -245,6 +260,8 @@ class _Planner:
     runtime: RuntimeConfig
     rows: RowInvariance
     draft: ResolvedDraft | None
+    draft_layer: DraftLayer | None
+    """The layer that drafts, or that `auto` drafts with where there is room."""
     memory: MemoryModel
     """Its sizes under `runtime`, without a second model."""
     measured: _Measured
@@ -292,9 +309,9 @@ class _Planner:
         """Options that would make room for a model whose plan doesn't fit: `dense`, no drafts, else both."""
         runtime, dense, plain = missed.runtime, "--sparsity dense", "--speculation off"
         planned = {
-            dense: self._plan(replace(runtime, sparsity="dense"), missed.draft),
-            plain: self._plan(replace(runtime, speculation="off"), None),
-            f"{dense} and {plain}": self._plan(replace(runtime, sparsity="dense", speculation="off"), None),
+            dense: self._plan(replace(runtime, sparsity="dense"), missed.draft, missed.draft_layer),
+            plain: self._plan(replace(runtime, speculation="off")),
+            f"{dense} and {plain}": self._plan(replace(runtime, sparsity="dense", speculation="off")),
         }
         fitting = [options for options, plan in planned.items() if plan.fits]
         alone = tuple(options for options in fitting if options in (dense, plain))
@@ -312,12 +329,15 @@ class _Planner:
         if not self.rows.skips_zeros:
             # Their last bits may differ, and no budget may change a text.
             del choices[1:]
-        drafts: list[Speculation] = ["auto", "off"] if speculation == "auto" else [speculation]
+        drafts: list[tuple[Speculation, DraftLayer | None]] = [(speculation, self.draft_layer)]
+        # A part behind the first takes drafts as they come.
+        if speculation == "auto" and config.part.embeds:
+            drafts += [("auto", None), ("off", None)] if self.draft_layer is not None else [("off", None)]
         origin = self._allowance.words if self._is_auto else ""
         possible = []
-        for chosen_sparsity, chosen_drafts in product(choices, drafts):
+        for chosen_sparsity, (chosen_drafts, layer) in product(choices, drafts):
             settled = replace(runtime, sparsity=chosen_sparsity, speculation=chosen_drafts)
-            plan = replace(self._plan(settled, draft), wanted_context=wanted)
+            plan = replace(self._plan(settled, draft, layer), wanted_context=wanted)
             possible.append(
                 ResolvedModel(
                     self.bundle,
@@ -325,6 +345,7 @@ class _Planner:
                     settled,
                     plan,
                     draft,
+                    layer,
                     widths=self.rows.widths,
                     budget_origin=origin,
                     warnings=self.warnings,
@@ -337,10 +358,11 @@ class _Planner:
         alternatives = tuple(possible) if len(possible) > 1 else ()
         return replace(chosen, least=None if chosen is least else least, alternatives=alternatives)
 
-    def _plan(self, runtime: RuntimeConfig, draft: ResolvedDraft | None) -> Plan:
+    def _plan(
+        self, runtime: RuntimeConfig, draft: ResolvedDraft | None = None, layer: DraftLayer | None = None
+    ) -> Plan:
         """The plan of a model whose options are settled, under its budget."""
         draft_bytes = 0 if draft is None else draft.nbytes
-        layer = used_draft_layer(runtime.speculation, self.bundle.eagle, self.bundle.mtp)
         memory = replace(
             self.memory,
             runtime=runtime,
@@ -455,12 +477,12 @@ def budget_bytes(budget: str | int, plan: Plan) -> int:
     """The bytes that `budget` means for a planned model, loaded or not. Raises UsageError for no size."""
     if is_auto(budget):
         # Memory that a loaded model holds already is free to it.
-        return auto_budget(plan, allowance(process_memory().current_bytes, memory_rooms()))
+        return auto_budget(plan, allowance(held_bytes(), memory_rooms()))
     return parse_budget(budget)
 
 
 def warn_of_budget(budget: str | int, plan: Plan, name: str) -> None:
     """Log warnings if a loaded model's new budget may be more than there is."""
     if not is_auto(budget):
-        for warning in budget_warnings(plan, name, process_memory().current_bytes, memory_rooms()):
+        for warning in budget_warnings(plan, name, held_bytes(), memory_rooms()):
             log.warning("%s", warning)

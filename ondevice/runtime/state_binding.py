@@ -45,6 +45,7 @@ def state_binding(resolved: ResolvedModel, target: str) -> dict[str, Any]:
         "expert_substitution": runtime.expert_substitution,
         "long_context": [rope.within(context) != rope.within(0) for rope in bundle.config.ropes],
         "chunk": whole_chunk(resolved),
+        **_rows_of_prompts(resolved),
     }
 
 
@@ -59,6 +60,13 @@ def whole_chunk(resolved: ResolvedModel) -> int:
     # A token alone may be computed with other experts than in a chunk.
     any_split = runtime.backend == "cpu" and not runtime.expert_substitution
     return 0 if any_split else runtime.prefill_chunk
+
+
+def _rows_of_prompts(resolved: ResolvedModel) -> dict[str, int]:
+    """How prompts are split, where that may change states that are kept by checkpoints."""
+    runtime, config = resolved.runtime, resolved.bundle.config
+    split = config.recurrent_layers and runtime.backend != "cpu"
+    return {"prefill_chunk": runtime.prefill_chunk} if split else {}
 
 
 def open_prompt_cache(resolved: ResolvedModel, target: str) -> PromptCache | None:

@@ -18,6 +18,7 @@ from ondevice.budget.claims import Claim
 from ondevice.budget.plan import Plan
 from ondevice.callbacks import IsCancelled
 from ondevice.errors import BudgetError
+from ondevice.model.layer_range import LaterLayers
 from ondevice.model.sequence_state import SequenceState, common_prefix
 from ondevice.prompt_cache.store import PromptCache
 from ondevice.units import format_bytes
@@ -39,6 +40,7 @@ class StatePool:
         backend: BudgetedBackend,
         yield_to: Callable[[int], None],
         store: PromptCache | None = None,
+        later: LaterLayers | None = None,
     ) -> None:
         """Args:
         layout: How blocks are laid out.
@@ -47,6 +49,7 @@ class StatePool:
         backend: The backend, which allocates blocks.
         yield_to: Called before a block is allocated, with the bytes that blocks will have then.
         store: The prompt cache on disk; None without one.
+        later: The layers of other machines, which have a part of every state; None without any.
         """
         self.layout = layout
         self.nbytes = 0
@@ -64,6 +67,7 @@ class StatePool:
         self._claim = claim
         self._backend = backend
         self._yield_to = yield_to
+        self._later = later
 
     @contextmanager
     def use(self, key: int | None, stored: bool = False) -> Iterator[SequenceState]:
@@ -133,7 +137,7 @@ class StatePool:
         self._plan = plan
         self._drop_idle(plan.kv_limit_bytes)
         for kv in reversed(self._in_use[1:]):
-            if self.nbytes <= plan.kv_limit_bytes:
+            if self._fits(plan.kv_limit_bytes):
                 break
             kv.truncate(0)
         self._claimed(self.nbytes)
@@ -147,9 +151,8 @@ class StatePool:
 
     def new_state(self) -> SequenceState:
         """An empty state that has no key."""
-        return SequenceState(
-            self.layout, self._allocate, self._release, self._backend.new_arrays(self.layout)
-        )
+        make = SequenceState if self._later is None else self._later.new_state
+        return make(self.layout, self._allocate, self._release, self._backend.new_arrays(self.layout))
 
     def _drop_retired(self) -> None:
         while not self.retired.empty():
@@ -157,13 +160,18 @@ class StatePool:
             if kv is not None:
                 self._drop(kv)
 
-    def _drop_idle(self, limit_bytes: int) -> None:
-        """Drop states that aren't in use, least recently used first, until the rest keep to limit_bytes."""
+    def _fits(self, limit_bytes: int, added: int = 0) -> bool:
+        """Whether all states and `added` bytes keep to limit_bytes, and to what other machines have."""
+        short = self._later is not None and self._later.short_of_room(self.layout, added)
+        return self.nbytes + added <= limit_bytes and not short
+
+    def _drop_idle(self, limit_bytes: int, added: int = 0) -> None:
+        """Drop states that aren't in use, least recently used first, until the rest and `added` bytes fit."""
         self._drop_retired()
-        if self.nbytes > limit_bytes:
+        if not self._fits(limit_bytes, added):
             self._save_keyless()
         for kv in self.of_sessions.values():
-            if self.nbytes <= limit_bytes:
+            if self._fits(limit_bytes, added):
                 break
             if not any(kv is used for used in self._in_use):
                 self._drop(kv)
@@ -204,10 +212,17 @@ class StatePool:
     def _allocate(self, nbytes: int) -> Block:
         """Memory for a block or states; neurons yield before it exists."""
         plan = self._plan
-        self._drop_idle(plan.kv_limit_bytes - nbytes)
+        self._drop_idle(plan.kv_limit_bytes, nbytes)
+        short = "" if self._later is None else self._later.short_of_room(self.layout, nbytes)
+        if short:
+            raise BudgetError(
+                f"{short} has no room for its part of {format_bytes(self.nbytes + nbytes)} of keys and "
+                "values; close a session or raise that machine's budget",
+                required_bytes=plan.budget_bytes,
+            )
         if not self._claimed(self.nbytes + nbytes):
             # One full context is guaranteed; the rest belongs to another model by now.
-            self._drop_idle(plan.kv_cache_bytes - nbytes)
+            self._drop_idle(plan.kv_cache_bytes, nbytes)
         if not self._claimed(self.nbytes + nbytes):
             raise BudgetError(
                 f"{format_bytes(self.nbytes + nbytes)} of keys and values don't fit the budget of "

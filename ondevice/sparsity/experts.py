@@ -53,6 +53,7 @@ class ExpertFetcher(CachedSource):
             of one in memory that takes its place, in standard deviations; 0 for no substitution. With it
             nothing is prefetched, as what has arrived by then would depend on the device's speed.
         frequencies: for each layer with experts, (E,) share of a text's tokens that chose each.
+        of_model: what the model's experts are, where none of `layers` has some, as in a part of a model.
         dense: provides the neurons that aren't an expert's, owned by this object from now on; None: the
             layers hold them.
     """
@@ -70,16 +71,19 @@ class ExpertFetcher(CachedSource):
         substitution: float = 0.0,
         frequencies: Sequence[Float32] | None = None,
         dense: SegmentPool | None = None,
+        of_model: ExpertsSpec | None = None,
     ) -> None:
         found = {layer: spec for layer, spec in enumerate(experts) if spec is not None}
         self._turns = {layer: turn for turn, layer in enumerate(found)}
         """By layer: its number among those that have experts, which alone the cache knows."""
         self._layer_of = tuple(found)
-        self._experts = next(iter(found.values()))
-        count = self._experts.count
-        policy = ExpertReuse(len(found), count, self._experts.chosen, frequencies)
+        own = next(iter(found.values()), of_model)
+        assert own is not None
+        self._experts = own
+        count, turns = self._experts.count, max(1, len(found))
+        policy = ExpertReuse(turns, count, self._experts.chosen, frequencies)
         allocate = layers[0].piece_memory.slot_allocator
-        cache = PooledCache([count] * len(found), slot_bytes, segment_slots, most, policy, keep, allocate)
+        cache = PooledCache([count] * turns, slot_bytes, segment_slots, most, policy, keep, allocate)
         self._pool = cache
         self._most = most
         self._dense = dense
@@ -92,7 +96,7 @@ class ExpertFetcher(CachedSource):
         self._substitutes = False
         """Whether experts in memory may take the place of missing ones in this pass."""
         self._all = np.arange(count, dtype=np.int32)
-        self._fills = keep and not substitution
+        self._fills = bool(found) and keep and not substitution
         """Whether idle time may be used: not where the text depends on what is in memory."""
         self._draft_gates: NDArray[np.float16] = np.zeros((0, 0, 0), dtype=np.float16)
         """(turns, draft tokens, E) gates of the last pass's draft tokens, in the order of its batch."""

@@ -11,7 +11,8 @@ from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
 from ondevice.constraints.constrained import Constrained
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.transformer import ForwardOutput, Prune
+from ondevice.model.stream_pruning import Prune
+from ondevice.model.transformer import ForwardOutput
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.tree import Draft, Proposals, plain
 from ondevice.stats import DraftStats
@@ -25,7 +26,8 @@ class PassOutcome(NamedTuple):
     draft: Draft
     """The pruned draft, which was verified: the proposed one without the nodes that were pruned."""
     path: Sequence[int]
-    """The nodes of `draft` that the text takes, root first. A token was drawn after each."""
+    """The nodes of `draft` that the text takes, root first. A token was drawn after each, but for the last
+    where the text waits for its constraint."""
     output: ForwardOutput
     seconds: float | None
     """Time of the pass, which is that of all texts that share it. None: it isn't to be learnt from."""

@@ -9,7 +9,8 @@ from ondevice.backends.base import Float32
 from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.transformer import ForwardOutput, Prune
+from ondevice.model.stream_pruning import Prune
+from ondevice.model.transformer import ForwardOutput
 from ondevice.speculation.tree import Draft, Proposals
 
 ACCEPTANCE_DECAY = 0.97

@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ondevice.callbacks import IsCancelled, never_cancelled
+from ondevice.callbacks import Cancelled, IsCancelled, never_cancelled
 from ondevice.config import SamplingConfig
 from ondevice.constraints.constrained import Constrained
 from ondevice.errors import OndeviceError, system_refusals
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.transformer import Cancelled, ForwardOutput
+from ondevice.model.transformer import ForwardOutput
 from ondevice.speculation.drafted_text import DraftedText, PassOutcome, Round, State
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.policy import TreePolicy
@@ -173,8 +173,8 @@ class Drafting:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The layers, as of `Transformer.taps`, whose hidden states outputs should have."""
-        return self._drafter.taps
+        """The layers, as of `Transformer.taps`, whose hidden states the next output should have."""
+        return () if self._pace.disabled else self._drafter.taps
 
     def stats(self, text: DraftedText) -> DraftStats:
         """Stats of the text so far, with a sentence on whether drafts are made, and why."""

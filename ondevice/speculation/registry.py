@@ -95,7 +95,7 @@ def _model_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
 MIN_PASS_SECONDS = 0.001
 """Seconds of a plain pass below which `auto` is disabled. Looking for draft tokens takes a tenth of that."""
 AUTOMATIC: tuple[str, ...] = ("lookup", "recycling")
-"""Names of the drafters that `auto` combines. It adds streams and n-grams if the model has them."""
+"""Drafters that `auto` combines. It adds streams, n-grams and a draft layer if the model has them."""
 
 
 DRAFTERS: dict[str, DrafterKind] = {
@@ -196,8 +196,11 @@ def drafts_with_ngrams(name: str, ngrams: Ngrams | None) -> bool:
 
 
 def used_draft_layer(name: str, eagle: DraftLayer | None, mtp: DraftLayer | None) -> DraftLayer | None:
-    """The draft layer with which the drafter `name` drafts, of those that a model has."""
-    return {"eagle": eagle, "mtp": mtp}.get(name)
+    """The draft layer with which the drafter `name` drafts, of those that a model has.
+
+    `auto` drafts with one, if it may: the EAGLE-3 head, which somebody added, before the checkpoint's own.
+    """
+    return {"eagle": eagle, "mtp": mtp, "auto": eagle or mtp}.get(name)
 
 
 def datastore_bytes(name: str, ngrams: Ngrams | None) -> int:
@@ -260,6 +263,8 @@ def _automatic(target: Target) -> Drafter:
         members.append(WhileRowsAreCheap(DRAFTERS["streams"].make(target)))
     if target.datastore is not None:
         members.append(NgramDrafter(target.datastore, CHEAP_LOOKUP_SHARE))
+    if target.draft_layer is not None:
+        members.append(_layer_drafter(target))
     return Combined(members)
 
 

@@ -16,13 +16,12 @@ import pytest
 from ondevice.api import Model, load
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.reader import Bundle
-from ondevice.callbacks import IsCancelled
+from ondevice.callbacks import Cancelled, IsCancelled
 from ondevice.errors import OndeviceError
 from ondevice.flash.reader import FlashReader
 from ondevice.generate import Event
 from ondevice.model.loading import bundle_files, load_weights
-from ondevice.model.transformer import Cancelled
-from ondevice.runtime import engine
+from ondevice.runtime import loaded_model
 from tests.support.bundles import EOS
 from tests.support.chat import PROMPT, pause_engine
 
@@ -112,7 +111,7 @@ def test_an_interrupt_while_loading_cancels_it(chat_bundle: Path, monkeypatch: p
         seen.append(cancelled())
         raise Cancelled
 
-    monkeypatch.setattr(engine, "load_weights", waiting)
+    monkeypatch.setattr(loaded_model, "load_weights", waiting)
     with pytest.raises(KeyboardInterrupt):
         load(chat_bundle)
     assert seen == [True]

@@ -2,8 +2,9 @@
 
 Random models with ReLU gates, so that all exact modes have them: norms on both sides and capped scores,
 norms over whole projections, norms of the residual, parallel blocks under LayerNorms, a local window, heads
-that turn in part, feed-forwards without a gate, with a threshold, with ReLU on ups too, keys that are values.
-Gemma 3n's blocks, whose zeros are those of a cutoff, in the modes that they have.
+that turn in part, by neighbouring pairs, by yarn or longrope, in some layers only; multipliers, norms of
+1 + w, feed-forwards without a gate, with a threshold, with ReLU on ups too, keys that are values. Gemma 3n's
+blocks, whose zeros are those of a cutoff, in the modes that they have.
 """
 
 from __future__ import annotations
@@ -16,18 +17,25 @@ import pytest
 
 from ondevice.api import Model, load
 from ondevice.converters.convert import convert
+from ondevice.training import train_predictors
 from tests.converters.test_relu_families import FatRelu, activations, change
+from tests.support.bundles import VOCAB_SIZE, made_up_pieces, write_byte_tokenizer
 from tests.support.chat import squeeze
+from tests.support.engines import always_draft
 from tests.support.families import (
     FALCON,
+    GEMMA,
     GEMMA3N,
     GEMMA4,
     GEMMA4_E,
+    LONGROPE,
     OLMOE,
     OPT,
     PERSIMMON,
+    YARN,
     write_model,
 )
+from tests.support.made_up_streams import add_streams
 
 pytest.importorskip("transformers")
 
@@ -53,7 +61,37 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("Phi", {"head_dim": None, "partial_rotary_factor": 0.5, "hidden_act": "relu"}),
     "persimmon": ("Persimmon", PERSIMMON),
     "nemotron": ("Nemotron", {"head_dim": None, "hidden_act": "relu2"}),
+    "glm4": ("Glm4", {"hidden_act": "relu"}),
 }
+DRAFTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("Gemma", {"hidden_act": "relu"}),
+    "gemma3": (
+        "Gemma3Text",
+        {**GEMMA, "hidden_activation": "relu", "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "glm4": MODELS["glm4"],
+    "smollm3": (
+        "SmolLM3",
+        {"hidden_act": "relu", "head_dim": None, "no_rope_layers": [1, 0, 1], "rope_parameters": YARN},
+    ),
+    "granite": (
+        "Granite",
+        {
+            "hidden_act": "relu",
+            "head_dim": None,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.3,
+        },
+    ),
+    "phi3": (
+        "Phi3",
+        {"hidden_act": "relu", "head_dim": None, "rope_parameters": LONGROPE}
+        | {"original_max_position_embeddings": 128},
+    ),
+}
+"""Models that draft with streams and with a second model, which is the same one."""
 NEURONS = {"opt": "ffn_dim", "falcon": "ffn_hidden_size"}
 """What families call the number of neurons, where it isn't `intermediate_size`."""
 PROMPT = [5, 9, 17, 33, 5, 9, 17, 33, 5, 9, 17, 61, 5, 9]
@@ -64,10 +102,16 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"sparsity": "dense", "speculation": "recycling", "io": "buffered"},
     {"sparsity": "dense", "speculation": "auto", "kernel_target": "scalar"},
 )
+PREDICTED = ("gemma3",)
+
+
+def endless(model: Model) -> dict[int, float]:
+    """The bias under which no text ends by itself."""
+    return dict.fromkeys(model.bundle.manifest.tokenizer.eos_ids, -math.inf)
 
 
 def texts(model: Model) -> list[tuple[int, ...]]:
-    options: dict[str, Any] = {"max_tokens": 40, "logit_bias": {2: -math.inf}}
+    options: dict[str, Any] = {"max_tokens": 40, "logit_bias": endless(model)}
     sampled = model.generate(tokens=PROMPT, temperature=0.9, seed=3, **options)
     return [model.generate(tokens=PROMPT, temperature=0.0, **options).tokens, sampled.tokens]
 
@@ -87,6 +131,56 @@ def test_one_text(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) ->
         with load(bundle, **settings) as model:
             assert texts(model) == expected, settings
             assert model.logits(PROMPT).tobytes() == logits.tobytes(), settings
+            squeeze(model)
+            assert texts(model) == expected, settings
+            assert model.logits(PROMPT).tobytes() == logits.tobytes(), settings
+
+
+def converted(folder: Path, name: str) -> Path:
+    """Its bundle, with few neurons and a tokenizer."""
+    family, options = DRAFTED[name]
+    sizes = {"intermediate_size": 300, "vocab_size": VOCAB_SIZE}
+    write_model(folder / "source", family, {**options, **sizes})
+    write_byte_tokenizer(folder / "source")
+    return convert(folder / "source", folder / "bundle", "q4")
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_drafts_that_run_in_the_model_leave_one_text(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = converted(tmp_path, name)
+    add_streams(bundle)
+    always_draft(monkeypatch, [7, 3])
+    with load(bundle, sparsity="dense", speculation="off", threads=1) as model:
+        expected = texts(model)
+    for settings in (
+        {"sparsity": "exact", "speculation": "streams", "prefill_chunk": 3},
+        {"sparsity": "dense", "speculation": "model", "draft_model": bundle, "prefill_chunk": 5},
+    ):
+        with load(bundle, threads=1, **settings) as model:
+            squeeze(model)
+            assert texts(model) == expected, settings
+            stats = model.generate(tokens=PROMPT, max_tokens=12, logit_bias=endless(model)).stats
+            assert stats.speculation == settings["speculation"]
+            assert stats.drafting.drafts > 2
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_one_text_of_predicted_neurons(tmp_path: Path, name: str) -> None:
+    """It isn't that of all neurons, but the same one for every setting."""
+    bundle = converted(tmp_path, name)
+    train_predictors(bundle, pieces=made_up_pieces(4))
+    plain: dict[str, Any] = {"sparsity": "predicted", "predictor_recall": 0.9}
+    with load(bundle, speculation="off", threads=1, **plain) as model:
+        expected, logits = texts(model), model.logits(PROMPT)
+    assert len(set(expected[1])) > 5, "the text says nothing"
+    for settings in (
+        {"speculation": "lookup", "prefill_chunk": 3, "threads": 2},
+        {"speculation": "recycling", "prefill_chunk": 1, "io": "buffered", "kernel_target": "scalar"},
+    ):
+        with load(bundle, **plain, **settings) as model:
+            assert texts(model) == expected, settings
             squeeze(model)
             assert texts(model) == expected, settings
             assert model.logits(PROMPT).tobytes() == logits.tobytes(), settings

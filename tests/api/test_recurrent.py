@@ -14,7 +14,7 @@ from ondevice.api import Model, load
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
-from ondevice.errors import BackendUnavailableError, FlashReadError, OndeviceError
+from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.model.transformer import Transformer
 from ondevice.speculation.drafters import intersection
 from ondevice.speculation.tree import DRAFT_NODES
@@ -264,8 +264,3 @@ def test_the_plan_has_what_drafts_keep(hybrid: Path) -> None:
     floats = [it.channels + 2 * it.value_heads for it in deltas] + [it.channels for it in convs]
     assert len(floats) == 3
     assert drafting.kv_cache_bytes - plain.kv_cache_bytes == 4 * DRAFT_NODES * sum(floats)
-
-
-def test_what_it_cant_do_is_refused(hybrid: Path) -> None:
-    with pytest.raises(BackendUnavailableError, match="recurrent layers"):
-        load(hybrid, backend="mlx").close()

@@ -23,8 +23,8 @@ from ondevice.bundle.reader import Bundle
 from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.flash.read_ahead import Extent, ReadAhead
 from ondevice.flash.reader import FlashReader
+from ondevice.model.layer_range import SequencePart
 from ondevice.model.records import record_chunk
-from ondevice.model.transformer import SequencePart
 from ondevice.units import PAGE_BYTES, memory_total
 from tests.support.bundles import convert_bundle
 from tests.support.engines import random_tokens

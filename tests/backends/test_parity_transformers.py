@@ -245,7 +245,8 @@ def prompts(bundle: Path) -> list[list[int]]:
 def continued(model: Transformer, prompt: list[int], **sampling: Any) -> list[int]:
     """The 200 tokens that follow a prompt (fewer if the text ends)."""
     generator = Generator(model, None, frozenset(), max_context=model.config.max_context)
-    kv = SequenceState(KVLayout(model.config))
+    layout = KVLayout(model.config)
+    kv = SequenceState(layout, arrays=model.backend.new_arrays(layout))
     events = generator.stream(prompt, kv, SamplingConfig(max_tokens=200, **sampling))
     return [event.token for event in events if event.token is not None]
 

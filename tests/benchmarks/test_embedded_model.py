@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from ondevice.api import load, verify
+from ondevice.bundle.draft_layers import EAGLE_SIDECAR
 from ondevice.bundle.reader import Bundle
 from ondevice.config import Sparsity
 from ondevice.measure.prompts import BUILT_IN
-from tests.benchmarks.lib.embedded_model import TINY, embed, firing
+from ondevice.speculation.drafters.draft_layer import DraftLayerDrafter
+from ondevice.speculation.tree import Proposals
+from tests.benchmarks.lib.embedded_model import TINY, embed, embed_head, firing
 from tests.benchmarks.lib.embedded_sidecars import predicted_rates
 from tests.benchmarks.lib.embedded_weights import EmbeddedModel
 from tests.benchmarks.lib.filler_neurons import own_text, record
@@ -100,6 +105,61 @@ def test_streams_draft_the_same_tokens(
     assert len(streams.layers(embedded.config)) > len(embedded.layers) - 3
 
 
+def test_a_head_drafts_the_same_tokens_with_the_same_chances(
+    made: tuple[EmbeddedModel, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts of equal size whatever time they take; all that the head proposes on the way, bit for bit."""
+    always_draft(monkeypatch, [8])
+    propose, proposed = DraftLayerDrafter.propose, list[tuple[tuple[int, ...], Proposals]]()
+
+    def recorded(drafter: DraftLayerDrafter, path: Sequence[int]) -> Proposals:
+        proposed.append((tuple(path), propose(drafter, path)))
+        return proposed[-1][1]
+
+    monkeypatch.setattr(DraftLayerDrafter, "propose", recorded)
+    found = []
+    for name in ("small", "large"):
+        proposed.clear()
+        with load(made[1] / name, sparsity="dense", speculation="eagle", threads=1) as model:
+            prompts = [model.chat_ids([{"role": "user", "content": words}]) for words in PROMPTS]
+            answers = [model.generate(tokens=p, max_tokens=32, temperature=0.0) for p in prompts]
+        accepted = [
+            (it.tokens, it.stats.decode_passes, it.stats.drafting.accepted_by_depth) for it in answers
+        ]
+        found.append((accepted, list(proposed)))
+    assert found[0] == found[1]
+    tokens, passes = (sum(values) for values in zip(*((len(t), p) for t, p, _ in found[0][0]), strict=True))
+    assert tokens > 1.3 * passes
+
+
+def test_a_head_costs_what_a_layer_of_the_large_shape_costs(made: tuple[EmbeddedModel, Path]) -> None:
+    """Its matrices have the layer's sizes, codes of their own everywhere, and heads and neurons that run."""
+    large = Bundle.open(made[1] / "large")
+    head, config = large.eagle, large.config
+    assert head is not None
+    layer = head.layer_config(config.max_context)
+    for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
+        assert getattr(layer, name) == getattr(config, name), name
+    stored = load_file(large.path / head.sidecar.tensors)
+    for name in head.matrices(config):
+        codes = stored[f"eagle.{name}.codes"].view(np.uint8)
+        # Of 256 bytes, those that codes at random have, in every row's last quarter and all last rows.
+        assert len(np.unique(codes[:, -codes.shape[1] // 4 :])) == len(np.unique(codes[-64:])) == 256, name
+    # The small model's heads have rows of zeros, as they were widened; so have those beside them.
+    for name, least in {"qkv.embedding": 0.4, "qkv.hidden": 0.4, "gate": 1.0, "up": 1.0}.items():
+        assert stored[f"eagle.{name}.scales"].any(axis=1).mean() >= least, name
+
+
+def test_a_head_is_embedded_into_bundles_that_are_there(made: tuple[EmbeddedModel, Path]) -> None:
+    folders = [made[1] / name for name in ("small", "large")]
+    before = [Bundle.open(folder).eagle for folder in folders]
+    for folder in folders:
+        (folder / EAGLE_SIDECAR.manifest).unlink()
+    embed_head(SHIPPED, TINY, made[1])
+    # Their checksums are among them.
+    assert [Bundle.open(folder).eagle for folder in folders] == before != [None, None]
+
+
 def test_predictors_select_the_same_neurons(made: tuple[EmbeddedModel, Path]) -> None:
     """The bits of logits in mode `predicted`, which aren't those of every neuron that fires."""
     embedded, folder = made
@@ -125,6 +185,7 @@ def test_sidecars_are_whole(made: tuple[EmbeddedModel, Path]) -> None:
         assert bundle.predictors
         assert bundle.streams
         assert bundle.hotness
+        assert bundle.eagle
         verify(made[1] / name)
 
 

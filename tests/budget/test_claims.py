@@ -38,7 +38,8 @@ NOTHING = Others(0, 0)
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the models that other tests have left open."""
+    """Without the models that other tests have left open, and without what those hold."""
+    gc.collect()
     monkeypatch.setattr(claims, "_claims", {})
 
 
@@ -254,7 +255,7 @@ def test_a_model_that_fails_to_load_claims_nothing(
     with pytest.raises(BudgetError):
         load(bundle, dram_budget=0, **OPTIONS)
     assert others() == NOTHING
-    monkeypatch.setattr("ondevice.runtime.engine.load_weights", interrupted)
+    monkeypatch.setattr("ondevice.runtime.loaded_model.load_weights", interrupted)
     with pytest.raises(KeyboardInterrupt):
         load(bundle, **OPTIONS)
     assert others() == NOTHING

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -16,13 +17,17 @@ import pytest
 
 from ondevice.budget.mlx_memory import MLX_LIBRARY_BYTES
 from ondevice.bundle.reader import Bundle
+from ondevice.config import QuantConfig
 from ondevice.converters.training.predictors.layer_predictor import LayerPredictor
 from ondevice.converters.training.predictors.operating_points import HeldBack
 from ondevice.converters.training.predictors.train import store_predictor, write_predictors
 from ondevice.converters.training.thresholds import LayerThresholds, write_thresholds
+from ondevice.model_config import NO_ATTENTION, Mamba2Spec
+from tests.golden.build import golden_config
 from tests.support.bundles import convert_bundle
 from tests.support.made_up_streams import add_streams
 from tests.support.models import save_safetensors, tensor_shapes, tiny_config
+from tests.support.small_models import write_small
 
 SHAPE = {
     "hidden_size": 1024,
@@ -324,6 +329,22 @@ def test_blocks_of_other_families_keep_to_the_plan(
     sizes = SHAPE | {"num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": None}
     write_model(tmp_path / "source", family, sizes | options)
     wide = convert_bundle(tmp_path / "source", tmp_path / "bundle", "q8")
+    peak, _, total, hit_rate = run(wide, "8GB", 1000, max_context=1024, prefill_chunk=1024)
+    assert hit_rate == 1.0
+    assert 0.80 * total <= peak <= total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attends", [True, False], ids=["beside attention", "alone"])
+def test_mixers_keep_to_the_plan(tmp_path: Path, attends: bool) -> None:
+    """Mamba-2 mixers, of which those beside attention hold two outputs at once."""
+    sizes = {"hidden_size": 1024, "num_heads": 16, "num_kv_heads": 4, "head_dim": 64, "vocab_size": 16384}
+    config = golden_config(**sizes, intermediate_size=2048, max_context=1024, hidden_act="silu")
+    plain, mixer = config.layers[0], Mamba2Spec(32, 64, 1, 128, conv_bias=True)
+    layer = replace(plain, attention=plain.attention if attends else NO_ATTENTION, mamba2=mixer)
+    bare = replace(layer, feed_forward=replace(layer.feed_forward, neurons=0))
+    layers = (layer, bare, layer, plain)
+    wide = write_small(tmp_path / "bundle", replace(config, layers=layers), QuantConfig(8))
     peak, _, total, hit_rate = run(wide, "8GB", 1000, max_context=1024, prefill_chunk=1024)
     assert hit_rate == 1.0
     assert 0.80 * total <= peak <= total

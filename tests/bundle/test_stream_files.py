@@ -29,6 +29,7 @@ from ondevice.bundle.streams import (
     stream_tensors,
     streams_text,
 )
+from ondevice.callbacks import Cancelled
 from ondevice.commands.training_reports import stream_table
 from ondevice.config import GROUP_SIZE
 from ondevice.converters.output_folder import OutputFolder
@@ -40,7 +41,6 @@ from ondevice.flash.reader import FlashReader
 from ondevice.model import parts
 from ondevice.model.loading import bundle_files
 from ondevice.model.stream_loading import load_streams
-from ondevice.model.transformer import Cancelled
 from ondevice.model.weights import MultiStreamWeights
 from ondevice.model_config import NO_ATTENTION, DeltaSpec, ModelConfig
 from tests.support.bundles import convert_bundle, copy_files, open_sound, write_chat_checkpoint

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from ondevice.chat_template import ChatTemplate, abilities
 from ondevice.chat_template.channels import CHANNEL, END, MESSAGE, START, Channels
@@ -14,11 +15,12 @@ from ondevice.chat_template.replies import MarkedReply, Piece
 from ondevice.chat_template.tools import MAX_DEPTH, MAX_TOOLS, PromptOptions, Tool, ToolCall
 from ondevice.errors import ToolsNotSupportedError, UsageError
 from ondevice.session import Session
-from ondevice.tokenizer import Tokenizer
+from ondevice.tokenizer import Tokenizer, load_tokenizer
 from tests.chat_template.test_channels import TEMPLATE as HARMONY
 from tests.chat_template.test_channels import ScriptedHost, spoken, tokenizer  # noqa: F401
 from tests.chat_template.test_chat_template import minimind, transformers_renders  # noqa: F401
 from tests.chat_template.test_replies import check_streamed
+from tests.support.bundles import write_byte_tokenizer
 from tests.support.chat_templates import TOOLS
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -105,6 +107,21 @@ def test_a_real_template_renders_tools_as_transformers_does(
         parser = template.reply_parser(PromptOptions(think=think), ids)
         assert isinstance(parser, MarkedReply)
         assert parser.kind == ("thinking" if think else "reply")
+
+
+def test_special_tokens_may_be_called_as_parts_of_messages_are(tmp_path: Path) -> None:
+    """As a hostile tokenizer has them. Keys of arguments and schemas are others' words, and stay text."""
+    write_byte_tokenizer(tmp_path)
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    names = ["content", "tool_calls", "function", "name", "arguments", "tool_call_id", "parameters", "city"]
+    library.add_special_tokens(names)
+    tokens = load_tokenizer("tokenizers", library.to_str().encode(), 1, [2], False)
+    template = ChatTemplate(TOOLS)
+    ids = template.encode(TALK, tokens, options=OPTIONS)
+    special = set(tokens.special_tokens.values())
+    said = [tokens.piece(it) if it in special else tokens.decode([it], at_start=False) for it in ids]
+    assert "".join(said) == template.render(TALK, options=OPTIONS)
+    assert tokens.special_tokens["city"] not in ids
 
 
 @pytest.mark.parametrize("source", ["{{ messages[0].content }}", "{{ messages[0].content }}{{ tools }}"])

@@ -123,8 +123,9 @@ def test_generate_json(ondevice: Run, chat_bundle: Path) -> None:
 def test_inspect_json_and_text(ondevice: Run, chat_bundle: Path) -> None:
     shown = ondevice("inspect", "-m", chat_bundle, "--dram-budget", "4GB", "--json").json
     assert list(shown) == [
-        "model", "architecture", "parameters", "bundle_bytes", "quantisation", "neurons", "sparsity_modes",
-        "predictor_recalls", "threshold_sparsities", "experts", "expert_costs", "streams", "ngrams",
+        "model", "part", "architecture", "parameters", "bundle_bytes", "quantisation", "neurons",
+        "sparsity_modes", "predictor_recalls", "threshold_sparsities", "experts", "expert_costs",
+        "streams", "ngrams",
         "draft_layers", "damaged", "speculation", "minimum_budget_bytes", "minimum_budget_sparsity",
         "minimum_budget_speculation", "minimum_budget_context", "fitting_context", "mode_change", "plan",
     ]  # fmt: skip

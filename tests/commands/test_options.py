@@ -250,6 +250,7 @@ def test_every_command_has_help_that_starts_nothing(ondevice: Run) -> None:
         "profile",
         "doctor",
         "serve",
+        "split",
     }
     assert set(cli.cli.commands) == commands
     for name in cli.cli.commands:

@@ -7,8 +7,9 @@ import math
 import random
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, ClassVar, get_args
 
 import pytest
@@ -18,11 +19,13 @@ pytest.importorskip("llguidance")
 from ondevice import Constraint, ConstraintError, UsageError, host
 from ondevice.api import Model, load
 from ondevice.chat_template.channels import Channels
-from ondevice.config import Speculation
+from ondevice.config import SamplingConfig, Speculation
+from ondevice.constraints import constrained, grammars
 from ondevice.constraints.constrained import Constrained
 from ondevice.constraints.grammars import Grammars, Vocabulary, grammars_bytes
 from ondevice.errors import BudgetError
 from ondevice.speculation.tree import Proposals
+from tests.runtime.test_unverified_drafts import Job, run, text
 from tests.support.bundles import BOS, EOS
 from tests.support.engines import always_draft
 from tests.support.paths import SHIPPED
@@ -296,15 +299,24 @@ def test_every_text_has_all_of_a_grammars_limits() -> None:
         while len(path) < 12 and (found := [*text.proposals(path, lambda path: [(32, 0.4), (97, 0.3)])]):
             path.append(chance.choice(found)[0])
 
+    def catch_up(text: Constrained) -> None:
+        for _ in text.catch_up():
+            pass
+
     def walk(grammars: Grammars, seed: int, drafts: int = 0) -> list[int]:
         chance, tokens, ends = random.Random(seed), [], frozenset({Marks.eos})
         beside = random.Random(-seed)
         matcher, own = grammars.matcher(hungry), partial(grammars.own_matcher, hungry)
         text = Constrained(matcher, grammars.vocab_size, ends, own=own)
         try:
-            while not text.is_complete:
+            while True:
+                catch_up(text)
+                if text.is_complete:
+                    break
                 for _ in range(drafts):
                     draft(text, beside)
+                if not text.is_ready():
+                    catch_up(text)
                 tokens.append(chance.choice([*text.allowed().nonzero()[0].tolist()]))
                 text.take(tokens[-1], "")
         except ConstraintError:
@@ -317,6 +329,111 @@ def test_every_text_has_all_of_a_grammars_limits() -> None:
     assert any(tokens[-1] == -1 for tokens in alone)
     assert [walk(shared, seed) for seed in range(3)] == alone
     assert [walk(Grammars(Marks.vocabulary()), seed, drafts=2) for seed in range(3)] == alone
+
+
+LETTERS = {
+    "type": "object",
+    "properties": {name: {"type": "string", "maxLength": 60} for name in "ab"},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+SCARCE = 400
+"""States with which two of these five texts end, and one does that comes behind others."""
+
+
+def scarce(monkeypatch: pytest.MonkeyPatch) -> list[SamplingConfig]:
+    """Texts for whose grammar there are few states, and which catch up token by token."""
+    monkeypatch.setitem(grammars.LIMITS, "max_lexer_states", SCARCE)
+    monkeypatch.setattr(constrained, "PIECE_SECONDS", 0.0)
+    letters = Constraint.json_schema(LETTERS)
+    return [SamplingConfig(max_tokens=60, temperature=1.0, seed=it, constraint=letters) for it in range(5)]
+
+
+def outcome(model: Model, sampling: SamplingConfig) -> list[int | str | None]:
+    """Its tokens, and how it ended."""
+    found: list[int | str | None] = []
+    try:
+        for event in model.stream("A", sampling=sampling):
+            found.append(event.finish_reason if event.token is None else event.token)
+    except ConstraintError as error:
+        found.append(str(error))
+    return found
+
+
+def alone(samplings: Sequence[SamplingConfig]) -> list[list[int | str | None]]:
+    """Each with a grammar of its own and without drafts."""
+    found = []
+    with load(SHIPPED, speculation="off", threads=1) as model:
+        for sampling in samplings:
+            model._host._grammars = None
+            found.append(outcome(model, sampling))
+    return found
+
+
+def noting(monkeypatch: pytest.MonkeyPatch, note: Callable[[], object]) -> None:
+    """`note` is called wherever a text that catches up lets others go."""
+    catch_up = Constrained.catch_up
+
+    def noted(text: Constrained) -> Iterator[None]:
+        for _ in catch_up(text):
+            note()
+            yield
+
+    monkeypatch.setattr(Constrained, "catch_up", noted)
+
+
+@pytest.mark.parametrize("drafter", ["off", "lookup"])
+def test_shared_limits_change_no_text(monkeypatch: pytest.MonkeyPatch, drafter: Speculation) -> None:
+    samplings, pieces = scarce(monkeypatch), list[None]()
+    expected = alone(samplings)
+    assert {text[-1] for text in expected} > {"stop"}
+    always_draft(monkeypatch, [8, 3, 12])
+    noting(monkeypatch, lambda: pieces.append(None))
+    with load(SHIPPED, speculation=drafter, threads=1) as model:
+        for _ in range(2):
+            assert [outcome(model, sampling) for sampling in samplings] == expected
+    assert len(pieces) > 60
+
+
+def test_a_text_that_catches_up_lets_others_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    samplings = scarce(monkeypatch)
+    last = samplings[-1]
+    (expected,) = alone([last])
+    written = list[int]()
+    with load(SHIPPED, speculation="lookup", threads=1, parallel=2) as model:
+        engine, ids = model._engine, model.tokenizer.encode("A")
+        for sampling in samplings[:-1]:
+            outcome(model, sampling)
+        follow = model._host._constraining(last, None)
+        assert follow is not None
+        endless = tuple((it, -math.inf) for it in model.bundle.manifest.tokenizer.eos_ids)
+        other = Job(text(engine, None, ids, SamplingConfig(max_tokens=200, logit_bias=endless)))
+        job = Job(engine.steps(None, ids, last, lambda: False, follow()))
+        noting(monkeypatch, lambda: written.append(len(other.tokens)))
+        model._owner.call(lambda: run(engine, [other, job]))
+    assert [*job.tokens, "stop"] == expected
+    assert len(written) > 10
+    assert all(later > earlier for earlier, later in pairwise(written))
+
+
+def test_a_text_that_is_cancelled_while_it_catches_up_has_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    samplings, stopped, counts = scarce(monkeypatch), list[bool](), list[tuple[int, int]]()
+    always_draft(monkeypatch, [8, 3, 12])
+    noting(monkeypatch, lambda: stopped.append(True))
+    with load(SHIPPED, speculation="lookup", threads=1) as model:
+        engine, ids = model._engine, model.tokenizer.encode("A")
+        for sampling in samplings * 2:
+            follow = model._host._constraining(sampling, None)
+            assert follow is not None
+            job = Job(engine.steps(None, ids, sampling, lambda: bool(stopped), follow()))
+            model._owner.call(partial(run, engine, [job]))
+            if stopped:
+                end = job.items[-1]
+                assert end.finish_reason == "cancelled"
+                counts.append((len(job.tokens), end.stats.generated_tokens))
+                stopped.clear()
+    assert len(counts) > 2
+    assert all(handed_out == generated > 0 for handed_out, generated in counts)
 
 
 def test_a_text_that_waits_holds_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:

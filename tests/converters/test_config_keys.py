@@ -68,9 +68,14 @@ ELSEWHERE: dict[str, Any] = {
     "use_sliding_window": True,
 }
 """Keys that families have in which they stand for something."""
-LEFT_OUT = {"Gemma": ("hidden_activation",), "Phi3": ("original_max_position_embeddings",)}
+LEFT_OUT = {
+    "Gemma": ("hidden_activation",),
+    "Phi3": ("original_max_position_embeddings",),
+    "NemotronH": ("time_step_limit", "time_step_min"),
+}
 """Keys by family that this release of `transformers` leaves unread, though the model was published with them,
-or by which it chooses frequencies by a text's length, where here the context decides."""
+or by which it chooses frequencies by a text's length, where here the context decides; or that it takes for
+limits of time steps where it runs a prompt, but not token by token, as the models' authors never do."""
 ACTIVATIONS = ("relu", "gelu", "silu", "gelu_new")
 
 

@@ -46,31 +46,41 @@ ABOVE = 0.01
 """Of the positions of `cpu` at most this share may be above `limit`, and none above `most`."""
 TEXTS, LENGTH = 24, 12
 FAST = ("olmoe", "qwen3 moe", "mixtral", "phimoe", "granite moe", "qwen2 moe", "glm4 moe", "gemma4 moe")
-FAST += ("gpt-oss moe", "deepseek v2 moe groups", "deepseek v3 moe")
+FAST += (
+    "gpt-oss moe",
+    "deepseek v2 moe groups",
+    "deepseek v3 moe",
+    "lfm2 moe",
+    "granite hybrid moe",
+    "nemotron h moe",
+)
 """One of each family; the others are slow."""
 EXPERTS = [
     pytest.param(case, marks=() if case in FAST else pytest.mark.slow)
     for case in CASES
-    if "moe" in case or "mixtral" in case
+    if ("moe" in case or "mixtral" in case)
 ]
 
 
-def margins(router: Any, output: Any) -> np.ndarray:
+def margins(router: Any, inputs: Any, output: Any) -> np.ndarray:
     """By token, the least difference of scores that decides a router's choice, of their standard deviation.
 
-    Infinite where all experts are chosen.
+    Infinite where all experts are chosen. LFM2's routers are given their bias.
     """
     scores, chosen = output[0].reshape(-1, output[0].shape[-1]), output[2].shape[-1]
     kind = type(router).__name__
     if kind.startswith("Phimoe"):
         found = sparsemixer_margins(scores, 2 * router.router_jitter_noise)
-    elif kind.startswith(("Glm4Moe", "DeepseekV3")):
+    elif kind.startswith(("Glm4Moe", "DeepseekV3", "NemotronH")):
         scores = scores.sigmoid() + router.e_score_correction_bias
         groups = scores.reshape(len(scores), router.num_group, -1)
         of_groups = groups.topk(2, dim=-1)[0].sum(dim=-1)
         kept = torch.zeros_like(of_groups).scatter(1, of_groups.topk(router.topk_group)[1], 1) > 0
         left = groups.masked_fill(~kept[..., None], -torch.inf).flatten(1)
         found = np.minimum(gap(left, chosen), gap(of_groups, router.topk_group))
+    elif kind.startswith("Lfm2Moe"):
+        scores = scores.sigmoid() + (0.0 if inputs[1] is None else inputs[1])
+        found = gap(scores, chosen)
     else:
         # Gemma's router gives chances.
         scores = scores.log() if kind.startswith("Gemma4") else scores
@@ -105,7 +115,9 @@ def logits_and_margins(model: Any, text: list[int]) -> tuple[np.ndarray, np.ndar
     found: list[np.ndarray] = []
     routers = [module for module in model.modules() if type(module).__name__.lower().endswith("router")]
     hooks = [
-        router.register_forward_hook(lambda module, _, output: found.append(margins(module, output)))
+        router.register_forward_hook(
+            lambda module, inputs, output: found.append(margins(module, inputs, output))
+        )
         for router in routers
     ]
     with torch.no_grad():

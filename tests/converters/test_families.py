@@ -120,9 +120,20 @@ def expected(model: Any, text: list[int]) -> np.ndarray:
         return model(torch.tensor([text])).logits[0].numpy()
 
 
+WITHIN_A_THOUSANDTH = (
+    *("Falcon", "Phi", "Persimmon", "Nemotron", "Llama", "Olmo2", "Olmoe", "Qwen3Moe", "Mixtral", "Phimoe"),
+    *("GraniteMoe", "Qwen2Moe", "Glm4Moe", "GptOss", "DeepseekV2"),
+)
+"""Families of which `cpu` keeps all cases within 1e-3 of the largest logit, but for FURTHER."""
+FURTHER = ("nemotron wide heads", "phimoe longrope")
+"""1.16e-3 and 1.15e-3 with keys and values of 16 bits; by `reference`, with 32, 1e-6."""
+
+
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("backend", "limit"), [("reference", 1e-3), ("cpu", 2e-3)])
-def test_logits_are_those_of_transformers(family: Any, case: str, backend: BackendName, limit: float) -> None:
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_logits_are_those_of_transformers(family: Any, case: str, backend: BackendName) -> None:
+    is_near = CASES[case][0] in WITHIN_A_THOUSANDTH and case not in FURTHER
+    limit = 1e-3 if backend == "reference" or is_near else 2e-3
     model, bundle = family(case)
     theirs = expected(model, tokens())
     with running(bundle, backend) as loaded:
@@ -147,17 +158,32 @@ def on_grid(values: Any, axis: int) -> Any:
     return torch.from_numpy(np.moveaxis(np.concatenate(found, -1), -1, axis).astype(np.float32))
 
 
-@pytest.mark.parametrize("case", ["gemma3n", "gemma4 e", "opt", "olmoe", "qwen2 moe"])
+UNSCALED: dict[str, dict[str, Any]] = {
+    "granite hybrid moe": {"residual_multiplier": 1.0},
+    "falcon h1 norm": {"mlp_multipliers": [0.88, 0.88]},
+}
+"""What keeps matrices as they are, where a case's factors would move their values."""
+DOWN = ("down_proj", "fc2", "output_linear")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("gemma3n", "gemma4 e", "opt", "olmoe", "qwen2 moe"),
+        *("granite hybrid moe", "nemotron h", "falcon h1 norm"),
+    ],
+)
 def test_logits_of_4_bits_are_those_of_transformers_on_the_values_of_the_codes(
     tmp_path: Path, case: str
 ) -> None:
     """Rounding loses nothing of such weights, so that what is left is how codes are stored and read."""
-    model = write_model(tmp_path / "source", *CASES[case])
+    family, options = CASES[case]
+    model = write_model(tmp_path / "source", family, {**options, **UNSCALED.get(case, {})})
     with torch.no_grad():
         for name, weights in model.named_parameters():
             if weights.ndim > 1:
                 # Down projections of experts have groups along their own rows.
-                is_down = any(part in name for part in ("down_proj", "fc2")) and ".experts." not in name
+                is_down = any(part in name for part in DOWN) and ".experts." not in name
                 weights.copy_(on_grid(weights, -2 if is_down else -1))
     model.save_pretrained(tmp_path / "source")
     theirs = expected(model, tokens())
@@ -178,6 +204,7 @@ def test_logits_of_4_bits_are_those_of_transformers_on_the_values_of_the_codes(
             "gemma4",
             "gemma4 e wide",
         ),
+        *("granite hybrid", "nemotron h", "falcon h1"),
     ],
 )
 def test_a_text_is_run_through_every_kind_of_block(family: Any, case: str) -> None:
@@ -196,12 +223,16 @@ def test_a_text_is_run_through_every_kind_of_block(family: Any, case: str) -> No
 
 
 @pytest.mark.parametrize(
-    "case", ["gemma3", "glm4", "opt", "phi", "persimmon", "gemma3n mostly shared", "gemma4 e joint values"]
+    "case",
+    [
+        *("gemma3", "glm4", "opt", "phi", "persimmon", "gemma3n mostly shared", "gemma4 e joint values"),
+        *("granite hybrid", "nemotron h", "falcon h1"),
+    ],
 )
 def test_a_text_rounds_every_matrix_of_every_kind_of_block(family: Any, case: str) -> None:
     """What is read for the bundle is all rounded by the text, whatever a checkpoint calls its tensors.
 
-    But for tables, whose rows nothing multiplies.
+    But for tables, whose rows nothing multiplies, and what time steps are made of, which has 16 bits.
     """
     checkpoint = open_checkpoint(family(case)[1].parent / "source")
     rounding = LayerRounding(checkpoint, QuantConfig(4), [tokens()], make_runner(1), lambda step: None)
@@ -210,7 +241,7 @@ def test_a_text_rounds_every_matrix_of_every_kind_of_block(family: Any, case: st
     rounded = {name: rows for found in (*of_layers, rounding.head()) for name, rows in found.items()}
     looked_up = (EMBEDDING, PER_LAYER)
     blocks = read_blocks(checkpoint, lambda file, tensor: file not in looked_up, QuantConfig(4), rounded)
-    matrices = [rows for block in blocks for rows in block.rows if block.kinds]
+    matrices = [rows for block in blocks for rows in block.rows if block.kinds and block.formats[0].bits < 16]
     assert all(isinstance(rows, RoundedRows) for rows in matrices)
     checkpoint.close()
 
@@ -291,9 +322,10 @@ def test_max_context_chooses_the_frequencies(family: Any) -> None:
     assert plain == within != beyond
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.startswith(("qwen3 next", "qwen3.5", "lfm2"))]
-)
+WITH_STATES = ("qwen3 next", "qwen3.5", "lfm2", "granite hybrid", "nemotron h", "falcon h1")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(WITH_STATES)])
 def test_states_are_right_after_a_long_text(family: Any, case: str) -> None:
     """Errors of a state would add up."""
     model, bundle = family(case)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from ondevice.converters.convert import convert
 from ondevice.errors import OndeviceError
 from tests.converters.test_tokenizer import byte_level, sentencepiece_model, write_json
+from tests.fuzz.mutations import paths
 from tests.support.models import LLAMA3_ROPE, write_checkpoint
 
 VALUES: list[Any] = [
@@ -41,14 +41,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_json(source / "tokenizer_config.json", **special, chat_template=templates)
     write_json(source / "generation_config.json", eos_token_id=[2, 3], do_sample=True, temperature=0.5)
     return source
-
-
-def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON value, but the whole."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield (*path, key)
-        yield from paths(inner, (*path, key))
 
 
 def changed_json(data: bytes, rng: random.Random) -> bytes:

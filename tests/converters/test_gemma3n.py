@@ -300,7 +300,7 @@ def test_conversion_with_a_text_says_why_it_trained_no_predictors(
         ("num_kv_shared_layers", -1, "num_kv_shared_layers is -1"),
         ("activation_sparsity_pattern", [0.5], "names 1 layers of 6"),
         ("activation_sparsity_pattern", [1.0] * 6, "shares are from 0"),
-        ("intermediate_size", [160] * 5 + [0], "a layer's neurons is 0; it must be an integer from 1 to"),
+        ("intermediate_size", [160] * 5 + [0], "must be whole numbers from 1 on"),
         ("intermediate_size", [160] * 5 + [1 << 21], "a layer's neurons is 2097152"),
         ("intermediate_size", [160] * 5 + [True], "must be whole numbers"),
         ("intermediate_size", [-1] * 6, "intermediate_size is -1"),

@@ -29,7 +29,13 @@ EXACT = {
     "MXFP4": MXFP4,
 }
 SCALES_ROUNDED = {"Q4_K": RowFormat(4, 32), "Q5_K": RowFormat(5, 32)}
-ROUNDED = {"Q6_K": RowFormat(6), "Q3_K": RowFormat(4), "IQ4_XS": RowFormat(4)}
+ROUNDED = {
+    "Q6_K": (RowFormat(6), 0.018),
+    "Q3_K": (RowFormat(4), 0.069),
+    "Q2_K": (RowFormat(4), 0.044),
+    "IQ4_XS": (RowFormat(4), 0.071),
+}
+"""The format, and the relative error that `docs/hub.md` names."""
 
 
 def converted(tmp_path: Path, kind: str, hidden: int, quant: str = "auto") -> tuple[Bundle, dict[str, Any]]:
@@ -73,12 +79,14 @@ def test_products_of_scales_are_rounded_to_float16(tmp_path: Path, kind: str, st
     assert "scales rounded to float16" in notes(bundle)["gate"]
 
 
-@pytest.mark.parametrize(("kind", "stored"), ROUNDED.items())
-def test_groups_of_16_are_rounded(tmp_path: Path, kind: str, stored: RowFormat) -> None:
+@pytest.mark.parametrize(("kind", "stored", "lost"), [(kind, *of) for kind, of in ROUNDED.items()])
+def test_groups_of_16_are_rounded(tmp_path: Path, kind: str, stored: RowFormat, lost: float) -> None:
     bundle, _ = converted(tmp_path, kind, 256)
     assert bundle.quant.bits == stored.bits
     assert not bundle.quant.formats
-    assert notes(bundle)["gate"].startswith(f"rounded to {stored.bits} bits")
+    said, _, told = notes(bundle)["gate"].partition("; relative error ")
+    assert said == f"rounded to {stored.bits} bits"
+    assert float(told) == pytest.approx(lost, rel=0.05)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "MXFP4"])

@@ -162,7 +162,7 @@ def test_the_patterns_are_those_that_transformers_knows() -> None:
     alone = {name: rule for name, rule in SPLITTINGS.items() if not rule.first}
     with_pattern = {name: rule.pattern for name, rule in alone.items() if rule.pattern is not None}
     assert with_pattern == {name: known[others.get(name, name)] for name in with_pattern}
-    assert len(with_pattern) == 13
+    assert len(with_pattern) == 14
 
 
 def test_deepseek_cuts_numbers_and_sets_chinese_apart_before_words(tmp_path: Path) -> None:

@@ -22,11 +22,13 @@ from ondevice.backends.base import KVLayout
 from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
+from ondevice.bundle.draft_layers import MTP_SIDECAR
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.architectures.registry import read_config
 from ondevice.converters.checkpoints.fp8_folder import values_of_codes
 from ondevice.converters.convert import convert
-from ondevice.errors import BackendUnavailableError, CheckpointError, UnsupportedModelError
+from ondevice.converters.draft_layers.mtp import convert_mtp
+from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.flash.reader import FlashReader
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.sequence_state import SequenceState
@@ -35,6 +37,7 @@ from ondevice.model_config import LatentSpec, ModelConfig
 from tests.support.chat import squeeze
 from tests.support.engines import BackendName, all_logits, error, every_logits, expert_fetcher, running
 from tests.support.families import DEEPSEEK, DEEPSEEK_V3, LATENT_YARN, write_model
+from tests.support.mtp_checkpoints import write_mtp_checkpoint
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
@@ -238,6 +241,21 @@ def test_8_bit_floats_are_read_as_what_they_stand_for(tmp_path: Path, block: int
             assert (found / file.name).read_bytes() == file.read_bytes(), file.name
 
 
+def test_a_layer_ahead_in_8_bit_floats_is_read_as_what_it_stands_for(tmp_path: Path) -> None:
+    """As V3's authors publish it, experts and all."""
+    for name in ("fp8", "plain"):
+        (tmp_path / name).mkdir()
+    write_mtp_checkpoint(tmp_path / "source", "deepseek v3 moe")
+    write_fp8(tmp_path / "source", tmp_path / "fp8", tmp_path / "plain", 32)
+    bundle, found = convert(tmp_path / "plain", tmp_path / "bundle", "q4"), []
+    for name in ("plain", "fp8"):
+        layer = convert_mtp(tmp_path / name, bundle)
+        assert layer.latent is not None
+        assert layer.experts is not None
+        found.append((bundle / MTP_SIDECAR.tensors).read_bytes())
+    assert found[0] == found[1]
+
+
 def test_every_code_of_8_bit_floats() -> None:
     theirs = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
     assert np.array_equal(values_of_codes(), theirs, equal_nan=True)
@@ -285,7 +303,8 @@ def test_layers_that_predict_ahead_are_left_out(folder: Path, tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(config))
     bundle = Bundle.open(convert(tmp_path, tmp_path / "bundle", "q4"))
     assert bundle.config == Bundle.open(folder).config
-    assert any("predict tokens ahead are left out" in note for note in bundle.manifest.provenance.notes)
+    notes = " ".join(bundle.manifest.provenance.notes)
+    assert "the layer that predicts one token more (mtp) was left out" in notes
 
 
 def config_of(folder: Path, **changes: Any) -> ModelConfig:
@@ -332,8 +351,3 @@ def test_keys_of_the_authors(folder: Path) -> None:
     }
     assert config_of(folder, **theirs) == config_of(folder)
     assert config_of(folder).layers[0].attention.latent == LatentSpec(48, 8, 20, 16, 40)
-
-
-def test_mlx_refuses_it(folder: Path) -> None:
-    with pytest.raises(BackendUnavailableError, match="doesn't run latent attention; use"):
-        load(folder, backend="mlx")

@@ -1,4 +1,4 @@
-"""MLX folders of models with delta rules and latent attention: the bundles of their values' checkpoints."""
+"""MLX folders of hybrids and of models with latent attention: the bundles of their values' checkpoints."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ CODED: dict[str, tuple[str, Scheme, dict[str, Any]]] = {
     "qwen3 next": ("qwen3 next", Scheme(4, 32), {"linear_value_head_dim": 32}),
     "qwen3.5": ("qwen3.5", Scheme(6, 32), {"linear_value_head_dim": 16}),
     "qwen3.5 moe": ("qwen3.5 moe", Scheme(4), {"linear_value_head_dim": 32}),
+    "lfm2": ("lfm2", Scheme(5, 32), {}),
+    "lfm2 moe": ("lfm2 moe", Scheme(4, 32), {"intermediate_size": 64}),
 }
 NEURONS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
@@ -59,9 +61,11 @@ def folders(folder: Path, case: str, plain: bool = False) -> tuple[Path, MlxFold
 
     def of(module: str) -> Scheme | None:
         """As mlx-lm has it: convolutions and DeepSeek's routers stay, the others have 8 bits."""
-        if plain or module.endswith("conv1d") or (module.endswith("mlp.gate") and "kv_lora_rank" in config):
+        of_latents = module.endswith("mlp.gate") and "kv_lora_rank" in config
+        if plain or of_latents or module.endswith(("conv1d", "conv.conv")):
             return None
-        return Scheme(8, 32) if module.endswith(("mlp.gate", "shared_expert_gate")) else scheme
+        eight = ("mlp.gate", "shared_expert_gate", "feed_forward.gate")
+        return Scheme(8, 32) if module.endswith(eight) else scheme
 
     mlx = write_quantised(folder / "mlx", config, sanitised(config, tensors), scheme, of, "F32")
     if plain:
@@ -86,7 +90,7 @@ def test_a_quantised_folder_has_the_values_of_its_codes(tmp_path: Path, case: st
     )
 
 
-@pytest.mark.parametrize("case", ["deepseek v3", "qwen3.5 moe"])
+@pytest.mark.parametrize("case", ["deepseek v3", "qwen3.5 moe", "lfm2"])
 def test_a_folder_that_isnt_quantised_is_read(tmp_path: Path, case: str) -> None:
     source, mlx = folders(tmp_path, case, plain=True)
     assert_same_files(convert(mlx.path, tmp_path / "mine", "q4"), convert(source, tmp_path / "theirs", "q4"))
@@ -195,6 +199,9 @@ def as_published(folder: Path) -> None:
             config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
         if (scaling := rope.pop("rope_type")) != "default":
             config["rope_scaling"] = {"type": scaling, **rope}
+        if kind == "lfm2":
+            # mlx-lm asks for these keys, which the first published configs have.
+            config |= {"block_dim": config["hidden_size"], "block_ff_dim": config["intermediate_size"]}
     (folder / "config.json").write_text(json.dumps(config))
 
 

@@ -1,4 +1,4 @@
-"""Qwen3.5's layer that predicts one token more: read, equal to `transformers`, and no text depends on it.
+"""The layer that predicts one token more: read, equal to `transformers`, and no text depends on it.
 
 `transformers` leaves the layer out; its own layer of attention with the layer's weights is the oracle.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 import ondevice as package
 from ondevice.api import load
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.bundle.draft_layers import MTP_SIDECAR
+from ondevice.bundle.draft_layers import MTP_SIDECAR, DraftLayer
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
 from ondevice.converters.draft_layers.mtp import convert_mtp, has_layers_ahead
@@ -26,11 +27,10 @@ from ondevice.flash.reader import FlashReader
 from ondevice.model.draft_layer import load_draft_layer
 from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.speculation.tree import DRAFT_NODES
-from tests.support.bundles import EOS, copy_files
+from tests.support.bundles import EOS, copy_files, write_chat_checkpoint
 from tests.support.chat import PROMPT
 from tests.support.command_line import Run
 from tests.support.engines import BackendName, always_draft, error, random_tokens, running
-from tests.support.families import CASES, write_model
 from tests.support.models import save_safetensors
 from tests.support.mtp_checkpoints import change_config, mtp_logits, write_mtp_checkpoint
 
@@ -50,14 +50,41 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", ["qwen3.5", "qwen3.5 half turns"])
 def test_logits_are_those_of_transformers(tmp_path: Path, case: str) -> None:
     """A text's rows in pieces, then three that go on from the layer's own output."""
-    model = write_mtp_checkpoint(tmp_path / "source", case)
-    folder = convert(tmp_path / "source", tmp_path / "bundle", "f16")
-    layer = convert_mtp(tmp_path / "source", folder, 16)
+    layer = check_family(tmp_path, case)
     assert (layer.output_gates, layer.states_normed, layer.head_norm) == (True, True, True)
     assert 0 < sum(it > 0 for it in layer.frequencies) < layer.head_dim // 2
+
+
+@pytest.mark.parametrize(
+    ("case", "stacked"),
+    [("qwen3.5 moe", True), ("qwen3 next", False), ("glm4 moe head norms", False)],
+)
+def test_experts_give_the_logits_of_transformers(tmp_path: Path, case: str, stacked: bool) -> None:
+    """Chosen by softmax beside a gated shared expert, or by sigmoids with a bias, and attention's biases."""
+    layer = check_family(tmp_path, case, stacked)
+    assert layer.experts is not None
+    assert (layer.experts.count, layer.experts.chosen, layer.neurons) == (8, 3, 96 if "glm" in case else 72)
+    assert layer.experts.shared_gate == layer.output_gates == (not layer.qkv_bias) == ("glm" not in case)
+
+
+@pytest.mark.parametrize("case", ["deepseek v3 moe", "deepseek v3 moe halves", "glm4 moe lite"])
+def test_latent_attention_gives_the_logits_of_transformers(tmp_path: Path, case: str) -> None:
+    """With queries of their own rank or of the input, in groups of experts, and scores scaled by yarn."""
+    layer = check_family(tmp_path, case)
+    assert layer.latent is not None
+    assert layer.experts is not None
+    assert (layer.latent.query_rank > 0) == ("halves" not in case)
+    assert (layer.experts.groups > 1) == ("deepseek" in case)
+
+
+def check_family(folder: Path, case: str, stacked: bool = False) -> DraftLayer:
+    model = write_mtp_checkpoint(folder / "source", case, stacked)
+    bundle = convert(folder / "source", folder / "bundle", "f16")
+    layer = convert_mtp(folder / "source", bundle, 16)
     backends: tuple[BackendName, ...] = ("reference", "cpu")
     for backend in backends:
-        check_logits(tmp_path / "source", model, folder, backend)
+        check_logits(folder / "source", model, bundle, backend)
+    return layer
 
 
 def check_logits(source: Path, model: Any, folder: Path, backend: BackendName) -> None:
@@ -119,6 +146,42 @@ def test_no_token_depends_on_drafts(hybrid: Path, monkeypatch: pytest.MonkeyPatc
                 assert found.stats.drafting.draft_tokens > 40
 
 
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        ("qwen3.5 moe", "cpu"),
+        ("glm4 moe lite", "cpu"),
+        ("glm4 moe head norms", "mlx"),
+        pytest.param("glm4 moe head norms", "cpu", marks=pytest.mark.slow),
+    ],
+)
+def test_no_token_depends_on_drafts_of_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, case: str, backend: str
+) -> None:
+    """In memory for everything, and in the smallest budget, of which the layer's experts have their share;
+    one layer has latent attention too.
+    """
+    if backend == "mlx":
+        pytest.importorskip("mlx.core", exc_type=ImportError)
+        request.getfixturevalue("mlx_on_cpu")
+    write_mtp_checkpoint(tmp_path / "source", case)
+    bundle = convert(tmp_path / "source", tmp_path / "bundle", "q8")
+    assert convert_mtp(tmp_path / "source", bundle, 4).experts is not None
+    always_draft(monkeypatch, [6, 3])
+    given: dict[str, Any] = {"max_tokens": 32, "logit_bias": {EOS: -math.inf}, "seed": 5}
+    temperatures = (0.9, 0.0)
+    with load(bundle, speculation="off", backend=backend) as plain:
+        expected = [plain.generate(PROMPT, temperature=it, **given).tokens for it in temperatures]
+    least = package.inspect(bundle, speculation="mtp", backend=backend).minimum_budget_bytes
+    ways: list[dict[str, Any]] = [{"prefill_chunk": 7}, {"dram_budget": least + (2 << 20)}]
+    for way in ways:
+        with load(bundle, speculation="mtp", backend=backend, **way) as model:
+            for temperature, tokens in zip(temperatures, expected, strict=True):
+                found = model.generate(PROMPT, temperature=temperature, **given)
+                assert found.tokens == tokens, way
+                assert found.stats.drafting.draft_tokens > 20
+
+
 def test_a_chat_goes_on_and_back_with_drafts(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     always_draft(monkeypatch, [6])
     talks = []
@@ -173,8 +236,6 @@ def test_a_checkpoint_beside_other_towers_is_read(hybrid: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        ({"model_type": "qwen3_next"}, UnsupportedModelError, "neither experts nor latent attention"),
-        ({"model_type": "deepseek_v3"}, UnsupportedModelError, "neither experts nor latent attention"),
         ({"mtp_num_hidden_layers": 2}, UnsupportedModelError, "mtp_num_hidden_layers is 2"),
         ({"mtp_use_dedicated_embeddings": True}, UnsupportedModelError, "embeddings of the layer's own"),
         ({"intermediate_size": 72}, CheckpointError, "intermediate_size is 72"),
@@ -191,14 +252,6 @@ def test_what_is_not_there_is_refused(
         convert_mtp(source, copy_files(hybrid / "bundle", tmp_path / "bundle"))
 
 
-def test_layers_of_experts_are_refused(hybrid: Path, tmp_path: Path) -> None:
-    family, options = CASES["qwen3.5 moe"]
-    write_model(tmp_path / "source", family, options)
-    assert has_layers_ahead(tmp_path / "source")
-    with pytest.raises(UnsupportedModelError, match="model_type is qwen3_5_moe_text"):
-        convert_mtp(tmp_path / "source", hybrid / "bundle")
-
-
 def test_damaged_tensors_are_refused(hybrid: Path, tmp_path: Path) -> None:
     bundle = copy_files(hybrid / "bundle", tmp_path / "bundle")
     before = (bundle / MTP_SIDECAR.manifest).read_bytes()
@@ -207,10 +260,18 @@ def test_damaged_tensors_are_refused(hybrid: Path, tmp_path: Path) -> None:
     cases = [
         (model, CheckpointError, "has no tensors mtp"),
         ({it: values for it, values in tensors.items() if it != norm}, CheckpointError, "are missing"),
-        (tensors | {"mtp.layers.1.x": tensors[norm]}, UnsupportedModelError, "no part of one layer"),
+        (
+            tensors | {"mtp.layers.1.x": tensors[norm]},
+            UnsupportedModelError,
+            r"one token more, mtp\.layers\.1\.x",
+        ),
         (tensors | {norm: tensors[norm][:-1]}, CheckpointError, "has shape"),
         (tensors | {norm: tensors[norm] * np.float32(np.nan)}, CheckpointError, "holds NaN"),
-        (tensors | {"mtp.fc.weight": tensors["mtp.fc.weight"][:, 1:].copy()}, CheckpointError, "has shape"),
+        (
+            tensors | {"mtp.fc.weight": tensors["mtp.fc.weight"][:, 1:].copy()},
+            CheckpointError,
+            r"^mtp\.fc\.weight",
+        ),
     ]
     q_proj = "mtp.layers.0.self_attn.q_proj.weight"
     cases.append((tensors | {q_proj: tensors[q_proj][1:].copy()}, CheckpointError, "has shape"))
@@ -220,3 +281,43 @@ def test_damaged_tensors_are_refused(hybrid: Path, tmp_path: Path) -> None:
         with pytest.raises(kind, match=message):
             convert_mtp(source, bundle)
     assert (bundle / MTP_SIDECAR.manifest).read_bytes() == before
+
+
+def test_damaged_layers_behind_the_last_are_refused(tmp_path: Path) -> None:
+    """Of experts, and of tensors that the layer shares with the model; what was there before stays."""
+    write_mtp_checkpoint(tmp_path / "source", "glm4 moe lite")
+    bundle = convert(tmp_path / "source", tmp_path / "bundle", "q8")
+    convert_mtp(tmp_path / "source", bundle)
+    before = (bundle / MTP_SIDECAR.manifest).read_bytes()
+    tensors, own = load_file(tmp_path / "source" / "model.safetensors"), "model.layers.3."
+    down, gate, up = (f"{own}mlp.experts.{it}_proj.weight" for it in ("7.down", "0.gate", "3.up"))
+    table, head = f"{own}embed_tokens.weight", f"{own}shared_head.head.weight"
+    further, gone = f"{own}mlp.experts.8.up_proj.weight", f"are missing, {re.escape(down)} first"
+    model = {name: it for name, it in tensors.items() if not name.startswith(own)}
+    norm, wrong = f"{own}post_attention_layernorm.weight", np.zeros_like(tensors[table])
+    bad = tensors[up].copy()
+    bad[1, 2] = np.nan
+    cases = [
+        (model, CheckpointError, r"has no tensors model\.layers\.3\."),
+        ({it: values for it, values in tensors.items() if it != down}, CheckpointError, gone),
+        (tensors | {gate: tensors[gate][1:].copy()}, CheckpointError, f"{re.escape(gate)} has shape"),
+        ({it: values for it, values in tensors.items() if it != norm}, CheckpointError, r"missing, post_att"),
+        (tensors | {up: bad}, CheckpointError, "holds NaN"),
+        (tensors | {table: wrong}, UnsupportedModelError, "embed_tokens.weight isn't the model's"),
+        (tensors | {head: tensors[head][:-1].copy()}, UnsupportedModelError, "head.weight isn't the model's"),
+        (tensors | {further: tensors[up]}, UnsupportedModelError, f"no part of .*, {re.escape(further)}"),
+    ]
+    for changed, kind, message in cases:
+        save_file(changed, tmp_path / "source" / "model.safetensors")
+        with pytest.raises(kind, match=message):
+            convert_mtp(tmp_path / "source", bundle)
+    change_config(tmp_path / "source", num_nextn_predict_layers=2)
+    with pytest.raises(UnsupportedModelError, match="num_nextn_predict_layers is 2"):
+        convert_mtp(tmp_path / "source", bundle)
+    assert (bundle / MTP_SIDECAR.manifest).read_bytes() == before
+
+
+def test_families_without_such_a_layer_are_named(hybrid: Path, tmp_path: Path) -> None:
+    source = write_chat_checkpoint(tmp_path / "source")
+    with pytest.raises(UnsupportedModelError, match=r"model_type is llama; .* are read from Qwen3-Next"):
+        convert_mtp(source, hybrid / "bundle")

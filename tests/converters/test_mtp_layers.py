@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,25 +16,36 @@ import ondevice
 from ondevice.api import Model, load
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.row_invariance import BY_CONSTRUCTION, RowInvariance, RowWidths
-from ondevice.bundle.draft_layers import MTP_SIDECAR, DraftLayer, check_draft_layer
+from ondevice.budget.draft_layers import loaded_bytes
+from ondevice.bundle.draft_layers import MTP_SIDECAR, check_draft_layer
 from ondevice.bundle.reader import Bundle
-from ondevice.converters.architectures.rotary import rope_spec
-from ondevice.converters.draft_layers.write import write_draft_layer
-from ondevice.errors import BackendUnavailableError, BundleError
+from ondevice.config import RuntimeConfig
+from ondevice.converters.draft_layers.write import Pieces, write_draft_layer
+from ondevice.errors import BackendUnavailableError, BudgetError, BundleError
 from ondevice.flash.reader import FlashReader
-from ondevice.model.draft_layer import load_draft_layer
+from ondevice.model.draft_layer import GATED, load_draft_layer
 from ondevice.model.sequence_state import KVLayout, SequenceState
-from ondevice.runtime.backend_choice import check_draft_layer_rows
+from ondevice.model_config import ExpertsSpec, LatentSpec
+from ondevice.runtime.backend_choice import allowed_draft_layer
 from ondevice.speculation.tree import DRAFT_NODES
-from tests.support.bundles import EOS, convert_bundle, write_chat_checkpoint
+from tests.support.bundles import EOS, convert_bundle, copy_files, write_chat_checkpoint
 from tests.support.chat import PROMPT
-from tests.support.eagle_heads import mtp_arrays, mtp_twin
+from tests.support.eagle_heads import add_mtp_layer, mtp_arrays, mtp_twin
 from tests.support.engines import BackendName, always_draft, running
 from tests.support.models import transformers_model
 
 WIDTH, NEURONS, HEADS, HEAD_DIM, VOCABULARY, LAYERS = 64, 80, 4, 16, 272, 3
 TOKENS = [3, 250, 7, 7, 90, 14, 200, 3, 41, 5, 66, 250, 1]
 FED = [17, 33, 8]
+LATENT = LatentSpec(16, 8, 16, 16)
+PUBLISHED = {
+    "Qwen3.5, Qwen3.6 35B-A3B": (2048, 16, 2, 256, 512, ExpertsSpec(256, 8, 512, shared_gate=True), None),
+    "Qwen3-Next 80B-A3B": (2048, 16, 2, 256, 512, ExpertsSpec(512, 10, 512, shared_gate=True), None),
+    "GLM-4.7-Flash": (2048, 20, 1, 576, 1536, ExpertsSpec(64, 4, 1536), LatentSpec(512, 64, 192, 256, 768)),
+    "GLM-4.5-Air": (4096, 96, 8, 128, 1408, ExpertsSpec(128, 8, 1408), None),
+    "DeepSeek V3": (7168, 128, 1, 576, 2048, ExpertsSpec(256, 8, 2048), LatentSpec(512, 64, 128, 128, 1536)),
+}
+"""Widths, heads, keys, widths of heads, neurons and experts of layers, as their config.json has them."""
 
 
 @pytest.fixture(scope="module")
@@ -45,31 +57,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bundle(checkpoint: Path) -> Path:
     """A model with a layer of random weights, which reads what leaves the last layer."""
     folder = convert_bundle(checkpoint, checkpoint.parent / "bundle", "f16")
-    layer = DraftLayer(
-        kind="mtp",
-        model="",
-        bits=16,
-        taps=(LAYERS,),
-        hidden_size=WIDTH,
-        num_heads=HEADS,
-        num_kv_heads=HEADS,
-        head_dim=HEAD_DIM,
-        neurons=NEURONS,
-        activation="silu",
-        eps=1e-6,
-        frequencies=rope_spec(10000.0, HEAD_DIM).frequencies,
-        magnitude=1.0,
-        qkv_bias=False,
-        output_bias=False,
-        head_norm=True,
-        output_gates=False,
-        residual_normed=False,
-        states_normed=False,
-        own_head=False,
-        own_embeddings=False,
-        tokens=VOCABULARY,
-    )
-    write_draft_layer(folder, layer, mtp_arrays(WIDTH, NEURONS, HEADS, HEAD_DIM))
+    add_mtp_layer(folder, NEURONS)
     return folder
 
 
@@ -117,6 +105,18 @@ def test_logits_are_those_of_plain_pytorch(checkpoint: Path, bundle: Path, backe
     [
         ({"hidden_size": WIDTH // 2, "own_head": True}, "hidden_size is 32; .* must be 64"),
         ({"residual_normed": True}, "residual_normed is true"),
+        ({"neurons": 0}, "neurons is 0"),
+        ({"experts": ExpertsSpec(8, 2, 16, layout="neurons")}, "must be stored as matrices"),
+        ({"experts": ExpertsSpec(8, 2, 16, bias=True)}, "without biases"),
+        ({"experts": ExpertsSpec(8, 2, 16, shared_gate=True), "neurons": 0}, "gate .* of shared experts"),
+        ({"experts": ExpertsSpec(8, 2, 16), "activation": "relu"}, "stored as 'neurons'"),
+        ({"experts": ExpertsSpec(8, 2, 16), "kind": "eagle", "taps": (0, 1, 2)}, "latent or experts"),
+        ({"latent": LATENT, "scale": 0.1, "head_norm": False}, "num_kv_heads and head_dim are 4 and 16"),
+        ({"latent": LATENT, "scale": 0.1, "qkv_bias": True}, "runs without qkv_bias"),
+        ({"latent": LATENT, "scale": 0.1, "num_kv_heads": 1, "head_dim": 24}, "norms of heads"),
+        ({"latent": LATENT, "scale": 0.0, "num_kv_heads": 1, "head_dim": 24}, "scale is 0"),
+        ({"latent": LATENT, "scale": None}, "lacks 'scale'"),
+        ({"scale": 0.1}, "scale"),
     ],
 )
 def test_facts_that_no_such_layer_can_have_are_refused(
@@ -127,6 +127,62 @@ def test_facts_that_no_such_layer_can_have_are_refused(
     check_draft_layer(opened.mtp, opened.config)
     with pytest.raises(BundleError, match=message):
         check_draft_layer(replace(opened.mtp, **changes), opened.config)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_memory_of_published_layers_is_what_the_document_says(bundle: Path, name: str) -> None:
+    opened = Bundle.open(bundle)
+    assert opened.mtp is not None
+    width, heads, keys, head_dim, neurons, experts, latent = PUBLISHED[name]
+    target = replace(opened.config, hidden_size=width)
+    layer = replace(
+        opened.mtp,
+        hidden_size=width,
+        num_heads=heads,
+        num_kv_heads=keys,
+        head_dim=head_dim,
+        neurons=neurons,
+        experts=experts,
+        latent=latent,
+        output_gates=experts.shared_gate,
+    )
+    matrices = layer.matrices(target).values()
+    parameters = sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices) / 1e9
+    at_4, at_8 = (loaded_bytes(replace(layer, bits=bits), target) / 1e9 for bits in (4, 8))
+    row = f"| {name} | {parameters:.2f} billion | {at_4:.2f} GB | {at_8:.2f} GB |"
+    assert row in (Path(__file__).parents[2] / "docs" / "speculation.md").read_text()
+
+
+def test_experts_are_in_the_plan_and_a_budget_without_room_is_refused(bundle: Path, tmp_path: Path) -> None:
+    folder, experts = copy_files(bundle, tmp_path / "bundle"), ExpertsSpec(64, 2, 512)
+    before = Bundle.open(folder).mtp
+    assert before is not None
+    arrays = {name: it for name, it in mtp_arrays(WIDTH, 1, HEADS, HEAD_DIM).items() if name not in GATED}
+    layer = replace(before, experts=experts, neurons=0)
+    for name, matrix in layer.matrices(Bundle.open(folder).config).items():
+        if name == "router" or name.startswith("experts."):
+            arrays[name] = np.full(matrix.shape, 0.01, np.float32)
+    write_draft_layer(folder, layer, arrays)
+    pieces: dict[str, Pieces] = {}
+    off, mtp = (ondevice.inspect(folder, speculation=it) for it in ("off", "mtp"))
+    added, size = mtp.minimum_budget_bytes - off.minimum_budget_bytes, 3 * 64 * 512 * WIDTH * 2
+    assert min(added, mtp.draft_bytes - off.draft_bytes) > size
+    with pytest.raises(BudgetError, match=r'drafting .* take speculation="off"'):
+        load(folder, speculation="mtp", dram_budget=mtp.minimum_budget_bytes - added // 2)
+    # Written again from experts that are read one by one: no matrix is in memory twice.
+    stored = (folder / MTP_SIDECAR.tensors).read_bytes()
+    for name in (f"experts.{it}" for it in GATED):
+        whole = arrays[name]
+        read = partial(np.full, (len(whole) // experts.count, whole.shape[1]), 0.01, np.float32)
+        pieces[name] = Pieces(whole.shape, (read,) * experts.count)
+    tracemalloc.start()
+    try:
+        write_draft_layer(folder, layer, arrays | pieces)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert size < peak < 1.1 * size
+    assert (folder / MTP_SIDECAR.tensors).read_bytes() == stored
 
 
 def test_no_token_depends_on_drafts(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +235,9 @@ def test_the_last_row_of_a_prompt_is_alone_where_rows_differ_by_their_number(
     prompt = [5 + index * 7 % 240 for index in range(40)]
 
     def prompted(model: Model) -> np.ndarray:
-        transformer = model._engine._generator.transformer
+        transformer, drafting = model._engine.transformer, model._engine._drafting
+        assert drafting is not None
+        transformer.taps = drafting.taps
         with model._engine.kv.use(None) as kv:
             found = transformer.run(ForwardBatch(prompt, last_only=True), kv)
             (tapped,) = (np.array(transformer.backend.to_numpy(it)) for it in found.tapped)
@@ -199,8 +257,12 @@ def test_layers_with_inputs_of_their_own_are_not_read_where_rows_differ(bundle: 
     opened = Bundle.open(bundle)
     config = replace(opened.config, per_layer_width=8)
     limited = RowInvariance("", RowWidths(16, 1), {}, False)
-    check_draft_layer_rows(config, opened.mtp, BY_CONSTRUCTION)
-    check_draft_layer_rows(opened.config, opened.mtp, limited)
-    check_draft_layer_rows(config, None, limited)
+    named, auto = RuntimeConfig(speculation="mtp"), RuntimeConfig()
+    assert opened.mtp is not None
+    for runtime in (named, auto):
+        assert allowed_draft_layer(config, runtime, opened.mtp, BY_CONSTRUCTION) is opened.mtp
+        assert allowed_draft_layer(opened.config, runtime, opened.mtp, limited) is opened.mtp
+        assert allowed_draft_layer(config, runtime, None, limited) is None
+    assert allowed_draft_layer(config, auto, opened.mtp, limited) is None
     with pytest.raises(BackendUnavailableError, match="speculation mtp reads what leaves"):
-        check_draft_layer_rows(config, opened.mtp, limited)
+        allowed_draft_layer(config, named, opened.mtp, limited)

@@ -12,14 +12,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from ondevice.api import load
 from ondevice.bundle.reader import Bundle
+from ondevice.converters.draft_layers.eagle import convert_eagle
 from ondevice.converters.training.thresholds import LayerThresholds, write_thresholds
+from ondevice.model_config import ExpertsSpec, LatentSpec
 from ondevice.training import train_predictors
 from tests.support.bundles import convert_bundle, copy_files, made_up_pieces, write_byte_tokenizer
 from tests.support.cached_texts import said
+from tests.support.eagle_heads import (
+    add_mtp_layer,
+    add_random_mtp_layer,
+    head_config,
+    head_tensors,
+    write_eagle_head,
+)
 from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level, add_sentencepiece, write_gguf
 from tests.support.made_up_streams import add_streams
 from tests.support.mlx_folders import MXFP4, Scheme, write_mlx_folder
@@ -49,6 +59,29 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 UNEVEN = {"hidden_act": "fatrelu", "hidden_act_param": 0.1}
 """Options of a bundle whose layers have different numbers of neurons."""
 QUANTS = {"relu": "q4", "silu": "q8", "qwen3": "f16"}
+HEADS: dict[str, dict[str, Any]] = {
+    "reduced": {},
+    "embeddings": {
+        "draft_vocab_size": VOCAB, "attention_bias": True, "norm_before_residual": True, "head_dim": 24,
+        "embeddings": True,
+    },
+    "nested": {"num_key_value_heads": 1, "rope_scaling": LLAMA3_ROPE},
+}  # fmt: skip
+"""Options of EAGLE-3 heads, each of which goes with every bundle."""
+DRAFT_LAYERS: dict[str, tuple[str, int]] = {
+    "relu": ("reduced", 8),
+    "silu": ("embeddings", 4),
+    "qwen3": ("nested", 16),
+}
+"""Bundles with a head, and the bits of its codes; they and `uneven` have a layer of their own too."""
+LAYERS_AHEAD: dict[str, dict[str, Any]] = {
+    "relu": {
+        "neurons": 40, "output_gates": True, "states_normed": True,
+        "experts": ExpertsSpec(5, 2, 24, scoring="sigmoid", choice_bias=True, shared_gate=True),
+    },
+    "silu": {"neurons": 48, "latent": LatentSpec(32, 8, 16, 16, query_rank=32), "scale": 0.2, "bits": 8},
+}  # fmt: skip
+"""Facts of layers of their own with experts and with latent attention; those of other bundles are dense."""
 CACHED = ("relu", "qwen3")
 """Bundles that there are prompt caches of, with CACHED_PROMPT computed in every one of CACHED_WAYS."""
 CACHED_PROMPT = [(7 * at * at + 3 * at) % 250 + 3 for at in range(150)]
@@ -73,6 +106,16 @@ class Bases:
     def checkpoints(self) -> list[Path]:
         return sorted((self.folder / "checkpoints").iterdir())
 
+    @property
+    def heads(self) -> list[Path]:
+        """Folders of EAGLE-3 heads."""
+        return sorted((self.folder / "heads").iterdir())
+
+    @property
+    def checkpoints_ahead(self) -> list[Path]:
+        """Folders with a `source`, which has a layer that predicts one token more, and its `bundle`."""
+        return sorted((self.folder / "ahead").glob("*"))
+
     def tokenizers(self, kind: str) -> list[bytes]:
         return [path.read_bytes() for path in sorted((self.folder / kind).iterdir())]
 
@@ -84,6 +127,7 @@ def make_bases(folder: Path) -> Bases:
         folder.mkdir(parents=True)
         _write_tokenizers(folder)
         _write_checkpoints(folder)
+        _write_heads(folder)
         _write_bundles(folder)
         _write_caches(folder)
         (folder / "whole").touch()
@@ -211,6 +255,28 @@ def _write_caches(folder: Path) -> None:
                 said(model, CACHED_PROMPT, 1)
 
 
+def _write_heads(folder: Path) -> None:
+    """As their authors write them, and in the form of `speculators`, in two files."""
+    common = {"vocab_size": VOCAB, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    for name, options in HEADS.items():
+        write_eagle_head(folder / "heads" / name, **common | options)
+    nested = folder / "heads" / "nested"
+    config = head_config(**common | HEADS["nested"])
+    del config["eagle_aux_hidden_state_layer_ids"]
+    outer = {"speculators_model_type": "eagle3", "draft_vocab_size": config.pop("draft_vocab_size")}
+    left = {"eagle_aux_hidden_state_layer_ids": [0, 0, 1], "use_aux_hidden_state": True}
+    document = outer | {"transformer_layer_config": config, "eagle_config": left}
+    (nested / "config.json").write_text(json.dumps(document))
+    (nested / "model.safetensors").unlink()
+    tensors = head_tensors(head_config(**common | HEADS["nested"]))
+    names = sorted(tensors)
+    files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, its in files.items():
+        save_file({it: tensors[it] for it in its}, nested / file)
+    places = {it: file for file, its in files.items() for it in its}
+    (nested / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
 def _write_bundles(folder: Path) -> None:
     (folder / "bundles").mkdir()
     for name, quant in QUANTS.items():
@@ -226,8 +292,14 @@ def _write_bundles(folder: Path) -> None:
             write_thresholds(Bundle.open(target), layers, target, [0.5, 0.6], 100, 10)
         if name != "qwen3":
             add_streams(target)
+        head, bits = DRAFT_LAYERS[name]
+        convert_eagle(folder / "heads" / head, target, bits)
     with pytest.MonkeyPatch.context() as patch:
         options = {name: value for name, value in SHAPE.items() if name != "intermediate_size"}
         source = write_uneven_checkpoint(patch, folder / "made" / "source", (160, 70), **options | UNEVEN)
         convert_bundle(source, folder / "bundles" / "uneven", "q4")
+    for name, facts in LAYERS_AHEAD.items():
+        add_random_mtp_layer(folder / "bundles" / name, **facts)
+    add_mtp_layer(folder / "bundles" / "qwen3", 96)
+    add_mtp_layer(folder / "bundles" / "uneven", 80, normed=True, gates=True)
     shutil.rmtree(folder / "made")

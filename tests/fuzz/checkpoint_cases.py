@@ -92,11 +92,11 @@ def _change_folder(source: Path, rng: random.Random, bases: Bases) -> None:
         path.write_bytes(json_bytes(config, rng))
     elif how < 0.5:
         path = rng.choice(sorted(source.glob("*.safetensors")) or [source / "config.json"])
-        _safetensors(path, rng)
+        change_tensors(path, rng)
     elif how < 0.65:
         _tokenizer(source, rng, bases)
     elif how < 0.75 and (source / "model.safetensors.index.json").is_file():
-        _index(source / "model.safetensors.index.json", rng)
+        change_index(source / "model.safetensors.index.json", rng)
     elif how < 0.85:
         path = rng.choice(sorted(p for p in source.iterdir() if p.is_file()))
         data = path.read_bytes()
@@ -113,7 +113,8 @@ def _change_folder(source: Path, rng: random.Random, bases: Bases) -> None:
         make_odd(rng.choice(sorted(source.iterdir())), rng)
 
 
-def _safetensors(path: Path, rng: random.Random) -> None:
+def change_tensors(path: Path, rng: random.Random) -> None:
+    """Change a safetensors file's header, or values of a tensor as an attacker would choose them."""
     data = path.read_bytes()
     if rng.random() < 0.5 or len(data) < 100:
         path.write_bytes(changed_header(data, rng))
@@ -131,6 +132,8 @@ def _safetensors(path: Path, rng: random.Random) -> None:
     value = {
         "F32": single, "F16": np.array([np.nan, np.inf, 65504, 6e-8, 0], "<f2"),
         "BF16": (single.view("<u4") >> 16).astype("<u2"), "U8": np.arange(256, dtype="u1"),
+        "I64": np.array([-(1 << 63), (1 << 63) - 1, -1, 0, 1, 100, 1 << 32], "<i8"),
+        "BOOL": np.arange(3, dtype="u1"),
     }.get(entry["dtype"], single)  # fmt: skip
     unit = bytes(rng.choice(value).tobytes())
     content = bytearray(data)
@@ -158,7 +161,8 @@ def _tokenizer(source: Path, rng: random.Random, bases: Bases) -> None:
         path.write_bytes(json_bytes(value, rng))
 
 
-def _index(path: Path, rng: random.Random) -> None:
+def change_index(path: Path, rng: random.Random) -> None:
+    """Other names of files beside tensors."""
     index = _json(path)
     if (
         not isinstance(index, dict)

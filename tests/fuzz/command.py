@@ -22,6 +22,7 @@ from tests.fuzz import (
     bundle_cases,
     cache_cases,
     checkpoint_cases,
+    head_cases,
     session_cases,
     template_cases,
     tokenizer_cases,
@@ -37,8 +38,9 @@ KINDS: dict[str, ModuleType] = {
     "template": template_cases,
     "session": session_cases,
     "cache": cache_cases,
+    "head": head_cases,
 }
-SHARES = {"bundle": 4, "checkpoint": 2, "tokenizer": 2, "template": 1, "session": 1, "cache": 1}
+SHARES = {"bundle": 4, "checkpoint": 2, "tokenizer": 2, "template": 1, "session": 1, "cache": 1, "head": 1}
 """Cases of each kind in every round."""
 ORDER = [kind for kind, share in SHARES.items() for _ in range(share)]
 

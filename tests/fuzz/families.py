@@ -7,11 +7,14 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from ondevice.converters.convert import convert
+from ondevice.converters.draft_layers.mtp import convert_mtp
 from tests.converters.test_gguf_families import MODELS
 from tests.support.bundles import write_byte_tokenizer
 from tests.support.families import CASES, write_model
 from tests.support.gguf_families import write_family
 from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level
+from tests.support.mtp_checkpoints import write_mtp_checkpoint
 
 VOCAB = 384
 FOLDERS = (
@@ -25,6 +28,8 @@ FILES = {
     "qwen3.5 even": "Q8_0",
 }  # fmt: skip
 """Types of matrices by model."""
+AHEAD = ("qwen3.5", "qwen3.5 moe", "glm4 moe head norms", "glm4 moe lite")
+"""Models with a layer that predicts one token more: recurrent, with experts, and with latent attention."""
 
 
 def add_families(folder: Path) -> None:
@@ -40,3 +45,12 @@ def add_families(folder: Path) -> None:
         write_model(checkpoint / "source", family, {**options, "vocab_size": BYTE_LEVEL_TOKENS})
         write_family(checkpoint / "model.gguf", checkpoint / "source", kind, change=add_byte_level)
         shutil.rmtree(checkpoint / "source")
+    for case in AHEAD:
+        add_layer_ahead(folder, case)
+
+
+def add_layer_ahead(folder: Path, case: str) -> None:
+    """Add a checkpoint with a layer that predicts one token more, and its bundle, to those in `folder`."""
+    source = folder / "ahead" / case / "source"
+    write_mtp_checkpoint(source, case)
+    convert_mtp(source, convert(source, source.parent / "bundle", "q8"))

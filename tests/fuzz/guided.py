@@ -15,6 +15,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
@@ -23,7 +24,8 @@ import atheris
 
 with atheris.instrument_imports(include=["ondevice"]):
     import ondevice.chat_template.sandbox  # noqa: F401 (else it comes when a template is compiled)
-    from ondevice.bundle.manifest import parse_manifest
+    from ondevice.bundle.draft_layers import EAGLE_SIDECAR, MTP_SIDECAR, parse_draft_layer
+    from ondevice.bundle.manifest import Manifest, parse_manifest
     from ondevice.bundle.predictors import parse_predictors
     from ondevice.bundle.sidecar import weights_digest
     from ondevice.bundle.streams import parse_streams
@@ -43,7 +45,13 @@ from tests.support.chat_templates import CONVERSATION
 from tests.support.models import tiny_config
 
 SCRATCH = Path(tempfile.mkdtemp(prefix="ondevice-guided-"))
-SIDECARS = {"predictors": parse_predictors, "thresholds": parse_thresholds, "streams": parse_streams}
+SIDECARS: dict[str, Callable[[bytes, Manifest], object]] = {
+    "predictors": parse_predictors,
+    "thresholds": parse_thresholds,
+    "streams": parse_streams,
+    "eagle": partial(parse_draft_layer, EAGLE_SIDECAR),
+    "mtp": partial(parse_draft_layer, MTP_SIDECAR),
+}
 
 
 def mutated(data: bytes, max_size: int, seed: int) -> bytes:

@@ -35,6 +35,8 @@ SIDECARS = {
     "expert_costs.json": "expert_costs",
     "expert_use.json": "expert_use",
     "ngrams.json": "ngrams",
+    "eagle.json": "eagle",
+    "mtp.json": "mtp",
 }
 """The key of each one's content."""
 CRC_BLOCK = 1 << 20

@@ -21,6 +21,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.errors import BundleError
 from tests.fuzz import bundle_cases, signing, template_cases, tokenizer_cases
 from tests.fuzz.bases import Bases, make_bases
+from tests.fuzz.command import SHARES
 from tests.fuzz.outcomes import SLACK_BYTES, Difference
 from tests.fuzz.zygote import run_case
 from tests.support.bundles import copy_files, open_sound
@@ -113,6 +114,8 @@ def test_what_is_signed_again_passes_every_check(bases: Bases, tmp_path: Path, i
         "resident": -70,
         "streams": -70,
         "predictors": -70,
+        "eagle": -70,
+        "mtp": -70,
     }
     for name, at in places.items():
         path = folder / f"{name}.safetensors"
@@ -147,11 +150,11 @@ def test_a_seed_decides_a_case(bases: Bases, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, as Linux does")
 def test_dozens_of_cases(tmp_path: Path) -> None:
-    result = fuzzed(tmp_path, "--cases", "66", "--seconds", "120", "--seed", "5")
+    result = fuzzed(tmp_path, "--cases", "72", "--seconds", "120", "--seed", "5")
     assert result.returncode == 0, result.stdout + result.stderr
     figures = json.loads(result.stdout.splitlines()[-1])
-    assert sum(sum(tally.values()) for tally in figures["cases"].values()) == 66
-    assert set(figures["cases"]) == {"bundle", "checkpoint", "tokenizer", "template", "session", "cache"}
+    assert sum(sum(tally.values()) for tally in figures["cases"].values()) == 72
+    assert set(figures["cases"]) == set(SHARES)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, as Linux does")

@@ -8,23 +8,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import ondevice
 from ondevice.bundle.reader import Bundle
 from ondevice.errors import BudgetError, BundleError, FlashReadError, OndeviceError, UsageError
+from ondevice.speculation.tree import DRAFT_NODES
 from ondevice.units import process_memory
 from tests.fuzz.outcomes import Difference
+from tests.support.engines import always_draft
 
 ROOM_BYTES = 96 << 20
 """Above what the process has: the budget under which a model is looked at."""
 MAX_TOKENS = 8
+DRAFTED_ROWS = [DRAFT_NODES, 3, 7]
+"""Rows of each pass with a draft, in turn."""
 EXACT: dict[str, list[Any]] = {
     "sparsity": ["dense", "exact"],
     "threads": [1, 2],
-    "speculation": ["off", "streams", "lookup", "recycling", "resident"],
+    "speculation": ["off", "streams", "lookup", "recycling", "resident", "eagle", "mtp"],
     "io": ["direct", "buffered"],
     "kernel_target": ["auto", "scalar"],
 }
 """What changes no token, by option."""
+SIDECAR_DRAFTERS = ("streams", "eagle", "mtp")
+"""Drafters that read a sidecar of the bundle, each named as that is."""
 FILE_WORDS = ".safetensors"
 """What errors have that name a damaged file."""
 DAMAGE = (BundleError, FlashReadError)
@@ -32,11 +40,16 @@ DAMAGE = (BundleError, FlashReadError)
 
 @dataclass
 class Trial:
-    """One bundle's runs. allowed_bytes: the largest budget that any of them had."""
+    """One bundle's runs.
+
+    allowed_bytes: the largest budget that any of them had. drafter: of all but the first, which then has
+    none; any if it is empty.
+    """
 
     folder: Path
     rng: random.Random
     allowed_bytes: int = 0
+    drafter: str = ""
     texts: dict[str, Any] = field(default_factory=dict)
 
     def run(self, count: int = 2) -> int:
@@ -44,6 +57,8 @@ class Trial:
 
         Raises what the first configuration is refused with, and Difference.
         """
+        # As drafts of texts so short seldom pay. A case has a process of its own: nothing is undone.
+        always_draft(pytest.MonkeyPatch(), DRAFTED_ROWS)
         try:
             self._run(count)
         except OndeviceError as error:
@@ -66,8 +81,8 @@ class Trial:
             except DAMAGE as error:
                 refusal = refusal or error
                 # Damage of a file is found by whoever reads that part of it: gate rows beside neurons in
-                # dense mode, records of neurons that fire, streams where they draft.
-                if lossy or options.get("speculation") == "streams" or FILE_WORDS in str(error):
+                # dense mode, records of neurons that fire, sidecars where they draft.
+                if lossy or options["speculation"] in SIDECAR_DRAFTERS or FILE_WORDS in str(error):
                     continue
                 outcome = type(error).__name__
             except OndeviceError as error:
@@ -92,8 +107,11 @@ class Trial:
             options = {name: self.rng.choice(values) for name, values in EXACT.items()}
             if not config.zeros_gates:
                 del options["sparsity"]
-            if bundle.streams is None:
-                options["speculation"] = options["speculation"].replace("streams", "off")
+            if self.drafter:
+                options["speculation"] = self.drafter if index else "off"
+            name = options["speculation"]
+            if name in SIDECAR_DRAFTERS and getattr(bundle, name) is None:
+                options["speculation"] = "off"
             if config.experts is not None:
                 # Refused: such drafts would take other experts than the model's own.
                 options["speculation"] = options["speculation"].replace("resident", "off")

@@ -15,6 +15,7 @@ import numpy as np
 
 from ondevice.bundle.layout import (
     EMBEDDING,
+    PER_LAYER,
     RecordLayout,
     TensorSpec,
     embedding_layout,
@@ -24,6 +25,7 @@ from ondevice.bundle.layout import (
     gate_layout,
     neuron_file_name,
     neuron_layout,
+    per_layer_layout,
     resident_tensors,
 )
 from ondevice.bundle.manifest import Provenance, TokenizerInfo
@@ -111,6 +113,12 @@ def gates(recipe: Recipe, layer: int) -> Iterator[np.ndarray]:
         yield rows
 
 
+def inputs(recipe: Recipe) -> Iterator[np.ndarray]:
+    """Random records of per-layer inputs, uint8 (n, stride)."""
+    layout = per_layer_layout(recipe.config, recipe.quant)
+    yield _records(layout, recipe.config.vocab_size, _random(recipe.seed, 4))
+
+
 def experts(recipe: Recipe, layer: int) -> Iterator[np.ndarray]:
     """Random records of experts that are stored as matrices, (stride,) uint8 each."""
     layout, spec = expert_layout(recipe.config, recipe.quant), recipe.config.experts
@@ -171,6 +179,8 @@ def fill(writer: BundleWriter, recipe: Recipe) -> None:
         if layer in recipe.config.expert_layers:
             writer.write_records(expert_file_name(layer), experts(recipe, layer))
     writer.write_records(EMBEDDING, records(recipe, -1))
+    if recipe.config.has_inputs_table:
+        writer.write_records(PER_LAYER, inputs(recipe))
     writer.write_resident(tensors(recipe, writer.resident_finished()))
     for name, data in recipe.blobs.items():
         writer.add_blob(name, data)

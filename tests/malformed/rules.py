@@ -281,7 +281,7 @@ RULES = (
     Rule(
         "neurons zero",
         put(*NEURON_COUNT, value=0),
-        "feed_forward.neurons",
+        "neurons.num_records",
     ),
     Rule("neurons negative", put(*NEURON_COUNT, value=-96), "feed_forward.neurons"),
     Rule("neurons as bool", put(*NEURON_COUNT, value=True), "feed_forward.neurons"),

@@ -14,11 +14,12 @@ from ondevice.backends.base import Float32, Norm
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend, activate
 from ondevice.bundle.layout import neuron_layout
+from ondevice.callbacks import Cancelled
 from ondevice.config import QuantConfig
 from ondevice.errors import BudgetError, BundleError, FlashReadError, UsageError
 from ondevice.model.rope import Rope
 from ondevice.model.sequence_state import KVLayout, SequenceState, allocate_block
-from ondevice.model.transformer import Cancelled, Transformer
+from ondevice.model.transformer import Transformer
 from ondevice.model_config import ACTIVATIONS, Activation, FeedForwardSpec, ModelConfig
 from tests.support.engines import every_logits
 from tests.support.sources import ArrayFeedForward, ArrayLinear, RandomWeights, quantise_rows, tiny_config

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,26 +14,34 @@ from ondevice.backends.base import BLOCK_TOKENS, Block, KVLayout
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.recurrent import AHEAD_TOKENS
 from ondevice.backends.token_tree import TokenTree
+from ondevice.callbacks import Cancelled
 from ondevice.converters.convert import convert
 from ondevice.errors import BudgetError, UsageError
+from ondevice.model.layer_range import SequencePart
 from ondevice.model.sequence_state import SequenceState, allocate_block
-from ondevice.model.transformer import Cancelled, SequencePart, Transformer
+from ondevice.model.transformer import Transformer
 from ondevice.prompt_cache.store import PromptCache
 from tests.support.engines import every_logits, random_tokens, running
 from tests.support.families import CASES, write_model
+from tests.support.small_models import MODELS, write_small
 
 LENGTH = 300
 
 
-KINDS = ["qwen3.5", "lfm2"]
-"""Families with delta rules, and with short convolutions."""
+KINDS = ["qwen3.5", "lfm2", "mixers", "mixers beside attention"]
+"""Families with delta rules, and with short convolutions; models with Mamba-2 mixers, of no family."""
+
+
+def made(folder: Path, kind: str) -> Path:
+    if kind in MODELS:
+        return write_small(folder / "bundle", replace(MODELS[kind], max_context=512, vocab_size=320))
+    write_model(folder / "source", *CASES[kind])
+    return convert(folder / "source", folder / "bundle", "q4")
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Transformer]:
-    folder = tmp_path_factory.mktemp("recurrent")
-    write_model(folder / "source", *CASES[request.param])
-    with running(convert(folder / "source", folder / "bundle", "q4"), "cpu") as loaded:
+    with running(made(tmp_path_factory.mktemp("recurrent"), request.param), "cpu") as loaded:
         yield loaded
 
 
@@ -46,7 +56,9 @@ def whole(model: Transformer, text: list[int]) -> np.ndarray:
 
 
 def empty(model: Transformer) -> SequenceState:
-    return SequenceState(KVLayout(model.config, 16))
+    backend: Any = model.backend
+    layout = KVLayout(model.config, 16)
+    return SequenceState(layout, arrays=backend.new_arrays(layout))
 
 
 def continued(model: Transformer, kv: SequenceState, text: list[int], step: int = 64) -> np.ndarray:
@@ -273,8 +285,7 @@ def test_drafts_of_texts_that_share_a_pass(model: Transformer, text: list[int], 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reference_drafts_too(tmp_path: Path, kind: str) -> None:
-    write_model(tmp_path / "source", *CASES[kind])
-    with running(convert(tmp_path / "source", tmp_path / "bundle", "q4")) as model:
+    with running(made(tmp_path, kind)) as model:
         text = random_tokens(model.config, LENGTH)
         expected, kv, rng = (
             every_logits(model, text[:40], empty(model)),

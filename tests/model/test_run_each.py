@@ -11,10 +11,12 @@ import pytest
 
 from ondevice.backends.forward_batch import ForwardBatch, joint_batch
 from ondevice.backends.token_tree import TokenTree
+from ondevice.callbacks import Cancelled
 from ondevice.converters.convert import convert
 from ondevice.errors import UsageError
+from ondevice.model.layer_range import SequencePart
 from ondevice.model.sequence_state import KVLayout, SequenceState
-from ondevice.model.transformer import Cancelled, SequencePart, Transformer
+from ondevice.model.transformer import Transformer
 from tests.support.engines import random_tokens, running
 from tests.support.families import CASES, write_model
 

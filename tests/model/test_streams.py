@@ -14,7 +14,8 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.backends.token_tree import TokenTree
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.transformer import ForwardOutput, PrunedDraft, Transformer
+from ondevice.model.stream_pruning import PrunedDraft
+from ondevice.model.transformer import ForwardOutput, Transformer
 from ondevice.model.weights import LowRank, MultiStreamLayer, MultiStreamWeights
 from ondevice.model_config import ModelConfig
 from tests.backends.test_cpu import TARGETS, load, make_backend
@@ -46,7 +47,7 @@ def with_streams(model: Transformer, shared: bool = False) -> Transformer:
         for layer in range(first, model.config.num_layers)
     )
     vectors = tuple(backend.load_vector(row) for row in arrays["embeddings"])
-    streams = MultiStreamWeights(vectors, first, layers, low_rank("pruning"), shared)
+    streams = MultiStreamWeights(vectors, first, layers, low_rank("pruning"), shared, len(vectors), True)
     return Transformer(model.config, backend, model.weights, streams)
 
 

@@ -21,6 +21,7 @@
 #include "kernels/error_feedback.h"
 #include "kernels/expert.h"
 #include "kernels/feed_forward_pass.h"
+#include "kernels/mamba2.h"
 #include "kernels/quantize_rows.h"
 #include "made_up_inputs.h"
 
@@ -309,6 +310,39 @@ void attention(Runner& runner, int bits, int64_t heads, int64_t kv_heads, int64_
   keep(out, name + " cache", cache);
 }
 
+// A Mamba-2 mixer over 70 tokens, or over a tree of 5, a head at a time, and what its gates leave.
+void mixer(Runner& runner, bool is_tree, Vectors* out) {
+  const int64_t tokens = is_tree ? 5 : 70;
+  ondevice::MixerArgs args{};
+  args.heads = 4, args.width = 24, args.groups = 2, args.rows = 19, args.taps = 3;
+  args.time_factor = args.gate_factor = 0.5f, args.out_factor = args.most_time = 1.5f, args.norm_groups = 2;
+  const int64_t channels = args.channels(), values = args.values();
+  Random random(static_cast<uint64_t>(tokens));
+  const Floats conv = random.values(3 * channels), bias = random.values(channels), heads = random.values(4),
+               projected = random.values(tokens * channels), steps = random.values(tokens * 4),
+               gates = random.values(tokens * values), weight = random.values(values),
+               state = random.values(args.state_floats());
+  Floats decay = heads, after(state.size()), found(gates.size());
+  for (float& x : decay) x = -std::fabs(x);
+  const std::vector<int32_t> parents{-1, 0, 0, 1, -1}, slots{0, 1, 0, 1, 2};
+  args.conv = conv.data(), args.conv_bias = bias.data(), args.decay = decay.data(),
+  args.inputs = steps.data();
+  args.time_bias = args.skip = heads.data(), args.projected = projected.data(), args.stride = channels;
+  args.state = state.data(), args.tail = args.state + args.head_floats();
+  args.norm = {weight.data(), 1e-6f}, args.out = found.data();
+  if (is_tree)
+    args.parents = parents.data(), args.slots = slots.data(), args.num_slots = 3;
+  else
+    args.next_state = after.data(), args.next_tail = after.data() + args.head_floats();
+  Floats room(static_cast<size_t>(args.scratch(tokens)));
+  for (int64_t head = 0; head < 4; ++head) runner.kernels().mamba2(args, tokens, head, head + 1, room.data());
+  for (int64_t at = 0; at < tokens * values; at += values / 2)
+    runner.kernels().mixer_gate(args, gates.data() + at / values * values, at % values, values / 2,
+                                found.data() + at / values * values);
+  found.insert(found.end(), after.begin(), after.end());
+  keep(out, is_tree ? "mixer of a tree" : "mixer", found);
+}
+
 void vector_ops(Runner& runner, Vectors* out) {
   const ondevice::KernelTable& kernels = runner.kernels();
   Random random(3);
@@ -495,6 +529,7 @@ Vectors run(const std::string& target, int threads, bool hardware_checksums) {
         attention(runner, bits, 6, 2, dim, window, &out);
       }
   vector_ops(runner, &out);
+  for (const bool is_tree : {false, true}) mixer(runner, is_tree, &out);
   halves(runner, &out);
   import_rows(runner, &out);
   error_feedback(runner, &out);

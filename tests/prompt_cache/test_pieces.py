@@ -11,11 +11,11 @@ import pytest
 
 from ondevice.api import Model, load
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.callbacks import IsCancelled
+from ondevice.callbacks import Cancelled, IsCancelled
 from ondevice.config import SamplingConfig
 from ondevice.generate import Event
 from ondevice.model.shared_passes import PassRequest
-from ondevice.model.transformer import Cancelled, Transformer
+from ondevice.model.transformer import Transformer
 from ondevice.prompt_cache import store
 from ondevice.prompt_cache.store import PromptCache
 from ondevice.runtime.engine import Engine

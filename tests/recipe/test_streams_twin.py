@@ -28,7 +28,8 @@ from ondevice.flash.reader import FlashReader  # noqa: E402
 from ondevice.model.loading import bundle_files, load_weights  # noqa: E402
 from ondevice.model.sequence_state import SequenceState  # noqa: E402
 from ondevice.model.stream_loading import load_streams  # noqa: E402
-from ondevice.model.transformer import PrunedDraft, Transformer  # noqa: E402
+from ondevice.model.stream_pruning import PrunedDraft  # noqa: E402
+from ondevice.model.transformer import Transformer  # noqa: E402
 from ondevice.model.weights import LowRank, MultiStreamLayer, MultiStreamWeights  # noqa: E402
 from recipe import stream_loss as recipe_loss  # noqa: E402
 from recipe.export import model_of_bundle  # noqa: E402
@@ -68,7 +69,9 @@ def mlx_logits(model: Transformer, arrays: Arrays) -> Any:
         MultiStreamLayer(*(low(f"layers.{layer}.{part}") for part in ("qkv", "out", "feed_forward")))
         for layer in range(first, model.config.num_layers)
     )
-    streams = MultiStreamWeights(tuple(arrays["embeddings"]), first, layers, None, shared=False)
+    streams = MultiStreamWeights(
+        tuple(arrays["embeddings"]), first, layers, None, False, len(arrays["embeddings"]), prunes=False
+    )
     transformer = Transformer(model.config, model.backend, model.weights, streams)
     layout = KVLayout(model.config, 32)
     every = range(len(TOKENS))

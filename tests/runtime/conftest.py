@@ -10,7 +10,8 @@ import pytest
 
 from ondevice.backends.base import Array
 from ondevice.converters.convert import convert
-from ondevice.model.transformer import SequencePart, Transformer
+from ondevice.model.layer_range import SequencePart
+from ondevice.model.transformer import Transformer
 from tests.support.families import CASES, write_model
 from tests.support.shared_texts import Parts
 

@@ -16,6 +16,7 @@ from ondevice.api import load
 from ondevice.backends.base import Float32
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.bundle.reader import Bundle
+from ondevice.callbacks import Cancelled
 from ondevice.config import SamplingConfig
 from ondevice.errors import (
     BackendUnavailableError,
@@ -27,7 +28,6 @@ from ondevice.errors import (
     UsageError,
 )
 from ondevice.model.sequence_state import common_prefix
-from ondevice.model.transformer import Cancelled
 from ondevice.runtime.opening import open_tokenizer
 from ondevice.speculation.drafted_text import PassOutcome
 from ondevice.speculation.drafters import intersection

@@ -14,7 +14,8 @@ from ondevice.api import Model, inspect, load
 from ondevice.backends.base import Array
 from ondevice.config import SamplingConfig
 from ondevice.errors import FlashReadError
-from ondevice.model.transformer import SequencePart, Transformer
+from ondevice.model.layer_range import SequencePart
+from ondevice.model.transformer import Transformer
 from ondevice.speculation.drafters.combined import Combined, WhileRowsAreCheap
 from ondevice.speculation.drafters.lookup import Lookup
 from ondevice.speculation.drafters.recycling import Recycling

@@ -19,9 +19,10 @@ from ondevice.backends.base import Array
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.config import RuntimeConfig
 from ondevice.errors import FlashReadError, UsageError
+from ondevice.model.layer_range import SequencePart
 from ondevice.model.sequence_state import SequenceState
 from ondevice.model.shared_passes import PROMPT_ROWS
-from ondevice.model.transformer import SequencePart, Transformer
+from ondevice.model.transformer import Transformer
 from tests.support.bundles import EOS
 from tests.support.chat import slow_down, squeeze
 from tests.support.shared_texts import ENDS, Parts, alone, asked, at_once, prompts, said, together

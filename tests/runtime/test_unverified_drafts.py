@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import pytest
 from ondevice.api import Model, load
 from ondevice.config import SamplingConfig
 from ondevice.converters.convert import convert
-from ondevice.generate import Event
 from ondevice.model.sequence_state import SequenceState
 from ondevice.prompt_cache import store
 from ondevice.prompt_cache.store import PromptCache
@@ -20,12 +19,12 @@ from ondevice.runtime.engine import Engine
 from tests.support.bundles import EOS, write_byte_tokenizer
 from tests.support.engines import always_draft
 from tests.support.families import CASES, write_model
+from tests.support.joint_jobs import Job, Work, run
 from tests.support.paths import SHIPPED
 
 WORDS = "Once upon a time there was a little girl who liked to play. "
 SESSION, FORK, OTHER = 1, 2, 3
 GREEDY = SamplingConfig(max_tokens=40)
-Work = Iterator[Any]
 
 
 @pytest.fixture
@@ -34,46 +33,6 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
     always_draft(monkeypatch, [16])
     with load(SHIPPED, speculation="lookup", parallel=3, threads=1) as model:
         yield model
-
-
-class Job:
-    """A job of `JointJobs`, whose items are kept."""
-
-    def __init__(self, work: Work, found: list[Any] | None = None) -> None:
-        self.work: Callable[[Any], Work] = lambda cancelled: work
-        self.items: list[Any] = [] if found is None else found
-        self.error: BaseException | None = None
-
-    def is_cancelled(self) -> bool:
-        return False
-
-    def deliver(self, item: Any) -> None:
-        self.items.append(item)
-
-    def end(self, error: BaseException | None = None) -> None:
-        self.error = error
-
-    @property
-    def tokens(self) -> list[int]:
-        return [item.token for item in self.items if isinstance(item, Event) and item.token is not None]
-
-
-def run(
-    engine: Engine, jobs: list[Job], between: Callable[[int], None] = lambda turn: None, late: int = 0
-) -> None:
-    """Run jobs together, in their order.
-
-    between: called before each round, where brief jobs are. late: round in which the last job joins.
-    """
-    waiting, turns = jobs[1:], iter(range(1 << 30))
-
-    def following() -> Job | None:
-        between(turn := next(turns))
-        if not waiting or (len(waiting) == 1 and turn < late):
-            return None
-        return waiting.pop(0)
-
-    engine.joint.run(jobs[0], following, lambda: None)
 
 
 def text(engine: Engine, key: int | None, ids: list[int], sampling: SamplingConfig = GREEDY) -> Work:

@@ -18,6 +18,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.budget.sizes import buffer_shape, dense_shape, expert_shape
 from ondevice.bundle.layout import neuron_file_name
 from ondevice.bundle.reader import Bundle
+from ondevice.callbacks import Cancelled
 from ondevice.config import RuntimeConfig
 from ondevice.converters.convert import convert
 from ondevice.errors import FlashReadError
@@ -26,9 +27,9 @@ from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.sequence_state import KVLayout, SequenceState
-from ondevice.model.transformer import Cancelled, Transformer
+from ondevice.model.transformer import Transformer
 from ondevice.runtime.backend_choice import make_backend
-from ondevice.runtime.neuron_memory import open_neuron_memory
+from ondevice.runtime.neuron_memory import open_neuron_memory, segment_pool
 from ondevice.runtime.resolving import resolve
 from ondevice.sparsity.experts import ExpertFetcher
 from ondevice.sparsity.fetch import DEFAULT_FETCH
@@ -36,7 +37,7 @@ from ondevice.sparsity.segments import SegmentPool
 from ondevice.training import train_expert_use, train_thresholds
 from ondevice.units import process_memory
 from tests.support.bundles import copy_files, made_up_pieces
-from tests.support.engines import every_logits, segment_pool
+from tests.support.engines import every_logits
 from tests.support.families import CASES, write_model
 from tests.support.flash_files import flip_byte
 

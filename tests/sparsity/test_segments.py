@@ -17,13 +17,14 @@ from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.budget.sizes import buffer_shape
 from ondevice.bundle.reader import Bundle
+from ondevice.callbacks import Cancelled
 from ondevice.converters.convert import convert
 from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.sequence_state import KVLayout, SequenceState
-from ondevice.model.transformer import Cancelled, Transformer
+from ondevice.model.transformer import Transformer
 from ondevice.sparsity.segments import SEGMENTS_AHEAD, SegmentPool
 from tests.support.engines import every_logits
 from tests.support.models import write_checkpoint

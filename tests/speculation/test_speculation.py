@@ -19,7 +19,8 @@ from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import BundleError, UsageError
 from ondevice.measure.ablation import ablation
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.transformer import Prune, Transformer
+from ondevice.model.stream_pruning import Prune
+from ondevice.model.transformer import Transformer
 from ondevice.runtime.state_pool import StatePool
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.neuron_cache import NeuronCache

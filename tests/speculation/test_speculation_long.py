@@ -35,10 +35,10 @@ from ondevice.runtime.models import shipped_folder
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.registry import DRAFTERS
 from ondevice.speculation.tree import DRAFT_NODES
-from tests.support.bundles import copy_files
+from ondevice.training import train_ngrams
 from tests.support.chat import squeeze
+from tests.support.eagle_heads import add_mtp_layer
 from tests.support.engines import always_draft
-from tests.support.made_up_streams import add_streams
 from tests.support.mlx_models import ON_GPU
 
 pytestmark = pytest.mark.slow
@@ -49,14 +49,19 @@ KINDS = {"spec_bench": 65, "dialogues": 40, "sql": 40, "meanings": 30, "stories"
 LEAST_PROMPTS = 200
 MOST_CHARS = 500
 """Of a prompt: some of Spec-Bench are longer than the model's context."""
-NEW_TOKENS = 40
-SAMPLINGS = (
-    SamplingConfig(max_tokens=NEW_TOKENS),
-    *(
-        SamplingConfig(max_tokens=NEW_TOKENS, temperature=0.8, top_p=top_p, seed=seed)
-        for seed, top_p in enumerate((1.0, 0.95, 0.9))
-    ),
-)
+DATASTORE_CHARS = 400_000
+NEW_TOKENS = {"cpu": 40, "mlx": 16}
+"""Tokens of a text. One takes some ten times as long on MLX's CPU device as with our own kernels."""
+SAMPLINGS = {
+    backend: (
+        SamplingConfig(max_tokens=tokens),
+        *(
+            SamplingConfig(max_tokens=tokens, temperature=0.8, top_p=top_p, seed=seed)
+            for seed, top_p in enumerate((1.0, 0.95, 0.9))
+        ),
+    )
+    for backend, tokens in NEW_TOKENS.items()
+}
 SPARSITIES = ("dense", "exact", "predicted")
 PLACES = {"resident": None, "half": 0.5, "smallest": 0.0}
 """The share of the neurons that memory holds beyond the fewest; None: all, as the plan has it."""
@@ -113,13 +118,19 @@ def report(request: pytest.FixtureRequest) -> Iterator[Report]:
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model that ships; until streams ship with it, a copy with some that guess nothing well."""
-    if (SHIPPED / "streams.json").is_file():
-        return SHIPPED
-    copy = copy_files(SHIPPED, tmp_path_factory.mktemp("streams") / "small-relu")
-    add_streams(copy, gamma=3, layers=2)
-    return copy
+def bundle(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Path:
+    """A copy of the model that ships, with what some drafters need and it lacks: a datastore of dialogues,
+    and a draft layer of random weights, whose drafts are seldom right.
+    """
+    folder = tmp_path_factory.mktemp("drafters") / "small-relu"
+    train_ngrams(SHIPPED, dialogue_text(shared_data)[:DATASTORE_CHARS], output=folder)
+    add_mtp_layer(folder, neurons=256)
+    return folder
+
+
+def dialogue_text(data: Path) -> str:
+    with lzma.open(data / "corpus/sgd_dialogues/dev.txt.xz", "rt", encoding="utf-8") as file:
+        return file.read()
 
 
 def spec_bench(data: Path) -> Iterator[list[dict[str, str]]]:
@@ -136,8 +147,7 @@ def spec_bench(data: Path) -> Iterator[list[dict[str, str]]]:
 
 def dialogues(data: Path) -> Iterator[list[dict[str, str]]]:
     """Openings of dialogues: one turn, or three, and so on."""
-    with lzma.open(data / "corpus/sgd_dialogues/dev.txt.xz", "rt", encoding="utf-8") as file:
-        blocks = file.read().strip().split("\n\n")
+    blocks = dialogue_text(data).strip().split("\n\n")
     for number, block in enumerate(blocks[::7]):
         turns = [line.partition(": ") for line in block.split("\n")][: 1 + 2 * (number % 3)]
         if [speaker for speaker, _, _ in turns] == (["User", "Assistant"] * len(turns))[: len(turns)]:
@@ -194,7 +204,7 @@ def prompts(shared_data: Path, report: Report) -> list[list[int]]:
                     model.tokenizer.encode(words) if isinstance(words, str) else model.chat_ids(words)
                 )
                 report.kinds[kind] += 1
-        assert max(map(len, found)) + NEW_TOKENS < model.plan.max_context
+        assert max(map(len, found)) + max(NEW_TOKENS.values()) < model.plan.max_context
     assert report.kinds == KINDS
     assert len({tuple(prompt) for prompt in found}) == len(found) >= LEAST_PROMPTS
     return found
@@ -209,7 +219,7 @@ def plain_texts(prompts: list[list[int]], report: Report) -> Callable[[str, str]
         if (backend, sparsity) not in known:
             options: dict[str, Any] = {"backend": backend, "sparsity": sparsity, "speculation": "off"}
             with load(SHIPPED, threads=1, **options) as model:
-                found = list(texts(model, prompts, report, f"off {backend} {sparsity}"))
+                found = list(texts(model, backend, prompts, report, f"off {backend} {sparsity}"))
             assert len(set(found)) > 0.7 * len(found)
             known[backend, sparsity] = found
         return known[backend, sparsity]
@@ -217,12 +227,14 @@ def plain_texts(prompts: list[list[int]], report: Report) -> Callable[[str, str]
     return of
 
 
-def texts(model: Model, prompts: list[list[int]], report: Report, name: str) -> Iterator[Written]:
+def texts(
+    model: Model, backend: str, prompts: list[list[int]], report: Report, name: str
+) -> Iterator[Written]:
     """Every prompt under every sampling; a prompt's keys and values are kept from one to the next."""
     said = time.monotonic()
     for number, prompt in enumerate(prompts):
         key = model._host.new_key()
-        for sampling in SAMPLINGS:
+        for sampling in SAMPLINGS[backend]:
             answer = gather(model._host.stream_ids(key, prompt, sampling))
             yield answer.tokens, answer.text, answer.finish_reason
         model._host.retire(key)
@@ -281,10 +293,11 @@ def continued(
             if share is not None:
                 segment = model.plan.segment
                 squeeze(model, int((segment.total - segment.least) * share))
-            found = list(texts(model, prompts, report, name))
+            found = list(texts(model, backend, prompts, report, name))
             done_by = model.stats.speculation
+        samplings = SAMPLINGS[backend]
         wrong = tuple(
-            f"prompt {at // len(SAMPLINGS)}, {SAMPLINGS[at % len(SAMPLINGS)]}: {mine[0]} for {plain[0]}"
+            f"prompt {at // len(samplings)}, {samplings[at % len(samplings)]}: {mine[0]} for {plain[0]}"
             for at, (mine, plain) in enumerate(zip(found, expected, strict=True))
             if mine != plain
         )
@@ -293,8 +306,7 @@ def continued(
         cell |= {"tokens_in_passes": counted.tokens, "seconds": round(time.monotonic() - began, 1)}
         report.cells.append(cell)
         report.say(f"\n{json.dumps(cell)}")
-        hopeless = drafter == "streams" and bundle != SHIPPED
-        hopeless |= options.get("draft_model") == str(stories_bundle)
+        hopeless = drafter == "mtp" or options.get("draft_model") == str(stories_bundle)
         return Cell(wrong, tuple(doubts(drafter, done_by, counted, place, hopeless)))
 
     return run
@@ -303,7 +315,7 @@ def continued(
 def doubts(drafter: str, done_by: str, counted: Passes, place: str, hopeless: bool) -> Iterator[str]:
     """Why nothing is proven: no drafts were verified, or none was right.
 
-    hopeless: streams that nobody trained guess hardly anything, nor does a model that learned other words.
+    hopeless: drafts are seldom right of a layer that nobody trained, and of a model that learned other words.
     """
     if drafter == "auto" and done_by == "off":
         # By its plan: what drafting holds was what was missing.
@@ -338,7 +350,7 @@ def test_every_text_is_that_of_plain_decoding(
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.usefixtures("mlx_device")
 def test_every_text_on_mlx_is_that_of_plain_decoding(drafter: str, continued: Callable[..., Cell]) -> None:
-    """Some ten minutes of one core's time each."""
+    """Ten to forty minutes of one core's time each."""
     cell = continued("mlx", "exact", drafter, "resident")
     assert cell.wrong == ()
     assert cell.doubts == ()

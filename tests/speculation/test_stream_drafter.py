@@ -20,7 +20,8 @@ from ondevice.backends.row_invariance import ANY_ROWS
 from ondevice.config import SamplingConfig
 from ondevice.errors import UnsupportedModelError
 from ondevice.measure.prompts import BUILT_IN
-from ondevice.model.transformer import ForwardOutput, PrunedDraft
+from ondevice.model.stream_pruning import PrunedDraft, RulePruning
+from ondevice.model.transformer import ForwardOutput
 from ondevice.response import Response
 from ondevice.runtime import engine
 from ondevice.runtime.models import shipped_folder
@@ -28,7 +29,7 @@ from ondevice.sampling import sample
 from ondevice.speculation import registry
 from ondevice.speculation.drafters.streams import MultiStreamDrafter, MultiStreamDrafting
 from ondevice.speculation.policy import TreePolicy
-from ondevice.speculation.tree import DRAFT_NODES, Draft
+from ondevice.speculation.tree import DRAFT_NODES
 from tests.support.bundles import copy_files
 from tests.support.engines import always_draft
 from tests.support.made_up_streams import add_streams
@@ -98,16 +99,16 @@ def test_a_draft_pruned_half_way_leaves_every_token_as_it_is(
     sampling, expected = plain_answers
     always_draft(monkeypatch, [DRAFT_NODES, 5])
     pruned = kept = 0
-    prune = MultiStreamDrafter._prune
+    prune = RulePruning.__call__
 
-    def counting(drafter: MultiStreamDrafter, draft: Draft, row_share: float, entering: Any) -> PrunedDraft:
+    def counting(pruning: RulePruning, entering: Any) -> PrunedDraft:
         nonlocal pruned, kept
-        chosen = prune(drafter, draft, row_share, entering)
+        chosen = prune(pruning, entering)
         kept += len(chosen.tokens)
-        pruned += len(draft) - len(chosen.tokens)
+        pruned += len(pruning.rule.tokens) - len(chosen.tokens)
         return chosen
 
-    monkeypatch.setattr(MultiStreamDrafter, "_prune", counting)
+    monkeypatch.setattr(RulePruning, "__call__", counting)
     options: Any = {"sparsity": sparsity, "speculation": "streams", "threads": 1}
     with load(SHIPPED, draft_pruning=0.02, **options) as model:
         found = list(answers(model, **sampling))
@@ -158,7 +159,7 @@ class FakeTransformer:
         draft_tokens: those of a draft head, of which alone there are logits.
         """
         self.draft_tokens = draft_tokens
-        self.streams = SimpleNamespace(count=COUNT, pruning=pruning)
+        self.streams = SimpleNamespace(count=COUNT, pruning=pruning, prunes=pruning is not None)
         self.backend = SimpleNamespace(to_numpy=lambda array: array)
         self.ran: list[list[float]] = []
         self._logits = np.eye(VOCAB, dtype=np.float32) * 9 if logits is None else logits

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
-from ondevice.model.transformer import PrunedDraft
+from ondevice.model.stream_pruning import PrunedDraft
 from ondevice.speculation import drafters
 from ondevice.speculation.tree import DRAFT_NODES, STREAM_ROWS, Draft
 from tests.speculation.test_stream_drafter import COUNT, VOCAB, FakeTransformer, drafter_of, numbered, prepare

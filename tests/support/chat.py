@@ -16,11 +16,10 @@ import ondevice
 from ondevice import host
 from ondevice.api import Model
 from ondevice.budget.plan import REPEAT_MARGIN_BYTES
-from ondevice.callbacks import IsCancelled
+from ondevice.callbacks import Cancelled, IsCancelled
 from ondevice.errors import OndeviceError
 from ondevice.generate import Steps, watched
 from ondevice.model.shared_passes import PassRequest
-from ondevice.model.transformer import Cancelled
 from ondevice.runtime.engine import Engine
 from ondevice.sparsity.fetch import FetchOptions
 from tests.support.bundles import EOS

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads of random weights as others publish them, and their arithmetic in plain PyTorch.
+"""EAGLE-3 heads and MTP layers of random weights, and their arithmetic in plain PyTorch.
 
 The twin is written from the description in the paper and the authors' names of tensors; it has no cache, and
 computes every row anew.
@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+
+from ondevice.bundle.draft_layers import DraftLayer
+from ondevice.bundle.reader import Bundle
+from ondevice.converters.architectures.rotary import rope_spec
+from ondevice.converters.draft_layers.write import write_draft_layer
+from ondevice.model_config import ModelConfig
 
 Tensors = dict[str, np.ndarray]
 
@@ -143,8 +150,13 @@ def twin_rows(
     return x.numpy(), (norm(x, "norm") @ w["lm_head.weight"].T).numpy()
 
 
-def mtp_arrays(width: int, neurons: int, heads: int, head_dim: int, seed: int = 1) -> Tensors:
-    """Random weights of a multi-token-prediction layer with norms of heads, by our format's names."""
+def mtp_arrays(
+    width: int, neurons: int, heads: int, head_dim: int, seed: int = 1, gates: bool = False
+) -> Tensors:
+    """Random weights of a multi-token-prediction layer with norms of heads, by our format's names.
+
+    gates: whether what heads attend to has gates.
+    """
     rng, queries = np.random.default_rng(seed), heads * head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "joined.embedding": (width, width),
@@ -159,12 +171,67 @@ def mtp_arrays(width: int, neurons: int, heads: int, head_dim: int, seed: int = 
     }
     norms = ("embedding_norm", "hidden_norm", "attention_norm", "feed_forward_norm", "final_norm")
     shapes |= {name: (width,) for name in norms}
+    if gates:
+        shapes["output_gates"] = (queries, width)
     found = {}
     for name, shape in shapes.items():
         noise = rng.standard_normal(shape)
         scale = 0.2 if len(shape) == 1 else 1.0 / np.sqrt(shape[1])
         found[name] = (noise * scale + (len(shape) == 1)).astype(np.float16).astype(np.float32)
     return found
+
+
+def add_mtp_layer(folder: Path, neurons: int, normed: bool = False, gates: bool = False) -> None:
+    """Give the bundle in `folder` a layer of `mtp_arrays`, which reads what leaves its last layer.
+
+    normed: whether hidden states come from behind a norm, as Qwen3.5's do. gates: as of `mtp_arrays`.
+    """
+    target = Bundle.open(folder).config
+    layer = replace(_mtp_layer(target, neurons), states_normed=normed, output_gates=gates)
+    arrays = mtp_arrays(target.hidden_size, neurons, target.num_heads, target.head_dim, gates=gates)
+    write_draft_layer(folder, layer, arrays)
+
+
+def add_random_mtp_layer(folder: Path, neurons: int, **changes: Any) -> DraftLayer:
+    """Give the bundle in `folder` a layer of random weights with other facts, such as experts or a latent.
+
+    changes: fields of the layer that aren't as `add_mtp_layer` has them. Norms of heads go with a latent.
+    """
+    target, rng = Bundle.open(folder).config, np.random.default_rng(3)
+    layer = replace(_mtp_layer(target, neurons), **changes)
+    if (latent := layer.latent) is not None:
+        frequencies = rope_spec(10000.0, latent.turning).frequencies
+        layer = replace(
+            layer, num_kv_heads=1, head_dim=latent.width, head_norm=False, frequencies=frequencies
+        )
+    arrays: Tensors = {}
+    for name, matrix in layer.matrices(target).items():
+        arrays[name] = (rng.standard_normal(matrix.shape) / np.sqrt(matrix.cols)).astype(np.float32)
+    for name, size in layer.vectors(target).items():
+        arrays[name] = (0.2 * rng.standard_normal(size) + name.endswith("norm")).astype(np.float32)
+    return write_draft_layer(folder, layer, arrays)
+
+
+def _mtp_layer(target: ModelConfig, neurons: int) -> DraftLayer:
+    """The facts of a layer of `mtp_arrays`, at 16 bits."""
+    width, heads, head_dim = target.hidden_size, target.num_heads, target.head_dim
+    return DraftLayer(
+        kind="mtp",
+        model="",
+        bits=16,
+        taps=(target.num_layers,),
+        hidden_size=width,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        neurons=neurons,
+        activation="silu",
+        eps=1e-6,
+        frequencies=rope_spec(10000.0, head_dim).frequencies,
+        magnitude=1.0,
+        head_norm=True,
+        tokens=target.vocab_size,
+    )
 
 
 def mtp_twin(

@@ -16,41 +16,29 @@ import ondevice.runtime.engine
 from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
-from ondevice.budget.sizes import BufferShape, SegmentShape, buffer_shape, expert_shape, segment_shape
+from ondevice.budget.mlx_memory import MlxMemory
+from ondevice.budget.sizes import buffer_shape, expert_shape, segment_shape
 from ondevice.bundle.codes import E2M1
 from ondevice.bundle.layout import EMBEDDING, RESIDENT, RowLayout, neuron_file_name
 from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import IsCancelled
+from ondevice.config import RuntimeConfig
 from ondevice.flash.reader import FlashReader
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model.transformer import Transformer
 from ondevice.model_config import ModelConfig
+from ondevice.runtime.neuron_memory import segment_pool
 from ondevice.sparsity.experts import ExpertFetcher
-from ondevice.sparsity.segments import SegmentPool
 from ondevice.speculation.policy import TreePolicy
 
-BackendName = Literal["reference", "cpu"]
-
-
-def segment_pool(
-    cpu: CpuBackend, reader: FlashReader, segments: SegmentShape, buffers: BufferShape
-) -> SegmentPool:
-    """Provides a loaded model's layers with neurons in these segments, read through these buffers."""
-    return SegmentPool(
-        cpu.feed_forwards,
-        reader,
-        segment_bytes=segments.nbytes,
-        piece_neurons=buffers.neurons,
-        slot_bytes=buffers.slot_bytes,
-        slots=buffers.slots,
-    )
+BackendName = Literal["reference", "cpu", "mlx"]
 
 
 @contextmanager
-def running(folder: Path, backend: BackendName = "reference") -> Iterator[Transformer]:
-    """The bundle's model, everything resident."""
-    bundle = Bundle.open(folder)
+def running(folder: Path | Bundle, backend: BackendName = "reference") -> Iterator[Transformer]:
+    """The bundle's model, everything resident; on `mlx` one without experts."""
+    bundle = folder if isinstance(folder, Bundle) else Bundle.open(folder)
     with FlashReader(bundle_files(bundle), "buffered", 2) as reader:
         if backend == "reference":
             reference = ReferenceBackend()
@@ -60,6 +48,17 @@ def running(folder: Path, backend: BackendName = "reference") -> Iterator[Transf
             segment_shape(bundle.config, bundle.quant),
             buffer_shape(bundle.config, bundle.quant),
         )
+        if backend == "mlx":
+            from ondevice.backends.mlx import MlxBackend
+
+            memory = MlxMemory(bundle.config, bundle.quant, RuntimeConfig(backend="mlx", sparsity="dense"))
+            mlx = MlxBackend(segment_neurons=memory.ranges.neurons)
+            loaded = load_weights(bundle, reader, mlx)
+            whole = segment_pool(mlx, reader, memory.ranges, memory.buffers)
+            whole.resize(memory.ranges.quota(memory.ranges.total))
+            yield Transformer(bundle.config, mlx, loaded)
+            whole.close()
+            return
         cpu = CpuBackend(
             make_runner(threads=1), segment_neurons=segments.neurons, piece_neurons=buffers.neurons
         )
@@ -88,7 +87,14 @@ def expert_fetcher(
     shape = expert_shape(config, bundle.quant, experts)
     specs = [layer.experts for layer in config.layers]
     fetcher = ExpertFetcher(
-        backend.feed_forwards, reader, specs, shape.slot_bytes, 1, shape.reserve, substitution=substitution
+        backend.feed_forwards,
+        reader,
+        specs,
+        shape.slot_bytes,
+        1,
+        shape.reserve,
+        substitution=substitution,
+        of_model=experts,
     )
     total = experts.count * sum(spec is not None for spec in specs)
     fetcher.resize([slots or total + shape.reserve])
@@ -97,7 +103,8 @@ def expert_fetcher(
 
 def all_logits(model: Transformer, tokens: list[int], kv_bits: Literal[32, 16, 8] = 16) -> np.ndarray:
     """(T, V) logits of one sequence in one pass."""
-    return every_logits(model, tokens, SequenceState(KVLayout(model.config, kv_bits)))
+    layout = KVLayout(model.config, kv_bits)
+    return every_logits(model, tokens, SequenceState(layout, arrays=model.backend.new_arrays(layout)))
 
 
 def every_logits(

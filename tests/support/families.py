@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.mixer_families import MIXER_CASES
+
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
 
@@ -113,6 +115,15 @@ LFM2 = {
     "layer_types": ["conv", "full_attention", "conv", "conv"],
     "head_dim": None,
     "block_multiple_of": 32,
+}
+LFM2_MOE = {
+    "num_hidden_layers": 4,
+    "layer_types": LFM2["layer_types"],
+    "head_dim": None,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "num_dense_layers": 1,
 }
 DELTA_EXPERTS = {
     "num_experts": 8,
@@ -477,6 +488,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**LFM2, "block_multiple_of": 48, "block_ffn_dim_multiplier": 1.3, "intermediate_size": None}
         | {"block_ff_dim": 200, "norm_eps": 1e-4, "conv_L_cache": 2, "rope_parameters": YARN},
     ),
+    "lfm2 moe": ("Lfm2Moe", LFM2_MOE),
+    "lfm2 moe scaled": (
+        "Lfm2Moe",
+        {**LFM2_MOE, "use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.5}
+        | {"num_dense_layers": 0, "conv_L_cache": 4, "num_key_value_heads": 1},
+    ),
+    "lfm2 moe all chosen": (
+        "Lfm2Moe",
+        {**LFM2_MOE, "num_experts": 5, "num_experts_per_tok": 5, "num_dense_layers": 2, "hidden_size": 80}
+        | {"num_attention_heads": 5, "num_key_value_heads": 1, "tie_word_embeddings": False}
+        | {"norm_eps": 1e-4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
+    ),
+    **MIXER_CASES,
     "opt": ("OPT", OPT),
     "opt gelu": ("OPT", {**OPT, "activation_function": "gelu", "tie_word_embeddings": False}),
     "opt no biases": ("OPT", {**OPT, "enable_bias": False, "num_attention_heads": 2}),
@@ -500,17 +524,20 @@ def write_model(folder: Path, family: str, options: dict[str, Any], conditioned:
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 # Norms and biases as they aren't at the start: all different.
                 parameter.add_(0.2 * torch.randn_like(parameter))
             elif not parameter.any():
                 parameter.add_(0.1 * torch.randn_like(parameter))
+            if family in ("GraniteMoeHybrid", "FalconH1") and name.endswith("dt_bias"):
+                # Some heads forget within a token, others slowly.
+                parameter.sub_(torch.linspace(0, 6, len(parameter)))
             parameter.copy_(parameter.half().float())
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.fill_(0.75 + 0.125 * int(name.split(".")[2]))
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.2 * torch.randn_like(buffer))
         if family.startswith("Gemma4") and conditioned:
             # Scores have no other factor. With norms near 1, softmax takes nearly one key alone. What keys

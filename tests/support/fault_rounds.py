@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-import ondevice.runtime.engine
+import ondevice.runtime.loaded_model
 from ondevice.api import Model, load
 from ondevice.config import SamplingConfig
 from ondevice.errors import FlashReadError
@@ -265,7 +265,7 @@ def main() -> None:
     table = Table.of(os.environ["FLASH_FAULT_TABLE"])
     ring = "FLASH_FAULT_RING" in os.environ
     if ring and options.sparsity == "experts":
-        ondevice.runtime.engine.FlashReader = partial(FlashReader, ring=True)  # type: ignore[misc, assignment]
+        ondevice.runtime.loaded_model.FlashReader = partial(FlashReader, ring=True)  # type: ignore[misc, assignment]
     tally = Counter[str]()
     ahead = logging.Handler()
     ahead.emit = lambda record: tally.update(["ahead"] * ("failed" in record.msg))  # type: ignore[method-assign]

@@ -15,7 +15,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.support.gguf_hybrids import add_delta, add_latent, moved_delta, moved_latent
+from tests.support.gguf_hybrids import (
+    add_delta,
+    add_latent,
+    add_mixers,
+    mixer_sizes,
+    moved_delta,
+    moved_latent,
+    moved_mixers,
+    single_blocks,
+)
 from tests.support.gguf_models import permuted
 
 ARCHITECTURES = {
@@ -33,9 +42,14 @@ ARCHITECTURES = {
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "lfm2_moe": "lfm2moe",
+    "granitemoehybrid": "granitehybrid",
+    "falcon_h1": "falcon-h1",
 }
 """Names of families in GGUF files, where they differ from `model_type`."""
-PLAIN = ("altup_correct_coef", "altup_predict_coef", "ffn_gate_inp", "ssm_conv1d")
+MIXERS = ("granitemoehybrid", "nemotron_h", "falcon_h1")
+"""Families with Mamba-2 mixers."""
+PLAIN = ("altup_correct_coef", "altup_predict_coef", "ffn_gate_inp", "ssm_conv1d", "shortconv.conv")
 """Matrices that are stored as float32."""
 _STACKED = {
     "altup_projections": "model.altup_projections",
@@ -74,6 +88,9 @@ def write_family(
     gguf = pytest.importorskip("gguf")
     config = json.loads((folder / "config.json").read_text())
     name = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    if name == "nemotron_h":
+        config = single_blocks(config)
+        name = "nemotron_h_moe" if "n_routed_experts" in config else name
     writer = gguf.GGUFWriter(path, name)
     _add_config(writer, config)
     change(writer)
@@ -90,7 +107,10 @@ def write_family(
     for new, values in _arranged(tensors, experts).items():
         block = gguf.GGML_QUANT_SIZES[quant][0]
         is_plain = (
-            values.ndim == 1 or new.endswith("bias") or "norm" in new or any(part in new for part in PLAIN)
+            values.ndim == 1
+            or new.endswith(("bias", "ssm_a", "ssm_d"))
+            or "norm" in new
+            or any(part in new for part in PLAIN)
         )
         own = gguf.GGMLQuantizationType.F32 if is_plain or values.shape[-1] % block else quant
         writer.add_tensor(new, gguf.quants.quantize(np.ascontiguousarray(values), own), raw_dtype=own)
@@ -131,17 +151,21 @@ def _moved(
         tensors = moved_delta(config, tensors, whole)
     if "kv_lora_rank" in config and not whole:
         tensors = moved_latent(config, tensors)
+    if family in MIXERS:
+        tensors = moved_mixers(config, tensors)
     moved: dict[str, np.ndarray] = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, values in tensors.items():
         parts = name.split(".")
         module = next((part for part in parts if part in _STACKED), None)
-        if module is not None:
+        if module is not None and parts[-2].isdigit():
             stem = _STACKED[module].format(parts[2])
             stacks.setdefault(f"{stem}.weight", {})[int(parts[-2])] = values
             continue
         if (expert := _EXPERT.fullmatch(name)) is not None:
-            stacks.setdefault(f"{expert[1]}.{expert[3]}.weight", {})[int(expert[2])] = values
+            # As the converter, and so the package, names LFM2's.
+            stem = expert[1].removeprefix("model." if family == "lfm2_moe" else "")
+            stacks.setdefault(f"{stem}.{expert[3]}.weight", {})[int(expert[2])] = values
             continue
         if name.endswith("input_linear.weight"):
             # Granite's stacks of gates above ups.
@@ -158,12 +182,16 @@ def _moved(
             values = values[0]
         if name.endswith("e_score_correction_bias"):
             name = name.removesuffix("_bias") + ".bias"
-        if family in ("smollm3", "granite", "granitemoe", "mixtral"):
+        if family in ("smollm3", "granite", "granitemoe", "granitemoehybrid", "mixtral"):
             for which, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
                 if f"self_attn.{which}_proj." in name:
                     values = permuted(values, config[heads])
         if family == "nemotron" and name.endswith("norm.weight"):
             values = values + np.float32(1)
+        if name.endswith("conv.conv.weight"):
+            values = values[:, 0]
+        if name.endswith(".expert_bias"):
+            name = f"{name}.bias"
         if "query_key_value" in name:
             values = _grouped_apart(config, values)
         is_scale = name.endswith(("correct_output_scale", "layer_scalar", ".sinks"))
@@ -214,6 +242,10 @@ def _add_config(writer: Any, config: Mapping[str, Any]) -> None:
     kv_heads = _falcon_groups(config) if is_falcon else config["num_key_value_heads"]
     if family == "gemma4_text":
         head_dim, inner, kv_heads = _gemma4_sizes(config)
+    if family.startswith("lfm2"):
+        inner, kv_heads = _lfm2_sizes(config)
+    if family in MIXERS:
+        inner, kv_heads = mixer_sizes(config)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(width)
     writer.add_block_count(config["num_hidden_layers"])
@@ -222,14 +254,14 @@ def _add_config(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_head_count(heads)
     writer.add_head_count_kv(1 if "kv_lora_rank" in config else kv_heads)
     for key in ("layer_norm_eps", "layer_norm_epsilon", "norm_eps"):
-        if key in config:
+        if key in config and not family.startswith("lfm2"):
             writer.add_layer_norm_eps(config[key])
     if "rms_norm_eps" in config:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if config.get("head_dim") and "kv_lora_rank" not in config:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    rope = config["rope_parameters"]
+    rope = config.get("rope_parameters", {"rope_type": "default", "rope_theta": 1e4})
     whole = rope.get("full_attention", rope)
     if not is_falcon:
         share = 1.0 if whole["rope_type"] == "proportional" else whole.get("partial_rotary_factor", 1.0)
@@ -286,9 +318,36 @@ def _add_granite(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_vocab_size(config["vocab_size"])
 
 
+def _add_granite_hybrid(writer: Any, config: Mapping[str, Any]) -> None:
+    _add_granite(writer, config)
+    add_mixers(writer, config)
+
+
 def _add_gpt_oss(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_sliding_window(config["sliding_window"])
     writer.add_expert_feed_forward_length(config["intermediate_size"])
+
+
+def _lfm2_sizes(config: Mapping[str, Any]) -> tuple[int, list[int]]:
+    """Neurons, and each layer's heads of keys: none where it has a convolution."""
+    neurons = int(config.get("block_ff_dim") or config["intermediate_size"])
+    if config.get("block_auto_adjust_ff_dim"):
+        multiple = config["block_multiple_of"]
+        wanted = int(config["block_ffn_dim_multiplier"] * int(2 * neurons / 3))
+        neurons = multiple * -(-wanted // multiple)
+    heads = config["num_key_value_heads"]
+    return neurons, [heads if kind == "full_attention" else 0 for kind in config["layer_types"]]
+
+
+def _add_lfm2(writer: Any, config: Mapping[str, Any]) -> None:
+    writer.add_layer_norm_rms_eps(config["norm_eps"])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    writer.add_vocab_size(config["vocab_size"])
+    if config["model_type"] == "lfm2_moe":
+        import gguf
+
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 def _add_gemma3n(writer: Any, config: Mapping[str, Any]) -> None:
@@ -360,8 +419,13 @@ _OWN: dict[str, Callable[[Any, Mapping[str, Any]], None]] = {
     "qwen3_5_text": add_delta,
     "qwen3_5_moe_text": add_delta,
     "gemma3n_text": _add_gemma3n,
+    "lfm2": _add_lfm2,
+    "lfm2_moe": _add_lfm2,
     "gpt_oss": _add_gpt_oss,
     "gemma4_text": _add_gemma4,
     "stablelm": lambda writer, config: writer.add_parallel_residual(config["use_parallel_residual"]),
     "falcon": lambda writer, config: writer.add_tensor_data_layout("jploski"),
+    "granitemoehybrid": _add_granite_hybrid,
+    "nemotron_h": add_mixers,
+    "falcon_h1": add_mixers,
 }

@@ -1,4 +1,5 @@
-"""What llama.cpp's converter does to models with gated delta rules and with latent attention."""
+"""What llama.cpp's converter does to models with gated delta rules, with Mamba-2 mixers and with latent
+attention."""
 
 from __future__ import annotations
 
@@ -151,3 +152,73 @@ def add_latent(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_expert_weights_norm(bool(config.get("norm_topk_prob")))
     writer.add_expert_group_count(config.get("n_group") or 1)
     writer.add_expert_group_used_count(config.get("topk_group") or 1)
+
+
+def single_blocks(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Nemotron-H's config with a number of blocks, and without what only blocks with experts have."""
+    kinds = config["layers_block_type"]
+    without = () if "moe" in kinds else ("n_routed_experts", "moe_intermediate_size")
+    return {**{key: config[key] for key in config if key not in without}, "num_hidden_layers": len(kinds)}
+
+
+def moved_mixers(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors of a model with Mamba-2 mixers, with names, values and shapes as the converter has them."""
+    groups = config.get("mamba_n_groups") or config["n_groups"]
+    shared = "mlp.shared_expert" if config.get("num_local_experts") else "mlp"
+    moved: dict[str, np.ndarray] = {}
+    for name, values in tensors.items():
+        if name.endswith(".A_log"):
+            values = -np.exp(values.astype(np.float32))[:, None]
+        elif name.endswith(".D"):
+            values = values[:, None]
+        elif name.endswith(".dt_bias"):
+            name = name.removesuffix("dt_bias") + "dt_proj.bias"
+        elif name.endswith(".conv1d.weight"):
+            values = values[:, 0]
+        elif name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+            values = values.reshape(groups, -1)
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            stem = name.removesuffix("shared_mlp.input_linear.weight") + shared
+            gates, ups = np.split(values, 2)
+            moved |= {f"{stem}.gate_proj.weight": gates, f"{stem}.up_proj.weight": ups}
+            continue
+        elif name.endswith("shared_mlp.output_linear.weight"):
+            name = name.removesuffix("shared_mlp.output_linear.weight") + f"{shared}.down_proj.weight"
+        elif ".mixer.experts." in name:
+            name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
+        moved[name] = values
+    return moved
+
+
+def mixer_sizes(config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Neurons, and heads of keys, each a number, or one for each layer where layers differ."""
+    heads, neurons = config["num_key_value_heads"], config["intermediate_size"]
+    if config["model_type"] == "falcon_h1":
+        return neurons, heads
+    kinds = config.get("layers_block_type") or config["layer_types"]
+    heads = [heads if kind == "full_attention" else 0 for kind in kinds]
+    if config["model_type"] == "granitemoehybrid":
+        return neurons if config["num_local_experts"] else config["shared_intermediate_size"], heads
+    sparse = "moe" in kinds
+    inner = config["moe_intermediate_size"] if sparse else neurons
+    return [inner if kind == ("moe" if sparse else "mlp") else 0 for kind in kinds], heads
+
+
+def add_mixers(writer: Any, config: Mapping[str, Any]) -> None:
+    heads = config.get("mamba_n_heads") or config["mamba_num_heads"]
+    writer.add_ssm_conv_kernel(config.get("mamba_d_conv") or config["conv_kernel"])
+    writer.add_ssm_state_size(config.get("mamba_d_state") or config["ssm_state_size"])
+    writer.add_ssm_group_count(config.get("mamba_n_groups") or config["n_groups"])
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * (config.get("mamba_d_head") or config["mamba_head_dim"]))
+    if config["model_type"] == "granitemoehybrid":
+        writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+    if config["model_type"] == "nemotron_h":
+        writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+        if "n_routed_experts" in config:
+            writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+            writer.add_expert_shared_count(config["n_shared_experts"])
+            writer.add_expert_weights_norm(config["norm_topk_prob"])
+            writer.add_expert_weights_scale(config["routed_scaling_factor"])
+            writer.add_expert_group_count(config["n_group"])

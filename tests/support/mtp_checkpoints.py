@@ -1,10 +1,10 @@
-"""Small Qwen3.5 checkpoints with the layer that predicts one token more, and that layer in `transformers`."""
+"""Small checkpoints with the layer that predicts one token more, and that layer in `transformers`."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +16,109 @@ from tests.support.bundles import write_byte_tokenizer
 from tests.support.families import CASES, write_model
 from tests.support.models import to_bfloat16
 
+Tensors = dict[str, np.ndarray]
+OF_QWEN = {
+    "norm": "mtp.norm.weight",
+    "embedding_norm": "mtp.pre_fc_norm_embedding.weight",
+    "hidden_norm": "mtp.pre_fc_norm_hidden.weight",
+    "joining": "mtp.fc.weight",
+    "layer": "mtp.layers.0.",
+}
+"""Names of a layer's own tensors, and how those of its blocks begin."""
+FUSED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+"""Experts' matrices as `transformers` holds them, stacked; in most folders each is a tensor."""
 
-def write_mtp_checkpoint(folder: Path, case: str = "qwen3.5") -> Any:
-    """Write a random model of `families.CASES` with a random `mtp.*`; returns its `transformers` model."""
+
+def names_ahead(model: Any) -> Mapping[str, str]:
+    """The names of the layer in a checkpoint of a `transformers` model, as of OF_QWEN."""
+    if model.config.model_type.startswith("qwen"):
+        return OF_QWEN
+    prefix = f"model.layers.{model.config.num_hidden_layers}."
+    own = {
+        "embedding_norm": "enorm",
+        "hidden_norm": "hnorm",
+        "joining": "eh_proj",
+        "norm": "shared_head.norm",
+    }
+    return {it: f"{prefix}{name}.weight" for it, name in own.items()} | {"layer": prefix}
+
+
+def write_mtp_checkpoint(folder: Path, case: str = "qwen3.5", stacked: bool = False) -> Any:
+    """Write a random model of `families.CASES` with a random layer that predicts one token more, as published
+    ones have it; returns its `transformers` model.
+
+    stacked: whether the layer's experts are stacked, as some folders have them, not one by one.
+    """
     family, options = CASES[case]
     model = write_model(folder, family, {**options, "vocab_size": 320})
     write_byte_tokenizer(folder)
-    rng, width = np.random.default_rng(11), model.config.hidden_size
-    layer = next(it for it in model.model.layers if hasattr(it, "self_attn"))
-    shapes = {f"mtp.layers.0.{name}": tuple(it.shape) for name, it in layer.named_parameters()}
-    norms = ("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
-    shapes |= {f"{name}.weight": (width,) for name in norms} | {"mtp.fc.weight": (width, 2 * width)}
-    path, found = folder / "model.safetensors", {}
+    rng, width, names = np.random.default_rng(11), model.config.hidden_size, names_ahead(model)
+    state = one_layer(model).state_dict()
+    blocks = {it.removeprefix("layers.0."): tuple(v.shape) for it, v in state.items() if "layers.0." in it}
+    shapes = {names["layer"] + name: shape for name, shape in blocks.items()}
+    shapes |= {names[it]: (width,) for it in ("norm", "embedding_norm", "hidden_norm")}
+    shapes[names["joining"]] = (width, 2 * width)
+    path, found = folder / "model.safetensors", Tensors()
     for name, shape in shapes.items():
-        scale = 0.2 if len(shape) == 1 else 1.0 / np.sqrt(shape[1])
+        scale = 0.2 if len(shape) == 1 else 1.0 / np.sqrt(shape[-1])
         found[name] = (rng.standard_normal(shape) * scale).astype(np.float16).astype(np.float32)
         # As in bfloat16, which published ones have.
         found[name] = (to_bfloat16(found[name]).astype(np.uint32) << 16).view(np.float32)
-    save_file(load_file(path) | found, path, {"format": "pt"})
-    change_config(folder, mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False)
+    own = load_file(path)
+    if names is OF_QWEN:
+        change_config(folder, mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False)
+    else:
+        change_config(folder, num_nextn_predict_layers=1)
+        table = own["model.embed_tokens.weight"]
+        head = own.get("lm_head.weight", table)
+        found |= {
+            f"{names['layer']}embed_tokens.weight": table,
+            f"{names['layer']}shared_head.head.weight": head,
+        }
+    found = found if stacked else _one_by_one(found, names["layer"])
+    save_file(own | found, path, {"format": "pt"})
     return model
+
+
+def one_layer(model: Any) -> Any:
+    """A `transformers` model of one layer of attention, with experts where the model has some."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = 1
+    for key, value in (
+        ("layer_types", ["full_attention"]),
+        ("mlp_layer_types", ["sparse"]),
+        ("first_k_dense_replace", 0),
+        ("mlp_only_layers", []),
+    ):
+        if getattr(config, key, None) is not None:
+            setattr(config, key, value)
+    return type(model.model)(config).eval()
+
+
+def _one_by_one(tensors: Tensors, prefix: str) -> Tensors:
+    """Stacked experts as a tensor for each matrix."""
+    found = dict(tensors)
+    both, downs = (found.pop(prefix + name, None) for name in FUSED)
+    if both is None or downs is None:
+        return found
+    for expert, (gate_up, down) in enumerate(zip(both, downs, strict=True)):
+        gate, up = np.split(gate_up, 2)
+        for which, values in (("gate", gate), ("up", up), ("down", down)):
+            found[f"{prefix}mlp.experts.{expert}.{which}_proj.weight"] = np.ascontiguousarray(values)
+    return found
+
+
+def _stacked(tensors: Tensors) -> Tensors:
+    """Experts' matrices as `transformers` holds them. tensors: of a layer, by its own names."""
+    count = sum(name.startswith("mlp.experts.") and name.endswith(".down_proj.weight") for name in tensors)
+    if not count:
+        return tensors
+    found = {name: it for name, it in tensors.items() if ".experts." not in name}
+
+    def of(which: str) -> np.ndarray:
+        return np.stack([tensors[f"mlp.experts.{expert}.{which}_proj.weight"] for expert in range(count)])
+
+    return found | dict(zip(FUSED, (np.concatenate([of("gate"), of("up")], axis=1), of("down")), strict=True))
 
 
 def change_config(folder: Path, **values: Any) -> None:
@@ -47,26 +130,34 @@ def mtp_logits(
     folder: Path, model: Any, tokens: Sequence[int], hidden: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Hidden states (n, D) and logits (n, V) of the checkpoint's layer, by a `transformers` model of one
-    layer of attention over what `mtp.fc` makes of embeddings and hidden states.
+    layer of attention over what one matrix makes of embeddings and hidden states.
 
     hidden: (n, D) what the model's last norm or the layer's own has given, each behind the token before.
     """
     torch = pytest.importorskip("torch")
-    w = {name: torch.from_numpy(it) for name, it in load_file(folder / "model.safetensors").items()}
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
-    one = type(model.model)(config).eval()
-    state = {name.removeprefix("mtp."): it for name, it in w.items() if name.startswith("mtp.")}
-    joined = state.pop("fc.weight")
-    norms = [state.pop(f"pre_fc_norm_{it}.weight") for it in ("embedding", "hidden")]
-    missing = one.load_state_dict(state, strict=False)
+    tensors, names, one = load_file(folder / "model.safetensors"), names_ahead(model), one_layer(model)
+    prefix = names["layer"]
+    shared = {f"{prefix}embed_tokens.weight", f"{prefix}shared_head.head.weight"}
+    inside = set(tensors) - set(names.values()) - shared
+    layer = {name.removeprefix(prefix): tensors[name] for name in inside if name.startswith(prefix)}
+    state = {f"layers.0.{name}": it for name, it in _stacked(layer).items()}
+    state["norm.weight"] = tensors[names["norm"]]
+    missing = one.load_state_dict(
+        {it: torch.from_numpy(values) for it, values in state.items()}, strict=False
+    )
     assert missing.missing_keys == ["embed_tokens.weight"]
     assert not missing.unexpected_keys
+    # Qwen's norms are stored less one.
+    shift, eps = float(names is OF_QWEN), model.config.rms_norm_eps
     with torch.no_grad():
         own = model.model.embed_tokens(torch.tensor(list(tokens)))
         parts = []
-        for x, norm in zip((own, torch.from_numpy(np.asarray(hidden, np.float32))), norms, strict=True):
-            parts.append(x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.rms_norm_eps) * (1 + norm))
-        entering = torch.cat(parts, -1) @ joined.T
+        for x, norm in (
+            (own, names["embedding_norm"]),
+            (torch.from_numpy(np.asarray(hidden, np.float32)), names["hidden_norm"]),
+        ):
+            weight = shift + torch.from_numpy(tensors[norm])
+            parts.append(x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight)
+        entering = torch.cat(parts, -1) @ torch.from_numpy(tensors[names["joining"]]).T
         found = one(inputs_embeds=entering[None], use_cache=False).last_hidden_state[0]
         return found.numpy(), model.lm_head(found).numpy()

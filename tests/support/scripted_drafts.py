@@ -12,7 +12,8 @@ import numpy as np
 from ondevice.api import Model
 from ondevice.backends.base import Float32
 from ondevice.config import SamplingConfig
-from ondevice.model.transformer import ForwardOutput, Prune, PrunedDraft
+from ondevice.model.stream_pruning import Prune, PrunedDraft
+from ondevice.model.transformer import ForwardOutput
 from ondevice.response import Response
 from ondevice.speculation.drafted_text import PassOutcome
 from ondevice.speculation.drafting import DraftRequest
@@ -25,6 +26,8 @@ STREAMS = 3
 
 class Scripted:
     """Drafts that are right for a while and wrong beside it: trees of all shapes, from a text known ahead."""
+
+    taps: tuple[int, ...] = ()
 
     def __init__(self, text: Sequence[int], vocab_size: int, seed: int) -> None:
         self._text = list(text)

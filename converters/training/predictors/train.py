@@ -52,6 +52,7 @@ from ondevice.converters.training.predictors.low_rank import split, train_layer
 from ondevice.converters.training.predictors.operating_points import HeldBack, measure, thresholds
 from ondevice.converters.training.sidecars import (
     MEASURED_SHARE,
+    check_feed_forwards,
     held_out,
     save_sidecar,
     write_tensors,
@@ -186,6 +187,7 @@ def check(
             f"there is nothing to predict; it takes {ZEROING_NAMES}. `ondevice train thresholds` finds how "
             "small a gate may be to be left out"
         )
+    check_feed_forwards(bundle)
     return held_out(pieces, options.measured_share)
 
 

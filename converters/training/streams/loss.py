@@ -44,7 +44,8 @@ from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.transformer import PrunedDraft, Transformer
+from ondevice.model.stream_pruning import PrunedDraft
+from ondevice.model.transformer import Transformer
 from ondevice.model.weights import LowRank, ModelWeights, MultiStreamLayer, MultiStreamWeights
 from ondevice.model_config import FeedForwardSpec, ModelConfig
 from ondevice.units import usable_cores
@@ -203,7 +204,9 @@ def stream_weights(parameters: Parameters, streams: MultiStreams, num_layers: in
     )
     embeddings = tuple(parameters[EMBEDDINGS][stream] for stream in range(streams.streams))
     pruning = low_rank(PRUNING) if streams.pruning_rank else None
-    return MultiStreamWeights(embeddings, 0, layers, pruning, streams.mode == "shared")
+    return MultiStreamWeights(
+        embeddings, 0, layers, pruning, streams.mode == "shared", len(embeddings), pruning is not None
+    )
 
 
 def initial_parameters(streams: MultiStreams, config: ModelConfig, seed: int) -> dict[str, mx.array]:

@@ -69,7 +69,7 @@ METHOD = 2
 """Version of the training. It changes whenever the same arguments would come to other numbers."""
 SAVE_SECONDS = 60.0
 ENTERING, STATE, IDENTITY = "entering.f32", "state.safetensors", "training.json"
-_WRITTEN_FACTS = ("model", "sha256", "crcs")
+_WRITTEN_FACTS = ("model", "sha256", "crcs", "begins", "part_of")
 _REMEDY = "make room, or choose another --output"
 
 OnStep = Callable[[int, float], None]

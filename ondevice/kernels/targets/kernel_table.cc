@@ -35,6 +35,8 @@ const KernelTable kTable = {
     add_products,
     subtract_products,
     short_conv,
+    mamba2,
+    mixer_gate,
 };
 
 }  // namespace ONDEVICE_NS

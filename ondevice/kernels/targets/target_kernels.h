@@ -41,6 +41,8 @@ void kv_move(const KvView& kv, int64_t from, int64_t to);
 void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t q_end, float* scratch);
 void gated_delta(const DeltaArgs& args, int64_t tokens, int64_t begin, int64_t end, float* scratch);
 void short_conv(const ConvArgs& args, int64_t tokens, int64_t begin, int64_t end);
+void mamba2(const MixerArgs& args, int64_t tokens, int64_t begin, int64_t end, float* scratch);
+void mixer_gate(const MixerArgs& args, const float* gates, int64_t first, int64_t n, float* out);
 void sigmoid_gate(const float* gates, float* x, int64_t n);
 void dequantize_row(const RowFormat& format, const uint8_t* codes, const void* scales, const uint16_t* biases,
                     int64_t groups, float* out);

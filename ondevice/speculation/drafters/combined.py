@@ -8,7 +8,8 @@ from ondevice.backends.base import Float32
 from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.transformer import ForwardOutput, Prune
+from ondevice.model.stream_pruning import Prune
+from ondevice.model.transformer import ForwardOutput
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.tree import Draft, Proposals
 
@@ -42,6 +43,10 @@ class Combined(Drafter):
         for member in self.members:
             member.observe(token, logits)
 
+    def read(self, output: ForwardOutput) -> None:
+        for member in self.members:
+            member.read(output)
+
     def end_pass(self, output: ForwardOutput, path: Sequence[int]) -> None:
         for member in self.members:
             member.end_pass(output, path)
@@ -54,6 +59,11 @@ class Combined(Drafter):
         """Those of the members that have one."""
         found = [its for member in self.members if (its := member.beside()) is not None]
         return Combined(found) if found else None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Those of the first member that has some; only one drafter reads hidden states."""
+        return next((member.taps for member in self.members if member.taps), ())
 
     def propose(self, path: Sequence[int]) -> Proposals:
         chances: dict[int, float] = {}

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ondevice.backends.base import Array, Float32
-from ondevice.callbacks import IsCancelled
+from ondevice.callbacks import Cancelled, IsCancelled
 from ondevice.config import SamplingConfig
 from ondevice.model.draft_layer import PIECE_ROWS, LoadedDraftLayer
 from ondevice.model.sequence_state import SequenceState, common_prefix
-from ondevice.model.transformer import Cancelled, ForwardOutput
+from ondevice.model.transformer import ForwardOutput
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.ranking import Ranking
 from ondevice.speculation.tree import Proposals

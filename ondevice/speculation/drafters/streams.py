@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-
-import numpy as np
 
 from ondevice.backends.base import Array, Float32
 from ondevice.callbacks import IsCancelled
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import BundleError
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.transformer import ForwardOutput, Prune, PrunedDraft, Transformer
+from ondevice.model.stream_pruning import Prune, PruningRule, RulePruning
+from ondevice.model.transformer import ForwardOutput, Transformer
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.ranking import MAX_CANDIDATES, Ranking
 from ondevice.speculation.tree import STREAM_ROWS, Draft, Proposals
@@ -61,7 +59,7 @@ class MultiStreamDrafter(Drafter):
         self._transformer = transformer
         self._count = transformer.streams.count
         self._options = options
-        self._prunes = options.pruning_threshold > 0 and transformer.streams.pruning is not None
+        self._prunes = options.pruning_threshold > 0 and transformer.streams.prunes
         self._used = min(options.streams or self._count, self._count)
         self._rankings = [Ranking(options.candidates, transformer.draft_tokens) for _ in range(self._used)]
         self._max_rows = max_rows
@@ -135,47 +133,20 @@ class MultiStreamDrafter(Drafter):
         return ranked
 
     def pruner(self, draft: Draft, row_share: float) -> Prune | None:
-        return partial(self._prune, draft, row_share)
+        """The pass's rows of streams save a pass of their own.
 
-    def _prune(self, draft: Draft, row_share: float, entering: Array) -> PrunedDraft:
-        """Choose the nodes of `draft` that enter the stream layers, and those that get streams there.
-
-        The accepted path ends in a node if it reaches the node and none of the node's children is right.
-        Streams of such a node in this pass save them a pass of their own. That pass takes about the time of a
-        plain pass over as many layers, plus row_share of it for every row but the first.
+        That pass takes about the time of a plain pass over as many layers, plus row_share of it for every row
+        but the first.
         """
-        kept = self._unpruned(draft, entering)
-        if len(draft) == 1:
-            # The next pass may have no draft either; if it has one, the streams run then.
-            return PrunedDraft(kept)
-        reached = np.array(draft.chances)[kept]
-        ends = reached.copy()
-        index = {node: place for place, node in enumerate(kept)}
-        for place, node in enumerate(kept[1:], 1):
-            ends[index[draft.parents[node]]] -= reached[place]
-        max_ends = min(self._max_ends, (self._places - len(kept)) // self._count)
-        best = np.argsort(-ends, kind="stable")[: max(0, max_ends)]
         break_even = self._count * row_share / (1 + (self._count - 1) * row_share)
-        min_chance = max(break_even, self._options.min_end_chance)
-        return PrunedDraft(kept, sorted(int(place) for place in best if ends[place] >= min_chance))
-
-    def _unpruned(self, draft: Draft, entering: Array) -> list[int]:
-        """Nodes that the pruning adapter doesn't prune, ascending."""
-        if not self._prunes or len(draft) == 1:
-            return list(range(len(draft)))
-        logits = self._transformer.backend.to_numpy(self._transformer.pruning_logits(entering))
-        chances = np.exp(logits - logits.max(axis=1, keepdims=True))
-        chances /= chances.sum(axis=1, keepdims=True)
-        tokens = columns = np.array(draft.tokens)
-        listed = self._transformer.draft_tokens
-        if listed is not None:
-            columns = np.minimum(np.searchsorted(listed, tokens), len(listed) - 1)
-        likely = chances[draft.parents, columns] >= self._options.pruning_threshold
-        if listed is not None:
-            # Another drafter may propose a token that the draft head lacks: its chance isn't known.
-            likely |= listed[columns] != tokens
-        kept = [0]
-        for node in range(1, len(draft)):
-            if draft.parents[node] in kept and likely[node]:
-                kept.append(node)
-        return kept
+        rule = PruningRule(
+            draft.tokens,
+            draft.parents,
+            draft.chances,
+            threshold=self._options.pruning_threshold if self._prunes else 0.0,
+            places=self._places,
+            count=self._count,
+            max_ends=self._max_ends,
+            min_end_chance=max(break_even, self._options.min_end_chance),
+        )
+        return RulePruning(self._transformer, rule)

@@ -33,7 +33,7 @@ from ondevice.stats import per_second
 from tests.benchmarks.lib.held_out_prompts import held_out_tasks
 from tests.benchmarks.lib.measure import machine, note
 
-SINGLE = ("lookup", "recycling", "streams", "resident")
+SINGLE = ("lookup", "recycling", "streams", "resident", "eagle")
 AUTO, MODEL = "auto", "model"
 AUTO_AT_LEAST, AUTO_AIM = 0.93, 1.0
 """Speed of `auto` over that of the best drafter without a second model."""

@@ -32,7 +32,7 @@ from ondevice.backends.token_tree import MAX_DEPTH
 from ondevice.bundle.reader import Bundle
 from ondevice.config import SamplingConfig, Sparsity
 from ondevice.errors import UnsupportedModelError
-from ondevice.model.transformer import Prune
+from ondevice.model.stream_pruning import Prune
 from ondevice.runtime.engine import Engine
 from ondevice.scoring import benchmark_prompt
 from ondevice.speculation.drafted_text import PassOutcome
@@ -108,6 +108,8 @@ def shapes() -> dict[tuple[str, int], Draft]:
 
 class Schedule:
     """Stands where drafting does: a block of passes over drafts of one shape, then of the next."""
+
+    taps: tuple[int, ...] = ()
 
     def __init__(
         self,

@@ -6,10 +6,12 @@ shape. Whatever is measured on it is to be called that: measured on an embedded 
 
     python -m tests.benchmarks.lib.embedded_model --output DIR --shape 7b
 
-It writes DIR/small, the shipped model in q4, and DIR/large, and prints how their neurons fire. How the
-function stays the same is told in `embedded_weights.py`; streams, predictors and hotness come from
-`embedded_sidecars.py`, and neurons beside the real ones from `filler_neurons.py`. `embedded_gguf.py` writes
-the same function for llama.cpp.
+It writes DIR/small, the shipped model in q4, and DIR/large, and prints how their neurons fire. With
+`--head-only` it gives bundles that are there the head that the shipped model has now.
+
+How the function stays the same is told in `embedded_weights.py`; streams, predictors and hotness come from
+`embedded_sidecars.py`, an EAGLE-3 head from `embedded_eagle.py`, and neurons beside the real ones from
+`filler_neurons.py`. `embedded_gguf.py` writes the same function for llama.cpp.
 
 What it doesn't imitate: between trained layers the stream doesn't change, so a prefetch of the next layer's
 neurons finds all that fire.
@@ -26,11 +28,12 @@ import numpy as np
 
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.training.activations import record_activations
+from tests.benchmarks.lib.embedded_eagle import copy_eagle, embed_eagle
 from tests.benchmarks.lib.embedded_sidecars import copy_sidecars, embed_sidecars, predicted_rates
 from tests.benchmarks.lib.embedded_weights import EmbeddedModel
 from tests.benchmarks.lib.filler_neurons import facts_line, mean_of, own_text, record, statistics
 from tests.benchmarks.lib.random_model import LLAMA_7B, Shape
-from tests.benchmarks.lib.stored_model import small_in_q4, write_bundle
+from tests.benchmarks.lib.stored_model import read_model, small_in_q4, write_bundle
 from tests.support.paths import SHIPPED
 
 TINY = Shape("tiny", 1024, 14, 2816, 8, vocab_size=4608, head_dim=128)
@@ -48,6 +51,7 @@ def embed(source: Path, shape: Shape, folder: Path, tokens: int = CALIBRATION_TO
     text = record(small, own_text(small.bundle.path, tokens, 0))
     model = EmbeddedModel(small, shape, text)
     copy_sidecars(source, small.bundle.path, model.frequencies, len(text.entering[0]))
+    copy_eagle(source, small.bundle.path)
     name = small.bundle.manifest.provenance.source
     note = f"embedded model: the function of {name} in q4, in the shape {shape.name}"
     write_bundle(
@@ -62,7 +66,16 @@ def embed(source: Path, shape: Shape, folder: Path, tokens: int = CALIBRATION_TO
         notes=(note,),
     )
     embed_sidecars(model, folder / "large")
+    embed_eagle(model, folder / "large")
     return model
+
+
+def embed_head(source: Path, shape: Shape, folder: Path) -> None:
+    """Give the bundles that `embed` wrote to `folder` the EAGLE-3 head that `source` has now."""
+    copy_eagle(source, folder / "small")
+    small = read_model(folder / "small")
+    # A text sets fillers' thresholds, and a head has no fillers: any will do.
+    embed_eagle(EmbeddedModel(small, shape, record(small, [[0]])), folder / "large")
 
 
 def firing(model: EmbeddedModel, folder: Path, tokens: int = MEASURED_TOKENS) -> dict[str, dict[str, float]]:
@@ -95,16 +108,31 @@ def main() -> None:
     )
     parser.add_argument("--shape", choices=tuple(SHAPES), default="7b")
     parser.add_argument("--source", type=Path, default=SHIPPED)
+    parser.add_argument(
+        "--head-only", action="store_true", help="give bundles that are there the EAGLE-3 head of --source"
+    )
     args = parser.parse_args()
+    if args.head_only:
+        embed_head(args.source, SHAPES[args.shape], args.output)
+        print_head(Bundle.open(args.output / "large"))
+        return
     model = embed(args.source, SHAPES[args.shape], args.output)
     large = Bundle.open(args.output / "large")
     facts: dict[str, object] = {"embedded_model": args.shape, "layers": model.layers}
     # Where no gate is zero, every neuron counts for every token: there is nothing to imitate.
     if large.config.zeros_gates:
         facts |= sparse_facts(model, args.output)
+    print_head(large)
     crossed = 0 if large.streams is None else len(large.streams.layers(large.config))
     print(f"streams of an embedded model cross {crossed} of {large.config.num_layers} layers")
     print(json.dumps(facts | {"stream_layers": crossed, "bundle_bytes": large.bundle_bytes}))
+
+
+def print_head(large: Bundle) -> None:
+    """Say how large the EAGLE-3 head is, if there is one."""
+    if large.eagle is not None:
+        nbytes = (large.path / large.eagle.sidecar.tensors).stat().st_size
+        print(f"the EAGLE-3 head of an embedded model has {nbytes / 1e6:.1f} MB")
 
 
 def sparse_facts(model: EmbeddedModel, folder: Path) -> dict[str, object]:

@@ -179,7 +179,7 @@ class EmbeddedModel:
         gate = self._rows_of(found.gate, random)
         gate.scales[:, self.channel] = found.offset
         gate.codes[:, self.channel * GROUP_SIZE * Q4.bits // 8] = 1
-        up = self._rows_of(_recoded(neurons[1], found.first, random), random)
+        up = self._rows_of(recoded(neurons[1], found.first, random), random)
         down = silent_rows(len(found.first), self.shape.hidden_size, Q4.bits, random)
         whole = []
         for fillers, real in zip((gate, up, down), neurons, strict=True):
@@ -194,7 +194,7 @@ class EmbeddedModel:
         """The embedding, whose rows all have the constant channel."""
         for start, random, rows in self._vocabulary(34):
             if start >= self.small.config.vocab_size:
-                rows = _recoded(rows, np.arange(len(rows.codes)), random)
+                rows = recoded(rows, np.arange(len(rows.codes)), random)
             found = self._rows_of(rows, random)
             self._set_channel(found, float(CONSTANT))
             yield found
@@ -233,7 +233,7 @@ class EmbeddedModel:
     def _made_up(self, like: QuantizedRows, rows: int, random: np.random.Generator) -> QuantizedRows:
         """Rows of the scales of `like`, with codes of their own."""
         picked = random.integers(0, len(like.codes), rows)
-        return self._rows_of(_recoded(like, picked, random), random)
+        return self._rows_of(recoded(like, picked, random), random)
 
 
 def even_places(count: int, among: int) -> list[int]:
@@ -249,7 +249,7 @@ def silent_rows(rows: int, cols: int, bits: int, random: np.random.Generator) ->
     return QuantizedRows(codes, scales, scales.copy())
 
 
-def _recoded(rows: QuantizedRows, ids: NDArray[np.int64], random: np.random.Generator) -> QuantizedRows:
+def recoded(rows: QuantizedRows, ids: NDArray[np.int64], random: np.random.Generator) -> QuantizedRows:
     """The rows `ids` with other codes."""
     codes = random_codes(random, len(ids), rows.codes.shape[1])
     return QuantizedRows(codes, rows.scales[ids], rows.biases[ids])

@@ -14,6 +14,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -55,8 +56,8 @@ class MemoryCgroup:
     """A cgroup v1 memory limit for the processes that `command` starts. `limit_bytes` None: unlimited."""
 
     def __init__(self, limit_bytes: int | None) -> None:
-        self.path = MEMORY_CGROUP / f"ondevice-bench-{os.getpid()}"
-        self.path.mkdir(exist_ok=True)  # one left by a killed run of the same process id
+        # A process may have several.
+        self.path = Path(tempfile.mkdtemp(prefix="ondevice-bench-", dir=MEMORY_CGROUP))
         limit = -1 if limit_bytes is None else limit_bytes
         (self.path / "memory.limit_in_bytes").write_text(str(limit))
 

@@ -200,7 +200,7 @@ def begun(head: Head, folder: Path) -> bool:
         return False
     with FlashReader([bundle.added_file(layer.sidecar.tensors)]) as reader:
         backend = ReferenceBackend()
-        model_weights: Any = SimpleNamespace(embedding=None, head=None)
+        model_weights: Any = SimpleNamespace(embedding=None, head=None, final_norm=None)
         loaded = load_draft_layer(bundle, layer, reader, backend, model_weights, 0, 1).weights
     with torch.no_grad():
         for name, norm in head.norms.items():
@@ -286,14 +286,6 @@ def main() -> None:
         eps=config.norm.eps,
         frequencies=rope.frequencies,
         magnitude=rope.magnitude,
-        qkv_bias=False,
-        output_bias=False,
-        head_norm=False,
-        output_gates=False,
-        states_normed=False,
-        residual_normed=False,
-        own_head=False,
-        own_embeddings=False,
         tokens=config.vocab_size,
     )
     write_draft_layer(arguments.write, layer, arrays(head))

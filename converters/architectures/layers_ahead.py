@@ -1,0 +1,91 @@
+"""The layer that predicts one token more (arXiv 2412.19437, section 2.2), behind a model's last layer.
+
+DeepSeek V3, GLM-4.5 and their relatives name it as a layer more, which `transformers` leaves out. Names are
+those that vLLM (`deepseek_mtp.py`, `glm4_moe_mtp.py`) and SGLang (`deepseek_nextn.py`) read; arithmetic is as
+in SGLang, and `draft_layers/mtp.py` says where vLLM differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from ondevice.converters.architectures.common import Tensors
+from ondevice.converters.architectures.tensors import EMBEDDING, FINAL_NORM, HEAD, LayerNames
+from ondevice.converters.checkpoints.base import SourceTensor
+from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.model_config import ModelConfig
+
+JOINING = "mtp.fc.weight"
+"""The matrix over an embedding and a hidden state, side by side in this order."""
+EMBEDDING_NORM, HIDDEN_NORM = "mtp.embedding_norm.weight", "mtp.hidden_norm.weight"
+"""The norms of both."""
+NOTE = (
+    "the layer that predicts one token more (mtp) was left out; `ondevice convert CHECKPOINT --draft-for "
+    "BUNDLE` adds it, for --speculation mtp, from its authors' folder"
+)
+_NAMES = {
+    "eh_proj.weight": JOINING,
+    "enorm.weight": EMBEDDING_NORM,
+    "hnorm.weight": HIDDEN_NORM,
+    "shared_head.norm.weight": FINAL_NORM,
+}
+_SHARED = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
+"""What such a layer shares with the model, and has a copy of in most files."""
+_COMPARED_BYTES = 4 << 20
+"""Bytes, as float32, of the rows of each of two tensors that are compared at once."""
+
+
+def notes_of_layers_ahead(count: int) -> tuple[str, ...]:
+    """What a user should know of `count` layers that were left out."""
+    if count <= 0:
+        return ()
+    return (NOTE,) if count == 1 else ("the layers that predict tokens ahead are left out",)
+
+
+def layer_behind_last(
+    tensors: Tensors, config: ModelConfig, adapt: Callable[[ModelConfig, Tensors], Tensors]
+) -> tuple[ModelConfig, Tensors]:
+    """The layer `model.layers.N` behind the N of `config`, as a model of that layer, and its tensors by the
+    names of `tensors.py` and of this module. adapt: the family's, for a config.
+
+    Raises CheckpointError for a folder without it or a part of it, UnsupportedModelError for embeddings or a
+    head of its own that aren't the model's.
+    """
+    prefix, own = f"model.layers.{config.num_layers}.", LayerNames(0).weight("")
+    found = {name.removeprefix(prefix): it for name, it in tensors.items() if name.startswith(prefix)}
+    if not found:
+        raise CheckpointError(
+            f"the folder has no tensors {prefix}*, which predict one token more; take its authors' folder"
+        )
+    for name, of_model in _SHARED.items():
+        if (copy := found.pop(name, None)) is not None:
+            tied = of_model == HEAD and HEAD not in tensors
+            _check_same(copy, tensors.get(EMBEDDING if tied else of_model))
+    # The layer is sparse wherever the model has experts.
+    layer = next((it for it in config.layers if it.experts is not None), config.layers[-1])
+    config = replace(config, layers=(layer,))
+    try:
+        return config, adapt(config, {_NAMES.get(name, own + name): it for name, it in found.items()})
+    except CheckpointError as error:
+        # As the folder has it: its layer 0 is another one.
+        raise CheckpointError(str(error).replace(own, prefix)) from error
+
+
+def _check_same(copy: SourceTensor, of_model: SourceTensor | None) -> None:
+    """Raises UnsupportedModelError unless a tensor of the layer is the model's, value by value."""
+    same = of_model is not None and (copy.shape, copy.dtype) == (of_model.shape, of_model.dtype)
+    if of_model is not None and same and len(copy.shape) == 2:
+        rows, cols = copy.shape
+        step = max(1, _COMPARED_BYTES // max(1, 4 * cols))
+        pieces = ((first, min(step, rows - first)) for first in range(0, rows, step))
+        same = all(
+            np.array_equal(copy.rows(first, first + count), of_model.rows(first, first + count))
+            for first, count in pieces
+        )
+    if not same:
+        raise UnsupportedModelError(
+            f"{copy.name} isn't the model's; embeddings and a head of the layer's own aren't read"
+        )

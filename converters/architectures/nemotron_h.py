@@ -1,0 +1,260 @@
+"""Nemotron-H: blocks one after the other, each a Mamba-2 mixer, attention without rotary embedding, a dense
+feed-forward or experts. A mixer or attention, and the feed-forward behind it, are one layer here.
+
+Feed-forwards are ungated. `transformers` holds time steps of prompts above `time_step_min`, a key of how
+models are first made; the models' authors, and `transformers` itself token by token, don't.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+
+from ondevice.converters.architectures.adapting import renamed, under_model
+from ondevice.converters.architectures.common import (
+    Description,
+    Family,
+    Tensors,
+    check_code,
+    decoder,
+    read_activation,
+    read_sizes,
+    score_scale,
+)
+from ondevice.converters.architectures.config_reader import OWN_CONFIG, ConfigReader, shown
+from ondevice.converters.architectures.experts import (
+    ExpertNames,
+    join_experts,
+    read_count,
+    read_training_keys,
+    unstacked,
+    with_experts,
+)
+from ondevice.converters.architectures.mamba2 import KINDS, mixer_tensors, read_time_limits, require_silu
+from ondevice.converters.architectures.rotary import no_rope
+from ondevice.converters.architectures.tensors import EMBEDDING, FINAL_NORM
+from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.model_config import (
+    MAX_EXPERT_NEURONS,
+    NO_ATTENTION,
+    AttentionSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    Mamba2Spec,
+    ModelConfig,
+    NormSpec,
+)
+
+PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+MIXERS = ("linear_attention", "full_attention")
+MODULES = {"linear_attention": "mamba.", "full_attention": "self_attn.", "mlp": "mlp.", "moe": "mlp."}
+"""What stands in the place of `mixer.` in a block's names."""
+DENSE = {f"{module}.up_proj.weight": f"{module}.gate_proj.weight" for module in ("mlp", "mlp.shared_experts")}
+"""An ungated feed-forward's first matrix is its gates' here."""
+NAMES = ExpertNames(
+    gate="mlp.experts.{}.up_proj.weight",
+    down="mlp.experts.{}.down_proj.weight",
+    choice_bias="mlp.gate.e_score_correction_bias",
+    shared="mlp.shared_experts.",
+)
+PREFIXES = {
+    "backbone.embeddings.weight": EMBEDDING,
+    "model.embeddings.weight": EMBEDDING,
+    "backbone.norm_f.weight": FINAL_NORM,
+    "model.norm_f.weight": FINAL_NORM,
+    "backbone.": "model.",
+}
+UNUSED_FLAGS = (
+    "rescale_prenorm_residual",
+    "residual_in_fp32",
+    "use_mamba_kernels",
+    "moe_shared_expert_overlap",
+)
+UNUSED_NUMBERS = (
+    *("chunk_size", "expand", "num_logits_to_keep", "rope_theta", "partial_rotary_factor"),
+    *("time_step_min", "time_step_max", "time_step_floor"),
+)
+"""Keys of how models are first made or run, and of a rotary embedding that they haven't."""
+EXPERT_KEYS = (
+    *("num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
+    *("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor"),
+)
+"""Keys without an effect where no block has experts."""
+_BLOCK = re.compile(r"model\.layers\.(\d+)\.(.+)")
+Layer = tuple[int, int | None]
+"""Numbers of the blocks that a layer is made of: a mixer or attention, and a feed-forward if it has one."""
+
+
+def _read(reader: ConfigReader) -> Description:
+    check_code(reader, "nemotron_h")
+    kinds = _read_kinds(reader)
+    layers = _paired(kinds)
+    reader = reader.with_value("num_hidden_layers", len(layers))
+    head_dim = reader.integer("attention_head_dim", reader.integer("head_dim", 128))
+    reader.only("head_dim", head_dim)
+    sizes = read_sizes(
+        reader.with_value("head_dim", head_dim),
+        max_context=4096,
+        kv_heads=8,
+        neurons=("intermediate_size", 21504),
+    )
+    for key in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias"):
+        reader.only(key, False)
+    for key in UNUSED_FLAGS:
+        reader.boolean(key, True)
+    for key in UNUSED_NUMBERS:
+        reader.number(key, 0.0)
+    reader.text("mamba_ssm_cache_dtype", "float32")
+    mixer, attention = _read_mixer(reader), AttentionSpec(score_scale(sizes.head_dim))
+    activation = read_activation(reader, "mlp_hidden_act", "relu2")
+    found = []
+    for block, behind in layers:
+        recurrent = kinds[block] == "linear_attention"
+        feed_forward = FeedForwardSpec(activation, gated=False, neurons=0 if behind is None else None)
+        found.append(
+            LayerSpec(
+                NO_ATTENTION if recurrent else attention, feed_forward, mamba2=mixer if recurrent else None
+            )
+        )
+    eps = reader.number("layer_norm_epsilon", 1e-5)
+    reader.only("norm_eps", eps)
+    config = decoder(
+        "nemotron_h",
+        sizes,
+        found,
+        [no_rope(sizes.head_dim)],
+        norm=NormSpec("rms", eps),
+        tie_embeddings=reader.boolean("tie_word_embeddings", False),
+    )
+    config = _with_experts(
+        reader, config, [behind is not None and kinds[behind] == "moe" for _, behind in layers]
+    )
+    # Layers that predict tokens ahead, of which there are none.
+    reader.only("num_nextn_predict_layers", 0)
+    reader.texts("mtp_layers_block_type")
+    reader.text("mtp_hybrid_override_pattern", "")
+    return Description(config, partial(_adapt, config=config, kinds=kinds, layers=layers))
+
+
+def _read_kinds(reader: ConfigReader) -> list[str]:
+    """What each block is. Raises UnsupportedModelError for a kind that isn't known."""
+    named, pattern = reader.texts("layers_block_type"), reader.text("hybrid_override_pattern", "")
+    kinds = [PATTERN.get(letter, letter) for letter in pattern]
+    if named is not None:
+        own = [KINDS.get(kind, kind) for kind in named]
+        if kinds and kinds != own:
+            raise CheckpointError(
+                f"config.json: layers_block_type and hybrid_override_pattern differ; {OWN_CONFIG}"
+            )
+        kinds = own
+    if unknown := set(kinds) - set(MODULES):
+        raise UnsupportedModelError(
+            f"config.json: blocks are of kinds {shown(sorted(unknown))}, which aren't known; known are "
+            f"{', '.join(MODULES)}"
+        )
+    if not kinds:
+        raise CheckpointError(
+            f"config.json has neither layers_block_type nor hybrid_override_pattern; {OWN_CONFIG}"
+        )
+    if reader.integer("num_hidden_layers", len(kinds)) != len(kinds):
+        raise CheckpointError(
+            f"config.json: num_hidden_layers is {reader.integer('num_hidden_layers')}, of which {len(kinds)} "
+            f"are named; {OWN_CONFIG}"
+        )
+    return kinds
+
+
+def _paired(kinds: Sequence[str]) -> list[Layer]:
+    """The layers that blocks make up. Raises UnsupportedModelError for a feed-forward that is in none."""
+    found: list[Layer] = []
+    for block, kind in enumerate(kinds):
+        if kind in MIXERS:
+            found.append((block, None))
+        elif found and found[-1][1] is None:
+            found[-1] = (found[-1][0], block)
+        else:
+            raise UnsupportedModelError(
+                f"config.json: block {block} is a feed-forward without a mixer or attention before it that "
+                "has no other; only one behind such a block can be converted"
+            )
+    return found
+
+
+def _read_mixer(reader: ConfigReader) -> Mamba2Spec:
+    require_silu(reader.text("mamba_hidden_act", "silu"), "mamba_hidden_act")
+    groups = reader.integer("n_groups", 8)
+    least, most = read_time_limits(reader)
+    return Mamba2Spec(
+        reader.integer("mamba_num_heads", 128),
+        reader.integer("mamba_head_dim", 64),
+        groups,
+        reader.integer("ssm_state_size", 128),
+        reader.integer("conv_kernel", 4),
+        conv_bias=reader.boolean("use_conv_bias", True),
+        norm_groups=groups,
+        least_time=least,
+        most_time=most,
+    )
+
+
+def _with_experts(reader: ConfigReader, config: ModelConfig, sparse: Sequence[bool]) -> ModelConfig:
+    """The model with experts in the layers for which `sparse` is true."""
+    read_training_keys(reader)
+    renormalised = reader.boolean("norm_topk_prob", True)
+    if not any(sparse):
+        for key in EXPERT_KEYS:
+            reader.number(key, 0.0)
+        return config
+    reader.only("n_shared_experts", 1)
+    shared = reader.integer("moe_shared_expert_intermediate_size", 7688)
+    if not 1 <= shared <= MAX_EXPERT_NEURONS:
+        raise CheckpointError(
+            f"config.json: moe_shared_expert_intermediate_size is {shared}; it must be from 1 to "
+            f"{MAX_EXPERT_NEURONS}"
+        )
+    experts = ExpertsSpec(
+        read_count(reader, 8, "n_routed_experts"),
+        reader.integer("num_experts_per_tok", 2),
+        reader.integer("moe_intermediate_size", 7688),
+        "sigmoid",
+        renormalised=renormalised,
+        factor=reader.number("routed_scaling_factor", 1.0),
+        choice_bias=True,
+        groups=reader.integer("n_group", 1),
+        chosen_groups=reader.integer("topk_group", 1),
+    )
+    return with_experts(config, experts, sparse, shared)
+
+
+def _adapt(tensors: Tensors, config: ModelConfig, kinds: Sequence[str], layers: Sequence[Layer]) -> Tensors:
+    found = renamed(_by_layer(under_model(tensors, PREFIXES), kinds, layers), DENSE)
+    found = unstacked(found, config, "mlp.experts.up_proj", NAMES.of("gate"))
+    found = unstacked(found, config, "mlp.experts.down_proj", NAMES.of("down"))
+    return mixer_tensors(join_experts(found, config, NAMES), config)
+
+
+def _by_layer(tensors: Tensors, kinds: Sequence[str], layers: Sequence[Layer]) -> Tensors:
+    """The tensors by the number of their layer and by what their block is. Others keep their names."""
+    places = {}
+    for layer, (block, behind) in enumerate(layers):
+        places[block] = layer, "input_layernorm."
+        if behind is not None:
+            places[behind] = layer, "post_attention_layernorm."
+    found = {}
+    for name, tensor in tensors.items():
+        if (its := _BLOCK.fullmatch(name)) is not None and int(its[1]) in places:
+            block, rest = int(its[1]), its[2]
+            layer, norm = places[block]
+            for old, new in (("norm.", norm), ("mixer.", MODULES[kinds[block]])):
+                if rest.startswith(old):
+                    name = f"model.layers.{layer}.{new}{rest.removeprefix(old)}"
+                    break
+            else:
+                name = f"blocks.{block}.{rest}"
+        found[name] = tensor
+    return found
+
+
+NEMOTRON_H = Family("nemotron_h", "NemotronHForCausalLM", _read)

@@ -1,0 +1,161 @@
+"""What a command does where several machines share its model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from click import get_current_context
+from click.core import ParameterSource
+from click.exceptions import Exit
+
+from ondevice.commands.terminal import say
+from ondevice.distributed.place import CHILD
+from ondevice.errors import BudgetError, OndeviceError, RankError, StartAgainError, UsageError
+from ondevice.settings import RUNTIME_OPTIONS
+
+if TYPE_CHECKING:
+    from ondevice.config import RuntimeConfig
+    from ondevice.distributed.member import Member
+    from ondevice.distributed.remote_layers import RemoteLayers
+    from ondevice.distributed.transport import MlxTransport
+    from ondevice.model.layer_range import LaterLayers
+    from ondevice.runtime.resolving import ResolvedModel
+
+_later: RemoteLayers | None = None
+_transport: MlxTransport | None = None
+
+
+def joined() -> Member | None:
+    """This process as a rank's engine; None where the whole model is here."""
+    # Most processes are alone, and importing what ranks need takes a quarter of a command's start.
+    if CHILD not in os.environ:
+        return None
+    from ondevice.distributed.member import joined as member
+
+    return member()
+
+
+def start(model: str | None, values: dict[str, Any]) -> None:
+    """Start again under a supervisor if `--hosts` asks for that and this process isn't there yet.
+
+    Takes `hosts` out of the options' values, and puts this host's budget in. Called before a command reads
+    stdin, which it could read only once.
+    """
+    hosts = values.pop("hosts", None)
+    member = joined()
+    if member is not None:
+        if member.place.dram_budget:
+            values["dram_budget"] = member.place.dram_budget
+    elif hosts:
+        from ondevice.distributed.launch import start_ranks
+
+        start_ranks(hosts, _arguments(model))
+        raise StartAgainError
+
+
+def _arguments(model: str | None) -> list[str]:
+    """The command line of ranks other than 0: the model, and those options of running it that were given.
+
+    Prompts, keys and files are rank 0's alone. The others need a command only to serve layers from.
+    """
+    context = get_current_context()
+    given = {
+        RUNTIME_OPTIONS[name].flag: context.params[name]
+        for name in RUNTIME_OPTIONS
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+    named = {} if model is None else {"--model": model}
+    return ["generate", "--prompt=", *(f"{flag}={value}" for flag, value in (named | given).items())]
+
+
+def require_alone(values: dict[str, Any], what: str) -> None:
+    """Raises UsageError where several machines share the model, for what they can't do."""
+    if joined() is not None or values.get("hosts"):
+        raise UsageError(f"{what} runs on one machine only; leave --hosts out")
+
+
+def resolved_part(model: str | None, runtime: RuntimeConfig) -> ResolvedModel | None:
+    """This rank's part of the model, or None where the whole model is here.
+
+    On ranks other than 0 it serves layers instead, and raises Exit at the end.
+    """
+    member = joined()
+    if member is None:
+        return None
+    from ondevice.budget.claims import count_beside
+    from ondevice.distributed.hosts import RING
+    from ondevice.distributed.transport import MlxTransport
+
+    count_beside(member.place.beside_bytes)
+    with member.joining():
+        transport = MlxTransport(RING)
+    with _named_budget(member.place.dram_budget):
+        return _part(transport, model, runtime)
+
+
+def _part(transport: MlxTransport, model: str | None, runtime: RuntimeConfig) -> ResolvedModel:
+    global _later, _transport
+    from ondevice.bundle.reader import Bundle
+    from ondevice.distributed.layer_server import serve_layers
+    from ondevice.distributed.meeting import meet, meet_as_first
+    from ondevice.runtime.models import find_model
+
+    if transport.rank:
+        resolved = meet(transport, lambda: Bundle.open(find_model(model)), runtime)
+        transport.plan(resolved.plan.activation_bytes)
+        serve_layers(resolved, transport)
+        transport.close()
+        raise Exit(0)
+    _transport = transport
+    _warn_of_pressure(runtime)
+    resolved, _later = meet_as_first(transport, Bundle.open(find_model(model)), runtime)
+    _later.on_failure = _report
+    transport.plan(resolved.plan.activation_bytes)
+    return resolved
+
+
+def _warn_of_pressure(runtime: RuntimeConfig) -> None:
+    """Say that budgets stay as they are, where it was asked for that they yield."""
+    context = get_current_context(silent=True)
+    source = None if context is None else context.get_parameter_source("memory_pressure")
+    if runtime.memory_pressure == "auto" and source not in (None, ParameterSource.DEFAULT):
+        say("warning: --memory-pressure auto does nothing where several machines share a model")
+
+
+def _report(error: Exception) -> None:
+    """Say on every rank what ends the run, and have the supervisor end it."""
+    member = joined()
+    assert member is not None
+    code, text = OndeviceError.exit_code, f"{type(error).__name__}: {error}"
+    if isinstance(error, OndeviceError):
+        code, text = error.exit_code, error.for_command_line
+    member.report(code, text, broken=isinstance(error, RankError))
+
+
+@contextmanager
+def _named_budget(budget: str) -> Iterator[None]:
+    """A context whose BudgetErrors say that this rank's budget is the host file's, if it is."""
+    try:
+        yield
+    except BudgetError as error:
+        if not budget:
+            raise
+        origin = (
+            f"This rank's budget is the dram_budget {budget!r} of its host in the host file, which "
+            "goes before --dram-budget: change it there."
+        )
+        raise BudgetError(f"{error.for_command_line} {origin}", error.required_bytes) from error
+
+
+def later_layers() -> LaterLayers | None:
+    """The layers of other ranks, for the model that `resolved_part` gave."""
+    return _later
+
+
+def leave() -> None:
+    """Let the other ranks have what they were sent last. Called when the model is closed."""
+    if _transport is not None:
+        _transport.close()

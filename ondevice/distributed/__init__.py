@@ -1,0 +1,1 @@
+"""Several machines that run one model: each has a range of its layers."""

@@ -1,0 +1,197 @@
+"""The control channel: small JSON objects, one a line, between supervisors, and between one and its engine.
+
+Both ends say `beat` once a second. What arrives is hostile: lines, fields and what waits to be sent are
+limited, and whatever breaks a rule closes the connection.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ondevice.bundle.strict_json import Section, parse_json
+from ondevice.distributed.place import MAX_RANKS, checked_ring
+from ondevice.errors import BundleError, RankError
+
+PROTOCOL = 1
+BEAT_SECONDS = 1.0
+STALL_SECONDS = 10.0
+"""Silence after which a rank counts as stalled. An engine beats while it computes."""
+MAX_LINE_BYTES = 1 << 14
+MAX_MESSAGE_CHARS = 4000
+"""Most characters of an error's message."""
+MAX_TEXT = 200
+MAX_WAITING_BYTES = 1 << 16
+"""Most bytes that wait to be sent. Beats alone take an hour to get there."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a rank says first. port: where its part of the ring can listen; 0 if the ring is known already."""
+
+    rank: int
+    size: int
+    version: str
+    token: str
+    port: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"type": "hello", "protocol": PROTOCOL, **vars(self)}
+
+
+@dataclass(frozen=True)
+class Go:
+    """Rank 0's answer once every rank is there. dram_budget: of this rank; "" for what holds there."""
+
+    ring: tuple[tuple[str, ...], ...]
+    dram_budget: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"type": "go", **vars(self)}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error that ends the run. code: the exit code. broken: a neighbour's end may be the cause of it."""
+
+    rank: int
+    code: int
+    message: str
+    broken: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"type": "fail", **vars(self), "message": self.message[:MAX_MESSAGE_CHARS]}
+
+
+@dataclass(frozen=True)
+class End:
+    """The run is over, as rank 0 wants it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"type": "end"}
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"type": "beat"}
+
+
+@dataclass(frozen=True)
+class Ready:
+    """This rank's engine is about to join MLX's ring."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"type": "ready"}
+
+
+@dataclass(frozen=True)
+class Join:
+    """Every rank's engine is: all join now."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"type": "join"}
+
+
+Message = Hello | Go | Failure | End | Beat | Ready | Join
+_SIMPLE: dict[str, Message] = {"end": End(), "beat": Beat(), "ready": Ready(), "join": Join()}
+"""Messages that say nothing but their type."""
+
+
+def parse(line: bytes) -> Message:
+    """The message in a line. Raises RankError for anything else."""
+    try:
+        found = Section(parse_json(line, "a control message"), "a control message")
+        message = _read(found, found.one_of("type", ("hello", "go", "fail", *_SIMPLE)))
+        found.close()
+    except BundleError as error:
+        raise RankError(error.for_command_line) from error
+    return message
+
+
+def _read(found: Section, kind: str) -> Message:
+    if kind == "hello":
+        protocol = found.integer("protocol", 0, 1 << 30)
+        if protocol != PROTOCOL:
+            raise RankError(f"it speaks version {protocol} of the control channel; this is {PROTOCOL}")
+        size = found.integer("size", 2, MAX_RANKS)
+        version, token = found.text("version", MAX_TEXT), found.get("token")
+        if not isinstance(token, str) or len(token) > MAX_TEXT:
+            raise RankError("its token isn't a text")
+        return Hello(
+            found.integer("rank", 1, size - 1), size, version, token, found.integer("port", 0, 65535)
+        )
+    if kind == "go":
+        budget = found.get("dram_budget") and found.text("dram_budget", MAX_TEXT)
+        return Go(checked_ring(found.get("ring")), budget)
+    if kind == "fail":
+        message = found.get("message")
+        if not isinstance(message, str) or len(message) > MAX_MESSAGE_CHARS:
+            raise RankError(f"an error's message must have at most {MAX_MESSAGE_CHARS} characters")
+        rank, code = found.integer("rank", 0, MAX_RANKS), found.integer("code", 1, 255)
+        return Failure(rank, code, message, found.boolean("broken"))
+    return _SIMPLE[kind]
+
+
+class Link:
+    """A connection that carries control messages. Never blocks."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.socket = connection
+        self.heard = time.monotonic()
+        """When bytes last arrived, on the clock of `time.monotonic`."""
+        self.closed = False
+        """True once the other end has closed, or broken a rule."""
+        self._received = b""
+        self._waiting = b""
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def send(self, message: Message) -> None:
+        """Send as much as the connection takes now; `flush` sends the rest."""
+        self._waiting += json.dumps(message.to_dict()).encode("ascii") + b"\n"
+        if len(self._waiting) > MAX_WAITING_BYTES:
+            self.closed = True
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send what waits. True: nothing does any more."""
+        try:
+            while self._waiting and not self.closed:
+                self._waiting = self._waiting[self.socket.send(self._waiting) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.closed = True
+        return not self._waiting
+
+    def receive(self) -> list[Message]:
+        """The messages that have arrived. Raises RankError for what isn't one."""
+        try:
+            data = self.socket.recv(MAX_LINE_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        self.closed = self.closed or not data
+        self.heard = time.monotonic()
+        *lines, self._received = (self._received + data).split(b"\n")
+        if len(self._received) > MAX_LINE_BYTES:
+            self.closed = True
+            raise RankError(f"a control message has more than {MAX_LINE_BYTES} bytes")
+        return [parse(line) for line in lines]
+
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds since bytes last arrived."""
+        return time.monotonic() - self.heard
+
+    def close(self) -> None:
+        self.socket.close()

@@ -1,0 +1,315 @@
+"""Divides a model's layers among machines by their speed and memory.
+
+A token goes through all ranks one after another, so the time of a token is the sum of the ranks' and of the
+hops between them. A rank's time is that of computing its layers or of reading what its budget doesn't hold,
+whichever takes longer, as the two overlap. All divisions of the model are compared, by dynamic programming
+over the places where it can be cut. This module opens no file and asks no machine: figures are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.budget.draft_layers import draft_layer_bytes
+from ondevice.budget.plan import Plan, plan_memory
+from ondevice.budget.sizes import context_tokens
+from ondevice.bundle.parts import part_expert_use, part_predictors, part_streams
+from ondevice.bundle.reader import Bundle
+from ondevice.bundle.streams import MultiStreams
+from ondevice.config import RuntimeConfig
+from ondevice.distributed.layer_costs import TokenBytes, active_shares, token_bytes
+from ondevice.errors import BudgetError, UnsupportedModelError, UsageError
+from ondevice.model_config import LayerSpec, ModelConfig, cut_places, part_config
+from ondevice.runtime.backend_choice import memory_model
+from ondevice.runtime.models import of_part
+from ondevice.speculation.registry import datastore_bytes, used_draft_layer
+from ondevice.units import format_bytes
+
+TOLERANCE = 0.01
+"""Share by which a token may be slower than in the fastest division.
+
+Predictions are no better than that, and of divisions within it the one whose slowest rank is fastest is
+taken: prompts are pipelined, and go as fast as that rank."""
+
+
+@dataclass(frozen=True)
+class RankResources:
+    """What one machine can do.
+
+    Args:
+        name: of the machine, for people.
+        budget_bytes: its DRAM budget.
+        process_bytes: memory of its process, all but the model.
+        compute_bytes_per_second: weights in memory that it multiplies by one token in a second.
+        flash_bytes_per_second: bytes that it reads from flash in a second, in reads as its plan makes them.
+        layers: the first that its bundle has, and the one behind the last; None: it has all.
+    """
+
+    name: str
+    budget_bytes: int
+    process_bytes: int
+    compute_bytes_per_second: float
+    flash_bytes_per_second: float
+    layers: tuple[int, int] | None = None
+
+    def has(self, first: int, stop: int) -> bool:
+        """Whether its bundle has the layers `first` to `stop` - 1."""
+        return self.layers is None or self.layers[0] <= first < stop <= self.layers[1]
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """A rank's layers, `first` to `stop` - 1, their plan, and what a token takes there."""
+
+    name: str
+    first: int
+    stop: int
+    plan: Plan
+    bytes: TokenBytes
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry of `ranks` that `inspect --hosts --json` prints."""
+        return {
+            "name": self.name,
+            "first_layer": self.first,
+            "layers": self.stop - self.first,
+            "computed_bytes_per_token": round(self.bytes.computed),
+            "flash_bytes_per_token": round(self.bytes.read),
+            "seconds_per_token": self.seconds,
+            "plan": self.plan.to_json(),
+        }
+
+
+@dataclass(frozen=True)
+class Division:
+    """Each rank's layers. hop_seconds: from one rank to the next."""
+
+    shares: tuple[RankShare, ...]
+    hop_seconds: float
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """First layer and the one behind the last, of every rank."""
+        return tuple((share.first, share.stop) for share in self.shares)
+
+    @property
+    def hops(self) -> int:
+        """Hops of a token: none on one machine, else around the ring."""
+        return len(self.shares) if len(self.shares) > 1 else 0
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Predicted seconds of a token that is decoded without drafts."""
+        return sum(share.seconds for share in self.shares) + self.hops * self.hop_seconds
+
+
+def divide(
+    bundle: Bundle,
+    runtime: RuntimeConfig,
+    ranks: Sequence[RankResources],
+    hop_seconds: float = 0.0,
+    draft_model_bytes: int = 0,
+) -> Division:
+    """The division of a model with the least predicted time per token.
+
+    Args:
+        bundle: the whole model.
+        runtime: options, settled but for the budget. Rank 0 drafts as they say.
+        ranks: in order; rank 0 has the embedding and the head.
+        hop_seconds: time of a message from one rank to the next.
+        draft_model_bytes: memory of a second model that drafts, on rank 0.
+
+    Raises UnsupportedModelError if the model can't be cut into as many parts, UsageError if slices on the
+    machines lack layers, BudgetError if budgets are too small, with what would do.
+    """
+    config = bundle.config
+    bounds = (0, *cut_places(config), config.num_layers)
+    count = len(ranks)
+    if count >= len(bounds):
+        raise UnsupportedModelError(
+            f"{count} hosts are too many for {bundle.name}: its {config.num_layers} layers can be cut into "
+            f"{len(bounds) - 1} parts at most; name {len(bounds) - 1} hosts or fewer"
+        )
+    ranges = _Ranges(bundle, runtime, draft_model_bytes)
+    seconds, missing = (np.full((count, len(bounds), len(bounds)), np.inf) for _ in range(2))
+    for rank, resources in enumerate(ranks):
+        # Every other rank needs a layer before and behind these.
+        for low in range(rank, rank + 1 if rank == 0 else len(bounds) - count + rank):
+            for high in range(low + 1, len(bounds) - count + rank + 1):
+                if rank == count - 1 and high < len(bounds) - 1:
+                    continue
+                if not resources.has(bounds[low], bounds[high]):
+                    continue
+                share = ranges.share(rank, resources, bounds[low], bounds[high])
+                lacks = share.plan.minimum_budget_bytes - resources.budget_bytes
+                missing[rank, low, high] = max(0, lacks)
+                if lacks <= 0:
+                    seconds[rank, low, high] = share.seconds
+    if not np.isfinite(least_sum(missing)[0]):
+        raise UsageError(slices_lack(bundle.name, config.num_layers, ranks))
+    found = fastest(seconds)
+    cuts = [bounds[at] for at in (least_sum(missing)[1] if found is None else found)]
+    shares = tuple(
+        ranges.share(rank, resources, *pairs)
+        for rank, (resources, pairs) in enumerate(zip(ranks, pairwise(cuts), strict=True))
+    )
+    if found is None:
+        raise _too_small(bundle.name, shares)
+    return Division(shares, hop_seconds)
+
+
+def slices_lack(name: str, num_layers: int, ranks: Sequence[RankResources]) -> str:
+    """An error's text about slices that don't make a model of `num_layers` layers, one behind the other."""
+    owned = ((it.name, it.layers or (0, num_layers)) for it in ranks)
+    have = ", ".join(f"{rank} has the layers {first} to {stop - 1}" for rank, (first, stop) in owned)
+    return (
+        f"the hosts' slices don't make the {num_layers} layers of {name}, one rank behind the other: {have}; "
+        "run `ondevice split` for these hosts and copy each its own, or the whole bundle to all"
+    )
+
+
+def _too_small(name: str, shares: Sequence[RankShare]) -> BudgetError:
+    """An error about the division that lacks least memory."""
+    short = [it for it in shares if it.plan.budget_bytes < it.plan.minimum_budget_bytes]
+    lines = (
+        f"{it.name} has {_size(it.plan.budget_bytes)}, and layers {it.first} to {it.stop - 1} need "
+        f"{_size(it.plan.minimum_budget_bytes)}"
+        for it in short
+    )
+    return BudgetError(
+        f"the hosts' budgets are too small for {name}, however its layers are divided. In the division that "
+        f"lacks least, {'; '.join(lines)}. Raise these budgets to that, add a host, or lower --max-context",
+        required_bytes=max(it.plan.minimum_budget_bytes for it in short),
+    )
+
+
+def fastest(seconds: NDArray[np.float64]) -> list[int] | None:
+    """Indices of the bounds between which the ranks' ranges lie; None if no division is possible.
+
+    The sum of the ranks' seconds is within `TOLERANCE` of the least; of such divisions, it has the least
+    maximum.
+
+    seconds: (R, B, B) of rank r between bounds i and j, infinite where that isn't possible.
+    """
+    least, _ = least_sum(seconds)
+    if not np.isfinite(least):
+        return None
+    limits = np.unique(seconds[np.isfinite(seconds)])
+    low, high = 0, len(limits) - 1
+    while low < high:
+        middle = (low + high) // 2
+        total, _ = least_sum(np.where(seconds <= limits[middle], seconds, np.inf))
+        if total <= (1 + TOLERANCE) * least:
+            high = middle
+        else:
+            low = middle + 1
+    return least_sum(np.where(seconds <= limits[high], seconds, np.inf))[1]
+
+
+def least_sum(costs: NDArray[np.float64]) -> tuple[float, list[int]]:
+    """The least sum of every rank's costs, and the indices of the bounds of its ranges, which adjoin.
+
+    costs: (R, B, B) of rank r between bounds i and j, infinite where j isn't behind i.
+    """
+    ranks, count, _ = costs.shape
+    best, before = np.full(count, np.inf), []
+    best[0] = 0.0
+    for rank in range(ranks):
+        sums = best[:, None] + costs[rank]
+        before.append(sums.argmin(axis=0))
+        best = sums.min(axis=0)
+    cuts = [count - 1]
+    for chosen in reversed(before):
+        cuts.append(int(chosen[cuts[-1]]))
+    return float(best[-1]), cuts[::-1]
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes} bytes ({format_bytes(nbytes)})"
+
+
+def rank_bundle(bundle: Bundle, runtime: RuntimeConfig, first: int, stop: int) -> Bundle:
+    """The slice that a rank with the layers `first` to `stop` - 1 runs.
+
+    bundle: whole, or a slice that has these layers. runtime: as in `divide`. The rank where streams enter has
+    the output head too where drafts are pruned. Raises what `Bundle.slice` raises.
+    """
+    streams = bundle.streams
+    begins = streams is not None and streams.begins
+    entered = bundle.config.part.first + (0 if streams is None else streams.first_layer)
+    prunes = begins and first <= entered < stop and runtime.draft_pruning > 0
+    if prunes and not bundle.config.part.heads:
+        raise UsageError(
+            f"{bundle.name} is a slice without the output head, which --draft-pruning "
+            f"{runtime.draft_pruning:g} takes on this rank: run `ondevice split` with that option"
+        )
+    return bundle.slice(first, stop, heads=bundle.config.part.heads and (first == 0 or prunes))
+
+
+class _Ranges:
+    """Plans of ranges of layers. Those of equal layers are made once."""
+
+    def __init__(self, bundle: Bundle, runtime: RuntimeConfig, draft_model_bytes: int) -> None:
+        config = bundle.config
+        self._bundle = bundle
+        self._runtime = replace(runtime, max_context=context_tokens(config, runtime))
+        layer, of_layer = used_draft_layer(runtime.speculation, bundle.eagle, bundle.mtp), 0
+        # `auto` drafts with one only where there is room for it.
+        if layer is not None and runtime.speculation != "auto":
+            of_layer = draft_layer_bytes(layer, config, runtime, self._runtime.max_context)
+        self._drafting = draft_model_bytes, datastore_bytes(runtime.speculation, bundle.ngrams), of_layer
+        self._active = active_shares(bundle, runtime)
+        known: dict[LayerSpec, int] = {}
+        self._kinds = [known.setdefault(layer, len(known)) for layer in config.layers]
+        self._plans: dict[Any, tuple[ModelConfig, Plan]] = {}
+        self._shares: dict[Any, RankShare] = {}
+
+    def share(self, rank: int, resources: RankResources, first: int, stop: int) -> RankShare:
+        """A rank's part under its budget."""
+        # Machines are often equal.
+        key = rank == 0, replace(resources, name=""), first, stop
+        if key not in self._shares:
+            self._shares[key] = self._share(rank, resources, first, stop)
+        return replace(self._shares[key], name=resources.name)
+
+    def _share(self, rank: int, resources: RankResources, first: int, stop: int) -> RankShare:
+        config, plan = self._planned(first, stop, embeds=rank == 0)
+        process = resources.process_bytes
+        plan = replace(plan, process_bytes=plan.process_bytes + process).with_budget(resources.budget_bytes)
+        use = self._bundle.expert_use
+        if use is not None:
+            use = part_expert_use(use, self._bundle.config, config)
+        found = token_bytes(config, self._bundle.quant, plan, self._active[first:stop], use)
+        computing = found.computed / resources.compute_bytes_per_second
+        seconds = max(computing, found.read / resources.flash_bytes_per_second)
+        return RankShare(resources.name, first, stop, plan, found, seconds)
+
+    def _planned(self, first: int, stop: int, embeds: bool) -> tuple[ModelConfig, Plan]:
+        """A part's config and its plan, without a budget and without the memory of a process."""
+        bundle, own = self._bundle, slice(first, stop)
+        streams = bundle.streams and part_streams(bundle.streams, own)
+        predictors = bundle.predictors and part_predictors(bundle.predictors, own)
+        entering = None if streams is None else (streams.first_layer, streams.begins)
+        key = embeds, entering, predictors and predictors.ranks, tuple(self._kinds[own])
+        if key not in self._plans:
+            config = part_config(bundle.config, first, stop, embeds, embeds or self._prunes(streams))
+            runtime = of_part(config, self._runtime)
+            memory = memory_model(config, bundle.quant, runtime, predictors, streams)
+            if embeds:
+                model, store, layer = self._drafting
+                memory = replace(
+                    memory, draft_model_bytes=model, datastore_bytes=store, draft_layer_bytes=layer
+                )
+            self._plans[key] = config, plan_memory(memory, budget_bytes=0, process_bytes=0)
+        return self._plans[key]
+
+    def _prunes(self, streams: MultiStreams | None) -> bool:
+        """Whether a rank with these streams prunes drafts, for which it has the head."""
+        return streams is not None and streams.begins and self._runtime.draft_pruning > 0

@@ -1,0 +1,328 @@
+"""How ranks come together: what each has is compared, layers are divided, and each plans its own.
+
+All of it goes around the ring. Rank 0 sends its options; every rank adds what it has, and rank 0 compares.
+Then each measures its speed on a layer, and rank 0 divides; every rank plans its range and adds the context
+that it has room for. Then all take the shortest context, and every rank adds the room that it has for states.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from ondevice.bundle.parts import model_digest, sidecar_digest
+from ondevice.bundle.reader import Bundle
+from ondevice.bundle.strict_json import Section, canonical_json, parse_json
+from ondevice.config import MAX_CONTEXT, RuntimeConfig
+from ondevice.distributed.division import RankResources, divide, rank_bundle, slices_lack
+from ondevice.distributed.layer_server import state_layout, state_room
+from ondevice.distributed.place import MAX_RANKS
+from ondevice.distributed.planning import settled_for
+from ondevice.distributed.remote_layers import RemoteLayers, StateRoom
+from ondevice.distributed.speed import measured_resources
+from ondevice.distributed.transport import Transport
+from ondevice.errors import BundleError, RankError, UsageError
+from ondevice.runtime.resolving import ResolvedModel, resolve
+from ondevice.speculation.registry import runs_streams
+
+T = TypeVar("T")
+
+SHARED_OPTIONS = (
+    "backend",
+    "sparsity",
+    "predictor_recall",
+    "threshold_sparsity",
+    "experts",
+    "expert_substitution",
+    "speculation",
+    "draft_streams",
+    "draft_pruning",
+    "draft_head",
+    "kv_bits",
+    "prefill_chunk",
+    "parallel",
+)
+"""Options that every rank takes from rank 0: those that change the text, and what passes look like."""
+SIDECARS = ("predictors", "thresholds", "streams")
+"""Sidecars of layers that change texts, and what drafts."""
+NONE = "none"
+"""Hash of a sidecar that isn't used."""
+PINGS = 3
+"""Trips around the ring that are timed."""
+_MEASURED = ("budget_bytes", "process_bytes", "compute_bytes_per_second", "flash_bytes_per_second")
+_MAX_LAYERS = 1 << 16
+_MAX_BYTES = 1 << 62
+_MAX_TEXT = 200
+
+
+@dataclass(frozen=True)
+class RankCard:
+    """What a rank has: the model's hash, its first layer and the one behind its last, and what multiplies.
+
+    predictors, thresholds, streams: hashes of the sidecars that rank 0's options use; `NONE` for one that
+    they don't use, or that isn't there.
+    """
+
+    digest: str
+    first: int
+    stop: int
+    device: str
+    predictors: str
+    thresholds: str
+    streams: str
+
+
+def meet_as_first(
+    transport: Transport, bundle: Bundle, runtime: RuntimeConfig
+) -> tuple[ResolvedModel, RemoteLayers]:
+    """Rank 0's part: its layers, planned, and the others.
+
+    Raises RankError and UsageError where ranks differ, UnsupportedModelError, and what `resolve` raises.
+    """
+    runtime = replace(runtime, memory_pressure="off")
+    settled = settled_for(bundle, runtime, transport.size)
+    hop_seconds = _hop_seconds(transport)
+    told: dict[str, Any] = {"options": _shared(settled.runtime)}
+    cards = [card(bundle, settled.runtime), *_around(transport, told, _card)]
+    require_same(cards)
+    own = measured_resources(bundle, settled.runtime, "")
+    resources = [own, *_around(transport, {}, _resources)]
+    named = [
+        replace(found, name=f"rank {rank}", layers=(its.first, its.stop))
+        for rank, (its, found) in enumerate(zip(cards, resources, strict=True))
+    ]
+    ranges = _divided(bundle, settled, named, hop_seconds)
+    runtime = replace(runtime, backend=settled.runtime.backend, sparsity=settled.runtime.sparsity)
+    resolved = part(bundle, ranges[0], runtime)
+    resolved.require_fit()
+    told = {"options": _shared(resolved.runtime), "ranges": [list(it) for it in ranges]}
+    contexts = _around(transport, told | {"max_context": runtime.max_context}, _context)
+    context = min(resolved.plan.max_context, *contexts)
+    if context < resolved.plan.max_context:
+        resolved = part(bundle, ranges[0], replace(runtime, max_context=context))
+        resolved.require_fit()
+    rooms = _around(transport, {"max_context": context}, _room)
+    later = RemoteLayers(transport, resolved.bundle.config, rooms)
+    later.require_context(state_layout(resolved), context)
+    return resolved, later
+
+
+def meet(transport: Transport, open_bundle: Callable[[], Bundle], runtime: RuntimeConfig) -> ResolvedModel:
+    """Another rank's part: its layers, planned. runtime: this machine's options.
+
+    Raises RankError for messages that break a rule, what `open_bundle` and `resolve` raise, and BudgetError.
+    """
+    runtime = replace(runtime, memory_pressure="off")
+    for _ in range(PINGS):
+        _pass_on(transport, _received(transport), {})
+    message, bundle = _received(transport), open_bundle()
+    with _peer():
+        runtime = _with_options(runtime, message.section("options"))
+    _pass_on(transport, message, asdict(card(bundle, runtime)))
+    message = _received(transport)
+    found = measured_resources(bundle, runtime, "")
+    _pass_on(transport, message, {name: getattr(found, name) for name in _MEASURED})
+    message = _received(transport)
+    with _peer():
+        runtime = _with_options(runtime, message.section("options"))
+        layers = _ranges(message.get("ranges"), transport.size)[transport.rank]
+        runtime = replace(runtime, max_context=message.integer("max_context", 0, MAX_CONTEXT))
+    resolved = part(bundle, layers, runtime)
+    resolved.require_fit()
+    _pass_on(transport, message, {"max_context": resolved.plan.max_context})
+    message = _received(transport)
+    with _peer():
+        context = message.integer("max_context", 1, MAX_CONTEXT)
+    if context != resolved.plan.max_context:
+        resolved = part(bundle, layers, replace(runtime, max_context=context))
+        resolved.require_fit()
+    _pass_on(transport, message, asdict(state_room(resolved)))
+    return resolved
+
+
+def part(bundle: Bundle, layers: tuple[int, int], runtime: RuntimeConfig) -> ResolvedModel:
+    """The layers `layers[0]` to `layers[1]` - 1, resolved."""
+    return resolve(rank_bundle(bundle, runtime, *layers), runtime)
+
+
+def card(bundle: Bundle, runtime: RuntimeConfig) -> RankCard:
+    """The card of this rank. runtime: rank 0's options, settled."""
+    first = bundle.config.part.first
+    return RankCard(
+        model_digest(bundle.manifest),
+        first,
+        first + bundle.config.num_layers,
+        device(runtime.backend),
+        **_used_sidecars(bundle, runtime),
+    )
+
+
+def _used_sidecars(bundle: Bundle, runtime: RuntimeConfig) -> dict[str, str]:
+    used = {
+        "predictors": bundle.predictors if runtime.sparsity == "predicted" else None,
+        "thresholds": bundle.thresholds if runtime.sparsity == "threshold" else None,
+        "streams": bundle.streams if runs_streams(runtime.speculation, bundle.streams) else None,
+    }
+    return {key: NONE if content is None else sidecar_digest(content) for key, content in used.items()}
+
+
+def device(backend: str) -> str:
+    """What multiplies, as far as texts differ by it.
+
+    Every instruction set gives the bits of the others. MLX's kernels differ by its release and the GPU.
+    """
+    if backend != "mlx":
+        return backend
+    import mlx.core as core
+
+    if core.default_device() != core.gpu:
+        return f"mlx {core.__version__} on a CPU"
+    # MLX before 0.30 has `device_info` in `metal` only.
+    describe = core.device_info if "device_info" in dir(core) else core.metal.device_info
+    return f"mlx {core.__version__} on {describe()['device_name']}"
+
+
+def require_same(cards: list[RankCard]) -> None:
+    """Raises RankError unless all ranks have the same model and sidecars, and the same device."""
+    first = cards[0]
+    for rank, it in enumerate(cards):
+        if it.digest != first.digest:
+            raise RankError(
+                f"rank {rank} has another model than rank 0: the models' hashes are {it.digest[:16]} and "
+                f"{first.digest[:16]}; copy the same bundle, or slices of it, to every machine"
+            )
+        for what in SIDECARS:
+            theirs, own = getattr(it, what), getattr(first, what)
+            if theirs != own:
+                raise RankError(
+                    f"rank {rank} has other {what} than rank 0: their hashes are {theirs[:16]} and "
+                    f"{own[:16]}; copy the same bundle, or slices of it, to every machine"
+                )
+        if it.device != first.device:
+            raise RankError(
+                f"rank {rank} multiplies with {it.device} and rank 0 with {first.device}, which would change "
+                "the text; choose one --backend, and one release of MLX, that all machines have"
+            )
+
+
+def _divided(
+    bundle: Bundle, settled: ResolvedModel, ranks: Sequence[RankResources], hop_seconds: float
+) -> Sequence[tuple[int, int]]:
+    """Each rank's layers: the fastest division of those that the ranks' bundles allow.
+
+    A slice on rank 0 knows no other layers, so that every rank runs what its slice has. Raises what `divide`
+    raises, and UsageError for slices that don't make the whole model.
+    """
+    num_layers = bundle.config.model_layers
+    if bundle.config.num_layers == num_layers:
+        draft_bytes = 0 if settled.draft is None else settled.draft.nbytes
+        return divide(bundle, settled.runtime, ranks, hop_seconds, draft_bytes).ranges
+    ranges = [it.layers or (0, num_layers) for it in ranks]
+    edges = [0, *(stop for _, stop in ranges)]
+    if ranges != list(pairwise(edges)) or edges != sorted(set(edges)) or edges[-1] != num_layers:
+        raise UsageError(slices_lack(bundle.name, num_layers, ranks))
+    return ranges
+
+
+def _hop_seconds(transport: Transport) -> float:
+    """Seconds of a message from one rank to the next: the quickest trip around, over its hops."""
+    trips = []
+    for _ in range(PINGS):
+        began = time.perf_counter()
+        _around(transport, {}, lambda found: None)
+        trips.append(time.perf_counter() - began)
+    return min(trips) / transport.size
+
+
+def _shared(runtime: RuntimeConfig) -> dict[str, Any]:
+    return {name: getattr(runtime, name) for name in SHARED_OPTIONS}
+
+
+def _with_options(runtime: RuntimeConfig, found: Section) -> RuntimeConfig:
+    """`runtime` with rank 0's options. RuntimeConfig itself compares types and values."""
+    chosen = {name: found.get(name) for name in SHARED_OPTIONS}
+    found.close()
+    try:
+        return replace(runtime, **chosen)
+    except UsageError as error:
+        raise RankError(f"rank 0 sent an option that none can have: {error.for_command_line}") from error
+
+
+def _card(found: Section) -> RankCard:
+    return RankCard(
+        found.text("digest", _MAX_TEXT),
+        found.integer("first", 0, _MAX_LAYERS),
+        found.integer("stop", 0, _MAX_LAYERS),
+        found.text("device", _MAX_TEXT),
+        **{name: found.text(name, _MAX_TEXT) for name in SIDECARS},
+    )
+
+
+def _resources(found: Section) -> RankResources:
+    return RankResources(
+        "",
+        found.integer("budget_bytes", 0, _MAX_BYTES),
+        found.integer("process_bytes", 0, _MAX_BYTES),
+        found.number("compute_bytes_per_second", 1, _MAX_BYTES),
+        found.number("flash_bytes_per_second", 1, _MAX_BYTES),
+    )
+
+
+def _context(found: Section) -> int:
+    return found.integer("max_context", 0, MAX_CONTEXT)
+
+
+def _room(found: Section) -> StateRoom:
+    return StateRoom(**{name: found.integer(name, 0, _MAX_BYTES) for name in StateRoom.__annotations__})
+
+
+def _ranges(value: object, ranks: int) -> list[tuple[int, int]]:
+    if not isinstance(value, list) or len(value) != ranks:
+        raise RankError(f"rank 0 divides the layers otherwise than among {ranks} ranks")
+    pairs = Section({str(rank): it for rank, it in enumerate(value)}, "ranges")
+    found = []
+    for rank in range(ranks):
+        pair = pairs.integers(str(rank), 2, 0, _MAX_LAYERS)
+        if len(pair) != 2:
+            raise RankError("a range of layers has a first and a last")
+        found.append((pair[0], pair[1]))
+    return found
+
+
+def _around(transport: Transport, message: dict[str, Any], read: Callable[[Section], T]) -> list[T]:
+    """Rank 0: send a message around, and return what each other rank has added, in order."""
+    transport.send(canonical_json(message | {"added": []}), [])
+    found = _received(transport)
+    with _peer():
+        added = found.sections("added", MAX_RANKS)
+        if len(added) != transport.size - 1:
+            raise RankError(f"{len(added)} of {transport.size - 1} ranks have answered")
+        return [read(it) for it in added]
+
+
+def _received(transport: Transport) -> Section:
+    header, arrays = transport.receive()
+    with _peer():
+        if arrays:
+            raise RankError("the rank before sent arrays where ranks meet")
+        return Section(parse_json(header, "a message"), "a message")
+
+
+def _pass_on(transport: Transport, message: Section, own: dict[str, Any]) -> None:
+    with _peer():
+        values = {name: message.get(name) for name in message.names}
+        added = [value for value in values.get("added", []) if isinstance(value, dict)]
+    transport.send(canonical_json(values | {"added": [*added, own]}), [])
+
+
+@contextmanager
+def _peer() -> Iterator[None]:
+    """A context in which what is false came from another rank."""
+    try:
+        yield
+    except BundleError as error:
+        raise RankError(f"the rank before sent a false message: {error.for_command_line}") from error

@@ -1,0 +1,364 @@
+"""What ranks tell each other: a pass between two layers, its result, and changes of sequences' states.
+
+A message is a small JSON header, parsed strictly, and arrays whose bits are kept. All that comes from another
+machine is hostile: sizes are compared with the model before anything is used. Legend as in
+`model/layer_range.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.backends.forward_batch import ForwardBatch, joint_batch
+from ondevice.backends.token_tree import TokenTree
+from ondevice.bundle.strict_json import Section, canonical_json, parse_json
+from ondevice.distributed.place import MAX_RANKS
+from ondevice.errors import BundleError, RankError
+from ondevice.model.layer_range import PassState
+from ondevice.model.stream_pruning import PrunedDraft, PruningRule
+from ondevice.model_config import ModelConfig
+from ondevice.stats import HopStats, RankStats
+
+MAX_CHANGES = 1024
+"""Most changes of a message; before there are more, they go in one of their own."""
+MAX_PARTS = 256
+"""Most sequences of a pass."""
+MAX_ROWS = 1 << 16
+"""Most tokens of a pass."""
+MAX_NUMBER = 1 << 53
+MAX_TAPS = 64
+
+ChangeKind = Literal["cut", "fork", "expect", "keep", "prune", "accept"]
+Kind = Literal["pass", "result", "changes", "stats", "end"]
+
+
+class Change(NamedTuple):
+    """A change of a sequence's state on rank 0, which the other ranks repeat.
+
+    cut: keep `value` tokens. fork: make `value` a copy. expect: a text of `value` tokens begins. keep: of the
+    tree that is stored from position `value` on, the nodes `rows`. prune: the same of a pass that lost tokens
+    before the stream layers; for ranks with earlier layers. accept: the rows of the last pass's batch that
+    joined a text, of whichever sequence.
+    """
+
+    kind: ChangeKind
+    sequence: int
+    value: int = 0
+    rows: tuple[int, ...] = ()
+
+
+class Part(NamedTuple):
+    """The tokens of one sequence in a pass, which follow `position` tokens of its state."""
+
+    sequence: int
+    position: int
+    batch: ForwardBatch
+
+
+@dataclass(frozen=True)
+class PassMessage:
+    """A pass between two layers. Its state's arrays are float32 in host memory."""
+
+    parts: tuple[Part, ...]
+    state: PassState
+    taps: tuple[int, ...] = ()
+    rule: PruningRule | None = None
+    branches: bool = False
+
+    @property
+    def batch(self) -> ForwardBatch:
+        """The batch of all parts."""
+        return self.parts[0].batch if len(self.parts) == 1 else joint_batch(it.batch for it in self.parts)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message: changes to make first, and a pass or the state behind one."""
+
+    kind: Kind
+    changes: tuple[Change, ...] = ()
+    passed: PassMessage | None = None
+    result: PassState | None = None
+    stats: tuple[RankStats, ...] = ()
+    """What ranks have taken so far, in a message of that kind: each rank adds its own."""
+
+
+Array = NDArray[Any]
+Packed = tuple[bytes, list[Array]]
+
+
+def pack(message: Message) -> Packed:
+    """The header and the arrays of a message."""
+    header: dict[str, Any] = {"kind": message.kind, "changes": [it._asdict() for it in message.changes]}
+    arrays: list[Array] = []
+    if message.kind == "stats":
+        header["stats"] = [it.to_dict() for it in message.stats]
+    if message.passed is not None:
+        header["pass"] = _pass_header(message.passed, arrays)
+        header["state"] = _state_header(message.passed.state, arrays)
+    if message.result is not None:
+        header["state"] = _state_header(message.result, arrays)
+    return canonical_json(header), arrays
+
+
+def _pass_header(passed: PassMessage, arrays: list[Array]) -> dict[str, Any]:
+    ids = [token for part in passed.parts for token in part.batch.tokens]
+    trees = [part.batch.tree for part in passed.parts]
+    parents = [its.parents for its in trees if its is not None]
+    arrays += [np.array(ids, dtype=np.int32), np.concatenate([*parents, np.empty(0, np.int32)])]
+    first = passed.parts[0].batch
+    return {
+        "parts": [
+            {
+                "sequence": part.sequence,
+                "position": part.position,
+                "tokens": len(part.batch.tokens),
+                "tree": part.batch.tree is not None,
+                "drafted": list(part.batch.drafted),
+            }
+            for part in passed.parts
+        ],
+        "stream_rows": first.stream_rows,
+        "resident_only": first.resident_only,
+        "last_only": first.last_only,
+        "silent": first.silent,
+        "taps": list(passed.taps),
+        "branches": passed.branches,
+        "rule": None if passed.rule is None else asdict(passed.rule),
+    }
+
+
+def _state_header(state: PassState, arrays: list[Array]) -> dict[str, Any]:
+    others = [it for it in (state.inputs, state.branches) if it is not None]
+    arrays += [*state.copies, *others, *state.tapped]
+    chosen = state.chosen
+    return {
+        "copies": len(state.copies),
+        "inputs": state.inputs is not None,
+        "branches": state.branches is not None,
+        "tapped": len(state.tapped),
+        "chosen": None
+        if chosen is None
+        else {"tokens": list(chosen.tokens), "streams": list(chosen.streams)},
+    }
+
+
+def unpack(
+    header: bytes, arrays: Sequence[Array], config: ModelConfig, streams: int, entered: bool = False
+) -> Message:
+    """The message of a header and arrays. Raises RankError for anything that this model's can't be.
+
+    config: of the receiver's layers. streams: of a token; 0 without any. entered: whether an earlier rank has
+    the layer that streams enter.
+    """
+    reader = _Reader(arrays, config, streams, entered)
+    try:
+        return reader.message(Section(parse_json(header, "a message"), "a message"))
+    except BundleError as error:
+        raise RankError(f"another rank sent what it mustn't: {error.for_command_line}") from error
+
+
+def _rank_stats(section: Section) -> RankStats:
+    """A rank's stats. Its counts never reach MAX_NUMBER."""
+    hops = section.section("hops")
+    found = HopStats(
+        hops.integer("messages", 0, MAX_NUMBER),
+        hops.integer("sent_bytes", 0, MAX_NUMBER),
+        hops.integer("received_bytes", 0, MAX_NUMBER),
+        hops.number("sent_seconds", 0, MAX_NUMBER),
+        hops.number("waited_seconds", 0, MAX_NUMBER),
+    )
+    hops.close()
+    names = ("rank", "first_layer", "layers", "budget_bytes", "peak_memory_bytes", "flash_bytes_read")
+    counts = {name: section.integer(name, 0, 1 << 62) for name in names}
+    section.close()
+    return RankStats(hops=found, **counts)
+
+
+class _Reader:
+    """Takes the arrays of one message, in order."""
+
+    def __init__(self, arrays: Sequence[Array], config: ModelConfig, streams: int, entered: bool) -> None:
+        self._arrays = list(arrays)
+        self._config = config
+        self._streams = streams
+        self._entered = entered and streams > 0
+
+    def message(self, top: Section) -> Message:
+        kind: Any = top.one_of("kind", get_args(Kind))
+        changes = tuple(self._change(it) for it in top.sections("changes", MAX_CHANGES))
+        passed, result, stats = None, None, tuple[RankStats, ...]()
+        if kind == "pass":
+            passed = self._pass(top.section("pass"), top)
+        elif kind == "result":
+            result = self._state(top.section("state"))
+        elif kind == "stats":
+            stats = tuple(_rank_stats(it) for it in top.sections("stats", MAX_RANKS))
+        top.close()
+        if self._arrays:
+            raise BundleError(f"a message has {len(self._arrays)} arrays more than it says")
+        return Message(kind, changes, passed, result, stats)
+
+    def _change(self, section: Section) -> Change:
+        kind: Any = section.one_of("kind", get_args(ChangeKind))
+        found = Change(
+            kind,
+            section.integer("sequence", 0, MAX_NUMBER),
+            section.integer("value", 0, MAX_NUMBER),
+            section.integers("rows", MAX_ROWS, 0, MAX_ROWS),
+        )
+        section.close()
+        _require_ascending(found.rows, "rows of a change")
+        return found
+
+    def _pass(self, section: Section, top: Section) -> PassMessage:
+        ids, parents = self._next(np.int32, 1), self._next(np.int32, 1)
+        flags: Any = {name: section.boolean(name) for name in ("resident_only", "last_only", "silent")}
+        stream_rows = section.integer("stream_rows", 0, MAX_ROWS)
+        parts, taken, own_parents = [], 0, 0
+        for each in section.sections("parts", MAX_PARTS):
+            count = each.integer("tokens", 0, MAX_ROWS)
+            tokens = ids[taken : taken + count].tolist()
+            tree, taken = None, taken + count
+            if each.boolean("tree"):
+                tree = _tree(parents[own_parents : own_parents + count].tolist())
+                own_parents += count
+            drafted = list(each.integers("drafted", count, 0, max(0, count - 1)))
+            batch = ForwardBatch(tokens, tree, drafted, stream_rows, **flags)
+            sequence, position = (each.integer(it, 0, MAX_NUMBER) for it in ("sequence", "position"))
+            parts.append(Part(sequence, position, batch))
+            each.close()
+            _require_ascending(drafted, "drafted rows")
+        if not parts or taken != len(ids) or own_parents != len(parents):
+            raise BundleError(f"a pass of {len(parts)} sequences has {taken} of {len(ids)} tokens")
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self._config.vocab_size:
+            raise BundleError(f"a token id is not from 0 to {self._config.vocab_size - 1}")
+        taps = section.integers("taps", MAX_TAPS, 0, MAX_ROWS)
+        _require_ascending(taps, "taps")
+        branches, rule = section.boolean("branches"), section.optional_section("rule")
+        found = None if rule is None else _rule(rule, len(ids), self._streams)
+        section.close()
+        state = self._state(top.section("state"))
+        message = PassMessage(tuple(parts), state, taps, found, branches)
+        self._check_state(message)
+        return message
+
+    def _check_state(self, message: PassMessage) -> None:
+        """Raises BundleError unless the state has the rows of the pass."""
+        batch, state = message.batch, message.state
+        rows = kept = tokens = len(batch.tokens)
+        alone = len(message.parts) == 1
+        if state.chosen is not None:
+            if not alone or max(state.chosen.tokens, default=tokens) >= tokens or not self._entered:
+                raise BundleError("a pass has lost tokens that it can't have")
+            kept = len(state.chosen.tokens)
+            rows = kept + self._streams * len(state.chosen.streams)
+        if not alone and (message.taps or message.rule or message.branches or batch.stream_rows):
+            raise BundleError("a pass of several sequences has no streams and taps")
+        if not tokens and batch.stream_rows != self._streams:
+            raise BundleError(f"a pass has {batch.stream_rows} rows of streams; a token has {self._streams}")
+        for copy in state.copies:
+            if len(copy) != rows + batch.stream_rows:
+                raise BundleError(f"a pass of {rows + batch.stream_rows} rows has a state of {len(copy)}")
+        self._check_results(message, kept)
+        if len(state.copies) != self._config.residual_copies or (state.inputs is None) == bool(
+            self._config.per_layer_width
+        ):
+            raise BundleError("a pass has not the copies and inputs of this model")
+        if state.inputs is not None and (
+            len(state.inputs) != tokens or state.inputs.shape[1] < self._inputs_width
+        ):
+            raise BundleError(f"per-layer inputs are {state.inputs.shape}; they must be of {tokens} tokens")
+
+    def _check_results(self, message: PassMessage, kept: int) -> None:
+        """Raises BundleError unless earlier ranks have added what rank 0 wants of them. kept: tokens left."""
+        state, first = message.state, self._config.part.first
+        taps = sum(tap < first for tap in message.taps)
+        if [len(it) for it in state.tapped] != [kept] * taps:
+            raise BundleError(f"a pass has not the {taps} tapped states of its {kept} tokens")
+        branches = None
+        if self._entered and state.chosen is not None:
+            branches = self._streams * kept
+        elif self._entered and message.rule is not None:
+            raise BundleError("a pass has come through the pruning layer unpruned")
+        elif self._entered and message.branches:
+            branches = self._streams
+        if branches != (None if state.branches is None else len(state.branches)):
+            raise BundleError(f"a pass has not {branches or 'no'} states of streams to begin with")
+
+    @property
+    def _inputs_width(self) -> int:
+        return self._config.per_layer_width * self._config.num_layers
+
+    def _state(self, section: Section) -> PassState:
+        size = self._config.hidden_size
+        copies = [self._values(size) for _ in range(section.integer("copies", 1, 16))]
+        inputs = self._next(np.float32, 2) if section.boolean("inputs") else None
+        branches = self._values(size) if section.boolean("branches") else None
+        tapped = tuple(self._values(size) for _ in range(section.integer("tapped", 0, MAX_TAPS)))
+        chosen = section.optional_section("chosen")
+        found = None
+        if chosen is not None:
+            tokens = chosen.integers("tokens", MAX_ROWS, 0, MAX_ROWS)
+            streams = chosen.integers("streams", len(tokens), 0, max(0, len(tokens) - 1))
+            chosen.close()
+            _require_ascending(tokens, "chosen tokens")
+            _require_ascending(streams, "tokens with streams")
+            found = PrunedDraft(list(tokens), list(streams))
+        section.close()
+        if len({len(copy) for copy in copies}) > 1:
+            raise BundleError("copies of the residual have different rows")
+        return PassState(copies, inputs, found, branches, tapped)
+
+    def _values(self, columns: int) -> Array:
+        found = self._next(np.float32, 2)
+        if found.shape[1] != columns:
+            raise BundleError(f"an array has {found.shape[1]} columns; this model's have {columns}")
+        return found
+
+    def _next(self, dtype: Any, dimensions: int) -> Array:
+        if not self._arrays:
+            raise BundleError("a message has fewer arrays than it says")
+        found = self._arrays.pop(0)
+        if found.dtype != dtype or found.ndim != dimensions:
+            raise BundleError(f"an array is {found.dtype} {found.shape}; it must be {np.dtype(dtype)}")
+        return found
+
+
+def _tree(parents: list[int]) -> TokenTree:
+    try:
+        return TokenTree(parents)
+    except ValueError as error:
+        raise BundleError(f"a pass's tree is none: {error}") from error
+
+
+def _rule(section: Section, tokens: int, streams: int) -> PruningRule:
+    """A pruning rule for a pass of `tokens` tokens. Raises BundleError for one that can't be applied."""
+    ids = section.integers("tokens", tokens, 0, MAX_NUMBER)
+    parents = section.integers("parents", tokens, -1, tokens)
+    found = PruningRule(
+        ids,
+        parents,
+        section.numbers("chances", tokens, -1.0, 2.0),
+        section.number("threshold", 0.0, 1.0),
+        section.integer("places", 0, MAX_NUMBER),
+        section.integer("count", 1, MAX_ROWS),
+        section.integer("max_ends", 0, MAX_ROWS),
+        section.number("min_end_chance", -1e9, 1e9),
+    )
+    section.close()
+    if {len(ids), len(parents), len(found.chances)} != {tokens} or found.count != streams or not tokens:
+        raise BundleError(f"a pruning rule isn't of the {tokens} tokens of its pass")
+    _tree(list(parents))
+    return found
+
+
+def _require_ascending(values: Sequence[int], what: str) -> None:
+    if any(after <= before for before, after in pairwise(values)):
+        raise BundleError(f"{what} aren't ascending")

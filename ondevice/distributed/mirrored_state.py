@@ -1,0 +1,76 @@
+"""States of sequences of which other ranks have parts, and the log of what changes them.
+
+Nothing of it takes a trip of its own: changes go out with the next pass, in the order in which they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from ondevice.backends.base import KVLayout
+from ondevice.backends.kv_arrays import KVArrays
+from ondevice.distributed.messages import MAX_CHANGES, Change
+from ondevice.model.layer_range import Allocate, Release
+from ondevice.model.sequence_state import SequenceState
+
+
+class ChangeLog:
+    """Changes that the other ranks have yet to make, and the numbers of the sequences.
+
+    flush: called when there are as many as a message holds; it takes them.
+    """
+
+    def __init__(self, flush: Callable[[], None]) -> None:
+        self._changes: list[Change] = []
+        self._numbers = count()
+        self._flush = flush
+
+    def number(self) -> int:
+        """The number of a new sequence."""
+        return next(self._numbers)
+
+    def add(self, change: Change) -> None:
+        if self._changes and self._changes[-1] == change and change.kind == "cut":
+            return
+        self._changes.append(change)
+        if len(self._changes) == MAX_CHANGES:
+            self._flush()
+
+    def take(self) -> tuple[Change, ...]:
+        """All changes, which then count as made."""
+        found, self._changes = tuple(self._changes), []
+        return found
+
+
+class MirroredState(SequenceState):
+    """A state whose shortening and copying are logged. Passes say themselves what they add."""
+
+    def __init__(
+        self,
+        log: ChangeLog,
+        layout: KVLayout,
+        allocate: Allocate,
+        release: Release,
+        arrays: KVArrays | None = None,
+    ) -> None:
+        super().__init__(layout, allocate, release, arrays)
+        self.number = log.number()
+        self._log = log
+
+    def truncate(self, n_tokens: int) -> None:
+        super().truncate(n_tokens)
+        # A model with recurrent layers may have kept fewer.
+        self._log.add(Change("cut", self.number, self.length))
+
+    def kept(self, start: int, path: Sequence[int]) -> None:
+        """Note that of the tree from position `start` on only the nodes of `path` will stay."""
+        self._log.add(Change("keep", self.number, start, tuple(path)))
+
+    def _empty(self) -> MirroredState:
+        return MirroredState(self._log, self.layout, self._allocate, self._release)
+
+    def _copy_to(self, copy: SequenceState) -> None:
+        super()._copy_to(copy)
+        assert isinstance(copy, MirroredState)
+        self._log.add(Change("fork", self.number, copy.number))

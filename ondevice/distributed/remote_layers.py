@@ -1,0 +1,267 @@
+"""Rank 0's side of the layers that other ranks run: sends passes round the ring, and takes their results.
+
+A pass of which nothing is wanted, as of a prompt's chunks but the last, isn't waited for: the next rank
+computes it while this one goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ondevice.backends.base import Backend, Block, KVLayout
+from ondevice.backends.kv_arrays import KVArrays
+from ondevice.backends.row_invariance import ANY_ROWS, RowWidths
+from ondevice.distributed.messages import Change, Message, Part, PassMessage, pack, unpack
+from ondevice.distributed.mirrored_state import ChangeLog, MirroredState
+from ondevice.distributed.transport import Transport
+from ondevice.errors import BudgetError, RankError
+from ondevice.model.layer_range import Allocate, ForwardPass, PassState, Release
+from ondevice.model.sequence_state import SequenceState
+from ondevice.model.stream_pruning import RulePruning
+from ondevice.model_config import ModelConfig
+from ondevice.stats import RankStats
+
+PIPELINED_ROWS = 128
+"""Tokens of a prompt's pass where one rank computes it while the rank before computes the next. With 256,
+a rank is idle for longer at both ends of a prompt; with 64, narrower passes lose as much as that wins."""
+
+
+@dataclass(frozen=True)
+class StateRoom:
+    """What another rank has room for.
+
+    Its part of states takes block_bytes for a block, state_bytes for recurrent layers' states and ahead_bytes
+    for the inputs of tokens that run ahead of them, of limit_bytes. chain_rows, tree_rows: its `RowWidths`.
+    offloads: 1 where weights may have to come from flash, else 0.
+    """
+
+    block_bytes: int
+    state_bytes: int
+    ahead_bytes: int
+    limit_bytes: int
+    chain_rows: int = ANY_ROWS
+    tree_rows: int = ANY_ROWS
+    offloads: int = 0
+
+    def part_bytes(self, layout: KVLayout, nbytes: int) -> int:
+        """Bytes there of a block or buffer that takes nbytes on rank 0, whose layout it is.
+
+        Sizes tell the kinds apart. Should two kinds have one, the larger there counts.
+        """
+        states = layout.states
+        own = (layout.block_bytes, states.nbytes, states.ahead_bytes)
+        theirs = (self.block_bytes, self.state_bytes, self.ahead_bytes)
+        return max(part for part, whole in zip(theirs, own, strict=True) if whole == nbytes)
+
+    @staticmethod
+    def of(layout: KVLayout, limit_bytes: int, widths: RowWidths, offloads: bool) -> StateRoom:
+        """The room of a rank with this layout."""
+        states, rows = layout.states, (widths.chain, widths.tree)
+        own = (layout.block_bytes, states.nbytes, states.ahead_bytes)
+        return StateRoom(*own, limit_bytes, *rows, int(offloads))
+
+
+class RemoteLayers:
+    """`LaterLayers` over a ring of ranks. A model has it on its own thread."""
+
+    def __init__(self, transport: Transport, config: ModelConfig, rooms: Sequence[StateRoom] = ()) -> None:
+        """config: of this rank's layers. rooms: of the other ranks."""
+        self._transport = transport
+        self._config = config
+        self._rooms = rooms
+        self._log = ChangeLog(self._flush)
+        self._held = Counter[int]()
+        """How many blocks and buffers of states exist here, by their bytes here. Other ranks have as many."""
+        self._streams = 0
+        self._ended = False
+        self.on_failure: Callable[[Exception], None] = lambda error: None
+        """Called once, with what ends the run here: a server would answer on, each time with an error."""
+
+    def run(self, own: ForwardPass, state: PassState, backend: Backend, streams: int) -> PassState | None:
+        self._streams = streams
+        rule = None
+        if own.prune is not None and state.chosen is None:
+            if not isinstance(own.prune, RulePruning):
+                raise RankError("only a pruning rule can be applied on another rank")
+            rule = own.prune.rule
+        self._require_ring()
+        parts = tuple(Part(_mirrored(kv).number, kv.length, batch) for batch, kv in own.parts)
+        passed = PassMessage(parts, in_host_memory(state, backend), own.taps, rule, own.branches)
+        with self._exchange():
+            self._transport.send(*pack(Message("pass", self._log.take(), passed)))
+            result = self._received(own, streams) if own.is_wanted else None
+        return None if result is None else self._pruned(own, state, in_backend(result, backend))
+
+    def _require_ring(self) -> None:
+        if self._ended:
+            raise RankError("another rank has failed or ended before; start the ranks anew")
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """A context for messages. What was sent can't be taken back: if anything fails, states differ from
+        here on, so that no pass may follow.
+        """
+        self._ended = True
+        try:
+            yield
+            self._ended = False
+        finally:
+            error = sys.exception()
+            if self._ended and isinstance(error, Exception):
+                self.on_failure(error)
+
+    def _received(self, own: ForwardPass, streams: int) -> PassState:
+        """The result of the pass that was sent."""
+        found = unpack(*self._transport.receive(), self._config, streams)
+        if found.result is None:
+            raise RankError(f"another rank sent a {found.kind} where a pass's result was due")
+        self._check(own, found.result)
+        return found.result
+
+    def new_state(
+        self, layout: KVLayout, allocate: Allocate, release: Release, arrays: KVArrays | None = None
+    ) -> SequenceState:
+        def allocate_part(nbytes: int) -> Block:
+            block = allocate(nbytes)
+            self._held[nbytes] += 1
+            return block
+
+        def release_part(block: Block) -> None:
+            self._held[layout.block_bytes if block is None else block.nbytes] -= 1
+            release(block)
+
+        return MirroredState(self._log, layout, allocate_part, release_part, arrays)
+
+    def short_of_room(self, layout: KVLayout, nbytes: int = 0) -> str:
+        for rank, room in enumerate(self._rooms, 1):
+            held = sum(count * room.part_bytes(layout, own) for own, count in self._held.items())
+            if held + (nbytes and room.part_bytes(layout, nbytes)) > room.limit_bytes:
+                return f"rank {rank}"
+        return ""
+
+    def require_context(self, layout: KVLayout, n_tokens: int) -> None:
+        """Raises BudgetError for a rank without room for the states of one text of n_tokens."""
+        blocks, states = layout.blocks(n_tokens), layout.states.buffers(n_tokens)
+        for rank, room in enumerate(self._rooms, 1):
+            needed = blocks * room.block_bytes + states * room.state_bytes + room.ahead_bytes * layout.drafts
+            if needed > room.limit_bytes:
+                raise BudgetError(
+                    f"rank {rank} has room for {room.limit_bytes} bytes of keys, values and states, and a "
+                    f"context of {n_tokens} tokens takes {needed} there; raise that machine's budget, or "
+                    "lower --max-context",
+                    required_bytes=needed,
+                )
+
+    def narrowed(self, widths: RowWidths) -> RowWidths:
+        return RowWidths(
+            min([widths.chain, *(room.chain_rows for room in self._rooms)]),
+            min([widths.tree, *(room.tree_rows for room in self._rooms)]),
+        )
+
+    def prompt_rows(self, rows: int, equal_rows: int, offloads: bool) -> int:
+        if offloads or equal_rows < rows or any(room.offloads for room in self._rooms):
+            return rows
+        return min(rows, PIPELINED_ROWS)
+
+    def expect(self, kv: SequenceState, n_tokens: int) -> None:
+        self._log.add(Change("expect", _mirrored(kv).number, n_tokens))
+
+    def keep(self, kv: SequenceState, start: int, path: Sequence[int]) -> None:
+        _mirrored(kv).kept(start, path)
+
+    def accept(self, rows: Sequence[int]) -> None:
+        self._log.add(Change("accept", 0, 0, tuple(rows)))
+
+    def stats(self, own: RankStats) -> tuple[RankStats, ...]:
+        if self._ended:
+            return ()
+        transport = self._transport
+        mine = replace(own, rank=transport.rank, hops=transport.stats)
+        with self._exchange():
+            transport.send(*pack(Message("stats", self._log.take(), stats=(mine,))))
+            found = unpack(*transport.receive(), self._config, self._streams)
+            if found.kind != "stats" or [it.rank for it in found.stats] != list(range(transport.size)):
+                raise RankError("the ranks' stats haven't come around")
+        return found.stats
+
+    def end(self) -> None:
+        """Tell the other ranks that no pass will follow. Idempotent."""
+        if not self._ended:
+            self._ended = True
+            self._transport.send(*pack(Message("end")))
+
+    def _flush(self) -> None:
+        if self._ended:
+            self._log.take()
+            return
+        with self._exchange():
+            self._transport.send(*pack(Message("changes", self._log.take())))
+
+    def _check(self, own: ForwardPass, found: PassState) -> None:
+        """Raises RankError unless a result has the rows of its pass."""
+        rows = tokens = len(own.batch.tokens)
+        if found.chosen is not None:
+            kept = found.chosen.tokens
+            if own.prune is None or not kept or kept[-1] >= tokens:
+                raise RankError("another rank has lost tokens of a pass")
+            tokens, rows = len(kept), len(kept) + self._streams * len(found.chosen.streams)
+        rows += own.batch.stream_rows
+        ends = {1, rows} if own.batch.last_only else {rows}
+        counts = {len(copy) for copy in found.copies}
+        if not counts <= ends or any(len(it) != tokens for it in found.tapped):
+            raise RankError(f"another rank's result has {counts} rows; the pass has {rows}")
+        if len(found.tapped) != sum(tap < self._config.part.layers for tap in own.taps):
+            raise RankError(f"another rank's result has {len(found.tapped)} tapped states of {len(own.taps)}")
+        if found.branches is not None and len(found.branches) not in (
+            self._streams,
+            self._streams * tokens,
+        ):
+            raise RankError(f"another rank's result has {len(found.branches)} streams' states")
+
+    def _pruned(self, own: ForwardPass, state: PassState, found: PassState) -> PassState:
+        """The result of a pass. If it lost tokens, ranks before the stream layers are told of it."""
+        chosen = found.chosen
+        if state.chosen is None and chosen is not None and len(chosen.tokens) < len(own.batch.tokens):
+            ((_, kv),) = own.parts
+            self._log.add(Change("prune", _mirrored(kv).number, kv.length, tuple(chosen.tokens)))
+        return found
+
+
+def _mirrored(kv: SequenceState) -> MirroredState:
+    assert isinstance(kv, MirroredState)
+    return kv
+
+
+def in_host_memory(state: PassState, backend: Backend) -> PassState:
+    """The state of a pass as float32 arrays that a message holds."""
+
+    def host(array: Any) -> Any:
+        return None if array is None else np.ascontiguousarray(backend.to_numpy(array), dtype=np.float32)
+
+    return _with_arrays(state, host)
+
+
+def in_backend(state: PassState, backend: Backend) -> PassState:
+    """The state of a pass of a message, as the backend has arrays."""
+
+    def loaded(array: Any) -> Any:
+        return None if array is None else backend.load_vector(array.reshape(-1)).reshape(array.shape)
+
+    return _with_arrays(state, loaded)
+
+
+def _with_arrays(state: PassState, change: Any) -> PassState:
+    return replace(
+        state,
+        copies=[change(copy) for copy in state.copies],
+        inputs=change(state.inputs),
+        branches=change(state.branches),
+        tapped=[change(it) for it in state.tapped],
+    )

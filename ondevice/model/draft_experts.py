@@ -1,0 +1,105 @@
+"""The feed-forward of a draft layer with experts, all of which are in memory.
+
+A model's experts come through a cache, by the layer's number in its passes (`sparsity/`). A draft layer is no
+part of those: it runs between them, for few rows, so its experts are matrices like its others. Their outputs
+join in the order of their numbers within a row; no bit of a text depends on that.
+
+Legend: n rows, D width of the layer, E experts, k chosen for a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.backends.base import Array, Backend, Float32, Linear, Norm
+from ondevice.backends.routing import route, sigmoid
+from ondevice.model_config import Activation, ExpertsSpec
+
+
+class GatedMatrices(NamedTuple):
+    """The matrices of a gated feed-forward of F neurons: gate and up (F, D), down (D, F)."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def product(
+        self,
+        backend: Backend,
+        x: Array,
+        activation: Activation,
+        norm: Norm | None = None,
+        added: Array | None = None,
+    ) -> Array:
+        """down(activation(gate(h)) * up(h)) + added, (n, D), with h = norm(x).
+
+        backend: the one that has loaded the matrices. x: (n, D). activation: of the gates. norm: None for x
+        as it is. added: (n, D), or None for nothing; it may be x, and may be overwritten.
+
+        Valid until the next product, which takes its place.
+        """
+        # A copy, as the next product takes its place.
+        gate = backend.rows(backend.linear(x, self.gate, norm), range(x.shape[0]))
+        up = backend.linear(x, self.up, norm)
+        return backend.linear(backend.gated(gate, up, activation), self.down, added=added)
+
+
+@dataclass(frozen=True)
+class DraftExperts:
+    """The experts of a draft layer.
+
+    router: (E, D). each: E of them. choice_bias: (E,), in host memory. shared: the feed-forward of all rows
+    beside them. shared_gate: (1, D), whose product's sigmoid multiplies the output of `shared`.
+    """
+
+    spec: ExpertsSpec
+    activation: Activation
+    router: Linear
+    each: tuple[GatedMatrices, ...]
+    choice_bias: Float32 | None = None
+    shared: GatedMatrices | None = None
+    shared_gate: Linear | None = None
+
+    def added_to(self, x: Array, backend: Backend, norm: Norm) -> Array:
+        """x + shared(n) + the weighted outputs of each row's experts, (n, D), with n = norm(x), x (n, D).
+
+        The result belongs to the caller.
+        """
+        entering, found = backend.normed(x, norm), x
+        if self.shared is not None:
+            output = self.shared.product(backend, entering, self.activation)
+            if self.shared_gate is not None:
+                output = backend.rows(output, range(output.shape[0]))
+                gates = sigmoid(backend.to_numpy(backend.linear(entering, self.shared_gate)))
+                output = output * _column(backend, gates)
+            found = found + output
+        logits = backend.to_numpy(backend.linear(entering, self.router))
+        routing = route(logits, self.spec, self.choice_bias)
+        outputs, places = self._outputs(entering, backend, routing.ids)
+        for at in range(self.spec.chosen):
+            weights = _column(backend, routing.weights[:, at])
+            found = found + backend.rows(outputs, places[:, at].tolist()) * weights
+        return found
+
+    def _outputs(self, x: Array, backend: Backend, ids: NDArray[np.int32]) -> tuple[Array, NDArray[np.int64]]:
+        """The outputs (n * k, D) of the experts ids (n, k) for x (n, D), and the place of each among them."""
+        places, parts, first = np.empty(ids.shape, np.int64), [], 0
+        for expert in np.unique(ids).tolist():
+            chosen = ids == expert
+            rows = np.flatnonzero(chosen.any(axis=1)).tolist()
+            output = self.each[expert].product(backend, backend.rows(x, rows), self.activation)
+            parts.append(backend.rows(output, range(len(rows))))
+            # Of each row in order: an expert is chosen once.
+            places[chosen] = range(first, first + len(rows))
+            first += len(rows)
+        return backend.stacked(parts), places
+
+
+def _column(backend: Backend, values: Float32) -> Array:
+    """Factors of rows, (n, 1), as a backend multiplies by them. values: n of them."""
+    flat = np.ascontiguousarray(values, dtype=np.float32).reshape(-1)
+    return backend.load_vector(flat).reshape(len(flat), 1)

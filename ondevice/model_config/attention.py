@@ -1,0 +1,108 @@
+"""What attention of a layer is. Legend: D model width, Dh head width."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from ondevice.errors import UnsupportedModelError
+from ondevice.model_config.checks import SIZE_LIMITS, check_choice, check_factor, check_integer
+from ondevice.model_config.latent import LatentSpec
+
+HeadNorm = Literal["none", "head", "projection", "layer"]
+"""What is normed before rotary embedding: nothing; each head, or all heads as one vector, by its
+root mean square; or each head by a LayerNorm with weights and biases of its own."""
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Grouped-query attention (arXiv 2305.13245) of one layer.
+
+    Args:
+        scale: factor of the scores, a float32 value. `score_scale` gives the usual one.
+        rope: index into the model's `ropes`.
+        window: number of tokens that a query sees, its own included; 0: all.
+        soft_cap: if not 0, scores s become soft_cap * tanh(s / soft_cap).
+        head_norm: the norms of queries and keys.
+        bias, output_bias: whether the projections of queries, keys and values, and that of the output, have
+            one.
+        value_norm: whether each head's values have an RMS norm without a weight. Only with a `head_norm` of
+            each head.
+        sinks: whether each head has a learned score beside those of its positions. It takes part in the
+            softmax, and its weight goes to no value (attention sinks, arXiv 2309.17453).
+        keys_of: index of the layer before whose keys and values are read; None: the layer has its own.
+        head_dim, num_kv_heads: width of a head and number of key (or value) heads, where they aren't the
+            model's; 0: they are.
+        latent: latent attention, whose heads have sizes of their own; None: keys and values are stored head
+            by head.
+        gated: whether each value that attention gives is multiplied by the sigmoid of a projection of the
+            layer's normed input.
+        out_factor: factor of what attention gives its output projection, a float32 value.
+    """
+
+    scale: float
+    rope: int = 0
+    window: int = 0
+    soft_cap: float = 0.0
+    head_norm: HeadNorm = "none"
+    bias: bool = False
+    output_bias: bool = False
+    value_norm: bool = False
+    sinks: bool = False
+    keys_of: int | None = None
+    head_dim: int = 0
+    num_kv_heads: int = 0
+    latent: LatentSpec | None = None
+    gated: bool = False
+    out_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_factor("attention scale", self.scale)
+        check_factor("attention out_factor", self.out_factor)
+        if self.latent is not None and (self.has_norms or self.keys_of is not None or self.sinks):
+            raise UnsupportedModelError(
+                "latent attention with norms of heads, shared keys or attention sinks isn't supported"
+            )
+        for name in ("head_dim", "num_kv_heads"):
+            check_integer(f"a layer's {name}", getattr(self, name), 0, SIZE_LIMITS[name])
+        if self.head_norm != "head" and (self.value_norm or (self.keys_of is not None and self.has_norms)):
+            raise UnsupportedModelError(
+                f"head_norm is {self.head_norm!r}; layers whose values are normed need 'head', and those "
+                "that share keys and values that or 'none'"
+            )
+        if self.soft_cap:
+            check_factor("attention soft_cap", self.soft_cap)
+        check_choice("head_norm", self.head_norm, get_args(HeadNorm))
+        if self.window < 0:
+            raise UnsupportedModelError(f"window is {self.window}; it must be 0 or more")
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether queries are normed, and keys where the layer has its own."""
+        return self.head_norm != "none"
+
+    @property
+    def head_norm_bias(self) -> bool:
+        """Whether the norms of queries and keys have biases."""
+        return self.head_norm == "layer"
+
+
+NO_ATTENTION = AttentionSpec(1.0)
+"""What stands in the place of a layer's attention where it has none."""
+
+
+class HeadSizes(NamedTuple):
+    """A layer's heads: `queries` query heads and `keys` key (or value) heads, each `width` wide.
+
+    latent: if not 0, the values are the first as many dimensions of the keys (`LatentSpec`).
+    """
+
+    queries: int
+    keys: int
+    width: int
+    latent: int = 0
+
+    @property
+    def value_width(self) -> int:
+        """Width of a value."""
+        return self.latent or self.width
