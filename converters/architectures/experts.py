@@ -74,14 +74,13 @@ def read_count(reader: ConfigReader, default: int | None = None, *keys: str) -> 
     return count
 
 
-def read_shared_neurons(reader: ConfigReader, default: int) -> int:
+def read_shared_neurons(
+    reader: ConfigReader, default: int, key: str = "shared_expert_intermediate_size"
+) -> int:
     """Neurons of the shared expert that every token goes through. Raises CheckpointError."""
-    shared = reader.integer("shared_expert_intermediate_size", default)
+    shared = reader.integer(key, default)
     if not 1 <= shared <= MAX_EXPERT_NEURONS:
-        raise CheckpointError(
-            f"config.json: shared_expert_intermediate_size is {shared}; it must be from 1 to "
-            f"{MAX_EXPERT_NEURONS}"
-        )
+        raise CheckpointError(f"config.json: {key} is {shared}; it must be from 1 to {MAX_EXPERT_NEURONS}")
     return shared
 
 

@@ -23,6 +23,7 @@ from ondevice.converters.architectures.common import (
 from ondevice.converters.architectures.config_reader import OWN_CONFIG, ConfigReader, shown
 from ondevice.converters.architectures.experts import (
     join_experts,
+    read_shared_neurons,
     read_training_keys,
     unstacked,
     with_experts,
@@ -32,7 +33,6 @@ from ondevice.converters.architectures.mamba2 import KINDS, mixer_tensors, read_
 from ondevice.converters.architectures.rotary import no_rope, read_rope
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import (
-    MAX_EXPERT_NEURONS,
     NO_ATTENTION,
     AttentionSpec,
     ExpertsSpec,
@@ -50,10 +50,7 @@ SHARED = {f"shared_mlp.{which}_proj.weight": f"mlp.{which}_proj.weight" for whic
 
 def _read(reader: ConfigReader) -> Description:
     sizes = read_sizes(reader, max_context=2048, neurons=(NEURONS, 1024))
-    if not 1 <= sizes.intermediate_size <= MAX_EXPERT_NEURONS:
-        raise CheckpointError(
-            f"config.json: {NEURONS} is {sizes.intermediate_size}; it must be from 1 to {MAX_EXPERT_NEURONS}"
-        )
+    read_shared_neurons(reader, sizes.intermediate_size, NEURONS)
     residual = read_multiplier(reader, "residual_multiplier")
     activation, mixer = (
         read_activation(reader),

@@ -27,6 +27,7 @@ from ondevice.converters.architectures.experts import (
     ExpertNames,
     join_experts,
     read_count,
+    read_shared_neurons,
     read_training_keys,
     unstacked,
     with_experts,
@@ -36,7 +37,6 @@ from ondevice.converters.architectures.rotary import no_rope
 from ondevice.converters.architectures.tensors import EMBEDDING, FINAL_NORM
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import (
-    MAX_EXPERT_NEURONS,
     NO_ATTENTION,
     AttentionSpec,
     ExpertsSpec,
@@ -208,12 +208,7 @@ def _with_experts(reader: ConfigReader, config: ModelConfig, sparse: Sequence[bo
             reader.number(key, 0.0)
         return config
     reader.only("n_shared_experts", 1)
-    shared = reader.integer("moe_shared_expert_intermediate_size", 7688)
-    if not 1 <= shared <= MAX_EXPERT_NEURONS:
-        raise CheckpointError(
-            f"config.json: moe_shared_expert_intermediate_size is {shared}; it must be from 1 to "
-            f"{MAX_EXPERT_NEURONS}"
-        )
+    shared = read_shared_neurons(reader, 7688, "moe_shared_expert_intermediate_size")
     experts = ExpertsSpec(
         read_count(reader, 8, "n_routed_experts"),
         reader.integer("num_experts_per_tok", 2),

@@ -53,14 +53,20 @@ DELTA_NAMES = {
 """Names of a block's tensors beside a `config.json`, by those in GGUF files. `ssm_in` is of older files."""
 
 
-def delta_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """The sizes of delta rules, and which layers have one."""
+def heads_with_states(metadata: Metadata) -> tuple[int, int]:
+    """Number of heads that have a state, and the width of all together. Raises CheckpointError."""
     heads, inner = metadata.integer("ssm.time_step_rank"), metadata.integer("ssm.inner_size")
     if heads < 1 or inner % heads:
         raise CheckpointError(
             f"{metadata.header.file}: {metadata.prefix}ssm.inner_size is {inner}, for "
             f"{metadata.prefix}ssm.time_step_rank, {heads} heads; they must be of one width"
         )
+    return heads, inner
+
+
+def delta_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
+    """The sizes of delta rules, and which layers have one."""
+    heads, inner = heads_with_states(metadata)
     ahead = layers_ahead(metadata, values)
     layers = values["num_hidden_layers"] - ahead
     found = {

@@ -14,7 +14,7 @@ from typing import Any
 
 from ondevice.converters.architectures.common import MAX_LAYERS, Tensors
 from ondevice.converters.checkpoints.base import SourceTensor, StoredTensor
-from ondevice.converters.checkpoints.gguf_delta import DecayLogs
+from ondevice.converters.checkpoints.gguf_delta import DecayLogs, heads_with_states
 from ondevice.converters.checkpoints.gguf_experts import always_renormalised, expert_keys, restored_experts
 from ondevice.converters.checkpoints.gguf_gemma import Values
 from ondevice.converters.checkpoints.gguf_lfm2 import KEY_HEADS
@@ -187,12 +187,7 @@ def restored_granite(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 def _mixer_keys(metadata: Metadata) -> tuple[int, int, dict[str, Any]]:
     """Number and width of a mixer's heads; and its other sizes, by the ends of their names."""
-    heads, inner = metadata.integer("ssm.time_step_rank"), metadata.integer("ssm.inner_size")
-    if heads < 1 or inner % heads:
-        raise CheckpointError(
-            f"{metadata.header.file}: {metadata.prefix}ssm.inner_size is {inner}, for "
-            f"{metadata.prefix}ssm.time_step_rank, {heads} heads; they must be of one width"
-        )
+    heads, inner = heads_with_states(metadata)
     sizes = {
         "n_groups": metadata.integer("ssm.group_count"),
         "d_state": metadata.integer("ssm.state_size"),

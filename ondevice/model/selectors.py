@@ -30,18 +30,6 @@ def selector_parts(
     point: OperatingPoint | ThresholdPoint | None,
 ) -> list[SelectorParts]:
     """The parts of every layer's selector; none where there is no feed-forward."""
-    found = _of_layers(bundle, reader, resident, sparsity, point)
-    specs = bundle.config.layers
-    return [its if spec.has_feed_forward else SelectorParts() for spec, its in zip(specs, found, strict=True)]
-
-
-def _of_layers(
-    bundle: Bundle,
-    reader: FlashReader,
-    resident: TensorFile,
-    sparsity: Sparsity,
-    point: OperatingPoint | ThresholdPoint | None,
-) -> list[SelectorParts]:
     config, layers = bundle.config, range(bundle.config.num_layers)
     index = first_expert_file(config) + len(config.expert_layers)
 
@@ -50,43 +38,49 @@ def _of_layers(
         return _gate_part(bundle, reader, layer, file, layout, bias, digest)
 
     if sparsity == "exact" and not config.zeros_gates:
-        return [
+        found = [
             _cutoff_selector(gates(layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout), config, spec)
             for layer, spec in enumerate(config.layers)
         ]
-    if sparsity == "exact":
-        return [
+    elif sparsity == "exact":
+        found = [
             SelectorParts(
                 (gates(layer, index + layer, bundle.gate_layout, GateDigest(bundle, layer)),),
                 least_gate=config.feed_forward.threshold,
             )
             for layer in layers
         ]
-    if sparsity == "predicted" and isinstance(point, OperatingPoint) and bundle.predictors is not None:
+    elif sparsity == "predicted" and isinstance(point, OperatingPoint) and bundle.predictors is not None:
         file = TensorFile(bundle, reader, bundle.added_file(PREDICTORS), index)
         stored = RowFormat(bundle.predictors.bits)
-        return [
+        found = [
             SelectorParts(_predictor_parts(config, file, stored, layer, rank, offset), predicted=True)
             for layer, (rank, offset) in enumerate(zip(bundle.predictors.ranks, point.offsets, strict=True))
         ]
-    if sparsity == "threshold" and isinstance(point, ThresholdPoint):
+    elif sparsity == "threshold" and isinstance(point, ThresholdPoint):
         file = TensorFile(bundle, reader, bundle.added_file(THRESHOLDS), index)
         if config.experts is not None:
-            return [
+            found = [
                 SelectorParts(cutoff=_expert_cutoff(config, file, layer, threshold))
                 for layer, threshold in enumerate(point.thresholds)
             ]
-        return [
-            SelectorParts(
-                (gates(layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout),),
-                cutoff=_CutoffPart(
-                    partial(file.vector, importance_name(layer)), threshold, spec.feed_forward
-                ),
-                deviations=spec.feed_forward.cutoff,
-            )
-            for layer, (spec, threshold) in enumerate(zip(config.layers, point.thresholds, strict=True))
-        ]
-    return [SelectorParts()] * config.num_layers
+        else:
+            found = [
+                SelectorParts(
+                    (gates(layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout),),
+                    cutoff=_CutoffPart(
+                        partial(file.vector, importance_name(layer)), threshold, spec.feed_forward
+                    ),
+                    deviations=spec.feed_forward.cutoff,
+                )
+                for layer, (spec, threshold) in enumerate(zip(config.layers, point.thresholds, strict=True))
+            ]
+    else:
+        found = [SelectorParts()] * config.num_layers
+    return [
+        its if spec.has_feed_forward else SelectorParts()
+        for spec, its in zip(config.layers, found, strict=True)
+    ]
 
 
 def _expert_cutoff(config: ModelConfig, file: TensorFile, layer: int, threshold: float) -> _CutoffPart | None:

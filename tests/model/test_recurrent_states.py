@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ondevice.model.layer_range import SequencePart
 from ondevice.model.sequence_state import SequenceState, allocate_block
 from ondevice.model.transformer import Transformer
 from ondevice.prompt_cache.store import PromptCache
+from tests.conftest import mlx_on
 from tests.support.engines import every_logits, random_tokens, running
 from tests.support.families import CASES, write_model
 from tests.support.small_models import MODELS, write_small
@@ -39,9 +41,15 @@ def made(folder: Path, kind: str) -> Path:
     return convert(folder / "source", folder / "bundle", "q4")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+ON_MLX = ["qwen3.5 on mlx", "lfm2 on mlx"]
+"""Families on MLX's CPU device, which has no mixers."""
+
+
+@pytest.fixture(scope="module", params=[*KINDS, *ON_MLX])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Transformer]:
-    with running(made(tmp_path_factory.mktemp("recurrent"), request.param), "cpu") as loaded:
+    kind, _, mlx = request.param.partition(" on ")
+    bundle = made(tmp_path_factory.mktemp("recurrent"), kind)
+    with mlx_on(gpu=False) if mlx else nullcontext(), running(bundle, "mlx" if mlx else "cpu") as loaded:
         yield loaded
 
 
@@ -55,10 +63,15 @@ def whole(model: Transformer, text: list[int]) -> np.ndarray:
     return every_logits(model, text, empty(model))
 
 
-def empty(model: Transformer) -> SequenceState:
+def empty(
+    model: Transformer,
+    allocate: Callable[[int], Block] = allocate_block,
+    release: Callable[[Block], None] = lambda block: None,
+    drafts: bool = False,
+) -> SequenceState:
     backend: Any = model.backend
-    layout = KVLayout(model.config, 16)
-    return SequenceState(layout, arrays=backend.new_arrays(layout))
+    layout = KVLayout(model.config, 16, drafts)
+    return SequenceState(layout, allocate, release, arrays=backend.new_arrays(layout))
 
 
 def continued(model: Transformer, kv: SequenceState, text: list[int], step: int = 64) -> np.ndarray:
@@ -149,29 +162,28 @@ def test_a_cancelled_pass_leaves_the_states(model: Transformer, text: list[int],
 
 
 class Memory:
-    """The blocks that a state holds."""
+    """The memory that a state holds: sizes of its blocks."""
 
     def __init__(self) -> None:
-        self.held: list[Block] = []
+        self.held: list[int] = []
 
     def allocate(self, nbytes: int) -> Block:
-        self.held.append(allocate_block(nbytes))
-        return self.held[-1]
+        self.held.append(nbytes)
+        return allocate_block(nbytes)
 
     def release(self, block: Block) -> None:
-        del self.held[next(at for at, it in enumerate(self.held) if it is block)]
+        self.held.remove(block.nbytes)
 
 
 def test_every_buffer_is_counted_and_released(model: Transformer, text: list[int]) -> None:
     memory = Memory()
-    layout = KVLayout(model.config, 16)
-    kv = SequenceState(layout, memory.allocate, memory.release)
+    kv = empty(model, memory.allocate, memory.release)
     for length in (1, 63, 64, 130, 300):
         continued(model, kv, text[:length])
-        assert kv.nbytes == sum(block.nbytes for block in memory.held) == layout.nbytes(length)
+        assert kv.nbytes == sum(memory.held) == kv.layout.nbytes(length)
     for place in (290, 200, 65, 3):
         kv.truncate(min(place, kv.length))
-        assert kv.nbytes == sum(block.nbytes for block in memory.held)
+        assert kv.nbytes == sum(memory.held)
     kv.truncate(0)
     assert not memory.held
 
@@ -187,7 +199,7 @@ def test_an_allocator_that_refuses_leaves_the_text_as_it_was(
         left[0] -= 1
         return allocate_block(nbytes)
 
-    kv = SequenceState(KVLayout(model.config, 16), allocate)
+    kv = empty(model, allocate)
     continued(model, kv, text[:100])
     for granted in (0, 1, 2):
         left[0], before = granted, kv.nbytes
@@ -303,14 +315,13 @@ def test_the_reference_drafts_too(tmp_path: Path, kind: str) -> None:
 def test_inputs_are_counted_and_released(model: Transformer, text: list[int]) -> None:
     memory = Memory()
     for planned in (True, False):
-        layout = KVLayout(model.config, 16, planned)
-        kv = SequenceState(layout, memory.allocate, memory.release)
+        kv = empty(model, memory.allocate, memory.release, planned)
         continued(model, kv, text[:70])
         without = kv.nbytes
         model.run(ForwardBatch(text[70:74], drafted=range(1, 4)), kv)
         model.keep(kv, 70, [0, 1])
-        assert kv.nbytes == sum(block.nbytes for block in memory.held)
-        assert kv.nbytes - without == (0 if planned else layout.states.ahead_bytes)
+        assert kv.nbytes == sum(memory.held)
+        assert kv.nbytes - without == (0 if planned else kv.layout.states.ahead_bytes)
         assert kv.nbytes == KVLayout(model.config, 16, drafts=True).nbytes(72)
         kv.truncate(0)
         assert not memory.held

@@ -325,9 +325,8 @@ void mixer(Runner& runner, bool is_tree, Vectors* out) {
   Floats decay = heads, after(state.size()), found(gates.size());
   for (float& x : decay) x = -std::fabs(x);
   const std::vector<int32_t> parents{-1, 0, 0, 1, -1}, slots{0, 1, 0, 1, 2};
-  args.conv = conv.data(), args.conv_bias = bias.data(), args.decay = decay.data(),
-  args.inputs = steps.data();
-  args.time_bias = args.skip = heads.data(), args.projected = projected.data(), args.stride = channels;
+  args.conv = conv.data(), args.conv_bias = bias.data(), args.decay = decay.data(), args.stride = channels;
+  args.inputs = steps.data(), args.time_bias = args.skip = heads.data(), args.projected = projected.data();
   args.state = state.data(), args.tail = args.state + args.head_floats();
   args.norm = {weight.data(), 1e-6f}, args.out = found.data();
   if (is_tree)
