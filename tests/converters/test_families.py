@@ -159,37 +159,57 @@ def on_grid(values: Any, axis: int) -> Any:
 
 
 UNSCALED: dict[str, dict[str, Any]] = {
+    "granite": {"residual_multiplier": 1.0},
+    "granite hybrid": {"residual_multiplier": 1.0},
     "granite hybrid moe": {"residual_multiplier": 1.0},
+    "falcon h1": {"mlp_multipliers": [0.88, 0.88]},
     "falcon h1 norm": {"mlp_multipliers": [0.88, 0.88]},
 }
 """What keeps matrices as they are, where a case's factors would move their values."""
-DOWN = ("down_proj", "fc2", "output_linear")
+DOWN = ("down_proj", "fc2", "output_linear", "dense_4h_to_h", "w2.")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *("gemma3n", "gemma4 e", "opt", "olmoe", "qwen2 moe"),
-        *("granite hybrid moe", "nemotron h", "falcon h1 norm"),
-    ],
-)
-def test_logits_of_4_bits_are_those_of_transformers_on_the_values_of_the_codes(
+def put_on_grid(model: Any) -> None:
+    """Give a model matrices that 4 bits hold exactly, in groups along what their bundle has them along."""
+    config = model.config
+    for name, weights in model.named_parameters():
+        if weights.ndim < 2 or name.endswith("_bias"):
+            continue
+        is_expert = ".experts." in name
+        # Experts have groups along their inputs, other down projections along their outputs.
+        if is_expert:
+            axis = -2 if config.model_type == "gpt_oss" else -1
+        else:
+            axis = -2 if any(part in name for part in DOWN) else -1
+        if name.endswith("kv_b_proj.weight"):
+            # What makes a head's keys is held transposed.
+            heads = weights.view(config.num_attention_heads, -1, config.kv_lora_rank)
+            keys = heads[:, : config.qk_nope_head_dim]
+            values = heads[:, config.qk_nope_head_dim :]
+            keys.copy_(on_grid(keys, 1))
+            values.copy_(on_grid(values, 2))
+        else:
+            weights.copy_(on_grid(weights, axis))
+
+
+ONE_OF_EACH = sorted({family: case for case, (family, _) in reversed(CASES.items())}.values())
+
+
+@pytest.mark.parametrize("case", [*ONE_OF_EACH, "gemma4 e", "granite hybrid moe", "falcon h1 norm"])
+def test_quantised_logits_are_those_of_transformers_on_the_values_of_the_codes(
     tmp_path: Path, case: str
 ) -> None:
     """Rounding loses nothing of such weights, so that what is left is how codes are stored and read."""
     family, options = CASES[case]
     model = write_model(tmp_path / "source", family, {**options, **UNSCALED.get(case, {})})
     with torch.no_grad():
-        for name, weights in model.named_parameters():
-            if weights.ndim > 1:
-                # Down projections of experts have groups along their own rows.
-                is_down = any(part in name for part in DOWN) and ".experts." not in name
-                weights.copy_(on_grid(weights, -2 if is_down else -1))
+        put_on_grid(model)
     model.save_pretrained(tmp_path / "source")
     theirs = expected(model, tokens())
-    with running(convert(tmp_path / "source", tmp_path / "bundle", "q4"), "reference") as loaded:
-        mine = all_logits(loaded, tokens(), 32)
-    assert np.abs(mine - theirs).max() < 1e-5 * np.abs(theirs).max()
+    for quant in ("q4", "q8"):
+        with running(convert(tmp_path / "source", tmp_path / quant, quant), "reference") as loaded:
+            mine = all_logits(loaded, tokens(), 32)
+        assert np.abs(mine - theirs).max() < 1e-5 * np.abs(theirs).max(), quant
 
 
 @pytest.mark.parametrize(
