@@ -92,7 +92,7 @@ def write_family(
         config = single_blocks(config)
         name = "nemotron_h_moe" if "n_routed_experts" in config else name
     writer = gguf.GGUFWriter(path, name)
-    _add_config(writer, config)
+    add_config(writer, config)
     change(writer)
     number = next(number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
@@ -233,7 +233,7 @@ def _falcon_groups(config: Mapping[str, Any]) -> int:
     return 1 if config["multi_query"] else int(config["num_attention_heads"])
 
 
-def _add_config(writer: Any, config: Mapping[str, Any]) -> None:
+def add_config(writer: Any, config: Mapping[str, Any]) -> None:
     """The keys that the converter writes for the family."""
     family, width, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or width // heads
