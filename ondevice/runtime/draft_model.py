@@ -43,7 +43,7 @@ class ResolvedDraft:
     bundle: Bundle
     runtime: RuntimeConfig
     plan: Plan
-    tokenizers: tuple[Tokenizer, Tokenizer] | None
+    tokenizers: tuple[Tokenizer, Tokenizer] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -54,6 +54,18 @@ class ResolvedDraft:
     def loaded_bytes(self) -> int:
         """Memory of its weights, which it holds from the end of loading on."""
         return self.plan.resident_weights_bytes + self.plan.segment.total * self.plan.segment.nbytes
+
+    def compared(self, own: Tokenizer | None, target: Tokenizer | None) -> ResolvedDraft:
+        """With both models' tokenizers, where these have other vocabularies.
+
+        Raises UnsupportedModelError if one of the two has none: their tokens can't be compared.
+        """
+        if own is None or target is None:
+            raise UnsupportedModelError(
+                f"--draft-model {self.bundle.name}: drafting takes both models' tokenizers, and "
+                f"{'it' if own is None else 'the model'} was converted without one; take --speculation auto"
+            )
+        return replace(self, tokenizers=None if same_vocabulary(own, target) else (own, target))
 
     def within(self, max_context: int) -> ResolvedDraft:
         """The same model for texts of at most `max_context` tokens."""
@@ -77,39 +89,25 @@ def open_draft(runtime: RuntimeConfig) -> Bundle:
         raise type(error)(f"--draft-model {runtime.draft_model}: {error.for_command_line}") from error
 
 
-def plan_draft(
-    bundle: Bundle,
-    own: Tokenizer | None,
-    target: Tokenizer | None,
-    runtime: RuntimeConfig,
-    max_context: int,
-) -> ResolvedDraft:
-    """Plan a second model for a target.
+def plan_draft(bundle: Bundle, runtime: RuntimeConfig, max_context: int) -> ResolvedDraft:
+    """Plan a second model for a target, before tokenizers are read.
 
     Args:
         bundle: The second model.
-        own: Its tokenizer.
-        target: The target's tokenizer.
         runtime: The target's options, settled.
         max_context: The target's context in tokens.
 
-    Raises UnsupportedModelError if one of the two has no tokenizer: their tokens can't be compared.
+    Raises UnsupportedModelError for one with experts.
     """
     if bundle.config.experts is not None:
         raise UnsupportedModelError(
             f"--draft-model {bundle.name}: it has experts, and only models without can draft yet"
         )
-    if own is None or target is None:
-        raise UnsupportedModelError(
-            f"--draft-model {bundle.name}: drafting takes both models' tokenizers, and "
-            f"{'it' if own is None else 'the model'} was converted without one; take --speculation auto"
-        )
     context = min(max_context, bundle.config.max_context)
     settled = replace(
         runtime, sparsity="dense", speculation="off", draft_model="", max_context=context, parallel=1
     )
-    tokenizers = None if same_vocabulary(own, target) else (own, target)
-    return ResolvedDraft(bundle, settled, _resident(bundle, settled), tokenizers)
+    return ResolvedDraft(bundle, settled, _resident(bundle, settled))
 
 
 def _resident(bundle: Bundle, runtime: RuntimeConfig) -> Plan:

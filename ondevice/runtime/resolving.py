@@ -204,21 +204,26 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     import_library(bundle.manifest.tokenizer.kind or "")
     # Freed memory that the heap keeps would count as the process's.
     trim_heap()
+    draft = None
+    if runtime.speculation == "model" and bundle.config.part.embeds:
+        draft = plan_draft(open_draft(runtime), runtime, context_tokens(bundle.config, runtime))
     before, reading = _measured(), tokenizer_bytes(bundle)
-    opening = before.process_bytes + reading
-    unread = _Planner(bundle, None, runtime, rows, None, layer, memory, before, opening, reading, warnings)
+    later = 0 if draft is None else tokenizer_bytes(draft.bundle)
+    opening, unread_bytes = before.process_bytes + reading, reading + later
+    unread = _Planner(
+        bundle, None, runtime, rows, draft, layer, memory, before, opening, unread_bytes, warnings
+    )
     if reading and not unread.may_open:
         return unread.resolved()
-    planner = replace(unread, tokenizer=open_tokenizer(bundle), unread_bytes=0)
-    if runtime.speculation == "model" and bundle.config.part.embeds:
-        drafting, before = open_draft(runtime), _measured()
-        opening = max(opening, before.process_bytes + tokenizer_bytes(drafting))
+    planner = replace(unread, tokenizer=open_tokenizer(bundle), unread_bytes=later)
+    if draft is not None:
+        before = _measured()
+        opening = max(opening, before.process_bytes + later)
         planner = replace(planner, opening_bytes=opening, measured=before)
         if not planner.may_open:
             return replace(planner, tokenizer=None).resolved()
-        context = context_tokens(bundle.config, runtime)
-        draft = plan_draft(drafting, open_tokenizer(drafting), planner.tokenizer, runtime, context)
-        planner = replace(planner, draft=draft)
+        draft = draft.compared(open_tokenizer(draft.bundle), planner.tokenizer)
+        planner = replace(planner, draft=draft, unread_bytes=0)
     return replace(planner, measured=_measured()).resolved()
 
 

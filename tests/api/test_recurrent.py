@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ondevice
@@ -180,6 +181,15 @@ DRAFTERS: list[dict[str, Any]] = [
 ]
 
 
+def drafters_of(bundle: Path, folder: Path) -> list[dict[str, Any]]:
+    """Options of every drafter that the model can have. folder: for the second model."""
+    if Bundle.open(bundle).config.experts is None:
+        return [*DRAFTERS, {"speculation": "model", "draft_model": bundle}]
+    # Drafts take the neurons in memory, or other experts.
+    able = [it for it in DRAFTERS if it["speculation"] != "resident"]
+    return [*able, {"speculation": "model", "draft_model": made(folder / "second", "lfm2")}]
+
+
 def test_no_drafter_changes_the_text(
     every_hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,17 +200,45 @@ def test_no_drafter_changes_the_text(
         expected = texts_of(model)
         start = model.tokenizer.encode("Hello, hello, hello")
     train_ngrams(every_hybrid, pieces=[[*start, *expected[0][:40]]], output=tmp_path / "bundle")
-    # Drafts take the neurons in memory, or other experts.
-    experts = Bundle.open(every_hybrid).config.experts is not None
-    able = [it for it in DRAFTERS if it["speculation"] != "resident"] if experts else DRAFTERS
-    second = made(tmp_path / "second", "lfm2") if experts else every_hybrid
-    for options in (*able, {"speculation": "model", "draft_model": second}):
+    for options in drafters_of(every_hybrid, tmp_path):
         with load(tmp_path / "bundle", **options) as model:
             assert texts_of(model) == expected, options
             assert len(expected[0]) == 60
             answer = model.generate("Hello, hello, hello", **LONG)
             assert answer.stats.drafting.draft_tokens > 0 or options.get("prefill_chunk") == 1, options
             assert model._engine.kv.nbytes <= model.plan.kv_cache_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("steady_process")
+def test_twenty_thousand_tokens_are_those_of_plain_decoding(
+    every_hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three budgets, every drafter, chunks, threads, with and without a prompt cache."""
+    always_draft(monkeypatch, [DRAFT_NODES, 3, 8])
+    rng = np.random.default_rng(12)
+    prompts = [rng.integers(3, 300, length).tolist() for length in (4, 30, 64, 129, 170)]
+
+    def texts(model: Model) -> list[tuple[int, ...]]:
+        return [
+            model.generate(tokens=it, **LONG, **options).tokens for it in prompts for options in SAMPLINGS
+        ]
+
+    with load(every_hybrid, threads=1, speculation="off") as model:
+        expected = texts(model)
+    train_ngrams(every_hybrid, pieces=[[*prompts[0], *expected[0][:40]]], output=tmp_path / "bundle")
+    compared = 0
+    for drafter in drafters_of(every_hybrid, tmp_path):
+        for cache in ({}, {"prompt_cache": tmp_path / "cache"}):
+            options = {**drafter, **cache}
+            with pytest.raises(ondevice.BudgetError) as refused:
+                load(tmp_path / "bundle", **options, dram_budget="1MB").close()
+            for spare in (1 << 20, 4 << 20, 1 << 30):
+                budget = refused.value.required_bytes + spare
+                with load(tmp_path / "bundle", **options, dram_budget=budget) as model:
+                    assert texts(model) == expected, (options, spare)
+                compared += sum(map(len, expected))
+    assert compared >= 20_000
 
 
 def test_a_second_model_with_states_needs_few_passes(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,6 +172,7 @@ def test_the_shipped_model_may_be_drafted_for_in_another_vocabulary(draft: Path,
             assert drafting.generate("The cat sat on", max_tokens=30, **sampling).tokens == expected.tokens
 
 
+@pytest.mark.usefixtures("steady_process")
 def test_the_plan_counts_the_second_model(target: Path, draft: Path) -> None:
     alone = ondevice.inspect(target, speculation="off", sparsity="dense")
     both = ondevice.inspect(target, draft_model=draft, sparsity="dense")
@@ -185,6 +186,20 @@ def test_the_plan_counts_the_second_model(target: Path, draft: Path) -> None:
     assert caught.value.required_bytes == pytest.approx(needed, rel=0.02)
     with load(target, draft_model=draft, sparsity="dense") as model:
         assert model.stream(PROMPT, max_tokens=1)
+
+
+@pytest.mark.usefixtures("steady_process")
+@pytest.mark.parametrize("budget", ["1MB", "20MB"])
+def test_a_budget_that_is_far_too_small_names_one_with_the_second_model(
+    target: Path, draft: Path, budget: str
+) -> None:
+    """Before tokenizers are read, and so before vocabularies can be compared."""
+    options: dict[str, Any] = {"draft_model": draft, "sparsity": "dense", "threads": 1}
+    with pytest.raises(BudgetError, match="not read yet") as refused:
+        load(target, **options, dram_budget=budget)
+    with load(target, **options, dram_budget=refused.value.required_bytes) as model:
+        assert model.plan.draft_bytes > 0
+        assert model.generate(PROMPT, max_tokens=4).tokens
 
 
 def test_what_cannot_draft_is_refused(target: Path, draft: Path, tmp_path: Path) -> None:
