@@ -63,11 +63,10 @@ STEP_WEIGHT = 0.5
 RATE, WARM_UP = 4e-3, 50
 
 
-class LayerAhead(nn.Module):
+class LayerAhead:
     """The layer, as `transformers`' own layer of attention over a mixture of embeddings and hidden states."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
         width, eps = model.config.hidden_size, model.config.rms_norm_eps
         self.one = one_layer(model).train()
         self.one.embed_tokens = None
@@ -75,11 +74,15 @@ class LayerAhead(nn.Module):
         self.embedding_norm, self.hidden_norm = norm(width, eps=eps), norm(width, eps=eps)
         self.joining = nn.Linear(2 * width, width, bias=False)
 
-    def forward(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+    def __call__(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """What leaves the layer's norm, (B, T, D), for tokens' embeddings and the states before them."""
         both = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
         found: Tensor = self.one(inputs_embeds=self.joining(both), use_cache=False).last_hidden_state
         return found
+
+    def parameters(self) -> list[Tensor]:
+        parts = self.one, self.embedding_norm, self.hidden_norm, self.joining
+        return [it for part in parts for it in part.parameters()]
 
     def tensors(self) -> dict[str, Tensor]:
         """Its weights, by the names that checkpoints have."""
