@@ -84,18 +84,26 @@ def random_tasks(count: int) -> tuple[Task, ...]:
 
 @dataclass(frozen=True)
 class Round:
-    """rates: tokens per second by task and drafter. tokens_per_pass: by drafter, over all tasks."""
+    """rates: tokens per second by task and drafter.
+
+    Over all tasks, by drafter: tokens_per_pass; drafting_share, of the time, in which only drafts were made.
+    """
 
     rates: Mapping[str, Mapping[str, float]]
     tokens_per_pass: Mapping[str, float]
+    drafting_share: Mapping[str, float]
 
     @staticmethod
     def of(found: Comparison) -> Round:
         rates: dict[str, dict[str, float]] = {}
         for row in found.rows:
             rates.setdefault(row.task, {})[row.drafter] = per_second(row.tokens, row.seconds)
-        passes = {row.drafter: row.tokens_per_pass for row in found.rows if row.task == ALL_TASKS}
-        return Round(rates, passes)
+        whole = [row for row in found.rows if row.task == ALL_TASKS]
+        return Round(
+            rates,
+            {row.drafter: row.tokens_per_pass for row in whole},
+            {row.drafter: row.drafting_seconds_per_pass / row.seconds_per_pass for row in whole},
+        )
 
 
 def kept_rounds(file: Path | None, asked: Mapping[str, Any]) -> list[Round]:
@@ -143,6 +151,8 @@ def measure_case(case: Case, folder: Path, args: argparse.Namespace) -> dict[str
             keep_round(args.rounds_file, asked, rounds[-1])
         shown = ", ".join(f"{name} {rate:.2f}" for name, rate in rounds[-1].rates[ALL_TASKS].items())
         note(f"{case.name} {turn + 1}/{args.rounds}: tokens/s {shown}")
+        shown = ", ".join(f"{name} {share:.1%}" for name, share in rounds[-1].drafting_share.items())
+        note(f"  of the time, drafting alone took: {shown}")
         for words in found.notes:
             note(f"  {words}")
     return {"case": case.name, "model": bundle.name, "budget_bytes": budget} | verdict(case, rounds)
@@ -167,6 +177,7 @@ def verdict(case: Case, rounds: Sequence[Round]) -> dict[str, Any]:
         "ratios": ratios,
         "best": best,
         "tokens_per_pass": last.tokens_per_pass,
+        "drafting_share": last.drafting_share,
         "by_task": last.rates,
         "passed": speeds[best] >= case.at_least,
     }
