@@ -65,7 +65,15 @@ def test_runs_that_survive_are_what_is_compared(
 def of_speeds(speeds: Mapping[str, float]) -> drafting_at_scale.Round:
     """A round of one task with these tokens per second by drafter."""
     rows = [
-        SimpleNamespace(task="all", drafter=name, tokens=speed * 10, seconds=10, tokens_per_pass=1.0)
+        SimpleNamespace(
+            task="all",
+            drafter=name,
+            tokens=speed * 10,
+            seconds=10,
+            seconds_per_pass=1.0,
+            drafting_seconds_per_pass=0.25,
+            tokens_per_pass=1.0,
+        )
         for name, speed in speeds.items()
     ]
     return drafting_at_scale.Round.of(cast(Comparison, SimpleNamespace(rows=rows)))
@@ -110,6 +118,7 @@ def test_rounds_are_kept_for_runs_with_the_same_options_alone(tmp_path: Path) ->
     drafting_at_scale.keep_round(file, asked, kept)
     drafting_at_scale.keep_round(file, asked | {"prompts": 1}, of_speeds({"off": 1.0, "auto": 3.0}))
     assert drafting_at_scale.kept_rounds(file, asked) == [kept]
+    assert set(kept.drafting_share.values()) == {0.25}
 
 
 def test_medians_over_llama_cpp_decide() -> None:
