@@ -26,7 +26,7 @@ def convert_command(source: Path, output: Path, *options: str, quant: str = "q4"
 
 def bundle_folder(source: Path, workdir: Path, quant: str = "q4") -> Path:
     """Bundle of a checkpoint folder, converted on the first call."""
-    output = workdir / source.name.replace("-hf", f"-{quant}")
+    output = workdir / f"{source.stem.removesuffix('-hf')}-{quant}"
     if not (output / "bundle.json").is_file():
         command = convert_command(source, output, "--resume", quant=quant)
         subprocess.run(command, check=True, stdout=sys.stderr)

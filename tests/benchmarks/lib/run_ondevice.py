@@ -93,8 +93,9 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
 
 
 def _risen(before: Counters, after: Counters) -> dict[str, float]:
-    """By how much each counter rose."""
-    return {name: value - getattr(before, name) for name, value in asdict(after).items()}
+    """By how much each number rose. This machine runs the model alone, so there are no others' totals."""
+    own = {name: value for name, value in asdict(after).items() if name != "ranks"}
+    return {name: value - getattr(before, name) for name, value in own.items()}
 
 
 def continue_texts(spec: dict[str, Any]) -> dict[str, object]:
