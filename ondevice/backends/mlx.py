@@ -176,19 +176,21 @@ class MlxBackend(OffloadingBackend, MlxOps):
         super().begin_pass(batch)
 
     def attend(self, qkv: mx.array, kv: KVStore, layer: int, *where: Any, **options: Any) -> mx.array:
-        self._begun = super().attend(qkv, kv, layer, *where, **options)
-        begin(self._begun)
-        return self._begun
+        return self._beginning(super().attend(qkv, kv, layer, *where, **options))
 
     def gated_delta(self, projected: mx.array, *where: Any) -> mx.array:
-        self._begun = super().gated_delta(projected, *where)
-        begin(self._begun)
-        return self._begun
+        return self._beginning(super().gated_delta(projected, *where))
+
+    def mamba2(self, projected: mx.array, *where: Any) -> mx.array:
+        return self._beginning(super().mamba2(projected, *where))
 
     def short_conv(self, projected: mx.array, *where: Any) -> mx.array:
-        self._begun = super().short_conv(projected, *where)
-        begin(self._begun)
-        return self._begun
+        return self._beginning(super().short_conv(projected, *where))
+
+    def _beginning(self, found: mx.array) -> mx.array:
+        self._begun = found
+        begin(found)
+        return found
 
     def bounded(self, *arrays: mx.array) -> None:
         begin(*arrays)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import gcd
 from types import SimpleNamespace
 from typing import Literal
 
@@ -22,9 +23,9 @@ from ondevice.backends.mlx_experts import MlxExpertMatrix, MlxExperts, route
 from ondevice.backends.mlx_kv import MlxKV
 from ondevice.backends.mlx_memory import MlxLimits
 from ondevice.backends.mlx_ops import MlxOps, cut_off, hidden, normed
-from ondevice.backends.mlx_states import MlxBuffer, Slot
+from ondevice.backends.mlx_states import MlxBuffer, Slot, state_shapes
 from ondevice.backends.mlx_weights import MlxMatrix, MlxNeurons
-from ondevice.backends.recurrent import Ahead, DeltaWeights
+from ondevice.backends.recurrent import Ahead, DeltaWeights, MixerWeights
 from ondevice.backends.row_invariance import MOST_ROWS, RowInvariance, RowOp, measured
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout, padded
@@ -35,7 +36,9 @@ from ondevice.model_config import (
     DeltaSpec,
     ExpertsSpec,
     FeedForwardSpec,
+    Mamba2Spec,
     ModelConfig,
+    RecurrentSpec,
 )
 
 KEYS = (1, 1016, 1025, 4088)
@@ -128,15 +131,13 @@ class _Ops:
             yield self._selected()
         yield from self._blocks()
         # A layer that reads the keys of another attends as that one does.
-        attending = (layer.attention for layer in config.layers if layer.recurrent is None)
+        attending = (layer.attention for layer in config.layers if layer.attends)
         for spec in sorted({replace(own, keys_of=None) for own in attending}, key=repr):
             for keys in sorted({min(it, shapes.max_context) for it in KEYS}):
                 yield self._chain(keys, spec)
                 yield self._tree(keys, spec)
-        for conv in filter(None, {layer.conv for layer in config.layers}):
-            yield from self._recurrent(conv)
-        for delta in filter(None, {layer.delta for layer in config.layers}):
-            yield from self._recurrent(delta)
+        for recurrent in sorted(filter(None, {layer.recurrent for layer in config.layers}), key=repr):
+            yield from self._recurrent(recurrent)
 
     def _blocks(self) -> Iterator[RowOp]:
         """Ops of blocks that few models have, but for their matrices."""
@@ -287,10 +288,21 @@ class _Ops:
         name = f"attention, tree behind {keys} keys" + (f", window {spec.window}" if spec.window else "")
         return RowOp(name, attention.after_path, attention.tree, "tree")
 
-    def _recurrent(self, spec: DeltaSpec | ConvSpec) -> Iterator[RowOp]:
+    def _recurrent(self, spec: RecurrentSpec) -> Iterator[RowOp]:
         """What a state gives rows that follow each other, and those of a binary tree."""
         name = "short convolution"
-        if isinstance(spec, DeltaSpec):
+        if isinstance(spec, Mamba2Spec):
+            name = f"mixer of {spec.heads} heads, norm {spec.norm}"
+            if not self._on_gpu:
+                # As many groups as leave the width that is normed together.
+                same = gcd(spec.groups, spec.norm_groups)
+                spec = replace(
+                    spec,
+                    groups=spec.groups // same,
+                    heads=spec.heads // same,
+                    norm_groups=spec.norm_groups // same,
+                )
+        elif isinstance(spec, DeltaSpec):
             name = f"delta rule of {spec.value_heads} heads"
             if not self._on_gpu:
                 spec = replace(spec, key_heads=1, value_heads=spec.value_heads // spec.key_heads)
@@ -302,19 +314,23 @@ class _Ops:
 class _Recurrence:
     """A layer's state, and rows that run ahead of it, or one by one through it."""
 
-    def __init__(self, spec: DeltaSpec | ConvSpec, random: np.random.Generator, eps: float) -> None:
+    def __init__(self, spec: RecurrentSpec, random: np.random.Generator, eps: float) -> None:
         def values(*shape: int) -> mx.array:
             return mx.array(random.standard_normal(shape, dtype=np.float32))
 
         conv = values(spec.taps, spec.channels)
-        self._spec, self._ops, self._weights, self._gates = spec, MlxOps(), conv, values(MOST_ROWS, 0)
-        first: tuple[mx.array, ...] = (values(spec.taps - 1, spec.channels),)
+        self._spec, self._ops, self._weights = spec, MlxOps(), conv
         self._projected = values(MOST_ROWS, sum(spec.projections.values()))
+        self._gates = values(MOST_ROWS, spec.gate_floats)
         if isinstance(spec, DeltaSpec):
             heads, norm = spec.value_heads, Norm(mx.ones(spec.value_width), eps)
             self._weights = DeltaWeights(conv, -mx.exp(values(heads)), values(heads), norm)
-            self._gates = values(MOST_ROWS, spec.gate_floats)
-            first = (0.1 * values(heads, spec.key_width, spec.value_width), *first)
+        elif isinstance(spec, Mamba2Spec):
+            bias = values(spec.channels) if spec.conv_bias else None
+            time_bias, skip = values(spec.heads), values(spec.heads)
+            decay, norm = -mx.exp(values(spec.heads)), Norm(mx.ones(spec.value_size), eps)
+            self._weights = MixerWeights(conv, bias, decay, time_bias, skip, norm)
+        first = tuple(0.1 * values(*shape) for shape in state_shapes(spec))
         self._behind: dict[tuple[int, ...], tuple[mx.array, ...]] = {(): first}
 
     def after_chain(self, row: int) -> Float32:
@@ -357,8 +373,8 @@ class _Recurrence:
         x = self._projected[mx.array(rows)]
         if isinstance(self._spec, ConvSpec):
             return _host(self._ops.short_conv(x, states, 0, self._spec, self._weights))
-        gates = self._gates[mx.array(rows)]
-        return _host(self._ops.gated_delta(x, gates, states, 0, self._spec, self._weights))
+        op = self._ops.mamba2 if isinstance(self._spec, Mamba2Spec) else self._ops.gated_delta
+        return _host(op(x, self._gates[mx.array(rows)], states, 0, self._spec, self._weights))
 
 
 class _Selected:
@@ -409,6 +425,7 @@ class _Attention:
             attention=replace(spec, rope=0, head_dim=0, num_kv_heads=0),
             delta=None,
             conv=None,
+            mamba2=None,
         )
         config = replace(
             own,

@@ -1,9 +1,9 @@
 """States of recurrent layers as MLX arrays, and the ops on them.
 
 A state is a new array for each pass, which nothing ever writes to, so a checkpoint or a fork holds the array
-itself. The delta rule takes tokens one after the other, in ops whose shapes don't depend on how many there
-are. Everything else is elementwise, or sums in one order: a row's bits don't depend on the rows beside it,
-up to the width that is measured (`mlx_row_ops.py`).
+itself. Rules (`mlx_delta.py`, `mlx_mamba2.py`) take tokens one after the other, in ops whose shapes don't
+depend on how many there are. Everything else is elementwise, or sums in one order: a row's bits don't depend
+on the rows beside it, up to the width that is measured (`mlx_row_ops.py`).
 
 Legend as in `recurrent.py`; T tokens of a pass, n tokens from the state on, some of them known before.
 """
@@ -11,18 +11,24 @@ Legend as in `recurrent.py`; T tokens of a pass, n tokens from the state on, som
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from ondevice.backends.base import Bytes, Int32
+from ondevice.backends.mlx_delta import DeltaRule
+from ondevice.backends.mlx_mamba2 import MixerRule
 from ondevice.backends.mlx_memory import begin, require_memory
-from ondevice.backends.mlx_sums import in_lanes, sums
-from ondevice.backends.recurrent import RULE_TOKENS, DeltaWeights, StateLayout, ahead_parents
-from ondevice.backends.reference_delta import SQUARES_EPS
-from ondevice.errors import BackendUnavailableError
-from ondevice.model_config import ConvSpec, DeltaSpec
+from ondevice.backends.mlx_sums import convolved
+from ondevice.backends.recurrent import (
+    RULE_TOKENS,
+    DeltaWeights,
+    MixerWeights,
+    StateLayout,
+    ahead_parents,
+)
+from ondevice.model_config import ConvSpec, DeltaSpec, Mamba2Spec, RecurrentSpec
 
 
 class MlxBuffer:
@@ -49,7 +55,7 @@ class Slot(NamedTuple):
 
 
 class MlxStates:
-    """`StateMemory`: a state is (rule (HV, K, V), tail (taps - 1, C)), or the tail alone of a convolution."""
+    """`StateMemory`: a state is (what a rule has, tail (taps - 1, C)), or the tail alone of a convolution."""
 
     def __init__(self, layout: StateLayout) -> None:
         self._layout = layout
@@ -90,7 +96,9 @@ class MlxStates:
         read(data)
         for layer in self._layout.config.recurrent_layers:
             flat, first, parts = self._layout.of(data, layer), 0, []
-            for shape in _shapes(self._layout.config.layers[layer].recurrent):
+            spec = self._layout.config.layers[layer].recurrent
+            assert spec is not None
+            for shape in state_shapes(spec):
                 size = int(np.prod(shape))
                 parts.append(mx.array(flat[first : first + size].reshape(shape)))
                 first += size
@@ -98,12 +106,30 @@ class MlxStates:
             mx.eval(parts)
 
 
-def _shapes(spec: Any) -> list[tuple[int, ...]]:
+def state_shapes(spec: RecurrentSpec) -> list[tuple[int, ...]]:
     """Shapes of the arrays of one layer's state."""
     tail = (spec.taps - 1, spec.channels)
     if isinstance(spec, DeltaSpec):
         return [(spec.value_heads, spec.key_width, spec.value_width), tail]
+    if isinstance(spec, Mamba2Spec):
+        return [(spec.groups, spec.heads // spec.groups, spec.state_width, spec.head_width), tail]
     return [tail]
+
+
+class TokenRule(Protocol):
+    """What a pass's tokens do to a layer's state."""
+
+    def changed(self, state: mx.array, token: int) -> mx.array:
+        """The state behind a token, for that before it."""
+        ...
+
+    def read(self, state: mx.array, token: int) -> mx.array:
+        """What the token reads from the state behind it."""
+        ...
+
+    def outputs(self, found: Sequence[mx.array], z: mx.array) -> mx.array:
+        """(T, I) of what the last T tokens have read, and their output gates z, (T, I)."""
+        ...
 
 
 class MlxRecurrentOps:
@@ -122,28 +148,28 @@ class MlxRecurrentOps:
         spec: DeltaSpec,
         weights: DeltaWeights,
     ) -> mx.array:
-        tokens, channels = projected.shape[0], projected[:, : spec.channels]
-        before, ahead = _known(states.state(layer), spec), states.ahead(layer)
-        if ahead is None:
-            parents = ahead_parents(0, tokens, None)
-        else:
-            channels, gates = _kept(ahead, channels, gates)
-            parents = ahead.parents
-        after, outputs = self._rule(channels, gates, before, parents, spec, weights, tokens)
-        if ahead is None:
-            self._put(states, layer, after, _tail(before[1], channels))
-        found = mx.fast.rms_norm(mx.stack(outputs)[:, :, 0], weights.norm.weight, weights.norm.eps)
-        z = projected[:, spec.channels :]
-        return found.reshape(tokens, -1) * _silu(z)
+        return self._passed(DeltaRule, projected, gates, states, layer, spec, weights)
 
     def replay_delta(
         self, states: Any, layer: int, count: int, spec: DeltaSpec, weights: DeltaWeights
     ) -> None:
-        channels, gates = (slot.value[:count] for slot in states.inputs(layer, count))
-        before = _known(states.state(layer), spec)
-        parents = ahead_parents(0, count, None)
-        after, _ = self._rule(channels, gates, before, parents, spec, weights, 0)
-        self._put(states, layer, after, _tail(before[1], channels))
+        self._replayed(DeltaRule, states, layer, count, spec, weights)
+
+    def mamba2(
+        self,
+        projected: mx.array,
+        steps: mx.array,
+        states: Any,
+        layer: int,
+        spec: Mamba2Spec,
+        weights: MixerWeights,
+    ) -> mx.array:
+        return self._passed(MixerRule, projected, steps, states, layer, spec, weights)
+
+    def replay_mamba2(
+        self, states: Any, layer: int, count: int, spec: Mamba2Spec, weights: MixerWeights
+    ) -> None:
+        self._replayed(MixerRule, states, layer, count, spec, weights)
 
     def short_conv(
         self, projected: mx.array, states: Any, layer: int, spec: ConvSpec, weights: mx.array
@@ -157,12 +183,7 @@ class MlxRecurrentOps:
         else:
             products, _ = _kept(ahead, products, None)
             parents = ahead.parents
-        return _convolved(tail, products, parents, weights)[-tokens:] * c
-
-    def mamba2(self, *arguments: Any) -> Any:
-        raise BackendUnavailableError("--backend mlx doesn't run Mamba-2 mixers; use --backend cpu")
-
-    replay_mamba2 = mamba2
+        return convolved(tail, products, parents, weights)[-tokens:] * c
 
     def replay_conv(self, states: Any, layer: int, count: int) -> None:
         products, known = states.inputs(layer, count)[0].value[:count], states.state(layer).value
@@ -178,52 +199,73 @@ class MlxRecurrentOps:
         states.next_state(layer).put(parts)
         begin(*parts)
 
-    def _rule(
+    def _passed(
         self,
-        channels: mx.array,
+        made: type[DeltaRule | MixerRule],
+        projected: mx.array,
         gates: mx.array,
-        before: tuple[mx.array, ...],
-        parents: Int32,
-        spec: DeltaSpec,
-        weights: DeltaWeights,
-        wanted: int,
-    ) -> tuple[mx.array, list[mx.array]]:
-        """The state (HV, K, V) behind the last of n tokens, and what the last `wanted` are given, (HV, 1, V)
-        each.
+        states: Any,
+        layer: int,
+        spec: Any,
+        weights: Any,
+    ) -> mx.array:
+        """`RecurrentOps.gated_delta`, or `mamba2`, by a rule."""
+        tokens, channels = projected.shape[0], projected[:, : spec.channels]
+        before, ahead = _known(states.state(layer), spec), states.ahead(layer)
+        if ahead is None:
+            parents = ahead_parents(0, tokens, None)
+        else:
+            channels, gates = _kept(ahead, channels, gates)
+            parents = ahead.parents
+        rule = made(channels, gates, before[1], parents, spec, weights)
+        after, found = self._along(rule, before[0], parents, tokens)
+        if ahead is None:
+            self._put(states, layer, after, _tail(before[1], channels))
+        return rule.outputs(found, projected[:, spec.channels :])
 
-        channels: (n, C), before their convolution. gates: (n, 2 * HV). parents: (n,), as of `Ahead`.
+    def _replayed(
+        self,
+        made: type[DeltaRule | MixerRule],
+        states: Any,
+        layer: int,
+        count: int,
+        spec: Any,
+        weights: Any,
+    ) -> None:
+        """`RecurrentOps.replay_delta`, or `replay_mamba2`, by a rule."""
+        channels, gates = (slot.value[:count] for slot in states.inputs(layer, count))
+        before, parents = _known(states.state(layer), spec), ahead_parents(0, count, None)
+        rule = made(channels, gates, before[1], parents, spec, weights)
+        after, _ = self._along(rule, before[0], parents, 0)
+        self._put(states, layer, after, _tail(before[1], channels))
+
+    def _along(
+        self, rule: TokenRule, first: mx.array, parents: Int32, wanted: int
+    ) -> tuple[mx.array, list[mx.array]]:
+        """The state behind the last of n tokens, from the state `first` on, and what the last `wanted` read.
+
+        parents: (n,), as of `Ahead`.
         """
-        count, heads = len(parents), spec.value_heads
-        mixed = _silu(_convolved(before[1], channels, parents, weights.conv))
-        q, k, v = mx.split(mixed, [spec.key_size, 2 * spec.key_size], axis=1)
-        shared = heads // spec.key_heads
-        # Neighbouring value heads share a key head.
-        q, k = (mx.repeat(_unit(x.reshape(count, -1, spec.key_width)), shared, axis=1) for x in (q, k))
-        q = (q * spec.key_width**-0.5)[:, :, None]
-        rows, columns, v = k[:, :, None], k[..., None], v.reshape(count, heads, 1, -1)
-        betas, decays = (x.reshape(count, heads, 1, 1) for x in _gates(gates, weights, heads))
         held, found = list[mx.array](), list[mx.array]()
+        count, state = len(parents), first
         chain = bool((parents == np.arange(-1, count - 1)).all())
-        state = before[0]
         for token in range(count):
             if not chain:
-                state = before[0] if parents[token] < 0 else held[parents[token]]
-            state = state * decays[token]
-            change = (v[token] - rows[token] @ state) * betas[token]
-            state = state + columns[token] * change
+                state = first if parents[token] < 0 else held[parents[token]]
+            state = rule.changed(state, token)
             if not chain:
                 held.append(state)
             if token >= count - wanted:
-                found.append(q[token] @ state)
+                found.append(rule.read(state, token))
             if token % RULE_TOKENS == RULE_TOKENS - 1:
                 self.bounded(state, *found[-RULE_TOKENS:])
         return state, found
 
 
-def _known(slot: Slot, spec: DeltaSpec | ConvSpec) -> tuple[mx.array, ...]:
+def _known(slot: Slot, spec: RecurrentSpec) -> tuple[mx.array, ...]:
     """The arrays of a state; zeros at a text's start."""
     found = slot.value
-    return tuple(map(mx.zeros, _shapes(spec))) if found is None else found
+    return tuple(map(mx.zeros, state_shapes(spec))) if found is None else found
 
 
 def _kept(ahead: Any, channels: mx.array, gates: mx.array | None) -> tuple[mx.array, Any]:
@@ -244,42 +286,3 @@ def _kept(ahead: Any, channels: mx.array, gates: mx.array | None) -> tuple[mx.ar
 def _tail(tail: mx.array, channels: mx.array) -> mx.array:
     """The last inputs of a convolution behind more channels (n, C), for those before them, (taps - 1, C)."""
     return mx.concatenate([tail, channels])[-tail.shape[0] :]
-
-
-def _convolved(tail: mx.array, channels: mx.array, parents: Int32, weights: mx.array) -> mx.array:
-    """The causal convolution, (n, C), of channels (n, C) behind a tail (taps - 1, C), its oldest tap first.
-
-    weights: (taps, C). parents: (n,), the token that each follows.
-    """
-    seen, inputs = tail.shape[0], mx.concatenate([tail, channels])
-    # The row before each: those of the tail follow each other, and tokens follow their parents.
-    before = np.concatenate([np.arange(-1, seen - 1), parents + seen])
-    rows = [np.arange(seen, seen + len(parents))]
-    for _ in range(seen):
-        rows.append(before[rows[-1]])
-    found = None
-    for tap, own in enumerate(reversed(rows)):
-        product = inputs[mx.array(own)] * weights[tap]
-        found = product if found is None else found + product
-    assert found is not None
-    return found
-
-
-def _gates(gates: mx.array, weights: DeltaWeights, heads: int) -> tuple[mx.array, mx.array]:
-    """Betas and decays, (n, HV) each, of gates (n, 2 * HV)."""
-    betas = mx.sigmoid(in_lanes(gates[:, :heads]))
-    times = mx.logaddexp(in_lanes(gates[:, heads:] + weights.time_bias), mx.zeros(1))
-    decays = mx.exp(in_lanes(weights.decay[None]) * times)
-    return betas[:, :heads], decays[:, :heads]
-
-
-def _silu(x: mx.array) -> mx.array:
-    """x * sigmoid(x) for x (n, C)."""
-    wide = in_lanes(x)
-    return (wide * mx.sigmoid(wide))[:, : x.shape[1]]
-
-
-def _unit(x: mx.array) -> mx.array:
-    """Each of x (n, H, K) divided by its length."""
-    rows = x.reshape(-1, x.shape[2])
-    return (rows / mx.sqrt(sums(mx.square(rows)) + SQUARES_EPS)).reshape(x.shape)

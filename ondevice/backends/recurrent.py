@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.token_tree import Int32, TokenTree
-from ondevice.model_config import ALIGNED_FLOATS, ConvSpec, DeltaSpec, Mamba2Spec, ModelConfig
+from ondevice.model_config import ALIGNED_FLOATS, ConvSpec, DeltaSpec, Mamba2Spec, ModelConfig, RecurrentSpec
 
 Array: TypeAlias = Any
 """A backend's float32 activations, as in `base.py`."""
@@ -117,7 +117,7 @@ class StateLayout:
     def _padded(self, layer: int) -> int:
         return -(-self._spec(layer).state_floats // ALIGNED_FLOATS) * ALIGNED_FLOATS
 
-    def _spec(self, layer: int) -> DeltaSpec | ConvSpec | Mamba2Spec:
+    def _spec(self, layer: int) -> RecurrentSpec:
         spec = self.config.layers[layer].recurrent
         assert spec is not None
         return spec

@@ -30,6 +30,7 @@ from ondevice.model_config.model import (
     NormKind,
     NormPlaces,
     NormSpec,
+    RecurrentSpec,
 )
 from ondevice.model_config.part import ALIGNED_FLOATS, STATE_SIZES, WHOLE, ModelPart, cut_places, part_config
 from ondevice.model_config.rope import RopeSpec
@@ -72,6 +73,7 @@ __all__ = [
     "NormKind",
     "NormPlaces",
     "NormSpec",
+    "RecurrentSpec",
     "RopeSpec",
     "Scoring",
     "UpActivation",

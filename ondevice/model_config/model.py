@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 from ondevice.errors import UnsupportedModelError
 from ondevice.model_config.attention import NO_ATTENTION, AttentionSpec, HeadSizes
@@ -26,6 +26,8 @@ NormKind = Literal["rms", "layer"]
 NormPlaces = Literal["before", "after", "both", "residual"]
 """Where a block's norms stand: on its input, on its output before it joins the residual, on both, or on the
 residual that its output has joined ("post-norm", as in arXiv 1706.03762)."""
+RecurrentSpec: TypeAlias = DeltaSpec | ConvSpec | Mamba2Spec
+"""What gives a layer a state."""
 MAX_COPIES = 16
 """Most copies of the residual."""
 
@@ -113,7 +115,7 @@ class LayerSpec:
             )
 
     @property
-    def recurrent(self) -> DeltaSpec | ConvSpec | Mamba2Spec | None:
+    def recurrent(self) -> RecurrentSpec | None:
         """What has a state in attention's place, or beside it; None: attention alone."""
         return self.delta or self.conv or self.mamba2
 
@@ -454,7 +456,7 @@ class ModelConfig:
         return found if layer.attends else found._replace(keys=0)
 
     @property
-    def _recurrent(self) -> list[DeltaSpec | ConvSpec | Mamba2Spec]:
+    def _recurrent(self) -> list[RecurrentSpec]:
         return [layer.recurrent for layer in self.layers if layer.recurrent is not None]
 
     @property

@@ -65,8 +65,6 @@ def check_backend(runtime: RuntimeConfig, config: ModelConfig | None = None) -> 
     """Raises BackendUnavailableError for what the backend can't run, or a missing package."""
     backend = settled_backend(runtime.backend, config)
     experts = None if config is None else config.experts
-    if backend == "mlx" and config is not None and config.any_layer(lambda layer: layer.mamba2 is not None):
-        raise BackendUnavailableError("--backend mlx doesn't run Mamba-2 mixers; use --backend cpu")
     if backend == "mlx" and experts is not None and runtime.sparsity == "threshold":
         raise BackendUnavailableError(
             "--backend mlx multiplies experts whole: use --sparsity experts, or --backend cpu for thresholds"

@@ -41,8 +41,8 @@ def made(folder: Path, kind: str) -> Path:
     return convert(folder / "source", folder / "bundle", "q4")
 
 
-ON_MLX = ["qwen3.5 on mlx", "lfm2 on mlx"]
-"""Families on MLX's CPU device, which has no mixers."""
+ON_MLX = [f"{kind} on mlx" for kind in KINDS]
+"""The same on MLX's CPU device."""
 
 
 @pytest.fixture(scope="module", params=[*KINDS, *ON_MLX])

@@ -1,0 +1,75 @@
+"""A Mamba-2 mixer in MLX's ops: what each token does to a layer's state, and what it reads there.
+
+See `Mamba2Spec` for the arithmetic and the legend; n tokens, I = H * P the width of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ondevice.backends.base import Norm
+from ondevice.backends.mlx_sums import convolved, in_lanes, silu, softplus
+from ondevice.backends.recurrent import MixerWeights
+from ondevice.backends.token_tree import Int32
+from ondevice.model_config import Mamba2Spec
+
+
+class MixerRule:
+    """A mixer over n tokens, `TokenRule`; a state is (G, H / G, N, P), and what a token reads
+    (G, H / G, 1, P). Groups are a dimension, so that what their heads share needs no copies.
+    """
+
+    def __init__(
+        self,
+        channels: mx.array,
+        steps: mx.array,
+        tail: mx.array,
+        parents: Int32,
+        spec: Mamba2Spec,
+        weights: MixerWeights,
+    ) -> None:
+        count, heads, groups = len(parents), spec.heads, spec.groups
+        self._spec, self._norm = spec, weights.norm
+        mixed = convolved(tail, channels, parents, weights.conv)
+        if weights.conv_bias is not None:
+            mixed = mixed + weights.conv_bias
+        x, b, c = mx.split(silu(mixed), [spec.value_size, spec.value_size + spec.group_size], axis=1)
+        x = x.reshape(count, heads, -1)
+        times, decays = _times_and_decays(steps, spec, weights)
+        self._skipped = (weights.skip[:, None] * x).reshape(count, -1)
+        self._decays = decays.reshape(count, groups, -1, 1, 1)
+        self._added = (times[..., None] * x).reshape(count, groups, heads // groups, 1, -1)
+        self._columns, self._rows = b.reshape(count, groups, 1, -1, 1), c.reshape(count, groups, 1, 1, -1)
+
+    def changed(self, state: mx.array, token: int) -> mx.array:
+        return state * self._decays[token] + self._columns[token] * self._added[token]
+
+    def read(self, state: mx.array, token: int) -> mx.array:
+        return self._rows[token] @ state
+
+    def outputs(self, found: Sequence[mx.array], z: mx.array) -> mx.array:
+        spec = self._spec
+        y = mx.stack(found).reshape(z.shape) + self._skipped[-len(found) :]
+        gates = silu(z * spec.gate_factor)
+        if spec.norm == "before":
+            y = _normed(y, spec, self._norm)
+        y = y * gates
+        if spec.norm == "after":
+            y = _normed(y, spec, self._norm)
+        return y * spec.out_factor
+
+
+def _times_and_decays(steps: mx.array, spec: Mamba2Spec, weights: MixerWeights) -> tuple[mx.array, mx.array]:
+    """Time steps and decays, (n, H) each, of what steps (n, H) are made of."""
+    times = softplus(steps * spec.time_factor + weights.time_bias)
+    times = mx.clip(times, spec.least_time, spec.most_time)
+    decays = mx.exp(in_lanes(weights.decay[None]) * times)
+    return times[:, : spec.heads], decays[:, : spec.heads]
+
+
+def _normed(y: mx.array, spec: Mamba2Spec, norm: Norm) -> mx.array:
+    """y (T, I), each of its parts normed by itself."""
+    parts = y.reshape(-1, spec.value_size // spec.norm_groups)
+    return mx.fast.rms_norm(parts, None, norm.eps).reshape(y.shape) * norm.weight
