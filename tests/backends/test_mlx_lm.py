@@ -50,12 +50,17 @@ def logits_of_mlx_lm(folder: Path, tokens: list[int], replaced: dict[str, np.nda
     import mlx.nn as nn
     from mlx.utils import tree_unflatten
     from mlx_lm import utils
-    from mlx_lm.models.cache import KVCache
+    from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
     class HalfCache(KVCache):  # type: ignore[misc]
         def update_and_fetch(self, keys: Any, values: Any) -> Any:
             rounded = (x.astype(mx.float16).astype(mx.float32) for x in (keys, values))
             return super().update_and_fetch(*rounded)
+
+    def half(cache: Any) -> Any:
+        if isinstance(cache, CacheList):
+            return CacheList(*map(half, cache.caches))
+        return HalfCache() if isinstance(cache, KVCache) else cache
 
     model, _ = utils.load_model(folder)
     model.set_dtype(mx.float32)
@@ -69,7 +74,7 @@ def logits_of_mlx_lm(folder: Path, tokens: list[int], replaced: dict[str, np.nda
             plain.bias = theirs[module].bias
         mine.append((module, plain))
     model.update_modules(tree_unflatten(mine))
-    return np.array(model(mx.array([tokens]), cache=[HalfCache() for _ in model.layers])[0])
+    return np.array(model(mx.array([tokens]), cache=[*map(half, make_prompt_cache(model))])[0])
 
 
 @pytest.mark.parametrize(("bits", "mode", "dtype", "options"), [
@@ -133,3 +138,38 @@ def test_logits_of_experts_are_those_of_mlx_lm(tmp_path: Path, case: str, bits: 
     theirs = logits_of_mlx_lm(tmp_path / "mlx", tokens, {})
     with loaded(bundle.path) as model:
         assert error(model.logits(tokens), theirs) < TOLERANCE
+
+
+MIXERS: dict[str, dict[str, Any]] = {
+    "granite hybrid": {"residual_multiplier": 0.25, "mamba_n_groups": 1},
+    "granite hybrid moe": {},
+    "nemotron h": {},
+    "nemotron h moe": {},
+    "falcon h1": {"attention_in_multiplier": 1.0, "key_multiplier": 1.0},
+}
+"""Cases, with factors that are powers of two or that mlx-lm has, and one group where it norms all together."""
+
+
+@pytest.mark.parametrize("case", MIXERS)
+def test_logits_of_mixers_are_those_of_mlx_lm(tmp_path: Path, case: str) -> None:
+    """Of one checkpoint, not quantised, whose prompt mlx-lm runs in its chunked form."""
+    pytest.importorskip("mlx_lm.utils", reason="mlx-lm is missing: pip install mlx-lm", exc_type=ImportError)
+    family, options = CASES[case]
+    source = tmp_path / "source"
+    write_model(source, family, options | MIXERS[case])
+    bundle = Bundle.open(convert(source, tmp_path / "b", "f16"))
+    config = json.loads((source / "config.json").read_text())
+    # Names of before `transformers` 5, and no limit of time steps in the place of infinity.
+    kinds = {"linear_attention": "mamba", "full_attention": "attention"}
+    config["layer_types"] = [kinds[it] for it in config.get("layer_types", [])] or None
+    config["position_embedding_type"] = "nope"
+    config["rope_theta"] = config.get("rope_parameters", {}).get("rope_theta")
+    if not isinstance(config["time_step_limit"][1], float):
+        config["time_step_limit"] = [0.0, 1e30]
+    (source / "config.json").write_text(json.dumps(config))
+    tokens = random_tokens(bundle.config, 60)
+    theirs = logits_of_mlx_lm(source, tokens, {})
+    with loaded(bundle.path) as model:
+        found = error(model.logits(tokens), theirs)
+    print(f"{case}: {found:.1e}")
+    assert found < TOLERANCE

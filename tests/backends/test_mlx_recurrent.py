@@ -1,6 +1,6 @@
 """Recurrent layers and gated attention on MLX: near `reference`, and one text whatever the way of running it.
 
-`test_recurrent_states_mlx.py` compares the bits of single passes, drafts and saved states.
+`tests/model/test_recurrent_states.py` compares the bits of single passes, drafts and saved states.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import numpy as np
 import pytest
 
 import ondevice
-from ondevice.backends import reference_conv, reference_delta
+from ondevice.backends import reference_conv, reference_delta, reference_mamba2
 from ondevice.backends.base import KVLayout, Norm
-from ondevice.backends.recurrent import RULE_TOKENS, Ahead, DeltaWeights
+from ondevice.backends.recurrent import RULE_TOKENS, Ahead, DeltaWeights, MixerWeights
 from ondevice.backends.reference_recurrence import of_pass
 from ondevice.backends.token_tree import TokenTree
 from ondevice.budget.mlx_memory import MLX_CACHE_BYTES, MlxMemory
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig
 from ondevice.converters.convert import convert
-from ondevice.errors import BackendUnavailableError
-from ondevice.model_config import ConvSpec, DeltaSpec
+from ondevice.model_config import ConvSpec, DeltaSpec, Mamba2Spec, RecurrentSpec
 from ondevice.runtime import backend_choice
 from tests.support.bundles import EOS, write_byte_tokenizer
 from tests.support.cached_texts import PROMPT, said, settle, written
 from tests.support.engines import always_draft, error, random_tokens
 from tests.support.families import CASES, write_model
+from tests.support.mixer_families import MIXER_CASES
 from tests.support.mlx_models import ON_GPU, loaded, smallest
 from tests.support.scripted_drafts import drafted
 from tests.support.shared_texts import alone, asked, together
@@ -38,7 +38,7 @@ from tests.support.small_models import MODELS, write_small
 
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 from ondevice.backends.mlx_ops import MlxOps  # noqa: E402
-from ondevice.backends.mlx_states import MlxBuffer, MlxStates, Slot  # noqa: E402
+from ondevice.backends.mlx_states import MlxBuffer, MlxStates, Slot, state_shapes  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("mlx_device")
 
@@ -46,14 +46,20 @@ TOLERANCE = 2e-2 if ON_GPU else 1e-3
 on_cpu = pytest.mark.skipif(ON_GPU, reason="a GPU doesn't promise equal bits of chunks")
 DELTAS = [DeltaSpec(1, 1, 16, 16), DeltaSpec(2, 6, 20, 12, 3), DeltaSpec(4, 4, 64, 32, 2)]
 CONVS = [ConvSpec(7, 3), ConvSpec(64, 2), ConvSpec(40, 5)]
+FACTORS: dict[str, Any] = {"time_factor": 0.75, "gate_factor": 1.5, "out_factor": 0.375}
+MIXERS = [
+    Mamba2Spec(1, 16, 1, 16, 2, norm="none"),
+    Mamba2Spec(6, 20, 2, 12, 3, conv_bias=True, norm_groups=3, **FACTORS),
+    Mamba2Spec(4, 12, 4, 24, norm="before", norm_groups=2, least_time=0.1, most_time=1.5, **FACTORS),
+]
 LENGTH = 3 * RULE_TOKENS + 1
 TREE = TokenTree([-1, 0, 0, 1, 1, 2, 3, 6, 5, 8, 2])
 
 
 class Rule:
-    """A delta rule or a short convolution by itself: random weights, inputs and a state before them."""
+    """A rule or a short convolution by itself: random weights, inputs and a state before them."""
 
-    def __init__(self, spec: DeltaSpec | ConvSpec) -> None:
+    def __init__(self, spec: RecurrentSpec) -> None:
         rng = np.random.default_rng(4)
 
         def values(*shape: int) -> np.ndarray:
@@ -64,12 +70,22 @@ class Rule:
         self.gates = values(LENGTH, spec.gate_floats)
         self.state = values(spec.state_floats)
         self.weights: Any = values(spec.taps, spec.channels)
-        self.own_weights: Any = mx.array(self.weights)
         if isinstance(spec, DeltaSpec):
-            heads, norm = spec.value_heads, values(spec.value_width)
-            parts = self.weights, -np.exp(values(heads)), values(heads)
-            self.weights = DeltaWeights(*parts, Norm(norm, 1e-6))
-            self.own_weights = DeltaWeights(*map(mx.array, parts), Norm(mx.array(norm), 1e-6))
+            heads, norm = spec.value_heads, Norm(values(spec.value_width), 1e-6)
+            self.weights = DeltaWeights(self.weights, -np.exp(values(heads)), values(heads), norm)
+        elif isinstance(spec, Mamba2Spec):
+            bias = values(spec.channels) if spec.conv_bias else None
+            parts = bias, -np.exp(values(spec.heads)), values(spec.heads), values(spec.heads)
+            mixer_norm = None if spec.norm == "none" else Norm(values(spec.value_size), 1e-6)
+            self.weights = MixerWeights(self.weights, *parts, mixer_norm)
+        self.own_weights = self._on_mlx(self.weights)
+
+    def _on_mlx(self, weights: Any) -> Any:
+        if isinstance(weights, Norm):
+            return weights._replace(weight=mx.array(weights.weight))
+        if isinstance(weights, tuple):
+            return type(weights)(*map(self._on_mlx, weights))  # type: ignore[call-arg, arg-type]
+        return None if weights is None else mx.array(weights)
 
     def reference(self) -> tuple[np.ndarray, np.ndarray]:
         after = np.empty_like(self.state)
@@ -79,17 +95,19 @@ class Rule:
         if isinstance(self.spec, ConvSpec):
             found = reference_conv.short_conv(self.projected, states, 0, self.spec, self.weights)
         else:
-            given = self.projected, self.gates, states, 0, self.spec, self.weights
-            found = of_pass(reference_delta.gated_delta, *given)
+            rule: Any = reference_delta.gated_delta
+            if isinstance(self.spec, Mamba2Spec):
+                rule = reference_mamba2.mamba2
+            found = of_pass(rule, self.projected, self.gates, states, 0, self.spec, self.weights)
         return found, after
 
     def start(self) -> MlxBuffer:
-        buffer, spec = MlxBuffer(0), self.spec
-        tail = self.state[-(spec.taps - 1) * spec.channels :].reshape(-1, spec.channels)
-        buffer.arrays[0] = (mx.array(tail),)
-        if isinstance(spec, DeltaSpec):
-            held = self.state[: -tail.size].reshape(spec.value_heads, spec.key_width, -1)
-            buffer.arrays[0] = mx.array(held), mx.array(tail)
+        buffer, first, parts = MlxBuffer(0), 0, []
+        for shape in state_shapes(self.spec):
+            size = math.prod(shape)
+            parts.append(mx.array(self.state[first : first + size].reshape(shape)))
+            first += size
+        buffer.arrays[0] = tuple(parts)
         return buffer
 
     def passed(
@@ -103,8 +121,8 @@ class Rule:
         if isinstance(self.spec, ConvSpec):
             found = MlxOps().short_conv(x, states, 0, self.spec, self.own_weights)
         else:
-            gates = mx.array(self.gates[rows])
-            found = MlxOps().gated_delta(x, gates, states, 0, self.spec, self.own_weights)
+            op = MlxOps().mamba2 if isinstance(self.spec, Mamba2Spec) else MlxOps().gated_delta
+            found = op(x, mx.array(self.gates[rows]), states, 0, self.spec, self.own_weights)
         return np.array(found), after
 
 
@@ -112,8 +130,8 @@ def held(buffer: MlxBuffer) -> np.ndarray:
     return np.concatenate([np.array(part).reshape(-1) for part in buffer.arrays[0]])
 
 
-@pytest.mark.parametrize("spec", [*DELTAS, *CONVS], ids=repr)
-def test_a_rule_is_that_of_reference_in_passes_of_any_size(spec: DeltaSpec | ConvSpec) -> None:
+@pytest.mark.parametrize("spec", [*DELTAS, *CONVS, *MIXERS], ids=repr)
+def test_a_rule_is_that_of_reference_in_passes_of_any_size(spec: RecurrentSpec) -> None:
     rule = Rule(spec)
     theirs, state = rule.reference()
     whole, after = rule.passed(list(range(LENGTH)), rule.start())
@@ -129,8 +147,8 @@ def test_a_rule_is_that_of_reference_in_passes_of_any_size(spec: DeltaSpec | Con
         assert held(at).tobytes() == held(after).tobytes(), step
 
 
-@pytest.mark.parametrize("spec", [DELTAS[1], CONVS[0]], ids=repr)
-def test_nodes_of_a_tree_have_the_bits_of_their_paths(spec: DeltaSpec | ConvSpec) -> None:
+@pytest.mark.parametrize("spec", [DELTAS[1], CONVS[0], *MIXERS[1:]], ids=repr)
+def test_nodes_of_a_tree_have_the_bits_of_their_paths(spec: RecurrentSpec) -> None:
     """In two passes, of which the second finds the first one's tokens ahead of the state."""
     rule, kept, first = Rule(spec), MlxBuffer(0), 3
     slots: Any = Slot(kept, "channels"), Slot(kept, "gates")
@@ -151,6 +169,8 @@ def test_nodes_of_a_tree_have_the_bits_of_their_paths(spec: DeltaSpec | ConvSpec
 
 
 def made(folder: Path, case: str, quant: str = "q4", **options: Any) -> Path:
+    if case in MODELS:
+        return write_small(folder / "bundle", MODELS[case])
     family, own = CASES[case]
     write_model(folder / "source", family, {**own, "vocab_size": 320, **options})
     write_byte_tokenizer(folder / "source")
@@ -163,6 +183,8 @@ def made(folder: Path, case: str, quant: str = "q4", **options: Any) -> Path:
     pytest.param("lfm2", "f16", marks=pytest.mark.slow),
     pytest.param("qwen3 next", "q4", marks=pytest.mark.slow),
     pytest.param("qwen3.5 wide states", "q5", marks=pytest.mark.slow),
+    ("mixers", "q4"), ("mixers beside attention", "q4"),
+    *(pytest.param(case, "q8", marks=pytest.mark.slow) for case in MIXER_CASES),
 ])  # fmt: skip
 def test_logits_are_those_of_reference(tmp_path: Path, case: str, quant: str) -> None:
     folder = made(tmp_path, case, quant)
@@ -175,12 +197,18 @@ def test_logits_are_those_of_reference(tmp_path: Path, case: str, quant: str) ->
         assert found < TOLERANCE
 
 
-HYBRIDS = ["qwen3.5 moe", *(pytest.param(it, marks=pytest.mark.slow) for it in ("lfm2", "qwen3.5"))]
+SMALL_STATES = {"nemotron h moe": {"ssm_state_size": 4}, "granite hybrid": {"mamba_d_state": 4}}
+"""Sizes with which the prompts have a checkpoint."""
+HYBRIDS = [
+    "qwen3.5 moe",
+    "nemotron h moe",
+    *(pytest.param(it, marks=pytest.mark.slow) for it in ("lfm2", "qwen3.5", "granite hybrid", "falcon h1")),
+]
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made(tmp_path_factory.mktemp("hybrid"), request.param)
+    return made(tmp_path_factory.mktemp("hybrid"), request.param, **SMALL_STATES.get(request.param, {}))
 
 
 BIAS: dict[str, Any] = {"logit_bias": {2: -math.inf, EOS: -math.inf}}
@@ -245,19 +273,24 @@ def test_states_lie_in_files_as_those_of_cpu_do(hybrid: Path) -> None:
     assert memory.data(buffer).tobytes() == data.tobytes()
 
 
+OPS = {
+    "qwen3.5": "delta rule of 4 heads",
+    "lfm2": "short convolution",
+    "granite": "mixer of 8 heads, norm after",
+    "nemotron": "mixer of 8 heads, norm after",
+    "falcon": "mixer of 6 heads, norm none",
+}
+"""Op of each hybrid's states."""
+
+
 def test_each_op_is_measured(hybrid: Path) -> None:
     bundle = Bundle.open(hybrid)
     found = backend_choice.row_invariance(bundle.config, bundle.quant, RuntimeConfig(backend="mlx")).ops
-    names = {"short convolution"} if "lfm2" in hybrid.name else {"delta rule of 4 heads"}
-    assert {f"{name}, {kind}" for name in names for kind in ("chain", "tree")} <= set(found)
+    name = OPS[hybrid.name.partition("-")[0]]
+    assert {f"{name}, {kind}" for kind in ("chain", "tree")} <= set(found)
+    assert any(it.startswith("attention, tree") for it in found)
     assert any(name.startswith("gates of") for name in found) == ("qwen" in hybrid.name)
     assert ON_GPU or set(found.values()) == {16}
-
-
-def test_mixers_are_refused(tmp_path: Path) -> None:
-    folder = write_small(tmp_path / "bundle", MODELS["mixers"])
-    with pytest.raises(BackendUnavailableError, match="doesn't run Mamba-2 mixers"), loaded(folder):
-        pass
 
 
 def test_what_the_rule_takes_is_what_is_planned(tmp_path: Path) -> None:
