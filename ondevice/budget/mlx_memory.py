@@ -173,15 +173,19 @@ class MlxMemory(MemoryModel):
         """What a layer with states makes of its projection, and the states behind tokens under way."""
         most = 0
         for layer in self.config.layers:
-            own = 0
+            own, state = 0, 0
             if layer.conv is not None:
-                own = 5 * tokens * layer.conv.channels
+                own = 5 * layer.conv.channels
+            elif layer.mamba2 is not None:
+                # The host is up to ten ops ahead of those that are computed.
+                own = 8 * layer.mamba2.channels
+                state = layer.mamba2.value_size * layer.mamba2.state_width
             elif layer.delta is not None:
                 heads, width = layer.delta.value_heads, layer.delta.key_width + layer.delta.value_width
-                # Decayed, changed by a token, and what changes it, of two runs of tokens.
-                states = 6 * min(tokens, RULE_TOKENS) * layer.delta.value_size * layer.delta.key_width
-                own = 4 * tokens * (layer.delta.channels + heads * width) + states
-            most = max(most, own)
+                own = 4 * (layer.delta.channels + heads * width)
+                state = layer.delta.value_size * layer.delta.key_width
+            # Decayed, changed by a token, and what changes it, of two runs of tokens.
+            most = max(most, tokens * own + 6 * min(tokens, RULE_TOKENS) * state)
         return 4 * most
 
     def _mixture_bytes(self, tokens: int) -> int:

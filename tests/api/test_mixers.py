@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ondevice.errors import UnsupportedModelError
 from ondevice.kernels._native import crc32c
 from ondevice.measure.profiling import recorded_gates
 from ondevice.model_config import ExpertsSpec, FeedForwardSpec, LayerSpec, ModelConfig
+from tests.conftest import mlx_on
 from tests.support.small_models import MODELS, write_small
 
 PROMPT = [37 * index % 300 + 3 for index in range(100)]
@@ -50,16 +52,19 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("backend", ["cpu", "mlx"])
 @pytest.mark.parametrize("case", CASES)
-def test_no_way_of_running_it_changes_the_text(tmp_path: Path, case: str) -> None:
+def test_no_way_of_running_it_changes_the_text(tmp_path: Path, case: str, backend: str) -> None:
     config = replace(CASES[case], max_context=256, vocab_size=320)
     bundle = write_small(tmp_path / "bundle", config)
     assert verify(bundle, crc32c).checksums > 0
     more = [{"sparsity": "exact"}, {"sparsity": "dense"}] if case == "squared" else []
-    found = [_text(bundle, **way) for way in ({"threads": 1}, *WAYS, *more)]
-    with pytest.raises(ondevice.BudgetError) as refused:
-        load(bundle, dram_budget="1MB").close()
-    found.append(_text(bundle, dram_budget=refused.value.required_bytes + (4 << 20)))
+    with mlx_on(gpu=False) if backend == "mlx" else nullcontext():
+        found = [_text(bundle, backend=backend, **way) for way in ({"threads": 1}, *WAYS, *more)]
+        with pytest.raises(ondevice.BudgetError) as refused:
+            load(bundle, backend=backend, dram_budget="1MB").close()
+        budget = refused.value.required_bytes + (4 << 20)
+        found.append(_text(bundle, backend=backend, dram_budget=budget))
     assert len(set(found)) == 1
     assert len(found[0]) == 24
 

@@ -147,7 +147,7 @@ MIXERS: dict[str, dict[str, Any]] = {
     "nemotron h moe": {},
     "falcon h1": {"attention_in_multiplier": 1.0, "key_multiplier": 1.0},
 }
-"""Cases, with factors that are powers of two or that mlx-lm has, and one group where it norms all together."""
+"""Cases, with factors that are powers of two or that mlx-lm has. It norms all of Granite's groups together."""
 
 
 @pytest.mark.parametrize("case", MIXERS)

@@ -293,8 +293,16 @@ def test_each_op_is_measured(hybrid: Path) -> None:
     assert ON_GPU or set(found.values()) == {16}
 
 
-def test_what_the_rule_takes_is_what_is_planned(tmp_path: Path) -> None:
-    folder = made(tmp_path, "qwen3.5", "q8", linear_key_head_dim=128, linear_value_head_dim=128)
+WIDE = {
+    "qwen3.5": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "nemotron h": {"mamba_head_dim": 64, "ssm_state_size": 128},
+    "falcon h1": {"mamba_d_ssm": 768, "mamba_n_heads": 12, "mamba_d_state": 128},
+}
+
+
+@pytest.mark.parametrize("case", WIDE)
+def test_what_the_rule_takes_is_what_is_planned(tmp_path: Path, case: str) -> None:
+    folder = made(tmp_path, case, "q8", **WIDE[case])
     with loaded(folder, max_context=256, prefill_chunk=100, sparsity="dense") as model:
         engine, plan = model._engine, model.plan
         mx.reset_peak_memory()
@@ -303,5 +311,5 @@ def test_what_the_rule_takes_is_what_is_planned(tmp_path: Path) -> None:
         taken = mx.get_peak_memory() - before - plan.kv_cache_bytes
         memory = MlxMemory(model.config, engine._bundle.quant, engine._runtime, operand_bytes=4)
         planned = memory.activation_bytes(100) - MLX_CACHE_BYTES
-        print(f"{taken / planned:.2f} of {planned}")
+        print(f"{case}: {taken / planned:.2f} of {planned}")
         assert 0.3 * planned < taken < planned
