@@ -136,7 +136,8 @@ class _Ops:
             for keys in sorted({min(it, shapes.max_context) for it in KEYS}):
                 yield self._chain(keys, spec)
                 yield self._tree(keys, spec)
-        for recurrent in sorted(filter(None, {layer.recurrent for layer in config.layers}), key=repr):
+        with_states = {layer.recurrent for layer in config.layers if layer.recurrent is not None}
+        for recurrent in sorted(with_states, key=repr):
             yield from self._recurrent(recurrent)
 
     def _blocks(self) -> Iterator[RowOp]:
@@ -373,8 +374,10 @@ class _Recurrence:
         x = self._projected[mx.array(rows)]
         if isinstance(self._spec, ConvSpec):
             return _host(self._ops.short_conv(x, states, 0, self._spec, self._weights))
-        op = self._ops.mamba2 if isinstance(self._spec, Mamba2Spec) else self._ops.gated_delta
-        return _host(op(x, self._gates[mx.array(rows)], states, 0, self._spec, self._weights))
+        gates = self._gates[mx.array(rows)]
+        if isinstance(self._spec, Mamba2Spec):
+            return _host(self._ops.mamba2(x, gates, states, 0, self._spec, self._weights))
+        return _host(self._ops.gated_delta(x, gates, states, 0, self._spec, self._weights))
 
 
 class _Selected:

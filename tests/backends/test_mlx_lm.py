@@ -145,9 +145,10 @@ MIXERS: dict[str, dict[str, Any]] = {
     "granite hybrid moe": {},
     "nemotron h": {},
     "nemotron h moe": {},
-    "falcon h1": {"attention_in_multiplier": 1.0, "key_multiplier": 1.0},
+    "falcon h1": {"attention_in_multiplier": 1.0, "key_multiplier": 1.0, "mlp_multipliers": [0.5, 2.0]},
 }
-"""Cases, with factors that are powers of two or that mlx-lm has. It norms all of Granite's groups together."""
+"""Cases, with factors that mlx-lm has, and powers of two where matrices take them. It norms Granite's groups
+together, so there is one."""
 
 
 @pytest.mark.parametrize("case", MIXERS)
