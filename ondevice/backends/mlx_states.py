@@ -285,4 +285,6 @@ def _kept(ahead: Any, channels: mx.array, gates: mx.array | None) -> tuple[mx.ar
 
 def _tail(tail: mx.array, channels: mx.array) -> mx.array:
     """The last inputs of a convolution behind more channels (n, C), for those before them, (taps - 1, C)."""
-    return mx.concatenate([tail, channels])[-tail.shape[0] :]
+    kept = channels[-tail.shape[0] :]
+    # Never a view, which would hold all of the pass's channels.
+    return mx.concatenate([tail[kept.shape[0] :], kept])

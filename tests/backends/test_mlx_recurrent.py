@@ -168,6 +168,22 @@ def test_nodes_of_a_tree_have_the_bits_of_their_paths(spec: RecurrentSpec) -> No
         assert np.concatenate(own[:first]).tobytes() == known.tobytes()
 
 
+@pytest.mark.parametrize(
+    "spec", [DeltaSpec(2, 4, 64, 64), ConvSpec(2048, 3), Mamba2Spec(8, 64, 1, 32)], ids=repr
+)
+def test_a_state_holds_nothing_of_its_pass(spec: RecurrentSpec) -> None:
+    """A view of what a pass computed would keep all of it for as long as a checkpoint lasts."""
+    rule = Rule(spec)
+    start = rule.start()
+    mx.eval(rule.own_weights, start.arrays[0])
+    before = mx.get_active_memory()
+    after = rule.passed(list(range(LENGTH)), start)[1]
+    mx.synchronize()
+    taken = mx.get_active_memory() - before
+    assert len(after.arrays[0]) == len(state_shapes(spec))
+    assert 0.9 < taken / (4 * spec.state_floats) < 1.1
+
+
 def made(folder: Path, case: str, quant: str = "q4", **options: Any) -> Path:
     if case in MODELS:
         return write_small(folder / "bundle", MODELS[case])
