@@ -138,7 +138,8 @@ def divide(
             f"{len(bounds) - 1} parts at most; name {len(bounds) - 1} hosts or fewer"
         )
     ranges = _Ranges(bundle, runtime, draft_model_bytes)
-    seconds, missing = (np.full((count, len(bounds), len(bounds)), np.inf) for _ in range(2))
+    # Seconds where budgets surely do, where they do by this measurement of the processes, and what they lack.
+    surely, barely, missing = (np.full((count, len(bounds), len(bounds)), np.inf) for _ in range(3))
     for rank, resources in enumerate(ranks):
         # Every other rank needs a layer before and behind these.
         for low in range(rank, rank + 1 if rank == 0 else len(bounds) - count + rank):
@@ -148,14 +149,16 @@ def divide(
                 if not resources.has(bounds[low], bounds[high]):
                     continue
                 share = ranges.share(rank, resources, bounds[low], bounds[high])
-                lacks = share.plan.minimum_budget_bytes - resources.budget_bytes
-                missing[rank, low, high] = max(0, lacks)
-                if lacks <= 0:
-                    seconds[rank, low, high] = share.seconds
+                plan, at = share.plan, (rank, low, high)
+                missing[at] = max(0, plan.least_budget_bytes - plan.budget_bytes)
+                if plan.suffices:
+                    barely[at] = share.seconds
+                if plan.budget_bytes >= plan.minimum_budget_bytes:
+                    surely[at] = share.seconds
     if not np.isfinite(least_sum(missing)[0]):
         raise UsageError(slices_lack(bundle.name, config.num_layers, ranks))
-    found = fastest(seconds)
-    cuts = [bounds[at] for at in (least_sum(missing)[1] if found is None else found)]
+    found = fastest(surely) or fastest(barely)
+    cuts = [bounds[at] for at in (found or least_sum(missing)[1])]
     shares = tuple(
         ranges.share(rank, resources, *pairs)
         for rank, (resources, pairs) in enumerate(zip(ranks, pairwise(cuts), strict=True))
@@ -177,7 +180,7 @@ def slices_lack(name: str, num_layers: int, ranks: Sequence[RankResources]) -> s
 
 def _too_small(name: str, shares: Sequence[RankShare]) -> BudgetError:
     """An error about the division that lacks least memory."""
-    short = [it for it in shares if it.plan.budget_bytes < it.plan.minimum_budget_bytes]
+    short = [it for it in shares if not it.plan.suffices]
     lines = (
         f"{it.name} has {_size(it.plan.budget_bytes)}, and layers {it.first} to {it.stop - 1} need "
         f"{_size(it.plan.minimum_budget_bytes)}"

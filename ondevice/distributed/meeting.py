@@ -84,25 +84,26 @@ def meet_as_first(
     Raises RankError and UsageError where ranks differ, UnsupportedModelError, and what `resolve` raises.
     """
     runtime = replace(runtime, memory_pressure="off")
-    settled = settled_for(bundle, runtime, transport.size)
+    settled, draft_bytes = _settled(bundle, runtime, transport.size)
     hop_seconds = _hop_seconds(transport)
-    told: dict[str, Any] = {"options": _shared(settled.runtime)}
-    cards = [card(bundle, settled.runtime), *_around(transport, told, _card)]
+    told: dict[str, Any] = {"options": _shared(settled)}
+    cards = [card(bundle, settled), *_around(transport, told, _card)]
     require_same(cards)
-    own = measured_resources(bundle, settled.runtime, "")
+    own = measured_resources(bundle, settled, "")
     resources = [own, *_around(transport, {}, _resources)]
     named = [
         replace(found, name=f"rank {rank}", layers=(its.first, its.stop))
         for rank, (its, found) in enumerate(zip(cards, resources, strict=True))
     ]
-    ranges = _divided(bundle, settled, named, hop_seconds)
-    runtime = replace(runtime, backend=settled.runtime.backend, sparsity=settled.runtime.sparsity)
+    ranges = _divided(bundle, settled, named, hop_seconds, draft_bytes)
+    runtime = replace(runtime, backend=settled.backend, sparsity=settled.sparsity)
     resolved = part(bundle, ranges[0], runtime)
     resolved.require_fit()
     told = {"options": _shared(resolved.runtime), "ranges": [list(it) for it in ranges]}
     contexts = _around(transport, told | {"max_context": runtime.max_context}, _context)
     context = min(resolved.plan.max_context, *contexts)
     if context < resolved.plan.max_context:
+        del resolved  # As in `_settled`.
         resolved = part(bundle, ranges[0], replace(runtime, max_context=context))
         resolved.require_fit()
     rooms = _around(transport, {"max_context": context}, _room)
@@ -138,10 +139,21 @@ def meet(transport: Transport, open_bundle: Callable[[], Bundle], runtime: Runti
     with _peer():
         context = message.integer("max_context", 1, MAX_CONTEXT)
     if context != resolved.plan.max_context:
+        del resolved
         resolved = part(bundle, layers, replace(runtime, max_context=context))
         resolved.require_fit()
     _pass_on(transport, message, asdict(state_room(resolved)))
     return resolved
+
+
+def _settled(bundle: Bundle, runtime: RuntimeConfig, count: int) -> tuple[RuntimeConfig, int]:
+    """Rank 0's options, settled, and the memory of a second model that drafts.
+
+    Nothing else is kept of the resolved model: its tokenizer would lie in memory beside that of this rank's
+    part, and count against the budget.
+    """
+    settled = settled_for(bundle, runtime, count)
+    return settled.runtime, 0 if settled.draft is None else settled.draft.nbytes
 
 
 def part(bundle: Bundle, layers: tuple[int, int], runtime: RuntimeConfig) -> ResolvedModel:
@@ -210,7 +222,11 @@ def require_same(cards: list[RankCard]) -> None:
 
 
 def _divided(
-    bundle: Bundle, settled: ResolvedModel, ranks: Sequence[RankResources], hop_seconds: float
+    bundle: Bundle,
+    settled: RuntimeConfig,
+    ranks: Sequence[RankResources],
+    hop_seconds: float,
+    draft_bytes: int,
 ) -> Sequence[tuple[int, int]]:
     """Each rank's layers: the fastest division of those that the ranks' bundles allow.
 
@@ -219,8 +235,7 @@ def _divided(
     """
     num_layers = bundle.config.model_layers
     if bundle.config.num_layers == num_layers:
-        draft_bytes = 0 if settled.draft is None else settled.draft.nbytes
-        return divide(bundle, settled.runtime, ranks, hop_seconds, draft_bytes).ranges
+        return divide(bundle, settled, ranks, hop_seconds, draft_bytes).ranges
     ranges = [it.layers or (0, num_layers) for it in ranks]
     edges = [0, *(stop for _, stop in ranges)]
     if ranges != list(pairwise(edges)) or edges != sorted(set(edges)) or edges[-1] != num_layers:

@@ -85,7 +85,10 @@ def compute_rate(bundle: Bundle, runtime: RuntimeConfig, budget_bytes: int, proc
     part = _middle(bundle)
     config = part.config
     sparsity: Sparsity = "experts" if config.experts is not None else "dense"
-    runtime = replace(runtime, sparsity=sparsity, speculation="off", max_context=0, prompt_cache="")
+    # A context of the one token that is timed: whether a longer one fits is for plans to say.
+    runtime = replace(
+        runtime, sparsity=sparsity, speculation="off", max_context=1, parallel=1, prompt_cache=""
+    )
     memory = memory_model(config, part.quant, runtime)
     plan = plan_memory(memory, budget_bytes=0, process_bytes=process_bytes)
     plan = plan.with_budget(min(plan.full_bytes, budget_bytes))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ondevice.budget.plan import plan_memory
+from ondevice.budget.plan import REPEAT_MARGIN_BYTES, plan_memory
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig
 from ondevice.distributed.division import (
@@ -120,8 +120,24 @@ def test_budgets_that_do_for_no_division_are_refused_with_those_that_would(model
     needed = caught.value.required_bytes
     found = divide(model, RUNTIME, [replace(small, budget_bytes=needed), PLENTY])
     assert found.ranges == ((0, 1), (1, 11))
+    # The budget that was named must do for a process that measures itself a little larger.
+    grown = replace(small, budget_bytes=needed, process_bytes=small.process_bytes + REPEAT_MARGIN_BYTES)
+    assert divide(model, RUNTIME, [grown, PLENTY]).ranges == found.ranges
     with pytest.raises(BudgetError):
-        divide(model, RUNTIME, [replace(small, budget_bytes=needed - 1), PLENTY])
+        divide(model, RUNTIME, [replace(grown, process_bytes=grown.process_bytes + 1), PLENTY])
+
+
+def test_a_division_that_surely_fits_comes_first(prime: Bundle) -> None:
+    """However much faster one is that only this measurement of the processes has room for."""
+    fast = replace(PLENTY, name="fast", compute_bytes_per_second=1e12)
+    wide = divide(prime, RUNTIME, [fast, PLENTY]).shares[0]
+    assert wide.stop == 60
+    budget = wide.plan.minimum_budget_bytes
+    cases = [(budget, 60), (budget - 1, 59), (wide.plan.least_budget_bytes, 59)]
+    for budget_bytes, stop in cases:
+        found = divide(prime, RUNTIME, [replace(fast, budget_bytes=budget_bytes), PLENTY]).shares[0]
+        assert found.plan.minimum_budget_bytes <= found.plan.budget_bytes
+        assert found.stop <= stop
 
 
 def test_more_machines_than_places_are_refused(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,6 +127,33 @@ def test_other_ranks_draft_as_the_first_says(whole: Bundle) -> None:
     assert tight.runtime.speculation == "auto"
     with pytest.raises(BudgetError):
         tight.require_fit()
+
+
+def test_a_rank_has_its_tokenizer_once(whole: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the shortest context of all ranks has it resolved anew: a budget has room for one."""
+    read: list[weakref.ref[Any]] = []
+    left: list[int] = []
+    own, settle = meeting.resolve, meeting.settled_for
+
+    def settled(*given: Any) -> ResolvedModel:
+        found = settle(*given)
+        read.append(weakref.ref(found.tokenizer))
+        return found
+
+    def resolved(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
+        if bundle.config.part.embeds:
+            left.append(sum(each() is not None for each in read))
+        found = own(bundle, runtime)
+        if found.tokenizer is not None:
+            read.append(weakref.ref(found.tokenizer))
+        return found
+
+    monkeypatch.setattr(meeting, "settled_for", settled)
+    monkeypatch.setattr(meeting, "resolve", resolved)
+    contexts = iter((48, 64))
+    monkeypatch.setattr(meeting, "_context", lambda found: next(contexts))
+    assert len(met([whole, whole])) == 2
+    assert left == [0, 0]
 
 
 def test_what_differs_is_said_before_a_layer_is_measured(

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +40,20 @@ GENERATE = ("-m", "ondevice", "generate", "--max-tokens", "24", "--threads", "1"
 BUDGET = ("--dram-budget", "400MB")
 
 
-def hosts_file(folder: Path, count: int) -> Path:
+def hosts_file(folder: Path, budgets: Sequence[str]) -> Path:
     path = folder / "hosts.json"
     host = {"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}
-    path.write_text(json.dumps([host | {"dram_budget": f"{300 + 20 * rank}MB"} for rank in range(count)]))
+    path.write_text(json.dumps([host | {"dram_budget": each} for each in budgets]))
     return path
 
 
-def run_hosts(folder: Path, count: int, *arguments: str, typed: bytes = b"") -> RankProcess:
-    """Run a command with `--hosts`, to its end."""
+def run_hosts(
+    folder: Path, count: int, *arguments: str, typed: bytes = b"", budgets: Sequence[str] = ()
+) -> RankProcess:
+    """Run a command with `--hosts`, to its end. budgets: by default some that are enough."""
     environment = {**os.environ, MARK: str(folder), "TMPDIR": str(folder)}
-    (rank,) = start_ranks([environment], [(*arguments, "--hosts", str(hosts_file(folder, count)))], typed)
+    path = hosts_file(folder, budgets or [f"{300 + 20 * rank}MB" for rank in range(count)])
+    (rank,) = start_ranks([environment], [(*arguments, "--hosts", str(path))], typed)
     rank.process.wait(START_SECONDS)
     require_gone(str(folder))
     return rank
@@ -87,6 +91,25 @@ def test_hosts_gives_the_text_of_one_machine(tmp_path: Path) -> None:
     assert "plan: budget 300 MB" in rank.said
     assert rank.said.count("plan: ") == 1
     assert "warning" not in rank.said
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    ["eagle", *(pytest.param(it, marks=pytest.mark.slow) for it in ("off", "lookup", "streams", "auto"))],
+)
+def test_the_smallest_budgets_that_are_said_are_enough(tmp_path: Path, drafter: str) -> None:
+    options = ("--speculation", drafter, "--threads", "1")
+    inspect = ("-m", "ondevice", "inspect", *options, "--json", "--hosts")
+    said = subprocess.run(
+        [sys.executable, *inspect, str(hosts_file(tmp_path, ["300MB"] * 2))], capture_output=True, check=True
+    )
+    smallest = [str(rank["plan"]["minimum_budget_bytes"]) for rank in json.loads(said.stdout)["ranks"]]
+    rank = run_hosts(tmp_path, 2, *GENERATE, "--prompt", "Once", *options, budgets=smallest)
+    assert rank.process.returncode == 0, rank.said
+    found = json.loads(rank.printed)
+    assert found["tokens"] == alone()[1]
+    assert [str(it["budget_bytes"]) for it in found["stats"]["ranks"]] == smallest
+    assert all(it["peak_memory_bytes"] <= it["budget_bytes"] for it in found["stats"]["ranks"])
 
 
 def test_a_value_that_looks_like_the_help_option_is_a_value(tmp_path: Path) -> None:
@@ -190,7 +213,7 @@ def test_what_an_engine_wrote_before_it_died_is_said_on_the_first_machine(tmp_pa
     died = "import os\nif os.environ.get('MLX_RANK') == '1' and 'ONDEVICE_CHILD' in os.environ:\n"
     died += "    os.write(2, b'the library is broken\\n')\n    os._exit(9)\n"
     (tmp_path / "sitecustomize.py").write_text(died)
-    path = hosts_file(tmp_path, 2)
+    path = hosts_file(tmp_path, ["300MB"] * 2)
     found = {"hosts": json.loads(path.read_text()), "envs": [f"PYTHONPATH={tmp_path}"]}
     path.write_text(json.dumps(found))
     environment = {**os.environ, MARK: str(tmp_path), "TMPDIR": str(tmp_path)}
@@ -205,7 +228,7 @@ def test_what_an_engine_wrote_before_it_died_is_said_on_the_first_machine(tmp_pa
 def test_the_first_rank_has_the_variables_of_the_host_file_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = hosts_file(tmp_path, 2)
+    path = hosts_file(tmp_path, ["300MB"] * 2)
     path.write_text(json.dumps({"hosts": json.loads(path.read_text()), "envs": ["ONDEVICE_TEST_A=b=c"]}))
     monkeypatch.setenv("ONDEVICE_TEST_A", "before")
     monkeypatch.setenv(launch.FRONT, "")
@@ -222,7 +245,7 @@ def test_the_first_rank_has_the_variables_of_the_host_file_too(
 
 @pytest.mark.slow
 def test_a_budget_of_the_host_file_is_named(tmp_path: Path) -> None:
-    hosts = json.loads(hosts_file(tmp_path, 2).read_bytes())
+    hosts = json.loads(hosts_file(tmp_path, ["300MB"] * 2).read_bytes())
     hosts[1]["dram_budget"] = "1MB"
     (tmp_path / "small.json").write_text(json.dumps(hosts))
     environment = {**os.environ, MARK: str(tmp_path), "TMPDIR": str(tmp_path)}

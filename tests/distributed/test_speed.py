@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from ondevice.budget.plan import plan_memory
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig
-from ondevice.distributed.speed import flash_rate, measured_resources
+from ondevice.distributed.speed import compute_rate, flash_rate, measured_resources
 from ondevice.errors import BudgetError
 from ondevice.flash.cost_model import UNMEASURED
+from ondevice.runtime.backend_choice import memory_model
+from ondevice.runtime.resolving import held_bytes
 from ondevice.units import process_memory
 from tests.support.small_models import MODELS, write_small
 
@@ -47,3 +50,17 @@ def test_too_small_a_budget_is_named_whole(tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match=rf"a DRAM budget of .* \({held + 100_000} bytes\)") as found:
         measured_resources(bundle, runtime, "here")
     assert found.value.required_bytes > held
+
+
+def test_a_budget_for_a_short_context_is_enough(tmp_path: Path) -> None:
+    """Where the default context has no room, `--max-context` may."""
+    config = replace(MODELS["dense"], max_context=4096)
+    bundle = Bundle.open(write_small(tmp_path / "model", config))
+    runtime = RuntimeConfig(backend="cpu", threads=1, sparsity="dense", speculation="off", max_context=16)
+    held, layer = held_bytes(), bundle.slice(2, 3)
+    short, long = (
+        plan_memory(memory_model(layer.config, layer.quant, its), budget_bytes=0, process_bytes=held)
+        for its in (runtime, replace(runtime, max_context=0))
+    )
+    assert short.least_budget_bytes + (1 << 21) < long.least_budget_bytes
+    assert compute_rate(bundle, runtime, short.least_budget_bytes, held) > 1e5
