@@ -58,11 +58,16 @@ def sidecar_digest(content: Predictors | Thresholds | MultiStreams) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
+def layer_words(first: int, stop: int) -> str:
+    """The layers `first` to `stop` - 1, for people."""
+    return f"layer {first}" if stop - first == 1 else f"layers {first} to {stop - 1}"
+
+
 def part_words(manifest: Manifest) -> str:
     """What a slice is, for people."""
     config, part = manifest.config, manifest.config.part
-    last = part.first + config.num_layers - 1
-    layers = f"layers {part.first} to {last} of {part.layers}, which count from 0"
+    own = layer_words(part.first, part.first + config.num_layers)
+    layers = f"{own} of {part.layers}, which count from 0"
     ends = "with the embedding and the output head" if part.embeds else "without the embedding"
     return f"a slice of a model: {layers}, {ends}; the model's hash is {(manifest.part_of or '')[:16]}"
 

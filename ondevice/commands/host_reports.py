@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ondevice.bundle.parts import layer_words
 from ondevice.bundle.reader import Bundle
 from ondevice.commands.reports import harmless, parts, size
 from ondevice.distributed.division import Division, RankShare
@@ -33,10 +34,8 @@ def division_text(bundle: Bundle, planned: PlannedDivision) -> str:
 
 
 def _share_lines(rank: int, share: RankShare) -> list[str]:
-    plan, more = share.plan, ", the embedding and the output head" if rank == 0 else ""
-    layers = f"layers {share.first} to {share.stop - 1}"
-    if share.stop - share.first == 1:
-        layers = f"layer {share.first}"
+    plan, layers = share.plan, layer_words(share.first, share.stop)
+    more = ", the embedding and the output head" if rank == 0 else ""
     return [
         f"rank {rank}, {share.name}: {layers}{more}; {_milliseconds(share.seconds)} a token, in which it "
         f"multiplies {format_bytes(round(share.bytes.computed))} and reads "
@@ -65,7 +64,7 @@ def _milliseconds(seconds: float) -> str:
 def slices_text(planned: PlannedDivision, paths: Sequence[Path]) -> str:
     """The slices that `split` wrote, for people: a line for each, with its path."""
     lines = [
-        f"{path}: layers {share.first} to {share.stop - 1}, for {share.name}"
+        f"{path}: {layer_words(share.first, share.stop)}, for {share.name}"
         for share, path in zip(planned.division.shares, paths, strict=True)
     ]
     return harmless("\n".join(lines))

@@ -49,7 +49,7 @@ def loaded_model(resolved: ResolvedModel) -> Iterator[Model]:
     from ondevice.commands import reports, sharing
 
     resolved.require_fit()
-    say(f"{resolved.bundle.name}: {reports.plan_summary(resolved.plan)}")
+    say(f"{reports.model_words(resolved.bundle)}: {reports.plan_summary(resolved.plan)}")
     for line in reports.lossy_lines(resolved):
         say(line)
     with api.Model(resolved, sharing.later_layers()) as loaded:

@@ -8,9 +8,12 @@ from statistics import mean
 from ondevice.budget.limits import context_words
 from ondevice.budget.plan import Plan
 from ondevice.budget.sizes import DECODE_TOKENS
+from ondevice.bundle.parts import layer_words
+from ondevice.bundle.reader import Bundle
+from ondevice.model_config import WHOLE
 from ondevice.runtime.budget_watch import MemoryPressure
 from ondevice.runtime.resolving import ResolvedModel
-from ondevice.stats import GenerationStats
+from ondevice.stats import GenerationStats, RankStats
 from ondevice.units import format_bytes
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -23,6 +26,14 @@ def plan_summary(plan: Plan) -> str:
         f"plan: budget {size(plan.budget_bytes)}, uses {size(plan.total_bytes)}: {_parts_line(plan)}\n"
         f"      {residency(plan)}{shortened}"
     )
+
+
+def model_words(bundle: Bundle) -> str:
+    """The model's name, with the layers that are here where other machines have some too."""
+    config, part = bundle.config, bundle.config.part
+    if part == WHOLE:
+        return bundle.name
+    return f"{bundle.name}, {layer_words(part.first, part.first + config.num_layers)} of {part.layers}"
 
 
 def fewer_experts(chosen: int, own: int) -> str:
@@ -122,7 +133,10 @@ def size(nbytes: int) -> str:
 
 
 def stats_line(stats: GenerationStats, plan: Plan) -> str:
-    """The closing line of a generation. Flash bytes are per token, or totals if the plan reads flash once."""
+    """The closing line of a generation, and one for each of several ranks.
+
+    Flash bytes are per token, or totals if the plan reads flash once; a rank's are totals.
+    """
 
     def read(nbytes: int) -> str:
         if plan.reads_once:
@@ -154,6 +168,17 @@ def stats_line(stats: GenerationStats, plan: Plan) -> str:
         f"read in {stats.flash_read_seconds:.2f} s with {stats.flash_cpu_seconds:.2f} s of CPU; "
         f"cache hits {100.0 * stats.neuron_cache_hit_rate:.0f} %{prefetched}{waits}{lossy}"
         f"{'' if stats.seed is None else f'; seed {stats.seed}'}"
+        f"{''.join(map(_rank_line, stats.ranks))}"
+    )
+
+
+def _rank_line(found: RankStats) -> str:
+    layers = layer_words(found.first_layer, found.first_layer + found.layers)
+    return (
+        f"\nrank {found.rank}: {layers}; peak {format_bytes(found.peak_memory_bytes)} of "
+        f"{format_bytes(found.budget_bytes)}; flash {format_bytes(found.flash_bytes_read)}; "
+        f"{found.hops.messages} messages, {format_bytes(found.hops.sent_bytes)} sent; "
+        f"waited {found.hops.waited_seconds:.2f} s for others"
     )
 
 

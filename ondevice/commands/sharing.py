@@ -42,8 +42,10 @@ def start(model: str | None, values: dict[str, Any]) -> None:
     """Start again under a supervisor if `--hosts` asks for that and this process isn't there yet.
 
     Takes `hosts` out of the options' values, and puts this host's budget in. Called before a command reads
-    stdin, which it could read only once.
+    stdin, which it could read only once. Raises UsageError for what one machine alone can do.
     """
+    if values.get("prompt_cache"):
+        require_alone(values, "--prompt-cache")
     hosts = values.pop("hosts", None)
     member = joined()
     if member is not None:
@@ -74,7 +76,7 @@ def _arguments(model: str | None) -> list[str]:
 def require_alone(values: dict[str, Any], what: str) -> None:
     """Raises UsageError where several machines share the model, for what they can't do."""
     if joined() is not None or values.get("hosts"):
-        raise UsageError(f"{what} runs on one machine only; leave --hosts out")
+        raise UsageError(f"{what} runs on one machine only: leave it out, or run without --hosts")
 
 
 def resolved_part(model: str | None, runtime: RuntimeConfig) -> ResolvedModel | None:

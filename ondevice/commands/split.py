@@ -19,7 +19,7 @@ from ondevice.settings import RUNTIME_OPTIONS, runtime_config
     "--output",
     "-o",
     type=click.Path(path_type=Path),
-    help="Where to make the folders rank-0, rank-1 and so on; by default beside the model, NAME-slices.",
+    help="Where to make the folders rank-0, rank-1 and so on; by default NAME-slices, beside the model.",
 )
 @option("--force", is_flag=True, help="Replace slices that are there.")
 @add_options(RUNTIME_OPTIONS)
@@ -33,16 +33,22 @@ def split(
     so that slices on the model's own disk take little room.
     """
     from ondevice import api
+    from ondevice.bundle.parts import layer_words
     from ondevice.commands.host_reports import division_json, slices_text
     from ondevice.distributed.division import rank_bundle
     from ondevice.distributed.planning import plan_model
+    from ondevice.runtime.models import model_home, shipped_folder
 
     take_interrupts()
     bundle, planned = plan_model(model, hosts, runtime_config(values))
-    output = output or bundle.path.absolute().with_name(f"{bundle.path.absolute().name}-slices")
+    if output is None:
+        path = bundle.path.absolute()
+        # Nothing is written beside the model that ships, which lies in the package.
+        folder = model_home() if path.parent == shipped_folder() else path.parent
+        output = folder / f"{path.name}-slices"
     written = []
     for rank, (first, stop) in enumerate(planned.division.ranges):
-        say(f"rank {rank}: layers {first} to {stop - 1} ...")
+        say(f"rank {rank}: {layer_words(first, stop)} ...")
         part = rank_bundle(bundle, planned.runtime, first, stop)
         written.append(api.write_slice(part, output / f"rank-{rank}", force=force))
     found = division_json(bundle, planned)

@@ -11,20 +11,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ondevice.bundle.parts import part_words
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig
 from ondevice.distributed.division import Division, RankResources, divide
 from ondevice.distributed.hosts import Host, read_hosts
 from ondevice.distributed.speed import measured_resources, usable_bytes
-from ondevice.errors import system_refusals
-from ondevice.model_config import cut_places
+from ondevice.errors import UnsupportedModelError, system_refusals
+from ondevice.model_config import WHOLE, cut_places
 from ondevice.runtime.models import automatic_modes, find_model
 from ondevice.runtime.resolving import ResolvedModel, resolve
 from ondevice.units import parse_budget
 
-HOP_SECONDS = 0.0002
-"""Seconds from one rank to the next that are planned with: half of a fast round trip of MLX's ring on one
-machine. A network adds its own."""
+HOP_SECONDS = 0.0003
+"""Seconds from one rank to the next that are planned with: a row of 4,096 values in
+`tests.benchmarks.explain.ring_hops` on one machine. A network adds its own."""
 
 RING_BYTES = 42_000_000
 """Memory that MLX and its ring take in a rank's process, which has neither here. Measured with MLX 0.32 on
@@ -65,9 +66,15 @@ def plan_model(
 ) -> tuple[Bundle, PlannedDivision]:
     """The bundle of a model by name, and its division among the hosts of a host file.
 
-    Raises ModelNotFoundError, UsageError for a wrong host file, and what `plan_hosts` raises.
+    Raises ModelNotFoundError, UsageError for a wrong host file, UnsupportedModelError for a slice, and what
+    `plan_hosts` raises.
     """
     listed, bundle = read_hosts(hosts), Bundle.open(find_model(model))
+    if bundle.config.part != WHOLE:
+        raise UnsupportedModelError(
+            f"{bundle.name} is {part_words(bundle.manifest)}. Only a whole model is divided among hosts: "
+            "name that. Hosts that have slices run the layers of their own"
+        )
     with system_refusals():
         return bundle, plan_hosts(bundle, runtime, listed)
 

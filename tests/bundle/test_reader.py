@@ -19,10 +19,12 @@ from ondevice.bundle.reader import Bundle
 from ondevice.bundle.verify import verify
 from ondevice.bundle.writer import BundleWriter
 from ondevice.config import QuantConfig
+from ondevice.converters.slices import write_slice
 from ondevice.errors import BundleError, ModelNotFoundError, OndeviceError
 from ondevice.model_config import AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec, RopeSpec
 from tests.golden.build import CONFIG, GOLDEN, Recipe, fill, golden_config
 from tests.malformed.rules import RULES, Rule, manifest_of, put
+from tests.malformed.slice_rules import SLICE_RULES
 from tests.support.crc32c import crc32c
 from tests.support.sources import FEED_FORWARDS, with_feed_forward
 from tests.support.widths import with_widths
@@ -54,8 +56,30 @@ def test_malformed_bundle_is_refused(rule: Rule, copy: Path, traced: None) -> No
     assert type(caught.value) is rule.error
 
 
+@pytest.fixture(scope="module")
+def later_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A slice of the golden model's second layer, and of no more."""
+    return write_slice(Bundle.open(GOLDEN).slice(1, 2), tmp_path_factory.mktemp("slice") / "rank-1")
+
+
+@pytest.mark.parametrize("rule", SLICE_RULES, ids=lambda rule: rule.name)
+def test_malformed_slice_is_refused(rule: Rule, later_layer: Path, tmp_path: Path, traced: None) -> None:
+    folder = shutil.copytree(later_layer, tmp_path / "slice")
+    rule.break_bundle(folder)
+    with pytest.raises(OndeviceError, match=rule.message) as caught:
+        Bundle.open(folder)
+    assert type(caught.value) is rule.error
+
+
+def test_only_a_slice_is_of_a_whole(copy: Path) -> None:
+    put("part_of", value="0" * 64)(copy)
+    with pytest.raises(BundleError, match="unknown key 'part_of'"):
+        Bundle.open(copy)
+
+
 def test_rules_are_told_apart() -> None:
     assert len({rule.name for rule in RULES}) == len(RULES)
+    assert len({rule.name for rule in SLICE_RULES}) == len(SLICE_RULES)
 
 
 @pytest.mark.parametrize("path", ["absent", "a\0b", "x" * 5000])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ondevice.bundle.reader import Bundle
 from ondevice.distributed.planning import LAUNCHER_BYTES, RING_BYTES, SUPERVISOR_BYTES
 from tests.support.command_line import Run
 from tests.support.small_models import MODELS, write_small
@@ -63,6 +64,28 @@ def test_wrong_hosts_and_small_budgets_have_their_exit_codes(
     missing = ondevice("inspect", "-m", bundle, "--hosts", tmp_path / "none.json")
     assert missing.code == 2
     assert "there is no host file" in missing.err
+
+
+def test_a_slice_is_not_divided(ondevice: Run, bundle: Path, tmp_path: Path) -> None:
+    hosts = host_file(tmp_path, "5GB", "5GB")
+    assert ondevice("split", bundle, "--hosts", hosts, "-o", tmp_path / "slices").code == 0
+    for command in ("inspect", "split"):
+        found = ondevice(command, tmp_path / "slices" / "rank-0", "--hosts", hosts)
+        assert found.code == 3
+        assert "a slice of a model: layer" in found.err
+        assert "Only a whole model is divided among hosts: name that" in found.err
+
+
+def test_slices_of_the_model_that_ships_lie_among_models(
+    ondevice: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in the package, where nothing is written."""
+    monkeypatch.setenv("ONDEVICE_HOME", str(tmp_path / "home"))
+    hosts = host_file(tmp_path, "5GB", "5GB")
+    found = ondevice("split", "--hosts", hosts, "--json").json
+    folder = tmp_path / "home" / "small-relu-slices"
+    assert [rank["path"] for rank in found["ranks"]] == [str(folder / f"rank-{rank}") for rank in (0, 1)]
+    assert Bundle.open(folder / "rank-1").config.part.layers == 6
 
 
 def test_the_smallest_budget_has_room_for_the_ring_and_supervisors(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 from ondevice.api import load
 from ondevice.cli import cli
 from ondevice.distributed import launch
+from ondevice.distributed.remote_layers import PIPELINED_ROWS
 from ondevice.errors import StartAgainError
 from tests.support.distributed import (
     MARK,
@@ -88,9 +90,28 @@ def test_hosts_gives_the_text_of_one_machine(tmp_path: Path) -> None:
         assert it["flash_bytes_read"] > 0
         assert it["hops"]["messages"] > 20
         assert it["hops"]["sent_bytes"] > 20 * 4096
-    assert "plan: budget 300 MB" in rank.said
+    assert re.search(r"^small-relu, layers? 0.* of 6: plan: budget 300 MB", rank.said)
     assert rank.said.count("plan: ") == 1
+    assert re.search(
+        r"^rank 1: layers? \d.* to 5; peak .* of 320 MB; .* sent; waited", rank.said, re.MULTILINE
+    )
     assert "warning" not in rank.said
+
+
+def test_mlx_over_its_ring_gives_the_text_of_one_machine(tmp_path: Path, chat_bundle: Path) -> None:
+    """Behind a prompt of two chunks, which are pipelined, and with drafts."""
+    prompt = "one two three " * 10
+    options = ("--backend", "mlx", "--speculation", "lookup", "-m", str(chat_bundle))
+    sampled = ("--temp", "0.8", "--seed", "3")
+    rank = run_hosts(tmp_path, 2, *GENERATE, "--prompt", prompt, *options, *sampled)
+    assert rank.process.returncode == 0, rank.said
+    found = json.loads(rank.printed)
+    assert found["stats"]["prompt_tokens"] > PIPELINED_ROWS
+    with load(chat_bundle, backend="mlx", speculation="off", threads=1) as model:
+        expected = model.generate(prompt, max_tokens=24, temperature=0.8, seed=3)
+    assert (found["text"], found["tokens"]) == (expected.text, list(expected.tokens))
+    assert found["stats"]["backend"] == "mlx"
+    assert [it["rank"] for it in found["stats"]["ranks"]] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -120,13 +141,18 @@ def test_a_value_that_looks_like_the_help_option_is_a_value(tmp_path: Path) -> N
 
 
 def test_a_chat_of_three_ranks_reads_stdin_to_its_end(tmp_path: Path) -> None:
+    """What it saves on its way it loads again, without the states of which other ranks have parts."""
+    saved = tmp_path / "talk"
+    typed = f"hi\n/save {saved}\n/reset\n/load {saved}\nwhat?\n".encode()
     chat = ("-m", "ondevice", "chat", "--max-tokens", "12", "--threads", "1", "--temp", "0")
-    rank = run_hosts(tmp_path, 3, *chat, typed=b"hi\nwhat?\n")
+    rank = run_hosts(tmp_path, 3, *chat, typed=typed)
     assert rank.process.returncode == 0, rank.said
-    single = subprocess.run(
-        [sys.executable, *chat], input=b"hi\nwhat?\n", capture_output=True, check=True, timeout=60
-    )
+    assert "2 messages loaded" in rank.said
+    assert saved.is_file()
+    assert not saved.with_name("talk.state").exists()
+    single = subprocess.run([sys.executable, *chat], input=typed, capture_output=True, check=True, timeout=60)
     assert rank.printed.encode() == single.stdout
+    assert saved.with_name("talk.state").is_dir()
 
 
 def test_under_mlx_launch_ranks_find_themselves(tmp_path: Path) -> None:
@@ -173,6 +199,14 @@ def test_a_damaged_or_another_model_on_one_rank_is_an_error_on_all(
         (("generate", "--prompt", "a", "--hosts", "none.json"), 2, "there is no host file none.json"),
         (("bench", "--ablation", "--hosts", "none.json"), 2, "--ablation runs on one machine only"),
         (("serve", "one", "two", "--hosts", "none.json"), 2, "a server of several models runs on one"),
+        *(
+            (
+                (*command, "--prompt-cache", "x", "--hosts", "none.json"),
+                2,
+                "--prompt-cache runs on one machine",
+            )
+            for command in (("generate", "--prompt", "a"), ("chat",), ("serve",))
+        ),
     ],
 )
 def test_wrong_uses_are_refused_before_anything_starts(

@@ -7,6 +7,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import pytest
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from ondevice.api import load
+from ondevice.api import load, write_slice
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.draft_layers.eagle import convert_eagle
 from ondevice.converters.training.thresholds import LayerThresholds, write_thresholds
-from ondevice.model_config import ExpertsSpec, LatentSpec
+from ondevice.model_config import ExpertsSpec, LatentSpec, cut_places
 from ondevice.training import train_predictors
 from tests.support.bundles import convert_bundle, copy_files, made_up_pieces, write_byte_tokenizer
 from tests.support.cached_texts import said
@@ -103,6 +104,11 @@ class Bases:
         return sorted((self.folder / "bundles").iterdir())
 
     @property
+    def slices(self) -> list[Path]:
+        """Folders of a model's two slices, `rank-0` and `rank-1`."""
+        return sorted((self.folder / "slices").iterdir())
+
+    @property
     def checkpoints(self) -> list[Path]:
         return sorted((self.folder / "checkpoints").iterdir())
 
@@ -129,6 +135,8 @@ def make_bases(folder: Path) -> Bases:
         _write_checkpoints(folder)
         _write_heads(folder)
         _write_bundles(folder)
+        for name in (*QUANTS, "uneven"):
+            write_slices(folder / "bundles" / name, folder / "slices" / name)
         _write_caches(folder)
         (folder / "whole").touch()
     return Bases(folder)
@@ -246,6 +254,15 @@ def _write_llama2c(folder: Path) -> None:
     folder.mkdir(parents=True)
     values = [(0.2 * rng.standard_normal(size)).astype("<f4") for size in sizes]
     (folder / "model.bin").write_bytes(b"".join(part.tobytes() for part in (head, *values)))
+
+
+def write_slices(bundle: Path, folder: Path) -> None:
+    """The two halves of a model, or what comes nearest to them, as slices in `folder`."""
+    whole = Bundle.open(bundle)
+    places = cut_places(whole.config)
+    edges = (0, places[len(places) // 2], whole.config.num_layers)
+    for rank, ends in enumerate(pairwise(edges)):
+        write_slice(whole.slice(*ends), folder / f"rank-{rank}")
 
 
 def _write_caches(folder: Path) -> None:

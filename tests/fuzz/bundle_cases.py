@@ -42,9 +42,12 @@ SIZES: dict[str, list[int]] = {
 
 def make(folder: Path, rng: random.Random, bases: Bases) -> None:
     """A changed bundle in the new folder `folder`/bundle."""
-    base = rng.choice(bases.bundles)
-    bundle = Bundle.open(base)
-    target = copied(base, folder / "bundle")
+    spoil(copied(rng.choice(bases.bundles), folder / "bundle"), rng, bases)
+
+
+def spoil(target: Path, rng: random.Random, bases: Bases) -> None:
+    """Change the sound bundle or slice in the folder `target`, and sign it again."""
+    bundle = Bundle.open(target)
     if rng.random() < 0.15:
         _reshape(target, bundle.config, bundle.quant, rng)
         return
@@ -77,7 +80,8 @@ def _nothing(folder: Path, rng: random.Random, bases: Bases) -> None:
 
 def _weights(folder: Path, rng: random.Random, bases: Bases) -> None:
     """Values of records: codes, scales and biases, each as an attacker would choose them."""
-    names = [path.name for path in folder.glob("*-000*.safetensors")] + [EMBEDDING]
+    names = [path.name for path in folder.glob("*-000*.safetensors")]
+    names += [EMBEDDING] * (folder / EMBEDDING).exists()
     path = folder / rng.choice(sorted(names))
     data = bytearray(path.read_bytes())
     stride = json.loads(data[8:DATA_OFFSET])["records"]["shape"][1]
@@ -121,6 +125,9 @@ def _resident(folder: Path, rng: random.Random, bases: Bases) -> None:
     data = bytearray(path.read_bytes())
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
+    if not header:
+        # Slices behind the streams' last layer have streams without tensors.
+        return
     entry = header[rng.choice(sorted(header))]
     begin, end = (8 + length + offset for offset in entry["data_offsets"])
     kind = {"F32": BAD_VECTORS, "F16": BAD_FLOATS}.get(entry["dtype"])

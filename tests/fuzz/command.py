@@ -24,6 +24,7 @@ from tests.fuzz import (
     checkpoint_cases,
     head_cases,
     session_cases,
+    slice_cases,
     template_cases,
     tokenizer_cases,
 )
@@ -33,6 +34,7 @@ from tests.fuzz.zygote import only_thread, run_case
 
 KINDS: dict[str, ModuleType] = {
     "bundle": bundle_cases,
+    "slice": slice_cases,
     "checkpoint": checkpoint_cases,
     "tokenizer": tokenizer_cases,
     "template": template_cases,
@@ -40,7 +42,16 @@ KINDS: dict[str, ModuleType] = {
     "cache": cache_cases,
     "head": head_cases,
 }
-SHARES = {"bundle": 4, "checkpoint": 2, "tokenizer": 2, "template": 1, "session": 1, "cache": 1, "head": 1}
+SHARES = {
+    "bundle": 4,
+    "slice": 1,
+    "checkpoint": 2,
+    "tokenizer": 2,
+    "template": 1,
+    "session": 1,
+    "cache": 1,
+    "head": 1,
+}
 """Cases of each kind in every round."""
 ORDER = [kind for kind, share in SHARES.items() for _ in range(share)]
 

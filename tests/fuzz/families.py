@@ -10,6 +10,7 @@ from pathlib import Path
 from ondevice.converters.convert import convert
 from ondevice.converters.draft_layers.mtp import convert_mtp
 from tests.converters.test_gguf_families import MODELS
+from tests.fuzz.bases import write_slices
 from tests.support.bundles import write_byte_tokenizer
 from tests.support.families import CASES, write_model
 from tests.support.gguf_families import write_family
@@ -47,6 +48,7 @@ def add_families(folder: Path) -> None:
         shutil.rmtree(checkpoint / "source")
     for case in AHEAD:
         add_layer_ahead(folder, case)
+        write_slices(folder / "ahead" / case / "bundle", folder / "slices" / case)
 
 
 def add_layer_ahead(folder: Path, case: str) -> None:

@@ -15,17 +15,19 @@ from pathlib import Path
 
 import pytest
 
-from ondevice.api import verify
+from ondevice.api import load, verify
 from ondevice.bundle.layout import DATA_OFFSET
 from ondevice.bundle.reader import Bundle
+from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import BundleError
-from tests.fuzz import bundle_cases, signing, template_cases, tokenizer_cases
+from tests.fuzz import bundle_cases, signing, slice_cases, template_cases, tokenizer_cases
 from tests.fuzz.bases import Bases, make_bases
 from tests.fuzz.command import SHARES
 from tests.fuzz.outcomes import SLACK_BYTES, Difference
 from tests.fuzz.zygote import run_case
 from tests.support.bundles import copy_files, open_sound
 from tests.support.paths import ROOT
+from tests.support.ranks import text_of_met
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +132,18 @@ def test_what_is_signed_again_passes_every_check(bases: Bases, tmp_path: Path, i
     open_sound(folder)
 
 
+@pytest.mark.parametrize("index", range(4))
+def test_sound_slices_write_the_text_of_the_whole(bases: Bases, index: int) -> None:
+    """So what spoilt ones are refused for is what was spoilt."""
+    folder, prompt = bases.slices[index], [7, 8, 9, 10, 11]
+    sampling = SamplingConfig(max_tokens=6, temperature=0.8, seed=7)
+    runtime = RuntimeConfig(dram_budget="2GB", memory_pressure="off", threads=1)
+    found = text_of_met([folder / rank for rank in slice_cases.RANKS], runtime, prompt, sampling)
+    with load(bases.folder / "bundles" / folder.name, dram_budget="2GB", threads=1) as model:
+        whole = model.generate(tokens=prompt, max_tokens=6, temperature=0.8, seed=7)
+    assert found == list(whole.tokens)
+
+
 @contextmanager
 def on(folder: Path) -> Iterator[Path]:
     folder.mkdir(parents=True)
@@ -137,12 +151,13 @@ def on(folder: Path) -> Iterator[Path]:
 
 
 def test_a_seed_decides_a_case(bases: Bases, tmp_path: Path) -> None:
-    made = []
-    for name in "ab":
-        with on(tmp_path / name) as folder:
-            bundle_cases.make(folder, random.Random("7"), bases)
-            made.append({path.name: path.read_bytes() for path in (folder / "bundle").iterdir()})
-    assert made[0] == made[1]
+    for cases, name in ((bundle_cases, "bundle"), (slice_cases, "rank-0"), (slice_cases, "rank-1")):
+        made = []
+        for copy in "ab":
+            with on(tmp_path / f"{name} {copy}") as folder:
+                cases.make(folder, random.Random("7"), bases)
+                made.append({path.name: path.read_bytes() for path in (folder / name).iterdir()})
+        assert made[0] == made[1]
     texts = {template_cases.made_up(random.Random(seed)) for seed in range(50)}
     files = {tokenizer_cases.made_up("tokenizers", random.Random(seed), bases) for seed in range(50)}
     assert min(len(texts), len(files)) > 40

@@ -16,6 +16,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import never_cancelled
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.distributed.layer_server import serve_layers, state_room
+from ondevice.distributed.meeting import meet, meet_as_first
 from ondevice.distributed.remote_layers import RemoteLayers, StateRoom
 from ondevice.errors import OndeviceError, RankError
 from ondevice.runtime.engine import Engine
@@ -127,6 +128,37 @@ def running_ranks(
         for thread in threads:
             thread.join(WAIT_SECONDS)
     assert all(expected is not None and isinstance(it, expected) for it in errors), errors
+
+
+def text_of_met(
+    folders: Sequence[Path], runtime: RuntimeConfig, prompt: Sequence[int], sampling: SamplingConfig
+) -> list[int]:
+    """The tokens that follow a prompt, of ranks that meet with a bundle or a slice each.
+
+    Raises what the first rank that failed raised.
+    """
+    transports, errors = ring_of(len(folders)), list[BaseException]()
+
+    def serve(rank: int) -> None:
+        with end_ring(transports[rank], errors):
+            resolved = meet(transports[rank], lambda: Bundle.open(folders[rank]), runtime)
+            serve_layers(resolved, transports[rank])
+
+    threads = [threading.Thread(target=serve, args=(rank,), daemon=True) for rank in range(1, len(folders))]
+    for thread in threads:
+        thread.start()
+    found: list[int] = []
+    with end_ring(transports[0], errors):
+        resolved, later = meet_as_first(transports[0], Bundle.open(folders[0]), runtime)
+        with closing(Engine(resolved, never_cancelled, later=later)) as engine:
+            events = list(engine.generate(None, prompt, sampling, never_cancelled))
+        found = [event.token for event in events if event.token is not None]
+        later.end()
+    for thread in threads:
+        thread.join(WAIT_SECONDS)
+    if errors:
+        raise errors[0]
+    return found
 
 
 def _part(whole: Bundle, edges: Sequence[int], rank: int, runtime: RuntimeConfig) -> Any:
