@@ -117,7 +117,7 @@ def test_an_error_of_one_rank_is_said_on_all_with_its_exit_code(
 ) -> None:
     ranks = start(tmp_path, 2, word, 100)
     wait_for_all(ranks, LIMIT_SECONDS)
-    assert [rank.process.returncode for rank in ranks] == [code, code]
+    assert [rank.process.returncode for rank in ranks] == [code, code], [rank.said for rank in ranks]
     assert all(said in rank.said and "Traceback" not in rank.said for rank in ranks), [r.said for r in ranks]
     require_ended(tmp_path, ranks)
 

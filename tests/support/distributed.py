@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -17,14 +18,20 @@ from typing import IO
 MARK = "ONDEVICE_TEST_RANKS"
 """Variable by whose value the processes of a run are found, whatever became of their parents."""
 
+_PORTS = (10_000, 30_000)
+"""Least and most of ports that are taken."""
+
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback address at which nothing listens."""
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in held]
-    for one in held:
-        one.close()
-    return ports
+    """Neighbouring ports of the loopback address at which nothing listens, nor behind them.
+
+    They are below those that the system gives to connections: one of another process would take them before a
+    rank listens.
+    """
+    while True:
+        ports = range(first := random.randint(*_PORTS), first + count)
+        if all(map(_is_free, (*ports, first + count))):
+            return list(ports)
 
 
 def _is_free(port: int) -> bool:
@@ -38,10 +45,8 @@ def _is_free(port: int) -> bool:
 def ring_environments(folder: Path, ranks: int) -> list[dict[str, str]]:
     """Environments in which MLX's ring joins processes of this machine, one per rank."""
     hosts = folder / "ring.json"
-    ports = free_ports(ranks)
     # The control channel takes the port behind the last.
-    while not _is_free(max(ports) + 1):
-        ports = free_ports(ranks)
+    ports = free_ports(ranks)
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
     mark = {MARK: str(hosts), "PYTHONUNBUFFERED": "1"}
     return [
