@@ -23,7 +23,8 @@ def division_text(bundle: Bundle, planned: PlannedDivision) -> str:
     """`inspect --hosts` for people."""
     division, here = planned.division, planned.here
     lines = [
-        f"{bundle.name}: {bundle.config.num_layers} layers over {len(division.shares)} hosts",
+        f"{bundle.name}: {bundle.config.num_layers} layers over {len(division.shares)} "
+        f"host{'s' if len(division.shares) > 1 else ''}",
         *(line for rank, share in enumerate(division.shares) for line in _share_lines(rank, share)),
         *_time_lines(division),
         f"this machine multiplies {format_bytes(round(here.compute_bytes_per_second))} of weights in memory "

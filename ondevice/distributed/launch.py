@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -24,6 +25,8 @@ from ondevice.errors import BackendUnavailableError, BundleError, UsageError
 END_SECONDS = 3.0
 """How long the launcher has to end by itself."""
 _SHOWN_CHARS = 400
+_STYLE = re.compile(r"\x1b\[[\d;]*m")
+"""A terminal's colour, of which mlx.launch makes use."""
 _MAX_ARGUMENTS, _MAX_CHARS = 64, 1 << 16
 
 
@@ -111,13 +114,20 @@ class MlxLauncher:
 
     def failure(self) -> str | None:
         code = self._process.poll()
-        return None if code is None else f"mlx.launch ended with the exit code {code}: {self._said()}"
+        if code is None:
+            return None
+        names = ", ".join(dict.fromkeys(host.ssh for host in self._hosts[1:]))
+        return (
+            f"mlx.launch, which counts hosts from the second on, ended with the exit code {code} and said: "
+            f"{self._said()}. Check that ssh reaches {names} without asking for a password, and that "
+            f"`{sys.executable} -m ondevice --version` runs there"
+        )
 
     def _said(self) -> str:
         """The end of what the launcher and the ranks have said."""
         size = self._output.seek(0, os.SEEK_END)
         self._output.seek(max(0, size - _SHOWN_CHARS))
-        said = self._output.read().decode(errors="replace").strip()
+        said = _STYLE.sub("", self._output.read().decode(errors="replace")).strip()
         return said or "it said nothing"
 
     def joined(self) -> None:

@@ -68,10 +68,10 @@ def require_gone(mark: str) -> None:
         time.sleep(0.05)
 
 
-def alone(**options: Any) -> tuple[str, list[int]]:
+def alone(prompt: str = "Once", **options: Any) -> tuple[str, list[int]]:
     """What one process generates."""
     with load(SHIPPED, dram_budget="4GB", threads=1) as model:
-        found = model.generate("Once", max_tokens=24, **options)
+        found = model.generate(prompt, max_tokens=24, **options)
         return found.text, list(found.tokens)
 
 
@@ -119,25 +119,20 @@ def test_mlx_over_its_ring_gives_the_text_of_one_machine(tmp_path: Path, chat_bu
     ["eagle", *(pytest.param(it, marks=pytest.mark.slow) for it in ("off", "lookup", "streams", "auto"))],
 )
 def test_the_smallest_budgets_that_are_said_are_enough(tmp_path: Path, drafter: str) -> None:
-    options = ("--speculation", drafter, "--threads", "1")
+    """They stay as they are, which is said, and a prompt that looks like the help option is a prompt."""
+    options = ("--speculation", drafter, "--threads", "1", "--memory-pressure", "auto")
     inspect = ("-m", "ondevice", "inspect", *options, "--json", "--hosts")
     said = subprocess.run(
         [sys.executable, *inspect, str(hosts_file(tmp_path, ["300MB"] * 2))], capture_output=True, check=True
     )
     smallest = [str(rank["plan"]["minimum_budget_bytes"]) for rank in json.loads(said.stdout)["ranks"]]
-    rank = run_hosts(tmp_path, 2, *GENERATE, "--prompt", "Once", *options, budgets=smallest)
-    assert rank.process.returncode == 0, rank.said
-    found = json.loads(rank.printed)
-    assert found["tokens"] == alone()[1]
-    assert [str(it["budget_bytes"]) for it in found["stats"]["ranks"]] == smallest
-    assert all(it["peak_memory_bytes"] <= it["budget_bytes"] for it in found["stats"]["ranks"])
-
-
-def test_a_value_that_looks_like_the_help_option_is_a_value(tmp_path: Path) -> None:
-    rank = run_hosts(tmp_path, 2, *GENERATE, "--prompt", "-h", "--memory-pressure", "auto")
+    rank = run_hosts(tmp_path, 2, *GENERATE, "--prompt", "-h", *options, budgets=smallest)
     assert rank.process.returncode == 0, rank.said
     assert rank.said.count("warning: --memory-pressure auto does nothing") == 1
-    assert len(json.loads(rank.printed)["stats"]["ranks"]) == 2
+    found = json.loads(rank.printed)
+    assert (found["text"], found["tokens"]) == alone("-h")
+    assert [str(it["budget_bytes"]) for it in found["stats"]["ranks"]] == smallest
+    assert all(it["peak_memory_bytes"] <= it["budget_bytes"] for it in found["stats"]["ranks"])
 
 
 def test_a_chat_of_three_ranks_reads_stdin_to_its_end(tmp_path: Path) -> None:
@@ -216,6 +211,24 @@ def test_wrong_uses_are_refused_before_anything_starts(
         [sys.executable, "-m", "ondevice", *arguments], capture_output=True, text=True, cwd=tmp_path
     )
     assert (found.returncode, said in found.stderr) == (code, True), found.stderr
+
+
+def test_a_host_that_ssh_does_not_reach_is_named(tmp_path: Path) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\necho no route >&2\nexit 255\n")
+    ssh.chmod(0o755)
+    hosts = json.loads(hosts_file(tmp_path, ["300MB"] * 2).read_bytes())
+    hosts[1]["ssh"] = "laptop.invalid"
+    (tmp_path / "hosts.json").write_text(json.dumps(hosts))
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, MARK: str(tmp_path), "TMPDIR": str(tmp_path), "PATH": path}
+    command = (*GENERATE, "--prompt", "a", "--hosts", str(tmp_path / "hosts.json"))
+    (rank,) = start_ranks([environment], [command])
+    assert rank.process.wait(LIMIT_SECONDS) == 1
+    assert "error: the other ranks couldn't be started: mlx.launch, which counts" in rank.said
+    assert "Check that ssh reaches laptop.invalid without asking for a password" in rank.said
+    assert "[33m" not in rank.said
+    require_gone(str(tmp_path))
 
 
 def others_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[str, list[str]]:
