@@ -119,7 +119,7 @@ class Plan:
         """The parts of `minimum_budget_bytes`, by the names that messages give them."""
         parts = {
             "weights of every token": self.weights_bytes + self.predictor_bytes,
-            f"KV cache of {self.max_context} tokens": self.kv_cache_bytes,
+            f"KV cache of {self.max_context} token{'s' if self.max_context > 1 else ''}": self.kv_cache_bytes,
             "buffers and scratch memory": self.buffers.nbytes
             + self.activation_bytes
             + self.segment.least * self.segment.nbytes,

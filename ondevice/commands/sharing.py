@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from click import get_current_context
@@ -13,7 +11,7 @@ from click.exceptions import Exit
 
 from ondevice.commands.terminal import say
 from ondevice.distributed.place import CHILD
-from ondevice.errors import BudgetError, OndeviceError, RankError, StartAgainError, UsageError
+from ondevice.errors import OndeviceError, RankError, StartAgainError, UsageError
 from ondevice.settings import RUNTIME_OPTIONS
 
 if TYPE_CHECKING:
@@ -88,13 +86,13 @@ def resolved_part(model: str | None, runtime: RuntimeConfig) -> ResolvedModel | 
     if member is None:
         return None
     from ondevice.budget.claims import count_beside
-    from ondevice.distributed.hosts import RING
+    from ondevice.distributed.hosts import RING, named_budget
     from ondevice.distributed.transport import MlxTransport
 
     count_beside(member.place.beside_bytes)
     with member.joining():
         transport = MlxTransport(RING)
-    with _named_budget(member.place.dram_budget):
+    with named_budget(member.place.dram_budget):
         return _part(transport, model, runtime)
 
 
@@ -135,21 +133,6 @@ def _report(error: Exception) -> None:
     if isinstance(error, OndeviceError):
         code, text = error.exit_code, error.for_command_line
     member.report(code, text, broken=isinstance(error, RankError))
-
-
-@contextmanager
-def _named_budget(budget: str) -> Iterator[None]:
-    """A context whose BudgetErrors say that this rank's budget is the host file's, if it is."""
-    try:
-        yield
-    except BudgetError as error:
-        if not budget:
-            raise
-        origin = (
-            f"This rank's budget is the dram_budget {budget!r} of its host in the host file, which "
-            "goes before --dram-budget: change it there."
-        )
-        raise BudgetError(f"{error.for_command_line} {origin}", error.required_bytes) from error
 
 
 def later_layers() -> LaterLayers | None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ondevice.budget.draft_layers import draft_layer_bytes
 from ondevice.budget.plan import Plan, plan_memory
 from ondevice.budget.sizes import context_tokens
-from ondevice.bundle.parts import part_expert_use, part_predictors, part_streams
+from ondevice.bundle.parts import layer_words, part_expert_use, part_predictors, part_streams
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import MultiStreams
 from ondevice.config import RuntimeConfig
@@ -171,7 +171,7 @@ def divide(
 def slices_lack(name: str, num_layers: int, ranks: Sequence[RankResources]) -> str:
     """An error's text about slices that don't make a model of `num_layers` layers, one behind the other."""
     owned = ((it.name, it.layers or (0, num_layers)) for it in ranks)
-    have = ", ".join(f"{rank} has the layers {first} to {stop - 1}" for rank, (first, stop) in owned)
+    have = ", ".join(f"{rank} has {layer_words(first, stop)}" for rank, (first, stop) in owned)
     return (
         f"the hosts' slices don't make the {num_layers} layers of {name}, one rank behind the other: {have}; "
         "run `ondevice split` for these hosts and copy each its own, or the whole bundle to all"
@@ -182,8 +182,8 @@ def _too_small(name: str, shares: Sequence[RankShare]) -> BudgetError:
     """An error about the division that lacks least memory."""
     short = [it for it in shares if not it.plan.suffices]
     lines = (
-        f"{it.name} has {_size(it.plan.budget_bytes)}, and layers {it.first} to {it.stop - 1} need "
-        f"{_size(it.plan.minimum_budget_bytes)}"
+        f"{it.name} has {_size(it.plan.budget_bytes)} of the {_size(it.plan.minimum_budget_bytes)} for "
+        f"{layer_words(it.first, it.stop)}"
         for it in short
     )
     return BudgetError(

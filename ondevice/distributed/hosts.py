@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 from ondevice.bundle.files import read_whole
 from ondevice.bundle.strict_json import Section, parse_json
 from ondevice.distributed.place import MAX_RANKS
-from ondevice.errors import BundleError, UsageError
+from ondevice.errors import BudgetError, BundleError, UsageError
 from ondevice.units import parse_budget
 
 MAX_ENTRIES = 64
@@ -70,6 +72,21 @@ def read_host_file(path: str | Path) -> HostFile:
     except OSError as error:
         raise UsageError(f"{where} can't be read: {error.strerror or error}") from error
     return found
+
+
+@contextmanager
+def named_budget(budget: str) -> Iterator[None]:
+    """A context whose BudgetErrors say that a rank's budget is the host file's. budget: "" where it isn't."""
+    try:
+        yield
+    except BudgetError as error:
+        if not budget:
+            raise
+        origin = (
+            f"This rank's budget is the dram_budget {budget!r} of its host in the host file, which "
+            "goes before --dram-budget: change it there."
+        )
+        raise BudgetError(f"{error.for_command_line} {origin}", error.required_bytes) from error
 
 
 def _host_file(value: Any, where: str) -> HostFile:

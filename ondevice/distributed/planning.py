@@ -15,7 +15,7 @@ from ondevice.bundle.parts import part_words
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig
 from ondevice.distributed.division import Division, RankResources, divide
-from ondevice.distributed.hosts import Host, read_hosts
+from ondevice.distributed.hosts import Host, named_budget, read_hosts
 from ondevice.distributed.speed import measured_resources, usable_bytes
 from ondevice.errors import UnsupportedModelError, system_refusals
 from ondevice.model_config import WHOLE, cut_places
@@ -88,8 +88,9 @@ def plan_hosts(bundle: Bundle, runtime: RuntimeConfig, hosts: Sequence[Host]) ->
     budgets = [str(runtime.dram_budget if it.dram_budget is None else it.dram_budget) for it in hosts]
     more_bytes = RING_BYTES + SUPERVISOR_BYTES if len(hosts) > 1 else 0
     first_bytes = more_bytes + LAUNCHER_BYTES if len(hosts) > 1 else 0
-    settled = settled_for(bundle, replace(runtime, dram_budget=budgets[0]), len(hosts), first_bytes)
-    here = measured_resources(bundle, settled.runtime, hosts[0].ssh)
+    with named_budget(hosts[0].dram_budget or ""):
+        settled = settled_for(bundle, replace(runtime, dram_budget=budgets[0]), len(hosts), first_bytes)
+        here = measured_resources(bundle, settled.runtime, hosts[0].ssh)
     process_bytes = here.process_bytes
     here = replace(here, process_bytes=process_bytes + first_bytes)
     # `auto` and shares of a machine's memory are taken as here.

@@ -114,7 +114,7 @@ def test_budgets_that_do_for_no_division_are_refused_with_those_that_would(model
     least = divide(model, RUNTIME, [PLENTY] * 2).shares[0].plan.least_budget_bytes
     small = replace(PLENTY, name="small", budget_bytes=least // 2)
     with pytest.raises(
-        BudgetError, match=r"small has \d+ bytes .*, and layers 0 to 0 need \d+ bytes"
+        BudgetError, match=r"small has \d+ bytes .* of the \d+ bytes .* for layer 0\. Raise"
     ) as caught:
         divide(model, RUNTIME, [small, PLENTY])
     needed = caught.value.required_bytes

@@ -58,6 +58,9 @@ def test_wrong_hosts_and_small_budgets_have_their_exit_codes(
     small = ondevice("inspect", "-m", bundle, "--hosts", host_file(tmp_path, "4GB", "1MB"))
     assert small.code == 5
     assert "host1 has 1000000 bytes" in small.err
+    first = ondevice("inspect", "-m", bundle, "--hosts", host_file(tmp_path, "1MB", "4GB"))
+    assert first.code == 5
+    assert "the dram_budget '1MB' of its host in the host file, which goes before" in first.err
     many = ondevice("inspect", "-m", bundle, "--hosts", host_file(tmp_path, *["4GB"] * 6))
     assert many.code == 3
     assert "6 hosts are too many" in many.err

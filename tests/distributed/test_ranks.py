@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from ondevice.api import load
+from ondevice.api import load, write_slice
+from ondevice.bundle.reader import Bundle
 from ondevice.cli import cli
 from ondevice.distributed import launch
 from ondevice.distributed.remote_layers import PIPELINED_ROWS
@@ -151,12 +152,16 @@ def test_a_chat_of_three_ranks_reads_stdin_to_its_end(tmp_path: Path) -> None:
 
 
 def test_under_mlx_launch_ranks_find_themselves(tmp_path: Path) -> None:
-    """mlx.launch sets these two variables, and starts the same command everywhere."""
-    ranks = start_ranks(ring_environments(tmp_path, 2), [(*GENERATE, "--prompt", "Once", *BUDGET)] * 2)
+    """mlx.launch sets these two variables, and starts the same command everywhere. Each has a slice here."""
+    whole = Bundle.open(SHIPPED)
+    slices = [write_slice(whole.slice(*ends), tmp_path / f"rank-{ends[0]}") for ends in ((0, 2), (2, 6))]
+    commands = [(*GENERATE, "--prompt", "Once", *BUDGET, "--model", str(path)) for path in slices]
+    ranks = start_ranks(ring_environments(tmp_path, 2), commands)
     wait_for_all(ranks, START_SECONDS)
     assert [rank.process.returncode for rank in ranks] == [0, 0], [rank.said for rank in ranks]
     found = json.loads(ranks[0].printed)
     assert (found["text"], found["tokens"]) == alone()
+    assert [it["layers"] for it in found["stats"]["ranks"]] == [2, 4]
     assert (ranks[1].printed, ranks[1].said) == ("", "")
 
 
