@@ -29,6 +29,7 @@ from ondevice.distributed.transport import (
 )
 from ondevice.errors import RankError
 from tests.support.distributed import ring_environments
+from tests.support.paths import ROOT
 
 DTYPES = ("float32", "float16", "int32", "uint8")
 
@@ -230,3 +231,12 @@ def test_processes_pass_everything_around_and_a_sender_doesnt_wait(tmp_path: Pat
     assert "closed its connection" in found["lost"]
     assert found["refused"].startswith(f"{MEETING_BYTES + 256 * 4096 * 4} ")
     assert "the limit is 99" in found["refused"]
+
+
+@pytest.mark.slow
+def test_hops_are_measured() -> None:
+    command = [sys.executable, "-m", "tests.benchmarks.explain.ring_hops"]
+    found = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout)
+    assert [hop["array_bytes"] for hop in found["hops"]] == [1152, 16384, 256 * 16384]
+    assert all(hop["us"] > 0 and hop["message_bytes"] > hop["array_bytes"] for hop in found["hops"])
+    assert found["waiting_cpu_share"] < 0.5
