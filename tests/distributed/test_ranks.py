@@ -115,8 +115,10 @@ def test_mlx_over_its_ring_gives_the_text_of_one_machine(tmp_path: Path, chat_bu
     assert [it["rank"] for it in found["stats"]["ranks"]] == [0, 1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["eagle", "off", "lookup", "streams", "auto"])
+@pytest.mark.parametrize(
+    "drafter",
+    ["eagle", *(pytest.param(it, marks=pytest.mark.slow) for it in ("off", "lookup", "streams", "auto"))],
+)
 def test_the_smallest_budgets_that_are_said_are_enough(tmp_path: Path, drafter: str) -> None:
     """They stay as they are, which is said, and a prompt that looks like the help option is a prompt."""
     options = ("--speculation", drafter, "--threads", "1", "--memory-pressure", "auto")

@@ -169,9 +169,8 @@ def test_extreme_gates_stay_finite(spec: DeltaSpec | Mamba2Spec, value: float) -
     np.testing.assert_allclose(after, wanted, rtol=1e-4, atol=1e-5)
 
 
-def refused(spec: DeltaSpec | Mamba2Spec, message: str, **changed: object) -> None:
-    """A pass whose arguments are changed like this says so."""
-    case = Case(spec, 2)
+def run_changed(case: Case, **changed: object) -> None:
+    """A pass with some of its arguments changed."""
     given: dict[str, Any] = {
         "projected": case.projected,
         "inputs": case.gates,
@@ -179,31 +178,36 @@ def refused(spec: DeltaSpec | Mamba2Spec, message: str, **changed: object) -> No
         "weights": case.weights,
         "state": case.state,
         "next_state": np.empty_like(case.state),
-        "out": np.empty((2, spec.value_size), np.float32),
+        "out": np.empty((case.tokens, case.spec.value_size), np.float32),
     }
     op: Any = _native.gated_delta if case.is_delta else _native.mamba2
-    with pytest.raises(ValueError, match=message):
-        op(RUNNERS[TARGETS[0], 1], **{**given, **changed})
+    op(RUNNERS[TARGETS[0], 1], **{**given, **changed})
 
 
 @pytest.mark.parametrize("spec", EITHER)
 def test_what_doesnt_fit_together_is_refused(spec: DeltaSpec | Mamba2Spec) -> None:
     case = Case(spec, 2)
-    refused(spec, "other memory", state=case.state, next_state=case.state)
-    refused(spec, "inputs are", inputs=case.gates[:, 1:].copy())
-    refused(spec, "projected is", projected=case.projected[:, 1:].copy())
-    refused(spec, "states are", state=case.state[1:])
-    refused(spec, "both states", next_state=np.empty_like(case.state)[1:])
-    refused(spec, "multiple of their groups", sizes=(3, 4, *case.sizes[2:]))
-    refused(spec, "out is", out=np.empty((1, spec.value_size), np.float32))
-    refused(spec, "time_bias", weights=case.weights._replace(time_bias=np.zeros(3, np.float32)))
+    run_changed(case)
+    wrong: list[tuple[str, dict[str, object]]] = [
+        ("other memory", {"next_state": case.state}),
+        ("inputs are", {"inputs": case.gates[:, 1:].copy()}),
+        ("projected is", {"projected": case.projected[:, 1:].copy()}),
+        ("states are", {"state": case.state[1:]}),
+        ("both states", {"next_state": np.empty_like(case.state)[1:]}),
+        ("multiple of their groups", {"sizes": (3, 4, *case.sizes[2:])}),
+        ("out is", {"out": np.empty((1, spec.value_size), np.float32)}),
+        ("time_bias", {"weights": case.weights._replace(time_bias=np.zeros(3, np.float32))}),
+    ]
+    for message, changed in wrong:
+        with pytest.raises(ValueError, match=message):
+            run_changed(case, **changed)
 
 
-def test_weights_of_mixers_fit_too() -> None:
-    spec = MIXERS[1]
-    weights, few = Case(spec, 2).weights, np.zeros(3, np.float32)
-    refused(spec, "conv_bias is", weights=weights._replace(conv_bias=few))
-    refused(spec, "skip is", weights=weights._replace(skip=few))
+@pytest.mark.parametrize("name", ["conv_bias", "skip"])
+def test_weights_of_mixers_fit_too(name: str) -> None:
+    case = Case(MIXERS[1], 2)
+    with pytest.raises(ValueError, match=f"{name} is"):
+        run_changed(case, weights=case.weights._replace(**{name: np.zeros(3, np.float32)}))
 
 
 @pytest.mark.parametrize("n", [1, 15, 16, 100])
