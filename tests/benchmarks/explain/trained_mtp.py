@@ -14,7 +14,6 @@ Legend: B windows, T tokens, D width, V vocabulary.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shutil
 import subprocess
@@ -155,8 +154,8 @@ def main() -> int:
     if not (folder / "chat_template.jinja").is_file():
         train(args.data, folder, args.minutes)
     bundle = bundle_folder(folder, args.workdir, "q8")
-    if "mtp" not in json.loads((bundle / "bundle.json").read_text()).get("draft_layers", {}):
-        command = [ONDEVICE, "convert", str(folder), "--draft-for", str(bundle), "--force"]
+    if not (bundle / "mtp.json").is_file():
+        command = [ONDEVICE, "convert", str(folder), "--draft-for", str(bundle)]
         subprocess.run(command, check=True, stdout=sys.stderr)
     measured = [sys.executable, "-m", "tests.benchmarks.explain.draft_layer", "--model", str(bundle)]
     return subprocess.run([*measured, "--drafters", "mtp,lookup"], check=False).returncode
