@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tests.benchmarks.lib.run_ondevice import run
 from tests.support.paths import SHIPPED
@@ -10,7 +11,7 @@ from tests.support.paths import SHIPPED
 
 def test_a_run_tells_times_and_what_rose_behind_the_first_tokens(tmp_path: Path) -> None:
     (tmp_path / "failcnt").write_text("0\n")
-    found = run(
+    found: dict[str, Any] = run(
         {
             "model": str(SHIPPED),
             "prompt": [5, 6, 7, 8],
@@ -26,7 +27,6 @@ def test_a_run_tells_times_and_what_rose_behind_the_first_tokens(tmp_path: Path)
         }
     )
     steady = found["steady"]
-    assert isinstance(steady, dict)
     assert steady["neuron_cache_lookups"] > 0
     assert steady["flash_bytes_read"] >= 0
     assert "ranks" not in steady
