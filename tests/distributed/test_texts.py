@@ -28,7 +28,6 @@ from ondevice.model_config import cut_places
 from ondevice.model_config.part import part_config
 from ondevice.runtime.backend_choice import memory_model
 from ondevice.runtime.resolving import ResolvedModel, resolve
-from ondevice.runtime.state_pool import StatePool
 from ondevice.speculation.tree import DRAFT_NODES
 from ondevice.stats import RankStats
 from ondevice.training import train_ngrams
@@ -204,8 +203,10 @@ def test_states_that_give_way_do_so_on_every_rank(bundle: Path, monkeypatch: pyt
     always_draft(monkeypatch, [6])
     found, emptied = [], 0
     for cuts, blocks in (((), 99), ((2,), 3), ((1, 3), 3)):
-        limit = property(lambda pool, most=blocks: most * pool.layout.block_bytes)
-        monkeypatch.setattr(StatePool, "_limit_bytes", limit)
+        limit = property(
+            lambda plan, most=blocks: most * plan.kv_cache_bytes // -(-plan.max_context // BLOCK_TOKENS)
+        )
+        monkeypatch.setattr(Plan, "kv_limit_bytes", limit)
         with running_ranks(bundle, cuts, speculation="lookup", parallel=3, prefill_chunk=32) as ranks:
             samplings = [
                 SamplingConfig(max_tokens=70, temperature=0.8, seed=at, logit_bias=ENDLESS) for at in range(3)

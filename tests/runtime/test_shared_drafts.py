@@ -164,15 +164,19 @@ def test_texts_that_end_early_or_fail_harm_no_other(parts: Parts, monkeypatch: p
             ended.append(at)
 
         ended: list[int] = []
-        threads = [
-            threading.Thread(target=run, args=(at, rng.choice([2, 5, 1000]), 0.2 * rng.random()))
-            for at in range(len(requests))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(ended) == list(range(len(requests)))
+        rounds = 0
+        # On a busy machine few passes may be shared: then all texts come again.
+        while len(failed) < 4 and rounds < 5:
+            rounds += 1
+            threads = [
+                threading.Thread(target=run, args=(at, rng.choice([2, 5, 1000]), 0.2 * rng.random()))
+                for at in range(len(requests))
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert sorted(ended) == sorted(rounds * list(range(len(requests))))
         give_up = time.monotonic() + 60.0
         # A stream that is closed doesn't wait for the end of its text.
         while any(text.is_used for text in drafting_of(model)._texts) and time.monotonic() < give_up:
