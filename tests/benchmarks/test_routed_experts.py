@@ -36,6 +36,7 @@ from tests.benchmarks.lib.virtual_hub import REPOSITORY, serving
 from tests.support.paths import ROOT
 
 SHAPE = RoutedShape("tiny", 2, 128, 8, 64, 4, 2, 32, 96, 64)
+HYBRID = replace(SHAPE, layers=4, hybrid=True)
 PROMPT, TOKENS = 5, 30
 CASE = next(it for it in cases.CASES if it.name == "decode-8")
 LOST: dict[str, Any] = {"survived": False, "reason": "killed"}
@@ -43,9 +44,9 @@ WEIGHTS = 1_000_000_000
 """Bytes that a token multiplies: 20 a second at 20 GB/s."""
 
 
-def random_steps(seed: int) -> Int32:
+def random_steps(seed: int, shape: RoutedShape = SHAPE) -> Int32:
     random = np.random.default_rng(seed)
-    steps = [[random.permutation(SHAPE.experts)[:3] for _ in range(SHAPE.layers)] for _ in range(SHAPE.steps)]
+    steps = [[random.permutation(shape.experts)[:3] for _ in range(shape.layers)] for _ in range(shape.steps)]
     return np.array(steps, dtype=np.int32)
 
 
@@ -53,13 +54,23 @@ def test_layers_of_a_trace_join_into_one() -> None:
     shape = replace(SHAPE, layers=2, experts=4, joined=2)
     chosen = np.array([[[0, 5], [2, 3], [4, 6]]], dtype=np.int32)
     # Of layers 0 and 2: 0, 1, and 0 again, which is 2 as 1 is taken, and 2, which is 3. Of 1 and 0: all four.
-    assert joined_layers(chosen, shape).tolist() == [[[0, 1, 2, 3], [2, 3, 0, 1]]]
+    assert joined_layers(chosen, shape, 8).tolist() == [[[0, 1, 2, 3], [2, 3, 0, 1]]]
 
 
-def test_greedy_text_and_routers_follow_the_trace(tmp_path: Path) -> None:
+def test_the_best_choices_of_joined_layers_have_numbers_of_their_own() -> None:
+    shape = replace(SHAPE, layers=2, experts=16, steps=4, joined=2, taken=1)
+    trace = RoutingTrace(np.array([[[0, 5], [2, 3], [4, 6]]] * 3, dtype=np.int32), 1, 8, np.array([1] * 3))
+    # Layers 0 and 2, of which the second's experts are the shape's last 8; then 1 and 0.
+    assert routed_steps(shape, trace)[0].tolist() == [[0, 12], [2, 8]]
+
+
+@pytest.mark.parametrize("shape", [SHAPE, HYBRID], ids=["attention", "hybrid"])
+def test_greedy_text_and_routers_follow_the_trace(tmp_path: Path, shape: RoutedShape) -> None:
     pytest.importorskip("gguf")
-    chosen = random_steps(1)
-    bundle = convert(routed_gguf(SHAPE, tmp_path, chosen), tmp_path / "bundle")
+    chosen = random_steps(1, shape)
+    bundle = convert(routed_gguf(shape, tmp_path, chosen), tmp_path / "bundle")
+    kinds = [layer.delta is not None for layer in Bundle.open(bundle).config.layers]
+    assert kinds == ([True, True, True, False] if shape.hybrid else [False] * shape.layers)
     spec = {
         "model": str(bundle),
         "dram_budget": "auto",
@@ -74,9 +85,9 @@ def test_greedy_text_and_routers_follow_the_trace(tmp_path: Path) -> None:
     assert text == versus.prompt_of(PROMPT + TOKENS)[PROMPT:]
     computed = PROMPT + TOKENS - 1
     assert cases.differing(found, chosen, PROMPT, computed) == 0
-    assert cases.differing(found, random_steps(2), PROMPT, computed) > TOKENS
-    assert cases.differing(found[:1], chosen, PROMPT, computed) == 1
-    assert cases.differing([found[0], found[1][3:]], chosen, PROMPT, computed) == computed
+    assert cases.differing(found, random_steps(2, shape), PROMPT, computed) > TOKENS
+    assert cases.differing(found[:-1], chosen, PROMPT, computed) == 1
+    assert cases.differing([*found[:-1], found[-1][3:]], chosen, PROMPT, computed) == computed
 
 
 def test_steps_are_heard_by_their_experts_alone() -> None:
@@ -103,11 +114,17 @@ def test_every_step_has_experts() -> None:
 
 
 def test_bytes_of_a_token() -> None:
-    """4.5 bits for each weight of attention, head and three of eight experts; 16 of routers."""
+    """4.5 bits for each weight of attention, head and three of eight experts; 16 of routers. States twice."""
     attention, expert, head = (128 + 64 + 64 + 128) * 128, 3 * 64 * 128, 96 * 128
     weights = 2 * (attention + 3 * expert) + head
     assert cases.expert_pages(SHAPE) == expert * 9 // 16 // 4096 * 4096
-    assert cases.token_bytes(SHAPE, 3) == weights * 9 // 16 + 2 * 2 * 8 * 128
+    assert cases.token_bytes(SHAPE, 3, 0) == weights * 9 // 16 + 2 * 2 * 8 * 128
+    assert cases.token_bytes(SHAPE, 3, 1000) - cases.token_bytes(SHAPE, 3, 0) == 2000
+    # A layer with a delta rule has other products than attention, and every layer a fourth, shared expert.
+    one = replace(HYBRID, layers=1)
+    rule = (8192 + 4096) * 128 + 128 * 4096
+    parts = 2 * 32 * 128 + 8192 * 4 + 8 * 128
+    assert cases.token_bytes(one, 3, 0) == (rule + 4 * expert + head) * 9 // 16 + 2 * parts
 
 
 def a_round(rate: float, theirs: float | None, gigabytes: float) -> cases.Round:

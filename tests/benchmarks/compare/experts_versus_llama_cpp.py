@@ -34,11 +34,12 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.backends.base import Int32
+from ondevice.backends.base import Int32, KVLayout
 from ondevice.bundle.reader import Bundle
 from tests.benchmarks.explain.dram import dram_gigabytes_per_second
 from tests.benchmarks.lib.direct_reads import direct_read_rate
 from tests.benchmarks.lib.expert_cases import (
+    ASKED,
     CASES,
     CONTEXT,
     DECODE,
@@ -59,7 +60,6 @@ from tests.benchmarks.lib.measure import Result, machine, note, require_rig, run
 from tests.benchmarks.lib.ondevice_bundle import convert_command
 from tests.benchmarks.lib.routed_experts import (
     FIRST,
-    GPT_OSS_20B,
     QWEN3_30B_A3B,
     RoutedShape,
     routed_gguf,
@@ -67,8 +67,7 @@ from tests.benchmarks.lib.routed_experts import (
 )
 from tests.support.paths import ROOT
 
-SHAPES = {shape.name: shape for shape in (QWEN3_30B_A3B, GPT_OSS_20B)}
-NOTHING_ASKED = [replace(case, at_least=0, aim=0, share=(0.0, 0.0)) for case in CASES]
+SHAPES = {shape.name: shape for shape in ASKED}
 CHECKED_TOKENS = 12
 FIXED_BYTES = 300_000_000
 """About what a model of no layers takes, embedding, head and the process."""
@@ -134,8 +133,9 @@ class Rig:
             rounds.append(self._round(case, setting, turn))
             self._keep(asked, asdict(rounds[-1]))
         shape = self.models.shape
-        weights = token_bytes(shape, self.models.chosen.shape[2])
         bundle = Bundle.open(self.models.bundle)
+        states = KVLayout(bundle.config, 8).states.nbytes
+        weights = token_bytes(shape, self.models.chosen.shape[2], states)
         resident = bundle.manifest.files["resident.safetensors"].nbytes
         return verdict(case, rounds, weights, resident)
 
@@ -276,8 +276,7 @@ def main() -> int:
     rig, chosen, rows = Rig(models, args), args.case or names, []
     if ROUTING in chosen:
         rows.append(rig.routing())
-    asked = CASES if shape == QWEN3_30B_A3B else NOTHING_ASKED
-    rows += [rig.case(case) for case in asked if case.name in chosen]
+    rows += [rig.case(case) for case in ASKED[shape] if case.name in chosen]
     passed = all(row["passed"] for row in rows)
     print(f"the shape of {shape.name}, random weights, routed as in a trace\n")
     print(table(rows))

@@ -1,6 +1,6 @@
 """A GGUF file of a dense hybrid in Q4_0 with random codes: gated delta rules, every fourth layer attention.
 
-The shape is that of Qwen3.5-4B.
+The shape is that of Qwen3.5-4B. A hybrid with experts has the same mixers (`routed_experts.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from ondevice.backends.base import Float32
 from tests.support.gguf_families import add_config
+
+SMALL_PARTS = ("ssm_alpha", "ssm_beta", "ssm_conv1d")
+"""Matrices in float32."""
 
 HYBRID_4B: dict[str, Any] = {
     "model_type": "qwen3_5_text",
@@ -45,58 +49,75 @@ def hybrid_file(config: dict[str, Any], workdir: Path) -> Path:
     add_config(writer, config)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
-    matrices, plain = _tensors(config)
+    shapes, rng = _shapes(config), np.random.default_rng(0)
     quant = gguf.GGMLQuantizationType.Q4_0
-    for name, (rows, cols) in matrices.items():
-        stored = rows, cols // 32 * 18
-        writer.add_tensor_info(f"{name}.weight", stored, np.dtype(np.uint8), rows * stored[1], quant)
-    for name, values in plain.items():
-        writer.add_tensor_info(name, values.shape, np.dtype(np.float32), values.nbytes)
+    for name, shape in shapes.items():
+        if is_quantised(name, shape):
+            stored = shape[0], shape[1] // 32 * 18
+            writer.add_tensor_info(name, stored, np.dtype(np.uint8), stored[0] * stored[1], quant)
+        else:
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * int(np.prod(shape)))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    rng = np.random.default_rng(0)
-    for rows, cols in matrices.values():
-        blocks = rng.integers(0, 256, (rows * cols // 32, 18), dtype=np.uint8)
+    for name, shape in shapes.items():
+        if not is_quantised(name, shape):
+            writer.write_tensor_data(plain_values(name, shape, rng))
+            continue
+        blocks = rng.integers(0, 256, (shape[0] * shape[1] // 32, 18), dtype=np.uint8)
         scales = rng.uniform(0.002, 0.008, len(blocks)).astype("<f2")
         blocks[:, :2] = scales.view(np.uint8).reshape(-1, 2)
-        writer.write_tensor_data(blocks.reshape(rows, -1))
-    for values in plain.values():
-        writer.write_tensor_data(values)
+        writer.write_tensor_data(blocks.reshape(shape[0], -1))
     writer.close()
     path.with_suffix(".partial").rename(path)
     return path
 
 
-def _tensors(config: dict[str, Any]) -> tuple[dict[str, tuple[int, int]], dict[str, np.ndarray]]:
-    """Shapes of matrices by name, without `.weight`; and values of what is stored in float32, by name."""
-    rng, hidden, neurons = np.random.default_rng(1), config["hidden_size"], config["intermediate_size"]
-    heads, key_heads = config["linear_num_value_heads"], config["linear_num_key_heads"]
-    inner, width = heads * config["linear_value_head_dim"], config["head_dim"]
-    channels = inner + 2 * key_heads * config["linear_key_head_dim"]
-    queries, keys = (config[f"num_{name}_heads"] * width for name in ("attention", "key_value"))
-    matrices, ones = {"token_embd": (config["vocab_size"], hidden)}, {"output_norm": hidden}
-    plain: dict[str, np.ndarray] = {}
-    for layer, kind in enumerate(config["layer_types"]):
-        name = f"blk.{layer}."
-        matrices |= {f"{name}ffn_{part}": (neurons, hidden) for part in ("gate", "up")}
-        matrices[f"{name}ffn_down"] = hidden, neurons
-        ones |= {f"{name}attn_norm": hidden, f"{name}post_attention_norm": hidden}
-        if kind == "full_attention":
-            # Each query has a gate beside it.
-            matrices |= {f"{name}attn_q": (2 * queries, hidden), f"{name}attn_output": (hidden, queries)}
-            matrices |= {f"{name}attn_{part}": (keys, hidden) for part in "kv"}
-            ones |= {f"{name}attn_{part}_norm": width for part in "qk"}
-            continue
-        matrices |= {f"{name}attn_qkv": (channels, hidden), f"{name}attn_gate": (inner, hidden)}
-        matrices[f"{name}ssm_out"] = hidden, inner
-        ones[f"{name}ssm_norm"] = config["linear_value_head_dim"]
-        drawn = {
-            "ssm_alpha.weight": 0.02 * rng.standard_normal((heads, hidden)),
-            "ssm_beta.weight": 0.02 * rng.standard_normal((heads, hidden)),
-            "ssm_conv1d.weight": 0.5 * rng.standard_normal((channels, config["linear_conv_kernel_dim"])),
-            "ssm_dt.bias": rng.uniform(-4.0, 0.0, heads),
-            "ssm_a": -rng.uniform(1.0, 16.0, heads),
-        }
-        plain |= {f"{name}{part}": values.astype(np.float32) for part, values in drawn.items()}
-    return matrices, plain | {f"{name}.weight": np.ones(size, np.float32) for name, size in ones.items()}
+def is_quantised(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is in Q4_0."""
+    return len(shape) > 1 and name.split(".")[-2] not in SMALL_PARTS
+
+
+def mixer_shapes(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's norms and of its mixer, by name."""
+    hidden, width = config["hidden_size"], config["head_dim"]
+    parts: dict[str, tuple[int, ...]] = {"attn_norm": (hidden,), "post_attention_norm": (hidden,)}
+    if config["layer_types"][layer] == "full_attention":
+        queries, keys = (config[f"num_{name}_heads"] * width for name in ("attention", "key_value"))
+        # Each query has a gate beside it.
+        parts |= {"attn_q": (2 * queries, hidden), "attn_output": (hidden, queries)}
+        parts |= {"attn_k": (keys, hidden), "attn_v": (keys, hidden)}
+        parts |= {"attn_q_norm": (width,), "attn_k_norm": (width,)}
+        return {f"blk.{layer}.{part}.weight": shape for part, shape in parts.items()}
+    heads, value = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    channels = heads * value + 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    parts |= {"attn_qkv": (channels, hidden), "attn_gate": (heads * value, hidden)}
+    parts |= {"ssm_out": (hidden, heads * value), "ssm_norm": (value,)}
+    parts |= {"ssm_alpha": (heads, hidden), "ssm_beta": (heads, hidden)}
+    parts |= {"ssm_conv1d": (channels, config["linear_conv_kernel_dim"])}
+    found = {f"blk.{layer}.{part}.weight": shape for part, shape in parts.items()}
+    return found | {f"blk.{layer}.ssm_dt.bias": (heads,), f"blk.{layer}.ssm_a": (heads,)}
+
+
+def plain_values(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Float32:
+    """What a tensor in float32 holds: norms ones, and a rule's small parts what keeps its state alive."""
+    if name.endswith("ssm_a"):
+        values = -rng.uniform(1.0, 16.0, shape)
+    elif name.endswith("ssm_dt.bias"):
+        values = rng.uniform(-4.0, 0.0, shape)
+    elif len(shape) > 1:
+        values = (0.5 if "conv1d" in name else 0.02) * rng.standard_normal(shape)
+    else:
+        values = np.ones(shape)
+    return values.astype(np.float32)
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors, by name."""
+    hidden, neurons = config["hidden_size"], config["intermediate_size"]
+    found: dict[str, tuple[int, ...]] = {"token_embd.weight": (config["vocab_size"], hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        found |= mixer_shapes(config, layer)
+        found |= {f"blk.{layer}.ffn_{part}.weight": (neurons, hidden) for part in ("gate", "up")}
+        found[f"blk.{layer}.ffn_down.weight"] = hidden, neurons
+    return found | {"output_norm.weight": (hidden,)}

@@ -3,8 +3,8 @@
 `ondevice convert` makes the bundle of it, so that both engines have the same weights. How it follows a trace:
 
 - The last `steps` channels of the residual stream carry the step: the embedding of token `FIRST` + s has row
-  s of a Hadamard matrix there, whose rows are orthogonal. No layer writes to these channels: the rows of the
-  attention's output and of the experts' downs that would have scales of zero, and codes like any other.
+  s of a Hadamard matrix there, whose rows are orthogonal. No layer writes to these channels: the rows of
+  mixers' outputs and of the experts' downs that would have scales of zero, and codes like any other.
 - A router reads these channels alone. Its matrix is the sum over steps of the chosen experts' `SCORE` times
   the step's row. Norms divide all channels by one number, so they change no choice.
 - The head's row of token `FIRST` + s + 1 reads step s, louder than all others. So after step s both engines
@@ -25,7 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32, Int32
+from tests.benchmarks.lib import hybrid_gguf
 from tests.benchmarks.lib.expert_trace import RoutingTrace, extended, read_trace
+from tests.support.gguf_families import ARCHITECTURES, add_config
 
 FIRST = 16
 """The token of step 0."""
@@ -38,7 +40,7 @@ SCALES = (0.002, 0.008)
 """Least and most scale of a matrix's blocks, of either sign: outputs have about the size of inputs."""
 QUIET = 0.25
 """Factor of what layers add to the residual stream, so that its steps are heard behind 48 of them."""
-WRITERS = ("attn_output", "ffn_down_exps")
+WRITERS = ("attn_output", "ssm_out", "ffn_down_exps", "ffn_down_shexp")
 """Matrices whose outputs are added to the residual stream."""
 EMBEDDING_SCALE = 0.25
 UP, DOWN = 12, 4
@@ -49,10 +51,12 @@ SEED = 26
 
 @dataclass(frozen=True)
 class RoutedShape:
-    """Sizes of a Qwen3-MoE model.
+    """Sizes of a Qwen3-MoE model, or of a Qwen3.5-MoE one.
 
     steps: a power of two, at most the hidden size less a block. trace: the one that it is routed by. joined:
-    layers of the trace whose choices are one layer's here.
+    layers of the trace whose choices are one layer's here. taken: the best choices of each of these layers
+    that count; 0: all. hybrid: three layers of four have gated delta rules, and a shared expert stands beside
+    the others of every layer.
     """
 
     name: str = "qwen3-30b-a3b"
@@ -67,16 +71,48 @@ class RoutedShape:
     steps: int = 1024
     trace: str = "qwen"
     joined: int = 1
+    taken: int = 0
+    hybrid: bool = False
 
     @property
     def free(self) -> int:
         """Channels that carry no step: the first ones."""
         return self.hidden - self.steps
 
+    def config(self, chosen: int) -> dict[str, Any]:
+        """The keys of a `config.json`. chosen: experts of a token."""
+        config: dict[str, Any] = {
+            "model_type": "qwen3_5_moe_text" if self.hybrid else "qwen3_moe",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.neurons * chosen,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "num_experts": self.experts,
+            "num_experts_per_tok": chosen,
+            "moe_intermediate_size": self.neurons,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        }
+        if self.hybrid:
+            same = hybrid_gguf.HYBRID_4B
+            config |= {key: value for key, value in same.items() if key.startswith("linear_")}
+            config["rope_parameters"] = same["rope_parameters"]
+            config["shared_expert_intermediate_size"] = self.neurons
+            kinds = [*["linear_attention"] * 3, "full_attention"]
+            config["layer_types"] = (kinds * self.layers)[: self.layers]
+        return config
+
 
 QWEN3_30B_A3B = RoutedShape()
 GPT_OSS_20B = RoutedShape("gpt-oss-20b", 24, 2880, 32, 2880, 64, 8, 64, 201_088, trace="gptoss", joined=2)
 """Its sizes alone: attention has no sinks, products no biases, as nothing but Qwen3-MoE is written."""
+QWEN36_35B_A3B = RoutedShape(
+    "qwen3.6-35b-a3b", 40, 2048, 256, 512, 16, 2, 256, 248_320, joined=2, taken=4, hybrid=True
+)
+"""Its 8 experts of 256 are the best 4 of 128 in two layers of the trace."""
 
 
 def routed_steps(shape: RoutedShape, trace: RoutingTrace | None = None) -> Int32:
@@ -90,14 +126,15 @@ def routed_steps(shape: RoutedShape, trace: RoutingTrace | None = None) -> Int32
     chosen[token, layer] = chosen[trace.prompt - 1, layer]
     if shape.joined == 1:
         return chosen[:, : shape.layers]
-    return joined_layers(chosen, shape)
+    return joined_layers(chosen[:, :, : shape.taken or None], shape, trace.experts)
 
 
-def joined_layers(chosen: Int32, shape: RoutedShape) -> Int32:
+def joined_layers(chosen: Int32, shape: RoutedShape, experts: int) -> Int32:
     """(steps, L, k) of a trace with other layers and experts: what several of its layers chose, as one's.
 
-    Layers are taken from the whole of the trace, experts numbered modulo the shape's. Of two that become one
-    the later is the next expert that wasn't chosen.
+    Layers are taken from the whole of the trace. A layer's experts are numbered behind those of the layer
+    before it, modulo the shape's. Of two that become one the later is the next expert that wasn't chosen.
+    experts: of a layer of the trace.
     """
     steps, layers, k = chosen.shape
     taken = [
@@ -105,8 +142,9 @@ def joined_layers(chosen: Int32, shape: RoutedShape) -> Int32:
         for part in range(shape.joined)
         for layer in range(shape.layers)
     ]
-    parts = chosen[:, taken].reshape(steps, shape.joined, shape.layers, k)
-    found: Int32 = parts.transpose(0, 2, 1, 3).reshape(steps, shape.layers, -1) % shape.experts
+    parts = chosen[:, taken].reshape(steps, shape.joined, shape.layers, k).transpose(0, 2, 1, 3)
+    numbers = parts + experts * np.arange(shape.joined, dtype=np.int32)[:, None]
+    found: Int32 = numbers.reshape(steps, shape.layers, -1) % shape.experts
     for place in range(1, found.shape[2]):
         while (meets := (found[:, :, :place] == found[:, :, place : place + 1]).any(axis=2)).any():
             found[:, :, place] = np.where(meets, (found[:, :, place] + 1) % shape.experts, found[:, :, place])
@@ -132,21 +170,32 @@ def router(shape: RoutedShape, chosen: Int32) -> Float32:
 
 def tensors(shape: RoutedShape) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all tensors, in the file's order."""
-    d, f, e, head = shape.hidden, shape.neurons, shape.experts, shape.head_dim
-    queries, keys = shape.heads * head, shape.kv_heads * head
-    found: dict[str, tuple[int, ...]] = {"token_embd": (shape.vocabulary, d)}
+    d, f, e = shape.hidden, shape.neurons, shape.experts
+    found: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.vocabulary, d)}
     for layer in range(shape.layers):
-        own: dict[str, tuple[int, ...]] = {"attn_norm": (d,), "attn_q": (queries, d), "attn_k": (keys, d)}
-        own |= {"attn_v": (keys, d), "attn_q_norm": (head,), "attn_k_norm": (head,)}
-        own |= {"attn_output": (d, queries), "ffn_norm": (d,), "ffn_gate_inp": (e, d)}
+        own: dict[str, tuple[int, ...]] = {"ffn_gate_inp": (e, d)}
         own |= {"ffn_gate_exps": (e, f, d), "ffn_up_exps": (e, f, d), "ffn_down_exps": (e, d, f)}
-        found |= {f"blk.{layer}.{name}": size for name, size in own.items()}
-    return found | {"output_norm": (d,), "output": (shape.vocabulary, d)}
+        if shape.hybrid:
+            found |= hybrid_gguf.mixer_shapes(shape.config(1), layer)
+            own |= {"ffn_gate_inp_shexp": (d,), "ffn_gate_shexp": (f, d), "ffn_up_shexp": (f, d)}
+            own["ffn_down_shexp"] = d, f
+        else:
+            own = _attention_shapes(shape) | own
+        found |= {f"blk.{layer}.{name}.weight": size for name, size in own.items()}
+    return found | {"output_norm.weight": (d,), "output.weight": (shape.vocabulary, d)}
+
+
+def _attention_shapes(shape: RoutedShape) -> dict[str, tuple[int, ...]]:
+    d, head = shape.hidden, shape.head_dim
+    queries, keys = shape.heads * head, shape.kv_heads * head
+    own: dict[str, tuple[int, ...]] = {"attn_norm": (d,), "attn_q": (queries, d), "attn_k": (keys, d)}
+    own |= {"attn_v": (keys, d), "attn_q_norm": (head,), "attn_k_norm": (head,)}
+    return own | {"attn_output": (d, queries), "ffn_norm": (d,)}
 
 
 def is_quantised(name: str, size: tuple[int, ...]) -> bool:
-    """Whether a tensor is in Q4_0; norms and routers are float32."""
-    return len(size) > 1 and not name.endswith("ffn_gate_inp")
+    """Whether a tensor is in Q4_0; norms, routers and the small parts of delta rules are float32."""
+    return hybrid_gguf.is_quantised(name, size) and not name.endswith("ffn_gate_inp.weight")
 
 
 def routed_gguf(shape: RoutedShape, workdir: Path, chosen: Int32 | None = None) -> Path:
@@ -162,32 +211,19 @@ def routed_gguf(shape: RoutedShape, workdir: Path, chosen: Int32 | None = None) 
     workdir.mkdir(parents=True, exist_ok=True)
     chosen = routed_steps(shape) if chosen is None else chosen
     partial = path.with_suffix(".partial")
-    writer = gguf.GGUFWriter(partial, "qwen3moe")
+    config = shape.config(chosen.shape[2])
+    writer = gguf.GGUFWriter(partial, ARCHITECTURES[config["model_type"]])
     writer.add_file_type(int(gguf.LlamaFileType.MOSTLY_Q4_0))
-    writer.add_context_length(4096)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.neurons * chosen.shape[2])
-    writer.add_expert_feed_forward_length(shape.neurons)
-    writer.add_expert_count(shape.experts)
-    writer.add_expert_used_count(chosen.shape[2])
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1_000_000.0)
+    add_config(writer, config)
     writer.add_vocab_size(shape.vocabulary)
     writer.add_tokenizer_model("no_vocab")
     sizes, q4_0 = tensors(shape), gguf.GGMLQuantizationType.Q4_0
     for name, size in sizes.items():
         if is_quantised(name, size):
             stored = (*size[:-1], size[-1] // BLOCK * BLOCK_BYTES)
-            writer.add_tensor_info(
-                f"{name}.weight", stored, np.dtype(np.uint8), int(np.prod(stored)), raw_dtype=q4_0
-            )
+            writer.add_tensor_info(name, stored, np.dtype(np.uint8), int(np.prod(stored)), raw_dtype=q4_0)
         else:
-            writer.add_tensor_info(f"{name}.weight", size, np.dtype(np.float32), 4 * int(np.prod(size)))
+            writer.add_tensor_info(name, size, np.dtype(np.float32), 4 * int(np.prod(size)))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -221,13 +257,15 @@ class _Values:
 
     def pieces(self, name: str, size: tuple[int, ...]) -> Iterator[NDArray[Any]]:
         """A tensor's elements in order."""
-        shape, kind = self._shape, name.split(".")[-1]
+        shape, kind = self._shape, name.removesuffix(".weight").split(".")[-1]
         if kind == "ffn_gate_inp":
             yield router(shape, self._chosen[:, int(name.split(".")[1])])
         elif kind == "output_norm":
             yield np.where(np.arange(shape.hidden) < shape.free, FREE_IN_HEAD, np.float32(1))
-        elif len(size) == 1:
-            yield np.ones(size, np.float32)
+        elif kind == "ffn_gate_inp_shexp":
+            yield (0.02 * self._random.standard_normal(size)).astype(np.float32)
+        elif not is_quantised(name, size):
+            yield hybrid_gguf.plain_values(name, size, self._random)
         else:
             rows, groups = int(np.prod(size[:-1])), size[-1] // BLOCK
             factor = QUIET if kind in WRITERS else 1.0
