@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,17 @@ from safetensors import safe_open
 from ondevice.api import convert
 from ondevice.backends.base import Int32
 from ondevice.bundle.reader import Bundle
+from ondevice.sparsity.expert_reuse import ExpertReuse
 from tests.benchmarks.compare import convert_experts
 from tests.benchmarks.compare import experts_versus_llama_cpp as versus
+from tests.benchmarks.compare.expert_replay import rate
 from tests.benchmarks.lib import expert_cases as cases
 from tests.benchmarks.lib.direct_reads import direct_read_rate
-from tests.benchmarks.lib.expert_trace import RoutingTrace
+from tests.benchmarks.lib.expert_trace import ROUTING, RoutingTrace
 from tests.benchmarks.lib.ondevice_bundle import convert_command
 from tests.benchmarks.lib.routed_experts import (
+    QWEN3_30B_A3B,
+    QWEN36_35B_A3B,
     RoutedShape,
     joined_layers,
     routed_gguf,
@@ -62,6 +67,20 @@ def test_the_best_choices_of_joined_layers_have_numbers_of_their_own() -> None:
     trace = RoutingTrace(np.array([[[0, 5], [2, 3], [4, 6]]] * 3, dtype=np.int32), 1, 8, np.array([1] * 3))
     # Layers 0 and 2, of which the second's experts are the shape's last 8; then 1 and 0.
     assert routed_steps(shape, trace)[0].tolist() == [[0, 12], [2, 8]]
+
+
+@pytest.mark.skipif(not ROUTING.is_dir(), reason="the shared data has no routing traces")
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.4])
+def test_joined_layers_use_experts_again_as_the_trace_does(share: float) -> None:
+    """Hits of our cache, by the share of all experts that it holds."""
+    found = []
+    for shape in (QWEN3_30B_A3B, QWEN36_35B_A3B):
+        chosen = np.ascontiguousarray(routed_steps(shape)[:156])
+        trace = RoutingTrace(chosen, cases.TRACE_PROMPT, shape.experts, np.full(shape.layers, 1 << 20))
+        reuse = partial(ExpertReuse, shape.layers, shape.experts, chosen.shape[2])
+        found.append(rate(trace, share * shape.layers * shape.experts, reuse))
+    assert chosen.shape[1:] == (40, 8)
+    assert abs(found[0] - found[1]) < 4
 
 
 @pytest.mark.parametrize("shape", [SHAPE, HYBRID], ids=["attention", "hybrid"])

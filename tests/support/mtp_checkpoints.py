@@ -135,7 +135,8 @@ def mtp_logits(
     hidden: (n, D) what the model's last norm or the layer's own has given, each behind the token before.
     """
     torch = pytest.importorskip("torch")
-    tensors, names, one = load_file(folder / "model.safetensors"), names_ahead(model), one_layer(model)
+    tensors = {name: it.astype(np.float32) for name, it in load_file(folder / "model.safetensors").items()}
+    names, one = names_ahead(model), one_layer(model)
     prefix = names["layer"]
     shared = {f"{prefix}embed_tokens.weight", f"{prefix}shared_head.head.weight"}
     inside = set(tensors) - set(names.values()) - shared

@@ -8,6 +8,8 @@ table, which says that the models are embedded ones, and a JSON line; exits 0 on
 chosen cases holds. A full run takes hours: with `--rounds-file FILE` every round is kept as a line of FILE,
 and another run with the same options measures only the rounds that are missing there.
 
+A hybrid with a layer that predicts one token more (`embedded_hybrid.py`) has cases of its own.
+
     python -m tests.benchmarks.lib.embedded_model --output DIR --shape 7b
     python -m tests.benchmarks.compare.drafting_at_scale --model DIR/large [--case NAME] [--rounds 3]
 """
@@ -35,6 +37,8 @@ from tests.benchmarks.lib.measure import machine, note
 
 SINGLE = ("lookup", "recycling", "streams", "resident", "eagle")
 AUTO, MODEL = "auto", "model"
+AHEAD, AHEAD_TEXTS = ("mtp", "lookup", "recycling"), ("dialogue", "sql")
+"""Drafters of a model with a layer that predicts one token more, and kinds of text that it is measured on."""
 AUTO_AT_LEAST, AUTO_AIM = 0.93, 1.0
 """Speed of `auto` over that of the best drafter without a second model."""
 CONTEXT = 256
@@ -44,7 +48,8 @@ RANDOM_WORDS, RANDOM_TEMPERATURE = 24, 1.5
 @dataclass(frozen=True)
 class Case:
     """share: of the bundle's bytes that the budget is; 0: enough for everything. predictable: whether the
-    text can be drafted; otherwise it is random, and only `auto` is measured.
+    text can be drafted; otherwise it is random, and only `auto` is measured. ahead: for models with a layer
+    that predicts one token more, which have learned `AHEAD_TEXTS` alone; others have the other cases.
     """
 
     name: str
@@ -54,6 +59,7 @@ class Case:
     share: float
     activations: tuple[str, ...] = ("relu",)
     predictable: bool = True
+    ahead: bool = False
 
 
 CASES = (
@@ -63,6 +69,8 @@ CASES = (
     Case("silu-resident", 1.25, 1.5, "dense", 0.0, ("silu",)),
     Case("silu-dense-half", 1.5, 2.2, "dense", 0.5, ("silu",)),
     Case("nothing-to-guess", 0.97, 1.0, "exact", 0.0, ("relu", "silu"), predictable=False),
+    Case("mtp-resident", 1.3, 1.3, "dense", 0.0, ("silu",), ahead=True),
+    Case("mtp-dense-half", 1.6, 1.6, "dense", 0.5, ("silu",), ahead=True),
 )
 
 
@@ -128,7 +136,9 @@ def measure_case(case: Case, folder: Path, args: argparse.Namespace) -> dict[str
     sampling = SamplingConfig(
         max_tokens=args.max_tokens, temperature=0.0 if case.predictable else RANDOM_TEMPERATURE, seed=0
     )
-    drafters = tuple(args.drafter or SINGLE) if case.predictable else ()
+    if case.ahead:
+        tasks = tuple(task for task in tasks if task.name in AHEAD_TEXTS)
+    drafters = tuple(args.drafter or (AHEAD if case.ahead else SINGLE)) if case.predictable else ()
     if args.draft_model and case.predictable:
         drafters += (MODEL,)
     drafters += (AUTO,)
@@ -209,7 +219,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="bundle of an embedded model")
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES])
-    parser.add_argument("--drafter", action="append", choices=SINGLE, help="default: all")
+    known = (*SINGLE, "mtp")
+    parser.add_argument("--drafter", action="append", choices=known, help="default: all of the case")
     parser.add_argument("--draft-model", type=Path, help="bundle of a second model, which drafts as well")
     parser.add_argument("--prompts", type=int, default=6, help="of each kind of text")
     parser.add_argument("--max-tokens", type=int, default=48)
@@ -218,11 +229,13 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--all-bytes", type=int, default=16_000_000_000, help="a budget for everything")
     args = parser.parse_args()
-    activation = Bundle.open(args.model).config.activation
-    chosen = [case for case in CASES if activation in case.activations]
+    bundle = Bundle.open(args.model)
+    activation, ahead = bundle.config.activation, bundle.mtp is not None
+    chosen = [case for case in CASES if activation in case.activations and case.ahead == ahead]
     chosen = [case for case in chosen if args.case is None or case.name in args.case]
     if not chosen:
-        raise SystemExit(f"no case chosen is for a model with {activation}")
+        what = " and a layer that predicts one token more" if ahead else ""
+        raise SystemExit(f"no case chosen is for a model with {activation}{what}")
     rows = [measure_case(case, args.model, args) for case in chosen]
     passed = all(row["passed"] for row in rows)
     print("embedded models: the function of a small trained model in a large shape\n")

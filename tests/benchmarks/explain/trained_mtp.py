@@ -134,6 +134,11 @@ def train(data: Path, folder: Path, minutes: float) -> None:
         if step % 50 == 0:
             losses = " ".join(f"{it:.2f}" for it in each)
             note(f"step {step}, {100 * passed:.0f} %: losses {losses}")
+    save(model, ahead, folder)
+
+
+def save(model: Any, ahead: LayerAhead, folder: Path) -> None:
+    """Write the checkpoint, with the shipped model's tokenizer and chat template."""
     model.save_pretrained(folder)
     path = folder / "model.safetensors"
     whole = load_file(path) | {name: it.detach().contiguous() for name, it in ahead.tensors().items()}

@@ -11,10 +11,9 @@ import numpy as np
 
 from ondevice.backends.base import Int32
 from ondevice.units import PAGE_BYTES
+from tests.benchmarks.lib.hybrid_gguf import BLOCK, BLOCK_BYTES
 from tests.benchmarks.lib.measure import Result, spread
 from tests.benchmarks.lib.routed_experts import (
-    BLOCK,
-    BLOCK_BYTES,
     GPT_OSS_20B,
     QWEN3_30B_A3B,
     QWEN36_35B_A3B,

@@ -5,14 +5,19 @@ The shape is that of Qwen3.5-4B. A hybrid with experts has the same mixers (`rou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
-from tests.support.gguf_families import add_config
+from tests.benchmarks.lib.random_model import add_vocabulary
+from tests.support.gguf_families import ARCHITECTURES, add_config
 
+BLOCK, BLOCK_BYTES = 32, 18
+"""Values and bytes of a block in Q4_0."""
 SMALL_PARTS = ("ssm_alpha", "ssm_beta", "ssm_conv1d")
 """Matrices in float32."""
 
@@ -33,27 +38,52 @@ HYBRID_4B: dict[str, Any] = {
     "vocab_size": 248_320,
     "max_position_embeddings": 32_768,
     "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
 }
 
 
 def hybrid_file(config: dict[str, Any], workdir: Path) -> Path:
     """The file, re-used when present. It has no tokenizer; its head is its embedding."""
-    import gguf
-
     path = workdir / f"hybrid-{config['hidden_size']}-q4_0.gguf"
     if path.is_file():
         return path
     workdir.mkdir(parents=True, exist_ok=True)
-    writer = gguf.GGUFWriter(path.with_suffix(".partial"), "qwen35")
+    rng = np.random.default_rng(0)
+
+    def values(name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+        if not is_quantised(name, shape):
+            return plain_values(name, shape, rng)
+        return random_blocks(shape, rng)
+
+    write_hybrid(path, config, values)
+    return path
+
+
+def write_hybrid(
+    path: Path,
+    config: dict[str, Any],
+    values: Callable[[str, tuple[int, ...]], NDArray[Any]],
+    tokenizer: bytes = b"",
+    chat_template: str = "",
+) -> None:
+    """Write a file, one tensor in memory at a time. It appears when it is whole.
+
+    values: (a tensor's name and shape) -> its float32 values, or the bytes of its blocks, a row of them for
+    each of its rows. tokenizer: a sentencepiece model; without one the file has no vocabulary.
+    """
+    import gguf
+
+    writer = gguf.GGUFWriter(path.with_suffix(".partial"), ARCHITECTURES[config["model_type"]])
     add_config(writer, config)
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
-    shapes, rng = _shapes(config), np.random.default_rng(0)
-    quant = gguf.GGMLQuantizationType.Q4_0
+    add_vocabulary(writer, tokenizer, config["vocab_size"])
+    if chat_template:
+        writer.add_chat_template(chat_template)
+    shapes, quant = _shapes(config), gguf.GGMLQuantizationType.Q4_0
     for name, shape in shapes.items():
         if is_quantised(name, shape):
-            stored = shape[0], shape[1] // 32 * 18
+            stored = shape[0], shape[1] // BLOCK * BLOCK_BYTES
             writer.add_tensor_info(name, stored, np.dtype(np.uint8), stored[0] * stored[1], quant)
         else:
             writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * int(np.prod(shape)))
@@ -61,16 +91,18 @@ def hybrid_file(config: dict[str, Any], workdir: Path) -> Path:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, shape in shapes.items():
-        if not is_quantised(name, shape):
-            writer.write_tensor_data(plain_values(name, shape, rng))
-            continue
-        blocks = rng.integers(0, 256, (shape[0] * shape[1] // 32, 18), dtype=np.uint8)
-        scales = rng.uniform(0.002, 0.008, len(blocks)).astype("<f2")
-        blocks[:, :2] = scales.view(np.uint8).reshape(-1, 2)
-        writer.write_tensor_data(blocks.reshape(shape[0], -1))
+        writer.write_tensor_data(values(name, shape))
     writer.close()
     path.with_suffix(".partial").rename(path)
-    return path
+
+
+def random_blocks(shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[np.uint8]:
+    """Rows of blocks in Q4_0 with random codes and scales, as bytes."""
+    rows, cols = shape
+    blocks = rng.integers(0, 256, (rows * cols // BLOCK, BLOCK_BYTES), dtype=np.uint8)
+    scales = rng.uniform(0.002, 0.008, len(blocks)).astype("<f2")
+    blocks[:, :2] = scales.view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(rows, -1)
 
 
 def is_quantised(name: str, shape: tuple[int, ...]) -> bool:
@@ -120,4 +152,7 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         found |= mixer_shapes(config, layer)
         found |= {f"blk.{layer}.ffn_{part}.weight": (neurons, hidden) for part in ("gate", "up")}
         found[f"blk.{layer}.ffn_down.weight"] = hidden, neurons
-    return found | {"output_norm.weight": (hidden,)}
+    found["output_norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        found["output.weight"] = config["vocab_size"], hidden
+    return found

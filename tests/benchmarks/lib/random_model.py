@@ -190,7 +190,7 @@ def write_gguf(
     writer.add_rope_freq_base(rope_theta)
     writer.add_layer_norm_rms_eps(rms_norm_eps)
     writer.add_vocab_size(shape.vocab_size)
-    _add_vocabulary(writer, tokenizer, shape.vocab_size)
+    add_vocabulary(writer, tokenizer, shape.vocab_size)
     sizes = gguf_tensors(shape)
     for name, size in sizes.items():
         if name in types:
@@ -209,7 +209,7 @@ def write_gguf(
     partial.rename(path)
 
 
-def _add_vocabulary(writer: GGUFWriter, tokenizer: bytes, size: int) -> None:
+def add_vocabulary(writer: GGUFWriter, tokenizer: bytes, size: int) -> None:
     """The pieces of a sentencepiece model. Ids that it lacks are unused tokens."""
     if not tokenizer:
         writer.add_tokenizer_model("no_vocab")

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from ondevice.backends.base import Float32, Int32
 from tests.benchmarks.lib import hybrid_gguf
 from tests.benchmarks.lib.expert_trace import RoutingTrace, extended, read_trace
+from tests.benchmarks.lib.hybrid_gguf import BLOCK, BLOCK_BYTES
 from tests.support.gguf_families import ARCHITECTURES, add_config
 
 FIRST = 16
@@ -35,7 +36,6 @@ SCORE = np.float32(8)
 """A chosen expert's score for its step, and 0 for other experts, where the step's channels are 1."""
 FREE_IN_HEAD = np.float32(0.05)
 """The last norm's weights of channels that carry no step."""
-BLOCK, BLOCK_BYTES = 32, 18
 SCALES = (0.002, 0.008)
 """Least and most scale of a matrix's blocks, of either sign: outputs have about the size of inputs."""
 QUIET = 0.25
