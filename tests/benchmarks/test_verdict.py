@@ -160,3 +160,16 @@ def test_a_draft_is_right_up_to_the_first_other_token_or_the_end(
     draft: list[int], found: list[int], text: list[int]
 ) -> None:
     assert verified(draft, found, {2}) == text
+
+
+@pytest.mark.parametrize(
+    ("activation", "ahead", "names"),
+    [
+        ("relu", False, ["relu-resident", "relu-dense-half", "relu-predicted-half", "nothing-to-guess"]),
+        ("silu", False, ["silu-resident", "silu-dense-half", "nothing-to-guess"]),
+        ("silu", True, ["mtp-resident", "mtp-dense-half"]),
+        ("relu", True, []),
+    ],
+)
+def test_a_model_has_its_own_cases(activation: str, ahead: bool, names: list[str]) -> None:
+    assert [case.name for case in drafting_at_scale.cases_of(activation, ahead)] == names

@@ -74,6 +74,11 @@ CASES = (
 )
 
 
+def cases_of(activation: str, ahead: bool) -> list[Case]:
+    """The cases of models with these gates. ahead: with a layer that predicts one token more."""
+    return [case for case in CASES if activation in case.activations and case.ahead == ahead]
+
+
 def keep_round(file: Path, asked: Mapping[str, Any], found: Round) -> None:
     """Add a round to `file`."""
     with open(file, "a") as kept:
@@ -231,8 +236,7 @@ def main() -> int:
     args = parser.parse_args()
     bundle = Bundle.open(args.model)
     activation, ahead = bundle.config.activation, bundle.mtp is not None
-    chosen = [case for case in CASES if activation in case.activations and case.ahead == ahead]
-    chosen = [case for case in chosen if args.case is None or case.name in args.case]
+    chosen = [it for it in cases_of(activation, ahead) if args.case is None or it.name in args.case]
     if not chosen:
         what = " and a layer that predicts one token more" if ahead else ""
         raise SystemExit(f"no case chosen is for a model with {activation}{what}")
