@@ -55,6 +55,7 @@ class Description:
 
     adapt: gives the checkpoint's tensors the names, shapes and order that `tensors.py` describes.
     notes: what a user should know of what was left out.
+    stored: the same model where its tensors have multipliers in them that its config names; none otherwise.
     ahead: gives the layer that predicts one token more, as a model of that layer, and its tensors of the
         checkpoint's, as `layers_ahead.py` has them; None in families without it. It raises CheckpointError
         for a checkpoint without the layer, and UnsupportedModelError for a layer of another form.
@@ -64,6 +65,7 @@ class Description:
     adapt: Callable[[Tensors], Tensors] = unchanged
     notes: tuple[str, ...] = ()
     ahead: Callable[[Tensors], tuple[ModelConfig, Tensors]] | None = None
+    stored: Callable[[Tensors], Description] | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from ondevice.converters.architectures.tensors import LayerNames, expert_matrice
 from ondevice.converters.checkpoints.base import SourceTensor, StoredTensor
 from ondevice.converters.checkpoints.gguf_tensor import QuantizedTensor
 from ondevice.converters.checkpoints.mlx_tensor import MlxTensor
-from ondevice.converters.checkpoints.views import Matrices
+from ondevice.converters.checkpoints.views import Matrices, RowsOf
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import MAX_EXPERT_NEURONS, MAX_EXPERTS, ExpertsSpec, ModelConfig
 
@@ -205,9 +205,10 @@ def _parts(
 
 def _alike(part: SourceTensor, other: SourceTensor) -> bool:
     """Whether both give values of one type: tensors that a file has quantised go with others and float32."""
+    both = [it.source if isinstance(it, RowsOf) else it for it in (part, other)]
     quantised = (QuantizedTensor, MlxTensor)
-    if isinstance(part, quantised) or isinstance(other, quantised):
-        return all(isinstance(it, quantised) or it.dtype == "F32" for it in (part, other))
+    if any(isinstance(it, quantised) for it in both):
+        return all(isinstance(it, quantised) or it.dtype == "F32" for it in both)
     return part.dtype == other.dtype
 
 

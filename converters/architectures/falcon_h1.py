@@ -1,7 +1,8 @@
 """Falcon-H1: attention and a Mamba-2 mixer side by side in every layer, and many constant multipliers.
 
 Multipliers become factors of the specs, or are taken by norms and convolutions, which are float32. Only the
-down projection takes one itself.
+down projection takes one itself. In folders that MLX has written most of them are in the weights (mlx-lm
+0.32, `falcon_h1.py`); the key's and, for values, attention's own aren't, and mlx-lm leaves these out.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ondevice.converters.architectures.adapting import logits_scaled, renamed
+from ondevice.converters.architectures.adapting import logits_scaled, renamed, written_by_mlx
 from ondevice.converters.architectures.common import (
     Description,
     Family,
@@ -23,7 +24,7 @@ from ondevice.converters.architectures.common import (
 )
 from ondevice.converters.architectures.config_reader import OWN_CONFIG, ConfigReader, shown
 from ondevice.converters.architectures.granite import read_factor, read_multiplier
-from ondevice.converters.architectures.mamba2 import mixer_tensors, read_mixer, require_silu
+from ondevice.converters.architectures.mamba2 import CONVOLUTION, mixer_tensors, read_mixer, require_silu
 from ondevice.converters.architectures.rotary import read_rope
 from ondevice.converters.architectures.tensors import FINAL_NORM, LayerNames
 from ondevice.converters.checkpoints.views import Scaled
@@ -38,7 +39,37 @@ PARTS = ("z", "x", "b", "c", "dt")
 """What `ssm_multipliers` are of, in their order."""
 
 
+IN_WEIGHTS = ("ssm_in_multiplier", "ssm_out_multiplier", "attention_out_multiplier", "embedding_multiplier")
+LISTS_IN_WEIGHTS = ("ssm_multipliers", "mlp_multipliers")
+"""Multipliers that are in the weights of folders that MLX has written."""
+
+
 def _read(reader: ConfigReader) -> Description:
+    """The model, and the one of a folder that MLX has written."""
+    described = _described(reader, 1.0)
+
+    def stored(tensors: Tensors) -> Description:
+        return _by_mlx(reader) if written_by_mlx(tensors, CONVOLUTION) else described
+
+    return replace(described, stored=stored)
+
+
+def _by_mlx(reader: ConfigReader) -> Description:
+    embedding, logits = (
+        read_multiplier(reader, key) for key in ("embedding_multiplier", "lm_head_multiplier")
+    )
+    for key in IN_WEIGHTS:
+        reader = reader.with_value(key, 1.0)
+    for key in LISTS_IN_WEIGHTS:
+        reader = reader.with_value(key, None)
+    # A head that is the embedding has the embedding's multiplier.
+    tied = reader.boolean("tie_word_embeddings", False)
+    reader = reader.with_value("lm_head_multiplier", logits / embedding if tied else 1.0)
+    return _described(reader, read_multiplier(reader, "attention_in_multiplier"))
+
+
+def _described(reader: ConfigReader, attended_in_weights: float) -> Description:
+    """attended_in_weights: the multiplier of attention's inputs that weights of queries and keys have."""
     sizes = read_sizes(reader, max_context=8192, kv_heads=8)
     for key in ("attention_bias", "mlp_bias", "projectors_bias"):
         reader.only(key, False)
@@ -63,7 +94,7 @@ def _read(reader: ConfigReader) -> Description:
         mixer = replace(mixer, norm="before")
     attended, keys = (read_multiplier(reader, key) for key in ("attention_in_multiplier", "key_multiplier"))
     attention = AttentionSpec(
-        float32(score_scale(sizes.head_dim) * attended**2 * keys),
+        float32(score_scale(sizes.head_dim) * (attended / attended_in_weights) ** 2 * keys),
         out_factor=float32(attended * read_multiplier(reader, "attention_out_multiplier")),
     )
     config = decoder(

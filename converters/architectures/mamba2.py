@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.converters.architectures.adapting import check_shape, taps_first
+from ondevice.converters.architectures.adapting import check_shape, taps_first, written_by_mlx
 from ondevice.converters.architectures.common import Sizes, Tensors, float32
 from ondevice.converters.architectures.config_reader import OWN_CONFIG, SAME_REPOSITORY, ConfigReader, shown
 from ondevice.converters.architectures.tensors import LayerNames
@@ -28,6 +28,8 @@ VECTORS = {
     "norm.weight": "mamba2.norm.weight",
     "conv1d.bias": "mamba2.conv.bias",
 }
+CONVOLUTION = "mamba.conv1d.weight"
+"""How the name of a convolution's weights ends."""
 LIMITS = "time_step_limit"
 INFINITE = (math.inf, {"__float__": "Infinity"})
 """How `transformers` writes that time steps have no upper limit, in older releases and in newer ones."""
@@ -105,10 +107,10 @@ def mixer_tensors(
     Raises CheckpointError for a projection or a convolution of another shape, and for a mixer in attention's
     place with attention's output projection beside it.
     """
-    found = dict(tensors)
+    found, by_mlx = dict(tensors), written_by_mlx(tensors, CONVOLUTION)
     for layer, spec in enumerate(config.layers):
         if spec.mamba2 is not None:
-            _take(found, LayerNames(layer), spec, config.hidden_size, factors)
+            _take(found, LayerNames(layer), spec, config.hidden_size, factors, by_mlx)
     return found
 
 
@@ -118,8 +120,9 @@ def _take(
     spec: LayerSpec,
     hidden: int,
     factors: Mapping[str, float] | None,
+    by_mlx: bool,
 ) -> None:
-    """Give a layer's mixer its names in `found`."""
+    """Give a layer's mixer its names in `found`. by_mlx: as of `taps_first`."""
     mixer, prefix = spec.mamba2, f"model.layers.{name.layer}.mamba."
     assert mixer is not None
     for old, new in VECTORS.items():
@@ -127,7 +130,7 @@ def _take(
             found[name.weight(new)] = vector
     conv = name.weight("mamba2.conv")
     if (stored := found.pop(f"{prefix}conv1d.weight", None)) is not None:
-        found[conv] = taps_first(conv, stored, mixer.channels, mixer.taps)
+        found[conv] = taps_first(conv, stored, mixer.channels, mixer.taps, by_mlx)
         if factors is not None:
             found[conv] = _scaled_channels(conv, found[conv], mixer, factors)
     alone = not spec.attends

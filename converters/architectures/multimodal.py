@@ -24,7 +24,8 @@ _TEXT = ("language_model.", "model.language_model.")
 _HARMLESS = frozenset({
     "audio_config", "audio_soft_tokens_per_image", "audio_token_id", "boa_token_id", "boi_token_id",
     "boi_token_index", "eoa_token_id", "eoa_token_index", "eoi_token_id", "eoi_token_index",
-    "ignore_index", "image_seq_length", "image_token_id", "image_token_index", "mm_tokens_per_image",
+    "ignore_index", "image_seq_length", "image_token_id", "image_token_index", "language_model_only",
+    "mm_tokens_per_image",
     "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "text_config",
     "tie_word_embeddings", "video_token_id", "vision_config", "vision_end_token_id",
     "vision_feature_layer", "vision_feature_select_strategy", "vision_soft_tokens_per_image",

@@ -53,6 +53,11 @@ MODULES = {"linear_attention": "mamba.", "full_attention": "self_attn.", "mlp": 
 """What stands in the place of `mixer.` in a block's names."""
 DENSE = {f"{module}.up_proj.weight": f"{module}.gate_proj.weight" for module in ("mlp", "mlp.shared_experts")}
 """An ungated feed-forward's first matrix is its gates' here."""
+STACKS = {
+    "mlp.switch_mlp.fc1.weight": "mlp.switch_mlp.gate_proj.weight",
+    "mlp.switch_mlp.fc2.weight": "mlp.switch_mlp.down_proj.weight",
+}
+"""Names of all experts' matrices in folders that MLX has written, and those of other families there."""
 NAMES = ExpertNames(
     gate="mlp.experts.{}.up_proj.weight",
     down="mlp.experts.{}.down_proj.weight",
@@ -74,7 +79,7 @@ UNUSED_FLAGS = (
 )
 UNUSED_NUMBERS = (
     *("chunk_size", "expand", "num_logits_to_keep", "rope_theta", "partial_rotary_factor"),
-    *("time_step_min", "time_step_max", "time_step_floor"),
+    *("time_step_min", "time_step_max", "time_step_floor", "time_step_rank"),
 )
 """Keys of how models are first made or run, and of a rotary embedding that they haven't."""
 EXPERT_KEYS = (
@@ -119,7 +124,9 @@ def _read(reader: ConfigReader) -> Description:
             )
         )
     eps = reader.number("layer_norm_epsilon", 1e-5)
-    reader.only("norm_eps", eps)
+    for key in ("norm_eps", "rms_norm_eps"):
+        reader.only(key, eps)
+    reader.only("hidden_act", activation)
     config = decoder(
         "nemotron_h",
         sizes,
@@ -224,7 +231,7 @@ def _with_experts(reader: ConfigReader, config: ModelConfig, sparse: Sequence[bo
 
 
 def _adapt(tensors: Tensors, config: ModelConfig, kinds: Sequence[str], layers: Sequence[Layer]) -> Tensors:
-    found = renamed(_by_layer(under_model(tensors, PREFIXES), kinds, layers), DENSE)
+    found = renamed(_by_layer(under_model(tensors, PREFIXES), kinds, layers), DENSE | STACKS)
     found = unstacked(found, config, "mlp.experts.up_proj", NAMES.of("gate"))
     found = unstacked(found, config, "mlp.experts.down_proj", NAMES.of("down"))
     return mixer_tensors(join_experts(found, config, NAMES), config)

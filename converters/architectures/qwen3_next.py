@@ -34,7 +34,7 @@ from ondevice.converters.architectures.common import (
     read_sizes,
     score_scale,
 )
-from ondevice.converters.architectures.config_reader import SAME_REPOSITORY, ConfigReader
+from ondevice.converters.architectures.config_reader import SAME_REPOSITORY, ConfigReader, shown
 from ondevice.converters.architectures.experts import (
     join_experts,
     read_count,
@@ -138,6 +138,11 @@ def _read(reader: ConfigReader, name: str) -> ModelConfig:
     sizes = read_sizes(reader, max_context=32768, kv_heads=2, head_dim=256)
     reader.only("attention_bias", False)
     reader.only("attn_output_gate", True)
+    # Of a rule's output, which is silu, also called swish, as `transformers` has it.
+    if (gate := reader.text("output_gate_type", "swish")) not in ("silu", "swish"):
+        raise UnsupportedModelError(
+            f"config.json: output_gate_type is {shown(gate)}; it must be swish or silu"
+        )
     # States are float32 here, as the published models have them.
     reader.text("mamba_ssm_dtype", "float32")
     for key in ("rope_parameters", "rope_scaling"):

@@ -54,9 +54,11 @@ def open_huggingface(folder: SourceFolder) -> Checkpoint:
     values = folder.json("config.json", MAX_CONFIG_BYTES)
     by_mlx = _quantised_by_mlx(values)
     description = describe_model(values)
-    config = description.config
     with ExitStack() as refused:
         found = stored_tensors(folder, values, refused)
+        if description.stored is not None:
+            description = description.stored(found)
+        config = description.config
         tensors = _select(description.adapt(found), config)
         generation = folder.optional_json("generation_config.json", MAX_CONFIG_BYTES)
         tokenizer = read_tokenizer(folder, values, generation, config.vocab_size)

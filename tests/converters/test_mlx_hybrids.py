@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.architectures import qwen3_next
+from ondevice.converters.architectures.nemotron_h import PATTERN
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.checkpoints.views import Scaled
 from ondevice.converters.convert import convert
@@ -36,6 +38,7 @@ from tests.support.refusals import assert_refused
 
 WIDE: dict[str, Any] = {"kv_lora_rank": 64, "q_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
 """Sizes of whole groups."""
+ANY_TIME: dict[str, Any] = {"time_step_limit": [0.0, math.inf]}
 CODED: dict[str, tuple[str, Scheme, dict[str, Any]]] = {
     "deepseek v2": ("deepseek v2 moe", Scheme(4, 32), {**WIDE, "q_lora_rank": None}),
     "deepseek v3": ("deepseek v3 moe", Scheme(4, 32), WIDE),
@@ -45,8 +48,29 @@ CODED: dict[str, tuple[str, Scheme, dict[str, Any]]] = {
     "qwen3.5 moe": ("qwen3.5 moe", Scheme(4), {"linear_value_head_dim": 32}),
     "lfm2": ("lfm2", Scheme(5, 32), {}),
     "lfm2 moe": ("lfm2 moe", Scheme(4, 32), {"intermediate_size": 64}),
+    # mlx-lm takes neurons from another key than transformers, and knows norms over one group alone.
+    "granite hybrid": (
+        "granite hybrid",
+        Scheme(4, 32),
+        {"intermediate_size": 64, "mamba_n_groups": 1, **ANY_TIME},
+    ),
+    "granite hybrid moe": ("granite hybrid moe", Scheme(8), ANY_TIME),
+    "nemotron h": ("nemotron h", Scheme(4, 32), {}),
+    "nemotron h moe": ("nemotron h moe", Scheme(6, 32, "BF16"), {}),
 }
-NEURONS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+NEURONS = (
+    *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("shared_intermediate_size", "moe_shared_expert_intermediate_size"),
+)
+
+
+MULTIPLIERS_OF_MLX = {
+    "key_multiplier": 1.0,
+    "attention_in_multiplier": 1.0,
+    "mamba_d_ssm": 128,
+    "mamba_n_heads": 8,
+}
+"""Falcon-H1 as mlx-lm runs it: with others it leaves these out. Columns are whole groups."""
 
 
 def folders(folder: Path, case: str, plain: bool = False) -> tuple[Path, MlxFolder]:
@@ -62,9 +86,9 @@ def folders(folder: Path, case: str, plain: bool = False) -> tuple[Path, MlxFold
     def of(module: str) -> Scheme | None:
         """As mlx-lm has it: convolutions and DeepSeek's routers stay, the others have 8 bits."""
         of_latents = module.endswith("mlp.gate") and "kv_lora_rank" in config
-        if plain or of_latents or module.endswith(("conv1d", "conv.conv")):
+        if plain or of_latents or module.endswith(("conv1d", "conv.conv", "mixer.gate")):
             return None
-        eight = ("mlp.gate", "shared_expert_gate", "feed_forward.gate")
+        eight = ("mlp.gate", "shared_expert_gate", "feed_forward.gate", "router.layer")
         return Scheme(8, 32) if module.endswith(eight) else scheme
 
     mlx = write_quantised(folder / "mlx", config, sanitised(config, tensors), scheme, of, "F32")
@@ -90,10 +114,35 @@ def test_a_quantised_folder_has_the_values_of_its_codes(tmp_path: Path, case: st
     )
 
 
-@pytest.mark.parametrize("case", ["deepseek v3", "qwen3.5 moe", "lfm2"])
+@pytest.mark.parametrize("case", ["deepseek v3", "qwen3.5 moe", "lfm2", "nemotron h moe"])
 def test_a_folder_that_isnt_quantised_is_read(tmp_path: Path, case: str) -> None:
     source, mlx = folders(tmp_path, case, plain=True)
     assert_same_files(convert(mlx.path, tmp_path / "mine", "q4"), convert(source, tmp_path / "theirs", "q4"))
+
+
+@pytest.mark.parametrize("case", ["falcon h1", "falcon h1 norm before gate"])
+def test_multipliers_that_are_in_the_weights_count_once(tmp_path: Path, case: str) -> None:
+    """MLX's Falcon-H1 has most of them there. The head of the second is its embedding."""
+    family, options = CASES[case]
+    source, mlx = tmp_path / "source", tmp_path / "mlx"
+    write_model(source, family, options)
+    config = json.loads((source / "config.json").read_text())
+    tensors = sanitised(config, load_file(source / "model.safetensors"))
+    assert not np.allclose(
+        tensors["model.embed_tokens.weight"],
+        load_file(source / "model.safetensors")["model.embed_tokens.weight"],
+    )
+    mlx.mkdir()
+    (mlx / "config.json").write_text(json.dumps(config))
+    save_typed(mlx / "model.safetensors", {name: ("F32", values) for name, values in tensors.items()})
+    found = []
+    for folder in (source, mlx):
+        with running(
+            convert(folder, tmp_path / f"{folder.name}-bundle", "f16"), backend="reference"
+        ) as model:
+            found.append(all_logits(model, list(range(40)), 32))
+    # Weights are rounded to 16 bits before their factor in the one, and behind it in the other.
+    assert np.abs(found[0] - found[1]).max() < 5e-3 * np.abs(found[0]).max()
 
 
 def test_codes_of_latent_heads_are_copied(tmp_path: Path) -> None:
@@ -192,7 +241,15 @@ def as_published(folder: Path) -> None:
         names = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}
         classes = [f"{names[kind]}ForConditionalGeneration"]
         config = {"model_type": kind, "architectures": classes, "text_config": config}
+    elif kind == "nemotron_h":
+        letters = {kind: letter for letter, kind in PATTERN.items()}
+        config["hybrid_override_pattern"] = "".join(letters[it] for it in config.pop("layers_block_type"))
+        config["time_step_limit"] = [0.0, math.inf]
     else:
+        older = {"linear_attention": "mamba", "full_attention": "attention"}
+        if kind == "granitemoehybrid":
+            config["layer_types"] = [older[it] for it in config["layer_types"]]
+            config["position_embedding_type"] = "nope"
         rope = config.pop("rope_parameters")
         config["rope_theta"] = rope.pop("rope_theta")
         if "partial_rotary_factor" in rope:
@@ -207,12 +264,12 @@ def as_published(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [0, 4])
-@pytest.mark.parametrize("case", CODED)
+@pytest.mark.parametrize("case", [*CODED, "falcon h1"])
 def test_a_folder_of_mlx_lm_speaks_as_it_does(tmp_path: Path, case: str, bits: int) -> None:
     """Made and run by mlx-lm itself, at `bits` or not quantised: our logits of its folder, and its own."""
     mx = pytest.importorskip("mlx.core")
     utils = pytest.importorskip("mlx_lm.utils", exc_type=ImportError)
-    name, _, more = CODED[case]
+    name, _, more = CODED.get(case, (case, None, MULTIPLIERS_OF_MLX))
     family, options = CASES[name]
     options = options | {key: 64 for key in NEURONS if options.get(key)} | more
     write_model(tmp_path / "source", family, options)

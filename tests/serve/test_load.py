@@ -20,6 +20,8 @@ from ondevice.units import process_memory
 from tests.support.serving import Serving, serving, until
 
 CLIENTS = 8
+PLACES = 2 * CLIENTS
+"""A client that leaves and asks again has two until the server has seen that the first is free."""
 SECONDS = 60.0
 CHAT = "/v1/chat/completions"
 
@@ -90,7 +92,7 @@ def run_clients(server: Serving, expected: list[str], seconds: float = 0.0, leas
 
 @pytest.mark.slow
 def test_many_clients_change_no_text_and_leak_nothing(chat_bundle: Path) -> None:
-    with serving(load(chat_bundle, threads=1, parallel=4), ServeConfig(port=0, queue=CLIENTS)) as server:
+    with serving(load(chat_bundle, threads=1, parallel=4), ServeConfig(port=0, queue=PLACES)) as server:
         expected = [whole(server, number) for number in range(16)]
         run_clients(server, expected, SECONDS / 3)
         before = process_memory().current_bytes
@@ -101,7 +103,7 @@ def test_many_clients_change_no_text_and_leak_nothing(chat_bundle: Path) -> None
 
 
 def test_a_few_clients_change_no_text(chat_bundle: Path) -> None:
-    with serving(load(chat_bundle, threads=1, parallel=4), ServeConfig(port=0, queue=CLIENTS)) as server:
+    with serving(load(chat_bundle, threads=1, parallel=4), ServeConfig(port=0, queue=PLACES)) as server:
         expected = [whole(server, number) for number in range(16)]
         assert run_clients(server, expected, least=4) > 3
         until(lambda: server.metric("running_requests") == 0)

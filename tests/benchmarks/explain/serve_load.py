@@ -171,7 +171,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--clients", type=int, default=16)
     asked = parser.parse_args()
-    started = [sys.executable, "-m", "ondevice", "serve", "--port", "0", "--queue", str(asked.clients)]
+    # A client that leaves and asks again has two places until the server has seen that the first is free.
+    places = str(2 * asked.clients)
+    started = [sys.executable, "-m", "ondevice", "serve", "--port", "0", "--queue", places]
     with subprocess.Popen(started, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         events = (json.loads(line) for line in server.stderr if line.startswith("{"))
