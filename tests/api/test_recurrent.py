@@ -41,6 +41,18 @@ def every_hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return made(tmp_path_factory.mktemp("every"), request.param)
 
 
+OTHER_KINDS = (
+    *("qwen3 next", "lfm2 moe", "granite hybrid moe", "nemotron h moe", "falcon h1", "falcon h1 norm"),
+    *("deepseek v2", "deepseek v3 moe", "glm4 moe lite"),
+)
+
+
+@pytest.fixture(scope="module", params=["qwen3.5", "qwen3.5 moe", "lfm2", *OTHER_KINDS])
+def every_kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A q4 bundle of every kind of state, and of latent attention."""
+    return made(tmp_path_factory.mktemp("kinds"), request.param)
+
+
 def made(folder: Path, case: str) -> Path:
     family, options = CASES[case]
     write_model(folder / "source", family, {**options, "vocab_size": 320})
@@ -212,7 +224,7 @@ def test_no_drafter_changes_the_text(
 @pytest.mark.slow
 @pytest.mark.usefixtures("steady_process")
 def test_twenty_thousand_tokens_are_those_of_plain_decoding(
-    every_hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    every_kind: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three budgets, every drafter, chunks, threads, with and without a prompt cache."""
     always_draft(monkeypatch, [DRAFT_NODES, 3, 8])
@@ -224,11 +236,11 @@ def test_twenty_thousand_tokens_are_those_of_plain_decoding(
             model.generate(tokens=it, **LONG, **options).tokens for it in prompts for options in SAMPLINGS
         ]
 
-    with load(every_hybrid, threads=1, speculation="off") as model:
+    with load(every_kind, threads=1, speculation="off") as model:
         expected = texts(model)
-    train_ngrams(every_hybrid, pieces=[[*prompts[0], *expected[0][:40]]], output=tmp_path / "bundle")
+    train_ngrams(every_kind, pieces=[[*prompts[0], *expected[0][:40]]], output=tmp_path / "bundle")
     compared = 0
-    for drafter in drafters_of(every_hybrid, tmp_path):
+    for drafter in drafters_of(every_kind, tmp_path):
         for cache in ({}, {"prompt_cache": tmp_path / "cache"}):
             options = {**drafter, **cache}
             with pytest.raises(ondevice.BudgetError) as refused:
