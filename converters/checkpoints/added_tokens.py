@@ -38,10 +38,10 @@ def with_added_tokens(
     A token can't be added if its id isn't the next one or is beyond `vocab_size`, or if its text is a piece
     already. A warning names such tokens.
     """
-    known, special = set(pieces), _special(folder, settings)
+    known, special = set(pieces), special_texts(folder, settings)
     added: list[tuple[str, float, int]] = []
     left_out: list[str] = []
-    for token, text in sorted(_declared(folder, settings)):
+    for token, text in sorted(declared_tokens(folder, settings)):
         if 0 <= token < len(pieces) and pieces[token] == text:
             continue
         follows = token == len(pieces) + len(added) < vocab_size
@@ -63,7 +63,7 @@ def with_added_tokens(
     return model + proto.piece_fields(added)
 
 
-def _declared(folder: SourceFolder, settings: dict[str, Any]) -> set[tuple[int, str]]:
+def declared_tokens(folder: SourceFolder, settings: dict[str, Any]) -> set[tuple[int, str]]:
     """Added tokens by id: `{text: id}` in one file, `{"id": {"content": text}}` in the other."""
     found: list[tuple[Any, Any]] = [
         (token, text) for text, token in folder.optional_json(ADDED_TOKENS).items()
@@ -74,7 +74,7 @@ def _declared(folder: SourceFolder, settings: dict[str, Any]) -> set[tuple[int, 
     return {(token, text) for token, text in found if type(token) is int and isinstance(text, str)}
 
 
-def _special(folder: SourceFolder, settings: dict[str, Any]) -> set[str]:
+def special_texts(folder: SourceFolder, settings: dict[str, Any]) -> set[str]:
     """Texts of the tokens that steer the model and aren't part of its text."""
     texts = [entry.get("content") for entry in _decoder(settings).values() if entry.get("special") is True]
     for source in (settings, folder.optional_json(SPECIAL_TOKENS)):

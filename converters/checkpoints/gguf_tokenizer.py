@@ -18,6 +18,7 @@ from ondevice.bundle.layout import CHAT_TEMPLATE, TOKENIZER_FILES
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, TokenizerInfo, TokenizerKind
 from ondevice.converters.checkpoints import sentencepiece_model as proto
 from ondevice.converters.checkpoints.base import TokenizerFiles, plain
+from ondevice.converters.checkpoints.bpe_json import bpe_json, byte_level
 from ondevice.converters.checkpoints.gguf_file import GgufHeader
 from ondevice.converters.checkpoints.gguf_splitting import SPLITTINGS, Splitting
 from ondevice.converters.checkpoints.source_folder import SourceFolder
@@ -88,7 +89,7 @@ def _converted(
         return "sentencepiece", _sentencepiece(header, tokens, bos_id, eos_ids), True
     if model == "gpt2":
         splitting = _splitting(header)
-        return "tokenizers", _tokenizer_json(header, tokens, _byte_level(splitting)), splitting.adds_bos
+        return "tokenizers", _tokenizer_json(header, tokens, byte_level(splitting)), splitting.adds_bos
     if model == "gemma4":
         unknown = next((text for text, kind in tokens if kind == proto.UNKNOWN), None)
         return "tokenizers", _tokenizer_json(header, tokens, _spelled(unknown)), True
@@ -173,17 +174,6 @@ def _splitting(header: GgufHeader) -> Splitting:
     return SPLITTINGS[name]
 
 
-def _byte_level(splitting: Splitting) -> dict[str, Any]:
-    """The rules of byte-level BPE, as sections of a `tokenizer.json`."""
-    model = {"unk_token": None, "byte_fallback": False, "ignore_merges": splitting.whole_tokens}
-    return {
-        "normalizer": splitting.normalizer,
-        "pre_tokenizer": splitting.pre_tokenizer,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": model,
-    }
-
-
 def _spelled(unknown: str | None) -> dict[str, Any]:
     """The rules of Gemma 4's BPE: a text is merged as a whole, its spaces are marks, and characters that
     aren't tokens become their bytes. unknown: the token of what has no bytes either.
@@ -203,34 +193,12 @@ def _tokenizer_json(header: GgufHeader, tokens: list[tuple[str, int]], rules: di
     if merges is None:
         raise header.wrong(f"{_PREFIX}.merges", "there")
     added = [
-        {
-            "id": token,
-            "content": text,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": kind != proto.USER_DEFINED,
-        }
+        (token, text, kind != proto.USER_DEFINED)
         for token, (text, kind) in enumerate(tokens)
         if kind in (proto.CONTROL, proto.UNKNOWN, proto.USER_DEFINED)
     ]
-    model: dict[str, Any] = {
-        **rules["model"],
-        "type": "BPE",
-        "vocab": {text: i for i, (text, kind) in enumerate(tokens) if not _is_padding(text, kind)},
-        "merges": merges,
-    }
-    document = {
-        **rules,
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "post_processor": None,
-        "model": model,
-    }
-    return json.dumps(document, ensure_ascii=False).encode()
+    vocabulary = {text: i for i, (text, kind) in enumerate(tokens) if not _is_padding(text, kind)}
+    return bpe_json(vocabulary, merges, added, rules)
 
 
 def _check_same(found: TokenizerFiles, tokens: list[tuple[str, int]], header: GgufHeader) -> None:

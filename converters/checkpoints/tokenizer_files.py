@@ -1,7 +1,8 @@
 """Tokenizer, special tokens and chat template of a Hugging Face folder.
 
 `tokenizer.json` is preferred, because it holds the added tokens. `tokenizer.model` lacks them and gets them
-here. Otherwise files are copied as they are, and opened only to check that they belong to the model.
+here, and `vocab.json` and `merges.txt` become a `tokenizer.json`. Otherwise files are copied as they are, and
+opened only to check that they belong to the model.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ondevice.chat_template import TEMPLATE_REMEDY, ChatTemplate
 from ondevice.converters.architectures.config_reader import shown
 from ondevice.converters.checkpoints.added_tokens import with_added_tokens
 from ondevice.converters.checkpoints.base import TokenizerFiles
+from ondevice.converters.checkpoints.bpe_files import MERGES, VOCABULARY, bpe_files_json, has_bpe_files
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.errors import BundleError, CheckpointError, UnsupportedModelError
 from ondevice.tokenizer import Tokenizer, load_tokenizer
@@ -46,14 +48,15 @@ def read_tokenizer(
     runtime can't use that kind of tokenizer.
     """
     settings = folder.optional_json("tokenizer_config.json")
-    kind = _kind(folder)
+    kind = _kind(folder, settings, config)
     blobs: dict[str, bytes] = {}
     vocabulary = _Vocabulary()
     if kind is not None:
         file = TOKENIZER_FILES[kind]
         inspect = _inspect_tokenizers if kind == "tokenizers" else _inspect_sentencepiece
-        blobs[file] = folder.read(file, MAX_BLOB_BYTES[file])
-        with _refusals(file):
+        in_two = kind == "tokenizers" and not folder.has(file)
+        blobs[file] = bpe_files_json(folder, settings) if in_two else folder.read(file, MAX_BLOB_BYTES[file])
+        with _refusals(f"{VOCABULARY} and {MERGES}" if in_two else file):
             vocabulary = inspect(blobs[file])
         _check_size(vocabulary.size, vocab_size, file)
         if kind == "sentencepiece":
@@ -132,11 +135,13 @@ def _spells(tokenizer: Tokenizer) -> bool:
     )
 
 
-def _kind(folder: SourceFolder) -> TokenizerKind | None:
+def _kind(folder: SourceFolder, settings: dict[str, Any], config: dict[str, Any]) -> TokenizerKind | None:
     kinds: tuple[TokenizerKind, ...] = ("tokenizers", "sentencepiece")
     for kind in kinds:
         if folder.has(TOKENIZER_FILES[kind]):
             return kind
+    if has_bpe_files(folder, settings, config):
+        return "tokenizers"
     logger.warning(
         "%s has neither tokenizer.json nor tokenizer.model; the bundle will work on token ids, not text",
         folder.path,

@@ -33,6 +33,8 @@ FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
     "chat_template.jinja",
 )
 """Files that a conversion reads, beside GGUF files: no code and no pickles."""

@@ -53,6 +53,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "hidden_act": "gelu_pytorch_tanh",
         "rms_norm_eps": 1e-5,
     },
+    "mistral-untied-wide": {
+        "family": "mistral",
+        "sliding_window": 4096,
+        "num_key_value_heads": 1,
+        "intermediate_size": 192,
+        "rope_theta": 1000000.0,
+    },
     "qwen2": {"family": "qwen2", "num_key_value_heads": 1, "rope_theta": 1000000.0},
     "qwen2-window-tied": {
         "family": "qwen2",

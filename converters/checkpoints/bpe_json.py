@@ -1,0 +1,60 @@
+"""A `tokenizer.json` of byte-pair encoding, from tokens, merges and rules that are stored otherwise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ondevice.converters.checkpoints.gguf_splitting import Splitting
+
+
+def bpe_json(
+    vocabulary: Mapping[str, int],
+    merges: Sequence[str],
+    added: Iterable[tuple[int, str, bool]],
+    rules: Mapping[str, Any],
+) -> bytes:
+    """The file.
+
+    Args:
+        vocabulary: ids by token.
+        merges: pairs of tokens, a blank between them, first ones first.
+        added: id and text of each token that is found in a text before it is split, and whether it steers
+            the model and so is no part of its text.
+        rules: sections of the file, as of `byte_level`.
+    """
+    entries = [
+        {
+            "id": token,
+            "content": text,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": special,
+        }
+        for token, text, special in added
+    ]
+    model = {**rules["model"], "type": "BPE", "vocab": vocabulary, "merges": merges}
+    document = {
+        **rules,
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": entries,
+        "post_processor": None,
+        "model": model,
+    }
+    return json.dumps(document, ensure_ascii=False).encode()
+
+
+def byte_level(splitting: Splitting) -> dict[str, Any]:
+    """The rules of byte-level BPE."""
+    model = {"unk_token": None, "byte_fallback": False, "ignore_merges": splitting.whole_tokens}
+    return {
+        "normalizer": splitting.normalizer,
+        "pre_tokenizer": splitting.pre_tokenizer,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": model,
+    }
