@@ -124,8 +124,8 @@ class Prepared:
         if self._checkpoint.tokenizer.info.kind is None:
             raise UsageError(
                 f"{self._checkpoint.name} has no tokenizer, so its bundle would take token ids and no text; "
-                "put its tokenizer.json, or its vocab.json and merges.txt, into the folder, or convert it with `ondevice convert` and give "
-                "token ids in Python"
+                "put its tokenizer.json, or its vocab.json and merges.txt, into the folder, or convert it "
+                "with `ondevice convert` and give token ids in Python"
             )
 
     def foreseen(self, trains: bool = False) -> Foreseen:
