@@ -69,10 +69,9 @@ ALIASES = {
     "falcon-7b-instruct": "tiiuae/falcon-7b-instruct",
     "stablelm-2-12b-chat": "stabilityai/stablelm-2-12b-chat",
     "gpt-oss-20b": "openai/gpt-oss-20b",
-    "relu-llama-7b": "SparseLLM/ReluLLaMA-7B",
     "turbosparse-mistral-7b": "PowerInfer/TurboSparse-Mistral-Instruct",
 }
-"""Short names of public checkpoints; the last two have ReLU-sparse feed-forward layers."""
+"""Short names of public checkpoints; the last one has ReLU-sparse feed-forward layers."""
 
 SHOWN_CHARS = 80
 """Most characters of an impossible name that an error shows."""

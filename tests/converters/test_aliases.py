@@ -215,7 +215,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0", "use_cache": True,
         "vocab_size": 201088,
     },
-    "relu-llama-7b": {**LLAMA, "hidden_act": "relu"},
     "turbosparse-mistral-7b": {
         "architectures": ["BambooForCausalLM"], "model_type": "bamboo", "attention_dropout": 0.0,
         "auto_map": {
@@ -231,6 +230,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 OTHERS: dict[str, dict[str, Any]] = {
+    # Whether its weights are safetensors isn't known here, so it has no alias.
+    "SparseLLM/ReluLLaMA-7B": {**LLAMA, "hidden_act": "relu"},
     "HuggingFaceTB/SmolLM2-135M": {
         **LLAMA, "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 0,
         "head_dim": 64, "hidden_size": 576, "initializer_range": 0.041666666666666664,
