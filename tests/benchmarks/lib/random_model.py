@@ -210,7 +210,7 @@ def write_gguf(
 
 
 def add_vocabulary(writer: GGUFWriter, tokenizer: bytes, size: int) -> None:
-    """The pieces of a sentencepiece model. Ids that it lacks are unused tokens."""
+    """The pieces of a sentencepiece model. Ids that it lacks are padding, named as llama.cpp's converter does."""
     if not tokenizer:
         writer.add_tokenizer_model("no_vocab")
         return
@@ -231,7 +231,7 @@ def add_vocabulary(writer: GGUFWriter, tokenizer: bytes, size: int) -> None:
         for i in ids
     ]
     writer.add_tokenizer_model("llama")
-    writer.add_token_list([pieces.id_to_piece(i) for i in ids] + [f"[unused {i}]" for i in unused])
+    writer.add_token_list([pieces.id_to_piece(i) for i in ids] + [f"[PAD{i}]" for i in unused])
     writer.add_token_scores([pieces.get_score(i) for i in ids] + [0.0] * len(unused))
     writer.add_token_types(kinds + [TokenType.UNUSED] * len(unused))
     writer.add_bos_token_id(pieces.bos_id())
