@@ -210,7 +210,7 @@ def write_gguf(
 
 
 def add_vocabulary(writer: GGUFWriter, tokenizer: bytes, size: int) -> None:
-    """The pieces of a sentencepiece model. Ids that it lacks are padding, named as llama.cpp's converter does."""
+    """The pieces of a sentencepiece model. Ids that it lacks are padding, named as llama.cpp does it."""
     if not tokenizer:
         writer.add_tokenizer_model("no_vocab")
         return
