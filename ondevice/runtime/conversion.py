@@ -20,7 +20,7 @@ from ondevice.budget.plan import Plan, plan_memory
 from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.layout import PARTIAL
 from ondevice.config import AUTO_QUANT, QuantConfig, RuntimeConfig
-from ondevice.errors import ModelNotFoundError, OndeviceError, UsageError
+from ondevice.errors import ModelNotFoundError, OndeviceError, UnsupportedModelError, UsageError
 from ondevice.model_config import ModelConfig
 from ondevice.runtime.backend_choice import memory_model, settled_backend
 from ondevice.runtime.models import (
@@ -401,14 +401,24 @@ def _existing(path: Path) -> Path:
     return path
 
 
+def _no_folder(source: str) -> OndeviceError:
+    """The error of a draft layer's source that is no folder: a file, or a repository's name."""
+    wanted = "--draft-for reads a folder with the authors' config.json and safetensors files"
+    if not Path(source).exists():
+        return ModelNotFoundError(f"no folder {source}; {wanted}: download these from the repository first")
+    is_pickle = source.endswith((".bin", ".pt", ".pth", ".ckpt"))
+    why = "a pickle, which can run code when it is opened, so it never is" if is_pickle else "a file"
+    return UnsupportedModelError(f"{source} is {why}; {wanted}")
+
+
 def add_draft_layer(source: str, model: str, quant: str = AUTO_QUANT) -> tuple[Path, DraftLayer]:
     """Add the draft layer in the folder `source` to the bundle of the model that it was trained for.
 
     source: a folder with an EAGLE-3 head, or the checkpoint of the model, with a layer that predicts one
     token more. quant: as `--quant` has it. Returns the bundle's folder and the layer.
 
-    Raises UsageError for bits that a draft layer can't have, ModelNotFoundError, and what `convert_eagle`
-    or `convert_mtp` raises.
+    Raises UsageError for bits that a draft layer can't have, UnsupportedModelError for a file,
+    ModelNotFoundError, and what `convert_eagle` or `convert_mtp` raises.
     """
     from ondevice.converters.draft_layers.eagle import convert_eagle
     from ondevice.converters.draft_layers.mtp import convert_mtp, has_layers_ahead
@@ -417,6 +427,8 @@ def add_draft_layer(source: str, model: str, quant: str = AUTO_QUANT) -> tuple[P
         raise UsageError(
             f"--quant {quant} isn't possible with --draft-for; take {', '.join(DRAFT_LAYER_BITS)}"
         )
+    if not Path(source).is_dir():
+        raise _no_folder(source)
     path = find_model(model)
     add = convert_mtp if has_layers_ahead(source) else convert_eagle
     return path, add(source, path, DRAFT_LAYER_BITS[quant])

@@ -247,3 +247,13 @@ def test_the_command_adds_a_head(target: Path, tmp_path: Path, ondevice: Run) ->
     assert found.code != 0
     assert "--quant q5 isn't possible with --draft-for" in found.err
     assert "leave --output out" in ondevice("convert", head, "--draft-for", folder, "-o", tmp_path / "o").err
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    (tmp_path / "head.bin").write_bytes(b"PK")
+    for source, words in (
+        (tmp_path / "model.gguf", "model.gguf is a file; --draft-for reads a folder"),
+        (tmp_path / "head.bin", "head.bin is a pickle, which can run code when it is opened"),
+        ("owner/name", "no folder owner/name; --draft-for reads a folder"),
+    ):
+        refused = ondevice("convert", source, "--draft-for", folder)
+        assert refused.code != 0
+        assert words in refused.err
