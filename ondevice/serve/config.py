@@ -10,8 +10,13 @@ from ondevice.errors import UsageError
 
 MAX_BODY_BYTES = 2 << 20
 """Most bytes of a request's body."""
+SMALL_BODY_BYTES = 64 << 10
+"""Bytes of a body that are always taken, so that large or slow ones keep no small one out."""
 MAX_HELD_BYTES = 4 << 20
-"""Most bytes of the bodies that are being read or answered together."""
+"""Most bytes of the bodies that are being read or answered together, beside the first SMALL_BODY_BYTES of
+each."""
+MAX_HEADER_BYTES = 16 << 10
+"""Most bytes of a request's path, query and headers."""
 MAX_DEPTH = 32
 """Most JSON arrays and objects inside each other."""
 MAX_VALUES = 100_000
@@ -21,6 +26,8 @@ HEADER_SECONDS = 10.0
 """Longest time for a request's headers to arrive."""
 BODY_SECONDS = 30.0
 """Longest time for a body to arrive."""
+STALL_SECONDS = 5.0
+"""Longest time without a byte of a body that has more."""
 SEND_SECONDS = 60.0
 """Longest time for which a client may not read what it is sent."""
 STOP_SECONDS = 5
@@ -39,7 +46,8 @@ class ServeConfig:
     api_key: str = ""
     """What a request must have as bearer token or x-api-key; empty: nothing."""
     queue: int = 16
-    """Requests that may wait for their turn. More are refused with 429."""
+    """Requests that may wait for their turn. More are refused with 429, but one of each client that has none
+    waiting, up to as many again."""
     parallel: int = 4
     """Requests that generate at once and share forward passes."""
     allow_host: tuple[str, ...] = ()

@@ -23,12 +23,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ondevice.serve.config import (
     BODY_SECONDS,
     MAX_BODY_BYTES,
+    MAX_HEADER_BYTES,
     MAX_HELD_BYTES,
     SEND_SECONDS,
+    SMALL_BODY_BYTES,
+    STALL_SECONDS,
     ServeConfig,
 )
 from ondevice.serve.errors import RequestError, error_body
 from ondevice.serve.metrics import Metrics, log_event
+from ondevice.serve.models import client_address
 
 OWN_PAGE = "/page/"
 """Paths that only the server's own page may call, whatever other origins are allowed."""
@@ -78,7 +82,9 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
             return
         exchange = _Exchange(scope, send)
+        client_address.set(_address(scope))
         try:
+            _check_head(scope)
             exchange.origin = self._checked_origin(scope)
             if scope["method"] == "OPTIONS" and exchange.origin:
                 await exchange.answer(204, b"", _CORS)
@@ -146,24 +152,30 @@ class Guard:
             raise too_large
         try:
             chunks: list[bytes] = []
+            nbytes, more = 0, True
             async with asyncio.timeout(BODY_SECONDS):
-                more = True
                 while more:
-                    message = await receive()
+                    async with asyncio.timeout(STALL_SECONDS):
+                        message = await receive()
                     if message["type"] == "http.disconnect":
                         raise _ClientGone
                     chunk = message.get("body", b"")
                     chunks.append(chunk)
-                    exchange.held_bytes += len(chunk)
-                    self._held += len(chunk)
-                    if exchange.held_bytes > MAX_BODY_BYTES:
+                    nbytes += len(chunk)
+                    if nbytes > MAX_BODY_BYTES:
                         raise too_large
-                    if self._held > MAX_HELD_BYTES:
+                    held = max(0, nbytes - SMALL_BODY_BYTES)
+                    self._held += held - exchange.held_bytes
+                    exchange.held_bytes = held
+                    if held and self._held > MAX_HELD_BYTES:
                         raise RequestError(503, "too many large requests at once; try again")
                     more = message.get("more_body", False)
             return b"".join(chunks)
         except TimeoutError as error:
-            raise RequestError(408, f"the body didn't arrive within {BODY_SECONDS:g} seconds") from error
+            raise RequestError(
+                408,
+                f"the body didn't arrive within {BODY_SECONDS:g} seconds, or none of it for {STALL_SECONDS:g}",
+            ) from error
 
     async def _answered(
         self, scope: Scope, receive: Receive, exchange: _Exchange, parts: list[bytes]
@@ -198,7 +210,7 @@ class Guard:
             path=scope["path"][:200],
             status=status,
             seconds=round(time.monotonic() - exchange.begun, 3),
-            client=(scope.get("client") or ("",))[0],
+            client=_address(scope),
             gone=exchange.gone,
         )
 
@@ -215,7 +227,7 @@ class _Exchange:
         self.begun = time.monotonic()
         self.status = 0
         self.held_bytes = 0
-        """Bytes of the body."""
+        """Bytes of the body beside the first SMALL_BODY_BYTES."""
         self.origin = ""
         self.complete = False
         """Whether all of the answer has been sent."""
@@ -253,6 +265,19 @@ class _Exchange:
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _check_head(scope: Scope) -> None:
+    """Raises RequestError if the path, the query and the headers are too large."""
+    nbytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+    nbytes += sum(len(name) + len(value) for name, value in scope["headers"])
+    if nbytes > MAX_HEADER_BYTES:
+        raise RequestError(431, f"the path and the headers have more than {MAX_HEADER_BYTES} bytes")
+
+
+def _address(scope: Scope) -> str:
+    """The address that a request comes from."""
+    return str((scope.get("client") or ("",))[0])
 
 
 def _header(scope: Scope, name: bytes) -> str:

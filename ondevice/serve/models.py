@@ -1,8 +1,9 @@
 """Which models are loaded, and whose turn it is.
 
 Models are loaded when they are asked for, all under one budget. Up to `RuntimeConfig.parallel` requests for
-one model generate at once. A request for another model waits for its turn like any other, and those behind it
-wait as well; once nothing runs, the other models make room for its own, as `residency` says.
+one model generate at once. Turns go round the clients that wait, a client being an address. A request for
+another model waits for its turn like any other, and those behind it wait as well; once nothing runs, the other
+models make room for its own, as `residency` says.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
 
     Load = Callable[[str, int | None], Model]
     """Loads a model by name under a budget; None: as the server's options say."""
+
+
+client_address: ContextVar[str] = ContextVar("client_address", default="")
+"""Where the request that is being answered comes from."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,7 @@ class _Waiting:
     """A request that waits for its turn, which is set where it comes."""
 
     facts: ModelFacts
+    client: str
     turn: asyncio.Future[None]
 
 
@@ -135,7 +142,7 @@ class Models:
         facts: the models, at least one.
         load: loads a model by its name in `facts`, under a budget.
         first: the first of them, if it is loaded already. Its budget is all models' together.
-        queue: number of requests that may wait.
+        queue: number of requests that may wait. Up to as many again may, of clients that have none waiting.
         metrics: counts those that wait and run.
         """
         self.facts = {model.name: model for model in facts}
@@ -245,10 +252,12 @@ class Models:
 
     async def _begin(self, facts: ModelFacts, follows: bool) -> None:
         """Wait for a turn, and take it. Raises RequestError if too many wait."""
-        own = _Waiting(facts, asyncio.get_running_loop().create_future())
+        own = _Waiting(facts, client_address.get(), asyncio.get_running_loop().create_future())
+        waits = any(it.client == own.client and not it.turn.done() for it in self._waiting)
+        most = self._queue if waits else 2 * self._queue
         self._waiting.append(own)
         self._admit()
-        if not own.turn.done() and not follows and self.waiting >= self._queue:
+        if not own.turn.done() and not follows and self.waiting >= most:
             self._waiting.remove(own)
             raise RequestError(
                 429, f"{self.waiting} requests wait already; try again", code="rate_limit_exceeded"
@@ -265,7 +274,10 @@ class Models:
             self._wait(-1)
 
     def _admit(self) -> None:
-        """Give turns to those that wait, in their order, as far as there are any."""
+        """Give turns to those that wait, in their order, as far as there are any.
+
+        A client whose request gets one goes behind the others with the rest of its requests.
+        """
         while self._waiting:
             if self._waiting[0].turn.cancelled():
                 self._waiting.popleft()
@@ -276,7 +288,10 @@ class Models:
                 if not known or loaded is None or self._running >= loaded.parallel:
                     return
             self._running, self._current = self._running + 1, facts
-            self._waiting.popleft().turn.set_result(None)
+            first = self._waiting.popleft()
+            first.turn.set_result(None)
+            # Stable, so that each client's requests keep their order.
+            self._waiting = deque(sorted(self._waiting, key=lambda it: it.client == first.client))
 
     def _wait(self, change: int) -> None:
         self.waiting += change

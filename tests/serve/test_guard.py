@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ pytest.importorskip("starlette")
 
 from ondevice.api import load
 from ondevice.serve import guard
-from ondevice.serve.config import MAX_BODY_BYTES, MAX_DEPTH, MAX_VALUES, ServeConfig
+from ondevice.serve.config import MAX_BODY_BYTES, MAX_DEPTH, MAX_HEADER_BYTES, MAX_VALUES, ServeConfig
 from tests.support.chat import pause_engine
 from tests.support.serving import Answer, Serving, serving, until
 
@@ -189,12 +190,46 @@ def test_a_body_that_does_not_come_is_given_up(server: Serving, monkeypatch: pyt
         assert b" 408 " in connection.recv(65536)
 
 
-def begin_stream(server: Serving, stream: bool = True) -> socket.socket:
-    """A connection on which an answer was asked for that takes long."""
+def post_head(length: int, *headers: str) -> bytes:
+    """A request's beginning."""
+    lines = (f"POST {CHAT} HTTP/1.1", "Host: localhost", f"Content-Length: {length}", *headers)
+    return "\r\n".join((*lines, "", "")).encode()
+
+
+def test_a_body_that_stalls_is_given_up_at_once(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "STALL_SECONDS", 0.3)
+    begun = time.monotonic()
+    assert b" 408 " in raw(server, post_head(9) + b"{")
+    assert time.monotonic() - begun < 5
+
+
+def test_large_bodies_that_do_not_end_keep_no_small_one_out(server: Serving) -> None:
+    """Two of them fill what large bodies may hold together; the rest of them is never sent."""
+    missing, large = 60, b" " * (MAX_BODY_BYTES // 2)
+    slow = post_head(MAX_BODY_BYTES) + b" " * (MAX_BODY_BYTES - missing)
+    with ExitStack() as stack:
+        for _ in range(2):
+            connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+            stack.enter_context(connection).sendall(slow)
+        until(lambda: server.post(CHAT, large).status == 503)
+        for _ in range(3):
+            assert server.post(CHAT, ASKED).status == 200
+        assert server.post(CHAT, large).status == 503
+    # They have gone, and it is no JSON.
+    until(lambda: server.post(CHAT, large).status == 400)
+
+
+def test_headers_have_a_bound(server: Serving) -> None:
+    for status, nbytes in ((200, MAX_HEADER_BYTES - 1000), (431, MAX_HEADER_BYTES)):
+        assert server.request("GET", "/health", X="a" * nbytes).status == status
+        assert server.request("GET", "/health?" + "a" * nbytes).status == status
+
+
+def begin_stream(server: Serving, stream: bool = True, address: str = "127.0.0.1") -> socket.socket:
+    """A connection on which an answer was asked for that takes long. address: where it comes from."""
     body = json.dumps(ASKED | {"stream": stream, "max_tokens": 200}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
-    connection.sendall(head + body)
+    connection = socket.create_connection(("127.0.0.1", server.port), 20, source_address=(address, 0))
+    connection.sendall(post_head(len(body)) + body)
     return connection
 
 
@@ -238,6 +273,26 @@ def test_waiting_requests_are_bounded_and_leave_the_queue_with_their_client(
                 patch.undo()
             patient.join(20)
         assert answers[0].json["choices"] == expected
+
+
+def test_a_full_queue_has_a_place_for_another_client(
+    chat_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(load(chat_bundle, threads=1, speculation="off"), ServeConfig(port=0, queue=1)) as server:
+        made = pause_engine(server.model, monkeypatch)
+        with begin_stream(server), ExitStack() as others:
+            until(lambda: len(made) == 2)
+            others.enter_context(begin_stream(server))
+            until(lambda: server.metric("waiting_requests") == 1)
+            assert server.post(CHAT, ASKED).status == 429
+            try:
+                others.enter_context(begin_stream(server, address="127.0.0.2"))
+            except OSError:
+                pytest.skip("this machine has one local address")
+            until(lambda: server.metric("waiting_requests") == 2)
+            # As many again is the bound.
+            third = others.enter_context(begin_stream(server, address="127.0.0.3"))
+            assert b" 429 " in third.recv(65536)
 
 
 def test_a_client_that_does_not_read_delays_no_other(server: Serving) -> None:

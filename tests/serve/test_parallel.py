@@ -20,6 +20,9 @@ from ondevice.generate import watched
 from ondevice.serve import openai_chat, openai_completions
 from ondevice.serve.config import ServeConfig
 from ondevice.serve.exchange import generation
+from ondevice.serve.metrics import Metrics
+from ondevice.serve.models import Models, client_address
+from ondevice.serve.server import facts_of
 from tests.support.bundles import EOS
 from tests.support.command_line import Run
 from tests.support.serving import Answer, Serving, serving, until
@@ -169,6 +172,35 @@ def test_a_full_queue_refuses_no_later_choice(
             thread.join(60)
         assert own[0].status == 200, own[0].body
         assert len(own[0].json["choices"]) == 2
+
+
+def test_turns_go_round_the_clients_that_wait(chat_bundle: Path) -> None:
+    """Each client's requests keep their order, and one that comes late waits for one of each other."""
+    took: list[str] = []
+
+    async def turn(models: Models, client: str, request: str) -> None:
+        client_address.set(client)
+        async with models.turn(models.find(None)):
+            took.append(request)
+            if request == "b2":
+                tasks.append(asyncio.create_task(turn(models, "d", "d1")))
+            await asyncio.sleep(0)
+
+    async def main(model: Model) -> None:
+        models = Models([facts_of("m", model.bundle, model.plan)], _never, model, 5, Metrics())
+        for request in ("a1", "a2", "a3", "a4", "b1", "b2", "c1"):
+            tasks.append(asyncio.create_task(turn(models, request[0], request)))
+        while any(not task.done() for task in tasks):
+            await asyncio.gather(*tasks)
+
+    tasks: list[asyncio.Task[None]] = []
+    with load(chat_bundle, threads=1) as model:
+        asyncio.run(main(model))
+    assert took == ["a1", "a2", "b1", "c1", "a3", "b2", "a4", "d1"]
+
+
+def _never(name: str, budget: int | None) -> Model:
+    raise AssertionError
 
 
 def test_a_fault_of_the_program_ends_its_request_alone(
