@@ -15,7 +15,7 @@ from starlette.routing import Route
 from ondevice.chat_template.messages import Message
 from ondevice.chat_template.tools import PromptOptions, Think
 from ondevice.constraints.constraint import Constraint
-from ondevice.errors import ContextOverflowError
+from ondevice.errors import OndeviceError
 from ondevice.generate import Event, check_prompt
 from ondevice.serve.asked import (
     MAX_STOP_CHARS,
@@ -105,14 +105,14 @@ async def _count(service: Service, request: Request) -> Response:
     _take_format(fields)
     _take_neutral(fields)
     fields.close()
-    async with service.models.at_hand(model) as loaded:
-        tools, think = prompting.tools, prompting.think
-        ids = await asyncio.to_thread(loaded.model.chat_ids, messages, tools=tools, think=think)
-        most = loaded.model.plan.max_context
+    tools, think = prompting.tools, prompting.think
     try:
+        async with service.models.at_hand(model) as loaded:
+            ids = await asyncio.to_thread(loaded.model.chat_ids, messages, tools=tools, think=think)
+            most = loaded.model.plan.max_context
         check_prompt(ids, most, most)
-    except ContextOverflowError as error:
-        raise RequestError.of(error) from error
+    except OndeviceError as error:
+        raise RequestError.of(error, None if tools else "messages") from error
     return json_answer({"input_tokens": len(ids)})
 
 

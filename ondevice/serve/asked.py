@@ -22,7 +22,7 @@ class Asked:
     """A generation that a request asks for: a reply to `messages`, or what continues `prompt`.
 
     prompting: tools, and whether to think, where messages are answered.
-    constraint_field: where the request sets the constraint, for errors.
+    messages_field, constraint_field: where the request has the messages and the constraint, for errors.
     options: fields of SamplingConfig that the request sets. Without `max_tokens` the context alone is the
     limit. Where messages are answered, fields that aren't set are as the model's authors recommend.
     follows: whether its request has had a turn already, for another generation.
@@ -33,6 +33,7 @@ class Asked:
     prompt: str | tuple[int, ...] | None = None
     prompting: PromptOptions = PLAIN
     options: dict[str, Any] = field(default_factory=dict)
+    messages_field: str = "messages"
     constraint_field: str | None = None
     follows: bool = False
 

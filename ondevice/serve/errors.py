@@ -49,11 +49,15 @@ class RequestError(Exception):
         return {"retry-after": "1"} if self.status in (429, 503) else {}
 
     @staticmethod
-    def of(error: OndeviceError) -> RequestError:
-        """The answer to an error of the engine."""
+    def of(error: OndeviceError, messages: str | None = None) -> RequestError:
+        """The answer to an error of the engine.
+
+        messages: the field of the messages, if the request gives no tools.
+        """
         if isinstance(error, ToolsNotSupportedError):
-            message = f"tools can't be given: {error.for_command_line}"
-            return RequestError(400, message, field="tools", code="unsupported_parameter")
+            fault = "tools can't be given" if messages is None else f"{messages} may have no calls or results"
+            message = f"{fault}: {error.for_command_line}"
+            return RequestError(400, message, field=messages or "tools", code="unsupported_parameter")
         for kind, status, code in _STATUS:
             if isinstance(error, kind):
                 return RequestError(status, error.for_command_line, code=code)

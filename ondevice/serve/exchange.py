@@ -123,7 +123,7 @@ async def _generate(service: Service, asked: Asked, running: Generation) -> None
     except RequestError as error:
         running.add(error)
     except OndeviceError as error:
-        answer = RequestError.of(error)
+        answer = RequestError.of(error, None if asked.prompting.tools else asked.messages_field)
         if isinstance(error, ConstraintError):
             answer.field = "tools" if asked.prompting.must_call else asked.constraint_field
         elif isinstance(error, UsageError) and asked.prompting.must_call:

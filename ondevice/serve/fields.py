@@ -135,7 +135,7 @@ class Fields:
         """Take a field that isn't supported. Raises RequestError unless it is null or one of `values`."""
         value = self._left.pop(name, None)
         if value is not None and not any(type(it) is type(value) and it == value for it in values):
-            allowed = ", ".join(json.dumps(it) for it in (None, *values))
+            allowed = ", ".join(dict.fromkeys(json.dumps(it) for it in (None, *values)))
             full = self.full(name)
             raise RequestError(
                 400,

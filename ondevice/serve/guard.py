@@ -174,7 +174,7 @@ class Guard:
         except TimeoutError as error:
             raise RequestError(
                 408,
-                f"the body didn't arrive within {BODY_SECONDS:g} seconds, or none of it for {STALL_SECONDS:g}",
+                f"the body didn't arrive within {BODY_SECONDS:g} seconds, or stalled for {STALL_SECONDS:g}",
             ) from error
 
     async def _answered(

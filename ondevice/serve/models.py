@@ -2,8 +2,8 @@
 
 Models are loaded when they are asked for, all under one budget. Up to `RuntimeConfig.parallel` requests for
 one model generate at once. Turns go round the clients that wait, a client being an address. A request for
-another model waits for its turn like any other, and those behind it wait as well; once nothing runs, the other
-models make room for its own, as `residency` says.
+another model waits for its turn like any other, and those behind it wait as well; once nothing runs, the
+other models make room for its own, as `residency` says.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class ModelFacts:
     nbytes: int
     quantisation: str
     max_context: int
+    vocab_size: int
     digest: str
+    """What tells this bundle from others: a SHA-256 in hex."""
     template: str
     created: int
     least_bytes: int

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 from starlette.requests import Request
@@ -44,6 +43,8 @@ from ondevice.serve.guard import json_bytes
 from ondevice.serve.models import LoadedModel, ModelFacts
 from ondevice.serve.tools import checked_messages, function_tool, take_calls, take_tools
 
+VERSION = "0.12.0"
+"""The release of Ollama whose API this follows. Clients such as VS Code's look for a least one."""
 NEVER = "9999-12-31T23:59:59Z"
 """When a loaded model is unloaded by itself."""
 SPEED_OPTIONS = (
@@ -85,7 +86,7 @@ def routes(service: Service) -> list[Route]:
 
 
 async def _version(request: Request) -> Response:
-    return json_answer({"version": version("ondevice")})
+    return json_answer({"version": VERSION})
 
 
 async def _tags(service: Service, request: Request) -> Response:
@@ -130,7 +131,7 @@ async def _chat(service: Service, request: Request) -> Response:
     model = service.models.find(fields.text("model"))
     given = [_message(each) for each in fields.objects("messages")]
     messages = checked_messages(fields, "messages", _with_ids(given))
-    options = _take_options(fields)
+    options = _take_options(fields, model.sampling.repetition_penalty)
     if constraint := take_ollama_format(fields):
         options["constraint"] = constraint
     stream, think = fields.boolean("stream", True), _take_think(fields)
@@ -148,11 +149,11 @@ async def _generate(service: Service, request: Request) -> Response:
     fields = await read_object(request)
     model = service.models.find(fields.text("model"))
     prompt, system = fields.text("prompt", "") or "", fields.text("system", "") or ""
-    options = _take_options(fields)
+    raw = fields.boolean("raw")
+    options = _take_options(fields, 1.0 if raw else model.sampling.repetition_penalty)
     if constraint := take_ollama_format(fields):
         options["constraint"] = constraint
     stream, think = fields.boolean("stream", True), _take_think(fields)
-    raw = fields.boolean("raw")
     fields.neutral("suffix", "")
     fields.neutral("template", "")
     fields.neutral("context", [], why="the conversation goes into /api/chat")
@@ -282,8 +283,8 @@ def _with_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-def _take_options(fields: Fields) -> dict[str, Any]:
-    """Options of SamplingConfig from `options`."""
+def _take_options(fields: Fields, usual_penalty: float) -> dict[str, Any]:
+    """Options of SamplingConfig from `options`. usual_penalty: the repetition penalty without one there."""
     given = fields.object("options")
     if given is None:
         return {}
@@ -302,7 +303,11 @@ def _take_options(fields: Fields) -> dict[str, Any]:
         given.neutral(name, 0, 0.0)
     for name in ("tfs_z", "typical_p"):
         given.neutral(name, 1, 1.0)
-    given.neutral("repeat_last_n", -1, why="the penalty counts the whole text")
+    penalty = options["repetition_penalty"]
+    if (usual_penalty if penalty is None else penalty) == 1.0:
+        given.ignore("repeat_last_n")
+    # Ollama's default, which clients send along, is taken as if it were left out.
+    given.neutral("repeat_last_n", -1, 64, why="the penalty counts the whole text")
     given.neutral("penalize_newline", True)
     given.ignore("mirostat_tau", "mirostat_eta", *SPEED_OPTIONS)
     given.close()
@@ -321,6 +326,9 @@ def _take_think(fields: Fields) -> Think:
 def _take_rest(fields: Fields) -> None:
     fields.neutral("logprobs", False)
     fields.neutral("top_logprobs", 0)
+    # A prompt that is too long is refused, and a full context ends a text, whatever these say.
+    fields.boolean("truncate")
+    fields.boolean("shift")
     fields.ignore("keep_alive")
 
 

@@ -32,6 +32,7 @@ from ondevice.serve.exchange import (
 )
 from ondevice.serve.fields import Fields
 from ondevice.serve.formats import take_response_format
+from ondevice.serve.models import ModelFacts
 from ondevice.serve.openai_common import (
     IGNORED,
     MAX_CHOICES,
@@ -87,7 +88,7 @@ async def _chat(service: Service, request: Request) -> Response:
 def _read(service: Service, fields: Fields) -> _Request:
     model = service.models.find(fields.text("model"))
     messages = take_messages(fields)
-    options = take_sampling(fields)
+    options = take_sampling(fields, model)
     older = fields.integer("max_tokens", 1, MAX_TOKENS)
     newer = fields.integer("max_completion_tokens", 1, MAX_TOKENS)
     if older is not None and newer is not None and older != newer:
@@ -103,7 +104,7 @@ def _read(service: Service, fields: Fields) -> _Request:
         options["constraint"] = constraint
     choices = fields.integer("n", 1, MAX_CHOICES) or 1
     stream, include_usage = take_stream(fields)
-    prompting = _take_prompting(fields)
+    prompting = _take_prompting(fields, model)
     fields.neutral("functions", [], why=NO_FUNCTIONS)
     fields.neutral("function_call", "none", "auto", why=NO_FUNCTIONS)
     fields.neutral("modalities", ["text"])
@@ -117,11 +118,11 @@ def _read(service: Service, fields: Fields) -> _Request:
     return _Request(asked, choices, stream, include_usage)
 
 
-def _take_prompting(fields: Fields) -> PromptOptions:
+def _take_prompting(fields: Fields, model: ModelFacts) -> PromptOptions:
     """Tools, and whether to think: by OpenAI's field, or by the one for templates that others have."""
     tools, choice = take_tools(fields, function_tool), take_choice(fields, nested_name)
     prompting = chosen_tools(fields, tools, choice, fields.boolean("parallel_tool_calls", True))
-    think = take_effort(fields, "reasoning_effort")
+    think = take_effort(fields, "reasoning_effort", model)
     variables = fields.object("chat_template_kwargs")
     if variables is not None:
         for name in SWITCHES:

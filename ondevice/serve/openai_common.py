@@ -17,6 +17,7 @@ from ondevice.serve.asked import (
     take_top_p,
 )
 from ondevice.serve.fields import Fields
+from ondevice.serve.models import ModelFacts
 from ondevice.serve.tools import checked_messages, take_calls
 from ondevice.stats import GenerationStats
 from ondevice.tokenizer import Tokenizer
@@ -37,7 +38,7 @@ IGNORED = (
 """Fields that change no text here: names of users, keys of caches, tiers of service."""
 
 
-def take_sampling(fields: Fields) -> dict[str, Any]:
+def take_sampling(fields: Fields, model: ModelFacts) -> dict[str, Any]:
     """Options of SamplingConfig from the fields that chats and completions have, and common extensions."""
     options = {
         "temperature": take_temperature(fields, 2.0),
@@ -47,14 +48,14 @@ def take_sampling(fields: Fields) -> dict[str, Any]:
         "repetition_penalty": fields.number("repetition_penalty", 1e-3, 100.0),
         "seed": take_seed(fields),
         "stop": fields.strings("stop", MAX_STOPS, MAX_STOP_CHARS),
-        "logit_bias": _biases(fields),
+        "logit_bias": _biases(fields, model),
     }
     for name in ("frequency_penalty", "presence_penalty"):
         fields.neutral(name, 0, 0.0, why="repetition_penalty is what this server has")
     return chosen(options)
 
 
-def _biases(fields: Fields) -> dict[int, float] | None:
+def _biases(fields: Fields, model: ModelFacts) -> dict[int, float] | None:
     given = fields.object("logit_bias")
     if given is None:
         return None
@@ -65,10 +66,17 @@ def _biases(fields: Fields) -> dict[int, float] | None:
     for name in names:
         if not (name.isascii() and name.isdecimal() and len(name) <= 9):
             fields.refuse("logit_bias", f"names {name[:40]!r}, which is no token id")
+        if int(name) >= model.vocab_size:
+            fields.refuse("logit_bias", f"names token {name}; {ids_of(model)}")
         bias = given.number(name, -100.0, 100.0)
         if bias is not None:
             found[int(name)] = bias
     return found
+
+
+def ids_of(model: ModelFacts) -> str:
+    """Which token ids a model has, for errors."""
+    return f"ids of this model run from 0 to {model.vocab_size - 1}"
 
 
 def take_messages(fields: Fields, name: str = "messages") -> tuple[Message, ...]:

@@ -25,12 +25,14 @@ from ondevice.serve.exchange import (
     with_errors,
 )
 from ondevice.serve.fields import Fields
+from ondevice.serve.models import ModelFacts
 from ondevice.serve.openai_chat import take_stream
 from ondevice.serve.openai_common import (
     IGNORED,
     LEAST_LOGPROB,
     MAX_CHOICES,
     finish_reason,
+    ids_of,
     shown_token,
     summed,
     take_sampling,
@@ -85,8 +87,8 @@ async def _complete(service: Service, request: Request) -> Response:
 
 def _read(service: Service, fields: Fields) -> _Request:
     model = service.models.find(fields.text("model"))
-    prompts = _prompts(fields)
-    options = take_sampling(fields)
+    prompts = _prompts(fields, model)
+    options = take_sampling(fields, model)
     most = fields.integer("max_tokens", 0, MAX_TOKENS)
     options["max_tokens"] = DEFAULT_MAX_TOKENS if most is None else most
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
@@ -105,7 +107,7 @@ def _read(service: Service, fields: Fields) -> _Request:
     return _Request(every, choices, stream, include_usage)
 
 
-def _prompts(fields: Fields) -> list[str | tuple[int, ...]]:
+def _prompts(fields: Fields, model: ModelFacts) -> list[str | tuple[int, ...]]:
     """The prompts: a text, token ids, or a list of either."""
     value = fields.take("prompt")
     wanted = "must be a string, a list of token ids, or a list of either"
@@ -117,6 +119,9 @@ def _prompts(fields: Fields) -> list[str | tuple[int, ...]]:
         fields.refuse("prompt", f"has {len(value)} prompts; it may have {MAX_PROMPTS}")
     if not all(isinstance(each, str) or _are_ids(each) for each in value):
         fields.refuse("prompt", wanted)
+    ids = (token for each in value if isinstance(each, list) for token in each)
+    if any(not 0 <= token < model.vocab_size for token in ids):
+        fields.refuse("prompt", f"has a token id that isn't the model's; {ids_of(model)}")
     return [each if isinstance(each, str) else tuple(each) for each in value]
 
 

@@ -34,6 +34,7 @@ from ondevice.serve.exchange import (
 )
 from ondevice.serve.fields import Fields
 from ondevice.serve.formats import take_text_format
+from ondevice.serve.models import ModelFacts
 from ondevice.serve.openai_common import IGNORED, take_content
 from ondevice.serve.tools import (
     AUTO,
@@ -116,7 +117,7 @@ def _read(service: Service, fields: Fields) -> _Request:
         text.close()
     stream = fields.boolean("stream")
     keys = {name: fields.text(name) for name in ("prompt_cache_key", "safety_identifier")}
-    prompting, echoed_tools = _take_prompting(fields)
+    prompting, echoed_tools = _take_prompting(fields, model)
     usual = model.sampling
     echoed = echoed_tools | {
         "instructions": instructions,
@@ -132,18 +133,23 @@ def _read(service: Service, fields: Fields) -> _Request:
     _take_neutral(fields)
     fields.close()
     asked = Asked(
-        model, messages, prompting=prompting, options=chosen(options), constraint_field="text.format"
+        model,
+        messages,
+        prompting=prompting,
+        options=chosen(options),
+        messages_field="input",
+        constraint_field="text.format",
     )
     return _Request(asked, stream, echoed)
 
 
-def _take_prompting(fields: Fields) -> tuple[PromptOptions, dict[str, Any]]:
+def _take_prompting(fields: Fields, model: ModelFacts) -> tuple[PromptOptions, dict[str, Any]]:
     """Tools, and how much to think; and what the response repeats of that."""
     tools, choice = take_tools(fields, flat_tool), take_choice(fields, flat_name)
     parallel = fields.boolean("parallel_tool_calls", True)
     reasoning, effort = fields.object("reasoning"), None
     if reasoning is not None:
-        effort = take_effort(reasoning, "effort")
+        effort = take_effort(reasoning, "effort", model)
         reasoning.neutral("summary", "auto", why="thinking is told whole")
         reasoning.neutral("generate_summary", "auto")
         reasoning.close()

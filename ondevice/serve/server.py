@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import socket
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ondevice.bundle.layout import MANIFEST
+from ondevice.bundle.manifest import manifest_text
 from ondevice.config import SamplingConfig
 from ondevice.errors import OndeviceError
 from ondevice.serve.app import make_app
@@ -94,7 +96,8 @@ def facts_of(name: str, bundle: Bundle, plan: Plan) -> ModelFacts:
         nbytes=bundle.bundle_bytes,
         quantisation=bundle.quant.name,
         max_context=bundle.config.max_context,
-        digest=manifest.provenance.fingerprint or "",
+        vocab_size=bundle.config.vocab_size,
+        digest=hashlib.sha256(manifest_text(manifest)).hexdigest(),
         template=template,
         created=int(stamp),
         least_bytes=plan.minimum_budget_bytes - plan.process_bytes - plan.others_bytes,

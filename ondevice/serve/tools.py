@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ondevice.chat_template import EFFORT
 from ondevice.chat_template.messages import Message, all_checked
 from ondevice.chat_template.tools import EFFORTS, PLAIN, PromptOptions, Think
 from ondevice.errors import UsageError
 from ondevice.generate import Event
 from ondevice.serve.fields import Fields
+from ondevice.serve.models import ModelFacts
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ def checked_messages(fields: Fields, name: str, messages: Iterable[Message]) -> 
         fields.refuse(name, f"can't be used: {error.for_command_line}")
 
 
-def take_effort(fields: Fields, name: str) -> Think:
+def take_effort(fields: Fields, name: str, model: ModelFacts) -> Think:
     """Whether to think, or how much, by OpenAI's words."""
     effort = fields.text(name)
     if effort is None:
@@ -240,4 +242,9 @@ def take_effort(fields: Fields, name: str) -> Think:
         return False
     if effort not in EFFORTS:
         fields.refuse(name, f"is {effort[:40]!r}; it must be none, {', '.join(EFFORTS)}")
+    if EFFORT not in model.template:
+        # Clients send what is usual without being asked.
+        if effort == "medium":
+            return None
+        fields.refuse(name, f"is {effort!r}; it can be none or medium: this model's template has no levels")
     return effort  # type: ignore[return-value]

@@ -135,6 +135,15 @@ def test_what_is_not_supported_is_refused_by_name(server: Serving, asked: dict[s
     assert answer.json["error"]["message"].startswith(field)
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_results_of_tools_are_refused_where_the_model_has_none(server: Serving, path: str) -> None:
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
+    asked = {"model": "", "messages": [{"role": "user", "content": [result]}]}
+    answer = server.post(path, asked | ({"max_tokens": 2} if path == "/v1/messages" else {}))
+    assert answer.status == 400
+    assert answer.json["error"]["message"].startswith("messages may have no calls")
+
+
 def test_errors_are_anthropic_s(server: Serving, client: Any) -> None:
     with pytest.raises(anthropic.NotFoundError):
         create(client, server, model="claude-0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -71,8 +72,43 @@ def test_what_is_said_of_models(server: Serving, client: Any) -> None:
     assert shown.capabilities == ["completion"]
     assert shown.modelinfo["general.parameter_count"] == server.model.bundle.parameters
     assert "<|assistant|>" in shown.template
-    assert server.request("GET", "/api/version").json["version"]
+    assert re.fullmatch(r"[0-9a-f]{64}", listed[0].digest)
+    # VS Code's client asks for at least 0.6.4.
+    version = server.request("GET", "/api/version").json["version"]
+    assert tuple(map(int, version.split("."))) >= (0, 6, 4)
     assert server.request("GET", "/").status == 200
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"options": {"repeat_last_n": 64}},
+        {"options": {"repeat_last_n": 7}},
+        {"options": {"repeat_last_n": 0, "repeat_penalty": 1.0}},
+        {"truncate": True, "shift": True, "keep_alive": 0},
+        {"truncate": False, "shift": False},
+    ],
+)
+@pytest.mark.parametrize("raw", [False, True])
+def test_what_changes_nothing_is_accepted(server: Serving, asked: dict[str, Any], raw: bool) -> None:
+    body: dict[str, Any] = {"prompt": "Hello", "raw": raw, "stream": False}
+    options = {"num_predict": 4, "seed": 1}
+    plain, got = (
+        server.post("/api/generate", body | more | {"options": options | more.get("options", {})})
+        for more in ({}, asked)
+    )
+    assert got.status == 200, got.body
+    assert got.json["response"] == plain.json["response"]
+
+
+def test_the_default_of_the_penalty_s_length_is_as_good_as_none(server: Serving) -> None:
+    body: dict[str, Any] = {"prompt": "Hello", "stream": False}
+    options = {"num_predict": 12, "seed": 1, "repeat_penalty": 1.5}
+    plain, got = (
+        server.post("/api/generate", body | {"options": options | more})
+        for more in ({}, {"repeat_last_n": 64})
+    )
+    assert (got.status, got.json["response"]) == (200, plain.json["response"])
 
 
 @pytest.mark.parametrize(
@@ -87,7 +123,11 @@ def test_what_is_said_of_models(server: Serving, client: Any) -> None:
         ({"stream": 1}, "stream"),
         ({"unheard_of": 1}, "unheard_of"),
         ({"messages": "x"}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "tools"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+        ({"options": {"repeat_last_n": 128, "repeat_penalty": 1.1}}, "options.repeat_last_n"),
+        ({"options": {"repeat_last_n": 0, "repeat_penalty": 1.1}}, "options.repeat_last_n"),
+        ({"truncate": "yes"}, "truncate"),
+        ({"shift": 1}, "shift"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x", "images": ["aa"]}]}, "messages[0].images"),
     ],

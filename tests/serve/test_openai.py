@@ -183,6 +183,9 @@ def test_models_are_listed_and_found(server: Serving, client: Any) -> None:
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"extra_body": {"unheard_of": 1}}, "unheard_of"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"99999999": 1}}, "logit_bias"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"messages": [*MESSAGES, {"role": "tool", "tool_call_id": "1", "content": "x"}]}, "messages"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(
@@ -192,6 +195,19 @@ def test_what_is_not_supported_is_refused_by_name(
         chat(client, server, **options)
     assert caught.value.param == field
     assert field in caught.value.message
+
+
+@pytest.mark.parametrize("token", [-1, 99999])
+def test_token_ids_that_the_model_lacks_are_refused_by_name(client: Any, token: int) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="", prompt=[1, token])
+    assert caught.value.param == "prompt"
+    assert "prompt" in caught.value.message
+
+
+def test_a_single_neutral_value_is_told_once(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"best_of can only be null, 1: "):
+        client.completions.create(model="", prompt="x", best_of=2)
 
 
 def test_neutral_values_and_nulls_are_accepted(server: Serving, client: Any) -> None:
@@ -210,6 +226,7 @@ def test_neutral_values_and_nulls_are_accepted(server: Serving, client: Any) -> 
         "logprobs": False,
         "store": False,
         "parallel_tool_calls": True,
+        "reasoning_effort": "medium",
     }
     got = server.post(
         "/v1/chat/completions",

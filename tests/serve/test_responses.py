@@ -95,6 +95,8 @@ def test_a_whole_conversation_is_taken(server: Serving, client: Any) -> None:
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input"),
         ({"store": True}, "store"),
         ({"unheard_of": 1}, "unheard_of"),
     ],
@@ -103,6 +105,16 @@ def test_what_is_not_supported_is_refused_by_name(server: Serving, asked: dict[s
     answer = server.post("/v1/responses", {"input": "Hello", "max_output_tokens": 2} | asked)
     assert answer.status == 400
     assert answer.json["error"]["param"] == field
+
+
+def test_the_usual_effort_changes_nothing(server: Serving) -> None:
+    body = {"input": "Hello", "max_output_tokens": 4, "temperature": 0}
+    plain, usual = (
+        server.post("/v1/responses", body | more) for more in ({}, {"reasoning": {"effort": "medium"}})
+    )
+    assert usual.status == 200, usual.body
+    texts = [it.json["output"][0]["content"][0]["text"] for it in (plain, usual)]
+    assert texts[0] == texts[1]
 
 
 def test_thinking_is_an_item_of_its_own() -> None:
