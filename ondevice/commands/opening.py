@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -42,16 +42,25 @@ def resolved_model(
     return resolved
 
 
-@contextmanager
-def loaded_model(resolved: ResolvedModel) -> Iterator[Model]:
-    """The loaded model, closed at the end. Its plan is shown before its weights are read."""
-    from ondevice import api
-    from ondevice.commands import reports, sharing
+def say_plan(resolved: ResolvedModel) -> None:
+    """Show the plan, and what options do to the text."""
+    from ondevice.commands import reports
 
-    resolved.require_fit()
     say(f"{reports.model_words(resolved.bundle)}: {reports.plan_summary(resolved.plan)}")
     for line in reports.lossy_lines(resolved):
         say(line)
+
+
+@contextmanager
+def loaded_model(
+    resolved: ResolvedModel, show: Callable[[ResolvedModel], None] = say_plan
+) -> Iterator[Model]:
+    """The loaded model, closed at the end. `show` tells of its plan before its weights are read."""
+    from ondevice import api
+    from ondevice.commands import sharing
+
+    resolved.require_fit()
+    show(resolved)
     with api.Model(resolved, sharing.later_layers()) as loaded:
         yield loaded
     sharing.leave()

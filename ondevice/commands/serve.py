@@ -93,7 +93,7 @@ def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) 
         runtime = replace(runtime_config(values | budget), parallel=config.parallel)
         return api.Model(api.open_model(paths[name], runtime))
 
-    with _logging(), loaded_model(resolved) as first:
+    with _logging(), loaded_model(resolved, _log_plan) as first:
         del resolved
         serve_until_stopped(config, facts, load, first)
 
@@ -105,6 +105,16 @@ def require_packages() -> None:
         raise BackendUnavailableError(
             f"the server needs {' and '.join(missing)}: pip install {' '.join(missing)}, or ondevice[serve]"
         )
+
+
+def _log_plan(resolved: ResolvedModel) -> None:
+    """Log the plan, and what options do to the text."""
+    from ondevice.commands import reports
+    from ondevice.serve.metrics import log_event
+
+    log_event("plan", model=reports.model_words(resolved.bundle), plan=resolved.plan.to_json())
+    for line in reports.lossy_lines(resolved):
+        log_event("lossy", message=line)
 
 
 def _facts(resolved: ResolvedModel) -> ModelFacts:

@@ -32,11 +32,21 @@ def serving(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
     try:
         assert process.stderr is not None
         lines = iter(process.stderr.readline, "")
-        events = (json.loads(line) for line in lines if line.startswith("{"))
-        yield process, next(event["url"] for event in events if event["event"] == "listening")
+        plan, *_ = events = list(_until_listening(map(json.loads, lines)))
+        assert (plan["event"], plan["model"]) == ("plan", Path(arguments[0]).name)  # type: ignore[arg-type]
+        assert plan["plan"]["total_bytes"] <= plan["plan"]["budget_bytes"]
+        yield process, events[-1]["url"]
     finally:
         process.kill()
         process.wait()
+
+
+def _until_listening(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The first events of the log, up to the one that says where the server listens."""
+    for event in events:
+        yield event
+        if event["event"] == "listening":
+            return
 
 
 def asked(url: str, context: ssl.SSLContext | None = None) -> Any:
