@@ -49,6 +49,7 @@ LIMITS = {
 
 Half as many states did for random texts of 106 of others' schemas, with 151,643 tokens. With a fuel of
 1,000,000, `((a{1000}){1000}){1000}` took 141 MB and four times as long before it was refused."""
+_NO_TEXT = "it allows no text in this model's tokens"
 _PLAIN_PREFIX = "\x02"
 """What tokenizers don't merge with what follows. Behind it, a text gets no space that begins a text."""
 _KEYWORDS = (
@@ -61,9 +62,16 @@ _KEYWORDS = (
     (re.compile(r"multipleOf"), "multipleOf"),
     (re.compile(r"float range|integer range|minimum"), "minimum"),
     (re.compile(r"Invalid type"), "type"),
+    (re.compile(r"'?(\w+)'? must be an? (?:array|object)$"), None),
+    (re.compile(r"invalid multiple of"), "multipleOf"),
+    (re.compile(r"schema: ((?:min|max)[A-Z]\w+)"), None),
+    (re.compile(r"(required) property"), None),
+    (re.compile(r"incompatible types"), "type"),
     (re.compile(r"Unsatisfiable|intersection"), "allOf"),
 )
 """The keyword that a message of llguidance's is about."""
+_EMPTY = re.compile(r'"(enum|type|anyOf|oneOf)": \[\]')
+"""A list of choices without any, in a schema's JSON."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +146,8 @@ class Grammars:
         import llguidance
 
         kind, source = constraint.kind, constraint.source
-        what = KINDS[kind]
-        with LibraryErrors(partial(_refusal, f"the {what}")):
+        refusal = partial(_refusal, f"the {KINDS[kind]}", source=source)
+        with LibraryErrors(refusal):
             if kind == "json_schema":
                 schema: Any = prepared(source)
                 grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=SPELLING)  # type: ignore[arg-type]
@@ -149,11 +157,11 @@ class Grammars:
                 grammar = llguidance.LLMatcher.grammar_from_lark(source)
             matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
             if matcher.is_error():
-                raise _refusal(what, matcher.get_error())
+                raise refusal(matcher.get_error())
             # The first mask tells whether any text is allowed, and whether the limits hold so far.
             first = matcher.deep_copy()
             if not any(first.compute_bitmask()) or first.is_error():
-                raise _refusal(what, first.get_error() or "it allows no text in this model's tokens")
+                raise refusal(first.get_error() or _NO_TEXT)
         return matcher
 
 
@@ -190,16 +198,25 @@ class _Spelling:
         return ids[length:] if ids[:length] == self._prefix else self._encode(text)
 
 
-def _refusal(what: str, message: str) -> ConstraintError:
-    """The error for what llguidance says, with the keyword at fault where it names one."""
+def _refusal(what: str, message: str, source: str = "") -> ConstraintError:
+    """The error for what llguidance says of `source`, with the keyword at fault where there is one."""
     message = message.partition("\n<state>")[0].strip()[:300]
-    keyword = None
-    for pattern, named in _KEYWORDS:
-        if found := pattern.search(message):
-            keyword = named or found[1]
-            break
+    if message.startswith("NoExtensionBias"):
+        message = _NO_TEXT
+    keyword = _keyword(message, source)
     about = f", for its keyword {keyword}" if keyword and "schema" in what else ""
-    return ConstraintError(f"the {what.removeprefix('the ')} can't be enforced{about}: {message}", keyword)
+    return ConstraintError(f"{what} can't be enforced{about}: {message}", keyword)
+
+
+def _keyword(message: str, source: str) -> str | None:
+    """The keyword that a message is about."""
+    if message == _NO_TEXT:
+        # Of schemas, only references that lead to themselves are read without another complaint.
+        return "$ref" if '"$ref"' in source else None
+    if "anyOf is empty" in message and (empty := _EMPTY.search(source)):
+        return empty[1]
+    found = ((named, pattern.search(message)) for pattern, named in _KEYWORDS)
+    return next((named or match[1] for named, match in found if match), None)
 
 
 _starting = threading.Lock()

@@ -244,6 +244,34 @@ def test_special_tokens_come_only_where_a_grammar_names_them() -> None:
     assert allowed(named) == {Marks.channel}
 
 
+@pytest.mark.parametrize(
+    ("keyword", "schema"),
+    [
+        ("$ref", {"$ref": "#"}),
+        ("$ref", {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
+        ("enum", {"enum": []}),
+        ("enum", {"enum": "a"}),
+        ("type", {"type": []}),
+        ("anyOf", {"anyOf": []}),
+        ("oneOf", {"oneOf": []}),
+        ("type", {"type": "integer", "enum": ["a"]}),
+        ("minLength", {"type": "string", "minLength": 5, "maxLength": 1}),
+        ("minItems", {"type": "array", "minItems": 3, "maxItems": 1}),
+        ("minProperties", {"type": "object", "minProperties": 3, "maxProperties": 1}),
+        ("required", {"type": "object", "required": ["a"], "properties": {"a": {"enum": []}}}),
+        ("required", {"type": "object", "required": "a"}),
+        ("properties", {"properties": []}),
+        ("multipleOf", {"type": "integer", "multipleOf": 0}),
+    ],
+)
+def test_schemas_that_nothing_satisfies_are_refused_by_their_keyword(keyword: str, schema: Any) -> None:
+    grammars = Grammars(Marks.vocabulary())
+    with pytest.raises(ConstraintError, match=rf"keyword {re.escape(keyword)}: ") as error:
+        grammars.matcher(Constraint.json_schema(schema))
+    assert error.value.keyword == keyword
+    assert "Bias" not in str(error.value)
+
+
 def test_what_cannot_be_enforced_is_refused_by_its_keyword(plain: Model) -> None:
     refused = {
         "not": {"type": "string", "not": {"const": "a"}},
@@ -255,7 +283,12 @@ def test_what_cannot_be_enforced_is_refused_by_its_keyword(plain: Model) -> None
         with pytest.raises(ConstraintError, match=re.escape(keyword)) as error:
             plain.generate(PROMPT, constraint=Constraint.json_schema(schema))
         assert error.value.keyword == keyword
-    for wrong in (Constraint.regex("a("), Constraint.lark('start: "a" b'), Constraint.lark("")):
+    for wrong in (
+        Constraint.regex("a("),
+        Constraint.lark('start: "a" b'),
+        Constraint.lark(""),
+        Constraint.lark("start: start"),
+    ):
         with pytest.raises(ConstraintError, match="can't be enforced"):
             plain.generate(PROMPT, constraint=wrong)
 
