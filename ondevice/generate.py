@@ -50,6 +50,8 @@ class Event:
     part of one that isn't complete yet, where its arguments are JSON.
     In a conversation an event may have no token of its own, because one token can complete several things.
     `logprob` and `top_logprobs` are as `log_probabilities` has them, where `top_logprobs` was asked for.
+    `held`: how many of the newest tokens have shown nothing of their text yet, as it may begin a stop string;
+    of the last event, how many lie behind a stop string's beginning.
     `prompt`: of the first event, what the prompt came to, unless the first event is the last one too.
     The last event has no token. It has the rest of the text, `finish_reason` and `stats`, and as `stop` the
     stop string that ended the text, if one did.
@@ -65,6 +67,7 @@ class Event:
     stop: str | None = None
     tool_call: ToolCall | None = None
     call_part: CallPart | None = None
+    held: int = 0
     prompt: PromptUse | None = None
 
 
@@ -240,7 +243,8 @@ class Generator:
             drafting=drafting,
         )
         stats = meter.stats(labels, self.counters(), prompt_tokens, len(history) - prompt_tokens)
-        yield Event(text.finish(), None, written.reason, stats, stop=text.stop)
+        rest, matcher = text.finish(), text.matcher
+        yield Event(rest, None, written.reason, stats, stop=matcher.matched, held=matcher.held)
 
     def _decode(
         self, written: _Continuation, kv: SequenceState, meter: Meter, cancelled: IsCancelled | None
@@ -517,24 +521,20 @@ class _Text:
             # A continuation keeps its leading space. A prompt of special tokens alone is no text to continue.
             opens_text = not whole and not any(tokenizer.token_bytes(token) for token in prompt)
             self._detokenizer = StreamingDetokenizer(tokenizer, at_start=opens_text)
-        self._matcher = StopMatcher(stops)
+        self.matcher = StopMatcher(stops)
+        """Knows the stop string that ended the text, and how many tokens' texts are held back."""
 
     def add(self, token: int) -> tuple[str, bool]:
         """The text that this token completed, and True if a stop string ended the text."""
         if self._detokenizer is None:
             return "", False
-        return self._matcher.add(self._detokenizer.add(token)), self._matcher.stopped
-
-    @property
-    def stop(self) -> str | None:
-        """The stop string that ended the text, if one did."""
-        return self._matcher.matched
+        return self.matcher.add(self._detokenizer.add(token)), self.matcher.stopped
 
     def finish(self) -> str:
         """The rest of the text, held back until now because a continuation could have changed it."""
         if self._detokenizer is None:
             return ""
-        return self._matcher.add(self._detokenizer.finish()) + self._matcher.finish()
+        return self.matcher.add(self._detokenizer.finish()) + self.matcher.finish()
 
 
 class _Continuation:
@@ -580,7 +580,8 @@ class _Continuation:
         self.history.append(token)
         self.room -= 1
         piece, stopped = self._text.add(token)
-        self._events.append(Event(piece, token, logprob=logprob, top_logprobs=top_logprobs))
+        held = self._text.matcher.held
+        self._events.append(Event(piece, token, logprob=logprob, top_logprobs=top_logprobs, held=held))
         if self.constrained is not None:
             self.constrained.take(token, piece)
             stopped = stopped or self.constrained.is_complete

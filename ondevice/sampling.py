@@ -15,6 +15,7 @@ V is the vocabulary size, N the number of tokens that survive the filters.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -331,6 +332,10 @@ class StopMatcher:
         """stops: stop strings, none empty; SamplingConfig checks that."""
         self._stops = tuple(stops)
         self._held = ""
+        self._taken = self._returned = 0
+        """Characters of the text."""
+        self._begins: deque[int] = deque()
+        """Where the newest pieces begin, of which nothing has been returned."""
         self.stopped = False
         self.matched: str | None = None
         """The stop string that ended the text."""
@@ -339,6 +344,10 @@ class StopMatcher:
         """Take more text, and return the text now known to precede any stop string; empty once `stopped`."""
         if self.stopped:
             return ""
+        if not self._stops:
+            return text
+        self._begins.append(self._taken)
+        self._taken += len(text)
         self._held += text
         match = self._first_match()
         if match is not None:
@@ -347,12 +356,22 @@ class StopMatcher:
         else:
             cut = len(self._held) - self._prefix_length()
         ready, self._held = self._held[:cut], "" if self.stopped else self._held[cut:]
+        self._returned += cut
+        while self._begins and self._begins[0] < self._returned:
+            self._begins.popleft()
         return ready
 
     def finish(self) -> str:
         """The text still held back when the text ends without a stop string."""
         ready, self._held = self._held, ""
+        if not self.stopped:
+            self._begins.clear()
         return ready
+
+    @property
+    def held(self) -> int:
+        """Number of the newest pieces of which nothing has been returned."""
+        return len(self._begins)
 
     def _first_match(self) -> int | None:
         """Start of the match that ends first in the held text."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -111,6 +112,7 @@ async def _generate(service: Service, asked: Asked, running: Generation) -> None
     try:
         async with service.models.turn(asked.model, asked.follows) as loaded:
             running.begin(loaded.model.tokenizer)
+            kept: deque[Event] = deque()
             async with aclosing(_events(loaded, asked)) as events:
                 async for event in events:
                     if event.finish_reason == "cancelled":
@@ -119,7 +121,8 @@ async def _generate(service: Service, asked: Asked, running: Generation) -> None
                         service.metrics.add("generated_tokens_total")
                     if event.stats is not None:
                         service.metrics.generated(event.stats, event.finish_reason or "")
-                    running.add(event)
+                    for each in _settled(event, kept):
+                        running.add(each)
     except RequestError as error:
         running.add(error)
     except OndeviceError as error:
@@ -135,6 +138,22 @@ async def _generate(service: Service, asked: Asked, running: Generation) -> None
         if not running.complete:
             # An error of the program itself: the client would wait for ever.
             running.add(RequestError(500, "the server failed", code="internal_error"))
+
+
+def _settled(event: Event, kept: deque[Event]) -> Iterator[Event]:
+    """An event, behind the log-probabilities of tokens that no stop string can cut off any more.
+
+    kept: those of tokens that one may cut off.
+    """
+    if event.token is None and event.finish_reason is None:
+        yield event
+        return
+    if event.held and event.logprob is not None:
+        kept.append(replace(event, text="", tool_call=None, call_part=None, prompt=None))
+        event = replace(event, token=None, logprob=None, top_logprobs=())
+    while len(kept) > event.held:
+        yield kept.popleft()
+    yield event
 
 
 async def _events(loaded: LoadedModel, asked: Asked) -> AsyncGenerator[Event, None]:

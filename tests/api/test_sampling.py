@@ -376,6 +376,11 @@ def test_stopping_does_not_depend_on_the_pieces(pieces: list[str], stops: list[s
     emitted, matcher = stream(pieces, stops)
     assert "".join(emitted) == cut_by_characters(text, stops)
     assert matcher.stopped == any(stop in text for stop in stops)
+    # What is held at the end are the pieces that were taken and lie wholly behind the cut.
+    begins = [len("".join(pieces[:at])) for at in range(len(pieces))]
+    taken = [at for at in begins if not any(stop in text[:at] for stop in stops)]
+    cut = len("".join(emitted))
+    assert matcher.held == (sum(at >= cut for at in taken) if matcher.stopped else 0)
 
 
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:

@@ -98,6 +98,47 @@ def test_a_stop_string_ends_the_text_before_it_in_a_stream_too(server: Serving, 
     assert text == free[: free.index(stop)]
 
 
+def test_tokens_behind_a_stop_string_have_no_logprobs(server: Serving, client: Any) -> None:
+    """The tokens are bytes: those of the stop string itself are cut off with it."""
+    options: dict[str, Any] = {"seed": 11, "max_tokens": 40, "logit_bias": only_letters(server)}
+    free = chat(client, server, logprobs=True, **options).choices[0]
+    text = free.message.content
+    stop = text[9:12]
+    asked = options | {"stop": [stop, "never written"], "logprobs": True}
+    whole = chat(client, server, **asked).choices[0]
+    entries = whole.logprobs.content
+    assert shown(entries) == whole.message.content == text[: text.index(stop)]
+    assert entries == free.logprobs.content[: len(entries)]
+    streamed = []
+    for chunk in chat(client, server, stream=True, **asked):
+        streamed += chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else []
+    assert streamed == entries
+    # What a stop string has held back and the end sets free has them.
+    held = options | {"stop": text[-1] + "\0", "logprobs": True}
+    assert chat(client, server, **held).choices[0].logprobs == free.logprobs
+
+
+def shown(entries: Any) -> str:
+    """The text of tokens."""
+    return bytes(byte for entry in entries for byte in entry.bytes).decode()
+
+
+def only_letters(server: Serving) -> dict[str, int]:
+    """A bias by which the random model writes letters alone, each a token."""
+    return {str(token): 100 for token in server.model.tokenizer.encode("abcdefghijklmnop", add_bos=False)}
+
+
+def test_logprobs_of_completions_end_with_the_text(server: Serving, client: Any) -> None:
+    asked: dict[str, Any] = {"model": "", "prompt": "Once", "max_tokens": 30, "seed": 3, "logprobs": 1}
+    asked["logit_bias"] = only_letters(server)
+    free = client.completions.create(**asked).choices[0]
+    stop = free.text[9:12]
+    cut = client.completions.create(stop=stop, **asked).choices[0]
+    assert cut.text == free.text[: free.text.index(stop)]
+    assert "".join(cut.logprobs.tokens) == cut.text
+    assert cut.logprobs.token_logprobs == free.logprobs.token_logprobs[: len(cut.text)]
+
+
 def test_logprobs_are_the_log_softmax_of_the_logits(server: Serving, client: Any) -> None:
     got = chat(client, server, temperature=0, max_tokens=4, logprobs=True, top_logprobs=3)
     expected = reply(server, temperature=0.0, max_tokens=4)
