@@ -235,6 +235,14 @@ def test_markdown_is_drawn_and_markup_stays_text(page: Any) -> None:
     assert page.title() == "ondevice"
 
 
+def test_without_a_clipboard_nothing_offers_to_copy(page: Any) -> None:
+    """Browsers have none where the page comes by http from another machine."""
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    reply = drawn_markdown(page, MARKDOWN)
+    expect(reply.locator("figcaption")).to_have_text("python")
+    assert reply.get_by_role("button").count() == 0
+
+
 @pytest.mark.parametrize(
     "piece", ["*a ", "**a", "`a``", "[a](", "> ", "- ", "|a", "``` ", "_a_", "http://h", "#"]
 )

@@ -128,19 +128,24 @@ function code(lines, fence, language) {
   const figure = made("figure");
   figure.className = "code";
   const bar = made("figcaption", language || "code");
-  const copy = made("button", "Copy");
-  copy.type = "button";
-  copy.setAttribute("aria-label", `Copy this ${language || "code"}`);
-  copy.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(text);
-    copy.textContent = "Copied";
-  });
-  bar.append(copy);
+  // Browsers have a clipboard only over https and on this machine.
+  if (navigator.clipboard) bar.append(copier(text, language || "code"));
   const pre = made("pre");
   pre.tabIndex = 0;
   pre.append(made("code", text));
   figure.append(bar, pre);
   return figure;
+}
+
+function copier(text, what) {
+  const copy = made("button", "Copy");
+  copy.type = "button";
+  copy.setAttribute("aria-label", `Copy this ${what}`);
+  copy.addEventListener("click", async () => {
+    await navigator.clipboard.writeText(text);
+    copy.textContent = "Copied";
+  });
+  return copy;
 }
 
 function list(lines, depth) {
