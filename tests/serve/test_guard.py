@@ -203,17 +203,33 @@ def test_a_body_that_stalls_is_given_up_at_once(server: Serving, monkeypatch: py
     assert time.monotonic() - begun < 5
 
 
-def test_large_bodies_that_do_not_end_keep_no_small_one_out(server: Serving) -> None:
+def test_large_bodies_that_do_not_end_keep_no_small_one_out(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two of them fill what large bodies may hold together; the rest of them is never sent."""
+    monkeypatch.setattr(guard, "STALL_SECONDS", 30.0)
+    read, taken = guard.Guard._body, list[int]()
+
+    async def counted(own: Any, scope: Any, receive: Any, exchange: Any) -> bytes:
+        async def counting() -> Any:
+            message = await receive()
+            taken.append(len(message.get("body", b"")))
+            return message
+
+        return await read(own, scope, counting, exchange)
+
+    monkeypatch.setattr(guard.Guard, "_body", counted)
     missing, large = 60, b" " * (MAX_BODY_BYTES // 2)
+    small = ASKED | {"user": "u" * 1000}
     slow = post_head(MAX_BODY_BYTES) + b" " * (MAX_BODY_BYTES - missing)
     with ExitStack() as stack:
         for _ in range(2):
             connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
             stack.enter_context(connection).sendall(slow)
-        until(lambda: server.post(CHAT, large).status == 503)
+        until(lambda: sum(taken) == 2 * (MAX_BODY_BYTES - missing))
+        assert server.post(CHAT, large).status == 503
         for _ in range(3):
-            assert server.post(CHAT, ASKED).status == 200
+            assert server.post(CHAT, small).status == 200
         assert server.post(CHAT, large).status == 503
     # They have gone, and it is no JSON.
     until(lambda: server.post(CHAT, large).status == 400)
