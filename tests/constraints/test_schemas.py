@@ -140,20 +140,42 @@ def test_answers_to_made_up_schemas_are_valid(plain: Model) -> None:
     assert ended > 0.9 * MADE_UP
 
 
+def answers(model: Model, schemas: list[Any]) -> list[tuple[int, ...]]:
+    """The tokens of an answer to each schema; none where it is refused."""
+    found = []
+    for schema in schemas:
+        constraint = Constraint.json_schema(schema)
+        try:
+            answer = model.generate("JSON:", constraint=constraint, max_tokens=100, temperature=1.0, seed=7)
+        except ConstraintError:
+            found.append(())
+        else:
+            found.append(tuple(answer.tokens))
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_drafts_change_no_answer_to_made_up_schemas(plain: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(28)
-    schemas = [Constraint.json_schema(made_up(rng)) for _ in range(MADE_UP)]
-
-    def answers(model: Model) -> list[tuple[int, ...]]:
-        return [
-            model.generate("JSON:", constraint=schema, max_tokens=100, temperature=1.0, seed=7).tokens
-            for schema in schemas
-        ]
-
-    expected = answers(plain)
+    schemas = [made_up(rng) for _ in range(MADE_UP)]
+    expected = answers(plain, schemas)
+    assert all(expected)
     always_draft(monkeypatch, [8, 3, 12, 16])
     for drafter in ("auto", "resident", "recycling", "lookup"):
         with load(SHIPPED, speculation=drafter, threads=1) as model:  # type: ignore[arg-type]
-            assert answers(model) == expected, drafter
+            assert answers(model, schemas) == expected, drafter
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_drafts_change_no_answer_to_collected_schemas(
+    plain: Model, collected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schemas = list(collected.values())
+    expected = answers(plain, schemas)
+    assert sum(not tokens for tokens in expected) <= MOST_REFUSED * len(schemas)
+    always_draft(monkeypatch, [8, 3, 12, 16])
+    for drafter in ("auto", "lookup"):
+        with load(SHIPPED, speculation=drafter, threads=1) as model:  # type: ignore[arg-type]
+            assert answers(model, schemas) == expected, drafter
