@@ -212,6 +212,7 @@ class Generator:
             for _ in self.restore(kv, history[:-1], cancelled):
                 yield no_pass(kv, cancelled)
             meter.reused = kv.length
+            kv.mark_prompt(prompt_tokens)
             meter.restored = max(0, meter.reused - held)
             prefilled = yield from self._prefill(written, kv, meter, cancelled)
             meter.prefilled(prompt_tokens)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.latent import LatentOps
-from ondevice.backends.recurrent import RecurrentOps, StateLayout, StateStore
+from ondevice.backends.recurrent import MARKS, RecurrentOps, StateLayout, StateStore
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RecordLayout
 from ondevice.config import RowFormat
@@ -81,7 +81,8 @@ class KVLayout:
     config: ModelConfig
     kv_bits: Literal[32, 16, 8] = 16
     drafts: bool = False
-    """Whether texts have drafts, for which states of recurrent layers take more memory."""
+    marks: int = MARKS
+    """Whether texts have drafts, and most marks of one: states of recurrent layers take memory for both."""
 
     @cached_property
     def heads(self) -> tuple[HeadSizes, ...]:
@@ -123,7 +124,7 @@ class KVLayout:
         if whole:
             _, values, heads = whole
             token_bytes = values * self.kv_bits // 8 + (8 * heads if self.kv_bits == 8 else 0)
-        return StateLayout(self.config, token_bytes, self.drafts)
+        return StateLayout(self.config, token_bytes, self.drafts, self.marks)
 
     def nbytes(self, n_tokens: int) -> int:
         """Bytes of the blocks and states of a text of n_tokens."""

@@ -28,6 +28,11 @@ inputs (taps - 1, C), in one dimension.
 MIN_SPACING = 64
 AHEAD_TOKENS = 16
 """Most tokens that run ahead of a text's states: those of a draft, its root included."""
+MARKS = 2
+"""Checkpoints of a text's last prompt: where what is new of it begins, and near its end."""
+PROMPT_TAIL = 8
+"""Tokens between a prompt's last checkpoint and its end: more than the beginning of an answer, which a
+template may render otherwise once the answer is there. Qwen's longest has 7."""
 
 RULE_TOKENS = 8
 """Tokens of a delta rule on MLX behind which the host waits for as many before them: MLX would else take
@@ -39,8 +44,8 @@ class StateLayout:
     """Where the states of a model's recurrent layers lie in one buffer, and how many a text keeps.
 
     A text has the states behind its last token, room for those that the next pass makes, and checkpoints:
-    states behind every multiple of `spacing` tokens, to which it can go back. With drafts it also has the
-    inputs of the tokens that run ahead of its states.
+    states behind every multiple of `spacing` tokens and at its marks, to which it can go back. With drafts it
+    also has the inputs of the tokens that run ahead of its states.
     """
 
     config: ModelConfig
@@ -48,6 +53,8 @@ class StateLayout:
     """Bytes of one token's keys and values in all of the model's layers."""
     drafts: bool = False
     """Whether texts have drafts."""
+    marks: int = MARKS
+    """Most marks of a text; 0 for texts that aren't said to have prompts."""
 
     @cached_property
     def offsets(self) -> dict[int, int]:
@@ -71,17 +78,18 @@ class StateLayout:
 
     @cached_property
     def spacing(self) -> int:
-        """Tokens between two checkpoints, a multiple of 64: so many that a checkpoint takes no more memory
-        than their keys and values.
+        """Tokens between two checkpoints, but for marks, a multiple of 64: so many that a checkpoint takes no
+        more memory than their keys and values.
         """
         whole = self.config.part.states
         state_bytes = 4 * whole[0] if whole else self.nbytes
         tokens = -(-state_bytes // max(1, self.token_bytes))
         return max(MIN_SPACING, -(-tokens // MIN_SPACING) * MIN_SPACING)
 
-    def buffers(self, n_tokens: int) -> int:
-        """Number of buffers that a text of n_tokens needs."""
-        return 2 + n_tokens // self.spacing if self.nbytes else 0
+    def buffers(self, n_tokens: int, marks: int | None = None) -> int:
+        """Number of buffers that a text of n_tokens needs. marks: that it has; None: as many as it may."""
+        marks = self.marks if marks is None else marks
+        return 2 + n_tokens // self.spacing + marks if self.nbytes else 0
 
     def text_bytes(self, n_tokens: int) -> int:
         """Bytes of all buffers of a text of n_tokens."""

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from ondevice.backends.base import BLOCK_TOKENS, KVLayout
 from ondevice.backends.expert_records import HELD_ROWS
+from ondevice.backends.recurrent import MARKS
 from ondevice.budget.sizes import (
     BufferShape,
     SegmentShape,
@@ -130,7 +131,8 @@ class MemoryModel(ABC):
     @property
     def kv(self) -> KVLayout:
         drafts = self.drafts_itself or is_drafter(self.runtime.speculation)
-        return KVLayout(self.config, self.runtime.kv_bits, drafts)
+        # What a second model drafts behind is no prompt to it.
+        return KVLayout(self.config, self.runtime.kv_bits, drafts, 0 if self.drafts_itself else MARKS)
 
     @property
     def sparsity(self) -> str:
@@ -217,17 +219,16 @@ class MemoryModel(ABC):
         ahead = 2 * 4 * config.logits_size * (LOGITS_AHEAD - 1)
         return held + drafter + paths + ahead
 
-    @property
-    def parallel_bytes(self) -> int:
-        """Scratch memory that passes of several texts add to those of one.
+    def joined_bytes(self, tokens: int) -> int:
+        """Scratch memory that a pass over `tokens` tokens of several texts adds to one of one text.
 
         That is the logits of the others, from the head and copied, what each row attends to, as copied and
-        joined, and rotary tables.
+        joined, and rotary tables. Rows of recurrent layers are also copied and joined where a checkpoint lies
+        among them.
         """
-        others = self.runtime.parallel - 1
+        others, config = self.runtime.parallel - 1, self.config
         if not others:
-            return 0
-        config = self.config
+            return 2 * 4 * config.query_size * tokens if config.recurrent_layers else 0
         tables = len(config.ropes) * 2 * 4 * 2 * AHEAD * config.head_width // 2
         return others * (2 * 4 * config.logits_size + tables) + 2 * 4 * config.query_size * self.pass_tokens
 

@@ -353,4 +353,4 @@ def plan_memory(memory: MemoryModel, *, budget_bytes: int, process_bytes: int) -
 
 def _pass_bytes(memory: MemoryModel, tokens: int) -> int:
     """Scratch memory of a pass over `tokens` tokens, and of its messages to other machines."""
-    return memory.activation_bytes(tokens) + memory.parallel_bytes + memory.message_bytes(tokens)
+    return memory.activation_bytes(tokens) + memory.joined_bytes(tokens) + memory.message_bytes(tokens)

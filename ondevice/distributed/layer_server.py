@@ -155,6 +155,8 @@ class LayerServer:
         kv = self._state(number)
         if kind == "expect":
             self._expect(kv, value)
+        elif kind == "mark":
+            kv.mark_prompt(value)
         elif kind == "fork":
             self._let_go(value)
             self._states[value] = kv.fork()

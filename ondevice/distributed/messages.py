@@ -34,7 +34,7 @@ MAX_ROWS = 1 << 16
 MAX_NUMBER = 1 << 53
 MAX_TAPS = 64
 
-ChangeKind = Literal["cut", "fork", "expect", "keep", "prune", "accept"]
+ChangeKind = Literal["cut", "fork", "expect", "keep", "prune", "accept", "mark"]
 Kind = Literal["pass", "result", "changes", "stats", "end"]
 
 
@@ -44,7 +44,7 @@ class Change(NamedTuple):
     cut: keep `value` tokens. fork: make `value` a copy. expect: a text of `value` tokens begins. keep: of the
     tree that is stored from position `value` on, the nodes `rows`. prune: the same of a pass that lost tokens
     before the stream layers; for ranks with earlier layers. accept: the rows of the last pass's batch that
-    joined a text, of whichever sequence.
+    joined a text, of whichever sequence. mark: a prompt of `value` tokens begins.
     """
 
     kind: ChangeKind

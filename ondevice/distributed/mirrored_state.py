@@ -58,6 +58,11 @@ class MirroredState(SequenceState):
         self.number = log.number()
         self._log = log
 
+    def mark_prompt(self, n_tokens: int) -> None:
+        super().mark_prompt(n_tokens)
+        if self.states is not None:
+            self._log.add(Change("mark", self.number, n_tokens))
+
     def truncate(self, n_tokens: int) -> None:
         super().truncate(n_tokens)
         # A model with recurrent layers may have kept fewer.

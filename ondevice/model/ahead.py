@@ -12,7 +12,9 @@ from ondevice.model_config import ModelConfig
 def begin_states(
     config: ModelConfig, backend: Backend, weights: ModelWeights, kv: SequenceState, batch: ForwardBatch
 ) -> None:
-    """Prepare states for a pass over `batch`: one of tokens that may be taken back runs ahead of them."""
+    """Prepare states for a pass over `batch`: one of tokens that may be taken back runs ahead of them, others
+    go by way of a mark among their tokens.
+    """
     if kv.states is None:
         return
     tree = None if batch.tree is None or batch.tree.is_chain else batch.tree
@@ -20,6 +22,7 @@ def begin_states(
         kv.states.run_ahead(len(batch.tokens), tree)
     else:
         settle(config, backend, weights, kv, kv.length)
+        kv.states.go_by(len(batch.tokens))
 
 
 def settle(

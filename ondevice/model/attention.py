@@ -6,10 +6,12 @@ those with a `ConvSpec`, a Mamba-2 mixer in those with a `Mamba2Spec`; or the mi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from ondevice.backends.base import Array, Backend, Float32
+from ondevice.backends.recurrent import StateStore
 from ondevice.backends.token_tree import TokenTree
 from ondevice.model.residual import joined
 from ondevice.model.sequence_state import SequenceState
@@ -111,7 +113,7 @@ def _attended(
         kv, position, _, tree = place
         return backend.attend(qkv[its], kv, owner, position, cos[its], sin[its], own, norms, tree, sinks)
 
-    return _of_places(backend, rows, of_place)
+    return _together(backend, [(place.size, partial(of_place, place)) for place in rows.places])
 
 
 def _recurrent(
@@ -125,9 +127,7 @@ def _recurrent(
 ) -> Array:
     """What the layer's states give each row, of its projection and of what gates or steps are made of."""
 
-    def of_place(place: Place, its: slice) -> Array:
-        states = place.kv.states
-        assert states is not None
+    def of_states(states: StateStore, its: slice) -> Array:
         if spec.conv is not None:
             return backend.short_conv(projected[its], states, layer, spec.conv, weights.conv)
         assert gates is not None
@@ -138,7 +138,12 @@ def _recurrent(
         assert weights.delta is not None
         return backend.gated_delta(projected[its], gates[its], states, layer, spec.delta, weights.delta)
 
-    return _of_places(backend, rows, of_place)
+    pieces = []
+    for place in rows.places:
+        assert place.kv.states is not None
+        stretches = place.kv.states.stretches(place.size)
+        pieces += [(size, partial(of_states, states)) for states, size in stretches]
+    return _together(backend, pieces)
 
 
 def _mixed_beside(
@@ -152,16 +157,16 @@ def _mixed_beside(
     return backend.rows(found, range(x.shape[0]))
 
 
-def _of_places(backend: Backend, rows: Rows, of_place: Callable[[Place, slice], Array]) -> Array:
-    """What `of_place` gives the rows of each place, together."""
-    if len(rows.places) == 1:
-        return of_place(rows.places[0], slice(None))
+def _together(backend: Backend, pieces: Sequence[tuple[int, Callable[[slice], Array]]]) -> Array:
+    """What each piece's function gives for its rows, which are as many as it says, one behind the other."""
+    if len(pieces) == 1:
+        return pieces[0][1](slice(None))
     found, first = [], 0
-    for place in rows.places:
-        own_rows = of_place(place, slice(first, first + place.size))
+    for size, of_rows in pieces:
+        own_rows = of_rows(slice(first, first + size))
         # A copy, as the next result takes its place.
-        found.append(backend.rows(own_rows, range(place.size)))
-        first += place.size
+        found.append(backend.rows(own_rows, range(size)))
+        first += size
     return backend.stacked(found)
 
 

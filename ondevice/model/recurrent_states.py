@@ -2,6 +2,7 @@
 
 A state can't be taken back by a token. So a text goes back to the checkpoint before the place that it is
 truncated to, and what follows runs again: `SequenceState.truncate` keeps fewer tokens than it was asked for.
+Checkpoints lie at multiples of a number of tokens, and at marks, which the text's last prompt sets.
 
 Tokens that may have to be taken back, as those of drafts, run ahead: passes keep their inputs, which are
 small, and leave the states as they are. Those that stay are replayed (`settle`), so that a tree's nodes
@@ -13,7 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ondevice.backends.base import Block, Bytes
-from ondevice.backends.recurrent import AHEAD_TOKENS, Ahead, StateLayout, States, ahead_parents
+from ondevice.backends.recurrent import (
+    AHEAD_TOKENS,
+    Ahead,
+    StateLayout,
+    States,
+    StateStore,
+    ahead_parents,
+)
 from ondevice.backends.state_memory import Buffer, HostStates, StateMemory
 from ondevice.backends.token_tree import Int32, TokenTree
 from ondevice.errors import UsageError
@@ -42,7 +50,12 @@ class RecurrentStates:
         self.tokens_ahead = 0
         """Tokens behind `position` whose inputs are kept."""
         self.checkpoints: dict[int, Buffer] = {}
-        """States by number of tokens, ascending multiples of `layout.spacing`."""
+        """States by number of tokens, ascending: multiples of `layout.spacing`, and marks."""
+        self.marks: tuple[int, ...] = ()
+        """Further numbers of tokens behind which states are kept, at most `layout.marks`."""
+        self._way: int | None = None
+        """The mark among the tokens of the pass that runs, which writes the states there to `_between`."""
+        self._between: Buffer | None = None
         self._parents: Int32 | None = None
         """`Ahead.parents` of the pass that runs; None for one that writes the next states."""
         self._current: Buffer | None = None
@@ -80,11 +93,40 @@ class RecurrentStates:
             return None
         return Ahead(*self.inputs(layer, len(self._parents)), self._parents)
 
+    def mark(self, positions: Sequence[int]) -> None:
+        """Keep the states behind these numbers of tokens, ascending, when the text is there, and those of no
+        earlier marks. Room for them comes with `reserve`.
+        """
+        self.marks = tuple(positions[: self.layout.marks])
+        self._spare += [self.checkpoints.pop(at) for at in self.ends if at not in self.marks]
+
+    @property
+    def ends(self) -> list[int]:
+        """The checkpoints at marks alone, ascending."""
+        return [at for at in self.checkpoints if at % self.layout.spacing]
+
+    def go_by(self, count: int) -> None:
+        """The next pass, of `count` tokens, writes the next states, and those at a mark among the tokens."""
+        self._drop_between()
+        inside = [at for at in self.marks if self.position < at < self.position + count]
+        if inside:
+            self._way, self._between = inside[-1], self._spare.pop()
+
+    def stretches(self, count: int) -> list[tuple[StateStore, int]]:
+        """The tokens of the pass, `count`, in runs: the states before and behind each, and its size."""
+        if self._way is None:
+            return [(self, count)]
+        first, memory = self._way - self.position, self.memory
+        return [
+            (Stretch(memory, self._current, self._between), first),
+            (Stretch(memory, self._between, self._next), count - first),
+        ]
+
     def reserve(self, n_tokens: int) -> None:
         """Make room for what n_tokens need. If the allocator raises, all is as before."""
         added: list[Buffer] = []
         try:
-            for _ in range(self.layout.buffers(n_tokens) - self._held):
+            for _ in range(self.layout.buffers(n_tokens, len(self.marks)) - self._held):
                 added.append(self.memory.made(self._allocate, self.layout.nbytes))
             if self.layout.drafts:
                 self._hold_inputs()
@@ -96,6 +138,7 @@ class RecurrentStates:
         if self._current is None:
             self._current, self._next = self._spare.pop(), self._spare.pop()
             self.memory.clear(self._current)
+        self._keep_checkpoint()
 
     def run_ahead(self, count: int, tree: TokenTree | None) -> None:
         """The next pass, of `count` tokens, runs ahead. Raises UsageError for too many, and the allocator's
@@ -107,6 +150,7 @@ class RecurrentStates:
                 f"{known + count} tokens can't run ahead of recurrent layers: up to {AHEAD_TOKENS} can"
             )
         self._hold_inputs()
+        self._drop_between()
         self._parents = ahead_parents(known, count, tree)
 
     def extend(self, position: int) -> bool:
@@ -119,13 +163,11 @@ class RecurrentStates:
     def advance(self, position: int) -> bool:
         """Take the states that were written behind `position` tokens. True: they are a checkpoint."""
         self._current, self._next = self._next, self._current
+        if self._way is not None:
+            self.checkpoints[self._way] = self._between
+            self._way = self._between = None
         self.position = position
-        if position % self.layout.spacing or not self._spare:
-            return False
-        assert self._current is not None
-        kept = self.checkpoints[position] = self._spare.pop()
-        self.memory.copy(self._current, kept)
-        return True
+        return self._keep_checkpoint()
 
     def keep(self, known: int, path: Sequence[int]) -> None:
         """Keep the inputs of `known` tokens that run ahead of a tree, and of its nodes `path`, ascending."""
@@ -142,7 +184,8 @@ class RecurrentStates:
         found, spacing = [], self.layout.spacing
         while self.position < position:
             # By way of every checkpoint, as a text without drafts goes.
-            stop = min(position, (self.position // spacing + 1) * spacing)
+            marks = [at for at in self.marks if at > self.position]
+            stop = min(position, (self.position // spacing + 1) * spacing, *marks)
             count = stop - self.position
             replay(count)
             left = range(count, self.tokens_ahead)
@@ -162,6 +205,7 @@ class RecurrentStates:
     def back_to(self, position: int) -> None:
         """Go back to a place that `nearest` gave, and release what so many tokens don't need."""
         self._parents = None
+        self._drop_between()
         if position < self.position and self._current is not None:
             kept = self.checkpoints.get(position)
             if kept is None:
@@ -172,7 +216,7 @@ class RecurrentStates:
         self.tokens_ahead = position - self.position
         for at in [at for at in self.checkpoints if at > position]:
             self._spare.append(self.checkpoints.pop(at))
-        while self._spare and self._held > self.layout.buffers(position):
+        while self._spare and self._held > self.layout.buffers(position, len(self.ends)):
             self._release(self._spare.pop())
         if position:
             return
@@ -203,7 +247,27 @@ class RecurrentStates:
     def load(self, read: Callable[[Bytes], None]) -> None:
         """Let `read` fill the next states, (layout.nbytes,), which `advance` then takes."""
         assert self._next is not None
+        self._drop_between()
         self.memory.load(self._next, read)
+
+    def _drop_between(self) -> None:
+        """Forget what a pass that failed may have written at a mark."""
+        if self._between is not None:
+            self._spare.append(self._between)
+        self._way = self._between = None
+
+    def _keep_checkpoint(self) -> bool:
+        """Keep the states behind `position` tokens if these are a checkpoint. Returns whether they are a new
+        one.
+        """
+        at = self.position
+        wanted = at in self.marks or (at > 0 and at % self.layout.spacing == 0)
+        if not wanted or at in self.checkpoints or not self._spare:
+            return False
+        assert self._current is not None
+        kept = self.checkpoints[at] = self._spare.pop()
+        self.memory.copy(self._current, kept)
+        return True
 
     def _hold_inputs(self) -> None:
         if self._inputs is None:
@@ -217,4 +281,29 @@ class RecurrentStates:
     @property
     def _held(self) -> int:
         working = (self._current is not None) + (self._next is not None)
-        return working + len(self.checkpoints) + len(self._spare)
+        return working + (self._between is not None) + len(self.checkpoints) + len(self._spare)
+
+
+class Stretch:
+    """`StateStore` of a run of tokens in a pass, between two buffers of states."""
+
+    def __init__(self, memory: StateMemory, before: Buffer, after: Buffer) -> None:
+        self._memory = memory
+        self._before = before
+        self._after = after
+
+    def state(self, layer: int) -> States:
+        """A layer's state before the run."""
+        found: States = self._memory.state(self._before, layer)
+        return found
+
+    def next_state(self, layer: int) -> States:
+        """Where the layer's state behind the run goes."""
+        found: States = self._memory.state(self._after, layer)
+        return found
+
+    def ahead(self, layer: int) -> None:
+        """None: the run writes states."""
+
+    def inputs(self, layer: int, count: int) -> tuple[States, States]:
+        raise NotImplementedError("no tokens of a run go ahead of its states")

@@ -14,6 +14,7 @@ import numpy as np
 
 from ondevice.backends.base import BLOCK_TOKENS, Block, Bytes, KVLayout
 from ondevice.backends.kv_arrays import KVArrays
+from ondevice.backends.recurrent import PROMPT_TAIL
 from ondevice.model.recurrent_states import RecurrentStates
 
 __all__ = ["BLOCK_TOKENS", "KVLayout", "SequenceState", "allocate_block", "common_prefix"]
@@ -75,7 +76,8 @@ class SequenceState:
         """The last of the tokens, which are a draft's and not verified yet."""
         self.chunked = 0
         """Leading tokens that came in whole chunks of a prompt, each behind whole chunks; in a model with
-        recurrent layers, those up to the last checkpoint that has one at every multiple before it."""
+        recurrent layers, those up to the last multiple of its checkpoints' distance that has one at every
+        multiple before it."""
         self.saved = 0
         """Leading tokens that the prompt cache has."""
         self.states: RecurrentStates | None = None
@@ -147,6 +149,17 @@ class SequenceState:
         spacing = self.states.layout.spacing
         return min(stop, (self.length // spacing + 1) * spacing)
 
+    def mark_prompt(self, n_tokens: int) -> None:
+        """Say that what follows belongs to a prompt of n_tokens in all: states of recurrent layers are kept
+        as they are here, and near the prompt's end.
+        """
+        self.mark(sorted({self.length, max(self.length, n_tokens - PROMPT_TAIL)} - {0}))
+
+    def mark(self, positions: Sequence[int]) -> None:
+        """Keep the states of recurrent layers behind these numbers of tokens: `RecurrentStates.mark`."""
+        if self.states is not None:
+            self.states.mark(positions)
+
     def truncate(self, n_tokens: int) -> None:
         """Keep the first n_tokens positions, and release the blocks after them.
 
@@ -160,7 +173,9 @@ class SequenceState:
             self.states.back_to(n_tokens)
         self.drafted = max(0, n_tokens - self.verified)
         del self.tokens[n_tokens:]
-        self.chunked, self.saved = min(self.chunked, n_tokens), min(self.saved, n_tokens)
+        # Of a model with recurrent layers, these are about multiples of its checkpoints' distance.
+        whole = n_tokens if self.states is None else n_tokens - n_tokens % self.states.layout.spacing
+        self.chunked, self.saved = min(self.chunked, whole), min(self.saved, whole)
         self._shrink(self.layout.blocks(n_tokens))
 
     def keep(self, start: int, path: Sequence[int], move: Callable[[int, int], None]) -> None:
@@ -203,6 +218,7 @@ class SequenceState:
         """Give an empty state what this one has. Raises the allocator's errors; it is then empty."""
         if self.states is not None and copy.states is not None:
             copy.states.memory = self.states.memory
+            copy.states.mark(self.states.marks)
         copy.reserve(self.length)
         if self.arrays is None:
             for target, source in zip(copy.blocks, self.blocks, strict=False):

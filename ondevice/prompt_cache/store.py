@@ -4,6 +4,8 @@ A text is stored in runs of `step` tokens, each with the state of its own positi
 alike share the runs of their common beginning. Where any split of a prompt gives equal bits, the last run may
 be shorter, and a part of a run is used as well: prefixes are found to the token. Elsewhere only whole chunks
 of a prompt are stored and used, so that what follows is computed in the chunks in which it would be anyway.
+Models with recurrent layers have runs as long as their checkpoints are apart, and behind these a shorter one
+to where the last prompt is marked, which is used whole.
 
 Nothing here raises for what is on the disk: a run that is damaged or gone is computed again, one that can't
 be written isn't kept.
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -46,6 +48,7 @@ class PromptCache:
         binding: Mapping[str, Any],
         *,
         chunk: int = 0,
+        marks: bool = False,
         limit_bytes: int = NO_LIMIT,
         io: Literal["auto", "direct", "buffered"] = "auto",
     ) -> None:
@@ -53,10 +56,12 @@ class PromptCache:
         folder: where files are, in folders by binding; made when something is written.
         binding: all that the state depends on beside the tokens: JSON of lists, texts and numbers.
         chunk: tokens of the whole chunks that are stored and used; 0: any number is.
+        marks: whether what lies between whole chunks and a mark of the last prompt's is stored and used too.
         limit_bytes: most bytes of all files in `folder`.
         io: how files are read.
         """
         self.chunk = chunk
+        self._marks = marks
         self._step = chunk or BLOCK_TOKENS
         self._binding = dict(binding)
         self._root = root_digest(self._binding)
@@ -107,16 +112,13 @@ class PromptCache:
         Returns the number of tokens that are on the disk now: `at` where nothing is left to write, or where
         it can't be written.
         """
-        last = kv.chunked // self._step * self._step if self.chunk else kv.verified
-        chain = self._chain(kv.tokens[:last])
-        for index in range(at // self._step, len(chain)):
-            name, start = chain[index], index * self._step
-            stop = start + name.tokens
+        runs = self._runs(kv)
+        for index, (name, stop) in enumerate(runs):
             if stop <= at or self._folder.has(name):
                 at = max(at, stop)
                 continue
             try:
-                if self._write(kv, chain, index, start, stop):
+                if self._write(kv, name, stop, {before for before, _ in runs[:index]}):
                     at = stop
             except OSError as error:
                 # A full disk, or one that can't be written, costs a computation later, and nothing now.
@@ -128,23 +130,42 @@ class PromptCache:
     def write(self, kv: SequenceState) -> Iterator[None]:
         """Write all of kv that isn't there, as far as there is room. Stops between pieces, as `restore`."""
         at, begun = 0, time.monotonic()
-        self.touch(kv.tokens)
+        self.touch(kv)
         while (written := self.write_next(kv, at)) > at:
             at = written
             if time.monotonic() - begun >= PIECE_SECONDS:
                 yield
                 begun = time.monotonic()
 
-    def touch(self, tokens: Sequence[int]) -> None:
+    def touch(self, kv: SequenceState) -> None:
         """Note that a text is in use, so that others leave the folder before it."""
-        self._folder.touch(self._chain(tokens))
+        self._folder.touch(name for name, _ in self._runs(kv))
 
-    def keep_only(self, tokens: Sequence[int]) -> None:
-        """Remove what isn't of this text."""
-        kept = set(self._chain(tokens))
+    def names(self, kv: SequenceState) -> set[RunName]:
+        """The runs that `write` writes."""
+        return {name for name, _ in self._runs(kv)}
+
+    def keep_only(self, names: Collection[RunName]) -> None:
+        """Remove all runs but these."""
         for name in self._folder.behind(""):
-            if name not in kept:
+            if name not in names:
                 self._folder.remove(name)
+
+    def _runs(self, kv: SequenceState) -> list[tuple[RunName, int]]:
+        """The runs of kv that are stored, and the number of tokens up to the end of each, ascending."""
+        last = kv.chunked // self._step * self._step if self.chunk else kv.verified
+        found: dict[RunName, int] = {}
+        for stop in (last, *self._marked(kv, last)):
+            for index, name in enumerate(self._chain(kv.tokens[:stop])):
+                found[name] = index * self._step + name.tokens
+        return sorted(found.items(), key=lambda it: it[1])
+
+    def _marked(self, kv: SequenceState, last: int) -> list[int]:
+        """The last mark that a run may end at, if whole chunks lead to it, of which kv has `last` tokens."""
+        if not self._marks or kv.states is None:
+            return []
+        ends = [at for at in kv.states.ends if at // self._step * self._step <= last]
+        return [at for at in ends[-1:] if at % self._step >= BLOCK_TOKENS]
 
     def _chain(self, tokens: Sequence[int]) -> list[RunName]:
         """The runs of a text, the last of which may be short."""
@@ -164,11 +185,20 @@ class PromptCache:
                 break
             found.append((name, name.tokens))
             parent = name.own
+        start = len(found) * self._step
         if not self.chunk:
-            start = len(found) * self._step
             best = self._nearest(parent, tokens[start : start + self._step])
             found += [] if best is None else [best]
+        elif self._marks:
+            found += self._whole(parent, tokens[start : start + self._step])
         return found
+
+    def _whole(self, parent: str, tokens: Sequence[int]) -> list[tuple[RunName, int]]:
+        """The longest run behind `parent` that these tokens begin with, if there is one."""
+        runs = set(self._folder.behind(parent))
+        lengths = {name.tokens for name in runs if name.tokens <= len(tokens)}
+        fitting = runs.intersection(run_name(parent, tokens[:length]) for length in lengths)
+        return [(name, name.tokens) for name in sorted(fitting, key=lambda it: it.tokens)[-1:]]
 
     def _nearest(self, parent: str, tokens: Sequence[int]) -> tuple[RunName, int] | None:
         """The run behind `parent` that has most tokens in common with these, if one has any."""
@@ -197,6 +227,8 @@ class PromptCache:
         entry = read_entry(self._folder.path, name, self._binding)
         if entry is None or entry.sizes != tuple(kv.part_sizes(start, stop)):
             raise BundleError(f"{name.file} isn't a sound file of this model")
+        if self._marks and stop % self._step:
+            kv.mark([stop])
         kv.reserve(stop)
         with entry.reader(self._io) as reader:
             self._io = reader.io
@@ -204,16 +236,19 @@ class PromptCache:
                 kv.load_part(part, start, stop, partial(entry.read, reader, part))
         kv.extend(entry.tokens[:matched])
         if self.chunk:
-            kv.chunked = stop
+            kv.chunked = stop // self._step * self._step
 
-    def _write(self, kv: SequenceState, chain: Sequence[RunName], index: int, start: int, stop: int) -> bool:
-        """Write a run. False if there is no room for it beside those before it. Raises OSError."""
-        name, tokens, sizes = chain[index], kv.tokens[start:stop], kv.part_sizes(start, stop)
+    def _write(self, kv: SequenceState, name: RunName, stop: int, before: Collection[RunName]) -> bool:
+        """Write a run, up to `stop` tokens. False if there is no room for it beside those before it. Raises
+        OSError.
+        """
+        start = stop - name.tokens
+        tokens, sizes = kv.tokens[start:stop], kv.part_sizes(start, stop)
         parts = [partial(kv.part, part, start, stop) for part in range(len(sizes))]
         written = self._folder.write(
             name,
             entry_bytes(self._binding, name, tokens, sizes),
-            set(chain[:index]),
+            before,
             lambda file: write_entry(file, self._binding, name, tokens, sizes, parts),
         )
         if written and not self.chunk:

@@ -133,7 +133,7 @@ def load_draft(
         transformer = Transformer(config, backend, load_weights(bundle, reader, backend, cancelled))
         neurons = open_neuron_memory(bundle, plan, backend, reader, UNMEASURED, DEFAULT_FETCH)
         undo.callback(neurons.close)
-        layout = KVLayout(bundle.config, runtime.kv_bits, drafts=True)
+        layout = KVLayout(bundle.config, runtime.kv_bits, drafts=True, marks=0)
         kv = SequenceState(layout, backend.allocate_block, arrays=backend.new_arrays(layout))
         neurons.resize(plan.segment.quota(plan.segment.total))
         for _ in range(MOST_FILLING_PASSES):

@@ -165,13 +165,13 @@ class Engine(LoadedModel):
         self._require_whole()
         store = self._state_at(folder)
         with suppress(Cancelled), self.kv.use(key) as kv, system_refusals():
-            tokens = kv.tokens[: kv.verified]
+            tokens, kept = kv.tokens[: kv.verified], store.names(kv)
             for _ in store.write(kv):
                 yield no_pass(kv, cancelled)
                 if kv.tokens[: len(tokens)] != tokens:
                     break
-                tokens = kv.tokens[: kv.verified]
-            store.keep_only(tokens)
+                tokens, kept = kv.tokens[: kv.verified], store.names(kv)
+            store.keep_only(kept)
 
     def load_state(
         self, key: int, tokens: Sequence[int], folder: Path, cancelled: IsCancelled

@@ -57,9 +57,14 @@ def whole_chunk(resolved: ResolvedModel) -> int:
     runtime, states = resolved.runtime, KVLayout(resolved.bundle.config, resolved.runtime.kv_bits).states
     if states.nbytes:
         return states.spacing
+    return 0 if _any_split(resolved) else runtime.prefill_chunk
+
+
+def _any_split(resolved: ResolvedModel) -> bool:
+    """Whether a token has the same bits in any chunk of a prompt."""
+    runtime = resolved.runtime
     # A token alone may be computed with other experts than in a chunk.
-    any_split = runtime.backend == "cpu" and not runtime.expert_substitution
-    return 0 if any_split else runtime.prefill_chunk
+    return runtime.backend == "cpu" and not runtime.expert_substitution
 
 
 def _rows_of_prompts(resolved: ResolvedModel) -> dict[str, int]:
@@ -86,6 +91,7 @@ def prompt_cache_at(
         folder,
         state_binding(resolved, target),
         chunk=whole_chunk(resolved),
+        marks=_any_split(resolved),
         limit_bytes=limit_bytes,
         io=resolved.runtime.io,
     )

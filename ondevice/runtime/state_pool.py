@@ -86,7 +86,7 @@ class StatePool:
             # The last one: a text that came earlier and still uses this state keeps its place.
             del self._in_use[max(at for at, it in enumerate(self._in_use) if it is kv)]
             if stored and self.store is not None and kv.length:
-                self.store.touch(kv.tokens)
+                self.store.touch(kv)
                 self._unsaved = [*(it for it in self._unsaved if it is not kv), kv]
             elif key is None:
                 kv.truncate(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 
 import ondevice
 from ondevice.api import Model, load
+from ondevice.backends import recurrent
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.recurrent import MARKS, PROMPT_TAIL
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
 from ondevice.errors import FlashReadError, OndeviceError
@@ -22,6 +25,7 @@ from ondevice.speculation.tree import DRAFT_NODES
 from ondevice.training import train_ngrams
 from tests.support.bundles import EOS, write_byte_tokenizer
 from tests.support.cached_texts import PROMPT, said, settle, written
+from tests.support.damaged_caches import DAMAGES
 from tests.support.engines import always_draft
 from tests.support.families import CASES, write_model
 from tests.support.paths import SHIPPED
@@ -116,6 +120,116 @@ def test_a_prompt_cache_has_what_lies_before_a_checkpoint(hybrid: Path, tmp_path
             assert said(model, prompt) == (expected, (len(prompt) - 1) // spacing * spacing)
 
 
+@pytest.fixture(scope="module", params=["qwen3.5", "lfm2", "granite hybrid"])
+def sparse(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A q4 bundle of a small Qwen3.5, LFM2 or Granite 4, the last with Mamba-2 mixers."""
+    return made(tmp_path_factory.mktemp("sparse"), request.param)
+
+
+@pytest.fixture
+def far_apart(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Tokens between checkpoints, as in large models: more than a prompt has."""
+    monkeypatch.setattr(recurrent, "MIN_SPACING", 512)
+    return 512
+
+
+SHORT = [*PROMPT, *PROMPT]
+
+
+def test_a_short_prompt_is_restored_after_a_restart(sparse: Path, tmp_path: Path, far_apart: int) -> None:
+    with load(sparse, threads=1, speculation="off", prefill_chunk=512) as model:
+        expected = said(model, SHORT)[0]
+        others = said(model, [*SHORT[:295], 7, 8, 9])[0]
+        assert model._engine.kv.layout.states.spacing >= far_apart > len(SHORT)
+        # The prompt's states near its end cost no pass.
+        assert model.generate(tokens=SHORT, max_tokens=1).stats.forward_passes == 1
+    with load(sparse, prompt_cache=tmp_path) as model:
+        assert said(model, SHORT) == (expected, 0)
+        settle(model)
+    assert len(written(tmp_path)) == 1
+    ways: list[dict[str, Any]] = [{}, {"prefill_chunk": 7}, {"prefill_chunk": 64, "speculation": "lookup"}]
+    for way in (*ways, {"prefill_chunk": 1, "dram_budget": least_bytes(sparse) + (4 << 20)}):
+        with load(sparse, prompt_cache=tmp_path, **way) as model:
+            assert said(model, SHORT) == (expected, 292), way
+            # Another text that begins alike.
+            assert said(model, [*SHORT[:295], 7, 8, 9]) == (others, 292), way
+    with load(sparse, prompt_cache=tmp_path) as model:
+        assert said(model, SHORT[:292])[1] == 0
+
+
+def least_bytes(bundle: Path) -> int:
+    """The smallest budget that the model runs in."""
+    with pytest.raises(ondevice.BudgetError) as refused:
+        load(bundle, dram_budget="1MB").close()
+    return refused.value.required_bytes
+
+
+def test_damage_behind_the_last_checkpoint_costs_a_computation(
+    sparse: Path, tmp_path: Path, far_apart: int
+) -> None:
+    with load(sparse, prompt_cache=tmp_path, threads=1, speculation="off") as model:
+        expected, restored = said(model, SHORT, 4)
+        settle(model)
+        assert (restored, len(written(tmp_path)) > 0, far_apart > len(SHORT)) == (0, True, True)
+        for seed, damage in enumerate(DAMAGES):
+            (path,) = written(tmp_path)
+            damage(path, random.Random(seed))
+            text, restored = said(model, SHORT, 4)
+            assert text == expected, damage.__name__
+            assert restored in (0, 292)
+            for other in [*tmp_path.glob("elsewhere*"), *tmp_path.glob("*/*")]:
+                if not other.is_file() or other.is_symlink():
+                    other.rmdir() if other.is_dir() else other.unlink()
+            said(model, SHORT, 4)
+            settle(model)
+            assert said(model, SHORT, 4) == (expected, 292), damage.__name__
+            settle(model)
+            for other in tmp_path.glob("elsewhere*"):
+                other.unlink()
+
+
+def test_an_edited_turn_goes_on_from_the_turn_before(sparse: Path, tmp_path: Path, far_apart: int) -> None:
+    """So does a turn behind an answer that the template renders otherwise."""
+
+    def reply(session: ondevice.Session, text: str) -> ondevice.Response:
+        return session.respond(text, max_tokens=20, logit_bias={EOS: -math.inf})
+
+    def alone(messages: list[Any], text: str) -> tuple[int, ...]:
+        fresh = model.session()
+        fresh._messages = list(messages)
+        return reply(fresh, text).tokens
+
+    with load(sparse) as model:
+        session = model.session("Be brief. " * 12)
+        first = reply(session, "Hello").stats
+        assert first.prompt_tokens < far_apart
+        before = session.transcript
+        kv = model._engine.kv.of_sessions[session._key]
+        held = kv.length
+        second = reply(session, "And again").stats
+        assert first.prompt_tokens - PROMPT_TAIL <= second.reused_tokens <= held
+        # The second turn is edited, and said again; what was computed for the first one stays.
+        for text in ("Something else", "Nothing"):
+            session._messages = list(before)
+            answer = reply(session, text)
+            assert answer.stats.reused_tokens == second.reused_tokens
+            assert answer.tokens == alone(before, text)
+        session._messages = list(before)
+        assert reply(session, "Nothing").stats.reused_tokens == answer.stats.prompt_tokens - PROMPT_TAIL
+        # The last answer is there without its beginning, as a chat's that drops thoughts.
+        changed = [*session.transcript[:-1], {"role": "assistant", "content": "!"}]
+        session._messages = list(changed)
+        session.save(tmp_path / "talk.json")
+        third = reply(session, "And so on")
+        assert third.stats.reused_tokens == answer.stats.prompt_tokens - PROMPT_TAIL
+        assert third.tokens == alone(changed, "And so on")
+    with load(sparse) as model:
+        session = model.session()
+        session.load(tmp_path / "talk.json")
+        again = reply(session, "And so on")
+        assert (again.tokens, again.stats.reused_tokens) == (third.tokens, third.stats.reused_tokens)
+
+
 def test_logits_that_fail_end_the_texts_that_share_a_pass(
     hybrid: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +270,8 @@ def test_the_plan_has_the_states(hybrid: Path) -> None:
     with load(hybrid, max_context=512, speculation="off") as model:
         layout = model._engine.kv.layout
         blocks = layout.blocks(512) * layout.block_bytes
-        assert model.plan.kv_cache_bytes == blocks + (2 + 512 // layout.states.spacing) * layout.states.nbytes
+        buffers = 2 + 512 // layout.states.spacing + MARKS
+        assert model.plan.kv_cache_bytes == blocks + buffers * layout.states.nbytes
         said(model, [*PROMPT, *PROMPT])
         assert model._engine.kv.nbytes <= model.plan.kv_cache_bytes
 

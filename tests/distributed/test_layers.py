@@ -166,14 +166,17 @@ def test_ranks_go_back_to_the_same_states(
     for cuts in ((), (1,), (1, 2)):
         with shared_model(bundle, cuts, kv_bits=kv_bits) as shared:
             kv, model = shared.state(), shared.model
+            kv.mark_prompt(spacing + 24)
             while kv.length < len(tokens):
                 chunk = tokens[kv.length : kv.end_of_chunk(len(tokens))]
                 model.run(ForwardBatch(chunk, last_only=True, silent=True), kv)
-            kv.truncate(spacing + 20)
-            assert kv.length == spacing
-            hidden = model.run(ForwardBatch(tokens[spacing:][:20], last_only=True), kv).hidden
-            found.append(shared.logits(np.array(hidden)))
-    assert found[0] == found[1] == found[2]
+            # To where the prompt is marked, near its end, and to the last multiple of the distance.
+            for kept in (spacing + 16, spacing):
+                kv.truncate(kept + 3)
+                assert kv.length == kept
+                hidden = model.run(ForwardBatch(tokens[kept:][:20], last_only=True), kv).hidden
+                found.append(shared.logits(np.array(hidden)))
+    assert found[:2] == found[2:4] == found[4:]
 
 
 def test_61_layers_run_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ CHANGES = (
     Change("keep", 3, 5, (0, 2)),
     Change("prune", 3, 5, (0, 1)),
     Change("accept", 0, 0, (0, 3)),
+    Change("mark", 3, 40),
 )
 MESSAGES = {
     "tree": Message(

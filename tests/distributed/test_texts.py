@@ -367,6 +367,7 @@ def test_one_context_of_states_fits_wherever_layers_are_cut(name: str, drafts: b
             return allocate_block(nbytes)
 
         kv = ring.new_state(first, allocate, lambda block: None)
+        kv.mark([70, 130])
         kv.reserve(tokens)
         assert ring.short_of_room(first, first.block_bytes) == "rank 1"
         kv.truncate(0)

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ondevice.backends import recurrent
 from ondevice.backends.base import BLOCK_TOKENS, Block, KVLayout
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.backends.recurrent import AHEAD_TOKENS
+from ondevice.backends.recurrent import AHEAD_TOKENS, PROMPT_TAIL
 from ondevice.backends.token_tree import TokenTree
 from ondevice.callbacks import Cancelled
 from ondevice.converters.convert import convert
@@ -23,6 +24,7 @@ from ondevice.model.sequence_state import SequenceState, allocate_block
 from ondevice.model.transformer import Transformer
 from ondevice.prompt_cache.store import PromptCache
 from tests.conftest import mlx_on
+from tests.support.cached_texts import written
 from tests.support.engines import every_logits, random_tokens, running
 from tests.support.families import CASES, write_model
 from tests.support.small_models import MODELS, write_small
@@ -188,12 +190,152 @@ def test_every_buffer_is_counted_and_released(model: Transformer, text: list[int
     kv = empty(model, memory.allocate, memory.release)
     for length in (1, 63, 64, 130, 300):
         continued(model, kv, text[:length])
-        assert kv.nbytes == memory.nbytes == kv.layout.nbytes(length)
+        assert kv.nbytes == memory.nbytes == replace(kv.layout, marks=0).nbytes(length)
     for place in (290, 200, 65, 3):
         kv.truncate(min(place, kv.length))
         assert kv.nbytes == memory.nbytes
+    for length in (100, 200, 260):
+        kv.mark_prompt(length)
+        continued(model, kv, text[:length])
+        assert kv.nbytes == memory.nbytes <= kv.layout.nbytes(length)
+    assert kv.nbytes == kv.layout.nbytes(260)
     kv.truncate(0)
     assert not memory.held
+
+
+def ends_of(kv: SequenceState) -> list[int]:
+    """Where the text has states because its last prompt wanted them."""
+    assert kv.states is not None
+    return kv.states.ends
+
+
+@pytest.mark.parametrize("step", [1, 7, 64])
+def test_a_text_goes_back_to_its_last_prompt(
+    model: Transformer, text: list[int], whole: np.ndarray, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """To where what was new of it began, and to just before its end; no bit changes."""
+    monkeypatch.setattr(recurrent, "MIN_SPACING", 1024)
+    kv, other = empty(model), random_tokens(model.config, LENGTH, 8)
+    kv.mark_prompt(150)
+    assert continued(model, kv, text[:150], step).tobytes() == whole[:150].tobytes()
+    assert ends_of(kv) == [150 - PROMPT_TAIL]
+    assert continued(model, kv, text[:163], 1).tobytes() == whole[150:163].tobytes()
+    # Its answer is rendered otherwise in the next prompt.
+    kv.truncate(151)
+    assert kv.length == 142
+    continued(model, kv, text[:163])
+    kv.mark_prompt(250)
+    assert continued(model, kv, text[:270], step).tobytes() == whole[163:270].tobytes()
+    assert ends_of(kv) == [163, 242]
+    kv.truncate(249)
+    assert kv.length == 242
+    continued(model, kv, [*text[:245], *other[:9]], step)
+    kv.truncate(200)
+    assert kv.length == 163
+    kv.mark_prompt(260)
+    assert continued(model, kv, text, step).tobytes() == whole[163:].tobytes()
+    assert ends_of(kv) == [163, 252]
+    kv.mark_prompt(LENGTH + 2)
+    kv.reserve(LENGTH + 2)
+    assert ends_of(kv) == [LENGTH]
+
+
+def test_a_fork_has_the_marks(model: Transformer, text: list[int], whole: np.ndarray) -> None:
+    kv = empty(model)
+    kv.mark_prompt(100)
+    continued(model, kv, text[:100])
+    copy = kv.fork()
+    assert ends_of(copy) == [92]
+    continued(model, kv, [*text[:100], 3, 4, 5])
+    copy.truncate(95)
+    assert copy.length == 92
+    assert continued(model, copy, text).tobytes() == whole[92:].tobytes()
+
+
+def test_a_prompt_that_is_cancelled_begins_anew(
+    model: Transformer, text: list[int], whole: np.ndarray
+) -> None:
+    memory = Memory()
+    kv = empty(model, memory.allocate, memory.release)
+    kv.mark_prompt(60)
+    for most in range(4):
+        asked = iter([False] * most + [True] * 9)
+        with pytest.raises(Cancelled):
+            model.forward(text[:60], kv, cancelled=lambda asked=asked: next(asked))  # type: ignore[misc]
+        assert (kv.length, ends_of(kv)) == (0, [])
+        if most == 2:
+            kv.truncate(0)
+            assert not memory.held
+    assert continued(model, kv, text[:70]).tobytes() == whole[:70].tobytes()
+    assert kv.nbytes == memory.nbytes
+    kv.truncate(55)
+    assert kv.length == 52
+    assert continued(model, kv, text).tobytes() == whole[52:].tobytes()
+
+
+def test_prompts_of_texts_that_share_passes(model: Transformer, text: list[int], whole: np.ndarray) -> None:
+    first, second = empty(model), empty(model)
+    continued(model, first, text[:20])
+    for kv, length in ((first, 50), (second, 40)):
+        kv.mark_prompt(length)
+    batches = ForwardBatch(text[20:60]), ForwardBatch(text[:44])
+    states = model.run_each([SequencePart(batches[0], first), SequencePart(batches[1], second)])
+    assert np.array_equal(model.logits(states), np.concatenate([whole[20:60], whole[:44]]))
+    assert (ends_of(first), ends_of(second)) == ([20, 42], [32])
+    for kv, cut, kept in ((first, 43, 42), (first, 30, 20), (second, 40, 32)):
+        kv.truncate(cut)
+        assert kv.length == kept
+        assert continued(model, kv, text[:62]).tobytes() == whole[kept:62].tobytes()
+
+
+def test_what_lies_before_a_mark_is_found_again(
+    model: Transformer, text: list[int], whole: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recurrent, "MIN_SPACING", 128)
+    kv, spacing = empty(model), 128
+    assert kv.layout.states.spacing == spacing
+    store = PromptCache(tmp_path, {"model": "tiny"}, chunk=spacing, marks=True)
+    kv.mark_prompt(110)
+    continued(model, kv, text[:110])
+    list(store.write(kv))
+    kv.mark_prompt(230)
+    continued(model, kv, text)
+    list(store.write(kv))
+    assert len(written(tmp_path)) == 2 + 2
+    for asked, found in ((LENGTH, 256), (255, 222), (222, 222), (221, 128), (127, 102), (101, 0)):
+        back = empty(model)
+        list(store.restore(back, text[:asked]))
+        assert back.length == found
+        assert back.chunked == found // spacing * spacing
+        assert continued(model, back, text).tobytes() == whole[found:].tobytes()
+        # What was read is a place to go back to, and is written again.
+        back.truncate(LENGTH - 1)
+        if found == 222:
+            back.truncate(240)
+            assert back.length == 222
+            again = PromptCache(tmp_path / "again", {"model": "tiny"}, chunk=spacing, marks=True)
+            list(again.write(back))
+            assert len(written(tmp_path / "again")) == 2
+    plain, back = PromptCache(tmp_path, {"model": "tiny"}, chunk=spacing), empty(model)
+    list(plain.restore(back, text[:230]))
+    assert back.length == 128
+
+
+def test_states_that_tokens_run_ahead_of_reach_a_mark(
+    model: Transformer, text: list[int], whole: np.ndarray
+) -> None:
+    kv = empty(model)
+    continued(model, kv, text[:70])
+    model.run(ForwardBatch(text[70:80], drafted=range(10)), kv)
+    assert kv.states is not None
+    kv.drafted = 0
+    kv.mark_prompt(100)
+    assert (kv.length, kv.states.position) == (80, 70)
+    assert continued(model, kv, text).tobytes() == whole[80:].tobytes()
+    assert ends_of(kv) == [80, 92]
+    kv.truncate(90)
+    assert kv.length == 80
+    assert continued(model, kv, text).tobytes() == whole[80:].tobytes()
 
 
 def test_an_allocator_that_refuses_leaves_the_text_as_it_was(
@@ -330,6 +472,6 @@ def test_inputs_are_counted_and_released(model: Transformer, text: list[int]) ->
         model.keep(kv, 70, [0, 1])
         assert kv.nbytes == memory.nbytes
         assert kv.nbytes - without == (0 if planned else kv.layout.states.ahead_bytes)
-        assert kv.nbytes == KVLayout(model.config, 16, drafts=True).nbytes(72)
+        assert kv.nbytes == KVLayout(model.config, 16, drafts=True, marks=0).nbytes(72)
         kv.truncate(0)
         assert not memory.held
