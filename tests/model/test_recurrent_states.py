@@ -475,3 +475,50 @@ def test_inputs_are_counted_and_released(model: Transformer, text: list[int]) ->
         assert kv.nbytes == KVLayout(model.config, 16, drafts=True, marks=0).nbytes(72)
         kv.truncate(0)
         assert not memory.held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spacing", [64, 256])
+def test_a_text_that_is_changed_at_random_keeps_its_bits(
+    model: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spacing: int
+) -> None:
+    """By prompts, passes of any size, drafts, cuts, forks and a prompt cache; all it holds is planned."""
+    monkeypatch.setattr(recurrent, "MIN_SPACING", spacing)
+    text, compared = random_tokens(model.config, 420), 0
+    whole = every_logits(model, text, empty(model))
+    for seed in range(12):
+        rng, memory = np.random.default_rng(seed), Memory()
+        kv = empty(model, memory.allocate, memory.release, drafts=True)
+        store = PromptCache(tmp_path, {"model": "tiny"}, chunk=kv.layout.states.spacing, marks=True)
+        for _ in range(60):
+            start, states = kv.length, kv.states
+            assert states is not None
+            match int(rng.integers(8)):
+                case 0:
+                    kv.mark_prompt(int(rng.integers(start, 421)))
+                case 1 | 2 if start < 420:
+                    stop = int(rng.integers(start + 1, 1 + min(start + 100, 420)))
+                    stop = kv.end_of_chunk(stop) if rng.random() < 0.5 else stop
+                    found = every_logits(model, text[start:stop], kv)
+                    assert found.tobytes() == whole[start:stop].tobytes()
+                    compared += stop - start
+                case 3 if start < 410:
+                    batch, path = drafted(text, start, rng)
+                    found = model.checked_logits(model.run(batch, kv).hidden)
+                    assert np.array_equal(found[path], whole[start : start + len(path)])
+                    model.keep(kv, start, path[: int(rng.integers(1, 1 + len(path)))])
+                    compared += len(path)
+                case 4:
+                    kv.truncate(int(rng.integers(start + 1)))
+                case 5:
+                    copy = kv.fork()
+                    kv.truncate(0)
+                    kv = copy
+                case 6:
+                    list(store.write(kv))
+                case 7:
+                    list(store.restore(kv, text[: int(rng.integers(1, 421))]))
+            assert kv.tokens == text[: kv.length]
+            assert kv.nbytes == memory.nbytes <= kv.layout.nbytes(420)
+            assert set(ends_of(kv)) <= set(kv.states.marks)  # type: ignore[union-attr]
+    assert compared > 5000
