@@ -24,6 +24,8 @@ _LN2_HIGH, _LN2_LOW = 0.6931471803691238, 1.9082149292705877e-10
 _EXP_TERMS = tuple(1.0 / math.factorial(n) for n in range(13, -1, -1))
 """Factors of exp's series for less than half of that: the next is below a float64's last digit."""
 _LEAST_EXPONENT = -700.0
+FEW = 8
+"""Numbers that are faster one by one: one takes 2 us and eight 10, an array of either 18 or more."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,9 @@ def _weighted(
 
 def sigmoid(x: Float32) -> Float32:
     """1 / (1 + e^-x), rounded from float64; for x below -700, that of -700."""
+    if x.size <= FEW:
+        each = [1.0 / (1.0 + _exp_of_one(min(-value, -_LEAST_EXPONENT))) for value in x.ravel().tolist()]
+        return np.array(each, dtype=np.float32).reshape(x.shape)
     return (1.0 / (1.0 + exp(np.minimum(-x, np.float32(-_LEAST_EXPONENT))))).astype(np.float32)
 
 
@@ -165,6 +170,19 @@ def exp(x: NDArray[np.floating]) -> Float64:
         found += term
     # NaN stays NaN, whatever its power of two.
     return np.ldexp(found, np.fmax(twos, 2.0 * _LEAST_EXPONENT).astype(np.int32))
+
+
+def _exp_of_one(x: float) -> float:
+    """`exp` of one number, by the same steps."""
+    if math.isnan(x):
+        return x
+    wide = max(x, _LEAST_EXPONENT)
+    twos = float(round(wide * _LOG2_E))
+    rest = (wide - twos * _LN2_HIGH) - twos * _LN2_LOW
+    found = float(_EXP_TERMS[0])
+    for term in _EXP_TERMS[1:]:
+        found = found * rest + float(term)
+    return math.ldexp(found, int(twos))
 
 
 def _each_row(ids: Int32) -> NDArray[np.intp]:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends import native_routing
 from ondevice.backends.base import Float32
-from ondevice.backends.routing import exp, route, sigmoid, substituted
+from ondevice.backends.routing import FEW, exp, route, sigmoid, substituted
 from ondevice.model_config import ExpertsSpec
 
 SPECS = {
@@ -214,3 +214,16 @@ def test_exp_and_sigmoid_are_near_the_libraries() -> None:
     y = np.linspace(-80, 80, 2001).astype(np.float32)
     np.testing.assert_allclose(sigmoid(y), 1 / (1 + np.exp(-y.astype(np.float64))), rtol=2e-7)
     assert sigmoid(np.array([[-1e30, 1e30]], np.float32)).tolist() == [[0.0, 1.0]]
+
+
+def test_few_sigmoids_have_the_bits_of_many() -> None:
+    random = np.random.default_rng(8)
+    values = np.concatenate([
+        random.normal(0, 3, 4000), random.uniform(-800, 800, 4000), random.normal(0, 1e-5, 200),
+        [0.0, -0.0, np.inf, -np.inf, np.nan, 700.0, -700.0, 88.7, -103.9, 1e-40, -1e-40],
+    ]).astype(np.float32)  # fmt: skip
+    together = sigmoid(values)
+    for size in (1, FEW):
+        pieces = [sigmoid(values[at : at + size]) for at in range(0, len(values), size)]
+        assert np.concatenate(pieces).tobytes() == together.tobytes()
+    assert sigmoid(values[:6].reshape(3, 2)).shape == (3, 2)
