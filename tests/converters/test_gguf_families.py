@@ -160,7 +160,7 @@ ALIKE = (
     "nemotron", "nemotron bias", "nemotron wide heads", "gemma4", "gemma4 six layers",
     "mixtral", "granite moe scaled", "qwen2 moe", "phimoe", "glm4 moe", "glm4 moe head norms",
     "gemma4 moe", "gemma4 moe joint values",
-    "deepseek v2 moe groups", "deepseek v2 dense", "deepseek v3 moe", "glm4 moe lite eps",
+    "deepseek v2 moe groups", "deepseek v2 dense", "deepseek v3 moe", "glm4 moe lite", "glm4 moe lite eps",
     "qwen3 next", "qwen3.5 wide states", "qwen3.5 moe in pairs",
     "lfm2", "lfm2 five taps", "lfm2 adjusted", "lfm2 moe",
     "granite hybrid moe", "granite hybrid moe turning", "nemotron h",
