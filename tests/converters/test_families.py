@@ -342,10 +342,15 @@ def test_max_context_chooses_the_frequencies(family: Any) -> None:
 
 
 WITH_STATES = ("qwen3 next", "qwen3.5", "lfm2", "granite hybrid", "nemotron h", "falcon h1")
+LATENT = ("deepseek v2", "deepseek v3", "glm4 moe lite")
+NEAR_TIE = "deepseek v2 moe groups"
+"""A router there chooses another expert by a near tie, which `test_expert_parity.py` counts apart."""
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(WITH_STATES)])
-def test_states_are_right_after_a_long_text(family: Any, case: str) -> None:
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.startswith(WITH_STATES + LATENT) and case != NEAR_TIE]
+)
+def test_long_texts_stay_right(family: Any, case: str) -> None:
     """Errors of a state would add up."""
     model, bundle = family(case)
     text = np.random.default_rng(6).integers(0, 256, 300).tolist()
