@@ -14,6 +14,7 @@ from ondevice.config import SamplingConfig
 from ondevice.converters.convert import convert
 from ondevice.model.sequence_state import SequenceState
 from ondevice.prompt_cache import store
+from ondevice.prompt_cache.entry import RunName
 from ondevice.prompt_cache.store import PromptCache
 from ondevice.runtime.engine import Engine
 from tests.support.bundles import EOS, write_byte_tokenizer
@@ -68,9 +69,10 @@ def test_a_session_is_saved_without_its_drafts(
     """The save comes first in each round, before the text has verified what its pass had."""
     written, write = list[tuple[int, int, list[int]]](), PromptCache._write
 
-    def noted(cache: PromptCache, kv: SequenceState, chain: Any, index: int, start: int, stop: int) -> bool:
+    def noted(cache: PromptCache, kv: SequenceState, name: RunName, stop: int, before: Any) -> bool:
+        start = stop - name.tokens
         written.append((start, stop, kv.tokens[start:stop]))
-        return write(cache, kv, chain, index, start, stop)
+        return write(cache, kv, name, stop, before)
 
     monkeypatch.setattr(store, "PIECE_SECONDS", 0.0)
     monkeypatch.setattr(PromptCache, "_write", noted)
