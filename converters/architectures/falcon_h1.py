@@ -55,6 +55,7 @@ def _read(reader: ConfigReader) -> Description:
 
 
 def _by_mlx(reader: ConfigReader) -> Description:
+    """The model of a folder that MLX has written."""
     embedding, logits = (
         read_multiplier(reader, key) for key in ("embedding_multiplier", "lm_head_multiplier")
     )

@@ -23,6 +23,9 @@ from ondevice.converters.quantize import EncodedColumns, SourceCodes, Weights, t
 from ondevice.errors import CheckpointError, reading_failed
 from ondevice.model_config import ModelConfig
 
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+"""How names of files end that may be pickles, which can run code when they are opened, so they never are."""
+
 StoredType = Literal["F32", "F16", "BF16"]
 NUMPY_TYPES: dict[StoredType, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),

@@ -18,7 +18,7 @@ from ondevice.converters.architectures.common import Description
 from ondevice.converters.architectures.config_reader import SAME_REPOSITORY
 from ondevice.converters.architectures.registry import describe
 from ondevice.converters.architectures.tensors import EMBEDDING, HEAD, tensor_shapes
-from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor, plain, printable, some_of
+from ondevice.converters.checkpoints.base import PICKLES, Checkpoint, SourceTensor, plain, printable, some_of
 from ondevice.converters.checkpoints.fp8_folder import read_fp8, scaled_tensors
 from ondevice.converters.checkpoints.mlx_folder import (
     COPY_KEY,
@@ -131,7 +131,7 @@ def all_tensors(folder: SourceFolder, opened: ExitStack) -> dict[str, RawTensor]
         return read_tensors(opened.enter_context(closing(folder.open(SINGLE))))
     if folder.has(INDEX):
         return _sharded_tensors(folder, folder.json(INDEX).get("weight_map"), opened)
-    pickles = [name for name in folder.names() if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    pickles = [name for name in folder.names() if name.endswith(PICKLES)]
     if pickles:
         raise UnsupportedModelError(
             f"{folder.path} has its weights in {pickles[0]}, a pickle, which can run code when it is opened, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ondevice.bundle.layout import MANIFEST
-from ondevice.converters.checkpoints.base import Checkpoint
+from ondevice.converters.checkpoints.base import PICKLES, Checkpoint
 from ondevice.converters.checkpoints.gguf_model import open_gguf
 from ondevice.converters.checkpoints.gguf_parts import gguf_models
 from ondevice.converters.checkpoints.huggingface import INDEX, SINGLE, open_huggingface
@@ -48,7 +48,7 @@ def open_checkpoint(source: Path) -> Checkpoint:
     if found:
         raise CheckpointError(f"{source} has {len(found)} llama2.c checkpoints; name one, as {found[0]}")
     for path in sorted(source.iterdir()):
-        if path.suffix in (".bin", ".pt", ".pth", ".ckpt") and path.is_file():
+        if path.suffix in PICKLES and path.is_file():
             return _open_file(path)
     raise CheckpointError(f"{source} has no config.json; it isn't a Hugging Face folder, or isn't complete")
 

@@ -56,9 +56,10 @@ def read_tokenizer(
         inspect = _inspect_tokenizers if kind == "tokenizers" else _inspect_sentencepiece
         in_two = kind == "tokenizers" and not folder.has(file)
         blobs[file] = bpe_files_json(folder, settings) if in_two else folder.read(file, MAX_BLOB_BYTES[file])
-        with _refusals(f"{VOCABULARY} and {MERGES}" if in_two else file):
+        shown_file = f"{VOCABULARY} and {MERGES}" if in_two else file
+        with _refusals(shown_file):
             vocabulary = inspect(blobs[file])
-        _check_size(vocabulary.size, vocab_size, file)
+        _check_size(vocabulary.size, vocab_size, shown_file)
         if kind == "sentencepiece":
             blobs[file] = with_added_tokens(blobs[file], vocabulary.pieces, folder, settings, vocab_size)
             with _refusals(file):
@@ -77,7 +78,7 @@ def read_tokenizer(
         chat_template=None if template is None else CHAT_TEMPLATE,
     )
     if kind is not None:
-        check_usable(info, kind, blobs[TOKENIZER_FILES[kind]], vocab_size, TOKENIZER_FILES[kind])
+        check_usable(info, kind, blobs[file], vocab_size, shown_file)
     return TokenizerFiles(info, blobs)
 
 
@@ -143,7 +144,8 @@ def _kind(folder: SourceFolder, settings: dict[str, Any], config: dict[str, Any]
     if has_bpe_files(folder, settings, config):
         return "tokenizers"
     logger.warning(
-        "%s has neither tokenizer.json nor tokenizer.model; the bundle will work on token ids, not text",
+        "%s has neither tokenizer.json nor tokenizer.model, nor vocab.json and merges.txt as GPT-2 has them; "
+        "the bundle will work on token ids, not text",
         folder.path,
     )
     return None

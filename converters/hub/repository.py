@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.converters.architectures.config_reader import shown
-from ondevice.converters.checkpoints.base import Checkpoint, SourceFile
+from ondevice.converters.checkpoints.base import PICKLES, Checkpoint, SourceFile
 from ondevice.converters.checkpoints.gguf_model import open_gguf_of
 from ondevice.converters.checkpoints.gguf_parts import gguf_models
 from ondevice.converters.checkpoints.huggingface import open_huggingface
@@ -51,7 +51,6 @@ _USUAL = ("q4_k_m", "q4_0", "q8_0")
 """Parts of names of the quantisations that are suggested first."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _IDENTITY = re.compile(r"[0-9a-f]{40,64}")
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,7 @@ def _check_kinds(listing: Listing) -> None:
     if any(name.endswith(".safetensors") for name in listing.files) and "config.json" in listing.files:
         return
     gguf = gguf_models(listing.files)
-    pickles = [name for name in names if name.endswith(_PICKLES)]
+    pickles = [name for name in names if name.endswith(PICKLES)]
     if gguf:
         raise UnsupportedModelError(f"{where} holds GGUF files; name the one to take{_choices(listing)}")
     if pickles:

@@ -154,11 +154,13 @@ class PromptCache:
     def _runs(self, kv: SequenceState) -> list[tuple[RunName, int]]:
         """The runs of kv that are stored, and the number of tokens up to the end of each, ascending."""
         last = kv.chunked // self._step * self._step if self.chunk else kv.verified
-        found: dict[RunName, int] = {}
-        for stop in (last, *self._marked(kv, last)):
-            for index, name in enumerate(self._chain(kv.tokens[:stop])):
-                found[name] = index * self._step + name.tokens
-        return sorted(found.items(), key=lambda it: it[1])
+        chain = self._chain(kv.tokens[:last])
+        found = [(name, index * self._step + name.tokens) for index, name in enumerate(chain)]
+        for stop in self._marked(kv, last):
+            whole = stop // self._step
+            parent = chain[whole - 1].own if whole else self._root
+            found.insert(whole, (run_name(parent, kv.tokens[whole * self._step : stop]), stop))
+        return found
 
     def _marked(self, kv: SequenceState, last: int) -> list[int]:
         """The last mark that a run may end at, if whole chunks lead to it, of which kv has `last` tokens."""

@@ -403,10 +403,12 @@ def _existing(path: Path) -> Path:
 
 def _no_folder(source: str) -> OndeviceError:
     """The error of a draft layer's source that is no folder: a file, or a repository's name."""
+    from ondevice.converters.checkpoints.base import PICKLES
+
     wanted = "--draft-for reads a folder with the authors' config.json and safetensors files"
     if not Path(source).exists():
         return ModelNotFoundError(f"no folder {source}; {wanted}: download these from the repository first")
-    is_pickle = source.endswith((".bin", ".pt", ".pth", ".ckpt"))
+    is_pickle = source.endswith(PICKLES)
     why = "a pickle, which can run code when it is opened, so it never is" if is_pickle else "a file"
     return UnsupportedModelError(f"{source} is {why}; {wanted}")
 

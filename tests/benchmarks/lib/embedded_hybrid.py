@@ -39,6 +39,8 @@ from safetensors.numpy import load_file, save_file
 from ondevice.backends.base import Float32
 from ondevice.bundle.reader import Bundle
 from ondevice.config import GROUP_SIZE
+from ondevice.converters.checkpoints.gguf_delta import DELTA_NAMES
+from ondevice.converters.checkpoints.gguf_families import BLOCK_NAMES
 from tests.benchmarks.lib.embedded_weights import even_places
 from tests.benchmarks.lib.hybrid_gguf import (
     BLOCK,
@@ -62,26 +64,7 @@ HYBRID_7B: dict[str, Any] = HYBRID_4B | {
 WEIGHTS = "model.safetensors"
 WRITERS = ("attn_output", "ssm_out", "ffn_down")
 """Matrices whose outputs are added to the residual stream."""
-PARTS = {
-    "attn_norm": "input_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.in_proj_z",
-    "ssm_out": "linear_attn.out_proj",
-    "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_beta": "linear_attn.in_proj_b",
-    "ssm_conv1d": "linear_attn.conv1d",
-    "ssm_norm": "linear_attn.norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+PARTS = BLOCK_NAMES | DELTA_NAMES
 """A layer's tensors: in files, and in checkpoints."""
 
 
