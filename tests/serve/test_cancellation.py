@@ -16,7 +16,8 @@ from tests.support.chat import pause_engine
 from tests.support.serving import Serving, serving, until
 
 CANCELLED = 'generations_total{reason="cancelled"}'
-USER: Any = [{"role": "user", "content": "Hello"}]
+USER: Any = [{"role": "user", "content": "Say"}]
+"""What begins with a whole character at temperature 0: half of one is no text, so no part of Ollama's."""
 LONG = 400
 """Tokens of a reply that the paused engine never writes."""
 Leave = Callable[[Serving], Any]
@@ -26,7 +27,9 @@ def openai_chat(server: Serving) -> Any:
     openai = pytest.importorskip("openai")
     with (
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-        client.chat.completions.create(model="", messages=USER, max_tokens=LONG, stream=True) as stream,
+        client.chat.completions.create(
+            model="", messages=USER, max_tokens=LONG, temperature=0, stream=True
+        ) as stream,
     ):
         return next(iter(stream)).object
 
@@ -35,7 +38,9 @@ def openai_responses(server: Serving) -> Any:
     openai = pytest.importorskip("openai")
     with (
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-        client.responses.create(model="", input="Hello", max_output_tokens=LONG, stream=True) as stream,
+        client.responses.create(
+            model="", input="Say", max_output_tokens=LONG, temperature=0, stream=True
+        ) as stream,
     ):
         return next(iter(stream)).type
 
@@ -50,7 +55,7 @@ def openai_task(server: Serving) -> Any:
         async def follow() -> None:
             async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
                 async for chunk in await client.chat.completions.create(
-                    model="", messages=USER, max_tokens=LONG, stream=True
+                    model="", messages=USER, max_tokens=LONG, temperature=0, stream=True
                 ):
                     came.put_nowait(chunk.object)
 
@@ -68,15 +73,18 @@ def anthropic_messages(server: Serving) -> Any:
     anthropic = pytest.importorskip("anthropic")
     with (
         anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client,
-        client.messages.stream(model="", messages=USER, max_tokens=LONG) as stream,
+        client.messages.stream(
+            model="", messages=USER, max_tokens=LONG, extra_body={"temperature": 0}
+        ) as stream,
     ):
         return next(iter(stream)).type
 
 
 def ollama_chat(server: Serving) -> Any:
     ollama = pytest.importorskip("ollama")
+    greedy = {"num_predict": LONG, "temperature": 0}
     stream = ollama.Client(host=server.url).chat(
-        server.model.name, messages=USER, options={"num_predict": LONG}, stream=True
+        server.model.name, messages=USER, options=greedy, stream=True
     )
     first = next(stream).message.role
     stream.close()
