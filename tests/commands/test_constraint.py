@@ -38,7 +38,8 @@ def test_generate_obeys_a_schema_and_a_grammar(
 
 
 def test_a_chat_s_replies_obey(ondevice: Run, chat_bundle: Path, schema: Path) -> None:
-    answer = ondevice("chat", chat_bundle, "--json-schema", schema, stdin="Warm?\nReally?\n")
+    options = ("--json-schema", schema, "--seed", 1)
+    answer = ondevice("chat", chat_bundle, *options, stdin="Warm?\nReally?\n")
     assert [set(json.loads(line)) for line in answer.out.splitlines() if line] == [{"warm"}, {"warm"}]
 
 

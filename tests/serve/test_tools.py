@@ -463,6 +463,7 @@ def test_a_schema_beside_tools_makes_a_call_or_an_answer(
             logit_bias=ids,
             max_tokens=99,
             parallel_tool_calls=False,
+            seed=1,
         ).choices[0]
         if sign == "<":
             assert (got.finish_reason, got.message.content) == ("tool_calls", None)
