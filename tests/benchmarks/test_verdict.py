@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,11 +113,17 @@ def test_auto_is_held_against_drafters_that_need_no_second_model() -> None:
 
 def test_rounds_are_kept_for_runs_with_the_same_options_alone(tmp_path: Path) -> None:
     file = tmp_path / "rounds"
-    asked = {"case": "relu-resident", "prompts": 6}
+    options = Namespace(draft_model=Path("small"), prompts=6, max_tokens=48, threads=2)
+    case = drafting_at_scale.CASES[0]
+    asked, of_another = (
+        drafting_at_scale.what_is_asked(case, tmp_path / folder / "large", ("lookup", "auto"), options)
+        for folder in ("relu", "silu")
+    )
     kept = of_speeds({"off": 1.0, "auto": 2.0})
     assert drafting_at_scale.kept_rounds(None, asked) == drafting_at_scale.kept_rounds(file, asked) == []
     drafting_at_scale.keep_round(file, asked, kept)
-    drafting_at_scale.keep_round(file, asked | {"prompts": 1}, of_speeds({"off": 1.0, "auto": 3.0}))
+    for others in (asked | {"prompts": 1}, of_another):
+        drafting_at_scale.keep_round(file, others, of_speeds({"off": 1.0, "auto": 3.0}))
     assert drafting_at_scale.kept_rounds(file, asked) == [kept]
     assert set(kept.drafting_share.values()) == {0.25}
 

@@ -127,6 +127,22 @@ def kept_rounds(file: Path | None, asked: Mapping[str, Any]) -> list[Round]:
     return [Round(**line["round"]) for line in lines if line["asked"] == asked]
 
 
+def what_is_asked(
+    case: Case, folder: Path, drafters: Sequence[str], args: argparse.Namespace
+) -> dict[str, Any]:
+    """What tells a round from others in a file. folder: of the model, as all have the same last name."""
+    return {
+        "case": case.name,
+        "model": str(folder.resolve()),
+        "drafters": list(drafters),
+        "draft_model": str(args.draft_model.resolve()) if args.draft_model else "",
+        "prompts": args.prompts,
+        "max_tokens": args.max_tokens,
+        "threads": args.threads,
+        "machine": machine(),
+    }
+
+
 def measure_case(case: Case, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Rounds of one case, as a row of the summary."""
     bundle = Bundle.open(folder)
@@ -147,16 +163,7 @@ def measure_case(case: Case, folder: Path, args: argparse.Namespace) -> dict[str
     if args.draft_model and case.predictable:
         drafters += (MODEL,)
     drafters += (AUTO,)
-    asked = {
-        "case": case.name,
-        "model": bundle.name,
-        "drafters": list(drafters),
-        "draft_model": str(args.draft_model or ""),
-        "prompts": args.prompts,
-        "max_tokens": args.max_tokens,
-        "threads": args.threads,
-        "machine": machine(),
-    }
+    asked = what_is_asked(case, folder, drafters, args)
     rounds = kept_rounds(args.rounds_file, asked)[: args.rounds]
     for turn in range(len(rounds), args.rounds):
         found = compare_drafters(folder, runtime, tasks, sampling, drafters=drafters)
