@@ -18,6 +18,8 @@ from ondevice.model_config import MAX_CHOSEN, SIZE_LIMITS
 
 BackendName = Literal["auto", "cpu", "mlx", "reference"]
 Sparsity = Literal["auto", "dense", "exact", "predicted", "threshold", "experts"]
+SELECTING: tuple[Sparsity, ...] = ("exact", "predicted", "threshold")
+"""Modes in which some of a layer's, or an expert's, neurons are multiplied for a token."""
 Speculation = Literal[
     "auto", "off", "streams", "resident", "recycling", "lookup", "ngrams", "model", "eagle", "mtp"
 ]

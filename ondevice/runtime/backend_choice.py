@@ -27,7 +27,7 @@ from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.weight_shapes import extra_matrices
-from ondevice.config import QuantConfig, RowFormat, RuntimeConfig
+from ondevice.config import SELECTING, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.errors import BackendUnavailableError
 from ondevice.model_config import ModelConfig
 from ondevice.runtime.owner import OwnerThread
@@ -69,7 +69,7 @@ def check_backend(runtime: RuntimeConfig, config: ModelConfig | None = None) -> 
         raise BackendUnavailableError(
             "--backend mlx multiplies experts whole: use --sparsity experts, or --backend cpu for thresholds"
         )
-    selects = runtime.sparsity in ("exact", "predicted", "threshold")
+    selects = runtime.sparsity in SELECTING
     if selects and backend == "reference" and experts is None:
         raise BackendUnavailableError(
             "--backend reference multiplies every neuron: it takes --sparsity dense"

@@ -26,7 +26,7 @@ from ondevice.budget.sizes import context_tokens, draft_head_bytes, draft_head_r
 from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.parts import part_words
 from ondevice.bundle.reader import Bundle
-from ondevice.config import RuntimeConfig, Sparsity, Speculation
+from ondevice.config import SELECTING, RuntimeConfig, Sparsity, Speculation
 from ondevice.errors import BudgetError, ContextOverflowError, UnsupportedModelError
 from ondevice.generate import check_prompt
 from ondevice.model_config import WHOLE
@@ -411,15 +411,20 @@ class _Planner:
 def _preferred(possible: Sequence[ResolvedModel]) -> int:
     """The index of the model to take: the first that needs no flash, else the first that fits.
 
-    Drafting comes before none. It is given up only where its memory is what is missing. With everything in
-    memory, a mode that leaves neurons out in some layers alone comes last: it multiplies those of the others
-    one by one.
+    Drafting comes before none. It is given up only where its memory is what is missing. A draft layer comes
+    last where selected neurons are read from flash: its memory costs more of their cache than its drafts
+    bring. With everything in memory, a mode that leaves neurons out in some layers alone comes last: it
+    multiplies those of the others one by one.
     """
 
     def rank(at: int) -> tuple[bool, bool, bool]:
-        plan, runtime = possible[at].plan, possible[at].runtime
-        in_part = runtime.sparsity == "exact" and not possible[at].bundle.config.zeros_gates
-        return not plan.fits, plan.offloads_weights, in_part and not plan.offloads_weights
+        found = possible[at]
+        plan, sparsity, config = found.plan, found.runtime.sparsity, found.bundle.config
+        if plan.offloads_weights:
+            last = found.draft_layer is not None and sparsity in SELECTING and config.experts is None
+        else:
+            last = sparsity == "exact" and not config.zeros_gates
+        return not plan.fits, plan.offloads_weights, last
 
     return min(range(len(possible)), key=rank)
 

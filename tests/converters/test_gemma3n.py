@@ -181,6 +181,7 @@ def test_auto_is_exact_where_neurons_come_from_flash(folder: Path) -> None:
                 plan=plans[mode],
                 runtime=replace(runtime, sparsity=mode),
                 bundle=SimpleNamespace(config=config),
+                draft_layer=None,
             )
             for mode in modes
         ]

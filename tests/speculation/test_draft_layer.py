@@ -301,6 +301,29 @@ def test_auto_takes_the_layer_where_there_is_room(tmp_path: Path) -> None:
     assert taken(off.resident_budget_bytes - 1).draft_layer == found.draft_layer
 
 
+@pytest.mark.usefixtures("steady_process")
+def test_auto_goes_without_the_layer_where_selected_neurons_are_read(tmp_path: Path) -> None:
+    """Its memory would be theirs."""
+    checkpoint = write_chat_checkpoint(tmp_path / "checkpoint", hidden_act="relu", intermediate_size=1 << 15)
+    wide = convert_bundle(checkpoint, tmp_path / "bundle")
+    convert_eagle(write_eagle_head(tmp_path / "head"), wide)
+
+    def taken(budget: str | int, speculation: Speculation = "auto") -> ResolvedModel:
+        runtime = RuntimeConfig(dram_budget=budget, sparsity="exact", speculation=speculation, max_context=64)
+        return open_model(wide, runtime)
+
+    whole = taken("4GB")
+    layered, _, off = (it.plan for it in whole.alternatives)
+    assert whole.draft_layer is not None
+    for budget in (off.resident_budget_bytes - 1, layered.least_budget_bytes):
+        found = taken(budget)
+        assert found.plan.fits
+        assert found.plan.offloads_weights
+        assert (found.runtime.speculation, found.draft_layer) == ("auto", None)
+        # Asked for by name, it is there.
+        assert taken(budget, "eagle").draft_layer == whole.draft_layer
+
+
 def test_auto_drafts_with_the_layer(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     always_draft(monkeypatch, [6])
     monkeypatch.setattr("ondevice.runtime.engine.MIN_PASS_SECONDS", 0.0)
