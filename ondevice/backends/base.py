@@ -67,9 +67,9 @@ class KVLayout:
 
     Each (layer, kv head) has, from `head_offset` on, [K codes][K scales][V codes][V scales]. Key codes are
     (4, Dh, 16), so that a kernel scores 16 neighbouring positions side by side and a write touches few cache
-    lines. Value codes are (64, Dh). Codes are float16 at 16 bits, int8 at 8 bits, and float32 at 32 bits
-    (for `reference` and training). Scales, 64 float32, exist at 8 bits only. Every offset is a multiple of
-    64 bytes. `KVArrays` take as many bytes, in an order of their own.
+    lines. Value codes are (64, value width). Codes are float16 at 16 bits, int8 at 8 bits, and float32 at 32
+    bits (for `reference` and training). Scales, 64 float32, exist at 8 bits only. Every offset is a multiple
+    of 64 bytes. `KVArrays` take as many bytes, in an order of their own.
 
     In latent attention there are [codes][latent scales][scales of what turns] instead: a key is the latent,
     which is the value too, and the part that turns.
@@ -90,7 +90,7 @@ class KVLayout:
         return tuple(map(self.config.stored_heads, self.config.layers[: self.config.num_kv_layers]))
 
     def codes_bytes(self, layer: int) -> int:
-        """Bytes of one head's key (or value) codes in a block."""
+        """Bytes of one head's key codes in a block."""
         return BLOCK_TOKENS * self.heads[layer].width * self.kv_bits // 8
 
     @cached_property
@@ -100,8 +100,8 @@ class KVLayout:
 
     def head_bytes(self, layer: int) -> int:
         """Bytes of one (layer, kv head) in a block: keys, then values."""
-        codes = self.codes_bytes(layer)
-        return codes * (1 if self.heads[layer].latent else 2) + 2 * self.scales_bytes
+        codes = BLOCK_TOKENS * self.heads[layer].stored_width * self.kv_bits // 8
+        return codes + 2 * self.scales_bytes
 
     def layer_bytes(self, layer: int) -> int:
         """Bytes of one layer in a block."""
@@ -451,8 +451,8 @@ class Backend(LatentOps, RecurrentOps, Protocol):
         nothing: that layer has stored the tokens' keys and values in the same pass.
 
         Args:
-            qkv: (T, (H + 2 * KVH) * Dh) queries, keys and values side by side, or (T, H * Dh) queries, or of
-                `latent_rows`; may be overwritten.
+            qkv: (T, `HeadSizes.attending`) queries, keys and values side by side, or (T, H * Dh) queries, or
+                of `latent_rows`; may be overwritten.
             kv: the cache, which has room for the new keys and values.
             layer: index of the layer whose keys and values are read.
             position: number of tokens stored before these.
@@ -463,7 +463,7 @@ class Backend(LatentOps, RecurrentOps, Protocol):
                 says. On `cpu` its result has the same bits as in a text that consists of its path.
             sinks: (H,) scores beside those of the positions, whose weight goes to no value; None without.
 
-        Returns (T, H * Dh), in latent attention (T, H * rank).
+        Returns (T, H * value width), in latent attention (T, H * rank).
         """
         ...
 

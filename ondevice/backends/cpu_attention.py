@@ -38,6 +38,7 @@ class CpuAttention(Protocol):
                 source,
                 target,
                 sizes.latent,
+                sizes.values,
             )
 
     def attend(
@@ -75,6 +76,7 @@ class CpuAttention(Protocol):
             spec.keys_of is None,
             sinks,
             sizes.latent,
+            sizes.values,
         )
         return out
 

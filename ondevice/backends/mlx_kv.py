@@ -26,9 +26,9 @@ def no_block(nbytes: int) -> None:
 
 
 class MlxKV:
-    """`KVArrays`: keys (KVH, room, Dh) and values of the same shape for every layer with its own.
+    """`KVArrays`: keys (KVH, room, Dh) and values, as wide as these are, for every layer with its own.
 
-    At 8 bits they are int8 codes (KVH, room, Dh) and float32 scales (KVH, room, 1), as in `KVLayout`. They
+    At 8 bits they are int8 codes of these shapes and float32 scales (KVH, room, 1), as in `KVLayout`. They
     are read as float32; on a GPU as float16, unless stored in float32. In latent attention a layer has one
     array of latents and what turns (1, room, width), and at 8 bits a scale of either. Layers without keys
     have none.
@@ -50,7 +50,8 @@ class MlxKV:
             elif sizes.latent:
                 self._layers.append([codes, *scales, *scales])
             else:
-                self._layers.append([codes, *scales, codes, *scales])
+                values = mx.zeros((sizes.keys, 0, sizes.value_width), dtype=codes.dtype)
+                self._layers.append([codes, *scales, values, *scales])
 
     def resize(self, blocks: int) -> None:
         """Make room for `blocks` blocks of positions; what is stored in them stays.

@@ -86,14 +86,16 @@ class MlxOps(MlxRecurrentOps):
         sinks: mx.array | None = None,
     ) -> mx.array:
         tokens, turns = qkv.shape[0], (mx.array(cos), mx.array(sin))
-        heads, keys, width, latent = kv.layout.heads[layer]
-        parts = qkv.reshape(tokens, -1, width)
+        heads, keys, width, latent, _ = sizes = kv.layout.heads[layer]
+        keys_end = qkv.shape[1] if latent or spec.keys_of is not None else (heads + keys) * width
+        parts = qkv[:, :keys_end].reshape(tokens, -1, width)
         if latent:
             turned = mx.concatenate([parts[:, :, :latent], _turned(parts[:, :, latent:], *turns)], axis=-1)
             q = turned[:, :heads]
             kv.arrays.write(layer, turned[:, heads:], None, position)
         else:
-            q, k, v = mx.split(parts, [heads, heads + keys], axis=1)
+            q, k = mx.split(parts, [heads], axis=1)
+            v = qkv[:, keys_end:].reshape(tokens, -1, sizes.value_width)
             q = _turned(q if norms is None else _normed_heads(q, norms.q, norms.together), *turns)
             if spec.keys_of is None:
                 if norms is not None and norms.k is not None:

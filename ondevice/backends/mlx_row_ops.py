@@ -443,8 +443,8 @@ class _Attention:
         layout = KVLayout(config, shapes.kv_bits)
         self._kv = SimpleNamespace(layout=layout, arrays=MlxKV(layout))
         self._kv.arrays.resize(layout.blocks(keys + MOST_ROWS))
-        parts, turning = sizes.queries // sizes.keys + (1 if sizes.latent else 2), sizes.width - sizes.latent
-        self._qkv = mx.array(random.standard_normal((MOST_ROWS, parts * sizes.width), dtype=np.float32))
+        of_key, turning = config.heads(layer.attention), sizes.width - sizes.latent
+        self._qkv = mx.array(random.standard_normal((MOST_ROWS, of_key.attending), dtype=np.float32))
         angles = np.pi * random.random((MOST_ROWS, turning // 2), dtype=np.float32)
         self._turns = np.cos(angles), np.sin(angles)
         lengths, biased = config.head_norm_sizes(layer), spec.head_norm_bias
@@ -458,7 +458,8 @@ class _Attention:
         heads = random.standard_normal(config.num_heads, dtype=np.float32)
         self._sinks = mx.array(heads) if spec.sinks else None
         before = mx.array(random.standard_normal((2, keys, 1, sizes.width), dtype=np.float32))
-        self._kv.arrays.write(0, before[0], None if sizes.latent else before[1], 0)
+        values = None if sizes.latent else before[1, :, :, : sizes.value_width]
+        self._kv.arrays.write(0, before[0], values, 0)
 
     def after_chain(self, row: int) -> Float32:
         """The row behind those before it, each of which went through attention by itself."""

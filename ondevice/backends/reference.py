@@ -255,14 +255,16 @@ class ReferenceBackend:
         tree: TokenTree | None = None,
         sinks: Float32 | None = None,
     ) -> Float32:
-        heads, kv_heads, width, latent = kv.layout.heads[layer]
-        parts = qkv.reshape(len(qkv), -1, width)
+        heads, kv_heads, width, latent, _ = sizes = kv.layout.heads[layer]
+        keys_end = qkv.shape[1] if latent or spec.keys_of is not None else (heads + kv_heads) * width
+        parts = qkv[:, :keys_end].reshape(len(qkv), -1, width)
         if latent:
             turned = self.rope(parts[:, :, latent:], cos, sin)
             self.kv_write(kv, layer, parts[:, heads:, :latent], turned[:, heads:], position)
             q = np.concatenate([parts[:, :heads, :latent], turned[:, :heads]], axis=2)
             return self.attention(q, kv, layer, position, spec, tree, sinks)
-        q, k, v = np.split(parts, [heads, heads + kv_heads], axis=1)
+        q, k = np.split(parts, [heads], axis=1)
+        v = qkv[:, keys_end:].reshape(len(qkv), -1, sizes.value_width)
         if norms is not None:
             q = self.normed_heads(q, norms.q, norms.together)
         if spec.keys_of is not None:
@@ -557,17 +559,17 @@ def _head_views(kv: KVStore, block: int, layer: int, head: int) -> tuple[_HeadVi
         scales = kv.blocks[block][end : start + layout.head_bytes(layer)].view(np.float32)
         two = np.split(scales, 2) if layout.kv_bits == 8 else [None, None]
         return _HeadView(codes[..., :latent], two[0]), _HeadView(codes[..., latent:], two[1])
-    views = []
-    half, size = layout.head_bytes(layer) // 2, layout.codes_bytes(layer)
-    for at in (start, start + half):
-        codes = kv.blocks[block][at : at + size].view(dtype)
+    views, sizes, parts, at = [], layout.heads[layer], BLOCK_TOKENS // KEY_LANES, start
+    for width in (sizes.width, sizes.value_width):
+        end = at + BLOCK_TOKENS * width * layout.kv_bits // 8
+        codes = kv.blocks[block][at:end].view(dtype)
         # Keys lie dimension by dimension for 16 slots at a time, values slot by slot.
-        width, parts = layout.heads[layer].width, BLOCK_TOKENS // KEY_LANES
         if at == start:
             codes = codes.reshape(parts, width, KEY_LANES).swapaxes(1, 2)
         else:
             codes = codes.reshape(parts, KEY_LANES, width)
-        scales = kv.blocks[block][at + size : at + half].view(np.float32)
+        at = end + layout.scales_bytes
+        scales = kv.blocks[block][end:at].view(np.float32)
         views.append(_HeadView(codes, scales if layout.kv_bits == 8 else None))
     return views[0], views[1]
 

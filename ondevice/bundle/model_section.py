@@ -100,6 +100,7 @@ _PLAIN_ATTENTION = {
     "latent": None,
     "gated": False,
     "out_factor": 1.0,
+    "value_dim": 0,
 }
 """Likewise of a rope's, a layer's, its mixer's, its experts' and its attention's."""
 
@@ -300,6 +301,8 @@ def _parse_attention(section: Section) -> AttentionSpec:
     for name in ("head_dim", "num_kv_heads"):
         if name in section.names:
             given[name] = section.integer(name, 1, SIZE_LIMITS[name])
+    if "value_dim" in section.names:
+        given["value_dim"] = section.integer("value_dim", 1, SIZE_LIMITS["head_dim"])
     if "out_factor" in section.names:
         given["out_factor"] = section.number("out_factor", 0.0, MAX_FACTOR)
     if "latent" in section.names:

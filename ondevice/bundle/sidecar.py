@@ -101,6 +101,7 @@ def no_streams(config: ModelConfig) -> str:
         "heads of several sizes": config.any_layer(
             lambda layer: layer.attention.head_dim > 0 or layer.attention.num_kv_heads > 0
         ),
+        "values narrower than keys": config.any_layer(lambda layer: layer.attention.value_dim > 0),
         "statistical cutoffs": bool(config.cut_off_layers),
         "experts": config.experts is not None,
         "no feed-forward": config.any_layer(lambda layer: not layer.has_feed_forward),

@@ -408,6 +408,7 @@ def attend(
     stores: bool = True,
     sinks: Float32 | None = None,
     latent: int = 0,
+    value_dim: int = 0,
 ) -> None:
     """Norm and rotate queries and keys in place, store keys and values, attend.
 
@@ -421,6 +422,8 @@ def attend(
     out: (T, heads * head_dim). sinks: (heads,) scores that take part in the softmax, and weigh no value.
     latent: if not 0, qkv is (T, (heads + 1) * head_dim): values are the first `latent` dimensions of keys,
     which don't turn, and out is (T, heads * latent). cos, sin: (T, (head_dim - latent) / 2).
+    value_dim: if not 0, values are so wide, at most head_dim: qkv is (T, (heads + kv_heads) * head_dim +
+    kv_heads * value_dim), and out is (T, heads * value_dim).
     """
 
 def kv_move(
@@ -433,6 +436,7 @@ def kv_move(
     source: int,
     target: int,
     latent: int = 0,
+    value_dim: int = 0,
 ) -> None:
     """Copy one layer's key and value at position `source` to position `target`.
 

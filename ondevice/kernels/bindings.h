@@ -97,7 +97,7 @@ using Tree = std::pair<CArray<const int32_t, 1>, CArray<const int32_t, 1>>;  // 
 // One layer's keys and values, `offset` bytes behind each block's start; checked to hold positions below
 // `end`.
 KvView kv_view(const Blocks& blocks, int64_t offset, int64_t kv_heads, int64_t head_dim, int bits,
-               int64_t end, int64_t latent = 0);
+               int64_t end, int64_t latent = 0, int64_t values = 0);
 TreeView tree_view(const Tree& tree, int64_t tokens);
 
 void bind_attention(nb::module_& m);

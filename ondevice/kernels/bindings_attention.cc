@@ -11,15 +11,22 @@
 namespace ondevice {
 
 KvView kv_view(const Blocks& blocks, int64_t offset, int64_t kv_heads, int64_t head_dim, int bits,
-               int64_t end, int64_t latent) {
+               int64_t end, int64_t latent, int64_t values) {
   require(bits == 8 || bits == 16, "kv bits must be 8 or 16");
   require(offset >= 0 && kv_heads > 0 && head_dim > 0, "offset, kv_heads and head_dim must be positive");
   require(end <= static_cast<int64_t>(blocks.shape(0)) * kKvBlock, "position is past the last KV block");
   require(latent >= 0 && latent % 16 == 0 && latent < head_dim, "latent is a multiple of 16 below head_dim");
-  const int64_t codes = head_dim * bits / 8, scales = bits == 8 ? 4 : 0;
-  const int64_t head_bytes = kKvBlock * ((latent ? 1 : 2) * codes + 2 * scales);
-  return {
-      reinterpret_cast<uint8_t* const*>(blocks.data()), offset, head_bytes, kv_heads, head_dim, bits, latent};
+  require(values >= 0 && values <= head_dim && !(latent && values), "values are at most as wide as keys");
+  const int64_t stored = latent ? head_dim : head_dim + (values ? values : head_dim);
+  const int64_t head_bytes = kKvBlock * (stored * bits / 8 + (bits == 8 ? 8 : 0));
+  return {reinterpret_cast<uint8_t* const*>(blocks.data()),
+          offset,
+          head_bytes,
+          kv_heads,
+          head_dim,
+          bits,
+          latent,
+          values};
 }
 
 TreeView tree_view(const Tree& tree, int64_t tokens) {
@@ -52,16 +59,22 @@ void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, i
             int64_t heads, int64_t kv_heads, int64_t position, int64_t window, float scale, float soft_cap,
             const CArray<const float, 2>& cos, const CArray<const float, 2>& sin,
             const std::optional<HeadNorms>& norms, const std::optional<Tree>& tree,
-            const CArray<float, 2>& out, bool stores, const Weight& sinks, int64_t latent) {
+            const CArray<float, 2>& out, bool stores, const Weight& sinks, int64_t latent,
+            int64_t value_dim) {
   const int64_t tokens = qkv.shape(0), width = qkv.shape(1);
-  const int64_t parts = stores ? heads + (latent ? 1 : 2) * kv_heads : heads;
+  // Values of another width than keys come last, and are no parts of it.
+  const int64_t beside = stores ? kv_heads * value_dim : 0;
+  const int64_t parts = stores ? heads + (latent || value_dim ? 1 : 2) * kv_heads : heads;
   require(!latent || (stores && kv_heads == 1 && !norms), "latents have one head, no norms, and are stored");
   require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "query heads must be a multiple of kv heads");
-  require(width % (2 * parts) == 0, "qkv is (T, (heads + 2 * kv_heads) * head_dim), or queries alone");
-  const int64_t dim = width / parts;
+  require(value_dim >= 0 && width > beside && (width - beside) % (2 * parts) == 0,
+          "qkv is (T, (heads + 2 * kv_heads) * head_dim), or queries alone; values may have another width");
+  const int64_t dim = (width - beside) / parts;
   require(static_cast<int64_t>(out.shape(0)) == tokens &&
-              static_cast<int64_t>(out.shape(1)) == heads * (latent ? latent : dim),
-          "out is (T, heads * head_dim), or * latent");
+              static_cast<int64_t>(out.shape(1)) == heads * (latent      ? latent
+                                                             : value_dim ? value_dim
+                                                                         : dim),
+          "out is (T, heads * head_dim), or * latent, or * value_dim");
   for (const auto* table : {&cos, &sin})
     require(static_cast<int64_t>(table->shape(0)) == tokens &&
                 static_cast<int64_t>(table->shape(1)) * 2 == dim - latent,
@@ -75,9 +88,9 @@ void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, i
     transform.norms_projection = together;
     transform.q_norm = head_norm_of(q, heads, dim, together);
     if (stores) transform.k_norm = head_norm_of(k, kv_heads, dim, together);
-    transform.v_norm = norm_of(v, dim);
+    transform.v_norm = norm_of(v, value_dim ? value_dim : dim);
   }
-  const KvView kv = kv_view(blocks, offset, kv_heads, dim, bits, position + tokens, latent);
+  const KvView kv = kv_view(blocks, offset, kv_heads, dim, bits, position + tokens, latent, value_dim);
   const AttentionArgs args{qkv.data(),
                            width,
                            heads,
@@ -100,12 +113,12 @@ void bind_attention(nb::module_& m) {
         nb::arg("bits"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("position"), nb::arg("window"),
         nb::arg("scale"), nb::arg("soft_cap"), nb::arg("cos"), nb::arg("sin"), nb::arg("norms").none(),
         nb::arg("tree").none(), nb::arg("out"), nb::arg("stores") = true,
-        nb::arg("sinks").none() = nb::none(), nb::arg("latent") = 0);
+        nb::arg("sinks").none() = nb::none(), nb::arg("latent") = 0, nb::arg("value_dim") = 0);
   m.def("kv_move", [](const Runner& runner, const Blocks& blocks, int64_t offset, int64_t kv_heads,
-                      int64_t dim, int bits, int64_t from, int64_t to, int64_t latent) {
+                      int64_t dim, int bits, int64_t from, int64_t to, int64_t latent, int64_t value_dim) {
     require(from >= 0 && to >= 0, "positions must not be negative");
-    runner.kernels().kv_move(kv_view(blocks, offset, kv_heads, dim, bits, std::max(from, to) + 1, latent),
-                             from, to);
+    const int64_t end = std::max(from, to) + 1;
+    runner.kernels().kv_move(kv_view(blocks, offset, kv_heads, dim, bits, end, latent, value_dim), from, to);
   });
 }
 

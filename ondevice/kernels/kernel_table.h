@@ -90,8 +90,9 @@ struct KvView {
   int64_t heads, head_dim;
   int bits;            // 8 or 16
   int64_t latent = 0;  // if not 0, a multiple of 16: a value is the first `latent` dimensions of its key
+  int64_t values = 0;  // if not 0, the width of a value, at most head_dim
 
-  int64_t value_dim() const { return latent ? latent : head_dim; }
+  int64_t value_dim() const { return latent ? latent : values ? values : head_dim; }
 };
 
 // A draft tree. Query i's token follows token parents[i] < i, or the text before the tree if that is -1.

@@ -136,8 +136,8 @@ void Runner::attend(float* qkv, const HeadTransform& transform, const AttentionA
       }
       if (!stores) continue;
       if (transform.v_norm.weight)
-        for (int64_t at = values_at; at < args.q_stride; at += dim)
-          table_->norm(row + at, transform.v_norm, dim, row + at);
+        for (int64_t at = values_at; at < args.q_stride; at += args.kv.value_dim())
+          table_->norm(row + at, transform.v_norm, args.kv.value_dim(), row + at);
       table_->kv_write(args.kv, args.position + t, row + keys_at, row + values_at);
     }
   });

@@ -100,7 +100,7 @@ def _gates(backend: Backend, weights: LayerWeights, x: Array) -> Array | None:
 def _attended(
     backend: Backend, spec: LayerSpec, weights: LayerWeights, layer: int, qkv: Array, rows: Rows
 ) -> Array:
-    """What each row attends to, (R, H * Dh), for qkv (R, ...): rows see their own sequence alone.
+    """What each row attends to, (R, H * value width), for qkv (R, ...): rows see their own sequence alone.
 
     In latent attention these are latents, (R, H * rank).
     """

@@ -38,6 +38,7 @@ class AttentionSpec:
         gated: whether each value that attention gives is multiplied by the sigmoid of a projection of the
             layer's normed input.
         out_factor: factor of what attention gives its output projection, a float32 value.
+        value_dim: width of a value, below that of a key, where they differ; 0: they don't.
     """
 
     scale: float
@@ -55,6 +56,7 @@ class AttentionSpec:
     latent: LatentSpec | None = None
     gated: bool = False
     out_factor: float = 1.0
+    value_dim: int = 0
 
     def __post_init__(self) -> None:
         check_factor("attention scale", self.scale)
@@ -65,6 +67,11 @@ class AttentionSpec:
             )
         for name in ("head_dim", "num_kv_heads"):
             check_integer(f"a layer's {name}", getattr(self, name), 0, SIZE_LIMITS[name])
+        check_integer("a layer's value_dim", self.value_dim, 0, SIZE_LIMITS["head_dim"])
+        if self.value_dim and (self.latent is not None or self.value_norm):
+            raise UnsupportedModelError(
+                "value_dim beside latent attention, which has its own, or normed values isn't supported"
+            )
         if self.head_norm != "head" and (self.value_norm or (self.keys_of is not None and self.has_norms)):
             raise UnsupportedModelError(
                 f"head_norm is {self.head_norm!r}; layers whose values are normed need 'head', and those "
@@ -95,14 +102,26 @@ class HeadSizes(NamedTuple):
     """A layer's heads: `queries` query heads and `keys` key (or value) heads, each `width` wide.
 
     latent: if not 0, the values are the first as many dimensions of the keys (`LatentSpec`).
+    values: width of a value where it isn't that of a key; 0: it is, or `latent` says it.
     """
 
     queries: int
     keys: int
     width: int
     latent: int = 0
+    values: int = 0
 
     @property
     def value_width(self) -> int:
         """Width of a value."""
-        return self.latent or self.width
+        return self.latent or self.values or self.width
+
+    @property
+    def stored_width(self) -> int:
+        """Values that one key head stores for a token: a key and a value, or a key that is both."""
+        return self.width if self.latent else self.width + self.value_width
+
+    @property
+    def attending(self) -> int:
+        """Values of a token's row that attention takes: queries, keys and values."""
+        return self.queries * self.width + self.keys * self.stored_width

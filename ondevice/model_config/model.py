@@ -225,6 +225,10 @@ class ModelConfig:
         for layer in self.layers:
             sizes = self.heads(layer.attention)
             self._check_heads(sizes.keys, sizes.width)
+            if sizes.values >= sizes.width:
+                raise UnsupportedModelError(
+                    f"a layer's value_dim is {sizes.values}; it must be below a key's {sizes.width}"
+                )
             if not 0 <= layer.attention.rope < len(self.ropes):
                 raise UnsupportedModelError(
                     f"a layer's rope is {layer.attention.rope}; the model has {len(self.ropes)}"
@@ -448,7 +452,7 @@ class ModelConfig:
         if latent is not None:
             return HeadSizes(self.num_heads, 1, latent.width, latent.rank)
         keys, width = attention.num_kv_heads or self.num_kv_heads, attention.head_dim or self.head_dim
-        return HeadSizes(self.num_heads, keys, width)
+        return HeadSizes(self.num_heads, keys, width, values=attention.value_dim)
 
     def stored_heads(self, layer: LayerSpec) -> HeadSizes:
         """A layer's heads as far as its keys and values are stored: no key heads where there are none."""
@@ -483,7 +487,10 @@ class ModelConfig:
     @property
     def qkv_size(self) -> int:
         """Rows of the widest layer's fused query, key and value projection."""
-        found = max((sizes.queries + 2 * sizes.keys) * sizes.width for sizes in self._all_heads)
+        found = max(
+            sizes.attending if sizes.values else (sizes.queries + 2 * sizes.keys) * sizes.width
+            for sizes in self._all_heads
+        )
         return max(found, *(sum(it.projections.values()) for it in self._recurrent), 0)
 
     @property
@@ -496,7 +503,9 @@ class ModelConfig:
         if layer.recurrent is not None and not layer.attends:
             return layer.recurrent.value_size
         latent = layer.attention.latent
-        return self.num_heads * (self.heads(layer.attention).width if latent is None else latent.value_dim)
+        return self.num_heads * (
+            self.heads(layer.attention).value_width if latent is None else latent.value_dim
+        )
 
     def projection_sizes(self, layer: LayerSpec) -> dict[str, int]:
         """Rows of each projection in a layer's fused one: q, k and v, with the delta rule also z, its output
@@ -508,8 +517,8 @@ class ModelConfig:
         if (latent := layer.attention.latent) is not None:
             return {"q": latent.query_rank or self.num_heads * latent.query_width, "kv": latent.width}
         sizes, shares = self.heads(layer.attention), layer.attention.keys_of is not None
-        keys = sizes.keys * sizes.width
-        return {"q": sizes.queries * sizes.width} | ({} if shares else {"k": keys, "v": keys})
+        of_keys = {"k": sizes.keys * sizes.width, "v": sizes.keys * sizes.value_width}
+        return {"q": sizes.queries * sizes.width} | ({} if shares else of_keys)
 
     def qkv_rows(self, layer: LayerSpec) -> int:
         """Rows of a layer's fused projection."""
@@ -549,9 +558,9 @@ class ModelConfig:
     @property
     def is_plain(self) -> bool:
         """True without experts, per-layer inputs, copies and scales of the residual, low-rank blocks beside
-        attention, normed values, attention sinks, gated attention, shared keys, latent attention, heads of
-        several sizes, factors of what attention gives, recurrent layers, layers without a feed-forward and
-        cutoffs of gates.
+        attention, normed values, values narrower than keys, attention sinks, gated attention, shared keys,
+        latent attention, heads of several sizes, factors of what attention gives, recurrent layers, layers
+        without a feed-forward and cutoffs of gates.
         """
         return (
             not self.per_layer_width
@@ -562,6 +571,7 @@ class ModelConfig:
             and not self.recurrent_layers
             and not self.any_layer(lambda it: not it.has_feed_forward or it.attention.out_factor != 1.0)
             and not self.any_layer(lambda it: it.attention.head_dim > 0 or it.attention.num_kv_heads > 0)
+            and not self.any_layer(lambda it: it.attention.value_dim > 0)
             and not self.cut_off_layers
             and self.experts is None
         )

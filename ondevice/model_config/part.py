@@ -159,7 +159,7 @@ def state_sizes(config: ModelConfig) -> tuple[int, ...]:
         return ()
     floats = sum(-(-spec.state_floats // ALIGNED_FLOATS) * ALIGNED_FLOATS for spec in specs)
     heads = [config.stored_heads(layer) for layer in config.layers]
-    values = sum(its.keys * its.width * (1 if its.latent else 2) for its in heads)
+    values = sum(its.keys * its.stored_width for its in heads)
     return floats, values, sum(its.keys for its in heads)
 
 

@@ -20,6 +20,7 @@ from ondevice.model_config import (
     LatentSpec,
     LayerSpec,
     Mamba2Spec,
+    ModelConfig,
 )
 from tests.support.small_models import MODELS
 
@@ -28,7 +29,7 @@ NONE = FeedForwardSpec("silu", neurons=0)
 MIXER = Mamba2Spec(4, 16, 2, 16)
 
 
-@pytest.mark.parametrize("kind", ["mixers", "mixers beside attention"])
+@pytest.mark.parametrize("kind", ["mixers", "mixers beside attention", "narrow values"])
 def test_a_section_says_all_of_a_config(kind: str) -> None:
     section = json.loads(json.dumps(model_section(MODELS[kind])))
     assert parse_model(Section(section, "model")) == MODELS[kind]
@@ -75,6 +76,10 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         "neither gated nor latent",
     ),
     (lambda: AttentionSpec(0.25, out_factor=0.0), "out_factor"),
+    (lambda: AttentionSpec(0.25, value_dim=-1), "value_dim"),
+    (lambda: AttentionSpec(0.25, value_dim=8, head_norm="head", value_norm=True), "beside latent attention"),
+    (lambda: AttentionSpec(0.25, value_dim=8, latent=LatentSpec(32, 8, 16, 16)), "beside latent attention"),
+    (lambda: with_values(MODELS["dense"].head_dim), "it must be below a key's"),
     (lambda: replace(NONE, output_bias=True), "without a feed-forward"),
     (lambda: replace(NONE, cutoff=0.5), "without a feed-forward"),
     (lambda: LayerSpec(AttentionSpec(0.25), NONE, parallel=True), "without a feed-forward"),
@@ -83,6 +88,13 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         "no layer has a feed-forward",
     ),
 ]
+
+
+def with_values(width: int) -> ModelConfig:
+    """A dense model whose values are so wide."""
+    dense = MODELS["dense"]
+    layer = replace(dense.layers[0], attention=replace(dense.layers[0].attention, value_dim=width))
+    return replace(dense, layers=(layer,) * dense.num_layers)
 
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))

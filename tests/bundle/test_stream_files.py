@@ -430,6 +430,7 @@ def test_every_block_that_stands_in_the_way_is_named() -> None:
         (of_last_layer(config, attention=NO_ATTENTION, delta=DeltaSpec(1, 2, 16, 16)), "recurrent layers"),
         (of_last_layer(config, attention=replace(attention, keys_of=0)), "keys that layers share"),
         (of_last_layer(config, attention=replace(attention, num_kv_heads=4)), "heads of several sizes"),
+        (of_last_layer(config, attention=replace(attention, value_dim=8)), "values narrower than keys"),
         (of_last_layer(config, feed_forward=replace(block, cutoff=1.0)), "statistical cutoffs"),
     ):
         assert not changed.is_plain

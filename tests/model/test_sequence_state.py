@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Literal
+
 import numpy as np
 import pytest
 
@@ -37,6 +40,17 @@ def test_layout_sizes() -> None:
     assert wide.block_bytes == 3 * 2 * wide.head_bytes(0)
     assert narrow.head_offset(2, 1) == narrow.block_bytes - narrow.head_bytes(0)
     assert [wide.blocks(n) for n in (0, 1, 64, 65)] == [0, 1, 1, 2]
+
+
+def test_narrow_values_take_less() -> None:
+    """By what they are narrower than keys, and every offset stays a multiple of 64 bytes."""
+    specs = [replace(layer, attention=replace(layer.attention, value_dim=6)) for layer in CONFIG.layers]
+    config = replace(CONFIG, layers=tuple(specs))
+    bits: tuple[Literal[32, 16, 8], ...] = (32, 16, 8)
+    for kv_bits in bits:
+        narrow, plain = KVLayout(config, kv_bits), KVLayout(CONFIG, kv_bits)
+        assert plain.head_bytes(0) - narrow.head_bytes(0) == 64 * 10 * kv_bits // 8
+        assert not any(offset % 64 for offset in narrow.layer_offsets)
 
 
 def test_blocks_are_aligned_and_grow_by_64_tokens() -> None:

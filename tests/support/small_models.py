@@ -78,6 +78,15 @@ def _latent() -> ModelConfig:
     return _with_layers(DENSE, layer, layer, layer, ropes=(rope,))
 
 
+def _narrow_values() -> ModelConfig:
+    """MiMo V2's attention: values narrower than keys, and windows in layers with more keys and sinks."""
+    whole = replace(DENSE.layers[0], attention=AttentionSpec(0.2, value_dim=8, out_factor=0.75))
+    local = replace(
+        whole, attention=replace(whole.attention, window=9, sinks=True, num_kv_heads=DENSE.num_heads)
+    )
+    return _with_layers(DENSE, whole, local, local, whole, local)
+
+
 def _many_blocks() -> ModelConfig:
     """Copies of the residual, per-layer inputs, low-rank blocks, cutoffs, layers that share keys."""
     plain = replace(golden_config(hidden_act="gelu").layers[0], norms="both", laurel_rank=8)
@@ -102,6 +111,7 @@ MODELS: dict[str, ModelConfig] = {
     "mixers": _mixers(),
     "mixers beside attention": _mixers_beside(),
     "latent": _latent(),
+    "narrow values": _narrow_values(),
     "many blocks": _many_blocks(),
     "every plain block": every_block(),
 }

@@ -130,9 +130,9 @@ void weigh_values(const Load& load_at, int64_t width, const float* weights, int6
   }
 }
 
-// The value at position `slot` of a block as floats (width), zeros behind head_dim.
+// The value at position `slot` of a block as floats (width), zeros behind value_dim.
 void load_value(const Head& head, const KvView& kv, int64_t slot, int64_t width, float* value) {
-  const int64_t bytes = kv.bits / 8;
+  const int64_t bytes = kv.bits / 8, value_dim = kv.value_dim();
   if (kv.latent) {
     const uint8_t* key = head.keys + key_index(slot, kv.head_dim) * bytes;
     for (int64_t d = 0; d < width; d += 16) {
@@ -144,13 +144,13 @@ void load_value(const Head& head, const KvView& kv, int64_t slot, int64_t width,
     return;
   }
   for (int64_t d = 0; d < width; d += 16) {
-    const int64_t index = slot * kv.head_dim + d;
-    if (d + 16 <= kv.head_dim) {
+    const int64_t index = slot * value_dim + d;
+    if (d + 16 <= value_dim) {
       store(value + d, load_codes(head.values, kv.bits, index));
       continue;
     }
     uint8_t tail[32] = {0};
-    memcpy(tail, head.values + index * bytes, static_cast<size_t>((kv.head_dim - d) * bytes));
+    memcpy(tail, head.values + index * bytes, static_cast<size_t>((value_dim - d) * bytes));
     store(value + d, load_codes(tail, kv.bits, 0));
   }
 }
@@ -239,7 +239,7 @@ void weigh_block(const Queries& queries, const Head& at, int64_t p, int64_t seen
                  float* weights, int64_t span, int64_t width, float* block, float* acc) {
   const KvView& kv = queries.args.kv;
   // Values are converted to floats once for several rows; for a single row, as they are read.
-  const bool convert = rows > 1 || width != kv.head_dim;
+  const bool convert = rows > 1 || kv.latent || width != kv.value_dim();
   if (convert) load_values(at, kv, seen, width, block);
   for (int64_t r = 0; r < rows; ++r, weights += span, acc += width) {
     const int64_t query = queries.query_of(r);

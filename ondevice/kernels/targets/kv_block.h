@@ -10,8 +10,8 @@ namespace ONDEVICE_NS {
 constexpr int64_t kLanes = 16;
 
 // A block holds 64 positions of each (layer, kv head):
-//   8 bits:  keys int8 (4, head_dim, 16), key scales f32 (64), values int8 (64, head_dim), value scales f32
-//   16 bits: keys float16 (4, head_dim, 16), values float16 (64, head_dim)
+//   8 bits:  keys int8 (4, head_dim, 16), key scales f32 (64), values int8 (64, value_dim), value scales f32
+//   16 bits: keys float16 (4, head_dim, 16), values float16 (64, value_dim)
 // Where values are the first `latent` dimensions of keys, keys alone are stored. At 8 bits these dimensions
 // have the value scales, and the others the key scales: keys int8, value scales f32 (64), key scales f32
 // (64). The keys of 16 positions are stored dimension by dimension, so that all 16 are scored at once, each
@@ -37,7 +37,7 @@ static inline Head head_in(const KvView& kv, uint8_t* base) {
   if (kv.bits == 16) return {base, nullptr, base + codes, nullptr};
   float* key_scales = reinterpret_cast<float*>(base + codes);
   uint8_t* values = base + codes + kKvBlock * 4;
-  return {base, key_scales, values, reinterpret_cast<float*>(values + codes)};
+  return {base, key_scales, values, reinterpret_cast<float*>(values + kKvBlock * kv.value_dim())};
 }
 
 static inline Head head_at(const KvView& kv, int64_t block, int64_t head) {

@@ -8,7 +8,7 @@ namespace {
 
 // Copies one position's key and value without converting them.
 void copy_position(const KvView& kv, const Head& from, int64_t from_slot, const Head& to, int64_t to_slot) {
-  const int64_t bytes = kv.bits / 8, row = kv.head_dim * bytes;
+  const int64_t bytes = kv.bits / 8, row = kv.value_dim() * bytes;
   const uint8_t* key = from.keys + key_index(from_slot, kv.head_dim) * bytes;
   uint8_t* copy = to.keys + key_index(to_slot, kv.head_dim) * bytes;
   for (int64_t d = 0; d < kv.head_dim; ++d)
@@ -44,7 +44,7 @@ void half_head(const float* x, int64_t n, uint16_t* out, int64_t stride) {
 }  // namespace
 
 void kv_write(const KvView& kv, int64_t position, const float* k, const float* v) {
-  const int64_t slot = position % kKvBlock, key_at = key_index(slot, kv.head_dim);
+  const int64_t slot = position % kKvBlock, key_at = key_index(slot, kv.head_dim), value_dim = kv.value_dim();
   for (int64_t head = 0; head < kv.heads; ++head) {
     const Head at = head_at(kv, position / kKvBlock, head);
     const float* key = k + head * kv.head_dim;
@@ -59,14 +59,14 @@ void kv_write(const KvView& kv, int64_t position, const float* k, const float* v
       half_head(key, kv.head_dim, reinterpret_cast<uint16_t*>(at.keys) + key_at, kLanes);
       continue;
     }
-    const float* value = v + head * kv.head_dim;
+    const float* value = v + head * value_dim;
     if (kv.bits == 16) {
       half_head(key, kv.head_dim, reinterpret_cast<uint16_t*>(at.keys) + key_at, kLanes);
-      half_head(value, kv.head_dim, reinterpret_cast<uint16_t*>(at.values) + slot * kv.head_dim, 1);
+      half_head(value, value_dim, reinterpret_cast<uint16_t*>(at.values) + slot * value_dim, 1);
     } else {
       quantize_head(key, kv.head_dim, reinterpret_cast<int8_t*>(at.keys) + key_at, kLanes,
                     at.key_scales + slot);
-      quantize_head(value, kv.head_dim, reinterpret_cast<int8_t*>(at.values) + slot * kv.head_dim, 1,
+      quantize_head(value, value_dim, reinterpret_cast<int8_t*>(at.values) + slot * value_dim, 1,
                     at.value_scales + slot);
     }
   }
