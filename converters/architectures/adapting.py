@@ -14,7 +14,7 @@ from ondevice.converters.architectures.tensors import FINAL_NORM, LayerNames
 from ondevice.converters.checkpoints.base import SourceTensor, StoredTensor
 from ondevice.converters.checkpoints.views import Joined, RowsOf, Scaled, Transposed, head_rows
 from ondevice.errors import CheckpointError, UnsupportedModelError
-from ondevice.model_config import ModelConfig
+from ondevice.model_config import ModelConfig, RopeSpec
 
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
 _NUMBER = re.compile(r"model\.layers\.(\d+)\.")
@@ -98,24 +98,17 @@ def in_halves(tensors: Tensors, config: ModelConfig, interleaved: bool = False) 
 
     Args:
         tensors: the checkpoint's tensors.
-        config: the model's; in all its layers the same dimensions turn, the first ones of a head.
+        config: the model's; in each layer the first dimensions of a head turn.
         interleaved: whether pairs are (2 i, 2 i + 1) there, and not (i, i + half of what turns).
     """
-    turning, width = sum(frequency > 0 for frequency in config.ropes[0].frequencies), config.head_dim
-    rotated = 2 * turning
-    if interleaved:
-        first, second = list(range(0, rotated, 2)), list(range(1, rotated, 2))
-    else:
-        first, second = list(range(turning)), list(range(turning, rotated))
-    rest = list(range(rotated, width))
-    half = len(rest) // 2
-    order = [*first, *rest[:half], *second, *rest[half:]]
-    if order == list(range(width)):
-        return tensors
+    orders = [_halves_order(rope, interleaved) for rope in config.ropes]
     found = dict(tensors)
-    for layer in range(config.num_layers):
-        name = LayerNames(layer)
-        for which, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
+    for layer, spec in enumerate(config.layers):
+        name, order, sizes = LayerNames(layer), orders[spec.attention.rope], config.heads(spec.attention)
+        width = sizes.width
+        if order == list(range(width)):
+            continue
+        for which, heads in (("q", sizes.queries), ("k", sizes.keys)):
             norm, norm_bias = name.head_norm(which), name.head_norm_bias(which)
             for tensor in (name.projection(which), name.projection_bias(which), norm, norm_bias):
                 if tensor not in found:
@@ -129,6 +122,19 @@ def in_halves(tensors: Tensors, config: ModelConfig, interleaved: bool = False) 
                     )
                 found[tensor] = RowsOf(tensor, source, head_rows(count, order), len(order))
     return found
+
+
+def _halves_order(rope: RopeSpec, interleaved: bool) -> list[int]:
+    """The dimensions of a checkpoint's heads in the order of ours."""
+    turning, width = sum(frequency > 0 for frequency in rope.frequencies), 2 * len(rope.frequencies)
+    rotated = 2 * turning
+    if interleaved:
+        first, second = list(range(0, rotated, 2)), list(range(1, rotated, 2))
+    else:
+        first, second = list(range(turning)), list(range(turning, rotated))
+    rest = list(range(rotated, width))
+    half = len(rest) // 2
+    return [*first, *rest[:half], *second, *rest[half:]]
 
 
 def in_turning_halves(source: SourceTensor, name: str, heads: int, width: int, turning: int) -> SourceTensor:

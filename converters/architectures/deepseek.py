@@ -164,7 +164,7 @@ def _experts_of_v2(reader: ConfigReader) -> ExpertsSpec:
     )
 
 
-def _experts_of_v3(
+def experts_of_v3(
     defaults: tuple[int, int, int, float], groups: tuple[int, int], reader: ConfigReader
 ) -> ExpertsSpec:
     """Chosen by sigmoids with a bias, among those of the groups with the best two experts.
@@ -222,8 +222,8 @@ def _adapt(latent: LatentSpec, interleaved: bool, config: ModelConfig, tensors: 
 
 _LATENT = LatentSpec(512, 64, 128, 128, 1536)
 _LATENT_OF_GLM = LatentSpec(512, 64, 192, 256, 768)
-_EXPERTS_OF_V3 = partial(_experts_of_v3, (256, 8, 2048, 2.5), (8, 4))
-_EXPERTS_OF_GLM = partial(_experts_of_v3, (64, 4, 1536, 1.8), (1, 1))
+_EXPERTS_OF_V3 = partial(experts_of_v3, (256, 8, 2048, 2.5), (8, 4))
+_EXPERTS_OF_GLM = partial(experts_of_v3, (64, 4, 1536, 1.8), (1, 1))
 
 DEEPSEEK_V2 = Family(
     "deepseek_v2", "DeepseekV2ForCausalLM", partial(_read, "deepseek_v2", _experts_of_v2, _LATENT, 2048, 0)

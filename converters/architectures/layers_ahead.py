@@ -26,11 +26,16 @@ NOTE = (
     "the layer that predicts one token more (mtp) was left out; `ondevice convert CHECKPOINT --draft-for "
     "BUNDLE` adds it, for --speculation mtp, from its authors' folder"
 )
+NOTE_OF_SEVERAL = (
+    "the layers that predict tokens ahead (mtp) were left out; `ondevice convert CHECKPOINT --draft-for "
+    "BUNDLE` adds the first of them, for --speculation mtp, from its authors' folder"
+)
 _NAMES = {
     "eh_proj.weight": JOINING,
     "enorm.weight": EMBEDDING_NORM,
     "hnorm.weight": HIDDEN_NORM,
     "shared_head.norm.weight": FINAL_NORM,
+    "final_layernorm.weight": FINAL_NORM,
 }
 _SHARED = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
 """What such a layer shares with the model, and has a copy of in most files."""
@@ -57,9 +62,7 @@ def layer_behind_last(
     prefix, own = f"model.layers.{config.num_layers}.", LayerNames(0).weight("")
     found = {name.removeprefix(prefix): it for name, it in tensors.items() if name.startswith(prefix)}
     if not found:
-        raise CheckpointError(
-            f"the folder has no tensors {prefix}*, which predict one token more; take its authors' folder"
-        )
+        raise _missing(prefix)
     for name, of_model in _SHARED.items():
         if (copy := found.pop(name, None)) is not None:
             tied = of_model == HEAD and HEAD not in tensors
@@ -67,8 +70,42 @@ def layer_behind_last(
     # The layer is sparse wherever the model has experts.
     layer = next((it for it in config.layers if it.experts is not None), config.layers[-1])
     config = replace(config, layers=(layer,))
+    return config, _adapted(found, config, prefix, own, adapt)
+
+
+def first_of_several(
+    tensors: Tensors, config: ModelConfig, prefix: str, adapt: Callable[[ModelConfig, Tensors], Tensors]
+) -> tuple[ModelConfig, Tensors]:
+    """The layer 0 of those whose names begin with `prefix`, as of `layer_behind_last`. config: of that layer.
+
+    Raises CheckpointError for a folder without it or a part of it.
+    """
+    first, own = f"{prefix}0.", LayerNames(0).weight("")
+    found = {name.removeprefix(first): it for name, it in tensors.items() if name.startswith(first)}
+    if not found:
+        raise _missing(first)
+    return config, _adapted(found, config, first, own, adapt)
+
+
+def _missing(prefix: str) -> CheckpointError:
+    return CheckpointError(
+        f"the folder has no tensors {prefix}*, which predict one token more; take its authors' folder"
+    )
+
+
+def _adapted(
+    tensors: Tensors,
+    config: ModelConfig,
+    prefix: str,
+    own: str,
+    adapt: Callable[[ModelConfig, Tensors], Tensors],
+) -> Tensors:
+    """The tensors of a layer, whose names in the folder begin with `prefix`, by those of `tensors.py`.
+
+    own: how its names begin there.
+    """
     try:
-        return config, adapt(config, {_NAMES.get(name, own + name): it for name, it in found.items()})
+        return adapt(config, {_NAMES.get(name, own + name): it for name, it in tensors.items()})
     except CheckpointError as error:
         # As the folder has it: its layer 0 is another one.
         raise CheckpointError(str(error).replace(own, prefix)) from error

@@ -25,6 +25,7 @@ from ondevice.converters.architectures.granite_hybrid import GRANITE_HYBRID
 from ondevice.converters.architectures.lfm2 import LFM2
 from ondevice.converters.architectures.lfm2_moe import LFM2_MOE
 from ondevice.converters.architectures.llama import LLAMA, SPARSE_LLAMA
+from ondevice.converters.architectures.mimo_v2 import MIMO_V2_FLASH
 from ondevice.converters.architectures.mistral import MISTRAL
 from ondevice.converters.architectures.mixtral import MIXTRAL
 from ondevice.converters.architectures.multimodal import (
@@ -88,6 +89,7 @@ _ALL = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GLM4_MOE_LITE,
+    MIMO_V2_FLASH,
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,

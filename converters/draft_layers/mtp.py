@@ -8,6 +8,10 @@ that joins them; a layer with the model's own attention and feed-forward follows
 come from behind the model's last norm; where a draft goes on, from behind the layer's own. Embeddings and
 head are the model's. In DeepSeek V3 and GLM-4.5 vLLM differs: a draft goes on from before that norm, the
 embedding of a text's first row is zero, and the layer's own copies of embeddings and head are read.
+
+MiMo V2 Flash has up to three layers, `model.mtp.layers.N`, of which the first is read. Hidden states come
+from before the model's last norm and before the layer's, as SGLang's drafting with several layers and
+llama.cpp have it; vLLM (`mimo_v2_mtp.py`) takes them from behind either.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.architectures.common import Tensors
 from ondevice.converters.architectures.layers_ahead import EMBEDDING_NORM, HIDDEN_NORM, JOINING
+from ondevice.converters.architectures.mimo_v2 import MIMO_V2_FLASH
 from ondevice.converters.architectures.multimodal import MULTIMODAL
 from ondevice.converters.architectures.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from ondevice.converters.architectures.tensors import FINAL_NORM, LayerNames
@@ -42,8 +47,12 @@ from ondevice.model_config import ModelConfig
 
 LAYER_COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 """Keys by which configs of several families say how many layers predict tokens ahead."""
-TYPES_AHEAD = tuple(family.model_type for family in (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE))
+TYPES_AHEAD = tuple(family.model_type for family in (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, MIMO_V2_FLASH))
 """Families whose published checkpoints have such layers, whether their configs say so or not."""
+SEVERAL_LAYERS = (MIMO_V2_FLASH.model_type,)
+"""Families with several such layers, of which the first drafts again and again; their hidden states are those
+that no norm has seen.
+"""
 SAME_SIZES = (
     "architecture",
     "hidden_size",
@@ -84,7 +93,8 @@ def convert_mtp(source: str | Path, bundle_path: str | Path, bits: Any = 8) -> D
     if model.ahead is None:
         raise UnsupportedModelError(
             f"config.json: model_type is {plain(str(_own(values).get('model_type')))}; layers that predict "
-            "tokens ahead are read from Qwen3-Next, Qwen3.5 and 3.6, GLM-4.5, GLM-4.7-Flash and DeepSeek V3"
+            "tokens ahead are read from Qwen3-Next, Qwen3.5 and 3.6, GLM-4.5, GLM-4.7-Flash, DeepSeek V3 and "
+            "MiMo V2 Flash"
         )
     _check_same_model(model.config, bundle.config)
     with ExitStack() as opened:
@@ -105,7 +115,7 @@ def _own(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def _check_one_layer(own: Mapping[str, Any]) -> None:
     """Raises UnsupportedModelError for several layers, and for one with embeddings of its own."""
     for key in LAYER_COUNTS:
-        if (count := own.get(key, 1)) != 1:
+        if (count := own.get(key, 1)) != 1 and own.get("model_type") not in SEVERAL_LAYERS:
             raise UnsupportedModelError(
                 f"config.json: {key} is {plain(str(count))}; a draft layer is one layer"
             )
@@ -151,11 +161,15 @@ def _described(config: ModelConfig, bits: Any, target: ModelConfig) -> DraftLaye
         qkv_bias=attention.bias,
         head_norm=attention.head_norm == "head",
         output_gates=attention.gated,
-        states_normed=True,
+        states_normed=config.architecture not in SEVERAL_LAYERS,
         tokens=target.vocab_size,
         latent=attention.latent,
         scale=None if attention.latent is None else attention.scale,
         experts=spec.experts,
+        window=attention.window,
+        sinks=attention.sinks,
+        value_dim=attention.value_dim,
+        out_factor=attention.out_factor,
     )
 
 
@@ -233,6 +247,7 @@ def _vector_names(names: LayerNames) -> dict[str, str]:
         "latent_norm": names.weight("attention.latent_norm.weight"),
         "query_norm": names.weight("attention.query_norm.weight"),
         "choice_bias": names.weight("router.choice_bias"),
+        "sinks": names.weight("attention.sinks"),
     }
 
 

@@ -48,6 +48,7 @@ def _state_bytes(layer: DraftLayer, target: ModelConfig, runtime: RuntimeConfig,
     row = 4 * width + 2 * layer.qkv_rows + layer.query_size + 4 * layer.neurons
     row += len(layer.taps) * target.hidden_size + layer.embedding_width(target)
     row += layer.output_gates * layer.query_size + layer.states_normed * width
+    row += (layer.out_factor != 1.0) * layer.query_size
     if layer.latent is not None:
         # Queries of latents, latents, and what each head attends to; queries before they meet keys.
         row += layer.num_heads * (2 * layer.latent.width + layer.latent.query_width) + layer.latent.width

@@ -56,6 +56,8 @@ MTP_SIDECAR = Sidecar(
 SIDECAR_OF: Mapping[str, Sidecar] = {"eagle": EAGLE_SIDECAR, "mtp": MTP_SIDECAR}
 EAGLE_TAPS = 3
 """Hidden states that an EAGLE-3 layer mixes."""
+_PLAIN: Mapping[str, Any] = {"window": 0, "sinks": False, "value_dim": 0, "out_factor": 1.0}
+"""Values of keys of attention where they are absent, as they mostly are."""
 TOKENS = "tokens"
 EMBEDDINGS = "embeddings"
 ROUTER_BITS: Literal[16] = 16
@@ -96,7 +98,8 @@ class DraftLayer:
     target's last one and then the layer's own. own_head: whether it has an output head of its
     own, of `tokens` tokens; else the target's serves. own_embeddings: whether it has embeddings of its own,
     (V, D). latent: latent attention, whose scores are multiplied by `scale`; both None without. experts: as
-    a model's, stored as matrices; None without. crcs: CRC32C of each MiB of the file with the tensors.
+    a model's, stored as matrices; None without. window, sinks, value_dim, out_factor: of its attention, as of
+    `AttentionSpec`. crcs: CRC32C of each MiB of the file with the tensors.
     """
 
     kind: DraftLayerKind
@@ -124,6 +127,10 @@ class DraftLayer:
     latent: LatentSpec | None = None
     scale: float | None = None
     experts: ExpertsSpec | None = None
+    window: int = 0
+    sinks: bool = False
+    value_dim: int = 0
+    out_factor: float = 1.0
     sha256: str = "0" * 64
     crcs: tuple[int, ...] = ()
 
@@ -134,14 +141,16 @@ class DraftLayer:
     @property
     def query_size(self) -> int:
         """Width of what all heads give together, which `out` multiplies."""
-        return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+        value_dim = self.value_dim or self.head_dim
+        return self.num_heads * (value_dim if self.latent is None else self.latent.value_dim)
 
     @property
     def qkv_rows(self) -> int:
         """Rows of the fused projection; in latent attention of queries, or what makes them, and latents."""
         if (latent := self.latent) is not None:
             return (latent.query_rank or self.num_heads * latent.query_width) + latent.width
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        values = self.num_kv_heads * (self.value_dim or self.head_dim)
+        return (self.num_heads + self.num_kv_heads) * self.head_dim + values
 
     def embedding_width(self, target: ModelConfig) -> int:
         """Width of the embeddings that it reads."""
@@ -154,10 +163,14 @@ class DraftLayer:
         """
         attention = AttentionSpec(
             self.head_dim**-0.5 if self.scale is None else self.scale,
+            window=self.window,
             bias=self.qkv_bias,
             head_norm="head" if self.head_norm else "none",
+            sinks=self.sinks,
             latent=self.latent,
             gated=self.output_gates,
+            out_factor=self.out_factor,
+            value_dim=self.value_dim,
         )
         of_experts = 0 if self.experts is None else self.experts.num_neurons
         return ModelConfig(
@@ -220,6 +233,8 @@ class DraftLayer:
             found["out.bias"] = self.hidden_size
         if self.head_norm:
             found |= {"q_norm": self.head_dim, "k_norm": self.head_dim}
+        if self.sinks:
+            found["sinks"] = self.num_heads
         if self.latent is not None:
             found["latent_norm"] = self.latent.rank
             if self.latent.query_rank:
@@ -253,7 +268,11 @@ def draft_layer_layout(layer: DraftLayer, target: ModelConfig) -> FileLayout:
 
 def draft_layer_text(layer: DraftLayer) -> bytes:
     """The bytes of the JSON file."""
-    facts: dict[str, Any] = {name: value for name, value in asdict(layer).items() if value is not None}
+    facts: dict[str, Any] = {
+        name: value
+        for name, value in asdict(layer).items()
+        if value is not None and value != _PLAIN.get(name)
+    }
     if "experts" in facts:
         drop_plain_experts(facts["experts"])
     content = {"version": DRAFT_LAYERS_VERSION, "group_size": GROUP_SIZE, **facts}
@@ -318,6 +337,14 @@ def _parse_blocks(section: Section) -> dict[str, Any]:
         if "latent" in section.names:
             found["latent"] = parse_latent(section.section("latent"))
             found["scale"] = section.number("scale", 0.0, MAX_FACTOR)
+        if "window" in section.names:
+            found["window"] = section.integer("window", 1, SIZE_LIMITS["max_context"])
+        if "sinks" in section.names:
+            found["sinks"] = section.boolean("sinks")
+        if "value_dim" in section.names:
+            found["value_dim"] = section.integer("value_dim", 1, SIZE_LIMITS["head_dim"])
+        if "out_factor" in section.names:
+            found["out_factor"] = section.number("out_factor", 0.0, MAX_FACTOR)
         if "experts" in section.names:
             found["experts"] = parse_experts(section.section("experts"))
     except UnsupportedModelError as error:
@@ -367,6 +394,8 @@ def _check_blocks(layer: DraftLayer, where: str) -> None:
     latent, experts = layer.latent, layer.experts
     if layer.kind == "eagle" and (latent is not None or experts is not None):
         raise BundleError(f"{where} has latent or experts, which eagle layers don't have")
+    if layer.kind == "eagle" and any(getattr(layer, name) != plain for name, plain in _PLAIN.items()):
+        raise BundleError(f"{where} has {', '.join(_PLAIN)} or one of them, which eagle layers don't have")
     if latent is not None and (layer.qkv_bias or layer.output_gates):
         raise BundleError(f"{where} has latent attention, which runs without qkv_bias and output_gates")
     if latent is not None and (layer.num_kv_heads, layer.head_dim) != (1, latent.width):

@@ -226,6 +226,7 @@ class LoadedDraftLayer:
             feed_forward_output_norm=None,
             latent=latent,
             gates=own.get("output_gates"),
+            sinks=own.get("sinks"),
         )
 
     def _mixture(self) -> DraftExperts | None:

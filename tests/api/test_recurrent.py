@@ -47,13 +47,13 @@ def every_hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 OTHER_KINDS = (
     *("qwen3 next", "lfm2 moe", "granite hybrid moe", "nemotron h moe", "falcon h1", "falcon h1 norm"),
-    *("deepseek v2", "deepseek v3 moe", "glm4 moe lite"),
+    *("deepseek v2", "deepseek v3 moe", "glm4 moe lite", "mimo v2 moe wide"),
 )
 
 
 @pytest.fixture(scope="module", params=["qwen3.5", "qwen3.5 moe", "lfm2", *OTHER_KINDS])
 def every_kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A q4 bundle of every kind of state, and of latent attention."""
+    """A q4 bundle of every kind of state, of latent attention, and of values narrower than keys."""
     return made(tmp_path_factory.mktemp("kinds"), request.param)
 
 

@@ -36,10 +36,11 @@ TOLERANCE = 2e-2 if ON_GPU else 1e-3
 FAMILIES = {
     "olmoe": "q4", "qwen3 moe renormalised": "q8", "qwen2 moe": "q4", "mixtral": "f16", "phimoe": "q5",
     "granite moe": "q6", "glm4 moe": "q4", "gemma4 moe": "q8", "qwen3 moe dense between": "q4",
+    "mimo v2 moe": "q8",
 }  # fmt: skip
 
-FAST = ("qwen2 moe", "mixtral", "gemma4 moe")
-"""A shared expert, 16 bits, and blocks side by side; the others are slow."""
+FAST = ("qwen2 moe", "mixtral", "gemma4 moe", "mimo v2 moe")
+"""A shared expert, 16 bits, blocks side by side, and values narrower than keys; the others are slow."""
 
 
 def made(folder: Path, case: str, quant: str) -> Path:

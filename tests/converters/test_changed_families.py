@@ -30,7 +30,7 @@ gguf = pytest.importorskip("gguf")
 
 FOLDERS = (
     "qwen2 moe", "granite moe", "phimoe longrope", "gemma4 moe with inputs", "gpt-oss moe", "glm4 moe",
-    "deepseek v2 moe groups", "deepseek v3 moe", "qwen3 next", "qwen3.5",
+    "deepseek v2 moe groups", "deepseek v3 moe", "qwen3 next", "qwen3.5", "mimo v2 moe",
 )  # fmt: skip
 FILES = ("qwen2 moe", "gpt-oss", "deepseek v3 moe", "qwen3.5 moe even")
 ROUNDS = 30

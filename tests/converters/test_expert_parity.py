@@ -50,6 +50,7 @@ FAST += (
     "gpt-oss moe",
     "deepseek v2 moe groups",
     "deepseek v3 moe",
+    "mimo v2 moe",
     "lfm2 moe",
     "granite hybrid moe",
     "nemotron h moe",
@@ -71,7 +72,7 @@ def margins(router: Any, inputs: Any, output: Any) -> np.ndarray:
     kind = type(router).__name__
     if kind.startswith("Phimoe"):
         found = sparsemixer_margins(scores, 2 * router.router_jitter_noise)
-    elif kind.startswith(("Glm4Moe", "DeepseekV3", "NemotronH")):
+    elif kind.startswith(("Glm4Moe", "DeepseekV3", "NemotronH", "MiMoV2Flash")):
         scores = scores.sigmoid() + router.e_score_correction_bias
         groups = scores.reshape(len(scores), router.num_group, -1)
         of_groups = groups.topk(2, dim=-1)[0].sum(dim=-1)

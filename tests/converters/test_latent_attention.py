@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -191,8 +192,11 @@ def fp8_weights(values: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray,
     return codes.view(torch.uint8).numpy(), scales, codes.float().numpy() * wide
 
 
-def write_fp8(source: Path, folder: Path, plain: Path, block: int = 128) -> None:
-    """The checkpoint as V3's authors store it, and with the values that this stands for."""
+def write_fp8(source: Path, folder: Path, plain: Path, block: int = 128, ignored: Sequence[str] = ()) -> None:
+    """The checkpoint as V3's authors store it, and with the values that this stands for.
+
+    ignored: modules that aren't quantised.
+    """
     config = json.loads((source / "config.json").read_text())
     (plain / "config.json").write_text(json.dumps(config))
     config["quantization_config"] = {
@@ -200,6 +204,7 @@ def write_fp8(source: Path, folder: Path, plain: Path, block: int = 128) -> None
         "fmt": "e4m3",
         "quant_method": "fp8",
         "weight_block_size": [block, block],
+        "ignored_layers": list(ignored),
     }
     (folder / "config.json").write_text(json.dumps(config))
     header, blobs, values, offset = {}, [], {}, 0
@@ -212,7 +217,8 @@ def write_fp8(source: Path, folder: Path, plain: Path, block: int = 128) -> None
         offset = end
 
     for name, array in load_file(source / "model.safetensors").items():
-        if name.endswith("proj.weight") or name.endswith("with_mqa.weight"):
+        kept = name.removesuffix(".weight") in ignored
+        if name.endswith(("proj.weight", "with_mqa.weight")) and not kept:
             codes, scales, values[name] = fp8_weights(array, block)
             put(name, "F8_E4M3", codes)
             put(f"{name}_scale_inv", "F32", scales)

@@ -33,6 +33,7 @@ NEURONS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermed
 FAMILIES = {
     "olmoe": Scheme(4, 32), "qwen3 moe": Scheme(4), "mixtral": Scheme(8, 32, "BF16"), "phimoe": Scheme(3, 32),
     "granite moe": Scheme(6, 32), "qwen2 moe": Scheme(2), "glm4 moe": Scheme(5, 32), "gemma4 moe": MXFP4,
+    "mimo v2 moe": Scheme(4, 32),
 }  # fmt: skip
 
 
@@ -47,7 +48,7 @@ def folders(folder: Path, case: str, scheme: Scheme, exceptions: Any = None) -> 
 
     def of(module: str) -> Scheme | None:
         """As mlx-lm does, 8 bits for routers, but where these aren't matrices of a layer."""
-        if case.startswith("glm4") and module.endswith("mlp.gate"):
+        if case.startswith(("glm4", "mimo")) and module.endswith("mlp.gate"):
             return None
         if module.endswith(("mlp.gate", "router.proj", "router.layer", "shared_expert_gate")):
             return Scheme(8, scales=scheme.scales if scheme.mode == "affine" else "F16")

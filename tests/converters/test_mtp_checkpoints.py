@@ -77,6 +77,16 @@ def test_latent_attention_gives_the_logits_of_transformers(tmp_path: Path, case:
     assert (layer.experts.groups > 1) == ("deepseek" in case)
 
 
+@pytest.mark.parametrize("case", ["mimo v2 moe", "mimo v2 moe wide", "mimo v2 moe plain"])
+def test_the_first_of_several_gives_the_logits_of_transformers(tmp_path: Path, case: str) -> None:
+    """A dense layer with a window and sinks, values narrower than keys in two, beside two more layers."""
+    layer = check_family(tmp_path, case)
+    assert (layer.window, layer.sinks, layer.experts, layer.states_normed) == (9, True, None, False)
+    assert layer.value_dim == {"mimo v2 moe": 16, "mimo v2 moe wide": 40, "mimo v2 moe plain": 0}[case]
+    assert (layer.out_factor == 1.0) == layer.qkv_bias == ("plain" in case)
+    assert layer.num_kv_heads == (2 if "wide" in case else 4)
+
+
 def check_family(folder: Path, case: str, stacked: bool = False) -> DraftLayer:
     model = write_mtp_checkpoint(folder / "source", case, stacked)
     bundle = convert(folder / "source", folder / "bundle", "f16")
@@ -108,9 +118,12 @@ def check_logits(source: Path, model: Any, folder: Path, backend: BackendName) -
             hidden = layer.run([token], own_backend.rows(hidden, [hidden.shape[0] - 1]), own)
             found.append(layer.logits(hidden))
     if backend == "reference":
-        # What goes in is what leaves the model's last norm.
+        # What goes in is what leaves the model's last norm, or what this is given.
+        entered: list[Any] = []
+        model.model.norm.register_forward_hook(lambda norm, given, normed: entered.append(given[0][0]))
         with torch.no_grad():
-            expected = model.model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0].numpy()
+            normed = model.model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
+        expected = (normed if opened.mtp.states_normed else entered[0]).numpy()
         assert error(states, expected) < 1e-3
     before = states[:-1]
     after, logits = mtp_logits(source, model, rows, before)
@@ -152,6 +165,8 @@ def test_no_token_depends_on_drafts(hybrid: Path, monkeypatch: pytest.MonkeyPatc
         ("qwen3.5 moe", "cpu"),
         ("glm4 moe lite", "cpu"),
         ("glm4 moe head norms", "mlx"),
+        ("mimo v2 moe wide", "cpu"),
+        ("mimo v2 moe", "mlx"),
         pytest.param("glm4 moe head norms", "cpu", marks=pytest.mark.slow),
     ],
 )
@@ -159,14 +174,14 @@ def test_no_token_depends_on_drafts_of_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, case: str, backend: str
 ) -> None:
     """In memory for everything, and in the smallest budget, of which the layer's experts have their share;
-    one layer has latent attention too.
+    one layer has latent attention too, and two are MiMo's, dense beside a model's experts.
     """
     if backend == "mlx":
         pytest.importorskip("mlx.core", exc_type=ImportError)
         request.getfixturevalue("mlx_on_cpu")
     write_mtp_checkpoint(tmp_path / "source", case)
     bundle = convert(tmp_path / "source", tmp_path / "bundle", "q8")
-    assert convert_mtp(tmp_path / "source", bundle, 4).experts is not None
+    assert (convert_mtp(tmp_path / "source", bundle, 4).experts is None) == ("mimo" in case)
     always_draft(monkeypatch, [6, 3])
     given: dict[str, Any] = {"max_tokens": 32, "logit_bias": {EOS: -math.inf}, "seed": 5}
     temperatures = (0.9, 0.0)

@@ -44,6 +44,7 @@ PUBLISHED = {
     "GLM-4.7-Flash": (2048, 20, 1, 576, 1536, ExpertsSpec(64, 4, 1536), LatentSpec(512, 64, 192, 256, 768)),
     "GLM-4.5-Air": (4096, 96, 8, 128, 1408, ExpertsSpec(128, 8, 1408), None),
     "DeepSeek V3": (7168, 128, 1, 576, 2048, ExpertsSpec(256, 8, 2048), LatentSpec(512, 64, 128, 128, 1536)),
+    "MiMo V2 Flash, without experts": (4096, 64, 8, 192, 16384, None, None),
 }
 """Widths, heads, keys, widths of heads, neurons and experts of layers, as their config.json has them."""
 
@@ -117,6 +118,11 @@ def test_logits_are_those_of_plain_pytorch(checkpoint: Path, bundle: Path, backe
         ({"latent": LATENT, "scale": 0.0, "num_kv_heads": 1, "head_dim": 24}, "scale is 0"),
         ({"latent": LATENT, "scale": None}, "lacks 'scale'"),
         ({"scale": 0.1}, "scale"),
+        ({"window": -1}, "window"),
+        ({"value_dim": HEAD_DIM}, "value_dim is 16; it must be below a key's 16"),
+        ({"out_factor": 0.0}, "out_factor"),
+        ({"sinks": True, "kind": "eagle", "taps": (0, 1, 2)}, "which eagle layers don't have"),
+        ({"sinks": True, "latent": LATENT, "scale": 0.1, "num_kv_heads": 1, "head_dim": 24}, "sinks"),
     ],
 )
 def test_facts_that_no_such_layer_can_have_are_refused(
@@ -144,7 +150,8 @@ def test_memory_of_published_layers_is_what_the_document_says(bundle: Path, name
         neurons=neurons,
         experts=experts,
         latent=latent,
-        output_gates=experts.shared_gate,
+        output_gates=experts is not None and experts.shared_gate,
+        value_dim=0 if experts is not None else 128,
     )
     matrices = layer.matrices(target).values()
     parameters = sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices) / 1e9

@@ -161,6 +161,20 @@ DEEPSEEK = {
 }
 DEEPSEEK_V3 = {**DEEPSEEK, "n_group": 4, "topk_group": 2}
 LATENT_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
+MIMO = {
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "v_head_dim": 16,
+    "sliding_window": 9,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": None,
+}
+MIMO_TURNING = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}
 GPT_OSS = {
     "intermediate_size": 48,
     "num_local_experts": 8,
@@ -447,6 +461,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4MoeLite",
         {**DEEPSEEK, "first_k_dense_replace": None, "rms_norm_eps": 1e-3, "v_head_dim": 32}
         | {"num_attention_heads": 5, "num_key_value_heads": 5, "q_lora_rank": None},
+    ),
+    "mimo v2 moe": ("MiMoV2Flash", MIMO),
+    "mimo v2 moe wide": (
+        "MiMoV2Flash",
+        {**MIMO, "head_dim": 96, "v_head_dim": 40, "num_key_value_heads": 1, "routed_scaling_factor": 2.5}
+        | {"rope_parameters": MIMO_TURNING, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "n_group": 4, "topk_group": 2},
+    ),
+    "mimo v2 moe plain": (
+        "MiMoV2Flash",
+        {**MIMO, "v_head_dim": 24, "attention_value_scale": None, "attention_bias": True}
+        | {"norm_topk_prob": False, "tie_word_embeddings": True, "mlp_layer_types": ["sparse"] * 4},
     ),
     "qwen3 next": ("Qwen3Next", {**DELTA, **DELTA_EXPERTS}),
     "qwen3 next dense": (

@@ -25,6 +25,18 @@ OF_QWEN = {
     "layer": "mtp.layers.0.",
 }
 """Names of a layer's own tensors, and how those of its blocks begin."""
+OF_MIMO = {
+    "norm": "model.mtp.layers.0.final_layernorm.weight",
+    "embedding_norm": "model.mtp.layers.0.enorm.weight",
+    "hidden_norm": "model.mtp.layers.0.hnorm.weight",
+    "joining": "model.mtp.layers.0.eh_proj.weight",
+    "layer": "model.mtp.layers.0.",
+}
+PUBLISHED = {
+    "self_attn.sinks": "self_attn.attention_sink_bias",
+    "post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
+}
+"""Names of tensors of MiMo V2's layers where `transformers` has others."""
 FUSED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 """Experts' matrices as `transformers` holds them, stacked; in most folders each is a tensor."""
 
@@ -33,6 +45,8 @@ def names_ahead(model: Any) -> Mapping[str, str]:
     """The names of the layer in a checkpoint of a `transformers` model, as of OF_QWEN."""
     if model.config.model_type.startswith("qwen"):
         return OF_QWEN
+    if model.config.model_type.startswith("mimo"):
+        return OF_MIMO
     prefix = f"model.layers.{model.config.num_hidden_layers}."
     own = {
         "embedding_norm": "enorm",
@@ -55,7 +69,8 @@ def write_mtp_checkpoint(folder: Path, case: str = "qwen3.5", stacked: bool = Fa
     rng, width, names = np.random.default_rng(11), model.config.hidden_size, names_ahead(model)
     state = one_layer(model).state_dict()
     blocks = {it.removeprefix("layers.0."): tuple(v.shape) for it, v in state.items() if "layers.0." in it}
-    shapes = {names["layer"] + name: shape for name, shape in blocks.items()}
+    its = PUBLISHED if names is OF_MIMO else {}
+    shapes = {names["layer"] + its.get(name, name): shape for name, shape in blocks.items()}
     shapes |= {names[it]: (width,) for it in ("norm", "embedding_norm", "hidden_norm")}
     shapes[names["joining"]] = (width, 2 * width)
     path, found = folder / "model.safetensors", Tensors()
@@ -67,6 +82,11 @@ def write_mtp_checkpoint(folder: Path, case: str = "qwen3.5", stacked: bool = Fa
     own = load_file(path)
     if names is OF_QWEN:
         change_config(folder, mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False)
+    elif names is OF_MIMO:
+        # Two more layers, which are left out.
+        found |= {
+            name.replace(".0.", f".{layer}."): -values for layer in (1, 2) for name, values in found.items()
+        }
     else:
         change_config(folder, num_nextn_predict_layers=1)
         table = own["model.embed_tokens.weight"]
@@ -81,12 +101,16 @@ def write_mtp_checkpoint(folder: Path, case: str = "qwen3.5", stacked: bool = Fa
 
 
 def one_layer(model: Any) -> Any:
-    """A `transformers` model of one layer of attention, with experts where the model has some."""
+    """A `transformers` model of one layer of attention, with experts where the model has some.
+
+    MiMo's is one of sliding attention without experts.
+    """
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = 1
+    mimo = names_ahead(model) is OF_MIMO
     for key, value in (
-        ("layer_types", ["full_attention"]),
-        ("mlp_layer_types", ["sparse"]),
+        ("layer_types", ["sliding_attention" if mimo else "full_attention"]),
+        ("mlp_layer_types", ["dense" if mimo else "sparse"]),
         ("first_k_dense_replace", 0),
         ("mlp_only_layers", []),
     ):
@@ -132,7 +156,8 @@ def mtp_logits(
     """Hidden states (n, D) and logits (n, V) of the checkpoint's layer, by a `transformers` model of one
     layer of attention over what one matrix makes of embeddings and hidden states.
 
-    hidden: (n, D) what the model's last norm or the layer's own has given, each behind the token before.
+    hidden: (n, D) what the model's last norm or the layer's own has given, each behind the token before; of
+    MiMo, and in the result, what either norm is given.
     """
     torch = pytest.importorskip("torch")
     tensors = {name: it.astype(np.float32) for name, it in load_file(folder / "model.safetensors").items()}
@@ -141,7 +166,8 @@ def mtp_logits(
     shared = {f"{prefix}embed_tokens.weight", f"{prefix}shared_head.head.weight"}
     inside = set(tensors) - set(names.values()) - shared
     layer = {name.removeprefix(prefix): tensors[name] for name in inside if name.startswith(prefix)}
-    state = {f"layers.0.{name}": it for name, it in _stacked(layer).items()}
+    ours = {new: old for old, new in PUBLISHED.items()} if names is OF_MIMO else {}
+    state = {f"layers.0.{ours.get(name, name)}": it for name, it in _stacked(layer).items()}
     state["norm.weight"] = tensors[names["norm"]]
     missing = one.load_state_dict(
         {it: torch.from_numpy(values) for it, values in state.items()}, strict=False
@@ -160,5 +186,8 @@ def mtp_logits(
             weight = shift + torch.from_numpy(tensors[norm])
             parts.append(x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight)
         entering = torch.cat(parts, -1) @ torch.from_numpy(tensors[names["joining"]]).T
+        entered: list[Any] = []
+        one.norm.register_forward_hook(lambda norm, given, normed: entered.append(given[0][0]))
         found = one(inputs_embeds=entering[None], use_cache=False).last_hidden_state[0]
-        return found.numpy(), model.lm_head(found).numpy()
+        goes_on = entered[0] if names is OF_MIMO else found
+        return goes_on.numpy(), model.lm_head(found).numpy()

@@ -1,0 +1,241 @@
+"""MiMo V2 Flash: windows in five layers of six, with heads, rotary bases and attention sinks of their own;
+values narrower than keys; experts chosen as in DeepSeek V3, and none shared.
+
+Its authors' folders have up to three layers `model.mtp.layers.N` behind the model's, which predict a token
+more each and are no part of the model. `transformers` renames most keys of the authors' `config.json`, and
+gives sliding layers twice the key heads; both forms are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ondevice.converters.architectures.adapting import in_halves, renamed
+from ondevice.converters.architectures.common import (
+    Description,
+    Family,
+    Sizes,
+    Tensors,
+    check_code,
+    check_window,
+    decoder,
+    float32,
+    read_activation,
+    read_layer_types,
+    read_sizes,
+    score_scale,
+)
+from ondevice.converters.architectures.config_reader import OWN_CONFIG, ConfigReader, shown
+from ondevice.converters.architectures.deepseek import experts_of_v3
+from ondevice.converters.architectures.experts import join_experts, read_training_keys, with_experts
+from ondevice.converters.architectures.glm4_moe import NAMES
+from ondevice.converters.architectures.layers_ahead import NOTE_OF_SEVERAL, first_of_several
+from ondevice.converters.architectures.rotary import read_section, rope_spec
+from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.model_config import (
+    SIZE_LIMITS,
+    AttentionSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    ModelConfig,
+    NormSpec,
+    RopeSpec,
+)
+
+GLOBAL, LOCAL = "full_attention", "sliding_attention"
+THETAS = {GLOBAL: 5e6, LOCAL: 1e4}
+ROTATED = 0.334
+PERIOD = 6
+"""Layers from one of full attention to the next, where the file doesn't name them; the first layer is one."""
+WINDOW = 129
+"""Tokens that a query sees in a sliding layer, its own included, where the file doesn't say it."""
+VALUE_DIM, VALUE_SCALE = 128, 0.707
+RENAMED = {
+    "self_attn.attention_sink_bias": "attention.sinks",
+    "self_attn.sinks": "attention.sinks",
+    # Of the layers that predict tokens ahead.
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+}
+
+
+def _read(reader: ConfigReader) -> Description:
+    check_code(reader, "mimo_v2_flash")
+    sizes = read_sizes(reader, max_context=131072, kv_heads=4, head_dim=192)
+    kinds, sparse = _kinds(reader, sizes.num_layers), _sparse(reader, sizes.num_layers)
+    attention, ropes = _attention(reader, sizes)
+    config = decoder(
+        "mimo_v2_flash",
+        sizes,
+        [LayerSpec(attention[kind], FeedForwardSpec(read_activation(reader))) for kind in kinds],
+        ropes,
+        norm=NormSpec("rms", _eps(reader)),
+        tie_embeddings=reader.boolean("tie_word_embeddings", False),
+    )
+    experts = experts_of_v3((256, 8, 2048, 1.0), (1, 1), reader)
+    reader.only("n_shared_experts", 0)
+    read_training_keys(reader)
+    # Windows are those of `sliding_window`, whatever the chunks in which some code computes them.
+    reader.integer("attention_chunk_size", WINDOW)
+    # How many layers predict tokens ahead: folders have them whether it is there or not.
+    reader.integer("num_nextn_predict_layers", 0)
+    dense = replace(config.layers[0], attention=attention[LOCAL], experts=None)
+    layer = _alone(replace(config, layers=(dense,)))
+    if any(sparse):
+        config = with_experts(config, experts, sparse)
+    notes = (NOTE_OF_SEVERAL,) if reader.has("hybrid_layer_pattern") else ()
+    ahead = partial(first_of_several, config=layer, prefix="model.mtp.layers.", adapt=_adapt)
+    return Description(config, partial(_adapt, config), notes, ahead)
+
+
+def _eps(reader: ConfigReader) -> float:
+    """`layernorm_epsilon` in the authors' files, `rms_norm_eps` in those of `transformers`."""
+    eps = reader.number("layernorm_epsilon", reader.number("rms_norm_eps", 1e-5))
+    if reader.number("rms_norm_eps", eps) != eps:
+        raise CheckpointError(
+            f"config.json: layernorm_epsilon is {eps}, and rms_norm_eps {reader.number('rms_norm_eps')}; "
+            f"{OWN_CONFIG}"
+        )
+    return eps
+
+
+def _kinds(reader: ConfigReader, layers: int) -> list[str]:
+    """Each layer's kind of attention."""
+    pattern = _flags(reader, "hybrid_layer_pattern", layers)
+    kinds = read_layer_types(reader, layers)
+    if pattern is not None:
+        found = [LOCAL if flag else GLOBAL for flag in pattern]
+        if kinds not in (None, found):
+            raise CheckpointError(
+                f"config.json: layer_types and hybrid_layer_pattern contradict each other; {OWN_CONFIG}"
+            )
+        return found
+    return kinds or [LOCAL if i and (i + 1) % PERIOD else GLOBAL for i in range(layers)]
+
+
+def _sparse(reader: ConfigReader, layers: int) -> list[bool]:
+    """Whether each layer has experts."""
+    flags, kinds = _flags(reader, "moe_layer_freq", layers), reader.texts("mlp_layer_types")
+    if kinds is not None and (len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}):
+        raise CheckpointError(
+            f"config.json: mlp_layer_types must name each layer `dense` or `sparse`; {OWN_CONFIG}"
+        )
+    if flags is not None:
+        return flags
+    return [kind == "sparse" for kind in kinds] if kinds else [layer > 0 for layer in range(layers)]
+
+
+def _flags(reader: ConfigReader, key: str, layers: int) -> list[bool] | None:
+    """A list of 0 and 1, one for each layer; None where it is missing."""
+    flags = reader.numbers(key)
+    if flags is not None and (len(flags) != layers or not set(flags) <= {0.0, 1.0}):
+        raise CheckpointError(
+            f"config.json: {key} must be a 0 or a 1 for each of {layers} layers; {OWN_CONFIG}"
+        )
+    return None if flags is None else [flag == 1.0 for flag in flags]
+
+
+def _attention(reader: ConfigReader, sizes: Sizes) -> tuple[dict[str, AttentionSpec], list[RopeSpec]]:
+    """Attention of either kind of layer, and both kinds' rotary embeddings."""
+    reader.only("swa_num_attention_heads", sizes.num_heads)
+    width, keys = sizes.head_dim, sizes.num_kv_heads
+    own = {GLOBAL: (width, keys)}
+    own[LOCAL] = (
+        reader.integer("swa_head_dim", width),
+        reader.integer("swa_num_key_value_heads", min(2 * keys, sizes.num_heads)),
+    )
+    value = reader.integer("v_head_dim", VALUE_DIM)
+    values = {GLOBAL: value, LOCAL: reader.integer("swa_v_head_dim", value)}
+    sinks = {
+        GLOBAL: reader.boolean("add_full_attention_sink_bias", False),
+        LOCAL: reader.boolean("add_swa_attention_sink_bias", True),
+    }
+    windows = {GLOBAL: 0, LOCAL: _window(reader)}
+    bias, factor = reader.boolean("attention_bias", False), _value_scale(reader)
+    found = {}
+    for rope, (kind, (of_head, heads)) in enumerate(own.items()):
+        for name, size, most in (
+            ("head_dim", of_head, SIZE_LIMITS["head_dim"]),
+            ("num_key_value_heads", heads, sizes.num_heads),
+            ("v_head_dim", values[kind], of_head),
+        ):
+            if not 1 <= size <= most:
+                # Before anything is made for each of them.
+                raise UnsupportedModelError(
+                    f"config.json: {name} of layers of {kind} is {size}; it must be from 1 to {most}"
+                )
+        found[kind] = AttentionSpec(
+            score_scale(of_head),
+            rope=rope,
+            window=windows[kind],
+            bias=bias,
+            sinks=sinks[kind],
+            head_dim=0 if of_head == width else of_head,
+            num_kv_heads=0 if heads == keys else heads,
+            value_dim=0 if values[kind] == of_head else values[kind],
+            # Values are scaled; as attention is linear in them, so is what it gives.
+            out_factor=factor,
+        )
+    return found, _ropes(reader, {kind: of_head for kind, (of_head, _) in own.items()}, sizes.max_context)
+
+
+def _window(reader: ConfigReader) -> int:
+    """`transformers` has the tokens that a query sees. The authors' `sliding_window_size` is one less: their
+    code for SGLang counts the tokens before the query's own.
+    """
+    window = reader.integer("sliding_window", WINDOW)
+    if reader.has("sliding_window_size") and not reader.is_null("sliding_window_size"):
+        window = reader.integer("sliding_window_size") + 1
+    check_window(window)
+    return window
+
+
+def _value_scale(reader: ConfigReader) -> float:
+    if reader.is_null("attention_value_scale"):
+        return 1.0
+    return float32(reader.number("attention_value_scale", VALUE_SCALE))
+
+
+def _ropes(reader: ConfigReader, widths: dict[str, int], max_context: int) -> list[RopeSpec]:
+    """Rotary embeddings of full and of sliding attention. widths: of their heads."""
+    parts: dict[str, Any] | None = reader.section("rope_parameters")
+    if parts is None:
+        thetas = {
+            GLOBAL: reader.number("rope_theta", THETAS[GLOBAL]),
+            LOCAL: reader.number("swa_rope_theta", THETAS[LOCAL]),
+        }
+        share = reader.number("partial_rotary_factor", ROTATED)
+        return [rope_spec(thetas[kind], width, rotated=int(width * share)) for kind, width in widths.items()]
+    if set(parts) - set(widths) or not all(isinstance(part, dict) for part in parts.values()):
+        raise UnsupportedModelError(
+            f"config.json: rope_parameters is {shown(parts)}; it must hold objects for full_attention and "
+            "sliding_attention"
+        )
+    found = []
+    for kind, width in widths.items():
+        rope = ConfigReader(parts.get(kind, {}), f"config.json: rope_parameters.{kind}")
+        rope.only("rope_type", "default")
+        found.append(read_section(rope, width, THETAS[kind], max_context, max_context, rotated_share=ROTATED))
+    return found
+
+
+def _alone(config: ModelConfig) -> ModelConfig:
+    """A model of one layer, whose heads and rotary embedding are the model's."""
+    layer = config.layers[0]
+    sizes, attention = config.heads(layer.attention), layer.attention
+    return replace(
+        config,
+        num_kv_heads=sizes.keys,
+        head_dim=sizes.width,
+        ropes=(config.ropes[attention.rope],),
+        layers=(replace(layer, attention=replace(attention, rope=0, head_dim=0, num_kv_heads=0)),),
+    )
+
+
+def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.mtp.")}
+    return in_halves(join_experts(renamed(own, RENAMED), config, NAMES), config)
+
+
+MIMO_V2_FLASH = Family("mimo_v2_flash", "MiMoV2FlashForCausalLM", _read)
