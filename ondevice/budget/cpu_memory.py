@@ -79,11 +79,13 @@ class CpuMemory(MemoryModel):
         config, streams = self.config, self.streams
         hidden, vocab = padded(config.hidden_size, GROUP_SIZE), config.logits_size
         # Embedding rows, residual, feed-forward and its lanes; projections, attention, rotary tables.
-        floats = 3 * hidden + hidden // 4 + config.qkv_size + config.query_size
+        floats = 3 * hidden + hidden // 4 + config.qkv_size + config.attended_size
         # The output of a block before its norm, and what parallel blocks read.
         floats += hidden * config.any_layer(lambda layer: layer.norms_output)
         floats += hidden * config.any_layer(lambda layer: layer.parallel)
         floats += config.head_width * (len(config.ropes) - 1)
+        # What attention gives, multiplied by a factor.
+        floats += config.attended_size * config.any_layer(lambda layer: layer.attention.out_factor != 1.0)
         # Embedding rows wider than a layer's, with the padding that they are read with.
         floats += 2 * max(0, padded(config.embedding_size, GROUP_SIZE) - hidden)
         # Gates and ups of 16 neurons in each thread, of 32 in experts that are matrices.

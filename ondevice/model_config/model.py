@@ -480,6 +480,12 @@ class ModelConfig:
         return max(self.num_heads * self.head_width, *(it.value_size for it in self._recurrent), 0)
 
     @property
+    def attended_size(self) -> int:
+        """Width of what all heads attend to, or of a recurrent layer's output, of the widest layer."""
+        found = max(sizes.queries * (sizes.values or sizes.width) for sizes in self._all_heads)
+        return max(found, *(it.value_size for it in self._recurrent), 0)
+
+    @property
     def kv_size(self) -> int:
         """Width of all key (or value) heads of the widest layer together."""
         return max(sizes.keys * sizes.width for sizes in self._all_heads)

@@ -365,6 +365,18 @@ def test_long_prompts_keep_to_small_budgets_every_time(tmp_path: Path) -> None:
     assert max(above) <= 0, above
 
 
+def test_narrow_values_keep_to_the_plan(tmp_path: Path) -> None:
+    """Keys and values of a long context, and what attention gives, times a factor."""
+    sizes = {"hidden_size": 1024, "num_heads": 16, "num_kv_heads": 8, "head_dim": 96, "vocab_size": 16384}
+    config = golden_config(**sizes, intermediate_size=2048, max_context=1024, hidden_act="silu")
+    attention = replace(config.layers[0].attention, value_dim=64, out_factor=0.75, sinks=True)
+    layers = tuple(replace(layer, attention=attention) for layer in config.layers)
+    narrow = write_small(tmp_path / "bundle", replace(config, layers=layers), QuantConfig(8))
+    peak, _, total, hit_rate = run(narrow, "8GB", 1000, max_context=1024, prefill_chunk=1024)
+    assert hit_rate == 1.0
+    assert 0.78 * total <= peak <= total
+
+
 @pytest.mark.parametrize(("chunk", "least"), [(64, 0.90), (1024, 0.83)])
 def test_a_pass_takes_what_is_planned_for_it(bundle: Path, chunk: int, least: float) -> None:
     """A wide chunk's scratch memory is a third of all, and planned a little generously."""
