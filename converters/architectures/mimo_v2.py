@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ondevice.converters.architectures.adapting import in_halves, renamed
+from ondevice.converters.architectures.adapting import in_halves, renamed, without_layers_ahead
 from ondevice.converters.architectures.common import (
     Description,
     Family,
@@ -46,6 +46,8 @@ from ondevice.model_config import (
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 THETAS = {GLOBAL: 5e6, LOCAL: 1e4}
+OLDER = {GLOBAL: "rope_theta", LOCAL: "swa_rope_theta"}
+"""The authors' keys of these."""
 ROTATED = 0.334
 PERIOD = 6
 """Layers from one of full attention to the next, where the file doesn't name them; the first layer is one."""
@@ -79,14 +81,14 @@ def _read(reader: ConfigReader) -> Description:
     # Windows are those of `sliding_window`, whatever the chunks in which some code computes them.
     reader.integer("attention_chunk_size", WINDOW)
     # How many layers predict tokens ahead: folders have them whether it is there or not.
-    reader.integer("num_nextn_predict_layers", 0)
+    ahead = reader.integer("num_nextn_predict_layers", 0)
     dense = replace(config.layers[0], attention=attention[LOCAL], experts=None)
     layer = _alone(replace(config, layers=(dense,)))
     if any(sparse):
         config = with_experts(config, experts, sparse)
-    notes = (NOTE_OF_SEVERAL,) if reader.has("hybrid_layer_pattern") else ()
-    ahead = partial(first_of_several, config=layer, prefix="model.mtp.layers.", adapt=_adapt)
-    return Description(config, partial(_adapt, config), notes, ahead)
+    notes = (NOTE_OF_SEVERAL,) if ahead > 0 or reader.has("hybrid_layer_pattern") else ()
+    first = partial(first_of_several, config=layer, prefix="model.mtp.layers.", adapt=_adapt)
+    return Description(config, partial(_adapt, config), notes, first)
 
 
 def _eps(reader: ConfigReader) -> float:
@@ -121,9 +123,12 @@ def _sparse(reader: ConfigReader, layers: int) -> list[bool]:
         raise CheckpointError(
             f"config.json: mlp_layer_types must name each layer `dense` or `sparse`; {OWN_CONFIG}"
         )
-    if flags is not None:
-        return flags
-    return [kind == "sparse" for kind in kinds] if kinds else [layer > 0 for layer in range(layers)]
+    named = None if kinds is None else [kind == "sparse" for kind in kinds]
+    if flags is not None and named not in (None, flags):
+        raise CheckpointError(
+            f"config.json: mlp_layer_types and moe_layer_freq contradict each other; {OWN_CONFIG}"
+        )
+    return flags or named or [layer > 0 for layer in range(layers)]
 
 
 def _flags(reader: ConfigReader, key: str, layers: int) -> list[bool] | None:
@@ -201,10 +206,7 @@ def _ropes(reader: ConfigReader, widths: dict[str, int], max_context: int) -> li
     """Rotary embeddings of full and of sliding attention. widths: of their heads."""
     parts: dict[str, Any] | None = reader.section("rope_parameters")
     if parts is None:
-        thetas = {
-            GLOBAL: reader.number("rope_theta", THETAS[GLOBAL]),
-            LOCAL: reader.number("swa_rope_theta", THETAS[LOCAL]),
-        }
+        thetas = {kind: reader.number(OLDER[kind], theta) for kind, theta in THETAS.items()}
         share = reader.number("partial_rotary_factor", ROTATED)
         return [rope_spec(thetas[kind], width, rotated=int(width * share)) for kind, width in widths.items()]
     if set(parts) - set(widths) or not all(isinstance(part, dict) for part in parts.values()):
@@ -216,8 +218,18 @@ def _ropes(reader: ConfigReader, widths: dict[str, int], max_context: int) -> li
     for kind, width in widths.items():
         rope = ConfigReader(parts.get(kind, {}), f"config.json: rope_parameters.{kind}")
         rope.only("rope_type", "default")
+        _check_older(reader, OLDER[kind], rope.number("rope_theta", THETAS[kind]))
+        _check_older(reader, "partial_rotary_factor", rope.number("partial_rotary_factor", ROTATED))
         found.append(read_section(rope, width, THETAS[kind], max_context, max_context, rotated_share=ROTATED))
     return found
+
+
+def _check_older(reader: ConfigReader, key: str, value: float) -> None:
+    """Raises CheckpointError where a key of the authors', which `transformers` keeps, says something else."""
+    if (older := reader.number(key, value)) != value:
+        raise CheckpointError(
+            f"config.json: {key} is {older:g}, and rope_parameters say {value:g}; {OWN_CONFIG}"
+        )
 
 
 def _alone(config: ModelConfig) -> ModelConfig:
@@ -234,7 +246,8 @@ def _alone(config: ModelConfig) -> ModelConfig:
 
 
 def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
-    own = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.mtp.")}
+    own = without_layers_ahead(tensors, config)
+    own = {name: tensor for name, tensor in own.items() if not name.startswith("model.mtp.")}
     return in_halves(join_experts(renamed(own, RENAMED), config, NAMES), config)
 
 

@@ -49,6 +49,7 @@ EXPERT_NAMES: Mapping[str, ExpertNames] = {
     "lfm2_moe": LFM2_NAMES,
     "granitemoehybrid": GRANITE_HYBRID_NAMES,
     "nemotron_h": NEMOTRON_H_NAMES,
+    "mimo_v2_flash": GLM4_NAMES,
 }
 """Names beside a `config.json`, by `model_type`, of families whose experts GGUF files can hold."""
 _NEUTRAL: Mapping[str, float] = {

@@ -72,6 +72,13 @@ from ondevice.converters.checkpoints.gguf_mamba2 import (
     restored_mixers,
 )
 from ondevice.converters.checkpoints.gguf_metadata import Metadata
+from ondevice.converters.checkpoints.gguf_mimo2 import (
+    MIMO2_NAMES,
+    WINDOWS,
+    mimo2_keys,
+    mimo2_notes,
+    restored_mimo2,
+)
 from ondevice.errors import UnsupportedModelError
 from ondevice.model_config import ModelConfig
 
@@ -475,6 +482,15 @@ GGUF_FAMILIES = {
     "nemotron_h_moe": _NEMOTRON_H,
     "falcon-h1": GgufFamily(
         "falcon_h1", bias_key="", blocks=MIXER_NAMES, keys=falcon_h1_keys, restore=restored_mixers
+    ),
+    "mimo2": _with_experts(
+        "mimo_v2_flash",
+        mimo2_keys,
+        blocks=MIMO2_NAMES,
+        restore=restored_mimo2,
+        latent=True,
+        varied=frozenset((KEY_HEADS, WINDOWS)),
+        notes=mimo2_notes,
     ),
     "gpt-oss": _with_experts(
         "gpt_oss",

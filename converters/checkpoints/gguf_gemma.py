@@ -74,9 +74,9 @@ def gemma3n_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
         found["activation_sparsity_pattern"] = [round(normal.cdf(scale), 6) for scale in scales]
     layers = values["num_hidden_layers"]
     if metadata.is_array("feed_forward_length"):
-        found["intermediate_size"] = _of_layers(metadata, "feed_forward_length", layers, 0)
+        found["intermediate_size"] = of_layers(metadata, "feed_forward_length", layers, 0)
     if metadata.has("attention.sliding_window_pattern"):
-        found["layer_types"] = _kinds(metadata, layers)
+        found["layer_types"] = kinds_of_layers(metadata, layers)
     if metadata.has("final_logit_softcapping"):
         found["final_logit_softcapping"] = metadata.number("final_logit_softcapping")
     return found
@@ -90,12 +90,12 @@ def gemma4_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
             f"{metadata.header.file}: {metadata.prefix}attention.shared_kv_layers is {shared} of {layers} "
             f"layers; there may be {SIZE_LIMITS['num_layers']}, and the first must have keys of its own"
         )
-    kinds = _kinds(metadata, layers)
+    kinds = kinds_of_layers(metadata, layers)
     head_dim = metadata.integer("attention.key_length_swa", values["head_dim"])
     for same in ("attention.value_length_swa", "rope.dimension_count_swa"):
         metadata.reader.only(metadata.prefix + same, head_dim)
-    keys = _of_layers(metadata, "attention.head_count_kv", layers, values["num_key_value_heads"])
-    neurons = _of_layers(metadata, "feed_forward_length", layers, values["intermediate_size"])
+    keys = of_layers(metadata, "attention.head_count_kv", layers, values["num_key_value_heads"])
+    neurons = of_layers(metadata, "feed_forward_length", layers, values["intermediate_size"])
     wide = [neurons[0]] * (layers - shared) + [2 * neurons[0]] * shared
     if neurons not in (wide, [neurons[0]] * layers):
         raise UnsupportedModelError(
@@ -109,8 +109,8 @@ def gemma4_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
         "sliding_window": metadata.integer("attention.sliding_window"),
         "head_dim": head_dim,
         "global_head_dim": values["head_dim"],
-        "num_key_value_heads": _first_of(kinds, "sliding_attention", keys),
-        "num_global_key_value_heads": _first_of(kinds, "full_attention", keys),
+        "num_key_value_heads": first_of(kinds, "sliding_attention", keys),
+        "num_global_key_value_heads": first_of(kinds, "full_attention", keys),
         "attention_k_eq_v": any(
             kinds[i] == "full_attention" and f"blk.{i}.attn_v.weight" not in metadata.stored for i in own
         ),
@@ -127,7 +127,7 @@ def gemma4_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     return found
 
 
-def _kinds(metadata: Metadata, layers: int) -> list[str]:
+def kinds_of_layers(metadata: Metadata, layers: int) -> list[str]:
     """Each layer's kind of attention.
 
     Raises UnsupportedModelError for a single value, which could be a period or one for all.
@@ -139,11 +139,11 @@ def _kinds(metadata: Metadata, layers: int) -> list[str]:
             "says of each layer whether it is a local one, can be converted; download a newer file, or "
             "convert the model's Hugging Face folder"
         )
-    local = _of_layers(metadata, key, layers, 0)
+    local = of_layers(metadata, key, layers, 0)
     return ["sliding_attention" if is_local else "full_attention" for is_local in local]
 
 
-def _of_layers(metadata: Metadata, key: str, layers: int, default: int) -> list[int]:
+def of_layers(metadata: Metadata, key: str, layers: int, default: int) -> list[int]:
     """A whole number for each layer, of an array or of one number for all; `default` where there is none."""
     if metadata.is_array(key):
         found = [int(value) for value in metadata.array(key) or []]
@@ -155,7 +155,7 @@ def _of_layers(metadata: Metadata, key: str, layers: int, default: int) -> list[
     return [metadata.integer(key, default)] * layers
 
 
-def _first_of(kinds: list[str], kind: str, values: list[int]) -> int:
+def first_of(kinds: list[str], kind: str, values: list[int]) -> int:
     """The value of the first layer of a kind, or of the first layer if there is none of that kind."""
     return values[kinds.index(kind) if kind in kinds else 0]
 

@@ -34,6 +34,7 @@ from tests.support.families import (
     LATENT_YARN,
     LFM2_MOE,
     LONGROPE,
+    MIMO,
     OLMOE,
     PHI_LESS_TURNS,
     PHIMOE,
@@ -129,6 +130,16 @@ UNALIKE = {
         "NemotronH",
         {**NEMOTRON_H, "layers_block_type": blocks("MEMM*E"), "intermediate_size": 48, "n_groups": 4},
     ),
+    "mimo2": (
+        "MiMoV2Flash",
+        {**MIMO, "sliding_window": 129, "n_routed_experts": 4, "num_experts_per_tok": 4},
+    ),
+    "mimo2 windows": (
+        "MiMoV2Flash",
+        {**MIMO, "head_dim": 48, "v_head_dim": 32, "num_key_value_heads": 1, "num_hidden_layers": 6}
+        | {"routed_scaling_factor": 2.5, "attention_value_scale": 0.5, "n_group": 4, "topk_group": 2}
+        | {"mlp_layer_types": ["sparse", "dense"] * 3},
+    ),
     "falcon h1 plain": ("FalconH1", {**FALCON_H1, **NO_FACTORS}),
     "falcon h1 plain norm": (
         "FalconH1",
@@ -172,14 +183,14 @@ REFUSED += ("granite hybrid moe turning",)
 makes queries of a layer's input in DeepSeek's models of 26 and 27 layers alone. It needs biases of a mixer's
 convolution, and ends the process without.
 """
-UNLIKE = ("gemma3n", "phimoe", "phimoe longrope", "deepseek v2 moe groups")
+UNLIKE = ("gemma3n", "phimoe", "phimoe longrope", "deepseek v2 moe groups", "mimo2 windows")
 """Models that llama.cpp reads otherwise: it has no sparsemixer, and measures groups by their best two experts
-in DeepSeek V2 too. For Gemma 3n see the last test.
+in DeepSeek V2 too. MiMo's windows are a token shorter there. For Gemma 3n see the last test.
 """
 FUZZED = ("phi3 partial", "granite", "stablelm head norms", "falcon newer", "nemotron bias", "gemma3n")
 FUZZED += ("gemma4", "gemma4 e wide", "qwen2 moe", "glm4 moe", "gemma4 moe", "gpt-oss")
 FUZZED += ("deepseek v3 moe", "qwen3.5 moe even", "lfm2")
-FUZZED += ("granite hybrid moe turning", "nemotron h experts", "falcon h1 plain norm")
+FUZZED += ("mimo2 windows", "granite hybrid moe turning", "nemotron h experts", "falcon h1 plain norm")
 ROUNDS = 60
 LIMITS = {"F16": 1e-2, "Q8_0": 1e-1}
 """Largest difference from llama.cpp's logits, of the largest logit."""

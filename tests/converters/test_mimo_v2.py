@@ -25,7 +25,7 @@ from tests.support.bundles import copy_files
 from tests.support.families import CASES, write_model
 from tests.support.mtp_checkpoints import change_config, write_mtp_checkpoint
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 GLOBAL = (0, 5, 11, 17, 23, 29, 35, 41, 47)
 PUBLISHED: dict[str, Any] = {
@@ -117,6 +117,17 @@ def test_the_published_model() -> None:
     parameters = sum(prod(shape) for shape in tensor_shapes(config).values())
     assert 308e9 < parameters < 310e9
     assert any("adds the first of them" in note for note in described.notes)
+
+
+def test_the_published_model_is_that_of_transformers() -> None:
+    """Which takes layers, windows and rotary bases for its own, as they are the published ones."""
+    theirs, config = transformers.MiMoV2FlashConfig(**OWN_KEYS), read_config(OWN_KEYS)
+    kinds = ["sliding_attention" if it.attention.window else "full_attention" for it in config.layers]
+    assert theirs.layer_types == kinds
+    assert theirs.mlp_layer_types == ["dense" if it.experts is None else "sparse" for it in config.layers]
+    assert {it.attention.window for it in config.layers} == {0, theirs.sliding_window}
+    saved = read_config(theirs.to_dict() | {"architectures": OWN_KEYS["architectures"]})
+    assert saved == config
 
 
 def test_what_a_token_takes() -> None:
@@ -236,6 +247,11 @@ def test_a_damaged_layer_ahead_is_refused(source: Path, tmp_path: Path) -> None:
         ({"moe_layer_freq": [2] * 48}, "moe_layer_freq must be"),
         ({"layer_types": ["full_attention"] * 48}, "contradict each other"),
         ({"mlp_layer_types": ["moe"] * 48}, "mlp_layer_types"),
+        ({"mlp_layer_types": ["sparse"] * 48}, "mlp_layer_types and moe_layer_freq contradict"),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 5e5}}},
+            "swa_rope_theta is 10000, and rope_parameters say 500000",
+        ),
         ({"swa_num_attention_heads": 32}, "swa_num_attention_heads is 32"),
         ({"swa_num_key_value_heads": 7}, "num_heads 64 is not a multiple"),
         ({"v_head_dim": 256}, "v_head_dim of layers of full_attention is 256; it must be from 1 to 192"),

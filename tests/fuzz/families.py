@@ -20,17 +20,19 @@ from tests.support.mtp_checkpoints import write_mtp_checkpoint
 VOCAB = 384
 FOLDERS = (
     "gemma3n", "gemma4", "gemma4 e wide", "opt", "opt norms behind", "phi", "persimmon", "olmoe", "qwen2 moe",
-    "gemma4 moe", "gpt-oss moe", "deepseek v3 moe", "qwen3.5",
+    "gemma4 moe", "gpt-oss moe", "deepseek v3 moe", "qwen3.5", "mimo v2 moe wide",
 )  # fmt: skip
 FILES = {
     "phi": "F16", "phi3 partial": "Q8_0", "glm4": "Q5_0", "smollm3 yarn": "Q8_0", "granite": "Q4_1",
     "olmo2": "Q5_1", "stablelm head norms": "Q4_0", "falcon newer": "F16", "nemotron bias": "Q8_0",
     "gemma3n": "Q8_0", "glm4 moe": "Q5_1", "gpt-oss": "MXFP4", "deepseek v3 moe": "Q4_0",
-    "qwen3.5 even": "Q8_0",
+    "qwen3.5 even": "Q8_0", "mimo2 windows": "Q8_0",
 }  # fmt: skip
 """Types of matrices by model."""
-AHEAD = ("qwen3.5", "qwen3.5 moe", "glm4 moe head norms", "glm4 moe lite")
-"""Models with a layer that predicts one token more: recurrent, with experts, and with latent attention."""
+AHEAD = ("qwen3.5", "qwen3.5 moe", "glm4 moe head norms", "glm4 moe lite", "mimo v2 moe")
+"""Models with a layer that predicts one token more: recurrent, with experts, with latent attention, and with
+values narrower than keys.
+"""
 
 
 def add_families(folder: Path) -> None:

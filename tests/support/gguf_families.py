@@ -45,6 +45,7 @@ ARCHITECTURES = {
     "lfm2_moe": "lfm2moe",
     "granitemoehybrid": "granitehybrid",
     "falcon_h1": "falcon-h1",
+    "mimo_v2_flash": "mimo2",
 }
 """Names of families in GGUF files, where they differ from `model_type`."""
 MIXERS = ("granitemoehybrid", "nemotron_h", "falcon_h1")
@@ -194,7 +195,7 @@ def _moved(
             name = f"{name}.bias"
         if "query_key_value" in name:
             values = _grouped_apart(config, values)
-        is_scale = name.endswith(("correct_output_scale", "layer_scalar", ".sinks"))
+        is_scale = name.endswith(("correct_output_scale", "layer_scalar", ".sinks", "attention_sink_bias"))
         moved[f"{name}.weight" if is_scale else name] = values
     if family == "gemma3n_text":
         # Published checkpoints hold them for layers too that share the keys and values of others.
@@ -246,6 +247,8 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
         inner, kv_heads = _lfm2_sizes(config)
     if family in MIXERS:
         inner, kv_heads = mixer_sizes(config)
+    if family == "mimo_v2_flash":
+        kv_heads = [kv_heads * (1 + (kind == "sliding_attention")) for kind in config["layer_types"]]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(width)
     writer.add_block_count(config["num_hidden_layers"])
@@ -260,7 +263,7 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if config.get("head_dim") and "kv_lora_rank" not in config:
         writer.add_key_length(head_dim)
-        writer.add_value_length(head_dim)
+        writer.add_value_length(config["v_head_dim"] if family == "mimo_v2_flash" else head_dim)
     rope = config.get("rope_parameters", {"rope_type": "default", "rope_theta": 1e4})
     whole = rope.get("full_attention", rope)
     if not is_falcon:
@@ -326,6 +329,22 @@ def _add_granite_hybrid(writer: Any, config: Mapping[str, Any]) -> None:
 def _add_gpt_oss(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_sliding_window(config["sliding_window"])
     writer.add_expert_feed_forward_length(config["intermediate_size"])
+
+
+def _add_mimo2(writer: Any, config: Mapping[str, Any]) -> None:
+    """The window is that of the authors' config, which counts the tokens before the query's own."""
+    import gguf
+
+    writer.add_sliding_window(config["sliding_window"] - 1)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+    if config["attention_value_scale"] is not None:
+        writer.add_float32("mimo2.attention.value_scale", config["attention_value_scale"])
 
 
 def _lfm2_sizes(config: Mapping[str, Any]) -> tuple[int, list[int]]:
@@ -422,6 +441,7 @@ _OWN: dict[str, Callable[[Any, Mapping[str, Any]], None]] = {
     "lfm2": _add_lfm2,
     "lfm2_moe": _add_lfm2,
     "gpt_oss": _add_gpt_oss,
+    "mimo_v2_flash": _add_mimo2,
     "gemma4_text": _add_gemma4,
     "stablelm": lambda writer, config: writer.add_parallel_residual(config["use_parallel_residual"]),
     "falcon": lambda writer, config: writer.add_tensor_data_layout("jploski"),
