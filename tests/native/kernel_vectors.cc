@@ -245,12 +245,13 @@ void expert(Runner& runner, const ondevice::RowFormat& rows, const ondevice::Row
   }
 }
 
-void attention(Runner& runner, int bits, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window,
-               Vectors* out) {
+// `value` is the width of a value, at most that of a key, `dim`.
+void attention(Runner& runner, int bits, int64_t heads, int64_t kv_heads, int64_t dim, int64_t value,
+               int64_t window, Vectors* out) {
   const float scale = 1.0f / std::sqrt(static_cast<float>(dim)), cap = window ? 2.0f : 0.0f;
   constexpr int64_t kLength = 150;
   Random random(static_cast<uint64_t>(bits * dim + window));
-  const int64_t head_bytes = 2 * kKvBlock * (dim * bits / 8 + (bits == 8 ? 4 : 0));
+  const int64_t head_bytes = kKvBlock * ((dim + value) * bits / 8 + (bits == 8 ? 8 : 0));
   constexpr int64_t kBlocks = (kLength + kKvBlock - 1) / kKvBlock;
   std::vector<ondevice::MappedBuffer> memory;
   std::vector<uint8_t*> blocks;
@@ -258,18 +259,18 @@ void attention(Runner& runner, int bits, int64_t heads, int64_t kv_heads, int64_
     memory.emplace_back(static_cast<size_t>(kv_heads * head_bytes));
     blocks.push_back(memory.back().data());
   }
-  const ondevice::KvView kv{blocks.data(), 0, head_bytes, kv_heads, dim, bits};
+  const ondevice::KvView kv{blocks.data(), 0, head_bytes, kv_heads, dim, bits, 0, value};
   const std::string name = "attention bits=" + std::to_string(bits) + " heads=" + std::to_string(heads) +
-                           "/" + std::to_string(kv_heads) + " dim=" + std::to_string(dim) +
-                           " window=" + std::to_string(window);
+                           "/" + std::to_string(kv_heads) + " dim=" + std::to_string(dim) + "/" +
+                           std::to_string(value) + " window=" + std::to_string(window);
   int64_t position = 0;
   for (const int64_t tokens : {1, 70, 9, 1, 69}) {
-    const Floats k = random.values(tokens * kv_heads * dim), v = random.values(tokens * kv_heads * dim);
+    const Floats k = random.values(tokens * kv_heads * dim), v = random.values(tokens * kv_heads * value);
     for (int64_t t = 0; t < tokens; ++t)
       runner.kernels().kv_write(kv, position + t, k.data() + t * kv_heads * dim,
-                                v.data() + t * kv_heads * dim);
+                                v.data() + t * kv_heads * value);
     const Floats q = random.values(tokens * heads * dim);
-    Floats y(static_cast<size_t>(tokens * heads * dim));
+    Floats y(static_cast<size_t>(tokens * heads * value));
     const auto attend = [&](const std::string& kind, const ondevice::TreeView& tree, const float* sinks) {
       runner.attention(
           {q.data(), heads * dim, heads, kv, position, window, scale, cap, y.data(), tree, sinks}, tokens);
@@ -285,20 +286,12 @@ void attention(Runner& runner, int bits, int64_t heads, int64_t kv_heads, int64_
       depths.push_back(t == 0 ? 0 : depths[static_cast<size_t>(parents.back())] + 1);
     }
     attend(" tree", {parents.data(), depths.data()}, nullptr);
-    Floats qkv = random.values(tokens * (heads + 2 * kv_heads) * dim);
+    const int64_t stride = (heads + kv_heads) * dim + kv_heads * value;
+    Floats qkv = random.values(tokens * stride);
     const Floats weight = random.values(dim), turn = random.values(tokens * dim / 2);
     const ondevice::Norm norm{weight.data(), 1e-5f};
     runner.attend(qkv.data(), {{norm, 0}, {norm, 0}, false, turn.data(), turn.data()},
-                  {qkv.data(),
-                   (heads + 2 * kv_heads) * dim,
-                   heads,
-                   kv,
-                   position,
-                   window,
-                   scale,
-                   cap,
-                   y.data(),
-                   {nullptr, nullptr}},
+                  {qkv.data(), stride, heads, kv, position, window, scale, cap, y.data(), {nullptr, nullptr}},
                   tokens);
     keep(out, name + " from a projection position=" + std::to_string(position), y);
     if (tokens > 2) runner.kernels().kv_move(kv, position + 2, position + 1);
@@ -524,8 +517,9 @@ Vectors run(const std::string& target, int threads, bool hardware_checksums) {
   for (const int bits : {8, 16})
     for (const int64_t window : {0, 1, 37})
       for (const int64_t dim : {8, 20, 64}) {
-        attention(runner, bits, 4, 4, dim, window, &out);
-        attention(runner, bits, 6, 2, dim, window, &out);
+        attention(runner, bits, 4, 4, dim, dim, window, &out);
+        attention(runner, bits, 6, 2, dim, dim, window, &out);
+        attention(runner, bits, 6, 2, dim, dim - dim / 4, window, &out);
       }
   vector_ops(runner, &out);
   for (const bool is_tree : {false, true}) mixer(runner, is_tree, &out);
