@@ -90,7 +90,7 @@ class ResolvedModel:
     fitting_options: tuple[str, ...] = ()
     """Options with which the model would fit, where the plan doesn't, each by itself."""
     alternatives: tuple[ResolvedModel, ...] = ()
-    """The models that `auto` chose this from, in order of preference; empty where it had no choice."""
+    """The models that `auto` chose this from by `_preferred`; empty where it had no choice."""
     budget_origin: str = ""
     """Origin of the budget that `auto` found, in words; empty for the user's own budget."""
     warnings: tuple[str, ...] = ()
@@ -266,7 +266,7 @@ class _Planner:
     rows: RowInvariance
     draft: ResolvedDraft | None
     draft_layer: DraftLayer | None
-    """The layer that drafts, or that `auto` drafts with where there is room."""
+    """The layer that drafts, or that `auto` may draft with."""
     memory: MemoryModel
     """Its sizes under `runtime`, without a second model."""
     measured: _Measured

@@ -95,7 +95,7 @@ def _model_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
 MIN_PASS_SECONDS = 0.001
 """Seconds of a plain pass below which `auto` is disabled. Looking for draft tokens takes a tenth of that."""
 AUTOMATIC: tuple[str, ...] = ("lookup", "recycling")
-"""Drafters that `auto` combines. It adds streams, n-grams and a draft layer if the model has them."""
+"""Drafters that `auto` combines. It adds streams and n-grams of the model, and may add a draft layer."""
 
 
 DRAFTERS: dict[str, DrafterKind] = {

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from ondevice.model.layer_range import ForwardPass
 from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model.tensor_file import TensorFile
 from ondevice.model.transformer import Transformer
-from ondevice.runtime.resolving import ResolvedModel
+from ondevice.runtime.resolving import ResolvedModel, _preferred
 from ondevice.speculation.drafters.draft_layer import DraftLayerDrafter
 from ondevice.speculation.drafting import Drafting, DraftRequest
 from ondevice.speculation.policy import TreePolicy
@@ -299,6 +300,28 @@ def test_auto_takes_the_layer_where_there_is_room(tmp_path: Path) -> None:
         assert less.plan.offloads_weights == offloads
     # Where flash is read in any case, the layer saves reads.
     assert taken(off.resident_budget_bytes - 1).draft_layer == found.draft_layer
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted", "threshold"])
+def test_a_layer_comes_last_where_selected_neurons_are_read(
+    sparsity: Sparsity, experts: bool, offloads: bool
+) -> None:
+    """Models with experts keep it."""
+    config = SimpleNamespace(zeros_gates=True, experts=object() if experts else None)
+    possible: list[Any] = [
+        SimpleNamespace(
+            plan=SimpleNamespace(fits=True, offloads_weights=offloads),
+            runtime=RuntimeConfig(sparsity=mode),
+            bundle=SimpleNamespace(config=config),
+            draft_layer=layer,
+        )
+        for mode in (sparsity, "dense")
+        for layer in (object(), None)
+    ]
+    without = offloads and sparsity != "dense" and not experts
+    assert _preferred(possible) == (1 if without else 0)
 
 
 @pytest.mark.usefixtures("steady_process")
