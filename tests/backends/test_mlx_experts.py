@@ -36,7 +36,7 @@ TOLERANCE = 2e-2 if ON_GPU else 1e-3
 FAMILIES = {
     "olmoe": "q4", "qwen3 moe renormalised": "q8", "qwen2 moe": "q4", "mixtral": "f16", "phimoe": "q5",
     "granite moe": "q6", "glm4 moe": "q4", "gemma4 moe": "q8", "qwen3 moe dense between": "q4",
-    "mimo v2 moe": "q8",
+    "mimo v2 moe": "q8", "gpt-oss moe": "q4",
 }  # fmt: skip
 
 FAST = ("qwen2 moe", "mixtral", "gemma4 moe", "mimo v2 moe")

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ondevice.sparsity.expert_reuse import ExpertReuse
 from ondevice.sparsity.replay import hit_rate
-from tests.benchmarks.compare.expert_replay import source_rate
+from tests.benchmarks.compare.expert_replay import FLOORS, rate, source_rate
 from tests.benchmarks.lib.expert_trace import ROUTING, RoutingTrace, extended, parse_trace, read_trace
 
 recorded = pytest.mark.skipif(not ROUTING.is_dir(), reason="the shared data has no routing traces")
@@ -83,3 +84,11 @@ def test_a_longer_trace_hits_a_cache_as_often() -> None:
     for slots in (100, 400):
         rates = [hit_rate(list(each.gates[::4]), "lru", slots, trace.prompt) for each in (trace, longer)]
         assert abs(rates[0] - rates[1]) < 0.02
+
+
+@recorded
+@pytest.mark.parametrize("mib", FLOORS)
+def test_our_cache_hits_as_often_as_is_asked(mib: int) -> None:
+    trace = read_trace("qwen")
+    _, layers, chosen = trace.chosen.shape
+    assert rate(trace, mib, lambda: ExpertReuse(layers, trace.experts, chosen)) >= FLOORS[mib]

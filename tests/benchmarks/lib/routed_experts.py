@@ -108,7 +108,7 @@ class RoutedShape:
 
 QWEN3_30B_A3B = RoutedShape()
 GPT_OSS_20B = RoutedShape("gpt-oss-20b", 24, 2880, 32, 2880, 64, 8, 64, 201_088, trace="gptoss", joined=2)
-"""Its sizes alone: attention has no sinks, products no biases, as nothing but Qwen3-MoE is written."""
+"""Its sizes alone: weights in Q4_0 instead of MXFP4, no sinks, no biases."""
 QWEN36_35B_A3B = RoutedShape(
     "qwen3.6-35b-a3b", 40, 2048, 256, 512, 16, 2, 256, 248_320, joined=2, taken=4, hybrid=True
 )
