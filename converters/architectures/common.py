@@ -39,6 +39,8 @@ ACTIVATION_NAMES: dict[str, Activation] = {
     "relu2": "relu2",
 }
 MAX_LAYERS = 1024
+GLOBAL, LOCAL = "full_attention", "sliding_attention"
+"""Kinds of layers in `layer_types`: attention to all tokens, and to those of a window."""
 
 Tensors = Mapping[str, SourceTensor]
 """A checkpoint's tensors by name."""
@@ -377,7 +379,7 @@ def require_windows(kinds: Sequence[str], enabled: bool) -> None:
 
 
 def read_layer_types(
-    reader: ConfigReader, num_layers: int, known: Sequence[str] = ("full_attention", "sliding_attention")
+    reader: ConfigReader, num_layers: int, known: Sequence[str] = (GLOBAL, LOCAL)
 ) -> list[str] | None:
     """`layer_types`, one of the kinds `known` for each layer; None where it is missing."""
     kinds = reader.texts("layer_types")

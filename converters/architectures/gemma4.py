@@ -11,6 +11,8 @@ from typing import Any
 
 from ondevice.converters.architectures.adapting import renamed
 from ondevice.converters.architectures.common import (
+    GLOBAL,
+    LOCAL,
     Description,
     Family,
     Sizes,
@@ -60,7 +62,6 @@ from ondevice.model_config import (
     RopeSpec,
 )
 
-GLOBAL, LOCAL = "full_attention", "sliding_attention"
 GLOBAL_HEAD_DIM = 512
 ROTATED = 0.25
 """Share of a global head's dimensions that turn, where the file has no rotary parameters."""

@@ -14,6 +14,8 @@ from typing import Any
 
 from ondevice.converters.architectures.adapting import in_halves, renamed, without_layers_ahead
 from ondevice.converters.architectures.common import (
+    GLOBAL,
+    LOCAL,
     Description,
     Family,
     Sizes,
@@ -44,7 +46,6 @@ from ondevice.model_config import (
     RopeSpec,
 )
 
-GLOBAL, LOCAL = "full_attention", "sliding_attention"
 THETAS = {GLOBAL: 5e6, LOCAL: 1e4}
 OLDER = {GLOBAL: "rope_theta", LOCAL: "swa_rope_theta"}
 """The authors' keys of these."""

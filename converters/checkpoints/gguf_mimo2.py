@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ondevice.converters.architectures.adapting import check_shape
-from ondevice.converters.architectures.common import Tensors
+from ondevice.converters.architectures.common import GLOBAL, LOCAL, Tensors
 from ondevice.converters.architectures.config_reader import shown
 from ondevice.converters.architectures.mimo_v2 import VALUE_SCALE
 from ondevice.converters.architectures.tensors import LayerNames
@@ -43,7 +43,7 @@ def mimo2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     layers = total - ahead
     kinds = kinds_of_layers(metadata, total)[:layers]
     keys = of_layers(metadata, KEY_HEADS, total, values["num_key_value_heads"])[:layers]
-    of_kind = {kind: first_of(kinds, kind, keys) for kind in ("full_attention", "sliding_attention")}
+    of_kind = {kind: first_of(kinds, kind, keys) for kind in (GLOBAL, LOCAL)}
     if keys != [of_kind[kind] for kind in kinds]:
         raise CheckpointError(
             f"{metadata.header.file}: {metadata.prefix}{KEY_HEADS} is {shown(keys)}; layers with windows "
@@ -72,16 +72,16 @@ def mimo2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
         "num_nextn_predict_layers": ahead,
         "layer_types": kinds,
         "mlp_layer_types": ["sparse" if router in metadata.stored else "dense" for router in routers],
-        "num_key_value_heads": of_kind["full_attention"],
-        "swa_num_key_value_heads": of_kind["sliding_attention"],
+        "num_key_value_heads": of_kind[GLOBAL],
+        "swa_num_key_value_heads": of_kind[LOCAL],
         "v_head_dim": metadata.integer("attention.value_length", width),
         # Half a dimension more, as the product with the width is rounded down.
         "partial_rotary_factor": (rotated + 0.5) / width,
         "swa_rope_theta": metadata.number("rope.freq_base_swa", 1e4),
         "sliding_window_size": metadata.integer("attention.sliding_window"),
         "sliding_window": None,
-        "add_swa_attention_sink_bias": with_sinks("sliding_attention"),
-        "add_full_attention_sink_bias": with_sinks("full_attention"),
+        "add_swa_attention_sink_bias": with_sinks(LOCAL),
+        "add_full_attention_sink_bias": with_sinks(GLOBAL),
         "attention_value_scale": metadata.number(_SCALE, VALUE_SCALE),
         "moe_intermediate_size": metadata.integer(_NEURONS),
         "routed_scaling_factor": metadata.number(_FACTOR, 0.0) or 1.0,

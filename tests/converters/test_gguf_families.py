@@ -41,7 +41,7 @@ from tests.support.families import (
     QWEN3_MOE,
     write_model,
 )
-from tests.support.gguf_families import write_family
+from tests.support.gguf_families import saying, write_family
 from tests.support.gguf_hybrids import settle_decays
 from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level, changed_gguf
 from tests.support.mixer_families import FALCON_H1, GRANITE_HYBRID, NEMOTRON_H, blocks
@@ -493,15 +493,7 @@ def test_lying_metadata_of_latents_and_delta_rules_are_refused(tmp_path: Path) -
     sources = {case: written(tmp_path / case, case) for case in {row[0] for row in LYING}}
     path = tmp_path / "model.gguf"
     for case, key, value, message in LYING:
-
-        def change(writer: Any, key: str = key, value: Any = value) -> None:
-            name = f"{writer.arch}.{key}"
-            writer.kv_data[0].pop(name, None)
-            add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
-            add |= {str: writer.add_string, list: writer.add_array}
-            add[type(value)](name, value)
-
-        write_family(path, sources[case], change=change)
+        write_family(path, sources[case], change=saying(key, value))
         with pytest.raises(OndeviceError, match=message):
             open_checkpoint(path).close()
 

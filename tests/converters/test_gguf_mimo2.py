@@ -15,7 +15,7 @@ from ondevice.converters.convert import convert
 from ondevice.errors import OndeviceError
 from tests.converters.test_gguf_families import written
 from tests.converters.test_gguf_model import assert_same_bundle
-from tests.support.gguf_families import write_family
+from tests.support.gguf_families import saying, write_family
 
 pytest.importorskip("gguf")
 
@@ -104,14 +104,6 @@ LYING: list[tuple[str, Any, str]] = [
 def test_lying_metadata_are_refused(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     for key, value, message in LYING:
-
-        def change(writer: Any, key: str = key, value: Any = value) -> None:
-            name = f"{writer.arch}.{key}"
-            writer.kv_data[0].pop(name, None)
-            add = {bool: writer.add_bool, int: writer.add_uint64, float: writer.add_float32}
-            add |= {str: writer.add_string, list: writer.add_array}
-            add[type(value)](name, value)
-
-        write_family(path, source, change=change)
+        write_family(path, source, change=saying(key, value))
         with pytest.raises(OndeviceError, match=message):
             open_checkpoint(path).close()

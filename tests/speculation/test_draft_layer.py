@@ -279,12 +279,18 @@ def test_a_plan_counts_the_layer(bundle: Path) -> None:
         assert needed == plans["off"].minimum_budget_bytes - plans["off"].process_bytes
 
 
+def wide_bundle(folder: Path) -> Path:
+    """A bundle with a head, whose neurons are most of it."""
+    checkpoint = write_chat_checkpoint(folder / "checkpoint", hidden_act="relu", intermediate_size=1 << 15)
+    wide = convert_bundle(checkpoint, folder / "bundle")
+    convert_eagle(write_eagle_head(folder / "head"), wide)
+    return wide
+
+
 @pytest.mark.usefixtures("steady_process")
 def test_auto_takes_the_layer_where_there_is_room(tmp_path: Path) -> None:
     """The memory of a layer never costs `auto` its other drafters, nor a place without flash."""
-    checkpoint = write_chat_checkpoint(tmp_path / "checkpoint", hidden_act="relu", intermediate_size=1 << 15)
-    wide = convert_bundle(checkpoint, tmp_path / "bundle")
-    convert_eagle(write_eagle_head(tmp_path / "head"), wide)
+    wide = wide_bundle(tmp_path)
 
     def taken(budget: str | int) -> ResolvedModel:
         return open_model(wide, RuntimeConfig(dram_budget=budget, sparsity="dense", max_context=64))
@@ -327,9 +333,7 @@ def test_a_layer_comes_last_where_selected_neurons_are_read(
 @pytest.mark.usefixtures("steady_process")
 def test_auto_goes_without_the_layer_where_selected_neurons_are_read(tmp_path: Path) -> None:
     """Its memory would be theirs."""
-    checkpoint = write_chat_checkpoint(tmp_path / "checkpoint", hidden_act="relu", intermediate_size=1 << 15)
-    wide = convert_bundle(checkpoint, tmp_path / "bundle")
-    convert_eagle(write_eagle_head(tmp_path / "head"), wide)
+    wide = wide_bundle(tmp_path)
 
     def taken(budget: str | int, speculation: Speculation = "auto") -> ResolvedModel:
         runtime = RuntimeConfig(dram_budget=budget, sparsity="exact", speculation=speculation, max_context=64)

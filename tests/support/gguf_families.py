@@ -68,6 +68,19 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 Arrangement = Literal["as converted", "three", "two", "single"]
 
 
+def saying(key: str, value: Any) -> Callable[[Any], None]:
+    """A change of `write_family` that gives a key of the family's another value."""
+
+    def change(writer: Any) -> None:
+        name = f"{writer.arch}.{key}"
+        writer.kv_data[0].pop(name, None)
+        add = {bool: writer.add_bool, int: writer.add_uint64, float: writer.add_float32}
+        add |= {str: writer.add_string, list: writer.add_array}
+        add[type(value)](name, value)
+
+    return change
+
+
 def write_family(
     path: Path,
     folder: Path,
