@@ -7,7 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from ondevice.budget.limits import context_words, verdict
+from ondevice.budget.plan import Plan
 from ondevice.bundle.draft_layers import DraftLayer
+from ondevice.bundle.expert_use import ExpertUse
 from ondevice.bundle.layout import expert_bytes
 from ondevice.bundle.parts import part_words
 from ondevice.bundle.reader import Bundle
@@ -27,6 +29,8 @@ from ondevice.units import format_bytes
 
 NAMED_IF_DAMAGED = ("hotness", "token_counts", "expert_costs", "expert_use", "ngrams", "eagle", "mtp")
 """Keys of sidecars that are reported only where they are damaged."""
+BUDGET_STEPS = 4
+"""Steps between the budgets for which hits are told."""
 
 
 def model_list() -> dict[str, Any]:
@@ -174,7 +178,8 @@ def _expert_facts(resolved: ResolvedModel) -> dict[str, Any] | None:
     may be fewer by `--experts`; that is `lossy`, as is a `substitution` other than 0, and a
     `threshold_sparsity`, the share of firing neurons that thresholds leave out. `expected_hits` is the share
     of lookups that should find their expert in memory, by what the calibration's text chose; None without
-    one, and where not all of the model's own choice are looked up.
+    one, and where not all of the model's own choice are looked up. `hits_by_budget` has the same for budgets
+    in even steps from the smallest with these modes and this context to all experts in memory.
     """
     config, plan = resolved.bundle.config, resolved.plan
     experts = config.experts
@@ -199,7 +204,20 @@ def _expert_facts(resolved: ResolvedModel) -> dict[str, Any] | None:
         "cycle_bytes": layers * experts.chosen * nbytes,
         "in_memory": kept,
         "expected_hits": None if use is None or fewer else use.expected_hits(kept, total),
+        "hits_by_budget": None if use is None or fewer else _hits_by_budget(plan, use, total),
     }
+
+
+def _hits_by_budget(plan: Plan, use: ExpertUse, total: int) -> list[dict[str, Any]]:
+    """What budgets keep of `total` experts, and the hits to expect."""
+    least, most = plan.minimum_budget_bytes, max(plan.minimum_budget_bytes, plan.full_bytes)
+    found = []
+    for step in range(BUDGET_STEPS + 1):
+        budget = least + (most - least) * step // BUDGET_STEPS
+        kept = min(total, plan.with_budget(budget).kept_slots)
+        hits = use.expected_hits(kept, total)
+        found.append({"budget_bytes": budget, "in_memory": kept, "expected_hits": hits})
+    return found
 
 
 def _expert_lines(resolved: ResolvedModel) -> list[str]:
@@ -221,11 +239,17 @@ def _expert_lines(resolved: ResolvedModel) -> list[str]:
 
 
 def _hit_lines(resolved: ResolvedModel, found: dict[str, Any]) -> list[str]:
-    """A line with the hits to expect, where the bundle has a calibration."""
+    """Lines with the hits to expect, here and by budget, where the bundle has a calibration."""
     use, hits = resolved.bundle.expert_use, found["expected_hits"]
     if use is None or hits is None:
         return []
-    return [f"hits to expect: {percent(hits)} of lookups, as on {use.replayed_tokens:,} tokens of a text"]
+    others = (
+        f"{percent(it['expected_hits'])} in {size(it['budget_bytes'])}" for it in found["hits_by_budget"]
+    )
+    return [
+        f"hits to expect: {percent(hits)} of lookups, as on {use.replayed_tokens:,} tokens of a text",
+        f"  with this context, by budget: {', '.join(others)}",
+    ]
 
 
 def _widths_lines(config: ModelConfig) -> list[str]:

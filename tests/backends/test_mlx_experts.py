@@ -190,6 +190,13 @@ def test_nothing_is_waited_for_where_all_experts_are_held(olmoe: Path) -> None:
         stats = model.generate(tokens=PROMPT, max_tokens=20, logit_bias={2: -math.inf}).stats
         # A layer that reads experts also waits for products of the layers before, which have ended by then.
         assert stats.forward_passes * 4 <= stats.synchronisations <= stats.forward_passes * 7
+        squeeze(model, 12 * 3)
+        model.generate(tokens=PROMPT, max_tokens=20)
+        stats = model.generate(tokens=PROMPT, max_tokens=20, logit_bias={2: -math.inf}).stats
+        assert not holds_all(model)
+        assert stats.neuron_cache_hit_rate == 1
+        # Nothing is read, so that routers are all that is read back.
+        assert stats.synchronisations == stats.forward_passes * 4
 
 
 def test_experts_with_a_missing_byte_are_refused(olmoe: Path, tmp_path: Path) -> None:

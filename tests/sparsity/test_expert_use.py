@@ -163,7 +163,23 @@ def test_inspect_says_what_to_expect(calibrated: Path, ondevice: Run) -> None:
     fewer = ondevice("inspect", "-m", calibrated, *arguments, "--experts", 2, "--json").json["experts"]
     plain = ondevice("inspect", "-m", MIXTURE, *arguments, "--json").json["experts"]
     assert fewer["expected_hits"] is plain["expected_hits"] is None
+    assert fewer["hits_by_budget"] is plain["hits_by_budget"] is None
     assert "hits to expect" not in ondevice("inspect", "-m", MIXTURE, *arguments).out
+
+
+def test_inspect_says_what_other_budgets_hit(calibrated: Path) -> None:
+    runtime = RuntimeConfig(backend="cpu", speculation="off", max_context=CONTEXT, dram_budget="200MB")
+    resolved = resolve(Bundle.open(calibrated), runtime)
+    table = inspection(resolved)["experts"]["hits_by_budget"]
+    assert table[0]["budget_bytes"] == resolved.plan.minimum_budget_bytes
+    kept = [row["in_memory"] for row in table]
+    assert kept == sorted(set(kept))
+    assert kept[-1] == LAYERS * EXPERTS
+    for row in table:
+        there = replace(resolved, plan=resolved.plan.with_budget(row["budget_bytes"]))
+        facts = inspection(there)["experts"]
+        assert (facts["in_memory"], facts["expected_hits"]) == (row["in_memory"], row["expected_hits"])
+        assert f"{100 * row['expected_hits']:.1f} % in " in inspection_text(resolved)
 
 
 def test_all_in_memory_hits_always(calibrated: Path) -> None:
