@@ -6,6 +6,7 @@ ONDEVICE_TEST_MLX_GPU is set.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ondevice.model_config import FeedForwardSpec
 from ondevice.runtime import backend_choice, resolving
 from ondevice.units import memory_total
 from tests.support.bundles import copy_files
+from tests.support.chat import squeeze
 from tests.support.engines import all_logits, error, random_tokens
 from tests.support.mlx_folders import MXFP4, write_mlx_folder
 from tests.support.mlx_models import ON_GPU, loaded, smallest
@@ -127,22 +129,24 @@ def test_thresholds_leave_out_what_they_say(bundles: Any, tmp_path: Path) -> Non
     assert error(found, expected) < 0.2 * error(dense, expected)
 
 
-@pytest.mark.usefixtures("steady_process")
 @pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted"])
 def test_the_budget_changes_no_bit(sparsity: str) -> None:
     """Resident, nothing but the least, and in between; logits of a prompt, and tokens one by one."""
-    found, reads = [], []
-    for more in (memory_total(), 0, 1 << 20):
-        # The process grows from one model to the next.
-        budget = more if more == memory_total() else smallest(SHIPPED, sparsity=sparsity) + more
-        with loaded(SHIPPED, sparsity=sparsity, dram_budget=budget) as model:
+    found, hits = [], []
+    for segments in (None, 0, 1):
+        with loaded(SHIPPED, sparsity=sparsity, dram_budget=memory_total()) as model:
+            if segments is not None:
+                squeeze(model, segments)
             tokens = random_tokens(model.config, 60)
-            text = model.generate(tokens=tokens[:20], max_tokens=24)
-            found.append((model.logits(tokens).tobytes(), text.tokens))
-            reads.append(model.stats.flash_bytes_read)
+            logits = model.logits(tokens).tobytes()
+            for _ in range(2):
+                text = model.generate(tokens=tokens[:20], max_tokens=24, logit_bias={2: -math.inf})
+            assert len(text.tokens) == 24
+            found.append((logits, text.tokens))
+            hits.append(text.stats.neuron_cache_hit_rate)
     assert found[1] == found[0]
     assert found[2] == found[0]
-    assert reads[1] > reads[0], "the smallest budget should have had to read"
+    assert hits[1] < hits[2] < hits[0] == 1, "with less memory, more neurons should have come from flash"
 
 
 def test_estimates_have_the_resident_neurons_alone() -> None:
