@@ -8,8 +8,8 @@ Decoding counts past its first 16 tokens. llama.cpp decodes fewer tokens where i
 
 Beside a figure stands its roofline: the bytes that ours read from flash, but for those prefetched in vain,
 over what direct reads of an expert's size give, or the bytes that a token multiplies over what memory gives,
-whichever takes longer. Both rates are measured beside every run. Of a prompt and of a start only what flash
-gives is counted.
+whichever takes longer. Both rates are means of one before the run and one behind it. Of a prompt and of a
+start only what flash gives is counted.
 
 `--third` adds an engine that a program drives, in rounds of its own; `run_bigmoe.cc` beside
 `run_third.py` is such a program.
@@ -30,6 +30,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -203,14 +204,13 @@ class Rig:
         return case.settings[int(np.argmax(rates))] if any(rates) else case.settings[-1]
 
     def _round(self, case: Case, setting: Mapping[str, Any], turn: int) -> Round:
-        """One pair, who is first in turn; flash and memory are measured next to ours."""
+        """One pair, who is first in turn; flash and memory are measured before ours and behind it."""
         found: dict[str, Any] = {"theirs": None}
 
         def ours() -> None:
+            before = self._rates()
             found["ours"] = self._run(case, "ondevice", {})
-            # Of the GGUF file, which lies on the same device whatever a bundle's layout is.
-            found["flash"] = direct_read_rate([self.models.gguf], expert_pages(self.models.shape))
-            found["dram"] = dram_gigabytes_per_second(self.args.threads, repeats=5)
+            found["flash"], found["dram"] = map(mean, zip(before, self._rates(), strict=True))
 
         def theirs() -> None:
             if not self.args.alone:
@@ -235,6 +235,12 @@ class Rig:
             hits, lookups = (pair.ours["steady"][f"neuron_cache_{it}"] for it in ("hits", "lookups"))
             note(f"  milliseconds a token: {', '.join(spent)}; {hits / lookups:.1%} hits")
         return pair
+
+    def _rates(self) -> tuple[float, float]:
+        """GB/s that flash and memory give now."""
+        # Of the GGUF file, which lies on the same device whatever a bundle's layout is.
+        flash = direct_read_rate([self.models.gguf], expert_pages(self.models.shape))
+        return flash, dram_gigabytes_per_second(self.args.threads, repeats=5)
 
     def _kept(self, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
         lines = self.rounds_file.read_text().splitlines() if self.rounds_file.is_file() else []
