@@ -14,6 +14,7 @@
 #   make fuzz-guided  parsers by atheris, flash reads under sanitizers, guided by coverage or at random
 #   make stress       twelve threads on one model; stress-tsan under ThreadSanitizer
 #   make bench        comparisons with llama.cpp, the memory ceiling, conversion (Linux, root, 45 GB of disk)
+#   make bench-experts  the same of mixtures of experts
 #   make prove-mlx    on a Mac, or beside another GPU of MLX's: doctor, every fast test, and the comparisons of MLX
 #   make app          the example app of examples/macos_app, from its sources; app-screenshot makes its picture
 #   make test-native  native tests on this machine; test-neon, test-sanitize and test-tsan are their variants

@@ -1,6 +1,6 @@
 # Comparisons with other engines, and the memory ceiling. BENCH_ARGS are passed on.
 
-.PHONY: bench prove-mlx
+.PHONY: bench bench-experts prove-mlx
 
 bench: $(STAMPS)/bench
 	@mkdir -p $(BENCH_DIR)
@@ -9,6 +9,14 @@ bench: $(STAMPS)/bench
 		echo "== $$script"; \
 		$(PY) -m tests.benchmarks.$$script --workdir $(BENCH_DIR) $(BENCH_ARGS) || status=1; \
 	done; exit $$status
+
+# What caches of experts hit on real routing, and the speed of a mixture larger than memory.
+bench-experts: $(STAMPS)/bench $(STAMPS)/test
+	@mkdir -p $(BENCH_DIR)
+	@status=0; echo "== compare.expert_replay"; $(PY) -m tests.benchmarks.compare.expert_replay || status=1; \
+	echo "== compare.experts_versus_llama_cpp"; \
+	$(PY) -m tests.benchmarks.compare.experts_versus_llama_cpp --workdir $(BENCH_DIR) $(BENCH_ARGS) || status=1; \
+	exit $$status
 
 # The newest mlx-lm is the rival; the tests don't need it. Where there is a GPU of NVIDIA's, MLX gets to it.
 $(STAMPS)/mlx-lm: $(STAMPS)/test
