@@ -211,8 +211,8 @@ class RuntimeConfig:
     prefill_chunk: int = 256
     """Prompt tokens per forward pass. Fixed, so that memory pressure can't change it."""
     parallel: int = 1
-    """Most generations that run at once and share forward passes. It is 1 on backends other than `cpu`, and
-    with `expert_substitution`: a text would depend on those beside it."""
+    """Most generations that run at once and share forward passes. It is 1 where a text would depend on those
+    beside it: on a backend whose rows don't keep their bits in company, and with `expert_substitution`."""
     kernel_target: Literal["auto", "scalar", "avx2", "avx512", "neon"] = "auto"
     prompt_cache: str | os.PathLike[str] = ""
     """Folder in which the state behind texts is kept on disk, so that their beginnings needn't be computed

@@ -31,7 +31,7 @@ the tables say otherwise. [api.md](api.md) lists them.
 
 A model is a path or a name. A name is a folder where you are, else one in `ONDEVICE_HOME` (without that
 variable, in the platform's data folder), where `convert` puts what has no `--output`, else a model that
-ships. `chat` and `generate` also take what isn't converted yet, and [convert it first](hub.md).
+ships. `chat`, `generate` and `serve` also take what isn't converted yet, and [convert it first](hub.md).
 `ondevice inspect --list` has the models that are here, and short names of public checkpoints.
 """
 EXIT_CODES = {

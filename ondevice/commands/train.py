@@ -123,7 +123,8 @@ def thresholds(
     """Calibrate how large a gate must be for its neuron to count, for --sparsity threshold.
 
     Thresholds are measured on the last tenth of the text, which they aren't calibrated on: how many neurons
-    they leave out, and what that costs in perplexity. Models with SiLU or GELU gates only.
+    they leave out, and what that costs in perplexity. Dense models with SiLU or GELU gates,
+    and mixtures whose experts are stored neuron by neuron.
     """
     from ondevice import training
     from ondevice.commands import training_reports as reports

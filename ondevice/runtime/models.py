@@ -501,6 +501,10 @@ def check_runtime(
     operating_point(runtime, predictors, thresholds)
     added = {"streams": streams, "ngrams": ngrams, "eagle": None, "mtp": None, **draft_layers}
     wanted = needs(runtime.speculation)
+    possible = ["off", *(name for name in DRAFTERS if added.get(needs(name), True) is not None)]
+    if config.experts is not None:
+        possible.remove("resident")
+    have = ", ".join(possible)
     if config.part.embeds and wanted in added and added[wanted] is None:
         lacks = f"its bundle has no {wanted}; `ondevice train {wanted}` makes them"
         if wanted in SIDECAR_OF:
@@ -508,7 +512,6 @@ def check_runtime(
             lacks = f"its bundle has no {wanted} layer; `{command}` adds one"
         if wanted == "streams" and not config.is_plain:
             lacks = no_streams(config)
-        have = ", ".join(("off", *(name for name in DRAFTERS if added.get(needs(name), True) is not None)))
         raise UnsupportedModelError(
             f"--speculation {runtime.speculation} isn't possible with this model: {lacks}. It can have: "
             f"{have}"
@@ -516,7 +519,7 @@ def check_runtime(
     if runtime.speculation == "resident" and config.experts is not None:
         raise UnsupportedModelError(
             "--speculation resident isn't possible with this model: its drafts would take other experts than "
-            "the model's own. It can have: off, lookup, recycling, model, auto"
+            f"the model's own. It can have: {have}"
         )
     check_backend(runtime, config)
     if runtime.expert_substitution:

@@ -1,6 +1,6 @@
 """What `train predictors` takes for the 7B shape: memory and seconds measured of one layer, hours projected.
 
-On the synthetic bundle of `synthetic.py`, in a memory cgroup of the bound that the README states. Measured:
+On the synthetic bundle of `synthetic.py`, in a memory cgroup of the bound that docs/training.md states. Measured:
 recording the activations of some tokens; all that fitting one layer with the default options does on as many
 tokens as the command takes (the recorded ones, repeated), but for the epochs of gradient steps; and some of
 these steps, for all ranks, as on trial, and for one. Which one is chosen depends on the model: the middle
