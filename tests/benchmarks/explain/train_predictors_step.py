@@ -1,14 +1,13 @@
 """What `train predictors` takes for the 7B shape: memory and seconds measured of one layer, hours projected.
 
-On the synthetic bundle of `synthetic.py`, in a memory cgroup of the bound that docs/training.md states. Measured:
-recording the activations of some tokens; all that fitting one layer with the default options does on as many
-tokens as the command takes (the recorded ones, repeated), but for the epochs of gradient steps; and some of
-these steps, for all ranks, as on trial, and for one. Which one is chosen depends on the model: the middle
-one is taken. Steps are all alike, so those of all tokens are projected from them; a real run's have more
-beside them, a byte for every gate that fires. Ends with one JSON line; exits 0 only if nothing was killed,
-the peak (page cache included) stays below the bound, and all layers together take less than a night of
-processor time (whoever crowds the process out stretches the wall's clock, which is printed beside it).
-"""
+On the synthetic bundle of `synthetic.py`, in a memory cgroup of the bound that docs/training.md states.
+Measured: recording the activations of some tokens; all that fitting one layer with the default options does
+on as many tokens as the command takes (the recorded ones, repeated), but for the epochs of gradient steps;
+and some of these steps, for all ranks, as on trial, and for one. Which one is chosen depends on the model:
+the middle one is taken. Steps are all alike, so those of all tokens are projected from them; a real run's
+have more beside them, a byte for every gate that fires. Ends with one JSON line; exits 0 only if nothing was
+killed, the peak (page cache included) stays below the bound, and all layers together take less than a night
+of processor time (whoever crowds the process out stretches the wall's clock, which is printed beside it). """
 
 from __future__ import annotations
 
