@@ -26,6 +26,7 @@ from ondevice.budget.sizes import context_tokens, draft_head_bytes, draft_head_r
 from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.parts import part_words
 from ondevice.bundle.reader import Bundle
+from ondevice.bundle.streams import MultiStreams
 from ondevice.config import SELECTING, RuntimeConfig, Sparsity, Speculation
 from ondevice.errors import BudgetError, ContextOverflowError, UnsupportedModelError
 from ondevice.generate import check_prompt
@@ -79,6 +80,8 @@ class ResolvedModel:
     """The second model that drafts; None without one."""
     draft_layer: DraftLayer | None = None
     """The draft layer that is loaded; None if none is."""
+    leaves_streams: bool = False
+    """Whether `auto` goes without streams that the bundle has."""
     widths: RowWidths = BY_CONSTRUCTION.widths
     """How wide drafts may be on the backend."""
     least: ResolvedModel | None = None
@@ -122,9 +125,13 @@ class ResolvedModel:
             log.warning("%s", warning)
 
     @property
+    def _streams(self) -> MultiStreams | None:
+        return None if self.leaves_streams else self.bundle.streams
+
+    @property
     def runs_streams(self) -> bool:
         """True if multi-stream adapters are loaded."""
-        return runs_streams(self.runtime.speculation, self.bundle.streams)
+        return runs_streams(self.runtime.speculation, self._streams)
 
     @property
     def own_experts(self) -> int:
@@ -135,7 +142,7 @@ class ResolvedModel:
     @property
     def draft_head_rows(self) -> int:
         """Rows of the draft head; 0 without one."""
-        return draft_head_rows(self.bundle.config, self.runtime, self.bundle.streams)
+        return draft_head_rows(self.bundle.config, self.runtime, self._streams)
 
     @property
     def loaded_bytes(self) -> int:
@@ -145,8 +152,8 @@ class ResolvedModel:
             found += self.draft.loaded_bytes
         if self.draft_layer is not None:
             found += loaded_bytes(self.draft_layer, self.bundle.config)
-        if self.bundle.streams is not None and self.runs_streams:
-            found += stream_bytes(self.bundle.config, self.bundle.streams)
+        if self._streams is not None and self.runs_streams:
+            found += stream_bytes(self.bundle.config, self._streams)
         found += draft_head_bytes(self.bundle.config, self.bundle.quant, self.draft_head_rows)
         return found
 
@@ -329,20 +336,16 @@ class _Planner:
         """
         runtime = replace(self.runtime, max_context=max_context)
         draft = None if self.draft is None else self.draft.within(max_context)
-        config, sparsity, speculation = self.bundle.config, runtime.sparsity, runtime.speculation
+        config, sparsity = self.bundle.config, runtime.sparsity
         choices = [sparsity] if sparsity != "auto" else automatic_modes(config, runtime)
         if not self.rows.skips_zeros:
             # Their last bits may differ, and no budget may change a text.
             del choices[1:]
-        drafts: list[tuple[Speculation, DraftLayer | None]] = [(speculation, self.draft_layer)]
-        # A part behind the first takes drafts as they come.
-        if speculation == "auto" and config.part.embeds:
-            drafts += [("auto", None), ("off", None)] if self.draft_layer is not None else [("off", None)]
         origin = self._allowance.words if self._is_auto else ""
         possible = []
-        for chosen_sparsity, (chosen_drafts, layer) in product(choices, drafts):
+        for chosen_sparsity, (chosen_drafts, layer, leaves) in product(choices, self._drafting_choices()):
             settled = replace(runtime, sparsity=chosen_sparsity, speculation=chosen_drafts)
-            plan = replace(self._plan(settled, draft, layer), wanted_context=wanted)
+            plan = replace(self._plan(settled, draft, layer, leaves), wanted_context=wanted)
             possible.append(
                 ResolvedModel(
                     self.bundle,
@@ -351,6 +354,7 @@ class _Planner:
                     plan,
                     draft,
                     layer,
+                    leaves_streams=leaves,
                     widths=self.rows.widths,
                     budget_origin=origin,
                     warnings=self.warnings,
@@ -363,14 +367,32 @@ class _Planner:
         alternatives = tuple(possible) if len(possible) > 1 else ()
         return replace(chosen, least=None if chosen is least else least, alternatives=alternatives)
 
+    def _drafting_choices(self) -> list[tuple[Speculation, DraftLayer | None, bool]]:
+        """What `auto` may draft with, most first: a drafter, a draft layer, and whether streams are left."""
+        speculation = self.runtime.speculation
+        found: list[tuple[Speculation, DraftLayer | None, bool]] = [(speculation, self.draft_layer, False)]
+        # A part behind the first takes drafts as they come.
+        if speculation != "auto" or not self.bundle.config.part.embeds:
+            return found
+        if self.draft_layer is not None:
+            found.append(("auto", None, False))
+        if _may_leave_streams(self.bundle):
+            found.append(("auto", None, True))
+        return [*found, ("off", None, False)]
+
     def _plan(
-        self, runtime: RuntimeConfig, draft: ResolvedDraft | None = None, layer: DraftLayer | None = None
+        self,
+        runtime: RuntimeConfig,
+        draft: ResolvedDraft | None = None,
+        layer: DraftLayer | None = None,
+        leaves_streams: bool = False,
     ) -> Plan:
         """The plan of a model whose options are settled, under its budget."""
         draft_bytes = 0 if draft is None else draft.nbytes
         memory = replace(
             self.memory,
             runtime=runtime,
+            streams=None if leaves_streams else self.memory.streams,
             draft_model_bytes=draft_bytes,
             datastore_bytes=datastore_bytes(runtime.speculation, self.bundle.ngrams),
             draft_layer_bytes=0 if layer is None else self._draft_layer_bytes(layer, runtime),
@@ -408,20 +430,30 @@ class _Planner:
         return tuple(budget_warnings(plan, name, measured.held_bytes, measured.rooms))
 
 
+def _may_leave_streams(bundle: Bundle) -> bool:
+    """Whether `auto` may go without the bundle's streams. Shared ones are part of the model, and in a part of
+    a model other machines' layers have them too.
+    """
+    streams = bundle.streams
+    return streams is not None and streams.mode == "lossless" and bundle.config.part == WHOLE
+
+
 def _preferred(possible: Sequence[ResolvedModel]) -> int:
     """The index of the model to take: the first that needs no flash, else the first that fits.
 
-    Drafting comes before none. It is given up only where its memory is what is missing. A draft layer comes
-    last where selected neurons are read from flash: its memory costs more of their cache than its drafts
-    bring. With everything in memory, a mode that leaves neurons out in some layers alone comes last: it
-    multiplies those of the others one by one.
+    Drafting comes before none. It is given up only where its memory is what is missing. A draft layer and
+    streams come last where selected neurons are read from flash: their memory costs more of the neurons'
+    cache than their drafts bring. With everything in memory, a mode that leaves neurons out in some layers
+    alone comes last: it multiplies those of the others one by one.
     """
 
     def rank(at: int) -> tuple[bool, bool, bool]:
         found = possible[at]
         plan, sparsity, config = found.plan, found.runtime.sparsity, found.bundle.config
         if plan.offloads_weights:
-            last = found.draft_layer is not None and sparsity in SELECTING and config.experts is None
+            has_streams = _may_leave_streams(found.bundle) and found.runs_streams
+            more = found.draft_layer is not None or has_streams
+            last = more and sparsity in SELECTING and config.experts is None
         else:
             last = sparsity == "exact" and not config.zeros_gates
         return not plan.fits, plan.offloads_weights, last

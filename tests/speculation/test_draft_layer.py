@@ -320,7 +320,7 @@ def test_a_layer_comes_last_where_selected_neurons_are_read(
         SimpleNamespace(
             plan=SimpleNamespace(fits=True, offloads_weights=offloads),
             runtime=RuntimeConfig(sparsity=mode),
-            bundle=SimpleNamespace(config=config),
+            bundle=SimpleNamespace(config=config, streams=None),
             draft_layer=layer,
         )
         for mode in (sparsity, "dense")
@@ -349,6 +349,33 @@ def test_auto_goes_without_the_layer_where_selected_neurons_are_read(tmp_path: P
         assert (found.runtime.speculation, found.draft_layer) == ("auto", None)
         # Asked for by name, it is there.
         assert taken(budget, "eagle").draft_layer == whole.draft_layer
+
+
+@pytest.mark.usefixtures("steady_process")
+def test_auto_goes_without_streams_where_selected_neurons_are_read() -> None:
+    """The shipped model has a layer and streams. Dense neurons are read once for all of a draft."""
+
+    def taken(budget: int, sparsity: Sparsity, speculation: Speculation = "auto") -> ResolvedModel:
+        options: Any = {"sparsity": sparsity, "speculation": speculation, "max_context": 512}
+        return open_model(SHIPPED, RuntimeConfig(backend="cpu", dram_budget=budget, **options))
+
+    for sparsity in ("exact", "predicted", "dense"):
+        off = taken(1 << 40, sparsity, "off").plan
+        whole, bare = taken(1 << 40, sparsity), taken(off.resident_budget_bytes - 1, sparsity)
+        assert whole.draft_layer is not None
+        assert whole.runs_streams
+        assert bare.plan.fits
+        assert bare.plan.offloads_weights
+        assert bare.runtime.speculation == "auto"
+        assert bare.draft_layer is None
+        assert bare.runs_streams == (sparsity == "dense")
+        # Asked for by name, they are there. What isn't loaded isn't planned.
+        named = taken(off.resident_budget_bytes - 1, sparsity, "streams")
+        assert named.runs_streams
+        assert (bare.loaded_bytes < named.loaded_bytes) == (sparsity != "dense")
+        with_streams = next(it for it in bare.alternatives if it.draft_layer is None and it.runs_streams)
+        less = with_streams.plan.minimum_budget_bytes - bare.plan.minimum_budget_bytes
+        assert (less > 0) == (sparsity != "dense")
 
 
 def test_auto_drafts_with_the_layer(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
