@@ -7,7 +7,8 @@ and some of these steps, for all ranks, as on trial, and for one. Which one is c
 the middle one is taken. Steps are all alike, so those of all tokens are projected from them; a real run's
 have more beside them, a byte for every gate that fires. Ends with one JSON line; exits 0 only if nothing was
 killed, the peak (page cache included) stays below the bound, and all layers together take less than a night
-of processor time (whoever crowds the process out stretches the wall's clock, which is printed beside it). """
+of processor time (whoever crowds the process out stretches the wall's clock, which is printed beside it).
+"""
 
 from __future__ import annotations
 
