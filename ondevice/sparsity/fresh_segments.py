@@ -2,7 +2,8 @@
 
 The system takes its time for fresh memory: in a virtual machine as long as flash takes to read as much, and
 a missing neuron waited for both. While a segment is filled, a thread makes the next one. In 12 GB of
-Qwen3-30B-A3B's shape, a token took 0.86 and 0.89 of the time (docs/experts.md, "Against llama.cpp").
+Qwen3-30B-A3B's shape, a token took 0.86 and 0.89 of the time (docs/experts.md, "Against llama.cpp"). A
+cache of experts doesn't wait for it either (`PooledCache.make_room`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,14 @@ class FreshSegments:
     def waiting(self) -> int:
         """Number of segments made, or being made, that nothing has taken."""
         return int(self._next is not None)
+
+    def is_ready(self) -> bool:
+        """Whether `take` wouldn't wait. Begins to make a segment if none is being made."""
+        if self._maker is None:
+            return True
+        if self._next is None:
+            self._next = self._maker.submit(_native.allocate, self._nbytes)
+        return self._next.done()
 
     def take(self, another: bool) -> Bytes:
         """A segment, (nbytes,) uint8. another: whether one more may follow. Raises MemoryError."""

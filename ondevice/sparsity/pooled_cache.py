@@ -48,9 +48,34 @@ class PooledCache(NeuronCache):
 
     def evict_to_share(self, layer: int, keep: Int32 | None = None) -> None:
         """Evict the neurons worth least at the end of `layer`'s turn, but none of the layer's in `keep`."""
-        over = -self._spare
-        if over <= 0:
-            return
+        if self._spare < 0:
+            self._evict_least(-self._spare, layer, keep)
+
+    def has_room(self, count: int) -> bool:
+        """Whether `count` more neurons can get slots now. Memory that the system is still giving isn't there.
+
+        But it is waited for where all neurons have room, or there are fewer slots than the reserve.
+        """
+        if self.holds_all or len(self._owner) < self._reserve:
+            return super().has_room(count)
+        while self._num_free < count and len(self._segments) < self._quota and self._fresh.is_ready():
+            self._add_segment()
+        return self._num_free >= count
+
+    def make_room(self, layer: int, keep: Int32) -> bool:
+        """Whether a missing neuron can get a slot, after evicting others, but none of the layer's in `keep`.
+
+        Rather than to wait for fresh memory, what is worth least goes, if anything may: in a virtual machine
+        flash can bring it again sooner.
+        """
+        if self.has_room(1):
+            return True
+        self.evict_to_share(layer, keep)
+        if not self.has_room(1) and len(self._segments) < self._quota:
+            self._evict_least(1, layer, keep)
+        return self.has_room(1) or super().has_room(1)
+
+    def _evict_least(self, over: int, layer: int, keep: Int32 | None) -> None:
         worth, kept = self._pool_policy.pool_scores(layer), _NO_IDS if keep is None else keep
         gone = np.array(
             _native.worth_least(self._slots, worth, self._first[layer], kept, over), dtype=np.int32

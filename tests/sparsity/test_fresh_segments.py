@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -12,9 +13,11 @@ import pytest
 from ondevice.backends.base import Bytes
 from ondevice.kernels import _native
 from ondevice.sparsity import fresh_segments
+from ondevice.sparsity.expert_reuse import ExpertReuse
 from ondevice.sparsity.fresh_segments import FreshSegments
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import make_policy
+from ondevice.sparsity.pooled_cache import PooledCache
 
 LARGE = _native.POPULATED_BYTES
 
@@ -93,3 +96,55 @@ def test_a_cache_never_holds_more_than_its_quota() -> None:
     assert cache.nbytes == 4 * segment
     cache.close()
     assert cache.nbytes == 0
+
+
+def test_a_pool_evicts_rather_than_waits_for_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits as long as there are fewer slots than the reserve, and where nothing may go."""
+    given, allocate = threading.Event(), _native.allocate
+    layers, experts, slots = 2, 16, 4
+
+    def slowly(nbytes: int) -> Bytes:
+        given.wait(30)
+        return allocate(nbytes)
+
+    monkeypatch.setattr(fresh_segments._native, "allocate", slowly)
+    given.set()
+    policy = ExpertReuse(layers, experts, 2)
+    cache = PooledCache([experts] * layers, LARGE // slots, slots, slots, policy)
+    cache.resize(4)
+    kept = np.arange(4, dtype=np.int32)
+    for expert in range(4):
+        assert cache.make_room(0, kept)
+        cache.acquire(0, np.array([expert], dtype=np.int32))
+    deadline = time.monotonic() + 30
+    while not cache._fresh.is_ready() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    cache.acquire(1, np.arange(4, dtype=np.int32))
+    given.clear()
+    assert cache._num_free == 0
+    assert not cache.has_room(1)
+    # The segment that is being made isn't there: one of the other layer's goes, and none that is kept.
+    assert cache.make_room(0, kept)
+    assert cache._num_free == 1
+    assert len(cache.held(0, kept)) == 4
+    assert len(cache.held(1, kept)) == 3
+    cache.acquire(0, np.array([4], dtype=np.int32))
+    # Once it is there, nothing goes.
+    given.set()
+    while not cache._fresh.is_ready() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert cache.make_room(0, kept)
+    assert cache._num_free == slots
+    assert len(cache.held(1, kept)) == 3
+    cache.close()
+
+
+def test_where_nothing_may_go_fresh_memory_is_waited_for() -> None:
+    slots, policy = 4, ExpertReuse(1, 16, 2)
+    cache = PooledCache([16], LARGE // slots, slots, slots, policy)
+    cache.resize(3)
+    cache.acquire(0, np.arange(4, dtype=np.int32))
+    assert cache.make_room(0, np.arange(16, dtype=np.int32))
+    cache.acquire(0, np.array([4], dtype=np.int32))
+    assert len(cache.held(0, np.arange(16, dtype=np.int32))) == 5
+    cache.close()
