@@ -208,8 +208,9 @@ class RuntimeConfig:
     max_context: int = 0
     """Most tokens of a session. 0 means the smaller of 4,096 and the model's own limit. If the budget has no
     room for that, 0 means as many as fit, down to 512."""
-    prefill_chunk: int = 256
-    """Prompt tokens per forward pass. Fixed, so that memory pressure can't change it."""
+    prefill_chunk: int = 0
+    """Prompt tokens per forward pass. Fixed, so that memory pressure can't change it. 0 means 256, and 512 of
+    a model with experts, whose passes read each of these once."""
     parallel: int = 1
     """Most generations that run at once and share forward passes. It is 1 where a text would depend on those
     beside it: on a backend whose rows don't keep their bits in company, and with `expert_substitution`."""
@@ -272,7 +273,7 @@ _RUNTIME_LIMITS = {
     "draft_streams": (0, MAX_STREAMS),
     "draft_head": (0, SIZE_LIMITS["vocab_size"]),
     "max_context": (0, MAX_CONTEXT),
-    "prefill_chunk": (1, MAX_PREFILL_CHUNK),
+    "prefill_chunk": (0, MAX_PREFILL_CHUNK),
     "parallel": (1, MAX_PARALLEL),
 }
 

@@ -19,9 +19,10 @@ from typing import Literal, TypeAlias, TypeVar
 from ondevice.backends.base import Array, Float32
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.row_invariance import ANY_ROWS
+from ondevice.budget.sizes import PREFILL_CHUNK
 from ondevice.callbacks import Cancelled, IsCancelled
 from ondevice.chat_template.tools import CallPart, ToolCall
-from ondevice.config import RuntimeConfig, SamplingConfig
+from ondevice.config import SamplingConfig
 from ondevice.constraints.constrained import Constrained
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.meter import Counters, Meter
@@ -87,15 +88,14 @@ class Generator:
     `scoring_chunk`: most tokens of a pass that scores; 0: `prefill_chunk`. `before_pass` runs before every
     forward pass and may change how much memory the model has. `restore` extends a cache that holds a prefix
     of tokens by what is stored of them elsewhere, and stops between two pieces. `most_texts` may share
-    passes, of up to `equal_rows` rows, in which each has the bits that it has alone. `labels` is a
-    GenerationStats whose text fields (backend, sparsity, ...) are copied to every result.
+    passes, of up to `equal_rows` rows, in which each keeps its bits. Results have `labels`' text fields.
     """
 
     transformer: Transformer
     tokenizer: Tokenizer | None
     eos_ids: frozenset[int]
     max_context: int
-    prefill_chunk: int = RuntimeConfig.prefill_chunk
+    prefill_chunk: int = PREFILL_CHUNK
     scoring_chunk: int = 0
     counters: Callable[[], Counters] = Counters
     before_pass: Callable[[ForwardBatch], None] = lambda batch: None

@@ -38,6 +38,8 @@ FETCH_ENDED = 16
 FETCH_STAGING_BYTES = 72 << 10
 """Staging buffer for a run of neighbouring records, at most 64 KiB, with its pages."""
 DEFAULT_MAX_CONTEXT = 4096
+PREFILL_CHUNK, EXPERTS_CHUNK = 256, 512
+"""Tokens of a chunk of a prompt; with experts, one of 512 takes 0.8 of the time of two (docs/experts.md)."""
 LOGITS_BYTES = 2 << 20
 """Target size of the logits that exist at once where those of every token are wanted."""
 DECODE_TOKENS = DRAFT_NODES
@@ -279,14 +281,19 @@ def context_tokens(config: ModelConfig, runtime: RuntimeConfig) -> int:
     return runtime.max_context or min(config.original_context, DEFAULT_MAX_CONTEXT)
 
 
+def prompt_chunk(config: ModelConfig, runtime: RuntimeConfig) -> int:
+    """Tokens of a prompt that go through the model together."""
+    return runtime.prefill_chunk or (PREFILL_CHUNK if config.experts is None else EXPERTS_CHUNK)
+
+
 def widest_pass(config: ModelConfig, runtime: RuntimeConfig) -> int:
     """Most tokens that go through the model together."""
-    return max(min(runtime.prefill_chunk, context_tokens(config, runtime)), runtime.parallel)
+    return max(min(prompt_chunk(config, runtime), context_tokens(config, runtime)), runtime.parallel)
 
 
 def draft_nodes(runtime: RuntimeConfig) -> int:
     """Most nodes of a draft, its root included: no more than a chunk of a prompt has tokens."""
-    return min(DRAFT_NODES, runtime.prefill_chunk)
+    return min(DRAFT_NODES, runtime.prefill_chunk or PREFILL_CHUNK)
 
 
 def logits_rows(config: ModelConfig) -> int:

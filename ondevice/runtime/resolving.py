@@ -22,7 +22,13 @@ from ondevice.budget.limits import (
 )
 from ondevice.budget.memory_model import MemoryModel
 from ondevice.budget.plan import Plan, plan_memory
-from ondevice.budget.sizes import context_tokens, draft_head_bytes, draft_head_rows, stream_bytes
+from ondevice.budget.sizes import (
+    context_tokens,
+    draft_head_bytes,
+    draft_head_rows,
+    prompt_chunk,
+    stream_bytes,
+)
 from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.parts import part_words
 from ondevice.bundle.reader import Bundle
@@ -195,6 +201,7 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
         runtime,
         backend=settled_backend(runtime.backend, bundle.config),
         threads=runtime.threads or usable_cores(),
+        prefill_chunk=prompt_chunk(bundle.config, runtime),
     )
     rows = row_invariance(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
     check_drafts(runtime, rows)

@@ -100,7 +100,7 @@ def test_values_become_configs() -> None:
         ("threshold_sparsity", 0),
         ("threshold_sparsity", 1.5),
         ("threshold_sparsity", "half"),
-        ("prefill_chunk", 0),
+        ("prefill_chunk", -1),
         ("io", None),
         ("io", []),
         ("max_context", "x"),

@@ -16,6 +16,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.row_invariance import ANY_ROWS, RowWidths
 from ondevice.budget.memory_model import MESSAGE_HEADER_BYTES, MESSAGES
 from ondevice.budget.plan import Plan
+from ondevice.budget.sizes import PREFILL_CHUNK
 from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import never_cancelled
 from ondevice.config import RuntimeConfig, SamplingConfig
@@ -381,7 +382,7 @@ def test_messages_are_in_the_plan(bundle: Path) -> None:
         RuntimeConfig(backend="cpu", sparsity="dense", speculation="off", threads=1, max_context=256),
     )
     part = whole.slice(2, 4)
-    chunk = 4 * min(runtime.prefill_chunk, 256) * whole.config.hidden_size
+    chunk = 4 * PREFILL_CHUNK * whole.config.hidden_size
     for it, least in ((whole, 0), (part, MESSAGES * chunk)):
         memory = memory_model(it.config, it.quant, runtime)
         scratch = memory.activation_bytes(memory.pass_tokens)
