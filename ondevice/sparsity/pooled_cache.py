@@ -15,7 +15,6 @@ from ondevice.backends.base import Bytes, Float32, Int32
 from ondevice.kernels import _native
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import Policy
-from ondevice.sparsity.prefetch import PREFETCH_TOKENS
 
 _NO_IDS: Int32 = np.zeros(0, dtype=np.int32)
 
@@ -46,23 +45,18 @@ class PooledCache(NeuronCache):
     ) -> None:
         super().__init__(widths, slot_bytes, segment_slots, reserve, policy, keep, allocate)
         self._pool_policy = policy
-        self._waits = True
-        """Whether passes wait for fresh memory. Narrow ones do: they need little, and keep what they read."""
 
     def evict_to_share(self, layer: int, keep: Int32 | None = None) -> None:
         """Evict the neurons worth least at the end of `layer`'s turn, but none of the layer's in `keep`."""
         if self._spare < 0:
             self._evict_least(-self._spare, layer, keep)
 
-    def divide(self, tokens: int, keep: bool = False) -> None:
-        self._waits = tokens <= PREFETCH_TOKENS
-        super().divide(tokens, keep)
-
     def has_room(self, count: int) -> bool:
-        """Whether `count` more neurons can get slots. In a wide pass, memory that the system is still giving
-        isn't there, unless all neurons have room or there are fewer slots than the reserve.
+        """Whether `count` more neurons can get slots now. Memory that the system is still giving isn't there.
+
+        But it is waited for where all neurons have room, or there are fewer slots than the reserve.
         """
-        if self._waits or self.holds_all or len(self._owner) < self._reserve:
+        if self.holds_all or len(self._owner) < self._reserve:
             return super().has_room(count)
         while self._num_free < count and len(self._segments) < self._quota and self._fresh.is_ready():
             self._add_segment()
@@ -71,13 +65,13 @@ class PooledCache(NeuronCache):
     def make_room(self, layer: int, keep: Int32) -> bool:
         """Whether a missing neuron can get a slot, after evicting others, but none of the layer's in `keep`.
 
-        Rather than that a wide pass waits for fresh memory, what is worth least goes, if anything may: in a
-        virtual machine flash can bring it again sooner.
+        Rather than to wait for fresh memory, what is worth least goes, if anything may: in a virtual machine
+        flash can bring it again sooner.
         """
         if self.has_room(1):
             return True
         self.evict_to_share(layer, keep)
-        if not self._waits and not self.has_room(1) and len(self._segments) < self._quota:
+        if not self.has_room(1) and len(self._segments) < self._quota:
             self._evict_least(1, layer, keep)
         return self.has_room(1) or super().has_room(1)
 

@@ -99,7 +99,7 @@ def test_a_cache_never_holds_more_than_its_quota() -> None:
 
 
 def test_a_pool_evicts_rather_than_waits_for_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a wide pass. It waits while there are fewer slots than the reserve, and where nothing may go."""
+    """It waits as long as there are fewer slots than the reserve, and where nothing may go."""
     given, allocate = threading.Event(), _native.allocate
     layers, experts, slots = 2, 16, 4
 
@@ -112,7 +112,6 @@ def test_a_pool_evicts_rather_than_waits_for_fresh_memory(monkeypatch: pytest.Mo
     policy = ExpertReuse(layers, experts, 2)
     cache = PooledCache([experts] * layers, LARGE // slots, slots, slots, policy)
     cache.resize(4)
-    cache.divide(17)
     kept = np.arange(4, dtype=np.int32)
     for expert in range(4):
         assert cache.make_room(0, kept)
@@ -130,10 +129,7 @@ def test_a_pool_evicts_rather_than_waits_for_fresh_memory(monkeypatch: pytest.Mo
     assert len(cache.held(0, kept)) == 4
     assert len(cache.held(1, kept)) == 3
     cache.acquire(0, np.array([4], dtype=np.int32))
-    # A narrow pass waits, and so nothing goes once it is there.
-    cache.divide(16)
-    assert cache.has_room(1)
-    cache.divide(17)
+    # Once it is there, nothing goes.
     given.set()
     while not cache._fresh.is_ready() and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -147,7 +143,6 @@ def test_where_nothing_may_go_fresh_memory_is_waited_for() -> None:
     slots, policy = 4, ExpertReuse(1, 16, 2)
     cache = PooledCache([16], LARGE // slots, slots, slots, policy)
     cache.resize(3)
-    cache.divide(17)
     cache.acquire(0, np.arange(4, dtype=np.int32))
     assert cache.make_room(0, np.arange(16, dtype=np.int32))
     cache.acquire(0, np.array([4], dtype=np.int32))
