@@ -6,7 +6,6 @@ import logging
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 from ondevice.backends.row_invariance import BY_CONSTRUCTION, RowInvariance, RowWidths
 from ondevice.budget.claims import beside_bytes, others
@@ -350,7 +349,8 @@ class _Planner:
             del choices[1:]
         origin = self._allowance.words if self._is_auto else ""
         possible = []
-        for chosen_sparsity, (chosen_drafts, layer, leaves) in product(choices, self._drafting_choices()):
+        modes = ((mode, *drafts) for mode in choices for drafts in self._drafting_choices(mode))
+        for chosen_sparsity, chosen_drafts, layer, leaves in modes:
             settled = replace(runtime, sparsity=chosen_sparsity, speculation=chosen_drafts)
             plan = replace(self._plan(settled, draft, layer, leaves), wanted_context=wanted)
             possible.append(
@@ -374,7 +374,7 @@ class _Planner:
         alternatives = tuple(possible) if len(possible) > 1 else ()
         return replace(chosen, least=None if chosen is least else least, alternatives=alternatives)
 
-    def _drafting_choices(self) -> list[tuple[Speculation, DraftLayer | None, bool]]:
+    def _drafting_choices(self, sparsity: Sparsity) -> list[tuple[Speculation, DraftLayer | None, bool]]:
         """What `auto` may draft with, most first: a drafter, a draft layer, and whether streams are left."""
         speculation = self.runtime.speculation
         found: list[tuple[Speculation, DraftLayer | None, bool]] = [(speculation, self.draft_layer, False)]
@@ -383,7 +383,7 @@ class _Planner:
             return found
         if self.draft_layer is not None:
             found.append(("auto", None, False))
-        if _may_leave_streams(self.bundle):
+        if sparsity in SELECTING and _may_leave_streams(self.bundle):
             found.append(("auto", None, True))
         return [*found, ("off", None, False)]
 

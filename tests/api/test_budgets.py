@@ -260,7 +260,7 @@ def test_auto_yields_the_memory_that_plain_decoding_lacks(monkeypatch: pytest.Mo
     # `auto` has this drafter at least.
     drafts, off = plans["lookup"].draft_bytes, plans["off"]
     assert drafts > 0
-    for enough in (off.least_budget_bytes, off.resident_budget_bytes):
+    for enough in (off.minimum_budget_bytes, off.full_bytes - off.embedding_bytes):
         found = ondevice.inspect(SHIPPED, sparsity="dense", dram_budget=enough + drafts // 10)
         assert found.fits
         assert found.draft_bytes == 0

@@ -180,7 +180,7 @@ def test_auto_is_exact_where_neurons_come_from_flash(folder: Path) -> None:
             SimpleNamespace(
                 plan=plans[mode],
                 runtime=replace(runtime, sparsity=mode),
-                bundle=SimpleNamespace(config=config),
+                bundle=SimpleNamespace(config=config, streams=None),
                 draft_layer=None,
             )
             for mode in modes

@@ -120,7 +120,8 @@ def test_sizes_are_never_none_or_all() -> None:
 
 @pytest.fixture(scope="module")
 def model(calibrated: Path) -> Iterator[Model]:
-    with load(calibrated, backend="cpu", speculation="off", kv_bits=8, max_context=CONTEXT) as model:
+    options: dict[str, Any] = {"kv_bits": 8, "max_context": CONTEXT, "memory_pressure": "off"}
+    with load(calibrated, backend="cpu", speculation="off", **options) as model:
         yield model
 
 
@@ -150,6 +151,7 @@ def test_a_run_hits_what_inspect_lets_expect(
     assert hits / lookups == pytest.approx(facts["expected_hits"], abs=WITHIN)
 
 
+@pytest.mark.usefixtures("steady_process")
 def test_inspect_says_what_to_expect(calibrated: Path, ondevice: Run) -> None:
     least = Bundle.open(calibrated)
     budget = resolve(least, RuntimeConfig(backend="cpu")).frugal.plan.minimum_budget_bytes + (1 << 20)
@@ -167,6 +169,7 @@ def test_inspect_says_what_to_expect(calibrated: Path, ondevice: Run) -> None:
     assert "hits to expect" not in ondevice("inspect", "-m", MIXTURE, *arguments).out
 
 
+@pytest.mark.usefixtures("steady_process")
 def test_inspect_says_what_other_budgets_hit(calibrated: Path) -> None:
     runtime = RuntimeConfig(backend="cpu", speculation="off", max_context=CONTEXT, dram_budget="200MB")
     resolved = resolve(Bundle.open(calibrated), runtime)
