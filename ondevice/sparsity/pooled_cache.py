@@ -52,7 +52,8 @@ class PooledCache(NeuronCache):
             self._evict_least(-self._spare, layer, keep)
 
     def has_room(self, count: int) -> bool:
-        """Whether `count` more neurons can get slots now. Memory that the system is still giving isn't there.
+        """Whether `count` more neurons can get slots now. Memory that the system is still giving isn't there;
+        what it has given becomes slots here.
 
         But it is waited for where all neurons have room, or there are fewer slots than the reserve.
         """
@@ -63,13 +64,12 @@ class PooledCache(NeuronCache):
         return self._num_free >= count
 
     def make_room(self, layer: int, keep: Int32) -> bool:
-        """Whether a missing neuron can get a slot, after evicting others, but none of the layer's in `keep`.
+        """Whether a missing neuron can get a slot after all: others are evicted, but none of the layer's in
+        `keep`. Called where there is no room.
 
         Rather than to wait for fresh memory, what is worth least goes, if anything may: in a virtual machine
         flash can bring it again sooner.
         """
-        if self.has_room(1):
-            return True
         self.evict_to_share(layer, keep)
         if not self.has_room(1) and len(self._segments) < self._quota:
             self._evict_least(1, layer, keep)
