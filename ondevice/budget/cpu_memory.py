@@ -78,8 +78,10 @@ class CpuMemory(MemoryModel):
         """
         config, streams = self.config, self.streams
         hidden, vocab = padded(config.hidden_size, GROUP_SIZE), config.logits_size
-        # Embedding rows, residual, feed-forward and its lanes; projections, attention, rotary tables.
-        floats = 3 * hidden + hidden // 4 + config.qkv_size + config.attended_size
+        # Embedding rows, residual; projections, attention, rotary tables.
+        floats = 2 * hidden + config.qkv_size + config.attended_size
+        # A feed-forward and its lanes, unless all neurons are those of experts that are matrices.
+        floats += (hidden + hidden // 4) * any(config.records)
         # The output of a block before its norm, and what parallel blocks read.
         floats += hidden * config.any_layer(lambda layer: layer.norms_output)
         floats += hidden * config.any_layer(lambda layer: layer.parallel)

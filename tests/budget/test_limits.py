@@ -209,6 +209,7 @@ def shipped_plan() -> Plan:
     return ondevice.inspect(SHIPPED, sparsity="dense", speculation="off")
 
 
+@pytest.mark.usefixtures("steady_process")
 def test_a_loaded_model_is_not_given_more_than_the_limit(rooms: Rooms) -> None:
     plan = shipped_plan()
     with load(SHIPPED, sparsity="dense", speculation="off", dram_budget=plan.minimum_budget_bytes) as model:
