@@ -315,13 +315,14 @@ class MemoryModel(ABC):
         # Gates of attention or of a delta rule, copied.
         gates = [config.out_cols(layer) for layer in config.layers if layer.attention.gated]
         within += max(gates, default=0)
-        # What a mixer beside attention gives, copied, and what attention gives, multiplied.
-        beside = [(layer.mixer_beside, config.out_cols(layer)) for layer in config.layers]
-        within += max((own.value_size + attended for own, attended in beside if own is not None), default=0)
+        # What a mixer beside attention gives, copied.
+        beside = [layer.mixer_beside for layer in config.layers]
+        within += max((own.value_size for own in beside if own is not None), default=0)
         if config.cut_off_layers:
             within += 2 * max(map(config.neurons, config.cut_off_layers))
-        # Behind it: also the copies as corrected, and with the per-layer block's output.
-        behind = (4 * copies if copies > 1 else 1) * hidden
+        # Behind it: also the copies as corrected, and with the per-layer block's output, or one scaled.
+        one = bool(config.per_layer_width) or config.any_layer(lambda layer: layer.scaled)
+        behind = (4 * copies if copies > 1 else one) * hidden
         if not config.per_layer_width:
             return mixture + max(within, behind)
         # The inputs, the rows as they are read with their padding, and the projection that joins them.
@@ -363,7 +364,7 @@ class MemoryModel(ABC):
             # As where neurons are selected: groups of outputs lie 16 side by side, tiles are listed, and an
             # expert's gates say which of its neurons fire.
             lanes = 16 * (padded(groups, 16) - groups) + 17 + self.config.experts.neurons
-        arrays = 6 if self.config.experts.apart else 4
+        arrays = 6 if self.config.experts.apart else 3
         return arrays * hidden + 20 * self.config.experts.count + lanes
 
     def _expert_outputs_bytes(self, tokens: int) -> int:

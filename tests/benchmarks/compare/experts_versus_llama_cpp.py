@@ -4,7 +4,8 @@ The weights are random, those of the GGUF file (Q4_0) and of the bundle converte
 models are routed as a trace of the real model says (`tests/benchmarks/lib/routed_experts.py`): the case
 `routing` checks every choice of both engines, and every run its text, which is the trace's steps. 8-bit keys
 and values, room for 2,048 tokens, a cgroup of the budget, caches dropped before every run, pairs in turns.
-Decoding counts past its first 16 tokens. llama.cpp decodes fewer tokens where it is slow.
+Decoding counts past its first 16 tokens, with `--later N` past N more. llama.cpp decodes fewer tokens where
+it is slow.
 
 Beside a figure stands its roofline: the bytes that ours read from flash, but for those prefetched in vain,
 over what direct reads of an expert's size give, or the bytes that a token multiplies over what memory gives,
@@ -45,7 +46,6 @@ from tests.benchmarks.lib.expert_cases import (
     CONTEXT,
     DECODE,
     GB,
-    LEFT_OUT,
     PLAIN_MMAP,
     ROUTING,
     Case,
@@ -164,7 +164,7 @@ class Rig:
             "model": str((models.bundle if ours else models.gguf).resolve()),
             "prompt": prompt_of(case.prompt),
             "max_tokens": case.their_tokens if engine == "llama.cpp" else case.tokens,
-            "steady_tokens": LEFT_OUT,
+            "steady_tokens": case.left_out,
             "context": CONTEXT,
             "threads": self.args.threads,
             "warm_up": int(case.warm_up > 0),
@@ -195,7 +195,7 @@ class Rig:
         given: int | None = self.args.setting
         if given is not None:
             return case.settings[given]
-        short = replace(case, their_tokens=min(case.their_tokens, LEFT_OUT + 24))
+        short = replace(case, their_tokens=min(case.their_tokens, case.left_out + 24))
         rates = []
         for setting in case.settings:
             found = self._run(short, "llama.cpp", setting)
@@ -264,6 +264,9 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="default: the shape's")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--all-bytes", type=int, default=19 * GB, help="a budget for everything")
+    parser.add_argument(
+        "--later", type=int, default=0, metavar="N", help="decode N tokens more, uncounted, first"
+    )
     parser.add_argument("--setting", type=int, choices=(0, 1), help="llama.cpp's where there are two")
     parser.add_argument("--alone", action="store_true", help="without llama.cpp; then no case holds")
     parser.add_argument("--third", metavar="PROGRAM", help="a third engine; see run_third.py")
@@ -282,7 +285,7 @@ def main() -> int:
     rig, chosen, rows = Rig(models, args), args.case or names, []
     if ROUTING in chosen:
         rows.append(rig.routing())
-    rows += [rig.case(case) for case in ASKED[shape] if case.name in chosen]
+    rows += [rig.case(case.later(args.later)) for case in ASKED[shape] if case.name in chosen]
     passed = all(row["passed"] for row in rows)
     print(f"the shape of {shape.name}, random weights, routed as in a trace\n")
     print(table(rows))

@@ -49,6 +49,7 @@ class Case:
         warm_up: steps computed first, in a context of their own: all, so that all experts are in memory.
         share: least and aimed share of the roofline; zeros: not asked.
         settings: llama.cpp's, of which the fastest in one run each is taken.
+        left_out: generated tokens that decoding is counted behind.
     """
 
     name: str
@@ -62,6 +63,14 @@ class Case:
     warm_up: int = 0
     share: tuple[float, float] = (0.0, 0.0)
     settings: tuple[Mapping[str, Any], ...] = (PLAIN_MMAP,)
+    left_out: int = LEFT_OUT
+
+    def later(self, tokens: int) -> Case:
+        """The same, in which as many tokens more are generated first, if it is one of decoding."""
+        if self.figure != DECODE:
+            return self
+        counted = self.tokens + tokens, self.their_tokens + tokens, self.left_out + tokens
+        return replace(self, tokens=counted[0], their_tokens=counted[1], left_out=counted[2])
 
 
 ROOFLINE = (0.7, 0.87)
@@ -132,7 +141,7 @@ def roofline_seconds(case: Case, found: Round, weights: int, resident: int) -> f
         # What was prefetched in vain needn't have been read.
         steady = found.ours["steady"]
         needed = steady["flash_bytes_read"] - steady["prefetch_wasted_bytes"]
-        flash = needed / (case.tokens - LEFT_OUT)
+        flash = needed / (case.tokens - case.left_out)
         return float(max(flash / found.flash, weights / found.dram) / GB)
     read = found.ours["flash_bytes_read"] + (resident if case.figure == START else 0)
     return float(read / found.flash / GB)
@@ -151,7 +160,7 @@ def milliseconds(case: Case, found: Round) -> dict[str, float]:
     `reading`: a read was under way. `waited`: nothing was left to multiply meanwhile. `managed`: choosing,
     evicting and beginning reads. `flash_cpu`: of the threads that read and compare checksums.
     """
-    steady, tokens = found.ours["steady"], case.tokens - LEFT_OUT
+    steady, tokens = found.ours["steady"], case.tokens - case.left_out
     seconds = {
         "all": tokens / found.ours[case.figure],
         "reading": steady["flash_read_seconds"],
