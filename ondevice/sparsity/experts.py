@@ -83,7 +83,9 @@ class ExpertFetcher(CachedSource):
         count, turns = self._experts.count, max(1, len(found))
         policy = ExpertReuse(turns, count, self._experts.chosen, frequencies)
         allocate = layers[0].piece_memory.slot_allocator
-        cache = PooledCache([count] * turns, slot_bytes, segment_slots, most, policy, keep, allocate)
+        # Where the text depends on what is in memory, the clock decides nothing.
+        waits, widths = substitution > 0.0, [count] * turns
+        cache = PooledCache(widths, slot_bytes, segment_slots, most, policy, keep, allocate, waits)
         self._pool = cache
         self._most = most
         self._dense = dense

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,8 @@ from ondevice.sparsity.experts import ExpertFetcher
 from tests.support.chat import squeeze
 from tests.support.command_line import Run
 from tests.support.families import CASES, write_model
+from tests.support.slow_memory import slow_memory
+from tests.support.trained_models import MIXTURE, own_text
 
 PROMPT = [5, 9, 17, 33, 5, 9, 17, 33, 5, 9, 17, 61, 5, 9]
 ANY = 100.0
@@ -97,6 +100,19 @@ def test_the_same_runs_have_the_same_text(folder: Path) -> None:
         with load(folder, speculation="off", threads=threads, expert_substitution=1.0) as model:
             squeeze(model, 6)
             texts.append([model.generate(tokens=PROMPT, max_tokens=40).tokens for _ in range(3)])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_how_soon_memory_comes_changes_no_text() -> None:
+    """What is held doesn't depend on it, while without substitution passes evict rather than wait."""
+    texts, options = [], {"max_tokens": 40, "logit_bias": dict.fromkeys(range(3), -math.inf)}
+    for seconds in (0.0, 0.02, 0.1):
+        with pytest.MonkeyPatch.context() as patch:
+            slow_memory(patch, seconds)
+            with load(MIXTURE, speculation="off", max_context=128, expert_substitution=1.0) as model:
+                squeeze(model, 4)
+                texts.append(model.generate(tokens=own_text(MIXTURE, 24), **options).tokens)
+    assert len(texts[0]) == 40
     assert texts[0] == texts[1] == texts[2]
 
 

@@ -28,6 +28,7 @@ from ondevice.stats import GenerationStats
 from tests.support.chat import fetch_with, squeeze
 from tests.support.engines import always_draft
 from tests.support.families import OLMOE, QWEN3_MOE, write_model
+from tests.support.slow_memory import slow_memory
 from tests.support.trained_models import MIXTURE, TWIN, own_text
 
 TRAINED = "trained"
@@ -106,10 +107,15 @@ def never_resting(
 
 @contextmanager
 def drafting(
-    bundle: Path, prompt: list[int], drafter: str, policy: Any, prefetch: bool, **options: Any
+    bundle: Path, prompt: list[int], drafter: str, policy: Any, prefetch: bool, late: bool, **options: Any
 ) -> Iterator[Model]:
-    """A model with room for little more than the text: what a context doesn't need yet are slots."""
+    """A model with room for little more than the text: what a context doesn't need yet are slots.
+
+    late: whether memory for them is made ahead, and comes late, as that of large experts may.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        if late:
+            slow_memory(patch, 0.002)
         fetch_with(patch, prefetch=prefetch)
         patch.setattr(ExpertPrefetcher, "next_pass", never_resting)
         if drafter in ("lookup", "recycling", SECOND):
@@ -180,9 +186,11 @@ def test_ten_thousand_tokens(tmp_path: Path, name: str) -> None:
             turn = next(turns)
             for at, drafter in enumerate(drafters):
                 settings: dict[str, Any] = {"drafter": drafter, "threads": threads, "prefill_chunk": chunk}
-                # Every drafter meets every policy, and both of these what is read ahead and what isn't.
+                # Every drafter meets every policy, and both of these what is read ahead and what isn't, and
+                # memory that comes at once and late.
                 settings["policy"] = POLICIES[(turn + at) % len(POLICIES)]
                 settings["prefetch"] = (turn // len(POLICIES) + at) % 2 == 0
+                settings["late"] = (turn // 2 + at) % 2 == 1
                 with drafting(bundle, prompt, **settings) as model:
                     for counts in counted(model, budgets_of(model), expected, prompt):
                         assert counts["differing"] == 0, (settings, counts)
