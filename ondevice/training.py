@@ -99,9 +99,9 @@ def train_predictors(
     options = training.PredictorOptions()
     if tokens is not None:
         options = replace(options, tokens=tokens)
+    goal = _check_target(resolved, output)
     pieces = _pieces(resolved, text, pieces, options.tokens)
     measured = training.check(resolved.bundle, pieces, options)
-    goal = _check_target(resolved, output)
     with _target(resolved, goal) as folder:
         found = training.train_predictors(
             resolved.bundle,
@@ -366,10 +366,11 @@ def train_streams(
     """
     from ondevice.converters.training.streams.options import MultiStreamOptions
 
-    training = _stream_training()
     require_fields(MultiStreamOptions, options)
     chosen = MultiStreamOptions(**options)
     resolved = open_model(model, RuntimeConfig())
+    goal = _check_target(resolved, output)
+    training = _stream_training()
     pieces = _pieces(resolved, text, pieces, chosen.tokens)
     training.check(resolved.bundle, pieces, chosen)
     old = resolved.bundle.streams
@@ -378,7 +379,6 @@ def train_streams(
             f"{resolved.bundle.name} has streams already, trained on {old.trained_tokens} tokens, which new "
             "ones would replace: name another folder with --output, or give --replace"
         )
-    goal = _check_target(resolved, output)
     left = goal.with_name(f"{goal.name}.streams.training")
     trained = training.train_streams(resolved.bundle, pieces, left, chosen, on_progress, on_step)
     with _target(resolved, goal) as folder:

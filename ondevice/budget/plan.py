@@ -237,9 +237,13 @@ class Plan:
     @property
     def kept_slots(self) -> int:
         """Slots that keep neurons or experts while decoding with a full context; 0 where there are none."""
+        return self.kept_slots_beside(self.kv_cache_bytes)
+
+    def kept_slots_beside(self, kv_bytes: int) -> int:
+        """The same beside `kv_bytes` of key/value blocks."""
         if not isinstance(self.segment, SlotShape):
             return 0
-        slots = self.segments_for(self.kv_cache_bytes, DECODE_TOKENS) * self.segment.slots
+        slots = self.segments_for(kv_bytes, DECODE_TOKENS) * self.segment.slots
         return max(0, slots - self.segment.reserve)
 
     def working_bytes(self, tokens: int) -> int:

@@ -281,6 +281,12 @@ class ExpertLayout(PartLayout):
         return tuple(matrix.halves.behind(offset) for offset, matrix in parts)
 
     @cached_property
+    def floats(self) -> tuple[tuple[int, int], ...]:
+        """The bytes of a record that hold float32 values, [start, stop): matrices' biases."""
+        parts = zip(self.part_offsets, self.matrices, strict=True)
+        return tuple((at + it.rows_bytes, at + it.nbytes) for at, it in parts if it.has_bias)
+
+    @cached_property
     def places(self) -> tuple[tuple[RowFormat, int, int | None], ...]:
         """Each matrix's format, its first byte in a record, and that of its biases, or None."""
         parts = zip(self.part_offsets, self.matrices, strict=True)
@@ -453,7 +459,8 @@ class FileLayout:
     """The properties of a file that follow from model and format: its size, its header and its CRC units.
 
     nbytes: None if only the manifest has it (tokenizer files). record: None unless the file holds records.
-    halves: where float16 values are in every record, or in a file without records.
+    halves: where float16 values are in every record, or in a file without records. floats: the same of
+    float32 values, [start, stop).
     """
 
     nbytes: int | None
@@ -462,6 +469,7 @@ class FileLayout:
     crc_units: tuple[int, ...]
     record: RecordLayout | ExpertLayout | None = None
     halves: tuple[HalfRange, ...] = ()
+    floats: tuple[tuple[int, int], ...] = ()
 
     @property
     def halves_period(self) -> int:
@@ -477,13 +485,15 @@ class FileLayout:
 def tensors_layout(tensors: Mapping[str, TensorSpec]) -> FileLayout:
     """Layout of a safetensors file with these tensors."""
     header = resident_header(tensors)
-    halves = []
+    halves, floats = [], []
     offset = len(header)
     for spec in tensors.values():
         if spec.dtype in ("F16", "U8"):
             halves.append(HalfRange(offset, offset + spec.nbytes, mxfp4=spec.dtype == "U8"))
+        if spec.dtype == "F32":
+            floats.append((offset, offset + spec.nbytes))
         offset += spec.nbytes
-    return FileLayout(offset, header, 0, (CRC_BLOCK_BYTES,), halves=tuple(halves))
+    return FileLayout(offset, header, 0, (CRC_BLOCK_BYTES,), halves=tuple(halves), floats=tuple(floats))
 
 
 def file_layout(name: str, config: ModelConfig, quant: QuantConfig) -> FileLayout:
@@ -514,4 +524,5 @@ def _layer_of(name: str) -> int:
 def _record_file(num_records: int, record: RecordLayout | ExpertLayout) -> FileLayout:
     header = record_header(num_records, record.stride)
     nbytes = DATA_OFFSET + num_records * record.stride
-    return FileLayout(nbytes, header, DATA_OFFSET, record.part_bytes, record, record.halves)
+    floats = record.floats if isinstance(record, ExpertLayout) else ()
+    return FileLayout(nbytes, header, DATA_OFFSET, record.part_bytes, record, record.halves, floats)

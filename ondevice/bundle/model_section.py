@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from ondevice.bundle.strict_json import Section
 from ondevice.model_config import (
+    MAX_CHOSEN,
     MAX_DEVIATIONS,
     MAX_EXPERT_NEURONS,
     MAX_EXPERTS,
@@ -235,7 +236,7 @@ def parse_experts(section: Section) -> ExpertsSpec:
         given["jitter"] = section.number("jitter", 0.0, 1.0)
     experts = ExpertsSpec(
         count=section.integer("count", 1, MAX_EXPERTS),
-        chosen=section.integer("chosen", 1, MAX_EXPERTS),
+        chosen=section.integer("chosen", 1, MAX_CHOSEN),
         neurons=section.integer("neurons", 1, MAX_EXPERT_NEURONS),
         scoring=cast(Scoring, section.text("scoring", 16)),
         renormalised=section.boolean("renormalised"),

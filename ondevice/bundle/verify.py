@@ -51,6 +51,8 @@ SIDECARS = (
     EAGLE_SIDECAR,
     MTP_SIDECAR,
 )
+FLOAT_BYTES = 1 << 20
+"""Most bytes of float32 values that are looked at together."""
 _REMEDY = "the bundle is damaged, convert the model again"
 
 
@@ -207,6 +209,9 @@ def _verify_file(
         raise BundleError(f"{name}: byte {stain} is padding and not zero")
     if broken is not None:
         raise BundleError(f"{name}: the scale or weight at byte {broken} is not finite")
+    broken = _broken_float(file, layout)
+    if broken is not None:
+        raise BundleError(f"{name}: the float at byte {broken} is not finite")
 
 
 def _different_gates(bundle: Bundle, layer: int) -> BundleError:
@@ -284,6 +289,19 @@ def _broken_half(chunk: np.ndarray, layout: FileLayout, offset: int) -> int | No
             if broken.size:
                 row, at = broken[0]
                 return offset + int(row) * (period or 0) + start + int(at)
+    return None
+
+
+def _broken_float(file: CheckedFile, layout: FileLayout) -> int | None:
+    """File offset of a float32 that isn't finite; or None."""
+    period = layout.halves_period
+    for base in range(layout.crc_start, file.nbytes, period) if period else (0,):
+        for start, stop in layout.floats:
+            for at in range(base + start, base + stop, FLOAT_BYTES):
+                values = read_range(file.path, at, min(FLOAT_BYTES, base + stop - at))
+                broken = np.flatnonzero(~np.isfinite(np.frombuffer(values, "<f4")))
+                if broken.size:
+                    return at + 4 * int(broken[0])
     return None
 
 

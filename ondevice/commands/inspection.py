@@ -228,10 +228,10 @@ def _expert_lines(resolved: ResolvedModel) -> list[str]:
     total, cycle = found["layers"] * found["count"], found["layers"] * found["chosen"]
     line = (
         f"experts: {found['count']} in each of {found['layers']} layers, {size(found['expert_bytes'])} each; "
-        f"a token's cycle is {cycle} of them, {size(found['cycle_bytes'])}; the budget keeps "
-        f"{found['in_memory']} of {total}"
+        f"a token's cycle is {cycle} of them, {size(found['cycle_bytes'])}; with a full context the budget "
+        f"keeps {found['in_memory']} of {total}"
     )
-    below = "less than a token's cycle: most are read for each token"
+    below = "less than a token's cycle: most are then read for each token"
     lossy, costs = lossy_lines(resolved), resolved.bundle.expert_costs
     if costs is not None:
         lossy += [f"  {row}" for row in expert_cost_table(costs).splitlines()]
@@ -247,8 +247,9 @@ def _hit_lines(resolved: ResolvedModel, found: dict[str, Any]) -> list[str]:
         f"{percent(it['expected_hits'])} in {size(it['budget_bytes'])}" for it in found["hits_by_budget"]
     )
     return [
-        f"hits to expect: {percent(hits)} of lookups, as on {use.replayed_tokens:,} tokens of a text",
-        f"  with this context, by budget: {', '.join(others)}",
+        f"hits to expect with a full context: {percent(hits)} of lookups, as on {use.replayed_tokens:,} "
+        "tokens of a text",
+        f"  by budget: {', '.join(others)}",
     ]
 
 

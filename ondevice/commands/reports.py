@@ -7,7 +7,7 @@ from statistics import mean
 
 from ondevice.budget.limits import context_words
 from ondevice.budget.plan import Plan
-from ondevice.budget.sizes import DECODE_TOKENS
+from ondevice.budget.sizes import DECODE_TOKENS, SlotShape
 from ondevice.bundle.parts import layer_words
 from ondevice.bundle.reader import Bundle
 from ondevice.model_config import WHOLE
@@ -43,9 +43,10 @@ def fewer_experts(chosen: int, own: int) -> str:
 
 def substitution(within: float) -> str:
     """What `--expert-substitution` does to the text, in one line."""
+    deviations = f"{within:g} standard deviation{'s' * (within != 1.0)}"
     return (
-        f"lossy: an expert in memory takes the place of a missing one that scores up to {within:g} standard "
-        "deviations higher (--expert-substitution); the text depends on what is in memory"
+        f"lossy: an expert in memory takes the place of a missing one that scores up to {deviations} "
+        "higher (--expert-substitution); the text depends on what is in memory"
     )
 
 
@@ -91,11 +92,13 @@ def pressure_summary(found: MemoryPressure) -> str:
 
 def residency(plan: Plan) -> str:
     """What will be in memory and what is read from flash, in one line. `stats_line` uses the same plan."""
-    least = plan.segment.least
-    start, full = (
-        plan.segments_for(kv, DECODE_TOKENS) - least for kv in (plan.kv_block_bytes, plan.kv_cache_bytes)
-    )
-    total = plan.segment.total - least
+    segment, blocks = plan.segment, (plan.kv_block_bytes, plan.kv_cache_bytes)
+    if isinstance(segment, SlotShape):
+        start, full = map(plan.kept_slots_beside, blocks)
+        total = segment.total * segment.slots - segment.reserve
+    else:
+        start, full = (plan.segments_for(kv, DECODE_TOKENS) - segment.least for kv in blocks)
+        total = segment.total - segment.least
     if plan.reads_once:
         return "everything will be resident, read from flash once, as tokens first need it"
     if not plan.offloads_weights:

@@ -18,7 +18,7 @@ from ondevice.bundle.layout import RESIDENT
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import RuntimeConfig, Sparsity
-from ondevice.errors import UsageError
+from ondevice.errors import UnsupportedModelError, UsageError
 from ondevice.measure.ablation_rows import (
     AblationRow,
     measured_row,
@@ -216,6 +216,11 @@ def _resolved(model: Name | None, runtime: RuntimeConfig) -> tuple[ResolvedModel
     opened = open_model(model, runtime)
     opened.warn()
     bundle = opened.bundle
+    if bundle.config.experts is not None:
+        raise UnsupportedModelError(
+            f"--ablation isn't possible with {bundle.name}: it selects neurons of dense feed-forwards, and "
+            "this model has experts; `ondevice bench` measures it as it runs"
+        )
     sparsity = runtime.sparsity
     if sparsity == "auto":
         sparsity = _selecting(bundle)

@@ -197,7 +197,7 @@ def _draw_reads(found: Profile, axes: Axes) -> None:
     axes.set_ylim(bottom=0)
     if rates:
         axes.legend()
-    _title(axes, found.model, f"random {found.reads.io} reads of neuron files")
+    _title(axes, found.model, f"random {found.reads.io} reads of the feed-forward")
 
 
 def _save_comparison(found: Comparison, path: Path) -> None:

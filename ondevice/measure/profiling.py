@@ -87,7 +87,8 @@ class CacheMisses:
 class Profile:
     """The result of `profile`.
 
-    tokens: length of the text that ran, 0 if none did. firing, misses: None if gates are hardly ever zero.
+    tokens: length of the text that ran, 0 if none did. firing, misses: None if gates are hardly ever zero,
+        and with experts.
     notes: sentences on what is missing or doubtful, and why.
     """
 
@@ -139,7 +140,13 @@ def profile(
         notes.append(f"its layers have from {min(config.widths):,} to {config.widest:,} neurons")
     firing = misses = None
     source, total = "none", 0
-    if config.has_exact_zeros:
+    if config.experts is not None:
+        notes.append(
+            f"a token uses {config.experts.chosen} of each layer's {config.experts.count} experts, of "
+            f"{config.experts.neurons:,} neurons each; `ondevice train expert-use` counts which, and what "
+            "caches of them hit, so no text was run"
+        )
+    elif config.has_exact_zeros:
         source, pieces = _pieces(resolved, text, pieces, tokens, on_progress)
         total = sum(map(len, pieces))
         with recorded_gates(
@@ -153,9 +160,9 @@ def profile(
             " there is no sparsity to show, nothing for a cache to choose, and no text was run"
         )
     on_progress(0.9, "reads")
-    reads = measure_throughput(
-        [bundle.neuron_file(layer) for layer in range(config.num_layers)], (DEFAULT_THREADS, MANY_THREADS)
-    )
+    files = [bundle.expert_file(layer) for layer in config.expert_layers]
+    files = files or [bundle.neuron_file(layer) for layer in range(config.num_layers)]
+    reads = measure_throughput(files, (DEFAULT_THREADS, MANY_THREADS))
     on_progress(1.0, "done")
     return Profile(
         model=bundle.name,
@@ -321,7 +328,7 @@ def read_doubts(io: str, file_bytes: int) -> list[str]:
         )
     if file_bytes < LITTLE_BYTES:
         notes.append(
-            f"the neuron files have {format_bytes(file_bytes)} in all, which the device may hold in "
+            f"the files read have {format_bytes(file_bytes)} in all, which the device may hold in "
             "memory of its own: a large model's reads may be slower"
         )
     return notes
@@ -333,6 +340,7 @@ def _read_notes(reads: Throughput) -> list[str]:
     if missing:
         listed = ", ".join(f"{nbytes >> 10} KiB" for nbytes in missing)
         notes.append(
-            f"no reads of {listed}: that is less than what a checksum covers, or more than a neuron file has"
+            f"no reads of {listed}: that is less than what a checksum covers, or more than a file of the "
+            "feed-forward has"
         )
     return notes

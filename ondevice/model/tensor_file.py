@@ -75,9 +75,12 @@ class TensorFile:
         """The one-dimensional float32 tensor `name`. Raises BundleError if a value isn't finite."""
         span = self._spans.tensor_span(name)
         values: Float32 = self.read(span.offset, span.nbytes).view(np.float32)
-        if not np.isfinite(values).all():
+        broken = np.flatnonzero(~np.isfinite(values))
+        if broken.size:
+            at = int(broken[0])
             raise BundleError(
-                f"{self._file.path.name}: {name} holds values that are not finite; make it again"
+                f"{self._file.path.name}: {name} holds values that are not finite: {values[at]} at {at}; "
+                "make the file again"
             )
         return values
 

@@ -397,7 +397,7 @@ def _modes_of_experts(
         chosen += "; --expert-substitution: near ones instead of missing ones, and not the same text"
     return (
         SparsityMode("dense", False, "a token is defined by the experts that it chooses, not by all of them"),
-        SparsityMode("exact", False, "`experts` leaves out what adds nothing, where activations make zeros"),
+        SparsityMode("exact", False, "`experts` is exact, and leaves out neurons that add nothing as well"),
         SparsityMode("predicted", False, NO_SIDECARS),
         SparsityMode("threshold", thresholds is not None, threshold),
         SparsityMode("experts", True, chosen),
@@ -412,7 +412,8 @@ def _least_chosen(experts: ExpertsSpec) -> int:
 def with_chosen_experts(config: ModelConfig, chosen: int) -> ModelConfig:
     """The model with `chosen` experts for each token, those with the highest scores; 0 for its own number.
 
-    Raises UnsupportedModelError for more than its own, for a model without experts and for a sparsemixer.
+    Raises UsageError for more than its own, UnsupportedModelError for a model without experts and for a
+    sparsemixer.
     """
     experts = config.experts
     if not chosen or (experts is not None and chosen == experts.chosen):
@@ -421,8 +422,12 @@ def with_chosen_experts(config: ModelConfig, chosen: int) -> ModelConfig:
         raise UnsupportedModelError(f"--experts {chosen} isn't possible with this model: it has no experts")
     least = _least_chosen(experts)
     if not least <= chosen < experts.chosen:
-        can = f"1 to {experts.chosen}" if least == 1 else f"{least} alone, as its router is a sparsemixer"
-        raise UnsupportedModelError(f"--experts {chosen} isn't possible with this model: it can have {can}")
+        if least == 1:
+            raise UsageError(f"--experts {chosen}: each token of this model chooses 1 to {experts.chosen}")
+        raise UnsupportedModelError(
+            f"--experts {chosen} isn't possible with this model: it can have {least} alone, as its router is "
+            "a sparsemixer"
+        )
     layers = (replace(it, experts=it.experts and replace(it.experts, chosen=chosen)) for it in config.layers)
     part = config.part
     if part.experts is not None:

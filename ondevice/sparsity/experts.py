@@ -190,7 +190,7 @@ class ExpertFetcher(CachedSource):
         return () if self._dense is None else self._dense.offloaded(layer, batch)
 
     def substitutes(self, layer: int, routing: Routing) -> Substitutes | None:
-        if not self._substitutes:
+        if not self._substitutes or self._cache.holds_all:
             return None
         turn, ids = self._turns[layer], routing.experts
         if len(self._cache.held(turn, ids)) == len(ids):

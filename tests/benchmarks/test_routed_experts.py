@@ -147,11 +147,10 @@ def test_bytes_of_a_token() -> None:
 
 
 def a_round(rate: float, theirs: float | None, gigabytes: float) -> cases.Round:
-    """Ours read so much from flash, at 2 GB/s, past the first tokens, and 64 GB more in vain."""
-    steady = dict.fromkeys(
-        ("flash_read_seconds", "waited_seconds", "managed_seconds", "flash_cpu_seconds"), 1.28
-    )
+    """Ours read so much from flash past the first tokens, in 128 seconds, and 64 GB more in vain."""
+    steady = dict.fromkeys(("waited_seconds", "managed_seconds", "flash_cpu_seconds"), 1.28)
     steady |= {"flash_bytes_read": (gigabytes + 64) * 1e9, "prefetch_wasted_bytes": 64e9}
+    steady["flash_read_seconds"] = 128.0
     ours = {"survived": True, CASE.figure: rate, "steady": steady}
     rival = LOST if theirs is None else {"survived": True, CASE.figure: theirs}
     return cases.Round(ours, rival, flash=2.0, dram=20.0)
@@ -175,19 +174,35 @@ def test_a_case_holds_by_medians(
     row = cases.verdict(CASE, rounds, WEIGHTS, 0)
     assert (row["share"], row["passed"]) == (pytest.approx(share), passed)
     assert row["milliseconds"][0] == pytest.approx(
-        {"all": 1000 / rates[0], "reading": 10, "waited": 10, "managed": 10, "flash_cpu": 10}, abs=0.01
+        {"all": 1000 / rates[0], "reading": 1000, "waited": 10, "managed": 10, "flash_cpu": 10}, abs=0.01
     )
     assert ("held |" if passed else "MISSED |") in cases.table([row])
 
 
 def test_starts_are_better_when_shorter() -> None:
     case = next(case for case in cases.CASES if case.name == "start-8")
-    ours = {"survived": True, case.figure: 2.0, "flash_bytes_read": 1e9}
+    ours = {"survived": True, case.figure: 2.0, "flash_bytes_read": 1e9, "flash_read_seconds": 1.0}
     found = cases.Round(ours, {"survived": True, case.figure: 8.0}, flash=2.0, dram=20.0)
     row = cases.verdict(case, [found], WEIGHTS, 1_000_000_000)
     assert (row["ratio"], row["share"], row["passed"]) == (4.0, 0.5, True)
     alone = cases.verdict(case, [replace(found, theirs=None)], WEIGHTS, 0)
     assert (alone["passed"], alone["reason"]) == (False, "llama.cpp didn't run")
+
+
+@pytest.mark.parametrize(("seconds", "share"), [(0.0, 0.5), (1.0, 0.5), (0.25, 0.25)])
+def test_a_roofline_has_the_better_of_both_rates(seconds: float, share: float) -> None:
+    """Of what flash gave beside the run, 2 GB/s, and of what the run got while it read."""
+    case = next(case for case in cases.CASES if case.name == "start-8")
+    ours = {"survived": True, case.figure: 1.0, "flash_bytes_read": 1e9, "flash_read_seconds": seconds}
+    found = cases.Round(ours, None, flash=2.0, dram=20.0)
+    assert cases.share_of_roofline(case, found, WEIGHTS, 0) == pytest.approx(share)
+
+
+def test_later_tokens_are_a_case_of_their_own() -> None:
+    later = CASE.later(256)
+    assert (later.name, later.at_least, later.share) == (f"{CASE.name}, 256 later", 0, CASE.share)
+    assert later.tokens - later.left_out == CASE.tokens - CASE.left_out
+    assert CASE.later(0) is CASE
 
 
 @pytest.mark.parametrize(

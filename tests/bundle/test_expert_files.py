@@ -152,3 +152,20 @@ def test_records_of_experts_are_written_in_pieces(tmp_path: Path) -> None:
     writer.write_records(EXPERTS, iter(np.split(data, [1, 5000, 30000])))
     file = writer.written(EXPERTS)
     assert (file.crcs == crc32c(data, file.crc_units)).all()
+
+
+@pytest.mark.parametrize("name", ["resident.safetensors", EXPERTS])
+def test_a_float_that_is_not_finite_is_found(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm, and an expert's bias: every hash is made to match, as another writer's would."""
+    monkeypatch.setattr(verify, "FLOAT_BYTES", 64)
+    folder = made(tmp_path / "bundle")
+    bundle = Bundle.open(folder)
+    layout = file_layout(name, bundle.config, bundle.quant)
+    base = DATA_OFFSET + 4 * 24576 if name == EXPERTS else 0
+    offset = base + layout.floats[-1][1] - 4
+    overwrite(name, offset, b"\x00\x00\xc0\x7f")(folder)
+    reseal(folder, name)
+    with pytest.raises(BundleError, match=f"{name}: the float at byte {offset} is not finite; the bundle is"):
+        verify.verify(folder, crc32c)

@@ -134,6 +134,8 @@ def experts(recipe: Recipe, layer: int) -> Iterator[np.ndarray]:
             for place in range(halves.times):
                 at = halves.start + halves.step * place
                 record[at : at + size] = _halves(random, 1, size // 2)[0]
+        for start, stop in layout.floats:
+            record[start:stop] = random.standard_normal((stop - start) // 4).astype(np.float32).view(np.uint8)
         yield record
 
 

@@ -161,7 +161,7 @@ def test_inspect_says_what_to_expect(calibrated: Path, ondevice: Run) -> None:
     use = use_of(calibrated)
     assert found["expected_hits"] == use.expected_hits(found["in_memory"], LAYERS * EXPERTS)
     text = ondevice("inspect", "-m", calibrated, *arguments).out
-    assert f"hits to expect: {100 * found['expected_hits']:.1f} % of lookups" in text
+    assert f"hits to expect with a full context: {100 * found['expected_hits']:.1f} % of lookups" in text
     # Fewer experts than the model's own are another routing, and without a calibration nothing is known.
     fewer = ondevice("inspect", "-m", calibrated, *arguments, "--experts", 2, "--json").json["experts"]
     plain = ondevice("inspect", "-m", MIXTURE, *arguments, "--json").json["experts"]
@@ -189,7 +189,7 @@ def test_inspect_says_what_other_budgets_hit(calibrated: Path) -> None:
 def test_all_in_memory_hits_always(calibrated: Path) -> None:
     resolved = resolve(Bundle.open(calibrated), RuntimeConfig(backend="cpu", dram_budget="8GB"))
     assert inspection(resolved)["experts"]["expected_hits"] == 1
-    assert "hits to expect: 100.0 % of lookups" in inspection_text(resolved)
+    assert "hits to expect with a full context: 100.0 % of lookups" in inspection_text(resolved)
 
 
 def test_the_command_adds_to_the_model(calibrated: Path, tmp_path: Path, ondevice: Run) -> None:

@@ -220,7 +220,7 @@ def test_inspect_knows_a_tokens_cycle(folder: Path) -> None:
     assert facts["cycle_bytes"] == 3 * 3 * nbytes
     assert (facts["count"], facts["chosen"], facts["in_memory"]) == (8, 3, 24)
     assert f"a token's cycle is 9 of them, {format_bytes(9 * nbytes)}" in text
-    assert "the budget keeps 24 of 24" in text
+    assert "with a full context the budget keeps 24 of 24" in text
 
 
 @pytest.mark.parametrize(

@@ -66,11 +66,21 @@ class Case:
     left_out: int = LEFT_OUT
 
     def later(self, tokens: int) -> Case:
-        """The same, in which as many tokens more are generated first, if it is one of decoding."""
-        if self.figure != DECODE:
+        """The same, in which as many tokens more are generated first, if it is one of decoding.
+
+        No ratio is asked of it.
+        """
+        if self.figure != DECODE or not tokens:
             return self
-        counted = self.tokens + tokens, self.their_tokens + tokens, self.left_out + tokens
-        return replace(self, tokens=counted[0], their_tokens=counted[1], left_out=counted[2])
+        return replace(
+            self,
+            name=f"{self.name}, {tokens} later",
+            at_least=0,
+            aim=0,
+            tokens=self.tokens + tokens,
+            their_tokens=self.their_tokens + tokens,
+            left_out=self.left_out + tokens,
+        )
 
 
 ROOFLINE = (0.7, 0.87)
@@ -86,11 +96,14 @@ CASES = (
     Case("start-8", 3, 6, START, 8 * GB, prompt=16, tokens=1, their_tokens=1),
 )
 NOTHING_ASKED = tuple(replace(case, at_least=0, aim=0, share=(0.0, 0.0)) for case in CASES)
+SMALL = ("decode-4", "decode-8")
 HYBRID_CASES = tuple(
-    replace(case, share=ROOFLINE if case.name in ("decode-4", "decode-8") else case.share)
-    for case in NOTHING_ASKED
+    replace(case, share=ROOFLINE if case.name in SMALL else case.share) for case in NOTHING_ASKED
 )
-ASKED = {QWEN3_30B_A3B: CASES, GPT_OSS_20B: NOTHING_ASKED, QWEN36_35B_A3B: HYBRID_CASES}
+GPT_OSS_CASES = tuple(
+    case if case.name in SMALL else other for case, other in zip(CASES, NOTHING_ASKED, strict=True)
+)
+ASKED = {QWEN3_30B_A3B: CASES, GPT_OSS_20B: GPT_OSS_CASES, QWEN36_35B_A3B: HYBRID_CASES}
 """Cases by shape."""
 ROUTING = "routing"
 
@@ -142,9 +155,18 @@ def roofline_seconds(case: Case, found: Round, weights: int, resident: int) -> f
         steady = found.ours["steady"]
         needed = steady["flash_bytes_read"] - steady["prefetch_wasted_bytes"]
         flash = needed / (case.tokens - case.left_out)
-        return float(max(flash / found.flash, weights / found.dram) / GB)
+        return float(max(flash / flash_rate(found.flash, steady), weights / found.dram) / GB)
     read = found.ours["flash_bytes_read"] + (resident if case.figure == START else 0)
-    return float(read / found.flash / GB)
+    return float(read / flash_rate(found.flash, found.ours) / GB)
+
+
+def flash_rate(beside: float, reads: Mapping[str, Any]) -> float:
+    """GB/s that the device can give: `beside` the run, or to the run while it read, whichever is more.
+
+    Reads of several experts at once may get more than what is measured beside.
+    """
+    seconds = reads["flash_read_seconds"]
+    return max(beside, reads["flash_bytes_read"] / seconds / GB if seconds else 0.0)
 
 
 def share_of_roofline(case: Case, found: Round, weights: int, resident: int) -> float:

@@ -47,9 +47,10 @@ class RoutingTrace:
         gates[layer, token, self.chosen[token, layer, place]] = 1
         return gates
 
-    def slots(self, budget_mib: float) -> int:
-        """Experts of mean size that a budget holds."""
-        return int(budget_mib * 2**20 / self.expert_bytes.mean())
+    def slots(self, budget_mib: float, largest: bool = False) -> int:
+        """Experts of mean size that a budget holds, or of the largest layers' size."""
+        each = self.expert_bytes.max() if largest else self.expert_bytes.mean()
+        return int(budget_mib * 2**20 / each)
 
 
 def read_trace(name: str) -> RoutingTrace:
