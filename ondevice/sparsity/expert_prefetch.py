@@ -104,9 +104,10 @@ class ExpertPrefetcher:
         started = time.perf_counter()
         (coming, experts), self._likely = self._likely, None
         cache, most = self._cache, self._most - len(self._late)
-        if experts and not cache.has_room(min(len(experts), most)):
-            # These go at the end of this turn anyhow.
-            cache.evict_to_share(turn, np.array(kept, dtype=np.int32))
+        count = min(len(experts), most)
+        if count > 0 and not cache.has_room(count):
+            # What is above the room goes at the end of this turn anyhow.
+            cache.evict_for(count, turn, np.array(kept, dtype=np.int32))
         for expert in experts[: max(0, most)]:
             if not cache.has_room(1):
                 break

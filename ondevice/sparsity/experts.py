@@ -243,7 +243,8 @@ class ExpertFetcher(CachedSource):
         """Begin to read as many of the missing experts as there is room for; `kept` are still needed."""
         cache, turn = self._cache, self._turns[layer]
         while missing and len(under_way) < self._most:
-            if not cache.has_room(1) and not self._pool.make_room(turn, np.array(kept, dtype=np.int32)):
+            count = min(len(missing), self._most - len(under_way))
+            if not cache.has_room(1) and not self._pool.make_room(count, turn, np.array(kept, np.int32)):
                 return
             # Slots may be used by computations of a backend that are still under way.
             memory = self._layers[layer].piece_memory

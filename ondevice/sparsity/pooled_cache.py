@@ -66,17 +66,23 @@ class PooledCache(NeuronCache):
             self._add_segment()
         return self._num_free >= count
 
-    def make_room(self, layer: int, keep: Int32) -> bool:
-        """Whether a missing neuron can get a slot after all: others are evicted, but none of the layer's in
-        `keep`. Called where there is no room.
+    def make_room(self, count: int, layer: int, keep: Int32) -> bool:
+        """Whether one of `count` missing neurons, or more, can get a slot after all: others are evicted, but
+        none of the layer's in `keep`. Called where there is no room.
+        """
+        self.evict_for(count, layer, keep)
+        return self.has_room(1) or super().has_room(1)
+
+    def evict_for(self, count: int, layer: int, keep: Int32) -> None:
+        """Evict what is above the room there is, and what stands where memory for `count` neurons isn't given
+        yet, but none of the layer's in `keep`.
 
         Rather than to wait for fresh memory, what is worth least goes, if anything may: in a virtual machine
         flash can bring it again sooner.
         """
         self.evict_to_share(layer, keep)
-        if not self.has_room(1) and len(self._segments) < self._quota:
-            self._evict_least(1, layer, keep)
-        return self.has_room(1) or super().has_room(1)
+        if len(self._segments) < self._quota and not self.has_room(count):
+            self._evict_least(count - self._num_free, layer, keep)
 
     def _evict_least(self, over: int, layer: int, keep: Int32 | None) -> None:
         worth, kept = self._pool_policy.pool_scores(layer), _NO_IDS if keep is None else keep

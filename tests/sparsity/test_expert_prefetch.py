@@ -19,6 +19,7 @@ from tests.support.chat import squeeze
 from tests.support.families import CASES, write_model
 from tests.support.fault_rounds import assert_nothing_leaked
 from tests.support.flash_files import flip_byte
+from tests.support.slow_memory import slow_memory
 
 PROMPT = [5, 9, 200, 31]
 TOKENS = 50
@@ -68,6 +69,24 @@ def model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
         segment = loaded.plan.segment
         squeeze(loaded, (segment.total - segment.least) // 3)
         yield loaded
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of all but the first segments never comes while a text is made."""
+    slow_memory(monkeypatch, 0.5)
+
+
+def test_memory_that_comes_late_is_not_waited_for(
+    late: None, model: Model, expected: tuple[int, ...]
+) -> None:
+    """Experts are prefetched into slots of others meanwhile."""
+    assert text(model) == expected
+    neurons = model._engine._neurons
+    assert isinstance(neurons, ExpertFetcher)
+    assert len(neurons._cache._segments) < neurons._cache._quota
+    assert prefetcher(model).quality.used > 0
+    assert_nothing_leaked(model)
 
 
 def test_they_hit_and_change_nothing(model: Model, expected: tuple[int, ...]) -> None:

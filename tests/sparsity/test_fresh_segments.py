@@ -123,19 +123,19 @@ def test_a_pool_evicts_rather_than_waits_for_fresh_memory(monkeypatch: pytest.Mo
     given.clear()
     assert cache._num_free == 0
     assert not cache.has_room(1)
-    # The segment that is being made isn't there: one of the other layer's goes, and none that is kept.
-    assert cache.make_room(0, kept)
-    assert cache._num_free == 1
+    # The segment that is being made isn't there: two of the other layer's go, and none that is kept.
+    assert cache.make_room(2, 0, kept)
+    assert cache._num_free == 2
     assert len(cache.held(0, kept)) == 4
-    assert len(cache.held(1, kept)) == 3
+    assert len(cache.held(1, kept)) == 2
     cache.acquire(0, np.array([4], dtype=np.int32))
     # Once it is there, nothing goes.
     given.set()
     while not cache._fresh.is_ready() and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert cache.has_room(1)
-    assert cache._num_free == slots
-    assert len(cache.held(1, kept)) == 3
+    assert cache.has_room(2)
+    assert cache._num_free == slots + 1
+    assert len(cache.held(1, kept)) == 2
     cache.close()
 
 
@@ -144,7 +144,7 @@ def test_where_nothing_may_go_fresh_memory_is_waited_for() -> None:
     cache = PooledCache([16], LARGE // slots, slots, slots, policy)
     cache.resize(3)
     cache.acquire(0, np.arange(4, dtype=np.int32))
-    assert cache.has_room(1) or cache.make_room(0, np.arange(16, dtype=np.int32))
+    assert cache.has_room(1) or cache.make_room(1, 0, np.arange(16, dtype=np.int32))
     cache.acquire(0, np.array([4], dtype=np.int32))
     assert len(cache.held(0, np.arange(16, dtype=np.int32))) == 5
     cache.close()
