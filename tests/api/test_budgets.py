@@ -100,7 +100,7 @@ def test_a_real_models_two_hundred_tokens_whatever_the_settings(stories_bundle: 
             changed.append(event.token)
             if index % 50 == 25:
                 smallest = model.plan.minimum_budget_bytes
-                model.set_dram_budget("1GB" if model.plan.offloads_weights else smallest)
+                model.set_dram_budget("4GB" if model.plan.offloads_weights else smallest)
         assert tuple(changed[:-1]) == expected
 
 

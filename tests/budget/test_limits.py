@@ -196,10 +196,10 @@ def test_a_budget_above_a_groups_limit_is_refused_before_anything_is_read(
     limit = (plan.minimum_budget_bytes + plan.full_bytes) // 2
     rooms(limit)
     options = ("-m", SHIPPED, "--sparsity", "dense", "--speculation", "off")
-    shown = ondevice("inspect", *options, "--dram-budget", "1GB")
+    shown = ondevice("inspect", *options, "--dram-budget", "4GB")
     assert re.search(r"^fits: no; the control group /box allows ", shown.out, re.MULTILINE)
     monkeypatch.setattr("ondevice.runtime.engine.Engine._load", None)
-    refused = ondevice("generate", *options, "--dram-budget", "1GB", "-p", "One")
+    refused = ondevice("generate", *options, "--dram-budget", "4GB", "-p", "One")
     assert refused.code == 5
     assert "is more than the control group /box allows" in refused.err
     assert f"or take --dram-budget {limit} or less" in refused.err
@@ -216,7 +216,7 @@ def test_a_loaded_model_is_not_given_more_than_the_limit(rooms: Rooms) -> None:
         rooms((plan.minimum_budget_bytes + plan.full_bytes) // 2)
         before = model.plan
         with pytest.raises(BudgetError, match="the control group /box allows"):
-            model.set_dram_budget("1GB")
+            model.set_dram_budget("4GB")
         assert model.plan is before
 
 

@@ -24,7 +24,7 @@ from ondevice.runtime.resolving import ResolvedModel
 from tests.support.paths import SHIPPED
 from tests.support.ranks import end_ring, ring_of
 
-RUNTIME = RuntimeConfig(dram_budget="1GB", max_context=64, threads=1)
+RUNTIME = RuntimeConfig(dram_budget="4GB", max_context=64, threads=1)
 
 
 def met(bundles: Sequence[Bundle], runtime: RuntimeConfig = RUNTIME) -> list[tuple[int, int]]:

@@ -102,14 +102,14 @@ def test_the_same_runs_have_the_same_text(folder: Path) -> None:
 def test_how_soon_memory_comes_changes_no_text() -> None:
     """What is held doesn't depend on it, while without substitution passes evict rather than wait."""
     texts, options = [], {"max_tokens": 40, "logit_bias": dict.fromkeys(range(3), -math.inf)}
-    for seconds in (0.0, 0.02, 0.1):
+    for seconds in (0.0, 0.05):
         with pytest.MonkeyPatch.context() as patch:
             slow_memory(patch, seconds)
             with load(MIXTURE, speculation="off", max_context=128, expert_substitution=1.0) as model:
                 squeeze(model, 4)
                 texts.append(model.generate(tokens=own_text(MIXTURE, 24), **options).tokens)
     assert len(texts[0]) == 40
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1]
 
 
 def test_prompts_are_exact(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def running_ranks(
     expected: an error that ends other ranks.
     """
     whole = Bundle.open(folder)
-    runtime = RuntimeConfig(**{"memory_pressure": "off", "threads": 1, "dram_budget": "1GB", **options})
+    runtime = RuntimeConfig(**{"memory_pressure": "off", "threads": 1, "dram_budget": "4GB", **options})
     edges = [0, *cuts, whole.config.num_layers]
     parts = [_part(whole, edges, rank, runtime) for rank in range(len(edges) - 1)]
     transports, errors = ring_of(len(parts)), list[BaseException]()
