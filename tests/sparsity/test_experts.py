@@ -125,7 +125,7 @@ def test_memory_that_comes_late_changes_no_bit(
     folder: Path, expected: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts are evicted before all slots exist, as what is still being made isn't waited for."""
-    slow_memory(monkeypatch, 0.003)
+    slow_memory(monkeypatch, 0.05)
     early, evict = [0], PooledCache._evict_least
 
     def spied(cache: PooledCache, *args: Any) -> None:
