@@ -119,8 +119,9 @@ def test_a_pool_evicts_rather_than_waits_for_fresh_memory(monkeypatch: pytest.Mo
     deadline = time.monotonic() + 30
     while not cache._fresh.is_ready() and time.monotonic() < deadline:
         time.sleep(0.001)
-    cache.acquire(1, np.arange(4, dtype=np.int32))
+    # The segment that is there is taken, and the next begun, which takes until `given` is set again.
     given.clear()
+    cache.acquire(1, np.arange(4, dtype=np.int32))
     assert cache._num_free == 0
     assert not cache.has_room(1)
     # The segment that is being made isn't there: two of the other layer's go, and none that is kept.
