@@ -248,8 +248,9 @@ def _open_reader(resolved: ResolvedModel) -> tuple[FlashReader, CostModel]:
     bundle, runtime, segment = resolved.bundle, resolved.runtime, resolved.plan.segment
     files = bundle_files(bundle, runtime.sparsity, resolved.runs_streams)
     if not isinstance(segment, SlotShape) or bundle.config.experts is not None:
-        # Large reads need few at once.
-        return FlashReader(files, runtime.io), UNMEASURED
+        # Large reads need few at once. Experts arrive while others are multiplied: one thread disturbs that
+        # less.
+        return FlashReader(files, runtime.io, ring=bundle.config.experts is not None), UNMEASURED
     costs = device_costs([bundle.neuron_file(layer) for layer in range(bundle.config.num_layers)])
     threads = min(FETCH_DEPTH, costs.threads(segment.slot_bytes))
     return FlashReader(files, runtime.io, threads, ring=True), costs

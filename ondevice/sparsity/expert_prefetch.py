@@ -9,7 +9,6 @@ reading has begun. No result depends on any of it.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -46,8 +45,8 @@ class Prefetched(NamedTuple):
 
 
 @dataclass
-class _Waits:
-    """Missing experts of some passes, and seconds spent waiting for them and choosing them."""
+class _Times:
+    """Missing experts of some passes, and seconds spent on experts but for multiplying them."""
 
     experts: int = 0
     seconds: float = 0.0
@@ -76,9 +75,11 @@ class ExpertPrefetcher:
         """Experts that weren't wanted, and that are still being read."""
         self._passes = 0
         """Passes since trials began anew."""
-        self._without = self._with = self._now = _Waits()
-        """Waits in the last trials without prefetch, in those with it, and in the pass that runs: `_now` is
+        self._without = self._with = self._now = _Times()
+        """Times of the last trials without prefetch, of those with it, and of the pass that runs: `_now` is
         one of the two, or neither where the pass is no trial."""
+        self._spent = 0.0
+        """Seconds spent on experts until the pass that runs."""
         self.on = False
         """Whether this pass prefetches."""
         self.quality = PrefetchQuality()
@@ -90,18 +91,17 @@ class ExpertPrefetcher:
 
     def expect(self, turn: int, chosen: Callable[[], Int32]) -> None:
         """Note that the turn after this one likely wants chosen() (T, k). `begin` then reads them."""
-        started = time.perf_counter()
-        likely, rows = np.unique(chosen(), return_counts=True)
-        likely = likely[np.argsort(-rows, kind="stable")]
-        held = self._cache.held(turn, likely)
-        self._likely = turn, [expert for expert in likely.tolist() if expert not in held]
-        self.count_wait(time.perf_counter() - started)
+        ids = chosen()
+        likely = ids[0]
+        if len(ids) > 1:
+            likely, rows = np.unique(ids, return_counts=True)
+            likely = likely[np.argsort(-rows, kind="stable")]
+        self._likely = turn, self._cache.without_slot(turn, likely)
 
     def begin(self, turn: int, kept: Sequence[int]) -> None:
         """Begin to read what is expected: the missing experts of `turn` are on their way; it needs `kept`."""
         if self._likely is None:
             return
-        started = time.perf_counter()
         (coming, experts), self._likely = self._likely, None
         cache, most = self._cache, self._most - len(self._late)
         count = min(len(experts), most)
@@ -112,7 +112,6 @@ class ExpertPrefetcher:
             if not cache.has_room(1):
                 break
             self._start(coming, expert)
-        self.count_wait(time.perf_counter() - started)
 
     def settle(self, turn: int, wanted: Int32) -> list[Prefetched]:
         """At a layer's turn: the prefetched experts among `wanted`, which have their slots now.
@@ -180,34 +179,35 @@ class ExpertPrefetcher:
         """Count experts that weren't in memory when they were wanted, prefetched ones too."""
         self._now.experts += count
 
-    def count_wait(self, seconds: float) -> None:
-        """Count time spent waiting for experts, or choosing them."""
-        self._now.seconds += seconds
-
-    def next_pass(self, tokens: int) -> None:
+    def next_pass(self, tokens: int, spent: float) -> None:
         """Before a pass: forget what a cancelled one left; every so often, find out whether prefetch pays.
 
-        That is measured: by the waiting time for a missing expert, with prefetch and without.
+        That is measured: by the time spent for a missing expert, with prefetch and without.
+
+        spent: seconds that all passes so far spent on experts, but for multiplying them: waiting for them,
+            estimating and beginning their reads.
         """
+        self._now.seconds += spent - self._spent
+        self._spent = spent
         self._likely = None
         if self._coming:
             self.drop()
         if tokens > PREFETCH_TOKENS or self._cache.holds_all:
-            self._now = _Waits()
+            self._now = _Times()
             return
         passes = self._passes
         self._passes = (passes + 1) % (TRIAL_PASSES + KEPT_PASSES)
         if passes == 0:
-            self._without, self._with = _Waits(), _Waits()
+            self._without, self._with = _Times(), _Times()
         if passes < TRIAL_PASSES:
             self.on = passes % 2 == 1
             self._now = self._with if self.on else self._without
         elif passes == TRIAL_PASSES:
-            self._now = _Waits()
+            self._now = _Times()
             self._judge()
 
     def _judge(self) -> None:
-        """Keep prefetch on if the last trial with it waited less for a missing expert than without."""
+        """Keep prefetch on if the last trial with it took less for a missing expert than without."""
         without, tried = self._without, self._with
         gained = without.seconds / max(1, without.experts) * tried.experts - tried.seconds
         self.on = gained > 0

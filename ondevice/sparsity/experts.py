@@ -167,7 +167,7 @@ class ExpertFetcher(CachedSource):
             self._dense.begin_pass(batch)
         self._since = time.perf_counter()
         self._substitutes = self._within > 0.0 and len(batch.tokens) == 1
-        self._prefetcher.next_pass(len(batch.tokens))
+        self._prefetcher.next_pass(len(batch.tokens), self._waited + self._managed)
         self._cache.divide(len(batch.tokens))
         self._managed += self._lap()
 
@@ -176,7 +176,9 @@ class ExpertFetcher(CachedSource):
         return self._prefetches and turn is not None and self._prefetcher.wants(turn, rows)
 
     def prefetch_experts(self, layer: int, chosen: Callable[[], Int32]) -> None:
+        self._since = time.perf_counter()
         self._prefetcher.expect(self._turns[layer], chosen)
+        self._managed += self._lap()
 
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
         """Tell the cache about the accepted draft tokens."""
@@ -208,27 +210,25 @@ class ExpertFetcher(CachedSource):
             self._observe(turn, routing, batch)
         if routing.own_ids is not None:
             self.substituted += len(np.setdiff1d(routing.own_ids, routing.ids))
-        ids, arrived = routing.experts, False
+        ids, records, arrived = routing.experts, self._records(layer), False
         under_way: dict[int, tuple[int, int]] = {}
         try:
             for one in self._prefetcher.settle(turn, ids):
                 under_way[one.expert] = one.address, one.ticket
             self._prefetched_hits += len(under_way)
-            held = cache.held(turn, ids)
-            slots = zip(held.tolist(), cache.acquire(turn, held).addresses.tolist(), strict=True)
-            addresses = {expert: address for expert, address in slots if expert not in under_way}
+            addresses = cache.find(turn, ids)
             wanted: list[int] = ids.tolist()
-            missing = deque(it for it in wanted if it not in addresses and it not in under_way)
+            missing = deque(expert for expert in wanted if expert not in addresses)
             self._prefetcher.count_missing(len(under_way) + len(missing))
-            order = wanted if in_order else [*addresses, *under_way, *missing]
+            here = [expert for expert in addresses if expert not in under_way]
+            order = wanted if in_order else [*here, *under_way, *missing]
             for done, expert in enumerate(order):
                 self._begin(layer, missing, under_way, order[done:])
                 if not missing:
                     self._prefetcher.begin(turn, order[done:])
-                address = addresses[expert] if expert in addresses else self._wait(layer, expert, under_way)
-                address += self._phase(layer, expert)
+                slot = self._wait(layer, expert, under_way) if expert in under_way else addresses[expert]
                 self._managed += self._lap()
-                yield expert, address
+                yield expert, _address(records, expert, slot)
                 self._since = time.perf_counter()
             arrived = True
         finally:
@@ -263,8 +263,8 @@ class ExpertFetcher(CachedSource):
     def _read(self, layer: int, expert: int, slot: int, ahead: bool = False) -> int:
         """Begin to read an expert into the slot at an address. Returns the ticket."""
         records = self._records(layer)
-        offset = records.offset(expert)
-        return self._reads.begin(records.file, offset, records.nbytes, slot + offset % PAGE_BYTES, ahead)
+        offset, address = records.offset(expert), _address(records, expert, slot)
+        return self._reads.begin(records.file, offset, records.nbytes, address, ahead)
 
     def _read_ahead(self, turn: int, expert: int, slot: int) -> int:
         """Begin to read an expert that no pass waits for yet. Returns the ticket."""
@@ -277,11 +277,9 @@ class ExpertFetcher(CachedSource):
         try:
             self._reads.wait(ticket)
         finally:
-            waited = self._lap()
-            self._waited += waited
-        self._layers[layer].expert_arrived(slot + self._phase(layer, expert))
+            self._waited += self._lap()
+        self._layers[layer].expert_arrived(_address(self._records(layer), expert, slot))
         del under_way[expert]
-        self._prefetcher.count_wait(waited)
         return slot
 
     def _give_up(self, layer: int, under_way: dict[int, tuple[int, int]]) -> None:
@@ -302,6 +300,7 @@ class ExpertFetcher(CachedSource):
         assert found is not None
         return found
 
-    def _phase(self, layer: int, expert: int) -> int:
-        """Bytes from the begin of an expert's slot to the expert, which lies in its page as on flash."""
-        return self._records(layer).offset(expert) % PAGE_BYTES
+
+def _address(records: ExpertRecords, expert: int, slot: int) -> int:
+    """Address of an expert in the slot at the address `slot`: it lies in its page as on flash."""
+    return slot + records.offset(expert) % PAGE_BYTES

@@ -170,7 +170,7 @@ class NeuronCache:
         return self._slot_of[layer], self._address
 
     def count(self, multiplied: int) -> None:
-        """Count neurons of a wholly held layer that were multiplied without `acquire`."""
+        """Count neurons that have slots and are multiplied without `acquire`."""
         self.lookups += multiplied
         self.hits += multiplied
 
@@ -205,6 +205,19 @@ class NeuronCache:
     def held(self, layer: int, ids: Int32) -> Int32:
         """The ids among `ids` whose neurons have slots."""
         found: Int32 = ids[self._slot_of[layer][ids] >= 0]
+        return found
+
+    def without_slot(self, layer: int, ids: Int32) -> list[int]:
+        """The ids among `ids` whose neurons have no slots."""
+        slots = self._slot_of[layer][ids].tolist()
+        return [neuron for neuron, slot in zip(ids.tolist(), slots, strict=True) if slot < 0]
+
+    def find(self, layer: int, ids: Int32) -> dict[int, int]:
+        """The address of each neuron of `ids` that has a slot. Counted as lookups, but for the others."""
+        slots, address = self._slot_of[layer][ids].tolist(), self._address
+        pairs = zip(ids.tolist(), slots, strict=True)
+        found = {neuron: int(address[slot]) for neuron, slot in pairs if slot >= 0}
+        self.count(len(found))
         return found
 
     def lie_at(self, layer: int, ids: Int32) -> Addresses:

@@ -53,8 +53,8 @@ def prefetcher(model: Model) -> ExpertPrefetcher:
 def model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
     """With room for a third of its experts. All prefetches arrive, and they never rest."""
 
-    def next_pass(own: ExpertPrefetcher, tokens: int, original: Any = ExpertPrefetcher.next_pass) -> None:
-        original(own, tokens)
+    def next_pass(own: ExpertPrefetcher, *arguments: Any, original: Any = ExpertPrefetcher.next_pass) -> None:
+        original(own, *arguments)
         own.on = True
 
     monkeypatch.setattr(ExpertPrefetcher, "next_pass", next_pass)
@@ -166,13 +166,37 @@ def test_they_are_on_where_they_pay(folder: Path, expected: tuple[int, ...], pay
         segment = model.plan.segment
         squeeze(model, (segment.total - segment.least) // 3)
         assert text(model) == expected
-        own._passes, on = 0, []
+        own._passes, on, spent = 0, [], own._spent
         for at in range(2 * (TRIAL_PASSES + KEPT_PASSES)):
-            own.next_pass(1)
+            own.next_pass(1, spent)
             on.append(own.on)
             own.count_missing(2 + at % 3)
-            own.count_wait((2 + at % 3) * (0.9 if own.on == pays else 1.0))
+            spent += (2 + at % 3) * (0.9 if own.on == pays else 1.0)
         tried, kept = [False, True] * (TRIAL_PASSES // 2), [pays] * KEPT_PASSES
         assert on == 2 * [*tried, *kept]
         assert (own.quality.hidden_seconds > 0.1) == pays
         assert (own.quality.spent_seconds > 0.1) != pays
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_what_beginning_reads_and_estimates_take_is_compared(
+    folder: Path, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, pays: bool
+) -> None:
+    """Passes are slow that don't prefetch and begin a layer's reads at its turn, or those that estimate."""
+
+    def begin(own: ExpertFetcher, *arguments: Any, original: Any = ExpertFetcher._begin) -> None:
+        time.sleep(0.001 if pays and not own._prefetcher.on else 0.0)
+        original(own, *arguments)
+
+    def expect(own: ExpertPrefetcher, *arguments: Any, original: Any = ExpertPrefetcher.expect) -> None:
+        time.sleep(0.0 if pays else 0.003)
+        original(own, *arguments)
+
+    monkeypatch.setattr(ExpertFetcher, "_begin", begin)
+    monkeypatch.setattr(ExpertPrefetcher, "expect", expect)
+    with load(folder, speculation="off") as model:
+        segment = model.plan.segment
+        squeeze(model, (segment.total - segment.least) // 3)
+        assert text(model) == expected
+        assert prefetcher(model)._passes >= TRIAL_PASSES
+        assert prefetcher(model).on == pays

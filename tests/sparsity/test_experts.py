@@ -196,6 +196,7 @@ def test_damage_is_an_error_and_costs_no_slot(folder: Path, tmp_path: Path, expe
                 for place in places:
                     flip_byte(file, place)
                 assert in_chunks(model, chunk).tobytes() == expected.tobytes()
+                fetcher._prefetcher.drop()
                 assert_each_slot_once(fetcher._cache, np.zeros(0, np.int32))
 
 

@@ -98,10 +98,10 @@ def options_of(temperature: float) -> dict[str, Any]:
 
 
 def never_resting(
-    prefetcher: ExpertPrefetcher, tokens: int, original: Any = ExpertPrefetcher.next_pass
+    prefetcher: ExpertPrefetcher, *arguments: Any, original: Any = ExpertPrefetcher.next_pass
 ) -> None:
     """Reads ahead in every pass, whether it has paid or not."""
-    original(prefetcher, tokens)
+    original(prefetcher, *arguments)
     prefetcher.on = True
 
 

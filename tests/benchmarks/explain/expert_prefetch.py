@@ -77,7 +77,7 @@ def measure(folder: Path, budget: int, tokens: int, seed: int) -> list[Mode]:
         def expecting(own: ExpertPrefetcher, turn: int, chosen: Callable[[], Int32]) -> None:
             expect(own, turn, lambda: spoilt(turn, chosen()))
 
-        def next_pass(own: ExpertPrefetcher, tokens: int) -> None:
+        def next_pass(own: ExpertPrefetcher, tokens: int, spent: float) -> None:
             own.on = True
 
         stack.enter_context(patch.object(ExpertPrefetcher, "expect", expecting))
