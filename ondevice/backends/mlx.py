@@ -67,6 +67,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         cache_bytes: bytes of freed arrays that MLX may keep.
         budget_bytes: the process's budget; 0: MLX's limits stay as they are.
         resident_embedding: whether the embedding table starts in memory.
+        copies_reads: whether flash is read into plain memory, and copied from there.
     """
 
     name = "mlx"
@@ -80,6 +81,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         cache_bytes: int = 0,
         budget_bytes: int = 0,
         resident_embedding: bool = False,
+        copies_reads: bool = False,
     ) -> None:
         super().__init__(resident_embedding)
         self.dtype = compute_type()
@@ -89,7 +91,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         self._stage_neurons = stage_neurons
         self._most_stages = stages
         self._stages: list[_Stage] = []
-        self._pieces = MlxPieceMemory(self._waits)
+        self._pieces = MlxPieceMemory(self._waits, copies_reads)
         self._prefetched: tuple[MlxFeedForward, int, mx.array] | None = None
         self._begun: mx.array | None = None
         """The computation begun last, unless something has waited for it or for a result of it."""

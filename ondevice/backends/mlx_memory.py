@@ -28,6 +28,15 @@ _before: tuple[int, int, int] | None = None
 """Limits of MLX's cache, memory and wired memory before the first model was loaded."""
 
 
+def on_cuda() -> bool:
+    """Whether MLX's default device is a CUDA GPU.
+
+    Its driver moves arrays between host and GPU by itself, page by page, and loses what a read past the page
+    cache brings meanwhile. So nothing is read from flash straight into arrays.
+    """
+    return mx.default_device() == mx.gpu and not mx.metal.is_available()
+
+
 @contextmanager
 def allocation() -> Iterator[None]:
     """Turns the RuntimeError that MLX raises for want of memory into a MemoryError."""

@@ -1,9 +1,10 @@
 """Weights of the MLX backend: quantised matrices in a bundle's own codes, and neurons.
 
 Streamed records are read from flash into the memory of MLX arrays, through numpy views, and multiplied in
-place: MLX splits them into their parts on its device. Selected neurons lie scattered, so each row is copied
-once to gather them. MLX is lazy, so such memory may be overwritten only once everything computed from it has
-been evaluated.
+place: MLX splits them into their parts on its device. On CUDA they are read into plain memory, and copied
+into an array when they are multiplied. Selected neurons lie scattered, so each row is copied once to gather
+them. MLX is lazy, so an array's memory may be overwritten only once everything computed from it has been
+evaluated.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from numpy.typing import NDArray
 from ondevice.backends.base import NO_BIASES, Biases, Bytes, FeedForwardSource, LinearSource, Selector
 from ondevice.backends.feed_forward_layer import FeedForwardLayer, PieceMemory
 from ondevice.backends.mlx_experts import MlxExpertMatrix, MlxExperts, format_options, with_biases
-from ondevice.backends.mlx_memory import Synchronisations, begin, known, require_memory, writable
+from ondevice.backends.mlx_memory import (
+    Synchronisations,
+    allocation,
+    begin,
+    known,
+    on_cuda,
+    require_memory,
+    writable,
+)
 from ondevice.bundle.layout import ExpertLayout, RowLayout
 from ondevice.bundle.tiles import StoredMatrix, untiled
 from ondevice.errors import BackendUnavailableError
@@ -76,14 +85,10 @@ class MlxMatrix:
             found = x @ (self.arrays[0].swapaxes(-1, -2) if transpose else self.arrays[0])
         else:
             affine = with_biases(self.layout, self.arrays)
-            if self.spaced and _on_cuda():  # It refuses such rows. Other devices copy them by themselves.
+            if self.spaced and on_cuda():  # It refuses such rows. Other devices copy them by themselves.
                 affine = tuple(map(mx.contiguous, affine))
             found = mx.quantized_matmul(x, *affine, transpose=transpose, **format_options(self.layout))
         return found.astype(mx.float32)
-
-
-def _on_cuda() -> bool:
-    return mx.default_device() == mx.gpu and not mx.metal.is_available()
 
 
 @cache
@@ -222,24 +227,25 @@ class GatheredNeurons:
         return MlxNeurons(rows.get("gate"), rows.get("up"), rows["down"])
 
 
-class RecordMemory:
-    """MLX memory for records, from a page boundary on, written through `view`, (nbytes,) uint8.
+class Records:
+    """Records in the MLX array `words`, uint32, whose parts are arrays without a copy.
 
-    Raises MemoryError.
+    address: where the host has the first byte of `words`, or of what they are a copy of.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self._words, whole = writable(((nbytes + PAGE_BYTES) // 4,), mx.uint32)
-        self._halves, self._bytes = self._words.view(mx.float16), self._words.view(mx.uint8)
-        mx.eval(self._halves, self._bytes)
-        self._address = whole.ctypes.data
-        start = -self._address % PAGE_BYTES
-        self.view: Bytes = whole.view(np.uint8)[start : start + nbytes]
+    def __init__(self, words: mx.array, address: int) -> None:
+        self._words, self._address = words, address
+        self._halves, self._bytes = words.view(mx.float16), words.view(mx.uint8)
 
-    def at(self, address: int, nbytes: int) -> Bytes:
-        """(nbytes,) of `view` from an address on."""
-        start = address - self.view.ctypes.data
-        return self.view[start : start + nbytes]
+    @classmethod
+    def copied(cls, records: Bytes) -> Records:
+        """A copy of records (n, stride) or (nbytes,), which may be overwritten from now on.
+
+        Raises MemoryError.
+        """
+        require_memory(records.nbytes)
+        with allocation():
+            return cls(mx.array(records.reshape(-1).view(np.uint32)), records.ctypes.data)
 
     def expert(self, address: int, layout: ExpertLayout, dtype: mx.Dtype) -> MlxExperts:
         """The one expert that lies at `address` as `settle` leaves it, without a copy."""
@@ -257,9 +263,7 @@ class RecordMemory:
                 at = (first + offset + matrix.rows_bytes) // 4
                 added = mx.as_strided(floats, (1, matrix.rows), (0, 1), at)
             found.append(MlxExpertMatrix(matrix.row, dtype, tuple(arrays), added))
-        experts = MlxExperts.of(found)
-        known(*experts.arrays)
-        return experts
+        return MlxExperts.of(found)
 
     def _parts(self, row: RowLayout) -> list[tuple[mx.array, int]]:
         """What holds codes, scales and biases of stored rows, and the columns of each."""
@@ -270,7 +274,7 @@ class RecordMemory:
         return [(self._words, row.codes_bytes // 4), (scales, row.groups), *biases]
 
     def matrix(self, records: Bytes, offset: int, layout: RowLayout, dtype: mx.Dtype) -> MlxMatrix:
-        """The row `offset` bytes into each record, (n, stride) of `view`, as a matrix without a copy."""
+        """The row `offset` bytes into each record, (n, stride) where they were read, as a matrix."""
         start, (count, stride) = records.ctypes.data - self._address + offset, records.shape
         scales, biases = start + layout.codes_bytes, start + layout.codes_bytes + layout.scales_bytes
 
@@ -285,6 +289,20 @@ class RecordMemory:
         if layout.stored.has_biases:
             pairs.append(part(self._halves, biases, layout.biases_bytes))
         return MlxMatrix(layout, dtype, (codes, *pairs), spaced=True)
+
+
+class RecordMemory(Records):
+    """MLX memory for records, from a page boundary on, written through `view`, (nbytes,) uint8.
+
+    Raises MemoryError.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        words, whole = writable(((nbytes + PAGE_BYTES) // 4,), mx.uint32)
+        super().__init__(words, whole.ctypes.data)
+        mx.eval(self._halves, self._bytes)
+        start = -self._address % PAGE_BYTES
+        self.view: Bytes = whole.view(np.uint8)[start : start + nbytes]
 
 
 def settle(record: Bytes, layout: ExpertLayout) -> None:
@@ -303,32 +321,55 @@ def settle(record: Bytes, layout: ExpertLayout) -> None:
             at += rows.nbytes
 
 
+@dataclass(frozen=True)
+class _Slots:
+    """Memory of experts' slots: (nbytes,) of it, and the MLX memory that it is part of, if it is."""
+
+    view: Bytes
+    records: RecordMemory | None
+
+    def at(self, address: int, nbytes: int) -> Bytes:
+        """(nbytes,) from an address on."""
+        start = address - self.view.ctypes.data
+        return self.view[start : start + nbytes]
+
+    def held(self, records: Bytes) -> Records:
+        """Records at an address of these slots, in MLX's memory."""
+        return self.records or Records.copied(records)
+
+
 class MlxPieceMemory(PieceMemory):
-    """Memory for pieces in MLX arrays. One piece may be multiplied while the next is read."""
+    """Memory for pieces in MLX arrays. One piece may be multiplied while the next is read.
+
+    copies: whether pieces and experts are read into plain memory. Each is then copied into an array when it
+    is multiplied, and two copies exist at most.
+    """
 
     pieces_read = 1
 
-    def __init__(self, waits: Synchronisations) -> None:
+    def __init__(self, waits: Synchronisations, copies: bool = False) -> None:
         self.records: RecordMemory | None = None
         self._waits = waits
+        self._copies = copies
         self._asked: list[mx.array] = []
-        self._slots: dict[int, RecordMemory] = {}
+        self._slots: dict[int, _Slots] = {}
         """Memory of experts' slots, by address."""
         self._starts: list[int] = []
         self._experts: dict[int, MlxExperts] = {}
-        """Experts in slots by their addresses, as their arrays were made when first needed."""
+        """Experts in slots by their addresses, as their arrays were made when first needed. No copies."""
 
     @property
     def slot_allocator(self) -> Callable[[int], Bytes]:
         return self._allocate_slots
 
     def _allocate_slots(self, nbytes: int) -> Bytes:
-        memory = RecordMemory(nbytes)
-        view = memory.view
+        memory = None if self._copies else RecordMemory(nbytes)
+        view = _native.allocate(nbytes)[:] if memory is None else memory.view
         start = view.ctypes.data
-        self._slots[start] = memory
+        self._slots[start] = _Slots(view[:], memory)
         insort(self._starts, start)
-        memory.view = view[:]
+        if memory is not None:
+            memory.view = view[:]
         finalize(view, self._free_slots, start, nbytes)
         return view
 
@@ -340,25 +381,37 @@ class MlxPieceMemory(PieceMemory):
 
     def settle(self, address: int, layout: ExpertLayout) -> None:
         """Prepare an expert that was read to `address`, in a slot."""
-        settle(self._slot(address).at(address, layout.stride), layout)
+        settle(self._slots_at(address).at(address, layout.stride), layout)
 
     def expert(self, address: int, layout: ExpertLayout, dtype: mx.Dtype) -> MlxExperts:
         """The one expert at `address`, prepared."""
-        if address not in self._experts:
-            self._experts[address] = self._slot(address).expert(address, layout, dtype)
-        return self._experts[address]
+        if address in self._experts:
+            return self._experts[address]
+        slots = self._slots_at(address)
+        found = slots.held(slots.at(address, layout.stride)).expert(address, layout, dtype)
+        if slots.records is not None:
+            known(*found.arrays)
+            self._experts[address] = found
+        return found
 
-    def neurons(self, address: int, count: int, stride: int) -> tuple[RecordMemory, Bytes]:
-        """The memory of a slot, and the `count` records (count, stride) in it from `address` on."""
-        memory = self._slot(address)
-        return memory, memory.at(address, count * stride).reshape(count, stride)
+    def neurons(self, address: int, count: int, stride: int) -> tuple[Records, Bytes]:
+        """The `count` records (count, stride) of a slot from `address` on, and where these lie."""
+        slots = self._slots_at(address)
+        records = slots.at(address, count * stride).reshape(count, stride)
+        return slots.held(records), records
 
-    def _slot(self, address: int) -> RecordMemory:
+    def _slots_at(self, address: int) -> _Slots:
         return self._slots[self._starts[bisect_right(self._starts, address) - 1]]
 
-    def allocate(self, nbytes: int) -> Bytes:
+    def allocate(self, nbytes: int) -> Bytes | None:
+        if self._copies:
+            return None
         self.records = RecordMemory(nbytes)
         return self.records.view
+
+    def held(self, records: Bytes) -> Records:
+        """A piece's records (n, stride) in MLX's memory: where they were read, or copied now."""
+        return self.records or Records.copied(records)
 
     def free(self) -> None:
         self.records = None
@@ -366,6 +419,8 @@ class MlxPieceMemory(PieceMemory):
 
     def ask(self, arrays: list[mx.array]) -> None:
         """Begin to compute `arrays` from the current piece, while its consumer goes on."""
+        if self._copies:
+            self.wait(self._asked)
         self._asked = arrays
         begin(*arrays)
 
@@ -437,12 +492,10 @@ class MlxFeedForward(FeedForwardLayer):
         return MlxSegment()
 
     def neurons_of(self, records: Bytes, first: int) -> MlxNeurons:
-        """The neurons from `first` on of a piece, records (n, stride), without a copy."""
-        memory = self.piece_memory.records
-        assert memory is not None
-        return self._neurons_in(memory, records, first)
+        """The neurons from `first` on of a piece, records (n, stride)."""
+        return self._neurons_in(self.piece_memory.held(records), records, first)
 
-    def _neurons_in(self, memory: RecordMemory, records: Bytes, first: int) -> MlxNeurons:
+    def _neurons_in(self, memory: Records, records: Bytes, first: int) -> MlxNeurons:
         rows = {name: memory.matrix(records, at, row, self._dtype) for name, (at, row) in self._rows.items()}
         biases = self.biases.gates
         bias = None if biases is None else biases[first : first + len(records)]
@@ -460,9 +513,7 @@ class MlxFeedForward(FeedForwardLayer):
         for index in range(self.num_segments):
             neurons = self.segment_range(index)
             records = self.source.read(neurons.start, len(neurons))
-            memory = RecordMemory(records.nbytes)
-            memory.view[:] = records.reshape(-1)
-            own = self._neurons_in(memory, memory.view.reshape(records.shape), neurons.start).copy()
+            own = self._neurons_in(Records.copied(records), records, neurons.start).copy()
             known(*own.arrays)
             self.segments.append(MlxSegment())
             self.segments[-1].neurons = own
@@ -484,7 +535,7 @@ class MlxFeedForward(FeedForwardLayer):
             self.piece_memory.settle(address, self._expert_layout)
 
     def expert_neurons(self, address: int) -> MlxNeurons:
-        """The neurons of the expert in a slot, which is a run of records, without a copy."""
+        """The neurons of the expert in a slot, which is a run of records."""
         records, stride = self.source.experts, self.source.layout.stride
         assert records is not None
         return self._neurons_in(*self.piece_memory.neurons(address, records.nbytes // stride, stride), 0)

@@ -94,10 +94,17 @@ def width_of(op: RowOp) -> int:
 
 
 def measured(ops: Iterable[RowOp]) -> tuple[RowWidths, dict[str, int]]:
-    """The widths of a backend with these ops, and each op's own. `ops` is gone through once."""
+    """The widths of a backend with these ops, and each op's own. `ops` is gone through once.
+
+    It ends at an op with which nothing can draft: what the others would do changes nothing.
+    """
     found: dict[str, int] = {}
+    widths = RowWidths(MOST_ROWS, MOST_ROWS)
     least: dict[Kind, int] = {"any": MOST_ROWS, "chain": MOST_ROWS, "tree": MOST_ROWS}
     for op in ops:
         found[op.name] = width_of(op)
         least[op.kind] = min(least[op.kind], found[op.name])
-    return RowWidths(min(least["any"], least["chain"]), min(least["any"], least["tree"])), found
+        widths = RowWidths(min(least["any"], least["chain"]), min(least["any"], least["tree"]))
+        if widths.nodes == 1:
+            break
+    return widths, found

@@ -48,10 +48,12 @@ above this is in the plan's allowance for the process."""
 class MlxMemory(MemoryModel):
     """Memory of MLX: a bundle's own codes, with scales, biases and 16-bit values in the operands' type.
 
-    operand_bytes: size of what matrices multiply in, 4 or 2.
+    operand_bytes: size of what matrices multiply in, 4 or 2. copies_reads: whether flash is read into plain
+    memory, and what is multiplied of it copied into arrays, as on CUDA.
     """
 
     operand_bytes: int = 4
+    copies_reads: bool = False
 
     @property
     def library_bytes(self) -> int:
@@ -93,17 +95,19 @@ class MlxMemory(MemoryModel):
         """Read buffers. In dense mode a piece is a whole segment: sums mustn't depend on residency."""
         if self.config.experts is not None:
             # Experts are read straight into their slots, and brought into rows there.
-            return BufferShape(GROUP_SIZE, 0, 0, 4 * expert_bytes(self.config, self.quant))
+            copied = MLX_PIECES if self.copies_reads else 0
+            return BufferShape(GROUP_SIZE, 0, 0, (4 + copied) * expert_bytes(self.config, self.quant))
         stride = neuron_layout(self.config, self.quant).stride
         if self.selects_neurons:
             stage = MLX_STAGES * self.stage_neurons * stride
             return replace(self._fetch, packed_bytes=stage + self._neurons_bytes(self.stage_neurons))
         neurons = self.ranges.neurons
+        taken_apart = self._neurons_bytes(neurons) + (neurons * stride if self.copies_reads else 0)
         return BufferShape(
             neurons=neurons,
             slot_bytes=padded(neurons * stride, PAGE_BYTES) + PAGE_BYTES,
             slots=MLX_READ_SLOTS,
-            packed_bytes=PAGE_BYTES + MLX_PIECES * self._neurons_bytes(neurons),
+            packed_bytes=PAGE_BYTES + MLX_PIECES * taken_apart,
         )
 
     @property

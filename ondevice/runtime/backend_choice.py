@@ -155,7 +155,7 @@ def row_invariance(
         return UNKNOWN
     from ondevice.backends.mlx_row_ops import ModelShapes, row_invariance
 
-    memory = MlxMemory(config, quant, runtime, predictors, streams, operand_bytes=_operand_bytes())
+    memory = _mlx_memory(config, quant, runtime, predictors, streams)
     if memory.selects_neurons and not config.zeros_gates and config.cut_off_layers:
         # Its layers select few neurons or nearly all; products of so different sizes aren't measured.
         return UNKNOWN
@@ -222,8 +222,7 @@ def memory_model(
     """
     match runtime.backend:
         case "mlx":
-            operands = _operand_bytes()
-            return MlxMemory(config, quant, runtime, predictors, streams, operand_bytes=operands)
+            return _mlx_memory(config, quant, runtime, predictors, streams)
         case "reference":
             return ReferenceMemory(config, quant, runtime, predictors, streams)
     return CpuMemory(config, quant, runtime, predictors, streams)
@@ -246,7 +245,7 @@ def make_backend(
         case "mlx":
             from ondevice.backends.mlx import MlxBackend
 
-            memory = MlxMemory(config, quant, runtime, operand_bytes=_operand_bytes())
+            memory = _mlx_memory(config, quant, runtime)
             return MlxBackend(
                 segment_neurons=memory.ranges.neurons,
                 stage_neurons=memory.stage_neurons,
@@ -254,6 +253,7 @@ def make_backend(
                 cache_bytes=MLX_CACHE_BYTES,
                 budget_bytes=0 if beside is not None else plan.budget_bytes,
                 resident_embedding=plan.embedding_resident,
+                copies_reads=memory.copies_reads,
             )
     shared = beside.runner if isinstance(beside, CpuBackend) else None
     return CpuBackend(
@@ -265,8 +265,16 @@ def make_backend(
     )
 
 
-def _operand_bytes() -> int:
-    """Bytes of one element of MLX's matrix operands on its default device."""
+def _mlx_memory(
+    config: ModelConfig,
+    quant: QuantConfig,
+    runtime: RuntimeConfig,
+    predictors: Predictors | None = None,
+    streams: MultiStreams | None = None,
+) -> MlxMemory:
+    """The memory of a model on MLX's default device. The arguments are those of `memory_model`."""
+    from ondevice.backends import mlx_memory
     from ondevice.backends.mlx import compute_type
 
-    return int(compute_type().size)
+    operands, copies = int(compute_type().size), mlx_memory.on_cuda()
+    return MlxMemory(config, quant, runtime, predictors, streams, operand_bytes=operands, copies_reads=copies)
