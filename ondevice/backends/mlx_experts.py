@@ -14,11 +14,15 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ondevice.backends import mlx_memory
 from ondevice.backends.expert_records import ROWS_AT_ONCE
 from ondevice.backends.mlx_ops import hidden
 from ondevice.backends.mlx_sums import in_lanes, sums
 from ondevice.bundle.layout import RowLayout
 from ondevice.model_config import ExpertsSpec, FeedForwardSpec
+
+CUDA_PRODUCTS = 8
+"""Fewer products by experts' matrices than these take another kernel on CUDA, which sums in another order."""
 
 
 class Chosen(NamedTuple):
@@ -168,10 +172,15 @@ class MlxExperts:
 
     def outputs(self, x: mx.array, experts: mx.array, spec: FeedForwardSpec) -> mx.array:
         """(T, k, D) the output of each of a token's experts (T, k), for x (T, D)."""
+        rows, chosen = experts.shape
+        if mlx_memory.on_cuda() and rows * chosen < CUDA_PRODUCTS:
+            # Held experts are multiplied for all tokens at once, others one by one, with equal bits.
+            more = [(0, -(-CUDA_PRODUCTS // chosen) - rows), (0, 0)]
+            x, experts = mx.pad(x, more), mx.pad(experts, more)
         x = x[:, None, None]
         gates = self.gate.product(x, experts)
         ups = None if self.up is None else self.up.product(x, experts)
-        return self.down.product(hidden(gates, ups, spec), experts)[:, :, 0]
+        return self.down.product(hidden(gates, ups, spec), experts)[:rows, :, 0]
 
     def added_to(self, total: mx.array, x: mx.array, chosen: Chosen, spec: FeedForwardSpec) -> mx.array:
         """total (T, D) plus the weighted outputs of each token's experts, in the order of their numbers."""

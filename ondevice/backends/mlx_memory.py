@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.errors import BackendUnavailableError
 from ondevice.units import map_large_arrays
 
 _lock = threading.Lock()
@@ -39,13 +40,25 @@ def on_cuda() -> bool:
 
 @contextmanager
 def allocation() -> Iterator[None]:
-    """Turns the RuntimeError that MLX raises for want of memory into a MemoryError."""
+    """Turns the RuntimeError that MLX raises for want of memory into a MemoryError, and that for want of what
+    its kernels are compiled with into a BackendUnavailableError."""
     try:
         yield
     except RuntimeError as error:
+        if "Failed to compile kernel" in str(error):
+            raise BackendUnavailableError(
+                f"--backend mlx: MLX can't compile its kernels for this GPU ({_first_error(error)}); "
+                "for CUDA 13, pip install 'nvidia-cuda-crt==13.*' brings headers that MLX's packages lack; "
+                "or use --backend cpu"
+            ) from error
         if "alloc" not in str(error):
             raise
         raise MemoryError(str(error)) from error
+
+
+def _first_error(error: RuntimeError) -> str:
+    """What a compiler said first, without the file's path."""
+    return str(error).splitlines()[0].partition("error: ")[2] or str(error).splitlines()[0]
 
 
 def require_memory(nbytes: int) -> None:

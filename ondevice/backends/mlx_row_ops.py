@@ -21,7 +21,7 @@ from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.backends.mlx import all_of, compute_type, product_of_selected
 from ondevice.backends.mlx_experts import MlxExpertMatrix, MlxExperts, route
 from ondevice.backends.mlx_kv import MlxKV
-from ondevice.backends.mlx_memory import MlxLimits
+from ondevice.backends.mlx_memory import MlxLimits, known
 from ondevice.backends.mlx_ops import MlxOps, cut_off, hidden, normed
 from ondevice.backends.mlx_states import MlxBuffer, Slot, state_shapes
 from ondevice.backends.mlx_weights import MlxMatrix, MlxNeurons
@@ -495,4 +495,5 @@ def _gathered(matrix: MlxMatrix, rows: mx.array) -> MlxMatrix:
 
 
 def _host(x: mx.array) -> Float32:
+    known(x)
     return np.array(x)

@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.backends import mlx_memory
 from ondevice.backends.base import NO_BIASES, Biases, Bytes, FeedForwardSource, LinearSource, Selector
 from ondevice.backends.feed_forward_layer import FeedForwardLayer, PieceMemory
 from ondevice.backends.mlx_experts import MlxExpertMatrix, MlxExperts, format_options, with_biases
@@ -27,7 +28,6 @@ from ondevice.backends.mlx_memory import (
     allocation,
     begin,
     known,
-    on_cuda,
     require_memory,
     writable,
 )
@@ -85,7 +85,9 @@ class MlxMatrix:
             found = x @ (self.arrays[0].swapaxes(-1, -2) if transpose else self.arrays[0])
         else:
             affine = with_biases(self.layout, self.arrays)
-            if self.spaced and on_cuda():  # It refuses such rows. Other devices copy them by themselves.
+            if (
+                self.spaced and mlx_memory.on_cuda()
+            ):  # It refuses such rows. Other devices copy them by themselves.
                 affine = tuple(map(mx.contiguous, affine))
             found = mx.quantized_matmul(x, *affine, transpose=transpose, **format_options(self.layout))
         return found.astype(mx.float32)
@@ -419,8 +421,8 @@ class MlxPieceMemory(PieceMemory):
 
     def ask(self, arrays: list[mx.array]) -> None:
         """Begin to compute `arrays` from the current piece, while its consumer goes on."""
-        if self._copies:
-            self.wait(self._asked)
+        if self._copies and self._asked:
+            self.wait(self._asked)  # so that no more than two copies exist
         self._asked = arrays
         begin(*arrays)
 

@@ -167,7 +167,9 @@ def test_estimates_have_the_resident_neurons_alone() -> None:
         ):
             backend.begin_pass(batch)
             parts.append(np.array(backend.feed_forward(rows, layer, FeedForwardSpec("relu"), batch)))
-        np.testing.assert_allclose(np.concatenate(parts[:2]), parts[2], atol=1e-5)
+        # A GPU's kernels multiply in float16, and may give a row other bits beside others.
+        tolerance = 1e-3 * np.abs(parts[2]).max() if ON_GPU else 1e-5
+        np.testing.assert_allclose(np.concatenate(parts[:2]), parts[2], atol=tolerance)
         assert np.abs(parts[0]).max() > 1e-3
 
 

@@ -29,7 +29,8 @@ from tests.support.paths import SHIPPED
 
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
-from ondevice.backends import mlx_memory, mlx_weights  # noqa: E402
+from ondevice.backends import mlx_memory  # noqa: E402
+from ondevice.backends.mlx_experts import CUDA_PRODUCTS  # noqa: E402
 from ondevice.backends.mlx_weights import Records  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("usual_threads", "mlx_device")
@@ -39,8 +40,7 @@ pytestmark = pytest.mark.usefixtures("usual_threads", "mlx_device")
 def on(cuda: bool) -> Iterator[None]:
     """Models that are loaded within take MLX's device for CUDA, or for one that isn't."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (mlx_memory, mlx_weights):
-            patch.setattr(module, "on_cuda", lambda: cuda)
+        patch.setattr(mlx_memory, "on_cuda", lambda: cuda)
         yield
 
 
@@ -116,6 +116,28 @@ def test_the_plan_counts_two_copies_under_way(olmoe: Path) -> None:
         if folder == SHIPPED:
             nbytes = plans[0].buffers.neurons * bundle.neuron_layout.stride
         assert plans[1].buffers.nbytes - plans[0].buffers.nbytes == MLX_PIECES * nbytes
+
+
+def test_no_fewer_products_are_asked_for_than_take_one_kernel(
+    copied: list[int], olmoe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three experts a token, held or one by one: as many that CUDA has one kernel for all."""
+    asked: list[int] = []
+    true = mx.gather_qmm
+
+    def watched(*arrays: Any, rhs_indices: Any, **options: Any) -> Any:
+        asked.append(rhs_indices.size)
+        return true(*arrays, rhs_indices=rhs_indices, **options)
+
+    monkeypatch.setattr(mx, "gather_qmm", watched)
+    with loaded(olmoe) as model:
+        for held in (True, False):
+            if not held:
+                squeeze(model, 3)
+            model.generate(tokens=random_tokens(model.config, 20), max_tokens=5)
+            assert min(asked) in range(CUDA_PRODUCTS, CUDA_PRODUCTS + 3)
+            assert max(asked) > CUDA_PRODUCTS + 3, "of a prompt there are more"
+            asked.clear()
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU's kernels take other memory")

@@ -73,6 +73,19 @@ def test_drafts_are_as_wide_as_the_narrowest_op_that_they_are_part_of() -> None:
     assert (widths.nodes, widths.branches) == (9, False)
 
 
+def test_what_no_draft_depends_on_any_more_is_not_measured() -> None:
+    """On a GPU each op takes kernels that are compiled first."""
+    two, tree, chain = (
+        op(lambda row, rows: rows > 1, "two"),
+        op(lambda row, rows: rows > 1, "tree", "tree"),
+        op(lambda row, rows: rows > 1, "chain", "chain"),
+    )
+    fine = op(lambda row, rows: False, "fine")
+    assert measured([fine, two, tree]) == (RowWidths(1, 1), {"fine": MOST_ROWS, "two": 1})
+    assert measured([tree, chain, fine]) == (RowWidths(1, 1), {"tree": 1, "chain": 1})
+    assert measured([tree, fine]) == (RowWidths(MOST_ROWS, 1), {"tree": 1, "fine": MOST_ROWS})
+
+
 def test_a_draft_that_must_not_branch_is_a_chain() -> None:
     def propose(path: Any) -> list[tuple[int, float]]:
         return [(7, 0.6), (8, 0.4), (9, 0.39)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import ondevice
 
 ON_GPU = bool(os.environ.get("ONDEVICE_TEST_MLX_GPU"))
+ON_CUDA = ON_GPU and sys.platform != "darwin"
+"""MLX's GPUs are Apple's on macOS, and CUDA's elsewhere."""
 
 
 def loaded(folder: Path, backend: str = "mlx", **options: Any) -> Any:
