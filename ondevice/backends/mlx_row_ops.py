@@ -21,10 +21,11 @@ from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.backends.mlx import all_of, compute_type, product_of_selected
 from ondevice.backends.mlx_experts import MlxExpertMatrix, MlxExperts, route
 from ondevice.backends.mlx_kv import MlxKV
+from ondevice.backends.mlx_matrix import MlxMatrix
 from ondevice.backends.mlx_memory import MlxLimits, known
 from ondevice.backends.mlx_ops import MlxOps, cut_off, hidden, normed
 from ondevice.backends.mlx_states import MlxBuffer, Slot, state_shapes
-from ondevice.backends.mlx_weights import MlxMatrix, MlxNeurons
+from ondevice.backends.mlx_weights import MlxNeurons
 from ondevice.backends.recurrent import Ahead, DeltaWeights, MixerWeights
 from ondevice.backends.row_invariance import MOST_ROWS, RowInvariance, RowOp, measured
 from ondevice.backends.token_tree import TokenTree

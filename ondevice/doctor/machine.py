@@ -157,7 +157,7 @@ def mlx(system: str = sys.platform) -> Check:
         remedy = "install MLX again, in a build for this system"
         return Check("mlx", "failed", f"the {device} adds 0 to 99 up to {total}, not 4950", remedy, figures)
     if device == "GPU" and system != "darwin":
-        found = f"{core.__version__}, computes on a GPU through CUDA, where offloading to flash fails"
+        found = f"{core.__version__}, computes on a GPU through CUDA, where it is slow and not all is proven"
         return Check("mlx", "warning", found, "use --backend cpu; docs/mlx.md says what was seen", figures)
     return Check("mlx", "ok", f"{core.__version__}, computes on the {device}", figures=figures)
 

@@ -253,7 +253,7 @@ def make_backend(
                 cache_bytes=MLX_CACHE_BYTES,
                 budget_bytes=0 if beside is not None else plan.budget_bytes,
                 resident_embedding=plan.embedding_resident,
-                copies_reads=memory.copies_reads,
+                copies_reads=memory.cuda,
             )
     shared = beside.runner if isinstance(beside, CpuBackend) else None
     return CpuBackend(
@@ -276,5 +276,5 @@ def _mlx_memory(
     from ondevice.backends import mlx_memory
     from ondevice.backends.mlx import compute_type
 
-    operands, copies = int(compute_type().size), mlx_memory.on_cuda()
-    return MlxMemory(config, quant, runtime, predictors, streams, operand_bytes=operands, copies_reads=copies)
+    operands, cuda = int(compute_type().size), mlx_memory.on_cuda()
+    return MlxMemory(config, quant, runtime, predictors, streams, operand_bytes=operands, cuda=cuda)

@@ -23,7 +23,7 @@ from tests.converters.test_latent_attention import FAMILIES, TEXT, V3
 from tests.support.chat import squeeze
 from tests.support.engines import always_draft, error, every_logits, random_tokens
 from tests.support.families import write_model
-from tests.support.mlx_models import ON_GPU, loaded, smallest
+from tests.support.mlx_models import ON_GPU, loaded, run_every_op, smallest
 
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
@@ -150,7 +150,10 @@ def test_what_a_token_takes(folder: Path) -> None:
         assert kv.nbytes == 2 * 64 * 3 * nbytes
 
 
-def test_each_op_of_latents_is_measured(folder: Path) -> None:
+@pytest.mark.usefixtures("rows_measured_anew")
+def test_each_op_of_latents_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if ON_GPU:
+        run_every_op(monkeypatch)
     bundle = Bundle.open(folder)
     found = backend_choice.row_invariance(bundle.config, bundle.quant, RuntimeConfig(backend="mlx"))
     for name in ("product 48 x 20 of 4 heads", "norm of 48 latent values", "attention, tree behind 1 keys"):

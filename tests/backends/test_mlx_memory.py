@@ -36,8 +36,9 @@ from tests.support.paths import SHIPPED
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from ondevice.backends.mlx import MlxBackend  # noqa: E402
+from ondevice.backends.mlx_matrix import MlxMatrix  # noqa: E402
 from ondevice.backends.mlx_memory import writable  # noqa: E402
-from ondevice.backends.mlx_weights import MlxMatrix, MlxPieceMemory, RecordMemory  # noqa: E402
+from ondevice.backends.mlx_weights import MlxPieceMemory, RecordMemory  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("usual_threads", "mlx_device")
 

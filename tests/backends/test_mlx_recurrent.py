@@ -31,7 +31,7 @@ from tests.support.cached_texts import PROMPT, said, settle, written
 from tests.support.engines import always_draft, error, random_tokens
 from tests.support.families import CASES, write_model
 from tests.support.mixer_families import MIXER_CASES
-from tests.support.mlx_models import ON_GPU, loaded, smallest
+from tests.support.mlx_models import ON_GPU, loaded, run_every_op, smallest
 from tests.support.scripted_drafts import drafted
 from tests.support.shared_texts import alone, asked, together
 from tests.support.small_models import MODELS, write_small
@@ -299,7 +299,10 @@ OPS = {
 """Op of each hybrid's states."""
 
 
-def test_each_op_is_measured(hybrid: Path) -> None:
+@pytest.mark.usefixtures("rows_measured_anew")
+def test_each_op_is_measured(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if ON_GPU:
+        run_every_op(monkeypatch)
     bundle = Bundle.open(hybrid)
     found = backend_choice.row_invariance(bundle.config, bundle.quant, RuntimeConfig(backend="mlx")).ops
     name = OPS[hybrid.name.partition("-")[0]]

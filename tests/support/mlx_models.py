@@ -33,7 +33,7 @@ def nudged(x: Any) -> Any:
 
 def break_products(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """From `rows` rows on, products have other last bits."""
-    from ondevice.backends.mlx_weights import MlxMatrix
+    from ondevice.backends.mlx_matrix import MlxMatrix
 
     true = MlxMatrix._product
 
@@ -42,3 +42,15 @@ def break_products(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
         return found if x.shape[0] < rows else nudged(found)
 
     monkeypatch.setattr(MlxMatrix, "_product", product)
+
+
+def run_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ops are measured, each runs, and none ends it, as the first may that two rows change on a GPU."""
+    from ondevice.backends import row_invariance
+
+    def width_of(op: Any) -> int:
+        assert len(op.alone(0)) == 1
+        assert len(op.together(2)) == 2
+        return row_invariance.MOST_ROWS
+
+    monkeypatch.setattr(row_invariance, "width_of", width_of)

@@ -3,7 +3,7 @@
 The neuron records of a bundle are streamed as the MLX backend streams them, a segment at a time, through the
 same reader: into the ring's own slots, and into slots that lie in an MLX array. Rounds alternate; as many
 bytes are read in each. Ends with one JSON line; exits 0 if the median ratio of rates is at least 0.95. Fails
-if MLX's array doesn't hold what was read.
+if MLX's array doesn't hold what was read. On CUDA, where flash isn't read so, it says so and exits 0.
 
     python -m tests.benchmarks.explain.flash_into_mlx [--model DIR] [--rounds 15] [--mib 256]
 """
@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from ondevice.backends.mlx import compute_type
+from ondevice.backends.mlx_memory import on_cuda
 from ondevice.backends.mlx_weights import RecordMemory
 from ondevice.budget.mlx_memory import MlxMemory
 from ondevice.bundle.layout import DATA_OFFSET, RowLayout
@@ -49,6 +50,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--mib", type=int, default=256, help="read in each round")
     args = parser.parse_args()
+    if on_cuda():
+        print("on CUDA nothing is read into MLX's memory: there is nothing to compare")
+        return 0
     bundle = Bundle.open(args.model)
     config, layout = bundle.config, bundle.neuron_layout
     shape = MlxMemory(config, bundle.quant, RuntimeConfig(), operand_bytes=compute_type().size).buffers

@@ -1,4 +1,4 @@
-"""Reads that don't land in MLX's memory, as on CUDA, whose driver would lose them: they are copied into it.
+"""What is otherwise on CUDA: reads land in plain memory and are copied; kernels that go wrong aren't asked.
 
 On MLX's CPU device, which is told that it is CUDA, or on a GPU when ONDEVICE_TEST_MLX_GPU is set.
 """
@@ -21,7 +21,7 @@ from ondevice.callbacks import never_cancelled
 from ondevice.converters.convert import convert
 from tests.support.bundles import convert_bundle
 from tests.support.chat import squeeze
-from tests.support.engines import random_tokens
+from tests.support.engines import error, random_tokens
 from tests.support.families import CASES, OLMOE, write_model
 from tests.support.mlx_models import ON_GPU, loaded, smallest
 from tests.support.models import write_checkpoint
@@ -138,6 +138,29 @@ def test_no_fewer_products_are_asked_for_than_take_one_kernel(
             assert min(asked) in range(CUDA_PRODUCTS, CUDA_PRODUCTS + 3)
             assert max(asked) > CUDA_PRODUCTS + 3, "of a prompt there are more"
             asked.clear()
+
+
+@pytest.mark.parametrize("quant", ["q4", "q8"])
+def test_no_product_is_of_one_group(
+    copied: list[int], bundles: Any, quant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 64 columns, as MLX's CUDA kernel for one group isn't to be trusted; zeros make it two."""
+    folder, groups = bundles("llama-relu", quant), set()
+    with loaded(folder, "reference") as reference:
+        tokens = random_tokens(reference.config, 30)
+        expected = reference.logits(tokens)
+    true = mx.quantized_matmul
+
+    def watched(x: Any, codes: Any, *pairs: Any, transpose: bool, **options: Any) -> Any:
+        if transpose:
+            groups.add(pairs[0].shape[-1])
+        return true(x, codes, *pairs, transpose=transpose, **options)
+
+    monkeypatch.setattr(mx, "quantized_matmul", watched)
+    with loaded(folder, sparsity="dense") as model:
+        assert model.config.hidden_size == 64
+        assert error(model.logits(tokens), expected) < (2e-2 if ON_GPU else 1e-3)
+    assert min(groups) == 2
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU's kernels take other memory")
