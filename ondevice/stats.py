@@ -187,7 +187,10 @@ class PromptUse:
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds that passes spent on other things than computing: waiting for reads, managing the cache."""
+    """Seconds that passes spent on other things than computing: waiting for reads, managing the cache.
+
+    With experts, managing includes what the next layer's router would choose, and beginning reads.
+    """
 
     waited: float = 0.0
     managed: float = 0.0

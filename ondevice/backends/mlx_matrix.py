@@ -84,9 +84,11 @@ def _doubled(x: mx.array) -> mx.array:
 
 @cache
 def _multiplies_mxfp4() -> bool:
-    codes, scales = mx.zeros((32, 4), mx.uint32), mx.full((32, 1), 127, mx.uint8)
+    # Two groups: on CUDA a product of one has a kernel of its own.
+    codes, scales = mx.zeros((32, 8), mx.uint32), mx.full((32, 2), 127, mx.uint8)
     try:
-        mx.eval(mx.quantized_matmul(mx.zeros((1, 32)), codes, scales, group_size=32, bits=4, mode="mxfp4"))
+        product = mx.quantized_matmul(mx.zeros((1, 64)), codes, scales, group_size=32, bits=4, mode="mxfp4")
+        mlx_memory.known(product)
     except (TypeError, ValueError):
         return False
     return True

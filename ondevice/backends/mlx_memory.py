@@ -46,10 +46,12 @@ def allocation() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if "Failed to compile kernel" in str(error):
+            headers = (
+                "for CUDA 13, pip install 'nvidia-cuda-crt==13.*' brings headers that MLX's packages lack; "
+            )
             raise BackendUnavailableError(
                 f"--backend mlx: MLX can't compile its kernels for this GPU ({_first_error(error)}); "
-                "for CUDA 13, pip install 'nvidia-cuda-crt==13.*' brings headers that MLX's packages lack; "
-                "or use --backend cpu"
+                f"{headers if 'open' in _first_error(error) else ''}or use --backend cpu"
             ) from error
         if "alloc" not in str(error):
             raise
@@ -57,8 +59,9 @@ def allocation() -> Iterator[None]:
 
 
 def _first_error(error: RuntimeError) -> str:
-    """What a compiler said first, without the file's path."""
-    return str(error).splitlines()[0].partition("error: ")[2] or str(error).splitlines()[0]
+    """The first error that a compiler named, without the file's path, or what it said first."""
+    lines = str(error).splitlines()
+    return next((line.partition("error: ")[2] for line in lines if "error: " in line), lines[0])
 
 
 def require_memory(nbytes: int) -> None:

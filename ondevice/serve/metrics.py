@@ -19,7 +19,7 @@ _HELP = {
     "first_token_seconds_total": ("counter", "Seconds from a turn's beginning to its first token."),
     "decode_seconds_total": ("counter", "Seconds of the forward passes behind prompts."),
     "flash_bytes_read_total": ("counter", "Bytes read from flash by generations that ended."),
-    "neuron_cache_hit_ratio": ("gauge", "Share of neurons or experts in memory, as of the last generation."),
+    "neuron_cache_hit_ratio": ("gauge", "Share of selected neurons or experts that were in memory."),
     "peak_memory_bytes": ("gauge", "Peak memory of the process, as of the last generation."),
     "waiting_requests": ("gauge", "Requests that wait for their turn."),
     "running_requests": ("gauge", "Requests that generate."),
@@ -32,7 +32,7 @@ class Metrics:
     def __init__(self) -> None:
         self._values: Counter[tuple[str, tuple[tuple[str, str], ...]]] = Counter()
         for name in _HELP:
-            if name not in ("requests_total", "generations_total"):
+            if name not in ("requests_total", "generations_total", "neuron_cache_hit_ratio"):
                 self._values[name, ()] = 0
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
@@ -51,7 +51,9 @@ class Metrics:
         self.add("decode_seconds_total", stats.decode_seconds)
         self.add("flash_bytes_read_total", stats.flash_bytes_read)
         self._values["peak_memory_bytes", ()] = stats.peak_memory_bytes
-        self._values["neuron_cache_hit_ratio", ()] = stats.neuron_cache_hit_rate  # type: ignore[assignment]
+        if stats.neuron_cache_hit_rate:
+            # Without a hit, nothing may have been looked up: the ratio stays that of an earlier generation.
+            self._values["neuron_cache_hit_ratio", ()] = stats.neuron_cache_hit_rate  # type: ignore[assignment]
 
     def text(self) -> str:
         """Everything in Prometheus's text format, version 0.0.4."""

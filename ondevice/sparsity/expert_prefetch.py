@@ -20,12 +20,13 @@ from ondevice.errors import FlashReadError
 from ondevice.kernels import _native
 from ondevice.sparsity.pooled_cache import PooledCache
 from ondevice.sparsity.prefetch import PREFETCH_TOKENS, PrefetchQuality
+from ondevice.stats import PassTimes
 
 log = logging.getLogger(__name__)
 
 TRIAL_PASSES = 32
-"""Passes of which every second prefetches, and whose waiting times are compared: neighbours, as what else
-uses the device changes within seconds."""
+"""Passes of which every second prefetches, and whose times are compared: neighbours, as what else uses the
+device changes within seconds."""
 KEPT_PASSES = 224
 """Passes for which the better of the two is kept."""
 
@@ -46,10 +47,11 @@ class Prefetched(NamedTuple):
 
 @dataclass
 class _Times:
-    """Missing experts of some passes, and seconds spent on experts but for multiplying them."""
+    """Missing experts of some passes, and the seconds that these took beside multiplying."""
 
     experts: int = 0
-    seconds: float = 0.0
+    waited: float = 0.0
+    managed: float = 0.0
 
 
 class ExpertPrefetcher:
@@ -78,8 +80,8 @@ class ExpertPrefetcher:
         self._without = self._with = self._now = _Times()
         """Times of the last trials without prefetch, of those with it, and of the pass that runs: `_now` is
         one of the two, or neither where the pass is no trial."""
-        self._spent = 0.0
-        """Seconds spent on experts until the pass that runs."""
+        self._before = PassTimes()
+        """Times of all passes until the one that runs."""
         self.on = False
         """Whether this pass prefetches."""
         self.quality = PrefetchQuality()
@@ -179,16 +181,17 @@ class ExpertPrefetcher:
         """Count experts that weren't in memory when they were wanted, prefetched ones too."""
         self._now.experts += count
 
-    def next_pass(self, tokens: int, spent: float) -> None:
+    def next_pass(self, tokens: int, times: PassTimes) -> None:
         """Before a pass: forget what a cancelled one left; every so often, find out whether prefetch pays.
 
-        That is measured: by the time spent for a missing expert, with prefetch and without.
+        That is measured: by the time that a pass waits for a missing expert and the time that it manages
+        experts, with prefetch and without.
 
-        spent: seconds that all passes so far spent on experts, but for multiplying them: waiting for them,
-            estimating and beginning their reads.
+        times: of all passes so far. Managing includes estimates, and beginning reads.
         """
-        self._now.seconds += spent - self._spent
-        self._spent = spent
+        self._now.waited += times.waited - self._before.waited
+        self._now.managed += times.managed - self._before.managed
+        self._before = times
         self._likely = None
         if self._coming:
             self.drop()
@@ -207,9 +210,13 @@ class ExpertPrefetcher:
             self._judge()
 
     def _judge(self) -> None:
-        """Keep prefetch on if the last trial with it took less for a missing expert than without."""
+        """Keep prefetch on if the last trial's passes with it took less time than those without.
+
+        They waited for as many experts as were missing, and managed all that they chose.
+        """
         without, tried = self._without, self._with
-        gained = without.seconds / max(1, without.experts) * tried.experts - tried.seconds
+        gained = without.waited / max(1, without.experts) * tried.experts - tried.waited
+        gained += without.managed - tried.managed
         self.on = gained > 0
         self.quality = replace(
             self.quality,
@@ -231,7 +238,7 @@ class ExpertPrefetcher:
         self._coming, self._late = [], []
 
     def _has_ended(self, one: Prefetched) -> bool:
-        """Whether an expert that nobody waits for is read. If it arrived whole, it is held from now on."""
+        """Whether an expert that no pass waits for is read. If it arrived whole, it is held from now on."""
         if not self._reads.arrived(one.ticket):
             return False
         try:

@@ -121,7 +121,7 @@ def test_the_plan_counts_two_copies_under_way(olmoe: Path) -> None:
 def test_no_fewer_products_are_asked_for_than_take_one_kernel(
     copied: list[int], olmoe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three experts a token, held or one by one: as many that CUDA has one kernel for all."""
+    """With three experts a token, held or one by one, so many are asked for that CUDA has one kernel."""
     asked: list[int] = []
     true = mx.gather_qmm
 
@@ -141,10 +141,10 @@ def test_no_fewer_products_are_asked_for_than_take_one_kernel(
 
 
 @pytest.mark.parametrize("quant", ["q4", "q8"])
-def test_no_product_is_of_one_group(
+def test_no_product_of_a_matrix_is_of_one_group(
     copied: list[int], bundles: Any, quant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 64 columns, as MLX's CUDA kernel for one group isn't to be trusted; zeros make it two."""
+    """Matrices of 64 columns: MLX's CUDA kernel for one group isn't to be trusted; zeros make it two."""
     folder, groups = bundles("llama-relu", quant), set()
     with loaded(folder, "reference") as reference:
         tokens = random_tokens(reference.config, 30)
@@ -168,7 +168,7 @@ def test_no_product_is_of_one_group(
 def test_no_more_copies_exist_than_are_planned(
     copied: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: bool
 ) -> None:
-    """Where nothing is computed before somebody waits for it, so that copies live as long as they can."""
+    """Nothing is computed before it is waited for, so that copies live as long as they can."""
     if experts:
         sizes = {"hidden_size": 256, "intermediate_size": 512, "num_experts": 12, "num_hidden_layers": 2}
         write_model(tmp_path / "source", "Olmoe", {**OLMOE, **sizes})

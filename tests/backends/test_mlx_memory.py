@@ -36,7 +36,7 @@ from tests.support.paths import SHIPPED
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from ondevice.backends.mlx import MlxBackend  # noqa: E402
-from ondevice.backends.mlx_matrix import MlxMatrix  # noqa: E402
+from ondevice.backends.mlx_matrix import MlxMatrix, _multiplies_mxfp4  # noqa: E402
 from ondevice.backends.mlx_memory import writable  # noqa: E402
 from ondevice.backends.mlx_weights import MlxPieceMemory, RecordMemory  # noqa: E402
 
@@ -225,18 +225,22 @@ def test_memory_that_mlx_is_refused_is_a_typed_error(name: str, monkeypatch: pyt
 def test_kernels_that_mlx_cannot_compile_are_a_typed_error(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where CUDA's headers are missing: the message has the compiler's first words, and the remedy."""
+    """CUDA's headers are missing: the message has the compiler's first error, and the remedy."""
 
     def refused(*arrays: Any) -> None:
         raise RuntimeError(
-            'Failed to compile kernel: /a/mma.h(55): catastrophic error: cannot open source file "crt/mma.h"'
-            '\n  #include "crt/mma.h"\n'
+            "Failed to compile kernel: /a/mma.h(7): warning: a macro is redefined\n"
+            '/a/mma.h(55): catastrophic error: cannot open source file "crt/mma.h"\n  #include "crt/mma.h"\n'
         )
 
+    said = r'\(cannot open source .*mma.h"\).*nvidia-cuda-crt'
     with loaded(SHIPPED, sparsity="exact") as model:
         monkeypatch.setattr(mx, name, refused)
-        with pytest.raises(BackendUnavailableError, match=r'source file "crt/mma.h"\).*nvidia-cuda-crt'):
+        with pytest.raises(BackendUnavailableError, match=said):
             model.generate(tokens=[1, 2, 3], max_tokens=3)
+    monkeypatch.setattr(mx, "eval", refused)
+    with pytest.raises(BackendUnavailableError, match=said):
+        _multiplies_mxfp4.__wrapped__()
 
 
 REFUSED = """

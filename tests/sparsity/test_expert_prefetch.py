@@ -14,6 +14,7 @@ from ondevice.api import Model, load
 from ondevice.errors import FlashReadError
 from ondevice.sparsity.expert_prefetch import KEPT_PASSES, TRIAL_PASSES, ExpertPrefetcher
 from ondevice.sparsity.experts import ExpertFetcher
+from ondevice.stats import PassTimes
 from tests.support.bundles import convert_bundle
 from tests.support.chat import squeeze
 from tests.support.families import CASES, write_model
@@ -166,12 +167,15 @@ def test_they_are_on_where_they_pay(folder: Path, expected: tuple[int, ...], pay
         segment = model.plan.segment
         squeeze(model, (segment.total - segment.least) // 3)
         assert text(model) == expected
-        own._passes, on, spent = 0, [], own._spent
+        own._passes, on, waited, managed = 0, [], own._before.waited, own._before.managed
         for at in range(2 * (TRIAL_PASSES + KEPT_PASSES)):
-            own.next_pass(1, spent)
+            own.next_pass(1, PassTimes(waited, managed))
             on.append(own.on)
-            own.count_missing(2 + at % 3)
-            spent += (2 + at % 3) * (0.9 if own.on == pays else 1.0)
+            # Twice as many are missing with it in the first trial, and half as many in the second.
+            missing = (1 + own.on if at < TRIAL_PASSES else 2 - own.on) * (1 + at // 2 % 3)
+            own.count_missing(missing)
+            waited += missing * (0.9 if own.on == pays else 1.0)
+            managed += 100.0
         tried, kept = [False, True] * (TRIAL_PASSES // 2), [pays] * KEPT_PASSES
         assert on == 2 * [*tried, *kept]
         assert (own.quality.hidden_seconds > 0.1) == pays

@@ -29,6 +29,7 @@ from ondevice.backends.base import Int32
 from ondevice.sparsity.expert_prefetch import ExpertPrefetcher
 from ondevice.sparsity.expert_reuse import ExpertReuse
 from ondevice.sparsity.experts import ExpertFetcher
+from ondevice.stats import PassTimes
 from tests.benchmarks.lib.expert_cases import CONTEXT, TRACE_PROMPT
 from tests.benchmarks.lib.measure import drop_caches, memory_cgroup, require_rig
 from tests.benchmarks.lib.routed_experts import FIRST, RoutedShape, routed_gguf
@@ -69,6 +70,7 @@ def measure(folder: Path, budget: int, tokens: int, seed: int) -> list[Mode]:
             for place in np.ndindex(found.shape):
                 if rng.random() > (mode.right or 0.0):
                     used = policy._slow[turn].astype(float) if mode.by_use else np.ones(experts)
+                    used[found[place[0]]] = 0.0  # a router names none twice
                     found[place] = rng.choice(experts, p=used / used.sum())
             return found
 
@@ -77,7 +79,7 @@ def measure(folder: Path, budget: int, tokens: int, seed: int) -> list[Mode]:
         def expecting(own: ExpertPrefetcher, turn: int, chosen: Callable[[], Int32]) -> None:
             expect(own, turn, lambda: spoilt(turn, chosen()))
 
-        def next_pass(own: ExpertPrefetcher, tokens: int, spent: float) -> None:
+        def next_pass(own: ExpertPrefetcher, tokens: int, times: PassTimes) -> None:
             own.on = True
 
         stack.enter_context(patch.object(ExpertPrefetcher, "expect", expecting))
