@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,9 @@ def test_columns_of_large_matrices_pass_through_a_file_without_a_name(
 def files_of_this_process(*folders: Path) -> int:
     """Bytes of the folders' files, and of open files that have no name."""
     found = 0
-    for folder in folders:
-        for path in folder.rglob("*"):
+    # Folders may vanish meanwhile, which ends neither of these.
+    for folder, _, files in chain.from_iterable(map(os.walk, folders)):
+        for path in (Path(folder) / name for name in files):
             try:
                 found += path.lstat().st_size if path.is_file() else 0
             except FileNotFoundError:
