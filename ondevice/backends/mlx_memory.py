@@ -46,12 +46,14 @@ def allocation() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if "Failed to compile kernel" in str(error):
-            headers = (
-                "for CUDA 13, pip install 'nvidia-cuda-crt==13.*' brings headers that MLX's packages lack; "
-            )
+            said = _first_error(error)
+            remedy = "use --backend cpu"
+            if "open source file" in said:
+                remedy = (
+                    f"for CUDA 13, pip install 'nvidia-cuda-crt==13.*' brings missing headers; or {remedy}"
+                )
             raise BackendUnavailableError(
-                f"--backend mlx: MLX can't compile its kernels for this GPU ({_first_error(error)}); "
-                f"{headers if 'open' in _first_error(error) else ''}or use --backend cpu"
+                f"--backend mlx: MLX can't compile its kernels for this GPU ({said}); {remedy}"
             ) from error
         if "alloc" not in str(error):
             raise

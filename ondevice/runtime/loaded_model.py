@@ -247,10 +247,11 @@ def _open_reader(resolved: ResolvedModel) -> tuple[FlashReader, CostModel]:
     """A reader of the model's files, and the costs of its reads: measured where neurons are selected."""
     bundle, runtime, segment = resolved.bundle, resolved.runtime, resolved.plan.segment
     files = bundle_files(bundle, runtime.sparsity, resolved.runs_streams)
-    if not isinstance(segment, SlotShape) or bundle.config.experts is not None:
-        # Large reads need few at once. Experts arrive while others are multiplied: one thread disturbs that
-        # less.
-        return FlashReader(files, runtime.io, ring=bundle.config.experts is not None), UNMEASURED
+    of_experts = bundle.config.experts is not None
+    if of_experts or not isinstance(segment, SlotShape):
+        # Large reads need few at once. Experts arrive while others are multiplied, which one thread disturbs
+        # less than many.
+        return FlashReader(files, runtime.io, ring=of_experts), UNMEASURED
     costs = device_costs([bundle.neuron_file(layer) for layer in range(bundle.config.num_layers)])
     threads = min(FETCH_DEPTH, costs.threads(segment.slot_bytes))
     return FlashReader(files, runtime.io, threads, ring=True), costs

@@ -167,7 +167,7 @@ class ExpertFetcher(CachedSource):
             self._dense.begin_pass(batch)
         self._since = time.perf_counter()
         self._substitutes = self._within > 0.0 and len(batch.tokens) == 1
-        self._prefetcher.next_pass(len(batch.tokens), PassTimes(self._waited, self._managed))
+        self._prefetcher.next_pass(len(batch.tokens), super().times)
         self._cache.divide(len(batch.tokens))
         self._managed += self._lap()
 
