@@ -27,13 +27,13 @@ HOP_SECONDS = 0.0003
 """Seconds from one rank to the next that are planned with: a row of 4,096 values in
 `tests.benchmarks.explain.ring_hops` on one machine. A network adds its own."""
 
-RING_BYTES = 48_000_000
+RING_BYTES = 49_000_000
 """Memory that MLX and its ring take in a rank's process, which has neither here. Measured with MLX 0.32 on
-Linux: 39 to 41 MB, most of it as the ring is joined, and 6 more while MLX is freshly installed: its code then
-lies in large folios of the page cache, and more of it is mapped."""
-SUPERVISOR_BYTES, LAUNCHER_BYTES = 25_000_000, 23_000_000
+Linux: 42 MB, most of it as the ring is joined, and 47.5 while all is freshly installed: code then lies in
+large folios of the page cache, and more of it is mapped."""
+SUPERVISOR_BYTES, LAUNCHER_BYTES = 25_000_000, 27_000_000
 """Memory of a rank's supervisor, and of what starts the others beside rank 0. Measured on Linux, Python 3.11:
-19.3 and 24.5 MB for supervisors of ranks 1 and 0, and 22.4 MB."""
+19.3 and 24.5 MB for supervisors of ranks 1 and 0, and 22.4 MB, or 25 while freshly installed."""
 
 
 @dataclass(frozen=True)

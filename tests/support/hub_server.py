@@ -187,11 +187,12 @@ class _Handler(QuietHandler):
             stream.seek(start)
             while start < stop and left > 0:
                 piece = stream.read(min(PIECE_BYTES, stop - start, left))
-                self.wfile.write(piece)
                 start, left = start + len(piece), left - len(piece)
+                # Counted first: a client that has the last piece may go on before this thread does.
                 if large:
                     with self.server.lock:
                         rules.sent_bytes += len(piece)
+                self.wfile.write(piece)
                 if rules.piece_seconds:
                     threading.Event().wait(rules.piece_seconds)
         if start < stop:
