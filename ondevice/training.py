@@ -570,7 +570,7 @@ def _check_target(resolved: ResolvedModel, output: Name | None, has_experts: boo
     if (resolved.bundle.config.experts is not None) != has_experts:
         why = "it has no experts" if has_experts else NO_SIDECARS
         raise UnsupportedModelError(f"{resolved.bundle.name} can't be trained for: {why}")
-    resolved.require_fit()
+    resolved.require_fit(only_budget=True)
     folder = resolved.bundle.path if output is None else output_path(output).absolute()
     if output is None and not os.access(folder, os.W_OK):
         raise UsageError(f"{folder} can't be written to; give a new folder with --output")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ondevice.budget.plan import Plan
+from ondevice.budget.plan import REPEAT_MARGIN_BYTES, Plan
 from ondevice.errors import BudgetError
 from ondevice.units import PAGE_BYTES, MemoryRoom, format_bytes, group_rooms
 
@@ -78,6 +78,7 @@ def require_fit(
     origin: str = "",
     fitting_context: int = 0,
     fitting_options: Sequence[str] = (),
+    only_budget: bool = False,
 ) -> None:
     """Check that a plan fits.
 
@@ -87,6 +88,7 @@ def require_fit(
         origin: How the budget was found, if the user didn't name it.
         fitting_context: The longest context that would fit; 0 for none.
         fitting_options: Options with which the model would fit, each by itself.
+        only_budget: Whether nothing but the budget can be changed, so that no other remedy is named.
 
     Raises BudgetError if it doesn't, with the smallest budget that works, its parts and what would help.
     """
@@ -98,7 +100,7 @@ def require_fit(
     ways = ["lower --max-context or --kv-bits"] if plan.may_lower or too_large else []
     ways += [f"take {option}" for option in fitting_options]
     context = f"; --max-context {fitting_context} would fit" if fitting_context else ""
-    less = "".join(f", or {way}" for way in ways) + context
+    less = "" if only_budget else "".join(f", or {way}" for way in ways) + context
     if not plan.suffices:
         problem = f"is too small for {name}"
         raising = "Name a larger --dram-budget" if origin else "Raise --dram-budget"
@@ -164,6 +166,9 @@ def verdict(plan: Plan, fitting_context: int) -> str:
 
     fitting_context: the longest context that would fit; 0 for none.
     """
+    if plan.budget_bytes < plan.minimum_budget_bytes and plan.fits:
+        more = format_bytes(REPEAT_MARGIN_BYTES)
+        return f"yes, as measured now; another run may measure up to {more} more, and refuse it"
     if plan.fits:
         return "yes"
     limit = plan.limit

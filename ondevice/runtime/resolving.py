@@ -106,10 +106,18 @@ class ResolvedModel:
     budget_warnings: tuple[str, ...] = ()
     """Why the user's budget may be more than there is."""
 
-    def require_fit(self) -> None:
-        """Raises BudgetError if the plan doesn't fit, with the smallest budget and what else would work."""
+    def require_fit(self, only_budget: bool = False) -> None:
+        """Raises BudgetError if the plan doesn't fit, with the smallest budget and what else would work.
+
+        only_budget: whether nothing else can be changed.
+        """
         require_fit(
-            self.plan, self.bundle.name, self.budget_origin, self.fitting_context, self.fitting_options
+            self.plan,
+            self.bundle.name,
+            self.budget_origin,
+            self.fitting_context,
+            self.fitting_options,
+            only_budget,
         )
 
     def require_whole_context(self) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ondevice.backends.base import KVLayout
 from ondevice.budget.cpu_memory import CpuMemory
-from ondevice.budget.limits import require_fit
+from ondevice.budget.limits import require_fit, verdict
 from ondevice.budget.memory_model import NEURON_TABLE_BYTES
 from ondevice.budget.plan import PROCESS_ALLOWANCE_BYTES, REPEAT_MARGIN_BYTES, Plan, plan_memory
 from ondevice.budget.reference_memory import ReferenceMemory
@@ -301,11 +301,24 @@ def test_a_budget_below_the_minimum_names_the_one_that_works() -> None:
     assert caught.value.required_bytes == plan.minimum_budget_bytes
     assert str(plan.minimum_budget_bytes) in str(caught.value)
     assert "llama-7b" in str(caught.value)
+    nearly = plan.with_budget(plan.least_budget_bytes - 1)
+    with pytest.raises(BudgetError, match=r"Raise dram_budget, or lower max_context or kv_bits, or take"):
+        require_fit(nearly, "llama-7b", fitting_context=64, fitting_options=["--kv-bits 8"])
+    with pytest.raises(BudgetError, match=r"\)\. Raise dram_budget\.$"):
+        require_fit(nearly, "llama-7b", fitting_context=64, fitting_options=["--kv-bits 8"], only_budget=True)
     enough = plan.with_budget(caught.value.required_bytes)
     require_fit(enough, "llama-7b")
     assert enough.segments_for(enough.kv_cache_bytes) == 0
     with pytest.raises(BudgetError):
         require_fit(plan.with_budget(enough.budget_bytes - REPEAT_MARGIN_BYTES - 1), "llama-7b")
+
+
+def test_inspect_says_where_another_run_may_refuse_a_budget() -> None:
+    plan = plan_for(LLAMA_7B, Q4, 1 << 40)
+    assert verdict(plan.with_budget(plan.minimum_budget_bytes), 0) == "yes"
+    within = verdict(plan.with_budget(plan.least_budget_bytes), 0)
+    assert within == "yes, as measured now; another run may measure up to 1.05 MB more, and refuse it"
+    assert verdict(plan.with_budget(plan.least_budget_bytes - 1), 64) == "no; --max-context 64 would fit"
 
 
 def test_only_the_budget_changes_with_the_budget() -> None:
