@@ -49,7 +49,7 @@ KINDS = ("interrupt", "error", "end", "short", "stall", "long stall", "damage")
 WAYS = ("pread", "ring")
 """How a read is made. What goes wrong in the ring is read again by pread, but not what arrives damaged."""
 HARMLESS, FATAL = ("interrupt", "short", "stall"), ("error", "end", "damage")
-LONG_STALLS = 0.03
+LONG_STALLS = 0.06
 """Of the rounds: each of theirs takes 1 to 3 seconds."""
 ROUNDS_PER_MODEL = 100
 TOKENS = 8
