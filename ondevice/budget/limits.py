@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ondevice.budget.plan import REPEAT_MARGIN_BYTES, Plan
+from ondevice.budget.plan import Plan
 from ondevice.errors import BudgetError
 from ondevice.units import PAGE_BYTES, MemoryRoom, format_bytes, group_rooms
 
@@ -166,11 +166,9 @@ def verdict(plan: Plan, fitting_context: int) -> str:
 
     fitting_context: the longest context that would fit; 0 for none.
     """
-    if plan.budget_bytes < plan.minimum_budget_bytes and plan.fits:
-        more = format_bytes(REPEAT_MARGIN_BYTES)
-        return f"yes, as measured now; another run may measure up to {more} more, and refuse it"
     if plan.fits:
-        return "yes"
+        within = plan.budget_bytes < plan.minimum_budget_bytes
+        return "yes, as measured now; another run may measure more, and refuse it" if within else "yes"
     limit = plan.limit
     allowed = "" if limit is None else f"; {limit.name} allows {format_bytes(limit.limit_bytes)}"
     return f"no{allowed}{f'; --max-context {fitting_context} would fit' if fitting_context else ''}"
