@@ -47,7 +47,6 @@ from ondevice.bundle.predictors import PREDICTORS_SIDECAR, predictor_tensors, pr
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.sidecar import Sidecar, weights_digest
 from ondevice.bundle.streams import STREAMS_SIDECAR, stream_tensors, streams_text
-from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR, threshold_tensors, thresholds_text
 from ondevice.bundle.token_counts import TOKEN_COUNTS, TOKEN_COUNTS_SIDECAR, token_counts_text
 from ondevice.converters.output_folder import OutputFolder
 from ondevice.converters.training.sidecars import save_sidecar
@@ -136,10 +135,6 @@ def _copy_sidecars(bundle: Bundle, manifest: Manifest, folder: Path) -> None:
     if (predictors := bundle.predictors) is not None:
         of_predictors = predictor_tensors(config, predictors.bits, predictors.ranks)
         layered.append((PREDICTORS_SIDECAR, predictors, predictors_text, lambda: of_predictors))
-    if bundle.thresholds is not None:
-        layered.append(
-            (THRESHOLDS_SIDECAR, bundle.thresholds, thresholds_text, lambda: threshold_tensors(config))
-        )
     if (streams := bundle.streams) is not None:
         layered.append((STREAMS_SIDECAR, streams, streams_text, lambda: stream_tensors(config, streams)))
     for sidecar, content, text, tensors in layered:

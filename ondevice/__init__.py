@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from ondevice.training import train_ngrams as train_ngrams
     from ondevice.training import train_predictors as train_predictors
     from ondevice.training import train_streams as train_streams
-    from ondevice.training import train_thresholds as train_thresholds
 
 _MODULES = {
     "api": ("Model", "convert", "inspect", "load", "verify"),
@@ -85,7 +84,6 @@ _MODULES = {
         "train_ngrams",
         "train_predictors",
         "train_streams",
-        "train_thresholds",
     ),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -17,9 +17,9 @@ from ondevice.errors import UsageError
 from ondevice.model_config import MAX_CHOSEN, SIZE_LIMITS
 
 BackendName = Literal["auto", "cpu", "mlx", "reference"]
-Sparsity = Literal["auto", "dense", "exact", "predicted", "threshold", "experts"]
-SELECTING: tuple[Sparsity, ...] = ("exact", "predicted", "threshold")
-"""Modes in which some of a layer's, or an expert's, neurons are multiplied for a token."""
+Sparsity = Literal["auto", "dense", "exact", "predicted", "experts"]
+SELECTING: tuple[Sparsity, ...] = ("exact", "predicted")
+"""Modes in which some of a layer's neurons are multiplied for a token."""
 Speculation = Literal[
     "auto", "off", "streams", "resident", "recycling", "lookup", "ngrams", "model", "eagle", "mtp"
 ]
@@ -148,7 +148,6 @@ class RuntimeOptions(TypedDict, total=False):
     io: Literal["auto", "direct", "buffered"]
     sparsity: Sparsity
     predictor_recall: float
-    threshold_sparsity: float
     experts: int
     expert_substitution: float
     speculation: Speculation
@@ -184,8 +183,6 @@ class RuntimeConfig:
     sparsity: Sparsity = "auto"
     predictor_recall: float = 0.95
     """Share of the firing neurons that `predicted` aims to find; one of the values measured in the bundle."""
-    threshold_sparsity: float = 0.5
-    """Share of a token's neurons that `threshold` leaves out; one of the values measured in the bundle."""
     experts: int = 0
     """Experts that each token chooses in a layer, where these are fewer than the model's own, which changes
     the text. 0 means the model's own."""
@@ -240,13 +237,11 @@ class RuntimeConfig:
                 f"expert_substitution is {self.expert_substitution!r}; it must be a number from 0 to "
                 f"{MOST_DEVIATIONS:g}"
             )
-        for name in ("predictor_recall", "threshold_sparsity"):
-            share = getattr(self, name)
-            if not _is_number(share) or not is_target(share):
-                raise UsageError(
-                    f"{name} is {share!r}; it must be a number {TARGET_RANGE}, one of those that "
-                    "`ondevice inspect` lists for the model"
-                )
+        if not _is_number(self.predictor_recall) or not is_target(self.predictor_recall):
+            raise UsageError(
+                f"predictor_recall is {self.predictor_recall!r}; it must be a number {TARGET_RANGE}, one of "
+                "those that `ondevice inspect` lists for the model"
+            )
         if not isinstance(self.dram_budget, str) and not _is_int(self.dram_budget):
             raise UsageError(f"dram_budget is {self.dram_budget!r}; it must be a string or a number of bytes")
         if not isinstance(self.draft_model, str | os.PathLike):

@@ -17,7 +17,7 @@ START_AGAIN = 256
 
 _COMMAND_LINE = r"ondevice (?:convert|generate|inspect|remove|train|verify) [^`\n]*?(?=[`\n;]|\. |$)"
 _CHOICES = (
-    "auto|off|all|dense|exact|predicted|threshold|experts|cpu|mlx|reference|direct|buffered|streams|resident|"
+    "auto|off|all|dense|exact|predicted|experts|cpu|mlx|reference|direct|buffered|streams|resident|"
     "recycling|lookup|ngrams|model|lossless|shared"
 )
 _FLAG = re.compile(

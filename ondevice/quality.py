@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,6 @@ from ondevice.api import Model, load
 from ondevice.budget.plan import Plan
 from ondevice.bundle.expert_costs import ExpertCost
 from ondevice.bundle.predictors import OperatingPoint
-from ondevice.bundle.thresholds import ThresholdPoint
 from ondevice.callbacks import OnProgress
 from ondevice.model_config import ModelConfig
 from ondevice.scoring import Tally
@@ -25,7 +24,6 @@ TRAINED_SHARE = 0.9
 """Share of the progress that training takes; the rest is measuring."""
 
 Pieces = Sequence[Sequence[int]]
-Point = TypeVar("Point", OperatingPoint, ThresholdPoint)
 
 
 def first_part_of(on_progress: OnProgress) -> OnProgress:
@@ -34,12 +32,12 @@ def first_part_of(on_progress: OnProgress) -> OnProgress:
 
 def measured_points(
     folder: Path,
-    points: Sequence[Point],
+    points: Sequence[OperatingPoint],
     options: Sequence[dict[str, Any]],
     pieces: Pieces,
     runtime: dict[str, Any],
     on_progress: OnProgress,
-) -> tuple[float | None, tuple[Point, ...]]:
+) -> tuple[float | None, tuple[OperatingPoint, ...]]:
     """Perplexity of the dense model, and the points with their own perplexity and agreement with it.
 
     options: for each point, the options of `load` that run the model at it, in addition to `runtime`.
@@ -47,7 +45,7 @@ def measured_points(
     steps = 1 + len(points)
     on_progress(TRAINED_SHARE, f"quality, 1 of {steps}")
     perplexity, best = _run(folder, pieces, runtime)
-    measured: list[Point] = []
+    measured: list[OperatingPoint] = []
     for point, chosen in zip(points, options, strict=True):
         step = 1 + len(measured)
         on_progress(TRAINED_SHARE + (1 - TRAINED_SHARE) * step / steps, f"quality, {step + 1} of {steps}")

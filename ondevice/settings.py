@@ -41,7 +41,6 @@ class Option:
         return self.kind is tuple
 
 
-_LISTED = f"{TARGET_RANGE}, one of those that `inspect` lists"
 _RUNTIME_HELP = {
     "dram_budget": "Ceiling for the whole process: 4GB, 3.5GiB, 60%, bytes, or auto.",
     "memory_pressure": "auto: the budget shrinks while other programs need memory; off: it stays as it is.",
@@ -49,9 +48,8 @@ _RUNTIME_HELP = {
     "threads": "Compute threads; 0: one per core.",
     "io": "How flash is read: past the page cache, or through it.",
     "sparsity": "Which neurons are multiplied; `inspect` says what a model can have.",
-    "predictor_recall": f"With --sparsity predicted: share of the firing neurons to find, {_LISTED}.",
-    "threshold_sparsity": "With --sparsity threshold: share of the neurons to leave out (in experts: of "
-    f"those that fire), {_LISTED}.",
+    "predictor_recall": f"With --sparsity predicted: share of the firing neurons to find, {TARGET_RANGE}, "
+    "one of those that `inspect` lists.",
     "experts": "Fewer experts a token than the model's own, which changes the text; 0: the model's own.",
     "expert_substitution": "Most standard deviations by which a missing expert's score may exceed that of "
     "one in memory that takes its place, which changes the text; 0: missing ones are read.",
@@ -79,9 +77,8 @@ _SAMPLING_HELP = {
 }
 _MEANT_FOR = {
     "predictor_recall": ("sparsity", "predicted"),
-    "threshold_sparsity": ("sparsity", "threshold"),
-    "experts": ("sparsity", "experts", "threshold", "auto"),
-    "expert_substitution": ("sparsity", "experts", "threshold", "auto"),
+    "experts": ("sparsity", "experts", "auto"),
+    "expert_substitution": ("sparsity", "experts", "auto"),
     "draft_streams": ("speculation", "streams", "auto", "all"),
     "draft_pruning": ("speculation", "streams", "auto", "all"),
     "draft_head": ("speculation", "streams", "resident", "auto", "all"),

@@ -1,4 +1,4 @@
-"""Training for a converted bundle: predictors, thresholds and streams, measured on held-out text."""
+"""Training for a converted bundle: predictors and streams, measured on held-out text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from ondevice.bundle.ngrams import Ngrams
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.sidecar import NO_SIDECARS, weights_digest
 from ondevice.bundle.streams import MultiStreamMode, MultiStreams
-from ondevice.bundle.thresholds import Thresholds
 from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import (
     AUTO_QUANT,
@@ -123,60 +122,6 @@ def train_predictors(
     )
     found = replace(found, perplexity=perplexity, points=points)
     training.save_predictors(found, goal)
-    return found
-
-
-def train_thresholds(
-    model: Name | None = None,
-    text: Text | None = None,
-    *,
-    pieces: Pieces | None = None,
-    output: Name | None = None,
-    tokens: int | None = None,
-    measured_tokens: int = MEASURED_TOKENS,
-    dram_budget: str | int = "auto",
-    on_progress: OnProgress = ignore_progress,
-) -> Thresholds:
-    """Calibrate on `text` how large a gate must be for its neuron to count. Adds the thresholds to the model.
-
-    The arguments are those of `train_predictors` without `order` and `backend`. Quality is measured once per
-    sparsity target.
-
-    Before it calibrates, raises UnsupportedModelError for a model with ReLU gates, and for one with experts
-    unless these are stored neuron by neuron; UsageError for too little text, an output that exists or a model
-    that can't be written to, and what `load` raises.
-    """
-    from ondevice.converters.training import expert_thresholds, thresholds
-
-    # Our own kernels calibrate, so they measure too.
-    runtime: dict[str, Any] = {"dram_budget": dram_budget, "backend": "cpu"}
-    resolved = open_model(model, RuntimeConfig(**runtime))
-    options = thresholds.ThresholdOptions()
-    if tokens is not None:
-        options = replace(options, tokens=tokens)
-    pieces = _pieces(resolved, text, pieces, options.tokens)
-    measured = thresholds.check(resolved.bundle, pieces, options)
-    goal = _check_target(resolved, output, has_experts=resolved.bundle.config.experts is not None)
-    bundle, progress = resolved.bundle, first_part_of(on_progress)
-    with _target(resolved, goal) as folder:
-        if bundle.config.experts is None:
-            found = thresholds.calibrate_thresholds(bundle, pieces, folder, options, progress)
-        else:
-            room = _expert_room(resolved)
-            found = expert_thresholds.calibrate_expert_thresholds(
-                bundle, pieces, folder, options, room, progress
-            )
-    # The bundle at `goal` is usable from here on: a failure while measuring loses no training.
-    perplexity, points = measured_points(
-        goal,
-        found.points,
-        [{"sparsity": "threshold", "threshold_sparsity": point.sparsity} for point in found.points],
-        spread(measured, measured_tokens),
-        runtime,
-        on_progress,
-    )
-    found = replace(found, perplexity=perplexity, points=points)
-    thresholds.save_thresholds(found, goal)
     return found
 
 

@@ -1,1 +1,1 @@
-"""Training for a finished bundle: neuron order, thresholds, predictors and stream adapters."""
+"""Training for a finished bundle: neuron order, predictors and stream adapters."""

@@ -179,41 +179,41 @@ def record_choices(
 
     room: as in `calibrate_experts`. on_progress gets the number of tokens done.
     """
-    piece, neurons = room.backend_neurons
-    backend = CpuBackend(
-        make_runner(usable_cores()), segment_neurons=64, piece_neurons=piece, dense_neurons=neurons
-    )
-    with experts_running(bundle, room, backend, _Recording) as (model, fetcher):
-        run_pieces(model, pieces, on_progress)
-        assert isinstance(fetcher, _Recording)
+    with _experts_running(bundle, room) as (model, fetcher):
+        _run_pieces(model, pieces, on_progress)
         return fetcher.choices()
 
 
 @contextmanager
-def experts_running(
-    bundle: Bundle, room: ExpertRoom, backend: CpuBackend, kind: type[ExpertFetcher] = ExpertFetcher
-) -> Iterator[tuple[Transformer, ExpertFetcher]]:
-    """The model on `backend`, which is closed at the end, and what provides its experts.
-
-    backend: made with `ExpertRoom.backend_neurons`.
-    """
+def _experts_running(bundle: Bundle, room: ExpertRoom) -> Iterator[tuple[Transformer, _Recording]]:
+    """The model, and what provides its experts and records which are chosen."""
     config = bundle.config
     assert config.experts is not None
+    piece, neurons = room.backend_neurons
     with ExitStack() as stack:
-        stack.enter_context(closing(backend))
+        backend = stack.enter_context(
+            closing(
+                CpuBackend(
+                    make_runner(usable_cores()),
+                    segment_neurons=64,
+                    piece_neurons=piece,
+                    dense_neurons=neurons,
+                )
+            )
+        )
         reader = stack.enter_context(FlashReader(bundle_files(bundle)))
         model = Transformer(config, backend, load_weights(bundle, reader, backend))
         layers, dense = backend.feed_forwards, None
         if room.dense is not None:
             dense = stack.enter_context(closing(room.dense.pool(layers, reader)))
         specs, reserve = [layer.experts for layer in config.layers], config.experts.chosen
-        fetcher = kind(layers, reader, specs, room.slot_bytes, room.slots, reserve, dense=dense)
+        fetcher = _Recording(layers, reader, specs, room.slot_bytes, room.slots, reserve, dense=dense)
         stack.enter_context(closing(fetcher))
         fetcher.resize([room.segments])
         yield model, fetcher
 
 
-def run_pieces(
+def _run_pieces(
     model: Transformer, pieces: Sequence[Sequence[int]], on_progress: Callable[[int], None]
 ) -> None:
     """Read `pieces` of token ids, each from an empty context. on_progress gets the number of tokens done."""

@@ -45,7 +45,7 @@ from ondevice.bundle.writer import BundleWriter
 from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.converters.output_folder import OutputFolder
 from ondevice.converters.training.activations import Activations, record_inputs, temporarily_recorded
-from ondevice.converters.training.thresholds import LayerGates
+from ondevice.converters.training.layer_gates import LayerGates
 from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native

@@ -327,37 +327,24 @@ class Apart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cutoff:
-    """The rule that selects a neuron by its gate: |activation(gate)| * importance > threshold.
-
-    importance: (F,), approximately the size of the output per unit of the activated gate. spec: of the layer.
-    These are the gate thresholds of CATS (arXiv 2404.08763), per channel as in CHESS (arXiv 2409.01366).
-    """
-
-    importance: Vector
-    threshold: float
-    spec: FeedForwardSpec
-
-
-@dataclass(frozen=True)
 class Selector:
     """Scores a layer's neurons for a token, (F,). Neurons with a score above zero are multiplied.
 
     `matrices` are multiplied one after the other. One kind is the gate projection alone: its products are the
-    scores, or are compared with a `cutoff`. The other is a predictor's low-rank pair (`predicted`; "LLM in a
-    flash", arXiv 2312.11514, section 3.1), which estimates the scores. In a layer with experts there is no
-    matrix: the `cutoff` is that of the experts' neurons, expert 0's first.
+    scores. The other is a predictor's low-rank pair (`predicted`; "LLM in a flash", arXiv 2312.11514, section
+    3.1), which estimates the scores.
 
-    least_gate: of gates without a cutoff: those at or below it don't fire, and scores are gates less it.
+    least_gate: gates at or below it don't fire, and scores are gates less it.
     deviations: if not None, gates have a statistical cutoff, this many standard deviations from their mean
-        (`FeedForwardSpec.cutoff`); scores are the gates that it leaves, or are made of them with a `cutoff`.
+        (`FeedForwardSpec.cutoff`), and scores are the gates that it leaves.
+    activated: if not None, the layer's activation zeroes hardly any gate, and scores are |activation(gate)|.
     """
 
     matrices: tuple[Linear, ...]
     predicted: bool
-    cutoff: Cutoff | None = None
     least_gate: float = 0.0
     deviations: float | None = None
+    activated: FeedForwardSpec | None = None
 
     @property
     def cut_gates(self) -> Linear | None:

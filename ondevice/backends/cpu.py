@@ -18,7 +18,6 @@ from ondevice.backends.base import (
     NO_BIASES,
     Biases,
     Bytes,
-    Cutoff,
     FeedForwardSource,
     Float32,
     Int32,
@@ -76,15 +75,15 @@ def native_form(spec: FeedForwardSpec) -> Form:
 
 
 def contributions(
-    runner: _native.Runner, gates: Float32, importance: Float32, spec: FeedForwardSpec, out: Float32
+    runner: _native.Runner, gates: Float32, up: Float32 | None, spec: FeedForwardSpec, out: Float32
 ) -> None:
-    """Write |activation(gate)| * importance, for gates (T, F), to out (T, F), which may be `gates`.
+    """Write |activation(gate) * up|, or |activation(gate)|, for gates (T, F) to out (T, F).
 
-    importance: (F,).
+    up: (F,). out may be `gates`.
     """
     form = native_form(spec)
     for gate, contribution in zip(gates, out, strict=True):
-        _native.activate(runner, form, gate, importance, contribution)
+        _native.activate(runner, form, gate, up, contribution)
         np.abs(contribution, out=contribution)
 
 
@@ -325,7 +324,7 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         native, selector, form = weight.native, weight.selector, native_form(spec)
         out = self._buffer("feed_forward", x.shape) if added is None else added
         resident = weight.neurons.begin_layer(weight.index, batch)
-        if resident is not None and selector.cutoff is None and selector.deviations is None:
+        if resident is not None and selector.activated is None and selector.deviations is None:
             *narrow, scorer = selector.matrices
             count = native.forward_selected(
                 self.runner,
@@ -442,7 +441,6 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         assert spec.experts is not None
         # Outputs are added in the order of experts. Where few rows are wanted, they can be held until then.
         in_order = len(x) > HELD_ROWS
-        cutoff = None if weight.selector is None else weight.selector.cutoff
         forward = _native.ExpertPass(
             self.runner,
             weight.native,
@@ -454,8 +452,6 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
             native_form(spec.feed_forward),
             in_order,
             total,
-            None if cutoff is None else cutoff.importance,
-            0.0 if cutoff is None else cutoff.threshold,
         )
         for expert, address in weight.neurons.experts(weight.index, routing, batch, in_order):
             forward.add(expert, address)
@@ -505,24 +501,13 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
             x, norm = out, None
         if selector.deviations is not None:
             row_sums.cut_off(x, selector.deviations)
-        if selector.cutoff is not None:
-            return self._cut_off(x, selector.cutoff), x
-        if not selector.least_gate:
+        if selector.activated is None and not selector.least_gate:
             return x, x
         scores = self._buffer("cut off", (len(x), x.shape[1]))
+        if selector.activated is not None:
+            contributions(self.runner, x, None, selector.activated, scores)
+            return scores, x
         return np.subtract(x, np.float32(selector.least_gate), out=scores), x
-
-    def _cut_off(self, gates: Float32, cutoff: Cutoff) -> Float32:
-        """By how much the gates' contributions exceed the cutoff, (T, F). Sets all other gates to zero.
-
-        The activation of zero is zero, so a neuron adds exactly nothing to a token for which it is cut off.
-        """
-        scores = self._buffer("cut off", gates.shape)
-        contributions(self.runner, gates, cutoff.importance, cutoff.spec, scores)
-        scores -= np.float32(cutoff.threshold)
-        for gate, score in zip(gates, scores, strict=True):
-            gate[score <= 0] = 0
-        return scores
 
     def _stage(self, native: _native.FeedForward) -> _native.Segment:
         """The segment in which records from flash are packed before they are multiplied; made when needed."""

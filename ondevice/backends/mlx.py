@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from ondevice.backends.base import (
     NO_BIASES,
     Biases,
-    Cutoff,
     FeedForwardSource,
     Float32,
     Int32,
@@ -448,8 +447,8 @@ class MlxBackend(OffloadingBackend, MlxOps):
         for linear in selector.matrices:
             found = self.product(found, linear)
         found = cut_off(found, selector.deviations)
-        if selector.cutoff is not None:
-            return _cut_off(found, selector.cutoff), found
+        if selector.activated is not None:
+            return mx.abs(activate(found, selector.activated.activation)), found
         return (found - selector.least_gate if selector.least_gate else found), found
 
 
@@ -489,11 +488,6 @@ def _ranges(ids: Int32, width: int) -> Iterator[tuple[int, int]]:
         stop = int(np.searchsorted(ids, end))
         yield start, stop
         start = stop
-
-
-def _cut_off(gates: mx.array, cutoff: Cutoff) -> mx.array:
-    """Scores (T, F): by how much the contributions of gates (T, F) exceed the cutoff."""
-    return mx.abs(activate(gates, cutoff.spec.activation)) * cutoff.importance - cutoff.threshold
 
 
 def all_of(

@@ -77,8 +77,7 @@ class ReferenceFeedForward:
     """gate, up, down: (F, D); row f of `down` is neuron f's column of the down projection.
 
     up: None in an ungated feed-forward. biases: of gates and output; up_bias: (F,), which only experts have.
-    experts: those of the layer that are stored as matrices, in order. least: (F,) what an activated gate's
-    absolute value must exceed for its neuron to count; None: all count.
+    experts: those of the layer that are stored as matrices, in order.
     """
 
     gate: Float32
@@ -87,13 +86,12 @@ class ReferenceFeedForward:
     biases: Biases = NO_BIASES
     up_bias: Float32 | None = None
     experts: tuple[ReferenceFeedForward, ...] = ()
-    least: Float32 | None = None
 
     def some(self, first: int, count: int) -> ReferenceFeedForward:
         """The neurons first .. first + count by themselves, which have no biases."""
         own = slice(first, first + count)
-        up, least = (None if it is None else it[own] for it in (self.up, self.least))
-        return ReferenceFeedForward(self.gate[own], up, self.down[own], least=least)
+        up = None if self.up is None else self.up[own]
+        return ReferenceFeedForward(self.gate[own], up, self.down[own])
 
 
 class ReferenceBackend:
@@ -152,13 +150,7 @@ class ReferenceBackend:
                 target[first : first + count] = read_rows(records, offset, row)
         gate, *up, down = rows
         experts = _read_experts(source.experts)
-        least = None
-        if selector is not None and selector.cutoff is not None:
-            # Of experts' neurons; the others, which come first, all count.
-            with np.errstate(divide="ignore", invalid="ignore"):
-                own = np.float32(selector.cutoff.threshold) / selector.cutoff.importance
-            least = np.concatenate([np.full(dense or 0, np.float32(-1)), own])
-        return ReferenceFeedForward(gate, up[0] if up else None, down, biases, None, experts, least)
+        return ReferenceFeedForward(gate, up[0] if up else None, down, biases, None, experts)
 
     def load_embedding(self, source: EmbeddingSource, offloaded: bool = False) -> EmbeddingSource:
         return source
@@ -428,8 +420,6 @@ def hidden(x: Float32, weight: ReferenceFeedForward, spec: FeedForwardSpec) -> F
         least = gates.mean(axis=1, keepdims=True) + gates.std(axis=1, keepdims=True) * np.float32(spec.cutoff)
         gates = np.maximum(gates - least, np.float32(0))
     found = activate(gates, spec.activation, spec.threshold, spec.clamp, spec.slope)
-    if weight.least is not None:
-        found[np.abs(found) <= weight.least] = 0
     if weight.up is not None:
         ups: Float32 = x @ weight.up.T
         if weight.up_bias is not None:

@@ -41,8 +41,6 @@ from ondevice.sparsity.expert_reuse import history_bytes
 from ondevice.speculation.registry import drafter_bytes, drafts_with_streams, is_drafter, runs_streams
 from ondevice.speculation.tree import LOGITS_AHEAD, STREAM_ROWS
 
-GATED = ("exact", "threshold")
-"""Sparsity modes in which every layer's gate rows stay in memory."""
 NEURON_TABLE_BYTES = 52
 """Bytes of tables per neuron: its slot and scores, its slot's address, owner and place among the free ones,
 and the temporary arrays that divide slots among layers."""
@@ -149,7 +147,7 @@ class MemoryModel(ABC):
     @property
     def _holds_gates(self) -> bool:
         """True if every layer's gate rows stay in memory. Those of experts come with the experts."""
-        return self.config.experts is None and self.runtime.sparsity in GATED
+        return self.config.experts is None and self.runtime.sparsity == "exact"
 
     @property
     def weights_bytes(self) -> int:
@@ -167,8 +165,6 @@ class MemoryModel(ABC):
             experts = self.config.experts
             table = experts.count * NEURON_TABLE_BYTES + history_bytes(experts.chosen)
             selecting += self.config.num_layers * table
-            if self.runtime.sparsity == "threshold":
-                selecting += 4 * self.config.num_neurons
         return self._matrices_bytes + selecting
 
     @property
@@ -449,7 +445,7 @@ class MemoryModel(ABC):
         limited = self.runtime.sparsity == "exact" and (
             config.feed_forward.threshold > 0 or bool(config.cut_off_layers)
         )
-        arrays = 3 if limited or self.runtime.sparsity == "threshold" else 2
+        arrays = 3 if limited else 2
         found = self._used_predictors
         rank = 0 if found is None else max(found.ranks)
         groups = padded(self.config.hidden_size, GROUP_SIZE) // GROUP_SIZE

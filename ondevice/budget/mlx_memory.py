@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ondevice.backends.base import BLOCK_TOKENS
 from ondevice.backends.expert_records import ROWS_AT_ONCE
 from ondevice.backends.recurrent import RULE_TOKENS
-from ondevice.budget.memory_model import GATED, MemoryModel
+from ondevice.budget.memory_model import MemoryModel
 from ondevice.budget.sizes import (
     BufferShape,
     SegmentShape,
@@ -119,7 +119,7 @@ class MlxMemory(MemoryModel):
     @property
     def weights_bytes(self) -> int:
         config = self.config
-        hidden, gated = padded(config.hidden_size, GROUP_SIZE), self.runtime.sparsity in GATED
+        hidden, gated = padded(config.hidden_size, GROUP_SIZE), self.runtime.sparsity == "exact"
         quant, more = self.quant, 0
         for layer in config.layers:
             queries = padded(config.out_cols(layer), GROUP_SIZE)

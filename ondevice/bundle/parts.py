@@ -18,14 +18,12 @@ from ondevice.bundle.predictors import Predictors, predictors_text
 from ondevice.bundle.sidecar import weights_digest
 from ondevice.bundle.streams import MultiStreams, streams_text
 from ondevice.bundle.strict_json import canonical_json
-from ondevice.bundle.thresholds import Thresholds, thresholds_text
 from ondevice.model_config import ModelConfig
 
 Found = TypeVar("Found")
 
 _KEYS = (
     "predictors",
-    "thresholds",
     "streams",
     "hotness",
     "token_counts",
@@ -47,14 +45,11 @@ def model_digest(manifest: Manifest) -> str:
     return hashlib.sha256(canonical_json(described)).hexdigest()
 
 
-def sidecar_digest(content: Predictors | Thresholds | MultiStreams) -> str:
+def sidecar_digest(content: Predictors | MultiStreams) -> str:
     """A hash that identifies a whole model's sidecar, of a bundle or a slice of one."""
     if content.part_of:
         return content.part_of
-    if isinstance(content, Predictors):
-        text = predictors_text(content)
-    else:
-        text = thresholds_text(content) if isinstance(content, Thresholds) else streams_text(content)
+    text = predictors_text(content) if isinstance(content, Predictors) else streams_text(content)
     return hashlib.sha256(text).hexdigest()
 
 
@@ -115,8 +110,6 @@ def part_contents(contents: Mapping[str, Any], config: ModelConfig, part: ModelC
     found["hotness"] = contents["hotness"]
     if contents["predictors"] is not None:
         found["predictors"] = _of(contents["predictors"], part_predictors(contents["predictors"], own))
-    if contents["thresholds"] is not None:
-        found["thresholds"] = _of(contents["thresholds"], part_thresholds(contents["thresholds"], own))
     if contents["streams"] is not None:
         found["streams"] = _of(contents["streams"], part_streams(contents["streams"], own))
     if contents["expert_use"] is not None:
@@ -128,7 +121,7 @@ def part_contents(contents: Mapping[str, Any], config: ModelConfig, part: ModelC
     return found
 
 
-def _of(whole: Predictors | Thresholds | MultiStreams, part: Any) -> Any:
+def _of(whole: Predictors | MultiStreams, part: Any) -> Any:
     """The part of a sidecar, which says what it is a part of."""
     return replace(part, part_of=sidecar_digest(whole))
 
@@ -146,15 +139,6 @@ def part_predictors(predictors: Predictors, own: slice) -> Predictors:
         for point in predictors.points
     ]
     return replace(predictors, ranks=predictors.ranks[own], points=tuple(points))
-
-
-def part_thresholds(thresholds: Thresholds, own: slice) -> Thresholds:
-    """The thresholds of the layers `own`."""
-    points = [
-        replace(point, thresholds=point.thresholds[own], skipped=point.skipped[own])
-        for point in thresholds.points
-    ]
-    return replace(thresholds, points=tuple(points))
 
 
 def part_streams(streams: MultiStreams, own: slice) -> MultiStreams:

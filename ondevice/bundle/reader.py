@@ -91,12 +91,6 @@ from ondevice.bundle.streams import (
     stream_tensors,
 )
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
-from ondevice.bundle.thresholds import (
-    THRESHOLDS_SIDECAR,
-    Thresholds,
-    parse_thresholds,
-    threshold_tensors,
-)
 from ondevice.bundle.token_counts import (
     TOKEN_COUNTS,
     TOKEN_COUNTS_SIDECAR,
@@ -119,7 +113,6 @@ PART_BYTES = 1 << 18
 Added = TypeVar(
     "Added",
     Predictors,
-    Thresholds,
     MultiStreams,
     Hotness,
     TokenCounts,
@@ -207,8 +200,6 @@ class Bundle:
         """Why the bundle's model can't be used, if so: its damaged streams may be part of the model."""
         self.predictors = self._addition(PREDICTORS_SIDECAR, self._read_predictors)
         """Predictors of which neurons will fire; None if the bundle has none."""
-        self.thresholds = self._addition(THRESHOLDS_SIDECAR, self._read_thresholds)
-        """Gate thresholds, above which a neuron counts; None if the bundle has none."""
         self.streams = self._addition(STREAMS_SIDECAR, self._read_streams)
         """Adapters that draft the tokens after the next one; None if the bundle has none."""
         self.hotness = self._addition(HOTNESS_SIDECAR, self._read_hotness)
@@ -489,12 +480,6 @@ class Bundle:
         tensors = predictor_tensors(self.config, predictors.bits, predictors.ranks)
         self._add_tensors(PREDICTORS_SIDECAR, len(data), tensors, predictors.crcs, predictors.sha256)
         return predictors
-
-    def _read_thresholds(self, data: bytes) -> Thresholds:
-        thresholds = parse_thresholds(data, self.manifest)
-        tensors = threshold_tensors(self.config)
-        self._add_tensors(THRESHOLDS_SIDECAR, len(data), tensors, thresholds.crcs, thresholds.sha256)
-        return thresholds
 
     def _read_streams(self, data: bytes) -> MultiStreams:
         streams = parse_streams(data, self.manifest)

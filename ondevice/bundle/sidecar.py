@@ -37,11 +37,6 @@ NO_PREDICTORS = (
 )
 """What keeps predictors from models with cutoffs."""
 NO_SIDECARS = "a model with experts runs without predictors and streams"
-NO_THRESHOLDS = (
-    "an expert's matrices are multiplied whole, so leaving out neurons would save nothing; thresholds are "
-    "for experts that are stored neuron by neuron, those with relu, relu2 or fatrelu"
-)
-"""What keeps thresholds from models whose experts are matrices."""
 
 Point = TypeVar("Point")
 
@@ -119,10 +114,7 @@ def check_sidecar_possible(sidecar: Sidecar, config: ModelConfig) -> None:
     if config.experts is None and of_experts:
         raise BundleError(f"{sidecar.manifest} is there, but this model has no experts: delete it")
     if config.experts is not None and not of_experts:
-        if sidecar.key != "thresholds":
-            raise BundleError(f"{sidecar.manifest} is there, but {NO_SIDECARS}: delete it")
-        if config.expert_layers:
-            raise BundleError(f"{sidecar.manifest} is there, but {NO_THRESHOLDS}: delete it")
+        raise BundleError(f"{sidecar.manifest} is there, but {NO_SIDECARS}: delete it")
     if sidecar.key == "streams" and not config.is_plain:
         raise BundleError(f"{sidecar.manifest} is there, but {no_streams(config)}: delete it")
     if sidecar.key == "predictors" and config.cut_off_layers:

@@ -35,13 +35,11 @@ from ondevice.bundle.predictors import PREDICTORS_SIDECAR
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.sidecar import Sidecar
 from ondevice.bundle.streams import STREAMS_SIDECAR
-from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR
 from ondevice.bundle.token_counts import TOKEN_COUNTS, TOKEN_COUNTS_SIDECAR, token_counts_layout
 from ondevice.errors import BundleError, reading_failed
 
 SIDECARS = (
     PREDICTORS_SIDECAR,
-    THRESHOLDS_SIDECAR,
     HOTNESS_SIDECAR,
     TOKEN_COUNTS_SIDECAR,
     EXPERT_COSTS_SIDECAR,

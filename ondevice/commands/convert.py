@@ -156,10 +156,7 @@ def say_trained(bundle: Bundle) -> None:
     elif not bundle.config.zeros_gates:
         gates = f"{bundle.config.activation} gates are hardly ever exactly zero"
         reason = NO_PREDICTORS if bundle.config.cut_off_layers else gates
-        say(
-            f"--text has ordered the neurons and trained no predictors: {reason}; "
-            "`ondevice train thresholds` finds out which count for little"
-        )
+        say(f"--text has ordered the neurons and trained no predictors: {reason}")
 
 
 def _agree(prepared: Prepared, *, trains: bool, keeps: bool, resume: bool, force: bool, yes: bool) -> None:

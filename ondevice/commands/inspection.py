@@ -63,7 +63,7 @@ def inspection(resolved: ResolvedModel) -> dict[str, Any]:
     to the plan's own modes.
     """
     bundle, plan, frugal = resolved.bundle, resolved.plan, resolved.frugal
-    found, cuts = bundle.predictors, bundle.thresholds
+    found = bundle.predictors
     modes = _modes(bundle)
     change = mode_change(resolved)
     return {
@@ -76,7 +76,6 @@ def inspection(resolved: ResolvedModel) -> dict[str, Any]:
         "neurons": list(bundle.config.widths),
         "sparsity_modes": [mode.name for mode in modes if mode.available],
         "predictor_recalls": [] if found is None else [point.recall for point in found.points],
-        "threshold_sparsities": [] if cuts is None else [point.sparsity for point in cuts.points],
         "experts": _expert_facts(resolved),
         "expert_costs": None if bundle.expert_costs is None else trained_facts(bundle.expert_costs),
         "streams": None if bundle.streams is None else stream_facts(bundle.streams, bundle.config),
@@ -168,18 +167,17 @@ def _feed_forward(layer: DraftLayer) -> str:
 
 def _modes(bundle: Bundle) -> tuple[SparsityMode, ...]:
     """The modes of the model itself, whatever its options are."""
-    return sparsity_modes(bundle.manifest.config, bundle.predictors, bundle.thresholds, bundle.damaged)
+    return sparsity_modes(bundle.manifest.config, bundle.predictors, bundle.damaged)
 
 
 def _expert_facts(resolved: ResolvedModel) -> dict[str, Any] | None:
     """Numbers of experts, and the bytes that a token's take in all layers; None for a model without any.
 
     `in_memory` are kept beside a full context. `own_chosen` are those of the model itself, of which `chosen`
-    may be fewer by `--experts`; that is `lossy`, as is a `substitution` other than 0, and a
-    `threshold_sparsity`, the share of firing neurons that thresholds leave out. `expected_hits` is the share
-    of lookups that should find their expert in memory, by what the calibration's text chose; None without
-    one, and where not all of the model's own choice are looked up. `hits_by_budget` has the same for budgets
-    in even steps from the smallest with these modes and this context to all experts in memory.
+    may be fewer by `--experts`; that is `lossy`, as is a `substitution` other than 0. `expected_hits` is
+    the share of lookups that should find their expert in memory, by what the calibration's text chose; None
+    without one, and where not all of the model's own choice are looked up. `hits_by_budget` has the same for
+    budgets in even steps from the smallest with these modes and this context to all experts in memory.
     """
     config, plan = resolved.bundle.config, resolved.plan
     experts = config.experts
@@ -191,15 +189,13 @@ def _expert_facts(resolved: ResolvedModel) -> dict[str, Any] | None:
     kept = total if resolved.runtime.backend == "reference" else min(total, plan.kept_slots)
     # A calibration's text chose as the model does, and what was missing was read.
     fewer = resolved.own_experts > 0 or resolved.runtime.expert_substitution > 0
-    cut = resolved.runtime.sparsity == "threshold"
     return {
         "layers": layers,
         "count": experts.count,
         "chosen": experts.chosen,
         "own_chosen": resolved.own_experts or experts.chosen,
         "substitution": resolved.runtime.expert_substitution,
-        "threshold_sparsity": resolved.runtime.threshold_sparsity if cut else 0.0,
-        "lossy": fewer or cut,
+        "lossy": fewer,
         "expert_bytes": nbytes,
         "cycle_bytes": layers * experts.chosen * nbytes,
         "in_memory": kept,
@@ -273,9 +269,7 @@ def _mode_change_lines(resolved: ResolvedModel) -> list[str]:
 
 def _modes_taken(resolved: ResolvedModel) -> str:
     shortened = f" --max-context {resolved.plan.max_context}" if resolved.plan.wanted_context else ""
-    cut = resolved.runtime.sparsity == "threshold" and resolved.plan.sparsity == "experts"
-    sparsity = "threshold" if cut else resolved.plan.sparsity
-    return f"--sparsity {sparsity} --speculation {resolved.runtime.speculation}{shortened}"
+    return f"--sparsity {resolved.plan.sparsity} --speculation {resolved.runtime.speculation}{shortened}"
 
 
 def _part_line(what: str, nbytes: int, width: int = 24) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from statistics import mean
 
 from ondevice.budget.limits import context_words
 from ondevice.budget.plan import Plan
@@ -50,34 +49,12 @@ def substitution(within: float) -> str:
     )
 
 
-def cut_neurons(skipped: float) -> str:
-    """What `--sparsity threshold` does to the text of a model with experts, in one line.
-
-    skipped: measured share of the chosen experts' neurons that don't count, zeros among them.
-    """
-    return (
-        f"lossy: of each expert only neurons whose gate is large enough, {percent(1 - skipped)} as it was "
-        "calibrated (--sparsity threshold); not the text of all"
-    )
-
-
-def _skipped(resolved: ResolvedModel) -> float:
-    """Mean of the layers with experts of what thresholds leave out, as measured."""
-    found = resolved.bundle.thresholds
-    assert found is not None
-    shares = found.point(resolved.runtime.threshold_sparsity).skipped
-    layers = resolved.bundle.config.layers
-    return mean(it for it, layer in zip(shares, layers, strict=True) if layer.experts is not None)
-
-
 def lossy_lines(resolved: ResolvedModel) -> list[str]:
     """What the options do to the text of a model with experts; none for other models."""
     runtime, own = resolved.runtime, resolved.own_experts
     if resolved.bundle.config.experts is None:
         return []
     lines = [fewer_experts(runtime.experts, own)] if own else []
-    if runtime.sparsity == "threshold":
-        lines.append(cut_neurons(_skipped(resolved)))
     return [*lines, substitution(runtime.expert_substitution)] if runtime.expert_substitution else lines
 
 

@@ -115,25 +115,6 @@ def predictors(
 
 
 @train.command()
-@training_options
-@measuring_options
-def thresholds(
-    model: str | None, text: str, output: Path | None, tokens: int, as_json: bool, dram_budget: str
-) -> None:
-    """Calibrate how large a gate must be for its neuron to count, for --sparsity threshold.
-
-    Thresholds are measured on the last tenth of the text, which they aren't calibrated on: how many neurons
-    they leave out, and what that costs in perplexity. Dense models with SiLU or GELU gates,
-    and mixtures whose experts are stored neuron by neuron.
-    """
-    from ondevice import training
-    from ondevice.commands import training_reports as reports
-
-    run = partial(training.train_thresholds, model, output=output, tokens=tokens, dram_budget=dram_budget)
-    _print_trained(run, reports.threshold_table, text, as_json)
-
-
-@train.command()
 @partial(training_options, tokens=EXPERT_TOKENS)
 @measuring_options
 def expert_use(

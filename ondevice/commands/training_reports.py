@@ -11,7 +11,6 @@ from ondevice.bundle.expert_use import ExpertUse
 from ondevice.bundle.ngrams import PAGE_BYTES, Ngrams, index_bytes
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.streams import MultiStreams, medusa_parameters
-from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.commands.reports import percent, short
 from ondevice.model_config import ModelConfig
 from ondevice.speculation.datastore import READER_BYTES
@@ -19,7 +18,7 @@ from ondevice.units import format_bytes
 
 
 def trained_facts(
-    found: Predictors | Thresholds | MultiStreams | ExpertCosts | ExpertUse | Ngrams,
+    found: Predictors | MultiStreams | ExpertCosts | ExpertUse | Ngrams,
 ) -> dict[str, Any]:
     """The object that `--json` prints of every training but that of streams."""
     shown = asdict(found)
@@ -39,24 +38,6 @@ def predictor_table(found: Predictors) -> str:
         lines.append(f"{point.recall:<8g}{missed:4.2f} %  {most:13.2f} %  {selected}  {_quality(point)}")
     dense = "" if found.perplexity is None else f"{found.perplexity:.3f}"
     lines.append(f"dense      0 %              0 %   100.0 %  {dense}")
-    return "\n".join(lines)
-
-
-def threshold_table(found: Thresholds) -> str:
-    """`train thresholds` for people: per sparsity target, the share of neurons left out and the quality.
-
-    The share is the mean over layers, with the least and the most of a layer.
-    """
-    lines = [
-        f"calibrated on {found.calibrated_tokens} tokens, measured on {found.measured_tokens}",
-        "sparsity  left out  least and most of a layer  perplexity  agrees with dense",
-    ]
-    for point in found.points:
-        least, most = (percent(share) for share in (min(point.skipped), max(point.skipped)))
-        shares = f"{percent(mean(point.skipped)):<10}{f'{least} to {most}':<27}"
-        lines.append(f"{point.sparsity:<10g}{shares}{_quality(point)}")
-    dense = "" if found.perplexity is None else f"{found.perplexity:.3f}"
-    lines.append(f"{'dense':<10}{'0 %':<37}{dense}")
     return "\n".join(lines)
 
 
@@ -141,7 +122,7 @@ def _counted(name: str, parameters: int) -> str:
     return f"{name:<22}{parameters:>15,} parameters"
 
 
-def _quality(point: OperatingPoint | ThresholdPoint) -> str:
+def _quality(point: OperatingPoint) -> str:
     if point.perplexity is None or point.agreement is None:
         return "not measured"
     return f"{point.perplexity:<12.3f}{100 * point.agreement:.1f} %"

@@ -66,7 +66,7 @@ def token_bytes(
 def active_shares(bundle: Bundle, runtime: RuntimeConfig) -> list[float]:
     """For each layer, the share of its neurons that a token multiplies, as far as the bundle knows it.
 
-    That is by the point of `predicted` or `threshold`, and in `exact` by the hotness of its neurons; else 1.
+    That is by the point of `predicted`, and in `exact` by the hotness of its neurons; else 1.
     Raises BundleError for damaged hotness, UnsupportedModelError for a point that the bundle doesn't have.
     """
     found = [1.0] * bundle.config.num_layers
@@ -74,8 +74,5 @@ def active_shares(bundle: Bundle, runtime: RuntimeConfig) -> list[float]:
         return list(bundle.predictors.point(runtime.predictor_recall).selected)
     if bundle.config.experts is not None:
         return found
-    if runtime.sparsity == "threshold" and bundle.thresholds is not None:
-        skipped = bundle.thresholds.point(runtime.threshold_sparsity).skipped
-        return [1 - share for share in skipped]
     shares = bundle.frequencies() if runtime.sparsity == "exact" else None
     return found if shares is None else [float(layer.mean()) for layer in shares]

@@ -35,7 +35,6 @@ SHARED_OPTIONS = (
     "backend",
     "sparsity",
     "predictor_recall",
-    "threshold_sparsity",
     "experts",
     "expert_substitution",
     "speculation",
@@ -47,7 +46,7 @@ SHARED_OPTIONS = (
     "parallel",
 )
 """Options that every rank takes from rank 0: those that change the text, and what passes look like."""
-SIDECARS = ("predictors", "thresholds", "streams")
+SIDECARS = ("predictors", "streams")
 """Sidecars of layers that change texts, and what drafts."""
 NONE = "none"
 """Hash of a sidecar that isn't used."""
@@ -63,8 +62,8 @@ _MAX_TEXT = 200
 class RankCard:
     """What a rank has: the model's hash, its first layer and the one behind its last, and what multiplies.
 
-    predictors, thresholds, streams: hashes of the sidecars that rank 0's options use; `NONE` for one that
-    they don't use, or that isn't there.
+    predictors, streams: hashes of the sidecars that rank 0's options use; `NONE` for one that they don't use,
+    or that isn't there.
     """
 
     digest: str
@@ -72,7 +71,6 @@ class RankCard:
     stop: int
     device: str
     predictors: str
-    thresholds: str
     streams: str
 
 
@@ -176,7 +174,6 @@ def card(bundle: Bundle, runtime: RuntimeConfig) -> RankCard:
 def _used_sidecars(bundle: Bundle, runtime: RuntimeConfig) -> dict[str, str]:
     used = {
         "predictors": bundle.predictors if runtime.sparsity == "predicted" else None,
-        "thresholds": bundle.thresholds if runtime.sparsity == "threshold" else None,
         "streams": bundle.streams if runs_streams(runtime.speculation, bundle.streams) else None,
     }
     return {key: NONE if content is None else sidecar_digest(content) for key, content in used.items()}

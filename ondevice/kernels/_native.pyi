@@ -325,14 +325,10 @@ class ExpertPass:
         form: GateForm,
         in_order: bool,
         total: Float32,
-        importance: Float32 | None = None,
-        threshold: float = 0.0,
     ) -> None:
         """expert: what experts are; None: runs of `neurons` neurons of the layer's. x: (T, hidden).
 
-        ids, weights: (T, k), what each row chose. in_order: experts are added in ascending order. importance:
-        (E * neurons,); with it, of runs of neurons whose activation makes zeros, only those count for a row
-        whose |act(gate)| * importance exceeds `threshold`.
+        ids, weights: (T, k), what each row chose. in_order: experts are added in ascending order.
         """
 
     def add(self, expert: int, address: int) -> None:

@@ -86,24 +86,23 @@ void route(const RouterForm& form, const CArray<const float, 2>& logits, const W
               weights.data() + t * form.chosen);
 }
 
-// Experts of the layer are matrices, or else runs of `neurons` neurons, which may have a cutoff.
+// Experts of the layer are matrices, or else runs of `neurons` neurons.
 MultiplyExpert multiplier(Runner& runner, const Expert* expert, const FeedForward& layer, int64_t neurons,
-                          const GateForm& form, const NeuronCutoff& cutoff) {
+                          const GateForm& form) {
   if (expert)
     return [&runner, expert, form](int32_t, const uint8_t* record, const float* x, int64_t stride,
                                    int64_t tokens, float* out) {
       expert->forward(runner, record, x, stride, tokens, form, out);
     };
-  return [&runner, &layer, neurons, form, cutoff](int32_t number, const uint8_t* records, const float* x,
-                                                  int64_t stride, int64_t tokens, float* out) {
-    layer.forward_records(runner, records, neurons, x, stride, tokens, form, out,
-                          cutoff.from(number * neurons));
+  return [&runner, &layer, neurons, form](int32_t, const uint8_t* records, const float* x, int64_t stride,
+                                          int64_t tokens, float* out) {
+    layer.forward_records(runner, records, neurons, x, stride, tokens, form, out);
   };
 }
 
 void begin(ExpertPass* self, Runner& runner, const FeedForward& layer, const Expert* expert, int64_t neurons,
            const Rows& x, const Ids& ids, const Weights& weights, const FormArg& form, bool in_order,
-           const CArray<float, 2>& total, const Weight& importance, float threshold) {
+           const CArray<float, 2>& total) {
   const int64_t tokens = rows_of(x, layer.hidden());
   require(expert ? expert->hidden() == layer.hidden() && expert->neurons() == neurons
                  : neurons > 0 && neurons < (int64_t{1} << 31) && !layer.bias(),
@@ -116,14 +115,7 @@ void begin(ExpertPass* self, Runner& runner, const FeedForward& layer, const Exp
           "total is (T, hidden)");
   const ChosenExperts chosen{ids.data(), weights.data(), tokens, static_cast<int64_t>(ids.shape(1))};
   const GateForm gates = form_of(form);
-  require(!importance || (!expert && gates.makes_zeros() && threshold >= 0),
-          "neurons stored one by one have a cutoff, where the activation makes zeros");
-  for (size_t i = 0; importance && i < ids.size(); ++i)
-    require(ids.data()[i] >= 0 &&
-                (ids.data()[i] + int64_t{1}) * neurons <= static_cast<int64_t>(importance->shape(0)),
-            "importance is that of all experts' neurons");
-  const NeuronCutoff cutoff{importance ? importance->data() : nullptr, threshold};
-  MultiplyExpert multiply = multiplier(runner, expert, layer, neurons, gates, cutoff);
+  MultiplyExpert multiply = multiplier(runner, expert, layer, neurons, gates);
   nb::gil_scoped_release release;
   new (self) ExpertPass(runner, std::move(multiply), x.data(), x.stride(0), layer.hidden(), chosen, in_order,
                         total.data());
@@ -221,14 +213,12 @@ void bind_expert(nb::module_& m) {
            nb::arg("past"), nb::arg("seen"), nb::arg("alike"));
   m.def("worth_least", &least, nb::arg("slots"), nb::arg("worth"), nb::arg("first"), nb::arg("keep"),
         nb::arg("count"));
-  // What a pass points into has to stay: the runner, the layer, x, the total, and importances. It copies what
-  // was chosen.
+  // What a pass points into has to stay: the runner, the layer, x and the total. It copies what was chosen.
   nb::class_<ExpertPass>(m, "ExpertPass")
       .def("__init__", &begin, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
-           nb::keep_alive<1, 6>(), nb::keep_alive<1, 11>(), nb::keep_alive<1, 12>(), nb::arg("runner"),
-           nb::arg("layer"), nb::arg("expert").none(), nb::arg("neurons"), nb::arg("x"), nb::arg("ids"),
-           nb::arg("weights"), nb::arg("form"), nb::arg("in_order"), nb::arg("total"),
-           nb::arg("importance").none() = nb::none(), nb::arg("threshold") = 0.0f)
+           nb::keep_alive<1, 6>(), nb::keep_alive<1, 11>(), nb::arg("runner"), nb::arg("layer"),
+           nb::arg("expert").none(), nb::arg("neurons"), nb::arg("x"), nb::arg("ids"), nb::arg("weights"),
+           nb::arg("form"), nb::arg("in_order"), nb::arg("total"))
       .def("add", &add, nb::arg("expert"), nb::arg("address"))
       .def("finish", [](ExpertPass& pass) {
         nb::gil_scoped_release release;

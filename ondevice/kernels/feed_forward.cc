@@ -1,7 +1,6 @@
 #include "feed_forward.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 #include "feed_forward_pass.h"
@@ -54,19 +53,6 @@ void pack_down(int bits, const uint8_t* const* rows, int64_t g, int64_t codes_by
   for (int64_t n = 0; n < kGroup; ++n) {
     std::memcpy(out + 2 * n, rows[n] + codes_bytes + 2 * g, 2);
     std::memcpy(out + 2 * (kGroup + n), rows[n] + codes_bytes + 2 * (groups + g), 2);
-  }
-}
-
-// Sets the gates (tokens, count) of neurons that a cutoff leaves out to zero, so that they don't fire.
-void cut_off(Runner& runner, const GateForm& form, const NeuronCutoff& cutoff, int64_t tokens, int64_t count,
-             float* gates) {
-  MappedBuffer& scratch = runner.feed_forward_scratch().hidden;
-  scratch.grow(static_cast<size_t>(count) * sizeof(float));
-  float* sizes = scratch.as<float>();
-  for (int64_t t = 0; t < tokens; ++t, gates += count) {
-    runner.kernels().activate(form, gates, cutoff.importance, sizes, count);
-    for (int64_t k = 0; k < count; ++k)
-      if (std::fabs(sizes[k]) <= cutoff.threshold) gates[k] = 0.0f;
   }
 }
 
@@ -176,8 +162,8 @@ int64_t FeedForward::forward_selected(Runner& runner, const Scorer& scorer, cons
 }
 
 void FeedForward::forward_records(Runner& runner, const uint8_t* records, int64_t count, const float* x,
-                                  int64_t x_stride, int64_t tokens, const GateForm& form, float* out,
-                                  const NeuronCutoff& cutoff) const {
+                                  int64_t x_stride, int64_t tokens, const GateForm& form,
+                                  float* out) const {
   FeedForwardScratch& scratch = runner.feed_forward_scratch();
   std::vector<int32_t>& ids = scratch.selected_ids;
   std::vector<const uint8_t*>& parts = scratch.selected_parts;
@@ -193,7 +179,6 @@ void FeedForward::forward_records(Runner& runner, const uint8_t* records, int64_
   FeedForwardPass pass(runner, *this, runner.prepare(x, x_stride, tokens, hidden_, format_), form);
   if (sparse) {
     pass.gates_of(parts.data(), count, scores);
-    if (cutoff.importance) cut_off(runner, form, cutoff, tokens, count, scores);
     const int64_t firing = select(scores, tokens, count, form.threshold, ids.data());
     for (int64_t k = 0; k < firing; ++k) parts[k] = records + ids[k] * record_.stride + record_.up;
     pass.add_selected({ids.data(), parts.data(), firing, false, scores, count});

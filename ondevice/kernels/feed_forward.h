@@ -48,15 +48,6 @@ struct Scorer {
   const Matrix* low_rank;
 };
 
-// Which firing neurons of an expert count for a token: those whose |act(gate)| * importance exceeds a
-// threshold. importance: a value for each of them; null: all that fire count.
-struct NeuronCutoff {
-  const float* importance = nullptr;
-  float threshold = 0.0f;
-
-  NeuronCutoff from(int64_t neuron) const { return {importance ? importance + neuron : nullptr, threshold}; }
-};
-
 class FeedForward {
  public:
   // rows: the format of gate and up rows. Down rows have as many bits, groups of 64 and stored biases.
@@ -94,11 +85,9 @@ class FeedForward {
                            const float* x, int64_t x_stride, int64_t tokens, const GateForm& form, float* out,
                            const Norm& norm, const float* added) const;
   // A forward pass over `count` neurons alone, whose whole records follow each other: an expert. Where the
-  // activation makes zeros, nothing but the gate is multiplied of a neuron that fires for no token. A cutoff
-  // takes such an activation.
+  // activation makes zeros, nothing but the gate is multiplied of a neuron that fires for no token.
   void forward_records(Runner& runner, const uint8_t* records, int64_t count, const float* x,
-                       int64_t x_stride, int64_t tokens, const GateForm& form, float* out,
-                       const NeuronCutoff& cutoff = {}) const;
+                       int64_t x_stride, int64_t tokens, const GateForm& form, float* out) const;
 
  private:
   int64_t hidden_, groups_;

@@ -127,7 +127,7 @@ def ablation(
     Args:
         model: a path, a name or an alias.
         runtime: options of the model. Its `sparsity` selects neurons; `auto` takes predictors if the bundle
-            has them, else exact gates, else thresholds, else no selection.
+            has them, else exact gates, else no selection.
         prompt_tokens: length of the prompt.
         max_tokens: number of measured tokens, 1 or more.
         warm_up_tokens: number of tokens before them, 1 or more.
@@ -232,9 +232,7 @@ def _selecting(bundle: Bundle) -> Sparsity:
     """The sparsity mode that selects the bundle's neurons by default."""
     if bundle.predictors is not None:
         return "predicted"
-    if bundle.config.has_exact_zeros:
-        return "exact"
-    return "dense" if bundle.thresholds is None else "threshold"
+    return "exact" if bundle.config.has_exact_zeros else "dense"
 
 
 def _planned(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:

@@ -34,7 +34,6 @@ from ondevice.bundle.layout import (
 from ondevice.bundle.predictors import PREDICTORS, OperatingPoint
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.streams import STREAMS
-from ondevice.bundle.thresholds import THRESHOLDS, ThresholdPoint
 from ondevice.bundle.weight_shapes import EXPERT_NORMS, WeightShape, layer_weight_shapes, model_weight_shapes
 from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import QuantConfig, Sparsity
@@ -66,8 +65,8 @@ def bundle_files(bundle: Bundle, sparsity: Sparsity = "dense", streams: bool = F
 
     The embedding's file comes after those of neurons, where the bundle has it, and behind it that of
     per-layer inputs; then those of experts that are stored as matrices. Then come the files that select
-    neurons: gate rows for `exact` where activations zero them, predictors for `predicted`, thresholds for
-    `threshold`. With `streams`, the adapters' file comes last.
+    neurons: gate rows for `exact` where activations zero them, predictors for `predicted`. With `streams`,
+    the adapters' file comes last.
     Raises BundleError if the bundle lacks one of them.
     """
     layers = range(bundle.config.num_layers)
@@ -81,8 +80,6 @@ def bundle_files(bundle: Bundle, sparsity: Sparsity = "dense", streams: bool = F
         files += [bundle.gate_file(layer) for layer in layers]
     elif sparsity == "predicted":
         files.append(bundle.added_file(PREDICTORS))
-    elif sparsity == "threshold":
-        files.append(bundle.added_file(THRESHOLDS))
     if streams:
         files.append(bundle.added_file(STREAMS))
     return files
@@ -94,7 +91,7 @@ def load_weights(
     backend: Backend,
     cancelled: IsCancelled = never_cancelled,
     sparsity: Sparsity = "dense",
-    point: OperatingPoint | ThresholdPoint | None = None,
+    point: OperatingPoint | None = None,
 ) -> ModelWeights:
     """Load a model, or a part of one, into `backend` from `reader`, opened over the bundle's files.
 
@@ -108,9 +105,9 @@ def load_weights(
         reader: opened over `bundle_files(bundle, sparsity)`.
         backend: loads and holds the weights.
         cancelled: asked between two pieces.
-        sparsity: how the neurons to multiply are selected: all are (`dense`), by their gates (`exact`), by
-            predictors (`predicted`) or by gate thresholds (`threshold`).
-        point: the operating point of `predicted` or `threshold`.
+        sparsity: how the neurons to multiply are selected: all are (`dense`), by their gates (`exact`) or by
+            predictors (`predicted`).
+        point: the operating point of `predicted`.
     """
     config = bundle.config
     resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE)
@@ -129,7 +126,7 @@ def load_weights(
     extra = model_weight_parts(bundle, resident)
     order: list[Part] = [*positions]
     for parts, selector in zip(layers, selectors, strict=True):
-        order += [*parts, *selector.parts]
+        order += [*parts, *selector.matrices]
     order += [*extra, *final_norm, *heads]
 
     with ReadAhead(part_tasks(order, cancelled)) as ahead:

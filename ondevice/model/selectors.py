@@ -1,25 +1,24 @@
-"""The parts of what selects neurons: gates, predictors, thresholds, cutoffs."""
+"""The parts of what selects neurons: gates, or predictors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from ondevice.backends.base import Backend, Cutoff, Float32, Selector
+from ondevice.backends.base import Backend, Float32, Selector
 from ondevice.bundle.gates import GateDigest
 from ondevice.bundle.layout import RecordLayout, gate_bias_name
 from ondevice.bundle.predictors import PREDICTORS, OperatingPoint
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.thresholds import THRESHOLDS, ThresholdPoint, importance_name
 from ondevice.config import RowFormat, Sparsity
 from ondevice.flash.reader import FlashReader
 from ondevice.model.parts import MatrixPart, Part
 from ondevice.model.records import FIRST_NEURON_FILE, first_expert_file, record_rows
 from ondevice.model.tensor_file import ReadAhead, TensorFile
-from ondevice.model_config import FeedForwardSpec, LayerSpec, ModelConfig
+from ondevice.model_config import FeedForwardSpec, ModelConfig
 
 
 def selector_parts(
@@ -27,7 +26,7 @@ def selector_parts(
     reader: FlashReader,
     resident: TensorFile,
     sparsity: Sparsity,
-    point: OperatingPoint | ThresholdPoint | None,
+    point: OperatingPoint | None,
 ) -> list[SelectorParts]:
     """The parts of every layer's selector; none where there is no feed-forward."""
     config, layers = bundle.config, range(bundle.config.num_layers)
@@ -38,8 +37,13 @@ def selector_parts(
         return _gate_part(bundle, reader, layer, file, layout, bias, digest)
 
     if sparsity == "exact" and not config.zeros_gates:
+        # Gates of layers without a cutoff are hardly ever zero when they are activated.
         found = [
-            _cutoff_selector(gates(layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout), config, spec)
+            SelectorParts(
+                (gates(layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout),),
+                deviations=spec.feed_forward.cutoff,
+                activated=spec.feed_forward if spec.feed_forward.cutoff is None else None,
+            )
             for layer, spec in enumerate(config.layers)
         ]
     elif sparsity == "exact":
@@ -50,65 +54,19 @@ def selector_parts(
             )
             for layer in layers
         ]
-    elif sparsity == "predicted" and isinstance(point, OperatingPoint) and bundle.predictors is not None:
+    elif sparsity == "predicted" and point is not None and bundle.predictors is not None:
         file = TensorFile(bundle, reader, bundle.added_file(PREDICTORS), index)
         stored = RowFormat(bundle.predictors.bits)
         found = [
             SelectorParts(_predictor_parts(config, file, stored, layer, rank, offset), predicted=True)
             for layer, (rank, offset) in enumerate(zip(bundle.predictors.ranks, point.offsets, strict=True))
         ]
-    elif sparsity == "threshold" and isinstance(point, ThresholdPoint):
-        file = TensorFile(bundle, reader, bundle.added_file(THRESHOLDS), index)
-        if config.experts is not None:
-            found = [
-                SelectorParts(cutoff=_expert_cutoff(config, file, layer, threshold))
-                for layer, threshold in enumerate(point.thresholds)
-            ]
-        else:
-            found = [
-                SelectorParts(
-                    (gates(layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout),),
-                    cutoff=_CutoffPart(
-                        partial(file.vector, importance_name(layer)), threshold, spec.feed_forward
-                    ),
-                    deviations=spec.feed_forward.cutoff,
-                )
-                for layer, (spec, threshold) in enumerate(zip(config.layers, point.thresholds, strict=True))
-            ]
     else:
         found = [SelectorParts()] * config.num_layers
     return [
         its if spec.has_feed_forward else SelectorParts()
         for spec, its in zip(config.layers, found, strict=True)
     ]
-
-
-def _expert_cutoff(config: ModelConfig, file: TensorFile, layer: int, threshold: float) -> _CutoffPart | None:
-    """What selects the neurons of a layer's experts; None in a layer without any."""
-    spec = config.layers[layer]
-    if spec.experts is None:
-        return None
-    first = config.dense_neurons(spec)
-
-    def importance() -> Float32:
-        return file.vector(importance_name(layer))[first:]
-
-    return _CutoffPart(importance, threshold, spec.feed_forward)
-
-
-def _cutoff_selector(gates: MatrixPart, config: ModelConfig, layer: LayerSpec) -> SelectorParts:
-    """What selects the neurons of a layer of which exact zeros are those of a cutoff, if it has one.
-
-    Without, nearly every neuron is selected: those whose activated gate isn't zero.
-    """
-    spec = layer.feed_forward
-    if spec.cutoff is not None:
-        return SelectorParts((gates,), deviations=spec.cutoff)
-
-    def ones() -> Float32:
-        return np.ones(config.neurons(layer), dtype=np.float32)
-
-    return SelectorParts((gates,), cutoff=_CutoffPart(ones, 0.0, spec))
 
 
 def _predictor_parts(
@@ -128,9 +86,9 @@ def _predictor_parts(
 def cutoff_gates(bundle: Bundle, reader: FlashReader, layer: int, sparsity: Sparsity) -> list[Part]:
     """The gate projection of a layer whose cutoff is made of all of a token's gates; else nothing.
 
-    In modes `exact` and `threshold` the layer's selector has it.
+    In mode `exact` the layer's selector has it.
     """
-    if bundle.config.layers[layer].feed_forward.cutoff is None or sparsity in ("exact", "threshold"):
+    if bundle.config.layers[layer].feed_forward.cutoff is None or sparsity == "exact":
         return []
     return [_gate_part(bundle, reader, layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout, None, None)]
 
@@ -160,38 +118,18 @@ def _gate_part(
 
 
 @dataclass(frozen=True)
-class _CutoffPart:
-    read: Callable[[], Float32]
-    threshold: float
-    spec: FeedForwardSpec
-    field: str = "cutoff"
-
-    def tasks(self) -> Iterator[Callable[[], Float32]]:
-        yield self.read
-
-    def load(self, backend: Backend, ahead: ReadAhead) -> Cutoff:
-        return Cutoff(backend.load_vector(ahead.next()), self.threshold, self.spec)
-
-
-@dataclass(frozen=True)
 class SelectorParts:
-    """The parts of one layer's `Selector`: matrices in the order of multiplication, and a cutoff or None."""
+    """The parts of one layer's `Selector`: its matrices in the order of multiplication. Fields as there."""
 
     matrices: tuple[MatrixPart, ...] = ()
     predicted: bool = False
-    cutoff: _CutoffPart | None = None
     least_gate: float = 0.0
     deviations: float | None = None
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """All parts, in the order in which they are read."""
-        return self.matrices if self.cutoff is None else (*self.matrices, self.cutoff)
+    activated: FeedForwardSpec | None = None
 
     def load(self, backend: Backend, ahead: ReadAhead) -> Selector | None:
         """The loaded selector; None if every neuron is multiplied."""
-        if not self.parts:
+        if not self.matrices:
             return None
         matrices = tuple(matrix.load(backend, ahead) for matrix in self.matrices)
-        cutoff = None if self.cutoff is None else self.cutoff.load(backend, ahead)
-        return Selector(matrices, self.predicted, cutoff, self.least_gate, self.deviations)
+        return Selector(matrices, self.predicted, self.least_gate, self.deviations, self.activated)

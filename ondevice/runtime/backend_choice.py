@@ -64,13 +64,7 @@ def _is_latent(config: ModelConfig) -> bool:
 def check_backend(runtime: RuntimeConfig, config: ModelConfig | None = None) -> None:
     """Raises BackendUnavailableError for what the backend can't run, or a missing package."""
     backend = settled_backend(runtime.backend, config)
-    experts = None if config is None else config.experts
-    if backend == "mlx" and experts is not None and runtime.sparsity == "threshold":
-        raise BackendUnavailableError(
-            "--backend mlx multiplies experts whole: use --sparsity experts, or --backend cpu for thresholds"
-        )
-    selects = runtime.sparsity in SELECTING
-    if selects and backend == "reference" and experts is None:
+    if runtime.sparsity in SELECTING and backend == "reference":
         raise BackendUnavailableError(
             "--backend reference multiplies every neuron: it takes --sparsity dense"
         )

@@ -163,7 +163,7 @@ class Prepared:
         Raises UnsupportedModelError and BackendUnavailableError for options that the new bundle can't have.
         """
         config = with_chosen_experts(self.config, runtime.experts)
-        check_runtime(config, runtime, None, None)
+        check_runtime(config, runtime, None)
         settled = replace(
             runtime,
             backend=settled_backend(runtime.backend, config),

@@ -265,7 +265,7 @@ def _load_transformer(
     later: LaterLayers | None,
 ) -> Transformer:
     bundle, runtime = resolved.bundle, resolved.runtime
-    point = operating_point(runtime, bundle.predictors, bundle.thresholds)
+    point = operating_point(runtime, bundle.predictors)
     weights = load_weights(bundle, reader, backend, cancelled, runtime.sparsity, point)
     streams = None
     if resolved.runs_streams:

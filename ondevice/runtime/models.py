@@ -22,16 +22,9 @@ from ondevice.bundle.layout import MANIFEST, RESIDENT
 from ondevice.bundle.manifest import parse_manifest
 from ondevice.bundle.ngrams import Ngrams
 from ondevice.bundle.predictors import OperatingPoint, Predictors
-from ondevice.bundle.sidecar import (
-    NO_PREDICTORS,
-    NO_SIDECARS,
-    NO_THRESHOLDS,
-    listed_targets,
-    no_streams,
-)
+from ondevice.bundle.sidecar import NO_PREDICTORS, NO_SIDECARS, listed_targets, no_streams
 from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
-from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.config import RuntimeConfig, Sparsity
 from ondevice.errors import (
     BackendUnavailableError,
@@ -320,18 +313,14 @@ class SparsityMode:
     reason: str
 
 
-NOT_TRAINED = "its bundle holds no thresholds; `ondevice train thresholds --model DIR --text FILE` makes them"
-
-
 def sparsity_modes(
     config: ModelConfig,
     predictors: Predictors | None,
-    thresholds: Thresholds | None,
     damaged: Mapping[str, BundleError] = NOTHING_DAMAGED,
 ) -> tuple[SparsityMode, ...]:
     """Every sparsity mode, and whether this model can have it. damaged: sidecars, as a Bundle has them."""
     if config.experts is not None:
-        return _modes_of_experts(config.experts, thresholds, damaged)
+        return _modes_of_experts(config.experts)
     relu, least = config.zeros_gates, config.feed_forward.threshold
     limit = f"{least:.4g}" if least else "zero"
     cut = len(config.cut_off_layers)
@@ -353,42 +342,18 @@ def sparsity_modes(
         if relu
         else NO_PREDICTORS
         if cut
-        else f"predictors say which gates are zero, and {config.activation} gates hardly ever are; "
-        "`threshold` leaves out small ones"
-    )
-    threshold = (
-        "only neurons whose gate is large enough; not the same text as dense; --threshold-sparsity "
-        + listed_targets(thresholds.points, "sparsity")
-        if thresholds is not None
-        else damaged["thresholds"].for_command_line
-        if "thresholds" in damaged
-        else f"{config.activation} gates have a threshold of their own, {limit}: `exact` loses nothing"
-        if relu
-        else NOT_TRAINED
+        else f"predictors say which gates are zero, and {config.activation} gates hardly ever are"
     )
     return (
         SparsityMode("dense", True, "every neuron of every token; exact"),
         SparsityMode("exact", config.has_exact_zeros, exact),
         SparsityMode("predicted", predictors is not None, predicted),
-        SparsityMode("threshold", thresholds is not None, threshold),
         SparsityMode("experts", False, "its layers have no experts that a router chooses among"),
     )
 
 
-def _modes_of_experts(
-    experts: ExpertsSpec, thresholds: Thresholds | None, damaged: Mapping[str, BundleError]
-) -> tuple[SparsityMode, ...]:
+def _modes_of_experts(experts: ExpertsSpec) -> tuple[SparsityMode, ...]:
     """The modes of a model with experts."""
-    threshold = (
-        "as `experts`, and of each expert only neurons whose gate is large enough; not the same text; "
-        "--threshold-sparsity " + listed_targets(thresholds.points, "sparsity")
-        if thresholds is not None
-        else damaged["thresholds"].for_command_line
-        if "thresholds" in damaged
-        else NO_THRESHOLDS
-        if experts.layout == "matrices"
-        else NOT_TRAINED
-    )
     chosen = f"only the {experts.chosen} of {experts.count} experts that each token chooses; exact"
     if _least_chosen(experts) < experts.chosen:
         chosen += "; --experts 1" if experts.chosen == 2 else f"; --experts 1 to {experts.chosen - 1}"
@@ -399,7 +364,6 @@ def _modes_of_experts(
         SparsityMode("dense", False, "a token is defined by the experts that it chooses, not by all of them"),
         SparsityMode("exact", False, "`experts` is exact, and leaves out neurons that add nothing as well"),
         SparsityMode("predicted", False, NO_SIDECARS),
-        SparsityMode("threshold", thresholds is not None, threshold),
         SparsityMode("experts", True, chosen),
     )
 
@@ -456,17 +420,13 @@ def automatic_modes(config: ModelConfig, runtime: RuntimeConfig) -> list[Sparsit
     return ["exact", "dense"] if exact and runtime.backend != "reference" else ["dense"]
 
 
-def operating_point(
-    runtime: RuntimeConfig, predictors: Predictors | None, thresholds: Thresholds | None
-) -> OperatingPoint | ThresholdPoint | None:
-    """The operating point of a lossy mode that the options choose; None where the mode has none.
+def operating_point(runtime: RuntimeConfig, predictors: Predictors | None) -> OperatingPoint | None:
+    """The operating point of `predicted` that the options choose; None in other modes.
 
     Raises UnsupportedModelError for one that was never measured.
     """
     if runtime.sparsity == "predicted" and predictors is not None:
         return predictors.point(runtime.predictor_recall)
-    if runtime.sparsity == "threshold" and thresholds is not None:
-        return thresholds.point(runtime.threshold_sparsity)
     return None
 
 
@@ -474,7 +434,6 @@ def check_runtime(
     config: ModelConfig,
     runtime: RuntimeConfig,
     predictors: Predictors | None,
-    thresholds: Thresholds | None,
     streams: MultiStreams | None = None,
     damaged: Mapping[str, BundleError] = NOTHING_DAMAGED,
     ngrams: Ngrams | None = None,
@@ -487,7 +446,6 @@ def check_runtime(
     """
     for mode, key, asked in (
         (f"--sparsity {runtime.sparsity}", "predictors", runtime.sparsity == "predicted"),
-        (f"--sparsity {runtime.sparsity}", "thresholds", runtime.sparsity == "threshold"),
         (f"--speculation {runtime.speculation}", "streams", needs(runtime.speculation) == "streams"),
         *(
             (f"--speculation {runtime.speculation}", key, needs(runtime.speculation) == key)
@@ -496,14 +454,14 @@ def check_runtime(
     ):
         if asked and key in damaged:
             raise BundleError(f"{mode} isn't possible with this model: {damaged[key].for_command_line}")
-    modes = {mode.name: mode for mode in sparsity_modes(config, predictors, thresholds)}
+    modes = {mode.name: mode for mode in sparsity_modes(config, predictors)}
     if runtime.sparsity != "auto" and not modes[runtime.sparsity].available:
         have = ", ".join(mode.name for mode in modes.values() if mode.available)
         raise UnsupportedModelError(
             f"--sparsity {runtime.sparsity} isn't possible with this model: "
             f"{modes[runtime.sparsity].reason}. It can have: {have}"
         )
-    operating_point(runtime, predictors, thresholds)
+    operating_point(runtime, predictors)
     added = {"streams": streams, "ngrams": ngrams, "eagle": None, "mtp": None, **draft_layers}
     wanted = needs(runtime.speculation)
     possible = ["off", *(name for name in DRAFTERS if added.get(needs(name), True) is not None)]

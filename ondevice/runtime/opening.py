@@ -7,7 +7,6 @@ from ondevice.bundle.ngrams import NGRAMS, NGRAMS_SIDECAR
 from ondevice.bundle.predictors import PREDICTORS_SIDECAR
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import STREAMS_SIDECAR
-from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR
 from ondevice.bundle.verify import without_damage
 from ondevice.config import RuntimeConfig, Speculation
 from ondevice.errors import BundleError, FlashReadError
@@ -22,7 +21,6 @@ def without_damaged_sidecars(bundle: Bundle, runtime: RuntimeConfig) -> Bundle:
     """The bundle, without damaged ones of the sidecars that the options use. Reads their tensors to check."""
     for sidecar, used in (
         (PREDICTORS_SIDECAR, runtime.sparsity == "predicted"),
-        (THRESHOLDS_SIDECAR, runtime.sparsity == "threshold"),
         (STREAMS_SIDECAR, runs_streams(runtime.speculation, bundle.streams)),
     ):
         if used:
@@ -49,7 +47,6 @@ def damage_warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
     """Warnings of damaged sidecars that the options would otherwise use."""
     may_use = {
         "predictors": runtime.sparsity == "auto",
-        "thresholds": runtime.sparsity == "auto",
         "hotness": runtime.sparsity != "dense",
         "streams": runtime.speculation == "auto",
         "ngrams": runtime.speculation == "auto",

@@ -198,7 +198,7 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
         runtime = replace(runtime, experts=0)
     bundle = bundle.with_config(fewer)
     runtime = of_part(bundle.config, runtime)
-    added = bundle.predictors, bundle.thresholds, bundle.streams, bundle.damaged, bundle.ngrams
+    added = bundle.predictors, bundle.streams, bundle.damaged, bundle.ngrams
     check_runtime(bundle.config, runtime, *added, {"eagle": bundle.eagle, "mtp": bundle.mtp})
     if bundle.config.part.embeds:
         check_draft_options(runtime, bundle.streams, bundle.token_counts, bundle.damaged)
@@ -468,7 +468,7 @@ def _preferred(possible: Sequence[ResolvedModel]) -> int:
         if plan.offloads_weights:
             has_streams = _may_leave_streams(found.bundle) and found.runs_streams
             more = found.draft_layer is not None or has_streams
-            last = more and sparsity in SELECTING and config.experts is None
+            last = more and sparsity in SELECTING
         else:
             last = sparsity == "exact" and not config.zeros_gates
         return not plan.fits, plan.offloads_weights, last

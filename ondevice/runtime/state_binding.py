@@ -100,10 +100,9 @@ def prompt_cache_at(
 def _mode(resolved: ResolvedModel) -> list[str]:
     """The sparsity mode as far as it changes bits, and a digest of what it is run with."""
     bundle, runtime = resolved.bundle, resolved.runtime
-    sidecar = {"predicted": bundle.predictors, "threshold": bundle.thresholds}.get(runtime.sparsity)
-    if sidecar is None:
+    point = operating_point(runtime, bundle.predictors)
+    if point is None or bundle.predictors is None:
         # Modes that leave out zeros alone have equal bits in our own kernels.
         return ["exact" if runtime.backend == "cpu" else runtime.sparsity]
-    point = operating_point(runtime, bundle.predictors, bundle.thresholds)
-    digest = hashlib.sha256(f"{sidecar.sha256} {point!r}".encode())
+    digest = hashlib.sha256(f"{bundle.predictors.sha256} {point!r}".encode())
     return [runtime.sparsity, digest.hexdigest()]

@@ -1,7 +1,7 @@
 """One model whose layers have different numbers of neurons, for every setting of memory and speed.
 
-A Llama with ReLU gates has every sparsity mode but thresholds, one with SiLU gates has those. No id and no
-slot of one layer may count for another's, and no wide layer's last neurons may be left out.
+A Llama with ReLU gates has every sparsity mode, one with SiLU gates is dense. No id and no slot of one layer
+may count for another's, and no wide layer's last neurons may be left out.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ondevice.bundle.reader import Bundle
 from ondevice.bundle.verify import verify
 from ondevice.kernels import _native
 from ondevice.measure.profiling import profile
-from ondevice.training import convert_and_train, train_thresholds
-from tests.support.bundles import EOS, convert_bundle, made_up_pieces, open_sound
+from ondevice.training import convert_and_train
+from tests.support.bundles import EOS, convert_bundle, open_sound
 from tests.support.chat import squeeze
 from tests.support.command_line import Run
 from tests.support.engines import all_logits, bundle_weights, random_tokens, running
@@ -31,7 +31,6 @@ from tests.support.widths import WIDTHS, uneven_transformers_model, write_uneven
 
 PROMPT = [5, 9, 17, 33, 5, 9, 17, 33, 5, 9, 17, 61, 5, 9]
 TEXT = "How long is a piece of string? " * 60
-POINTS = ("predictor_recall", "threshold_sparsity")
 BUDGETS = (0, 3, 9)
 """Segments beside the least that a model needs."""
 MODES = (
@@ -40,14 +39,13 @@ MODES = (
     ("relu", {"sparsity": "exact", "speculation": "resident", "kernel_target": "scalar"}),
     ("relu", {"sparsity": "exact", "speculation": "streams"}),
     ("relu", {"sparsity": "predicted", "predictor_recall": 0.9, "threads": 2, "prefill_chunk": 5}),
-    ("silu", {"sparsity": "threshold", "threshold_sparsity": 0.5, "speculation": "lookup"}),
     ("silu", {"sparsity": "dense", "speculation": "auto", "prefill_chunk": 7}),
 )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Bundles `relu`, with predictors, hotness and streams, `silu`, with thresholds, and `f16`.
+    """Bundles `relu`, with predictors, hotness and streams, `silu`, and `f16`.
 
     A text has rounded and ordered the neurons of the first two.
     """
@@ -59,7 +57,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_uneven_checkpoint(patch, folder / "smooth")
         convert_and_train(folder / "smooth", folder / "silu", TEXT, "q4")
     add_streams(folder / "relu", layers=2)
-    train_thresholds(folder / "silu", pieces=made_up_pieces(), measured_tokens=200)
     return folder
 
 
@@ -99,7 +96,7 @@ def test_logits_are_those_of_transformers(folder: Path) -> None:
 
 @pytest.mark.parametrize(("name", "options"), MODES)
 def test_one_text(folder: Path, name: str, options: dict[str, Any]) -> None:
-    plain = {key: options[key] for key in ("sparsity", *POINTS) if key in options}
+    plain = {key: options[key] for key in ("sparsity", "predictor_recall") if key in options}
     if plain["sparsity"] == "exact":
         plain["sparsity"] = "dense"
     with load(folder / name, speculation="off", threads=1, **plain) as model:

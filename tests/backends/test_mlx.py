@@ -15,23 +15,17 @@ import pytest
 
 import ondevice
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.backends.reference import ReferenceBackend, activate
 from ondevice.backends.row_invariance import UNKNOWN
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig
 from ondevice.converters.convert import convert
-from ondevice.converters.training.thresholds import LayerThresholds, write_thresholds
 from ondevice.errors import BackendUnavailableError, BudgetError
-from ondevice.flash.reader import FlashReader
 from ondevice.measure.prompts import BUILT_IN
-from ondevice.model.loading import bundle_files, load_weights
-from ondevice.model.transformer import Transformer
 from ondevice.model_config import FeedForwardSpec
 from ondevice.runtime import backend_choice, resolving
 from ondevice.units import memory_total
-from tests.support.bundles import copy_files
 from tests.support.chat import squeeze
-from tests.support.engines import all_logits, error, random_tokens
+from tests.support.engines import error, random_tokens
 from tests.support.mlx_folders import MXFP4, write_mlx_folder
 from tests.support.mlx_models import ON_GPU, loaded, smallest
 from tests.support.models import QUANTS, VARIANTS
@@ -76,57 +70,6 @@ def test_neurons_of_mxfp4_that_mlx_cannot_read_in_place_are_refused(tmp_path: Pa
     folder = convert(source, tmp_path / "b")
     with pytest.raises(BackendUnavailableError, match="192 columns of MXFP4"), loaded(folder):
         pass
-
-
-class ThresholdReference(ReferenceBackend):
-    """The oracle of threshold mode: of a layer's gates, those that matter too little become zero."""
-
-    def __init__(self, layers: list[LayerThresholds]) -> None:
-        self._layers, self._loaded, self.left_out = layers, {}, 0.0  # type: ignore[var-annotated]
-
-    def load_feed_forward(self, layer: int, source: Any, *_: Any) -> Any:
-        found = super().load_feed_forward(layer, source)
-        self._loaded[id(found)] = self._layers[layer]
-        return found
-
-    def feed_forward(
-        self,
-        x: Any,
-        weight: Any,
-        spec: Any,
-        batch: Any,
-        norm: Any = None,
-        added: Any = None,
-    ) -> Any:
-        entering, cutoff = self.normed(x, norm), self._loaded[id(weight)]
-        gates = activate(entering @ weight.gate.T, spec.activation)
-        small = np.abs(gates) * cutoff.importance <= cutoff.thresholds[0]
-        self.left_out += small.mean() / len(self._layers)
-        return added + (np.where(small, 0, gates) * (entering @ weight.up.T)) @ weight.down
-
-
-def test_thresholds_leave_out_what_they_say(bundles: Any, tmp_path: Path) -> None:
-    folder = copy_files(bundles("llama-tails", "q8"), tmp_path / "threshold")
-    bundle, rng = Bundle.open(folder), np.random.default_rng(0)
-    layers = [
-        LayerThresholds(
-            rng.uniform(0.5, 2, bundle.config.intermediate_size).astype(np.float32), (0.4,), (0.5,)
-        )
-        for _ in range(bundle.config.num_layers)
-    ]
-    write_thresholds(bundle, layers, folder, [0.5], 0, 0)
-    oracle = ThresholdReference(layers)
-    with FlashReader(bundle_files(bundle), "buffered", 2) as reader:
-        weights = load_weights(bundle, reader, oracle)
-        tokens = [int(token) for token in rng.integers(0, bundle.config.vocab_size, 50)]
-        expected = all_logits(Transformer(bundle.config, oracle, weights), tokens)
-    assert 0.2 < oracle.left_out < 0.8
-    with loaded(folder, sparsity="dense") as model:
-        dense = model.logits(tokens)
-    with loaded(folder, sparsity="threshold") as model:
-        found = model.logits(tokens)
-    # A gate near its threshold may fall on either side of it.
-    assert error(found, expected) < 0.2 * error(dense, expected)
 
 
 @pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted"])

@@ -21,7 +21,6 @@ from ondevice.config import QuantConfig
 from ondevice.converters.training.predictors.layer_predictor import LayerPredictor
 from ondevice.converters.training.predictors.operating_points import HeldBack
 from ondevice.converters.training.predictors.train import store_predictor, write_predictors
-from ondevice.converters.training.thresholds import LayerThresholds, write_thresholds
 from ondevice.model_config import NO_ATTENTION, Mamba2Spec
 from tests.golden.build import golden_config
 from tests.support.bundles import convert_bundle
@@ -189,16 +188,6 @@ def make_bundle(folder: Path, **options: Any) -> Path:
     (folder / "hf" / "config.json").write_text(json.dumps(config))
     save_safetensors(folder / "hf" / "model.safetensors", tensors, "F16")
     return convert_bundle(folder / "hf", folder / "bundle", "q8")
-
-
-@pytest.fixture(scope="module")
-def threshold_bundle(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with thresholds: about half of the neurons count."""
-    folder = copytree(bundle, tmp_path_factory.mktemp("threshold") / "bundle")
-    layers, neurons = SHAPE["num_hidden_layers"], SHAPE["intermediate_size"]
-    layer = LayerThresholds(np.ones(neurons, dtype=np.float32), (0.2,), (0.5,))
-    write_thresholds(Bundle.open(folder), [layer] * layers, folder, [0.5], 0, 0)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -405,15 +394,6 @@ def test_a_pass_with_adapters_takes_what_is_planned_for_it(
 def test_neurons_that_fire_keep_to_the_plan(relu_bundle: Path, budget: str, prompt: int, rounds: int) -> None:
     options = {"max_context": 1024, "sparsity": "exact"}
     peak, allowed, total, _ = run(relu_bundle, budget, prompt, rounds, **options)
-    assert 0.80 * total <= peak <= total <= allowed
-
-
-@pytest.mark.parametrize(("budget", "prompt", "rounds"), [("smallest", 4, 20), *LONG])
-def test_neurons_that_count_keep_to_the_plan(
-    threshold_bundle: Path, budget: str, prompt: int, rounds: int
-) -> None:
-    options = {"max_context": 1024, "sparsity": "threshold"}
-    peak, allowed, total, _ = run(threshold_bundle, budget, prompt, rounds, **options)
     assert 0.80 * total <= peak <= total <= allowed
 
 

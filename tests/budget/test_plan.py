@@ -219,7 +219,7 @@ def plan_records(config: ModelConfig, quant: QuantConfig) -> int:
 @given(
     configs(),
     st.sampled_from([4, 8, 16]),
-    st.sampled_from(["dense", "exact", "threshold"]),
+    st.sampled_from(["dense", "exact"]),
     st.integers(1, 600),
     st.integers(1, 600),
 )

@@ -1,4 +1,4 @@
-"""Damaged predictors, thresholds, streams, hotness: what needs them is refused, nothing else is stopped."""
+"""Damaged predictors, streams, hotness: what needs them is refused, nothing else is stopped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ondevice.api import load, verify
@@ -15,8 +14,6 @@ from ondevice.bundle.hotness import HOTNESS, HOTNESS_MANIFEST
 from ondevice.bundle.predictors import PREDICTORS, PREDICTORS_MANIFEST
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import STREAMS, STREAMS_MANIFEST
-from ondevice.bundle.thresholds import THRESHOLDS, THRESHOLDS_MANIFEST
-from ondevice.converters.training.thresholds import LayerThresholds, write_thresholds
 from ondevice.errors import BundleError
 from ondevice.runtime.models import shipped_folder
 from ondevice.training import train_predictors
@@ -159,24 +156,6 @@ def test_damaged_hotness_stops_nothing(
     assert name in caplog.text
     with pytest.raises(BundleError, match=f"{name}.*every mode runs without"):
         verify(copied)
-
-
-@pytest.mark.parametrize("damage", [cut_short, missing, edited, flipped])
-def test_damaged_thresholds_stop_the_mode_that_needs_them(
-    chat_bundle: Path, tmp_path: Path, damage: Damage, caplog: pytest.LogCaptureFixture
-) -> None:
-    copied = copy_files(chat_bundle, tmp_path / "thresholds")
-    bundle = Bundle.open(copied)
-    ones = np.ones(bundle.config.intermediate_size, np.float32)
-    write_thresholds(bundle, [LayerThresholds(ones, (0.1,), (0.5,))] * 3, copied, [0.5], 100, 10)
-    name = damage(copied, THRESHOLDS_MANIFEST, THRESHOLDS)
-    expected = said(chat_bundle)
-    assert said(copied, sparsity="dense") == expected
-    assert caplog.text == ""
-    assert said(copied) == expected
-    assert (name in caplog.text) == (damage is not flipped)
-    remedy = f"`ondevice train thresholds --model {copied} --text FILE` makes both files anew"
-    assert_refused(copied, name, remedy, sparsity="threshold")
 
 
 def test_a_damaged_bundle_is_told_before_what_was_added_to_it(copied: Path) -> None:

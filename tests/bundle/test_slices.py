@@ -19,7 +19,6 @@ from ondevice.bundle.layout import EMBEDDING, gate_file_name, neuron_file_name
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig
 from ondevice.converters.training.hotness import write_hotness
-from ondevice.converters.training.thresholds import LayerThresholds, write_thresholds
 from ondevice.errors import BundleError, UnsupportedModelError, UsageError
 from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model.transformer import Transformer
@@ -28,6 +27,7 @@ from ondevice.model_config.part import part_config
 from tests.golden.build import golden_config
 from tests.support.bundles import open_sound
 from tests.support.engines import BackendName, random_tokens, running
+from tests.support.made_up_predictors import add_predictors
 from tests.support.made_up_streams import add_streams
 from tests.support.small_models import MODELS, write_small
 
@@ -100,13 +100,12 @@ def test_slices_give_the_bits_of_the_whole(name: str, backend: BackendName, fold
 
 @pytest.fixture(scope="module")
 def prime(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """A model of 61 layers with streams, predictors, thresholds and hotness."""
+    """A model of 61 layers with streams, predictors and hotness."""
     folder = write_small(tmp_path_factory.mktemp("prime") / "model", golden_config(num_layers=61))
     bundle = Bundle.open(folder)
     rng = np.random.default_rng(3)
     values = rng.random((61, 96), np.float32)
-    layers = [LayerThresholds(own, (float(own[0]), float(own[0]) + 1), (0.5, 0.6)) for own in values]
-    write_thresholds(bundle, layers, folder, [0.5, 0.6], 100, 10)
+    add_predictors(folder)
     write_hotness(bundle, [own / 2 for own in values], 100, folder)
     add_streams(folder, layers=30)
     return open_sound(folder)
@@ -137,12 +136,13 @@ def test_61_layers_lie_in_one_slice_each(prime: Bundle, cuts: tuple[int, ...]) -
 @pytest.mark.parametrize("cuts", [(30,), (31, 46), (20, 41)])
 def test_sidecars_are_divided_by_layers(prime: Bundle, cuts: tuple[int, ...]) -> None:
     parts = slices(prime, cuts)
-    whole, shares = prime.thresholds, prime.frequencies()
+    whole, shares = prime.predictors, prime.frequencies()
     assert whole is not None
     assert shares is not None
-    found = [part.thresholds for part in parts]
+    found = [part.predictors for part in parts]
+    assert sum((it.ranks for it in found if it is not None), ()) == whole.ranks
     for at, point in enumerate(whole.points):
-        assert sum((it.points[at].thresholds for it in found if it is not None), ()) == point.thresholds
+        assert sum((it.points[at].offsets for it in found if it is not None), ()) == point.offsets
     divided = [own for part in parts for own in part.frequencies() or ()]
     assert [own.tobytes() for own in divided] == [own.tobytes() for own in shares]
     begins = [part.streams is not None and part.streams.begins for part in parts]

@@ -124,9 +124,8 @@ def test_inspect_json_and_text(ondevice: Run, chat_bundle: Path) -> None:
     shown = ondevice("inspect", "-m", chat_bundle, "--dram-budget", "4GB", "--json").json
     assert list(shown) == [
         "model", "part", "architecture", "parameters", "bundle_bytes", "quantisation", "neurons",
-        "sparsity_modes", "predictor_recalls", "threshold_sparsities", "experts", "expert_costs",
-        "streams", "ngrams",
-        "draft_layers", "damaged", "speculation", "minimum_budget_bytes", "minimum_budget_sparsity",
+        "sparsity_modes", "predictor_recalls", "experts", "expert_costs", "streams", "ngrams", "draft_layers",
+        "damaged", "speculation", "minimum_budget_bytes", "minimum_budget_sparsity",
         "minimum_budget_speculation", "minimum_budget_context", "fitting_context", "mode_change", "plan",
     ]  # fmt: skip
     assert [key for key in PLAN if key not in shown["plan"]] == []

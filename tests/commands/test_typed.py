@@ -39,7 +39,7 @@ def test_a_model_is_an_argument_or_an_option(ondevice: Run, chat_bundle: Path, n
 
 
 def test_a_training_takes_it_too(ondevice: Run) -> None:
-    refused = ondevice("train", "thresholds", "unheard-of", "--text", "-", stdin="A text.")
+    refused = ondevice("train", "predictors", "unheard-of", "--text", "-", stdin="A text.")
     assert (refused.code, "no model called unheard-of" in refused.err) == (3, True)
 
 

@@ -270,12 +270,11 @@ def test_what_cannot_run_these_blocks_says_so(folder: Path) -> None:
 
 
 def test_inspection_says_why_modes_are_missing(folder: Path) -> None:
-    modes = {mode.name: mode for mode in sparsity_modes(Bundle.open(folder / "f16").config, None, None)}
+    modes = {mode.name: mode for mode in sparsity_modes(Bundle.open(folder / "f16").config, None)}
     assert [name for name, mode in modes.items() if mode.available] == ["dense", "exact"]
     assert modes["exact"].reason.startswith("in 3 of its 6 layers only neurons whose gate its cutoff leaves")
     # No advice to make what would be refused.
     assert modes["predicted"].reason == NO_PREDICTORS
-    assert "train thresholds" in modes["threshold"].reason
     resolved = resolve(Bundle.open(folder / "q4"), RuntimeConfig(backend="cpu"))
     assert f"streams: none: {no_streams(resolved.bundle.config)}" in inspection_text(resolved)
 

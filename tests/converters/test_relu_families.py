@@ -95,7 +95,7 @@ def test_prosparse_logits_are_those_of_its_authors_activation(
     bundle = convert(tmp_path / "source", tmp_path / "bundle", "f16")
     for backend, limit in JUMPING:
         check(model, bundle, backend, limit)
-    modes = sparsity_modes(Bundle.open(bundle).config, None, None)
+    modes = sparsity_modes(Bundle.open(bundle).config, None)
     assert [mode.name for mode in modes if mode.available] == ["dense", "exact"]
 
 

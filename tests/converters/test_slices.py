@@ -21,16 +21,16 @@ from ondevice.bundle.parts import model_digest
 from ondevice.bundle.reader import Bundle
 from ondevice.converters import slices
 from ondevice.converters.training.hotness import write_hotness
-from ondevice.converters.training.thresholds import LayerThresholds, write_thresholds
 from ondevice.errors import BundleError, FlashReadError, OndeviceError, UnsupportedModelError, UsageError
 from ondevice.flash.reader import FlashReader
 from ondevice.measure.profiling import profile
 from ondevice.model.tensor_file import TensorFile
 from ondevice.runtime.models import shipped_folder
-from ondevice.training import train_thresholds
+from ondevice.training import train_streams
 from tests.support.bundles import copy_files, open_sound
 from tests.support.command_line import Run
 from tests.support.flash_files import flip_byte
+from tests.support.made_up_predictors import add_predictors
 from tests.support.made_up_streams import add_streams
 from tests.support.small_models import MODELS, write_small
 
@@ -75,11 +75,10 @@ def test_a_written_slice_is_the_slice(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Bundle:
-    """A model of five layers with thresholds, hotness and streams."""
+    """A model of five layers with predictors, hotness and streams."""
     folder = write_small(tmp_path / "model", MODELS["dense"])
     bundle, values = Bundle.open(folder), np.random.default_rng(3).random((5, 96), np.float32)
-    layers = [LayerThresholds(own, (float(own[0]), float(own[0]) + 1), (0.5, 0.6)) for own in values]
-    write_thresholds(bundle, layers, folder, [0.5, 0.6], 100, 10)
+    add_predictors(folder)
     write_hotness(bundle, [own / 2 for own in values], 100, folder)
     add_streams(folder, layers=3)
     return open_sound(folder)
@@ -93,9 +92,9 @@ def test_sidecars_go_along(trained: Bundle, tmp_path: Path) -> None:
         view = trained.slice(first, first + found.config.num_layers)
         own = tensors(found)
         assert own == {it: data for it, data in tensors(view).items() if it in own}
-        assert found.thresholds is not None
-        assert view.thresholds is not None
-        assert found.thresholds.points == view.thresholds.points
+        assert found.predictors is not None
+        assert view.predictors is not None
+        assert found.predictors.points == view.predictors.points
         shares = [own.tobytes() for own in found.frequencies() or ()]
         assert shares == [own.tobytes() for own in view.frequencies() or ()]
         assert found.streams is not None
@@ -136,7 +135,7 @@ def test_the_shipped_model_is_split_for_the_hosts_of_a_file(ondevice: Run, tmp_p
     assert alone.code == 3
     assert "a slice of a model: layers " in alone.err
     assert "It runs with the other layers' machines alone" in alone.err
-    for opens in (api.load, profile, partial(train_thresholds, text="text")):
+    for opens in (api.load, profile, partial(train_streams, text="text")):
         with pytest.raises(UnsupportedModelError, match="is a slice of a model"):
             opens(paths[0])
     assert api.inspect(paths[0]).fits

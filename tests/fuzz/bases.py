@@ -19,7 +19,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from ondevice.api import load, write_slice
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.draft_layers.eagle import convert_eagle
-from ondevice.converters.training.thresholds import LayerThresholds, write_thresholds
 from ondevice.model_config import ExpertsSpec, LatentSpec, cut_places
 from ondevice.training import train_predictors
 from tests.support.bundles import convert_bundle, copy_files, made_up_pieces, write_byte_tokenizer
@@ -298,15 +297,11 @@ def _write_bundles(folder: Path) -> None:
     (folder / "bundles").mkdir()
     for name, quant in QUANTS.items():
         made = convert_bundle(folder / "checkpoints" / name, folder / "made" / name, quant)
-        bundle, target = Bundle.open(made), folder / "bundles" / name
+        target = folder / "bundles" / name
         if name == "relu":
             train_predictors(made, pieces=made_up_pieces(), output=target)
         else:
             copy_files(made, target)
-        if name == "silu":
-            importance = np.full(bundle.config.intermediate_size, 1.0, dtype=np.float32)
-            layers = [LayerThresholds(importance, (0.1, 0.2), (0.5, 0.6))] * bundle.config.num_layers
-            write_thresholds(Bundle.open(target), layers, target, [0.5, 0.6], 100, 10)
         if name != "qwen3":
             add_streams(target)
         head, bits = DRAFT_LAYERS[name]

@@ -29,7 +29,6 @@ with atheris.instrument_imports(include=["ondevice"]):
     from ondevice.bundle.predictors import parse_predictors
     from ondevice.bundle.sidecar import weights_digest
     from ondevice.bundle.streams import parse_streams
-    from ondevice.bundle.thresholds import parse_thresholds
     from ondevice.chat_template import ChatTemplate
     from ondevice.converters.checkpoints.opening import open_checkpoint
     from ondevice.errors import OndeviceError
@@ -47,7 +46,6 @@ from tests.support.models import tiny_config
 SCRATCH = Path(tempfile.mkdtemp(prefix="ondevice-guided-"))
 SIDECARS: dict[str, Callable[[bytes, Manifest], object]] = {
     "predictors": parse_predictors,
-    "thresholds": parse_thresholds,
     "streams": parse_streams,
     "eagle": partial(parse_draft_layer, EAGLE_SIDECAR),
     "mtp": partial(parse_draft_layer, MTP_SIDECAR),

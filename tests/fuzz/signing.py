@@ -28,7 +28,6 @@ from tests.malformed.rules import manifest_of, seal
 
 SIDECARS = {
     "predictors.json": "predictors",
-    "thresholds.json": "thresholds",
     "streams.json": "streams",
     "hotness.json": "hotness",
     "token_counts.json": "token_counts",

@@ -74,7 +74,7 @@ class Trial:
         prompt = prompt[: max(1, config.max_context // 2)]
         refusal: OndeviceError | None = None
         for options in self._configurations(bundle, count):
-            lossy = options.get("sparsity") in ("predicted", "threshold")
+            lossy = options.get("sparsity") == "predicted"
             name = ", ".join(f"{key}={value}" for key, value in options.items())
             try:
                 outcome: Any = self._text(prompt, options)
@@ -100,9 +100,7 @@ class Trial:
     def _configurations(self, bundle: Bundle, count: int) -> list[dict[str, Any]]:
         """Such as the bundle can have: one that lacks a sidecar is refused modes that need it."""
         config, found = bundle.config, []
-        lossy = ["predicted"] * (bundle.predictors is not None) + ["threshold"] * (
-            bundle.thresholds is not None
-        )
+        lossy = ["predicted"] * (bundle.predictors is not None)
         for index in range(count):
             options = {name: self.rng.choice(values) for name, values in EXACT.items()}
             if not config.zeros_gates:

@@ -141,42 +141,6 @@ def test_the_neurons_that_fire_give_the_dense_bits(
         assert alone.tobytes() == dense.tobytes()
 
 
-@pytest.mark.parametrize("kind", [kind for kind, spec in ZEROING.items() if not spec.bias])
-@pytest.mark.parametrize("bits", [4, 16])
-def test_experts_leave_out_what_a_cutoff_says(bits: Bits, kind: str) -> None:
-    """A neuron counts for a row as if its up and down rows were zero for the others."""
-    spec, experts, neurons = ZEROING[kind], 3, 80
-    layer, x, form = Layer.of(100, experts * neurons, bits, spec), normal(6, 100, seed=3), native_form(spec)
-    importance = np.random.default_rng(4).uniform(0.5, 1.5, experts * neurons).astype(np.float32)
-    ids = np.array([[0, 1], [1, 2], [0, 2], [0, 1], [1, 2], [0, 1]], dtype=np.int32)
-    weights = normal(6, 2, seed=5)
-
-    def total(runner: _native.Runner, of: Layer, rows: list[int], *cutoff: object) -> Float32:
-        found, records = np.zeros((len(rows), 100), np.float32), _native.allocate(of.records.nbytes)
-        records[:] = of.records.reshape(-1)
-        args = runner, of.native, None, neurons, x[rows], ids[rows], weights[rows], form, False, found
-        forward = _native.ExpertPass(*args, *cutoff)  # type: ignore[arg-type]
-        for expert in np.unique(ids[rows]).tolist():
-            forward.add(expert, records.ctypes.data + expert * neurons * of.records.shape[1])
-        forward.finish()
-        return found
-
-    gates, sizes = layer.gates(RUNNERS[TARGETS[0], 1], x), np.empty((6, experts * neurons), np.float32)
-    for gate, size in zip(gates, sizes, strict=True):
-        _native.activate(RUNNERS[TARGETS[0], 1], form, gate, importance, size)
-    for share in (0.0, 0.5, 1.0):
-        threshold = float(np.quantile(sizes[sizes > 0], share))
-        found = on_every_target(
-            lambda runner, at=threshold: total(runner, layer, [*range(6)], importance, at)
-        )
-        for row, size in enumerate(sizes):
-            without = layer.without(np.abs(size) <= threshold)
-            alone = on_every_target(lambda runner, of=without, t=row: total(runner, of, [t]))
-            assert alone.tobytes() == found[row : row + 1].tobytes()
-    with pytest.raises(ValueError, match="all experts' neurons"):
-        total(RUNNERS[TARGETS[0], 1], layer, [0], importance[:neurons], 0.0)
-
-
 @pytest.mark.parametrize("activation", ["relu", "silu"])
 @pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
 @pytest.mark.parametrize("hidden", [100, 1088])
@@ -199,7 +163,7 @@ def test_only_what_a_token_selects_counts_for_it(hidden: int, bits: Bits, activa
 @pytest.mark.parametrize("share", [0.1, 0.6])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 16])
 def test_gates_of_any_sign_count_unless_they_are_zero(bits: Bits, share: float, tokens: int) -> None:
-    """As with thresholds: what is cut off has a gate of zero. Tokens share few neurons, or most."""
+    """As with statistical cutoffs: what is cut off has a gate of zero. Tokens share few neurons, or most."""
     layer, act = Layer.of(200, 330, bits), form("silu")
     x, part = normal(tokens, 200, seed=3), layer.source.layout.part_offsets[1]
     rng = np.random.default_rng(5)

@@ -194,15 +194,15 @@ def test_the_modes_that_are_possible_and_why_the_others_are_not(
     config_for: Callable[[str], ModelConfig], hidden_act: str
 ) -> None:
     config = config_for(hidden_act)
-    modes = {mode.name: mode for mode in models.sparsity_modes(config, None, None)}
+    modes = {mode.name: mode for mode in models.sparsity_modes(config, None)}
     possible = ["dense", "exact"] if hidden_act.startswith("relu") else ["dense"]
     assert [name for name, mode in modes.items() if mode.available] == possible
     for name in modes.keys() - possible:
         with pytest.raises(UnsupportedModelError, match=f"It can have: {', '.join(possible)}") as caught:
-            models.check_runtime(config, RuntimeConfig(sparsity=name), None, None)
+            models.check_runtime(config, RuntimeConfig(sparsity=name), None)
         assert modes[name].reason in str(caught.value)
     for name in ("auto", *possible):
-        models.check_runtime(config, RuntimeConfig(sparsity=name), None, None)
+        models.check_runtime(config, RuntimeConfig(sparsity=name), None)
     assert models.automatic_modes(config, RuntimeConfig()) == possible[::-1]
 
 
@@ -212,9 +212,9 @@ def test_speculation_and_backends_that_are_not_there_are_refused(
     config = config_for("silu")
     for speculation in ("streams",):
         with pytest.raises(UnsupportedModelError, match=f'speculation="{speculation}"'):
-            models.check_runtime(config, RuntimeConfig(speculation=speculation), None, None)
+            models.check_runtime(config, RuntimeConfig(speculation=speculation), None)
     for speculation in ("lookup", "recycling", "resident"):
-        models.check_runtime(config, RuntimeConfig(speculation=speculation), None, None)
+        models.check_runtime(config, RuntimeConfig(speculation=speculation), None)
         with pytest.raises(BackendUnavailableError, match='backend="cpu"'):
             load(SHIPPED, speculation=speculation, backend="reference")
 
@@ -224,7 +224,7 @@ def test_mlx_that_is_not_there_is_said_with_how_to_get_it(
 ) -> None:
     monkeypatch.setattr(backend_choice, "has_mlx", lambda: False)
     with pytest.raises(BackendUnavailableError, match="pip install"):
-        models.check_runtime(config_for("silu"), RuntimeConfig(backend="mlx"), None, None)
+        models.check_runtime(config_for("silu"), RuntimeConfig(backend="mlx"), None)
 
 
 def test_a_bundle_without_its_manifest_is_damaged_not_a_checkpoint(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ondevice import training
 from ondevice.api import Model, inspect, load
 from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.forward_batch import ForwardBatch
@@ -34,7 +32,7 @@ from ondevice.runtime.resolving import resolve
 from ondevice.sparsity.experts import ExpertFetcher
 from ondevice.sparsity.fetch import DEFAULT_FETCH
 from ondevice.sparsity.segments import SegmentPool
-from ondevice.training import train_expert_use, train_thresholds
+from ondevice.training import train_expert_use
 from ondevice.units import process_memory
 from tests.support.bundles import copy_files, made_up_pieces
 from tests.support.engines import every_logits
@@ -232,7 +230,7 @@ def test_a_load_that_is_cancelled_reads_no_more(large: Path) -> None:
 
 @pytest.fixture(scope="module")
 def large_shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shared experts of 2 MB in each layer, and squared ReLU, whose thresholds can be calibrated."""
+    """Shared experts of 2 MB in each layer, and squared ReLU."""
     made = tmp_path_factory.mktemp("shared")
     family, values = CASES["qwen2 moe"]
     sizes = {"shared_expert_intermediate_size": 16384, "hidden_act": "relu2"}
@@ -240,14 +238,11 @@ def large_shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert(made / "source", made / "bundle", "q4")
 
 
-@pytest.mark.parametrize("what", [train_expert_use, train_thresholds])
 def test_training_holds_what_the_plan_has(
-    what: Callable[..., Any], large_shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    large_shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What measures the points loads the model by plans of its own.
-    monkeypatch.setattr(training, "measured_points", lambda folder, points, *rest: (1.0, points))
     pieces = made_up_pieces()[:4]
-    whole = what(large_shared, pieces=pieces, output=tmp_path / "whole")
+    whole = train_expert_use(large_shared, pieces=pieces, output=tmp_path / "whole")
     plan = inspect(large_shared, backend="cpu")
     budget = plan.minimum_budget_bytes + (2 << 20)
     under, held = plan.with_budget(budget), []
@@ -263,7 +258,7 @@ def test_training_holds_what_the_plan_has(
         )
 
     monkeypatch.setattr(ExpertFetcher, "begin_pass", spy)
-    found = what(large_shared, pieces=pieces, output=tmp_path / "found", dram_budget=budget)
+    found = train_expert_use(large_shared, pieces=pieces, output=tmp_path / "found", dram_budget=budget)
     assert found == whole
     assert 0 < max(held) <= under.dense_segments * under.dense.nbytes
 

@@ -26,7 +26,7 @@ from ondevice.meter import Counters
 from ondevice.runtime.resolving import resolve
 from ondevice.sparsity.expert_reuse import ExpertReuse
 from ondevice.sparsity.replay import expert_hit_rate
-from ondevice.training import train_expert_use, train_predictors, train_thresholds
+from ondevice.training import train_expert_use, train_predictors
 from tests.benchmarks.compare.expert_replay import rate
 from tests.benchmarks.lib.expert_trace import RoutingTrace
 from tests.support.bundles import (
@@ -219,9 +219,8 @@ def test_only_mixtures_have_it(tmp_path: Path, pieces: list[list[int]]) -> None:
     with pytest.raises(UnsupportedModelError, match="has no experts"):
         train_expert_use(dense, pieces=made_up_pieces())
     folder = copy_files(MIXTURE, tmp_path / "model")
-    for train in (train_predictors, train_thresholds):
-        with pytest.raises(UnsupportedModelError):
-            train(folder, pieces=pieces)
+    with pytest.raises(UnsupportedModelError):
+        train_predictors(folder, pieces=pieces)
     with pytest.raises(UsageError, match="exists"):
         train_expert_use(folder, pieces=pieces, output=dense)
 

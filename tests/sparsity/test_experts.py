@@ -229,7 +229,6 @@ def test_inspect_knows_a_tokens_cycle(folder: Path) -> None:
     [
         ({"sparsity": "dense"}, "dense.* isn't possible"),
         ({"sparsity": "exact"}, "exact.* isn't possible"),
-        ({"sparsity": "threshold"}, "an expert's matrices are multiplied whole"),
         ({"speculation": "resident"}, "resident.* isn't possible.*: off, lookup, recycling, model, auto$"),
         ({"speculation": "ngrams"}, "ngrams.* isn't possible.*: off, lookup, recycling, model, auto$"),
         ({"speculation": "streams"}, "streams.* isn't possible"),

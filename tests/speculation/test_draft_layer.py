@@ -309,13 +309,10 @@ def test_auto_takes_the_layer_where_there_is_room(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("offloads", [False, True])
-@pytest.mark.parametrize("experts", [False, True])
-@pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted", "threshold"])
-def test_a_layer_comes_last_where_selected_neurons_are_read(
-    sparsity: Sparsity, experts: bool, offloads: bool
-) -> None:
+@pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted", "experts"])
+def test_a_layer_comes_last_where_selected_neurons_are_read(sparsity: Sparsity, offloads: bool) -> None:
     """Models with experts keep it."""
-    config = SimpleNamespace(zeros_gates=True, experts=object() if experts else None)
+    config = SimpleNamespace(zeros_gates=True)
     possible: list[Any] = [
         SimpleNamespace(
             plan=SimpleNamespace(fits=True, offloads_weights=offloads),
@@ -326,7 +323,7 @@ def test_a_layer_comes_last_where_selected_neurons_are_read(
         for mode in (sparsity, "dense")
         for layer in (object(), None)
     ]
-    without = offloads and sparsity != "dense" and not experts
+    without = offloads and sparsity in ("exact", "predicted")
     assert _preferred(possible) == (1 if without else 0)
 
 

@@ -184,8 +184,7 @@ def check(
     if not bundle.config.zeros_gates:
         raise UnsupportedModelError(
             f"{bundle.name} has {bundle.config.activation} gates, which are hardly ever exactly zero: "
-            f"there is nothing to predict; it takes {ZEROING_NAMES}. `ondevice train thresholds` finds how "
-            "small a gate may be to be left out"
+            f"there is nothing to predict; it takes {ZEROING_NAMES}"
         )
     check_feed_forwards(bundle)
     return held_out(pieces, options.measured_share)

@@ -40,7 +40,6 @@ from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model.transformer import Transformer
 from ondevice.model_config import FeedForwardSpec
-from tests.benchmarks.explain.threshold_quality import given_text, own_text
 from tests.benchmarks.lib import rounding
 from tests.benchmarks.lib.array_checkpoint import checkpoint_of
 from tests.benchmarks.lib.llama_formats import MIXES, Kind, Mix, Rounder
@@ -53,6 +52,7 @@ MODELS = {
     "small-silu": ROOT / "tests" / "benchmarks" / "data" / "small-silu",
 }
 MEASURED_SHARE = 0.4
+PIECE_TOKENS = 256
 FORMATS = {
     "3 bits": Format(3),
     "3 bits, groups of 32": Format(3, 32),
@@ -62,6 +62,29 @@ FORMATS = {
     "6 bits": Format(6),
     "8 bits": Format(8),
 }
+
+
+def own_text(folder: Path, tokens: int) -> list[list[int]]:
+    """Pieces that begin with the first token of every text, sampled from the model itself."""
+    pieces: list[list[int]] = []
+    with load(folder) as model:
+        first = model.bundle.manifest.tokenizer.bos_id or 0
+        while sum(map(len, pieces)) < tokens:
+            seed = len(pieces)
+            made = model.generate(tokens=[first], max_tokens=PIECE_TOKENS - 1, temperature=1.0, seed=seed)
+            pieces.append([first, *made.tokens])
+    return [piece for piece in pieces if len(piece) > 1]
+
+
+def given_text(folder: Path, text: str, tokens: int) -> list[list[int]]:
+    """Pieces of a text's first tokens."""
+    with load(folder) as model:
+        if model.tokenizer is None:
+            raise SystemExit(f"{folder} has no tokenizer")
+        settings = model.bundle.manifest.tokenizer
+        first = [settings.bos_id] if settings.add_bos and settings.bos_id is not None else []
+        ids = model.tokenizer.encode(text)[:tokens]
+    return [[*first, *ids[start : start + PIECE_TOKENS]] for start in range(0, len(ids), PIECE_TOKENS)]
 
 
 class RoundedBackend(ReferenceBackend):

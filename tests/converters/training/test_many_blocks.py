@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 import ondevice
 from ondevice.backends.base import KVLayout
 from ondevice.backends.cpu import make_runner
 from ondevice.backends.reference import ReferenceBackend, activate
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.thresholds import THRESHOLDS, importance_name
 from ondevice.config import QuantConfig
 from ondevice.converters.architectures.tensors import LayerNames
 from ondevice.converters.checkpoints.opening import open_checkpoint
@@ -33,13 +30,11 @@ from ondevice.flash.reader import FlashReader
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import Transformer
-from ondevice.model_config import ModelConfig
-from ondevice.runtime.models import sparsity_modes
-from ondevice.training import convert_and_train, train_predictors, train_thresholds
+from ondevice.training import convert_and_train, train_predictors
 from tests.converters.test_rounding import by_text, logits
 from tests.support.bundles import VOCAB_SIZE, made_up_pieces, write_byte_tokenizer
 from tests.support.chat import squeeze
-from tests.support.engines import all_logits, error, random_tokens
+from tests.support.engines import error, random_tokens
 
 pytest.importorskip("transformers")
 pytest.importorskip("torch")
@@ -178,96 +173,6 @@ def test_a_conversion_with_a_text_rounds_and_orders(folder: Path) -> None:
     assert provenance.ordered_tokens > 0
 
 
-@pytest.fixture(scope="module")
-def thresholds(folder: Path) -> Path:
-    """The bundle `f16` with thresholds."""
-    output = folder / "thresholds"
-    train_thresholds(folder / "f16", pieces=made_up_pieces(5), output=output, measured_tokens=64)
-    return output
-
-
-def layers_with_cutoffs(config: ModelConfig) -> list[float]:
-    """Of each layer, the share of neurons that its cutoff zeroes: about that of a normal distribution."""
-    cutoffs = [layer.feed_forward.cutoff for layer in config.layers]
-    return [0.0 if cutoff is None else NormalDist().cdf(cutoff) for cutoff in cutoffs]
-
-
-def test_thresholds_leave_out_the_share_that_was_asked_for(thresholds: Path) -> None:
-    """In layers with a cutoff that zeroes more, as much as that."""
-    bundle = Bundle.open(thresholds)
-    found, config = bundle.thresholds, bundle.config
-    assert found is not None
-    assert found.perplexity is not None
-    zeroed = layers_with_cutoffs(config)
-    for point in found.points:
-        expected = [max(point.sparsity, share) for share in zeroed]
-        assert point.skipped == pytest.approx(expected, abs=0.05)
-        assert point.agreement is not None
-    modes = [mode.name for mode in sparsity_modes(config, None, found) if mode.available]
-    assert modes == ["dense", *(["exact"] if any(zeroed) else []), "threshold"]
-    with ondevice.load(thresholds, backend="cpu", sparsity="threshold", prefill_chunk=1) as model:
-        text = random_tokens(config, 40)
-        model.logits(text)
-        share = model._engine._neurons.lookups / (40 * config.num_neurons)
-    assert share == pytest.approx(1 - np.mean([max(0.5, share) for share in zeroed]), abs=0.05)
-
-
-def test_no_budget_changes_the_text_of_thresholds(thresholds: Path) -> None:
-    options: dict[str, Any] = {"backend": "cpu", "sparsity": "threshold"}
-    text, logits, texts = random_tokens(Bundle.open(thresholds).config, 40), [], []
-    for settings in ({}, {"prefill_chunk": 7, "threads": 2}, {"speculation": "lookup"}):
-        with ondevice.load(thresholds, **options, **settings) as model:
-            for segments in (model.plan.segment.total, 0):
-                squeeze(model, segments)
-                logits.append(model.logits(text).tobytes())
-                texts.append(model.generate(tokens=text[:9], max_tokens=12, temperature=0.0).tokens)
-    assert len(set(logits)) == 1
-    assert len(set(texts)) == 1
-    with ondevice.load(thresholds, backend="cpu", sparsity="dense") as model:
-        assert model.logits(text).tobytes() != logits[0]
-
-
-class Masked(ReferenceBackend):
-    """The reference backend, with zeros for gates that don't reach the threshold behind a cutoff."""
-
-    def __init__(self, cutoffs: list[tuple[np.ndarray, float]]) -> None:
-        super().__init__()
-        self._cutoffs = iter(cutoffs)
-
-    def feed_forward(self, x: Any, weight: Any, spec: Any, *_: Any, **options: Any) -> Any:
-        importance, threshold = next(self._cutoffs)
-        x, added = self.normed(x, options["norm"]), options["added"]
-        gates = x @ weight.gate.T
-        if spec.cutoff is not None:
-            deviations = np.float32(spec.cutoff) * gates.std(axis=1, keepdims=True)
-            gates = np.maximum(gates - gates.mean(axis=1, keepdims=True) - deviations, 0)
-        active = activate(gates, spec.activation)
-        counts = np.abs(active) * importance > threshold
-        found = (np.where(counts, active, np.float32(0)) * (x @ weight.up.T)) @ weight.down
-        return found if added is None else added + found
-
-
-@pytest.mark.parametrize("backend", ["cpu", "mlx"])
-def test_logits_are_those_of_masked_gates_in_float(thresholds: Path, backend: Any) -> None:
-    if backend == "mlx":
-        pytest.importorskip("mlx.core")
-    bundle = Bundle.open(thresholds)
-    assert bundle.thresholds is not None
-    point, text = bundle.thresholds.point(0.5), random_tokens(bundle.config, 30)
-    tensors = load_file(thresholds / THRESHOLDS)
-    importance = [tensors[importance_name(layer)] for layer in range(bundle.config.num_layers)]
-    with FlashReader(bundle_files(bundle), "buffered", 2) as reader:
-        oracle = Masked(list(zip(importance, point.thresholds, strict=True)))
-        model = Transformer(bundle.config, oracle, load_weights(bundle, reader, oracle))
-        expected = all_logits(model, text, 16)
-    with ondevice.load(thresholds, backend=backend, sparsity="threshold", kv_bits=16) as loaded:
-        found = loaded.logits(text)
-    # A gate that lies within rounding of its threshold falls on either side, and later tokens see that.
-    errors = np.abs(found - expected) / np.abs(expected).max()
-    assert np.median(errors) < 1e-4
-    assert errors.max() < 0.1
-
-
 def test_streams_say_which_blocks_stand_in_the_way(folder: Path) -> None:
     bundle = Bundle.open(folder / "f16")
     with pytest.raises(UnsupportedModelError, match=r"layers without .*(keys that|normed values)"):
@@ -308,9 +213,7 @@ def test_predictors_find_the_neurons_that_fire(predicted: Path) -> None:
 def test_predictors_say_why_a_model_needs_none(folder: Path) -> None:
     """Gates of Gemma 3n's cutoffs are in memory; the others' are never zero."""
     bundle = Bundle.open(folder / "f16")
-    why = (
-        "a statistical cutoff" if bundle.config.cut_off_layers else r"hardly ever exactly zero: .* thresholds"
-    )
+    why = "a statistical cutoff" if bundle.config.cut_off_layers else "hardly ever exactly zero"
     with pytest.raises(UnsupportedModelError, match=why):
         train_predictors(folder / "f16", pieces=made_up_pieces(), output=folder / "predictors", backend="cpu")
     assert not (folder / "predictors").exists()
