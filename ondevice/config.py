@@ -39,7 +39,7 @@ PROFILE_TOKENS = 1024
 PROFILE_LEAST = 16
 """Fewest tokens that a profile takes."""
 TARGET_RANGE = "above 0 and below 1"
-"""Allowed range of a lossy mode's target recall or sparsity, both in a bundle and as an option."""
+"""Allowed range of the target recall of predictors, both in a bundle and as an option."""
 
 
 def is_target(share: float) -> bool:

@@ -19,21 +19,19 @@ from ondevice.bundle.sidecar import (
     check_sidecar,
     parse_bits,
     parse_part_of,
-    parse_points,
     parse_sidecar,
-    per_layer,
-    point_at,
     sidecar_text,
 )
 from ondevice.bundle.strict_json import Section
-from ondevice.config import GROUP_SIZE, RowFormat
-from ondevice.errors import BundleError
+from ondevice.config import GROUP_SIZE, TARGET_RANGE, RowFormat, is_target
+from ondevice.errors import BundleError, UnsupportedModelError
 from ondevice.model_config import ModelConfig
 
 PREDICTORS = "predictors.safetensors"
 PREDICTORS_MANIFEST = "predictors.json"
 PREDICTORS_VERSION = 1
 MAX_RANK = 1 << 13
+MAX_POINTS = 16
 PREDICTORS_SIDECAR = Sidecar(
     "predictors",
     PREDICTORS_MANIFEST,
@@ -87,7 +85,17 @@ class Predictors:
 
     def point(self, recall: float) -> OperatingPoint:
         """The operating point of a recall target. Raises UnsupportedModelError if there is none."""
-        return point_at(self.points, "recall", recall, "--predictor-recall")
+        for point in self.points:
+            if point.recall == recall:
+                return point
+        raise UnsupportedModelError(
+            f"--predictor-recall {recall:g} isn't one of those that this model has: {self.listed_recalls}"
+        )
+
+    @property
+    def listed_recalls(self) -> str:
+        """The recall target of every point, as text for messages."""
+        return ", ".join(f"{point.recall:g}" for point in self.points)
 
 
 def predictor_tensors(
@@ -137,7 +145,7 @@ def _parse(section: Section, config: ModelConfig) -> Predictors:
         trained_tokens=section.integer("trained_tokens", 0, 1 << 48),
         measured_tokens=section.integer("measured_tokens", 0, 1 << 48),
         perplexity=section.optional_number("perplexity", 0.0, 1e30),
-        points=parse_points(section, "recall", lambda point: _parse_point(point, config)),
+        points=_parse_points(section, config),
         sha256=section.text("sha256", 64),
         crcs=section.integers("crcs", 1 << 16, 0, (1 << 32) - 1),
         part_of=parse_part_of(section, config),
@@ -146,15 +154,36 @@ def _parse(section: Section, config: ModelConfig) -> Predictors:
     return predictors
 
 
+def _parse_points(section: Section, config: ModelConfig) -> tuple[OperatingPoint, ...]:
+    points = tuple(_parse_point(point, config) for point in section.sections("points", MAX_POINTS))
+    recalls = [point.recall for point in points]
+    if not recalls or recalls != sorted(set(recalls)):
+        raise BundleError(f"{section.where}.points must be one or more, of ascending recall")
+    for recall in recalls:
+        if not is_target(recall):
+            raise BundleError(f"{section.where}.points: recall is {recall:g}; it must be {TARGET_RANGE}")
+    return points
+
+
 def _parse_point(section: Section, config: ModelConfig) -> OperatingPoint:
     point = OperatingPoint(
         recall=section.number("recall", 0.0, 1.0),
-        offsets=per_layer(section, "offsets", config, -1e9, 1e9),
-        false_negatives=per_layer(section, "false_negatives", config, 0.0, 1.0),
-        false_positives=per_layer(section, "false_positives", config, 0.0, 1.0),
-        selected=per_layer(section, "selected", config, 0.0, 1.0),
+        offsets=_per_layer(section, "offsets", config, -1e9, 1e9),
+        false_negatives=_per_layer(section, "false_negatives", config, 0.0, 1.0),
+        false_positives=_per_layer(section, "false_positives", config, 0.0, 1.0),
+        selected=_per_layer(section, "selected", config, 0.0, 1.0),
         perplexity=section.optional_number("perplexity", 0.0, 1e30),
         agreement=section.optional_number("agreement", 0.0, 1.0),
     )
     section.close()
     return point
+
+
+def _per_layer(
+    section: Section, name: str, config: ModelConfig, low: float, high: float
+) -> tuple[float, ...]:
+    """A list with one finite number from `low` to `high` for each layer. Raises BundleError."""
+    values = section.numbers(name, config.num_layers, low, high)
+    if len(values) != config.num_layers:
+        raise BundleError(f"{section.where}.{name} has {len(values)} values for {config.num_layers} layers")
+    return values

@@ -10,10 +10,10 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 from ondevice.bundle.files import contained, read_range, read_whole
 from ondevice.bundle.layout import (
@@ -26,19 +26,15 @@ from ondevice.bundle.layout import (
 )
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, canonical_json, parse_json
-from ondevice.config import TARGET_RANGE, is_target
-from ondevice.errors import BundleError, UnsupportedModelError
+from ondevice.errors import BundleError
 from ondevice.model_config import WHOLE, ModelConfig
 
-MAX_POINTS = 16
 NO_PREDICTORS = (
     "a statistical cutoff takes all of a token's gates, so they are in memory and say themselves which "
     "neurons count"
 )
 """What keeps predictors from models with cutoffs."""
 NO_SIDECARS = "a model with experts runs without predictors and streams"
-
-Point = TypeVar("Point")
 
 
 @dataclass(frozen=True)
@@ -153,50 +149,12 @@ def parse_part_of(section: Section, config: ModelConfig) -> str:
     return section.text("part_of", 64) if config.part != WHOLE else ""
 
 
-def per_layer(section: Section, name: str, config: ModelConfig, low: float, high: float) -> tuple[float, ...]:
-    """A list with one finite number from `low` to `high` for each layer. Raises BundleError."""
-    values = section.numbers(name, config.num_layers, low, high)
-    if len(values) != config.num_layers:
-        raise BundleError(f"{section.where}.{name} has {len(values)} values for {config.num_layers} layers")
-    return values
-
-
 def parse_bits(section: Section) -> Literal[4, 8, 16]:
     """The width of a sidecar's codes; 16: plain float16. Raises BundleError."""
     bits = section.integer("bits", 1, 64)
     if bits not in (4, 8, 16):
         raise BundleError(f"{section.where}.bits is {bits}; it must be 4, 8 or 16")
     return cast(Literal[4, 8, 16], bits)
-
-
-def parse_points(section: Section, target: str, parse: Callable[[Section], Point]) -> tuple[Point, ...]:
-    """The operating points of a file: one or more, with ascending values of `target` within its range.
-
-    Raises BundleError.
-    """
-    points = tuple(parse(point) for point in section.sections("points", MAX_POINTS))
-    targets = [getattr(point, target) for point in points]
-    if not targets or targets != sorted(set(targets)):
-        raise BundleError(f"{section.where}.points must be one or more, of ascending {target}")
-    for value in targets:
-        if not is_target(value):
-            raise BundleError(f"{section.where}.points: {target} is {value:g}; it must be {TARGET_RANGE}")
-    return points
-
-
-def point_at(points: Sequence[Point], target: str, value: float, option: str) -> Point:
-    """The point whose `target` is `value`. Raises UnsupportedModelError, with `option`, if there is none."""
-    for point in points:
-        if getattr(point, target) == value:
-            return point
-    raise UnsupportedModelError(
-        f"{option} {value:g} isn't one of those that this model has: {listed_targets(points, target)}"
-    )
-
-
-def listed_targets(points: Sequence[Any], target: str) -> str:
-    """The `target` of every point, as text for messages."""
-    return ", ".join(f"{getattr(point, target):g}" for point in points)
 
 
 def check_sidecar(

@@ -22,7 +22,7 @@ from ondevice.bundle.layout import MANIFEST, RESIDENT
 from ondevice.bundle.manifest import parse_manifest
 from ondevice.bundle.ngrams import Ngrams
 from ondevice.bundle.predictors import OperatingPoint, Predictors
-from ondevice.bundle.sidecar import NO_PREDICTORS, NO_SIDECARS, listed_targets, no_streams
+from ondevice.bundle.sidecar import NO_PREDICTORS, NO_SIDECARS, no_streams
 from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.config import RuntimeConfig, Sparsity
@@ -334,7 +334,7 @@ def sparsity_modes(
     )
     predicted = (
         "only neurons that predictors select; not the same text as dense; --predictor-recall "
-        + listed_targets(predictors.points, "recall")
+        + predictors.listed_recalls
         if predictors is not None
         else damaged["predictors"].for_command_line
         if "predictors" in damaged

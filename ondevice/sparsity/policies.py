@@ -1,8 +1,8 @@
 """Cache policies: which neurons stay in memory, as functions of the gates of past tokens.
 
 A policy sees the gates of every accepted token, and gives each neuron a score. (Predictors' scores can
-take the place of gates.) The cache keeps a layer's neurons with the highest scores, and gives each layer slots
-by its share of the model's highest scores. NaN counts as fired.
+take the place of gates.) The cache keeps a layer's neurons with the highest scores, and gives each layer
+slots by its share of the model's highest scores. NaN counts as fired.
 
 Legend: T tokens, F neurons of a layer; widths: F of each layer.
 """

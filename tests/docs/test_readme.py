@@ -25,7 +25,7 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "weights/README.md")),
     ROOT / "weights/small-relu/README.md",
     ROOT / "examples/macos_app/README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").glob("**/*.md")),
 ]
 README_BYTES = 8192
 

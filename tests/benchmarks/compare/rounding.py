@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ondevice.api import load
 from ondevice.backends.base import EmbeddingSource, Float32, Int32, Norm
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import (
