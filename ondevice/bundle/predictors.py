@@ -15,6 +15,7 @@ from typing import Literal
 from ondevice.bundle.layout import FileLayout, TensorSpec, linear_tensors, tensors_layout
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import (
+    MAX_POINTS,
     Sidecar,
     check_sidecar,
     parse_bits,
@@ -31,7 +32,6 @@ PREDICTORS = "predictors.safetensors"
 PREDICTORS_MANIFEST = "predictors.json"
 PREDICTORS_VERSION = 1
 MAX_RANK = 1 << 13
-MAX_POINTS = 16
 PREDICTORS_SIDECAR = Sidecar(
     "predictors",
     PREDICTORS_MANIFEST,

@@ -29,6 +29,7 @@ from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, canonical_json,
 from ondevice.errors import BundleError
 from ondevice.model_config import WHOLE, ModelConfig
 
+MAX_POINTS = 16
 NO_PREDICTORS = (
     "a statistical cutoff takes all of a token's gates, so they are in memory and say themselves which "
     "neurons count"

@@ -162,8 +162,7 @@ int64_t FeedForward::forward_selected(Runner& runner, const Scorer& scorer, cons
 }
 
 void FeedForward::forward_records(Runner& runner, const uint8_t* records, int64_t count, const float* x,
-                                  int64_t x_stride, int64_t tokens, const GateForm& form,
-                                  float* out) const {
+                                  int64_t x_stride, int64_t tokens, const GateForm& form, float* out) const {
   FeedForwardScratch& scratch = runner.feed_forward_scratch();
   std::vector<int32_t>& ids = scratch.selected_ids;
   std::vector<const uint8_t*>& parts = scratch.selected_parts;
