@@ -383,7 +383,7 @@ class MemoryModel(ABC):
 
     @property
     def _gates_bytes(self) -> int:
-        """Every layer's gate projection, packed, with each row's checksum or importance, and its bias."""
+        """Every layer's gate projection, packed, with each row's checksum, and its bias."""
         vectors = 2 if self.config.feed_forward.bias else 1
         packed = sum(map(self._gate_rows_bytes, self.config.widths))
         return packed + 4 * vectors * self.config.num_neurons
