@@ -59,9 +59,7 @@ def _names_model(arguments: Sequence[str]) -> bool:
     """True if arguments of `ondevice chat` name a model, or ask for help."""
     if arguments and not arguments[0].startswith("-"):
         return True
-    return any(
-        it.startswith(("--model", "-m", "--help", "-h")) and not it.startswith("--max") for it in arguments
-    )
+    return any(it.startswith(("--model", "-m", "--help", "-h")) for it in arguments)
 
 
 def prepare(bundle: Path, say: Say) -> None:
