@@ -265,7 +265,12 @@ class Terminal:
 def test_chat_on_a_terminal(chat_bundle: Path) -> None:
     terminal = Terminal(command("chat", "-m", chat_bundle, "--temp", 0, "--max-tokens", 200))
     try:
-        terminal.until("> ")
+        opening = terminal.until("> ")
+        assert re.search(
+            r"tiny-chat in [\d.]+ MB, where [\d.]+ MB would hold everything; context \d+", opening
+        )
+        assert "everything will be resident, read from flash once" in opening
+        assert "plan: " not in opening
         terminal.type("Tell me everything\r")
         terminal.until("everything")
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The model that ships: whole, small, found without a name, and saying what the README says it says."""
+"""The model that ships: whole, small, found without a name, and saying what its card says it says."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ondevice.Model]:
 
 
 def recorded_conversation() -> tuple[str, list[str], str]:
-    """The README's: what was typed, the arguments of `ondevice chat`, and what came out."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    """The card's: what was typed, the arguments of `ondevice chat`, and what came out."""
+    text = (ROOT / "weights/small-relu/README.md").read_text(encoding="utf-8")
     match = re.search(r"^    \$ (printf .* \| make chat .*)\n((?:    .*\n|\n)+?)(?=^\S)", text, re.MULTILINE)
     assert match is not None
     words = shlex.split(match[1])
@@ -59,7 +59,7 @@ def test_it_is_what_the_flash_engine_needs() -> None:
     assert bundle.manifest.tokenizer.chat_template is not None
 
 
-def test_the_conversation_in_the_readme_is_what_comes_out(
+def test_the_conversation_on_its_card_is_what_comes_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ONDEVICE_HOME", str(tmp_path))
