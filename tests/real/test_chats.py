@@ -27,7 +27,9 @@ END = "<|im_end|>"
 MAX_TOKENS = 100
 
 
-@pytest.fixture(scope="module", params=["smollm2", pytest.param("qwen2.5-coder-0.5b", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["smollm2", pytest.param("qwen2.5-coder-0.5b", marks=pytest.mark.slow)]
+)
 def file(request: pytest.FixtureRequest) -> Path:
     """The GGUF file of each model that chats."""
     return real_model(request.param)
@@ -85,6 +87,6 @@ def test_a_fork_and_a_saved_chat_reply_alike(bundle: Path, model: Model, tmp_pat
         again = other.session()
         again.load(tmp_path / "chat.json")
         reply = again.respond(NEXT_QUESTION, max_tokens=MAX_TOKENS)
-        assert reply.stats.restored_tokens > 0
+        assert reply.stats.reused_tokens > 0
         assert reply.tokens == expected.tokens
         assert again.transcript == session.transcript == fork.transcript

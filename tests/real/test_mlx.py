@@ -13,13 +13,16 @@ from tests.support.real_oracles import divergence
 
 pytestmark = [
     pytest.mark.real,
+    pytest.mark.slow,
     pytest.mark.skipif(not has_mlx(), reason="mlx isn't installed"),
     pytest.mark.usefixtures("mlx_on_cpu"),
 ]
 
 PROMPT = "The lighthouse stood at the end of the pier, and every evening its keeper climbed the stairs to"
-NATS = 0.02
-NUMPY_SHARE = 1e-3
+NATS = 0.01
+"""Most KL divergence between backends; measured: 0.0073, as `cpu` rounds activations to 8 bits."""
+LARGEST_SHARE = 1e-3
+"""Most difference to plain numpy, of the largest logit; measured: 0.00018."""
 
 
 def test_logits_and_text(smollm2: Path) -> None:
@@ -30,8 +33,7 @@ def test_logits_and_text(smollm2: Path) -> None:
             logits[backend] = model.logits(tokens)
             texts[backend] = model.generate(tokens=tokens, max_tokens=6).tokens
             assert model.stats.backend == backend
-    largest = np.abs(logits["reference"]).max()
-    assert np.abs(logits["mlx"] - logits["reference"]).max() <= NUMPY_SHARE * largest
-    print(divergence(logits["mlx"], logits["cpu"]), np.abs(logits["mlx"] - logits["reference"]).max()/largest, texts)
-    assert divergence(logits["mlx"], logits["cpu"]).nats <= NATS
-    assert texts["mlx"] == texts["reference"]
+    difference = np.abs(logits["mlx"] - logits["reference"]).max()
+    assert difference <= LARGEST_SHARE * np.abs(logits["reference"]).max()
+    assert 0 < divergence(logits["mlx"], logits["cpu"]).nats <= NATS
+    assert texts["mlx"] == texts["cpu"] == texts["reference"]

@@ -10,7 +10,9 @@ from ondevice.api import load
 
 pytestmark = pytest.mark.real
 
-PROMPT = " ".join(f"On day {day} the ferry left the island at {day + 5} with {7 * day} people." for day in range(12))
+PROMPT = " ".join(
+    f"On day {day} the ferry left the island at {day + 5} with {7 * day} people." for day in range(12)
+)
 
 
 def test_a_second_run_computes_the_newest_token_alone(smollm2: Path, tmp_path: Path) -> None:

@@ -30,11 +30,16 @@ LINE = {
     "required": ["kind", "length"],
     "additionalProperties": False,
 }
-CIRCLE = LINE | {"properties": {"kind": {"const": "circle"}, "radius": {"type": "number", "exclusiveMinimum": 0}},
-                 "required": ["kind", "radius"]}
+CIRCLE = LINE | {
+    "properties": {"kind": {"const": "circle"}, "radius": {"type": "number", "exclusiveMinimum": 0}},
+    "required": ["kind", "radius"],
+}
 TREE = {
     "type": "object",
-    "properties": {"label": TEXT, "children": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2}},
+    "properties": {
+        "label": TEXT,
+        "children": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2},
+    },
     "required": ["label", "children"],
     "additionalProperties": False,
 }

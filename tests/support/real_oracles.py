@@ -22,7 +22,7 @@ ROWS = 64
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far logits are from an oracle's: mean KL divergence in nats, and the share of equal likeliest tokens."""
+    """How far logits are from an oracle's: mean KL divergence, and the share of equal likeliest tokens."""
 
     nats: float
     top1: float
@@ -62,7 +62,9 @@ def float32_logits(file: Path, tokens: Sequence[int]) -> np.ndarray:
     pytest.importorskip("accelerate")
     needed, available = BYTES_PER_FILE_BYTE * file.stat().st_size, _available_bytes()
     if available is not None and available < needed:
-        pytest.skip(f"{file.name} in float32 takes {needed >> 20} MiB, and {available >> 20} MiB are available")
+        pytest.skip(
+            f"{file.name} in float32 takes {needed >> 20} MiB, and {available >> 20} MiB are available"
+        )
     with _read_once():
         model = transformers.AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float32
