@@ -1,6 +1,6 @@
 """How near a real model's logits are to those of its GGUF file's values in float32, on wikitext-2.
 
-Limits are what was measured of this text on 28 November 2026, and a twentieth more. They say what holds today:
+Limits are what this text measured on 28 November 2026, and a twentieth more. They say what holds today:
 a bundle that rounds less than this one does gets lower ones. Kernels give equal bits on every machine, so
 figures differ only by the oracle's sums.
 """
