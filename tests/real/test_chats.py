@@ -27,19 +27,17 @@ END = "<|im_end|>"
 MAX_TOKENS = 100
 
 
-@pytest.fixture(
-    scope="module", params=["smollm2", pytest.param("qwen2.5-coder-0.5b", marks=pytest.mark.slow)]
-)
-def file(request: pytest.FixtureRequest) -> Path:
-    """The GGUF file of each model that chats."""
-    return real_model(request.param)
+@pytest.fixture(params=["smollm2", pytest.param("qwen2.5-coder-0.5b", marks=pytest.mark.slow)])
+def name(request: pytest.FixtureRequest) -> str:
+    """The name of each model that chats."""
+    text: str = request.param
+    return text
 
 
-@pytest.fixture(scope="module")
-def bundle(file: Path, bundle_of: Any) -> Path:
-    """The bundle of the file."""
-    folders = {real_model(name): name for name in ("smollm2", "qwen2.5-coder-0.5b")}
-    folder: Path = bundle_of(folders[file])
+@pytest.fixture
+def bundle(name: str, bundle_of: Any) -> Path:
+    """The model's bundle."""
+    folder: Path = bundle_of(name)
     return folder
 
 
@@ -50,7 +48,8 @@ def model(bundle: Path) -> Iterator[Model]:
         yield loaded
 
 
-def test_five_turns(file: Path, model: Model) -> None:
+def test_five_turns(name: str, model: Model) -> None:
+    file = real_model(name)
     end = chat_tokenizer(file).convert_tokens_to_ids(END)
     session = model.session("You answer briefly.")
     history: list[dict[str, Any]] = [{"role": "system", "content": "You answer briefly."}]
