@@ -38,11 +38,6 @@ REFERENCE_NATS = {
 MOST_PERPLEXITY = 1.05
 
 
-def by_size(names: Any) -> list[Any]:
-    """Names of models as parameters, of which all but the smallest are slow."""
-    return [name if name == "smollm2" else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
 def logits_of(bundle: Path, backend: Any) -> tuple[list[int], np.ndarray]:
     """The first tokens of the text, and the logits of each."""
     with load(bundle, speculation="off", backend=backend) as model:
@@ -50,7 +45,9 @@ def logits_of(bundle: Path, backend: Any) -> tuple[list[int], np.ndarray]:
         return tokens, model.logits(tokens)
 
 
-@pytest.mark.parametrize("name", by_size(MEASURED))
+@pytest.mark.parametrize(
+    "name", ["smollm2", *(pytest.param(name, marks=pytest.mark.slow) for name in [*MEASURED][1:])]
+)
 @pytest.mark.timeout(1800)
 def test_logits_against_the_files_values_in_float32(name: str, bundle_of: Any) -> None:
     tokens, logits = logits_of(bundle_of(name), "cpu")
@@ -61,7 +58,8 @@ def test_logits_against_the_files_values_in_float32(name: str, bundle_of: Any) -
     assert perplexity(logits, tokens) <= perplexity(oracle, tokens) * MOST_PERPLEXITY
 
 
-@pytest.mark.parametrize("name", by_size(REFERENCE_NATS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFERENCE_NATS)
 @pytest.mark.timeout(1800)
 def test_plain_numpy_on_the_bundles_values(name: str, bundle_of: Any) -> None:
     plain, logits = (logits_of(bundle_of(name), backend)[1] for backend in ("reference", "cpu"))
