@@ -20,7 +20,11 @@ MAX_TOKENS = 300
 TEXT = {"type": "string", "minLength": 1, "maxLength": 60}
 CITY = {
     "type": "object",
-    "properties": {"name": TEXT, "country": TEXT, "inhabitants": {"type": "integer", "minimum": 1}},
+    "properties": {
+        "name": TEXT,
+        "country": TEXT,
+        "inhabitants": {"type": "integer", "minimum": 1, "maximum": 50_000_000},
+    },
     "required": ["name", "country", "inhabitants"],
     "additionalProperties": False,
 }
