@@ -89,7 +89,7 @@ def limit_hits(counter: Path) -> int:
 
 
 class MemoryCgroup:
-    """A memory limit for the processes that `command` starts, swap included. `limit_bytes` None: unlimited."""
+    """A limit of memory and swap for the processes that `command` starts. `limit_bytes` None: unlimited."""
 
     def __init__(self, limit_bytes: int | None) -> None:
         self.version = cgroup_version()
@@ -158,8 +158,8 @@ def run_engine(
     """One cold run of `script`, a module beside this one, with `spec` as JSON; returns the JSON it printed.
 
     Added to it: `wall_seconds`, `start_to_first_token_seconds`, `failcnt`. A run that was killed, failed,
-    was refused its budget, or took longer than `timeout_seconds` returns `{"survived": False, "reason": ...}`.
-    Where caches can't be dropped they aren't, and where no cgroup can be made only a limit needs one.
+    was refused its budget, or took longer than `timeout_seconds` returns `{"survived": False, "reason":
+    ...}`. Where caches can't be dropped they aren't, and where no cgroup can be made only a limit needs one.
     """
     if can_drop_caches():
         drop_caches()

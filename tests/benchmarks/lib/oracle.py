@@ -49,7 +49,7 @@ class Agreement:
         self.predicted += len(tokens)
 
     def figures(self) -> dict[str, float]:
-        """Perplexities, the mean KL divergence in nats, and the share of positions with the same top token."""
+        """Perplexities, the mean KL divergence in nats, and the share of positions with equal top tokens."""
         return {
             "perplexity": float(np.exp(self.loss / self.predicted)),
             "float32_perplexity": float(np.exp(self.oracle_loss / self.predicted)),

@@ -1,9 +1,10 @@
 """One run of llama.cpp in a fresh process: load, prefill, greedy decode. JSON in, JSON out.
 
-Spec: model, prompt (token ids), max_tokens, context (tokens of KV), threads, warm_up (0: no pass
-first), and what llama.cpp is told: load_mode (auto, none, mmap, direct_io), repack (extra buffer types),
-micro_batch. KV is 8-bit (q8_0, which needs flash attention), or float16 with kv_bits 16. steady_tokens: the first ones, which the decode
-rate leaves out (`STEADY_TOKENS` if not given). warm_prompt: of the first pass, if not the prompt's beginning.
+Spec: model, prompt (token ids), max_tokens, context (tokens of KV), threads, warm_up (0: no pass first),
+and what llama.cpp is told: load_mode (auto, none, mmap, direct_io), repack (extra buffer types),
+micro_batch. KV is 8-bit (q8_0, which needs flash attention), or float16 with kv_bits 16. steady_tokens: the
+first ones, which the decode rate leaves out (`STEADY_TOKENS` if not given). warm_prompt: of the first pass,
+if not the prompt's beginning.
 
 With `prompts` (lists of token ids) in place of `prompt`, every one is continued from an empty context until
 one of the tokens `end` or `max_tokens`. With `draft_tokens` above 0, as many tokens are drafted by

@@ -1,4 +1,4 @@
-"""Token ids of prompts and of a text, as a bundle's tokenizer has them, in a fresh process. JSON in, JSON out.
+"""Token ids of prompts and of a text by a bundle's tokenizer, in a fresh process. JSON in, JSON out.
 
 Spec: model, text (a file), characters (its first ones that count), prompts (texts by kind). Prompts are a
 user's messages where the model has a chat template, and are continued as they stand where it has none.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MODELS = ("smollm2", "gemma3-270m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b")
+from real_models.table import REAL_MODELS
+
+MODELS = tuple(REAL_MODELS)
 QUICK_MODELS = ("smollm2", "qwen2.5-coder-1.5b")
 DRAFT_MODELS = {"qwen2.5-coder-1.5b": "qwen2.5-coder-0.5b"}
 """The model that drafts for another with `--speculation model`."""

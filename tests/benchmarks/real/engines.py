@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from real_models.cache import sha256_of
 from tests.benchmarks.lib.measure import (
     NO_CGROUP,
     can_drop_caches,
@@ -112,10 +113,15 @@ class RealModel:
     def quality(self, engine: str, windows: list[list[int]]) -> dict[str, Any]:
         """How one engine agrees with the file's values in float32, over windows of text."""
         listed = json.dumps(windows)
-        key = f"{file_hash(self.gguf)[:16]}-{hashlib.sha256(listed.encode()).hexdigest()[:16]}"
+        key = f"{sha256_of(self.gguf)[:16]}-{hashlib.sha256(listed.encode()).hexdigest()[:16]}"
         states, tokens = self.folder / f"oracle-{key}.npy", self.folder / f"windows-{key}.json"
         tokens.write_text(listed)
-        spec = {"gguf": str(self.gguf), "windows": str(tokens), "states": str(states), "threads": self.threads}
+        spec = {
+            "gguf": str(self.gguf),
+            "windows": str(tokens),
+            "states": str(states),
+            "threads": self.threads,
+        }
         if not states.exists():
             oracle = run_engine("run_oracle", spec, timeout_seconds=3 * TIMEOUT_SECONDS)
             if not oracle["survived"]:
@@ -193,12 +199,6 @@ def warm_llama_cpp(gguf: Path, threads: int) -> None:
     spec: dict[str, object] = {"model": str(gguf), "prompt": [1, 2, 3, 4], "max_tokens": 2, "context": 256}
     spec |= {"threads": threads, "warm_up": 0, "kv_bits": 16, **LLAMA_CPP_DEFAULT}
     run_engine("run_llama_cpp", spec)
-
-
-def file_hash(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def skipped_limits() -> str:

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import ondevice
+from real_models.cache import cached_file, models_folder
+from real_models.table import REAL_MODELS
 from tests.benchmarks.lib.measure import machine, note
 from tests.benchmarks.real import engines
 from tests.benchmarks.real.cases import (
@@ -33,13 +35,12 @@ from tests.benchmarks.real.cases import (
     quality_windows,
 )
 from tests.benchmarks.real.engines import RealModel
-from tests.benchmarks.real.page import STORED, text_of_page, write_page
+from tests.benchmarks.real.page import tables, write_page
 from tests.benchmarks.real.results import Results, RunId, document, put_aside
 from tests.benchmarks.real.texts import prompts
 from tests.support.paths import ROOT, SHARED_DATA
-from tests.support.real_models import cached_model
 
-PARTS = ("convert", "speed", "drafts", "quality")
+PARTS = ("speed", "drafts", "quality")
 DISTRIBUTIONS = ("llama-cpp-python", "transformers", "torch", "numpy")
 
 
@@ -49,13 +50,13 @@ class Bench:
     def __init__(self, size: Size, results: Results, folder: Path, threads: int) -> None:
         self.size, self.results, self.folder, self.threads = size, results, folder, threads
 
-    def bundle(self, name: str, gguf: Path, again: bool) -> Path | None:
-        """The model's bundle, converted by this tree's code; None if that fails. again: measure it."""
+    def bundle(self, name: str, gguf: Path) -> Path | None:
+        """The model's bundle, converted and timed by these runs; None if that fails."""
         bundle, of = self.folder / f"{name}-bundle", RunId(name, "convert", ONDEVICE, 0)
-        if again or not (bundle / "bundle.json").is_file():
+        if not (bundle / "bundle.json").is_file():
             self.results.rows.pop(of, None)
-            self.once(of, lambda: engines.convert(gguf, bundle))
-        return bundle if (bundle / "bundle.json").is_file() else None
+        self.once(of, lambda: engines.convert(gguf, bundle))
+        return bundle if self.results.rows[of]["survived"] else None
 
     def once(self, of: RunId, run: Callable[[], dict[str, Any]]) -> None:
         """Run and store what isn't stored yet, unless an earlier pair of it failed."""
@@ -128,15 +129,16 @@ def header(size: Size, threads: int) -> dict[str, Any]:
 def measure(bench: Bench, names: list[str], parts: list[str]) -> None:
     """All parts of every model whose file is here; the others are said."""
     for name in names:
-        gguf = cached_model(name)
+        gguf = cached_file(REAL_MODELS[name], models_folder())
         if gguf is None:
             note(f"{name}: its file isn't here; `make models MODELS={name}` fetches it")
             continue
-        of = RunId(name, "convert", ONDEVICE, 0)
-        bundle = bench.bundle(name, gguf, "convert" in parts and of not in bench.results.rows)
+        bundle = bench.bundle(name, gguf)
         draft_bundle = None
-        if (draft := DRAFT_MODELS.get(name)) and (draft_gguf := cached_model(draft)):
-            draft_bundle = bench.bundle(draft, draft_gguf, again=False)
+        if (draft := DRAFT_MODELS.get(name)) and (
+            draft_gguf := cached_file(REAL_MODELS[draft], models_folder())
+        ):
+            draft_bundle = bench.bundle(draft, draft_gguf)
         if bundle is None:
             continue
         texts = prompts(SHARED_DATA, bench.size.draft_rounds)
@@ -173,9 +175,11 @@ def main() -> int:
     results = Results(runs, header(size, args.threads))
     if results.header["skipped"]:
         note(results.header["skipped"])
-    measure(Bench(size, results, folder, args.threads), args.model or list(size.models), args.part or list(PARTS))
+    measure(
+        Bench(size, results, folder, args.threads), args.model or list(size.models), args.part or list(PARTS)
+    )
     made = document(results.header, list(results.rows.values()))
-    print(text_of_page(made))
+    print(tables(made))
     print(json.dumps(made | {"passed": not made["changed_texts"] and not made["crashes"]}))
     return 1 if made["changed_texts"] or made["crashes"] else 0
 
