@@ -188,8 +188,9 @@ def run_engine(
         failcnt = group.read("failcnt") if group else 0
         peak_with_cache = group.read("max_usage_in_bytes") if group else 0
     if process.returncode != 0:
-        killed = process.returncode == -signal.SIGKILL
-        reason = KILLED if killed else (stderr.strip().splitlines() or [f"exit {process.returncode}"])[-1]
+        last = (stderr.strip().splitlines() or [f"exit {process.returncode}"])[-1]
+        # What a signal ends has no last words: its last line says nothing about the end.
+        reason = signal_name(-process.returncode) if process.returncode < 0 else last
         return {"survived": False, "reason": reason}
     result: Result = json.loads(stdout.strip().splitlines()[-1])
     if "required_bytes" in result:
@@ -204,6 +205,11 @@ def run_engine(
     if "first_token_at" in result:
         result["start_to_first_token_seconds"] = result["first_token_at"] - started
     return result
+
+
+def signal_name(number: int) -> str:
+    """The reason of a run that a signal ended."""
+    return KILLED if number == signal.SIGKILL else f"ended by {signal.Signals(number).name}"
 
 
 def peak_memory_bytes() -> int:

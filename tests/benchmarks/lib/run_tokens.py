@@ -15,10 +15,15 @@ from typing import Any
 
 import ondevice
 
+CONTEXT = 512
+
 
 def tokens(spec: dict[str, Any]) -> dict[str, object]:
-    """Token ids of the text, without and of prompts with what the model begins them with."""
-    with ondevice.load(spec["model"], speculation="off", max_context=512) as model:
+    """Token ids of the text, without and of prompts with what the model begins them with; facts of the model.
+
+    The least budget is that of a context of 512 tokens without drafts.
+    """
+    with ondevice.load(spec["model"], speculation="off", max_context=CONTEXT) as model:
         info = model.bundle.manifest.tokenizer
         text = Path(spec["text"]).read_text(encoding="utf-8")[: spec["characters"]]
         ids = list(model.tokenizer.encode(text))
@@ -39,6 +44,7 @@ def tokens(spec: dict[str, Any]) -> dict[str, object]:
             "chat": info.chat_template is not None,
             "context": model.config.max_context,
             "kernel_target": model.kernel_target,
+            "least_budget_bytes": model.plan.minimum_budget_bytes,
         }
 
 

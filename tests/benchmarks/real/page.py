@@ -41,7 +41,8 @@ METHOD = """## How it was measured
 - With everything resident, both have their own defaults. With a limit, both run inside a memory cgroup of
   that size (everything the process takes counts, its code and the page cache of its files too); ondevice is
   given the limit as `--dram-budget`, and llama.cpp maps the file without repacking it. *Killed* is what the
-  kernel did to a process that needed more; *refused* is ondevice's answer to a budget that it can't keep.
+  kernel did to a process that needed more; *refused* is ondevice's answer to a budget that it can't keep, with what it would take at most. The least
+  budget is what is taken with a context of 512 tokens once everything is known.
 - Loading is the time of the engine's own call. A start counts from the process's birth to its first token,
   imports included. The steady rate is that of the 48 tokens behind the first 24; other rates of decoding
   leave out 8 tokens.
@@ -109,8 +110,9 @@ def files(table: Table) -> str:
         known = REAL_MODELS[model]
         sizes = [table.cell(model, "convert", ONDEVICE, f"{name}_bytes", 1e6) for name in ("gguf", "bundle")]
         seconds = table.cell(model, "convert", ONDEVICE, "convert_seconds")
-        rows.append([f"`{model}`", known.title, known.licence, *sizes, seconds])
-    heads = ["name", "model", "licence", "GGUF, MB", "bundle, MB", "converting, s"]
+        least = table.cell(model, "facts", ONDEVICE, "least_budget_bytes", 1e6)
+        rows.append([f"`{model}`", known.title, known.licence, *sizes, seconds, least])
+    heads = ["name", "model", "licence", "GGUF, MB", "bundle, MB", "converting, s", "least budget, MB"]
     return "## The files\n\n" + markdown(heads, rows)
 
 
@@ -243,7 +245,7 @@ def tables(made: Document) -> str:
 
 def page(made: Document) -> str:
     """The whole page."""
-    method = METHOD.format(tokens=48)
+    method = METHOD.format(tokens=WHOLE.draft_tokens)
     return "\n".join((INTRODUCTION, machine_text(made), tables(made), method)).rstrip() + "\n"
 
 

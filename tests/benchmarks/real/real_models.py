@@ -143,6 +143,8 @@ def measure(bench: Bench, names: list[str], parts: list[str]) -> None:
             continue
         texts = prompts(SHARED_DATA, bench.size.draft_rounds)
         tokens = engines.read_tokens(bundle, SHARED_DATA / "corpus/wikitext2/valid.txt", texts)
+        facts = {"survived": True, "least_budget_bytes": tokens["least_budget_bytes"]}
+        bench.once(RunId(name, "facts", ONDEVICE, 0), lambda: facts)  # noqa: B023
         engines.warm_llama_cpp(gguf, bench.threads)
         model = RealModel(name, gguf, bundle, bench.folder, bench.threads, tokens, draft_bundle)
         for part, run in (("speed", bench.speed), ("drafts", bench.drafts), ("quality", bench.quality)):
