@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -199,6 +200,31 @@ def warm_llama_cpp(gguf: Path, threads: int) -> None:
     spec: dict[str, object] = {"model": str(gguf), "prompt": [1, 2, 3, 4], "max_tokens": 2, "context": 256}
     spec |= {"threads": threads, "warm_up": 0, "kv_bits": 16, **LLAMA_CPP_DEFAULT}
     run_engine("run_llama_cpp", spec)
+
+
+class OthersClock:
+    """Measures how busy other programs keep the processors, from when it is made."""
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    def share(self) -> float:
+        """Share of all processors' time that neither this process's children nor idling took, from 0 to 1."""
+        total, busy, children = (now - then for now, then in zip(self._now(), self._before, strict=True))
+        return min(1.0, max(0.0, busy - children) / total) if total else 0.0
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """Seconds of all processors so far: in all, not idle, and of this process's children. Linux."""
+        stat = Path("/proc/stat")
+        if not stat.is_file():
+            return 0.0, 0.0, 0.0
+        ticks = [
+            int(word) / os.sysconf("SC_CLK_TCK") for word in stat.read_text().splitlines()[0].split()[1:9]
+        ]
+        children = os.times()
+        # The fourth and fifth are idle, and idle while a disk works.
+        return sum(ticks), sum(ticks) - ticks[3] - ticks[4], children.children_user + children.children_system
 
 
 def skipped_limits() -> str:

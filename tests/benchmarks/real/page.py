@@ -17,6 +17,8 @@ from tests.support.paths import ROOT
 PAGE = ROOT / "docs/real-models.md"
 STORED = ROOT / "tests/benchmarks/data/real_models.json"
 Document = dict[str, Any]
+QUIET = 0.05
+"""Share of the processors that others may take in the median run."""
 INSTRUCTION_SETS = (
     ("AVX512_VNNI", "AVX-512 with VNNI"),
     ("AVX512", "AVX-512"),
@@ -41,8 +43,9 @@ METHOD = """## How it was measured
 - With everything resident, both have their own defaults. With a limit, both run inside a memory cgroup of
   that size (everything the process takes counts, its code and the page cache of its files too); ondevice is
   given the limit as `--dram-budget`, and llama.cpp maps the file without repacking it. *Killed* is what the
-  kernel did to a process that needed more; *refused* is ondevice's answer to a budget that it can't keep, with what it would take at most. The least
-  budget is what is taken with a context of 512 tokens once everything is known.
+  kernel did to a process that needed more; *refused* is ondevice's answer to a budget that it can't keep,
+  with what it would take at most. The least budget is what it takes with a context of 512 tokens once
+  everything is known.
 - Loading is the time of the engine's own call. A start counts from the process's birth to its first token,
   imports included. The steady rate is that of the 48 tokens behind the first 24; other rates of decoding
   leave out 8 tokens.
@@ -224,11 +227,20 @@ def machine_text(made: Document) -> str:
     memory = machine["memory_bytes"] / 1e9
     sentences = (
         f"{machine['cpu']}, {machine['cores']} cores, {instructions}, {memory:.0f} GB of memory,",
-        f"{machine['system']}; {made['threads']} threads; {made['date'][:10]}; load average before the first",
-        f"run {made['load']:.1f}. ondevice {versions['ondevice']} at commit {versions['commit']},",
+        f"{machine['system']}; {made['threads']} threads; {made['date'][:10]}. {noise(made)}",
+        f"ondevice {versions['ondevice']} at commit {versions['commit']},",
         f"llama-cpp-python {versions['llama-cpp-python']}, transformers {versions['transformers']}.",
     )
     return f"{' '.join(sentences)}{kind}{skipped}\n"
+
+
+def noise(made: Document) -> str:
+    """How busy other programs kept the machine, in a sentence."""
+    middle, most = (f"{100 * made['others'][key]:.0f} %" for key in ("median", "max"))
+    text = f"Other programs took {middle} of the processors in the median run and {most} in the worst."
+    if made["others"]["median"] <= QUIET:
+        return text
+    return f"{text} **That is too much: no speed on this page can be trusted.**"
 
 
 def tables(made: Document) -> str:

@@ -62,7 +62,8 @@ class Bench:
         """Run and store what isn't stored yet, unless an earlier pair of it failed."""
         if of in self.results.rows or self.results.failed(of):
             return
-        row = self.results.add(of, run())
+        clock = engines.OthersClock()
+        row = self.results.add(of, run() | {"others": clock.share()})
         note(f"{datetime.now():%H:%M:%S} {of.model} {of.case} {of.arm} {of.pair + 1}: {brief(row)}")
 
     def speed(self, model: RealModel) -> None:
@@ -119,7 +120,6 @@ def header(size: Size, threads: int) -> dict[str, Any]:
         "size": size.name,
         "date": f"{date.today().isoformat()} {datetime.now():%H:%M:%S}",
         "machine": machine(),
-        "load": os.getloadavg()[0],
         "threads": threads,
         "versions": versions,
         "skipped": engines.skipped_limits(),

@@ -35,9 +35,7 @@ class Results:
             self._append(self.header)
             return
         stored, rows = read(path)
-        differing = sorted(
-            key for key in {*stored, *header} - {"date", "load"} if stored.get(key) != header.get(key)
-        )
+        differing = sorted(key for key in {*stored, *header} - {"date"} if stored.get(key) != header.get(key))
         if differing:
             raise SystemExit(
                 f"{path} has runs of another {', '.join(differing)}; without RESUME=1 they are put aside"
@@ -91,7 +89,9 @@ def document(header: Row, rows: Sequence[Row]) -> Row:
     cases: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         cases.setdefault((row["model"], row["case"], row["arm"]), []).append(row)
+    others = [row["others"] for row in rows if "others" in row]
     return header | {
+        "others": {"median": statistics.median(others or [0.0]), "max": max(others, default=0.0)},
         "cases": [
             {"model": model, "case": case, "arm": arm, **summarise(runs)}
             for (model, case, arm), runs in cases.items()
@@ -117,7 +117,7 @@ def summarise(runs: Sequence[Row]) -> Row:
 
 
 def _is_figure(name: str, value: object) -> bool:
-    return name != "pair" and isinstance(value, int | float) and not isinstance(value, bool)
+    return name not in ("pair", "others") and isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _rounded(value: float) -> float:
