@@ -49,7 +49,8 @@ METHOD = """## How it was measured
 - Loading is the time of the engine's own call. A start counts from the process's birth to its first token,
   imports included. The steady rate is that of the 48 tokens behind the first 24; other rates of decoding
   leave out 8 tokens.
-- The peak is of resident memory with mapped files (`VmHWM`).
+- The peak is of resident memory with mapped files (`VmHWM`), llama.cpp's with the pages of the file that it
+  maps, which the system could take back.
 - The quality is that of next-token distributions on WikiText-2's validation text, in windows of 512 tokens,
   against the file's own values in float32 by `transformers`: mean KL divergence from them, in nats, and the
   share of positions with the same likeliest token.

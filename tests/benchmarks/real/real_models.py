@@ -180,6 +180,8 @@ def main() -> int:
     measure(
         Bench(size, results, folder, args.threads), args.model or list(size.models), args.part or list(PARTS)
     )
+    if not results.rows:
+        raise SystemExit("none of the models' files is here; `make models` fetches them")
     made = document(results.header, list(results.rows.values()))
     print(tables(made))
     print(json.dumps(made | {"passed": not made["changed_texts"] and not made["crashes"]}))
