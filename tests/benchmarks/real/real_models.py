@@ -80,6 +80,7 @@ class Bench:
             drafters = [name for name in drafters if name != "model"]
         elif "model" not in drafters:
             drafters.append("model")
+        plans: list[tuple[str, int | None, list[str], int]]
         plans = [("drafts-resident", None, drafters, size.draft_rounds)]
         if size.drafts_in_share:
             plans.append((f"drafts-{DRAFT_SHARE}", DRAFT_SHARE, ["off", "auto"], 1))
@@ -108,11 +109,13 @@ def brief(row: dict[str, Any]) -> str:
 
 def header(size: Size, threads: int) -> dict[str, Any]:
     """What all figures belong to: no host's name and no path."""
-    import llama_cpp
-
+    # In a process of its own: what this one maps, the limits of later runs wouldn't count.
+    flags_of = "import llama_cpp; print(llama_cpp.llama_print_system_info().decode())"
+    command = [sys.executable, "-c", flags_of]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     git = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()
-    flags = llama_cpp.llama_print_system_info().decode().strip().strip("|").strip()
+    flags = output.strip().splitlines()[-1].strip("| ")
     versions = {name: importlib.metadata.version(name) for name in DISTRIBUTIONS}
     versions |= {"ondevice": ondevice.__version__, "commit": commit or "unknown", "llama.cpp flags": flags}
     return {
