@@ -217,6 +217,7 @@ def test_agreement_is_what_its_definition_says() -> None:
     assert figures["top1"] == (p.argmax(axis=1) == q.argmax(axis=1)).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="needs the shared data")
 def test_prompts_are_those_of_five_kinds() -> None:
     chosen = texts.prompts(SHARED_DATA, 2)
