@@ -17,6 +17,7 @@
 #   make fuzz-guided  parsers by atheris, flash reads under sanitizers, guided by coverage or at random
 #   make stress       twelve threads on one model; stress-tsan under ThreadSanitizer
 #   make bench        comparisons with llama.cpp, the memory ceiling, conversion (Linux, root, 45 GB of disk)
+#   make bench-real   real models beside llama.cpp (Linux; root for cold starts and limits); QUICK=1, RESUME=1, BENCH_MODELS
 #   make bench-experts  the same of mixtures of experts
 #   make prove-mlx    on a Mac, or beside another GPU of MLX's: doctor, every fast test, and the comparisons of MLX
 #   make app          the example app of examples/macos_app, from its sources; app-screenshot makes its picture
@@ -128,7 +129,7 @@ check-types: $(STAMPS)/installed $(STAMPS)/check
 	@ln -s $(CURDIR)/ondevice/* $(CURDIR)/converters $(CURDIR)/cli.py build/typing/ondevice/
 	@cd build/typing && $(abspath $(PY)) -m mypy --strict --config-file $(CURDIR)/pyproject.toml -p ondevice
 	@MYPYPATH=build/typing $(PY) -m mypy --strict docs/tools
-	@MYPYPATH=build/typing:$(MODEL_FOLDER) $(PY) -m mypy --strict -p tests.benchmarks
+	@MYPYPATH=build/typing:$(MODEL_FOLDER):weights/real $(PY) -m mypy --strict -p tests.benchmarks
 	@MYPYPATH=build/typing:$(MODEL_FOLDER) $(PY) -m mypy --strict -p recipe
 	@MYPYPATH=build/typing:weights/real $(PY) -m mypy --strict -p real_models
 	@MYPYPATH=build/typing:$(APP)/src $(PY) -m mypy --strict -p ondevice_chat

@@ -1,6 +1,13 @@
 # Comparisons with other engines, and the memory ceiling. BENCH_ARGS are passed on.
 
-.PHONY: bench bench-experts prove-mlx
+.PHONY: bench bench-real bench-real-page bench-experts prove-mlx
+
+# Of `make bench-real`: QUICK=1 takes half an hour at most, RESUME=1 goes on with the runs that are stored, and
+# BENCH_MODELS names some models.
+QUICK ?=
+RESUME ?=
+BENCH_MODELS ?=
+BENCH_REAL := PYTHONPATH=weights/real $(PY) -m tests.benchmarks.real.real_models --workdir $(BENCH_DIR)
 
 bench: $(STAMPS)/bench
 	@mkdir -p $(BENCH_DIR)
@@ -9,6 +16,20 @@ bench: $(STAMPS)/bench
 		echo "== $$script"; \
 		$(PY) -m tests.benchmarks.$$script --workdir $(BENCH_DIR) $(BENCH_ARGS) || status=1; \
 	done; exit $$status
+
+# `transformers` reads the files in float32, for which it needs two packages more.
+$(STAMPS)/bench-real: $(STAMPS)/bench $(STAMPS)/torch $(STAMPS)/train
+	@$(PIP) accelerate "gguf>=0.10"
+	@touch $@
+
+# The yardstick: both engines on real models, from the same files. The page is written from what it stored.
+bench-real: $(STAMPS)/bench-real
+	@mkdir -p $(BENCH_DIR)
+	@$(BENCH_REAL) $(if $(QUICK),--size quick) $(if $(RESUME),--resume) \
+		$(foreach model,$(BENCH_MODELS),--model $(model)) $(BENCH_ARGS)
+
+bench-real-page: $(STAMPS)/bench-real
+	@$(BENCH_REAL) --page
 
 # What caches of experts hit on real routing, and the speed of a mixture larger than memory.
 bench-experts: $(STAMPS)/bench $(STAMPS)/test

@@ -1,12 +1,13 @@
 """How a run is measured: a fresh process that prints JSON, from cold caches, its memory limited from outside.
 
-Linux, and root for dropping caches and for cgroup v1 limits.
+Linux, and root for dropping caches and for the limits of a cgroup, of version 1 or 2.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import shutil
@@ -23,9 +24,13 @@ from typing import Any
 from tests.support.paths import ROOT
 
 MEMORY_CGROUP = Path("/sys/fs/cgroup/memory")
+UNIFIED_CGROUP = Path("/sys/fs/cgroup")
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 Result = dict[str, Any]
 KILLED = "killed"
 """The reason of a run that SIGKILL ended, as a cgroup does when its memory is used up."""
+NO_CGROUP = "skipped: needs root and a memory cgroup"
+"""The reason of a run whose limit can't be set on this machine."""
 # Decode rates leave out the first tokens of both engines, when memory still fills: ours with the neurons that
 # stay resident, a mapped file's with its pages.
 STEADY_TOKENS = 8
@@ -46,28 +51,80 @@ def require_rig(fio: bool = False) -> None:
         raise SystemExit("this benchmark needs " + " and ".join(missing))
 
 
+def can_drop_caches() -> bool:
+    """Whether `drop_caches` works here."""
+    return os.access(DROP_CACHES, os.W_OK)
+
+
 def drop_caches() -> None:
     """Empty the page cache, so that the next run reads from the disk."""
     os.sync()
-    Path("/proc/sys/vm/drop_caches").write_text("3\n")
+    DROP_CACHES.write_text("3\n")
+
+
+def cgroup_version() -> int:
+    """Version of the cgroups that can limit memory here, 1 or 2; 0 where none can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return 0
+    if (MEMORY_CGROUP / "memory.limit_in_bytes").exists():
+        return 1
+    # Children have the controller only once their parent hands it on, which some containers forbid.
+    children = UNIFIED_CGROUP / "cgroup.subtree_control"
+    with contextlib.suppress(OSError):
+        if "memory" not in children.read_text().split():
+            children.write_text("+memory")
+        return 2 if "memory" in children.read_text().split() else 0
+    return 0
+
+
+def limit_hits(counter: Path) -> int:
+    """Times that a cgroup's limit was met, from `memory.failcnt` (version 1) or `memory.events` (version 2).
+
+    0 for a file that isn't there.
+    """
+    if not counter.is_file():
+        return 0
+    words = counter.read_text().split()
+    return int(words[words.index("max") + 1] if "max" in words else words[0])
 
 
 class MemoryCgroup:
-    """A cgroup v1 memory limit for the processes that `command` starts. `limit_bytes` None: unlimited."""
+    """A limit of memory and swap for the processes that `command` starts. `limit_bytes` None: unlimited."""
 
     def __init__(self, limit_bytes: int | None) -> None:
+        self.version = cgroup_version()
+        parent = UNIFIED_CGROUP if self.version == 2 else MEMORY_CGROUP
         # A process may have several.
-        self.path = Path(tempfile.mkdtemp(prefix="ondevice-bench-", dir=MEMORY_CGROUP))
-        limit = -1 if limit_bytes is None else limit_bytes
-        (self.path / "memory.limit_in_bytes").write_text(str(limit))
+        self.path = Path(tempfile.mkdtemp(prefix="ondevice-bench-", dir=parent))
+        if self.version == 2:
+            limits = {"max": limit_bytes or "max", "swap.max": 0}
+        else:
+            limits = dict.fromkeys(("limit_in_bytes", "memsw.limit_in_bytes"), limit_bytes or -1)
+        for name, limit in limits.items():
+            # Kernels without accounting of swap have no file for it.
+            if (file := self.path / f"memory.{name}").exists():
+                file.write_text(str(limit))
+
+    @property
+    def hits_file(self) -> Path:
+        """The file that `limit_hits` reads."""
+        return self.path / ("memory.events" if self.version == 2 else "memory.failcnt")
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """`arguments` as started from inside the cgroup."""
         return ["sh", "-c", f'echo $$ > "{self.path}/cgroup.procs"; exec "$@"', "sh", *arguments]
 
     def read(self, counter: str) -> int:
-        """A counter such as `failcnt` (times the limit was hit) or `max_usage_in_bytes` (cache included)."""
-        return int((self.path / f"memory.{counter}").read_text())
+        """A counter such as `failcnt` (times the limit was hit) or `max_usage_in_bytes` (cache included).
+
+        Of version 2 only these two can be read; the peak is 0 where the kernel doesn't count it.
+        """
+        if self.version != 2:
+            return int((self.path / f"memory.{counter}").read_text())
+        if counter == "failcnt":
+            return limit_hits(self.hits_file)
+        peak = self.path / {"max_usage_in_bytes": "memory.peak"}[counter]
+        return int(peak.read_text()) if peak.exists() else 0
 
     def close(self) -> None:
         """Remove the cgroup; whatever is left in it dies first, and its cache with it."""
@@ -100,13 +157,18 @@ def run_engine(
 ) -> Result:
     """One cold run of `script`, a module beside this one, with `spec` as JSON; returns the JSON it printed.
 
-    Added to it: `wall_seconds`, `start_to_first_token_seconds`, `failcnt`. A run that was killed, failed
-    or took longer than `timeout_seconds` returns `{"survived": False, "reason": ...}`.
+    Added to it: `wall_seconds`, `start_to_first_token_seconds`, `failcnt`. A run that was killed, failed,
+    was refused its budget, or took longer than `timeout_seconds` returns `{"survived": False, "reason":
+    ...}`. Where caches can't be dropped they aren't, and where no cgroup can be made only a limit needs one.
     """
-    drop_caches()
-    with memory_cgroup(limit_bytes) as group:
-        spec = {**spec, "failcnt_file": str(group.path / "memory.failcnt")}
-        command = group.command([interpreter, "-m", f"tests.benchmarks.lib.{script}", json.dumps(spec)])
+    if can_drop_caches():
+        drop_caches()
+    if limit_bytes is not None and not cgroup_version():
+        return {"survived": False, "reason": NO_CGROUP}
+    with memory_cgroup(limit_bytes) if cgroup_version() else contextlib.nullcontext() as group:
+        spec = {**spec, "failcnt_file": str(group.hits_file) if group else "/dev/null"}
+        command = [interpreter, "-m", f"tests.benchmarks.lib.{script}", json.dumps(spec)]
+        command = group.command(command) if group else command
         started = time.monotonic()
         process = subprocess.Popen(
             command,
@@ -123,21 +185,31 @@ def run_engine(
             process.communicate()
             return {"survived": False, "reason": f"no end after {timeout_seconds:.0f} s"}
         wall = time.monotonic() - started
-        failcnt = group.read("failcnt")
-        peak_with_cache = group.read("max_usage_in_bytes")
+        failcnt = group.read("failcnt") if group else 0
+        peak_with_cache = group.read("max_usage_in_bytes") if group else 0
     if process.returncode != 0:
-        killed = process.returncode == -signal.SIGKILL
-        reason = KILLED if killed else (stderr.strip().splitlines() or [f"exit {process.returncode}"])[-1]
+        last = (stderr.strip().splitlines() or [f"exit {process.returncode}"])[-1]
+        # What a signal ends has no last words: its last line says nothing about the end.
+        reason = signal_name(-process.returncode) if process.returncode < 0 else last
         return {"survived": False, "reason": reason}
     result: Result = json.loads(stdout.strip().splitlines()[-1])
+    if "required_bytes" in result:
+        reason = f"refused: needs {math.ceil(result['required_bytes'] / 1e6):,} MB"
+        return {"survived": False, "reason": reason, **result}
     result |= {
         "survived": True,
         "wall_seconds": wall,
         "failcnt": failcnt,
         "cgroup_peak_bytes": peak_with_cache,
     }
-    result["start_to_first_token_seconds"] = result["first_token_at"] - started
+    if "first_token_at" in result:
+        result["start_to_first_token_seconds"] = result["first_token_at"] - started
     return result
+
+
+def signal_name(number: int) -> str:
+    """The reason of a run that a signal ended."""
+    return KILLED if number == signal.SIGKILL else f"ended by {signal.Signals(number).name}"
 
 
 def peak_memory_bytes() -> int:

@@ -1,9 +1,10 @@
 """One run of llama.cpp in a fresh process: load, prefill, greedy decode. JSON in, JSON out.
 
-Spec: model, prompt (token ids), max_tokens, context (tokens of KV), threads, warm_up (0: no pass
-first), and what llama.cpp is told: load_mode (auto, none, mmap, direct_io), repack (extra buffer types),
-micro_batch. KV is 8-bit (q8_0, which needs flash attention). steady_tokens: the first ones, which the decode
-rate leaves out (`STEADY_TOKENS` if not given). warm_prompt: of the first pass, if not the prompt's beginning.
+Spec: model, prompt (token ids), max_tokens, context (tokens of KV), threads, warm_up (0: no pass first),
+and what llama.cpp is told: load_mode (auto, none, mmap, direct_io), repack (extra buffer types),
+micro_batch. KV is 8-bit (q8_0, which needs flash attention), or float16 with kv_bits 16. steady_tokens: the
+first ones, which the decode rate leaves out (`STEADY_TOKENS` if not given). warm_prompt: of the first pass,
+if not the prompt's beginning.
 
 With `prompts` (lists of token ids) in place of `prompt`, every one is continued from an empty context until
 one of the tokens `end` or `max_tokens`. With `draft_tokens` above 0, as many tokens are drafted by
@@ -16,7 +17,7 @@ import ctypes
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,13 @@ import numpy.typing as npt
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from tests.benchmarks.lib.greedy import verified
-from tests.benchmarks.lib.measure import STEADY_TOKENS, decode_rate, peak_memory_bytes, texts_result
+from tests.benchmarks.lib.measure import (
+    STEADY_TOKENS,
+    decode_rate,
+    limit_hits,
+    peak_memory_bytes,
+    texts_result,
+)
 
 LOAD_MODES = {
     "auto": llama_cpp.LLAMA_LOAD_MODE_AUTO,
@@ -56,12 +63,14 @@ class Engine:
         params.n_ctx = spec["context"]
         params.n_seq_max = spec.get("sequences", 1)
         params.n_threads = params.n_threads_batch = spec["threads"]
-        params.type_k = params.type_v = llama_cpp.GGML_TYPE_Q8_0
-        params.flash_attn_type = FLASH_ATTENTION_ON
+        if spec.get("kv_bits", 8) == 8:
+            params.type_k = params.type_v = llama_cpp.GGML_TYPE_Q8_0
+            params.flash_attn_type = FLASH_ATTENTION_ON
         if spec["micro_batch"]:
             params.n_ubatch = spec["micro_batch"]
         if watch is not None:
             self._watch = params.cb_eval = llama_cpp.ggml_backend_sched_eval_callback(watch)
+        self.most_tokens = params.n_batch
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         if not self.context:
             raise SystemExit("llama.cpp couldn't make a context")
@@ -74,10 +83,12 @@ class Engine:
 
     def logits(self, tokens: list[int]) -> npt.NDArray[np.float32]:
         """Append `tokens`; the logits (V,) of the next one, which the next call overwrites."""
-        ids = (llama_cpp.llama_token * len(tokens))(*tokens)
-        code = llama_cpp.llama_decode(self.context, llama_cpp.llama_batch_get_one(ids, len(tokens)))
-        if code:
-            raise SystemExit(f"llama_decode returned {code}")
+        for first in range(0, len(tokens), self.most_tokens):
+            piece = tokens[first : first + self.most_tokens]
+            ids = (llama_cpp.llama_token * len(piece))(*piece)
+            code = llama_cpp.llama_decode(self.context, llama_cpp.llama_batch_get_one(ids, len(piece)))
+            if code:
+                raise SystemExit(f"llama_decode returned {code}")
         logits = llama_cpp.llama_get_logits_ith(self.context, -1)
         return np.ctypeslib.as_array(logits, shape=(self.vocab_size,))
 
@@ -87,6 +98,10 @@ class Engine:
 
     def each_row(self, rows: list[tuple[int, int, int]]) -> list[int]:
         """Append (token, position, sequence) of any sequences; the likeliest token after each."""
+        return [int(row.argmax()) for row in self.every_logits(rows)]
+
+    def every_logits(self, rows: list[tuple[int, int, int]]) -> Iterator[npt.NDArray[np.float32]]:
+        """Append (token, position, sequence) of any sequences; logits (V,) after each, overwritten later."""
         batch = llama_cpp.llama_batch_init(len(rows), 0, 1)
         try:
             batch.n_tokens = len(rows)
@@ -99,7 +114,7 @@ class Engine:
         if code:
             raise SystemExit(f"llama_decode returned {code}")
         logits = (llama_cpp.llama_get_logits_ith(self.context, place) for place in range(len(rows)))
-        return [int(np.ctypeslib.as_array(row, shape=(self.vocab_size,)).argmax()) for row in logits]
+        return (np.ctypeslib.as_array(row, shape=(self.vocab_size,)) for row in logits)
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from position `length` on."""
@@ -132,15 +147,16 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
         text.append(engine.forward([text[-1]]))
         times.append(time.monotonic())
         if len(times) == left_out:
-            steady_failcnt = int(failcnt.read_text())
+            steady_failcnt = limit_hits(failcnt)
     return {
         "load_seconds": loaded - started,
         "first_token_at": times[0],
         "prefill_tokens_per_second": len(prompt) / (times[0] - begin),
         "decode_tokens_per_second": decode_rate(times, left_out),
+        "token_seconds": [moment - begin for moment in times],
         "text": text,
         "peak_memory_bytes": peak_memory_bytes(),
-        "steady_failcnt": int(failcnt.read_text()) - steady_failcnt,
+        "steady_failcnt": limit_hits(failcnt) - steady_failcnt,
     }
 
 

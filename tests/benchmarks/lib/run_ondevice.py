@@ -1,18 +1,22 @@
 """One run of ondevice in a fresh process, through the Python API. JSON in, JSON out.
 
 Spec: model, prompt (token ids), max_tokens, context (tokens of KV), threads, warm_up (tokens made
-before the clock starts; 0: none), dram_budget (bytes or `auto`), io, sparsity, temperature (0: greedy). KV is
-8-bit. The end-of-text token is forbidden, so that every run has its `max_tokens`. steady_tokens: the first
-ones, which the decode rate leaves out (`STEADY_TOKENS` if not given); by how much the engine's counters rose
-afterwards is `steady`. warm_prompt: what the tokens of the warm-up follow, if not the prompt's beginning.
+before the clock starts; 0: none), dram_budget (bytes or `auto`), io, sparsity, temperature (0: greedy).
+kv_bits is 8 if not given. End-of-text tokens are forbidden, so that every run has its `max_tokens`.
+steady_tokens: the first ones, which the decode rate leaves out (`STEADY_TOKENS` if not given); by how much
+the engine's counters rose afterwards is `steady`. warm_prompt: what the tokens of the warm-up follow, if not
+the prompt's beginning.
 
 With `prompts` (lists of token ids) in place of `prompt`, every one is continued greedily, with drafts
-as `speculation` says, until an end-of-text token or `max_tokens`.
+as `speculation` and `draft_model` say, until an end-of-text token or `max_tokens`.
+
+A budget that is refused prints `required_bytes` alone: the smallest that works.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from dataclasses import asdict
@@ -21,13 +25,17 @@ from typing import Any
 
 import ondevice
 from ondevice.meter import Counters
-from tests.benchmarks.lib.measure import STEADY_TOKENS, decode_rate, peak_memory_bytes, texts_result
-
-END_OF_TEXT = 2
+from tests.benchmarks.lib.measure import (
+    STEADY_TOKENS,
+    decode_rate,
+    limit_hits,
+    peak_memory_bytes,
+    texts_result,
+)
 
 
 def load(spec: dict[str, Any]) -> ondevice.Model:
-    """The model as every benchmark loads it: our kernels, 8-bit keys and values, nothing drafted."""
+    """The model as every benchmark loads it: our kernels, and without other options nothing drafted."""
     return ondevice.load(
         spec["model"],
         dram_budget=spec["dram_budget"],
@@ -35,7 +43,8 @@ def load(spec: dict[str, Any]) -> ondevice.Model:
         sparsity=spec["sparsity"],
         speculation=spec.get("speculation", "off"),
         threads=spec["threads"],
-        kv_bits=8,
+        kv_bits=spec.get("kv_bits", 8),
+        draft_model=spec.get("draft_model", ""),
         max_context=spec["context"],
         io=spec["io"],
     )
@@ -52,6 +61,7 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
             warm = spec.get("warm_prompt", prompt[:16])
             model.generate(tokens=warm, max_tokens=spec["warm_up"], temperature=spec["temperature"], seed=0)
         begin = time.monotonic()
+        no_end = dict.fromkeys(model.bundle.manifest.tokenizer.eos_ids, -math.inf)
         times: list[float] = []
         text: list[int] = []
         stats = None
@@ -61,13 +71,13 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
             max_tokens=spec["max_tokens"],
             temperature=spec["temperature"],
             seed=0,
-            logit_bias={END_OF_TEXT: -1e9},
+            logit_bias=no_end,
         ):
             if event.token is not None:
                 times.append(time.monotonic())
                 text.append(event.token)
                 if len(times) == left_out:
-                    steady_failcnt, before = int(failcnt.read_text()), model._engine.counters()
+                    steady_failcnt, before = limit_hits(failcnt), model._engine.counters()
             stats = event.stats or stats
         if stats is None or len(times) != spec["max_tokens"]:
             raise SystemExit(f"generated {len(times)} of {spec['max_tokens']} tokens")
@@ -78,10 +88,11 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
             "last_token_at": times[-1],
             "prefill_tokens_per_second": len(prompt) / (times[0] - begin),
             "decode_tokens_per_second": decode_rate(times, left_out),
+            "token_seconds": [moment - begin for moment in times],
             "text": text,
             "steady": _risen(before, model._engine.counters()),
             "peak_memory_bytes": peak_memory_bytes(),
-            "steady_failcnt": int(failcnt.read_text()) - steady_failcnt,
+            "steady_failcnt": limit_hits(failcnt) - steady_failcnt,
             "plan_bytes": model.plan.total_bytes,
             "budget_bytes": model.plan.budget_bytes,
             "flash_bytes_read": stats.flash_bytes_read,
@@ -101,19 +112,27 @@ def _risen(before: Counters, after: Counters) -> dict[str, float]:
 def continue_texts(spec: dict[str, Any]) -> dict[str, object]:
     """Continue every prompt; decode times leave prompts out."""
     texts, decoded, seconds, passes = [], 0, 0.0, 0
+    each: list[dict[str, float]] = []
     started = time.monotonic()
     with load(spec) as model:
+        if spec.get("warm_up"):
+            model.generate(tokens=spec["prompts"][0][:16], max_tokens=spec["warm_up"], temperature=0.0)
         for prompt in spec["prompts"]:
             response = model.generate(tokens=prompt, max_tokens=spec["max_tokens"], temperature=0.0)
             texts.append(list(response.tokens))
             stats = response.stats
             # The end-of-text token is a pass's result too, though no text has it.
-            decoded += round(stats.accepted_tokens_per_pass * stats.decode_passes)
+            tokens = round(stats.accepted_tokens_per_pass * stats.decode_passes)
+            decoded += tokens
             seconds += stats.decode_seconds
             passes += stats.decode_passes
-    return texts_result(started, texts, decoded, seconds, passes)
+            each.append({"tokens": tokens, "seconds": stats.decode_seconds, "passes": stats.decode_passes})
+    return texts_result(started, texts, decoded, seconds, passes) | {"each": each}
 
 
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
-    print(json.dumps(continue_texts(asked) if "prompts" in asked else run(asked)))
+    spec = json.loads(sys.argv[1])
+    try:
+        print(json.dumps(continue_texts(spec) if "prompts" in spec else run(spec)))
+    except ondevice.BudgetError as error:
+        print(json.dumps({"required_bytes": error.required_bytes}))

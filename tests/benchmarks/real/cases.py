@@ -1,0 +1,116 @@
+"""What is measured of each real model: the cases, their sizes, and the arms that take them in pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from real_models.table import REAL_MODELS
+
+MODELS = tuple(REAL_MODELS)
+QUICK_MODELS = ("smollm2", "qwen2.5-coder-1.5b")
+DRAFT_MODELS = {"qwen2.5-coder-1.5b": "qwen2.5-coder-0.5b"}
+"""The model that drafts for another with `--speculation model`."""
+ONDEVICE, LLAMA_CPP = "ondevice", "llama.cpp"
+ENGINES = (ONDEVICE, LLAMA_CPP)
+FIRST_TOKENS = 24
+"""Length of the first reply whose rate is compared with the steady one."""
+SETTLING_TOKENS = 8
+"""Tokens that a decode rate leaves out."""
+DRAFT_SHARE = 57
+"""Per cent of the GGUF's size in which drafts are measured, besides everything resident."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt and its continuation, run by both engines in turn.
+
+    warm_up: tokens made before the clock starts; 0 measures a start from nothing. share: per cent of the
+    GGUF's size to which both are held; None: unlimited.
+    """
+
+    name: str
+    prompt_tokens: int
+    max_tokens: int
+    pairs: int
+    warm_up: int = 4
+    left_out: int = SETTLING_TOKENS
+    share: int | None = None
+
+    @property
+    def context(self) -> int:
+        """Tokens that keys and values have room for: a multiple of 256, as llama.cpp takes it."""
+        return -(-(self.prompt_tokens + self.max_tokens) // 256) * 256
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured: the whole, or the quick part of it."""
+
+    name: str
+    models: tuple[str, ...]
+    pairs: int
+    long_pairs: int
+    depth_pairs: int
+    budget_pairs: int
+    shares: tuple[int, ...]
+    drafters: tuple[str, ...]
+    draft_rounds: int
+    draft_tokens: int
+    drafts_in_share: bool
+    quality_tokens: int
+
+    def cases(self, context: int) -> list[Case]:
+        """The cases that a model with a context of `context` tokens can take."""
+        after_prompt = SETTLING_TOKENS + 32
+        steady = FIRST_TOKENS + 48
+        cases = [
+            Case("start", 256, steady, self.pairs, warm_up=0, left_out=FIRST_TOKENS),
+            Case("prompt-256", 256, 1, self.pairs),
+            Case("depth-128", 128, after_prompt, self.pairs),
+            Case("prompt-2048", 2048, after_prompt, self.long_pairs),
+        ]
+        if self.depth_pairs:
+            cases.append(Case("depth-4096", 4096, after_prompt, self.depth_pairs))
+        for share in self.shares:
+            name = f"budget-{share}"
+            cases.append(Case(name, 128, SETTLING_TOKENS + 16, self.budget_pairs, warm_up=0, share=share))
+        return [case for case in cases if case.prompt_tokens + case.max_tokens <= context]
+
+
+WHOLE = Size(
+    "whole",
+    MODELS,
+    pairs=3,
+    long_pairs=2,
+    depth_pairs=1,
+    budget_pairs=2,
+    shares=(80, 65, 57, 45, 35),
+    drafters=("off", "auto", "lookup", "recycling", "resident", "model"),
+    draft_rounds=2,
+    draft_tokens=48,
+    drafts_in_share=True,
+    quality_tokens=16_384,
+)
+QUICK = Size(
+    "quick",
+    QUICK_MODELS,
+    pairs=2,
+    long_pairs=1,
+    depth_pairs=0,
+    budget_pairs=1,
+    shares=(57, 35),
+    drafters=("off", "auto"),
+    draft_rounds=1,
+    draft_tokens=48,
+    drafts_in_share=False,
+    quality_tokens=2_048,
+)
+SIZES = {size.name: size for size in (WHOLE, QUICK)}
+QUALITY_WINDOW = 512
+
+
+def quality_windows(first: list[int], text: list[int], count: int) -> list[list[int]]:
+    """Windows of 512 tokens that hold `count` in all, each with what the model begins texts with."""
+    step = QUALITY_WINDOW - len(first)
+    windows = [[*first, *text[start : start + step]] for start in range(0, len(text) - step + 1, step)]
+    return windows[: count // QUALITY_WINDOW]
