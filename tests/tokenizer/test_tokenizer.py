@@ -294,7 +294,7 @@ def test_ids_beyond_the_tokenizer_decode_to_nothing(loaded: dict[str, Tokenizer]
 def test_bytes_of_single_tokens(loaded: dict[str, Tokenizer]) -> None:
     llama, gpt2 = loaded["llama2"], loaded["gpt2"]
     assert [llama.token_bytes(i) for i in (0, 1, 3, 13, 258, 263)] == [
-        " ⁇ ".encode(),
+        b"",
         b"",
         b"\0",
         b"\n",
@@ -317,8 +317,9 @@ def test_the_leading_space_rule_is_the_model_files(rule: str, tmp_path: Path) ->
     library = sentencepiece.SentencePieceProcessor(model_proto=data)
     assert tokenizer.leading_space == rule
     space, a = library.piece_to_id("▁"), library.piece_to_id("a")
-    for ids in ([space, a], [space, space, a], [a, space, a], [1, space, space], [space, 0, space]):
+    for ids in ([space, a], [space, space, a], [a, space, a], [1, space, space]):
         assert tokenizer.decode(ids) == library.decode(ids)
+    assert tokenizer.decode([a, 0, a]) == tokenizer.decode([a, a])
 
 
 def test_kinds_ids_and_sizes_are_checked(files: dict[str, bytes]) -> None:
