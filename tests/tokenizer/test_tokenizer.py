@@ -238,8 +238,9 @@ def test_streams_decode_like_the_whole_and_like_the_library(
         st.integers(0, 700) | st.integers(0, tokenizer.vocab_size - 1) | st.sampled_from([29871, 259, 220, 2])
     )
     ids = data.draw(st.lists(token.filter(lambda i: i < tokenizer.vocab_size), max_size=12))
-    # sentencepiece lets a special token end a character, `tokenizers` doesn't; here neither does.
-    heard = [i for i in ids if name != "llama2" or i not in (1, 2)]
+    # sentencepiece lets a special token end a character, `tokenizers` doesn't; here neither does. And it
+    # shows the unknown token, which is hidden here as by `tokenizers`.
+    heard = [i for i in ids if name != "llama2" or i not in (0, 1, 2)]
     text, expected = tokenizer.decode(ids), library_decode[name](heard)
     # A `tokenizer.json` hides <unk>, and gives up a whole run of bytes where one of them is wrong.
     if name != "llama2_json" or (0 not in ids and "\ufffd" not in text):
