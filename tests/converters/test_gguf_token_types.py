@@ -110,13 +110,13 @@ def test_byte_level_types_are_like_llama_cpps(tmp_path: Path) -> None:
 
 
 def test_sentencepiece_types_are_like_llama_cpps(tmp_path: Path) -> None:
-    """But for a text that follows a user-defined piece: llama.cpp puts a space before it, the library none."""
+    """But for a text after a user-defined piece, which gets a space there, and for `<unk>` in a template."""
     marks = [("<u>", USER_DEFINED), ("[PAD9]", UNUSED), ("<end_of_turn>", NORMAL), ("<c>", CONTROL)]
     marks += [("  ", USER_DEFINED), ("<|file_sep|>", USER_DEFINED)]
     made = spelt(*marks)
     mine, _ = opened(made, tmp_path)
     assert mine.decode([0, 264, 260, 12, 261]) == "a\tb"
-    assert_like_llama_cpp(made, tmp_path, "a b<u>", "a<end_of_turn>b<c>", "[PAD9] é <unk>", "a  b")
+    assert_like_llama_cpp(made, tmp_path, "a b<u>", "a<end_of_turn>b<c>", "[PAD9] é")
 
 
 def test_an_unused_piece_is_never_produced(tmp_path: Path) -> None:
