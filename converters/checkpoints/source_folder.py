@@ -89,27 +89,26 @@ class SourceFolder:
     def open(self, name: str) -> SourceFile:
         """A file of the folder, to be read by position. Raises what `file` and `refuse_stand_in` raise."""
         path = self.file(name)
-        self._start(name, path, START_BYTES)
+        refuse_stand_in(name, *self._start(name, path, START_BYTES))
         return SourceFile(path)
 
     def read(self, name: str, limit: int = MAX_JSON_BYTES) -> bytes:
         """The content of a file of at most `limit` bytes."""
-        data = self._start(name, self.file(name), limit + 1)
+        data, nbytes = self._start(name, self.file(name), limit + 1)
         if len(data) > limit:
             raise CheckpointError(f"{name} is larger than {limit} bytes; download it again")
+        refuse_stand_in(name, data[:START_BYTES], nbytes)
         return data
 
     @staticmethod
-    def _start(name: str, path: Path, limit: int) -> bytes:
-        """At most `limit` bytes of a file's start. Raises CheckpointError for what stands in for a file."""
+    def _start(name: str, path: Path, limit: int) -> tuple[bytes, int]:
+        """At most `limit` bytes of a file's start, and the file's size."""
         try:
             with path.open("rb") as stream:
-                data, nbytes = stream.read(limit), os.fstat(stream.fileno()).st_size
+                return stream.read(limit), os.fstat(stream.fileno()).st_size
         except OSError as error:
             refused = CheckpointError(f"{name} can't be read: {error.strerror}")
             raise reading_failed(error, refused) from error
-        refuse_stand_in(name, data[:START_BYTES], nbytes)
-        return data
 
     def json(self, name: str, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
         """The JSON object in a file of at most `limit` bytes. Raises CheckpointError for anything else."""
