@@ -123,6 +123,7 @@ check-types: $(STAMPS)/installed $(STAMPS)/check
 	@MYPYPATH=build/typing $(PY) -m mypy --strict docs/tools
 	@MYPYPATH=build/typing:$(MODEL_FOLDER) $(PY) -m mypy --strict -p tests.benchmarks
 	@MYPYPATH=build/typing:$(MODEL_FOLDER) $(PY) -m mypy --strict -p recipe
+	@MYPYPATH=build/typing:weights/real $(PY) -m mypy --strict -p real_models
 	@MYPYPATH=build/typing:$(APP)/src $(PY) -m mypy --strict -p ondevice_chat
 
 check-native: $(STAMPS)/check
@@ -133,7 +134,7 @@ format: $(STAMPS)/check
 	@$(VENV)/bin/clang-format -i $(filter %.cc %.h,$(NATIVE_SOURCES) $(NATIVE_TESTS))
 
 include tests/native/native.mk tests/fuzz/fuzz.mk tests/benchmarks/bench.mk
-include weights/small-relu/recipe/recipe.mk examples/macos_app/app.mk docs/docs.mk
+include weights/real/real.mk weights/small-relu/recipe/recipe.mk examples/macos_app/app.mk docs/docs.mk
 
 clean:
 	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
