@@ -43,7 +43,11 @@ def _joint(*changes: Change) -> Change:
 
 
 SECTIONS = saying("rope.dimension_sections", [4, 2, 2, 0])
-PICTURES = _joint(SECTIONS, lambda it: it.add_uint32(f"{it.arch}.n_deepstack_layers", 3))
+PICTURES = _joint(
+    # Of the eight pairs every third, as llama.cpp leaves others unturned.
+    saying("rope.dimension_sections", [3, 3, 2, 0]),
+    lambda it: it.add_uint32(f"{it.arch}.n_deepstack_layers", 3),
+)
 SCALED = _joint(saying("rope.scaling.yarn_log_multiplier", 1.0), saying("attention.temperature_scale", 0.1))
 CASES: dict[str, tuple[str, dict[str, Any], Change | None, bool]] = {
     "internlm2": ("Llama", EVEN, None, True),
