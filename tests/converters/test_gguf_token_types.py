@@ -161,6 +161,16 @@ def test_gemma4_begins_with_a_bos_whatever_a_file_says(tmp_path: Path) -> None:
     assert read(header(**made), tmp_path, 300).info.add_bos
 
 
+def test_sarvams_merges_are_spelt_as_sentencepieces_pieces(tmp_path: Path) -> None:
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\n"]
+    tokens += [*"▁abcde", "ab", "▁c", "abc", "▁▁", "<turn|>"]
+    kinds = [CONTROL] * 3 + [UNKNOWN] + [BYTE] * 256 + [NORMAL] * 11 + [USER_DEFINED]
+    made = {"model": "gpt2", "pre": "sarvam-moe", "tokens": tokens, "token_type": kinds,
+            "merges": ["a b", "▁ c", "ab c", "▁ ▁"], "bos_token_id": 2, "eos_token_id": 1}  # fmt: skip
+    assert not read(header(**made), tmp_path, 300).info.add_bos
+    assert_like_llama_cpp(made, tmp_path, "abc abc  c", "a\nb é", "ab<turn|>c")
+
+
 def test_a_file_that_says_nothing_of_its_splitting_is_split_the_usual_way(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
