@@ -33,7 +33,8 @@ OTHER_KINDS = {
 
 def mistral3_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     """Mistral 3's and Ministral 3's, whose queries grow beyond the original context: texts end before."""
-    scaling, found = values["rope_scaling"], {"sliding_window": None}
+    scaling = values["rope_scaling"]
+    found: dict[str, Any] = {"sliding_window": None}
     if (multiplier := metadata.number(_LOG_MULTIPLIER, 0.0)) > 0.0:
         if scaling is None or scaling["rope_type"] != "yarn":
             raise CheckpointError(
