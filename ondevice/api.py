@@ -44,6 +44,7 @@ from ondevice.model.layer_range import LaterLayers
 from ondevice.response import Response, gather
 from ondevice.runtime.budget_watch import MemoryPressure
 from ondevice.runtime.conversion import prepare
+from ondevice.runtime.local_source import removable_source
 from ondevice.runtime.models import ConversionProgress, find_model
 from ondevice.runtime.resolving import (
     ResolvedModel,
@@ -87,6 +88,7 @@ def convert(
     force: bool = False,
     offline: bool = False,
     keep_source: bool = False,
+    remove_source: bool = False,
 ) -> Path:
     """Turn a checkpoint into a bundle.
 
@@ -102,12 +104,19 @@ def convert(
         offline: forbid downloads.
         keep_source: keep a repository's files in the hub's cache. Otherwise its weights are converted as they
             arrive, and none of them is stored.
+        remove_source: delete the source, a GGUF file of this disk with all its parts, once every byte of the
+            bundle is verified.
 
     Returns the bundle's path. Raises CheckpointError, UnsupportedModelError, ModelNotFoundError, UsageError
-    and OSError, and DownloadError if a repository can't be read to its end.
+    and OSError, and DownloadError if a repository can't be read to its end; BundleError if a bundle whose
+    source is to go is damaged.
     """
+    removable = removable_source(source) if remove_source else None
     with prepare(source, output, quant, offline=offline, keep_source=keep_source) as prepared:
-        return prepared.run(on_progress, resume=resume, force=force)
+        path = prepared.run(on_progress, resume=resume, force=force)
+    if removable is not None:
+        removable.remove(path)
+    return path
 
 
 def verify(model: Name | None = None, *, on_progress: OnBytes | None = None) -> Report:

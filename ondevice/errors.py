@@ -24,7 +24,7 @@ _FLAG = re.compile(
     rf"(?P<command>{_COMMAND_LINE})|(?<![\w-])--(?P<name>[a-z]+(?:-[a-z]+)*)(?![\w-])"
     rf"(?: (?:(?P<number>\d[\d.]*\b)|(?P<choice>(?:{_CHOICES})\b)))?"
 )
-_SWITCHES = ("force", "resume", "offline", "replace", "keep_source", "yes")
+_SWITCHES = ("force", "resume", "offline", "replace", "keep_source", "remove_source", "yes")
 
 
 class OndeviceError(Exception):

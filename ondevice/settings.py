@@ -149,6 +149,7 @@ OTHER_SETTINGS: dict[str, type] = {
     "force": bool,
     "offline": bool,
     "keep_source": bool,
+    "remove_source": bool,
     "yes": bool,
     "as_json": bool,
     "listing": bool,

@@ -19,6 +19,14 @@ from ondevice.converters.architectures.common import Tensors
 from ondevice.converters.architectures.config_reader import shown
 from ondevice.converters.architectures.tensors import LayerNames
 from ondevice.converters.checkpoints.base import StoredTensor
+from ondevice.converters.checkpoints.gguf_alike import (
+    baichuan_keys,
+    minicpm_keys,
+    mistral3_keys,
+    mistral3_notes,
+    text_keys,
+    text_notes,
+)
 from ondevice.converters.checkpoints.gguf_delta import (
     DELTA_NAMES,
     delta_expert_keys,
@@ -331,8 +339,25 @@ _NEMOTRON_H = GgufFamily(
     restore=restored_mixers,
     varied=frozenset((KEY_HEADS, NEURONS)),
 )
+_LLAMA = GgufFamily("llama", interleaved=True)
+_LLAMA_IN_HALVES = GgufFamily("llama")
+_LIKE_OTHERS = {
+    **dict.fromkeys(("internlm2", "xverse", "ernie4_5"), _LLAMA),
+    **dict.fromkeys(("exaone", "pangu-embedded"), _LLAMA_IN_HALVES),
+    "baichuan": replace(_LLAMA, keys=baichuan_keys),
+    "mistral3": GgufFamily(
+        "mistral", interleaved=True, bias_key="", keys=mistral3_keys, notes=mistral3_notes
+    ),
+    "minicpm": GgufFamily("granite", interleaved=True, keys=minicpm_keys),
+    "seed_oss": GgufFamily("qwen2", bias_key="", blocks={"post_attention_norm": "post_attention_layernorm"}),
+    "qwen2vl": GgufFamily("qwen2", bias_key="", keys=text_keys, notes=text_notes),
+    "qwen3vl": GgufFamily("qwen3", keys=text_keys, notes=text_notes),
+    "qwen3vlmoe": _with_experts("qwen3_moe", _joint(qwen3moe_keys, text_keys), notes=text_notes),
+}
+"""Architectures that compute what a family of another name does."""
 GGUF_FAMILIES = {
-    "llama": GgufFamily("llama", interleaved=True),
+    **_LIKE_OTHERS,
+    "llama": _LLAMA,
     "qwen2": GgufFamily("qwen2", bias_key=""),
     "qwen3": GgufFamily("qwen3"),
     "gemma": GgufFamily("gemma", fixed=_GEMMA, restore=_less_one),

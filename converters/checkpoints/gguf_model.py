@@ -29,6 +29,7 @@ from ondevice.converters.checkpoints.base import (
     printable,
     some_of,
 )
+from ondevice.converters.checkpoints.gguf_alike import other_kind
 from ondevice.converters.checkpoints.gguf_experts import EXPERT_NAMES
 from ondevice.converters.checkpoints.gguf_families import (
     BLOCK_NAMES,
@@ -128,9 +129,14 @@ def _family(header: GgufHeader) -> GgufFamily:
     name = header.text("general.architecture")
     if name is None:
         raise CheckpointError(f"{header.file} has no general.architecture; it isn't a language model")
-    if name not in GGUF_FAMILIES:
+    if kind := other_kind(name):
         raise UnsupportedModelError(
-            f"{header.file}: general.architecture {plain(name)} is not one of {', '.join(GGUF_FAMILIES)}"
+            f"{header.file} is {kind}: general.architecture is {name}; give a language model's file"
+        )
+    if name not in GGUF_FAMILIES:
+        known = ", ".join(sorted(GGUF_FAMILIES))
+        raise UnsupportedModelError(
+            f"{header.file}: general.architecture {plain(name)} is not one of {known}"
         )
     if name == "llama" and _scalar(header.metadata.get("llama.expert_count", 0)):
         return MIXTRAL

@@ -19,6 +19,12 @@ from ondevice.bundle.manifest import MAX_BLOB_BYTES, TokenizerInfo, TokenizerKin
 from ondevice.converters.checkpoints import sentencepiece_model as proto
 from ondevice.converters.checkpoints.base import TokenizerFiles, plain
 from ondevice.converters.checkpoints.bpe_json import bpe_json, byte_level
+from ondevice.converters.checkpoints.end_tokens import (
+    MESSAGE_END,
+    MIDDLE_MARKS,
+    ending_names,
+    messages_go_on,
+)
 from ondevice.converters.checkpoints.gguf_file import GgufHeader
 from ondevice.converters.checkpoints.gguf_splitting import SPLITTINGS, Splitting
 from ondevice.converters.checkpoints.source_folder import SourceFolder
@@ -26,17 +32,30 @@ from ondevice.converters.checkpoints.tokenizer_files import check_usable, checke
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.tokenizer.base import MAX_TOKEN_CHARS, SPACE_MARK
 
-END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-"""Keys of tokens that end a text, a turn or a message."""
-END_TEXTS = frozenset(
-    ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<end_of_turn>")
-) | {"<turn|>"}
-"""Control tokens that end a text or a turn in every model that has them; many files name only one of them."""
-CHANNEL_ENDS = frozenset(("<|return|>", "<|call|>", "<|endoftext|>"))
-"""Those of models that write to channels, where `<|end|>` ends a message, and others may follow."""
-_UNUSED = 5
-"""Type of tokens that only fill ids, such as `[PAD32000]`; the other types are those of sentencepiece."""
-_KINDS = {_UNUSED, proto.NORMAL, proto.UNKNOWN, proto.CONTROL, proto.USER_DEFINED, proto.BYTE}
+END_KEYS = (
+    "eos_token_id",
+    "eot_token_id",
+    "eom_token_id",
+    "fim_pad_token_id",
+    "fim_rep_token_id",
+    "fim_sep_token_id",
+)
+"""Keys of tokens that end a text, a turn or a message, and of those between files."""
+_UNDEFINED, _UNUSED = 0, 5
+"""Types of tokens that only fill ids, such as `[PAD32000]`; the other types are those of sentencepiece."""
+_FILLING = frozenset((_UNDEFINED, _UNUSED))
+_KINDS = _FILLING | {proto.NORMAL, proto.UNKNOWN, proto.CONTROL, proto.USER_DEFINED, proto.BYTE}
+_SPELLED = frozenset(("gemma4", "sarvam-moe", "granite-embed-multi-311m"))
+"""Values of `tokenizer.ggml.pre` of vocabularies that are spelt as sentencepiece's, with merges."""
+_OTHER_MODELS = {
+    "bert": "WordPiece",
+    "t5": "unigrams",
+    "rwkv": "RWKV's trie",
+    "plamo2": "PLaMo's table",
+    "hybriddna": "k-mers of DNA",
+    "whitespace": "whole words",
+}
+"""What texts are split by, by values of `tokenizer.ggml.model` that llama.cpp knows and this doesn't."""
 _PREFIX = "tokenizer.ggml"
 _PADDING = re.compile(r"\[PAD\d+\]")
 
@@ -49,8 +68,9 @@ def read_gguf_tokenizer(header: GgufHeader, folder: SourceFolder, vocab_size: in
     header: of the file that holds the metadata. folder: the folder that it is in. Raises CheckpointError for
     a damaged tokenizer or another model's, UnsupportedModelError for rules that aren't known here.
     """
-    tokens = _tokens(header, vocab_size)
-    bos_id, eos_ids = _token_id(header, "bos_token_id", vocab_size), _eos_ids(header, tokens, vocab_size)
+    text = header.text("tokenizer.chat_template") or ""
+    tokens = _steered(_tokens(header, vocab_size), text)
+    bos_id, eos_ids = _bos_id(header, tokens, vocab_size), _eos_ids(header, tokens, text, vocab_size)
     if folder.has(TOKENIZER_FILES["tokenizers"]):
         config = {"bos_token_id": bos_id, "eos_token_id": list(eos_ids)}
         found = read_tokenizer(folder, config, {}, vocab_size)
@@ -68,9 +88,7 @@ def read_gguf_tokenizer(header: GgufHeader, folder: SourceFolder, vocab_size: in
         logger.warning("%s has no tokenizer; the bundle will work on token ids, not text", header.file)
         return TokenizerFiles(TokenizerInfo(None, bos_id, eos_ids, False, chat_template), blobs)
     kind, data, adds_bos = _converted(header, tokens, bos_id, eos_ids)
-    explicit = header.boolean(f"{_PREFIX}.add_bos_token")
-    add_bos = (adds_bos if explicit is None else explicit) and bos_id is not None
-    info = TokenizerInfo(kind, bos_id, eos_ids, add_bos, chat_template)
+    info = TokenizerInfo(kind, bos_id, eos_ids, adds_bos and bos_id is not None, chat_template)
     if len(data) > MAX_BLOB_BYTES[TOKENIZER_FILES[kind]]:
         raise CheckpointError(
             f"{header.file}: its tokenizer makes a {TOKENIZER_FILES[kind]} of {len(data)} bytes; the limit "
@@ -83,16 +101,25 @@ def read_gguf_tokenizer(header: GgufHeader, folder: SourceFolder, vocab_size: in
 def _converted(
     header: GgufHeader, tokens: list[tuple[str, int]], bos_id: int | None, eos_ids: tuple[int, ...]
 ) -> tuple[TokenizerKind, bytes, bool]:
-    """Kind and bytes of the tokenizer's file, and whether texts get a BOS token unless the file says so."""
+    """Kind and bytes of the tokenizer's file, and whether texts get a BOS token."""
     model = header.text(f"{_PREFIX}.model")
+    explicit = header.boolean(f"{_PREFIX}.add_bos_token")
     if model == "llama":
-        return "sentencepiece", _sentencepiece(header, tokens, bos_id, eos_ids), True
+        return "sentencepiece", _sentencepiece(header, tokens, bos_id, eos_ids), explicit is not False
+    if model == "gemma4" or (model == "gpt2" and header.text(f"{_PREFIX}.pre") in _SPELLED):
+        unknown = next((text for text, kind in tokens if kind == proto.UNKNOWN), None)
+        # Early files of Gemma 4 say false and are wrong.
+        adds_bos = model == "gemma4" or explicit is True
+        return "tokenizers", _tokenizer_json(header, tokens, _spelled(unknown)), adds_bos
     if model == "gpt2":
         splitting = _splitting(header)
-        return "tokenizers", _tokenizer_json(header, tokens, byte_level(splitting)), splitting.adds_bos
-    if model == "gemma4":
-        unknown = next((text for text, kind in tokens if kind == proto.UNKNOWN), None)
-        return "tokenizers", _tokenizer_json(header, tokens, _spelled(unknown)), True
+        adds_bos = splitting.adds_bos if explicit is None else explicit
+        return "tokenizers", _tokenizer_json(header, tokens, byte_level(splitting)), adds_bos
+    if model in _OTHER_MODELS:
+        raise UnsupportedModelError(
+            f"{header.file}: tokenizer.ggml.model is {model}, which splits texts by {_OTHER_MODELS[model]}; "
+            "of llama, gpt2 and gemma4 can be converted, so take another model"
+        )
     raise UnsupportedModelError(
         f"{header.file}: tokenizer.ggml.model is {_quoted(model)}, and only llama, gpt2 and gemma4 are "
         "known; put the model's tokenizer.json beside the file"
@@ -130,7 +157,17 @@ def _tokens(header: GgufHeader, vocab_size: int) -> list[tuple[str, int]]:
 
 
 def _is_padding(text: str, kind: int) -> bool:
-    return kind == _UNUSED and _PADDING.fullmatch(text) is not None
+    return kind in _FILLING and _PADDING.fullmatch(text) is not None
+
+
+def _steered(tokens: list[tuple[str, int]], template: str) -> list[tuple[str, int]]:
+    """`tokens` with the type of control tokens for those that end a turn or stand around what is filled in.
+
+    Many files mark these as text, which users could then type and readers would see.
+    """
+    control = {text for text, kind in tokens if kind == proto.CONTROL}
+    steering = ending_names((text for text, _ in tokens), control, template) | MIDDLE_MARKS
+    return [(text, proto.CONTROL if text in steering else kind) for text, kind in tokens]
 
 
 def _sentencepiece(
@@ -150,7 +187,11 @@ def _sentencepiece(
     adds_space = header.boolean(f"{_PREFIX}.add_space_prefix")
     strips = header.boolean(f"{_PREFIX}.remove_extra_whitespaces")
     pieces = [
-        (text if kind == proto.CONTROL else text.replace(" ", SPACE_MARK), float(score), kind)
+        (
+            text if kind == proto.CONTROL else text.replace(" ", SPACE_MARK),
+            float(score),
+            _UNUSED if kind in _FILLING else kind,
+        )
         for (text, kind), score in zip(tokens, scores.tolist(), strict=False)
     ]
     unknown = next((token for token, (_, kind) in enumerate(tokens) if kind == proto.UNKNOWN), -1)
@@ -166,12 +207,18 @@ def _sentencepiece(
 
 def _splitting(header: GgufHeader) -> Splitting:
     name = header.text(f"{_PREFIX}.pre")
-    if name not in SPLITTINGS:
-        raise UnsupportedModelError(
-            f"{header.file}: tokenizer.ggml.pre is {_quoted(name)}, which says how text is split, and is "
-            f"none of {', '.join(SPLITTINGS)}; put the model's tokenizer.json beside the file"
+    if name is None:
+        logger.warning(
+            "%s doesn't say how text is split (tokenizer.ggml.pre), as files before May 2024; the usual way "
+            "is taken, which may be another than the model's: a newer file of the model is better",
+            header.file,
         )
-    return SPLITTINGS[name]
+    if name is not None and name not in SPLITTINGS:
+        raise UnsupportedModelError(
+            f"{header.file}: tokenizer.ggml.pre is {_quoted(name)}, which says how text is split, and isn't "
+            "one of the names known here; put the model's tokenizer.json beside the file"
+        )
+    return SPLITTINGS[name or "default"]
 
 
 def _spelled(unknown: str | None) -> dict[str, Any]:
@@ -197,8 +244,10 @@ def _tokenizer_json(header: GgufHeader, tokens: list[tuple[str, int]], rules: di
         for token, (text, kind) in enumerate(tokens)
         if kind in (proto.CONTROL, proto.UNKNOWN, proto.USER_DEFINED)
     ]
-    vocabulary = {text: i for i, (text, kind) in enumerate(tokens) if not _is_padding(text, kind)}
-    return bpe_json(vocabulary, merges, added, rules)
+    vocabulary = {text: i for i, (text, kind) in enumerate(tokens) if kind not in _FILLING}
+    filling = {text for text, kind in tokens if kind in _FILLING}
+    kept = [merge for merge in merges if merge.replace(" ", "") not in filling] if filling else merges
+    return bpe_json(vocabulary, kept, added, rules)
 
 
 def _check_same(found: TokenizerFiles, tokens: list[tuple[str, int]], header: GgufHeader) -> None:
@@ -221,14 +270,23 @@ def _token_id(header: GgufHeader, key: str, vocab_size: int) -> int | None:
     return token
 
 
-def _eos_ids(header: GgufHeader, tokens: list[tuple[str, int]], vocab_size: int) -> tuple[int, ...]:
+def _bos_id(header: GgufHeader, tokens: list[tuple[str, int]], vocab_size: int) -> int | None:
+    """The key's, else Llama's in a vocabulary of its kind."""
+    named = _token_id(header, "bos_token_id", vocab_size)
+    usual = header.text(f"{_PREFIX}.model") == "llama" and tokens[1:2] == [("<s>", proto.CONTROL)]
+    return 1 if named is None and usual else named
+
+
+def _eos_ids(
+    header: GgufHeader, tokens: list[tuple[str, int]], template: str, vocab_size: int
+) -> tuple[int, ...]:
     """Ids of tokens that end a text: those that keys name, then those that are known by their text."""
     named = [_token_id(header, key, vocab_size) for key in END_KEYS]
-    texts = {text: token for token, (text, kind) in enumerate(tokens) if kind == proto.CONTROL}
-    channels = {"<|channel|>", "<|return|>"} <= texts.keys()
-    ends = CHANNEL_ENDS if channels else END_TEXTS
-    found = (*named, *(token for text, token in texts.items() if text in ends))
-    goes_on = texts.get("<|end|>") if channels else None
+    control = {text for text, kind in tokens if kind == proto.CONTROL}
+    ids = {text: token for token, (text, _) in enumerate(tokens)}
+    ends = ending_names(ids, control, template)
+    goes_on = ids.get(MESSAGE_END) if messages_go_on(ids) else None
+    found = (*named, *(token for text, token in ids.items() if text in ends))
     return tuple(dict.fromkeys(token for token in found if token not in (None, goes_on)))
 
 

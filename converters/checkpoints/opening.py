@@ -11,6 +11,7 @@ from ondevice.converters.checkpoints.gguf_parts import gguf_models
 from ondevice.converters.checkpoints.huggingface import INDEX, SINGLE, open_huggingface
 from ondevice.converters.checkpoints.llama2c import is_llama2c, open_llama2c
 from ondevice.converters.checkpoints.source_folder import SourceFolder
+from ondevice.converters.checkpoints.stand_ins import START_BYTES, refuse_stand_in
 from ondevice.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError, reading_failed
 
 
@@ -41,7 +42,7 @@ def open_checkpoint(source: Path) -> Checkpoint:
         if len(models) > 1:
             raise CheckpointError(f"{source} has {len(models)} GGUF models; name one, as {models[0]}")
         SourceFolder(source).file(models[0].name)  # refuses a link that leads out
-        return open_gguf(models[0])
+        return _open_file(models[0])
     found = [path for path in sorted(source.glob("*.bin")) if path.is_file() and is_llama2c(path)]
     if len(found) == 1:
         return open_llama2c(found[0])
@@ -61,10 +62,12 @@ def _gguf_files(folder: Path) -> dict[str, list[str]]:
 def _open_file(path: Path) -> Checkpoint:
     try:
         with path.open("rb") as stream:
-            magic = stream.read(8)
+            magic = stream.read(START_BYTES)
+        nbytes = path.stat().st_size
     except OSError as error:
         refused = CheckpointError(f"{path} can't be read: {error.strerror}")
         raise reading_failed(error, refused) from error
+    refuse_stand_in(str(path), magic, nbytes)
     if magic[:4] == b"GGUF":
         return open_gguf(path)
     if magic[:2] == b"PK" or magic[:1] == b"\x80":

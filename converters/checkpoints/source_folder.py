@@ -7,11 +7,13 @@ the Hugging Face cache that the folder belongs to. Sizes are bounded before anyt
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from ondevice.bundle.strict_json import unique_keys
 from ondevice.converters.checkpoints.base import SourceFile, plain
+from ondevice.converters.checkpoints.stand_ins import START_BYTES, refuse_stand_in
 from ondevice.errors import CheckpointError, ModelNotFoundError, json_fault, reading_failed
 
 MAX_JSON_BYTES = 16 << 20
@@ -85,21 +87,28 @@ class SourceFolder:
         return real
 
     def open(self, name: str) -> SourceFile:
-        """A file of the folder, to be read by position. Raises what `file` raises."""
-        return SourceFile(self.file(name))
+        """A file of the folder, to be read by position. Raises what `file` and `refuse_stand_in` raise."""
+        path = self.file(name)
+        refuse_stand_in(name, *self._start(name, path, START_BYTES))
+        return SourceFile(path)
 
     def read(self, name: str, limit: int = MAX_JSON_BYTES) -> bytes:
         """The content of a file of at most `limit` bytes."""
-        path = self.file(name)
+        data, nbytes = self._start(name, self.file(name), limit + 1)
+        if len(data) > limit:
+            raise CheckpointError(f"{name} is larger than {limit} bytes; download it again")
+        refuse_stand_in(name, data[:START_BYTES], nbytes)
+        return data
+
+    @staticmethod
+    def _start(name: str, path: Path, limit: int) -> tuple[bytes, int]:
+        """At most `limit` bytes of a file's start, and the file's size."""
         try:
             with path.open("rb") as stream:
-                data = stream.read(limit + 1)
+                return stream.read(limit), os.fstat(stream.fileno()).st_size
         except OSError as error:
             refused = CheckpointError(f"{name} can't be read: {error.strerror}")
             raise reading_failed(error, refused) from error
-        if len(data) > limit:
-            raise CheckpointError(f"{name} is larger than {limit} bytes; download it again")
-        return data
 
     def json(self, name: str, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
         """The JSON object in a file of at most `limit` bytes. Raises CheckpointError for anything else."""

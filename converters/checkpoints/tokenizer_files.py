@@ -21,6 +21,7 @@ from ondevice.converters.architectures.config_reader import shown
 from ondevice.converters.checkpoints.added_tokens import with_added_tokens
 from ondevice.converters.checkpoints.base import TokenizerFiles
 from ondevice.converters.checkpoints.bpe_files import MERGES, VOCABULARY, bpe_files_json, has_bpe_files
+from ondevice.converters.checkpoints.end_tokens import template_ends
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.errors import BundleError, CheckpointError, UnsupportedModelError
 from ondevice.tokenizer import Tokenizer, load_tokenizer
@@ -70,10 +71,12 @@ def read_tokenizer(
     bos_id = _bos_id(settings, config, vocabulary.lookup, vocab_size)
     explicit = settings.get("add_bos_token")
     adds_bos = explicit if isinstance(explicit, bool) else vocabulary.adds_bos
+    named = _eos_ids(settings, config, generation, vocabulary.lookup, vocab_size)
+    used = [] if template is None else template_ends(template.decode(), vocabulary.lookup)
     info = TokenizerInfo(
         kind=kind,
         bos_id=bos_id,
-        eos_ids=_eos_ids(settings, config, generation, vocabulary.lookup, vocab_size),
+        eos_ids=tuple(dict.fromkeys((*named, *(token for token in used if token < vocab_size)))),
         add_bos=adds_bos and bos_id is not None,
         chat_template=None if template is None else CHAT_TEMPLATE,
     )

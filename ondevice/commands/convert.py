@@ -59,6 +59,11 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Keep a repository's files in the hub's cache; --text and --random-text imply it.",
 )
+@option(
+    "--remove-source",
+    is_flag=True,
+    help="Delete the source, a GGUF file with all its parts, once the bundle is verified.",
+)
 @option("--yes", "-y", is_flag=True, help="Download without asking.")
 @click.pass_context
 def convert(
@@ -75,6 +80,7 @@ def convert(
     force: bool,
     offline: bool,
     keep_source: bool,
+    remove_source: bool,
     yes: bool,
 ) -> None:
     """Turn a checkpoint into a bundle.
@@ -83,13 +89,16 @@ def convert(
     folder with one of these, a repository id, a GGUF file of one (OWNER/NAME:FILE.gguf) or an alias. A
     repository is downloaded after saying what that takes, and asking.
     """
-    from ondevice import training
     from ondevice.bundle.reader import Bundle
+    from ondevice.commands.reports import size
     from ondevice.runtime import conversion
+    from ondevice.runtime.local_source import removable_source
 
     if draft_for is not None:
         if output is not None:
             raise UsageError("--draft-for adds to a bundle: leave --output out")
+        if remove_source:
+            raise UsageError("--draft-for reads a folder, which --remove-source doesn't delete: leave it out")
         _add_draft_layer(source, draft_for, quant)
         return
     # A text that is set elsewhere than on the command line is meant for `eval`.
@@ -99,37 +108,50 @@ def convert(
         raise UsageError("--text rounds better than --random-text: give one of them")
     random_text = random_text and not no_calibrate
     rounds = content is not None or random_text
+    removable = removable_source(source) if remove_source else None
     take_interrupts()
     kept = keep_source or rounds
     with conversion.prepare(source, output, quant, offline=offline, keep_source=kept) as prepared:
         implied = rounds and not keep_source
         _agree(prepared, trains=content is not None, keeps=implied, resume=resume, force=force, yes=yes)
-        try:
-            if random_text:
-                with progress() as show:
-                    path = training.convert_by_random_tokens(
-                        prepared, on_progress=lambda done: show(*shown(done)), resume=resume, force=force
-                    )
-            elif content is None:
-                path = run_conversion(prepared, resume=resume, force=force)
-            else:
-                with progress() as show, progress() as show_training:
-                    path = training.train_converted(
-                        prepared,
-                        content,
-                        on_progress=lambda done: show(*shown(done)),
-                        on_training=show_training,
-                        resume=resume,
-                        force=force,
-                    )
-        except KeyboardInterrupt:
-            say("interrupted; the same command with --resume goes on with what is done")
-            raise
+        path = _converted(prepared, content, random_text, resume=resume, force=force)
     bundle = Bundle.open(path)
     say_notes(bundle)
     if content is not None:
         say_trained(bundle)
+    if removable is not None:
+        with progress() as show:
+            removable.remove(path, lambda done, total: show(done / max(1, total), "verifying"))
+        say(f"verified, and deleted {size(removable.nbytes)}: {', '.join(map(str, removable.paths))}")
     click.echo(str(path))
+
+
+def _converted(
+    prepared: Prepared, content: TextParts | None, random_text: bool, *, resume: bool, force: bool
+) -> Path:
+    """Convert, round by a text or by random tokens if one is given, and return the bundle's folder."""
+    from ondevice import training
+
+    try:
+        if random_text:
+            with progress() as show:
+                return training.convert_by_random_tokens(
+                    prepared, on_progress=lambda done: show(*shown(done)), resume=resume, force=force
+                )
+        if content is None:
+            return run_conversion(prepared, resume=resume, force=force)
+        with progress() as show, progress() as show_training:
+            return training.train_converted(
+                prepared,
+                content,
+                on_progress=lambda done: show(*shown(done)),
+                on_training=show_training,
+                resume=resume,
+                force=force,
+            )
+    except KeyboardInterrupt:
+        say("interrupted; the same command with --resume goes on with what is done")
+        raise
 
 
 def _add_draft_layer(source: str, draft_for: str, quant: str) -> None:

@@ -125,6 +125,12 @@ def offer_text(foreseen: Foreseen, minimum_budget_bytes: int) -> str:
         kept = "kept in the hub's cache" if foreseen.kept_bytes else "none of it stored as it is"
         lines.append(f"download  {size(foreseen.download_bytes)}, {kept}")
     lines.append(f"write     {size(foreseen.bundle_bytes)} to {foreseen.output}, where {_room(foreseen)}")
+    if foreseen.source_bytes:
+        lines.append(
+            f"source    {size(foreseen.source_bytes)}, which stay: with the bundle "
+            f"{size(foreseen.source_bytes + foreseen.bundle_bytes)} of the disk; `ondevice convert "
+            "--remove-source` deletes a GGUF file once its bundle is verified"
+        )
     lines.append(f"memory    {size(minimum_budget_bytes)}, about, is the smallest budget that it will run in")
     if foreseen.present_bytes:
         lines.append(f"begun     {size(foreseen.present_bytes)} are written already, and aren't made again")

@@ -23,6 +23,7 @@ from ondevice.config import AUTO_QUANT, QuantConfig, RuntimeConfig
 from ondevice.errors import ModelNotFoundError, OndeviceError, UnsupportedModelError, UsageError
 from ondevice.model_config import ModelConfig
 from ondevice.runtime.backend_choice import memory_model, settled_backend
+from ondevice.runtime.local_source import weight_files
 from ondevice.runtime.models import (
     ConversionProgress,
     automatic_modes,
@@ -68,6 +69,8 @@ class Foreseen:
     """True if the hub's cache is on the disk that the bundle goes to."""
     free_bytes: int
     """Free bytes of the disk that the bundle goes to."""
+    source_bytes: int
+    """Bytes of the source's weights on this disk, which stay beside the bundle; 0 for a repository."""
 
     def require_space(self) -> None:
         """Raises OndeviceError if the disk has no room."""
@@ -94,10 +97,12 @@ class Prepared:
         process_bytes: Mapping[str | None, int],
         is_kept: bool = True,
         keep_source: bool = False,
+        source_bytes: int = 0,
     ) -> None:
         """listing: the repository that it comes from. is_kept: the source is on this disk already.
 
-        process_bytes: as `_process_bytes` measured it before the checkpoint was opened.
+        process_bytes: as `_process_bytes` measured it before the checkpoint was opened. source_bytes: of the
+        weights of a source that is the user's own.
         """
         self.output = output
         self._checkpoint = checkpoint
@@ -105,6 +110,7 @@ class Prepared:
         self._listing = listing
         self._is_remote = listing is not None and not is_kept
         self._keep_source = keep_source
+        self._source_bytes = source_bytes
         self._process_bytes = process_bytes[checkpoint.tokenizer.info.kind]
 
     @property
@@ -155,6 +161,7 @@ class Prepared:
             kept_bytes=kept,
             is_one_disk=kept > 0 and _device(_hub(checkpoint.name).cache_folder()) == _device(self.output),
             free_bytes=shutil.disk_usage(_existing(self.output)).free,
+            source_bytes=self._source_bytes,
         )
 
     def least_plan(self, runtime: RuntimeConfig) -> Plan:
@@ -326,7 +333,13 @@ def _opened(
     check_names(target)
     if not isinstance(found, Repository):
         checkpoint = open_checkpoint(found)
-        return Prepared(checkpoint, target, quant or chosen_quant(checkpoint), process_bytes=before)
+        return Prepared(
+            checkpoint,
+            target,
+            quant or chosen_quant(checkpoint),
+            process_bytes=before,
+            source_bytes=sum(file.stat().st_size for file in weight_files(found)),
+        )
     hub = _hub(found.name)
     if hub.hub_is_offline() and (kept := hub.cached_offline(found.name, found.file)):
         checkpoint = open_checkpoint(kept)

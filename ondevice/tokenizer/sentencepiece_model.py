@@ -23,7 +23,8 @@ _MARKUP_PIECE = re.compile(r"<[^\s<>]*[A-Za-z][^\s<>]*>|\[[^\s\[\]]*[A-Za-z][^\s
 class SentencePieceTokenizer(Vocabulary):
     """The tokenizer of a `tokenizer.model`: sentencepiece's protobuf, with any of its algorithms.
 
-    Special tokens are control pieces, and user-defined pieces that look like markup (`<...>`, `[...]`).
+    Special tokens are control pieces, and user-defined pieces that look like markup (`<...>`, `[...]`). The
+    unknown piece and unused ones add nothing to a text.
     """
 
     def __init__(self, data: bytes, bos_id: int | None, eos_ids: tuple[int, ...], add_bos: bool) -> None:
@@ -40,10 +41,11 @@ class SentencePieceTokenizer(Vocabulary):
         with library_errors("tokenizer.model"):
             library.LoadFromSerializedProto(file.data)
             self.vocab_size = library.vocab_size()
-            self._unknown: int = library.unk_id()
-            ids = range(self.vocab_size)
-            self._pieces: list[str] = library.id_to_piece(list(ids))
-            control = {i for i in ids if library.is_control(i)}
+            ids = list(range(self.vocab_size))
+            self._pieces: list[str] = library.id_to_piece(ids)
+            fills = zip(library.is_unused(ids), library.is_unknown(ids), strict=True)
+            self._filling = frozenset(i for i, kinds in enumerate(fills) if any(kinds))
+            control = {i for i, steers in enumerate(library.is_control(ids)) if steers}
             marks = [i for i in ids if _MARKUP_PIECE.fullmatch(self._pieces[i]) and i not in control]
             # The library doesn't tell which pieces are user-defined: of these, those with score 0.
             user = {i for i in marks if library.get_score(i) == 0.0 and not self._is_byte_or_unknown(i)}
@@ -56,10 +58,8 @@ class SentencePieceTokenizer(Vocabulary):
         return self._pieces[token] if 0 <= token < self.vocab_size else ""
 
     def token_bytes(self, token: int) -> bytes:
-        if token in self._silent or not 0 <= token < self.vocab_size:
+        if token in self._silent or token in self._filling or not 0 <= token < self.vocab_size:
             return b""
-        if token == self._unknown:
-            return " ⁇ ".encode()
         piece = self._pieces[token]
         # A call of the library is slow, so only names that bytes can have are asked about.
         if piece.startswith("<0x") and self._library.is_byte(token):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,31 @@ def test_what_ends_a_text(
     write_json(source / "tokenizer_config.json", **settings)
     info, _ = converted(source)
     assert info.eos_ids == eos_ids
+
+
+@pytest.mark.parametrize("name", ["<|im_end|>", "<end_of_turn>", "[EOT]", "</s>"])
+@pytest.mark.parametrize("special", [True, False])
+def test_a_token_by_which_the_template_ends_a_turn_ends_a_text(
+    source: Path, name: str, special: bool
+) -> None:
+    """Configs often name the text's end alone. Without the template the token may be anything."""
+    tokenizer = byte_level()
+    (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([name])
+    tokenizer.save(str(source / "tokenizer.json"))
+    write_json(source / "generation_config.json", eos_token_id=EOS)
+    for template, ends in (("{{ messages }}", (EOS,)), ("{{ messages[0].content }}" + name, (EOS, 259))):
+        write_json(source / "tokenizer_config.json", chat_template=template)
+        info, bundle = converted(source)
+        assert info.eos_ids == ends
+        shutil.rmtree(bundle.path)
+
+
+def test_messages_of_channels_end_no_turn_in_a_folder(source: Path) -> None:
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<|end|>", "<|return|>", "<|call|>"])
+    tokenizer.save(str(source / "tokenizer.json"))
+    write_json(source / "tokenizer_config.json", chat_template="x<|end|><|call|><|return|>")
+    assert set(converted(source)[0].eos_ids) == {2, 260, 261}
 
 
 @pytest.mark.parametrize("ids", [VOCAB, -1, [2, VOCAB], "2", [None], 2.0, True, {"a": 1}, [2] * 100])

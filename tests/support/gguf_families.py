@@ -88,6 +88,8 @@ def write_family(
     change: Callable[[Any], None] = lambda writer: None,
     experts: Arrangement = "as converted",
     whole: bool = False,
+    architecture: str = "",
+    in_pairs: bool = False,
 ) -> None:
     """Write the checkpoint `folder` as a GGUF file.
 
@@ -98,6 +100,9 @@ def write_family(
         change: adds metadata.
         experts: three tensors a layer, two with gates above ups, or a tensor for each matrix of an expert.
         whole: with the fused projections of delta rules and of latents in one, as older files have them.
+        architecture: the name that the file says; the family's where it is empty.
+        in_pairs: whether rows of queries and keys turn in pairs of neighbours, where that isn't the family's
+            own way.
     """
     gguf = pytest.importorskip("gguf")
     config = json.loads((folder / "config.json").read_text())
@@ -105,6 +110,7 @@ def write_family(
     if name == "nemotron_h":
         config = single_blocks(config)
         name = "nemotron_h_moe" if "n_routed_experts" in config else name
+    name = architecture or name
     writer = gguf.GGUFWriter(path, name)
     add_config(writer, config)
     change(writer)
@@ -113,6 +119,9 @@ def write_family(
     quant = gguf.GGMLQuantizationType[kind]
     tensors = {}
     for old, values in _moved(config, load_file(folder / "model.safetensors"), whole).items():
+        for which, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
+            if in_pairs and f"self_attn.{which}_proj." in old:
+                values = permuted(values, config[heads])
         layer = _LAYER.fullmatch(old)
         new = names.get_name(old, try_suffixes=(".weight", ".bias"))
         new = f"blk.{layer[1]}.{_SCALES[layer[2]]}" if layer and layer[2] in _SCALES else new

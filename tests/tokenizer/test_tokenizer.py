@@ -238,8 +238,9 @@ def test_streams_decode_like_the_whole_and_like_the_library(
         st.integers(0, 700) | st.integers(0, tokenizer.vocab_size - 1) | st.sampled_from([29871, 259, 220, 2])
     )
     ids = data.draw(st.lists(token.filter(lambda i: i < tokenizer.vocab_size), max_size=12))
-    # sentencepiece lets a special token end a character, `tokenizers` doesn't; here neither does.
-    heard = [i for i in ids if name != "llama2" or i not in (1, 2)]
+    # sentencepiece lets a special token end a character, `tokenizers` doesn't; here neither does. And it
+    # shows the unknown token, which is hidden here as by `tokenizers`.
+    heard = [i for i in ids if name != "llama2" or i not in (0, 1, 2)]
     text, expected = tokenizer.decode(ids), library_decode[name](heard)
     # A `tokenizer.json` hides <unk>, and gives up a whole run of bytes where one of them is wrong.
     if name != "llama2_json" or (0 not in ids and "\ufffd" not in text):
@@ -294,7 +295,7 @@ def test_ids_beyond_the_tokenizer_decode_to_nothing(loaded: dict[str, Tokenizer]
 def test_bytes_of_single_tokens(loaded: dict[str, Tokenizer]) -> None:
     llama, gpt2 = loaded["llama2"], loaded["gpt2"]
     assert [llama.token_bytes(i) for i in (0, 1, 3, 13, 258, 263)] == [
-        " ⁇ ".encode(),
+        b"",
         b"",
         b"\0",
         b"\n",
@@ -317,8 +318,9 @@ def test_the_leading_space_rule_is_the_model_files(rule: str, tmp_path: Path) ->
     library = sentencepiece.SentencePieceProcessor(model_proto=data)
     assert tokenizer.leading_space == rule
     space, a = library.piece_to_id("▁"), library.piece_to_id("a")
-    for ids in ([space, a], [space, space, a], [a, space, a], [1, space, space], [space, 0, space]):
+    for ids in ([space, a], [space, space, a], [a, space, a], [1, space, space]):
         assert tokenizer.decode(ids) == library.decode(ids)
+    assert tokenizer.decode([a, 0, a]) == tokenizer.decode([a, a])
 
 
 def test_kinds_ids_and_sizes_are_checked(files: dict[str, bytes]) -> None:

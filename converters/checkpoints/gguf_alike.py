@@ -1,0 +1,91 @@
+"""Architectures that compute what another family does, and kinds of files that hold no such model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ondevice.converters.checkpoints.gguf_file import GgufHeader
+from ondevice.converters.checkpoints.gguf_gemma import Values
+from ondevice.converters.checkpoints.gguf_mamba2 import granite_keys
+from ondevice.converters.checkpoints.gguf_metadata import Metadata
+from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.model_config import ModelConfig
+
+_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+_TEMPERATURE = "attention.temperature_scale"
+_ORIGINAL = "rope.scaling.original_context_length"
+_BAICHUAN_LAYERS = 32
+
+OTHER_KINDS = {
+    "an encoder of images or sound, which goes with a language model": ("clip",),
+    "an encoder, which generates nothing": (
+        "bert", "modern-bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3",
+        "eurobert", "t5encoder", "gemma-embedding", "llama-embed",
+    ),
+    "an encoder with a decoder": ("t5",),
+    "a diffusion model, whose tokens see later ones": ("dream", "llada", "llada-moe", "rnd1"),
+    "a model that drafts for another one": ("eagle3", "dflash", "gemma4-assistant"),
+    "a model of sound": ("wavtokenizer-dec", "qwen3tts", "pockettts"),
+    "a recurrent model without attention": ("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),
+}  # fmt: skip
+"""What architectures are that no family here could have, by llama.cpp's names of them."""
+
+
+def mistral3_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
+    """Mistral 3's and Ministral 3's, whose queries grow beyond the original context: texts end before."""
+    scaling = values["rope_scaling"]
+    found: dict[str, Any] = {"sliding_window": None}
+    if (multiplier := metadata.number(_LOG_MULTIPLIER, 0.0)) > 0.0:
+        if scaling is None or scaling["rope_type"] != "yarn":
+            raise CheckpointError(
+                f"{metadata.header.file}: {metadata.prefix}{_LOG_MULTIPLIER} is there without yarn, "
+                "which it is a part of"
+            )
+        found["rope_scaling"] = {**scaling, "mscale": 1.0, "mscale_all_dim": multiplier}
+    if metadata.number(_TEMPERATURE, 0.0):
+        original = metadata.integer(_ORIGINAL)
+        found["max_position_embeddings"] = min(original, values["max_position_embeddings"])
+    return found
+
+
+def mistral3_notes(header: GgufHeader, config: ModelConfig) -> tuple[str, ...]:
+    if not header.metadata.get(f"mistral3.{_TEMPERATURE}"):
+        return ()
+    return (
+        f"its context ends at {config.max_context} tokens: beyond them its queries are scaled by a text's "
+        "length, which isn't done here",
+    )
+
+
+def minicpm_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
+    """Granite's multipliers, all of them said: older files have others without a word."""
+    for key in ("embedding_scale", "residual_scale", "logit_scale"):
+        metadata.number(key)
+    return granite_keys(metadata, values)
+
+
+def baichuan_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
+    """The 7B's. The 13B adds what grows with distance to its scores (ALiBi), and no key says so."""
+    if (layers := values["num_hidden_layers"]) != _BAICHUAN_LAYERS:
+        raise UnsupportedModelError(
+            f"{metadata.header.file} is a Baichuan of {layers} layers; only the 7B, of {_BAICHUAN_LAYERS}, "
+            "has rotary embedding and can be converted"
+        )
+    return {}
+
+
+def text_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
+    """Of a model that sees: which of three positions turns a pair of dimensions, one and the same in a text,
+    and the layers that pictures are added to."""
+    metadata.array("rope.dimension_sections")
+    metadata.integer("n_deepstack_layers", 0)
+    return {}
+
+
+def text_notes(header: GgufHeader, config: ModelConfig) -> tuple[str, ...]:
+    return ("its text model alone: images can't be given to it",)
+
+
+def other_kind(architecture: str) -> str:
+    """What an architecture is that can't be a family here; empty for one that could."""
+    return next((kind for kind, names in OTHER_KINDS.items() if architecture in names), "")

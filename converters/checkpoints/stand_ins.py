@@ -1,0 +1,53 @@
+"""Files that aren't what their names say, as a download went wrong: pointers, web pages, nothing at all."""
+
+from __future__ import annotations
+
+import re
+
+from ondevice.converters.checkpoints.base import plain
+from ondevice.errors import CheckpointError
+
+START_BYTES = 512
+"""Bytes of a file's start that are looked at."""
+_POINTER = b"version https://git-lfs."
+_POINTED_SIZE = re.compile(rb"^size (\d{1,15})$", re.MULTILINE)
+_PAGES = (b"<!doctype html", b"<html", b"<head", b"<?xml")
+_NEVER_EMPTY = (".json", ".model", ".safetensors", ".gguf", ".bin", ".txt")
+_NEVER_TEXT = (".safetensors", ".gguf", ".bin", ".model")
+_LARGEST_ANSWER_BYTES = 4096
+
+
+def refuse_stand_in(name: str, start: bytes, nbytes: int) -> None:
+    """Raises CheckpointError if a file is a git-LFS pointer, a web page, a server's answer, zeros or empty.
+
+    name: the file's. start: its first START_BYTES. nbytes: its size.
+    """
+    why = _stand_in(name, start, nbytes)
+    if why:
+        raise CheckpointError(f"{name} {why}")
+
+
+def _stand_in(name: str, start: bytes, nbytes: int) -> str:
+    text = start.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if start.startswith(_POINTER):
+        size = _POINTED_SIZE.search(start)
+        whole = f"the file of {size[1].decode()} bytes" if size else "the file"
+        return (
+            f"is a git-LFS pointer of {nbytes} bytes, not {whole} that it stands for: run `git lfs pull` in "
+            "the repository's folder, or download the file itself"
+        )
+    if text.lower().startswith(_PAGES):
+        return (
+            "is a web page that was saved under the file's name, not the file: download the file itself, by "
+            "the link on that page, with a login if it asks for one"
+        )
+    if not nbytes:
+        return "is empty; download it again" if name.endswith(_NEVER_EMPTY) else ""
+    if not name.endswith(_NEVER_TEXT):
+        return ""
+    if len(start) >= 8 and not any(start):
+        return "begins with zeros, as a download does that was begun and never filled; download it again"
+    if nbytes <= _LARGEST_ANSWER_BYTES and start.isascii() and start.decode().isprintable():
+        said = plain(start.decode())
+        return f"is a text, '{said}', as a server answers in a file's place; download it again"
+    return ""
