@@ -4,8 +4,9 @@ With `threads` reads under way at once, a read of s bytes takes the device a + c
 per byte. So reading through a gap of up to a / c bytes between two records costs less than a second read.
 The rate at a record's size tells how many threads pay off and how much can be read ahead in a given time.
 
-A device may have been slower, or faster, all the while it was measured. `RateCheck` in `rate_check.py` compares
-the reads of passes, and doubts stored costs that are wrong by a factor of DIFFERENT: the next load measures.
+A device may have been slower, or faster, all the while it was measured. `RateCheck` in `rate_check.py`
+compares the reads of passes, and doubts stored costs that are wrong by a factor of DIFFERENT: the next load
+measures again.
 """
 
 from __future__ import annotations
@@ -50,15 +51,18 @@ VERSION = 3
 MAX_STORE_BYTES = 1 << 20
 
 Standing = Literal["measured", "doubted", "confirmed"]
-"""How far costs are trusted: `doubted` ones are measured again when they are next wanted. `confirmed` ones were
-doubted, and a second measurement agreed with the first: reads of passes say nothing against these."""
+"""How far costs are trusted.
+
+`doubted` ones are measured again when they are next wanted. `confirmed` ones were doubted, and a second
+measurement agreed with the first: reads of passes say nothing against these."""
 
 
 @dataclass(frozen=True)
 class CostModel:
     """The cost of random reads on one device.
 
-    measured: when, as ISO 8601 in UTC. rates: every `bytes_per_second` is known. device: as the store names it.
+    measured: when, as ISO 8601 in UTC. rates: every `bytes_per_second` is known. device: its name in the
+    store.
     """
 
     measured: str
@@ -78,7 +82,7 @@ class CostModel:
 
     @property
     def kept(self) -> timedelta:
-        """Time for which this model is trusted: short if a rate lies far from the fitted line, 0 if doubted."""
+        """Time for which it is trusted: short if a rate lies far from the fitted line, 0 if doubted."""
         if self.standing == "doubted":
             return timedelta(0)
         disturbed = any(

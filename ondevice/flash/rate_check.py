@@ -1,7 +1,7 @@
-"""Compares the reads of forward passes with the stored costs of their device, and doubts those that are wrong.
+"""Compares the reads of forward passes with the stored costs of their device, and doubts wrong ones.
 
-Passes that read little of each layer say nothing: the device idles between their reads. Those of a prompt, and of
-a cache that fills, keep it busy as the measurement did.
+Passes that read little of each layer say nothing, as the device idles meanwhile. Those of a prompt, and
+of a cache that fills, keep it busy as the measurement did.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class RateCheck:
         if 1 / DIFFERENT < ratio < DIFFERENT:
             return
         log.info(
-            "%s of reads came at %.2f times the rate that was measured of %s on %s: it is measured again when a "
-            "model is next loaded",
+            "%s of reads came at %.2f times the rate measured of %s on %s: it is measured again when "
+            "a model is next loaded",
             format_bytes(self._nbytes),
             ratio,
             self._costs.device,

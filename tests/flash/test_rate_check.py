@@ -37,7 +37,9 @@ class Device:
 
     def read(self, reads: int, rate: float) -> None:
         was, nbytes = self.stats, reads * READ
-        self.stats = FlashStats(was.bytes_read + nbytes, was.read_seconds + nbytes / rate, 0.0, was.reads + reads)
+        self.stats = FlashStats(
+            was.bytes_read + nbytes, was.read_seconds + nbytes / rate, 0.0, was.reads + reads
+        )
 
 
 @pytest.fixture
