@@ -310,7 +310,16 @@ def _log(x: Floats) -> Floats:
 
 
 def _exp(x: Floats) -> Floats:
-    """Exponential of float64 at or below 0, within 2 ulp. Values under -700 count as -700."""
+    """Exponential of float64 (N,) at or below 0, within 2 ulp. Values under -700 count as -700."""
+    found = np.empty_like(x)
+    # In pieces, as five arrays of a large vocabulary's size would be tens of megabytes.
+    for start in range(0, x.size, _CHUNK):
+        part = slice(start, start + _CHUNK)
+        found[part] = _exp_piece(x[part])
+    return found
+
+
+def _exp_piece(x: Floats) -> Floats:
     x = np.maximum(x, -700.0)
     power = np.rint(x * 1.4426950408889634)
     remainder = (x - power * _LN2_HIGH) - power * _LN2_LOW

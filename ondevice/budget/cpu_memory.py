@@ -109,7 +109,8 @@ class CpuMemory(MemoryModel):
         scores = self._threads * 4 * scratch
         neurons = min(self._neurons_at_once, padded(config.widest, GROUP_SIZE))
         hidden_values = max(HIDDEN_BYTES, 4 * tokens * neurons)
-        sampling = 8 * 8 * vocab
+        # Scores, ids and chances of every token, in float64, where a text is sampled by `top_p`.
+        sampling = 7 * 8 * vocab
         # The head's output and the copy that the caller gets.
         scoring = 2 * 4 * vocab * min(self.pass_tokens, logits_rows(config))
         return tokens * per_token + max(sampling, scoring) + scores + hidden_values

@@ -211,6 +211,15 @@ class Plan:
         return self._fixed_bytes + self.kv_cache_bytes + self.neuron_cache_bytes
 
     @property
+    def start_bytes(self) -> int:
+        """What of `total_bytes` a text takes at first. Its keys and values grow block by block.
+
+        Where weights come from flash, neurons have that memory until then.
+        """
+        neurons = self.segments_for(self.kv_block_bytes) * self.segment.nbytes
+        return min(self.total_bytes, self._fixed_bytes + self.kv_block_bytes + neurons)
+
+    @property
     def kv_limit_bytes(self) -> int:
         """Most that the key/value caches of all sessions together may hold."""
         held = (self.segment.least if self.offloads_weights else self.segment.total) * self.segment.nbytes
@@ -272,6 +281,7 @@ class Plan:
         return {
             "budget_bytes": self.budget_bytes,
             "total_bytes": self.total_bytes,
+            "start_bytes": self.start_bytes,
             "resident_weights_bytes": self.resident_weights_bytes,
             "kv_cache_bytes": self.kv_cache_bytes,
             "neuron_cache_bytes": self.neuron_cache_bytes,

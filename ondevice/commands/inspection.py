@@ -116,7 +116,7 @@ def inspection_text(resolved: ResolvedModel) -> str:
         f"memory for a budget of {size(plan.budget_bytes)}, {context_words(plan)}, "
         f"with {_modes_taken(resolved)}:",
         *(_part_line(what, nbytes) for what, nbytes in [*parts(plan), ("total", plan.total_bytes)]),
-        *([residency(plan)] if plan.fits else []),
+        *([f"at the start of a text: {size(plan.start_bytes)}", residency(plan)] if plan.fits else []),
         *_mode_change_lines(resolved),
         *([] if frugal is resolved else [f"smallest budget for these: {size(plan.minimum_budget_bytes)}"]),
         f"smallest budget that works: {size(frugal.plan.minimum_budget_bytes)}, with {_modes_taken(frugal)}:",

@@ -22,7 +22,8 @@ def plan_summary(plan: Plan) -> str:
     """The plan in two lines, shown before loading. A third line follows if the context was shortened."""
     shortened = f"\n      {context_words(plan)}" if plan.wanted_context else ""
     return (
-        f"plan: budget {size(plan.budget_bytes)}, uses {size(plan.total_bytes)}: {_parts_line(plan)}\n"
+        f"plan: budget {size(plan.budget_bytes)}, uses {format_bytes(plan.start_bytes)} at the start, "
+        f"{size(plan.total_bytes)} at {plan.max_context} tokens: {_parts_line(plan)}\n"
         f"      {residency(plan)}{shortened}"
     )
 

@@ -3,6 +3,10 @@
 With `threads` reads under way at once, a read of s bytes takes the device a + c * s seconds: a per read, c
 per byte. So reading through a gap of up to a / c bytes between two records costs less than a second read.
 The rate at a record's size tells how many threads pay off and how much can be read ahead in a given time.
+
+A device may have been slower, or faster, all the while it was measured. `RateCheck` in `rate_check.py`
+compares the reads of passes, and doubts stored costs that are wrong by a factor of DIFFERENT: the next load
+measures again.
 """
 
 from __future__ import annotations
@@ -12,10 +16,10 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -39,19 +43,32 @@ TOLERANCE = 0.33
 """Relative distance of a rate from the fitted line above which the measurement counts as disturbed."""
 GAP_BYTES = range(4 << 10, 48 << 10)
 """Smallest and largest result of `gap_bytes`, whatever a disturbed measurement suggests."""
-VERSION = 2
+AGREED_READS = 16 << 10, THREADS[1]
+"""Bytes and threads of the reads by which two measurements are compared."""
+DIFFERENT = 2.0
+"""Factor between a rate and a stored one from which on the stored one is wrong."""
+VERSION = 3
 MAX_STORE_BYTES = 1 << 20
+
+Standing = Literal["measured", "doubted", "confirmed"]
+"""How far costs are trusted.
+
+`doubted` ones are measured again when they are next wanted. `confirmed` ones were doubted, and a second
+measurement agreed with the first: reads of passes say nothing against these."""
 
 
 @dataclass(frozen=True)
 class CostModel:
     """The cost of random reads on one device.
 
-    measured: when, as ISO 8601 in UTC. rates: every `bytes_per_second` is known.
+    measured: when, as ISO 8601 in UTC. rates: every `bytes_per_second` is known. device: its name in the
+    store.
     """
 
     measured: str
     rates: tuple[ReadRate, ...]
+    device: str = ""
+    standing: Standing = "measured"
 
     def threads(self, nbytes: int) -> int:
         """The fewest threads that read `nbytes` at a time about as fast (`WORTH`) as the best number does."""
@@ -65,7 +82,9 @@ class CostModel:
 
     @property
     def kept(self) -> timedelta:
-        """Time for which this model is trusted: short if a rate lies far from the fitted line."""
+        """Time for which it is trusted: short if a rate lies far from the fitted line, 0 if doubted."""
+        if self.standing == "doubted":
+            return timedelta(0)
         disturbed = any(
             rate.bytes_per_second
             and abs(self.bytes_per_second(rate.read_bytes, rate.threads) / rate.bytes_per_second - 1)
@@ -79,6 +98,11 @@ class CostModel:
         read, byte = self._line(threads)
         gap = int(min(read / byte, GAP_BYTES.stop))
         return max(GAP_BYTES.start, min(gap, GAP_BYTES.stop))
+
+    def agrees(self, other: CostModel) -> bool:
+        """Whether both give about the same rate: less than DIFFERENT times the other's."""
+        first, second = (costs.bytes_per_second(*AGREED_READS) for costs in (self, other))
+        return max(first, second) < DIFFERENT * min(first, second)
 
     @property
     def _threads(self) -> list[int]:
@@ -130,8 +154,9 @@ def device_costs(files: Sequence[CheckedFile], store: Path | None = None) -> Cos
         log.info("no cost model: %s", error)
         return UNMEASURED
     known = _read_store(store)
-    if device in known and _age(known[device]) < known[device].kept:
-        return known[device]
+    before = known.get(device)
+    if before is not None and _age(before) < before.kept:
+        return before
     record = sum(files[0].crc_units)
     least = -(-LEAST_READ_BYTES // record)
     runs = [least << double for double in range(8) if (least << double) * record <= MAX_RUN_BYTES] or [1]
@@ -148,10 +173,23 @@ def device_costs(files: Sequence[CheckedFile], store: Path | None = None) -> Cos
         return UNMEASURED
     if len({rate.read_bytes for rate in rates}) < 2:
         return UNMEASURED
-    measured = CostModel(datetime.now(UTC).isoformat(timespec="seconds"), rates)
+    measured = CostModel(datetime.now(UTC).isoformat(timespec="seconds"), rates, device)
+    if before is not None and before.standing == "doubted" and before.agrees(measured):
+        measured = replace(measured, standing="confirmed")
     log.info("measured %s: %s", device, measured)
     _write_store(store, known | {device: measured})
     return measured
+
+
+def doubt(costs: CostModel, store: Path | None = None) -> None:
+    """Have a device measured again when its costs are next wanted, unless somebody has measured it since.
+
+    costs: as `device_costs` gave them. store: as there.
+    """
+    store = store or _default_store()
+    known = _read_store(store)
+    if known.get(costs.device) == costs:
+        _write_store(store, known | {costs.device: replace(costs, standing="doubted")})
 
 
 def _default_store() -> Path:
@@ -181,7 +219,7 @@ def _read_store(store: Path) -> dict[str, CostModel]:
             content = json.loads(file.read(MAX_STORE_BYTES))
         if content["version"] != VERSION:
             return {}
-        return {str(device): _parse(entry) for device, entry in content["devices"].items()}
+        return {str(device): _parse(str(device), entry) for device, entry in content["devices"].items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -189,7 +227,7 @@ def _read_store(store: Path) -> dict[str, CostModel]:
         return {}
 
 
-def _parse(entry: dict[str, Any]) -> CostModel:
+def _parse(device: str, entry: dict[str, Any]) -> CostModel:
     """A device's entry. Raises ValueError, KeyError or TypeError if `_write_store` can't have written it."""
     rates = tuple(
         ReadRate(int(rate["read_bytes"]), int(rate["threads"]), float(rate["bytes_per_second"]))
@@ -202,13 +240,22 @@ def _parse(entry: dict[str, Any]) -> CostModel:
         for rate in rates
     )
     measured = datetime.fromisoformat(str(entry["measured"]))
-    if not sane or not rates or measured.tzinfo is None:
+    standing: Standing = entry["standing"]
+    if not sane or not rates or measured.tzinfo is None or standing not in get_args(Standing):
         raise ValueError(f"no cost model: {entry}")
-    return CostModel(measured.isoformat(), rates)
+    return CostModel(measured.isoformat(), rates, device, standing)
 
 
 def _write_store(store: Path, known: dict[str, CostModel]) -> None:
-    content = {"version": VERSION, "devices": {device: asdict(costs) for device, costs in known.items()}}
+    entries = {
+        device: {
+            "measured": costs.measured,
+            "standing": costs.standing,
+            "rates": [asdict(rate) for rate in costs.rates],
+        }
+        for device, costs in known.items()
+    }
+    content = {"version": VERSION, "devices": entries}
     part = store.with_name(f"{store.name}.{os.getpid()}")
     try:
         store.parent.mkdir(parents=True, exist_ok=True)

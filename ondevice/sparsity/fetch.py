@@ -21,6 +21,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import Batches, ResidentLayer
 from ondevice.errors import FlashReadError
 from ondevice.flash.cost_model import CostModel
+from ondevice.flash.rate_check import RateCheck
 from ondevice.flash.reader import FlashReader
 from ondevice.sparsity.cache_warm_up import CacheWarmUp
 from ondevice.sparsity.cached_source import CachedSource
@@ -99,6 +100,7 @@ class NeuronFetcher(CachedSource):
         predicted = any(layer.selector is not None and layer.selector.predicted for layer in layers)
         first = WHOLE_RECORD if predicted else UP_AND_DOWN
         wanted = Parts(first, len(part_bytes) - first)
+        self._rate_check = RateCheck(reader, costs, len(layers))
         gap_bytes = costs.gap_bytes(reader.threads)
         groups = [wanted] if options.bundled else one_by_one(wanted, part_bytes)
         self._reads = deque(
@@ -155,6 +157,7 @@ class NeuronFetcher(CachedSource):
 
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Prefetch the first layer's neurons that drafting selected and lacked, and manage the cache."""
+        self._rate_check.end_pass()
         self._prefetcher.begin_expected()
         if len(batch.drafted) > (len(self._draft_scores[0]) if self._draft_scores else 0):
             self._draft_scores = [

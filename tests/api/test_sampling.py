@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import tracemalloc
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -127,6 +128,21 @@ def test_own_log_and_exp_are_accurate() -> None:
     y = np.concatenate([[0.0, -1e-18, -0.5], -rng.random(50_000) * 690])
     assert (np.abs(_exp(y) - np.exp(y)) <= 2 * np.spacing(np.exp(y))).all()
     assert _exp(np.array([-1e9])) == _exp(np.array([-700.0]))
+    assert (_exp(y[:9000]) == np.concatenate([_exp(y[:5000]), _exp(y[5000:9000])])).all()
+
+
+def test_sampling_a_large_vocabulary_takes_no_more_than_is_planned() -> None:
+    logits = random_logits(1 << 17)
+    config = SamplingConfig(temperature=0.7, top_p=0.9, repetition_penalty=1.1, seed=1)
+    sample(logits, config, 0, [1])
+    tracemalloc.start()
+    try:
+        sample(logits, config, 1, [1])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # A plan has 7 arrays of float64, `sampling` in `CpuMemory`.
+    assert peak < 7 * 8 * logits.size
 
 
 # --- greedy ---

@@ -106,6 +106,15 @@ def test_the_7b_shape_costs_what_a_hand_count_says() -> None:
     )
 
 
+def test_a_text_begins_with_a_block_of_keys_and_values() -> None:
+    full = plan_for(LLAMA_7B, Q4, 1 << 40)
+    assert full.start_bytes == full.total_bytes - full.kv_cache_bytes + full.kv_block_bytes
+    assert full.kv_block_bytes * (full.max_context // 64) == full.kv_cache_bytes
+    # Neurons have what keys and values will take.
+    offloaded = full.with_budget(3700 * MB)
+    assert offloaded.total_bytes - offloaded.start_bytes < 2 * offloaded.segment.nbytes
+
+
 def test_loading_is_the_peak_of_a_short_context() -> None:
     wide = replace(TINY, hidden_size=1024, tie_embeddings=False)
     for vocab, ahead in ((50_000, 52 << 20), (5_000, None)):

@@ -125,7 +125,7 @@ def test_old_measurements_and_those_of_tomorrow_are_made_again(
     assert len(counted) == 2
     kept = json.loads(store.read_text())["devices"]
     assert kept["/another"] == other
-    assert all(cost_model._age(cost_model._parse(entry)) < timedelta(days=1) for entry in kept.values())
+    assert all(cost_model._age(cost_model._parse("", entry)) < timedelta(days=1) for entry in kept.values())
 
 
 def test_a_disturbed_measurement_is_made_again_after_an_hour(
@@ -153,6 +153,25 @@ def test_a_disturbed_measurement_is_made_again_after_an_hour(
         assert len(counted) == again
 
 
+@pytest.mark.parametrize(("times", "standing"), [(1.4, "confirmed"), (0.7, "confirmed"), (3.0, "measured")])
+def test_doubted_costs_are_measured_again_once(
+    times: float, standing: str, files: list[CheckedFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "flash.json"
+    measured = [costs_of({32: (1e-5, 1e-9)}), costs_of({32: (1e-5 / times, 1e-9 / times)})]
+    monkeypatch.setattr(cost_model, "measure_records", lambda *_: measured.pop(0).rates)
+    first = device_costs(files, store)
+    assert first.standing == "measured"
+    cost_model.doubt(dataclasses.replace(first, measured="2026-01-01T00:00:00+00:00"), store)
+    assert device_costs(files, store) == first, "another measurement than the stored one is doubted"
+    cost_model.doubt(first, store)
+    second = device_costs(files, store)
+    assert second.standing == standing
+    assert second.rates != first.rates
+    assert device_costs(files, store) == second
+    assert not measured
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -160,13 +179,13 @@ def test_a_disturbed_measurement_is_made_again_after_an_hour(
         "[]",
         "{}",
         '{"version": 1, "devices": {}}',
-        '{"version": 2, "devices": []}',
-        '{"version": 2, "devices": {"/": {"measured": "never", "rates": []}}}',
-        '{"version": 2, "devices": {"/": {"measured": "2026-01-01", "rates": []}}}',
-        '{"version": 2, "devices": {"/": null}}',
+        '{"version": 3, "devices": []}',
+        '{"version": 3, "devices": {"/": {"measured": "never", "rates": []}}}',
+        '{"version": 3, "devices": {"/": {"measured": "2026-01-01", "standing": "measured", "rates": []}}}',
+        '{"version": 3, "devices": {"/": null}}',
         "[" * 100_000,
-        '{"version": 2, "devices": {"/": {"measured": "2026-01-01T00:00:00+00:00", "rates": '
-        '[{"read_bytes": 0, "threads": 32, "bytes_per_second": 1e9}]}}}',
+        '{"version": 3, "devices": {"/": {"measured": "2026-01-01T00:00:00+00:00", "standing": "measured", '
+        '"rates": [{"read_bytes": 0, "threads": 32, "bytes_per_second": 1e9}]}}}',
     ],
 )
 def test_a_damaged_store_is_measured_again(

@@ -3,7 +3,8 @@
 Every drafter that the model can have continues held-out prompts of four kinds beside plain decoding, in
 turns, in one process (`ondevice.measure.drafters`); all texts must be equal. A case's figure is the median
 over rounds of one round's tokens per second over those of `--speculation off`. With `--draft-model`, the
-small model in that bundle drafts as well: one that was trained apart, or it would always be right. Prints a
+small model in that bundle drafts as well: one that was trained apart, or it would always be right. It is then
+the best drafter of most cases, by which they hold: an embedded model is its best case. Prints a
 table, which says that the models are embedded ones, and a JSON line; exits 0 only if every `at least` of the
 chosen cases holds. A full run takes hours: with `--rounds-file FILE` every round is kept as a line of FILE,
 and another run with the same options measures only the rounds that are missing there.

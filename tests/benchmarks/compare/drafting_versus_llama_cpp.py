@@ -1,11 +1,12 @@
-"""Both papers together against llama.cpp: the same function in the same cgroup of half the GGUF's size.
+"""Sparsity or drafts against llama.cpp: the same function in the same cgroup of half the GGUF's size.
 
 ondevice with `--speculation auto` against plain llama.cpp and against llama-cpp-python's prompt lookup, each
 from cold caches in turns, on held-out prompts of four kinds. A pair's figure is the ratio of tokens per
 second over all texts, prompts left out. llama.cpp maps the file and copies nothing (`use_extra_bufts=False`).
-A ReLU model runs by its predictors unless `--sparsity` says otherwise: its gates alone would take too much of
-the memory. The models are embedded ones. Texts may differ where rounding or a predictor decides between two
-likely tokens. Ends with one JSON line; exits 0 only if every `at least` holds.
+A model with predictors runs by these unless `--sparsity` says otherwise, as its gates would take too much of
+the memory; drafts then add nothing. Another one runs dense, with drafts alone. The models are embedded ones.
+Texts may differ where rounding or a predictor decides between two likely tokens. Ends with one JSON line;
+exits 0 only if every `at least` holds.
 
     python -m tests.benchmarks.lib.embedded_model --output DIR --shape 7b
     python -m tests.benchmarks.lib.embedded_gguf --output DIR
