@@ -425,7 +425,7 @@ def test_tensors_that_are_missing_extra_or_of_another_shape(source: Path, tmp_pa
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("grok", "general.architecture grok is not one of .*llama, .*nemotron, .*phi3, qwen2, .*qwen3"),
+        ("grok", "general.architecture grok is not one of .*llama, .*nemotron, .*phi3, .*qwen2, .*qwen3"),
         ("mamba", "general.architecture is mamba"),
         ("clip", "is an encoder of images or sound.* general.architecture is clip; give a language model's"),
         ("", "has no general.architecture"),
