@@ -317,6 +317,7 @@ def drafters_of(bundle: Path, folder: Path) -> list[dict[str, Any]]:
     return [*able, {"speculation": "model", "draft_model": made(folder / "second", "lfm2")}]
 
 
+@pytest.mark.fast("lfm2", "qwen3.5 moe")
 def test_no_drafter_changes_the_text(
     every_hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,6 +386,7 @@ def test_a_second_model_with_states_needs_few_passes(hybrid: Path, monkeypatch: 
     assert sum(rows) < 160
 
 
+@pytest.mark.fast("lfm2-0.0", "qwen3.5-2.0")
 @pytest.mark.parametrize("least_shared", [0.0, 2.0])
 def test_it_drafts_for_another_vocabulary(
     hybrid: Path, monkeypatch: pytest.MonkeyPatch, least_shared: float

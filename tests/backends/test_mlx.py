@@ -47,6 +47,15 @@ TOLERANCE = 2e-2 if ON_GPU else 1e-3
 either way; operands of a GPU have 11 bits."""
 
 
+@pytest.mark.fast(
+    "llama-relu-q4",
+    "qwen3-bias-relu2-q8",
+    "llama-tails-*",
+    "qwen2-window-tied-*",
+    "mistral-head-dim-gelu-tanh-*",
+    "qwen3-q4",
+    "llama-linear-rope-bias-*",
+)
 @pytest.mark.parametrize(("variant", "quant"), [*QUANTS.items(), ("llama-relu", "q4"), ("llama-tails", "q8")])
 def test_logits_are_those_of_reference(bundles: Any, variant: str, quant: str) -> None:
     folder = bundles(variant, quant)
@@ -129,6 +138,7 @@ def test_thresholds_leave_out_what_they_say(bundles: Any, tmp_path: Path) -> Non
     assert error(found, expected) < 0.2 * error(dense, expected)
 
 
+@pytest.mark.fast("predicted")
 @pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted"])
 def test_the_budget_changes_no_bit(sparsity: str) -> None:
     """Resident, nothing but the least, and in between; logits of a prompt, and tokens one by one."""
@@ -137,11 +147,11 @@ def test_the_budget_changes_no_bit(sparsity: str) -> None:
         with loaded(SHIPPED, sparsity=sparsity, dram_budget=memory_total()) as model:
             if segments is not None:
                 squeeze(model, segments)
-            tokens = random_tokens(model.config, 60)
+            tokens = random_tokens(model.config, 30)
             logits = model.logits(tokens).tobytes()
             for _ in range(2):
-                text = model.generate(tokens=tokens[:20], max_tokens=24, logit_bias={2: -math.inf})
-            assert len(text.tokens) == 24
+                text = model.generate(tokens=tokens[:20], max_tokens=12, logit_bias={2: -math.inf})
+            assert len(text.tokens) == 12
             found.append((logits, text.tokens))
             hits.append(text.stats.neuron_cache_hit_rate)
     assert found[1] == found[0]

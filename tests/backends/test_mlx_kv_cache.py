@@ -135,6 +135,7 @@ def test_half_precision_is_read_as_it_is_stored(heads: int, kv_heads: int, width
     assert (mx.get_peak_memory() > before) == (kv_bits == 8)
 
 
+@pytest.mark.fast("4-4-8-0-16", "4-4-8-90-8", "6-2-10-90-16", "2-2-128-0-8")
 @pytest.mark.parametrize("kv_bits", [16, 8])
 @pytest.mark.parametrize("window", [0, 90])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)

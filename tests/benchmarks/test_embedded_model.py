@@ -41,6 +41,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[EmbeddedModel, Path]
     return embed(SHIPPED, TINY, folder, TOKENS), folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sparsity", "temperature"),
     [("exact", 0.0), *(pytest.param(*it, marks=pytest.mark.slow) for it in (("dense", 0.0), ("exact", 0.9)))],
@@ -73,6 +74,7 @@ def test_its_logits_have_the_same_bits_and_no_other_token_can_win(made: tuple[Em
     assert found[..., vocabulary:].max() < -1e6 < expected.min()
 
 
+@pytest.mark.slow
 def test_a_model_without_relu_is_embedded_with_its_streams(tmp_path: Path) -> None:
     embedded = embed(ROOT / "tests/benchmarks/data/small-silu", TINY, tmp_path, 128)
     with load(tmp_path / "small", threads=1) as small, load(tmp_path / "large", threads=1) as large:

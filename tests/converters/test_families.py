@@ -129,6 +129,16 @@ FURTHER = (
 """
 
 
+@pytest.mark.fast(
+    "reference-*",
+    "cpu-*moe*",
+    "cpu-gemma*",
+    "cpu-qwen3.5",
+    "cpu-lfm2",
+    "cpu-falcon h1",
+    "cpu-opt",
+    "cpu-phi*",
+)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_logits_are_those_of_transformers(family: Any, case: str, backend: BackendName) -> None:
@@ -194,6 +204,23 @@ def put_on_grid(model: Any) -> None:
 ONE_OF_EACH = sorted({family: case for case, (family, _) in reversed(CASES.items())}.values())
 
 
+@pytest.mark.fast(
+    "gemma3n",
+    "gemma4 e",
+    "qwen3.5 moe",
+    "gpt-oss moe",
+    "lfm2",
+    "granite hybrid moe",
+    "falcon h1",
+    "opt",
+    "mimo v2 moe",
+    "deepseek v2 moe",
+    "phi3",
+    "falcon",
+    "nemotron",
+    "glm4 moe lite",
+    "llama dynamic",
+)
 @pytest.mark.parametrize("case", [*ONE_OF_EACH, "gemma4 e", "granite hybrid moe", "falcon h1 norm"])
 def test_quantised_logits_are_those_of_transformers_on_the_values_of_the_codes(
     tmp_path: Path, case: str

@@ -99,6 +99,7 @@ def test_hosts_gives_the_text_of_one_machine(tmp_path: Path) -> None:
     assert "warning" not in rank.said
 
 
+@pytest.mark.slow
 def test_mlx_over_its_ring_gives_the_text_of_one_machine(tmp_path: Path, chat_bundle: Path) -> None:
     """Behind a prompt of two chunks, which are pipelined, and with drafts."""
     prompt = "one two three " * 10
@@ -115,6 +116,7 @@ def test_mlx_over_its_ring_gives_the_text_of_one_machine(tmp_path: Path, chat_bu
     assert [it["rank"] for it in found["stats"]["ranks"]] == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter",
     ["eagle", *(pytest.param(it, marks=pytest.mark.slow) for it in ("off", "lookup", "streams", "auto"))],
@@ -136,6 +138,7 @@ def test_the_smallest_budgets_that_are_said_are_enough(tmp_path: Path, drafter: 
     assert all(it["peak_memory_bytes"] <= it["budget_bytes"] for it in found["stats"]["ranks"])
 
 
+@pytest.mark.slow
 def test_a_chat_of_three_ranks_reads_stdin_to_its_end(tmp_path: Path) -> None:
     """What it saves on its way it loads again, without the states of which other ranks have parts."""
     saved = tmp_path / "talk"
@@ -175,6 +178,7 @@ def bent(folder: Path) -> Path:
     return target
 
 
+@pytest.mark.fast("bent*")
 @pytest.mark.parametrize("kind", ["bent", "another"])
 def test_a_damaged_or_another_model_on_one_rank_is_an_error_on_all(
     tmp_path: Path, kind: str, chat_bundle: Path
@@ -193,6 +197,7 @@ def test_a_damaged_or_another_model_on_one_rank_is_an_error_on_all(
     require_gone(str(tmp_path / "ring.json"))
 
 
+@pytest.mark.fast("arguments0*", "arguments1*", "arguments2*", "arguments3*")
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

@@ -79,6 +79,7 @@ def test_its_logits_have_the_bits_of_the_head_s(
     assert found == expected
 
 
+@pytest.mark.fast("auto")
 @pytest.mark.parametrize("speculation", ["streams", "resident", "auto"])
 def test_no_text_depends_on_it(counted: Path, speculation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = texts(counted, "off")

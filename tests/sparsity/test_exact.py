@@ -55,6 +55,7 @@ def fetcher(model: Model) -> NeuronFetcher:
     return neurons
 
 
+@pytest.mark.fast("relu-q4", "relu-f16", "relu2-q8")
 @pytest.mark.parametrize("quant", ["q4", "q8", "f16"])
 @pytest.mark.parametrize("hidden_act", ["relu", "relu2"])
 def test_logits_have_the_dense_bits(tmp_path: Path, quant: str, hidden_act: str) -> None:

@@ -129,6 +129,7 @@ def model(calibrated: Path) -> Iterator[Model]:
             yield model
 
 
+@pytest.mark.fast("1")
 @pytest.mark.parametrize("segments", SEGMENTS)
 def test_a_run_hits_what_inspect_lets_expect(
     model: Model, text: list[int], segments: int, monkeypatch: pytest.MonkeyPatch
@@ -226,6 +227,7 @@ def test_only_mixtures_have_it(tmp_path: Path, pieces: list[list[int]]) -> None:
         train_expert_use(folder, pieces=pieces, output=dense)
 
 
+@pytest.mark.slow
 def test_convert_with_a_text_counts(tmp_path: Path, ondevice: Run) -> None:
     source = write_chat_checkpoint(tmp_path / "plain")
     family, options = CASES["olmoe"]

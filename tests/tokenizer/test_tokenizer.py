@@ -223,6 +223,7 @@ def test_add_bos_without_a_bos_is_a_usage_error() -> None:
 # --- decoding ---
 
 
+@pytest.mark.fast("llama2", "gpt2")
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=150)
 @given(st.data())
