@@ -136,6 +136,7 @@ def far_apart(monkeypatch: pytest.MonkeyPatch) -> int:
 SHORT = [*PROMPT, *PROMPT]
 
 
+@pytest.mark.fast("granite hybrid", "lfm2")
 def test_a_short_prompt_is_restored_after_a_restart(sparse: Path, tmp_path: Path, far_apart: int) -> None:
     with load(sparse, threads=1, speculation="off", prefill_chunk=512) as model:
         expected = said(model, SHORT)[0]

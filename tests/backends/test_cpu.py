@@ -68,6 +68,7 @@ def logits_of(model: Transformer, tokens: list[int], chunk: int, kv_bits: Any) -
     return np.concatenate(parts)  # type: ignore[arg-type]
 
 
+@pytest.mark.fast("4-4-8-*", "6-2-10-*", "8-1-64-8-0-2.0-False", "2-2-128-16-5-*")
 @pytest.mark.parametrize(
     ("window", "soft_cap", "has_sinks"),
     [(0, 0.0, False), (1, 0.0, False), (5, 1.5, True), (70, 0.0, False), (0, 2.0, False), (0, 0.0, True)],

@@ -256,19 +256,19 @@ def test_a_prompts_chunks_are_computed_one_by_one() -> None:
 def test_on_the_cpu_device_nothing_but_the_mode_changes_a_bit(sparsity: str) -> None:
     """A prompt's chunks, skipped zeros and every drafter, greedy and sampled."""
     found, texts = [], []
-    for chunk in (256, 37, 1):
+    for chunk in (256, 17, 1):
         with loaded(SHIPPED, sparsity=sparsity, prefill_chunk=chunk) as model:
-            found.append(model.logits(random_tokens(model.config, 48)))
+            found.append(model.logits(random_tokens(model.config, 24)))
     assert all((other == found[0]).all() for other in found)
     if sparsity == "exact":
         with loaded(SHIPPED, sparsity="dense") as model:
-            assert (model.logits(random_tokens(model.config, 48)) == found[0]).all()
+            assert (model.logits(random_tokens(model.config, 24)) == found[0]).all()
     prompt, drafts = "It was a cold morning, and the old man, the old man went to the", 0
     for drafter in ("off", "lookup", "recycling", "streams", "resident", "model", "eagle"):
         second = {"draft_model": SHIPPED} if drafter == "model" else {}
         with loaded(SHIPPED, sparsity=sparsity, speculation=drafter, **second) as model:
-            greedy = model.generate(prompt, max_tokens=24)
-            sampled = model.generate(prompt, max_tokens=24, temperature=0.7, seed=5)
+            greedy = model.generate(prompt, max_tokens=16)
+            sampled = model.generate(prompt, max_tokens=12, temperature=0.7, seed=5)
             texts.append((greedy.tokens, sampled.tokens))
             drafts += greedy.stats.drafting.drafts
     assert texts == [texts[0]] * 7

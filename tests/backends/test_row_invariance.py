@@ -127,7 +127,7 @@ def texts(**options: Any) -> tuple[list[Any], Any]:
         return [greedy.tokens, sampled.tokens], sampled.stats
 
 
-@pytest.mark.fast("lookup", "streams")
+@pytest.mark.fast("lookup")
 @CPU_DEVICE
 @pytest.mark.usefixtures("mlx_device", "rows_measured_anew")
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -381,6 +381,7 @@ def test_narrow_values_keep_to_the_plan(tmp_path: Path) -> None:
     assert 0.78 * total <= peak <= total
 
 
+@pytest.mark.fast("1024-*")
 @pytest.mark.parametrize(("chunk", "least"), [(64, 0.90), (1024, 0.83)])
 def test_a_pass_takes_what_is_planned_for_it(bundle: Path, chunk: int, least: float) -> None:
     """A wide chunk's scratch memory is a third of all, and planned a little generously."""
@@ -389,6 +390,7 @@ def test_a_pass_takes_what_is_planned_for_it(bundle: Path, chunk: int, least: fl
     assert least * total <= peak <= total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chunk", "least"), [pytest.param(64, 0.90, marks=pytest.mark.slow), (1024, 0.83)])
 def test_a_pass_with_adapters_takes_what_is_planned_for_it(
     shared_bundle: Path, chunk: int, least: float
@@ -464,6 +466,7 @@ def test_a_freshly_installed_mlx_keeps_to_the_smallest_budget(relu_bundle: Path,
 MLX = {"max_context": 64, "backend": "mlx", "speculation": "off"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("second", "rounds", "options"),
     [

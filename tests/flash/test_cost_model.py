@@ -153,6 +153,7 @@ def test_a_disturbed_measurement_is_made_again_after_an_hour(
         assert len(counted) == again
 
 
+@pytest.mark.fast("text9", "text8", "[[]]")
 @pytest.mark.parametrize(
     "text",
     [

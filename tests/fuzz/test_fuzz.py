@@ -81,6 +81,17 @@ def panic() -> int:
     return 0
 
 
+@pytest.mark.fast(
+    "take_memory-memory",
+    "<lambda>-accepted",
+    "crash-crash",
+    "refuse-refused",
+    "sleep-hang",
+    "panic-panic",
+    "differ-difference",
+    "fail-untyped",
+    "leave-crash",
+)
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks of a process are read as Linux counts them")
 @pytest.mark.parametrize(
     ("work", "kind"),
@@ -172,6 +183,7 @@ def test_dozens_of_cases(tmp_path: Path) -> None:
     assert set(figures["cases"]) == set(SHARES)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, as Linux does")
 def test_a_finding_is_kept_and_told_how_to_repeat(tmp_path: Path) -> None:
     """No case ends in no time."""

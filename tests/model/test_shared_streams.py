@@ -119,7 +119,7 @@ def test_a_prompt_may_come_in_any_pieces(
     assert found.tobytes() == logits_of(bundle, tokens, sparsity="dense").tobytes()
 
 
-@pytest.mark.fast("streams-exact", "lookup-dense", "auto-exact")
+@pytest.mark.fast("streams-exact", "lookup-dense")
 @pytest.mark.parametrize("sparsity", SPARSITIES)
 @pytest.mark.parametrize("drafter", ["off", *DRAFTERS])
 def test_drafters_leave_every_token_as_it_is(

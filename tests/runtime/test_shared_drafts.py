@@ -93,6 +93,7 @@ def test_a_text_that_repeats_itself_takes_fewer_passes(parts: Parts, monkeypatch
     assert sum(drafting.accepted_by_depth) > 0
 
 
+@pytest.mark.fast("streams")
 @pytest.mark.parametrize("drafter", ["model", "streams"])
 def test_drafters_of_one_text_draft_for_one_and_the_others_run_beside_it(
     drafter: Any, parts: Parts, monkeypatch: pytest.MonkeyPatch

@@ -42,7 +42,7 @@ from tests.support.families import CASES, write_model
 from tests.support.trained_models import MIXTURE, own_text
 
 LAYERS, EXPERTS, CHOSEN = 6, 32, 4
-PIECE, PIECES = 384, 4
+PIECE, PIECES = 192, 4
 CONTEXT, PROMPT, DECODED = 512, 448, 64
 SEGMENTS = (1, 3, 6)
 WITHIN = 0.05

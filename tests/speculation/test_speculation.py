@@ -88,7 +88,7 @@ def test_any_tree_leaves_every_token_as_it_is(
             assert answer.stats.forward_passes < 60
 
 
-@pytest.mark.fast("lookup-predicted", "auto-predicted")
+@pytest.mark.fast("lookup-predicted")
 @pytest.mark.parametrize(
     "sparsity", [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("dense", "exact")), "predicted"]
 )

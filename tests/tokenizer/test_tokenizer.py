@@ -122,6 +122,7 @@ def test_sentencepiece_encodes_as_its_library(
     assert loaded["llama2"].encode(text) == [1, *library.encode(text)]
 
 
+@pytest.mark.fast("*-gpt2", "*emoji*", "*leading*")
 @pytest.mark.parametrize("name", KINDS[1:])
 @pytest.mark.parametrize("text", TEXTS)
 def test_tokenizer_json_encodes_as_its_library(

@@ -334,6 +334,7 @@ def without(arrays: Arrays, name: str) -> Arrays:
     return {other: array for other, array in arrays.items() if other != name}
 
 
+@pytest.mark.fast("*at step -1*", "*int32*", "*missing*")
 @pytest.mark.parametrize(
     ("damaged", "match"),
     [
