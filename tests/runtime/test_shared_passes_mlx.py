@@ -75,7 +75,7 @@ def test_no_more_rows_share_a_pass_than_a_fault_leaves(parts: Parts, monkeypatch
     break_products(monkeypatch, rows=4)
     options: dict[str, Any] = {"sparsity": "dense", "prefill_chunk": 29}
     with loaded(SHIPPED, **options) as model:
-        requests = [(ids, own | {"top_logprobs": 2}) for ids, own in requests_of(model, 8)]
+        requests = [(ids, own | {"top_logprobs": 2}) for ids, own in requests_of(model, 12)]
         expected = alone(model, requests)
     with loaded(SHIPPED, parallel=6, **options) as model:
         emptied = empty_some(model, every=7)
