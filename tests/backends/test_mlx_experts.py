@@ -126,7 +126,7 @@ def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def texts(model: Any) -> list[tuple[int, ...]]:
-    options: dict[str, Any] = {"max_tokens": 24, "logit_bias": {2: -math.inf}}
+    options: dict[str, Any] = {"max_tokens": 12, "logit_bias": {2: -math.inf}}
     sampled = model.generate(tokens=PROMPT, temperature=0.9, seed=3, **options)
     return [model.generate(tokens=PROMPT, temperature=0.0, **options).tokens, sampled.tokens]
 
@@ -143,7 +143,7 @@ def test_the_budget_changes_no_bit(olmoe: Path) -> None:
         assert 0 < model._engine._neurons.nbytes <= model.plan.segment.total * model.plan.segment.nbytes
         assert len(set(expected[1])) > 5, "the text says nothing"
         full, made = model.plan.full_bytes, []
-        for event in model.stream(tokens=PROMPT, max_tokens=24, temperature=0.0, logit_bias={2: -math.inf}):
+        for event in model.stream(tokens=PROMPT, max_tokens=12, temperature=0.0, logit_bias={2: -math.inf}):
             made += [] if event.token is None else [event.token]
             if len(made) == 9:
                 squeeze(model, 2)

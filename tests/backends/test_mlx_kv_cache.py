@@ -310,7 +310,7 @@ def loaded(folder: Path, backend: str = "mlx", **options: Any) -> Any:
 
 @pytest.mark.parametrize(("chunk", "kv_bits"), [pytest.param(8, 16, marks=pytest.mark.slow), (128, 8)])
 def test_what_a_long_context_takes_is_what_is_planned(long_bundle: Path, chunk: int, kv_bits: Any) -> None:
-    context = 1200
+    context = 800
     with loaded(long_bundle, kv_bits=kv_bits, max_context=context, prefill_chunk=chunk) as model:
         config, engine, plan = model.config, model._engine, model.plan
         mx.reset_peak_memory()
