@@ -390,7 +390,6 @@ def test_a_pass_takes_what_is_planned_for_it(bundle: Path, chunk: int, least: fl
     assert least * total <= peak <= total
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("chunk", "least"), [pytest.param(64, 0.90, marks=pytest.mark.slow), (1024, 0.83)])
 def test_a_pass_with_adapters_takes_what_is_planned_for_it(
     shared_bundle: Path, chunk: int, least: float
@@ -466,7 +465,6 @@ def test_a_freshly_installed_mlx_keeps_to_the_smallest_budget(relu_bundle: Path,
 MLX = {"max_context": 64, "backend": "mlx", "speculation": "off"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("second", "rounds", "options"),
     [

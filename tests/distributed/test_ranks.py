@@ -99,7 +99,6 @@ def test_hosts_gives_the_text_of_one_machine(tmp_path: Path) -> None:
     assert "warning" not in rank.said
 
 
-@pytest.mark.slow
 def test_mlx_over_its_ring_gives_the_text_of_one_machine(tmp_path: Path, chat_bundle: Path) -> None:
     """Behind a prompt of two chunks, which are pipelined, and with drafts."""
     prompt = "one two three " * 10
@@ -116,7 +115,6 @@ def test_mlx_over_its_ring_gives_the_text_of_one_machine(tmp_path: Path, chat_bu
     assert [it["rank"] for it in found["stats"]["ranks"]] == [0, 1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter",
     ["eagle", *(pytest.param(it, marks=pytest.mark.slow) for it in ("off", "lookup", "streams", "auto"))],

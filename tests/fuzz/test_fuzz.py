@@ -183,7 +183,6 @@ def test_dozens_of_cases(tmp_path: Path) -> None:
     assert set(figures["cases"]) == set(SHARES)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, as Linux does")
 def test_a_finding_is_kept_and_told_how_to_repeat(tmp_path: Path) -> None:
     """No case ends in no time."""

@@ -286,7 +286,6 @@ def test_the_shipped_model_on_the_prompts_that_ship(ondevice: Run) -> None:
         assert name in shown.out
 
 
-@pytest.mark.slow
 def test_it_is_drawn(relu_bundle: Path, found: Comparison, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for folder in ("a", "b"):

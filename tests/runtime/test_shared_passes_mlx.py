@@ -105,7 +105,6 @@ def test_where_two_rows_differ_there_is_one_at_a_time(monkeypatch: pytest.Monkey
         assert model.runtime.parallel == 1
 
 
-@pytest.mark.slow
 def test_texts_that_leave_harm_no_other(parts: Parts) -> None:
     with loaded(SHIPPED) as model:
         requests = requests_of(model)

@@ -55,7 +55,6 @@ def asked(url: str, context: ssl.SSLContext | None = None) -> Any:
         return json.load(answer)
 
 
-@pytest.mark.fast("15*")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
 def test_it_answers_and_stops_on_a_signal(chat_bundle: Path, number: int, code: int) -> None:
     with serving(chat_bundle, "--threads", 1) as (process, url):

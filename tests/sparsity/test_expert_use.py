@@ -227,7 +227,6 @@ def test_only_mixtures_have_it(tmp_path: Path, pieces: list[list[int]]) -> None:
         train_expert_use(folder, pieces=pieces, output=dense)
 
 
-@pytest.mark.slow
 def test_convert_with_a_text_counts(tmp_path: Path, ondevice: Run) -> None:
     source = write_chat_checkpoint(tmp_path / "plain")
     family, options = CASES["olmoe"]
