@@ -106,10 +106,11 @@ chat: $(STAMPS)/installed
 # --- tests and checks -----------------------------------------------------------------------------------
 
 # Two processes, each with whole files: most tests wait for one core. Those of memory measure processes of their own.
-# Threads of PyTorch's and numpy's in both would only wait for one another.
+# Threads of PyTorch's and numpy's in both would only wait for one another. Bytecode is written whatever the
+# environment says: without it each of the processes that tests start would compile all that it imports.
 test: $(STAMPS)/test
 	@$(REAL_MODELS) --optional smollm2
-	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS) tests
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS) tests
 
 test-slow: $(STAMPS)/test
 	@$(PY) -m pytest -q -m "slow and not real" --timeout 3600 $(TEST_ARGS) tests

@@ -9,8 +9,10 @@ import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -39,6 +41,29 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # How long an example takes says how busy the machine is.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: Any, obj: object) -> Generator[None, Any, Any]:
+    """Of a test with the marker `fast`, the cases that it names are fast; the others get the marker `slow`.
+
+    Raises pytest.UsageError for a pattern of a test's own marker that names no case.
+    """
+    made = yield
+    cases = [item for item in made or () if hasattr(item, "callspec")] if isinstance(made, list) else []
+    own = {pattern for mark in getattr(obj, "pytestmark", ()) if mark.name == "fast" for pattern in mark.args}
+    unused = set(own)
+    for item in cases:
+        mark = item.get_closest_marker("fast")
+        if mark is None:
+            continue
+        fitting = {pattern for pattern in mark.args if fnmatchcase(item.callspec.id, pattern)}
+        unused -= fitting
+        if not fitting:
+            item.add_marker(pytest.mark.slow)
+    if unused:
+        raise pytest.UsageError(f"{collector.nodeid}: no case of {obj} is {', '.join(sorted(unused))}")
+    return made
 
 
 def pytest_collection_finish() -> None:

@@ -136,6 +136,7 @@ def far_apart(monkeypatch: pytest.MonkeyPatch) -> int:
 SHORT = [*PROMPT, *PROMPT]
 
 
+@pytest.mark.fast("granite hybrid", "lfm2")
 def test_a_short_prompt_is_restored_after_a_restart(sparse: Path, tmp_path: Path, far_apart: int) -> None:
     with load(sparse, threads=1, speculation="off", prefill_chunk=512) as model:
         expected = said(model, SHORT)[0]
@@ -317,6 +318,7 @@ def drafters_of(bundle: Path, folder: Path) -> list[dict[str, Any]]:
     return [*able, {"speculation": "model", "draft_model": made(folder / "second", "lfm2")}]
 
 
+@pytest.mark.fast("lfm2", "qwen3.5 moe")
 def test_no_drafter_changes_the_text(
     every_hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,6 +387,7 @@ def test_a_second_model_with_states_needs_few_passes(hybrid: Path, monkeypatch: 
     assert sum(rows) < 160
 
 
+@pytest.mark.fast("lfm2-0.0", "qwen3.5-2.0")
 @pytest.mark.parametrize("least_shared", [0.0, 2.0])
 def test_it_drafts_for_another_vocabulary(
     hybrid: Path, monkeypatch: pytest.MonkeyPatch, least_shared: float

@@ -19,9 +19,11 @@ from ondevice.config import SamplingConfig
 from ondevice.errors import OndeviceError, UsageError
 from ondevice.sampling import (
     NOISE_ERROR,
+    Candidates,
     StopMatcher,
     _exp,
     _log,
+    draw,
     gumbel_noise,
     near_noise,
     process_logits,
@@ -174,6 +176,7 @@ def test_ruling_every_token_out_is_an_error(temperature: float) -> None:
 # --- the law ---
 
 
+@pytest.mark.fast("config0", "config3")
 @pytest.mark.parametrize(
     "config",
     [
@@ -247,6 +250,15 @@ def test_the_winner_is_that_of_exact_noise(size: int) -> None:
         kept = process_logits(logits, config)
         noisy = kept.scores + gumbel_noise(config.seed, position, kept.token_ids)
         assert sample(logits, config, position) == kept.token_ids[np.argmax(noisy)]
+
+
+def test_exact_noise_decides_between_sums_that_are_closer_than_the_approximation() -> None:
+    ids, rng = np.arange(2000), np.random.default_rng(6)
+    for position in range(20):
+        sums = rng.permutation(2000) * (NOISE_ERROR / 1e6)
+        scores = sums - gumbel_noise(5, position, ids)
+        best = int(np.argmax(scores + gumbel_noise(5, position, ids)))
+        assert draw(Candidates(ids, scores), 5, position) == best
 
 
 def test_approximate_noise_keeps_far_within_its_error() -> None:

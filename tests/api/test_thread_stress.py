@@ -16,7 +16,7 @@ WORK = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("seconds", [5, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [2, pytest.param(120, marks=pytest.mark.slow)])
 def test_every_text_that_ends_is_right(seconds: int) -> None:
     command = [
         sys.executable,

@@ -94,6 +94,7 @@ def test_logits_are_those_of_transformers(folder: Path) -> None:
     assert all(np.abs(it - halves).max() < 3e-3 * largest for it in found)
 
 
+@pytest.mark.fast("relu-options[02-5]", "silu-*")
 @pytest.mark.parametrize(("name", "options"), MODES)
 def test_one_text(folder: Path, name: str, options: dict[str, Any]) -> None:
     plain = {key: options[key] for key in ("sparsity", "predictor_recall") if key in options}
@@ -110,6 +111,7 @@ def test_one_text(folder: Path, name: str, options: dict[str, Any]) -> None:
             assert model.logits(PROMPT).tobytes() == logits.tobytes(), segments
 
 
+@pytest.mark.fast("predicted")
 @pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted"])
 def test_one_text_on_mlx(folder: Path, sparsity: str) -> None:
     pytest.importorskip("mlx.core")

@@ -68,6 +68,7 @@ def logits_of(model: Transformer, tokens: list[int], chunk: int, kv_bits: Any) -
     return np.concatenate(parts)  # type: ignore[arg-type]
 
 
+@pytest.mark.fast("4-4-8-*", "6-2-10-*", "8-1-64-8-0-2.0-False", "2-2-128-16-5-*")
 @pytest.mark.parametrize(
     ("window", "soft_cap", "has_sinks"),
     [(0, 0.0, False), (1, 0.0, False), (5, 1.5, True), (70, 0.0, False), (0, 2.0, False), (0, 0.0, True)],
@@ -105,6 +106,7 @@ def test_attention_equals_the_reference_on_the_same_stored_keys(
     np.testing.assert_allclose(results[0], expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.fast("16-gelu", "16-gelu_tanh", "8-relu", "4-silu", "16-relu2", "16-fatrelu", "4-clamped_swish")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_feed_forward_close_to_float_and_equal_for_every_residency(bits: Any, activation: Any) -> None:
@@ -172,6 +174,7 @@ def test_segments_are_added_to_tokens_of_the_pass_alone() -> None:
             forward.add(layer.segments, tokens)
 
 
+@pytest.mark.fast("every kind-16-8", "Qwen's-4-16")
 @pytest.mark.parametrize("kv_bits", [8, 16])
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize("blocks", ["Qwen's", "every kind"])
@@ -194,6 +197,7 @@ def test_a_model_has_one_result(bits: Any, kv_bits: Any, blocks: str) -> None:
     assert len(set(results.values())) == 1, sorted(results, key=lambda key: str(results[key]))
 
 
+@pytest.mark.fast("ungated-16", "clamped-8", "fatrelu-4", "drelu-16", "ungated-gelu-4", "ungated-relu2-16")
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize("kind", FEED_FORWARDS)
 def test_a_model_of_every_feed_forward_has_one_result(bits: Any, kind: str) -> None:

@@ -41,6 +41,15 @@ TOLERANCE = 2e-2 if ON_GPU else 1e-3
 either way; operands of a GPU have 11 bits."""
 
 
+@pytest.mark.fast(
+    "llama-relu-q4",
+    "qwen3-bias-relu2-q8",
+    "llama-tails-*",
+    "qwen2-window-tied-*",
+    "mistral-head-dim-gelu-tanh-*",
+    "qwen3-q4",
+    "llama-linear-rope-bias-*",
+)
 @pytest.mark.parametrize(("variant", "quant"), [*QUANTS.items(), ("llama-relu", "q4"), ("llama-tails", "q8")])
 def test_logits_are_those_of_reference(bundles: Any, variant: str, quant: str) -> None:
     folder = bundles(variant, quant)
@@ -72,6 +81,7 @@ def test_neurons_of_mxfp4_that_mlx_cannot_read_in_place_are_refused(tmp_path: Pa
         pass
 
 
+@pytest.mark.fast("predicted")
 @pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted"])
 def test_the_budget_changes_no_bit(sparsity: str) -> None:
     """Resident, nothing but the least, and in between; logits of a prompt, and tokens one by one."""
@@ -80,7 +90,7 @@ def test_the_budget_changes_no_bit(sparsity: str) -> None:
         with loaded(SHIPPED, sparsity=sparsity, dram_budget=memory_total()) as model:
             if segments is not None:
                 squeeze(model, segments)
-            tokens = random_tokens(model.config, 60)
+            tokens = random_tokens(model.config, 30)
             logits = model.logits(tokens).tobytes()
             for _ in range(2):
                 text = model.generate(tokens=tokens[:20], max_tokens=24, logit_bias={2: -math.inf})
@@ -189,19 +199,19 @@ def test_a_prompts_chunks_are_computed_one_by_one() -> None:
 def test_on_the_cpu_device_nothing_but_the_mode_changes_a_bit(sparsity: str) -> None:
     """A prompt's chunks, skipped zeros and every drafter, greedy and sampled."""
     found, texts = [], []
-    for chunk in (256, 37, 1):
+    for chunk in (256, 17, 1):
         with loaded(SHIPPED, sparsity=sparsity, prefill_chunk=chunk) as model:
-            found.append(model.logits(random_tokens(model.config, 48)))
+            found.append(model.logits(random_tokens(model.config, 24)))
     assert all((other == found[0]).all() for other in found)
     if sparsity == "exact":
         with loaded(SHIPPED, sparsity="dense") as model:
-            assert (model.logits(random_tokens(model.config, 48)) == found[0]).all()
+            assert (model.logits(random_tokens(model.config, 24)) == found[0]).all()
     prompt, drafts = "It was a cold morning, and the old man, the old man went to the", 0
     for drafter in ("off", "lookup", "recycling", "streams", "resident", "model", "eagle"):
         second = {"draft_model": SHIPPED} if drafter == "model" else {}
         with loaded(SHIPPED, sparsity=sparsity, speculation=drafter, **second) as model:
-            greedy = model.generate(prompt, max_tokens=24)
-            sampled = model.generate(prompt, max_tokens=24, temperature=0.7, seed=5)
+            greedy = model.generate(prompt, max_tokens=16)
+            sampled = model.generate(prompt, max_tokens=12, temperature=0.7, seed=5)
             texts.append((greedy.tokens, sampled.tokens))
             drafts += greedy.stats.drafting.drafts
     assert texts == [texts[0]] * 7

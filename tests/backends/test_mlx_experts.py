@@ -126,7 +126,7 @@ def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def texts(model: Any) -> list[tuple[int, ...]]:
-    options: dict[str, Any] = {"max_tokens": 24, "logit_bias": {2: -math.inf}}
+    options: dict[str, Any] = {"max_tokens": 12, "logit_bias": {2: -math.inf}}
     sampled = model.generate(tokens=PROMPT, temperature=0.9, seed=3, **options)
     return [model.generate(tokens=PROMPT, temperature=0.0, **options).tokens, sampled.tokens]
 
@@ -143,7 +143,7 @@ def test_the_budget_changes_no_bit(olmoe: Path) -> None:
         assert 0 < model._engine._neurons.nbytes <= model.plan.segment.total * model.plan.segment.nbytes
         assert len(set(expected[1])) > 5, "the text says nothing"
         full, made = model.plan.full_bytes, []
-        for event in model.stream(tokens=PROMPT, max_tokens=24, temperature=0.0, logit_bias={2: -math.inf}):
+        for event in model.stream(tokens=PROMPT, max_tokens=12, temperature=0.0, logit_bias={2: -math.inf}):
             made += [] if event.token is None else [event.token]
             if len(made) == 9:
                 squeeze(model, 2)
@@ -222,6 +222,7 @@ def test_experts_with_a_missing_byte_are_refused(olmoe: Path, tmp_path: Path) ->
                 flip_byte(file, DATA_OFFSET + expert * (size - DATA_OFFSET) // count + 100)
 
 
+@pytest.mark.fast("qwen2 moe-relu2")
 @pytest.mark.parametrize(("case", "act"), [("qwen2 moe", "relu2"), ("olmoe", "relu")])
 def test_experts_that_are_stored_neuron_by_neuron(tmp_path: Path, case: str, act: str) -> None:
     family, values = CASES[case]

@@ -308,6 +308,7 @@ def test_models_that_come_and_go_leave_no_threads_behind() -> None:
     assert counts[2] <= counts[0]
 
 
+@pytest.mark.fast("mlx")
 @pytest.mark.parametrize("backend", ["cpu", "mlx"])
 def test_closing_gives_memory_back_at_once(backend: str) -> None:
     """Without the collector of cycles, whose time is anybody's guess."""

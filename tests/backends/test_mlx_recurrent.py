@@ -231,6 +231,7 @@ BIAS: dict[str, Any] = {"logit_bias": {2: -math.inf, EOS: -math.inf}}
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 5}]
 
 
+@pytest.mark.fast("nemotron h moe")
 @on_cpu
 def test_one_text(hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks of all sizes, in the smallest budget, with trees of drafts, from a prompt cache."""
@@ -255,6 +256,7 @@ def test_one_text(hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert together(model, requests) == apart
 
 
+@pytest.mark.fast("qwen3.5 moe")
 @on_cpu
 def test_a_chat_goes_on_and_goes_back(hybrid: Path, tmp_path: Path) -> None:
     def reply(session: ondevice.Session, text: str) -> tuple[int, ...]:
@@ -319,6 +321,7 @@ WIDE = {
 }
 
 
+@pytest.mark.fast("qwen3.5", "falcon h1")
 @pytest.mark.parametrize("case", WIDE)
 def test_what_the_rule_takes_is_what_is_planned(tmp_path: Path, case: str) -> None:
     folder, chunk = made(tmp_path, case, "q8", **WIDE[case]), 240

@@ -81,6 +81,7 @@ def test_f16_logits_equal_those_of_transformers(models: Any, variant: str) -> No
     assert theirs.std() > 0.3 * np.abs(theirs).max() / math.sqrt(theirs.shape[1]), "the model says nothing"
 
 
+@pytest.mark.fast("*-q4", "llama-q8", "qwen3-q8")
 @pytest.mark.parametrize("quant", ["q4", "q8"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_quantised_logits_equal_transformers_on_the_dequantised_weights(
@@ -125,6 +126,7 @@ def test_mlx_folders_compute_with_the_values_of_their_codes(
 CPU_LIMITS = {"f16": 0.002, "q8": 0.08, "q4": 0.08}
 
 
+@pytest.mark.fast("*-q4", "llama-f16", "qwen3-q8")
 @pytest.mark.parametrize("quant", CPU_LIMITS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cpu_logits_stay_near_transformers(models: Any, variant: str, quant: str) -> None:
@@ -251,6 +253,7 @@ def continued(model: Transformer, prompt: list[int], **sampling: Any) -> list[in
     return [event.token for event in events if event.token is not None]
 
 
+@pytest.mark.fast("cpu")
 @pytest.mark.parametrize(
     "backend",
     [pytest.param(name, marks=[pytest.mark.slow] * (name == "reference")) for name in get_args(BackendName)],

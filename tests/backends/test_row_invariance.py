@@ -127,6 +127,7 @@ def texts(**options: Any) -> tuple[list[Any], Any]:
         return [greedy.tokens, sampled.tokens], sampled.stats
 
 
+@pytest.mark.fast("lookup")
 @CPU_DEVICE
 @pytest.mark.usefixtures("mlx_device", "rows_measured_anew")
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -161,6 +162,7 @@ def test_the_fault_would_change_texts_if_widths_were_not_measured(monkeypatch: p
         assert (model.logits(list(range(5, 25))) != alone).any()
 
 
+@pytest.mark.fast("True")
 @CPU_DEVICE
 @pytest.mark.usefixtures("mlx_device", "rows_measured_anew")
 @pytest.mark.parametrize("fault", [True, False])

@@ -73,6 +73,7 @@ def large(small: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Embedd
     return model, *model.write(tmp_path_factory.mktemp("large"))
 
 
+@pytest.mark.slow
 def test_the_large_model_says_what_the_small_one_says(
     small: Path, large: tuple[EmbeddedHybrid, Path, Path], tmp_path: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_the_large_model_says_what_the_small_one_says(
     assert (embedded[:, alone.shape[1] :] == embedded[:, :1]).all()
 
 
+@pytest.mark.slow
 def test_its_layer_drafts_what_the_small_ones_drafts(
     small: Path, large: tuple[EmbeddedHybrid, Path, Path]
 ) -> None:

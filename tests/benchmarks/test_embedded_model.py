@@ -41,6 +41,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[EmbeddedModel, Path]
     return embed(SHIPPED, TINY, folder, TOKENS), folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sparsity", "temperature"),
     [("exact", 0.0), *(pytest.param(*it, marks=pytest.mark.slow) for it in (("dense", 0.0), ("exact", 0.9)))],
@@ -73,6 +74,7 @@ def test_its_logits_have_the_same_bits_and_no_other_token_can_win(made: tuple[Em
     assert found[..., vocabulary:].max() < -1e6 < expected.min()
 
 
+@pytest.mark.slow
 def test_a_model_without_relu_is_embedded_with_its_streams(tmp_path: Path) -> None:
     embedded = embed(ROOT / "tests/benchmarks/data/small-silu", TINY, tmp_path, 128)
     with load(tmp_path / "small", threads=1) as small, load(tmp_path / "large", threads=1) as large:
@@ -85,6 +87,7 @@ def test_a_model_without_relu_is_embedded_with_its_streams(tmp_path: Path) -> No
     assert not bundle.hotness
 
 
+@pytest.mark.slow
 def test_streams_draft_the_same_tokens(
     made: tuple[EmbeddedModel, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +175,7 @@ def test_predictors_select_the_same_neurons(made: tuple[EmbeddedModel, Path]) ->
     assert not np.array_equal(found["large", "exact"], found["large", "predicted"])
 
 
+@pytest.mark.slow
 def test_fillers_are_predicted_like_the_trained_neurons(made: tuple[EmbeddedModel, Path]) -> None:
     embedded, folder = made
     rates = predicted_rates(embedded, record(embedded.small, own_text(folder / "small", 256, 1)))
@@ -202,6 +206,7 @@ def test_wider_heads_change_nothing_but_rounding(tmp_path: Path) -> None:
     assert pair_places(4, 8).tolist() == [0, 2, 4, 6]
 
 
+@pytest.mark.slow
 def test_fillers_fire_like_the_trained_neurons(made: tuple[EmbeddedModel, Path]) -> None:
     found = firing(*made, tokens=256)
     small, fillers = found["small"], found["fillers alone"]

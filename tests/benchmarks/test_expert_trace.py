@@ -86,6 +86,7 @@ def test_a_longer_trace_hits_a_cache_as_often() -> None:
         assert abs(rates[0] - rates[1]) < 0.02
 
 
+@pytest.mark.fast("500", "4000")
 @recorded
 @pytest.mark.parametrize("mib", FLOORS)
 def test_our_cache_hits_as_often_as_is_asked(mib: int) -> None:

@@ -60,6 +60,7 @@ def smallest_and_a_bit(model: Path) -> int:
     return ondevice.inspect(model).minimum_budget_bytes + (12 << 20)
 
 
+@pytest.mark.fast("abcdefgh")
 @pytest.mark.parametrize("text", [WORDS, b" " * 64, "天地玄黄宇宙洪荒".encode(), b"abcdefgh"])
 def test_a_prompt_without_end_is_refused_within_the_budget(chat_bundle: Path, text: bytes) -> None:
     budget = smallest_and_a_bit(chat_bundle)
@@ -70,6 +71,7 @@ def test_a_prompt_without_end_is_refused_within_the_budget(chat_bundle: Path, te
     assert peak_bytes <= budget
 
 
+@pytest.mark.fast("It was*")
 @pytest.mark.parametrize("text", [WORDS, "天地玄黄宇宙洪荒".encode()])
 def test_a_chat_refuses_a_line_of_50_mb_within_the_budget(chat_bundle: Path, text: bytes) -> None:
     budget = smallest_and_a_bit(chat_bundle)
@@ -85,7 +87,7 @@ def test_a_chat_refuses_a_line_of_50_mb_within_the_budget(chat_bundle: Path, tex
 def test_a_text_of_any_length_is_scored_within_the_budget(chat_bundle: Path) -> None:
     budget = smallest_and_a_bit(chat_bundle)
     arguments = ["eval", "-m", chat_bundle, "--text", "-", "--dram-budget", budget]
-    code, peak_bytes, _ = peak(arguments, iter([WORDS * 1000] * 5))
+    code, peak_bytes, _ = peak(arguments, iter([WORDS * 1000] * 2))
     assert code == 0
     assert peak_bytes <= budget
 
@@ -97,6 +99,7 @@ def test_of_a_text_to_measure_on_no_more_is_read_than_is_used(tmp_path: Path) ->
     assert code == 0
 
 
+@pytest.mark.fast("/dev/zero*", "/dev/urandom*")
 @pytest.mark.parametrize(
     ("path", "message"),
     [("/dev/zero", "byte 0x00 at offset 0"), ("/dev/urandom", "is not"), ("/dev/null", "too short")],

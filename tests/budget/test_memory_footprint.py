@@ -357,6 +357,7 @@ def test_long_prompts_keep_to_small_budgets_every_time(tmp_path: Path) -> None:
     assert max(above) <= 0, above
 
 
+@pytest.mark.slow
 def test_narrow_values_keep_to_the_plan(tmp_path: Path) -> None:
     """Keys and values of a long context, and what attention gives, times a factor."""
     sizes = {"hidden_size": 1024, "num_heads": 16, "num_kv_heads": 8, "head_dim": 96, "vocab_size": 16384}
@@ -369,6 +370,7 @@ def test_narrow_values_keep_to_the_plan(tmp_path: Path) -> None:
     assert 0.78 * total <= peak <= total
 
 
+@pytest.mark.fast("1024-*")
 @pytest.mark.parametrize(("chunk", "least"), [(64, 0.90), (1024, 0.83)])
 def test_a_pass_takes_what_is_planned_for_it(bundle: Path, chunk: int, least: float) -> None:
     """A wide chunk's scratch memory is a third of all, and planned a little generously."""
@@ -388,6 +390,7 @@ def test_a_pass_with_adapters_takes_what_is_planned_for_it(
     assert least * total <= peak <= total
 
 
+@pytest.mark.fast("smallest-600-5")
 @pytest.mark.parametrize(
     ("budget", "prompt", "rounds"), [("smallest", 4, 20), ("smallest", 600, 5), ("8GB", 1000, 20), LONG[0]]
 )
@@ -397,6 +400,7 @@ def test_neurons_that_fire_keep_to_the_plan(relu_bundle: Path, budget: str, prom
     assert 0.80 * total <= peak <= total <= allowed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "prompt", "rounds"), [("smallest", 4, 20), *LONG])
 def test_neurons_that_are_predicted_keep_to_the_plan(
     predicted_bundle: Path, budget: str, prompt: int, rounds: int
@@ -415,6 +419,7 @@ def test_mlx_keeps_to_the_smallest_budget(relu_bundle: Path, sparsity: str) -> N
     assert 0.75 * total <= peak <= total <= allowed
 
 
+@pytest.mark.slow
 def test_a_freshly_installed_mlx_keeps_to_the_smallest_budget(relu_bundle: Path, tmp_path: Path) -> None:
     """Code that was written just now lies in large folios of the page cache: more of it is mapped at once."""
     core = pytest.importorskip("mlx.core", exc_type=ImportError)

@@ -44,7 +44,7 @@ FILES = (
     "tokenizer.json",
 )
 Content = tuple[Manifest, dict[str, bytes]]
-many = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @lru_cache(maxsize=100)
@@ -204,7 +204,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(place for key in keys for place in paths(value[key], (*path, key)))]
 
 
-@settings(many, max_examples=300)
+@settings(many, max_examples=100)
 @given(data=st.data(), values=st.lists(json_values, min_size=1, max_size=3))
 def test_hostile_manifest(data: st.DataObject, values: list[Any], victim: Victim) -> None:
     """Values put in any place of a manifest whose sha256 is right, as an attacker would write it."""

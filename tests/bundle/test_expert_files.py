@@ -84,6 +84,7 @@ def test_damage_is_named(tmp_path: Path, expert: int, part: int) -> None:
         verify.verify(folder, crc32c)
 
 
+@pytest.mark.fast("*-4194304")
 @pytest.mark.parametrize("chunk_bytes", [1, digest.CHUNK_BYTES])
 @pytest.mark.parametrize("bits", [4, 16])
 def test_every_scale_is_checked(

@@ -85,6 +85,7 @@ def sliced_states(
         return hidden, np.array(first.logits(hidden.copy()))
 
 
+@pytest.mark.fast("cpu-*")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_slices_give_the_bits_of_the_whole(name: str, backend: BackendName, folders: dict[str, Path]) -> None:

@@ -39,6 +39,7 @@ def test_report_and_progress() -> None:
     assert {total for _, total in seen} == {report.nbytes}
 
 
+@pytest.mark.fast("200", "1000", "5000")
 @pytest.mark.parametrize("chunk_bytes", [1, 200, 1000, 5000])
 def test_chunk_size_changes_nothing(chunk_bytes: int, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "CHUNK_BYTES", chunk_bytes)
@@ -81,6 +82,7 @@ def test_padding_that_is_not_zero_is_found(offset: int, name: str, copy: Path) -
         verify.verify(copy, crc32c)
 
 
+@pytest.mark.fast("*-1000", "*-4194304")
 @pytest.mark.parametrize("chunk_bytes", [1, 1000, digest.CHUNK_BYTES])
 @pytest.mark.parametrize(
     ("name", "offset", "record"),

@@ -109,6 +109,7 @@ def check_calls(calls: Sequence[Any]) -> None:
         jsonschema.validate(arguments, GIVEN[name].parameters)
 
 
+@pytest.mark.fast("*-True", "gemma4-False", "hermes-False")
 @pytest.mark.parametrize("with_tokens", [True, False])
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_what_a_grammar_writes_is_read_and_obeys(form: Any, with_tokens: bool) -> None:

@@ -158,6 +158,7 @@ def test_a_full_disk_under_stdout_is_an_error_without_a_traceback(chat_bundle: P
     assert result.stderr == "error: No space left on device\n"
 
 
+@pytest.mark.fast("chat-<&-", "generate->&-", "generate-2>&-")
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("name", ["chat", "generate"])
 def test_closed_streams_are_empty_or_lead_nowhere(chat_bundle: Path, closed: str, name: str) -> None:

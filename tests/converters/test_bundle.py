@@ -46,6 +46,9 @@ def stored_as(values: np.ndarray, dtype: str) -> np.ndarray:
     return kinds[dtype](values)
 
 
+@pytest.mark.fast(
+    "*-q8", "*-f16", "llama-F32-1-q4", "llama-tails-*", "qwen3-bias-relu2-*", "qwen2-window-tied-*"
+)
 @pytest.mark.parametrize("quant", ["q4", "q8", "f16"])
 @pytest.mark.parametrize(("variant", "dtype", "shards"), [
     *((variant, "F32", 1) for variant in VARIANTS),

@@ -65,6 +65,7 @@ def changed_config(config: dict[str, Any], rng: random.Random) -> dict[str, Any]
     return changed
 
 
+@pytest.mark.fast("gemma4 moe with inputs", "deepseek v3 moe", "gpt-oss moe", "qwen3.5", "phimoe longrope")
 @pytest.mark.parametrize("case", FOLDERS)
 def test_changed_configs_and_headers_of_a_folder(tmp_path: Path, case: str) -> None:
     family, options = CASES[case]

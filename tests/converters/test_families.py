@@ -63,6 +63,9 @@ def text_of(name: str, prefix: str) -> str:
     return f"{prefix}{name}"
 
 
+@pytest.mark.fast(
+    "gemma3n-outer1-model*", "gemma4 unified-*", "llama-outer5-language_model.", "mistral-outer4-model*"
+)
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model."])
 @pytest.mark.parametrize(
     ("case", "outer"),
@@ -129,6 +132,10 @@ FURTHER = (
 """
 
 
+@pytest.mark.fast(
+    "reference-*", "cpu-gemma2", "cpu-gemma4 e", "cpu-qwen3.5 moe", "cpu-lfm2", "cpu-opt", "cpu-falcon h1",
+    "cpu-mimo v2 moe", "cpu-deepseek v2 moe", "cpu-phi3 longrope",
+)  # fmt: skip
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_logits_are_those_of_transformers(family: Any, case: str, backend: BackendName) -> None:
@@ -194,6 +201,23 @@ def put_on_grid(model: Any) -> None:
 ONE_OF_EACH = sorted({family: case for case, (family, _) in reversed(CASES.items())}.values())
 
 
+@pytest.mark.fast(
+    "gemma3n",
+    "gemma4 e",
+    "qwen3.5 moe",
+    "gpt-oss moe",
+    "lfm2",
+    "granite hybrid moe",
+    "falcon h1",
+    "opt",
+    "mimo v2 moe",
+    "deepseek v2 moe",
+    "phi3",
+    "falcon",
+    "nemotron",
+    "glm4 moe lite",
+    "llama dynamic",
+)
 @pytest.mark.parametrize("case", [*ONE_OF_EACH, "gemma4 e", "granite hybrid moe", "falcon h1 norm"])
 def test_quantised_logits_are_those_of_transformers_on_the_values_of_the_codes(
     tmp_path: Path, case: str
@@ -347,6 +371,16 @@ NEAR_TIE = "deepseek v2 moe groups"
 """A router there chooses another expert by a near tie, which `test_expert_parity.py` counts apart."""
 
 
+@pytest.mark.fast(
+    "granite hybrid moe",
+    "falcon h1",
+    "nemotron h moe",
+    "qwen3.5 moe",
+    "deepseek v3 moe wide",
+    "lfm2",
+    "qwen3 next dense",
+    "glm4 moe lite",
+)
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.startswith(WITH_STATES + LATENT) and case != NEAR_TIE]
 )

@@ -201,6 +201,7 @@ def test_damage_to_a_row_is_found_before_it_is_used(folder: Path, tmp_path: Path
             all_logits(model, [9])
 
 
+@pytest.mark.fast("q4")
 @pytest.mark.parametrize("bits", ["f16", "q4"])
 def test_mlx_logits_are_those_of_the_reference(folder: Path, bits: str) -> None:
     """Also with neurons from flash: cutoffs take all of a token's gates, wherever the neurons are."""
@@ -219,6 +220,7 @@ def test_mlx_logits_are_those_of_the_reference(folder: Path, bits: str) -> None:
         assert np.abs(found - expected).max() < 2e-3 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", ["f16", "q4"])
 def test_drafts_leave_the_text_of_mlx(folder: Path, bits: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlx.core")

@@ -86,6 +86,7 @@ def test_merged_tensors_of_other_sizes_are_refused(source: Path, tmp_path: Path)
             open_checkpoint(path)
 
 
+@pytest.mark.fast("gemma4 moe-two", "mixtral-single")
 @pytest.mark.parametrize("experts", ["two", "single"])
 @pytest.mark.parametrize("case", ["mixtral", "qwen2 moe", "gemma4 moe"])
 def test_other_arrangements_give_the_same_bundle(tmp_path: Path, case: str, experts: Arrangement) -> None:

@@ -90,6 +90,7 @@ def assert_same_bundle(mine: Path, theirs: Path) -> None:
 PLAIN = [*((variant, "F16") for variant in KNOWN), ("llama-gqa-tied", "F32"), ("qwen2", "BF16")]
 
 
+@pytest.mark.fast("llama-gqa-tied-*", "qwen2-BF16", "qwen3-F16", "llama-llama3-rope-F16")
 @pytest.mark.parametrize(("variant", "kind"), PLAIN)
 def test_plain_files_give_the_bundle_of_safetensors(tmp_path: Path, variant: str, kind: str) -> None:
     source = write_checkpoint(tmp_path / "source", dtype=kind, **VARIANTS[variant])

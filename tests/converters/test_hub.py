@@ -58,6 +58,7 @@ def test_what_comes_more_than_once_is_foreseen(hub: HubServer, tmp_path: Path, c
     assert hub.rules.sent_bytes == foreseen.download_bytes
 
 
+@pytest.mark.fast("True-3", "False-1")
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("redirects", [True, False])
 def test_the_bytes_are_those_of_a_folder(

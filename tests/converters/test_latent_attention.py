@@ -153,6 +153,7 @@ def texts(model: Model) -> list[tuple[int, ...]]:
     return [model.generate(tokens=prompt, temperature=0.0, **options).tokens, sampled.tokens]
 
 
+@pytest.mark.fast("8")
 @pytest.mark.parametrize("kv_bits", [16, 8])
 def test_one_text(folder: Path, tmp_path: Path, kv_bits: Literal[16, 8]) -> None:
     """For every drafter, budget, chunk and thread count, from a session and from a prompt cache."""

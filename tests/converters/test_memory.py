@@ -76,6 +76,7 @@ def test_memory_stays_far_below_the_models_size(large: Path, tmp_path: Path) -> 
     assert Bundle.open(tmp_path / "b").config.intermediate_size == 22016
 
 
+@pytest.mark.slow
 @pytest.mark.cgroup
 @pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0 or not (MEMORY_CGROUP / "memory.limit_in_bytes").exists(),

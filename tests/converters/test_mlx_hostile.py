@@ -222,6 +222,7 @@ def test_parts_of_mxfp4(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.fast("*-mlp.up_proj-32-*", "*-mlp.down_proj-64-*-auto")
 @pytest.mark.parametrize("quant", ["auto", "q8", "f16"])
 @pytest.mark.parametrize("part", ["scales", "biases"])
 @pytest.mark.parametrize("group", [32, 64])

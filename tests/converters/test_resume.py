@@ -268,6 +268,7 @@ def kill_and_resume(tmp_path: Path, quant: str, kills: int, seed: int) -> dict[s
     return report
 
 
+@pytest.mark.fast("q4")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("quant", ["q4", "f16"])
 def test_killed_at_any_moment_it_resumes_to_the_same_bytes(tmp_path: Path, quant: str) -> None:

@@ -75,6 +75,7 @@ def stopped(
             convert_and_train(source, output, TEXT, quant)
 
 
+@pytest.mark.fast("*fit_layer-2")
 @pytest.mark.parametrize(
     ("stage", "calls"), [*STAGES, *(pytest.param(*stage, marks=pytest.mark.slow) for stage in MORE_STAGES)]
 )

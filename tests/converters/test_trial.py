@@ -63,6 +63,7 @@ FAMILIES = ["gemma3n", "gemma4 e", "gemma4 moe with inputs", "olmoe", "glm4 moe"
 """Copies of the residual, cutoffs, shared keys, and experts alone and beside others."""
 
 
+@pytest.mark.fast("gemma4 e", "glm4 moe")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_trial_gives_the_logits_of_models_of_other_blocks(tmp_path: Path, family: str) -> None:
     pytest.importorskip("transformers")

@@ -84,6 +84,7 @@ def require_all_layers(found: Division, layers: int) -> None:
     assert all(first < stop for first, stop in found.ranges)
 
 
+@pytest.mark.fast("3")
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_equal_machines_get_equal_shares_of_61_layers(prime: Bundle, count: int) -> None:
     found = divide(prime, RUNTIME, [PLENTY] * count, 0.001)

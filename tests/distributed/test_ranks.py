@@ -136,6 +136,7 @@ def test_the_smallest_budgets_that_are_said_are_enough(tmp_path: Path, drafter: 
     assert all(it["peak_memory_bytes"] <= it["budget_bytes"] for it in found["stats"]["ranks"])
 
 
+@pytest.mark.slow
 def test_a_chat_of_three_ranks_reads_stdin_to_its_end(tmp_path: Path) -> None:
     """What it saves on its way it loads again, without the states of which other ranks have parts."""
     saved = tmp_path / "talk"
@@ -175,6 +176,7 @@ def bent(folder: Path) -> Path:
     return target
 
 
+@pytest.mark.fast("bent*")
 @pytest.mark.parametrize("kind", ["bent", "another"])
 def test_a_damaged_or_another_model_on_one_rank_is_an_error_on_all(
     tmp_path: Path, kind: str, chat_bundle: Path
@@ -193,6 +195,7 @@ def test_a_damaged_or_another_model_on_one_rank_is_an_error_on_all(
     require_gone(str(tmp_path / "ring.json"))
 
 
+@pytest.mark.fast("arguments0*", "arguments1*", "arguments2*", "arguments3*")
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

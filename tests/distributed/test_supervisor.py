@@ -75,6 +75,7 @@ def engine_of(rank: RankProcess) -> int:
     return rank.engine()
 
 
+@pytest.mark.fast("1-engine_of-*", "1-supervisor_of-9-*")
 @pytest.mark.parametrize(
     ("victim", "of", "number", "said"),
     [

@@ -172,6 +172,7 @@ def test_doubted_costs_are_measured_again_once(
     assert not measured
 
 
+@pytest.mark.fast("text9", "text8", "[[]]")
 @pytest.mark.parametrize(
     "text",
     [

@@ -49,6 +49,7 @@ def every_byte_is_right(folder: Path) -> None:
                     ahead.release()
 
 
+@pytest.mark.fast("512-2-short", "4096-5-eintr")
 @pytest.mark.parametrize("fault", ["short", "eintr"])
 @pytest.mark.parametrize("every", [2, 5])
 @pytest.mark.parametrize("block", [512, 4096])
@@ -59,6 +60,7 @@ def test_short_and_interrupted_reads_go_on(
     assert_holds_under(shim, tmp_path, every_byte_is_right, **settings)
 
 
+@pytest.mark.fast("end-1", "eio-3", "short-2")
 @pytest.mark.parametrize(
     ("fault", "every"), [("short", 2), ("eintr", 2), ("eio", 3), ("end", 3), ("eio", 1), ("end", 1)]
 )
@@ -132,6 +134,7 @@ def ring_errors_are_typed_and_pass(folder: Path) -> None:
                 read_all()
 
 
+@pytest.mark.fast("eio-also", "damage-only")
 @pytest.mark.parametrize(("fault", "ring"), [("eio", "also"), ("end", "also"), ("damage", "only")])
 def test_errors_in_the_ring_and_after_it_are_typed_and_pass(
     shim: Path, tmp_path: Path, io_uring: None, fault: str, ring: str

@@ -81,6 +81,17 @@ def panic() -> int:
     return 0
 
 
+@pytest.mark.fast(
+    "take_memory-memory",
+    "<lambda>-accepted",
+    "crash-crash",
+    "refuse-refused",
+    "sleep-hang",
+    "panic-panic",
+    "differ-difference",
+    "fail-untyped",
+    "leave-crash",
+)
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks of a process are read as Linux counts them")
 @pytest.mark.parametrize(
     ("work", "kind"),
@@ -165,10 +176,10 @@ def test_a_seed_decides_a_case(bases: Bases, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, as Linux does")
 def test_dozens_of_cases(tmp_path: Path) -> None:
-    result = fuzzed(tmp_path, "--cases", "72", "--seconds", "120", "--seed", "5")
+    result = fuzzed(tmp_path, "--cases", "36", "--seconds", "120", "--seed", "5")
     assert result.returncode == 0, result.stdout + result.stderr
     figures = json.loads(result.stdout.splitlines()[-1])
-    assert sum(sum(tally.values()) for tally in figures["cases"].values()) == 72
+    assert sum(sum(tally.values()) for tally in figures["cases"].values()) == 36
     assert set(figures["cases"]) == set(SHARES)
 
 

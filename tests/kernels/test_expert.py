@@ -67,6 +67,7 @@ def composed(
     return out, h
 
 
+@pytest.mark.fast("gated-100-200-*", "ungated-130-47-*", "biased-130-47-*", "*-1-1-*")
 @pytest.mark.parametrize(("rows", "down"), FORMATS)
 @pytest.mark.parametrize(("hidden", "neurons"), SHAPES)
 @pytest.mark.parametrize("kind", ["gated", "biased", "ungated"])

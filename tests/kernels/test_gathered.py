@@ -119,6 +119,7 @@ class Layer:
         return out
 
 
+@pytest.mark.fast("1-1-*", "64-64-*-5", "100-200-*-2", "100-200-*-5", "576-321-4-*-19", "576-321-16-relu-1")
 @pytest.mark.parametrize("tokens", [1, 2, 5, 19])
 @pytest.mark.parametrize("kind", ZEROING)
 @pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
@@ -159,6 +160,7 @@ def test_only_what_a_token_selects_counts_for_it(hidden: int, bits: Bits, activa
         assert alone.tobytes() == dense.tobytes() == together[token : token + 1].tobytes()
 
 
+@pytest.mark.fast("16-0.6-4", "5-0.1-*", "1-0.6-*")
 @pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
 @pytest.mark.parametrize("share", [0.1, 0.6])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 16])
@@ -210,6 +212,7 @@ def patterned_scores(pattern: str, tokens: int, neurons: int) -> Float32:
     return scores
 
 
+@pytest.mark.fast("[23478]-200-*", "33-200-330-4-*", "16-1100-150-[58]-*", "7-1100-150-16-*")
 @pytest.mark.parametrize("pattern", ["sparse", "dense", "runs", "alone"])
 @pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
 @pytest.mark.parametrize(("hidden", "neurons"), [(200, 330), (1100, 150)])

@@ -79,6 +79,7 @@ def test_the_largest_products_of_all_columns_add_up(stored: RowFormat, tokens: i
     np.testing.assert_allclose(on_every_target(run), np.tile(signs * value * cols, rows), rtol=1e-6)
 
 
+@pytest.mark.fast("5-100-200-*", "1-576-321-stored[0-9]", "1-1-1-*")
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize(("hidden", "neurons"), [(1, 1), (100, 200), (576, 321)])
 @pytest.mark.parametrize("tokens", [1, 5])

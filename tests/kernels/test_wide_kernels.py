@@ -127,6 +127,9 @@ def test_the_neurons_that_count_of_a_layer_that_is_in_memory(
     assert on_every_target(lambda runner: run(runner, True)).tobytes() == expected.tobytes()
 
 
+@pytest.mark.fast(
+    "2-2-128-layer-8-0", "2-2-128-none-16-5", "4-1-64-head-16-0", "4-1-64-none-8-5", "6-2-10-*", "4-4-8-*"
+)
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("kind", ["none", "head", "layer"])

@@ -283,6 +283,7 @@ def test_headings_of_the_table_stand_apart(bundle: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_equal_numbers_draw_equal_files(bundle: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = profile(bundle, "A short text, but long enough.")

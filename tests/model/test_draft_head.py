@@ -46,6 +46,7 @@ def texts(folder: Path, speculation: Any, **options: Any) -> list[tuple[int, ...
         return [model.generate(PROMPT, max_tokens=TOKENS, **sampling).tokens for sampling in SAMPLINGS]
 
 
+@pytest.mark.fast("biased-True", "q4-False", "f16-False", "q8-True")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("quant", ["q4", "q8", "f16", "biased"])
 def test_its_logits_have_the_bits_of_the_head_s(
@@ -79,6 +80,7 @@ def test_its_logits_have_the_bits_of_the_head_s(
     assert found == expected
 
 
+@pytest.mark.fast("auto")
 @pytest.mark.parametrize("speculation", ["streams", "resident", "auto"])
 def test_no_text_depends_on_it(counted: Path, speculation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = texts(counted, "off")

@@ -84,6 +84,15 @@ def continued(model: Transformer, kv: SequenceState, text: list[int], step: int 
     return np.concatenate(found)
 
 
+@pytest.mark.fast(
+    "lfm2-*",
+    "qwen3.5-*",
+    "mixers-*",
+    "mixers beside attention-*",
+    "lfm2 on mlx-7",
+    "qwen3.5 on mlx-64",
+    "mixers on mlx-64",
+)
 @pytest.mark.parametrize("step", [1, 7, 64, 512])
 def test_chunks_of_any_size_give_the_same_bits(
     model: Transformer, text: list[int], whole: np.ndarray, step: int
@@ -94,6 +103,7 @@ def test_chunks_of_any_size_give_the_same_bits(
     assert continued(model, empty(model), text, step).tobytes() == whole.tobytes()
 
 
+@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
 def test_a_text_goes_on_from_any_place(model: Transformer, text: list[int], whole: np.ndarray) -> None:
     rng, kv, other = np.random.default_rng(2), empty(model), random_tokens(model.config, LENGTH, 8)
     continued(model, kv, text)
@@ -108,6 +118,7 @@ def test_a_text_goes_on_from_any_place(model: Transformer, text: list[int], whol
         assert continued(model, kv, text).tobytes() == whole[kept:].tobytes()
 
 
+@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
 def test_a_fork_is_independent(model: Transformer, text: list[int], whole: np.ndarray) -> None:
     kv = empty(model)
     continued(model, kv, text[:150])
@@ -121,6 +132,7 @@ def test_a_fork_is_independent(model: Transformer, text: list[int], whole: np.nd
     assert continued(model, copy, text).tobytes() == whole[spacing:].tobytes()
 
 
+@pytest.mark.fast("lfm2*", "qwen3.5*", "mixers", "mixers beside attention*")
 def test_saved_states_are_found_again(
     model: Transformer, text: list[int], whole: np.ndarray, tmp_path: Path
 ) -> None:
@@ -139,6 +151,7 @@ def test_saved_states_are_found_again(
     assert continued(model, back, text).tobytes() == whole[2 * spacing :].tobytes()
 
 
+@pytest.mark.fast("lfm2*", "qwen3.5*", "mixers*", "mixers beside attention")
 def test_texts_that_share_passes_are_those_that_they_are_alone(
     model: Transformer, text: list[int], whole: np.ndarray
 ) -> None:
@@ -153,6 +166,7 @@ def test_texts_that_share_passes_are_those_that_they_are_alone(
     assert continued(model, second, other).tobytes() == alone[33:].tobytes()
 
 
+@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
 def test_a_cancelled_pass_leaves_the_states(model: Transformer, text: list[int], whole: np.ndarray) -> None:
     kv = empty(model)
     continued(model, kv, text[:100])
@@ -185,6 +199,7 @@ class Memory:
         del self.held[same[0]]
 
 
+@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
 def test_every_buffer_is_counted_and_released(model: Transformer, text: list[int]) -> None:
     memory = Memory()
     kv = empty(model, memory.allocate, memory.release)
@@ -209,6 +224,7 @@ def ends_of(kv: SequenceState) -> list[int]:
     return kv.states.ends
 
 
+@pytest.mark.fast("lfm2-*", "qwen3.5-*", "mixers-*", "mixers beside attention-*", "lfm2 on mlx-7")
 @pytest.mark.parametrize("step", [1, 7, 64])
 def test_a_text_goes_back_to_its_last_prompt(
     model: Transformer, text: list[int], whole: np.ndarray, monkeypatch: pytest.MonkeyPatch, step: int
@@ -240,6 +256,7 @@ def test_a_text_goes_back_to_its_last_prompt(
     assert ends_of(kv) == [LENGTH]
 
 
+@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
 def test_a_fork_has_the_marks(model: Transformer, text: list[int], whole: np.ndarray) -> None:
     kv = empty(model)
     kv.mark_prompt(100)
@@ -252,6 +269,7 @@ def test_a_fork_has_the_marks(model: Transformer, text: list[int], whole: np.nda
     assert continued(model, copy, text).tobytes() == whole[92:].tobytes()
 
 
+@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
 def test_a_prompt_that_is_cancelled_begins_anew(
     model: Transformer, text: list[int], whole: np.ndarray
 ) -> None:
@@ -288,6 +306,7 @@ def test_prompts_of_texts_that_share_passes(model: Transformer, text: list[int],
         assert continued(model, kv, text[:62]).tobytes() == whole[kept:62].tobytes()
 
 
+@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
 def test_what_lies_before_a_mark_is_found_again(
     model: Transformer, text: list[int], whole: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,6 +340,7 @@ def test_what_lies_before_a_mark_is_found_again(
     assert back.length == 128
 
 
+@pytest.mark.fast("lfm2*", "qwen3.5*", "mixers", "mixers beside attention")
 def test_states_that_tokens_run_ahead_of_reach_a_mark(
     model: Transformer, text: list[int], whole: np.ndarray
 ) -> None:
@@ -375,6 +395,7 @@ def drafted(text: list[int], start: int, rng: np.random.Generator) -> tuple[Forw
     return ForwardBatch(tokens, TokenTree(parents), drafted=range(1, count)), path
 
 
+@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
 def test_drafts_leave_the_bits(model: Transformer, text: list[int], whole: np.ndarray) -> None:
     """Also behind a checkpoint that lies within a draft's path, and where the path is cut short."""
     rng, kv = np.random.default_rng(5), empty(model)
@@ -392,6 +413,7 @@ def test_drafts_leave_the_bits(model: Transformer, text: list[int], whole: np.nd
     assert continued(model, kv, text).tobytes() == whole[2 * spacing :].tobytes()
 
 
+@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
 def test_a_draft_that_fails_leaves_the_states(model: Transformer, text: list[int], whole: np.ndarray) -> None:
     rng, kv = np.random.default_rng(6), empty(model)
     continued(model, kv, text[:100])
@@ -408,6 +430,7 @@ def test_a_draft_that_fails_leaves_the_states(model: Transformer, text: list[int
     assert continued(model, kv, text).tobytes() == whole[100:].tobytes()
 
 
+@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
 def test_tokens_ahead_are_taken_back(model: Transformer, text: list[int], whole: np.ndarray) -> None:
     """As the chain of a drafter that runs the model itself: a pass for each token, each behind the others."""
     kv = empty(model)
@@ -427,6 +450,7 @@ def test_tokens_ahead_are_taken_back(model: Transformer, text: list[int], whole:
     assert continued(model, copy, text).tobytes() == whole[128:].tobytes()
 
 
+@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
 def test_drafts_of_texts_that_share_a_pass(model: Transformer, text: list[int], whole: np.ndarray) -> None:
     rng = np.random.default_rng(8)
     kvs = [empty(model) for _ in range(3)]

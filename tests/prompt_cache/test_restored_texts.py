@@ -18,6 +18,7 @@ from tests.support.chat import squeeze
 needs_mlx = pytest.mark.skipif(not has_mlx(), reason="mlx isn't installed")
 
 
+@pytest.mark.fast("cpu-*", "reference-*")
 @pytest.mark.parametrize(
     ("backend", "kv_bits", "length"),
     [("cpu", 16, 150), ("cpu", 8, 150), ("reference", 16, 70), pytest.param("mlx", 8, 70, marks=needs_mlx)],

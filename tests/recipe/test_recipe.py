@@ -338,6 +338,7 @@ def test_samples_count_what_parses(
     assert "in the old town in **|**" in written[1]
 
 
+@pytest.mark.slow
 def test_real_text_becomes_documents(shared_data: Path) -> None:
     for domain, least in (("dialogue", 13000), ("restaurants", 4000), ("math", 7000)):
         kept, held = data.split_documents(shared_data, domain)

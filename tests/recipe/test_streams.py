@@ -145,6 +145,7 @@ def one_position(
     return torch.stack([base.head @ base.normed(row, base.final_norm) for row in rows])
 
 
+@pytest.mark.fast("silu-3-1", "relu-0-1", "relu-0-3", "silu-0-3")
 @pytest.mark.parametrize("stride", [1, 3])
 @pytest.mark.parametrize("residency", [0, 3])
 @pytest.mark.parametrize("activation", ["relu", "silu"])
@@ -287,6 +288,7 @@ def build(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.fast("lossless")
 @pytest.mark.parametrize("mode", ["lossless", "shared"])
 def test_a_resumed_run_has_the_numbers_of_one_that_was_not_stopped(
     base: Frozen, build: Path, mode: stream_loss.Mode

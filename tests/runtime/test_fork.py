@@ -66,6 +66,7 @@ print("parent ends")
 """
 
 
+@pytest.mark.fast("exact")
 @pytest.mark.parametrize("sparsity", ["dense", "exact"])
 def test_a_forked_child_gets_an_error_and_ends(relu_chat_bundle: Path, sparsity: str) -> None:
     result = subprocess.run(

@@ -50,6 +50,7 @@ CASES_OF = [
 ]
 
 
+@pytest.mark.fast("dense-auto-4", "exact-resident-3", "experts-auto-4")
 @pytest.mark.parametrize(("mode", "drafter", "clients"), CASES_OF)
 def test_the_bits_of_each_alone(
     mode: str,
@@ -92,6 +93,7 @@ def test_a_text_that_repeats_itself_takes_fewer_passes(parts: Parts, monkeypatch
     assert sum(drafting.accepted_by_depth) > 0
 
 
+@pytest.mark.fast("streams")
 @pytest.mark.parametrize("drafter", ["model", "streams"])
 def test_drafters_of_one_text_draft_for_one_and_the_others_run_beside_it(
     drafter: Any, parts: Parts, monkeypatch: pytest.MonkeyPatch

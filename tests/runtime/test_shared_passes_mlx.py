@@ -84,6 +84,7 @@ def test_no_more_rows_share_a_pass_than_a_fault_leaves(parts: Parts, monkeypatch
     assert widest(parts) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rows_measured_anew")
 def test_the_fault_would_change_texts_if_passes_were_wider(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the test above could not fail."""

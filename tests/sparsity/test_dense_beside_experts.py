@@ -83,6 +83,7 @@ def logits(folder: Path, held: int | None, chunk: int, threads: int = 1, change:
     return np.concatenate(found).tobytes()
 
 
+@pytest.mark.fast("gemma4 moe-None", "qwen2 moe-relu2")
 @pytest.mark.parametrize(
     ("case", "act"),
     [("glm4 moe head norms", None), ("qwen2 moe", None), ("gemma4 moe", None), ("qwen2 moe", "relu2")],

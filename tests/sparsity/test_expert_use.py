@@ -42,7 +42,7 @@ from tests.support.families import CASES, write_model
 from tests.support.trained_models import MIXTURE, own_text
 
 LAYERS, EXPERTS, CHOSEN = 6, 32, 4
-PIECE, PIECES = 384, 4
+PIECE, PIECES = 192, 4
 CONTEXT, PROMPT, DECODED = 512, 448, 64
 SEGMENTS = (1, 3, 6)
 WITHIN = 0.05
@@ -129,6 +129,7 @@ def model(calibrated: Path) -> Iterator[Model]:
             yield model
 
 
+@pytest.mark.fast("1")
 @pytest.mark.parametrize("segments", SEGMENTS)
 def test_a_run_hits_what_inspect_lets_expect(
     model: Model, text: list[int], segments: int, monkeypatch: pytest.MonkeyPatch

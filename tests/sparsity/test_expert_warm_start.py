@@ -82,6 +82,7 @@ def tokens(model: Model, text: list[int], **options: float) -> tuple[int, ...]:
     return tuple(model.generate(tokens=text[-PROMPT:], max_tokens=TOKENS, **options).tokens)
 
 
+@pytest.mark.fast("options0")
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}])
 def test_the_hottest_are_read_and_the_text_stays(
     calibrated: Path, text: list[int], options: dict[str, float], monkeypatch: pytest.MonkeyPatch

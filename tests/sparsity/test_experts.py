@@ -80,6 +80,7 @@ def expected(folder: Path) -> np.ndarray:
         return in_chunks(model, len(TOKENS))
 
 
+@pytest.mark.fast("1-auto-3", "2-buffered-4", "1-auto-17", "2-buffered-None")
 @pytest.mark.parametrize("slots", [3, 4, 9, 17, None])
 @pytest.mark.parametrize(("threads", "io"), [(1, "auto"), (2, "buffered")])
 def test_bits_depend_on_nothing(
@@ -95,6 +96,7 @@ def test_bits_depend_on_nothing(
             assert fetcher.lookups - fetcher.hits <= 3 * 8
 
 
+@pytest.mark.fast("qwen2 moe-relu", "gemma4 moe-None", "granite moe-silu")
 @pytest.mark.parametrize(
     ("case", "act"),
     [

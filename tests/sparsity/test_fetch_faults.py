@@ -82,6 +82,7 @@ def run_rounds(
     return json.loads(printed)
 
 
+@pytest.mark.fast("threads")
 def test_some_faults(shim: Path, tmp_path: Path, bundle: Path, way: str) -> None:
     # In the ring a read must fail twice before it is an error: eight rounds may see none.
     errors = 0

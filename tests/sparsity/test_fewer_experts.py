@@ -29,6 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert(made / "source", made / "bundle", "q4")
 
 
+@pytest.mark.fast("glm4 moe")
 @pytest.mark.parametrize("case", ["olmoe", "olmoe renormalised", "glm4 moe"])
 def test_a_model_that_chooses_fewer_is_the_same(case: str, tmp_path: Path) -> None:
     """Softmax of all, renormalised, and sigmoids with a bias: as if the checkpoint's config said so."""

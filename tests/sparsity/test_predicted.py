@@ -271,7 +271,7 @@ def test_what_cannot_be_trained_is_refused(plain_bundle: Path, chat_bundle: Path
 
 
 def test_the_command_trains_and_the_mode_runs(ondevice: Run, plain_bundle: Path, tmp_path: Path) -> None:
-    words = np.random.default_rng(2).integers(97, 122, 4000).astype(np.uint8).tobytes()
+    words = np.random.default_rng(2).integers(97, 122, 2000).astype(np.uint8).tobytes()
     (tmp_path / "text").write_bytes(words.replace(b"e", b" "))
     output = tmp_path / "trained"
     shown = ondevice(

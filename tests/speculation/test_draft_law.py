@@ -39,6 +39,7 @@ def law(model: Model) -> dict[tuple[int, ...], float]:
     return found
 
 
+@pytest.mark.fast("drafters' own")
 @pytest.mark.parametrize("drafts", ["the likeliest", "the unlikeliest", "drafters' own"])
 def test_texts_drawn_with_trees_follow_the_models_law(
     model: Model, drafts: str, monkeypatch: pytest.MonkeyPatch

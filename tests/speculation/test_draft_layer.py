@@ -65,6 +65,7 @@ def write(model: Model, count: int = 40, **options: Any) -> tuple[int, ...]:
     return model.generate(PROMPT, max_tokens=count, logit_bias={EOS: -math.inf}, **options).tokens
 
 
+@pytest.mark.fast("exact-eagle")
 @pytest.mark.parametrize(
     ("sparsity", "speculation"), [("dense", "eagle"), ("exact", "eagle"), ("exact", "auto")]
 )

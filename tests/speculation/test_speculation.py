@@ -70,6 +70,7 @@ def write(model: Model, count: int = 60, **options: Any) -> tuple[int, ...]:
     return model.generate(PROMPT, max_tokens=count, logit_bias={EOS: -math.inf}, **options).tokens
 
 
+@pytest.mark.fast("dense-lookup-False", "exact-streams-True")
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize("drafter", ["lookup", "streams"])
 @pytest.mark.parametrize("sparsity", ["dense", "exact"])
@@ -87,6 +88,7 @@ def test_any_tree_leaves_every_token_as_it_is(
             assert answer.stats.forward_passes < 60
 
 
+@pytest.mark.fast("lookup-predicted")
 @pytest.mark.parametrize(
     "sparsity", [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("dense", "exact")), "predicted"]
 )

@@ -61,6 +61,7 @@ def plain_answers(request: pytest.FixtureRequest) -> tuple[dict[str, Any], list[
         return request.param, [found.tokens for found in answers(model, **request.param)]
 
 
+@pytest.mark.fast("greedy-largest", "sampled-chain")
 @pytest.mark.parametrize(
     ("candidates", "nodes", "least"),
     [
@@ -90,6 +91,7 @@ def test_the_shipped_streams_draft_what_comes(
     assert drawn > least * sum(answer.stats.decode_passes for answer in found)
 
 
+@pytest.mark.fast("greedy-exact", "sampled-dense")
 @pytest.mark.parametrize("sparsity", ["dense", "exact"])
 def test_a_draft_pruned_half_way_leaves_every_token_as_it_is(
     plain_answers: tuple[dict[str, Any], list[tuple[int, ...]]],

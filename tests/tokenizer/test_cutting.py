@@ -100,6 +100,7 @@ def long_texts(shared: Path) -> dict[str, str]:
     return {"novel": novel, "code": code, "chinese": chinese, "mixed": mixed}
 
 
+@pytest.mark.fast("llama2", "metaspace", "minimind", "split")
 @pytest.mark.parametrize("kind", ["gpt2", "split", "metaspace", "minimind", "llama2"])
 def test_pieces_give_the_ids_of_the_whole(kind: str, shared_data: Path) -> None:
     llama3 = (

@@ -120,6 +120,7 @@ def test_an_object_with_a_key_twice_is_refused() -> None:
         load_tokenizer("tokenizers", data, None, [], False)
 
 
+@pytest.mark.fast("padding1")
 @pytest.mark.parametrize(
     "padding", [{"strategy": {"Fixed": 1 << 40}}, {"strategy": "BatchLongest", "pad_to_multiple_of": 1 << 40}]
 )
@@ -238,6 +239,7 @@ def vocabulary(count: int) -> dict[str, int]:
     return {name: i for i, name in enumerate(itertools.islice(names, count))}
 
 
+@pytest.mark.fast("nothing", "merges", "long_added", "vocabulary")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
 @pytest.mark.parametrize("case", ["vocabulary", "merges", "added", "long_added", "nothing", "real"])
 def test_loading_takes_no_more_memory_than_it_is_said_to(

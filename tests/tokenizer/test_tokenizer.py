@@ -122,6 +122,7 @@ def test_sentencepiece_encodes_as_its_library(
     assert loaded["llama2"].encode(text) == [1, *library.encode(text)]
 
 
+@pytest.mark.fast("*-gpt2", "*emoji*", "*leading*")
 @pytest.mark.parametrize("name", KINDS[1:])
 @pytest.mark.parametrize("text", TEXTS)
 def test_tokenizer_json_encodes_as_its_library(
@@ -223,6 +224,7 @@ def test_add_bos_without_a_bos_is_a_usage_error() -> None:
 # --- decoding ---
 
 
+@pytest.mark.fast("llama2", "gpt2")
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=150)
 @given(st.data())

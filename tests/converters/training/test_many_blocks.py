@@ -143,6 +143,7 @@ def hidden_of(tensors: Any, spec: Any, layer: int, x: np.ndarray) -> np.ndarray:
     return activate(gates, spec.activation) * (x @ up.T)
 
 
+@pytest.mark.fast("gemma4")
 def test_other_text_loses_less_than_by_least_squares(folder: Path) -> None:
     """In logits, and in the KL divergence of what the rounded model says from what the model says.
 
@@ -166,6 +167,7 @@ def log_softmax(values: np.ndarray) -> np.ndarray:
     return found
 
 
+@pytest.mark.fast("gemma4")
 def test_a_conversion_with_a_text_rounds_and_orders(folder: Path) -> None:
     found = Bundle.open(convert_and_train(folder / "source", folder / "text", TEXT, "q4"))
     provenance = found.manifest.provenance

@@ -180,6 +180,7 @@ def cost(found: Predictors, point: OperatingPoint) -> float:
     return math.log(point.perplexity / found.perplexity)
 
 
+@pytest.mark.slow
 def test_a_whole_training_ends_at_the_same_held_out_figures(bundle: Path, tmp_path: Path) -> None:
     ours, theirs = (
         train_predictors(bundle, pieces=made_up_pieces(), output=tmp_path / name, backend=name)

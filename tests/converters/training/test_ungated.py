@@ -76,6 +76,7 @@ def check_modes(model: Model, expected: np.ndarray) -> None:
     assert model.logits(TEXT).tobytes() == expected.tobytes()
 
 
+@pytest.mark.fast("opt")
 @pytest.mark.parametrize("name", ["opt", "prosparse"])
 def test_predictors_and_order(bundles: dict[str, Path], tmp_path: Path, name: str) -> None:
     plain, folder = logits(bundles[name], backend="reference"), copy_files(bundles[name], tmp_path / "b")
