@@ -465,9 +465,7 @@ class Model:
             return config
         return replace(config, end_tokens=(*config.end_tokens, *self.infill.ends))
 
-    def _scoring(
-        self, ids: list[int], top: int, key: int
-    ) -> Callable[[IsCancelled], Iterator[TokenScore]]:
+    def _scoring(self, ids: list[int], top: int, key: int) -> Callable[[IsCancelled], Iterator[TokenScore]]:
         """Work that scores `ids`, and leaves their keys and values in the cache of `key`."""
 
         def work(cancelled: IsCancelled) -> Iterator[TokenScore]:

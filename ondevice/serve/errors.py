@@ -8,6 +8,7 @@ from ondevice.errors import (
     BudgetError,
     ConstraintError,
     ContextOverflowError,
+    InfillNotSupportedError,
     ModelNotFoundError,
     OndeviceError,
     ToolsNotSupportedError,
@@ -26,6 +27,7 @@ _ANTHROPIC_TYPES = {
 _STATUS = (
     (ContextOverflowError, 400, "context_length_exceeded"),
     (ConstraintError, 400, "unsupported_constraint"),
+    (InfillNotSupportedError, 400, "unsupported_parameter"),
     (UsageError, 400, "invalid_value"),
     (ModelNotFoundError, 404, "model_not_found"),
     (BudgetError, 503, "budget_exceeded"),

@@ -57,6 +57,8 @@ class ModelFacts:
     """Memory of its own in which it can run, about."""
     full_bytes: int
     """Most memory of its own that it can use, about."""
+    fills_gaps: bool
+    """Whether it has tokens for what belongs between two texts."""
     sampling: SamplingConfig
     """What its authors recommend for replies, where a request leaves it open."""
 

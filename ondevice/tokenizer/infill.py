@@ -125,7 +125,8 @@ class InfillTokens:
             middle = known[2] if names.middle else None
             return InfillTokens(known[0], known[1], middle, repository, file, tuple(dict.fromkeys(ends)))
         raise InfillNotSupportedError(
-            f"this model can't fill in the middle: its tokenizer has no {' and no '.join(_lacking(tokenizer))}; "
+            f"this model can't fill in the middle: its tokenizer has no "
+            f"{' and no '.join(_lacking(tokenizer))}; "
             "take a model that was trained to, such as Qwen2.5-Coder"
         )
 
