@@ -172,6 +172,11 @@ class Models:
         """The model that was used last."""
         return self.residents[-1] if self.residents else None
 
+    @property
+    def running(self) -> int:
+        """Number of requests that generate."""
+        return self._running
+
     def find(self, name: str | None) -> ModelFacts:
         """The model of a name, which may end in `:latest`. Raises RequestError if there is none."""
         if not name:

@@ -125,9 +125,8 @@ class InfillTokens:
             middle = known[2] if names.middle else None
             return InfillTokens(known[0], known[1], middle, repository, file, tuple(dict.fromkeys(ends)))
         raise InfillNotSupportedError(
-            f"this model can't fill in the middle: its tokenizer has no "
-            f"{' and no '.join(_lacking(tokenizer))}; "
-            "take a model that was trained to, such as Qwen2.5-Coder"
+            "this model can't fill in the middle: its tokenizer has no "
+            f"{' and no '.join(_lacking(tokenizer))}; take a model that was trained to, such as Qwen2.5-Coder"
         )
 
     def prompt(
@@ -137,11 +136,13 @@ class InfillTokens:
         suffix: str,
         files: Sequence[SourceFile] = (),
         most: int | None = None,
+        reserved: int = 0,
     ) -> list[int]:
         """Token ids behind which a model writes what belongs between `prefix` and `suffix`.
 
         files: other files, the most important one last. The first ones are left out where they don't fit.
         most: number of ids that the caller can use, as of `encode`; the prefix and the suffix may be more.
+        reserved: how many of these other files leave for the middle.
 
         All of it is plain text: special tokens' names in code stay code.
         """
@@ -152,7 +153,7 @@ class InfillTokens:
         begun = [] if not tokenizer.add_bos or tokenizer.bos_id is None else [tokenizer.bos_id]
         before, after = [self.prefix, *encode(prefix)], [self.suffix, *encode(suffix, at_start=False)]
         gap = [*after, *before] if self.middle is None else [*before, *after, self.middle]
-        room = None if most is None else most - len(begun) - len(gap)
+        room = None if most is None else most - reserved - len(begun) - len(gap)
         return [*begun, *self._context(encode, files, room), *gap]
 
     def _context(self, encode: _Encoder, files: Sequence[SourceFile], room: int | None) -> list[int]:
