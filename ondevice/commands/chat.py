@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from ondevice.commands import sharing
 from ondevice.commands.constraint import constraint_of, constraint_options
-from ondevice.commands.opening import loaded_model, resolved_model, say_stats
+from ondevice.commands.opening import loaded_model, resolved_model, say_opening, say_stats
 from ondevice.commands.options import (
     Command,
     Text,
@@ -83,7 +83,7 @@ def chat(
     constraint = constraint_of(values)
     resolved = resolved_model(model, values, yes)
     tokenizer = text_tokenizer(resolved)
-    with loaded_model(resolved) as loaded:
+    with loaded_model(resolved, say_opening) as loaded:
         sampling = _sampling(loaded, replace(sampling_config(values), constraint=constraint), chosen)
         if about := read_about(loaded.bundle.path):
             say(f"{loaded.name}, in its maker's words:\n{indent(about, '  ')}")

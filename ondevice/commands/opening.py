@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ondevice.commands.obtaining import obtained
-from ondevice.commands.terminal import say, take_interrupts
+from ondevice.commands.terminal import can_ask, say, take_interrupts
 from ondevice.settings import runtime_config
 
 if TYPE_CHECKING:
@@ -46,7 +46,25 @@ def say_plan(resolved: ResolvedModel) -> None:
     """Show the plan, and what options do to the text."""
     from ondevice.commands import reports
 
-    say(f"{reports.model_words(resolved.bundle)}: {reports.plan_summary(resolved.plan)}")
+    _say_with_losses(
+        f"{reports.model_words(resolved.bundle)}: {reports.plan_summary(resolved.plan)}", resolved
+    )
+
+
+def say_opening(resolved: ResolvedModel) -> None:
+    """Show the model, its budget and what stays on flash to somebody at a terminal; elsewhere the plan."""
+    from ondevice.commands import reports
+
+    if can_ask():
+        _say_with_losses(reports.opening(resolved.bundle, resolved.plan), resolved)
+    else:
+        say_plan(resolved)
+
+
+def _say_with_losses(text: str, resolved: ResolvedModel) -> None:
+    from ondevice.commands import reports
+
+    say(text)
     for line in reports.lossy_lines(resolved):
         say(line)
 

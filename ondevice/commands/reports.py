@@ -28,6 +28,14 @@ def plan_summary(plan: Plan) -> str:
     )
 
 
+def opening(bundle: Bundle, plan: Plan) -> str:
+    """A chat's model, its budget and what stays on flash, in two lines."""
+    return (
+        f"{model_words(bundle)} in {format_bytes(plan.budget_bytes)}, where {format_bytes(plan.full_bytes)} "
+        f"would hold everything; {context_words(plan)}\n{residency(plan)}"
+    )
+
+
 def model_words(bundle: Bundle) -> str:
     """The model's name, with the layers that are here where other machines have some too."""
     config, part = bundle.config, bundle.config.part
