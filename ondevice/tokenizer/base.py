@@ -85,7 +85,7 @@ class Tokenizer(Spelling, Protocol):
             its name gets no second one, where special tokens are read.
         special: whether special tokens' names in the text become those tokens.
         at_start: whether the text begins one. Pass False for a text behind other tokens, which then gets no
-            space at its start.
+            space at its start, unless the tokenizer puts one before every word.
         most: number of ids that the caller can use. If the text has more, only a few more are returned, and
             the rest isn't encoded.
         """
