@@ -316,9 +316,10 @@ class Model:
         ids, config, key = token_ids(tokens), sampling_options(sampling, options), self._host.new_key()
         check_context(len(ids), self.plan.max_context)
         try:
-            async with aclosing(self._owner.astream(self._scoring(ids, top, key))) as scores:
-                async for score in scores:
-                    yield score
+            async with aclosing(self._owner.astream(self._scoring(ids, top, key))) as pieces:
+                async for scores in pieces:
+                    for score in scores:
+                        yield score
             async with aclosing(self._host.astream_ids(key, ids, config)) as events:
                 async for event in events:
                     yield without_reuse(event)
@@ -465,15 +466,20 @@ class Model:
             return config
         return replace(config, end_tokens=(*config.end_tokens, *self.infill.ends))
 
-    def _scoring(self, ids: list[int], top: int, key: int) -> Callable[[IsCancelled], Iterator[TokenScore]]:
-        """Work that scores `ids`, and leaves their keys and values in the cache of `key`."""
+    def _scoring(
+        self, ids: list[int], top: int, key: int
+    ) -> Callable[[IsCancelled], Iterator[list[TokenScore]]]:
+        """Work that scores `ids`, piece by piece, and leaves their keys and values in the cache of `key`."""
 
-        def work(cancelled: IsCancelled) -> Iterator[TokenScore]:
+        def work(cancelled: IsCancelled) -> Iterator[list[TokenScore]]:
             # On the owner thread, so that no queue fills with logits.
             targets = iter(ids[1:])
             for logits in self._engine.logits(ids, cancelled, key):
-                for row, target in zip(logits, targets, strict=False):
-                    yield TokenScore(*log_probabilities(row, target, top))
+                following = list(itertools.islice(targets, len(logits)))
+                yield [
+                    TokenScore(*log_probabilities(row, target, top))
+                    for row, target in zip(logits, following, strict=False)
+                ]
 
         return work
 
