@@ -234,11 +234,6 @@ OLLAMA_MESSAGE = _any(
     _object("role", role=_word("assistant"), content=TEXT, thinking=TEXT, tool_calls=_calls(ANY_OBJECT)),
     _object("role", role=_word("user", "system"), content=TEXT),
 )
-LLAMA_CPP_BIAS: Schema = {
-    "type": "array",
-    "prefixItems": [_any(TEXT, _integer(0, 255)), _any(FLAG, _number(-100.0, 100.0))],
-    "examples": [[65, 1.0]],
-}
 LLAMA_CPP = {
     "model": TEXT,
     "n_predict": _integer(-2, MAX_TOKENS),
@@ -250,7 +245,7 @@ LLAMA_CPP = {
     "seed": SEED,
     "stop": STOP,
     "json_schema": ANY_OBJECT,
-    "logit_bias": _list(LLAMA_CPP_BIAS, 1, 1),
+    "logit_bias": OPENAI["logit_bias"],
     "ignore_eos": FLAG,
     "n_probs": _integer(0, MOST_LOGPROBS),
     "n_cmpl": _integer(1, MAX_CHOICES),

@@ -26,13 +26,40 @@ from tests.support.serving import Serving, serving
 
 PRE, SUF, MID, REPO, FILE = range(FIRST_MARK, FIRST_MARK + 5)
 RESULT = set(
-    ["index", "content", "tokens", "id_slot", "stop", "model", "tokens_predicted", "tokens_evaluated", "generation_settings", "prompt", "has_new_line", "truncated", "stop_type", "stopping_word", "tokens_cached", "timings"]
+    [
+        "index",
+        "content",
+        "tokens",
+        "id_slot",
+        "stop",
+        "model",
+        "tokens_predicted",
+        "tokens_evaluated",
+        "generation_settings",
+        "prompt",
+        "has_new_line",
+        "truncated",
+        "stop_type",
+        "stopping_word",
+        "tokens_cached",
+        "timings",
+    ]
 )
 """Keys of a whole answer of llama.cpp's server."""
 PART = set(["index", "content", "tokens", "stop", "id_slot", "tokens_predicted", "tokens_evaluated"])
 """Keys of a part of its streams."""
 TIMINGS = set(
-    ["cache_n", "prompt_n", "prompt_ms", "prompt_per_token_ms", "prompt_per_second", "predicted_n", "predicted_ms", "predicted_per_token_ms", "predicted_per_second"]
+    [
+        "cache_n",
+        "prompt_n",
+        "prompt_ms",
+        "prompt_per_token_ms",
+        "prompt_per_second",
+        "predicted_n",
+        "predicted_ms",
+        "predicted_per_token_ms",
+        "predicted_per_second",
+    ]
 )
 
 

@@ -38,6 +38,7 @@ NEEDED: dict[tuple[str, str], dict[str, Any]] = {
     ("/v1/chat/completions", "top_logprobs"): {"logprobs": True},
     ("/v1/chat/completions", "tool_choice"): NESTED,
     ("/v1/completions", "stream_options"): {"stream": True},
+    ("/v1/completions", "suffix"): {"prompt": "x"},
     ("/v1/responses", "tool_choice"): {"tools": [TOOL]},
     ("/v1/messages", "tool_choice"): {"tools": [TOOL]},
     ("/v1/messages/count_tokens", "tool_choice"): {"tools": [TOOL]},

@@ -64,7 +64,7 @@ def test_other_files_stand_before_the_gap_and_the_first_ones_go_where_there_is_n
         ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
         ("<PRE>", "<SUF>", "<MID>"),
         ("▁<PRE>", "▁<SUF>", "▁<MID>"),
-        ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+        ("<\uff5cfim▁begin\uff5c>", "<\uff5cfim▁hole\uff5c>", "<\uff5cfim▁end\uff5c>"),
         ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
         ("<|prefix|>", "<|suffix|>", "<|middle|>"),
     ],
