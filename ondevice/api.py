@@ -306,7 +306,8 @@ class Model:
         sampling: SamplingConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> AsyncGenerator[TokenScore | Event, None]:
-        """A `TokenScore` for each of `tokens` but the first, then the events of what continues them.
+        """A `TokenScore` for each of `tokens` but the first, and for the likeliest one behind them, then the
+        events of what continues them.
 
         top: number of the likeliest tokens in each score. The scoring runs alone, as `logits` does.
 
@@ -475,10 +476,10 @@ class Model:
             # On the owner thread, so that no queue fills with logits.
             targets = iter(ids[1:])
             for logits in self._engine.logits(ids, cancelled, key):
-                following = list(itertools.islice(targets, len(logits)))
+                following = [next(targets, int(row.argmax())) for row in logits]
                 yield [
-                    TokenScore(*log_probabilities(row, target, top))
-                    for row, target in zip(logits, following, strict=False)
+                    TokenScore(token, *log_probabilities(row, token, top))
+                    for row, token in zip(logits, following, strict=True)
                 ]
 
         return work

@@ -45,6 +45,7 @@ class TokenScore(NamedTuple):
     Natural logarithms, as `log_probabilities` has them.
     """
 
+    token: int
     logprob: float
     top_logprobs: tuple[tuple[int, float], ...]
 

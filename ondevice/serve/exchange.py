@@ -66,7 +66,8 @@ class Generation:
         self.prompt: list[int] = []
         """Token ids of the text that is continued, as soon as there is an event."""
         self.scores: list[TokenScore] = []
-        """Scores of all of them but the first, where they were asked for, as soon as there is an event."""
+        """Scores of all of them but the first, and of the likeliest token behind them, where they were asked
+        for, as soon as there is an event."""
         self._made: asyncio.Queue[Event | RequestError] = asyncio.Queue()
         self._tokenizer: Tokenizer | None = None
         self._ended = False

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ondevice.generate import Event
+from ondevice.scoring import TokenScore
 from ondevice.serve.asked import MAX_TOKENS, Asked
 from ondevice.serve.exchange import (
     Generation,
@@ -166,8 +167,8 @@ def _echo(running: Generation, asked: Asked) -> _Echo:
     return _Echo(
         text,
         tuple(shown_token(running.tokenizer, token) for token in running.prompt),
-        (None, *(max(score.logprob, LEAST_LOGPROB) for score in running.scores)),
-        (None, *(_shown_top(running.tokenizer, score.top_logprobs) for score in running.scores)),
+        (None, *(max(score.logprob, LEAST_LOGPROB) for score in running.scores[:-1])),
+        (None, *(_shown_top(running.tokenizer, score.top_logprobs) for score in running.scores[:-1])),
         tuple(min(end - len(part), len(text)) for part, end in zip(parts, _ends(parts), strict=True)),
     )
 
@@ -204,7 +205,25 @@ def _logprobs(
             likeliest.append(_shown_top(running.tokenizer, event.top_logprobs))
             offsets.append(offset)
         offset += len(event.text)
+    if (end := _silent_end(events, running, asked)) is not None:
+        tokens.append(shown_token(running.tokenizer, end.token))
+        chances.append(max(end.logprob, LEAST_LOGPROB))
+        likeliest.append(_shown_top(running.tokenizer, end.top_logprobs))
+        offsets.append(offset)
     return {"tokens": tokens, "token_logprobs": chances, "top_logprobs": likeliest, "text_offset": offsets}
+
+
+def _silent_end(events: Sequence[Event], running: Generation, asked: Asked) -> TokenScore | None:
+    """The token that ended a text behind an echo before it began, where it was the likeliest one.
+
+    Programs that score by `echo` and `max_tokens` of 1, as lm-eval does, take the last token away.
+    """
+    as_it_is = not asked.options.get("temperature") and "logit_bias" not in asked.options
+    written = any(event.token is not None for event in events)
+    if not running.scores or written or not as_it_is or not events or events[-1].finish_reason != "stop":
+        return None
+    likeliest = running.scores[-1]
+    return likeliest if likeliest.token in running.tokenizer.eos_ids else None
 
 
 def _usage(last: Event) -> dict[str, Any]:
@@ -233,6 +252,7 @@ async def _choices(
     """What each chunk says of one generation, with its event. The prompt's own chunk has the first one."""
     offset, echo = 0, None
     async for event in running:
+        begins = echo is None
         if echoes and echo is None:
             echo = _echo(running, asked)
             logprobs = _logprobs([], running, asked, echo)
@@ -241,7 +261,7 @@ async def _choices(
             offset = len(echo.text)
         last = event.finish_reason is not None
         if event.text or last or event.logprob is not None:
-            tells = event.token is not None
+            tells = event.token is not None or (echoes and begins)
             logprobs = _logprobs([event], running, asked, _Echo(), offset) if tells else None
             yield (
                 {

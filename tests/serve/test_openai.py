@@ -217,6 +217,22 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(server: Serving, client
     assert got.usage.prompt_tokens_details.cached_tokens == 0
 
 
+def test_an_echo_tells_the_token_that_ends_the_text_at_once(server: Serving, client: Any) -> None:
+    """lm-eval takes the last token away, whatever it is."""
+    made = np.random.default_rng(0).integers(0, 250, (20, 200)).tolist()
+    ends = ((ids, server.model.logits(ids).argmax(axis=1).tolist()) for ids in made)
+    prompt = next(ids[: found.index(EOS) + 1] for ids, found in ends if EOS in found)
+    asked: dict[str, Any] = {"model": "", "prompt": prompt, "max_tokens": 1, "logprobs": 1, "echo": True}
+    got = client.completions.create(**asked).choices[0]
+    assert (got.finish_reason, got.logprobs.tokens[-1]) == ("stop", "</s>")
+    assert len(got.logprobs.tokens) == len(got.logprobs.top_logprobs) == len(prompt) + 1
+    assert got.logprobs.top_logprobs[-1] == {"</s>": got.logprobs.token_logprobs[-1]}
+    streamed: list[str] = []
+    for chunk in client.completions.create(stream=True, **asked):
+        streamed += chunk.choices[0].logprobs.tokens if chunk.choices[0].logprobs else []
+    assert streamed == got.logprobs.tokens
+
+
 def test_an_echo_of_a_text_is_the_text_and_may_stand_alone(server: Serving, client: Any) -> None:
     def echo(prompt: str, **options: Any) -> Any:
         asked = {"model": "", "prompt": prompt, "echo": True} | options
