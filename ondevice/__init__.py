@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ondevice.errors import ContextOverflowError as ContextOverflowError
     from ondevice.errors import DownloadError as DownloadError
     from ondevice.errors import FlashReadError as FlashReadError
+    from ondevice.errors import InfillNotSupportedError as InfillNotSupportedError
     from ondevice.errors import ModelNotFoundError as ModelNotFoundError
     from ondevice.errors import OndeviceError as OndeviceError
     from ondevice.errors import ToolsNotSupportedError as ToolsNotSupportedError
@@ -66,6 +67,7 @@ _MODULES = {
         "ContextOverflowError",
         "DownloadError",
         "FlashReadError",
+        "InfillNotSupportedError",
         "ModelNotFoundError",
         "OndeviceError",
         "ToolsNotSupportedError",

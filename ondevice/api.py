@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -41,7 +42,7 @@ from ondevice.host import Host, text_tokenizer
 from ondevice.kernels import _native
 from ondevice.meter import Counters
 from ondevice.model.layer_range import LaterLayers
-from ondevice.response import Response, gather
+from ondevice.response import Response, gather, without_reuse
 from ondevice.runtime.budget_watch import MemoryPressure
 from ondevice.runtime.conversion import prepare
 from ondevice.runtime.local_source import removable_source
@@ -53,11 +54,13 @@ from ondevice.runtime.resolving import (
     resolve,
     warn_of_budget,
 )
-from ondevice.scoring import Score, Tally, benchmark_prompt, scoring_windows
+from ondevice.sampling import log_probabilities
+from ondevice.scoring import Score, Tally, TokenScore, benchmark_prompt, scoring_windows
 from ondevice.session import Session
 from ondevice.settings import runtime_options, sampling_options
 from ondevice.stats import GenerationStats
 from ondevice.tokenizer import Tokenizer
+from ondevice.tokenizer.infill import InfillTokens
 
 Name = str | os.PathLike[str]
 
@@ -229,22 +232,38 @@ class Model:
         prompt: str | None = None,
         *,
         tokens: Sequence[int] | None = None,
+        special: bool = True,
+        suffix: str | None = None,
         sampling: SamplingConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Response:
-        """Continue a text or token ids.
+        """Continue a text or token ids, or write what belongs between two texts.
 
-        options: fields of SamplingConfig. The default is greedy decoding.
+        Args:
+            prompt: the text.
+            tokens: token ids, in its place.
+            special: whether special tokens' names in the prompt become those tokens. Pass False for text
+                that others wrote, which then can't speak for the model or end a turn.
+            suffix: the text behind a gap that the prompt stands before; what belongs between them is
+                written, with the tokens that code models have for that. Both are plain text.
+            sampling: the options in one object.
+            options: fields of SamplingConfig. The default is greedy decoding.
 
-        Raises ContextOverflowError for a prompt longer than the context, UsageError, FlashReadError.
+        Raises ContextOverflowError for a prompt longer than the context, InfillNotSupportedError for a suffix
+        that the model has no tokens for, UsageError, FlashReadError.
         """
-        return gather(self.stream(prompt, tokens=tokens, sampling=sampling, **options))
+        events = self.stream(
+            prompt, tokens=tokens, special=special, suffix=suffix, sampling=sampling, **options
+        )
+        return gather(events)
 
     def stream(
         self,
         prompt: str | None = None,
         *,
         tokens: Sequence[int] | None = None,
+        special: bool = True,
+        suffix: str | None = None,
         sampling: SamplingConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Iterator[Event]:
@@ -253,19 +272,24 @@ class Model:
         Work begins when the first event is requested. Closing the iterator cancels it.
         """
         self._require_open()
-        ids = self._prompt_ids(prompt, tokens)
-        return self._host.stream_ids(None, ids, sampling_options(sampling, options))
+        ids = self._prompt_ids(prompt, tokens, special, suffix)
+        return self._host.stream_ids(None, ids, self._sampling(sampling, options, suffix))
 
     async def agenerate(
         self,
         prompt: str | None = None,
         *,
         tokens: Sequence[int] | None = None,
+        special: bool = True,
+        suffix: str | None = None,
         sampling: SamplingConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Response:
         """`generate` for asyncio; cancelling the task cancels the work."""
-        async with aclosing(self.astream(prompt, tokens=tokens, sampling=sampling, **options)) as events:
+        stream = self.astream(
+            prompt, tokens=tokens, special=special, suffix=suffix, sampling=sampling, **options
+        )
+        async with aclosing(stream) as events:
             return gather([event async for event in events])
 
     def astream(
@@ -273,13 +297,44 @@ class Model:
         prompt: str | None = None,
         *,
         tokens: Sequence[int] | None = None,
+        special: bool = True,
+        suffix: str | None = None,
         sampling: SamplingConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> AsyncGenerator[Event, None]:
         """`stream` for asyncio."""
         self._require_open()
-        ids = self._prompt_ids(prompt, tokens)
-        return self._host.astream_ids(None, ids, sampling_options(sampling, options))
+        ids = self._prompt_ids(prompt, tokens, special, suffix)
+        return self._host.astream_ids(None, ids, self._sampling(sampling, options, suffix))
+
+    async def astream_scored(
+        self,
+        tokens: Sequence[int],
+        *,
+        top: int = 0,
+        sampling: SamplingConfig | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> AsyncGenerator[TokenScore | Event, None]:
+        """A `TokenScore` for each of `tokens` but the first, and for the likeliest one behind them, then the
+        events of what continues them.
+
+        top: number of the likeliest tokens in each score. The scoring runs alone, as `logits` does.
+
+        Raises ContextOverflowError for tokens that the context doesn't hold, UsageError, FlashReadError.
+        """
+        self._require_open()
+        ids, config, key = token_ids(tokens), sampling_options(sampling, options), self._host.new_key()
+        check_context(len(ids), self.plan.max_context)
+        try:
+            async with aclosing(self._owner.astream(self._scoring(ids, top, key))) as pieces:
+                async for scores in pieces:
+                    for score in scores:
+                        yield score
+            async with aclosing(self._host.astream_ids(key, ids, config)) as events:
+                async for event in events:
+                    yield without_reuse(event)
+        finally:
+            self._host.retire(key)
 
     def session(self, instructions: str | None = None, *, when_full: WhenFull = "stop") -> Session:
         """A conversation that keeps its keys and values between turns.
@@ -380,15 +435,63 @@ class Model:
         """Token ids of a transcript, up to where the model's next turn begins. Arguments as of `respond`."""
         return self._host.chat_ids(messages, PromptOptions.checked(tools, think))
 
-    def _prompt_ids(self, prompt: str | None, tokens: Sequence[int] | None) -> list[int]:
+    def prompt_ids(self, prompt: str, *, special: bool = True, suffix: str | None = None) -> list[int]:
+        """Token ids that `generate` continues for the same arguments.
+
+        A prompt longer than the context gives more ids than that, and perhaps not all of them.
+        """
+        most = self.plan.max_context
+        if suffix is not None:
+            return self.infill.prompt(self.tokenizer, prompt, suffix, most=most)
+        return self.tokenizer.encode(prompt, special=special, most=most)
+
+    @property
+    def infill(self) -> InfillTokens:
+        """The tokens that mark a prefix, a suffix and the middle between them.
+
+        Raises InfillNotSupportedError if the model has none.
+        """
+        return InfillTokens.of(self.tokenizer)
+
+    def _prompt_ids(
+        self, prompt: str | None, tokens: Sequence[int] | None, special: bool, suffix: str | None
+    ) -> list[int]:
         """Token ids of a prompt given either as text or as ids.
 
         Raises UsageError if both or neither are given, and for a value of another type.
         """
         require_one(prompt, tokens)
+        if suffix is not None:
+            require_one(suffix, tokens)
         if tokens is not None:
             return token_ids(tokens)
-        return self.tokenizer.encode(prompt or "", most=self.plan.max_context)
+        return self.prompt_ids(prompt or "", special=special, suffix=suffix)
+
+    def _sampling(
+        self, sampling: SamplingConfig | None, options: SamplingOptions, suffix: str | None
+    ) -> SamplingConfig:
+        """The options of a generation, which marks of the middle end too where there is a suffix."""
+        config = sampling_options(sampling, options)
+        if suffix is None:
+            return config
+        return replace(config, end_tokens=(*config.end_tokens, *self.infill.ends))
+
+    def _scoring(
+        self, ids: list[int], top: int, key: int
+    ) -> Callable[[IsCancelled], Iterator[list[TokenScore]]]:
+        """Work that scores `ids`, piece by piece, and leaves their keys and values in the cache of `key`."""
+
+        def work(cancelled: IsCancelled) -> Iterator[list[TokenScore]]:
+            # On the owner thread, so that no queue fills with logits.
+            targets = iter(ids[1:])
+            for logits in self._engine.logits(ids, cancelled, key):
+                following = [next(targets, int(row.argmax())) for row in logits]
+                yield [
+                    TokenScore(token, *log_probabilities(row, token, top))
+                    for row, token in zip(logits, following, strict=True)
+                ]
+
+        return work
 
     def _score_work(self, ids: list[int], tally: Tally) -> Callable[[IsCancelled], Iterator[int]]:
         """Work that scores every token of `ids` but the first, and yields the tally's token count."""

@@ -302,6 +302,7 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | None
     logit_bias: Mapping[int, float] | Iterable[tuple[int, float]]
     stop: str | Iterable[str]
+    end_tokens: Iterable[int]
     max_tokens: int
     top_logprobs: int | None
     constraint: Constraint | None
@@ -321,6 +322,8 @@ class SamplingConfig:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs (token id, bias added to its logit). A bias of -inf bans the token."""
     stop: tuple[str, ...] = field(default=())
+    end_tokens: tuple[int, ...] = ()
+    """Token ids that end the text, beside the model's own end-of-text tokens. They don't belong to it."""
     max_tokens: int = 256
     top_logprobs: int | None = None
     """Likeliest tokens whose log-probabilities each event has beside its own token's. None: it has none."""
@@ -378,6 +381,7 @@ class SamplingConfig:
             for pair in self.logit_bias
         )
         strings = isinstance(self.stop, tuple) and all(isinstance(text, str) for text in self.stop)
+        ids = isinstance(self.end_tokens, tuple) and all(map(_is_int, self.end_tokens))
         checks = (
             *((name, _is_int(getattr(self, name)), "an integer") for name in _SAMPLING_INTEGERS),
             ("seed", self.seed is None or _is_int(self.seed), "an integer, or None to have one drawn"),
@@ -385,6 +389,7 @@ class SamplingConfig:
             *((name, _is_number(getattr(self, name)), "a number") for name in _SAMPLING_NUMBERS),
             ("logit_bias", pairs, "a tuple of pairs of a token id and a number"),
             ("stop", strings, "a tuple of strings"),
+            ("end_tokens", ids, "a tuple of token ids"),
             (
                 "constraint",
                 self.constraint is None or isinstance(self.constraint, Constraint),

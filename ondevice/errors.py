@@ -71,6 +71,10 @@ class ToolsNotSupportedError(UsageError):
     """Tools were given to a model whose chat template has no place for them."""
 
 
+class InfillNotSupportedError(UsageError):
+    """A middle was asked of a model whose tokenizer has no tokens that mark one."""
+
+
 class ConstraintError(OndeviceError):
     """A schema, pattern or grammar that can't be enforced, or takes more than its share of memory or time.
 

@@ -201,11 +201,11 @@ class Generator:
         cancelled: IsCancelled | None,
         constrained: Constrained | None,
     ) -> Steps[None]:
-        meter = Meter(self.counters())
-        prompt_tokens = len(history)
+        meter, prompt_tokens = Meter(self.counters()), len(history)
         room = min(sampling.max_tokens, self.max_context - prompt_tokens)
         text = _Text(self.tokenizer, sampling.stop, history, constrained is not None)
-        written = _Continuation(history, room, text, sampling, self.eos_ids, constrained)
+        ends = self.eos_ids.union(sampling.end_tokens)
+        written = _Continuation(history, room, text, sampling, ends, constrained)
         try:
             kv.truncate(common_prefix(kv.tokens, history[:-1]))
             held = kv.length

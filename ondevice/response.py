@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ondevice.callbacks import IsCancelled
@@ -98,3 +98,12 @@ class LastStats:
         finally:
             if begun.is_set() and not ended.is_set():
                 self._stopping = ended
+
+
+def without_reuse(event: Event) -> Event:
+    """The event of a text whose prompt was computed for itself, by work that counted elsewhere."""
+    if event.prompt is not None:
+        event = replace(event, prompt=replace(event.prompt, reused_tokens=0))
+    if event.stats is not None:
+        event = replace(event, stats=replace(event.stats, reused_tokens=0))
+    return event

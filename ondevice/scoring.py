@@ -11,7 +11,7 @@ import platform
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,17 @@ class Score:
             "nll_per_token": self.nll_per_token if math.isfinite(self.nll_per_token) else None,
             "tokens": self.tokens,
         }
+
+
+class TokenScore(NamedTuple):
+    """A token's log-probability behind the tokens before it, and the likeliest tokens with theirs.
+
+    Natural logarithms, as `log_probabilities` has them.
+    """
+
+    token: int
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...]
 
 
 @dataclass

@@ -129,6 +129,7 @@ OTHER_SETTINGS: dict[str, type] = {
     "system_prompt": str,
     "when_full": str,
     "no_think": bool,
+    "no_special": bool,
     "prompt": str,
     "text": str,
     "json_schema": str,
@@ -227,7 +228,7 @@ def sampling_options(sampling: SamplingConfig | None, options: SamplingOptions) 
         changed["stop"] = (changed["stop"],)
     if isinstance(changed.get("logit_bias"), Mapping):
         changed["logit_bias"] = changed["logit_bias"].items()
-    for name in {"stop", "logit_bias"} & changed.keys():
+    for name in {"stop", "end_tokens", "logit_bias"} & changed.keys():
         if isinstance(changed[name], Iterable):
             changed[name] = tuple(tuple(item) if isinstance(item, list) else item for item in changed[name])
     return replace(sampling or SamplingConfig(), **changed)

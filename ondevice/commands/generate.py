@@ -35,13 +35,19 @@ from ondevice.settings import PROMPT_CACHE_OPTIONS, RUNTIME_OPTIONS, SAMPLING_OP
     metavar="TEXT|-",
     help="The text to continue; - reads stdin.",
 )
+@option("--no-special", is_flag=True, help="Read special tokens' names in the prompt as plain text.")
 @constraint_options
 @add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS, PROMPT_CACHE_OPTIONS)
 @hosts_option()
 @yes_option
 @json_option
-def generate(model: str | None, prompt: str, yes: bool, as_json: bool, **values: Any) -> None:
-    """Continue a text as it stands. Greedy unless --temp says otherwise."""
+def generate(
+    model: str | None, prompt: str, no_special: bool, yes: bool, as_json: bool, **values: Any
+) -> None:
+    """Continue a text as it stands. Greedy unless --temp says otherwise.
+
+    Names of special tokens in the text, such as <|im_end|>, become those tokens.
+    """
     from ondevice.host import text_tokenizer
     from ondevice.runtime.resolving import check_tokens
 
@@ -51,7 +57,8 @@ def generate(model: str | None, prompt: str, yes: bool, as_json: bool, **values:
     text = TextParts(prompt) if prompt == "-" else [prompt]
     resolved = resolved_model(model, values, yes)
     # Encoding stops where the context is full, because a prompt from stdin may have no end.
-    tokens = text_tokenizer(resolved).encode_within(text, most=resolved.plan.max_context)
+    tokenizer, most = text_tokenizer(resolved), resolved.plan.max_context
+    tokens = tokenizer.encode_within(text, special=not no_special, most=most)
     check_tokens(resolved, tokens)
     with loaded_model(resolved) as loaded:
         if as_json:

@@ -121,8 +121,8 @@ def _facts(resolved: ResolvedModel) -> ModelFacts:
     from ondevice.host import text_tokenizer
     from ondevice.serve.server import facts_of
 
-    text_tokenizer(resolved)
-    return facts_of(resolved.bundle.name, resolved.bundle, resolved.frugal.plan)
+    tokenizer = text_tokenizer(resolved)
+    return facts_of(resolved.bundle.name, resolved.bundle, resolved.frugal.plan, tokenizer)
 
 
 def _budget_of_all() -> int:

@@ -138,10 +138,15 @@ class Engine(LoadedModel):
         with self._cache_of(key, prompt) as kv, system_refusals():
             yield from self._generator.steps(prompt, kv, sampling, cancelled, constrained)
 
-    def logits(self, tokens: Sequence[int], cancelled: IsCancelled) -> Iterator[Float32]:
-        """Logits (at most `logits_rows`, V) of all tokens, piece by piece, from an empty cache."""
+    def logits(
+        self, tokens: Sequence[int], cancelled: IsCancelled, key: int | None = None
+    ) -> Iterator[Float32]:
+        """Logits (at most `logits_rows`, V) of all tokens, piece by piece, from an empty cache.
+
+        key: a new one, whose cache then holds the tokens. None: none does.
+        """
         check_thread(self._thread)
-        with self.kv.use(None) as kv:
+        with self.kv.use(key) as kv:
             try:
                 self.grow_beside(kv, len(tokens))
                 with system_refusals():

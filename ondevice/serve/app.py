@@ -18,6 +18,8 @@ from ondevice.errors import OndeviceError
 from ondevice.serve import (
     anthropic,
     embeddings,
+    llama_cpp,
+    llama_cpp_completions,
     ollama,
     openai_chat,
     openai_completions,
@@ -46,6 +48,8 @@ DIALECTS = (
     embeddings,
     anthropic,
     ollama,
+    llama_cpp,
+    llama_cpp_completions,
 )
 
 

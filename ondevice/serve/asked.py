@@ -22,6 +22,8 @@ class Asked:
     """A generation that a request asks for: a reply to `messages`, or what continues `prompt`.
 
     prompting: tools, and whether to think, where messages are answered.
+    suffix: a text behind a gap that `prompt` stands before; what belongs between them is generated.
+    scores: how many of the likeliest tokens the prompt's own tokens are scored with; None: they aren't.
     messages_field, constraint_field: where the request has the messages and the constraint, for errors.
     options: fields of SamplingConfig that the request sets. Without `max_tokens` the context alone is the
     limit. Where messages are answered, fields that aren't set are as the model's authors recommend.
@@ -31,6 +33,8 @@ class Asked:
     model: ModelFacts
     messages: tuple[Message, ...] | None = None
     prompt: str | tuple[int, ...] | None = None
+    suffix: str | None = None
+    scores: int | None = None
     prompting: PromptOptions = PLAIN
     options: dict[str, Any] = field(default_factory=dict)
     messages_field: str = "messages"

@@ -8,6 +8,7 @@ from ondevice.errors import (
     BudgetError,
     ConstraintError,
     ContextOverflowError,
+    InfillNotSupportedError,
     ModelNotFoundError,
     OndeviceError,
     ToolsNotSupportedError,
@@ -23,9 +24,30 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+_LLAMA_CPP_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
+}
+LLAMA_CPP_PATHS = frozenset(
+    (
+        "/apply-template",
+        "/completion",
+        "/completions",
+        "/detokenize",
+        "/infill",
+        "/props",
+        "/slots",
+        "/tokenize",
+    )
+)
+"""Paths of llama.cpp's own API."""
 _STATUS = (
     (ContextOverflowError, 400, "context_length_exceeded"),
     (ConstraintError, 400, "unsupported_constraint"),
+    (InfillNotSupportedError, 400, "unsupported_parameter"),
     (UsageError, 400, "invalid_value"),
     (ModelNotFoundError, 404, "model_not_found"),
     (BudgetError, 503, "budget_exceeded"),
@@ -68,6 +90,12 @@ def error_body(path: str, error: RequestError) -> dict[str, Any]:
     """The error as the dialect of `path` has it."""
     if path.startswith("/api/"):
         return {"error": str(error)}
+    if path in LLAMA_CPP_PATHS:
+        kind = "server_error" if error.status >= 500 else "invalid_request_error"
+        if error.code == "context_length_exceeded":
+            kind = "exceed_context_size_error"
+        kind = _LLAMA_CPP_TYPES.get(error.status, kind)
+        return {"error": {"code": error.status, "message": str(error), "type": kind}}
     if path.startswith("/v1/messages"):
         other = "api_error" if error.status >= 500 else "invalid_request_error"
         kind = _ANTHROPIC_TYPES.get(error.status, other)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -20,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ondevice.config import SamplingConfig
-from ondevice.errors import ConstraintError, OndeviceError, UsageError
+from ondevice.errors import ConstraintError, InfillNotSupportedError, OndeviceError, UsageError
 from ondevice.generate import Event
 from ondevice.serve.asked import Asked
 from ondevice.serve.config import ServeConfig
@@ -32,6 +33,8 @@ from ondevice.serve.models import LoadedModel, Models
 from ondevice.settings import sampling_options, with_model_defaults
 
 if TYPE_CHECKING:
+    from ondevice.api import Model
+    from ondevice.scoring import TokenScore
     from ondevice.tokenizer import Tokenizer
 
 
@@ -60,6 +63,11 @@ class Generation:
     def __init__(self) -> None:
         self.complete = False
         """Whether its last event, or an error, has been made."""
+        self.prompt: list[int] = []
+        """Token ids of the text that is continued, as soon as there is an event."""
+        self.scores: list[TokenScore] = []
+        """Scores of all of them but the first, and of the likeliest token behind them, where they were asked
+        for, as soon as there is an event."""
         self._made: asyncio.Queue[Event | RequestError] = asyncio.Queue()
         self._tokenizer: Tokenizer | None = None
         self._ended = False
@@ -113,7 +121,7 @@ async def _generate(service: Service, asked: Asked, running: Generation) -> None
         async with service.models.turn(asked.model, asked.follows) as loaded:
             running.begin(loaded.model.tokenizer)
             kept: deque[Event] = deque()
-            async with aclosing(_events(loaded, asked)) as events:
+            async with aclosing(_events(loaded, asked, running)) as events:
                 async for event in events:
                     if event.finish_reason == "cancelled":
                         raise RequestError(503, "the server is stopping", code="server_stopping")
@@ -127,7 +135,9 @@ async def _generate(service: Service, asked: Asked, running: Generation) -> None
         running.add(error)
     except OndeviceError as error:
         answer = RequestError.of(error, None if asked.prompting.tools else asked.messages_field)
-        if isinstance(error, ConstraintError):
+        if isinstance(error, InfillNotSupportedError):
+            answer.field = "suffix"
+        elif isinstance(error, ConstraintError):
             answer.field = "tools" if asked.prompting.must_call else asked.constraint_field
         elif isinstance(error, UsageError) and asked.prompting.must_call:
             answer.field = answer.field or "tool_choice"
@@ -156,7 +166,7 @@ def _settled(event: Event, kept: deque[Event]) -> Iterator[Event]:
     yield event
 
 
-async def _events(loaded: LoadedModel, asked: Asked) -> AsyncGenerator[Event, None]:
+async def _events(loaded: LoadedModel, asked: Asked, running: Generation) -> AsyncGenerator[Event, None]:
     model = loaded.model
     options = {"max_tokens": model.plan.max_context} | asked.options
     sampling = sampling_options(None, options)  # type: ignore[arg-type]
@@ -168,10 +178,35 @@ async def _events(loaded: LoadedModel, asked: Asked) -> AsyncGenerator[Event, No
                 async for event in events:
                     yield event
         return
-    prompt = {"prompt" if isinstance(asked.prompt, str) else "tokens": asked.prompt}
-    async with aclosing(model.astream(**prompt, sampling=sampling)) as events:  # type: ignore[arg-type]
+    async with aclosing(_continued(model, asked, sampling, running)) as events:
         async for event in events:
             yield event
+
+
+async def _continued(
+    model: Model, asked: Asked, sampling: SamplingConfig, running: Generation
+) -> AsyncGenerator[Event, None]:
+    """The events of what continues a text, or of what belongs between two."""
+    if isinstance(asked.prompt, str):
+        # On another thread, because the event loop can't wait for a long text to be encoded.
+        encode = partial(model.prompt_ids, asked.prompt, suffix=asked.suffix)
+        running.prompt = await asyncio.to_thread(encode)
+    else:
+        running.prompt = list(asked.prompt or ())
+    if asked.suffix is not None:
+        sampling = replace(sampling, end_tokens=model.infill.ends)
+    if asked.scores is None:
+        async with aclosing(model.astream(tokens=running.prompt, sampling=sampling)) as events:
+            async for event in events:
+                yield event
+        return
+    scored = model.astream_scored(running.prompt, top=asked.scores, sampling=sampling)
+    async with aclosing(scored) as items:
+        async for item in items:
+            if isinstance(item, Event):
+                yield item
+            else:
+                running.scores.append(item)
 
 
 def recommended(generation: Any, sampling: SamplingConfig, chosen: dict[str, Any]) -> SamplingConfig:

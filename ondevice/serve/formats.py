@@ -42,7 +42,7 @@ def take_ollama_format(fields: Fields) -> Constraint | None:
         return Constraint.json_object()
     if not isinstance(value, dict):
         fields.refuse("format", 'must be "json" or a JSON schema')
-    return _schema(fields, "format", value)
+    return schema_constraint(fields, "format", value)
 
 
 def _take_kind(given: Fields, inner: Fields | None) -> Constraint | None:
@@ -63,10 +63,11 @@ def _take_kind(given: Fields, inner: Fields | None) -> Constraint | None:
     value = inner.take("schema")
     if not isinstance(value, dict):
         inner.refuse("schema", "must be a JSON schema, an object")
-    return _schema(inner, "schema", value)
+    return schema_constraint(inner, "schema", value)
 
 
-def _schema(fields: Fields, name: str, value: dict[str, Any]) -> Constraint:
+def schema_constraint(fields: Fields, name: str, value: dict[str, Any]) -> Constraint:
+    """The constraint of a schema that stands in a field. Raises RequestError for one that is none."""
     try:
         return Constraint.json_schema(value)
     except ConstraintError as error:

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from typing import Any
 
-from ondevice.stats import GenerationStats
+from ondevice.stats import GenerationStats, per_second
 
 log = logging.getLogger("ondevice.serve")
 
@@ -25,6 +25,23 @@ _HELP = {
     "running_requests": ("gauge", "Requests that generate."),
 }
 
+_LLAMA_CPP_HELP = {
+    "prompt_tokens_total": ("counter", "Tokens of prompts that were computed."),
+    "prompt_seconds_total": ("counter", "Seconds from a turn's beginning to its first token."),
+    "tokens_predicted_total": ("counter", "Tokens generated."),
+    "tokens_predicted_seconds_total": ("counter", "Seconds of the forward passes behind prompts."),
+    "n_decode_total": ("counter", "Forward passes."),
+    "n_tokens_max": ("counter", "Most tokens of a prompt and what followed it."),
+    "spec_decode_num_draft_tokens_total": ("counter", "Draft tokens."),
+    "spec_decode_num_accepted_tokens_total": ("counter", "Draft tokens that became text."),
+    "spec_decode_num_drafts_total": ("counter", "Forward passes with draft tokens."),
+    "prompt_tokens_seconds": ("gauge", "Prompt tokens per second, over all generations."),
+    "predicted_tokens_seconds": ("gauge", "Generated tokens per second, over all generations."),
+    "requests_processing": ("gauge", "Requests that generate."),
+    "requests_deferred": ("gauge", "Requests that wait for their turn."),
+}
+"""What programs that watch llama.cpp's server look for, by its names, of generations that ended."""
+
 
 class Metrics:
     """Counts by name and labels. Belongs to the event loop's thread."""
@@ -34,6 +51,9 @@ class Metrics:
         for name in _HELP:
             if name not in ("requests_total", "generations_total", "neuron_cache_hit_ratio"):
                 self._values[name, ()] = 0
+        self._ended: Counter[str] = Counter()
+        """Sums over generations that ended, by llama.cpp's names."""
+        self._most_tokens = 0
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         """Add to a counter or a gauge."""
@@ -51,6 +71,19 @@ class Metrics:
         self.add("decode_seconds_total", stats.decode_seconds)
         self.add("flash_bytes_read_total", stats.flash_bytes_read)
         self._values["peak_memory_bytes", ()] = stats.peak_memory_bytes
+        self._most_tokens = max(self._most_tokens, stats.prompt_tokens + stats.generated_tokens)
+        drafting = stats.drafting
+        for name, amount in (
+            ("prompt_tokens_total", stats.prompt_tokens - stats.reused_tokens),
+            ("prompt_seconds_total", stats.time_to_first_token_seconds),
+            ("tokens_predicted_total", stats.generated_tokens),
+            ("tokens_predicted_seconds_total", stats.decode_seconds),
+            ("n_decode_total", stats.forward_passes),
+            ("spec_decode_num_draft_tokens_total", drafting.draft_tokens),
+            ("spec_decode_num_accepted_tokens_total", sum(drafting.accepted_by_depth)),
+            ("spec_decode_num_drafts_total", drafting.drafts),
+        ):
+            self._ended[name] += amount  # type: ignore[assignment]
         if stats.neuron_cache_hit_rate:
             # Without a hit, nothing may have been looked up: the ratio stays that of an earlier generation.
             self._values["neuron_cache_hit_ratio", ()] = stats.neuron_cache_hit_rate  # type: ignore[assignment]
@@ -64,7 +97,24 @@ class Metrics:
                 if counted == name:
                     shown = ",".join(f"{key}={json.dumps(label)}" for key, label in labels)
                     lines.append(f"ondevice_{name}{'{' + shown + '}' if shown else ''} {value}")
+        values = self._of_llama_cpp()
+        for name, (kind, about) in _LLAMA_CPP_HELP.items():
+            lines += [f"# HELP llamacpp:{name} {about}", f"# TYPE llamacpp:{name} {kind}"]
+            lines.append(f"llamacpp:{name} {values[name]}")
         return "\n".join(lines) + "\n"
+
+    def _of_llama_cpp(self) -> dict[str, float]:
+        """Values by llama.cpp's names."""
+        ended = {name: self._ended[name] for name in _LLAMA_CPP_HELP}
+        return ended | {
+            "n_tokens_max": self._most_tokens,
+            "prompt_tokens_seconds": per_second(ended["prompt_tokens_total"], ended["prompt_seconds_total"]),
+            "predicted_tokens_seconds": per_second(
+                ended["tokens_predicted_total"], ended["tokens_predicted_seconds_total"]
+            ),
+            "requests_processing": self.value("running_requests"),
+            "requests_deferred": self.value("waiting_requests"),
+        }
 
 
 def log_event(what: str, level: int = logging.INFO, **facts: Any) -> None:

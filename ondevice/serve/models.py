@@ -57,6 +57,8 @@ class ModelFacts:
     """Memory of its own in which it can run, about."""
     full_bytes: int
     """Most memory of its own that it can use, about."""
+    fills_gaps: bool
+    """Whether it has tokens for what belongs between two texts."""
     sampling: SamplingConfig
     """What its authors recommend for replies, where a request leaves it open."""
 
@@ -169,6 +171,11 @@ class Models:
     def loaded(self) -> LoadedModel | None:
         """The model that was used last."""
         return self.residents[-1] if self.residents else None
+
+    @property
+    def running(self) -> int:
+        """Number of requests that generate."""
+        return self._running
 
     def find(self, name: str | None) -> ModelFacts:
         """The model of a name, which may end in `:latest`. Raises RequestError if there is none."""

@@ -120,7 +120,11 @@ async def _show(service: Service, request: Request) -> Response:
                 "general.parameter_count": facts.parameters,
                 f"{facts.architecture}.context_length": facts.max_context,
             },
-            "capabilities": ["completion", *abilities(facts.template)],
+            "capabilities": [
+                "completion",
+                *abilities(facts.template),
+                *(["insert"] if facts.fills_gaps else []),
+            ],
             "modified_at": _stamp(facts.created),
         }
     )
@@ -150,11 +154,12 @@ async def _generate(service: Service, request: Request) -> Response:
     model = service.models.find(fields.text("model"))
     prompt, system = fields.text("prompt", "") or "", fields.text("system", "") or ""
     raw = fields.boolean("raw")
-    options = _take_options(fields, 1.0 if raw else model.sampling.repetition_penalty)
+    suffix = fields.text("suffix") or None
+    plain = raw or suffix is not None
+    options = _take_options(fields, 1.0 if plain else model.sampling.repetition_penalty)
     if constraint := take_ollama_format(fields):
         options["constraint"] = constraint
     stream, think = fields.boolean("stream", True), _take_think(fields)
-    fields.neutral("suffix", "")
     fields.neutral("template", "")
     fields.neutral("context", [], why="the conversation goes into /api/chat")
     fields.neutral("images", [])
@@ -162,10 +167,11 @@ async def _generate(service: Service, request: Request) -> Response:
     _take_rest(fields)
     fields.close()
     shape = partial(_written, think is not False)
-    if not prompt:
+    if not prompt and suffix is None:
         return await _load(service, model, shape)
-    if raw:
-        asked = Asked(model, prompt=prompt, options=options)
+    if plain:
+        # What belongs between two texts is no reply: the template and the system message have no part in it.
+        asked = Asked(model, prompt=prompt, suffix=suffix, options=options)
     else:
         first = ({"role": "system", "content": system},) if system else ()
         messages = (*first, {"role": "user", "content": prompt})

@@ -104,7 +104,7 @@ def _read(service: Service, fields: Fields) -> _Request:
         options["constraint"] = constraint
     choices = fields.integer("n", 1, MAX_CHOICES) or 1
     stream, include_usage = take_stream(fields)
-    prompting = _take_prompting(fields, model)
+    prompting = take_prompting(fields, model)
     fields.neutral("functions", [], why=NO_FUNCTIONS)
     fields.neutral("function_call", "none", "auto", why=NO_FUNCTIONS)
     fields.neutral("modalities", ["text"])
@@ -118,7 +118,7 @@ def _read(service: Service, fields: Fields) -> _Request:
     return _Request(asked, choices, stream, include_usage)
 
 
-def _take_prompting(fields: Fields, model: ModelFacts) -> PromptOptions:
+def take_prompting(fields: Fields, model: ModelFacts) -> PromptOptions:
     """Tools, and whether to think: by OpenAI's field, or by the one for templates that others have."""
     tools, choice = take_tools(fields, function_tool), take_choice(fields, nested_name)
     prompting = chosen_tools(fields, tools, choice, fields.boolean("parallel_tool_calls", True))

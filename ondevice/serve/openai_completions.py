@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from starlette.requests import Request
@@ -13,8 +14,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ondevice.generate import Event
+from ondevice.scoring import TokenScore
 from ondevice.serve.asked import MAX_TOKENS, Asked
 from ondevice.serve.exchange import (
+    Generation,
     Service,
     generation,
     json_answer,
@@ -38,11 +41,12 @@ from ondevice.serve.openai_common import (
     take_sampling,
     usage,
 )
+from ondevice.serve.raw_text import prompt_parts
 from ondevice.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 """What OpenAI documents for this path."""
-MAX_PROMPTS = 16
+MAX_PROMPTS = 64
 MAX_LOGPROBS = 5
 
 
@@ -53,6 +57,19 @@ class _Request:
     choices: int
     stream: bool
     include_usage: bool
+    echo: bool
+    """Whether answers begin with the prompt."""
+
+
+@dataclass(frozen=True)
+class _Echo:
+    """A prompt as an answer begins with it: its text, and `logprobs` of its tokens. By default, nothing."""
+
+    text: str = ""
+    tokens: tuple[str, ...] = ()
+    token_logprobs: tuple[float | None, ...] = ()
+    top_logprobs: tuple[dict[str, float] | None, ...] = ()
+    text_offset: tuple[int, ...] = ()
 
 
 def routes(service: Service) -> list[Route]:
@@ -73,11 +90,13 @@ async def _complete(service: Service, request: Request) -> Response:
     for index, asked in enumerate(wanted.asked):
         async with generation(service, asked) as running:
             events = [event async for event in running]
+            echo = _echo(running, asked) if wanted.echo else _Echo()
+            text, logprobs = "".join(event.text for event in events), _logprobs(events, running, asked, echo)
             choices.append(
                 {
                     "index": index,
-                    "text": "".join(event.text for event in events),
-                    "logprobs": _logprobs(events, running.tokenizer, asked),
+                    "text": echo.text + text,
+                    "logprobs": logprobs,
                     "finish_reason": finish_reason(events[-1]),
                 }
             )
@@ -97,14 +116,24 @@ def _read(service: Service, fields: Fields) -> _Request:
     choices = fields.integer("n", 1, MAX_CHOICES) or 1
     fields.neutral("best_of", 1, choices, why="choices aren't ranked")
     stream, include_usage = take_stream(fields)
-    fields.neutral("echo", False)
-    fields.neutral("suffix", "")
+    echo, suffix = fields.boolean("echo"), _take_suffix(fields, prompts)
+    if echo and suffix is not None:
+        fields.refuse("echo", "has no meaning beside suffix: the text is what belongs between the two")
     fields.ignore(*IGNORED)
     fields.close()
-    asked = [Asked(model, prompt=prompt, options=options) for prompt in prompts]
+    scores = logprobs if echo else None
+    asked = [Asked(model, prompt=prompt, suffix=suffix, scores=scores, options=options) for prompt in prompts]
     first, *rest = (each.again(index) for each in asked for index in range(choices))
     every = (first, *(replace(each, follows=True) for each in rest))
-    return _Request(every, choices, stream, include_usage)
+    return _Request(every, choices, stream, include_usage, echo)
+
+
+def _take_suffix(fields: Fields, prompts: Sequence[str | tuple[int, ...]]) -> str | None:
+    """The text behind the gap; empty is none."""
+    suffix = fields.text("suffix") or None
+    if suffix is not None and not all(isinstance(prompt, str) for prompt in prompts):
+        fields.refuse("suffix", "needs a prompt that is text, not token ids")
+    return suffix
 
 
 def _prompts(fields: Fields, model: ModelFacts) -> list[str | tuple[int, ...]]:
@@ -129,32 +158,72 @@ def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
 
 
+def _echo(running: Generation, asked: Asked) -> _Echo:
+    """The prompt of a generation that has an event. Its first token has no log-probability."""
+    parts = prompt_parts(running.tokenizer, asked.prompt, running.prompt)
+    text = asked.prompt if isinstance(asked.prompt, str) else "".join(parts)
+    if asked.scores is None:
+        return _Echo(text)
+    return _Echo(
+        text,
+        tuple(shown_token(running.tokenizer, token) for token in running.prompt),
+        (None, *(max(score.logprob, LEAST_LOGPROB) for score in running.scores[:-1])),
+        (None, *(_shown_top(running.tokenizer, score.top_logprobs) for score in running.scores[:-1])),
+        tuple(min(end - len(part), len(text)) for part, end in zip(parts, _ends(parts), strict=True)),
+    )
+
+
+def _ends(parts: Sequence[str]) -> Iterator[int]:
+    """Where each part of a text ends."""
+    return accumulate(map(len, parts))
+
+
+def _shown_top(tokenizer: Tokenizer, top: Iterable[tuple[int, float]]) -> dict[str, float]:
+    """Log-probabilities of the likeliest tokens. Of several that look alike, the likeliest counts."""
+    shown: dict[str, float] = {}
+    for token, chance in top:
+        shown.setdefault(shown_token(tokenizer, token), max(chance, LEAST_LOGPROB))
+    return shown
+
+
 def _logprobs(
-    events: list[Event], tokenizer: Tokenizer, asked: Asked, offset: int = 0
+    events: list[Event], running: Generation, asked: Asked, echo: _Echo, offset: int = 0
 ) -> dict[str, Any] | None:
     """The tokens, their log-probabilities, and where each one's text begins, as far as it is known.
 
-    offset: where the events' text begins.
+    echo: what stands before them. offset: where the events' text begins behind that.
     """
     if "top_logprobs" not in asked.options:
         return None
-    tokens: list[str] = []
-    chances: list[float] = []
-    likeliest: list[dict[str, float]] = []
-    offsets: list[int] = []
+    tokens, chances = [*echo.tokens], [*echo.token_logprobs]
+    likeliest, offsets = [*echo.top_logprobs], [*echo.text_offset]
+    offset += len(echo.text)
     for event in events:
         if event.token is not None and event.logprob is not None:
-            tokens.append(shown_token(tokenizer, event.token))
+            tokens.append(shown_token(running.tokenizer, event.token))
             chances.append(max(event.logprob, LEAST_LOGPROB))
-            likeliest.append(
-                {
-                    shown_token(tokenizer, each): max(chance, LEAST_LOGPROB)
-                    for each, chance in event.top_logprobs
-                }
-            )
+            likeliest.append(_shown_top(running.tokenizer, event.top_logprobs))
             offsets.append(offset)
         offset += len(event.text)
+    if (end := _silent_end(events, running, asked)) is not None:
+        tokens.append(shown_token(running.tokenizer, end.token))
+        chances.append(max(end.logprob, LEAST_LOGPROB))
+        likeliest.append(_shown_top(running.tokenizer, end.top_logprobs))
+        offsets.append(offset)
     return {"tokens": tokens, "token_logprobs": chances, "top_logprobs": likeliest, "text_offset": offsets}
+
+
+def _silent_end(events: Sequence[Event], running: Generation, asked: Asked) -> TokenScore | None:
+    """The token that ended a text behind an echo before it began, where it was the likeliest one.
+
+    Programs that score by `echo` and `max_tokens` of 1, as lm-eval does, take the last token away.
+    """
+    as_it_is = not asked.options.get("temperature") and "logit_bias" not in asked.options
+    written = any(event.token is not None for event in events)
+    if not running.scores or written or not as_it_is or not events or events[-1].finish_reason != "stop":
+        return None
+    likeliest = running.scores[-1]
+    return likeliest if likeliest.token in running.tokenizer.eos_ids else None
 
 
 def _usage(last: Event) -> dict[str, Any]:
@@ -167,23 +236,39 @@ async def _chunks(service: Service, wanted: _Request, head: dict[str, Any]) -> A
         head = head | {"usage": None}
     usages = []
     for index, asked in enumerate(wanted.asked):
-        offset = 0
         async with generation(service, asked) as running:
-            async for event in running:
-                last = event.finish_reason is not None
-                if event.text or last or event.logprob is not None:
-                    choice = {
-                        "index": index,
-                        "text": event.text,
-                        "logprobs": _logprobs([event], running.tokenizer, asked, offset)
-                        if event.token is not None
-                        else None,
-                        "finish_reason": finish_reason(event) if last else None,
-                    }
-                    yield sse(head | {"choices": [choice]})
-                offset += len(event.text)
-                if last:
+            async for choice, event in _choices(running, asked, wanted.echo):
+                yield sse(head | {"choices": [{"index": index} | choice]})
+                if event.finish_reason is not None:
                     usages.append(_usage(event))
     if wanted.include_usage:
         yield sse(head | {"choices": [], "usage": summed(usages, wanted.choices)})
     yield b"data: [DONE]\n\n"
+
+
+async def _choices(
+    running: Generation, asked: Asked, echoes: bool
+) -> AsyncIterator[tuple[dict[str, Any], Event]]:
+    """What each chunk says of one generation, with its event. The prompt's own chunk has the first one."""
+    offset, echo = 0, None
+    async for event in running:
+        begins = echo is None
+        if echoes and echo is None:
+            echo = _echo(running, asked)
+            logprobs = _logprobs([], running, asked, echo)
+            first = replace(event, finish_reason=None)
+            yield {"text": echo.text, "logprobs": logprobs, "finish_reason": None}, first
+            offset = len(echo.text)
+        last = event.finish_reason is not None
+        if event.text or last or event.logprob is not None:
+            tells = event.token is not None or (echoes and begins)
+            logprobs = _logprobs([event], running, asked, _Echo(), offset) if tells else None
+            yield (
+                {
+                    "text": event.text,
+                    "logprobs": logprobs,
+                    "finish_reason": finish_reason(event) if last else None,
+                },
+                event,
+            )
+        offset += len(event.text)

@@ -21,6 +21,7 @@ from ondevice.config import MOST_LOGPROBS
 from ondevice.serve import embeddings
 from ondevice.serve.asked import MAX_STOP_CHARS, MAX_STOPS, MAX_TOKENS, SEEDS
 from ondevice.serve.exchange import Service, json_answer
+from ondevice.serve.llama_cpp_completions import MAX_FIELDS, MAX_FILES
 from ondevice.serve.openai_common import MAX_CHOICES
 from ondevice.serve.openai_completions import MAX_LOGPROBS
 from ondevice.serve.openai_responses import CONTENT, MAX_METADATA, MAX_METADATA_CHARS
@@ -233,6 +234,26 @@ OLLAMA_MESSAGE = _any(
     _object("role", role=_word("assistant"), content=TEXT, thinking=TEXT, tool_calls=_calls(ANY_OBJECT)),
     _object("role", role=_word("user", "system"), content=TEXT),
 )
+LLAMA_CPP = {
+    "model": TEXT,
+    "n_predict": _integer(-2, MAX_TOKENS),
+    "temperature": _number(-1.0, 2.0),
+    "top_k": _integer(0, MAX_TOKENS),
+    "top_p": _number(0.0, 1.0),
+    "min_p": _number(0.0, 1.0),
+    "repeat_penalty": _number(1e-3, 100.0),
+    "seed": SEED,
+    "stop": STOP,
+    "json_schema": ANY_OBJECT,
+    "logit_bias": OPENAI["logit_bias"],
+    "ignore_eos": FLAG,
+    "n_probs": _integer(0, MOST_LOGPROBS),
+    "n_cmpl": _integer(1, MAX_CHOICES),
+    "return_tokens": FLAG,
+    "response_fields": _list(STOPS, most=MAX_FIELDS),
+    "stream": FLAG,
+}
+LLAMA_CPP_PROMPT = _any(_list(_any(TEXT, _integer(0, 255)), 1, 4), TEXT)
 TEXTS = _any(_list(TEXT), TEXT)
 POSTS: dict[str, Schema] = {
     "/v1/chat/completions": _object("messages", **CHAT),
@@ -241,6 +262,8 @@ POSTS: dict[str, Schema] = {
         prompt=_any(TEXT, _list(TEXT, 1, 4), _list(_integer(0, 255), 1)),
         max_tokens=_integer(0, MAX_TOKENS),
         logprobs=_integer(0, MAX_LOGPROBS),
+        echo=FLAG,
+        suffix=TEXT,
         **OPENAI,
     ),
     "/v1/responses": _object("input", **RESPONSES),
@@ -253,14 +276,45 @@ POSTS: dict[str, Schema] = {
     ),
     "/v1/messages/count_tokens": _object("messages", **ANTHROPIC),
     "/api/chat": _object("messages", messages=_list(OLLAMA_MESSAGE, 1), tools=_tools(NESTED_TOOL), **OLLAMA),
-    "/api/generate": _object("", prompt=TEXT, system=TEXT, raw=FLAG, **OLLAMA),
+    "/api/generate": _object("", prompt=TEXT, suffix=TEXT, system=TEXT, raw=FLAG, **OLLAMA),
+    "/completion": _object("prompt", prompt=LLAMA_CPP_PROMPT, **LLAMA_CPP),
+    "/completions": _object("prompt", prompt=LLAMA_CPP_PROMPT, **LLAMA_CPP),
+    "/infill": _object(
+        "",
+        input_prefix=TEXT,
+        input_suffix=TEXT,
+        input_extra=_list(_object("text", filename=TEXT, text=TEXT), most=MAX_FILES),
+        prompt=TEXT,
+        **LLAMA_CPP,
+    ),
+    "/tokenize": _object(
+        "content", model=TEXT, content=TEXT, add_special=FLAG, parse_special=FLAG, with_pieces=FLAG
+    ),
+    "/detokenize": _object("tokens", model=TEXT, tokens=_list(_integer(0, 255))),
+    "/apply-template": _object(
+        "messages",
+        model=TEXT,
+        messages=_list(CHAT_MESSAGE, 1),
+        add_generation_prompt=FLAG,
+        **{name: CHAT[name] for name in ("tools", "reasoning_effort", "chat_template_kwargs")},
+    ),
     "/api/show": _object("model", model=TEXT),
     "/page/budget": _object("budget_bytes", budget_bytes=_integer(1, 1 << 50)),
     "/v1/embeddings": _object(model=TEXT, input=TEXTS),
     "/api/embed": _object(model=TEXT, input=TEXTS),
     "/api/embeddings": _object(model=TEXT, prompt=TEXT),
 }
-GETS = ("/v1/models", "/api/tags", "/api/ps", "/api/version", "/health", "/metrics", "/openapi.json")
+GETS = (
+    "/v1/models",
+    "/api/tags",
+    "/api/ps",
+    "/api/version",
+    "/props",
+    "/slots",
+    "/health",
+    "/metrics",
+    "/openapi.json",
+)
 
 
 def routes(service: Service) -> list[Route]:

@@ -14,13 +14,15 @@ from starlette.types import ASGIApp
 from ondevice.bundle.layout import MANIFEST
 from ondevice.bundle.manifest import manifest_text
 from ondevice.config import SamplingConfig
-from ondevice.errors import OndeviceError
+from ondevice.errors import InfillNotSupportedError, OndeviceError
 from ondevice.serve.app import make_app
 from ondevice.serve.config import MAX_CONNECTIONS, STOP_SECONDS, ServeConfig
 from ondevice.serve.metrics import log_event
 from ondevice.serve.models import ModelFacts
 from ondevice.serve.protocol import Connection
 from ondevice.settings import with_model_defaults
+from ondevice.tokenizer import Tokenizer
+from ondevice.tokenizer.infill import InfillTokens
 
 if TYPE_CHECKING:
     from ondevice.api import Model
@@ -83,8 +85,12 @@ def server_config(app: ASGIApp, config: ServeConfig) -> uvicorn.Config:
     )
 
 
-def facts_of(name: str, bundle: Bundle, plan: Plan) -> ModelFacts:
+def facts_of(name: str, bundle: Bundle, plan: Plan, tokenizer: Tokenizer) -> ModelFacts:
     """What the server says of a model that it hasn't loaded. plan: under the options that need the least."""
+    try:
+        fills_gaps = bool(InfillTokens.of(tokenizer))
+    except InfillNotSupportedError:
+        fills_gaps = False
     manifest = bundle.manifest
     file = manifest.tokenizer.chat_template
     template = "" if file is None else bundle.read_small(file).decode("utf-8", "replace")
@@ -102,5 +108,6 @@ def facts_of(name: str, bundle: Bundle, plan: Plan) -> ModelFacts:
         created=int(stamp),
         least_bytes=plan.minimum_budget_bytes - plan.process_bytes - plan.others_bytes,
         full_bytes=plan.full_bytes - plan.process_bytes - plan.others_bytes,
+        fills_gaps=fills_gaps,
         sampling=with_model_defaults(SamplingConfig(), manifest.generation, set())[0],
     )

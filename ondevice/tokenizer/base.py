@@ -9,6 +9,7 @@ import codecs
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from operator import index
 from typing import Literal, Protocol
@@ -70,20 +71,31 @@ class Tokenizer(Spelling, Protocol):
         """Whether `encode` begins with `bos_id` unless told otherwise."""
 
     def encode(
-        self, text: str, *, add_bos: bool | None = None, special: bool = False, most: int | None = None
+        self,
+        text: str,
+        *,
+        add_bos: bool | None = None,
+        special: bool = False,
+        at_start: bool = True,
+        most: int | None = None,
     ) -> list[int]:
         """Ids of `text`.
 
-        add_bos: whether `bos_id` comes first; None: as the property `add_bos` says.
+        add_bos: whether `bos_id` comes first; None: as the property `add_bos` says. A text that begins with
+            its name gets no second one, where special tokens are read.
         special: whether special tokens' names in the text become those tokens.
+        at_start: whether the text begins one. Pass False for a text behind other tokens, which then gets no
+            space at its start, unless the tokenizer puts one before every word.
         most: number of ids that the caller can use. If the text has more, only a few more are returned, and
             the rest isn't encoded.
         """
 
-    def encode_parts(self, parts: Iterable[str], *, special: bool = False) -> Iterator[list[int]]:
+    def encode_parts(
+        self, parts: Iterable[str], *, special: bool = False, at_start: bool = True
+    ) -> Iterator[list[int]]:
         """Yields the ids of the text in `parts`, a few at a time as parts arrive, without `bos_id`.
 
-        Neither memory nor the time to the next ids grows with the text.
+        Neither memory nor the time to the next ids grows with the text. Arguments as of `encode`.
         """
 
     def encode_within(
@@ -92,6 +104,7 @@ class Tokenizer(Spelling, Protocol):
         *,
         add_bos: bool | None = None,
         special: bool = False,
+        at_start: bool = True,
         most: int | None = None,
     ) -> list[int]:
         """`encode` of the text in `parts`, of which no more are read than needed."""
@@ -104,6 +117,9 @@ class Tokenizer(Spelling, Protocol):
 
     def piece(self, token: int) -> str:
         """The token's name in the vocabulary, also of special tokens; empty if the token has none."""
+
+    def token_id(self, name: str) -> int | None:
+        """Id of the token with this name in the vocabulary, special or not; None if there is none."""
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
@@ -171,11 +187,17 @@ class Vocabulary(ABC):
         self._model_rows = rows
 
     def encode(
-        self, text: str, *, add_bos: bool | None = None, special: bool = False, most: int | None = None
+        self,
+        text: str,
+        *,
+        add_bos: bool | None = None,
+        special: bool = False,
+        at_start: bool = True,
+        most: int | None = None,
     ) -> list[int]:
         if not isinstance(text, str):
             raise UsageError(f"the text is {text!r}; it must be a string")
-        return self.encode_within([text], add_bos=add_bos, special=special, most=most)
+        return self.encode_within([text], add_bos=add_bos, special=special, at_start=at_start, most=most)
 
     def encode_within(
         self,
@@ -183,6 +205,7 @@ class Vocabulary(ABC):
         *,
         add_bos: bool | None = None,
         special: bool = False,
+        at_start: bool = True,
         most: int | None = None,
     ) -> list[int]:
         if not isinstance(parts, Iterable):
@@ -191,16 +214,22 @@ class Vocabulary(ABC):
         if begins and self.bos_id is None:
             raise UsageError("this model has no token that begins a text; leave add_bos out")
         ids = [self.bos_id] if begins and self.bos_id is not None else []
-        for found in self.encode_parts(parts, special=special):
+        for found in self.encode_parts(parts, special=special, at_start=at_start):
+            if special and len(ids) == begins and found[:1] == [self.bos_id]:
+                ids.clear()
             ids += found
             if most is not None and len(ids) > most:
                 break
         return ids
 
-    def encode_parts(self, parts: Iterable[str], *, special: bool = False) -> Iterator[list[int]]:
+    def encode_parts(
+        self, parts: Iterable[str], *, special: bool = False, at_start: bool = True
+    ) -> Iterator[list[int]]:
         stopwatch = Stopwatch()
         names = self.special_pattern if special else None
         for piece in pieces(parts, self._piece_chars, names, self._fits, self._is_space):
+            if not at_start:
+                piece = replace(piece, first=False)
             with stopwatch.running(len(piece.text)):
                 ids = self._encode_piece(piece, special)
             # A hostile vocabulary may have gaps, so its size alone doesn't bound the ids it yields.
@@ -225,6 +254,9 @@ class Vocabulary(ABC):
         if not 0 <= known < self._model_rows:
             raise UsageError(f"{known} is no token id of this model: they end at {self._model_rows - 1}")
         return known
+
+    @abstractmethod
+    def token_id(self, name: str) -> int | None: ...
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes: ...

@@ -57,6 +57,10 @@ class SentencePieceTokenizer(Vocabulary):
     def piece(self, token: int) -> str:
         return self._pieces[token] if 0 <= token < self.vocab_size else ""
 
+    def token_id(self, name: str) -> int | None:
+        token: int = self._library.piece_to_id(valid_unicode(name))
+        return token if self._pieces[token] == name else None
+
     def token_bytes(self, token: int) -> bytes:
         if token in self._silent or token in self._filling or not 0 <= token < self.vocab_size:
             return b""

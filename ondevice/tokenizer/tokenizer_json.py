@@ -52,6 +52,10 @@ class HuggingFaceTokenizer(Vocabulary):
         name = self._library.id_to_token(token) if 0 <= token < 1 << 31 else None
         return name if name is not None else ""
 
+    def token_id(self, name: str) -> int | None:
+        token: int | None = self._library.token_to_id(valid_unicode(name))
+        return token
+
     def token_bytes(self, token: int) -> bytes:
         if token in self._silent:
             return b""

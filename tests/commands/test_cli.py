@@ -111,6 +111,15 @@ def test_convert_with_text_trains_predictors(ondevice: Run, tmp_path: Path) -> N
     assert Bundle.open(tmp_path / "out").predictors is None
 
 
+@pytest.mark.parametrize(("flags", "tokens"), [((), 2 + 5), (("--no-special",), 1 + len("<|user|>Hello"))])
+def test_generate_reads_special_tokens_unless_told_otherwise(
+    ondevice: Run, chat_bundle: Path, flags: tuple[str, ...], tokens: int
+) -> None:
+    given = ("-m", chat_bundle, "-p", "<|user|>Hello", "--max-tokens", 1, "--json")
+    result = ondevice("generate", *given, *flags)
+    assert result.json["stats"]["prompt_tokens"] == tokens
+
+
 def test_generate_json(ondevice: Run, chat_bundle: Path) -> None:
     result = ondevice("generate", "-m", chat_bundle, "-p", "Hello", "--max-tokens", 7, "--json")
     assert list(result.json) == ["text", "tokens", "finish_reason", "stats"]

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("starlette")
@@ -188,6 +189,85 @@ def test_completions_continue_texts_and_token_ids(server: Serving, client: Any) 
     assert chunks[-1].usage.completion_tokens == expected.stats.generated_tokens
     probed = complete("Once", max_tokens=3, logprobs=2).choices[0].logprobs
     assert len(probed.tokens) == len(probed.token_logprobs) == len(probed.top_logprobs) == 3
+
+
+def test_an_echo_has_the_log_probabilities_of_the_prompt(server: Serving, client: Any) -> None:
+    """As lm-eval asks for them: of token ids, with a token behind them."""
+    prompt = [*server.model.tokenizer.encode("Once upon"), 258]
+    asked: dict[str, Any] = {"model": "", "max_tokens": 1, "logprobs": 2, "echo": True, "temperature": 0}
+    got = client.completions.create(prompt=[prompt, prompt[:3]], **asked)
+    logits = server.model.logits(prompt).astype(float)
+    scores = logits - logits.max(axis=1, keepdims=True)
+    scores -= np.log(np.exp(scores).sum(axis=1, keepdims=True))
+    for choice, ids in zip(got.choices, (prompt, prompt[:3]), strict=True):
+        told = choice.logprobs
+        assert told.token_logprobs[0] is told.top_logprobs[0] is None
+        of_prompt = [scores[at, token] for at, token in enumerate(ids[1:])]
+        assert told.token_logprobs[1:-1] == pytest.approx(of_prompt, abs=1e-9)
+        for at in range(1, len(ids)):
+            best = sorted(scores[at - 1])[-2:]
+            assert sorted(told.top_logprobs[at].values()) == pytest.approx(best, abs=1e-9)
+        # What follows is what follows without an echo.
+        alone = client.completions.create(prompt=ids, **(asked | {"echo": False})).choices[0]
+        assert told.tokens[-1:] == alone.logprobs.tokens
+        assert told.token_logprobs[-1] == alone.logprobs.token_logprobs[0]
+        assert len(told.tokens) == len(told.text_offset) == len(ids) + 1
+        assert choice.text == "<s>Once upon<|user|>"[: len(choice.text) - len(alone.text)] + alone.text
+    assert got.usage.prompt_tokens == len(prompt) + 3
+    assert got.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_an_echo_tells_the_token_that_ends_the_text_at_once(server: Serving, client: Any) -> None:
+    """lm-eval takes the last token away, whatever it is."""
+    made = np.random.default_rng(0).integers(0, 250, (20, 200)).tolist()
+    ends = ((ids, server.model.logits(ids).argmax(axis=1).tolist()) for ids in made)
+    prompt = next(ids[: found.index(EOS) + 1] for ids, found in ends if EOS in found)
+    asked: dict[str, Any] = {"model": "", "prompt": prompt, "max_tokens": 1, "logprobs": 1, "echo": True}
+    got = client.completions.create(**asked).choices[0]
+    assert (got.finish_reason, got.logprobs.tokens[-1]) == ("stop", "</s>")
+    assert len(got.logprobs.tokens) == len(got.logprobs.top_logprobs) == len(prompt) + 1
+    assert got.logprobs.top_logprobs[-1] == {"</s>": got.logprobs.token_logprobs[-1]}
+    streamed: list[str] = []
+    for chunk in client.completions.create(stream=True, **asked):
+        streamed += chunk.choices[0].logprobs.tokens if chunk.choices[0].logprobs else []
+    assert streamed == got.logprobs.tokens
+
+
+def test_an_echo_of_a_text_is_the_text_and_may_stand_alone(server: Serving, client: Any) -> None:
+    def echo(prompt: str, **options: Any) -> Any:
+        asked = {"model": "", "prompt": prompt, "echo": True} | options
+        return client.completions.create(**asked)
+
+    got = echo("<|user|>é!", max_tokens=0, logprobs=0).choices[0]
+    assert (got.text, got.finish_reason) == ("<|user|>é!", "length")
+    # The token that begins every text has no text of its own here; "é" is two tokens.
+    assert got.logprobs.tokens == ["<s>", "<|user|>", "\\xc3", "\\xa9", "!"]
+    assert got.logprobs.text_offset == [0, 0, 8, 8, 9]
+    assert echo("Once", max_tokens=4).choices[0].text == "Once" + (
+        server.model.generate("Once", max_tokens=4).text
+    )
+    whole = echo("Once", max_tokens=4, logprobs=1).choices[0]
+    chunks = [it.choices[0] for it in echo("Once", max_tokens=4, logprobs=1, stream=True)]
+    assert "".join(it.text for it in chunks) == whole.text
+    streamed: dict[str, list[Any]] = {}
+    for chunk in chunks:
+        for name, values in (chunk.logprobs.to_dict() if chunk.logprobs else {}).items():
+            streamed.setdefault(name, []).extend(values)
+    assert streamed == whole.logprobs.to_dict()
+
+
+def test_completions_and_generate_read_special_tokens(server: Serving, client: Any) -> None:
+    ids = [256, 258, *server.model.tokenizer.encode("Once", add_bos=False)]
+    expected = server.model.generate(tokens=ids, max_tokens=8)
+    for prompt in ("<|user|>Once", "<s><|user|>Once"):
+        got = client.completions.create(model="", prompt=prompt, max_tokens=8)
+        assert (got.choices[0].text, got.usage.prompt_tokens) == (expected.text, 6)
+        raw = {"prompt": prompt, "raw": True, "stream": False, "options": {"num_predict": 8}}
+        answer = server.post("/api/generate", raw).json
+        assert (answer["response"], answer["prompt_eval_count"]) == (expected.text, 6)
+        assert server.model.generate(prompt, max_tokens=8).tokens == expected.tokens
+    plain = server.model.generate("<|user|>Once", special=False, max_tokens=8)
+    assert plain.stats.prompt_tokens == 1 + len("<|user|>Once")
 
 
 def test_a_stream_of_completions_has_the_log_probabilities_and_offsets_of_the_whole(

@@ -17,7 +17,7 @@ from ondevice.api import load
 from ondevice.serve import embeddings
 from ondevice.serve.openapi import POSTS, document
 from tests.serve.test_guard import FIELDS, WRONG
-from tests.support.bundles import convert_bundle, write_chat_checkpoint
+from tests.support.bundles import INFILL_MARKS, convert_bundle, write_chat_checkpoint
 from tests.support.chat_templates import TOOLS
 from tests.support.serving import Answer, Serving, serving
 
@@ -28,6 +28,7 @@ SHORT = {
     "max_tokens": 2,
     "max_output_tokens": 2,
     "num_predict": 2,
+    "n_predict": 2,
 }
 LEVELS = TOOLS + "{% if reasoning_effort %}{% endif %}"
 TOOL = {"name": "x"}
@@ -37,6 +38,7 @@ NEEDED: dict[tuple[str, str], dict[str, Any]] = {
     ("/v1/chat/completions", "top_logprobs"): {"logprobs": True},
     ("/v1/chat/completions", "tool_choice"): NESTED,
     ("/v1/completions", "stream_options"): {"stream": True},
+    ("/v1/completions", "suffix"): {"prompt": "x"},
     ("/v1/responses", "tool_choice"): {"tools": [TOOL]},
     ("/v1/messages", "tool_choice"): {"tools": [TOOL]},
     ("/v1/messages/count_tokens", "tool_choice"): {"tools": [TOOL]},
@@ -48,7 +50,9 @@ NEEDED: dict[tuple[str, str], dict[str, Any]] = {
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """A model whose template takes tools and levels of thinking, resident, one thread, a token a pass."""
     folder = tmp_path_factory.mktemp("tools")
-    checkpoint = write_chat_checkpoint(folder / "checkpoint", LEVELS, max_position_embeddings=4096)
+    checkpoint = write_chat_checkpoint(
+        folder / "checkpoint", LEVELS, INFILL_MARKS, max_position_embeddings=4096
+    )
     bundle = convert_bundle(checkpoint, folder / "tooled")
     with serving(load(bundle, threads=1, speculation="off")) as running:
         yield running

@@ -188,7 +188,9 @@ def test_turns_go_round_the_clients_that_wait(chat_bundle: Path) -> None:
             await asyncio.sleep(0)
 
     async def main(model: Model) -> None:
-        models = Models([facts_of("m", model.bundle, model.plan)], _never, model, 5, Metrics())
+        models = Models(
+            [facts_of("m", model.bundle, model.plan, model.tokenizer)], _never, model, 5, Metrics()
+        )
         for request in ("a1", "a2", "a3", "a4", "b1", "b2", "c1"):
             tasks.append(asyncio.create_task(turn(models, request[0], request)))
         while any(not task.done() for task in tasks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from tests.support.models import write_checkpoint
 BOS, EOS, USER, ASSISTANT = 256, 257, 258, 259
 VOCAB_SIZE = 272
 CONTEXT = 256
+INFILL_MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>")
+"""Marks of a model that writes what belongs between two texts; their ids begin at FIRST_MARK."""
+FIRST_MARK = 260
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m.role == 'assistant' %}<|assistant|>{% else %}<|user|>{% endif %}{{ m.content }}"
@@ -23,13 +27,13 @@ TEMPLATE = (
 )
 
 
-def write_byte_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
-    """`tokenizer.json` with one token per byte (in ByteLevel's order) and four special ones."""
+def write_byte_tokenizer(folder: Path, template: str | None = TEMPLATE, marks: Sequence[str] = ()) -> None:
+    """`tokenizer.json` with one token per byte (in ByteLevel's order), four special ones, and `marks`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>", "<|user|>", "<|assistant|>"])
+    tokenizer.add_special_tokens(["<s>", "</s>", "<|user|>", "<|assistant|>", *marks])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
     if template is not None:
@@ -37,7 +41,9 @@ def write_byte_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def write_chat_checkpoint(folder: Path, template: str = TEMPLATE, **options: Any) -> Path:
+def write_chat_checkpoint(
+    folder: Path, template: str = TEMPLATE, marks: Sequence[str] = (), **options: Any
+) -> Path:
     """A Hugging Face folder with random weights, a tokenizer, a template and recommended sampling."""
     shape: dict[str, Any] = {
         "num_hidden_layers": 3,
@@ -48,7 +54,7 @@ def write_chat_checkpoint(folder: Path, template: str = TEMPLATE, **options: Any
         "eos_token_id": EOS,
     }
     write_checkpoint(folder, **(shape | options))
-    write_byte_tokenizer(folder, template)
+    write_byte_tokenizer(folder, template, marks)
     recommended = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
     (folder / "generation_config.json").write_text(json.dumps(recommended))
     return folder

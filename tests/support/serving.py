@@ -81,7 +81,7 @@ def serving(
     config = config or ServeConfig(port=0)
     loaders = {model.name: lambda budget: load(model.bundle.path, dram_budget=budget, threads=1)}
     loaders |= others or {}
-    facts = [facts_of(name, model.bundle, model.plan) for name in loaders]
+    facts = [facts_of(name, model.bundle, model.plan, model.tokenizer) for name in loaders]
     with listening(config) as listener:
         app = make_app(config, facts, lambda name, budget: loaders[name](budget or 0), model)
         server = uvicorn.Server(server_config(app, config))

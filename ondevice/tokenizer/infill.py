@@ -1,0 +1,187 @@
+"""Fill-in-the-middle: the tokens by which code models mark a prefix, a suffix and the middle between them.
+
+A tokenizer has them by name. How a prompt is made of them, and what ends a middle, is here; what asks for one
+is elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ondevice.errors import InfillNotSupportedError
+from ondevice.tokenizer.base import Tokenizer
+
+REPOSITORY, CURRENT_FILE = "myproject", "filename"
+"""Names that stand for those of the repository and of the file with the gap, which no request tells."""
+
+
+@dataclass(frozen=True)
+class _Names:
+    """One family's names of the marks.
+
+    middle: empty where the prefix comes last and the middle follows it. repository, file: alternatives, of
+    which a model may have one. ends: names of other tokens that end a middle.
+    """
+
+    prefix: str
+    suffix: str
+    middle: str
+    repository: tuple[str, ...] = ()
+    file: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Names that a tokenizer must have."""
+        return tuple(name for name in (self.prefix, self.suffix, self.middle) if name)
+
+
+_FAMILIES = (
+    # Qwen Coder, and CodeGemma with a mark of files of its own.
+    _Names(
+        "<|fim_prefix|>",
+        "<|fim_suffix|>",
+        "<|fim_middle|>",
+        ("<|repo_name|>", "<|fim_repo|>"),
+        ("<|file_sep|>", "<|file_separator|>"),
+        ("<|fim_pad|>", "<|endoftext|>"),
+    ),
+    # StarCoder and Granite.
+    _Names(
+        "<fim_prefix>",
+        "<fim_suffix>",
+        "<fim_middle>",
+        ("<repo_name>", "<reponame>"),
+        ("<file_sep>", "<filename>"),
+        ("<fim_pad>", "<|endoftext|>"),
+    ),
+    # SantaCoder.
+    _Names("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ends=("<fim-pad>", "<|endoftext|>")),
+    # CodeLlama.
+    _Names("▁<PRE>", "▁<SUF>", "▁<MID>", ends=("▁<EOT>",)),
+    _Names("<PRE>", "<SUF>", "<MID>", ends=("<EOT>",)),
+    # DeepSeek Coder. The bars are U+FF5C.
+    _Names(
+        "<\uff5cfim▁begin\uff5c>",
+        "<\uff5cfim▁hole\uff5c>",
+        "<\uff5cfim▁end\uff5c>",
+        ends=("<\uff5cend▁of▁sentence\uff5c>",),
+    ),
+    # GLM.
+    _Names("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>", ends=("<|endoftext|>",)),
+    # Falcon H1 Coder.
+    _Names("<|prefix|>", "<|suffix|>", "<|middle|>", ends=("<|endoftext|>",)),
+    # Codestral.
+    _Names("[PREFIX]", "[SUFFIX]", "", ends=("[MIDDLE]",)),
+)
+
+
+class _Encoder(Protocol):
+    """Encodes one part of a prompt as plain text."""
+
+    def __call__(self, text: str, *, at_start: bool = True) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """Another file, which a middle may depend on."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class InfillTokens:
+    """Ids of a model's marks. repository, file: None where the model has no such mark.
+
+    middle: None where the prefix comes last and the middle follows it.
+    """
+
+    prefix: int
+    suffix: int
+    middle: int | None
+    repository: int | None
+    file: int | None
+    ends: tuple[int, ...]
+    """Ids that end a middle: the marks themselves among them, as nothing of the middle stands behind one."""
+
+    @staticmethod
+    def of(tokenizer: Tokenizer) -> InfillTokens:
+        """The marks of a tokenizer. Raises InfillNotSupportedError, which names what it lacks."""
+
+        def first_of(names: Sequence[str]) -> int | None:
+            return next((token for token in map(tokenizer.token_id, names) if token is not None), None)
+
+        for names in _FAMILIES:
+            marks = [tokenizer.token_id(name) for name in names.marks]
+            known = [token for token in marks if token is not None]
+            if len(known) < len(marks):
+                continue
+            repository, file = first_of(names.repository), first_of(names.file)
+            others = (repository, file, *map(tokenizer.token_id, names.ends))
+            ends = (*known, *(token for token in others if token is not None))
+            middle = known[2] if names.middle else None
+            return InfillTokens(known[0], known[1], middle, repository, file, tuple(dict.fromkeys(ends)))
+        raise InfillNotSupportedError(
+            "this model can't fill in the middle: its tokenizer has no "
+            f"{' and no '.join(_lacking(tokenizer))}; take a model that was trained to, such as Qwen2.5-Coder"
+        )
+
+    def prompt(
+        self,
+        tokenizer: Tokenizer,
+        prefix: str,
+        suffix: str,
+        files: Sequence[SourceFile] = (),
+        most: int | None = None,
+        reserved: int = 0,
+    ) -> list[int]:
+        """Token ids behind which a model writes what belongs between `prefix` and `suffix`.
+
+        files: other files, the most important one last. The first ones are left out where they don't fit.
+        most: number of ids that the caller can use, as of `encode`; the prefix and the suffix may be more.
+        reserved: how many of these other files leave for the middle.
+
+        All of it is plain text: special tokens' names in code stay code.
+        """
+
+        def encode(text: str, *, at_start: bool = True) -> list[int]:
+            return tokenizer.encode(text, add_bos=False, at_start=at_start, most=most)
+
+        begun = [] if not tokenizer.add_bos or tokenizer.bos_id is None else [tokenizer.bos_id]
+        before, after = [self.prefix, *encode(prefix)], [self.suffix, *encode(suffix, at_start=False)]
+        gap = [*after, *before] if self.middle is None else [*before, *after, self.middle]
+        room = None if most is None else most - reserved - len(begun) - len(gap)
+        return [*begun, *self._context(encode, files, room), *gap]
+
+    def _context(self, encode: _Encoder, files: Sequence[SourceFile], room: int | None) -> list[int]:
+        """Ids of the other files that fit `room`, and of what introduces the file with the gap."""
+        if not files:
+            return []
+        head = [] if self.repository is None else [self.repository, *encode(f"{REPOSITORY}\n")]
+        tail = [] if self.file is None else [self.file, *encode(f"{CURRENT_FILE}\n", at_start=False)]
+        found: list[int] = []
+        for text in self._texts(encode, reversed(files)):
+            if room is not None and len(head) + len(text) + len(found) + len(tail) > room:
+                break
+            found = text + found
+        return [*head, *found, *tail] if found else []
+
+    def _texts(self, encode: _Encoder, files: Iterator[SourceFile]) -> Iterator[list[int]]:
+        """Ids of each file, with its name where the model has a mark for that."""
+        for file in files:
+            if self.file is None:
+                yield encode(f"{file.text}\n\n")
+            else:
+                yield [self.file, *encode(f"{file.name}\n{file.text}", at_start=False)]
+
+
+def _lacking(tokenizer: Tokenizer) -> list[str]:
+    """Names of the marks that a tokenizer lacks, of the family of which it has most."""
+
+    def lacking(names: _Names) -> list[str]:
+        return [name for name in names.marks if tokenizer.token_id(name) is None]
+
+    return lacking(min(_FAMILIES, key=lambda names: len(lacking(names)) / len(names.marks)))
