@@ -89,6 +89,8 @@ def convert(
     folder with one of these, a repository id, a GGUF file of one (OWNER/NAME:FILE.gguf) or an alias. A
     repository is downloaded after saying what that takes, and asking.
     """
+    # The budget that is said counts what running a model imports, which is here when the process is measured.
+    from ondevice import api  # noqa: F401
     from ondevice.bundle.reader import Bundle
     from ondevice.commands.reports import size
     from ondevice.runtime import conversion

@@ -116,7 +116,7 @@ def test_prompts_of_a_wrong_type_never_become_work(model: Model) -> None:
         for call in (model.stream, model.astream, model.logits, model.score):
             with pytest.raises(UsageError, match="integers"):
                 call(**{"tokens": wrong})
-    assert model._prompt_ids(None, np.array([3, 4], np.int32)) == [3, 4]  # type: ignore[arg-type]
+    assert model._prompt_ids(None, np.array([3, 4], np.int32), True, None) == [3, 4]  # type: ignore[arg-type]
 
 
 def test_logits_are_those_that_generation_follows(model: Model) -> None:

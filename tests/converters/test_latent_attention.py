@@ -142,7 +142,7 @@ def test_reference_moves_what_it_keeps(folder: Path, kv_bits: Literal[16, 8]) ->
         found = every_logits(model, TEXT[23:30], kv)
         assert np.array_equal(every_logits(model, TEXT[23:30], copy), found)
         expected = all_logits(model, TEXT[:30], kv_bits)[23:]
-        assert error(found, expected) < (1e-5 if kv_bits == 16 else 1e-2)
+        assert error(found, expected) < (5e-5 if kv_bits == 16 else 1e-2)
         assert error(all_logits(other, TEXT[:30], kv_bits)[23:], expected) < 0.1
 
 

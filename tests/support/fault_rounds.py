@@ -166,7 +166,7 @@ class Rounds:
         self._rng = random.Random(seed)
         self._key = model._host.new_key()
         """Of a cache of keys and values that is kept: what a failed pass leaves there must be right too."""
-        self._prompt = model._prompt_ids(PROMPT, None)
+        self._prompt = model.prompt_ids(PROMPT)
         squeeze(model, model.plan.segment.total)
         self._assert_right()
         self._before = threads_and_files()  # with all that a model starts as its cache grows
@@ -287,7 +287,7 @@ def main() -> None:
     def expected() -> list[int]:
         whole = "dense" if options.sparsity == "exact" else options.sparsity
         with load(options.bundle, sparsity=whole) as model:
-            return tokens_of(model._host.stream_ids(None, model._prompt_ids(PROMPT, None), SAMPLING))
+            return tokens_of(model._host.stream_ids(None, model.prompt_ids(PROMPT), SAMPLING))
 
     right = expected()
     assert len(right) == TOKENS
