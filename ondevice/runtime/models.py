@@ -39,6 +39,10 @@ from ondevice.runtime.repository import Repository, converted_from, model_name, 
 from ondevice.speculation.registry import DRAFTERS, needs
 
 ALIASES = {
+    "smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "qwen2.5-coder-0.5b-instruct": "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+    "qwen2.5-coder-1.5b-instruct": "Qwen/Qwen2.5-Coder-1.5B-Instruct",
+    "gemma-3-270m": "google/gemma-3-270m",
     "llama-7b": "huggyllama/llama-7b",
     "llama-2-7b": "meta-llama/Llama-2-7b-hf",
     "llama-2-7b-chat": "meta-llama/Llama-2-7b-chat-hf",
