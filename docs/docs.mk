@@ -14,7 +14,7 @@ docs: $(STAMPS)/docs options
 	@rm -rf $(DOCS_STAGE) && mkdir -p $(DOCS_STAGE)
 	@tar --create --file - README.md CONTRIBUTING.md CHANGELOG.md LICENSE weights/README.md \
 		weights/real/*.md $(MODEL_FOLDER)/*.md $(MODEL_FOLDER)/NOTICE $(APP)/README.md $(APP)/*.png \
-		docs/*.md docs/lab docs/pictures \
+		docs/*.md docs/lab docs/pictures tests/benchmarks/data/*/README.md \
 		| tar --extract --file - --directory $(DOCS_STAGE)
 	@$(PY) -m mkdocs build --strict --config-file docs/tools/mkdocs.yml --site-dir $(CURDIR)/$(SITE)
 	@echo "the site is $(SITE)/index.html" >&2

@@ -32,25 +32,25 @@ _GOING_ON = (("<|return|>", "<|call|>"), ("<|flush|>", "<|call|>"), ("<|flush|>"
 
 
 def ending_names(names: Iterable[str], control: Container[str], template: str) -> set[str]:
-    """Those of `names`, of a vocabulary's tokens, that end a text or a turn.
+    """The names among `names`, of a vocabulary's tokens, that end a text or a turn.
 
     control: the names of control tokens. template: the chat template; empty for none.
     """
-    found = {
+    ends = {
         name
         for name in names
         if name in ENDS or name in FILE_ENDS or (name in PLAIN_ENDS and (name in control or name in template))
     }
-    return found - {MESSAGE_END} if messages_go_on(found) else found
+    return ends - {MESSAGE_END} if messages_go_on(ends) else ends
 
 
 def template_ends(template: str, lookup: Callable[[str], int | None]) -> list[int]:
     """Ids of the tokens by whose names a chat template ends a turn. lookup: the id of a token's name."""
     used = [name for name in sorted(ENDS | PLAIN_ENDS) if name in template]
-    found = {name: token for name in used if (token := lookup(name)) is not None}
-    if messages_go_on(found):
-        found.pop(MESSAGE_END, None)
-    return list(found.values())
+    ids = {name: token for name in used if (token := lookup(name)) is not None}
+    if messages_go_on(ids):
+        ids.pop(MESSAGE_END, None)
+    return list(ids.values())
 
 
 def messages_go_on(names: Container[str]) -> bool:

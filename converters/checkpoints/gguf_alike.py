@@ -34,18 +34,18 @@ OTHER_KINDS = {
 def mistral3_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     """Mistral 3's and Ministral 3's, whose queries grow beyond the original context: texts end before."""
     scaling = values["rope_scaling"]
-    found: dict[str, Any] = {"sliding_window": None}
+    config: dict[str, Any] = {"sliding_window": None}
     if (multiplier := metadata.number(_LOG_MULTIPLIER, 0.0)) > 0.0:
         if scaling is None or scaling["rope_type"] != "yarn":
             raise CheckpointError(
                 f"{metadata.header.file}: {metadata.prefix}{_LOG_MULTIPLIER} is there without yarn, "
                 "which it is a part of"
             )
-        found["rope_scaling"] = {**scaling, "mscale": 1.0, "mscale_all_dim": multiplier}
+        config["rope_scaling"] = {**scaling, "mscale": 1.0, "mscale_all_dim": multiplier}
     if metadata.number(_TEMPERATURE, 0.0):
         original = metadata.integer(_ORIGINAL)
-        found["max_position_embeddings"] = min(original, values["max_position_embeddings"])
-    return found
+        config["max_position_embeddings"] = min(original, values["max_position_embeddings"])
+    return config
 
 
 def mistral3_notes(header: GgufHeader, config: ModelConfig) -> tuple[str, ...]:

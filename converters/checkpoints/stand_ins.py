@@ -31,9 +31,9 @@ def _stand_in(name: str, start: bytes, nbytes: int) -> str:
     text = start.removeprefix(b"\xef\xbb\xbf").lstrip()
     if start.startswith(_POINTER):
         size = _POINTED_SIZE.search(start)
-        whole = f"the file of {size[1].decode()} bytes" if size else "the file"
+        target = f"the file of {size[1].decode()} bytes" if size else "the file"
         return (
-            f"is a git-LFS pointer of {nbytes} bytes, not {whole} that it stands for: run `git lfs pull` in "
+            f"is a git-LFS pointer of {nbytes} bytes, not {target} that it stands for: run `git lfs pull` in "
             "the repository's folder, or download the file itself"
         )
     if text.lower().startswith(_PAGES):

@@ -62,8 +62,8 @@ class LayerGates:
             for gate, up in zip(gates, ups, strict=False):
                 contributions(self._runner, gate[None], up, self._spec, gate[None])
             sums += gates.sum(axis=0, dtype=np.float64)
-        found: Float32 = (sums / max(1, len(inputs)) * self._down_lengths).astype(np.float32)
-        return found
+        importance: Float32 = (sums / max(1, len(inputs)) * self._down_lengths).astype(np.float32)
+        return importance
 
     def _gates(self, inputs: NDArray[np.float16]) -> Iterator[Float32]:
         """Gates for `inputs` (N, D), at most (CHUNK_TOKENS, F) at a time."""

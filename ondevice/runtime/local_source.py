@@ -27,8 +27,8 @@ def weight_files(path: Path) -> list[Path]:
     part = _PART.fullmatch(path.name)
     if part is None:
         return [path]
-    alike = (other for file in path.parent.iterdir() if (other := _PART.fullmatch(file.name)) is not None)
-    names = sorted(other[0] for other in alike if other.groups() == part.groups())
+    parts = (other for file in path.parent.iterdir() if (other := _PART.fullmatch(file.name)) is not None)
+    names = sorted(other[0] for other in parts if other.groups() == part.groups())
     return [file for name in names if (file := path.with_name(name)).is_file()]
 
 
