@@ -89,8 +89,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral-7b-instruct": {**MISTRAL, "rope_theta": 1000000.0, "sliding_window": None},
     "smollm2-135m-instruct": {
         **LLAMA, "hidden_size": 576, "intermediate_size": 1536, "max_position_embeddings": 8192,
-        "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3, "rope_interleaved": False,
-        "rope_theta": 100000, "tie_word_embeddings": True, "vocab_size": 49152,
+        "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3,
+        "rope_interleaved": False, "rope_theta": 100000, "tie_word_embeddings": True, "vocab_size": 49152,
     },
     "qwen2.5-coder-0.5b-instruct": {**QWEN2, "tie_word_embeddings": True, "vocab_size": 151936},
     "qwen2.5-coder-1.5b-instruct": {**QWEN2, "tie_word_embeddings": True, "vocab_size": 151936},
@@ -359,7 +359,16 @@ def test_the_config_of_other_public_checkpoints_is_read(name: str) -> None:
 
 
 @pytest.mark.fast(
-    "llama-7b", "smollm2*", "qwen2.5-0.5b*", "qwen3*", "gemma-3-1b-it", "phi-2", "mistral-7b*", "gpt-oss-20b", "turbosparse*", "glm-4-9b"
+    "llama-7b",
+    "smollm2*",
+    "qwen2.5-0.5b*",
+    "qwen3*",
+    "gemma-3-1b-it",
+    "phi-2",
+    "mistral-7b*",
+    "gpt-oss-20b",
+    "turbosparse*",
+    "glm-4-9b",
 )
 @pytest.mark.parametrize("alias", ALIASES)
 def test_a_tiny_checkpoint_of_every_alias_converts(tmp_path: Path, alias: str) -> None:
