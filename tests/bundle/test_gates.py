@@ -120,6 +120,7 @@ def test_pieces_in_any_order_make_the_same_digest(relu_chat_bundle: Path, size: 
 INFINITY, NAN = b"\x00\x7c", b"\x01\xfe"
 
 
+@pytest.mark.fast("dense-q4-*", "exact-f16-*")
 @pytest.mark.parametrize("value", [INFINITY, NAN])
 @pytest.mark.parametrize("quant", ["q4", "f16"])
 @pytest.mark.parametrize("sparsity", ["dense", "exact"])

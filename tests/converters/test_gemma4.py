@@ -82,6 +82,7 @@ def test_without_conditioning_keys_in_16_bits_are_all_that_differs(tmp_path: Pat
     assert between < 1e-3 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 def test_drafts_leave_the_text_of_mlx(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers have heads of two sizes, and share keys."""
     pytest.importorskip("mlx.core")

@@ -269,6 +269,7 @@ def test_mxfp4_is_the_format_of_all_matrices_of_a_kind_or_of_none(tmp_path: Path
     assert notes["down"].startswith("rounded to 4 bits; relative error 0.")
 
 
+@pytest.mark.fast("255")
 @pytest.mark.parametrize("scale", [253, 254, 255])
 def test_mxfp4_scales_beyond_float32_are_refused(tmp_path: Path, scale: int) -> None:
     folder = write_mlx_folder(tmp_path / "s", MXFP4, num_hidden_layers=1)
@@ -316,6 +317,7 @@ def test_blocks_leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert in_blocks == whole
 
 
+@pytest.mark.fast("neurons-00001*")
 @pytest.mark.parametrize(
     "step", ["neurons-00001.safetensors", "embedding.safetensors", "resident.safetensors"]
 )

@@ -196,6 +196,7 @@ def predicted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bundle"
 
 
+@pytest.mark.slow
 def test_predictors_find_the_neurons_that_fire(predicted: Path) -> None:
     bundle = Bundle.open(predicted)
     found, text = bundle.predictors, random_tokens(bundle.config, 40)

@@ -109,6 +109,7 @@ def test_order_by_contributions(bundles: dict[str, Path], tmp_path: Path) -> Non
     check_same_function(folder, plain)
 
 
+@pytest.mark.fast("opt")
 @pytest.mark.parametrize("name", ["opt", "prosparse"])
 def test_mlx_has_the_same_modes(bundles: dict[str, Path], name: str) -> None:
     """Exact mode has the bits of dense, whatever is in memory; both are near the reference."""
