@@ -39,6 +39,7 @@ def turn_gate_codes(folder: Path, name: str, stride: int, record: int) -> None:
     reseal(folder, name)
 
 
+@pytest.mark.fast("450")
 @pytest.mark.parametrize("record", [0, 450, 899])
 def test_records_with_other_gates_are_refused_where_they_are_multiplied(copy: Path, record: int) -> None:
     turn_gate_codes(copy, NEURONS, Bundle.open(copy).neuron_layout.stride, record)

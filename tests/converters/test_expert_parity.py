@@ -44,7 +44,7 @@ BESIDE_KEYS = 5e-4
 """The same of `cpu` from `reference` with keys and values of 16 bits."""
 ABOVE = 0.01
 """Of the positions of `cpu` at most this share may be above `limit`, and none above `most`."""
-TEXTS, LENGTH = 24, 12
+TEXTS, LENGTH = 12, 12
 FAST = ("olmoe", "qwen3 moe", "mixtral", "phimoe", "granite moe", "qwen2 moe", "glm4 moe", "gemma4 moe")
 FAST += (
     "gpt-oss moe",

@@ -55,6 +55,7 @@ def notes(bundle: Bundle) -> dict[str, str]:
     return dict(note.split(": ", 1) for note in bundle.manifest.provenance.notes if ": " in note)
 
 
+@pytest.mark.fast("Q4_0-*", "Q4_1-*", "Q5_1-*", "MXFP4-*")
 @pytest.mark.parametrize(("kind", "stored"), EXACT.items())
 def test_values_are_those_of_the_file(tmp_path: Path, kind: str, stored: RowFormat) -> None:
     bundle, exact = converted(tmp_path, kind, 96)

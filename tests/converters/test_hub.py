@@ -114,6 +114,7 @@ def test_a_server_that_asks_to_wait_is_given_its_time(
         assert time.monotonic() - begun >= 1.0
 
 
+@pytest.mark.slow
 def test_a_connection_that_keeps_breaking_is_given_up_and_goes_on_later(
     hub: HubServer, repository: Path, tmp_path: Path
 ) -> None:
@@ -127,6 +128,7 @@ def test_a_connection_that_keeps_breaking_is_given_up_and_goes_on_later(
     assert weights(tmp_path / "bundle") == expected
 
 
+@pytest.mark.slow
 def test_columns_of_large_matrices_pass_through_a_file_without_a_name(
     hub: HubServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

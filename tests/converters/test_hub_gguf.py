@@ -98,6 +98,7 @@ def test_encoded_columns_that_fit_in_memory_pass_through_no_file(
         prepared.run()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_blocks")
 def test_mlx_folders_come_once(hub: HubServer, tmp_path: Path) -> None:
     def scheme(module: str) -> Scheme:

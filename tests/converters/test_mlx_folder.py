@@ -111,6 +111,7 @@ def codes_of(folder: MlxFolder, *modules: str) -> tuple[bytes, bytes, bytes]:
     return weights.tobytes(), halves[0], halves[1]
 
 
+@pytest.mark.fast("*mxfp4*", "*bits=4, group=64, scales='BF16'*", "*bits=8, group=64, scales='F16'*")
 @pytest.mark.parametrize(("scheme", "quant"), [
     (Scheme(4), "q4"), (Scheme(4, scales="BF16"), "q4"), (Scheme(4, scales="F32"), "q4"),
     (Scheme(8), "q8"), (Scheme(8, scales="BF16"), "q8"), (MXFP4, "q4"),
@@ -156,6 +157,7 @@ def test_codes_are_copied_byte_for_byte(tmp_path: Path, scheme: Scheme, quant: s
     assert 0.0 < errors["feed_forward"] < 0.1
 
 
+@pytest.mark.fast("*bits=8, group=128*", "*bits=3, group=64*", "*bits=2, *")
 @pytest.mark.parametrize(("scheme", "quant"), [
     (Scheme(2), "q4"), (Scheme(3, 128), "q4"), (Scheme(4, 128), "q4"), (Scheme(4), "q8"), (Scheme(3), "q8"),
     (Scheme(5), "q8"), (Scheme(6, 128), "q8"), (Scheme(8, 128), "q8"),
@@ -173,6 +175,7 @@ def test_wider_groups_and_narrower_codes_keep_their_values(
     ]
 
 
+@pytest.mark.fast("*mxfp4*", "*bits=6, *")
 @pytest.mark.parametrize(("scheme", "quant"), [
     (Scheme(4, 32), "q4"), (Scheme(6), "q4"), (Scheme(8, 32), "q8"), (MXFP4, "q4"),
 ], ids=str)  # fmt: skip

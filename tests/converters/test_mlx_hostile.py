@@ -299,7 +299,7 @@ def test_a_changed_folder_converts_or_is_refused(tmp_path: Path, seed: int) -> N
         exceptions=lambda module: schemes.get(module.rpartition(".")[2], Scheme()),
     )
     converted = refused = 0
-    for _ in range(50):
+    for _ in range(30):
         source = shutil.copytree(sound.path, tmp_path / "source")
         if rng.random() < 0.4:
             save_typed(source / "model.safetensors", shortened(sound.stored, rng))

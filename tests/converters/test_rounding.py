@@ -308,6 +308,7 @@ def test_formats_that_a_text_rounds() -> None:
     assert not layers.rounds_any(QuantConfig(8, (("embedding", RowFormat(4, 32, True)),)))
 
 
+@pytest.mark.slow
 def test_layers_with_delta_rules_are_rounded_by_a_text(tmp_path: Path) -> None:
     """But for what betas and decays are made of, which keeps 16 bits."""
     families = pytest.importorskip("tests.support.families")

@@ -153,6 +153,7 @@ def test_of_many_budgets_the_newest_counts(home: folders.Folders) -> None:
     drive(scenario)
 
 
+@pytest.mark.slow
 def test_a_budget_that_cannot_be_met_moves_the_slider_and_then_loads(home: folders.Folders) -> None:
     async def scenario() -> None:
         async with running(home) as app:
@@ -271,6 +272,7 @@ def test_closing_the_window_stops_the_reply_and_gives_everything_back(home: fold
     drive(scenario)
 
 
+@pytest.mark.slow
 def test_a_full_context_is_told_and_the_message_comes_back(
     home: folders.Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -237,6 +237,7 @@ def test_byte_counts_add_up_to_the_text(build: Path) -> None:
     assert encoder.text_bytes(windows) + rest == expected
 
 
+@pytest.mark.slow
 def test_figures_are_taken_alike_from_every_framework(
     build: Path, trained: tuple[train.Run, list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

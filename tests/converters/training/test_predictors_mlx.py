@@ -122,6 +122,7 @@ def test_steps_from_one_beginning_go_where_numpy_goes(noisy: Planted, weigh_magn
             assert error(getattr(theirs, field), getattr(exact, field)) < max(1e-5, 4 * rounded) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_planted_rule_is_found_as_well(noisy: Planted) -> None:
     ours, theirs = (noisy.train(RANK, arrays=arrays) for arrays in (NUMPY, MLX))
     assert theirs.rank == ours.rank

@@ -376,6 +376,7 @@ def test_a_state_that_is_not_this_trainings_is_not_gone_on_from(
         losses_of(bundle, tmp_path)
 
 
+@pytest.mark.slow
 def test_adapters_are_a_small_part_of_the_model(bundle: Path, tmp_path: Path) -> None:
     opened = Bundle.open(bundle)
     found, _ = losses_of(bundle, tmp_path / "left", steps=1)
