@@ -231,21 +231,8 @@ def test_quantised_logits_are_those_of_transformers_on_the_values_of_the_codes(
 
 
 @pytest.mark.fast(
-    "gemma2 low caps",
-    "gemma3",
-    "glm4",
-    "olmo2",
-    "stablelm parallel",
-    "opt",
-    "opt norms behind",
-    "phi",
-    "persimmon",
-    "gemma3n",
-    "gemma4",
-    "gemma4 e wide",
-    "granite hybrid",
-    "nemotron h",
-    "falcon h1",
+    *("gemma2 low caps", "gemma3", "glm4", "olmo2", "stablelm parallel", "opt", "opt norms behind", "phi"),
+    *("persimmon", "gemma3n", "gemma4", "gemma4 e wide", "granite hybrid", "nemotron h", "falcon h1"),
 )
 @pytest.mark.parametrize(
     "case",
@@ -303,18 +290,8 @@ def test_a_text_rounds_every_matrix_of_every_kind_of_block(family: Any, case: st
 
 
 @pytest.mark.fast(
-    "gemma2 low caps",
-    "gemma3",
-    "glm4",
-    "olmo2",
-    "stablelm parallel",
-    "opt",
-    "phi",
-    "persimmon",
-    "gemma3n",
-    "gemma4",
-    "gemma4 e wide",
-    "opt norms behind",
+    *("gemma2 low caps", "gemma3", "glm4", "olmo2", "stablelm parallel", "opt", "phi", "persimmon"),
+    *("gemma3n", "gemma4", "gemma4 e wide", "opt norms behind"),
 )
 @pytest.mark.parametrize(
     "case",
@@ -400,14 +377,8 @@ NEAR_TIE = "deepseek v2 moe groups"
 
 
 @pytest.mark.fast(
-    "granite hybrid moe",
-    "falcon h1",
-    "nemotron h moe",
-    "qwen3.5 moe",
-    "deepseek v3 moe wide",
-    "lfm2",
-    "qwen3 next dense",
-    "glm4 moe lite",
+    *("granite hybrid moe", "falcon h1", "nemotron h moe", "qwen3.5 moe", "deepseek v3 moe wide", "lfm2"),
+    *("qwen3 next dense", "glm4 moe lite"),
 )
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.startswith(WITH_STATES + LATENT) and case != NEAR_TIE]

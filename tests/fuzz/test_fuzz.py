@@ -82,15 +82,8 @@ def panic() -> int:
 
 
 @pytest.mark.fast(
-    "take_memory-memory",
-    "<lambda>-accepted",
-    "crash-crash",
-    "refuse-refused",
-    "sleep-hang",
-    "panic-panic",
-    "differ-difference",
-    "fail-untyped",
-    "leave-crash",
+    *("take_memory-memory", "<lambda>-accepted", "crash-crash", "refuse-refused", "sleep-hang"),
+    *("panic-panic", "differ-difference", "fail-untyped", "leave-crash"),
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks of a process are read as Linux counts them")
 @pytest.mark.parametrize(
