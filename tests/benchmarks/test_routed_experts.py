@@ -69,7 +69,7 @@ def test_the_best_choices_of_joined_layers_have_numbers_of_their_own() -> None:
     assert routed_steps(shape, trace)[0].tolist() == [[0, 12], [2, 8]]
 
 
-@pytest.mark.fast("0.2")
+@pytest.mark.slow
 @pytest.mark.skipif(not ROUTING.is_dir(), reason="the shared data has no routing traces")
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.4])
 def test_joined_layers_use_experts_again_as_the_trace_does(share: float) -> None:

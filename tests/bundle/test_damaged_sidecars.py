@@ -127,7 +127,7 @@ def test_damaged_streams_stop_the_drafting_that_needs_them(
     assert_refused(copied, name, remedy, speculation="streams")
 
 
-@pytest.mark.fast("flipped", "missing")
+@pytest.mark.fast("flipped")
 @pytest.mark.parametrize("damage", [cut_short, missing, edited, extended, emptied, flipped])
 def test_damaged_streams_that_are_part_of_the_model_stop_it(
     chat_bundle: Path, tmp_path: Path, damage: Damage

@@ -234,7 +234,7 @@ def emptied(folder: Path) -> str:
     return NGRAMS_MANIFEST
 
 
-@pytest.mark.fast("other_index", "missing")
+@pytest.mark.fast("other_index")
 @pytest.mark.parametrize("damage", [cut_short, missing, other_index, edited, emptied])
 def test_damage_stops_what_needs_it_and_nothing_else(
     copied: Path, damage: Callable[[Path], str], caplog: pytest.LogCaptureFixture

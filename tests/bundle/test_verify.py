@@ -132,6 +132,7 @@ def test_a_scale_that_is_not_finite_is_found(copy: Path) -> None:
     assert set(places) == {NEURONS, "embedding.safetensors", "resident.safetensors"}
 
 
+@pytest.mark.fast("253")
 @pytest.mark.parametrize("scale", [253, 255])
 def test_a_scale_of_mxfp4_that_is_too_large_is_found(tmp_path: Path, scale: int) -> None:
     source = write_mlx_folder(tmp_path / "source", MXFP4, num_hidden_layers=1).path

@@ -93,11 +93,12 @@ class Machine:
             raise Killed
 
 
-@pytest.mark.fast("3-True")
-@pytest.mark.parametrize("power_lost", [False, True])
-@pytest.mark.parametrize("stride", [1, 3])
+@pytest.mark.parametrize(
+    ("stride", "power_lost"),
+    [(3, True), *(pytest.param(1, lost, marks=pytest.mark.slow) for lost in (False, True))],
+)
 def test_kill_at_every_step_resumes_to_the_same_bytes(
-    power_lost: bool, stride: int, tmp_path: Path, whole: dict[str, bytes]
+    stride: int, power_lost: bool, tmp_path: Path, whole: dict[str, bytes]
 ) -> None:
     """stride: of how many steps one is tried."""
     undisturbed = Machine(tmp_path / "undisturbed")

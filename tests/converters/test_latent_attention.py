@@ -252,6 +252,7 @@ def test_8_bit_floats_are_read_as_what_they_stand_for(tmp_path: Path, block: int
             assert (found / file.name).read_bytes() == file.read_bytes(), file.name
 
 
+@pytest.mark.slow
 def test_a_layer_ahead_in_8_bit_floats_is_read_as_what_it_stands_for(tmp_path: Path) -> None:
     """As V3's authors publish it, experts and all."""
     for name in ("fp8", "plain"):

@@ -210,6 +210,7 @@ def header(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_layers_that_predict_ahead_are_counted_or_not(source: Path, tmp_path: Path) -> None:
     """Configs say how many there are or nothing; a folder of `transformers` has none."""
     bundle = convert(source, tmp_path / "bundle", "q8")

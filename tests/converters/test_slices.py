@@ -180,6 +180,7 @@ def test_files_that_no_link_reaches_need_room(
     open_sound(api.write_slice(part, output))
 
 
+@pytest.mark.fast("changes0-*", "changes4-*")
 @pytest.mark.parametrize(
     ("changes", "match"),
     [

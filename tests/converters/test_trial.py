@@ -226,6 +226,7 @@ def test_a_vocabulary_without_pieces_for_bytes_is_refused(tmp_path: Path, vocabu
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.fast("ab")
 @pytest.mark.parametrize("text", ["ab", "7", "\u0111"])
 def test_a_vocabulary_of_few_letters_is_enough(tmp_path: Path, text: str) -> None:
     """Models of music or proteins have no more, and other scripts have other letters."""

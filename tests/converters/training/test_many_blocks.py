@@ -143,7 +143,7 @@ def hidden_of(tensors: Any, spec: Any, layer: int, x: np.ndarray) -> np.ndarray:
     return activate(gates, spec.activation) * (x @ up.T)
 
 
-@pytest.mark.fast("gemma4")
+@pytest.mark.slow
 def test_other_text_loses_less_than_by_least_squares(folder: Path) -> None:
     """In logits, and in the KL divergence of what the rounded model says from what the model says.
 

@@ -285,6 +285,7 @@ def test_files_are_copied_where_they_cannot_be_links(
     verify(copied)
 
 
+@pytest.mark.slow
 def test_resuming_a_conversion_leaves_an_ordered_bundle_as_it_is(plain: Path, tmp_path: Path) -> None:
     checkpoint = plain.with_name("checkpoint")
     output = convert(checkpoint, tmp_path / "b")
