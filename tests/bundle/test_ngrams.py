@@ -126,7 +126,7 @@ def test_what_never_occurred_is_not_found(store: Datastore) -> None:
     occurring = {tuple(TEXT[at : at + size]) for size in (1, 2, 3) for at in range(len(TEXT) - size + 1)}
     source = random.Random(2)
     lengths = Counter[int]()
-    for _ in range(150):
+    for _ in range(300):
         context = [source.randrange(1100) for _ in range(3)]
         found = [it.length for it in store.lookup(context)]
         assert found == [size for size in (3, 2, 1) if tuple(context[-size:]) in occurring]

@@ -442,13 +442,13 @@ def test_without_mlx_there_is_no_training(
 
 def test_the_command_adds_streams(ondevice: Run, bundle: Path, tmp_path: Path) -> None:
     copied = copy_files(bundle, tmp_path / "copied")
-    command = ("train", "streams", "-m", copied, "--text", "-", "--steps", "1", "--tokens", "320")
+    command = ("train", "streams", "-m", copied, "--text", "-", "--steps", "1", "--tokens", "528")
     shown = ondevice(*command, "--mode", "shared", "--json", stdin=30 * SENTENCE)
     assert shown.code == 0, shown.err
     found = Bundle.open(copied).streams
     assert found is not None
     assert (found.mode, found.streams, found.first_layer) == ("shared", 4, 2)
-    assert found.trained_tokens + found.measured_tokens == pytest.approx(320, abs=8)
+    assert found.trained_tokens + found.measured_tokens == pytest.approx(528, abs=8)
     assert shown.json["acceptance"] == list(found.acceptance)
     assert shown.json["medusa_parameters"] > 50 * shown.json["embedding_parameters"]
     shape = {"gamma": 2, "layers": 2, "attention-rank": 3, "feed-forward-rank": 2, "pruning-rank": 0}
