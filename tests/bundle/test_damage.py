@@ -193,7 +193,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(place for key in keys for place in paths(value[key], (*path, key)))]
 
 
-@settings(many, max_examples=50)
+@settings(many, max_examples=30)
 @given(data=st.data(), values=st.lists(json_values, min_size=1, max_size=3))
 def test_hostile_manifest(data: st.DataObject, values: list[Any], victim: Victim) -> None:
     """Values put in any place of a manifest whose sha256 is right, as an attacker would write it."""

@@ -239,7 +239,7 @@ def test_drafts_leave_the_text_of_mlx(folder: Path, bits: str, monkeypatch: pyte
     assert texts[1].stats.drafting.drafts > 0
 
 
-@pytest.mark.fast("products")
+@pytest.mark.slow
 @pytest.mark.usefixtures("mlx_device", "rows_measured_anew")
 @pytest.mark.parametrize("op", ["as_large", "products", "gated", "add_normed"])
 def test_every_op_of_these_blocks_is_measured(folder: Path, op: str, monkeypatch: pytest.MonkeyPatch) -> None:

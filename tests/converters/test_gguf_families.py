@@ -206,8 +206,8 @@ def written(folder: Path, case: str) -> Path:
 
 
 @pytest.mark.fast(
-    *("falcon newer", "gemma3n widths", "gemma4 e wide", "gemma4 moe", "phimoe", "gpt-oss", "qwen3 next"),
-    *("qwen3.5 even", "qwen3.5 moe even", "mimo2 windows", "falcon h1 plain norm", "nemotron h experts"),
+    *("falcon newer", "gemma3n widths", "gemma4 e wide", "phimoe", "gpt-oss", "qwen3 next"),
+    *("qwen3.5 even", "mimo2 windows", "falcon h1 plain norm", "nemotron h experts"),
     *("phi less turns", "phi3 partial", "glm4", "smollm3", "granite tied", "olmo2", "stablelm parallel"),
     *("nemotron bias", "mixtral", "granite moe scaled", "qwen2 moe", "glm4 moe", "deepseek v2 dense"),
     *("deepseek v3 moe", "glm4 moe lite", "lfm2 moe two dense", "granite hybrid moe"),
@@ -260,7 +260,7 @@ def test_gemma3ns_neurons_may_be_one_number_or_one_a_layer(tmp_path: Path) -> No
             open_checkpoint(path)
 
 
-@pytest.mark.fast("gemma4 moe", "gpt-oss", "deepseek v3 moe", "nemotron h experts", "lfm2")
+@pytest.mark.fast("gemma4 moe", "deepseek v3 moe", "nemotron h experts")
 @pytest.mark.parametrize("case", FUZZED)
 def test_changed_headers_are_refused_or_read(tmp_path: Path, case: str) -> None:
     """Any bytes of a family's header changed: a checkpoint or a typed error, nothing else."""

@@ -61,7 +61,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm narrow": ("Glm4MoeLite", {**DEEPSEEK, "mlp_layer_types": ["dense"] * 3, "kv_lora_rank": 16}
         | {"first_k_dense_replace": None, "qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "q_lora_rank": None}),
 }  # fmt: skip
-FAST = ("v2", "v3", "glm")
+FAST = ("v3", "glm")
 
 
 @pytest.mark.parametrize(

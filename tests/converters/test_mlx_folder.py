@@ -66,6 +66,7 @@ def test_values_of_blocks(tmp_path: Path, scheme: Scheme, monkeypatch: pytest.Mo
         assert (tensor.columns(start, stop) == values[:, start:stop]).all()
 
 
+@pytest.mark.fast("*-float16")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("mode", "bits", "group"), [
     ("affine", 2, 32), ("affine", 3, 64), ("affine", 4, 64), ("affine", 5, 128), ("affine", 6, 32),

@@ -311,6 +311,7 @@ def kill_while_ordering(tmp_path: Path, step: int) -> dict[str, int]:
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_while_ordering_it_leaves_one_of_two_bundles(tmp_path: Path) -> None:
     report = kill_while_ordering(tmp_path, step=15)
