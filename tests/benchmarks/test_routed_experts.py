@@ -69,7 +69,7 @@ def test_the_best_choices_of_joined_layers_have_numbers_of_their_own() -> None:
     assert routed_steps(shape, trace)[0].tolist() == [[0, 12], [2, 8]]
 
 
-@pytest.mark.fast("0.2")
+@pytest.mark.slow
 @pytest.mark.skipif(not ROUTING.is_dir(), reason="the shared data has no routing traces")
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.4])
 def test_joined_layers_use_experts_again_as_the_trace_does(share: float) -> None:
@@ -84,6 +84,7 @@ def test_joined_layers_use_experts_again_as_the_trace_does(share: float) -> None
     assert abs(found[0] - found[1]) < 4
 
 
+@pytest.mark.fast("hybrid")
 @pytest.mark.parametrize("shape", [SHAPE, HYBRID], ids=["attention", "hybrid"])
 def test_greedy_text_and_routers_follow_the_trace(tmp_path: Path, shape: RoutedShape) -> None:
     pytest.importorskip("gguf")
@@ -247,8 +248,7 @@ def test_direct_reads_have_a_rate(tmp_path: Path) -> None:
         pytest.skip(f"no direct reads here: {error}")
 
 
-def test_a_conversion_reads_what_exists_nowhere(tmp_path: Path) -> None:
-    """Every part of a shard is the same however it is asked for, and `convert` takes it."""
+def test_a_shard_that_exists_nowhere_is_read_in_any_parts(tmp_path: Path) -> None:
     shape = replace(SHAPE, layers=1)
     repository = convert_experts.expert_repository(shape)
     ((name, shard),) = repository.shards.items()
@@ -258,7 +258,12 @@ def test_a_conversion_reads_what_exists_nowhere(tmp_path: Path) -> None:
     with safe_open(path, "np") as file:
         assert len(file.keys()) == 3 + 9 + 3 * shape.experts
     assert b"".join(repository.pieces(name, 7, 100_001)) == whole[7:100_001]
-    with serving(repository) as address:
+
+
+@pytest.mark.slow
+def test_a_conversion_reads_what_exists_nowhere(tmp_path: Path) -> None:
+    shape = replace(SHAPE, layers=1)
+    with serving(convert_experts.expert_repository(shape)) as address:
         command = [*convert_command(Path(REPOSITORY), tmp_path / "bundle"), "--yes"]
         environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache")}
         subprocess.run(command, check=True, env=environment, capture_output=True)

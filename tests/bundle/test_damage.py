@@ -7,7 +7,6 @@ import json
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.verify import verify
 from ondevice.bundle.writer import BundleWriter
 from ondevice.errors import BundleError, OndeviceError
+from ondevice.kernels._native import crc32c
 from tests.golden.build import Recipe, fill
 from tests.malformed.rules import manifest_of, sealed
-from tests.support.crc32c import crc32c as compute_crc32c
 
 MOST_MEMORY = 8 << 20
 RECIPE = Recipe(
@@ -44,17 +43,7 @@ FILES = (
     "tokenizer.json",
 )
 Content = tuple[Manifest, dict[str, bytes]]
-many = settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@lru_cache(maxsize=100)
-def remembered_crc32c(data: bytes, units: tuple[int, ...]) -> np.ndarray:
-    return compute_crc32c(np.frombuffer(data, np.uint8), units)
-
-
-def crc32c(data: np.ndarray, units: tuple[int, ...]) -> np.ndarray:
-    """Most files are sound in any one example, so their tables are remembered."""
-    return remembered_crc32c(data.tobytes(), units)
+many = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 class Victim:
@@ -176,7 +165,7 @@ def test_spliced_file(name: str, where: float, removed: int, inserted: bytes, vi
     assert error is not None or spliced == data or name == "bundle.json"
 
 
-@settings(many, max_examples=40)
+@settings(many, max_examples=20)
 @given(names=st.permutations(FILES))
 def test_shuffled_files(names: list[str], victim: Victim) -> None:
     for name, source in zip(FILES, names, strict=True):
@@ -204,7 +193,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(place for key in keys for place in paths(value[key], (*path, key)))]
 
 
-@settings(many, max_examples=100)
+@settings(many, max_examples=30)
 @given(data=st.data(), values=st.lists(json_values, min_size=1, max_size=3))
 def test_hostile_manifest(data: st.DataObject, values: list[Any], victim: Victim) -> None:
     """Values put in any place of a manifest whose sha256 is right, as an attacker would write it."""

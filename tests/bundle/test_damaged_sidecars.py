@@ -102,7 +102,7 @@ def text() -> str:
     return said(shipped_folder() / "small-relu")
 
 
-@pytest.mark.fast("cut_short", "flipped", "missing")
+@pytest.mark.fast("cut_short", "flipped")
 @pytest.mark.parametrize("damage", [cut_short, missing, edited, extended, emptied, a_folder, flipped])
 def test_damaged_predictors_stop_the_mode_that_needs_them(
     copied: Path, text: str, damage: Damage, caplog: pytest.LogCaptureFixture
@@ -115,7 +115,7 @@ def test_damaged_predictors_stop_the_mode_that_needs_them(
     assert_refused(copied, name, remedy, sparsity="predicted")
 
 
-@pytest.mark.fast("cut_short", "flipped")
+@pytest.mark.fast("flipped")
 @pytest.mark.parametrize("damage", [cut_short, missing, edited, extended, flipped])
 def test_damaged_streams_stop_the_drafting_that_needs_them(
     copied: Path, text: str, damage: Damage, caplog: pytest.LogCaptureFixture
@@ -127,7 +127,7 @@ def test_damaged_streams_stop_the_drafting_that_needs_them(
     assert_refused(copied, name, remedy, speculation="streams")
 
 
-@pytest.mark.fast("flipped", "missing")
+@pytest.mark.fast("flipped")
 @pytest.mark.parametrize("damage", [cut_short, missing, edited, extended, emptied, flipped])
 def test_damaged_streams_that_are_part_of_the_model_stop_it(
     chat_bundle: Path, tmp_path: Path, damage: Damage
@@ -148,7 +148,7 @@ def test_streams_that_do_not_say_whose_they_are_stop_the_model(copied: Path) -> 
     assert_refused(copied, STREAMS_MANIFEST, "may be part of the model", speculation="off")
 
 
-@pytest.mark.fast("flipped", "missing")
+@pytest.mark.fast("flipped")
 @pytest.mark.parametrize("damage", [cut_short, missing, extended, emptied, flipped])
 def test_damaged_hotness_stops_nothing(
     copied: Path, text: str, damage: Damage, caplog: pytest.LogCaptureFixture
@@ -185,6 +185,7 @@ def test_inspect_says_what_is_damaged(ondevice: Run, copied: Path) -> None:
     assert f"hotness: {HOTNESS} isn't" in text
 
 
+@pytest.mark.slow
 def test_the_remedy_mends(tmp_path: Path) -> None:
     source = write_chat_checkpoint(tmp_path / "checkpoint", hidden_act="relu", num_hidden_layers=1)
     folder = convert_bundle(source, tmp_path / "bundle")

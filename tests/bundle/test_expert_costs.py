@@ -36,7 +36,7 @@ from tests.support.families import CASES, write_model
 from tests.support.trained_models import MIXTURE
 
 MANIFEST = EXPERT_COSTS_SIDECAR.manifest
-PIECES = [[int(token) for token in row] for row in np.random.default_rng(3).integers(3, 256, (3, 40))]
+PIECES = [[int(token) for token in row] for row in np.random.default_rng(3).integers(3, 256, (2, 30))]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_inspect_prints_them(ondevice: Run, folder: Path, trained: Path) -> None
     found = costs_of(trained)
     assert shown["in_memory"] == 13
     assert [point["perplexity"] for point in shown["points"]] == [it.perplexity for it in found.points]
-    assert "token by token on 120 tokens, with room for 13 experts" in text
+    assert "token by token on 60 tokens, with room for 13 experts" in text
     own, cost = found.own.perplexity, found.points[2].perplexity
     assert own is not None
     assert cost is not None
@@ -113,7 +113,7 @@ def test_inspect_prints_them(ondevice: Run, folder: Path, trained: Path) -> None
 
 def test_the_command_measures(ondevice: Run, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("The restaurant is near the river, and cheap.\n" * 8)
-    command = ("train", "expert-costs", "-m", MIXTURE, "--text", tmp_path / "text", "--tokens", 60)
+    command = ("train", "expert-costs", "-m", MIXTURE, "--text", tmp_path / "text", "--tokens", 20)
     shown = ondevice(*command, "-o", tmp_path / "a", "--json").json
     assert [point["experts"] for point in shown["points"]] == [4, 3, 2, 1, 4, 4, 4, 4]
     assert [point["substitution"] for point in shown["points"][4:]] == list(SUBSTITUTIONS)

@@ -39,6 +39,7 @@ def turn_gate_codes(folder: Path, name: str, stride: int, record: int) -> None:
     reseal(folder, name)
 
 
+@pytest.mark.fast("450")
 @pytest.mark.parametrize("record", [0, 450, 899])
 def test_records_with_other_gates_are_refused_where_they_are_multiplied(copy: Path, record: int) -> None:
     turn_gate_codes(copy, NEURONS, Bundle.open(copy).neuron_layout.stride, record)
@@ -120,6 +121,7 @@ def test_pieces_in_any_order_make_the_same_digest(relu_chat_bundle: Path, size: 
 INFINITY, NAN = b"\x00\x7c", b"\x01\xfe"
 
 
+@pytest.mark.fast("dense-q4-*", "exact-f16-*")
 @pytest.mark.parametrize("value", [INFINITY, NAN])
 @pytest.mark.parametrize("quant", ["q4", "f16"])
 @pytest.mark.parametrize("sparsity", ["dense", "exact"])

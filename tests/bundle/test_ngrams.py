@@ -96,7 +96,7 @@ def open_store(folder: Path) -> Datastore:
 
 def test_counts_are_those_of_the_text(store: Datastore) -> None:
     source, checked, ranked = random.Random(1), 0, 0
-    for _ in range(120):
+    for _ in range(40):
         at = source.randrange(MAX_CONTEXT, TEXT_TOKENS - WINDOW)
         context = TEXT[at - MAX_CONTEXT : at]
         path = TEXT[at : at + source.randrange(4)]
@@ -118,8 +118,8 @@ def test_counts_are_those_of_the_text(store: Datastore) -> None:
                 assert counts[0] == max(expected.values())
                 ranked += len(tokens) > 1
             checked += 1
-    assert checked > 300
-    assert ranked > 50
+    assert checked > 100
+    assert ranked > 15
 
 
 def test_what_never_occurred_is_not_found(store: Datastore) -> None:
@@ -234,7 +234,7 @@ def emptied(folder: Path) -> str:
     return NGRAMS_MANIFEST
 
 
-@pytest.mark.fast("cut_short", "other_index", "missing")
+@pytest.mark.fast("other_index")
 @pytest.mark.parametrize("damage", [cut_short, missing, other_index, edited, emptied])
 def test_damage_stops_what_needs_it_and_nothing_else(
     copied: Path, damage: Callable[[Path], str], caplog: pytest.LogCaptureFixture

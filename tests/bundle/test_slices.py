@@ -85,7 +85,9 @@ def sliced_states(
         return hidden, np.array(first.logits(hidden.copy()))
 
 
-@pytest.mark.fast("cpu-*")
+@pytest.mark.fast(
+    *("cpu-dense", "cpu-mixers", "cpu-many blocks", "cpu-experts", "cpu-latent", "cpu-convolutions"),
+)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_slices_give_the_bits_of_the_whole(name: str, backend: BackendName, folders: dict[str, Path]) -> None:
@@ -112,6 +114,7 @@ def prime(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return open_sound(folder)
 
 
+@pytest.mark.fast("cuts2", "cuts3")
 @pytest.mark.parametrize("cuts", [(30,), (1,), (20, 41), (15, 16, 46)])
 def test_61_layers_lie_in_one_slice_each(prime: Bundle, cuts: tuple[int, ...]) -> None:
     parts, config = slices(prime, cuts), prime.config
@@ -134,6 +137,7 @@ def test_61_layers_lie_in_one_slice_each(prime: Bundle, cuts: tuple[int, ...]) -
     assert EMBEDDING in parts[0].manifest.files
 
 
+@pytest.mark.fast("cuts1")
 @pytest.mark.parametrize("cuts", [(30,), (31, 46), (20, 41)])
 def test_sidecars_are_divided_by_layers(prime: Bundle, cuts: tuple[int, ...]) -> None:
     parts = slices(prime, cuts)
@@ -187,6 +191,7 @@ def test_keys_and_the_layers_that_read_them_stay_together(folders: dict[str, Pat
             bundle.slice(first, stop)
 
 
+@pytest.mark.fast("dense", "mixers", "many blocks", "experts", "delta")
 @pytest.mark.parametrize("name", MODELS)
 def test_plans_of_slices_add_up(name: str, folders: dict[str, Path]) -> None:
     bundle = Bundle.open(folders[name])

@@ -14,9 +14,9 @@ from ondevice.bundle.layout import DATA_OFFSET
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
 from ondevice.errors import BundleError, ModelNotFoundError
+from ondevice.kernels._native import crc32c
 from tests.golden.build import GOLDEN
 from tests.malformed.rules import overwrite, put, reseal
-from tests.support.crc32c import crc32c
 from tests.support.mlx_folders import MXFP4, write_mlx_folder
 
 GATES, NEURONS = "gates-00001.safetensors", "neurons-00001.safetensors"
@@ -39,7 +39,7 @@ def test_report_and_progress() -> None:
     assert {total for _, total in seen} == {report.nbytes}
 
 
-@pytest.mark.fast("200", "1000", "5000")
+@pytest.mark.fast("1000", "5000")
 @pytest.mark.parametrize("chunk_bytes", [1, 200, 1000, 5000])
 def test_chunk_size_changes_nothing(chunk_bytes: int, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "CHUNK_BYTES", chunk_bytes)
@@ -132,6 +132,7 @@ def test_a_scale_that_is_not_finite_is_found(copy: Path) -> None:
     assert set(places) == {NEURONS, "embedding.safetensors", "resident.safetensors"}
 
 
+@pytest.mark.fast("253")
 @pytest.mark.parametrize("scale", [253, 255])
 def test_a_scale_of_mxfp4_that_is_too_large_is_found(tmp_path: Path, scale: int) -> None:
     source = write_mlx_folder(tmp_path / "source", MXFP4, num_hidden_layers=1).path

@@ -20,8 +20,8 @@ from ondevice.bundle.verify import verify
 from ondevice.bundle.writer import BundleWriter
 from ondevice.config import QuantConfig
 from ondevice.errors import BundleError, ModelNotFoundError, OndeviceError, UsageError
+from ondevice.kernels._native import crc32c
 from tests.golden.build import PROVENANCE, Recipe, fill, records, tensors
-from tests.support.crc32c import crc32c
 
 RECIPE = Recipe(
     tokenizer=TokenizerInfo("tokenizers", chat_template="chat_template.jinja"),
@@ -93,15 +93,19 @@ class Machine:
             raise Killed
 
 
-@pytest.mark.parametrize("power_lost", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(
+    ("stride", "power_lost"),
+    [(3, True), *(pytest.param(1, lost, marks=pytest.mark.slow) for lost in (False, True))],
+)
 def test_kill_at_every_step_resumes_to_the_same_bytes(
-    power_lost: bool, tmp_path: Path, whole: dict[str, bytes]
+    stride: int, power_lost: bool, tmp_path: Path, whole: dict[str, bytes]
 ) -> None:
+    """stride: of how many steps one is tried."""
     undisturbed = Machine(tmp_path / "undisturbed")
     with undisturbed.running():
         fill(open_writer(tmp_path / "undisturbed"), RECIPE)
     assert undisturbed.steps > 60
-    for step in range(1, undisturbed.steps + 1):
+    for step in range(1, undisturbed.steps + 1, stride):
         folder = tmp_path / str(step)
         machine = Machine(folder, step)
         with machine.running(), pytest.raises(Killed):

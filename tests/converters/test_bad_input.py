@@ -114,6 +114,7 @@ def test_a_quantised_checkpoint(source: Path, dtype: str) -> None:
     assert_refused(source, UnsupportedModelError, f"w is stored as {dtype}; only F32, F16 and BF16")
 
 
+@pytest.mark.fast("*-q4")
 @pytest.mark.parametrize("quant", ["q4", "q8", "f16"])
 @pytest.mark.parametrize(("name", "value"), [
     ("model.embed_tokens.weight", np.nan), ("model.layers.1.mlp.down_proj.weight", np.inf),

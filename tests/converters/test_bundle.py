@@ -47,7 +47,9 @@ def stored_as(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 @pytest.mark.fast(
-    "*-q8", "*-f16", "llama-F32-1-q4", "llama-tails-*", "qwen3-bias-relu2-*", "qwen2-window-tied-*"
+    *("llama-F32-1-*", "llama-tails-*-q4", "llama-tails-F32-1-q8", "llama-tails-F16-3-f16"),
+    *("llama-gqa-tied-F32-1-q8", "llama-relu-F32-1-q4", "mistral-untied-wide-F32-1-q8"),
+    *("qwen2-window-tied-F32-1-q4", "qwen3-bias-relu2-F32-1-q8", "qwen3-bias-relu2-BF16-2-q4"),
 )
 @pytest.mark.parametrize("quant", ["q4", "q8", "f16"])
 @pytest.mark.parametrize(("variant", "dtype", "shards"), [
@@ -113,6 +115,7 @@ def check_resident(
             assert values.tobytes() == getattr(rows(*names), field).tobytes(), name
 
 
+@pytest.mark.fast("BF16")
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
 def test_blocks_leave_no_trace(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a down projection read in several bands of columns, the last one narrow."""
@@ -200,7 +203,7 @@ def test_a_hugging_face_cache_folder(tmp_path: Path) -> None:
 
 
 def test_generation_defaults(tmp_path: Path) -> None:
-    source = write_checkpoint(tmp_path / "s")
+    source = write_checkpoint(tmp_path / "s", num_hidden_layers=1)
     cases: list[tuple[dict[str, Any], dict[str, float]]] = [
         ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20},
          {"temperature": 0.6, "top_p": 0.9, "top_k": 20}),

@@ -39,6 +39,7 @@ def target(checkpoint: Path) -> Path:
     return convert_bundle(checkpoint, checkpoint.parent / "target", "f16")
 
 
+@pytest.mark.fast("options0-False-*", "options1-True-cpu", "options2-False-cpu")
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize(
     ("options", "embeddings"),

@@ -82,6 +82,7 @@ def test_an_expert_adds_them_to_its_products(made: tuple[Path, dict[str, np.ndar
     np.testing.assert_allclose(found, expected / EXPERTS, rtol=1e-3, atol=2e-3)
 
 
+@pytest.mark.fast("q8-*")
 @pytest.mark.parametrize(("quant", "near"), [("f16", 1e-3), ("q8", 2e-2)])
 def test_both_backends_compute_them(
     made: tuple[Path, dict[str, np.ndarray]], quant: str, near: float

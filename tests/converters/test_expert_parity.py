@@ -44,7 +44,7 @@ BESIDE_KEYS = 5e-4
 """The same of `cpu` from `reference` with keys and values of 16 bits."""
 ABOVE = 0.01
 """Of the positions of `cpu` at most this share may be above `limit`, and none above `most`."""
-TEXTS, LENGTH = 24, 12
+TEXTS, LENGTH = 12, 12
 FAST = ("olmoe", "qwen3 moe", "mixtral", "phimoe", "granite moe", "qwen2 moe", "glm4 moe", "gemma4 moe")
 FAST += (
     "gpt-oss moe",
@@ -129,9 +129,7 @@ def logits_and_margins(model: Any, text: list[int]) -> tuple[np.ndarray, np.ndar
     return logits, np.minimum.accumulate(np.min(found, axis=0))
 
 
-@pytest.mark.fast(
-    "deepseek v2 moe groups", "gpt-oss moe", "mixtral", "glm4 moe", "nemotron h moe", "lfm2 moe"
-)
+@pytest.mark.fast("deepseek v2 moe groups", "mixtral", "lfm2 moe")
 @pytest.mark.parametrize("case", EXPERTS)
 def test_decided_positions_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     model = write_model(tmp_path / "source", *CASES[case])

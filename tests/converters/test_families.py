@@ -63,9 +63,7 @@ def text_of(name: str, prefix: str) -> str:
     return f"{prefix}{name}"
 
 
-@pytest.mark.fast(
-    "gemma3n-outer1-model*", "gemma4 unified-*", "llama-outer5-language_model.", "mistral-outer4-model*"
-)
+@pytest.mark.fast("gemma4 unified-*-model*", "llama-outer5-language_model.")
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model."])
 @pytest.mark.parametrize(
     ("case", "outer"),
@@ -132,10 +130,23 @@ FURTHER = (
 """
 
 
+ONE_OF_EACH_BLOCK = (
+    *("gemma", "gemma2 low caps", "gemma3", "gemma3n", "gemma4", "gemma4 e wide", "gemma4 moe"),
+    *("gemma4 unified", "phi3 longrope", "glm4", "smollm3", "granite", "stablelm parallel", "falcon"),
+    *("falcon newer", "phi", "persimmon", "nemotron", "llama dynamic", "olmo2", "olmoe", "qwen3 moe"),
+    *("mixtral", "phimoe", "granite moe", "qwen2 moe", "glm4 moe", "gpt-oss moe", "deepseek v2 moe"),
+    *("deepseek v3 moe wide", "glm4 moe lite", "mimo v2 moe", "qwen3 next dense", "qwen3.5", "qwen3.5 moe"),
+    *("lfm2", "lfm2 moe", "granite hybrid", "granite hybrid moe", "nemotron h", "nemotron h moe"),
+    *("falcon h1", "opt", "opt norms behind"),
+)
+"""Every family, and of some families a case of each kind of block."""
+
+
 @pytest.mark.fast(
-    "reference-*", "cpu-gemma2", "cpu-gemma4 e", "cpu-qwen3.5 moe", "cpu-lfm2", "cpu-opt", "cpu-falcon h1",
-    "cpu-mimo v2 moe", "cpu-deepseek v2 moe", "cpu-phi3 longrope",
-)  # fmt: skip
+    *(f"reference-{case}" for case in ONE_OF_EACH_BLOCK),
+    *("cpu-gemma2 low caps", "cpu-gemma4 e wide", "cpu-qwen3.5 moe", "cpu-lfm2", "cpu-opt", "cpu-falcon h1"),
+    *("cpu-mimo v2 moe", "cpu-deepseek v2 moe", "cpu-phi3 longrope"),
+)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_logits_are_those_of_transformers(family: Any, case: str, backend: BackendName) -> None:
@@ -201,23 +212,7 @@ def put_on_grid(model: Any) -> None:
 ONE_OF_EACH = sorted({family: case for case, (family, _) in reversed(CASES.items())}.values())
 
 
-@pytest.mark.fast(
-    "gemma3n",
-    "gemma4 e",
-    "qwen3.5 moe",
-    "gpt-oss moe",
-    "lfm2",
-    "granite hybrid moe",
-    "falcon h1",
-    "opt",
-    "mimo v2 moe",
-    "deepseek v2 moe",
-    "phi3",
-    "falcon",
-    "nemotron",
-    "glm4 moe lite",
-    "llama dynamic",
-)
+@pytest.mark.fast("gemma3n", "gpt-oss moe", "opt", "deepseek v2 moe")
 @pytest.mark.parametrize("case", [*ONE_OF_EACH, "gemma4 e", "granite hybrid moe", "falcon h1 norm"])
 def test_quantised_logits_are_those_of_transformers_on_the_values_of_the_codes(
     tmp_path: Path, case: str
@@ -235,6 +230,10 @@ def test_quantised_logits_are_those_of_transformers_on_the_values_of_the_codes(
         assert np.abs(mine - theirs).max() < 1e-5 * np.abs(theirs).max(), quant
 
 
+@pytest.mark.fast(
+    *("gemma2 low caps", "gemma3", "glm4", "olmo2", "stablelm parallel", "opt", "opt norms behind", "phi"),
+    *("persimmon", "gemma3n", "gemma4", "gemma4 e wide", "granite hybrid", "nemotron h", "falcon h1"),
+)
 @pytest.mark.parametrize(
     "case",
     [
@@ -265,6 +264,7 @@ def test_a_text_is_run_through_every_kind_of_block(family: Any, case: str) -> No
     checkpoint.close()
 
 
+@pytest.mark.fast("gemma3", "glm4", "opt", "phi", "persimmon", "granite hybrid", "nemotron h", "falcon h1")
 @pytest.mark.parametrize(
     "case",
     [
@@ -289,6 +289,10 @@ def test_a_text_rounds_every_matrix_of_every_kind_of_block(family: Any, case: st
     checkpoint.close()
 
 
+@pytest.mark.fast(
+    *("gemma2 low caps", "gemma3", "glm4", "olmo2", "stablelm parallel", "opt", "phi", "persimmon"),
+    *("gemma3n", "gemma4", "gemma4 e wide", "opt norms behind"),
+)
 @pytest.mark.parametrize(
     "case",
     [
@@ -326,6 +330,7 @@ def test_a_bundle_says_where_its_frequencies_would_change(family: Any, case: str
     assert any(words in note for note in notes) == bool(notes) == bool(words)
 
 
+@pytest.mark.fast("*-phi3 longrope")
 @pytest.mark.parametrize("case", ["phi3 longrope", "phi3 partial"])
 @pytest.mark.parametrize(("backend", "limit"), [("reference", 1e-3), ("cpu", 2e-3)])
 def test_a_context_beyond_the_original_takes_long_frequencies(
@@ -372,14 +377,8 @@ NEAR_TIE = "deepseek v2 moe groups"
 
 
 @pytest.mark.fast(
-    "granite hybrid moe",
-    "falcon h1",
-    "nemotron h moe",
-    "qwen3.5 moe",
-    "deepseek v3 moe wide",
-    "lfm2",
-    "qwen3 next dense",
-    "glm4 moe lite",
+    *("granite hybrid moe", "falcon h1", "nemotron h moe", "qwen3.5 moe", "deepseek v3 moe wide", "lfm2"),
+    *("qwen3 next dense", "glm4 moe lite"),
 )
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.startswith(WITH_STATES + LATENT) and case != NEAR_TIE]
@@ -394,6 +393,7 @@ def test_long_texts_stay_right(family: Any, case: str) -> None:
     assert np.abs(mine - theirs).max() < 1e-3 * np.abs(theirs).max()
 
 
+@pytest.mark.fast(*ONE_OF_EACH_BLOCK)
 @pytest.mark.parametrize("case", CASES)
 def test_config_json_names_every_key_that_the_family_reads(family: Any, case: str, tmp_path: Path) -> None:
     """The keys that `transformers` writes are all known, and a new one is refused.

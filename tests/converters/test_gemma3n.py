@@ -129,7 +129,11 @@ def test_neurons_from_flash_have_the_bits_of_resident_ones(folder: Path, bits: s
 
 @pytest.mark.parametrize(
     ("bits", "settings"),
-    [("f16", ({},)), ("q4", ({}, {"prefill_chunk": 7, "threads": 2}, {"kernel_target": "scalar"}))],
+    [
+        ("f16", ({},)),
+        ("q4", ({"prefill_chunk": 7, "threads": 2},)),
+        pytest.param("q4", ({}, {"kernel_target": "scalar"}), marks=pytest.mark.slow),
+    ],
 )
 def test_exact_mode_has_the_dense_bits(folder: Path, bits: str, settings: tuple[dict[str, Any], ...]) -> None:
     """Zeros of cutoffs are skipped in the layers that have one; the others multiply every neuron."""
@@ -235,25 +239,25 @@ def test_drafts_leave_the_text_of_mlx(folder: Path, bits: str, monkeypatch: pyte
     assert texts[1].stats.drafting.drafts > 0
 
 
-def test_every_op_of_these_blocks_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+@pytest.mark.usefixtures("mlx_device", "rows_measured_anew")
+@pytest.mark.parametrize("op", ["as_large", "products", "gated", "add_normed"])
+def test_every_op_of_these_blocks_is_measured(folder: Path, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that gives a row other bits beside five rows than beside four narrows drafts to four."""
-    pytest.importorskip("mlx.core")
     from ondevice.backends import mlx_ops, mlx_row_ops
 
     bundle, runtime = Bundle.open(folder / "f16"), RuntimeConfig(backend="mlx", speculation="lookup")
-    for op in ("as_large", "products", "gated", "add_normed"):
-        true = getattr(mlx_ops.MlxOps, op)
-        # A token has a row for each layer there.
-        least = 5 * bundle.config.num_layers if op == "add_normed" else 5
+    true = getattr(mlx_ops.MlxOps, op)
+    # A token has a row for each layer there.
+    least = 5 * bundle.config.num_layers if op == "add_normed" else 5
 
-        def nudged(self: Any, x: Any, *others: Any, true: Any = true, least: int = least) -> Any:
-            found = true(self, x, *others)
-            return found if x.shape[0] < least else found * (1.0 + 2.0**-21)
+    def nudged(self: Any, x: Any, *others: Any) -> Any:
+        found = true(self, x, *others)
+        return found if x.shape[0] < least else found * (1.0 + 2.0**-21)
 
-        mlx_row_ops._measured.cache_clear()
-        with monkeypatch.context() as patch:
-            patch.setattr(mlx_ops.MlxOps, op, nudged)
-            assert row_invariance(bundle.config, bundle.quant, runtime).widths.nodes == 4, op
+    with monkeypatch.context() as patch:
+        patch.setattr(mlx_ops.MlxOps, op, nudged)
+        assert row_invariance(bundle.config, bundle.quant, runtime).widths.nodes == 4
     mlx_row_ops._measured.cache_clear()
     assert row_invariance(bundle.config, bundle.quant, runtime).widths.nodes > 1
 

@@ -56,6 +56,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert(folder / "source", folder / "bundle", "f16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_without_conditioning_keys_in_16_bits_are_all_that_differs(tmp_path: Path, seed: int) -> None:
     """Against `transformers` in float64: `reference` is off by the order of sums, and by keys in 16 bits."""
@@ -82,6 +83,7 @@ def test_without_conditioning_keys_in_16_bits_are_all_that_differs(tmp_path: Pat
     assert between < 1e-3 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 def test_drafts_leave_the_text_of_mlx(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers have heads of two sizes, and share keys."""
     pytest.importorskip("mlx.core")

@@ -91,6 +91,7 @@ def written(folder: Path, case: str, kind: str = "F16", change: Change | None = 
     return folder / "model.gguf"
 
 
+@pytest.mark.fast("internlm2", "minicpm", "mistral3 yarn", "qwen3vlmoe")
 @pytest.mark.parametrize("case", CASES)
 def test_an_architecture_gives_the_bundle_of_what_it_is_like(tmp_path: Path, case: str) -> None:
     path = written(tmp_path, case)
@@ -143,6 +144,7 @@ def test_baichuan_13b_is_refused(tmp_path: Path) -> None:
     assert_refused(path, UnsupportedModelError, "a Baichuan of 40 layers; only the 7B, of 32, has rotary")
 
 
+@pytest.mark.fast("residual_scale")
 @pytest.mark.parametrize("name", ["embedding_scale", "residual_scale", "logit_scale"])
 def test_minicpm_must_say_its_multipliers(tmp_path: Path, name: str) -> None:
     path = written(tmp_path, "minicpm", change=lambda it: it.kv_data[0].pop(f"minicpm.{name}"))

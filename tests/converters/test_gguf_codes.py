@@ -55,6 +55,7 @@ def notes(bundle: Bundle) -> dict[str, str]:
     return dict(note.split(": ", 1) for note in bundle.manifest.provenance.notes if ": " in note)
 
 
+@pytest.mark.fast("Q4_0-*", "Q4_1-*", "Q5_1-*", "MXFP4-*")
 @pytest.mark.parametrize(("kind", "stored"), EXACT.items())
 def test_values_are_those_of_the_file(tmp_path: Path, kind: str, stored: RowFormat) -> None:
     bundle, exact = converted(tmp_path, kind, 96)
@@ -69,6 +70,7 @@ def test_values_are_those_of_the_file(tmp_path: Path, kind: str, stored: RowForm
     assert said["down"].startswith(f"rounded to {bundle.quant.bits} bits; relative error")
 
 
+@pytest.mark.fast("Q5_K-*")
 @pytest.mark.parametrize(("kind", "stored"), SCALES_ROUNDED.items())
 def test_products_of_scales_are_rounded_to_float16(tmp_path: Path, kind: str, stored: RowFormat) -> None:
     bundle, exact = converted(tmp_path, kind, 256)
@@ -79,6 +81,7 @@ def test_products_of_scales_are_rounded_to_float16(tmp_path: Path, kind: str, st
     assert "scales rounded to float16" in notes(bundle)["gate"]
 
 
+@pytest.mark.fast("Q6_K-*", "IQ4_XS-*")
 @pytest.mark.parametrize(("kind", "stored", "lost"), [(kind, *of) for kind, of in ROUNDED.items()])
 def test_groups_of_16_are_rounded(tmp_path: Path, kind: str, stored: RowFormat, lost: float) -> None:
     bundle, _ = converted(tmp_path, kind, 256)
@@ -110,6 +113,7 @@ def test_codes_are_those_of_the_file_byte_for_byte(tmp_path: Path, kind: str) ->
     assert "layers.0.attention.out.biases" not in resident
 
 
+@pytest.mark.fast("Q5_1", "MXFP4", "Q8_0")
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4"])
 def test_logits_are_those_of_the_dequantised_weights(tmp_path: Path, kind: str) -> None:
     bundle, _ = converted(tmp_path, kind, 96)
@@ -122,6 +126,7 @@ def test_logits_are_those_of_the_dequantised_weights(tmp_path: Path, kind: str) 
         assert error(all_logits(model, tokens), reference) < 0.1
 
 
+@pytest.mark.fast("Q5_0")
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q5_1", "MXFP4"])
 def test_mlx_multiplies_copied_codes(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("mlx.core", exc_type=ImportError)

@@ -86,7 +86,7 @@ def test_merged_tensors_of_other_sizes_are_refused(source: Path, tmp_path: Path)
             open_checkpoint(path)
 
 
-@pytest.mark.fast("gemma4 moe-two", "mixtral-single")
+@pytest.mark.fast("mixtral-single")
 @pytest.mark.parametrize("experts", ["two", "single"])
 @pytest.mark.parametrize("case", ["mixtral", "qwen2 moe", "gemma4 moe"])
 def test_other_arrangements_give_the_same_bundle(tmp_path: Path, case: str, experts: Arrangement) -> None:
@@ -155,6 +155,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.fast("Q5_0", "MXFP4", "Q4_1")
 @pytest.mark.parametrize("kind", FORMATS)
 def test_all_codes_of_experts_are_copied(source: Path, tmp_path: Path, kind: str) -> None:
     """Every value of a record is the file's, and the manifest's notes say so."""

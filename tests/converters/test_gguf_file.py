@@ -26,7 +26,8 @@ from tests.support.models import write_checkpoint
 
 gguf = pytest.importorskip("gguf")
 
-MUTATIONS = 1000
+MUTATIONS = 500
+"""In all."""
 
 
 def text(value: str | bytes) -> bytes:
@@ -209,7 +210,7 @@ def test_alignment_moves_the_data(tmp_path: Path) -> None:
 
 def test_many_strings_take_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strings of two bytes take the most memory for their share of the file."""
-    most = 1 << 17
+    most = 1 << 15
     monkeypatch.setattr(gguf_file, "MAX_ITEMS", most)
     strings = [pair("a", 9, struct.pack("<IQ", 8, count) + text(b"ab") * count) for count in (most, most + 1)]
     with pytest.raises(CheckpointError, match=f"{most} is the limit"):
@@ -239,7 +240,7 @@ def test_values_of_another_kind_than_asked_for() -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [add_byte_level, add_sentencepiece])
-def test_a_thousand_changed_headers_open_or_are_refused(
+def test_hundreds_of_changed_headers_open_or_are_refused(
     tmp_path: Path, tokenizer: Callable[[Any], None]
 ) -> None:
     """Half of them with each kind of tokenizer."""
@@ -260,5 +261,5 @@ def test_a_thousand_changed_headers_open_or_are_refused(
         assert time.process_time() - started < 5
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown * (1 if sys.platform == "darwin" else 1024) < 128 << 20
-    assert opened > 10
+    assert opened > 5
     assert refused > opened

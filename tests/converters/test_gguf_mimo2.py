@@ -55,6 +55,7 @@ def later(writer: Any) -> None:
     writer.add_tensor = fused
 
 
+@pytest.mark.fast("q4")
 @pytest.mark.parametrize("quant", ["f16", "q4"])
 def test_later_files_give_the_bundle_of_the_folder(source: Path, tmp_path: Path, quant: str) -> None:
     path = tmp_path / "model.gguf"

@@ -105,6 +105,12 @@ def test_every_float16_scale_is_widened_exactly() -> None:
     assert same_bits(biases[:, 0], wanted)
 
 
+@pytest.mark.fast(
+    "70-16-33-2-stored0-*",
+    "64-48-5-1-stored2-*",
+    "7-0-32-1-stored1-*",
+    "7-0-32-1-stored3-Q8_0",
+)
 @pytest.mark.parametrize("name", CODE_FORMATS)
 @pytest.mark.parametrize("stored", [RowFormat(4), RowFormat(4, 32), RowFormat(5), RowFormat(8)])
 @pytest.mark.parametrize("threads", [1, 2])

@@ -56,6 +56,7 @@ def assert_like_llama_cpp(values: dict[str, Any], folder: Path, *texts: str) -> 
                 assert found == theirs.encode(text, special=special), (text, special)
 
 
+@pytest.mark.fast("*-1", "*_end*-3", "*im_end*")
 @pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER_DEFINED, UNUSED])
 @pytest.mark.parametrize("name", sorted(ENDS | FILE_ENDS))
 def test_a_token_of_an_ends_name_ends_a_turn(tmp_path: Path, name: str, kind: int) -> None:

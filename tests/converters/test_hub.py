@@ -41,6 +41,7 @@ def convert(tmp_path: Path, **options: Any) -> Path:
     return api.convert("some/model", tmp_path / "bundle", **options)
 
 
+@pytest.mark.fast("falcon newer")
 @pytest.mark.parametrize("case", ["falcon newer", "persimmon"])
 def test_what_comes_more_than_once_is_foreseen(hub: HubServer, tmp_path: Path, case: str) -> None:
     """Queries, keys and values that lie side by side, head by head."""
@@ -58,7 +59,7 @@ def test_what_comes_more_than_once_is_foreseen(hub: HubServer, tmp_path: Path, c
     assert hub.rules.sent_bytes == foreseen.download_bytes
 
 
-@pytest.mark.fast("True-3", "False-1")
+@pytest.mark.fast("True-3")
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("redirects", [True, False])
 def test_the_bytes_are_those_of_a_folder(
@@ -126,6 +127,7 @@ def test_a_connection_that_keeps_breaking_is_given_up_and_goes_on_later(
     assert weights(tmp_path / "bundle") == expected
 
 
+@pytest.mark.slow
 def test_columns_of_large_matrices_pass_through_a_file_without_a_name(
     hub: HubServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +270,7 @@ def kill_and_resume(
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_at_any_moment_it_resumes_to_the_same_bytes(
     hub: HubServer, repository: Path, tmp_path: Path

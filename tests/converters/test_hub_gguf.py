@@ -62,6 +62,7 @@ def convert(tmp_path: Path, name: str = NAME, **options: Any) -> Path:
     return api.convert(name, tmp_path / "bundle", **options)
 
 
+@pytest.mark.fast("Q8_0/-options1")
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(("folder", "options"), [("", {}), ("Q8_0/", {"split_max_tensors": 9})])
 def test_the_bytes_are_those_of_a_file_and_come_once(
@@ -97,6 +98,7 @@ def test_encoded_columns_that_fit_in_memory_pass_through_no_file(
         prepared.run()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_blocks")
 def test_mlx_folders_come_once(hub: HubServer, tmp_path: Path) -> None:
     def scheme(module: str) -> Scheme:

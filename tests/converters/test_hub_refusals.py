@@ -236,6 +236,7 @@ def test_a_token_that_cannot_be_sent(
         convert(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_kept_source_over_a_connection_that_breaks(
     hub: HubServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

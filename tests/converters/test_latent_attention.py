@@ -61,7 +61,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm narrow": ("Glm4MoeLite", {**DEEPSEEK, "mlp_layer_types": ["dense"] * 3, "kv_lora_rank": 16}
         | {"first_k_dense_replace": None, "qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "q_lora_rank": None}),
 }  # fmt: skip
-FAST = ("v2", "v3", "glm")
+FAST = ("v3", "glm")
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,7 @@ def logits(folder: Path, chunk: int, threads: int, slots: int | None, kv_bits: L
     return np.concatenate(found).tobytes()
 
 
+@pytest.mark.fast("16")
 @pytest.mark.parametrize("kv_bits", [16, 8])
 def test_bits_depend_on_nothing(folder: Path, kv_bits: Literal[16, 8]) -> None:
     expected = logits(folder, 512, 1, None, kv_bits)
@@ -113,6 +114,7 @@ def test_bits_depend_on_nothing(folder: Path, kv_bits: Literal[16, 8]) -> None:
         assert found == expected[: len(found)], (chunk, threads, slots)
 
 
+@pytest.mark.fast("8")
 @pytest.mark.parametrize("kv_bits", [16, 8])
 def test_draft_trees_change_no_bit(folder: Path, kv_bits: Literal[16, 8]) -> None:
     """Two tokens a pass with wrong ones beside them, of which none stays."""
@@ -130,6 +132,7 @@ def test_draft_trees_change_no_bit(folder: Path, kv_bits: Literal[16, 8]) -> Non
     assert np.concatenate(found).tobytes() == expected.tobytes()
 
 
+@pytest.mark.fast("8")
 @pytest.mark.parametrize("kv_bits", [16, 8])
 def test_reference_moves_what_it_keeps(folder: Path, kv_bits: Literal[16, 8]) -> None:
     """A path of a tree that stays, in the plain backend's own blocks, and a fork; near `cpu`."""
@@ -147,7 +150,7 @@ def test_reference_moves_what_it_keeps(folder: Path, kv_bits: Literal[16, 8]) ->
 
 
 def texts(model: Model) -> list[tuple[int, ...]]:
-    options: dict[str, Any] = {"max_tokens": 40, "logit_bias": {2: -math.inf}}
+    options: dict[str, Any] = {"max_tokens": 20, "logit_bias": {2: -math.inf}}
     prompt = TEXT[:8] * 3
     sampled = model.generate(tokens=prompt, temperature=0.9, seed=3, **options)
     return [model.generate(tokens=prompt, temperature=0.0, **options).tokens, sampled.tokens]
@@ -232,6 +235,7 @@ def write_fp8(source: Path, folder: Path, plain: Path, block: int = 128, ignored
     save_file(values, plain / "model.safetensors")
 
 
+@pytest.mark.fast("32")
 @pytest.mark.parametrize("block", [128, 32])
 def test_8_bit_floats_are_read_as_what_they_stand_for(tmp_path: Path, block: int) -> None:
     """The bundle is that of a checkpoint with these values. Matrices have parts of blocks at their edges."""
@@ -248,6 +252,7 @@ def test_8_bit_floats_are_read_as_what_they_stand_for(tmp_path: Path, block: int
             assert (found / file.name).read_bytes() == file.read_bytes(), file.name
 
 
+@pytest.mark.slow
 def test_a_layer_ahead_in_8_bit_floats_is_read_as_what_it_stands_for(tmp_path: Path) -> None:
     """As V3's authors publish it, experts and all."""
     for name in ("fp8", "plain"):

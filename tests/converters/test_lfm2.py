@@ -185,6 +185,7 @@ def test_tensors_that_dont_fit_are_refused(
         convert(tmp_path, tmp_path / "bundle", "f16")
 
 
+@pytest.mark.fast("first0")
 @pytest.mark.parametrize("first", [["conv", "full_attention"], ["full_attention", "conv"]])
 def test_with_keys_of_32_bits_it_is_exact(tmp_path: Path, first: list[str]) -> None:
     """What keys of 16 bits change before convolutions is left out here."""

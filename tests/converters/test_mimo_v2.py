@@ -182,6 +182,7 @@ def test_the_authors_config_is_that_of_transformers(source: Path, tmp_path: Path
     assert any("(mtp) were left out" in note for note in found.manifest.provenance.notes)
 
 
+@pytest.mark.fast("32")
 @pytest.mark.parametrize("block", [128, 32])
 def test_8_bit_floats_are_read_as_what_they_stand_for(source: Path, tmp_path: Path, block: int) -> None:
     """Those of the model and of the layer that predicts a token more; output projections aren't quantised."""
@@ -209,6 +210,7 @@ def header(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_layers_that_predict_ahead_are_counted_or_not(source: Path, tmp_path: Path) -> None:
     """Configs say how many there are or nothing; a folder of `transformers` has none."""
     bundle = convert(source, tmp_path / "bundle", "q8")

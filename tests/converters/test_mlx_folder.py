@@ -66,6 +66,7 @@ def test_values_of_blocks(tmp_path: Path, scheme: Scheme, monkeypatch: pytest.Mo
         assert (tensor.columns(start, stop) == values[:, start:stop]).all()
 
 
+@pytest.mark.fast("*-float16")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("mode", "bits", "group"), [
     ("affine", 2, 32), ("affine", 3, 64), ("affine", 4, 64), ("affine", 5, 128), ("affine", 6, 32),
@@ -111,6 +112,7 @@ def codes_of(folder: MlxFolder, *modules: str) -> tuple[bytes, bytes, bytes]:
     return weights.tobytes(), halves[0], halves[1]
 
 
+@pytest.mark.fast("*mxfp4*", "*bits=4, group=64, scales='BF16'*", "*bits=8, group=64, scales='F16'*")
 @pytest.mark.parametrize(("scheme", "quant"), [
     (Scheme(4), "q4"), (Scheme(4, scales="BF16"), "q4"), (Scheme(4, scales="F32"), "q4"),
     (Scheme(8), "q8"), (Scheme(8, scales="BF16"), "q8"), (MXFP4, "q4"),
@@ -156,6 +158,7 @@ def test_codes_are_copied_byte_for_byte(tmp_path: Path, scheme: Scheme, quant: s
     assert 0.0 < errors["feed_forward"] < 0.1
 
 
+@pytest.mark.fast("*bits=8, group=128*", "*bits=3, group=64*", "*bits=2, *")
 @pytest.mark.parametrize(("scheme", "quant"), [
     (Scheme(2), "q4"), (Scheme(3, 128), "q4"), (Scheme(4, 128), "q4"), (Scheme(4), "q8"), (Scheme(3), "q8"),
     (Scheme(5), "q8"), (Scheme(6, 128), "q8"), (Scheme(8, 128), "q8"),
@@ -173,6 +176,7 @@ def test_wider_groups_and_narrower_codes_keep_their_values(
     ]
 
 
+@pytest.mark.fast("*mxfp4*", "*bits=6, *")
 @pytest.mark.parametrize(("scheme", "quant"), [
     (Scheme(4, 32), "q4"), (Scheme(6), "q4"), (Scheme(8, 32), "q8"), (MXFP4, "q4"),
 ], ids=str)  # fmt: skip
@@ -269,6 +273,7 @@ def test_mxfp4_is_the_format_of_all_matrices_of_a_kind_or_of_none(tmp_path: Path
     assert notes["down"].startswith("rounded to 4 bits; relative error 0.")
 
 
+@pytest.mark.fast("255")
 @pytest.mark.parametrize("scale", [253, 254, 255])
 def test_mxfp4_scales_beyond_float32_are_refused(tmp_path: Path, scale: int) -> None:
     folder = write_mlx_folder(tmp_path / "s", MXFP4, num_hidden_layers=1)
@@ -316,6 +321,7 @@ def test_blocks_leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert in_blocks == whole
 
 
+@pytest.mark.fast("neurons-00001*")
 @pytest.mark.parametrize(
     "step", ["neurons-00001.safetensors", "embedding.safetensors", "resident.safetensors"]
 )

@@ -222,7 +222,7 @@ def test_parts_of_mxfp4(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.fast("*-mlp.up_proj-32-*", "*-mlp.down_proj-64-*-auto")
+@pytest.mark.fast("nan-mlp.up_proj-32-*-auto", "*-mlp.up_proj-32-scales-q8", "*-mlp.down_proj-64-*-auto")
 @pytest.mark.parametrize("quant", ["auto", "q8", "f16"])
 @pytest.mark.parametrize("part", ["scales", "biases"])
 @pytest.mark.parametrize("group", [32, 64])
@@ -289,7 +289,7 @@ def shortened(stored: dict[str, Typed], rng: random.Random) -> dict[str, Typed]:
     return rest if made is None else rest | {name: made}
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_changed_folder_converts_or_is_refused(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     schemes = {"gate_proj": MXFP4, "o_proj": None, "down_proj": Scheme(6)}
@@ -299,7 +299,7 @@ def test_a_changed_folder_converts_or_is_refused(tmp_path: Path, seed: int) -> N
         exceptions=lambda module: schemes.get(module.rpartition(".")[2], Scheme()),
     )
     converted = refused = 0
-    for _ in range(50):
+    for _ in range(30):
         source = shutil.copytree(sound.path, tmp_path / "source")
         if rng.random() < 0.4:
             save_typed(source / "model.safetensors", shortened(sound.stored, rng))

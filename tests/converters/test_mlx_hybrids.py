@@ -106,7 +106,7 @@ def assert_same_files(mine: Path, theirs: Path) -> None:
     assert Bundle.open(mine).config == Bundle.open(theirs).config
 
 
-@pytest.mark.fast("qwen3.5 moe", "glm4 moe lite", "lfm2", "nemotron h moe", "granite hybrid")
+@pytest.mark.fast("qwen3.5 moe", "glm4 moe lite")
 @pytest.mark.parametrize("case", CODED)
 def test_a_quantised_folder_has_the_values_of_its_codes(tmp_path: Path, case: str) -> None:
     source, mlx = folders(tmp_path, case)
@@ -115,12 +115,14 @@ def test_a_quantised_folder_has_the_values_of_its_codes(tmp_path: Path, case: st
     )
 
 
+@pytest.mark.fast("nemotron h moe", "lfm2")
 @pytest.mark.parametrize("case", ["deepseek v3", "qwen3.5 moe", "lfm2", "nemotron h moe"])
 def test_a_folder_that_isnt_quantised_is_read(tmp_path: Path, case: str) -> None:
     source, mlx = folders(tmp_path, case, plain=True)
     assert_same_files(convert(mlx.path, tmp_path / "mine", "q4"), convert(source, tmp_path / "theirs", "q4"))
 
 
+@pytest.mark.fast("falcon h1 norm before gate")
 @pytest.mark.parametrize("case", ["falcon h1", "falcon h1 norm before gate"])
 def test_multipliers_that_are_in_the_weights_count_once(tmp_path: Path, case: str) -> None:
     """MLX's Falcon-H1 has most of them there. The head of the second is its embedding."""

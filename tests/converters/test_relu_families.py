@@ -87,6 +87,7 @@ JUMPING = [("reference", 1e-3), ("cpu", 0.2)]
 """With fatrelu, a gate that rounding moves over the threshold adds a step to what its neuron adds."""
 
 
+@pytest.mark.fast("fatrelu")
 @pytest.mark.parametrize("case", PROSPARSE)
 def test_prosparse_logits_are_those_of_its_authors_activation(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -99,6 +100,7 @@ def test_prosparse_logits_are_those_of_its_authors_activation(
     assert [mode.name for mode in modes if mode.available] == ["dense", "exact"]
 
 
+@pytest.mark.fast("drelu, windows")
 @pytest.mark.parametrize("case", BAMBOO)
 def test_bamboo_logits_are_those_of_drelu(case: str, tmp_path: Path) -> None:
     model = bamboo(tmp_path / "source", BAMBOO[case])

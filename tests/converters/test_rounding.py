@@ -61,6 +61,7 @@ def expected(source: Path) -> Path:
     return by_text(source, source.with_name("by text"))
 
 
+@pytest.mark.fast("qwen2-q4")
 @pytest.mark.parametrize(("variant", "quant"), [("qwen2", "q4"), ("qwen2", "q6"), ("qwen3-bias-relu2", "q5")])
 def test_other_text_loses_less_than_by_least_squares(variant: str, quant: str, tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", **VARIANTS[variant])
@@ -177,6 +178,7 @@ def test_the_bytes_do_not_depend_on_threads(
     assert folder_bytes(by_text(source, tmp_path / "b")) == folder_bytes(expected)
 
 
+@pytest.mark.fast("neurons-00001*")
 @pytest.mark.parametrize(
     "step", ["layer 2 of 2: rounding neurons", "neurons-00001.safetensors", "rounding the head"]
 )
@@ -306,6 +308,7 @@ def test_formats_that_a_text_rounds() -> None:
     assert not layers.rounds_any(QuantConfig(8, (("embedding", RowFormat(4, 32, True)),)))
 
 
+@pytest.mark.slow
 def test_layers_with_delta_rules_are_rounded_by_a_text(tmp_path: Path) -> None:
     """But for what betas and decays are made of, which keeps 16 bits."""
     families = pytest.importorskip("tests.support.families")

@@ -55,7 +55,7 @@ def tensors(bundle: Bundle) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.fast("mixers", "every plain block", "latent", "experts", "delta", "relu, tied")
+@pytest.mark.fast("mixers", "experts", "every plain block", "latent")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_written_slice_is_the_slice(name: str, tmp_path: Path) -> None:
     bundle = Bundle.open(write_small(tmp_path / "model", MODELS[name]))
@@ -180,6 +180,7 @@ def test_files_that_no_link_reaches_need_room(
     open_sound(api.write_slice(part, output))
 
 
+@pytest.mark.fast("changes0-*", "changes4-*")
 @pytest.mark.parametrize(
     ("changes", "match"),
     [

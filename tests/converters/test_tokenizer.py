@@ -188,6 +188,7 @@ def test_what_ends_a_text(
     assert info.eos_ids == eos_ids
 
 
+@pytest.mark.fast("True-<|im_end|>", "False-<|im_end|>", "True-</s>")
 @pytest.mark.parametrize("name", ["<|im_end|>", "<end_of_turn>", "[EOT]", "</s>"])
 @pytest.mark.parametrize("special", [True, False])
 def test_a_token_by_which_the_template_ends_a_turn_ends_a_text(

@@ -22,7 +22,7 @@ from tests.support.trained_models import MIXTURE, own_text, write_mixture
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
 
-TOKENS = 200
+TOKENS = 120
 TEXT = 48
 """Tokens of a greedy text, after PROMPT tokens."""
 PROMPT = 16
@@ -73,6 +73,7 @@ def test_logits_and_perplexity_are_those_of_transformers(bundle: Path, theirs: A
         assert model.score(tokens=text).perplexity == pytest.approx(perplexity, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_its_greedy_text_is_that_of_transformers(bundle: Path, theirs: Any, text: list[int]) -> None:
     options = {"max_new_tokens": TEXT, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [1, 2]}
     with torch.no_grad():

@@ -43,6 +43,7 @@ def family_checkpoint(folder: Path, family: str) -> Path:
     return folder
 
 
+@pytest.mark.fast("*-q4", "options0-f16")
 @pytest.mark.parametrize("quant", ["q4", "f16"])
 @pytest.mark.parametrize("options", [
     {}, {"family": "qwen3"}, {"family": "qwen2", "hidden_act": "relu"},
@@ -63,7 +64,7 @@ FAMILIES = ["gemma3n", "gemma4 e", "gemma4 moe with inputs", "olmoe", "glm4 moe"
 """Copies of the residual, cutoffs, shared keys, and experts alone and beside others."""
 
 
-@pytest.mark.fast("gemma4 e", "glm4 moe")
+@pytest.mark.fast("glm4 moe", "gemma4 e")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_trial_gives_the_logits_of_models_of_other_blocks(tmp_path: Path, family: str) -> None:
     pytest.importorskip("transformers")
@@ -74,6 +75,7 @@ def test_a_trial_gives_the_logits_of_models_of_other_blocks(tmp_path: Path, fami
         assert trial_logits(Bundle.open(bundle), tokens).tobytes() == model.logits(list(tokens)).tobytes()
 
 
+@pytest.mark.fast("gemma4 e-change0-*", "olmoe-change1-*")
 @pytest.mark.parametrize(("change", "match"), [
     (("norm.weight", 3e38), "what it computes is not finite"),
     (("norm.weight", 0.0), "every token is as likely as any other"),
@@ -161,6 +163,7 @@ def absurd(name: str, value: float) -> Callable[[Tensors], None]:
     return change
 
 
+@pytest.mark.fast("False-*", "True-*isn*usable*")
 @pytest.mark.parametrize(("change", "match"), [
     (absurd("model.norm.weight", 3e38), "isn't a usable model: what it computes is not finite"),
     (absurd("model.layers.1.input_layernorm.weight", 3e38), "not finite"),
@@ -223,6 +226,7 @@ def test_a_vocabulary_without_pieces_for_bytes_is_refused(tmp_path: Path, vocabu
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.fast("ab")
 @pytest.mark.parametrize("text", ["ab", "7", "\u0111"])
 def test_a_vocabulary_of_few_letters_is_enough(tmp_path: Path, text: str) -> None:
     """Models of music or proteins have no more, and other scripts have other letters."""

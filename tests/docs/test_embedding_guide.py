@@ -32,6 +32,11 @@ def snippets() -> list[tuple[str, str, str]]:
 SNIPPETS = snippets()
 
 
+ELSEWHERE = [it for it in SNIPPETS if it[0] != "Budgets"]
+"""Those that count no memory of the process that they run in."""
+
+
+@pytest.mark.fast("budgets0")
 @pytest.mark.parametrize(
     ("program", "output"), [it[1:] for it in SNIPPETS], ids=[it[0].lower() for it in SNIPPETS]
 )
@@ -42,6 +47,21 @@ def test_a_snippet_runs_and_prints_what_is_said(program: str, output: str, tmp_p
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert done.stdout.strip() == output.strip()
+
+
+@pytest.mark.parametrize(
+    ("program", "output"), [it[1:] for it in ELSEWHERE], ids=[it[0].lower() for it in ELSEWHERE]
+)
+def test_a_snippet_runs_in_a_process_that_does_more(
+    program: str,
+    output: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program, str(GUIDE), "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.strip() == output.strip()
 
 
 def test_every_block_of_the_guide_is_found() -> None:

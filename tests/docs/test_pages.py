@@ -36,6 +36,7 @@ def test_every_exit_code_has_a_meaning() -> None:
     assert {kind.exit_code for kind in kinds} | {0, errors.INTERRUPTED} == set(tool("options").EXIT_CODES)
 
 
+@pytest.mark.slow
 def test_the_recorded_run_is_what_comes_out() -> None:
     """Line by line, but for numbers that differ from run to run; a machine may have warnings to add."""
     record = tool("record")

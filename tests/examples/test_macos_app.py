@@ -138,6 +138,7 @@ def test_a_budget_that_yields_to_other_programs_is_shown(
     drive(scenario)
 
 
+@pytest.mark.slow
 def test_of_many_budgets_the_newest_counts(home: folders.Folders) -> None:
     async def scenario() -> None:
         async with running(home) as app:
@@ -152,6 +153,7 @@ def test_of_many_budgets_the_newest_counts(home: folders.Folders) -> None:
     drive(scenario)
 
 
+@pytest.mark.slow
 def test_a_budget_that_cannot_be_met_moves_the_slider_and_then_loads(home: folders.Folders) -> None:
     async def scenario() -> None:
         async with running(home) as app:
@@ -190,6 +192,7 @@ def test_the_conversation_goes_on_where_it_ended(home: folders.Folders) -> None:
     drive(second)
 
 
+@pytest.mark.fast("{*")
 @pytest.mark.parametrize("content", [b"", b'{"format": "ondevice-session", "ver', b"\xff\xfe\x00", b"[1]"])
 def test_a_damaged_transcript_is_set_aside(home: folders.Folders, content: bytes) -> None:
     async def scenario() -> None:
@@ -269,6 +272,7 @@ def test_closing_the_window_stops_the_reply_and_gives_everything_back(home: fold
     drive(scenario)
 
 
+@pytest.mark.slow
 def test_a_full_context_is_told_and_the_message_comes_back(
     home: folders.Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +290,7 @@ def test_a_full_context_is_told_and_the_message_comes_back(
     drive(scenario)
 
 
+@pytest.mark.slow
 def test_app_nap_is_held_off_while_a_reply_is_written(home: folders.Folders) -> None:
     seen: list[str] = []
 

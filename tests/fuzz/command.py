@@ -63,14 +63,15 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ondevice-fuzz-") as scratch:
-        # In a process of its own, which may start threads.
-        _in_child(lambda: _make_bases(Path(scratch) / "bases", options.families))
-        bases = Bases(Path(scratch) / "bases")
         if not only_thread():
             raise SystemExit("importing has started a thread; a process with threads can't be forked from")
         if options.replay:
             return _replay(options.replay, Path(scratch), options.limit)
-        return _fuzz(options, bases, Path(scratch))
+        made = options.bases or Path(scratch) / "bases"
+        if not options.bases:
+            # In a process of its own, which may start threads.
+            _in_child(lambda: _make_bases(made, options.families))
+        return _fuzz(options, Bases(made), Path(scratch))
 
 
 def _options() -> argparse.Namespace:
@@ -84,6 +85,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--families", action="store_true", help="also spoil models of all families, which transformers makes"
     )
+    parser.add_argument("--bases", type=Path, help="sound models that `make_bases` has made already")
     parser.add_argument("--only", metavar="KIND:NUMBER", help="one case, as a finding names it")
     parser.add_argument("--replay", type=Path, help="a finding's folder, as it was kept")
     parser.add_argument("--folder", type=Path, default=Path("build/fuzz"), help="where findings are kept")

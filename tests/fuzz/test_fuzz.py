@@ -82,15 +82,8 @@ def panic() -> int:
 
 
 @pytest.mark.fast(
-    "take_memory-memory",
-    "<lambda>-accepted",
-    "crash-crash",
-    "refuse-refused",
-    "sleep-hang",
-    "panic-panic",
-    "differ-difference",
-    "fail-untyped",
-    "leave-crash",
+    *("take_memory-memory", "<lambda>-accepted", "crash-crash", "refuse-refused", "sleep-hang"),
+    *("panic-panic", "differ-difference", "fail-untyped", "leave-crash"),
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks of a process are read as Linux counts them")
 @pytest.mark.parametrize(
@@ -143,6 +136,7 @@ def test_what_is_signed_again_passes_every_check(bases: Bases, tmp_path: Path, i
     open_sound(folder)
 
 
+@pytest.mark.fast("0", "3")
 @pytest.mark.parametrize("index", range(4))
 def test_sound_slices_write_the_text_of_the_whole(bases: Bases, index: int) -> None:
     """So what spoilt ones are refused for is what was spoilt."""
@@ -175,18 +169,21 @@ def test_a_seed_decides_a_case(bases: Bases, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, as Linux does")
-def test_dozens_of_cases(tmp_path: Path) -> None:
-    result = fuzzed(tmp_path, "--cases", "36", "--seconds", "120", "--seed", "5")
+@pytest.mark.parametrize("cases", [sum(SHARES.values()), pytest.param(36, marks=pytest.mark.slow)])
+def test_cases_of_every_kind(bases: Bases, tmp_path: Path, cases: int) -> None:
+    made = ("--bases", str(bases.folder), "--seconds", "120", "--seed", "5")
+    result = fuzzed(tmp_path, "--cases", str(cases), *made)
     assert result.returncode == 0, result.stdout + result.stderr
     figures = json.loads(result.stdout.splitlines()[-1])
-    assert sum(sum(tally.values()) for tally in figures["cases"].values()) == 36
+    assert sum(sum(tally.values()) for tally in figures["cases"].values()) == cases
     assert set(figures["cases"]) == set(SHARES)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, as Linux does")
-def test_a_finding_is_kept_and_told_how_to_repeat(tmp_path: Path) -> None:
+def test_a_finding_is_kept_and_told_how_to_repeat(bases: Bases, tmp_path: Path) -> None:
     """No case ends in no time."""
-    result = fuzzed(tmp_path, "--cases", "1", "--seed", "5", "--limit", "0")
+    made = ("--bases", str(bases.folder), "--seed", "5", "--limit", "0")
+    result = fuzzed(tmp_path, "--cases", "1", *made)
     assert result.returncode == 1
     assert "--seed 5 --only bundle:0" in result.stdout
     kept = tmp_path / "findings" / "5-bundle-0"

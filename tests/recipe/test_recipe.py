@@ -194,6 +194,7 @@ def transformers_logits(folder: Path, ids: np.ndarray) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.from_numpy(ids)).logits[0]
 
 
+@pytest.mark.fast("q4")
 @pytest.mark.parametrize("quant", ["f16", "q8", "q4"])
 def test_a_bundles_weights_come_back_as_a_model(
     build: Path, trained: tuple[train.Run, list[float]], quant: str
@@ -237,6 +238,7 @@ def test_byte_counts_add_up_to_the_text(build: Path) -> None:
     assert encoder.text_bytes(windows) + rest == expected
 
 
+@pytest.mark.slow
 def test_figures_are_taken_alike_from_every_framework(
     build: Path, trained: tuple[train.Run, list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

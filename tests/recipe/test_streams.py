@@ -145,7 +145,7 @@ def one_position(
     return torch.stack([base.head @ base.normed(row, base.final_norm) for row in rows])
 
 
-@pytest.mark.fast("silu-3-1", "relu-0-1", "relu-0-3", "silu-0-3")
+@pytest.mark.fast("silu-3-3")
 @pytest.mark.parametrize("stride", [1, 3])
 @pytest.mark.parametrize("residency", [0, 3])
 @pytest.mark.parametrize("activation", ["relu", "silu"])
@@ -294,16 +294,16 @@ def test_a_resumed_run_has_the_numbers_of_one_that_was_not_stopped(
     base: Frozen, build: Path, mode: stream_loss.Mode
 ) -> None:
     training = stream_training.StreamTraining(
-        sizes=STREAM_SIZES, mode=mode, steps=6, windows=2, stride=2, warmup_steps=1
+        sizes=STREAM_SIZES, mode=mode, steps=4, windows=2, stride=2, warmup_steps=1
     )
     whole, halved = stream_training.start(training, base, build), stream_training.start(training, base, build)
-    expected = [whole.update() for _ in range(6)]
-    found = [halved.update() for _ in range(3)]
+    expected = [whole.update() for _ in range(4)]
+    found = [halved.update() for _ in range(2)]
     folder = build / "multi-stream"
     stream_training.save_checkpoint(halved, folder)
     resumed = stream_training.resume(stream_training.load_checkpoint(folder), base, build)
     assert resumed.training == training
-    assert found + [resumed.update() for _ in range(3)] == expected
+    assert found + [resumed.update() for _ in range(2)] == expected
     for name, array in stream_training.arrays(whole.judge.streams).items():
         assert np.array_equal(array, stream_training.arrays(resumed.judge.streams)[name])
 

@@ -143,7 +143,7 @@ def entering(model: Transformer, tokens: list[int]) -> Any:
     return seen[0]
 
 
-@pytest.mark.fast("lossless-5", "shared-1")
+@pytest.mark.slow
 @pytest.mark.parametrize("resident_tokens", [0, 1, 5])
 @pytest.mark.parametrize("mode", ["lossless", "shared"])
 def test_losses_and_their_gradients_are_those_of_the_recipe(

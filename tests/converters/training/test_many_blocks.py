@@ -143,7 +143,7 @@ def hidden_of(tensors: Any, spec: Any, layer: int, x: np.ndarray) -> np.ndarray:
     return activate(gates, spec.activation) * (x @ up.T)
 
 
-@pytest.mark.fast("gemma4")
+@pytest.mark.slow
 def test_other_text_loses_less_than_by_least_squares(folder: Path) -> None:
     """In logits, and in the KL divergence of what the rounded model says from what the model says.
 
@@ -196,6 +196,7 @@ def predicted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bundle"
 
 
+@pytest.mark.slow
 def test_predictors_find_the_neurons_that_fire(predicted: Path) -> None:
     bundle = Bundle.open(predicted)
     found, text = bundle.predictors, random_tokens(bundle.config, 40)

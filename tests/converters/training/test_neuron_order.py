@@ -108,7 +108,7 @@ def mlp_rows(weights: dict[str, NDArray[Any]], layer: int) -> NDArray[Any]:
 
 
 def text(model: Model, **options: Any) -> tuple[int, ...]:
-    return model.generate(PROMPT, max_tokens=40, logit_bias={EOS: -math.inf}, **options).tokens
+    return model.generate(PROMPT, max_tokens=20, logit_bias={EOS: -math.inf}, **options).tokens
 
 
 def test_counts_are_those_of_whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_one_text_in_the_ordered_bundle_whatever_the_mode_and_the_budget(ordered
     tokens = np.random.default_rng(0).integers(0, 250, 100).tolist()
     with load(ordered, sparsity="dense") as model:
         expected, logits = text(model), model.logits(tokens)
-    for quarters in range(5):
+    for quarters in (0, 2, 4):
         with load(ordered, sparsity="exact") as model:
             segment = model.plan.segment
             squeeze(model, (segment.total - segment.least) * quarters // 4)
@@ -243,6 +243,7 @@ def test_a_users_file_in_the_bundle_stays(copied: Path) -> None:
     assert (copied / "thesis.txt").exists()
 
 
+@pytest.mark.fast("neurons-*")
 @pytest.mark.parametrize(("name", "match"), [(RESIDENT, "sha256"), (neuron_file_name(1), "checksum")])
 def test_damage_is_found_and_the_old_bundle_stays(
     copied: Path, tmp_path: Path, name: str, match: str
@@ -284,6 +285,7 @@ def test_files_are_copied_where_they_cannot_be_links(
     verify(copied)
 
 
+@pytest.mark.slow
 def test_resuming_a_conversion_leaves_an_ordered_bundle_as_it_is(plain: Path, tmp_path: Path) -> None:
     checkpoint = plain.with_name("checkpoint")
     output = convert(checkpoint, tmp_path / "b")
@@ -309,10 +311,11 @@ def kill_while_ordering(tmp_path: Path, step: int) -> dict[str, int]:
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_while_ordering_it_leaves_one_of_two_bundles(tmp_path: Path) -> None:
-    report = kill_while_ordering(tmp_path, step=7)
-    assert report["killed"] >= 5
+    report = kill_while_ordering(tmp_path, step=15)
+    assert report["killed"] >= 2
     assert (report["invalid"], report["different"], report["left"]) == (0, 0, 0)
 
 
@@ -386,6 +389,7 @@ def test_a_text_orders_a_model_without_zeros_as_it_is_converted(
         convert_and_train(checkpoint, found.path, "Another text. " * 100, resume=True)
 
 
+@pytest.mark.slow
 def test_no_more_tokens_are_recorded_than_order_the_neurons(
     dense: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

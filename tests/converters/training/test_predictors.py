@@ -118,6 +118,7 @@ def test_fine_tuning_spends_the_rank_on_what_fires(idle: Planted) -> None:
         assert tuned.point(recall).precision > 1.2 * plain.point(recall).precision
 
 
+@pytest.mark.slow
 def test_weighing_magnitudes_misses_less_of_what_counts(noisy: Planted) -> None:
     gates = np.maximum(noisy.fresh.astype(np.float32) @ noisy.gate.T, 0)
     missed = []

@@ -43,7 +43,7 @@ from tests.support.planted import CONFIG, NEURONS, NUMPY, RANK, SAMPLES, WIDTH, 
 pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
 MLX = MlxArrays()
 FIELDS = ("down", "up", "bias")
-LAYERS, WHOLE = 2, 500
+LAYERS, WHOLE = 2, 300
 SHAPE = {"num_hidden_layers": LAYERS, "intermediate_size": WHOLE, "hidden_act": "relu"}
 
 
@@ -101,7 +101,7 @@ def test_principal_components_are_those_of_numpy(noisy: Planted) -> None:
         assert error(one.scores(noisy.fresh), other.scores(noisy.fresh)) < 1e-3
 
 
-@pytest.mark.parametrize("weigh_magnitude", [True, False])
+@pytest.mark.parametrize("weigh_magnitude", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_steps_from_one_beginning_go_where_numpy_goes(noisy: Planted, weigh_magnitude: bool) -> None:
     """Four epochs of 43 steps, after which either is as far from float64 as the other."""
     config = replace(CONFIG, weigh_magnitude=weigh_magnitude)
@@ -122,6 +122,7 @@ def test_steps_from_one_beginning_go_where_numpy_goes(noisy: Planted, weigh_magn
             assert error(getattr(theirs, field), getattr(exact, field)) < max(1e-5, 4 * rounded) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_planted_rule_is_found_as_well(noisy: Planted) -> None:
     ours, theirs = (noisy.train(RANK, arrays=arrays) for arrays in (NUMPY, MLX))
     assert theirs.rank == ours.rank
@@ -130,7 +131,7 @@ def test_a_planted_rule_is_found_as_well(noisy: Planted) -> None:
         assert other.selected == pytest.approx(one.selected, rel=0.01)
 
 
-@pytest.mark.parametrize("piece_neurons", [None, 128])
+@pytest.mark.parametrize("piece_neurons", [pytest.param(None, marks=pytest.mark.slow), 128])
 def test_what_is_observed_is_that_of_the_oracle(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_neurons: int | None
 ) -> None:
@@ -228,6 +229,7 @@ def test_what_cannot_train_is_refused_before_anything_is_written(
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.slow
 def test_on_the_cpu_nothing_imports_mlx(bundle: Path, tmp_path: Path) -> None:
     program = (
         "import sys\n"

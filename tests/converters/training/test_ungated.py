@@ -80,7 +80,7 @@ def check_modes(model: Model, expected: np.ndarray) -> None:
 @pytest.mark.parametrize("name", ["opt", "prosparse"])
 def test_predictors_and_order(bundles: dict[str, Path], tmp_path: Path, name: str) -> None:
     plain, folder = logits(bundles[name], backend="reference"), copy_files(bundles[name], tmp_path / "b")
-    trained = train_predictors(folder, pieces=made_up_pieces(), order=True)
+    trained = train_predictors(folder, pieces=made_up_pieces(6), order=True)
     assert verify(folder)
     if name == "opt":
         before, after = biases(bundles[name]), biases(folder)
@@ -109,6 +109,7 @@ def test_order_by_contributions(bundles: dict[str, Path], tmp_path: Path) -> Non
     check_same_function(folder, plain)
 
 
+@pytest.mark.fast("opt")
 @pytest.mark.parametrize("name", ["opt", "prosparse"])
 def test_mlx_has_the_same_modes(bundles: dict[str, Path], name: str) -> None:
     """Exact mode has the bits of dense, whatever is in memory; both are near the reference."""
