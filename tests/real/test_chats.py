@@ -48,12 +48,14 @@ def model(bundle: Path) -> Iterator[Model]:
         yield loaded
 
 
-def test_five_turns(name: str, model: Model) -> None:
+@pytest.mark.fast("smollm2-3")
+@pytest.mark.parametrize("turns", [3, len(QUESTIONS)])
+def test_turns(name: str, model: Model, turns: int) -> None:
     file = real_model(name)
     end = chat_tokenizer(file).convert_tokens_to_ids(END)
     session = model.session("You answer briefly.")
     history: list[dict[str, Any]] = [{"role": "system", "content": "You answer briefly."}]
-    for question in QUESTIONS:
+    for question in QUESTIONS[:turns]:
         history.append({"role": "user", "content": question})
         expected = chat_prompt(file, history)
         assert list(model.chat_ids(history)) == expected

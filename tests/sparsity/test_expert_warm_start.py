@@ -28,7 +28,7 @@ LAYERS, EXPERTS = 6, 32
 
 @pytest.fixture(scope="module")
 def text() -> list[int]:
-    return own_text(MIXTURE, 5 * PIECE)
+    return own_text(MIXTURE, 4 * PIECE + PROMPT)
 
 
 @pytest.fixture(scope="module")

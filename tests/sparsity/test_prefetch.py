@@ -22,7 +22,7 @@ from tests.support.chat import greedy, squeeze
 from tests.support.fault_rounds import assert_nothing_leaked
 
 SHAPE = {"num_hidden_layers": 6, "intermediate_size": 3000, "hidden_act": "relu"}
-TOKENS = 60
+TOKENS = 36
 UP_AND_DOWN = Parts(1, 1)
 
 
