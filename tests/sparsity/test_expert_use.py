@@ -29,6 +29,7 @@ from ondevice.sparsity.replay import expert_hit_rate
 from ondevice.training import train_expert_use, train_predictors
 from tests.benchmarks.compare.expert_replay import rate
 from tests.benchmarks.lib.expert_trace import RoutingTrace
+from tests.sparsity.conftest import PIECE, PIECES
 from tests.support.bundles import (
     VOCAB_SIZE,
     convert_bundle,
@@ -42,7 +43,6 @@ from tests.support.families import CASES, write_model
 from tests.support.trained_models import MIXTURE, own_text
 
 LAYERS, EXPERTS, CHOSEN = 6, 32, 4
-PIECE, PIECES = 192, 4
 CONTEXT, PROMPT, DECODED = 512, 448, 64
 SEGMENTS = (1, 3, 6)
 WITHIN = 0.05
@@ -53,20 +53,6 @@ WITHIN = 0.05
 def text() -> list[int]:
     """What the trained mixture makes up: it begins with the pieces, the rest is run."""
     return own_text(MIXTURE, PIECES * (PIECE + PROMPT))
-
-
-@pytest.fixture(scope="module")
-def pieces() -> list[list[int]]:
-    """The beginning of what the trained mixture makes up, which calibrates."""
-    text = own_text(MIXTURE, PIECES * PIECE)
-    return [text[start : start + PIECE] for start in range(0, PIECES * PIECE, PIECE)]
-
-
-@pytest.fixture(scope="module")
-def calibrated(tmp_path_factory: pytest.TempPathFactory, pieces: list[list[int]]) -> Path:
-    folder = tmp_path_factory.mktemp("mixture") / "calibrated"
-    train_expert_use(MIXTURE, pieces=pieces, output=folder)
-    return folder
 
 
 def use_of(folder: Path) -> ExpertUse:
