@@ -99,7 +99,7 @@ def test_the_budget_changes_no_bit(sparsity: str) -> None:
             hits.append(text.stats.neuron_cache_hit_rate)
     assert found[1] == found[0]
     assert found[2] == found[0]
-    assert hits[1] < hits[2] < hits[0] == 1, "with less memory, more neurons should have come from flash"
+    assert hits[1] < hits[2] < 0.98 < hits[0], "with less memory, more neurons should have come from flash"
 
 
 def test_estimates_have_the_resident_neurons_alone() -> None:

@@ -98,7 +98,7 @@ def test_one_text(
     always_draft(monkeypatch, [5, 3, 9])
     ways: list[dict[str, Any]] = [
         {"prefill_chunk": 7, "speculation": "lookup", "prompt_cache": tmp_path / "cache"},
-        {"prefill_chunk": 3, "dram_budget": smallest(folder, kv_bits=kv_bits)},
+        {"prefill_chunk": 16, "dram_budget": smallest(folder, kv_bits=kv_bits)},
     ]
     if kv_bits == 16:
         ways += [

@@ -45,7 +45,7 @@ TASKS = (
     Task("songs", ("Row, row, row your boat, row, row, row your", "La la la la, la la la la, la la")),
     Task("talk", ("Hello there, hello there",), chat=True),
 )
-SAMPLING = SamplingConfig(max_tokens=12)
+SAMPLING = SamplingConfig(max_tokens=16)
 EAGER_NODES = 6
 TREE = Draft((9, 1, 2, 3, 4), (-1, 0, 0, 1, 3))
 
@@ -54,7 +54,7 @@ TREE = Draft((9, 1, 2, 3, 4), (-1, 0, 0, 1, 3))
 def relu_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Neurons that outweigh what loading takes, half of them zero, and streams of no training."""
     folder = tmp_path_factory.mktemp("relu")
-    shape = {"hidden_size": 768, "head_dim": 64, "intermediate_size": 1024, "hidden_act": "relu"}
+    shape = {"hidden_size": 1024, "head_dim": 64, "intermediate_size": 1024, "hidden_act": "relu"}
     checkpoint = write_chat_checkpoint(folder / "checkpoint", num_hidden_layers=2, **shape)
     bundle = convert_bundle(checkpoint, folder / "relu", "f16")
     add_streams(bundle, gamma=2)

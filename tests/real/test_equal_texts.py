@@ -85,7 +85,7 @@ def test_budgets_from_the_smallest(bundle: Path, expected: Texts, budgets: tuple
     assert hit_rates[0] < hit_rates[-1]
 
 
-@pytest.mark.fast("smollm2-resident")
+@pytest.mark.fast("smollm2-lookup")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_drafters(bundle: Path, expected: Texts, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     always_draft(monkeypatch, [4])
@@ -105,6 +105,7 @@ def test_a_second_model_that_drafts(bundle_of: Any, monkeypatch: pytest.MonkeyPa
         assert model.stats.accepted_tokens_per_pass > 1.0
 
 
+@pytest.mark.slow
 def test_the_budget_changes_while_a_text_is_made(bundle: Path, expected: Texts) -> None:
     ways: list[dict[str, Any]] = [{"max_tokens": GREEDY_TOKENS}, {"max_tokens": SAMPLED_TOKENS, **SAMPLING}]
     for wanted, options in zip(expected, ways, strict=True):
