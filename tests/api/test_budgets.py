@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("steady_process")
 
 
 def test_the_text_is_the_same_whatever_the_settings(chat_bundle: Path, model: Model) -> None:
-    expected = greedy(model, 100)
+    expected = greedy(model, 60)
     sampled = greedy(model, 40, temperature=0.9, seed=3)
     settings: list[dict[str, Any]] = [
         {"threads": 2},
@@ -39,16 +39,16 @@ def test_the_text_is_the_same_whatever_the_settings(chat_bundle: Path, model: Mo
     ]
     for options in settings:
         with load(chat_bundle, **options) as other:
-            assert greedy(other, 100) == expected, options
+            assert greedy(other, 60) == expected, options
             assert greedy(other, 40, temperature=0.9, seed=3) == sampled, options
-    for quarters in range(5):
+    for quarters in (0, 1, 3):
         with load(chat_bundle, dram_budget=budget_between(chat_bundle, quarters), threads=1) as other:
-            assert greedy(other, 100) == expected, quarters
+            assert greedy(other, 60) == expected, quarters
 
 
 def test_five_budgets_hold_five_different_shares_of_a_model_and_say_the_same(tmp_path: Path) -> None:
     """Residency must really differ, lest the same pass be compared with itself."""
-    shape = {"num_hidden_layers": 8, "intermediate_size": 4096}
+    shape = {"num_hidden_layers": 6, "intermediate_size": 4096}
     bundle = convert_bundle(write_chat_checkpoint(tmp_path / "checkpoint", **shape), tmp_path / "bundle")
     texts, segments, hit_rates, read = [], [], [], []
     for quarters in range(5):
@@ -56,13 +56,13 @@ def test_five_budgets_hold_five_different_shares_of_a_model_and_say_the_same(tmp
         options = {"threads": 1, "prefill_chunk": DECODE_TOKENS}
         budget = budget_between(bundle, quarters, **options)
         with load(bundle, dram_budget=budget, **options) as model:
-            response = model.generate(PROMPT, max_tokens=100, logit_bias={EOS: -math.inf})
+            response = model.generate(PROMPT, max_tokens=50, logit_bias={EOS: -math.inf})
             segments.append(model._engine._quota.segments)
             texts.append(response.tokens)
             hit_rates.append(response.stats.neuron_cache_hit_rate)
             read.append(response.stats.flash_bytes_read)
             total = model.plan.segment.total
-    assert len(texts[0]) == 100
+    assert len(texts[0]) == 50
     assert set(texts) == {texts[0]}
     assert segments == sorted(set(segments))
     assert hit_rates == sorted(set(hit_rates))
@@ -89,10 +89,13 @@ def test_a_real_models_two_hundred_tokens_whatever_the_settings(stories_bundle: 
 
     expected = tokens()
     assert len(expected) == 200
-    ways: list[dict[str, Any]] = [{"prefill_chunk": chunk} for chunk in (1, 7, 64)]
-    ways += [{"threads": 1}, {"threads": 2}, {"io": "buffered"}, {"speculation": "off"}]
+    ways: list[dict[str, Any]] = [
+        {"prefill_chunk": 1, "threads": 1},
+        {"prefill_chunk": 7, "io": "buffered"},
+        {"prefill_chunk": 64, "threads": 2, "speculation": "off"},
+    ]
     assert [way for way in ways if tokens(**way) != expected] == []
-    for quarters in range(5):
+    for quarters in (0, 2, 4):
         assert tokens(dram_budget=budget_between(stories_bundle, quarters)) == expected, quarters
     with load(stories_bundle) as model:
         changed = []
@@ -194,7 +197,7 @@ def test_neurons_have_the_scratch_memory_of_long_prompts_while_tokens_are_decode
     tmp_path: Path, sparsity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budget_plan, "QUOTA_MARGIN_BYTES", 0)  # more than all that so small a model has
-    shape = {"num_hidden_layers": 8, "intermediate_size": 8192, "hidden_act": "relu"}
+    shape = {"num_hidden_layers": 4, "intermediate_size": 8192, "hidden_act": "relu"}
     bundle = convert_bundle(write_chat_checkpoint(tmp_path / "checkpoint", **shape), tmp_path / "bundle")
     text = "a long and winding road " * 9
     with load(bundle, sparsity="dense") as model:

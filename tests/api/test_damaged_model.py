@@ -85,9 +85,23 @@ names = st.sampled_from(
 )
 
 
-@settings(few, max_examples=80)
-@given(name=names, where=st.floats(0, 1, exclude_max=True), mask=st.integers(1, 255))
+flips = given(name=names, where=st.floats(0, 1, exclude_max=True), mask=st.integers(1, 255))
+
+
+@few
+@flips
 def test_a_flipped_byte(name: str, where: float, mask: int, victim: Victim) -> None:
+    check_flipped(victim, name, where, mask)
+
+
+@pytest.mark.slow
+@settings(few, max_examples=80)
+@flips
+def test_more_flipped_bytes(name: str, where: float, mask: int, victim: Victim) -> None:
+    check_flipped(victim, name, where, mask)
+
+
+def check_flipped(victim: Victim, name: str, where: float, mask: int) -> None:
     data = bytearray(victim.files[name])
     data[int(where * len(data))] ^= mask
     for outcome in victim.outcomes(name, data):

@@ -72,6 +72,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.fast("qwen3.5 moe", "lfm2")
 def test_no_way_of_running_it_changes_the_text(every_hybrid: Path) -> None:
     with load(every_hybrid, threads=1) as model:
         expected = said(model)
@@ -82,6 +83,7 @@ def test_no_way_of_running_it_changes_the_text(every_hybrid: Path) -> None:
             assert said(model) == expected, way
 
 
+@pytest.mark.fast("qwen3.5")
 def test_a_chat_goes_on_and_goes_back(hybrid: Path, tmp_path: Path) -> None:
     def reply(session: ondevice.Session, text: str) -> tuple[int, ...]:
         return tuple(session.respond(text, max_tokens=20, logit_bias={EOS: -math.inf}).tokens)
@@ -106,6 +108,7 @@ def test_a_chat_goes_on_and_goes_back(hybrid: Path, tmp_path: Path) -> None:
         assert reply(again, "And again") == second
 
 
+@pytest.mark.fast("qwen3.5")
 def test_a_prompt_cache_has_what_lies_before_a_checkpoint(hybrid: Path, tmp_path: Path) -> None:
     prompt = [*PROMPT, *PROMPT]
     with load(hybrid) as model:
@@ -136,7 +139,7 @@ def far_apart(monkeypatch: pytest.MonkeyPatch) -> int:
 SHORT = [*PROMPT, *PROMPT]
 
 
-@pytest.mark.fast("granite hybrid", "lfm2")
+@pytest.mark.fast("lfm2")
 def test_a_short_prompt_is_restored_after_a_restart(sparse: Path, tmp_path: Path, far_apart: int) -> None:
     with load(sparse, threads=1, speculation="off", prefill_chunk=512) as model:
         expected = said(model, SHORT)[0]
@@ -165,6 +168,7 @@ def least_bytes(bundle: Path) -> int:
     return refused.value.required_bytes
 
 
+@pytest.mark.fast("lfm2")
 def test_damage_behind_the_last_checkpoint_costs_a_computation(
     sparse: Path, tmp_path: Path, far_apart: int
 ) -> None:
@@ -189,6 +193,7 @@ def test_damage_behind_the_last_checkpoint_costs_a_computation(
                 other.unlink()
 
 
+@pytest.mark.fast("granite hybrid")
 def test_an_edited_turn_goes_on_from_the_turn_before(sparse: Path, tmp_path: Path, far_apart: int) -> None:
     """So does a turn behind an answer that the template renders otherwise."""
 
@@ -287,6 +292,7 @@ LONG: dict[str, Any] = {"max_tokens": 60, **BIAS}
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 5}]
 
 
+@pytest.mark.fast("qwen3.5 moe", "lfm2")
 def test_trees_of_all_shapes_change_nothing(every_hybrid: Path) -> None:
     with load(every_hybrid, threads=2, speculation="lookup") as model:
         model._engine.draft_with("off", None)
@@ -318,7 +324,7 @@ def drafters_of(bundle: Path, folder: Path) -> list[dict[str, Any]]:
     return [*able, {"speculation": "model", "draft_model": made(folder / "second", "lfm2")}]
 
 
-@pytest.mark.fast("lfm2", "qwen3.5 moe")
+@pytest.mark.fast("lfm2")
 def test_no_drafter_changes_the_text(
     every_hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,7 +393,7 @@ def test_a_second_model_with_states_needs_few_passes(hybrid: Path, monkeypatch: 
     assert sum(rows) < 160
 
 
-@pytest.mark.fast("lfm2-0.0", "qwen3.5-2.0")
+@pytest.mark.slow
 @pytest.mark.parametrize("least_shared", [0.0, 2.0])
 def test_it_drafts_for_another_vocabulary(
     hybrid: Path, monkeypatch: pytest.MonkeyPatch, least_shared: float
@@ -402,6 +408,7 @@ def test_it_drafts_for_another_vocabulary(
         assert model.generate("Hello, hello, hello", **LONG).stats.drafting.draft_tokens > 0
 
 
+@pytest.mark.fast("qwen3.5")
 def test_texts_that_share_passes_draft(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     always_draft(monkeypatch, [DRAFT_NODES, 4, 9])
     with load(hybrid, speculation="off") as model:
@@ -411,6 +418,7 @@ def test_texts_that_share_passes_draft(hybrid: Path, monkeypatch: pytest.MonkeyP
         assert together(model, requests) == expected
 
 
+@pytest.mark.fast("lfm2")
 def test_a_small_budget_has_room_for_drafts(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     always_draft(monkeypatch, [DRAFT_NODES, 3])
     with load(hybrid, threads=1, speculation="off") as model:

@@ -176,7 +176,7 @@ def test_ruling_every_token_out_is_an_error(temperature: float) -> None:
 # --- the law ---
 
 
-@pytest.mark.fast("config0", "config3")
+@pytest.mark.fast("config3")
 @pytest.mark.parametrize(
     "config",
     [

@@ -90,16 +90,16 @@ def test_the_budget_changes_no_bit(sparsity: str) -> None:
         with loaded(SHIPPED, sparsity=sparsity, dram_budget=memory_total()) as model:
             if segments is not None:
                 squeeze(model, segments)
-            tokens = random_tokens(model.config, 30)
+            tokens = random_tokens(model.config, 20)
             logits = model.logits(tokens).tobytes()
             for _ in range(2):
-                text = model.generate(tokens=tokens[:20], max_tokens=24, logit_bias={2: -math.inf})
-            assert len(text.tokens) == 24
+                text = model.generate(tokens=tokens, max_tokens=8, logit_bias={2: -math.inf})
+            assert len(text.tokens) == 8
             found.append((logits, text.tokens))
             hits.append(text.stats.neuron_cache_hit_rate)
     assert found[1] == found[0]
     assert found[2] == found[0]
-    assert hits[1] < hits[2] < hits[0] == 1, "with less memory, more neurons should have come from flash"
+    assert hits[1] < hits[2] < 0.98 < hits[0], "with less memory, more neurons should have come from flash"
 
 
 def test_estimates_have_the_resident_neurons_alone() -> None:
@@ -177,8 +177,9 @@ def test_the_likeliest_tokens_are_those_of_cpu(stories_bundle: Path) -> None:
 
 def test_one_synchronisation_a_layer_and_one_for_the_logits() -> None:
     with loaded(SHIPPED, sparsity="exact") as model:
-        model.generate("Once upon a time", max_tokens=30)
-        stats = model.generate("Once upon a time", max_tokens=80).stats
+        tokens = random_tokens(model.config, 60)
+        model.generate(tokens=tokens, max_tokens=2)
+        stats = model.generate(tokens=tokens, max_tokens=8, logit_bias={2: -math.inf}).stats
         assert stats.prompt_tokens + stats.generated_tokens > 64, "keys and values grow meanwhile"
         assert stats.synchronisations == stats.forward_passes * (model.config.num_layers + 1)
         assert 0 < stats.synchronised_seconds < 60
@@ -193,20 +194,24 @@ def test_a_prompts_chunks_are_computed_one_by_one() -> None:
 
 
 @pytest.mark.skipif(ON_GPU, reason="MLX's CPU kernels give rows the same bits in any company; others may not")
-@pytest.mark.parametrize(
-    "sparsity", ["exact", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("dense", "predicted"))]
-)
-def test_on_the_cpu_device_nothing_but_the_mode_changes_a_bit(sparsity: str) -> None:
-    """A prompt's chunks, skipped zeros and every drafter, greedy and sampled."""
-    found, texts = [], []
-    for chunk in (256, 17, 1):
-        with loaded(SHIPPED, sparsity=sparsity, prefill_chunk=chunk) as model:
+@pytest.mark.fast("exact")
+@pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted"])
+def test_on_the_cpu_device_no_chunk_changes_a_bit(sparsity: str) -> None:
+    """Nor do zeros that are skipped."""
+    found = []
+    modes = [(sparsity, 256), (sparsity, 17), *([("dense", 5)] if sparsity == "exact" else [(sparsity, 1)])]
+    for mode, chunk in modes:
+        with loaded(SHIPPED, sparsity=mode, prefill_chunk=chunk) as model:
             found.append(model.logits(random_tokens(model.config, 24)))
     assert all((other == found[0]).all() for other in found)
-    if sparsity == "exact":
-        with loaded(SHIPPED, sparsity="dense") as model:
-            assert (model.logits(random_tokens(model.config, 24)) == found[0]).all()
-    prompt, drafts = "It was a cold morning, and the old man, the old man went to the", 0
+
+
+@pytest.mark.skipif(ON_GPU, reason="MLX's CPU kernels give rows the same bits in any company; others may not")
+@pytest.mark.slow
+@pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted"])
+def test_on_the_cpu_device_no_drafter_changes_a_token(sparsity: str) -> None:
+    """Greedy and sampled."""
+    prompt, texts, drafts = "It was a cold morning, and the old man, the old man went to the", [], 0
     for drafter in ("off", "lookup", "recycling", "streams", "resident", "model", "eagle"):
         second = {"draft_model": SHIPPED} if drafter == "model" else {}
         with loaded(SHIPPED, sparsity=sparsity, speculation=drafter, **second) as model:

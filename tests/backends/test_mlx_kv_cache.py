@@ -136,7 +136,7 @@ def test_half_precision_is_read_as_it_is_stored(heads: int, kv_heads: int, width
     assert (mx.get_peak_memory() > before) == (kv_bits == 8)
 
 
-@pytest.mark.fast("4-4-8-0-16", "4-4-8-90-8", "6-2-10-90-16", "2-2-128-0-8")
+@pytest.mark.fast("4-4-8-0-16", "6-2-10-90-8")
 @pytest.mark.parametrize("kv_bits", [16, 8])
 @pytest.mark.parametrize("window", [0, 90])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
@@ -148,6 +148,7 @@ def test_no_bit_depends_on_chunks(heads: int, kv_heads: int, width: int, window:
         assert np.array_equal(in_chunks(mlx_cache(config, kv_bits), qkv, lengths, window=window), whole)
 
 
+@pytest.mark.fast("5-6-16", "60-0-8")
 @pytest.mark.parametrize("kv_bits", [16, 8])
 @pytest.mark.parametrize("window", [0, 6])
 @pytest.mark.parametrize("prompt", [5, 60])
@@ -308,7 +309,8 @@ def loaded(folder: Path, backend: str = "mlx", **options: Any) -> Any:
     return ondevice.load(folder, backend=backend, **options)
 
 
-@pytest.mark.parametrize(("chunk", "kv_bits"), [pytest.param(8, 16, marks=pytest.mark.slow), (128, 8)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("chunk", "kv_bits"), [(8, 16), (128, 8)])
 def test_what_a_long_context_takes_is_what_is_planned(long_bundle: Path, chunk: int, kv_bits: Any) -> None:
     context = 800
     with loaded(long_bundle, kv_bits=kv_bits, max_context=context, prefill_chunk=chunk) as model:
@@ -357,6 +359,7 @@ def check_8_bits(folder: Path) -> None:
     assert error(found["mlx", 8], theirs) < min(TOLERANCE, 0.3 * error(found["reference", 16], theirs))
 
 
+@pytest.mark.fast("mistral-window-q8")
 @pytest.mark.parametrize(
     ("variant", "quant"), [("llama-tails", "q4"), ("mistral-window", "q8"), ("qwen3", "f16")]
 )
@@ -368,13 +371,14 @@ def test_logits_at_8_bits_with_heads_of_8_are_those_of_reference(stories_bundle:
     check_8_bits(stories_bundle)
 
 
-def test_drafts_change_no_bit_at_8_bits() -> None:
+@pytest.mark.fast("streams")
+@pytest.mark.parametrize("drafter", ["lookup", "streams"])
+def test_drafts_change_no_bit_at_8_bits(drafter: str) -> None:
     """Of the SHIPPED model: trees, paths that stay, and streams behind them."""
-    prompt, texts, drafts = "It was a cold morning, and the old man, the old man went to the", [], 0
-    for drafter in ("off", "lookup", "streams"):
-        with loaded(SHIPPED, speculation=drafter, kv_bits=8) as model:
+    prompt, texts = "It was a cold morning, and the old man, the old man went to the", []
+    for speculation in ("off", drafter):
+        with loaded(SHIPPED, speculation=speculation, kv_bits=8) as model:
             found = model.generate(prompt, max_tokens=30)
             texts.append(found.tokens)
-            drafts += found.stats.drafting.drafts
-    assert texts == [texts[0]] * 3
-    assert drafts >= 2
+    assert texts[0] == texts[1]
+    assert found.stats.drafting.drafts >= 1

@@ -81,7 +81,9 @@ def test_f16_logits_equal_those_of_transformers(models: Any, variant: str) -> No
     assert theirs.std() > 0.3 * np.abs(theirs).max() / math.sqrt(theirs.shape[1]), "the model says nothing"
 
 
-@pytest.mark.fast("*-q4", "llama-q8", "qwen3-q8")
+@pytest.mark.fast(
+    "llama-q[48]", "qwen3-bias-relu2-q4", "qwen2-window-tied-q4", "mistral-head-dim-gelu-tanh-q4"
+)
 @pytest.mark.parametrize("quant", ["q4", "q8"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_quantised_logits_equal_transformers_on_the_dequantised_weights(
@@ -126,7 +128,13 @@ def test_mlx_folders_compute_with_the_values_of_their_codes(
 CPU_LIMITS = {"f16": 0.002, "q8": 0.08, "q4": 0.08}
 
 
-@pytest.mark.fast("*-q4", "llama-f16", "qwen3-q8")
+@pytest.mark.fast(
+    "llama-*",
+    "qwen3-bias-relu2-q4",
+    "qwen2-window-tied-q4",
+    "mistral-head-dim-gelu-tanh-q4",
+    "llama-linear-rope-bias-f16",
+)
 @pytest.mark.parametrize("quant", CPU_LIMITS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cpu_logits_stay_near_transformers(models: Any, variant: str, quant: str) -> None:
@@ -140,6 +148,7 @@ def test_cpu_logits_stay_near_transformers(models: Any, variant: str, quant: str
 KV_LIMITS: dict[Literal[16, 8], float] = {16: 0.002, 8: 0.04}
 
 
+@pytest.mark.fast("llama-*-8", "qwen2-window-tied-*-16")
 @pytest.mark.parametrize("kv_bits", KV_LIMITS)
 @pytest.mark.parametrize("backend", get_args(BackendName))
 @pytest.mark.parametrize("variant", ["llama", "qwen2-window-tied", "qwen3"])
@@ -286,6 +295,7 @@ def stories_samples(stories: Any) -> tuple[list[list[int]], list[np.ndarray]]:
         return texts, [log_probabilities(model, text) for text in texts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("quant", "perplexity_limit", "kl_limit"), [("f16", 1e-4, 1e-6), ("q8", 0.005, 2e-3)]
 )

@@ -30,5 +30,9 @@ def test_a_compiler_without_vector_shuffles_is_refused_with_what_is_needed(tmp_p
     assert refused.returncode != 0
     assert "ondevice needs GCC 12 or later or Clang: " in message
     assert "Name another compiler in the environment variable CXX." in message
+
+
+@pytest.mark.slow
+def test_the_compiler_of_this_machine_is_accepted(tmp_path: Path) -> None:
     accepted = configure(tmp_path / "new")
     assert accepted.returncode == 0, accepted.stderr

@@ -92,6 +92,7 @@ def test_moments_without_a_factor_are_told() -> None:
         assert not _native.feedback_factor(_native.Runner(1), bad, np.empty(bad.shape, np.float32))
 
 
+@pytest.mark.fast("False-*-20-130", "True-64-4-18-64", "True-64-5-20-130", "True-64-6-3-200", "*-1-1")
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (18, 64), (20, 130), (3, 200)])
 @pytest.mark.parametrize(
     ("by_row", "size", "bits"),

@@ -67,7 +67,13 @@ def composed(
     return out, h
 
 
-@pytest.mark.fast("gated-100-200-*", "ungated-130-47-*", "biased-130-47-*", "*-1-1-*")
+@pytest.mark.fast(
+    "gated-130-47-*",
+    "gated-100-200-rows1-*",
+    "ungated-130-47-rows[15]-*",
+    "biased-130-47-rows[37]-*",
+    "*-1-1-rows0-*",
+)
 @pytest.mark.parametrize(("rows", "down"), FORMATS)
 @pytest.mark.parametrize(("hidden", "neurons"), SHAPES)
 @pytest.mark.parametrize("kind", ["gated", "biased", "ungated"])

@@ -119,7 +119,9 @@ class Layer:
         return out
 
 
-@pytest.mark.fast("1-1-*", "64-64-*-5", "100-200-*-2", "100-200-*-5", "576-321-4-*-19", "576-321-16-relu-1")
+@pytest.mark.fast(
+    "1-1-4-*-1", "64-64-8-*-5", "100-200-*-2", "100-200-4-*-5", "576-321-4-drelu-19", "576-321-16-relu-1"
+)
 @pytest.mark.parametrize("tokens", [1, 2, 5, 19])
 @pytest.mark.parametrize("kind", ZEROING)
 @pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
@@ -142,6 +144,7 @@ def test_the_neurons_that_fire_give_the_dense_bits(
         assert alone.tobytes() == dense.tobytes()
 
 
+@pytest.mark.fast("100-*-silu", "1088-[58]-relu")
 @pytest.mark.parametrize("activation", ["relu", "silu"])
 @pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
 @pytest.mark.parametrize("hidden", [100, 1088])
@@ -160,7 +163,7 @@ def test_only_what_a_token_selects_counts_for_it(hidden: int, bits: Bits, activa
         assert alone.tobytes() == dense.tobytes() == together[token : token + 1].tobytes()
 
 
-@pytest.mark.fast("16-0.6-4", "5-0.1-*", "1-0.6-*")
+@pytest.mark.fast("16-0.6-4", "5-0.1-8", "2-0.1-*", "1-0.6-5")
 @pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
 @pytest.mark.parametrize("share", [0.1, 0.6])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 16])
@@ -212,7 +215,9 @@ def patterned_scores(pattern: str, tokens: int, neurons: int) -> Float32:
     return scores
 
 
-@pytest.mark.fast("[23478]-200-*", "33-200-330-4-*", "16-1100-150-[58]-*", "7-1100-150-16-*")
+@pytest.mark.fast(
+    "3-200-*", "8-200-330-4-*", "33-200-330-4-sparse", "16-1100-150-[58]-runs", "7-1100-150-16-alone"
+)
 @pytest.mark.parametrize("pattern", ["sparse", "dense", "runs", "alone"])
 @pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
 @pytest.mark.parametrize(("hidden", "neurons"), [(200, 330), (1100, 150)])

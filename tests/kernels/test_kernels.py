@@ -179,6 +179,7 @@ def down_oracle(h: Float32, down: Float32, bits: Literal[4, 5, 6, 8]) -> NDArray
     return out
 
 
+@pytest.mark.fast("1-1-*", "100-200-*", "64-64-4", "192-321-[48]")
 @pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
 @pytest.mark.parametrize(("hidden", "neurons"), [(1, 1), (64, 64), (100, 200), (192, 321)])
 def test_down_projection(bits: Bits, hidden: int, neurons: int) -> None:
@@ -207,6 +208,7 @@ def test_down_projection(bits: Bits, hidden: int, neurons: int) -> None:
     assert (np.abs(out - expected) <= 1e-6 * terms).all(), np.max(np.abs(out - expected) / terms)
 
 
+@pytest.mark.fast("4-4-8-8-0", "4-1-64-16-37", "6-2-10-*", "2-2-128-8-1", "2-2-128-16-0")
 @pytest.mark.parametrize("window", [0, 1, 37])
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (6, 2, 10), (4, 1, 64), (2, 2, 128)])

@@ -42,6 +42,7 @@ def attended(
     return np.concatenate(found), memory
 
 
+@pytest.mark.fast("shape[013]-*", "shape2-8", "shape4-16")
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_is_that_of_padded_values(shape: tuple[int, int, int, int], bits: int) -> None:

@@ -100,6 +100,7 @@ class Case:
         return after
 
 
+@pytest.mark.fast("[15]-*", "70-spec[123678]")
 @pytest.mark.parametrize("spec", [*DELTAS, *MIXERS])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 70])
 def test_outputs_and_states(spec: DeltaSpec | Mamba2Spec, tokens: int) -> None:
@@ -111,6 +112,7 @@ def test_outputs_and_states(spec: DeltaSpec | Mamba2Spec, tokens: int) -> None:
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
+@pytest.mark.fast("7-*", "64-spec2", "1-spec[17]")
 @pytest.mark.parametrize("spec", [*DELTAS, *MIXERS])
 @pytest.mark.parametrize("step", [1, 7, 64])
 def test_passes_of_any_size_give_the_same_bits(spec: DeltaSpec | Mamba2Spec, step: int) -> None:
@@ -128,6 +130,7 @@ def test_passes_of_any_size_give_the_same_bits(spec: DeltaSpec | Mamba2Spec, ste
 TREE = [-1, 0, 1, 1, 0, 3, 4, 4, 7, 5]
 
 
+@pytest.mark.fast("*-parents[02]-spec[123678]", "1-parents1-spec[17]")
 @pytest.mark.parametrize("spec", [*DELTAS, *MIXERS])
 @pytest.mark.parametrize("parents", [TREE, list(range(-1, 63)), [-1, -1, 1, 0, 1]])
 @pytest.mark.parametrize("outputs", [1, 3])

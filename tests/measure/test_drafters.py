@@ -249,12 +249,12 @@ def test_a_text_that_changes_is_an_error(
         replace(found, changed=(Changed("songs", 1, "streams"),)).require_same_texts()
 
 
-def test_the_command(ondevice: Run, relu_bundle: Path, tmp_path: Path) -> None:
+def test_the_command(ondevice: Run, chat_bundle: Path, tmp_path: Path) -> None:
     songs, talk = tmp_path / "songs.txt", tmp_path / "talk.txt"
     songs.write_text("La la la, la la la\n\n\nDo re mi,\ndo re\n \nSo fa")
     talk.write_text("Hello\n\nGoodbye")
     shown = ondevice(
-        "bench", "-m", relu_bundle, "--speculation", "all", "--text", songs, "--text", talk, "--chat",
+        "bench", "-m", chat_bundle, "--speculation", "all", "--text", songs, "--text", talk, "--chat",
         "--prompts", 2, "--max-tokens", 5, "--temp", 0.8, "--seed", 3, "--json",
     )  # fmt: skip
     assert shown.code == 0, shown.err
@@ -278,6 +278,7 @@ def test_the_command(ondevice: Run, relu_bundle: Path, tmp_path: Path) -> None:
     assert "100 %  done" in shown.err
 
 
+@pytest.mark.slow
 def test_the_shipped_model_on_the_prompts_that_ship(ondevice: Run) -> None:
     shown = ondevice("bench", "--speculation", "all", "--prompts", 1, "--max-tokens", 6)
     assert shown.code == 0, shown.err
@@ -286,18 +287,24 @@ def test_the_shipped_model_on_the_prompts_that_ship(ondevice: Run) -> None:
         assert name in shown.out
 
 
-def test_it_is_drawn(relu_bundle: Path, found: Comparison, tmp_path: Path) -> None:
+def test_it_is_drawn(found: Comparison, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    for folder in ("a", "b"):
-        assert plots.draw_comparison(tmp_path / folder, lambda: found) is found
-    drawn = [(tmp_path / folder / plots.SPECULATION).read_bytes() for folder in ("a", "b")]
-    assert drawn[0] == drawn[1]
-    assert drawn[0].startswith(b"\x89PNG")
+    assert plots.draw_comparison(tmp_path / "a", lambda: found) is found
+    assert (tmp_path / "a" / plots.SPECULATION).read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "a" / plots.SPECULATION_NUMBERS).read_text()) == found.to_dict()
-    alone = replace(found, rows=tuple(row for row in found.rows if row.drafter == OFF))
-    plots.draw_comparison(tmp_path / "off", lambda: alone)
     with pytest.raises(UsageError, match="isn't an empty folder"):
         plots.draw_comparison(tmp_path / "a", lambda: found)
+
+
+@pytest.mark.slow
+def test_equal_numbers_are_drawn_alike(found: Comparison, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for folder in ("a", "b"):
+        plots.draw_comparison(tmp_path / folder, lambda: found)
+    drawn = [(tmp_path / folder / plots.SPECULATION).read_bytes() for folder in ("a", "b")]
+    assert drawn[0] == drawn[1]
+    alone = replace(found, rows=tuple(row for row in found.rows if row.drafter == OFF))
+    plots.draw_comparison(tmp_path / "off", lambda: alone)
 
 
 def test_what_is_refused(ondevice: Run, relu_bundle: Path, token_bundle: Path, tmp_path: Path) -> None:

@@ -218,12 +218,16 @@ def test_a_profile_of_pieces_of_a_text_or_of_the_model_s_own(bundle: Path, tmp_p
         assert found.misses == cache_misses(gates)
     assert found.text == "the text given"
     checked(profile(bundle, "A short text, but long enough.", tokens=20), 20)
-    own = profile(bundle, tokens=70)
-    checked(own, 70)
+    own = profile(bundle, tokens=30)
+    checked(own, 30)
     assert own.text.startswith('the model\'s own at temperature 0.8, continuing "Once upon a time", ')
-    assert own.firing == profile(bundle, tokens=70).firing
     mute = convert_bundle(write_checkpoint(tmp_path / "checkpoint", **SHAPE), tmp_path / "mute", "q8")
     assert "made-up token ids" in profile(mute, tokens=20).text
+
+
+@pytest.mark.slow
+def test_the_models_own_text_is_always_the_same(bundle: Path) -> None:
+    assert profile(bundle, tokens=70).firing == profile(bundle, tokens=70).firing
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tests.support.engines import always_draft
 from tests.support.models import add_tensor, change_family
 
 SHIPPED = shipped_folder() / "small-relu"
-PROMPT, TOKENS = "What is the number of people in the town?", 40
+PROMPT, TOKENS = "What is the number of people in the town?", 28
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 3}, {"repetition_penalty": 1.3}]
 ROWS = 37
 

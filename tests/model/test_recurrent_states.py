@@ -43,8 +43,8 @@ def made(folder: Path, kind: str) -> Path:
     return convert(folder / "source", folder / "bundle", "q4")
 
 
-ON_MLX = [f"{kind} on mlx" for kind in KINDS]
-"""The same on MLX's CPU device."""
+ON_MLX = [pytest.param(f"{kind} on mlx", marks=() if kind == "lfm2" else pytest.mark.slow) for kind in KINDS]
+"""The same on MLX's CPU device; `tests/backends/test_mlx_recurrent.py` has the rules by themselves."""
 
 
 @pytest.fixture(scope="module", params=[*KINDS, *ON_MLX])
@@ -85,13 +85,7 @@ def continued(model: Transformer, kv: SequenceState, text: list[int], step: int 
 
 
 @pytest.mark.fast(
-    "lfm2-*",
-    "qwen3.5-*",
-    "mixers-*",
-    "mixers beside attention-*",
-    "lfm2 on mlx-7",
-    "qwen3.5 on mlx-64",
-    "mixers on mlx-64",
+    "lfm2-1", "lfm2-64", "qwen3.5-7", "qwen3.5-512", "mixers-7", "mixers beside attention-7", "lfm2 on mlx-64"
 )
 @pytest.mark.parametrize("step", [1, 7, 64, 512])
 def test_chunks_of_any_size_give_the_same_bits(
@@ -103,7 +97,7 @@ def test_chunks_of_any_size_give_the_same_bits(
     assert continued(model, empty(model), text, step).tobytes() == whole.tobytes()
 
 
-@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
+@pytest.mark.fast("lfm2", "qwen3.5", "mixers beside attention")
 def test_a_text_goes_on_from_any_place(model: Transformer, text: list[int], whole: np.ndarray) -> None:
     rng, kv, other = np.random.default_rng(2), empty(model), random_tokens(model.config, LENGTH, 8)
     continued(model, kv, text)
@@ -132,7 +126,7 @@ def test_a_fork_is_independent(model: Transformer, text: list[int], whole: np.nd
     assert continued(model, copy, text).tobytes() == whole[spacing:].tobytes()
 
 
-@pytest.mark.fast("lfm2*", "qwen3.5*", "mixers", "mixers beside attention*")
+@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
 def test_saved_states_are_found_again(
     model: Transformer, text: list[int], whole: np.ndarray, tmp_path: Path
 ) -> None:
@@ -151,7 +145,7 @@ def test_saved_states_are_found_again(
     assert continued(model, back, text).tobytes() == whole[2 * spacing :].tobytes()
 
 
-@pytest.mark.fast("lfm2*", "qwen3.5*", "mixers*", "mixers beside attention")
+@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
 def test_texts_that_share_passes_are_those_that_they_are_alone(
     model: Transformer, text: list[int], whole: np.ndarray
 ) -> None:
@@ -224,7 +218,7 @@ def ends_of(kv: SequenceState) -> list[int]:
     return kv.states.ends
 
 
-@pytest.mark.fast("lfm2-*", "qwen3.5-*", "mixers-*", "mixers beside attention-*", "lfm2 on mlx-7")
+@pytest.mark.fast("lfm2-1", "qwen3.5-7", "mixers-64", "mixers beside attention-7", "lfm2 on mlx-64")
 @pytest.mark.parametrize("step", [1, 7, 64])
 def test_a_text_goes_back_to_its_last_prompt(
     model: Transformer, text: list[int], whole: np.ndarray, monkeypatch: pytest.MonkeyPatch, step: int
@@ -340,7 +334,7 @@ def test_what_lies_before_a_mark_is_found_again(
     assert back.length == 128
 
 
-@pytest.mark.fast("lfm2*", "qwen3.5*", "mixers", "mixers beside attention")
+@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
 def test_states_that_tokens_run_ahead_of_reach_a_mark(
     model: Transformer, text: list[int], whole: np.ndarray
 ) -> None:
@@ -395,7 +389,7 @@ def drafted(text: list[int], start: int, rng: np.random.Generator) -> tuple[Forw
     return ForwardBatch(tokens, TokenTree(parents), drafted=range(1, count)), path
 
 
-@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
+@pytest.mark.fast("lfm2", "qwen3.5", "mixers beside attention")
 def test_drafts_leave_the_bits(model: Transformer, text: list[int], whole: np.ndarray) -> None:
     """Also behind a checkpoint that lies within a draft's path, and where the path is cut short."""
     rng, kv = np.random.default_rng(5), empty(model)
@@ -469,6 +463,7 @@ def test_drafts_of_texts_that_share_a_pass(model: Transformer, text: list[int], 
         assert continued(model, kv, text).tobytes() == whole[length:].tobytes()
 
 
+@pytest.mark.fast("qwen3.5", "mixers")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reference_drafts_too(tmp_path: Path, kind: str) -> None:
     with running(made(tmp_path, kind)) as model:

@@ -1,8 +1,8 @@
-"""Chats with real models in their templates, turn by turn, against `transformers`' prompts."""
+"""Chats with real models in their templates, turn by turn: prompts, replies, and where they end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ QUESTIONS = (
     "Say goodbye in one short sentence.",
 )
 NEXT_QUESTION = "And in French?"
-END = "<|im_end|>"
+START, END = "<|im_start|>", "<|im_end|>"
 MAX_TOKENS = 100
 
 
@@ -48,14 +48,38 @@ def model(bundle: Path) -> Iterator[Model]:
         yield loaded
 
 
-def test_five_turns(name: str, model: Model) -> None:
+def chat_prompt_by_hand(model: Model, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Token ids of a conversation in ChatML, the template of both models."""
+    tokenizer = model.tokenizer
+    start, end = tokenizer.token_id(START), tokenizer.token_id(END)
+    assert start is not None
+    assert end is not None
+    ids: list[int] = []
+    for message in messages:
+        ids += [start, *tokenizer.encode(f"{message['role']}\n{message['content']}")]
+        ids += [end, *tokenizer.encode("\n")]
+    return [*ids, start, *tokenizer.encode("assistant\n")]
+
+
+@pytest.mark.slow
+def test_prompts_are_those_of_transformers(name: str, model: Model) -> None:
     file = real_model(name)
-    end = chat_tokenizer(file).convert_tokens_to_ids(END)
+    assert chat_tokenizer(file).convert_tokens_to_ids(END) == model.tokenizer.token_id(END)
+    history = [{"role": "system", "content": "You answer briefly."}]
+    for question in QUESTIONS:
+        history.append({"role": "user", "content": question})
+        expected = chat_prompt(file, history)
+        assert list(model.chat_ids(history)) == chat_prompt_by_hand(model, history) == expected
+        history.append({"role": "assistant", "content": question[::-1].strip()})
+
+
+def test_five_turns(model: Model) -> None:
+    end = model.tokenizer.token_id(END)
     session = model.session("You answer briefly.")
     history: list[dict[str, Any]] = [{"role": "system", "content": "You answer briefly."}]
     for question in QUESTIONS:
         history.append({"role": "user", "content": question})
-        expected = chat_prompt(file, history)
+        expected = chat_prompt_by_hand(model, history)
         assert list(model.chat_ids(history)) == expected
         first, *others = session.stream_response(question, max_tokens=MAX_TOKENS)
         assert first.prompt is not None

@@ -65,15 +65,18 @@ def expected(bundle: Path, plain_texts: dict[Path, Texts]) -> Texts:
     return greedy, sampled
 
 
-def test_chunks_threads_reads_and_drafts_by_themselves(bundle: Path, expected: Texts) -> None:
-    for way, options in WAYS.items():
-        with load(bundle, **(PLAIN | options)) as model:
-            assert texts(model) == expected, way
+@pytest.mark.fast("smollm2-chunks of 7*", "smollm2-direct reads*")
+@pytest.mark.parametrize("way", WAYS)
+def test_chunks_threads_reads_and_drafts_by_themselves(bundle: Path, expected: Texts, way: str) -> None:
+    with load(bundle, **(PLAIN | WAYS[way])) as model:
+        assert texts(model) == expected
 
 
-def test_budgets_from_the_smallest(bundle: Path, expected: Texts) -> None:
+@pytest.mark.fast("smollm2-few")
+@pytest.mark.parametrize("budgets", [(0, 2), (0, 1, 2)], ids=["few", "more"])
+def test_budgets_from_the_smallest(bundle: Path, expected: Texts, budgets: tuple[int, ...]) -> None:
     options, hit_rates = PLAIN | {"max_context": 512}, []
-    for quarters in (0, 1, 2):
+    for quarters in budgets:
         with load(bundle, dram_budget=budget_between(bundle, quarters, **options), **options) as model:
             assert quarters or model.plan.offloads_weights
             assert texts(model) == expected, quarters
@@ -82,6 +85,7 @@ def test_budgets_from_the_smallest(bundle: Path, expected: Texts) -> None:
     assert hit_rates[0] < hit_rates[-1]
 
 
+@pytest.mark.fast("smollm2-lookup")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_drafters(bundle: Path, expected: Texts, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     always_draft(monkeypatch, [4])
@@ -101,6 +105,7 @@ def test_a_second_model_that_drafts(bundle_of: Any, monkeypatch: pytest.MonkeyPa
         assert model.stats.accepted_tokens_per_pass > 1.0
 
 
+@pytest.mark.slow
 def test_the_budget_changes_while_a_text_is_made(bundle: Path, expected: Texts) -> None:
     ways: list[dict[str, Any]] = [{"max_tokens": GREEDY_TOKENS}, {"max_tokens": SAMPLED_TOKENS, **SAMPLING}]
     for wanted, options in zip(expected, ways, strict=True):

@@ -83,7 +83,7 @@ def logits(folder: Path, held: int | None, chunk: int, threads: int = 1, change:
     return np.concatenate(found).tobytes()
 
 
-@pytest.mark.fast("gemma4 moe-None", "qwen2 moe-relu2")
+@pytest.mark.fast("qwen2 moe-relu2")
 @pytest.mark.parametrize(
     ("case", "act"),
     [("glm4 moe head norms", None), ("qwen2 moe", None), ("gemma4 moe", None), ("qwen2 moe", "relu2")],
@@ -231,10 +231,10 @@ def test_a_load_that_is_cancelled_reads_no_more(large: Path) -> None:
 
 @pytest.fixture(scope="module")
 def large_shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shared experts of 2 MB in each layer, and squared ReLU."""
+    """Shared experts of 1 MB in each layer, and squared ReLU."""
     made = tmp_path_factory.mktemp("shared")
     family, values = CASES["qwen2 moe"]
-    sizes = {"shared_expert_intermediate_size": 16384, "hidden_act": "relu2"}
+    sizes = {"shared_expert_intermediate_size": 8192, "hidden_act": "relu2"}
     write_model(made / "source", family, {**values, **sizes})
     return convert(made / "source", made / "bundle", "q4")
 
@@ -245,7 +245,7 @@ def test_training_holds_what_the_plan_has(
     pieces = made_up_pieces()[:4]
     whole = train_expert_use(large_shared, pieces=pieces, output=tmp_path / "whole")
     plan = inspect(large_shared, backend="cpu")
-    budget = plan.minimum_budget_bytes + (2 << 20)
+    budget = plan.minimum_budget_bytes + (1 << 20)
     under, held = plan.with_budget(budget), []
     assert under.dense is not None
     assert 0 < under.dense_segments < under.dense.total

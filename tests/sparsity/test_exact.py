@@ -18,13 +18,13 @@ from ondevice.bundle.reader import Bundle
 from ondevice.config import SamplingConfig
 from ondevice.errors import BackendUnavailableError, FlashReadError, UnsupportedModelError
 from ondevice.sparsity.fetch import NeuronFetcher
-from ondevice.sparsity.policies import POLICIES
-from tests.support.bundles import EOS, convert_bundle, write_chat_checkpoint
+from ondevice.sparsity.policies import POLICIES, PolicyName
+from tests.support.bundles import EOS, convert_bundle, copy_files, write_chat_checkpoint
 from tests.support.chat import PROMPT, fetch_with, squeeze
 from tests.support.flash_files import flip_byte
 
 SHAPE = {"num_hidden_layers": 6, "intermediate_size": 3000, "hidden_act": "relu"}
-TOKENS = 60
+TOKENS = 48
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def fetcher(model: Model) -> NeuronFetcher:
     return neurons
 
 
-@pytest.mark.fast("relu-q4", "relu-f16", "relu2-q8")
+@pytest.mark.fast("relu-q4", "relu2-f16")
 @pytest.mark.parametrize("quant", ["q4", "q8", "f16"])
 @pytest.mark.parametrize("hidden_act", ["relu", "relu2"])
 def test_logits_have_the_dense_bits(tmp_path: Path, quant: str, hidden_act: str) -> None:
@@ -72,19 +72,24 @@ def test_logits_have_the_dense_bits(tmp_path: Path, quant: str, hidden_act: str)
 
 
 @pytest.mark.parametrize(
-    ("budgets", "others"),
-    [((0, 9), (5,)), pytest.param(tuple(range(10)), (0, 5), marks=pytest.mark.slow)],
+    ("policies", "budgets", "others"),
+    [
+        (POLICIES[:2], (0, 9), (5,)),
+        pytest.param(POLICIES, tuple(range(10)), (0, 5), marks=pytest.mark.slow),
+    ],
+    ids=["few", "all"],
 )
-def test_one_text_for_many_budgets_and_all_policies(
+def test_one_text_for_many_budgets_and_policies(
     relu_bundle: Path,
     dense: Model,
     monkeypatch: pytest.MonkeyPatch,
+    policies: tuple[PolicyName, ...],
     budgets: tuple[int, ...],
     others: tuple[int, ...],
 ) -> None:
     expected, sampled = text(dense), text(dense, temperature=0.9, seed=3)
     rates: dict[str, list[float]] = {}
-    for policy in POLICIES:
+    for policy in policies:
         fetch_with(monkeypatch, policy=policy)
         for ninths in budgets if policy == POLICIES[0] else others:
             with load(relu_bundle, sparsity="exact") as model:
@@ -186,10 +191,11 @@ def test_models_and_backends_that_cannot_are_refused(relu_bundle: Path, chat_bun
         assert model.generate(PROMPT, max_tokens=1).stats.sparsity == "dense"
 
 
-def test_damage_on_the_way_is_an_error_and_the_session_goes_on(tmp_path: Path) -> None:
-    bundle = convert_bundle(write_chat_checkpoint(tmp_path / "checkpoint", **SHAPE), tmp_path / "bundle")
-    with load(bundle, sparsity="dense") as model:
-        expected = text(model)
+def test_damage_on_the_way_is_an_error_and_the_session_goes_on(
+    relu_bundle: Path, dense: Model, tmp_path: Path
+) -> None:
+    bundle = copy_files(relu_bundle, tmp_path / "bundle")
+    expected = text(dense)
     layout = Bundle.open(bundle).neuron_layout
     second_part = DATA_OFFSET + layout.part_offsets[1]
     with load(bundle, sparsity="exact") as model:
@@ -207,8 +213,8 @@ def test_damage_on_the_way_is_an_error_and_the_session_goes_on(tmp_path: Path) -
         assert text(model) == expected
 
 
-def test_a_damaged_gate_is_found_when_it_is_loaded(tmp_path: Path) -> None:
-    bundle = convert_bundle(write_chat_checkpoint(tmp_path / "checkpoint", **SHAPE), tmp_path / "bundle")
+def test_a_damaged_gate_is_found_when_it_is_loaded(relu_bundle: Path, tmp_path: Path) -> None:
+    bundle = copy_files(relu_bundle, tmp_path / "bundle")
     flip_byte(bundle / gate_file_name(2), DATA_OFFSET + 70)
     with pytest.raises(FlashReadError, match=gate_file_name(2)):
         load(bundle, sparsity="exact")

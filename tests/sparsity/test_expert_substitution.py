@@ -74,7 +74,7 @@ def test_where_all_experts_have_room_it_changes_no_bit(folder: Path) -> None:
         assert found.stats.expert_substitution == ANY
 
 
-@pytest.mark.fast("gpt-oss moe", "olmoe")
+@pytest.mark.fast("gpt-oss moe")
 @pytest.mark.parametrize("case", ["olmoe", "olmoe renormalised", "glm4 moe", "gpt-oss moe"])
 def test_a_pass_reads_nothing_where_any_expert_will_do(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

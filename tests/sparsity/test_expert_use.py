@@ -29,6 +29,7 @@ from ondevice.sparsity.replay import expert_hit_rate
 from ondevice.training import train_expert_use, train_predictors
 from tests.benchmarks.compare.expert_replay import rate
 from tests.benchmarks.lib.expert_trace import RoutingTrace
+from tests.sparsity.conftest import PIECE, PIECES
 from tests.support.bundles import (
     VOCAB_SIZE,
     convert_bundle,
@@ -42,7 +43,6 @@ from tests.support.families import CASES, write_model
 from tests.support.trained_models import MIXTURE, own_text
 
 LAYERS, EXPERTS, CHOSEN = 6, 32, 4
-PIECE, PIECES = 192, 4
 CONTEXT, PROMPT, DECODED = 512, 448, 64
 SEGMENTS = (1, 3, 6)
 WITHIN = 0.05
@@ -51,20 +51,8 @@ WITHIN = 0.05
 
 @pytest.fixture(scope="module")
 def text() -> list[int]:
-    """What the trained mixture makes up: the first part calibrates, the rest is run."""
+    """What the trained mixture makes up: it begins with the pieces, the rest is run."""
     return own_text(MIXTURE, PIECES * (PIECE + PROMPT))
-
-
-@pytest.fixture(scope="module")
-def pieces(text: list[int]) -> list[list[int]]:
-    return [text[start : start + PIECE] for start in range(0, PIECES * PIECE, PIECE)]
-
-
-@pytest.fixture(scope="module")
-def calibrated(tmp_path_factory: pytest.TempPathFactory, pieces: list[list[int]]) -> Path:
-    folder = tmp_path_factory.mktemp("mixture") / "calibrated"
-    train_expert_use(MIXTURE, pieces=pieces, output=folder)
-    return folder
 
 
 def use_of(folder: Path) -> ExpertUse:
@@ -129,7 +117,7 @@ def model(calibrated: Path) -> Iterator[Model]:
             yield model
 
 
-@pytest.mark.fast("1")
+@pytest.mark.slow
 @pytest.mark.parametrize("segments", SEGMENTS)
 def test_a_run_hits_what_inspect_lets_expect(
     model: Model, text: list[int], segments: int, monkeypatch: pytest.MonkeyPatch
@@ -196,18 +184,32 @@ def test_all_in_memory_hits_always(calibrated: Path) -> None:
     assert "hits to expect with a full context: 100.0 % of lookups" in inspection_text(resolved)
 
 
-def test_the_command_adds_to_the_model(calibrated: Path, tmp_path: Path, ondevice: Run) -> None:
-    folder = copy_files(MIXTURE, tmp_path / "model")
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small mixture's checkpoint with a tokenizer, `source`, and its bundle of 4 bits, `bundle`."""
+    folder = tmp_path_factory.mktemp("small")
+    tokenizer = write_chat_checkpoint(folder / "plain")
+    family, options = CASES["olmoe"]
+    write_model(folder / "source", family, {**options, "vocab_size": VOCAB_SIZE})
+    for file in tokenizer.glob("tokenizer*"):
+        (folder / "source" / file.name).write_bytes(file.read_bytes())
+    convert(folder / "source", folder / "bundle", "q4")
+    return folder
+
+
+def test_the_command_adds_to_the_model(small: Path, tmp_path: Path, ondevice: Run) -> None:
+    folder = copy_files(small / "bundle", tmp_path / "model")
     (tmp_path / "text").write_text("user: where is the station? It is near the park, she said. " * 60)
     arguments = ("train", "expert-use", "-m", folder, "--text", tmp_path / "text", "--tokens", 600)
     found = ondevice(*arguments, "--json")
     assert found.code == 0, found.err
+    use = use_of(folder)
     # Each piece begins with a token of its own.
-    assert (found.json["tokens"], len(found.json["points"])) == (601, 8)
-    assert use_of(folder).tokens == 601
+    assert 600 <= use.tokens == found.json["tokens"] < 610
+    assert len(found.json["points"]) == len(use.points) > 3
     shown = ondevice(*arguments[:-1], 700)
     use = use_of(folder)
-    assert use.tokens > 700
+    assert use.tokens >= 700
     assert f"counted on {use.tokens} tokens; hits of {use.replayed_tokens} by experts kept:" in shown.out
     assert ondevice("verify", "-m", folder).code == 0
     short = ondevice(*arguments[:-1], 300)
@@ -226,20 +228,14 @@ def test_only_mixtures_have_it(tmp_path: Path, pieces: list[list[int]]) -> None:
         train_expert_use(folder, pieces=pieces, output=dense)
 
 
-def test_convert_with_a_text_counts(tmp_path: Path, ondevice: Run) -> None:
-    source = write_chat_checkpoint(tmp_path / "plain")
-    family, options = CASES["olmoe"]
-    write_model(tmp_path / "source", family, {**options, "vocab_size": VOCAB_SIZE})
-    for file in source.glob("tokenizer*"):
-        (tmp_path / "source" / file.name).write_bytes(file.read_bytes())
-    plain = convert(tmp_path / "source", tmp_path / "bundle", "q4")
-    (tmp_path / "text").write_text("words of a text " * 200)
-    arguments = ("convert", tmp_path / "source", "-o", tmp_path / "counted", "--text", tmp_path / "text")
+def test_convert_with_a_text_counts(small: Path, tmp_path: Path, ondevice: Run) -> None:
+    (tmp_path / "text").write_text("words of a text " * 60)
+    arguments = ("convert", small / "source", "-o", tmp_path / "counted", "--text", tmp_path / "text")
     found = ondevice(*arguments)
     assert found.code == 0, found.err
     assert "--text has rounded and ordered nothing" in found.err
     assert "by experts kept" in found.err
     counted = Bundle.open(tmp_path / "counted")
     assert counted.expert_use is not None
-    assert counted.manifest.files == Bundle.open(plain).manifest.files
+    assert counted.manifest.files == Bundle.open(small / "bundle").manifest.files
     assert ondevice(*arguments, "--resume").code == 0

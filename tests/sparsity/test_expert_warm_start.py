@@ -15,28 +15,19 @@ from ondevice.bundle.layout import expert_file_name
 from ondevice.bundle.reader import Bundle
 from ondevice.errors import FlashReadError
 from ondevice.sparsity.experts import ExpertFetcher
-from ondevice.training import train_expert_use
 from tests.support.bundles import copy_files
 from tests.support.chat import squeeze
 from tests.support.fault_rounds import assert_nothing_leaked
 from tests.support.flash_files import flip_byte
-from tests.support.trained_models import MIXTURE, own_text
+from tests.support.trained_models import MIXTURE
 
-PROMPT, TOKENS, PIECE, CONTEXT, SEGMENTS = 16, 32, 128, 512, 2
+PROMPT, TOKENS, CONTEXT, SEGMENTS = 16, 32, 512, 2
 LAYERS, EXPERTS = 6, 32
 
 
 @pytest.fixture(scope="module")
-def text() -> list[int]:
-    return own_text(MIXTURE, 5 * PIECE)
-
-
-@pytest.fixture(scope="module")
-def calibrated(tmp_path_factory: pytest.TempPathFactory, text: list[int]) -> Path:
-    folder = tmp_path_factory.mktemp("warm") / "calibrated"
-    pieces = [text[start : start + PIECE] for start in range(0, 4 * PIECE, PIECE)]
-    train_expert_use(MIXTURE, pieces=pieces, output=folder)
-    return folder
+def text(pieces: list[list[int]]) -> list[int]:
+    return pieces[0]
 
 
 def fetcher(model: Model) -> ExpertFetcher:

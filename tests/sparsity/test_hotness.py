@@ -44,16 +44,21 @@ def plain_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert_bundle(write_chat_checkpoint(folder / "checkpoint", **SHAPE), folder / "plain")
 
 
-@pytest.fixture
-def bundle(plain_bundle: Path, tmp_path: Path) -> Path:
-    """A copy with hotness, which a test may change."""
-    folder = copy_files(plain_bundle, tmp_path / "hot")
+@pytest.fixture(scope="module")
+def hot_bundle(plain_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy with hotness."""
+    folder = copy_files(plain_bundle, plain_bundle.with_name("hot"))
     opened = Bundle.open(folder)
-    recorded = tmp_path / "recorded"
-    recorded.mkdir()
+    recorded = tmp_path_factory.mktemp("recorded")
     frequencies = firing_frequencies(record_activations(opened, PIECES, recorded), opened.config, COUNTED)
     write_hotness(opened, frequencies, COUNTED, folder)
     return folder
+
+
+@pytest.fixture
+def bundle(hot_bundle: Path, tmp_path: Path) -> Path:
+    """A copy with hotness, which a test may change."""
+    return copy_files(hot_bundle, tmp_path / "hot")
 
 
 def text(model: Model) -> tuple[int, ...]:
@@ -131,7 +136,7 @@ def test_no_text_depends_on_it(bundle: Path, plain_bundle: Path) -> None:
     with load(plain_bundle, sparsity="dense") as model:
         expected, logits = text(model), model.logits(tokens).tobytes()
     for folder in (bundle, plain_bundle):
-        for quarters in range(5):
+        for quarters in (0, 1, 3):
             with load(folder, sparsity="exact") as model:
                 segment = model.plan.segment
                 squeeze(model, (segment.total - segment.least) * quarters // 4)

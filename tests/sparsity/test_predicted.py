@@ -43,7 +43,7 @@ from tests.support.chat import PROMPT, squeeze
 from tests.support.command_line import Run
 from tests.support.flash_files import flip_byte
 
-SHAPE = {"num_hidden_layers": 3, "intermediate_size": 1000, "hidden_act": "relu"}
+SHAPE = {"num_hidden_layers": 3, "intermediate_size": 500, "hidden_act": "relu"}
 TOKENS = 40
 RECALL = 0.9
 
@@ -111,11 +111,19 @@ def test_what_training_reports(bundle: Path, plain_bundle: Path) -> None:
     assert best.perplexity == pytest.approx(found.perplexity, rel=0.2)
 
 
-def test_the_text_that_measures_sets_no_threshold(bundle: Path, plain_bundle: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def small_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A layer of 300 neurons, for which predictors are trained quickly."""
+    folder = tmp_path_factory.mktemp("small")
+    shape = {**SHAPE, "num_hidden_layers": 1, "intermediate_size": 300}
+    return convert_bundle(write_chat_checkpoint(folder / "checkpoint", **shape), folder / "plain")
+
+
+def test_the_text_that_measures_sets_no_threshold(small_bundle: Path, tmp_path: Path) -> None:
     """Neither where it is like the other text nor where it is one token over and over."""
-    usual = found_in(bundle)
+    usual = train_predictors(small_bundle, pieces=made_up_pieces(), output=tmp_path / "usual")
     other = train_predictors(
-        plain_bundle, pieces=[*made_up_pieces()[:-1], [7] * 128], output=tmp_path / "other"
+        small_bundle, pieces=[*made_up_pieces()[:-1], [7] * 128], output=tmp_path / "other"
     )
     assert (other.ranks, other.sha256) == (usual.ranks, usual.sha256)
     for one, another in zip(usual.points, other.points, strict=True):
@@ -171,7 +179,7 @@ def test_one_text_however_the_prompt_is_split_and_whatever_the_budget(bundle: Pa
     for options in ({"prefill_chunk": 1}, {"prefill_chunk": 7}, {"prefill_chunk": 31}, {"threads": 2}):
         with load(bundle, sparsity="predicted", predictor_recall=RECALL, **options) as model:
             assert model.logits(tokens).tobytes() == logits.tobytes(), options
-    for quarters in range(5):
+    for quarters in (0, 2, 4):
         with load(bundle, sparsity="predicted", predictor_recall=RECALL) as model:
             segment = model.plan.segment
             squeeze(model, (segment.total - segment.least) * quarters // 4)
@@ -270,12 +278,12 @@ def test_what_cannot_be_trained_is_refused(plain_bundle: Path, chat_bundle: Path
         train_predictors(plain_bundle, pieces=made_up_pieces(), output=tmp_path / "there")
 
 
-def test_the_command_trains_and_the_mode_runs(ondevice: Run, plain_bundle: Path, tmp_path: Path) -> None:
+def test_the_command_trains_and_the_mode_runs(ondevice: Run, small_bundle: Path, tmp_path: Path) -> None:
     words = np.random.default_rng(2).integers(97, 122, 2000).astype(np.uint8).tobytes()
     (tmp_path / "text").write_bytes(words.replace(b"e", b" "))
     output = tmp_path / "trained"
     shown = ondevice(
-        "train", "predictors", "-m", plain_bundle, "--text", tmp_path / "text", "-o", output, "--json"
+        "train", "predictors", "-m", small_bundle, "--text", tmp_path / "text", "-o", output, "--json"
     )
     assert shown.code == 0, shown.err
     figures = shown.json
@@ -303,13 +311,13 @@ def test_a_disk_without_room_is_told(
 
 
 def test_what_is_wrong_is_said_before_training_and_afterwards_loses_none(
-    plain_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(BudgetError, match="smallest that works"):
-        train_predictors(plain_bundle, pieces=made_up_pieces(), output=tmp_path / "a", dram_budget="2MB")
+        train_predictors(small_bundle, pieces=made_up_pieces(), output=tmp_path / "a", dram_budget="2MB")
     monkeypatch.setattr(training.os, "access", lambda path, mode: False)
     with pytest.raises(UsageError, match="output"):
-        train_predictors(plain_bundle, pieces=made_up_pieces())
+        train_predictors(small_bundle, pieces=made_up_pieces())
     assert not (tmp_path / "a").exists()
     monkeypatch.undo()
 
@@ -318,7 +326,7 @@ def test_what_is_wrong_is_said_before_training_and_afterwards_loses_none(
 
     monkeypatch.setattr(training, "measured_points", refuse)
     with pytest.raises(OndeviceError, match="today"):
-        train_predictors(plain_bundle, pieces=made_up_pieces(), output=tmp_path / "a")
+        train_predictors(small_bundle, pieces=made_up_pieces(), output=tmp_path / "a")
     assert found_in(tmp_path / "a").points[0].perplexity is None
     with load(tmp_path / "a", sparsity="predicted") as model:
         assert len(text(model)) == TOKENS

@@ -14,7 +14,7 @@ from ondevice.api import Model, load
 from ondevice.backends.base import Int32
 from ondevice.runtime.models import shipped_folder
 from ondevice.sparsity.fetch import NeuronFetcher
-from ondevice.sparsity.prefetch import BACK_OFF_PASSES, TRIAL_PASSES, Prefetcher
+from ondevice.sparsity.prefetch import TRIAL_PASSES, Prefetcher
 from ondevice.sparsity.record_reads import Parts
 from ondevice.sparsity.reserved_reads import ReservedReads
 from tests.support.bundles import convert_bundle, write_chat_checkpoint
@@ -22,7 +22,7 @@ from tests.support.chat import greedy, squeeze
 from tests.support.fault_rounds import assert_nothing_leaked
 
 SHAPE = {"num_hidden_layers": 6, "intermediate_size": 3000, "hidden_act": "relu"}
-TOKENS = 60
+TOKENS = 36
 UP_AND_DOWN = Parts(1, 1)
 
 
@@ -170,10 +170,12 @@ def test_prefetches_that_only_cost_are_off_and_try_again(
         on.append(prefetcher.on)
 
     monkeypatch.setattr(Prefetcher, "next_pass", passing)
-    while len(on) <= 2 * TRIAL_PASSES + BACK_OFF_PASSES:
+    back_off = 40
+    monkeypatch.setattr("ondevice.sparsity.prefetch.BACK_OFF_PASSES", back_off)
+    while len(on) <= 2 * TRIAL_PASSES + back_off:
         assert greedy(model, TOKENS) == expected
     changes = [index for index in range(1, len(on)) if on[index] != on[index - 1]]
-    again = TRIAL_PASSES + BACK_OFF_PASSES
+    again = TRIAL_PASSES + back_off
     assert changes[:3] == [TRIAL_PASSES - 1, again - 1, again + TRIAL_PASSES - 1]
     assert not on[TRIAL_PASSES]
 

@@ -16,7 +16,6 @@ from tests.support.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.support.engines import always_draft
 
 PROMPT = [256, 10, 20, 30]
-DRAWS = 1000
 CANDIDATES = 3
 SAMPLING = SamplingConfig(temperature=1.3, top_k=CANDIDATES, max_tokens=3, logit_bias=((EOS, -math.inf),))
 
@@ -39,10 +38,11 @@ def law(model: Model) -> dict[tuple[int, ...], float]:
     return found
 
 
-@pytest.mark.fast("drafters' own")
+@pytest.mark.fast("drafters' own-400")
+@pytest.mark.parametrize("draws", [400, 1000])
 @pytest.mark.parametrize("drafts", ["the likeliest", "the unlikeliest", "drafters' own"])
 def test_texts_drawn_with_trees_follow_the_models_law(
-    model: Model, drafts: str, monkeypatch: pytest.MonkeyPatch
+    model: Model, drafts: str, draws: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chi-square over seeds; the bound is exceeded by chance once in 10,000 runs."""
     expected = law(model)
@@ -64,14 +64,14 @@ def test_texts_drawn_with_trees_follow_the_models_law(
         monkeypatch.setattr(drafting._drafter, "propose", propose)
     counts = dict.fromkeys(expected, 0)
     passes = 0
-    for seed in range(DRAWS):
+    for seed in range(draws):
         answer = model.generate(tokens=PROMPT, sampling=SAMPLING, seed=seed)
         counts[answer.tokens[:2]] += 1
         passes += answer.stats.forward_passes
-    assert passes < 2.98 * DRAWS, "no draft token was ever accepted"
-    chi_square = sum((counts[text] - DRAWS * p) ** 2 / (DRAWS * p) for text, p in expected.items())
+    assert passes < 2.98 * draws, "no draft token was ever accepted"
+    chi_square = sum((counts[text] - draws * p) ** 2 / (draws * p) for text, p in expected.items())
     assert len(expected) == CANDIDATES**2
-    assert min(expected.values()) * DRAWS > 5
+    assert min(expected.values()) * draws > 5
     assert chi_square < 31.83
 
 
@@ -79,7 +79,7 @@ def test_every_seed_draws_what_plain_decoding_draws(model: Model, monkeypatch: p
     always_draft(monkeypatch, [8])
     folder, drafts, fewest = model.bundle.path, 0, 12
     with load(folder, speculation="off") as plain, load(folder, speculation="recycling") as drafting:
-        for seed in range(100):
+        for seed in range(40):
             expected = plain.generate(tokens=PROMPT, sampling=SAMPLING, seed=seed, max_tokens=12)
             answer = drafting.generate(tokens=PROMPT, sampling=SAMPLING, seed=seed, max_tokens=12)
             assert answer.tokens == expected.tokens
@@ -87,5 +87,5 @@ def test_every_seed_draws_what_plain_decoding_draws(model: Model, monkeypatch: p
             drafts += answer.stats.drafting.drafts
             fewest = min(fewest, answer.stats.forward_passes)
     # It drafted, and draft tokens were accepted: no comparison of plain decoding with itself.
-    assert drafts > 500
+    assert drafts > 200
     assert fewest < 12

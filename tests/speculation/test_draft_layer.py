@@ -81,9 +81,9 @@ def test_no_token_depends_on_drafts(
     ):
         squeeze(small, small.plan.segment.least + 1)
         for sampling in SAMPLINGS:
-            expected = write(plain, **sampling)
+            expected = write(plain, 28, **sampling)
             for model in (drafting, small):
-                found = model.generate(PROMPT, max_tokens=40, logit_bias={EOS: -math.inf}, **sampling)
+                found = model.generate(PROMPT, max_tokens=28, logit_bias={EOS: -math.inf}, **sampling)
                 assert found.tokens == expected
                 assert found.stats.speculation == speculation
                 assert found.stats.drafting.draft_tokens > 40
@@ -280,18 +280,19 @@ def test_a_plan_counts_the_layer(bundle: Path) -> None:
         assert needed == plans["off"].minimum_budget_bytes - plans["off"].process_bytes
 
 
-def wide_bundle(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle with a head, whose neurons are most of it."""
+    folder = tmp_path_factory.mktemp("wide")
     checkpoint = write_chat_checkpoint(folder / "checkpoint", hidden_act="relu", intermediate_size=1 << 15)
-    wide = convert_bundle(checkpoint, folder / "bundle")
-    convert_eagle(write_eagle_head(folder / "head"), wide)
-    return wide
+    bundle = convert_bundle(checkpoint, folder / "bundle")
+    convert_eagle(write_eagle_head(folder / "head"), bundle)
+    return bundle
 
 
 @pytest.mark.usefixtures("steady_process")
-def test_auto_takes_the_layer_where_there_is_room(tmp_path: Path) -> None:
+def test_auto_takes_the_layer_where_there_is_room(wide: Path) -> None:
     """The memory of a layer never costs `auto` its other drafters, nor a place without flash."""
-    wide = wide_bundle(tmp_path)
 
     def taken(budget: str | int) -> ResolvedModel:
         return open_model(wide, RuntimeConfig(dram_budget=budget, sparsity="dense", max_context=64))
@@ -329,9 +330,8 @@ def test_a_layer_comes_last_where_selected_neurons_are_read(sparsity: Sparsity, 
 
 
 @pytest.mark.usefixtures("steady_process")
-def test_auto_goes_without_the_layer_where_selected_neurons_are_read(tmp_path: Path) -> None:
+def test_auto_goes_without_the_layer_where_selected_neurons_are_read(wide: Path) -> None:
     """Its memory would be theirs."""
-    wide = wide_bundle(tmp_path)
 
     def taken(budget: str | int, speculation: Speculation = "auto") -> ResolvedModel:
         runtime = RuntimeConfig(dram_budget=budget, sparsity="exact", speculation=speculation, max_context=64)
@@ -457,7 +457,7 @@ def test_a_damaged_head_is_refused_and_hurts_nothing_else(
 def test_the_shipped_head_drafts_two_tokens_and_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """`tests.benchmarks.explain.draft_layer` has the figures over more text."""
     always_draft(monkeypatch, [DRAFT_NODES])
-    asked = [words for task in BUILT_IN if task.chat for words in task.at_most(2).prompts]
+    asked = [words for task in BUILT_IN if task.chat for words in task.at_most(1).prompts]
     with load(SHIPPED, speculation="off") as plain, load(SHIPPED, speculation="eagle") as drafting:
         tokens = passes = 0
         for words in asked:

@@ -58,7 +58,7 @@ def test_chances_of_sampled_candidates_are_measured_acceptance_rates() -> None:
     ranking = Ranking()
     ranking.begin(config)
     claims: list[tuple[float, bool]] = []
-    for position in range(4000):
+    for position in range(2500):
         logits = random_logits(200, position)
         drafted: Logits = logits + random_logits(200, position + 10_000, scale=0.5)
         token = sample(logits, config, position)

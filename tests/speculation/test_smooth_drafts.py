@@ -44,7 +44,7 @@ def plain_texts() -> list[tuple[int, ...]]:
         return [answer.tokens for answer in answers(model)]
 
 
-@pytest.mark.fast("streams-8", "resident-0")
+@pytest.mark.fast("streams-0")
 @pytest.mark.parametrize("segments", SEGMENTS)
 @pytest.mark.parametrize("drafter", ["streams", "resident"])
 def test_drafts_beside_neurons_on_flash_change_no_token(

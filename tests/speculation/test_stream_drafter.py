@@ -61,7 +61,7 @@ def plain_answers(request: pytest.FixtureRequest) -> tuple[dict[str, Any], list[
         return request.param, [found.tokens for found in answers(model, **request.param)]
 
 
-@pytest.mark.fast("greedy-largest", "sampled-chain")
+@pytest.mark.fast("sampled-largest")
 @pytest.mark.parametrize(
     ("candidates", "nodes", "least"),
     [
@@ -91,7 +91,7 @@ def test_the_shipped_streams_draft_what_comes(
     assert drawn > least * sum(answer.stats.decode_passes for answer in found)
 
 
-@pytest.mark.fast("greedy-exact", "sampled-dense")
+@pytest.mark.fast("sampled-exact")
 @pytest.mark.parametrize("sparsity", ["dense", "exact"])
 def test_a_draft_pruned_half_way_leaves_every_token_as_it_is(
     plain_answers: tuple[dict[str, Any], list[tuple[int, ...]]],
@@ -120,6 +120,7 @@ def test_a_draft_pruned_half_way_leaves_every_token_as_it_is(
     assert drawn > 1.3 * sum(answer.stats.decode_passes for answer in found)
 
 
+@pytest.mark.fast("auto")
 @pytest.mark.parametrize("speculation", ["streams", "auto"])
 def test_the_drafter_keeps_to_the_options(speculation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "MIN_PASS_SECONDS", 0.0)
