@@ -129,7 +129,7 @@ HOSTILE = {
         MEGA + MANY + "{% set x = (['ab'] * 99) | select('in', s) | list %}" + END,
         "too much|seconds",
     ),
-    "many operations": ("{{ 1 ~ 1 }}" * 5000, "more than 12000 operations"),
+    "many operations": ("{{ [" + "1," * 12_000 + "1] }}", "more than 12000 operations"),
     "deep nesting": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "RecursionError|Memory|Syntax"),
     "deep blocks": ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "RecursionError|Memory|Syntax"),
     "deep loops": ("{% for x in [1] %}" * 30 + END * 30, "nested blocks"),
@@ -170,7 +170,7 @@ FRAGMENTS = re.findall(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(
     st.lists(
         st.sampled_from(FRAGMENTS) | st.sampled_from(["1e999", "-1", "{{", "}}", "{%", "%}"]), max_size=30

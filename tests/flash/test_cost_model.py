@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ondevice.bundle.reader import Bundle, CheckedFile
@@ -35,6 +35,7 @@ def costs_of(lines: dict[int, tuple[float, float]], noise: float = 0.0) -> CostM
     return CostModel(TODAY, tuple(rates))
 
 
+@settings(max_examples=40)
 @given(read=st.floats(5e-6, 2e-5), rate=st.floats(1e9, 2e9), noise=st.floats(0, 0.03))
 def test_gap_is_where_a_second_read_costs_as_much(read: float, rate: float, noise: float) -> None:
     gap = costs_of({32: (read, 1 / rate)}, noise).gap_bytes(32)
@@ -109,6 +110,7 @@ def test_measured_once_and_kept(files: list[CheckedFile], tmp_path: Path, counte
     assert [path.name for path in store.parent.iterdir()] == ["flash.json"]
 
 
+@pytest.mark.fast("31")
 @pytest.mark.parametrize("days", [-1, 31])
 def test_old_measurements_and_those_of_tomorrow_are_made_again(
     days: int, files: list[CheckedFile], tmp_path: Path, counted: list[int]
