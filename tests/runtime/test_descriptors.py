@@ -53,6 +53,7 @@ def none_left_open() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.mark.fast("exact")
 @pytest.mark.parametrize("sparsity", ["dense", "exact"])
 def test_a_closed_model_has_no_file_open(relu_chat_bundle: Path, sparsity: str) -> None:
     with load(relu_chat_bundle, sparsity=sparsity, threads=1) as warm_up:
@@ -83,6 +84,7 @@ def three_records(tmp_path_factory: pytest.TempPathFactory) -> RecordFile:
     return write_records(tmp_path_factory.mktemp("flash") / "records.flash", 3)
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("ring", [False, True])
 def test_a_closed_reader_has_no_file_open_and_reads_nothing(three_records: RecordFile, ring: bool) -> None:
     with none_left_open():
@@ -100,6 +102,7 @@ def test_a_closed_reader_has_no_file_open_and_reads_nothing(three_records: Recor
             stream.next()
 
 
+@pytest.mark.fast("3")
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_refused_checkpoint_has_no_file_open(tmp_path: Path, shards: int) -> None:
     source = write_checkpoint(tmp_path / "source", shards=shards)
