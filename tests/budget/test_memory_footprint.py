@@ -258,6 +258,7 @@ def test_no_heap_keeps_what_mlx_computed_with(bundle: Path) -> None:
     assert most < 24 << 20
 
 
+@pytest.mark.slow
 def test_loading_keeps_to_the_smallest_budget(bundle: Path) -> None:
     peak, allowed, total, _ = run(bundle, "smallest", 4, max_context=64)
     assert 0.85 * total <= peak <= allowed
@@ -369,7 +370,7 @@ def test_narrow_values_keep_to_the_plan(tmp_path: Path) -> None:
     assert 0.78 * total <= peak <= total
 
 
-@pytest.mark.fast("1024-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(("chunk", "least"), [(64, 0.90), (1024, 0.83)])
 def test_a_pass_takes_what_is_planned_for_it(bundle: Path, chunk: int, least: float) -> None:
     """A wide chunk's scratch memory is a third of all, and planned a little generously."""

@@ -140,9 +140,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]:
     "cpu-mixers beside attention",
     "cpu-delta",
     "cpu-latent",
-    "cpu-convolutions",
     "cpu-experts",
-    "cpu-every plain block",
 )
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.slow)])

@@ -152,7 +152,7 @@ def use():
 use()
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 refused = 0
-for limit in range(3, 40):
+for limit in range(3, 40, 2):
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         use()
@@ -171,4 +171,4 @@ def test_too_few_descriptors_are_not_damage(relu_chat_bundle: Path) -> None:
         [sys.executable, "-c", SCARCE, str(relu_chat_bundle)], capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
-    assert int(result.stdout.split()[1]) > 5
+    assert int(result.stdout.split()[1]) > 3
