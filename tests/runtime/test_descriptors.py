@@ -27,7 +27,10 @@ from tests.support.llama2c_reference import Shape
 from tests.support.llama2c_reference import write_checkpoint as write_llama2c
 from tests.support.models import write_checkpoint
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/fd")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/fd"),
+    pytest.mark.usefixtures("quick_collections"),
+]
 
 
 def open_files() -> list[str]:
