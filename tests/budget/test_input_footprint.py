@@ -91,7 +91,7 @@ def test_a_chat_refuses_a_line_of_50_mb_within_the_budget(chat_bundle: Path, tex
 def test_a_text_of_any_length_is_scored_within_the_budget(chat_bundle: Path) -> None:
     budget = smallest_and_a_bit(chat_bundle)
     arguments = ["eval", "-m", chat_bundle, "--text", "-", "--dram-budget", budget]
-    code, peak_bytes, _ = peak(arguments, iter([WORDS * 500] * 2))
+    code, peak_bytes, _ = peak(arguments, iter([WORDS * 250] * 2))
     assert code == 0
     assert peak_bytes <= budget
 

@@ -150,12 +150,12 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_end_in_a_typed_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is refused within its time limit and without making much; a slow machine's limit is its time."""
-    monkeypatch.setattr(ondevice.chat_template, "MAX_SECONDS", 1.0)
+    monkeypatch.setattr(ondevice.chat_template, "MAX_SECONDS", 0.5)
     source, message = HOSTILE[name]
     start = time.monotonic()
     tracemalloc.start()
     try:
-        refusal = f"(?s)({message}|runs for more than 1 seconds).*; put another chat_template.jinja into"
+        refusal = f"(?s)({message}|runs for more than 0.5 seconds).*; put another chat_template.jinja into"
         with pytest.raises(BundleError, match=refusal):
             ChatTemplate(source).render(CONVERSATION)
         _, peak = tracemalloc.get_traced_memory()

@@ -289,7 +289,7 @@ def test_chat_on_a_terminal(chat_bundle: Path) -> None:
         os.close(terminal.master)
 
 
-@pytest.mark.fast("xterm")
+@pytest.mark.fast("xterm-*")
 @pytest.mark.parametrize(("term", "begin", "end"), [("dumb", "", ""), ("xterm", "\x1b[200~", "\x1b[201~")])
 def test_pasted_lines_are_one_message(
     chat_bundle: Path, tmp_path: Path, term: str, begin: str, end: str

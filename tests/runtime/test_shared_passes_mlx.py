@@ -32,7 +32,7 @@ MODES = [
 ]
 
 
-def requests_of(model: Any, most: int = 6) -> list[tuple[list[int], dict[str, Any]]]:
+def requests_of(model: Any, most: int = 9) -> list[tuple[list[int], dict[str, Any]]]:
     """Prompts of all lengths, of which some repeat themselves, with at most `most` tokens behind them."""
     given = asked(model, 4)
     given += [([7, 8, 9, 7, 8, 9, 7 + at], {**ENDS, "temperature": 0.5 * at, "seed": 7}) for at in range(2)]
