@@ -219,6 +219,7 @@ def test_a_rank_comes_through_more_strangers_than_are_kept(monkeypatch: pytest.M
         assert strangers[0].recv(1) == b""
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_the_engines(tmp_path: Path) -> None:
     """An interrupt that only the supervisor gets goes to the engine, which here has no handler for it."""
     ranks = start(tmp_path, 2, "around", 100)
