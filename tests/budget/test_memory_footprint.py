@@ -391,9 +391,9 @@ def test_a_pass_with_adapters_takes_what_is_planned_for_it(
     assert least * total <= peak <= total
 
 
-@pytest.mark.fast("smallest-600-2")
+@pytest.mark.fast("smallest-600-1")
 @pytest.mark.parametrize(
-    ("budget", "prompt", "rounds"), [("smallest", 4, 20), ("smallest", 600, 2), ("8GB", 1000, 20), LONG[0]]
+    ("budget", "prompt", "rounds"), [("smallest", 4, 20), ("smallest", 600, 1), ("8GB", 1000, 20), LONG[0]]
 )
 def test_neurons_that_fire_keep_to_the_plan(relu_bundle: Path, budget: str, prompt: int, rounds: int) -> None:
     options = {"max_context": 1024, "sparsity": "exact"}
