@@ -277,6 +277,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def quick_collections() -> None:
+    """What earlier tests left is collected once, and no collection goes through it again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are made for the process as it is now: what other tests left may come or go meanwhile."""

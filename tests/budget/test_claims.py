@@ -37,7 +37,7 @@ NOTHING = Others(0, 0)
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(quick_collections: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the models that other tests have left open, and without what those hold."""
     gc.collect()
     monkeypatch.setattr(claims, "_claims", {})

@@ -243,6 +243,7 @@ def heaps(bundle: Path, **options: int | str) -> tuple[int, int, int]:
     return loaded, ended, most
 
 
+@pytest.mark.slow
 def test_no_heap_keeps_what_loading_and_wide_passes_held(bundle: Path) -> None:
     """Every thread has a heap: of pieces of 4 MiB and of a pass's arrays, nothing may stay in one."""
     loaded, ended, _ = heaps(bundle, max_context=1024, speculation="off")
@@ -257,6 +258,7 @@ def test_no_heap_keeps_what_mlx_computed_with(bundle: Path) -> None:
     assert most < 24 << 20
 
 
+@pytest.mark.slow
 def test_loading_keeps_to_the_smallest_budget(bundle: Path) -> None:
     peak, allowed, total, _ = run(bundle, "smallest", 4, max_context=64)
     assert 0.85 * total <= peak <= allowed
@@ -265,10 +267,11 @@ def test_loading_keeps_to_the_smallest_budget(bundle: Path) -> None:
 UNGATED = {"intermediate_size": None, "initializer_range": None, "num_key_value_heads": None, "ffn_dim": 4096}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        pytest.param("Glm4", {"head_dim": 64}, id="norms of outputs", marks=pytest.mark.slow),
+        pytest.param("Glm4", {"head_dim": 64}, id="norms of outputs"),
         pytest.param("StableLm", {"use_parallel_residual": True}, id="parallel"),
         pytest.param(
             "Gemma3nText",
@@ -282,7 +285,6 @@ UNGATED = {"intermediate_size": None, "initializer_range": None, "num_key_value_
                 "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
             },
             id="copies of the residual",
-            marks=pytest.mark.slow,
         ),
         pytest.param(
             "Gemma4Text",
@@ -297,14 +299,12 @@ UNGATED = {"intermediate_size": None, "initializer_range": None, "num_key_value_
                 "layer_types": ["sliding_attention", "full_attention"] * 2,
             },
             id="heads of two sizes",
-            marks=pytest.mark.slow,
         ),
-        pytest.param("OPT", UNGATED, id="ungated", marks=pytest.mark.slow),
+        pytest.param("OPT", UNGATED, id="ungated"),
         pytest.param(
             "OPT",
             {**UNGATED, "do_layer_norm_before": False, "word_embed_proj_dim": 1024},
             id="norms of the residual, wide embeddings",
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -370,7 +370,7 @@ def test_narrow_values_keep_to_the_plan(tmp_path: Path) -> None:
     assert 0.78 * total <= peak <= total
 
 
-@pytest.mark.fast("1024-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(("chunk", "least"), [(64, 0.90), (1024, 0.83)])
 def test_a_pass_takes_what_is_planned_for_it(bundle: Path, chunk: int, least: float) -> None:
     """A wide chunk's scratch memory is a third of all, and planned a little generously."""
@@ -379,7 +379,8 @@ def test_a_pass_takes_what_is_planned_for_it(bundle: Path, chunk: int, least: fl
     assert least * total <= peak <= total
 
 
-@pytest.mark.parametrize(("chunk", "least"), [pytest.param(64, 0.90, marks=pytest.mark.slow), (1024, 0.83)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("chunk", "least"), [(64, 0.90), (1024, 0.83)])
 def test_a_pass_with_adapters_takes_what_is_planned_for_it(
     shared_bundle: Path, chunk: int, least: float
 ) -> None:
@@ -390,9 +391,9 @@ def test_a_pass_with_adapters_takes_what_is_planned_for_it(
     assert least * total <= peak <= total
 
 
-@pytest.mark.fast("smallest-600-5")
+@pytest.mark.fast("smallest-600-1")
 @pytest.mark.parametrize(
-    ("budget", "prompt", "rounds"), [("smallest", 4, 20), ("smallest", 600, 5), ("8GB", 1000, 20), LONG[0]]
+    ("budget", "prompt", "rounds"), [("smallest", 4, 20), ("smallest", 600, 1), ("8GB", 1000, 20), LONG[0]]
 )
 def test_neurons_that_fire_keep_to_the_plan(relu_bundle: Path, budget: str, prompt: int, rounds: int) -> None:
     options = {"max_context": 1024, "sparsity": "exact"}
@@ -410,7 +411,8 @@ def test_neurons_that_are_predicted_keep_to_the_plan(
     assert 0.80 * total <= peak <= total <= allowed
 
 
-@pytest.mark.parametrize("sparsity", [pytest.param("dense", marks=pytest.mark.slow), "exact"])
+@pytest.mark.slow
+@pytest.mark.parametrize("sparsity", ["dense", "exact"])
 def test_mlx_keeps_to_the_smallest_budget(relu_bundle: Path, sparsity: str) -> None:
     """Its scratch memory is planned for the widest chunk, and freed arrays that it may keep."""
     pytest.importorskip("mlx.core", exc_type=ImportError)
@@ -445,12 +447,13 @@ def test_a_freshly_installed_mlx_keeps_to_the_smallest_budget(relu_bundle: Path,
 MLX = {"max_context": 64, "backend": "mlx", "speculation": "off"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("second", "rounds", "options"),
     [
         pytest.param("named", 3, {"max_context": 512}, id="cpu"),
-        pytest.param("auto", 3, {"max_context": 512}, id="auto", marks=pytest.mark.slow),
-        pytest.param("named", 1, MLX, id="mlx", marks=pytest.mark.slow),
+        pytest.param("auto", 3, {"max_context": 512}, id="auto"),
+        pytest.param("named", 1, MLX, id="mlx"),
     ],
 )
 def test_two_models_together_keep_to_the_larger_budget(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ondevice.backends.base import KVLayout
@@ -175,6 +175,7 @@ def test_the_parts_add_up_to_the_total(budget: int) -> None:
     assert shown["total_bytes"] == sum(int(shown[f"{part}_bytes"]) for part in (*parts, "process"))
 
 
+@settings(max_examples=40)
 @given(configs(), st.sampled_from([4, 8, 16]), st.integers(0, 1 << 40), st.sampled_from([8, 16]))
 def test_the_ceiling_holds_at_every_size_of_the_kv_cache(
     config: ModelConfig, bits: Any, budget: int, kv_bits: Any
@@ -195,6 +196,7 @@ def test_the_ceiling_holds_at_every_size_of_the_kv_cache(
         assert fixed + count * plan.kv_block_bytes + segments * plan.segment.nbytes <= budget
 
 
+@settings(max_examples=40)
 @given(configs(), st.sampled_from([4, 8, 16]))
 def test_segments_cover_a_layer_and_waste_little(config: ModelConfig, bits: Any) -> None:
     quant = QuantConfig(bits)
@@ -208,6 +210,7 @@ def test_segments_cover_a_layer_and_waste_little(config: ModelConfig, bits: Any)
         assert shape.per_layer[0] * shape.neurons <= config.widest * 1.05 + 64
 
 
+@settings(max_examples=40)
 @given(configs(), st.sampled_from([4, 8, 16]))
 def test_a_stream_slot_holds_its_records_widened_to_pages(config: ModelConfig, bits: Any) -> None:
     quant = QuantConfig(bits)
@@ -225,6 +228,7 @@ def plan_records(config: ModelConfig, quant: QuantConfig) -> int:
     return neuron_layout(config, quant).stride
 
 
+@settings(max_examples=40)
 @given(
     configs(),
     st.sampled_from([4, 8, 16]),

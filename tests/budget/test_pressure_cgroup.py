@@ -20,6 +20,7 @@ from tests.support.command_line import command
 from tests.support.models import save_safetensors, tensor_shapes, tiny_config
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.cgroup,
     pytest.mark.skipif(
         not (MEMORY_CGROUP / "memory.limit_in_bytes").exists() or os.geteuid() != 0,
@@ -122,7 +123,6 @@ def free_bytes(group: MemoryCgroup) -> int:
     return group.read("limit_in_bytes") - group.read("usage_in_bytes") + cached
 
 
-@pytest.mark.slow
 def test_the_budget_yields_to_another_process_and_comes_back(bundle: Path, budget: int) -> None:
     """With `memory_pressure="off"` a process is killed, or both stand still, reading their programs anew."""
     with memory_cgroup(budget + SPARE_BYTES) as group:
@@ -194,7 +194,7 @@ def test_a_budget_above_the_groups_limit_is_refused_where_it_was_killed(
         assert run(group, "inspect", "-m", bundle, "--dram-budget", remedy[1]).stdout.endswith("fits: yes\n")
 
 
-@pytest.mark.parametrize("budget", ["auto", pytest.param("100%", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("budget", ["auto", "100%"])
 def test_a_small_group_holds_what_fits_into_it(bundle: Path, smallest: int, budget: str) -> None:
     """A fixed reserve of 256 MiB left a model nothing."""
     with memory_cgroup(smallest * 5 // 4) as group:
@@ -203,7 +203,6 @@ def test_a_small_group_holds_what_fits_into_it(bundle: Path, smallest: int, budg
         assert "is more than" not in done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("limit", [200_000_000, 300_000_000])
 def test_the_doctor_tests_every_backend_in_a_small_group(limit: int) -> None:
     with memory_cgroup(limit) as group:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 import time
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 import ondevice.chat_template
 from ondevice.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate, Message
 from ondevice.errors import BundleError, UsageError
+from ondevice.units import process_memory
 from tests.support.chat_templates import CONVERSATION, HEADERS, INSTRUCTIONS
 
 MANY = "{% for i in range(99999) %}"
@@ -129,7 +133,7 @@ HOSTILE = {
         MEGA + MANY + "{% set x = (['ab'] * 99) | select('in', s) | list %}" + END,
         "too much|seconds",
     ),
-    "many operations": ("{{ 1 ~ 1 }}" * 5000, "more than 12000 operations"),
+    "many operations": ("{{ [" + "1," * 12_000 + "1] }}", "more than 12000 operations"),
     "deep nesting": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "RecursionError|Memory|Syntax"),
     "deep blocks": ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "RecursionError|Memory|Syntax"),
     "deep loops": ("{% for x in [1] %}" * 30 + END * 30, "nested blocks"),
@@ -147,22 +151,41 @@ HOSTILE = {
 }
 
 
+@contextmanager
+def growing_at_most(nbytes: int) -> Iterator[None]:
+    """Fails where this process takes more memory meanwhile, if only for a moment."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        # No Linux, which can begin a peak anew: Python counts its objects, eight times slower.
+        tracemalloc.start()
+        try:
+            yield
+            taken = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    else:
+        before = process_memory().current_bytes
+        yield
+        taken = process_memory().peak_bytes - before
+    assert taken < nbytes, f"it has taken {taken} bytes"
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_end_in_a_typed_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is refused within its time limit and without making much; a slow machine's limit is its time."""
     monkeypatch.setattr(ondevice.chat_template, "MAX_SECONDS", 1.0)
     source, message = HOSTILE[name]
     start = time.monotonic()
-    tracemalloc.start()
-    try:
-        refusal = f"(?s)({message}|runs for more than 1 seconds).*; put another chat_template.jinja into"
-        with pytest.raises(BundleError, match=refusal):
-            ChatTemplate(source).render(CONVERSATION)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    refusal = f"(?s)({message}|runs for more than 1 seconds).*; put another chat_template.jinja into"
+    with growing_at_most(192 << 20), pytest.raises(BundleError, match=refusal):
+        ChatTemplate(source).render(CONVERSATION)
     assert time.monotonic() - start < 15.0
-    assert peak < 192 << 20
+
+
+def test_what_takes_too_much_memory_would_be_noticed() -> None:
+    with pytest.raises(AssertionError, match="has taken"), growing_at_most(8 << 20):
+        assert len(b"x" * (32 << 20)) == 32 << 20
 
 
 FRAGMENTS = re.findall(
@@ -170,7 +193,7 @@ FRAGMENTS = re.findall(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(
     st.lists(
         st.sampled_from(FRAGMENTS) | st.sampled_from(["1e999", "-1", "{{", "}}", "{%", "%}"]), max_size=30

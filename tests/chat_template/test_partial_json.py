@@ -30,7 +30,7 @@ def scanned(text: str, step: int) -> tuple[bool, bool, int]:
 
 
 @given(text=st.sampled_from(VALID), edits=EDITS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_a_text_reads_the_same_in_parts_and_as_python_reads_it(
     text: str, edits: list[tuple[int, str, str]]
 ) -> None:

@@ -106,20 +106,20 @@ def test_a_disk_without_room(ondevice: Run, tmp_path: Path, monkeypatch: pytest.
     assert "free; make room" in result.err
 
 
-def test_a_disk_that_fills_up(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up(ondevice: Run, tmp_path: Path) -> None:
     """A limit on the size of files refuses writes as a full disk does."""
 
     def limit() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 
-    arguments = command("convert", write_checkpoint(tmp_path / "source"), "-o", tmp_path / "out")
-    full = subprocess.run(arguments, preexec_fn=limit, capture_output=True, text=True, check=False)
+    arguments = ("convert", write_checkpoint(tmp_path / "source"), "-o", tmp_path / "out")
+    full = subprocess.run(command(*arguments), preexec_fn=limit, capture_output=True, text=True, check=False)
     assert (full.returncode, full.stdout) == (OndeviceError.exit_code, "")
     assert "make room" in full.stderr
     assert "--resume" in full.stderr
-    resumed = subprocess.run([*arguments, "--resume"], capture_output=True, text=True, check=False)
-    assert (resumed.returncode, resumed.stdout) == (0, f"{tmp_path / 'out'}\n")
+    resumed = ondevice(*arguments, "--resume")
+    assert (resumed.code, resumed.out) == (0, f"{tmp_path / 'out'}\n")
 
 
 def test_a_folder_that_cannot_be_written(ondevice: Run, tmp_path: Path) -> None:

@@ -289,27 +289,29 @@ def test_chat_on_a_terminal(chat_bundle: Path) -> None:
         os.close(terminal.master)
 
 
-def test_pasted_lines_are_one_message(chat_bundle: Path, tmp_path: Path) -> None:
+@pytest.mark.fast("xterm-*")
+@pytest.mark.parametrize(("term", "begin", "end"), [("dumb", "", ""), ("xterm", "\x1b[200~", "\x1b[201~")])
+def test_pasted_lines_are_one_message(
+    chat_bundle: Path, tmp_path: Path, term: str, begin: str, end: str
+) -> None:
     """With bracketed paste, as a terminal sends it that was asked to, and as lines that wait already."""
     talk = tmp_path / "talk.json"
-    long = "\n".join(f"    line {number} of it" for number in range(10))
+    pasted = "def f():\n" + "\n".join(f"    line {number} of it" for number in range(10))
     options = ("--temp", 0, "--max-tokens", 4, "--max-context", CONTEXT)
-    for term, pasted in (("dumb", f"def f():\n{long}\n"), ("xterm", f"\x1b[200~def f():\n{long}\x1b[201~\n")):
-        talk.unlink(missing_ok=True)
-        terminal = Terminal(command("chat", "-m", chat_bundle, *options), TERM=term)
-        try:
-            terminal.until("> ")
-            terminal.quiet()
-            terminal.type(pasted)
-            terminal.until("cut short")
-            terminal.until("> ")
-            # What does something by itself is no part of what was pasted before it.
-            terminal.type(f"one\ntwo\n/save {talk}\n")
-            terminal.until("saved to")
-            terminal.type("/quit\n")
-            assert terminal.process.wait(60) == 0
-        finally:
-            terminal.process.kill()
-            os.close(terminal.master)
-        said = [it["content"] for it in json.loads(talk.read_text())["messages"] if it["role"] == "user"]
-        assert [text.replace("\r", "\n") for text in said] == [f"def f():\n{long}", "one\ntwo"]
+    terminal = Terminal(command("chat", "-m", chat_bundle, *options), TERM=term)
+    try:
+        terminal.until("> ")
+        terminal.quiet()
+        terminal.type(f"{begin}{pasted}{end}\n")
+        terminal.until("cut short")
+        terminal.until("> ")
+        # What does something by itself is no part of what was pasted before it.
+        terminal.type(f"one\ntwo\n/save {talk}\n")
+        terminal.until("saved to")
+        terminal.type("/quit\n")
+        assert terminal.process.wait(60) == 0
+    finally:
+        terminal.process.kill()
+        os.close(terminal.master)
+    said = [it["content"] for it in json.loads(talk.read_text())["messages"] if it["role"] == "user"]
+    assert [text.replace("\r", "\n") for text in said] == [pasted, "one\ntwo"]

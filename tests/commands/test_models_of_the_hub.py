@@ -105,6 +105,7 @@ def test_the_smallest_budget_that_is_said_is_enough(ondevice: Run, hub: HubServe
     assert abs(int(line.split("(")[1].split(" ")[0]) - least) < 0.1 * least
 
 
+@pytest.mark.slow
 def test_a_process_that_has_converted_still_keeps_the_budget_that_it_named(
     hub: HubServer, repository: Path, tmp_path: Path
 ) -> None:
@@ -199,7 +200,7 @@ def test_text_keeps_the_source_and_says_so(
     ondevice: Run, hub: HubServer, repository: Path, tmp_path: Path
 ) -> None:
     text = tmp_path / "text.txt"
-    text.write_text("There is a house on a hill, and a dog in front of it. " * 60)
+    text.write_text("There is a house on a hill, and a dog in front of it. " * 25)
     trained = ondevice("convert", "some/model", "--text", text, "--yes")
     assert trained.code == 0, trained.err
     assert "so its files are kept in the hub's cache" in trained.err
@@ -340,13 +341,13 @@ def test_list_and_remove(ondevice: Run, converted: Callable[[str], Path], tmp_pa
     assert kept.is_dir()
 
 
-@pytest.mark.parametrize("name", ["small-relu", "..", "../kept", "/etc", "", "a/b"])
 def test_what_is_not_a_converted_model_is_not_removed(
-    ondevice: Run, converted: Callable[[str], Path], name: str
+    ondevice: Run, converted: Callable[[str], Path]
 ) -> None:
     kept = converted("kept")
-    assert ondevice("remove", name, "--yes").code == 2
-    assert (kept / "bundle.json").is_file()
+    for name in ("small-relu", "..", "../kept", "/etc", "", "a/b"):
+        assert ondevice("remove", name, "--yes").code == 2, name
+        assert (kept / "bundle.json").is_file(), name
 
 
 def test_files_of_the_users_own_are_not_removed(ondevice: Run, converted: Callable[[str], Path]) -> None:

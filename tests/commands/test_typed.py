@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import ondevice as package
 from ondevice.errors import UsageError
+from ondevice.flash.throughput import measure_throughput
+from ondevice.measure import profiling
 from ondevice.runtime import models
 from ondevice.units import parse_budget
 from tests.support.bundles import write_chat_checkpoint
@@ -27,7 +30,10 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_model_is_an_argument_or_an_option(ondevice: Run, chat_bundle: Path, name: str) -> None:
+def test_a_model_is_an_argument_or_an_option(
+    ondevice: Run, chat_bundle: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiling, "measure_throughput", partial(measure_throughput, seconds=0.002))
     options = COMMANDS[name]
     assert ondevice(name, chat_bundle, *options, stdin="A text.").code == 0
     assert ondevice(name, *options, chat_bundle, "-m", chat_bundle, stdin="A text.").code == 0

@@ -78,7 +78,7 @@ def expected(plain: Model) -> list[tuple[int, ...]]:
     return texts(plain)
 
 
-@pytest.mark.fast("recycling", "auto")
+@pytest.mark.fast("recycling")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_drafts_change_no_token_under_a_constraint(
     expected: list[tuple[int, ...]], drafter: str, monkeypatch: pytest.MonkeyPatch
@@ -99,7 +99,7 @@ def test_made_up_drafts_change_no_token(
     def propose(path: Sequence[int]) -> Proposals:
         at = sum(path) + len(path)
         size = plain.config.vocab_size
-        return [((at * 37 + step * 101) % size, 0.3) for step in range(size // 4)]
+        return [((at * 37 + step * 101) % size, 0.3) for step in range(size // 8)]
 
     with load(SHIPPED, speculation="lookup", threads=1) as model:
         assert model._engine._drafting is not None
@@ -416,7 +416,7 @@ def noting(monkeypatch: pytest.MonkeyPatch, note: Callable[[], object]) -> None:
     monkeypatch.setattr(Constrained, "catch_up", noted)
 
 
-@pytest.mark.fast("lookup")
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["off", "lookup"])
 def test_shared_limits_change_no_text(monkeypatch: pytest.MonkeyPatch, drafter: Speculation) -> None:
     samplings, pieces = scarce(monkeypatch), list[None]()

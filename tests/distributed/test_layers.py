@@ -140,9 +140,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]:
     "cpu-mixers beside attention",
     "cpu-delta",
     "cpu-latent",
-    "cpu-convolutions",
     "cpu-experts",
-    "cpu-every plain block",
 )
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.slow)])
@@ -160,6 +158,7 @@ def test_every_kind_of_model_has_the_bits_of_one_machine(
             assert [server.sequences for server in shared.servers] == [2] * len(cuts)
 
 
+@pytest.mark.fast("16-order1", "8-order2")
 @pytest.mark.parametrize("order", [(0, 1, 1), (1, 1, 0), (1, 0, 1)])
 @pytest.mark.parametrize("kv_bits", [16, 8])
 def test_ranks_go_back_to_the_same_states(
@@ -200,7 +199,7 @@ def test_61_layers_run_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Transformer, "_layer", noted)
     with shared_model(bundle, ()) as alone:
         expected = alone.logits(np.array(alone.model.run(ForwardBatch([5, 6, 7]), alone.state()).hidden))
-    for cuts in ((30,), (20, 41), (15, 16, 46)):
+    for cuts in ((30,), (15, 16, 46)):
         ran.clear()
         with shared_model(bundle, cuts) as shared:
             found = shared.model.run(ForwardBatch([5, 6, 7]), shared.state())

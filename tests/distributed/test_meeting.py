@@ -63,6 +63,7 @@ def test_whole_bundles_are_divided(whole: Bundle) -> None:
     assert cut == again
 
 
+@pytest.mark.fast("cuts2")
 @pytest.mark.parametrize("cuts", [(1,), (4,), (2, 5)])
 def test_slices_decide_what_each_rank_runs(whole: Bundle, cuts: tuple[int, ...]) -> None:
     """However fast ranks are. Where the first has all layers, others may run fewer than their slices have."""

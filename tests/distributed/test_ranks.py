@@ -23,6 +23,7 @@ from ondevice.cli import cli
 from ondevice.distributed import launch
 from ondevice.distributed.remote_layers import PIPELINED_ROWS
 from ondevice.errors import StartAgainError
+from tests.support.command_line import Run
 from tests.support.distributed import (
     MARK,
     RankProcess,
@@ -99,6 +100,7 @@ def test_hosts_gives_the_text_of_one_machine(tmp_path: Path) -> None:
     assert "warning" not in rank.said
 
 
+@pytest.mark.slow
 def test_mlx_over_its_ring_gives_the_text_of_one_machine(tmp_path: Path, chat_bundle: Path) -> None:
     """Behind a prompt of two chunks, which are pipelined, and with drafts."""
     prompt = "one two three " * 10
@@ -115,10 +117,8 @@ def test_mlx_over_its_ring_gives_the_text_of_one_machine(tmp_path: Path, chat_bu
     assert [it["rank"] for it in found["stats"]["ranks"]] == [0, 1]
 
 
-@pytest.mark.parametrize(
-    "drafter",
-    ["eagle", *(pytest.param(it, marks=pytest.mark.slow) for it in ("off", "lookup", "streams", "auto"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["eagle", "off", "lookup", "streams", "auto"])
 def test_the_smallest_budgets_that_are_said_are_enough(tmp_path: Path, drafter: str) -> None:
     """They stay as they are, which is said, and a prompt that looks like the help option is a prompt."""
     options = ("--speculation", drafter, "--threads", "1", "--memory-pressure", "auto")
@@ -152,6 +152,7 @@ def test_a_chat_of_three_ranks_reads_stdin_to_its_end(tmp_path: Path) -> None:
     assert saved.with_name("talk.state").is_dir()
 
 
+@pytest.mark.slow
 def test_under_mlx_launch_ranks_find_themselves(tmp_path: Path) -> None:
     """mlx.launch sets these two variables, and starts the same command everywhere. Each has a slice here."""
     whole = Bundle.open(SHIPPED)
@@ -176,7 +177,7 @@ def bent(folder: Path) -> Path:
     return target
 
 
-@pytest.mark.fast("bent*")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bent", "another"])
 def test_a_damaged_or_another_model_on_one_rank_is_an_error_on_all(
     tmp_path: Path, kind: str, chat_bundle: Path
@@ -195,30 +196,26 @@ def test_a_damaged_or_another_model_on_one_rank_is_an_error_on_all(
     require_gone(str(tmp_path / "ring.json"))
 
 
-@pytest.mark.fast("arguments0*", "arguments1*", "arguments2*", "arguments3*")
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "said"),
     [
-        (("generate", "--prompt", "a", "--hosts", "none.json"), 2, "there is no host file none.json"),
-        (("bench", "--ablation", "--hosts", "none.json"), 2, "--ablation runs on one machine only"),
-        (("serve", "one", "two", "--hosts", "none.json"), 2, "a server of several models runs on one"),
+        (("generate", "--prompt", "a", "--hosts", "none.json"), "there is no host file none.json"),
+        (("generate", "--prompt", "a", "--hosts", "hosts.json"), "takes 2 to 64"),
+        (("bench", "--ablation", "--hosts", "none.json"), "--ablation runs on one machine only"),
+        (("serve", "one", "two", "--hosts", "none.json"), "a server of several models runs on one"),
         *(
-            (
-                (*command, "--prompt-cache", "x", "--hosts", "none.json"),
-                2,
-                "--prompt-cache runs on one machine",
-            )
+            ((*command, "--prompt-cache", "x", "--hosts", "none.json"), "--prompt-cache runs on one machine")
             for command in (("generate", "--prompt", "a"), ("chat",), ("serve",))
         ),
     ],
 )
 def test_wrong_uses_are_refused_before_anything_starts(
-    arguments: tuple[str, ...], code: int, said: str, tmp_path: Path
+    ondevice: Run, arguments: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = subprocess.run(
-        [sys.executable, "-m", "ondevice", *arguments], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert (found.returncode, said in found.stderr) == (code, True), found.stderr
+    hosts_file(tmp_path, ["300MB"])
+    monkeypatch.chdir(tmp_path)
+    refused = ondevice(*arguments)
+    assert (refused.code, said in refused.err) == (2, True), refused.err
 
 
 def test_a_host_that_ssh_does_not_reach_is_named(tmp_path: Path) -> None:
@@ -264,6 +261,7 @@ def test_other_ranks_are_given_the_model_and_how_to_run_it(monkeypatch: pytest.M
     assert others_of(monkeypatch, *bench)[1] == [*fixed, "--speculation=lookup"]
 
 
+@pytest.mark.slow
 def test_what_an_engine_wrote_before_it_died_is_said_on_the_first_machine(tmp_path: Path) -> None:
     died = "import os\nif os.environ.get('MLX_RANK') == '1' and 'ONDEVICE_CHILD' in os.environ:\n"
     died += "    os.write(2, b'the library is broken\\n')\n    os._exit(9)\n"
@@ -312,6 +310,7 @@ def test_a_budget_of_the_host_file_is_named(tmp_path: Path) -> None:
     require_gone(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_one_host_is_too_few(tmp_path: Path) -> None:
     rank = run_hosts(tmp_path, 1, *GENERATE, "--prompt", "a")
     assert rank.process.returncode == 2

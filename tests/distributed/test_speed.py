@@ -19,6 +19,7 @@ from ondevice.units import process_memory
 from tests.support.small_models import MODELS, write_small
 
 
+@pytest.mark.fast("dense", "experts", "many blocks", "delta")
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_model_is_measured(name: str, tmp_path: Path) -> None:
     bundle = Bundle.open(write_small(tmp_path / "model", MODELS[name]))

@@ -58,12 +58,12 @@ def require_ended(folder: Path, ranks: list[RankProcess]) -> None:
 
 
 def test_engines_run_under_supervisors_and_rank_0_has_stdin_and_the_exit_code(tmp_path: Path) -> None:
-    ranks = start(tmp_path, 3, "around", 0.2, b"typed")
+    ranks = start(tmp_path, 2, "around", 0.2, b"typed")
     wait_for_all(ranks, LIMIT_SECONDS)
-    assert [rank.process.returncode for rank in ranks] == [7, 0, 0], [rank.said for rank in ranks]
-    assert [rank.said for rank in ranks] == ["", "", ""]
+    assert [rank.process.returncode for rank in ranks] == [7, 0], [rank.said for rank in ranks]
+    assert [rank.said for rank in ranks] == ["", ""]
     assert ranks[0].printed == "running\ntyped\n"
-    assert ranks[1].printed == ranks[2].printed == ""
+    assert ranks[1].printed == ""
     require_ended(tmp_path, ranks)
 
 
@@ -123,6 +123,7 @@ def test_an_error_of_one_rank_is_said_on_all_with_its_exit_code(
     require_ended(tmp_path, ranks)
 
 
+@pytest.mark.slow
 def test_strangers_at_the_control_port_change_nothing(tmp_path: Path) -> None:
     environments = ring_environments(tmp_path, 2)
     command = [ENGINE, "generate", "around", "0.1"]
@@ -218,6 +219,7 @@ def test_a_rank_comes_through_more_strangers_than_are_kept(monkeypatch: pytest.M
         assert strangers[0].recv(1) == b""
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_the_engines(tmp_path: Path) -> None:
     """An interrupt that only the supervisor gets goes to the engine, which here has no handler for it."""
     ranks = start(tmp_path, 2, "around", 100)

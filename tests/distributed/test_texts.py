@@ -88,7 +88,7 @@ def one_machine() -> Callable[..., list[list[int]]]:
     return write
 
 
-FAST = {("lookup", (2,)), ("streams", (1, 3)), ("streams", (3,)), ("resident", (4,)), ("eagle", (2, 3, 4))}
+FAST = {("lookup", (2,)), ("streams", (1, 3)), ("resident", (4,)), ("eagle", (2, 3, 4))}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ RECORDS = 37
 HALVES = (HalfRange(64, 128), HalfRange(130, 132), HalfRange(140, 148, 24, 20), HalfRange(630, 700))
 """Of a record; the last ones lie in both parts."""
 END = HEADER_BYTES + RECORDS * STRIDE
-many = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def half_places() -> list[int]:

@@ -45,7 +45,7 @@ def settle(ahead: ReadAhead) -> int:
     return before
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(
     spans=st.lists(st.tuples(st.integers(0, RECORDS - 1), st.integers(1, 1500)), min_size=1, max_size=6),
     slots=st.integers(2, 5),

@@ -30,7 +30,7 @@ RECORDS = 997
 END = HEADER_BYTES + RECORDS * STRIDE
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(offset=st.integers(HEADER_BYTES, END - 1), length=st.integers(1, END), into=st.booleans())
 def test_any_range(reader: FlashReader, records: RecordFile, offset: int, length: int, into: bool) -> None:
     nbytes = min(length, END - offset)
@@ -40,7 +40,7 @@ def test_any_range(reader: FlashReader, records: RecordFile, offset: int, length
     np.testing.assert_array_equal(got, records.bytes_at(offset, nbytes))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(ids=st.lists(st.integers(0, RECORDS - 1), max_size=40), straight=st.booleans())
 def test_any_records(reader: FlashReader, records: RecordFile, ids: list[int], straight: bool) -> None:
     if straight and ids:

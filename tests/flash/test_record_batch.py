@@ -48,7 +48,7 @@ class Slots:
 ascending = st.lists(st.integers(0, RECORDS - 1), max_size=80, unique=True).map(sorted)
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(
     ids=ascending,
     which=st.sampled_from([(0, 1), (0, 2), (1, 1)]),
@@ -220,7 +220,7 @@ def test_misuse_is_refused(reader: FlashReader, records: RecordFile) -> None:
 
 def test_close_waits_for_what_is_being_read(tmp_path: Path) -> None:
     records = write_records(tmp_path / "records.flash", 3000)
-    for _ in range(20):
+    for _ in range(8):
         with FlashReader([records.checked], threads=4) as reader:
             batch, slots = _native.RecordBatch(reader.native, urgent=True), Slots(list(range(0, 3000, 2)), 1)
             batch.start(0, 1, 1, slots.ids, slots.targets, 0)

@@ -59,6 +59,7 @@ def read(entry: Entry) -> list[Bytes]:
     return parts
 
 
+@pytest.mark.fast("one*", "a unit", "many odd ones", "smaller than a unit")
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_what_was_written_is_read(tmp_path: Path, sizes: list[int]) -> None:
     name, parts = written(tmp_path, sizes)
@@ -69,6 +70,7 @@ def test_what_was_written_is_read(tmp_path: Path, sizes: list[int]) -> None:
         assert np.array_equal(part, again)
 
 
+@pytest.mark.fast("one*", "a unit", "many odd ones", "smaller than a unit")
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_a_bent_byte_is_noticed_in_every_part(tmp_path: Path, sizes: list[int]) -> None:
     name, _ = written(tmp_path, sizes)

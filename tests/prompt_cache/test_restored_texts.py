@@ -108,6 +108,7 @@ def test_a_chat_goes_on_after_a_restart(chat_bundle: Path, tmp_path: Path) -> No
         assert again.stats.restored_tokens > 90
 
 
+@pytest.mark.fast("reference")
 @pytest.mark.parametrize("backend", ["reference", pytest.param("mlx", marks=needs_mlx)])
 def test_only_chunks_behind_whole_chunks_are_kept(chat_bundle: Path, tmp_path: Path, backend: Any) -> None:
     with load(chat_bundle, backend=backend, prefill_chunk=32, prompt_cache=tmp_path) as model:

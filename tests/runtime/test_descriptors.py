@@ -27,7 +27,10 @@ from tests.support.llama2c_reference import Shape
 from tests.support.llama2c_reference import write_checkpoint as write_llama2c
 from tests.support.models import write_checkpoint
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/fd")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/fd"),
+    pytest.mark.usefixtures("quick_collections"),
+]
 
 
 def open_files() -> list[str]:
@@ -53,6 +56,7 @@ def none_left_open() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.mark.fast("exact")
 @pytest.mark.parametrize("sparsity", ["dense", "exact"])
 def test_a_closed_model_has_no_file_open(relu_chat_bundle: Path, sparsity: str) -> None:
     with load(relu_chat_bundle, sparsity=sparsity, threads=1) as warm_up:
@@ -83,6 +87,7 @@ def three_records(tmp_path_factory: pytest.TempPathFactory) -> RecordFile:
     return write_records(tmp_path_factory.mktemp("flash") / "records.flash", 3)
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("ring", [False, True])
 def test_a_closed_reader_has_no_file_open_and_reads_nothing(three_records: RecordFile, ring: bool) -> None:
     with none_left_open():
@@ -100,6 +105,7 @@ def test_a_closed_reader_has_no_file_open_and_reads_nothing(three_records: Recor
             stream.next()
 
 
+@pytest.mark.fast("3")
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_refused_checkpoint_has_no_file_open(tmp_path: Path, shards: int) -> None:
     source = write_checkpoint(tmp_path / "source", shards=shards)
@@ -149,7 +155,7 @@ def use():
 use()
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 refused = 0
-for limit in range(3, 40):
+for limit in range(3, 40, 2):
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         use()
@@ -168,4 +174,4 @@ def test_too_few_descriptors_are_not_damage(relu_chat_bundle: Path) -> None:
         [sys.executable, "-c", SCARCE, str(relu_chat_bundle)], capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
-    assert int(result.stdout.split()[1]) > 5
+    assert int(result.stdout.split()[1]) > 3

@@ -72,7 +72,7 @@ def largest_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     always_draft(monkeypatch, [DRAFT_NODES])
 
 
-@pytest.mark.fast("itself", "other vocabulary")
+@pytest.mark.fast("itself")
 @pytest.mark.parametrize("drafts", ["another", "itself", "other vocabulary", "shared tokens"])
 def test_a_second_model_leaves_every_token_as_it_is(
     target: Path, draft: Path, drafts: str, largest_trees: None, monkeypatch: pytest.MonkeyPatch

@@ -34,7 +34,7 @@ def test_the_bits_of_each_alone(mode: str, parts: Parts, request: pytest.Fixture
     bundle = request.getfixturevalue("expert_bundle") if mode == "experts" else None
     options: dict[str, Any] = {"sparsity": mode, "threads": 2, "prefill_chunk": 29, "memory_pressure": "off"}
     with load(bundle, **options) as model:
-        requests = asked(model, 4 if mode == "experts" else 8)
+        requests = asked(model, 4 if mode == "experts" else 6)
         expected = alone(model, requests)
     assert not parts
     for clients in (3, len(requests)):
@@ -108,6 +108,7 @@ def test_without_memory_for_all_the_last_ones_compute_theirs_again(parts: Parts)
     assert prompt_rows > sum(len(ids) for ids, _ in requests), "nothing was computed twice"
 
 
+@pytest.mark.slow
 def test_a_budget_that_changes_takes_memory_and_changes_no_text() -> None:
     options: dict[str, Any] = {"sparsity": "dense", "speculation": "off", "memory_pressure": "off"}
     wanted = {**ENDS, "max_tokens": 60, "temperature": 0.9}

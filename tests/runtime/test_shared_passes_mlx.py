@@ -69,6 +69,7 @@ def test_the_bits_of_each_alone(
     assert any(drafted for each in parts for _, drafted in each) == (drafter != "off")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rows_measured_anew")
 def test_no_more_rows_share_a_pass_than_a_fault_leaves(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts take turns, chunks of prompts run whole, and lost memory is computed to the same bits."""
@@ -105,6 +106,7 @@ def test_where_two_rows_differ_there_is_one_at_a_time(monkeypatch: pytest.Monkey
         assert model.runtime.parallel == 1
 
 
+@pytest.mark.slow
 def test_texts_that_leave_harm_no_other(parts: Parts) -> None:
     with loaded(SHIPPED) as model:
         requests = requests_of(model)

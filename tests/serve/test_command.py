@@ -55,6 +55,7 @@ def asked(url: str, context: ssl.SSLContext | None = None) -> Any:
         return json.load(answer)
 
 
+@pytest.mark.fast("2-130")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
 def test_it_answers_and_stops_on_a_signal(chat_bundle: Path, number: int, code: int) -> None:
     with serving(chat_bundle, "--threads", 1) as (process, url):
@@ -81,7 +82,8 @@ def test_tls_is_uvicorn_s(chat_bundle: Path, tmp_path: Path) -> None:
     if openssl is None:
         pytest.skip("there is no openssl to make a certificate with")
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    made = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    made = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
+    made += " -addext subjectAltName=IP:127.0.0.1"
     files = ["-keyout", str(key), "-out", str(certificate)]
     subprocess.run([openssl, *made.split(), *files], check=True, capture_output=True)
     trusting = ssl.create_default_context(cafile=certificate)

@@ -124,7 +124,7 @@ def test_another_model_waits_until_all_have_ended(chat_bundle: Path) -> None:
         assert all(map(text, answers))
 
 
-@pytest.mark.fast("*prompts0", "*prompts2")
+@pytest.mark.fast("*prompts0")
 @pytest.mark.parametrize(
     ("dialect", "path", "prompts"),
     [

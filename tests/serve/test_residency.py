@@ -61,7 +61,7 @@ def _residents(draw: st.DrawFn) -> list[Resident]:
     ]
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(st.integers(0, 200), st.integers(0, 200), st.integers(0, 500), _residents())
 def test_there_is_room_wherever_idle_models_can_make_it(
     least: int, more: int, budget: int, residents: list[Resident]

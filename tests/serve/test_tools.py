@@ -378,6 +378,7 @@ EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
 NOW = {"type": "function", "function": {"name": "now", "parameters": EMPTY}}
 
 
+@pytest.mark.fast("required")
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "convert"}}])
 def test_a_call_that_must_come_obeys_its_schema(tooled: Serving, client: Any, choice: Any) -> None:
     """The model has random weights: nothing but the grammar makes it call."""

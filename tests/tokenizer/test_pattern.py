@@ -192,7 +192,7 @@ def test_no_pattern_that_passes_takes_more_steps_than_it_is_said_to() -> None:
     draw = random.Random(7)
     passed = refused = 0
     tightest = 0.0
-    while passed < 400:
+    while passed < 150:
         part = random_part(draw, 4)
         try:
             cost = pattern_cost(part.source)
@@ -208,5 +208,5 @@ def test_no_pattern_that_passes_takes_more_steps_than_it_is_said_to() -> None:
             steps = steps_over(part, text)
             assert steps <= allowed, (part.source, text, cost)
             tightest = max(tightest, steps / allowed)
-    assert refused > 40, "what isn't refused ever is no test"
+    assert refused > 15, "what isn't refused ever is no test"
     assert tightest > 0.2, "a bound that nothing comes near says little"
