@@ -35,6 +35,7 @@ def test_every_option_has_the_default_of_its_dataclass() -> None:
     assert sampling_config(sampling) == SamplingConfig()
     assert {field.name for field in fields(SamplingConfig)} - set(SAMPLING_OPTIONS) == {
         "constraint",
+        "end_tokens",
         "logit_bias",
         "top_logprobs",
     }
@@ -49,7 +50,7 @@ def test_every_option_has_the_default_of_its_dataclass() -> None:
     ],
 )
 def test_typed_options_are_the_fields_of_their_dataclass(options: type, config: type) -> None:
-    freer = {"stop", "logit_bias"}
+    freer = {"end_tokens", "logit_bias", "stop"}
     expected, found = get_type_hints(config), get_type_hints(options)
     assert list(found) == [field.name for field in fields(config)]
     assert {name: hint for name, hint in found.items() if expected[name] != hint}.keys() <= freer
