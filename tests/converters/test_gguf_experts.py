@@ -155,7 +155,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.fast("Q5_0", "MXFP4", "Q4_1")
+@pytest.mark.fast("Q5_0", "MXFP4")
 @pytest.mark.parametrize("kind", FORMATS)
 def test_all_codes_of_experts_are_copied(source: Path, tmp_path: Path, kind: str) -> None:
     """Every value of a record is the file's, and the manifest's notes say so."""

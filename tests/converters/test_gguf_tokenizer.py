@@ -106,7 +106,7 @@ def test_llama_2_from_metadata_gives_the_ids_of_its_own_model(shared_data: Path,
     assert mine.special_tokens == {"<s>": 1, "</s>": 2}
 
 
-@pytest.mark.fast("gpt-2", "qwen2")
+@pytest.mark.fast("qwen2")
 @pytest.mark.parametrize("pre", ["gpt-2", "qwen2", "smollm", "falcon"])
 def test_byte_level_ids_are_those_of_hugging_face(shared_data: Path, tmp_path: Path, pre: str) -> None:
     """One vocabulary, split by the rules of four models; its own are those of gpt-2."""

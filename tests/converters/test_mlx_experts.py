@@ -113,6 +113,7 @@ def test_a_folder_that_isnt_quantised_is_read(tmp_path: Path) -> None:
     assert_same_weights(mine, convert(source, tmp_path / "theirs", "q4"))
 
 
+@pytest.mark.slow
 def test_modules_have_their_own_bits(tmp_path: Path) -> None:
     """As in folders of mixed bits: a layer's downs at 8, its shared expert unlike the others."""
 

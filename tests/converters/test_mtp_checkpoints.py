@@ -56,7 +56,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, case: str) -> None:
     assert 0 < sum(it > 0 for it in layer.frequencies) < layer.head_dim // 2
 
 
-@pytest.mark.fast("qwen3.5 moe-True")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "stacked"),
     [("qwen3.5 moe", True), ("qwen3 next", False), ("glm4 moe head norms", False)],

@@ -85,6 +85,7 @@ def test_its_greedy_text_is_that_of_transformers(bundle: Path, theirs: Any, text
     assert list(made.tokens) == said
 
 
+@pytest.mark.slow
 def test_its_gguf_file_gives_the_bundle_of_its_folder(source: Path, bundle: Path, tmp_path: Path) -> None:
     """But for what of a tokenizer a file can't hold."""
     path = write_mixture_gguf(tmp_path / "small-olmoe.gguf", source)

@@ -101,7 +101,8 @@ def test_principal_components_are_those_of_numpy(noisy: Planted) -> None:
         assert error(one.scores(noisy.fresh), other.scores(noisy.fresh)) < 1e-3
 
 
-@pytest.mark.parametrize("weigh_magnitude", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("weigh_magnitude", [True, False])
 def test_steps_from_one_beginning_go_where_numpy_goes(noisy: Planted, weigh_magnitude: bool) -> None:
     """Four epochs of 43 steps, after which either is as far from float64 as the other."""
     config = replace(CONFIG, weigh_magnitude=weigh_magnitude)
