@@ -96,6 +96,7 @@ def test_some_faults(shim: Path, tmp_path: Path, bundle: Path, way: str) -> None
     assert errors > 0
 
 
+@pytest.mark.slow
 def test_some_faults_of_experts(shim: Path, tmp_path: Path, expert_bundle: Path) -> None:
     counts = run_rounds(shim, tmp_path, expert_bundle, "threads", "experts", rounds=12)
     assert sum(counts["faults"]["pread"][kind] for kind in KINDS) >= 30

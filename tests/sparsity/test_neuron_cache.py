@@ -138,8 +138,14 @@ class Cache(RuleBasedStateMachine):
         assert sum(shares) <= max(self.segments * SEGMENT_SLOTS - RESERVE, 0)
 
 
+class CacheAtLength(Cache):
+    """The same with more examples."""
+
+
 TestCache = Cache.TestCase
-TestCache.settings = settings(max_examples=60, stateful_step_count=60)
+TestCache.settings = settings(max_examples=30, stateful_step_count=60)
+TestCacheAtLength = pytest.mark.slow(CacheAtLength.TestCase)
+TestCacheAtLength.settings = settings(max_examples=60, stateful_step_count=60)
 
 
 def test_the_policy_decides_who_stays() -> None:
