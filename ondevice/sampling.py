@@ -311,12 +311,12 @@ def _log(x: Floats) -> Floats:
 
 def _exp(x: Floats) -> Floats:
     """Exponential of float64 (N,) at or below 0, within 2 ulp. Values under -700 count as -700."""
-    found = np.empty_like(x)
+    powers = np.empty_like(x)
     # In pieces, as five arrays of a large vocabulary's size would be tens of megabytes.
     for start in range(0, x.size, _CHUNK):
         part = slice(start, start + _CHUNK)
-        found[part] = _exp_piece(x[part])
-    return found
+        powers[part] = _exp_piece(x[part])
+    return powers
 
 
 def _exp_piece(x: Floats) -> Floats:

@@ -75,8 +75,10 @@ def baichuan_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def text_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Of a model that sees: which of three positions turns a pair of dimensions, one and the same in a text,
-    and the layers that pictures are added to."""
+    """No config values: it reads the keys by which a vision model places pictures.
+
+    A text has one position in place of a picture's three, and no picture is added to its layers.
+    """
     metadata.array("rope.dimension_sections")
     metadata.integer("n_deepstack_layers", 0)
     return {}

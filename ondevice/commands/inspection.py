@@ -63,7 +63,7 @@ def inspection(resolved: ResolvedModel) -> dict[str, Any]:
     to the plan's own modes.
     """
     bundle, plan, frugal = resolved.bundle, resolved.plan, resolved.frugal
-    found = bundle.predictors
+    predictors = bundle.predictors
     modes = _modes(bundle)
     change = mode_change(resolved)
     return {
@@ -75,7 +75,7 @@ def inspection(resolved: ResolvedModel) -> dict[str, Any]:
         "quantisation": bundle.quant.name,
         "neurons": list(bundle.config.widths),
         "sparsity_modes": [mode.name for mode in modes if mode.available],
-        "predictor_recalls": [] if found is None else [point.recall for point in found.points],
+        "predictor_recalls": [] if predictors is None else [point.recall for point in predictors.points],
         "experts": _expert_facts(resolved),
         "expert_costs": None if bundle.expert_costs is None else trained_facts(bundle.expert_costs),
         "streams": None if bundle.streams is None else stream_facts(bundle.streams, bundle.config),

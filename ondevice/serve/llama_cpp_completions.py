@@ -395,6 +395,6 @@ def _take_gap(fields: Fields, loaded: LoadedModel, most_tokens: int) -> tuple[in
 
 
 def _file(fields: Fields) -> SourceFile:
-    found = SourceFile(fields.text("filename") or UNNAMED_FILE, fields.text("text", "") or "")
+    file = SourceFile(fields.text("filename") or UNNAMED_FILE, fields.text("text", "") or "")
     drop_unknown(fields)
-    return found
+    return file

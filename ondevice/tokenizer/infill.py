@@ -162,12 +162,12 @@ class InfillTokens:
             return []
         head = [] if self.repository is None else [self.repository, *encode(f"{REPOSITORY}\n")]
         tail = [] if self.file is None else [self.file, *encode(f"{CURRENT_FILE}\n", at_start=False)]
-        found: list[int] = []
+        context: list[int] = []
         for text in self._texts(encode, reversed(files)):
-            if room is not None and len(head) + len(text) + len(found) + len(tail) > room:
+            if room is not None and len(head) + len(text) + len(context) + len(tail) > room:
                 break
-            found = text + found
-        return [*head, *found, *tail] if found else []
+            context = text + context
+        return [*head, *context, *tail] if context else []
 
     def _texts(self, encode: _Encoder, files: Iterator[SourceFile]) -> Iterator[list[int]]:
         """Ids of each file, with its name where the model has a mark for that."""
