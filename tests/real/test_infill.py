@@ -29,6 +29,7 @@ CASES = (
 """Texts before and behind a gap, and how what belongs there begins."""
 
 
+@pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"])
 def test_it_writes_what_belongs_between(name: str, tmp_path: Path) -> None:
