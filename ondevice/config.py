@@ -299,6 +299,8 @@ class SamplingOptions(TypedDict, total=False):
     top_p: float
     min_p: float
     repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
     seed: int | None
     logit_bias: Mapping[int, float] | Iterable[tuple[int, float]]
     stop: str | Iterable[str]
@@ -317,6 +319,10 @@ class SamplingConfig:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time that the text behind the prompt has it."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of each token that the text behind the prompt has, once."""
     seed: int | None = None
     """Seed of the random numbers. With None, `seeded` draws one."""
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -343,6 +349,7 @@ class SamplingConfig:
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1"),
             ("repetition_penalty", 1e-3 <= self.repetition_penalty <= 100.0, "from 0.001 to 100"),
+            *((name, abs(getattr(self, name)) <= 2.0, "from -2 to 2") for name in _COUNT_PENALTIES),
             ("max_tokens", self.max_tokens >= 0, "0 or more"),
             ("seed", self.seed is None or 0 <= self.seed < 1 << 64, "from 0 to 2^64 - 1"),
             (
@@ -368,6 +375,16 @@ class SamplingConfig:
     def is_random(self) -> bool:
         """True if tokens are drawn by chance, so that the seed matters."""
         return self.temperature > 0.0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """True if logits depend on how often the text behind the prompt has a token."""
+        return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def penalises(self) -> bool:
+        """True if logits depend on the tokens before, by any penalty."""
+        return self.repetition_penalty != 1.0 or self.counts_tokens
 
     def seeded(self) -> SamplingConfig:
         """This config, with a seed below 2^32 drawn at random if it samples at random and has none."""
@@ -402,7 +419,8 @@ class SamplingConfig:
 
 
 _SAMPLING_INTEGERS = ("top_k", "max_tokens")
-_SAMPLING_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+_COUNT_PENALTIES = ("frequency_penalty", "presence_penalty")
+_SAMPLING_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", *_COUNT_PENALTIES)
 
 
 def _is_int(value: object) -> bool:

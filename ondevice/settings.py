@@ -71,6 +71,8 @@ _SAMPLING_HELP = {
     "top_p": "Sample from the likeliest tokens that hold this probability; 1: off.",
     "min_p": "Drop tokens less likely than this times the likeliest; 0: off.",
     "repetition_penalty": "Divide the logits of tokens seen before; 1: off.",
+    "frequency_penalty": "Take this from a token's logit for each time it was generated, -2 to 2; 0: off.",
+    "presence_penalty": "Take this from the logits of tokens that were generated, -2 to 2; 0: off.",
     "seed": "Seed of the random numbers: the same seed gives the same text; drawn and shown if not given.",
     "stop": "End the text before this string; may be given several times.",
     "max_tokens": "Most tokens to generate.",

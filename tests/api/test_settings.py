@@ -129,6 +129,8 @@ def test_values_a_field_cannot_have_are_refused_by_name(name: str, value: object
         ("top_p", None),
         ("min_p", False),
         ("repetition_penalty", [1.0]),
+        ("frequency_penalty", "0"),
+        ("presence_penalty", None),
         ("stop", "abc"),
         ("stop", (1,)),
         ("logit_bias", {1: 2.0}),
