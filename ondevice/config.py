@@ -157,6 +157,7 @@ class RuntimeOptions(TypedDict, total=False):
     draft_head: int
     kv_bits: Literal[16, 8]
     max_context: int
+    context_share: float
     prefill_chunk: int
     parallel: int
     kernel_target: Literal["auto", "scalar", "avx2", "avx512", "neon"]
@@ -205,6 +206,10 @@ class RuntimeConfig:
     max_context: int = 0
     """Most tokens of a session. 0 means the smaller of 4,096 and the model's own limit. If the budget has no
     room for that, 0 means as many as fit, down to 512."""
+    context_share: float = 0.0
+    """Share of the budget that keys and values of a longer context may take where `max_context` is 0, up to
+    the model's own limit. Nothing else that the budget holds is given up for it. Of the budget `auto` it is
+    the share of the memory that is free, and no more bytes than the weights have. 0: no longer context."""
     prefill_chunk: int = 0
     """Prompt tokens per forward pass. Fixed, so that memory pressure can't change it. 0 means 256, and 512 of
     a model with experts, whose passes read each of these once."""
@@ -242,6 +247,8 @@ class RuntimeConfig:
                 f"predictor_recall is {self.predictor_recall!r}; it must be a number {TARGET_RANGE}, one of "
                 "those that `ondevice inspect` lists for the model"
             )
+        if not _is_number(self.context_share) or not 0.0 <= self.context_share <= 1.0:
+            raise UsageError(f"context_share is {self.context_share!r}; it must be a number from 0 to 1")
         if not isinstance(self.dram_budget, str) and not _is_int(self.dram_budget):
             raise UsageError(f"dram_budget is {self.dram_budget!r}; it must be a string or a number of bytes")
         if not isinstance(self.draft_model, str | os.PathLike):
