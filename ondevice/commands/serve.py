@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ondevice.commands.opening import loaded_model, resolved_model
+from ondevice.commands.opening import CONTEXT_SHARE, loaded_model, resolved_model, runtime_of
 from ondevice.commands.options import Command, Text, add_options, hosts_option, model_flag, option, yes_option
 from ondevice.commands.sharing import require_alone
 from ondevice.commands.terminal import say
 from ondevice.config import RuntimeConfig
 from ondevice.errors import BackendUnavailableError, UsageError
 from ondevice.serve.config import ServeConfig
-from ondevice.settings import PROMPT_CACHE_OPTIONS, RUNTIME_OPTIONS, runtime_config
+from ondevice.settings import PROMPT_CACHE_OPTIONS, RUNTIME_OPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,19 +79,21 @@ def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) 
         values["dram_budget"] = _budget_of_all()
     # The last to be resolved is the first model, so that the plan counts what the others have left behind.
     facts: list[ModelFacts] = []
-    paths: dict[str, Path] = {}
+    known: dict[str, tuple[Path, RuntimeConfig]] = {}
     for each in reversed(named):
-        resolved = resolved_model(each, values, yes, config.parallel)
+        resolved = resolved_model(each, values, yes, config.parallel, CONTEXT_SHARE)
         facts.insert(0, _facts(resolved))
-        paths[resolved.bundle.name] = resolved.bundle.path
+        path = resolved.bundle.path
+        known[resolved.bundle.name] = path, runtime_of(path, values, config.parallel, CONTEXT_SHARE)
     _require_different(facts)
 
     def load(name: str, budget_bytes: int | None) -> Model:
         from ondevice import api
 
-        budget = {} if budget_bytes is None else {"dram_budget": budget_bytes}
-        runtime = replace(runtime_config(values | budget), parallel=config.parallel)
-        return api.Model(api.open_model(paths[name], runtime))
+        path, runtime = known[name]
+        if budget_bytes is not None:
+            runtime = replace(runtime, dram_budget=budget_bytes)
+        return api.Model(api.open_model(path, runtime))
 
     with _logging(), loaded_model(resolved, _log_plan) as first:
         del resolved
@@ -122,7 +124,8 @@ def _facts(resolved: ResolvedModel) -> ModelFacts:
     from ondevice.serve.server import facts_of
 
     tokenizer = text_tokenizer(resolved)
-    return facts_of(resolved.bundle.name, resolved.bundle, resolved.frugal.plan, tokenizer)
+    context = resolved.plan.max_context
+    return facts_of(resolved.bundle.name, resolved.bundle, resolved.frugal.plan, tokenizer, context)
 
 
 def _budget_of_all() -> int:

@@ -48,6 +48,9 @@ class ModelFacts:
     nbytes: int
     quantisation: str
     max_context: int
+    """Most tokens that the model was made for."""
+    planned_context: int
+    """Tokens that a text may have by the plan that was made before it was loaded."""
     vocab_size: int
     digest: str
     """What tells this bundle from others: a SHA-256 in hex."""
@@ -191,6 +194,15 @@ class Models:
             )
         return found
 
+    def loaded_as(self, facts: ModelFacts) -> LoadedModel | None:
+        """The model as it is loaded; None if it isn't."""
+        return next((loaded for loaded in self.residents if loaded.facts is facts), None)
+
+    def context_tokens(self, facts: ModelFacts) -> int:
+        """Tokens that a text of a model may have, its prompt included."""
+        loaded = self.loaded_as(facts)
+        return facts.planned_context if loaded is None else loaded.model.plan.max_context
+
     @asynccontextmanager
     async def turn(self, facts: ModelFacts, follows: bool = False) -> AsyncIterator[LoadedModel]:
         """A context in which the caller may generate, with the model loaded.
@@ -220,11 +232,11 @@ class Models:
     @asynccontextmanager
     async def at_hand(self, facts: ModelFacts) -> AsyncIterator[LoadedModel]:
         """A context with the model loaded, for work that is no generation. It waits only for loading."""
-        for loaded in self.residents:
-            if loaded.facts is facts:
-                with loaded.working():
-                    yield loaded
-                return
+        known = self.loaded_as(facts)
+        if known is not None:
+            with known.working():
+                yield known
+            return
         async with self.turn(facts) as loaded:
             yield loaded
 

@@ -112,7 +112,7 @@ async def _show(service: Service, request: Request) -> Response:
     return json_answer(
         {
             "modelfile": "",
-            "parameters": "",
+            "parameters": f"{'num_ctx':<30} {service.models.context_tokens(facts)}",
             "template": facts.template,
             "details": _details(facts),
             "model_info": {

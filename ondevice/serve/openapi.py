@@ -306,6 +306,7 @@ POSTS: dict[str, Schema] = {
 }
 GETS = (
     "/v1/models",
+    "/api/v0/models",
     "/api/tags",
     "/api/ps",
     "/api/version",
@@ -324,10 +325,9 @@ def routes(service: Service) -> list[Route]:
 def document() -> Schema:
     """The OpenAPI document, version 3.1."""
     paths: dict[str, Schema] = {path: {"get": _operation()} for path in GETS}
-    paths["/v1/models/{name}"] = {
-        "get": _operation()
-        | {"parameters": [{"name": "name", "in": "path", "required": True, "schema": TEXT}]}
-    }
+    for path in ("/v1/models/{name}", "/api/v0/models/{name}"):
+        name = {"name": "name", "in": "path", "required": True, "schema": TEXT}
+        paths[path] = {"get": _operation() | {"parameters": [name]}}
     for path, schema in POSTS.items():
         body = {"required": True, "content": {"application/json": {"schema": schema}}}
         paths[path] = {"post": _operation(path not in embeddings.PATHS) | {"requestBody": body}}
