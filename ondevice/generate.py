@@ -462,12 +462,16 @@ def check_prompt(prompt: Sequence[int], max_context: int, limit: int, wanted: in
         remedy = f" or raise --max-context (this model's limit is {limit})" if max_context < limit else ""
         raise ContextOverflowError(
             f"the prompt (in a conversation with all that was said before) has at least {len(prompt)} tokens "
-            f"and the context holds {max_context}; shorten it{remedy}"
+            f"and the context holds {max_context}; shorten it{remedy}",
+            len(prompt),
+            max_context,
         )
     if len(prompt) + wanted > max_context:
         raise ContextOverflowError(
             f"{len(prompt)} tokens of prompt and {wanted} of text don't fit the context of {max_context}; "
-            "ask for fewer"
+            "ask for fewer",
+            len(prompt) + wanted,
+            max_context,
         )
 
 

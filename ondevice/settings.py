@@ -160,8 +160,10 @@ OTHER_SETTINGS: dict[str, type] = {
     "host": str,
     "port": int,
     "api_key": str,
-    "allow_host": str,
-    "allow_origin": str,
+    "allow_host": tuple,
+    "allow_origin": tuple,
+    "alias": tuple,
+    "strict": bool,
     "queue": int,
     "parallel": int,
     "ssl_certfile": str,
@@ -169,7 +171,8 @@ OTHER_SETTINGS: dict[str, type] = {
     "ssl_keyfile_password": str,
     "verbose": bool,
 }
-"""Types of the command line's settings that aren't fields of a config dataclass, by name."""
+"""Types of the command line's settings that aren't fields of a config dataclass, by name. Those of type tuple
+may be given several times."""
 MODEL_TABLES = "models"
 """Key of the settings file's tables of single models: `[models.NAME]`."""
 MODEL_OPTIONS = ("max_context",)
@@ -362,33 +365,36 @@ def _model_tables(path: Path, tables: Any) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _kind(name: str) -> type:
+    """The type of an option's values; tuple if it may be given several times."""
+    return _OPTIONS[name].kind if name in _OPTIONS else OTHER_SETTINGS[name]
+
+
 def _wanted(name: str) -> str:
     """The type of this option's TOML value, in words."""
-    option = _OPTIONS.get(name)
-    if option is not None and option.multiple:
-        return "a string or a list of strings"
     if name in _SIZES:
         return "a string, or a number of bytes"
-    names = {int: "an integer, without quotes", float: "a number, without quotes", bool: "true or false"}
-    return names.get(OTHER_SETTINGS[name] if option is None else option.kind, "a string")
+    names = {
+        tuple: "a string or a list of strings",
+        int: "an integer, without quotes",
+        float: "a number, without quotes",
+        bool: "true or false",
+    }
+    return names.get(_kind(name), "a string")
 
 
 def _has_type(name: str, value: Any) -> bool:
-    option = _OPTIONS.get(name)
-    kind = OTHER_SETTINGS[name] if option is None else option.kind
+    kind = _kind(name)
     if isinstance(value, bool):
         return kind is bool
-    if option is not None and option.multiple:
-        return isinstance(value, str) or (
-            isinstance(value, list) and all(isinstance(item, str) for item in value)
-        )
-    allowed: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), str: (str,), bool: ()}
-    return isinstance(value, (str, int) if name in _SIZES else allowed[kind])
+    if isinstance(value, list):
+        return kind is tuple and all(isinstance(item, str) for item in value)
+    allowed: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), bool: ()}
+    return isinstance(value, (str, int) if name in _SIZES else allowed.get(kind, (str,)))
 
 
 def _as_option(name: str, value: Any) -> Any:
     """The value as the command line would pass it."""
-    option = _OPTIONS.get(name)
-    if option is not None and option.multiple and isinstance(value, str):
+    if _kind(name) is tuple and isinstance(value, str):
         return [value]
-    return str(value) if option is not None and option.choices else value
+    return str(value) if name in _OPTIONS and _OPTIONS[name].choices else value

@@ -53,6 +53,14 @@ PACKAGES = ("starlette", "uvicorn")
     help="A name of this machine by which it may be called, beside localhost and addresses.",
 )
 @option("--allow-origin", type=Text(), multiple=True, help="An origin whose pages may call the server.")
+@option(
+    "--alias",
+    type=Text(),
+    multiple=True,
+    metavar="PATTERN=NAME",
+    help="Another name of a model, which may be a pattern: claude-*=NAME.",
+)
+@option("--strict", is_flag=True, help="Refuse fields of requests that the server doesn't know.")
 @option("--ssl-certfile", type=Text(), default="", show_default=False, help="TLS certificate; serves https.")
 @option("--ssl-keyfile", type=Text(), default="", show_default=False, help="The certificate's key.")
 @option("--ssl-keyfile-password", type=Text(), default="", show_default=False, help="The key's password.")
@@ -86,6 +94,7 @@ def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) 
         path = resolved.bundle.path
         known[resolved.bundle.name] = path, runtime_of(path, values, config.parallel, CONTEXT_SHARE)
     _require_different(facts)
+    config.aliases([fact.name for fact in facts])
 
     def load(name: str, budget_bytes: int | None) -> Model:
         from ondevice import api

@@ -28,31 +28,32 @@ def routes(service: Service) -> list[Route]:
 
 
 async def _list(service: Service, request: Request) -> Response:
-    found = [_shown(service, request, facts) for facts in service.models.facts.values()]
+    listed = service.models.listed
+    found = [_shown(service, request, name, facts) for name, facts in listed]
     if _is_anthropic(request):
-        names = list(service.models.facts)
         return json_answer(
-            {"data": found, "has_more": False, "first_id": names[0], "last_id": names[-1]},
+            {"data": found, "has_more": False, "first_id": listed[0][0], "last_id": listed[-1][0]},
         )
     return json_answer({"object": "list", "data": found})
 
 
 async def _one(service: Service, request: Request) -> Response:
-    return json_answer(_shown(service, request, service.models.find(request.path_params["name"])))
+    name = request.path_params["name"]
+    return json_answer(_shown(service, request, name, service.models.find(name)))
 
 
 def _is_anthropic(request: Request) -> bool:
     return "anthropic-version" in request.headers
 
 
-def _shown(service: Service, request: Request, facts: ModelFacts) -> dict[str, Any]:
+def _shown(service: Service, request: Request, name: str, facts: ModelFacts) -> dict[str, Any]:
     context = service.models.context_tokens(facts)
     if _is_anthropic(request):
         made = datetime.fromtimestamp(facts.created, UTC).isoformat().replace("+00:00", "Z")
-        named = {"type": "model", "id": facts.name, "display_name": facts.name, "created_at": made}
+        named = {"type": "model", "id": name, "display_name": facts.name, "created_at": made}
         return named | {"max_input_tokens": context, "max_tokens": context}
     return {
-        "id": facts.name,
+        "id": name,
         "object": "model",
         "created": facts.created,
         "owned_by": "ondevice",
