@@ -94,9 +94,13 @@ def test_a_context_that_was_asked_for_is_kept_or_refused_with_the_one_that_fits(
 
 
 def longest_within(bundle: Path, most_bytes: float) -> int:
-    """Tokens of the longest context from 4,096 on whose keys and values have at most so many bytes."""
-    lengths = range(LONGEST, 2 * LONGEST + 1, CONTEXT_STEP)
-    return max(it for it in lengths if plan_of(bundle, max_context=it).kv_cache_bytes <= most_bytes)
+    """Tokens of the longest context from 4,096 on that takes at most so many bytes for keys and values, and
+    beyond 4,096 for scratch memory.
+    """
+    plans = [plan_of(bundle, max_context=it) for it in range(LONGEST, 2 * LONGEST + 1, CONTEXT_STEP)]
+    least = plans[0].activation_bytes
+    taken = {it.max_context: it.kv_cache_bytes + it.activation_bytes - least for it in plans}
+    return max(context for context, nbytes in taken.items() if nbytes <= most_bytes)
 
 
 @pytest.mark.parametrize("budget", ["220MB", "300MB", "400MB", "8GB"])
