@@ -131,12 +131,13 @@ def test_a_named_context_or_a_small_budget_leaves_the_share_unused(bundle: Path)
     assert (named.max_context, named.context_share) == (5000, 0.0)
     short = plan_of(bundle, dram_budget=budget_for(bundle, 1536), context_share=1.0)
     assert (short.max_context, short.wanted_context, short.context_share) == (1536, LONGEST, 0.0)
-    full = plan_of(bundle, dram_budget="8GB", max_context=LONGEST).full_bytes
-    for budget in (full, full - 1, full + (8 << 20)):
+    whole = plan_of(bundle, dram_budget="8GB", max_context=LONGEST)
+    edge = whole.resident_budget_bytes + whole.embedding_bytes
+    for budget in (edge, edge - 1, edge + (8 << 20)):
         plan = plan_of(bundle, dram_budget=budget, context_share=1.0)
         plain = plan_of(bundle, dram_budget=budget)
-        assert plan.embedding_resident == plain.embedding_resident == (budget >= full)
-        assert (plan.max_context > LONGEST) == (budget > full)
+        assert plan.embedding_resident == plain.embedding_resident == (budget >= edge)
+        assert (plan.max_context > LONGEST) == (budget > edge)
 
 
 def test_the_automatic_budget_grows_no_more_than_by_the_weights(bundle: Path, tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def test_the_automatic_budget_grows_no_more_than_by_the_weights(bundle: Path, tm
     plan = plan_of(bundle, context_share=0.25)
     assert plan.model_bytes < plan_of(bundle, max_context=LONGEST).kv_cache_bytes
     assert (plan.max_context, plan) == (LONGEST, plan_of(bundle))
-    shape = {"head_dim": 8, "max_position_embeddings": 2 * LONGEST, "intermediate_size": 4096}
+    shape = {"head_dim": 8, "max_position_embeddings": 2 * LONGEST, "intermediate_size": 8192}
     larger = convert_bundle(write_chat_checkpoint(tmp_path / "checkpoint", **shape), tmp_path / "larger")
     plan = plan_of(larger, context_share=0.25)
     assert plan.max_context == longest_within(larger, 10**12, plan.model_bytes) > LONGEST
