@@ -93,6 +93,90 @@ def test_a_context_that_was_asked_for_is_kept_or_refused_with_the_one_that_fits(
     assert (found.fits, found.max_context, found.wanted_context) == (True, 1500, 0)
 
 
+def longest_within(bundle: Path, budget: int, most_bytes: float) -> int:
+    """Tokens of the longest context from 4,096 on with which everything stays in memory, and that takes at
+    most so many bytes for keys and values and, beyond 4,096 tokens, for scratch memory.
+    """
+    plans = [plan_of(bundle, max_context=it) for it in range(LONGEST, 2 * LONGEST + 1, CONTEXT_STEP)]
+    least = plans[0].activation_bytes
+    fitting = [it for it in plans if it.full_bytes <= budget]
+    return max(
+        it.max_context for it in fitting if it.kv_cache_bytes + it.activation_bytes - least <= most_bytes
+    )
+
+
+@pytest.mark.parametrize("more", [20, 60, 150, 8000])
+def test_a_share_of_the_budget_makes_the_default_context_longer(bundle: Path, more: int) -> None:
+    """As long as keys and values stay within it, up to the model's own; what a text takes first stays."""
+    budget = plan_of(bundle, dram_budget="8GB", max_context=LONGEST).full_bytes + more * 10**6
+    plain = plan_of(bundle, dram_budget=budget)
+    plan = plan_of(bundle, dram_budget=budget, context_share=0.25)
+    assert (plain.max_context, plain.context_share) == (LONGEST, 0.0)
+    assert plan.max_context == longest_within(bundle, budget, budget / 4)
+    assert (plan.context_share == 0.25) == (plan.max_context > LONGEST)
+    assert (plan.fits, plan.offloads_weights, plan.embedding_resident) == (True, False, True)
+    # Only attention's scores are longer.
+    assert plan.start_bytes - plain.start_bytes < 4 << 20
+    if more == 8000:
+        taken = 100 * plan.kv_cache_bytes // budget
+        words = f"context {2 * LONGEST} tokens, whose keys and values take up to {taken} % of the budget"
+        assert plan_summary(plan).endswith(f"\n      {words}")
+        with load(bundle, dram_budget=budget, context_share=0.25, **OPTIONS) as model:
+            assert model.plan.max_context == model.runtime.max_context == 2 * LONGEST
+
+
+def test_a_named_context_or_a_small_budget_leaves_the_share_unused(bundle: Path) -> None:
+    """Nor does a longer context push out weights that are in memory without it."""
+    named = plan_of(bundle, dram_budget="8GB", context_share=0.25, max_context=5000)
+    assert (named.max_context, named.context_share) == (5000, 0.0)
+    short = plan_of(bundle, dram_budget=budget_for(bundle, 1536), context_share=1.0)
+    assert (short.max_context, short.wanted_context, short.context_share) == (1536, LONGEST, 0.0)
+    whole = plan_of(bundle, dram_budget="8GB", max_context=LONGEST)
+    edge = whole.resident_budget_bytes + whole.embedding_bytes
+    for budget in (edge, edge - 1, edge + (8 << 20)):
+        plan = plan_of(bundle, dram_budget=budget, context_share=1.0)
+        plain = plan_of(bundle, dram_budget=budget)
+        assert plan.embedding_resident == plain.embedding_resident == (budget >= edge)
+        assert (plan.max_context > LONGEST) == (budget > edge)
+
+
+def test_the_automatic_budget_grows_no_more_than_by_the_weights(bundle: Path, tmp_path: Path) -> None:
+    """A small model's plan isn't made large by its context; that of a model with more weights is longer."""
+    plan = plan_of(bundle, context_share=0.25)
+    assert plan.model_bytes < plan_of(bundle, max_context=LONGEST).kv_cache_bytes
+    assert (plan.max_context, plan) == (LONGEST, plan_of(bundle))
+    shape = {"head_dim": 8, "max_position_embeddings": 2 * LONGEST, "intermediate_size": 8192}
+    larger = convert_bundle(write_chat_checkpoint(tmp_path / "checkpoint", **shape), tmp_path / "larger")
+    plan = plan_of(larger, context_share=0.25)
+    assert plan.max_context == longest_within(larger, 10**12, plan.model_bytes) > LONGEST
+    assert plan.budget_bytes == plan.full_bytes == plan.total_bytes
+
+
+def test_chat_and_inspect_take_the_share_and_generate_does_not(
+    bundle: Path, ondevice: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = plan_of(bundle, dram_budget="8GB", max_context=LONGEST).full_bytes
+    options = ("-m", bundle, "--threads", 1, "--dram-budget", full + 150 * 10**6)
+    shown = ondevice("inspect", *options, "--json").json["plan"]
+    longer = shown["max_context"]
+    assert (longer > LONGEST, shown["context_share"]) == (True, 0.25)
+    words = f"context {longer} tokens, whose keys and values take up to "
+    assert re.search(
+        rf"^memory for .*, {words}\d+ % of the budget, with ", ondevice("inspect", *options).out, re.M
+    )
+    assert words in ondevice("chat", *options, "--max-tokens", 2, stdin="Hi\n").err
+    assert f"at {LONGEST} tokens" in ondevice("generate", *options, "-p", "Once", "--max-tokens", 2).err
+    # A model's own settings yield to flags and variables.
+    (tmp_path / "config.toml").write_text("max_context = 700\n[models.bundle]\nmax-context = 600\n")
+    for command in (("inspect",), ("generate", "-p", "Once", "--max-tokens", 2)):
+        found = ondevice(*command, *options, "--json")
+        assert found.code == 0
+        assert "600 tokens" in found.err or found.json["plan"]["max_context"] == 600
+    assert ondevice("inspect", *options, "--max-context", 900, "--json").json["plan"]["max_context"] == 900
+    monkeypatch.setenv("ONDEVICE_MAX_CONTEXT", "800")
+    assert ondevice("inspect", *options, "--json").json["plan"]["max_context"] == 800
+
+
 def test_what_training_and_profiles_read_does_not_follow_the_budget() -> None:
     assert max(PIECE_TOKENS, OWN_PIECE_TOKENS) <= LEAST_CONTEXT
 
