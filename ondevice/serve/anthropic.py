@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,6 +57,9 @@ from ondevice.stats import PromptUse
 
 DROPPED_BLOCKS = ("thinking", "redacted_thinking")
 """Blocks of an assistant's turn that aren't its text."""
+BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
+"""What Claude Code puts before its system text for Anthropic's servers, with a value that changes with every
+request: a model doesn't read it, and no prompt would begin as the last one did."""
 TOOL_BLOCKS = {"assistant": "tool_use", "user": "tool_result"}
 """Blocks of each role that aren't its text."""
 
@@ -206,8 +210,10 @@ def _take_tool_blocks(fields: Fields, role: str) -> tuple[list[dict[str, Any]], 
 def _text(fields: Fields, name: str, dropped: tuple[str, ...]) -> str | None:
     """A string, or the text of a list of blocks; blocks of the kinds `dropped` are left out."""
     value = fields.take(name)
-    if value is None or isinstance(value, str):
-        return value
+    if isinstance(value, str):
+        return _without_billing(name, value)
+    if value is None:
+        return None
     if not isinstance(value, list):
         fields.refuse(name, "must be a string or a list of blocks")
     texts = []
@@ -218,10 +224,14 @@ def _text(fields: Fields, name: str, dropped: tuple[str, ...]) -> str | None:
             continue
         if kind != "text":
             block.refuse("type", f"is {kind[:40]!r}; this server takes text")
-        texts.append(block.required_text("text"))
+        texts.append(_without_billing(name, block.required_text("text")))
         block.ignore("cache_control", "citations")
         block.close()
     return "".join(texts)
+
+
+def _without_billing(name: str, text: str) -> str:
+    return BILLING_HEADER.sub("", text) if name == "system" else text
 
 
 def _take_prompting(fields: Fields) -> PromptOptions:

@@ -32,8 +32,6 @@ SEND_SECONDS = 60.0
 """Longest time for which a client may not read what it is sent."""
 STOP_SECONDS = 5
 """Longest time that answers under way have to end once the server stops."""
-SESSIONS = 4
-"""Conversations whose keys and values a model keeps, as far as its budget has room for them."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,8 @@ class ServeConfig:
     """Names by which the server may be called, beside localhost, `host` and addresses."""
     allow_origin: tuple[str, ...] = ()
     """Origins of pages elsewhere that may call the server, such as https://chat.example.com."""
+    warm: tuple[str, ...] = ()
+    """Files of requests whose prompts are read as the server starts."""
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
     ssl_keyfile_password: str = ""

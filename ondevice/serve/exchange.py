@@ -12,6 +12,7 @@ import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,11 @@ from ondevice.settings import sampling_options, with_model_defaults
 if TYPE_CHECKING:
     from ondevice.api import Model
     from ondevice.scoring import TokenScore
+    from ondevice.stats import GenerationStats
     from ondevice.tokenizer import Tokenizer
+
+prompts_read: ContextVar[list[GenerationStats] | None] = ContextVar("prompts_read", default=None)
+"""Where the prompts of a request are read and nothing is written behind them: their stats go here."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,8 @@ async def _generate(service: Service, asked: Asked, running: Generation) -> None
                         service.metrics.add("generated_tokens_total")
                     if event.stats is not None:
                         service.metrics.generated(event.stats, event.finish_reason or "")
+                        if (read := prompts_read.get()) is not None:
+                            read.append(event.stats)
                     for each in _settled(event, kept):
                         running.add(each)
     except RequestError as error:
@@ -169,14 +176,17 @@ def _settled(event: Event, kept: deque[Event]) -> Iterator[Event]:
 async def _events(loaded: LoadedModel, asked: Asked, running: Generation) -> AsyncGenerator[Event, None]:
     model = loaded.model
     options = {"max_tokens": model.plan.max_context} | asked.options
+    if prompts_read.get() is not None:
+        options |= {"max_tokens": 0, "constraint": None}
     sampling = sampling_options(None, options)  # type: ignore[arg-type]
     if asked.messages is not None:
         sampling = recommended(model.bundle.manifest.generation, sampling, asked.options)
-        with loaded.session_for(asked.messages) as session:
-            reply = session.astream_messages(asked.messages, prompt=asked.prompting, sampling=sampling)
-            async with aclosing(reply) as events:
-                async for event in events:
-                    yield event
+        # Its state is what an earlier text has left of the prompt, and is left for later ones.
+        session = model.session(cache_prompt=True)
+        reply = session.astream_messages(asked.messages, prompt=asked.prompting, sampling=sampling)
+        async with aclosing(reply) as events:
+            async for event in events:
+                yield event
         return
     async with aclosing(_continued(model, asked, sampling, running)) as events:
         async for event in events:
@@ -196,7 +206,9 @@ async def _continued(
     if asked.suffix is not None:
         sampling = replace(sampling, end_tokens=model.infill.ends)
     if asked.scores is None:
-        async with aclosing(model.astream(tokens=running.prompt, sampling=sampling)) as events:
+        kept = asked.cache_prompt
+        continued = model.astream(tokens=running.prompt, cache_prompt=kept, sampling=sampling)
+        async with aclosing(continued) as events:
             async for event in events:
                 yield event
         return
