@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 MAX_KEPT = 64
 """Most prefixes that are kept, so that finding the longest takes no time."""
-SHARED_TOKENS = 32
+SHARED_TOKENS = 8
 """Fewest tokens for whose sake a text begins with another's state."""
 LOST_SHARE = 16
 """A state is copied where a text would take at most this many tokens from it for each one that it would lose;
