@@ -159,6 +159,7 @@ OTHER_SETTINGS: dict[str, type] = {
     "api_key": str,
     "allow_host": str,
     "allow_origin": str,
+    "warm": str,
     "queue": int,
     "parallel": int,
     "ssl_certfile": str,
