@@ -234,6 +234,7 @@ class Model:
         tokens: Sequence[int] | None = None,
         special: bool = True,
         suffix: str | None = None,
+        cache_prompt: bool = False,
         sampling: SamplingConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Response:
@@ -246,6 +247,8 @@ class Model:
                 that others wrote, which then can't speak for the model or end a turn.
             suffix: the text behind a gap that the prompt stands before; what belongs between them is
                 written, with the tokens that code models have for that. Both are plain text.
+            cache_prompt: whether to go on from what an earlier text has left of the prompt, and to leave what
+                this one computes for later ones, as far as memory allows.
             sampling: the options in one object.
             options: fields of SamplingConfig. The default is greedy decoding.
 
@@ -253,7 +256,13 @@ class Model:
         that the model has no tokens for, UsageError, FlashReadError.
         """
         events = self.stream(
-            prompt, tokens=tokens, special=special, suffix=suffix, sampling=sampling, **options
+            prompt,
+            tokens=tokens,
+            special=special,
+            suffix=suffix,
+            cache_prompt=cache_prompt,
+            sampling=sampling,
+            **options,
         )
         return gather(events)
 
@@ -264,6 +273,7 @@ class Model:
         tokens: Sequence[int] | None = None,
         special: bool = True,
         suffix: str | None = None,
+        cache_prompt: bool = False,
         sampling: SamplingConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Iterator[Event]:
@@ -273,7 +283,7 @@ class Model:
         """
         self._require_open()
         ids = self._prompt_ids(prompt, tokens, special, suffix)
-        return self._host.stream_ids(None, ids, self._sampling(sampling, options, suffix))
+        return self._host.stream_ids(None, ids, self._sampling(sampling, options, suffix), keep=cache_prompt)
 
     async def agenerate(
         self,
@@ -282,12 +292,19 @@ class Model:
         tokens: Sequence[int] | None = None,
         special: bool = True,
         suffix: str | None = None,
+        cache_prompt: bool = False,
         sampling: SamplingConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Response:
         """`generate` for asyncio; cancelling the task cancels the work."""
         stream = self.astream(
-            prompt, tokens=tokens, special=special, suffix=suffix, sampling=sampling, **options
+            prompt,
+            tokens=tokens,
+            special=special,
+            suffix=suffix,
+            cache_prompt=cache_prompt,
+            sampling=sampling,
+            **options,
         )
         async with aclosing(stream) as events:
             return gather([event async for event in events])
@@ -299,13 +316,14 @@ class Model:
         tokens: Sequence[int] | None = None,
         special: bool = True,
         suffix: str | None = None,
+        cache_prompt: bool = False,
         sampling: SamplingConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> AsyncGenerator[Event, None]:
         """`stream` for asyncio."""
         self._require_open()
         ids = self._prompt_ids(prompt, tokens, special, suffix)
-        return self._host.astream_ids(None, ids, self._sampling(sampling, options, suffix))
+        return self._host.astream_ids(None, ids, self._sampling(sampling, options, suffix), keep=cache_prompt)
 
     async def astream_scored(
         self,
@@ -336,14 +354,32 @@ class Model:
         finally:
             self._host.retire(key)
 
-    def session(self, instructions: str | None = None, *, when_full: WhenFull = "stop") -> Session:
-        """A conversation that keeps its keys and values between turns.
+    def session(
+        self,
+        instructions: str | None = None,
+        *,
+        when_full: WhenFull = "stop",
+        cache_prompt: bool = False,
+    ) -> Session:
+        """A conversation that keeps its keys and values between turns, and goes on from those of others that
+        begin alike.
 
         instructions: a system message. when_full: `stop` refuses a turn that doesn't fit the context, `drop`
-        forgets the oldest turns.
+        forgets the oldest turns. cache_prompt: whether its keys and values stay for later texts that begin
+        alike once it is gone, as far as memory allows.
         """
         self._require_open()
-        return Session(self._host, instructions, when_full)
+        return Session(self._host, instructions, when_full, cache_prompt)
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of keys and values: of texts that run, of sessions, and what texts have left for others."""
+        return self._engine.kv.nbytes
+
+    def drop_prefixes(self) -> None:
+        """Give the memory back of what texts have left with `cache_prompt`."""
+        self._require_open()
+        self._host.drop_prefixes()
 
     def logits(self, tokens: Sequence[int]) -> Float32:
         """Next-token logits at each position of tokens (T,): (T, V) float32, owned by the caller."""

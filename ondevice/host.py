@@ -105,29 +105,47 @@ class Host:
         """Bring what a folder has of the state behind a transcript into the cache of `key`."""
         self._run_jointly(partial(self.engine.load_state, key, self.chat_ids(messages), folder))
 
-    def retire(self, key: int) -> None:
-        """Free the cache of `key` before the next piece of work. Safe to call during garbage collection."""
-        self.engine.kv.retired.put(key)
+    def retire(self, key: int, keep: bool = False) -> None:
+        """Free the cache of `key` before the next piece of work. Safe to call during garbage collection.
+
+        keep: leave it as a prefix for other texts, as far as memory allows.
+        """
+        self.engine.kv.retired.put((key, keep))
+
+    def drop_prefixes(self) -> None:
+        """Free what texts that have ended left for others."""
+        self.owner.call(self.engine.kv.drop_kept)
 
     def stream(self, work: Callable[[IsCancelled], Iterator[T]]) -> Iterator[T]:
         """Run `work` on the owner thread and yield what it yields."""
         return self.owner.stream(work)
 
     def stream_ids(
-        self, key: int | None, ids: list[int], sampling: SamplingConfig, gate: Gate | None = None
+        self,
+        key: int | None,
+        ids: list[int],
+        sampling: SamplingConfig,
+        gate: Gate | None = None,
+        keep: bool = False,
     ) -> Iterator[Event]:
         """Events of a generation that continues `ids` with the key/value cache of `key`.
 
         A `key` of None uses a new cache. gate: tells what has to obey the constraint; None: the whole text.
+        keep: a new cache begins with what other texts left of `ids`, and is left for others.
 
         Raises ConstraintError, and BudgetError if the budget has no room for constraints.
         """
         follow = self._constraining(sampling, gate)
-        with self._last_stats.noted(self._work(key, ids, sampling, follow)) as work:
+        with self._last_stats.noted(self._work(key, ids, sampling, follow, keep)) as work:
             yield from self.owner.stream(work, joint=True)
 
     async def astream_ids(
-        self, key: int | None, ids: list[int], sampling: SamplingConfig, gate: Gate | None = None
+        self,
+        key: int | None,
+        ids: list[int],
+        sampling: SamplingConfig,
+        gate: Gate | None = None,
+        keep: bool = False,
     ) -> AsyncGenerator[Event, None]:
         """`stream_ids` for asyncio."""
         follow = None
@@ -136,7 +154,7 @@ class Host:
 
             # On another thread, because reading a grammar may take a second.
             follow = await asyncio.to_thread(self._constraining, sampling, gate)
-        with self._last_stats.noted(self._work(key, ids, sampling, follow)) as work:
+        with self._last_stats.noted(self._work(key, ids, sampling, follow, keep)) as work:
             async with aclosing(self.owner.astream(work, joint=True)) as events:
                 async for event in events:
                     yield event
@@ -183,9 +201,10 @@ class Host:
         ids: list[int],
         sampling: SamplingConfig,
         follow: Callable[[], Constrained] | None,
+        keep: bool,
     ) -> Work:
         return lambda cancelled: self.engine.steps(
-            key, ids, sampling, cancelled, None if follow is None else follow()
+            key, ids, sampling, cancelled, None if follow is None else follow(), keep
         )
 
     def _made_grammars(self) -> Grammars:

@@ -44,7 +44,14 @@ ROLES = ("system", "user", "assistant", "tool")
 class Session:
     """A conversation with one model, one reply at a time. Made by `Model.session`."""
 
-    def __init__(self, host: Host, instructions: str | None = None, when_full: WhenFull = "stop") -> None:
+    def __init__(
+        self,
+        host: Host,
+        instructions: str | None = None,
+        when_full: WhenFull = "stop",
+        cache_prompt: bool = False,
+    ) -> None:
+        """cache_prompt: as of `Model.session`."""
         if when_full not in get_args(WhenFull):
             raise UsageError(f"when_full is {when_full!r}; it must be one of {', '.join(get_args(WhenFull))}")
         self.when_full: WhenFull = when_full
@@ -56,7 +63,7 @@ class Session:
         self._instructions = instructions
         self._messages: list[dict[str, Any]] = []
         self.reset()
-        weakref.finalize(self, host.retire, self._key)
+        weakref.finalize(self, host.retire, self._key, cache_prompt)
 
     @property
     def transcript(self) -> list[dict[str, Any]]:

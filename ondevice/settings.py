@@ -164,6 +164,7 @@ OTHER_SETTINGS: dict[str, type] = {
     "allow_origin": tuple,
     "alias": tuple,
     "strict": bool,
+    "warm": tuple,
     "queue": int,
     "parallel": int,
     "ssl_certfile": str,

@@ -22,7 +22,6 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MESSAGE_KEYS, _TOOL_KEYS = 3, 2
 """Levels of keys that are no words of others: a message's, its calls' and their functions'; a tool's and its
 function's."""
-_NOT_KEPT = ("thinking", "tool_call_id", "tool_calls")
 _ROLE = re.compile(r"[a-z][a-z0-9_-]{0,63}", re.ASCII)
 # Noncharacters, which texts don't use. The private area is for texts that contain all of them anyway.
 _MARKERS = [*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xE000, 0xF900))]
@@ -83,17 +82,6 @@ def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return message
 
     return [shortened(message) for message in messages]
-
-
-def without_ids(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages without thinking and the ids of calls, which some clients don't keep."""
-
-    def plain(message: Message) -> dict[str, Any]:
-        kept = {key: value for key, value in message.items() if key not in _NOT_KEPT}
-        calls = message.get("tool_calls", ())
-        return kept | ({"tool_calls": [call["function"] for call in calls]} if calls else {})
-
-    return [plain(message) for message in messages]
 
 
 def changed_strings(value: Any, change: Callable[[str], str], own_keys: int = 0) -> Any:

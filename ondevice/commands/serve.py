@@ -61,6 +61,12 @@ PACKAGES = ("starlette", "uvicorn")
     help="Another name of a model, which may be a pattern: claude-*=NAME.",
 )
 @option("--strict", is_flag=True, help="Refuse fields of requests that the server doesn't know.")
+@option(
+    "--warm",
+    type=Text(),
+    multiple=True,
+    help="JSON of a request whose prompt, or system prompt and tools, are read at the start.",
+)
 @option("--ssl-certfile", type=Text(), default="", show_default=False, help="TLS certificate; serves https.")
 @option("--ssl-keyfile", type=Text(), default="", show_default=False, help="The certificate's key.")
 @option("--ssl-keyfile-password", type=Text(), default="", show_default=False, help="The key's password.")
@@ -79,7 +85,10 @@ def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) 
     config = ServeConfig(**given)
     # Before models are resolved, so that plans count what the server's packages take.
     from ondevice.serve.server import serve as serve_until_stopped
+    from ondevice.serve.warm import read_warm
 
+    for file in config.warm:
+        read_warm(file)
     named: list[str | None] = list(models) or [model]
     if len(named) > 1:
         require_alone(values, "a server of several models")

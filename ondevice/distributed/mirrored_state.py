@@ -75,7 +75,10 @@ class MirroredState(SequenceState):
     def _empty(self) -> MirroredState:
         return MirroredState(self._log, self.layout, self._allocate, self._release)
 
-    def _copy_to(self, copy: SequenceState) -> None:
-        super()._copy_to(copy)
+    def _copy_to(self, copy: SequenceState, n_tokens: int) -> None:
+        # Other ranks copy all of theirs.
+        super()._copy_to(copy, self.length)
         assert isinstance(copy, MirroredState)
         self._log.add(Change("fork", self.number, copy.number))
+        if n_tokens < copy.length:
+            copy.truncate(n_tokens)

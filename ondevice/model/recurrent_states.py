@@ -225,20 +225,27 @@ class RecurrentStates:
                 self._release(buffer)
         self._current = self._next = self._inputs = None
 
-    def copy_to(self, other: RecurrentStates) -> None:
-        """Give `other`, in which room is reserved, the same states."""
-        if self._current is None or other._current is None:
+    def copy_to(self, other: RecurrentStates, position: int) -> None:
+        """Give `other`, in which room is reserved, the same states, up to the checkpoint at `position` if
+        that lies before the last ones.
+        """
+        if self._current is None or other._current is None or not position:
             return
-        self.memory.copy(self._current, other._current)
-        other.position = self.position
-        if self._inputs is not None and self.tokens_ahead:
-            other._hold_inputs()
-            assert other._inputs is not None
-            self.memory.copy(self._inputs, other._inputs)
-            other.tokens_ahead = self.tokens_ahead
+        if position < self.position:
+            self.memory.copy(self.checkpoints[position], other._current)
+            other.position = position
+        else:
+            self.memory.copy(self._current, other._current)
+            other.position = self.position
+            if self._inputs is not None and self.tokens_ahead:
+                other._hold_inputs()
+                assert other._inputs is not None
+                self.memory.copy(self._inputs, other._inputs)
+                other.tokens_ahead = self.tokens_ahead
         for at, kept in self.checkpoints.items():
-            copy = other.checkpoints[at] = other._spare.pop()
-            self.memory.copy(kept, copy)
+            if at <= position:
+                copy = other.checkpoints[at] = other._spare.pop()
+                self.memory.copy(kept, copy)
 
     def checkpoint(self, position: int) -> Bytes:
         """The states of a checkpoint, (layout.nbytes,), as `load` takes them: a view or a copy."""

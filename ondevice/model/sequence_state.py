@@ -160,6 +160,12 @@ class SequenceState:
         if self.states is not None:
             self.states.mark(positions)
 
+    def nearest(self, n_tokens: int) -> int:
+        """The most tokens, at most n_tokens, that `truncate` can keep: up to a checkpoint, where layers are
+        recurrent.
+        """
+        return n_tokens if self.states is None else self.states.nearest(n_tokens)
+
     def truncate(self, n_tokens: int) -> None:
         """Keep the first n_tokens positions, and release the blocks after them.
 
@@ -168,14 +174,13 @@ class SequenceState:
         """
         if not 0 <= n_tokens <= self.length:
             raise ValueError(f"can't truncate the state of {self.length} tokens to {n_tokens}")
+        n_tokens = self.nearest(n_tokens)
         if self.states is not None:
-            n_tokens = self.states.nearest(n_tokens)
             self.states.back_to(n_tokens)
         self.drafted = max(0, n_tokens - self.verified)
         del self.tokens[n_tokens:]
-        # Of a model with recurrent layers, these are about multiples of its checkpoints' distance.
-        whole = n_tokens if self.states is None else n_tokens - n_tokens % self.states.layout.spacing
-        self.chunked, self.saved = min(self.chunked, whole), min(self.saved, whole)
+        most = self._checkpointed(n_tokens)
+        self.chunked, self.saved = min(self.chunked, most), min(self.saved, most)
         self._shrink(self.layout.blocks(n_tokens))
 
     def keep(self, start: int, path: Sequence[int], move: Callable[[int, int], None]) -> None:
@@ -202,24 +207,40 @@ class SequenceState:
             for checkpoint in self.states.settle(n_tokens, replay):
                 self._add_checkpoint(checkpoint)
 
-    def fork(self) -> SequenceState:
-        """An independent copy, with blocks of its own. It has no draft that isn't verified yet."""
+    def fork(self, n_tokens: int | None = None) -> SequenceState:
+        """An independent copy of the first n_tokens positions, with blocks of its own: as many as `nearest`
+        gives. By default it has all but a draft that isn't verified yet.
+        """
+        wanted = self.verified if n_tokens is None else min(n_tokens, self.verified)
+        copied = wanted
+        if self.states is not None:
+            wanted = min(wanted, self.states.position) if self.drafted else wanted
+            copied = self.length if wanted >= self.states.position else self.nearest(wanted)
         copy = self._empty()
-        self._copy_to(copy)
-        if self.drafted:
-            copy.truncate(self.verified if self.states is None else min(self.verified, self.states.position))
+        self._copy_to(copy, copied)
+        if copy.length > wanted:
+            copy.truncate(wanted)
         return copy
+
+    def _checkpointed(self, n_tokens: int) -> int:
+        """Up to which token `chunked` and `saved` may go in n_tokens: in a model with recurrent layers they
+        are about multiples of its checkpoints' distance.
+        """
+        return n_tokens if self.states is None else n_tokens - n_tokens % self.states.layout.spacing
 
     def _empty(self) -> SequenceState:
         """A state with the same allocator."""
         return SequenceState(self.layout, self._allocate, self._release)
 
-    def _copy_to(self, copy: SequenceState) -> None:
-        """Give an empty state what this one has. Raises the allocator's errors; it is then empty."""
+    def _copy_to(self, copy: SequenceState, n_tokens: int) -> None:
+        """Give an empty state the first n_tokens of this one: all, or up to a checkpoint where layers are
+        recurrent. Raises the allocator's errors; it is then empty.
+        """
         if self.states is not None and copy.states is not None:
             copy.states.memory = self.states.memory
-            copy.states.mark(self.states.marks)
-        copy.reserve(self.length)
+            marks = self.states.marks
+            copy.states.mark(marks if n_tokens == self.length else [at for at in marks if at <= n_tokens])
+        copy.reserve(n_tokens)
         if self.arrays is None:
             for target, source in zip(copy.blocks, self.blocks, strict=False):
                 target[:] = source
@@ -230,9 +251,10 @@ class SequenceState:
                 copy.truncate(0)
                 raise
         if self.states is not None and copy.states is not None:
-            self.states.copy_to(copy.states)
-        copy.tokens = list(self.tokens)
-        copy.chunked, copy.saved = self.chunked, self.saved
+            self.states.copy_to(copy.states, n_tokens)
+        copy.tokens = self.tokens[:n_tokens]
+        most = n_tokens if n_tokens == self.length else self._checkpointed(n_tokens)
+        copy.chunked, copy.saved = min(self.chunked, most), min(self.saved, most)
 
     def part_sizes(self, start: int, stop: int) -> list[int]:
         """Bytes of each part of the state at positions start .. stop - 1, as `part` and `load_part` have it.

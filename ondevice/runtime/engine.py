@@ -129,13 +129,18 @@ class Engine(LoadedModel):
         sampling: SamplingConfig,
         cancelled: IsCancelled,
         constrained: Constrained | None = None,
+        keep: bool = False,
     ) -> Steps[None]:
         """Continue `prompt` with the cache of `key`, or with a cache of its own that ends with it.
 
-        In steps: a job for `joint`, which lets generations share passes.
+        In steps: a job for `joint`, which lets generations share passes. keep: as of `StatePool.begin`.
         """
         check_thread(self._thread)
-        with self._cache_of(key, prompt) as kv, system_refusals():
+        if self.joint.is_leaving:
+            # What a text has read that was just given up can be taken once that has ended.
+            with suppress(Cancelled):
+                yield no_pass(self.kv.new_state(), cancelled)
+        with self._cache_of(key, prompt, keep) as kv, system_refusals():
             yield from self._generator.steps(prompt, kv, sampling, cancelled, constrained)
 
     def logits(
@@ -249,16 +254,16 @@ class Engine(LoadedModel):
         self._generator = replace(self._generator, drafting=drafting, labels=labels, prefill_chunk=rows)
 
     @contextmanager
-    def _cache_of(self, key: int | None, prompt: Sequence[int]) -> Iterator[SequenceState]:
+    def _cache_of(self, key: int | None, prompt: Sequence[int], keep: bool) -> Iterator[SequenceState]:
         """A context with the cache of `key`, which holds no more than the beginning of `prompt`."""
-        with self.kv.use(key, stored=True) as kv:
-            self.kv.rewind(kv, prompt)
+        with self.kv.begin(key, prompt, keep) as kv:
             self.grow_beside(kv, len(prompt) + 1)
             yield kv
 
     def _answered(self, requests: Sequence[PassRequest]) -> list[PassResult | Exception | object | None]:
         """Answers for `joint`."""
         answers = self._generator.passes.answer(requests)
+        self.kv.save_between_passes()
         return [WAIT if it is None else None if isinstance(it, str) else it for it in answers]
 
     def _before_pass(self, batch: ForwardBatch) -> None:

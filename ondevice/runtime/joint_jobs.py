@@ -48,13 +48,19 @@ class JointJobs:
         """Number of jobs that run now. Safe from any thread."""
         self._request = request
         self._answer = answer
+        self._running: list[_Running] = []
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a job that runs has been cancelled, and so ends before the next round."""
+        return any(one.job.is_cancelled() for one in self._running)
 
     def run(self, first: Job, following: Callable[[], Job | None], between: Callable[[], None]) -> None:
         """Run `first` and those that join it, until all have ended. Every error goes to the jobs.
 
         following: gives the next job that wants to run, or None. between: called between items and rounds.
         """
-        running = [_Running(first, self._request)]
+        running = self._running = [_Running(first, self._request)]
         with _ToAll(running):
             while running:
                 while len(running) < self.most and (job := following()) is not None:

@@ -33,7 +33,7 @@ from ondevice.runtime.backend_choice import make_backend
 from ondevice.runtime.models import operating_point
 from ondevice.runtime.neuron_memory import NeuronMemory, NeuronQuota, NoNeuronMemory, open_neuron_memory
 from ondevice.runtime.resolving import ResolvedModel
-from ondevice.runtime.state_binding import open_prompt_cache
+from ondevice.runtime.state_binding import open_prompt_cache, shared_chunk
 from ondevice.runtime.state_pool import StatePool
 from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions
 from ondevice.speculation.registry import is_drafter
@@ -113,7 +113,8 @@ class LoadedModel:
         layout = KVLayout(bundle.config, runtime.kv_bits, is_drafter(runtime.speculation))
         self.transformer.equal_rows = resolved.widths.chain
         store = open_prompt_cache(resolved, self.kernel_target)
-        self.kv = StatePool(layout, plan, self._claim, self._backend, self._quota.yield_to, store, later)
+        yield_to, chunk = self._quota.yield_to, shared_chunk(resolved)
+        self.kv = StatePool(layout, plan, self._claim, self._backend, yield_to, store, later, chunk)
         self._parts.callback(self.kv.close)
 
     def _loaded(self, resolved: ResolvedModel) -> None:

@@ -60,6 +60,13 @@ def whole_chunk(resolved: ResolvedModel) -> int:
     return 0 if _any_split(resolved) else runtime.prefill_chunk
 
 
+def shared_chunk(resolved: ResolvedModel) -> int:
+    """Tokens of a prompt's chunks where another text may begin with whole ones alone; 0 where any number of
+    tokens gives it equal bits.
+    """
+    return 0 if _any_split(resolved) else whole_chunk(resolved)
+
+
 def _any_split(resolved: ResolvedModel) -> bool:
     """Whether a token has the same bits in any chunk of a prompt."""
     runtime = resolved.runtime

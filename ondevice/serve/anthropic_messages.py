@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ondevice.chat_template.messages import Message
@@ -11,6 +12,9 @@ from ondevice.serve.tools import call_message, checked_messages
 
 THINKING = ("thinking", "redacted_thinking")
 """Blocks of an assistant's turn that aren't its text."""
+BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
+"""What Claude Code puts before its system text for Anthropic's servers, with a value that changes with every
+request: a model doesn't read it, and no prompt would begin as the last one did."""
 TOOL_BLOCKS = {"assistant": "tool_use", "user": "tool_result"}
 """Blocks of calls and of results, by role."""
 ROLES = ("system", "user", "assistant")
@@ -18,7 +22,7 @@ ROLES = ("system", "user", "assistant")
 
 def take_messages(fields: Fields) -> tuple[Message, ...]:
     """The messages of `system` and `messages`, in their order. Raises RequestError if no user speaks."""
-    system = take_text(fields, "system", empty=True)
+    system = take_text(fields, "system", empty=True, unread=BILLING_HEADER)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for each in fields.objects("messages"):
         _add(messages, each)

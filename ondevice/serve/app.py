@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ from ondevice.serve.guard import Guard, json_bytes
 from ondevice.serve.metrics import Metrics
 from ondevice.serve.models import ModelFacts, Models
 from ondevice.serve.page import routes as page
+from ondevice.serve.warm import read_warm, warm
 
 if TYPE_CHECKING:
     from ondevice.api import Model
@@ -66,16 +68,24 @@ def make_app(
         facts: the models, the first being the default.
         load: loads a model by name, under a budget.
         first: the default model, if it is loaded already. The application closes it at its end.
+
+    Raises UsageError for a file of `config.warm` that holds no request.
     """
+    warmed = [read_warm(file) for file in config.warm]
     metrics = Metrics()
     models = Models(facts, load, first, config.queue, metrics, config.aliases([it.name for it in facts]))
     service = Service(config, models, metrics)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        # Beside the first requests, which begin with as much as has been read by then.
+        warming = asyncio.create_task(warm(app, models, warmed))
         try:
             yield
         finally:
+            warming.cancel()
+            with suppress(asyncio.CancelledError):
+                await warming
             await models.close()
 
     routes = [

@@ -28,6 +28,8 @@ class Asked:
     messages_field, constraint_field: where the request has the messages and the constraint, for errors.
     options: fields of SamplingConfig that the request sets. Without `max_tokens` the context alone is the
     limit. Where messages are answered, fields that aren't set are as the model's authors recommend.
+    cache_prompt: whether a prompt goes on from what an earlier text has left of it, and leaves it
+    for later ones.
     follows: whether its request has had a turn already, for another generation.
     least_context: tokens of context that the request asks for; 0: it doesn't say.
     """
@@ -41,6 +43,7 @@ class Asked:
     options: dict[str, Any] = field(default_factory=dict)
     messages_field: str = "messages"
     constraint_field: str | None = None
+    cache_prompt: bool = True
     follows: bool = False
     least_context: int = 0
 

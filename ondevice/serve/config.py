@@ -33,8 +33,6 @@ SEND_SECONDS = 60.0
 """Longest time for which a client may not read what it is sent."""
 STOP_SECONDS = 5
 """Longest time that answers under way have to end once the server stops."""
-SESSIONS = 4
-"""Conversations whose keys and values a model keeps, as far as its budget has room for them."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,8 @@ class ServeConfig:
     counts."""
     strict: bool = False
     """Whether a field that no part of the server knows is an error, instead of ignored."""
+    warm: tuple[str, ...] = ()
+    """Files of requests whose prompts are read as the server starts."""
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
     ssl_keyfile_password: str = ""

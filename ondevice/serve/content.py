@@ -7,6 +7,7 @@ says that it isn't shown.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,13 @@ _INERT = (
 
 
 def take_text(
-    fields: Fields, name: str, *, empty: bool = False, written: bool = False, dropped: tuple[str, ...] = ()
+    fields: Fields,
+    name: str,
+    *,
+    empty: bool = False,
+    written: bool = False,
+    dropped: tuple[str, ...] = (),
+    unread: re.Pattern[str] | None = None,
 ) -> str:
     """The text of a field: a string, or a list of parts.
 
@@ -37,19 +44,21 @@ def take_text(
         empty: whether it may be missing.
         written: whether a model wrote it; then parts that have no text are ignored, not refused.
         dropped: kinds of parts that are read elsewhere.
+        unread: matches what no model is to read of a string or a part.
     """
     value = fields.take(name)
     if value is None and empty:
         return ""
     if isinstance(value, str):
-        return value
+        return value if unread is None else unread.sub("", value)
     if not isinstance(value, list):
         fields.refuse(name, "must be a string or a list of parts")
     texts = []
     for at, item in enumerate(value):
         part = fields.inner(item, f"{name}[{at}]")
         if part.peek("type") not in dropped:
-            texts.append(_part_text(part, name, written))
+            text = _part_text(part, name, written)
+            texts.append(text if unread is None else unread.sub("", text))
     return "".join(texts)
 
 

@@ -12,6 +12,7 @@ import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,11 @@ if TYPE_CHECKING:
     from ondevice.chat_template.messages import Message
     from ondevice.chat_template.tools import PromptOptions
     from ondevice.scoring import TokenScore
+    from ondevice.stats import GenerationStats
     from ondevice.tokenizer import Tokenizer
+
+prompts_read: ContextVar[list[GenerationStats] | None] = ContextVar("prompts_read", default=None)
+"""Where the prompts of a request are read and nothing is written behind them: their stats go here."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,8 @@ async def _generate(service: Service, asked: Asked, running: Generation) -> None
                         service.metrics.add("generated_tokens_total")
                     if event.stats is not None:
                         service.metrics.generated(event.stats, event.finish_reason or "")
+                        if (read := prompts_read.get()) is not None:
+                            read.append(event.stats)
                     for each in _settled(event, kept):
                         running.add(each)
     except RequestError as error:
@@ -188,15 +195,18 @@ async def _events(
         service.ignored.tell([f"no thinking, which {model.name} can't be told"])
         prompting = replace(prompting, think=None)
     options = {"max_tokens": model.plan.max_context} | asked.options
+    if prompts_read.get() is not None:
+        options |= {"max_tokens": 0, "constraint": None}
     sampling = sampling_options(None, options)  # type: ignore[arg-type]
     if asked.messages is not None:
         sampling = recommended(model.bundle.manifest.generation, sampling, asked.options)
+        # Its state is what an earlier text has left of the prompt, and is left for later ones.
+        session = model.session(cache_prompt=True)
+        reply = session.astream_messages(asked.messages, prompt=prompting, sampling=sampling)
         try:
-            with loaded.session_for(asked.messages) as session:
-                reply = session.astream_messages(asked.messages, prompt=prompting, sampling=sampling)
-                async with aclosing(reply) as events:
-                    async for event in events:
-                        yield event
+            async with aclosing(reply) as events:
+                async for event in events:
+                    yield event
         except ContextOverflowError as error:
             # It was read as far as the context goes. Agents shorten it by what there is too much.
             count = await asyncio.to_thread(prompt_tokens, model, asked.messages, asked.prompting)
@@ -220,7 +230,9 @@ async def _continued(
     if asked.suffix is not None:
         sampling = replace(sampling, end_tokens=model.infill.ends)
     if asked.scores is None:
-        async with aclosing(model.astream(tokens=running.prompt, sampling=sampling)) as events:
+        kept = asked.cache_prompt
+        continued = model.astream(tokens=running.prompt, cache_prompt=kept, sampling=sampling)
+        async with aclosing(continued) as events:
             async for event in events:
                 yield event
         return

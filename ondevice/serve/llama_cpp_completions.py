@@ -66,7 +66,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields that would change the text or the answer and aren't supported, with the values that don't."""
 INERT = (
-    "cache_prompt",
     "dry_allowed_length",
     "dry_base",
     "dry_penalty_last_n",
@@ -248,6 +247,7 @@ def _read(fields: Fields, loaded: LoadedModel, fills_gap: bool) -> _Request:
         options["max_tokens"] = most
     choices = fields.integer("n_cmpl", 1, MAX_CHOICES) or fields.integer("n", 1, MAX_CHOICES) or 1
     stream, returns_tokens = fields.boolean("stream"), fields.boolean("return_tokens")
+    cache_prompt = fields.boolean("cache_prompt", True)
     paths = fields.strings("response_fields", MAX_FIELDS, MAX_STOP_CHARS) or ()
     if fills_gap:
         prompts = [_take_gap(fields, loaded, most)]
@@ -259,7 +259,7 @@ def _read(fields: Fields, loaded: LoadedModel, fills_gap: bool) -> _Request:
     fields.ignore("n", *INERT)
     fields.close()
     first, *rest = (
-        Asked(loaded.facts, prompt=prompt, options=options).again(index)
+        Asked(loaded.facts, prompt=prompt, options=options, cache_prompt=cache_prompt).again(index)
         for prompt in prompts
         for index in range(choices)
     )

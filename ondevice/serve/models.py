@@ -18,18 +18,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from ondevice.chat_template.messages import without_ids
 from ondevice.config import SamplingConfig
 from ondevice.errors import BudgetError
-from ondevice.serve.config import SESSIONS
 from ondevice.serve.errors import RequestError
 from ondevice.serve.metrics import Metrics, log_event
 from ondevice.serve.residency import Resident, room_for
 
 if TYPE_CHECKING:
     from ondevice.api import Model
-    from ondevice.chat_template.messages import Message
-    from ondevice.session import Session
 
     Load = Callable[[str, int | None], Model]
     """Loads a model by name under a budget; None: as the server's options say."""
@@ -70,7 +66,7 @@ class ModelFacts:
 
 
 class LoadedModel:
-    """A model, and conversations whose keys and values it still has."""
+    """A model, and how many requests it works for."""
 
     def __init__(self, facts: ModelFacts, model: Model) -> None:
         self.facts = facts
@@ -79,9 +75,6 @@ class LoadedModel:
         """Requests that it works for."""
         self.kept_until = 0.0
         """Until when, by `time.monotonic()`, a client wants it to stay loaded."""
-        self._sessions: list[Session] = []
-        """Those that don't answer now, least recently used first."""
-        self._answering = 0
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -108,31 +101,6 @@ class LoadedModel:
     def parallel(self) -> int:
         """Most requests that may generate at once."""
         return self.model.runtime.parallel
-
-    @contextmanager
-    def session_for(self, messages: Sequence[Message]) -> Iterator[Session]:
-        """A context with a session to answer `messages` with, alone: the one that they continue, or repeat,
-        else one to give up.
-        """
-        known = [(self._common(session, messages), session) for session in self._sessions]
-        common, session = max(known, key=lambda pair: pair[0], default=(0, None))
-        if session is None or common == 0:
-            room = len(self._sessions) + self._answering < max(SESSIONS, self.parallel)
-            session = self.model.session() if room else self._sessions[0]
-        self._sessions = [it for it in self._sessions if it is not session]
-        self._answering += 1
-        try:
-            yield session
-        finally:
-            self._answering -= 1
-            self._sessions.append(session)
-
-    @staticmethod
-    def _common(session: Session, messages: Sequence[Message]) -> int:
-        """Number of messages that both begin with, if one begins with all of the other; else 0."""
-        said = session.transcript
-        common = min(len(said), len(messages))
-        return common if without_ids(said[:common]) == without_ids(messages[:common]) else 0
 
 
 @dataclass(eq=False)
@@ -423,6 +391,7 @@ class Models:
             return
         residents = [it.resident for it in others.values()]
         process = max(it.model.plan.process_bytes for it in others.values())
+        await _drop_prefixes(list(others.values()), full_bytes, budget_bytes - process)
         room = room_for(least_bytes, full_bytes, budget_bytes - process, residents)
         for name in room.unloaded:
             await self._unload(others[name])
@@ -450,6 +419,16 @@ class Models:
         await asyncio.to_thread(loaded.model.close)
         # True: a client wanted it to stay longer.
         log_event("unloaded", model=loaded.facts.name, kept=is_kept)
+
+
+async def _drop_prefixes(others: Sequence[LoadedModel], full_bytes: int, budget_bytes: int) -> None:
+    """Have idle models drop what texts have left, unless a model of full_bytes has room beside that."""
+    claimed = sum(it.resident.claim_bytes for it in others)
+    # A claim has one full context.
+    beyond = sum(max(0, it.model.state_bytes - it.model.plan.kv_cache_bytes) for it in others)
+    for it in others if claimed + beyond + full_bytes > budget_bytes else ():
+        if not it.at_work:
+            await asyncio.to_thread(it.model.drop_prefixes)
 
 
 def _yield_memory(model: Model) -> int:

@@ -191,7 +191,7 @@ class ScriptedHost:
     def new_key(self) -> int:
         return 0
 
-    def retire(self, key: int) -> None:
+    def retire(self, key: int, keep: bool) -> None:
         """Nothing to free."""
 
     def chat_ids(self, messages: Any, options: PromptOptions = PLAIN) -> list[int]:

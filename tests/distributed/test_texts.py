@@ -338,10 +338,11 @@ def test_states_have_room_on_every_rank(blocks: int, bundle: Path, monkeypatch: 
     monkeypatch.setattr(ranks_support, "state_room", few_blocks)
     with running_ranks(bundle, (4,)) as ranks:
         pool = ranks.engine.kv
-        expected = [ranks.text((PROMPT * 2)[:70], key=key, max_tokens=4) for key in (1, 2)]
-        assert (pool.state_of(1).length > 0) == (blocks == 4)
+        texts = [[key, *PROMPT, *PROMPT][:70] for key in (1, 2)]
+        expected = [ranks.text(text, key=key, max_tokens=4) for key, text in enumerate(texts, 1)]
+        assert len(pool.state_of(1).blocks) == blocks - 2
         assert len(pool.state_of(2).blocks) == 2
-        assert ranks.text((PROMPT * 2)[:70], key=1, max_tokens=4) == expected[0]
+        assert ranks.text(texts[0], key=1, max_tokens=4) == expected[0]
         missing = pytest.raises(BudgetError, match="rank 1 has no room")
         with missing if blocks == 3 else nullcontext():
             assert len(ranks.text(PROMPT * 6, key=3, max_tokens=4, logit_bias=ENDLESS)) == 4
