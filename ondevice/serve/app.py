@@ -53,13 +53,13 @@ DIALECTS = (
 )
 
 
-def make_app(
+def make_service(
     config: ServeConfig,
     facts: Sequence[ModelFacts],
     load: Load,
     first: Model | None = None,
-) -> ASGIApp:
-    """The server as an ASGI application.
+) -> Service:
+    """What a server answers with.
 
     Args:
         config: which requests it takes.
@@ -68,15 +68,18 @@ def make_app(
         first: the default model, if it is loaded already. The application closes it at its end.
     """
     metrics = Metrics()
-    models = Models(facts, load, first, config.queue, metrics)
-    service = Service(config, models, metrics)
+    return Service(config, Models(facts, load, first, config.queue, metrics), metrics)
+
+
+def make_app(service: Service) -> ASGIApp:
+    """The server as an ASGI application."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         try:
             yield
         finally:
-            await models.close()
+            await service.models.close()
 
     routes = [
         Route(HEALTH, partial(_health, service), methods=["GET"]),
@@ -97,7 +100,7 @@ def make_app(
     )
     app.router.redirect_slashes = False
     paths = frozenset(route.path for route in routes if "{" not in route.path)
-    return Guard(app, config, metrics, paths, frozenset({HEALTH}) | page.OPEN_PATHS)
+    return Guard(app, service.config, service.metrics, paths, frozenset({HEALTH}) | page.OPEN_PATHS)
 
 
 async def _health(service: Service, request: Request) -> Response:
