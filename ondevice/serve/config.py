@@ -31,7 +31,9 @@ STALL_SECONDS = 5.0
 SEND_SECONDS = 60.0
 """Longest time for which a client may not read what it is sent."""
 STOP_SECONDS = 5
-"""Longest time that answers under way have to end once the server stops."""
+"""Time that answers under way have to end by themselves once the server stops."""
+PING_SECONDS = 10.0
+"""Longest time for which a streamed answer says nothing, from the request on."""
 SESSIONS = 4
 """Conversations whose keys and values a model keeps, as far as its budget has room for them."""
 
