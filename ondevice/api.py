@@ -24,7 +24,7 @@ from ondevice.budget.plan import Plan
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.verify import Report
 from ondevice.bundle.verify import verify as verify_bundle
-from ondevice.callbacks import IsCancelled, OnBytes, OnCount, ignore_count
+from ondevice.callbacks import IsCancelled, OnBytes, OnCount, OnPrompt, ignore_count
 from ondevice.chat_template import ChatTemplate
 from ondevice.chat_template.messages import Message
 from ondevice.chat_template.tools import PromptOptions, Think, Tool
@@ -317,13 +317,15 @@ class Model:
         special: bool = True,
         suffix: str | None = None,
         cache_prompt: bool = False,
+        on_prompt: OnPrompt | None = None,
         sampling: SamplingConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> AsyncGenerator[Event, None]:
-        """`stream` for asyncio."""
+        """`stream` for asyncio. on_prompt: called on the model's thread as the prompt is read."""
         self._require_open()
         ids = self._prompt_ids(prompt, tokens, special, suffix)
-        return self._host.astream_ids(None, ids, self._sampling(sampling, options, suffix), keep=cache_prompt)
+        config = self._sampling(sampling, options, suffix)
+        return self._host.astream_ids(None, ids, config, keep=cache_prompt, on_prompt=on_prompt)
 
     async def astream_scored(
         self,

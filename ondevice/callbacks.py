@@ -3,7 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+
+@dataclass(frozen=True)
+class PromptProgress:
+    """How far a prompt of `tokens` tokens has been read.
+
+    `reused_tokens`: those that weren't computed, which count as read. `seconds`: since reading began.
+    """
+
+    tokens: int
+    read_tokens: int
+    reused_tokens: int
+    seconds: float
+
+
+OnPrompt = Callable[[PromptProgress], None]
+"""Called as a prompt is read: before its first pass, and after every one but the last."""
 OnProgress = Callable[[float, str], None]
 """Called with the share that is done, from 0 to 1, and a description of the current step."""
 OnCount = Callable[[int], None]

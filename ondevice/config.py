@@ -136,6 +136,8 @@ MAX_PREFILL_CHUNK = 1 << 16
 """Most prompt tokens per forward pass."""
 MAX_PARALLEL = 16
 """Most texts that share forward passes: as many rows as a pass has that counts as decoding."""
+MAX_PASS_SECONDS = 60.0
+"""Most seconds for `pass_seconds`."""
 
 
 class RuntimeOptions(TypedDict, total=False):
@@ -160,6 +162,7 @@ class RuntimeOptions(TypedDict, total=False):
     context_share: float
     prefill_chunk: int
     parallel: int
+    pass_seconds: float
     kernel_target: Literal["auto", "scalar", "avx2", "avx512", "neon"]
     prompt_cache: str | os.PathLike[str]
     prompt_cache_bytes: str | int
@@ -216,6 +219,10 @@ class RuntimeConfig:
     parallel: int = 1
     """Most generations that run at once and share forward passes. It is 1 where a text would depend on those
     beside it: on a backend whose rows don't keep their bits in company, and with `expert_substitution`."""
+    pass_seconds: float = 0.5
+    """Seconds that a forward pass over prompts takes at most, unless it has 32 tokens, as other generations
+    wait for it. It has an effect with `parallel` above 1, where all weights are in memory and none are of
+    experts, and none on the text. 0 means no limit."""
     kernel_target: Literal["auto", "scalar", "avx2", "avx512", "neon"] = "auto"
     prompt_cache: str | os.PathLike[str] = ""
     """Folder in which the state behind texts is kept on disk, so that their beginnings needn't be computed
@@ -241,6 +248,10 @@ class RuntimeConfig:
             raise UsageError(
                 f"expert_substitution is {self.expert_substitution!r}; it must be a number from 0 to "
                 f"{MOST_DEVIATIONS:g}"
+            )
+        if not _is_number(self.pass_seconds) or not 0.0 <= self.pass_seconds <= MAX_PASS_SECONDS:
+            raise UsageError(
+                f"pass_seconds is {self.pass_seconds!r}; it must be a number from 0 to {MAX_PASS_SECONDS:g}"
             )
         if not _is_number(self.predictor_recall) or not is_target(self.predictor_recall):
             raise UsageError(

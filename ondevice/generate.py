@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from ondevice.backends.base import Array, Float32
 from ondevice.backends.forward_batch import ForwardBatch
@@ -88,7 +88,8 @@ class Generator:
     `scoring_chunk`: most tokens of a pass that scores; 0: `prefill_chunk`. `before_pass` runs before every
     forward pass and may change how much memory the model has. `restore` extends a cache that holds a prefix
     of tokens by what is stored of them elsewhere, and stops between two pieces. `most_texts` may share
-    passes, of up to `equal_rows` rows, in which each keeps its bits. Results have `labels`' text fields.
+    passes, of up to `equal_rows` rows, in which each keeps its bits, and prompts have their share by
+    `pass_seconds`. Results have `labels`' text fields.
     """
 
     transformer: Transformer
@@ -105,6 +106,7 @@ class Generator:
     drafting: Drafting | None = None
     most_texts: int = 1
     equal_rows: int = ANY_ROWS
+    pass_seconds: Callable[[], float] = lambda: 0.0
     labels: GenerationStats = field(default_factory=GenerationStats)
 
     def stream(
@@ -133,15 +135,14 @@ class Generator:
         """What answers the passes that `steps` ask for."""
         most_rows = max(self.prefill_chunk, self.most_texts)
         draft = None if self.drafting is None else partial(_drafted, self.drafting)
-        return SharedPasses(self.transformer, self.before_pass, most_rows, draft, self.equal_rows)
+        parts = self.transformer, self.before_pass
+        return SharedPasses(*parts, most_rows, draft, self.equal_rows, self.pass_seconds)
 
     def answered(self, steps: Steps[None]) -> Iterator[Event]:
         """The events of one text whose passes are its own."""
-        answer: PassResult | None = None
         try:
             while True:
-                item = steps.send(answer)
-                answer = None
+                item = next(steps)
                 while isinstance(item, PassRequest):
                     item = self._after(item, steps)
                 yield item
@@ -368,7 +369,7 @@ class Generator:
             if not meter.sampled:
                 # What was kept may have had to go while the prompt waited for a pass.
                 meter.reused = min(meter.reused, start)
-            found = yield PassRequest(batch, kv, start, cancelled, prompt=True, logits=last)
+            found = yield PassRequest(batch, kv, start, cancelled, True, len(text) - start, logits=last)
             if found is None:
                 continue
             meter.passes += 1
@@ -407,8 +408,8 @@ def _drafted(drafting: Drafting, requests: Sequence[PassRequest], rows: int) -> 
     return found
 
 
-def watched(steps: Steps[None], see: Callable[[Event], None]) -> Steps[None]:
-    """`steps`, whose events are shown to `see` before they are handed out."""
+def watched(steps: Steps[None], see: Callable[[Any], None], kind: type = Event) -> Steps[None]:
+    """`steps`, whose items of this kind are shown to `see` before they are handed out."""
     answer: PassResult | None = None
     error: OndeviceError | Cancelled | None = None
     with closing(steps):
@@ -417,7 +418,7 @@ def watched(steps: Steps[None], see: Callable[[Event], None]) -> Steps[None]:
                 item = steps.send(answer) if error is None else steps.throw(error)
             except StopIteration:
                 return
-            if isinstance(item, Event):
+            if isinstance(item, kind):
                 see(item)
             answer = error = None
             try:

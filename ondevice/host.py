@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 from ondevice.budget.plan import Plan
 from ondevice.budget.pressure import DEFAULT_PRESSURE
 from ondevice.budget.pressure_sources import system_source
-from ondevice.callbacks import IsCancelled
+from ondevice.callbacks import IsCancelled, OnPrompt, PromptProgress
 from ondevice.chat_template import ChatTemplate
 from ondevice.chat_template.messages import Message
 from ondevice.chat_template.tools import PLAIN, PromptOptions
@@ -22,7 +23,7 @@ from ondevice.config import SamplingConfig
 from ondevice.constraints.constrained import Constrained, Gate
 from ondevice.constraints.grammars import Grammars, Vocabulary, grammars_bytes, require_package
 from ondevice.errors import UsageError
-from ondevice.generate import Event
+from ondevice.generate import Event, Steps, watched
 from ondevice.model.layer_range import LaterLayers
 from ondevice.model.shared_passes import PassRequest
 from ondevice.response import LastStats, Work
@@ -146,15 +147,16 @@ class Host:
         sampling: SamplingConfig,
         gate: Gate | None = None,
         keep: bool = False,
+        on_prompt: OnPrompt | None = None,
     ) -> AsyncGenerator[Event, None]:
-        """`stream_ids` for asyncio."""
+        """`stream_ids` for asyncio. on_prompt: called on the owner thread."""
         follow = None
         if sampling.constraint is not None:
             import asyncio  # Slow to import, and callers of this have imported it.
 
             # On another thread, because reading a grammar may take a second.
             follow = await asyncio.to_thread(self._constraining, sampling, gate)
-        with self._last_stats.noted(self._work(key, ids, sampling, follow, keep)) as work:
+        with self._last_stats.noted(self._work(key, ids, sampling, follow, keep, on_prompt)) as work:
             async with aclosing(self.owner.astream(work, joint=True)) as events:
                 async for event in events:
                     yield event
@@ -202,10 +204,14 @@ class Host:
         sampling: SamplingConfig,
         follow: Callable[[], Constrained] | None,
         keep: bool,
+        on_prompt: OnPrompt | None = None,
     ) -> Work:
-        return lambda cancelled: self.engine.steps(
-            key, ids, sampling, cancelled, None if follow is None else follow(), keep
-        )
+        def work(cancelled: IsCancelled) -> Steps[None]:
+            constrained = None if follow is None else follow()
+            steps = self.engine.steps(key, ids, sampling, cancelled, constrained, keep)
+            return steps if on_prompt is None else watched(steps, _PromptWatch(on_prompt).see, PassRequest)
+
+        return work
 
     def _made_grammars(self) -> Grammars:
         """The model's tokens for constraints, with room in the budget."""
@@ -223,6 +229,27 @@ class Host:
                 lambda text: tokenizer.encode(text, add_bos=False),
             )
         )
+
+
+class _PromptWatch:
+    """Tells how far a prompt has been read, by the passes that its generation asks for."""
+
+    def __init__(self, on_prompt: OnPrompt) -> None:
+        self._on_prompt = on_prompt
+        self._reused_tokens = -1
+        self._begun_seconds = 0.0
+
+    def see(self, request: PassRequest) -> None:
+        """Take the next request."""
+        if not request.unread:
+            return
+        if self._reused_tokens < 0:
+            self._reused_tokens, self._begun_seconds = request.length, time.monotonic()
+        # Memory that was needed elsewhere is read anew.
+        self._reused_tokens = min(self._reused_tokens, request.length)
+        seconds = time.monotonic() - self._begun_seconds
+        tokens = request.length + request.unread
+        self._on_prompt(PromptProgress(tokens, request.length, self._reused_tokens, seconds))
 
 
 def text_tokenizer(resolved: ResolvedModel) -> Tokenizer:

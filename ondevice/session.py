@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack, get_args
 
+from ondevice.callbacks import OnPrompt
 from ondevice.chat_template.messages import Message, all_checked, changed_strings
 from ondevice.chat_template.replies import Piece, ReplyParser
 from ondevice.chat_template.tools import PLAIN, CallPart, PromptOptions, Think, Tool, ToolCall, new_id
@@ -147,12 +148,14 @@ class Session:
         messages: Sequence[Message],
         *,
         prompt: PromptOptions = PLAIN,
+        on_prompt: OnPrompt | None = None,
         sampling: SamplingConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> AsyncGenerator[Event, None]:
         """Answer a whole transcript, which replaces the session's own, as `astream_response` answers a text.
 
-        Keys and values are kept for what both begin with.
+        Keys and values are kept for what both begin with. on_prompt: called on the model's thread as the
+        transcript is read.
         """
         import asyncio  # Slow to import, and callers of this have imported it.
 
@@ -165,7 +168,8 @@ class Session:
             )
             with self._reply(kept, dropped, prompt, ids) as reply:
                 gate = self._host.chat_template.gate(prompt, ids)
-                async with aclosing(self._host.astream_ids(self._key, ids, config, gate)) as events:
+                reading = self._host.astream_ids(self._key, ids, config, gate, on_prompt)
+                async with aclosing(reading) as events:
                     async for event in events:
                         for shown in reply.take(event):
                             yield shown

@@ -66,6 +66,9 @@ _PROMPT_CACHE_HELP = {
     "prompt_cache": "Folder that keeps what was computed, so that no beginning of a text is computed twice.",
     "prompt_cache_bytes": "Most bytes of --prompt-cache; the least recently used leave it first.",
 }
+_SHARING_HELP = {
+    "pass_seconds": "Longest that a part of a prompt keeps other requests waiting; 0: no limit.",
+}
 _SAMPLING_HELP = {
     "temperature": "0 is greedy.",
     "top_k": "Sample from the k likeliest tokens; 0: off.",
@@ -125,8 +128,10 @@ def _option(field: Field[Any], hint: Any, text: str) -> Option:
 RUNTIME_OPTIONS = _options(RuntimeConfig, _RUNTIME_HELP)
 PROMPT_CACHE_OPTIONS = _options(RuntimeConfig, _PROMPT_CACHE_HELP)
 """Options of RuntimeConfig for commands that write texts for people."""
+SHARING_OPTIONS = _options(RuntimeConfig, _SHARING_HELP)
+"""Options of RuntimeConfig for commands in which several texts run at once."""
 SAMPLING_OPTIONS = _options(SamplingConfig, _SAMPLING_HELP)
-_OPTIONS = RUNTIME_OPTIONS | PROMPT_CACHE_OPTIONS | SAMPLING_OPTIONS
+_OPTIONS = RUNTIME_OPTIONS | PROMPT_CACHE_OPTIONS | SHARING_OPTIONS | SAMPLING_OPTIONS
 OTHER_SETTINGS: dict[str, type] = {
     "model": str,
     "system_prompt": str,
@@ -195,7 +200,8 @@ class Settings:
 
 def runtime_config(values: Mapping[str, Any]) -> RuntimeConfig:
     """RuntimeConfig from option values; other keys are ignored. Raises UsageError."""
-    chosen = {name: values[name] for name in (*RUNTIME_OPTIONS, *PROMPT_CACHE_OPTIONS) if name in values}
+    options = (*RUNTIME_OPTIONS, *PROMPT_CACHE_OPTIONS, *SHARING_OPTIONS)
+    chosen = {name: values[name] for name in options if name in values}
     if "kv_bits" in chosen:
         chosen["kv_bits"] = int(chosen["kv_bits"])
     config = RuntimeConfig(**chosen)

@@ -8,7 +8,7 @@ pass has no more than it may, and texts take turns. This module knows nothing of
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -19,23 +19,19 @@ from ondevice.backends.row_invariance import ANY_ROWS
 from ondevice.callbacks import Cancelled, IsCancelled
 from ondevice.errors import BudgetError, OndeviceError, system_refusals
 from ondevice.model.layer_range import SequencePart
+from ondevice.model.prefill_schedule import PrefillSchedule
 from ondevice.model.sequence_state import SequenceState
 from ondevice.model.stream_pruning import Prune
 from ondevice.model.transformer import ForwardOutput, Transformer
-
-PROMPT_ROWS = 64
-"""Most rows of prompts in a pass in which other texts get a token each: these wait for all of its rows.
-
-With fewer, prompts took longer; with more, only the others did (docs/serve.md#several-at-once)."""
 
 
 @dataclass(frozen=True)
 class PassRequest:
     """A pass that a text asks for: `batch` behind the tokens in kv. It may be answered in part.
 
-    prompt: whether its tokens are of a prompt, of which a pass may take the first ones alone. logits: whether
-    those behind its last token are wanted. draft_request: what `draft` of
-    `SharedPasses` takes, for a token that a draft may follow.
+    prompt: whether its tokens are of a prompt, of which a pass may take the first ones alone. unread: tokens
+    that the prompt lacks, these and those behind them. logits: whether those behind its last token are
+    wanted. draft_request: what `draft` of `SharedPasses` takes, for a token that a draft may follow.
 
     A batch without tokens asks for no pass: other texts' passes go first.
     """
@@ -46,6 +42,7 @@ class PassRequest:
     """Tokens in kv. If it has fewer by the time of the pass, its memory was needed elsewhere."""
     cancelled: IsCancelled | None = None
     prompt: bool = False
+    unread: int = 0
     logits: bool = True
     draft_request: Any = None
 
@@ -91,6 +88,13 @@ def _note_draft(request: PassRequest, rows: int) -> None:
     request.kv.drafted = 0 if request.prompt else rows - 1
 
 
+def _first_tokens(batch: ForwardBatch, count: int) -> ForwardBatch:
+    """The first `count` tokens of a batch, of which no results are wanted unless they are all."""
+    if count >= len(batch.tokens):
+        return batch
+    return ForwardBatch(batch.tokens[:count], last_only=batch.last_only, silent=True)
+
+
 class SharedPasses:
     """Answers the requests of the texts that run together.
 
@@ -106,18 +110,21 @@ class SharedPasses:
         most_rows: int,
         draft: MakeDrafts | None = None,
         equal_rows: int = ANY_ROWS,
+        pass_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """before_pass: called before every pass; it may change how much memory there is, and empty caches.
 
         most_rows: of a shared pass. draft: None for no drafts. equal_rows: rows up to which each has the bits
         that it has alone. Where that is less than `most_rows`, a shared pass has no more, and a chunk of a
-        prompt runs whole, as it does alone: by itself if it has more.
+        prompt runs whole, as it does alone: by itself if it has more. Else prompts are read as
+        `PrefillSchedule` says, which takes pass_seconds.
         """
         self._transformer = transformer
         self._before_pass = before_pass
         self._most_rows = most_rows
         self._draft = draft
         self._equal_rows = equal_rows
+        self._schedule = PrefillSchedule(most_rows, pass_seconds)
         self._turns: dict[SequenceState, int] = {}
         """Those whose rows are limited, by when they last had a pass: the least comes next."""
         self._was_wide = False
@@ -135,7 +142,7 @@ class SharedPasses:
             found |= {id(it): None for it in going}
         elif len(going) == 1:
             self._waiting.clear()
-            found[id(going[0])] = self.alone(going[0])
+            found[id(going[0])] = self._only(going[0])
         else:
             found |= self._together(going)
         return [found[id(it)] for it in requests]
@@ -146,6 +153,16 @@ class SharedPasses:
             return Cancelled() if request.cancelled is not None and request.cancelled() else "passed"
         drafted = self._drafted([request], self._most_rows).get(id(request), Drafted(request.batch))
         return drafted if isinstance(drafted, Cancelled) else self._alone(request, drafted)
+
+    def _only(self, request: PassRequest) -> Answer:
+        """The answer to a request while there is no other: of a prompt, as much as others may wait for."""
+        if not request.prompt or not request.batch.tokens or self._is_limited():
+            return self.alone(request)
+        rows = self._schedule.rows({request.kv: request.unread}, False)[request.kv]
+        answer = self.alone(replace(request, batch=_first_tokens(request.batch, rows)))
+        if isinstance(answer, PassResult) and answer.seconds is not None:
+            self._schedule.passed(answer.seconds, {request.kv: answer.rows}, 0)
+        return answer
 
     def _alone(self, request: PassRequest, drafted: Drafted) -> Answer:
         batch, kv = drafted.batch, request.kv
@@ -163,24 +180,21 @@ class SharedPasses:
 
     def _drafted(self, requests: Sequence[PassRequest], rows: int) -> dict[int, Drafted | Cancelled]:
         """The drafts of the requests that may have one, of at most `rows` rows together, by `id`."""
-        texts = [
-            it
-            for it in requests
-            if not it.prompt and it.kv not in self._waiting and it.kv.length == it.length
-        ]
+        texts = list(filter(self._can_write, requests))
         if self._draft is None or not texts:
             return {}
         return dict(zip(map(id, texts), self._draft(texts, rows), strict=True))
 
     def _together(self, requests: Sequence[PassRequest]) -> dict[int, Answer]:
         """Answers to two or more requests, by `id`."""
-        chosen = self._chosen(requests)
+        rows = self._chosen(requests)
+        chosen = [it for it in requests if id(it) in rows]
         drafted = self._drafted(chosen, self._draft_rows(chosen))
         found: dict[int, Answer] = {
             key: draft for key, draft in drafted.items() if isinstance(draft, Cancelled)
         }
         going = [it for it in requests if id(it) not in found]
-        batches = self._batches(going, [drafted.get(id(it)) for it in going], set(map(id, chosen)))
+        batches = self._batches(going, [drafted.get(id(it)) for it in going], rows)
         try:
             self._before_pass(joint_batch(batches))
         except OndeviceError as error:
@@ -191,20 +205,34 @@ class SharedPasses:
             found[id(request)] = "passed" if answer is None and not request.batch.tokens else answer
             if answer is None and batch.tokens and request.kv not in self._waiting:
                 ready.append((request, batch))
-        if len(ready) == 1 and len(ready[0][1].tokens) >= len(ready[0][0].batch.tokens):
+        started = time.perf_counter()
+        if len(ready) == 1:
             request, batch = ready[0]
             found[id(request)] = self._alone(request, Drafted(batch))
         elif ready:
             found |= self._shared(ready)
+        if ready and not self._is_limited():
+            read = {request.kv: len(batch.tokens) for request, batch in ready if request.prompt}
+            texts = sum(len(batch.tokens) for request, batch in ready if not request.prompt)
+            self._schedule.passed(time.perf_counter() - started, read, texts)
         return found
 
     def _is_limited(self) -> bool:
         return self._equal_rows < self._most_rows
 
-    def _chosen(self, requests: Sequence[PassRequest]) -> Sequence[PassRequest]:
-        """Those that the pass is of: all, or where rows are limited those whose turn it is."""
+    def _chosen(self, requests: Sequence[PassRequest]) -> dict[int, int]:
+        """Rows of the requests that the pass is of, by `id`; a text's draft comes on top.
+
+        Where rows are limited, those whose turn it is; else all texts, and prompts by the schedule.
+        """
         if not self._is_limited():
-            return requests
+            unread = {it.kv: it.unread for it in self._open_prompts(requests)}
+            rows = self._schedule.rows(unread, any(map(self._can_write, requests)))
+            return {
+                id(it): min(rows.get(it.kv, 0), len(it.batch.tokens)) if it.prompt else len(it.batch.tokens)
+                for it in requests
+                if not it.prompt or it.kv in rows
+            }
         able = list[PassRequest]()
         waits = False
         for it in requests:
@@ -221,8 +249,23 @@ class SharedPasses:
         now = 1 + max(self._turns.values(), default=0)
         its = {it.kv: self._turns.get(it.kv, 0) for it in requests}
         self._turns = its | {it.kv: turn for turn, it in enumerate(found, now)}
-        ids = set(map(id, found))
-        return [it for it in requests if id(it) in ids]
+        return {id(it): len(it.batch.tokens) for it in found}
+
+    def _can_write(self, request: PassRequest) -> bool:
+        """Whether a pass may have a request's row behind its prompt."""
+        here = request.kv.length == request.length
+        return not request.prompt and here and request.kv not in self._waiting
+
+    def _open_prompts(self, requests: Sequence[PassRequest]) -> list[PassRequest]:
+        """Prompts that may have rows, in the order in which they came."""
+        prompts = list[PassRequest]()
+        for it in requests:
+            if it.kv in self._waiting:
+                # What comes behind it would take the memory that it waits for.
+                break
+            if it.prompt and it.batch.tokens:
+                prompts.append(it)
+        return prompts
 
     def _fitting(self, requests: Sequence[PassRequest]) -> list[PassRequest]:
         """Those of the requests, first ones first, that one pass has rows for."""
@@ -246,44 +289,27 @@ class SharedPasses:
         self,
         requests: Sequence[PassRequest],
         drafted: Sequence[Drafted | Cancelled | None],
-        chosen: Container[int],
+        rows: Mapping[int, int],
     ) -> list[ForwardBatch]:
-        """What the pass takes of each request: a text's token with its draft, and equal shares of prompts.
+        """What the pass takes of each request: a text's token with its draft, and the first rows of a prompt.
 
-        chosen: `id`s of the requests that it is of.
+        rows: of those that it is of, by `id`.
         """
         own = [
             draft.batch if isinstance(draft, Drafted) else it.batch
             for it, draft in zip(requests, drafted, strict=True)
         ]
-        if self._is_limited():
-            rows = [len(batch.tokens) * (id(it) in chosen) for it, batch in zip(requests, own, strict=True)]
-        else:
-            rows = self._rows(requests, own)
-        return [
-            batch if count == len(batch.tokens) else ForwardBatch(batch.tokens[:count])
-            for batch, count in zip(own, rows, strict=True)
+        counts = [
+            rows.get(id(it), 0) if it.prompt else len(batch.tokens) * (id(it) in rows)
+            for it, batch in zip(requests, own, strict=True)
         ]
-
-    def _rows(self, requests: Sequence[PassRequest], batches: Sequence[ForwardBatch]) -> list[int]:
-        """How many of each request's tokens the pass takes."""
-        rows = [0 if it.prompt else len(batch.tokens) for it, batch in zip(requests, batches, strict=True)]
-        texts = sum(rows)
-        room = max(1, min(PROMPT_ROWS if texts else self._most_rows, self._most_rows - texts))
-        open_prompts: list[int] = []
-        for at, request in enumerate(requests):
-            if request.kv in self._waiting:
-                # What comes behind it would take the memory that it waits for.
-                break
-            if request.prompt:
-                open_prompts.append(at)
-        # Those that need least come first, so that what they leave goes to the others.
-        open_prompts.sort(key=lambda at: len(requests[at].batch.tokens))
-        for place, at in enumerate(open_prompts):
-            share = -(-room // (len(open_prompts) - place))
-            rows[at] = min(share, len(requests[at].batch.tokens))
-            room -= rows[at]
-        return rows
+        if not self._is_limited():
+            room = self._most_rows - sum(counts[at] for at, it in enumerate(requests) if not it.prompt)
+            prompts = [at for at, it in enumerate(requests) if it.prompt]
+            for at in sorted(prompts, key=counts.__getitem__):
+                counts[at] = min(counts[at], max(room, 0))
+                room -= counts[at]
+        return [_first_tokens(batch, count) for batch, count in zip(own, counts, strict=True)]
 
     def _held(self, requests: Sequence[PassRequest], at: int, count: int) -> Answer:
         """Hold memory for `count` tokens of a request. Returns its answer if it has none; None if it has."""
@@ -325,6 +351,7 @@ class SharedPasses:
     def _forget(self, requests: Sequence[PassRequest]) -> None:
         """Let those go on before which a text has ended."""
         here = {it.kv for it in requests}
+        self._schedule.keep({it.kv for it in requests if it.prompt})
         self._waiting = {
             kv: before for kv, before in self._waiting.items() if kv in here and here.issuperset(before)
         }

@@ -97,6 +97,7 @@ class Engine(LoadedModel):
             restore=self.kv.restore,
             most_texts=runtime.parallel,
             equal_rows=resolved.widths.chain if runtime.parallel > 1 else ANY_ROWS,
+            pass_seconds=self._pass_seconds,
             labels=GenerationStats(
                 backend=self._backend.name,
                 sparsity=runtime.sparsity,
@@ -265,6 +266,15 @@ class Engine(LoadedModel):
         answers = self._generator.passes.answer(requests)
         self.kv.save_between_passes()
         return [WAIT if it is None else None if isinstance(it, str) else it for it in answers]
+
+    def _pass_seconds(self) -> float:
+        """Time that prompts' passes should take at most; 0: no limit, as where nothing waits for them.
+
+        Passes of few rows are slow where weights are read for each, from flash or an expert at a time.
+        """
+        alone = self._runtime.parallel == 1 or self._later is not None
+        fixed = self.plan.offloads_weights or self._bundle.config.experts is not None
+        return 0.0 if alone or fixed else self._runtime.pass_seconds
 
     def _before_pass(self, batch: ForwardBatch) -> None:
         # A draft is made from what is in memory, and its pass must find that there.

@@ -29,7 +29,7 @@ from ondevice.serve.asked import (
     take_top_k,
     take_top_p,
 )
-from ondevice.serve.errors import RequestError
+from ondevice.serve.errors import RequestError, error_body
 from ondevice.serve.exchange import (
     Service,
     generation,
@@ -37,13 +37,12 @@ from ondevice.serve.exchange import (
     new_id,
     prompt_tokens,
     read_object,
-    sse,
-    streamed,
-    with_errors,
+    reading_of,
 )
 from ondevice.serve.fields import Fields
 from ondevice.serve.formats import take_text_format
 from ondevice.serve.models import ModelFacts
+from ondevice.serve.streaming import Dialect, Reading, comment, sse, streamed
 from ondevice.serve.tools import (
     AUTO,
     NONE,
@@ -91,8 +90,9 @@ async def _messages(service: Service, request: Request) -> Response:
         "stop_sequence": None,
     }
     if wanted.stream:
-        parts = _events(service, wanted, head)
-        return await streamed(with_errors(request.url.path, parts, partial(sse, event="error")))
+        reading, opening = reading_of(service, wanted.asked), _Opening(head)
+        parts = _events(service, wanted, opening, reading)
+        return await streamed(parts, reading, Dialect(opening.ping, partial(_error, request.url.path)))
     async with generation(service, wanted.asked) as running:
         events = [event async for event in running]
     calls = any(event.tool_call is not None for event in events)
@@ -258,18 +258,44 @@ def _prompt(first: Event) -> PromptUse:
     return PromptUse(first.stats.prompt_tokens, first.stats.reused_tokens)
 
 
-async def _events(service: Service, wanted: _Request, head: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+class _Opening:
+    """The first event of a stream, which comes once: with the first token, or with a ping before that."""
+
+    def __init__(self, head: dict[str, Any]) -> None:
+        self._head = head
+        self.is_told = False
+
+    def tell(self, prompt: PromptUse) -> bytes:
+        """The event. prompt: as far as it is known."""
+        self.is_told = True
+        message = self._head | {"usage": _usage(prompt, 0)}
+        return sse({"type": "message_start", "message": message}, "message_start")
+
+    def ping(self, reading: Reading) -> bytes:
+        """What the stream says where it has nothing to tell."""
+        reused = 0 if reading.progress is None else reading.progress.reused_tokens
+        start = b"" if self.is_told else self.tell(PromptUse(reading.prompt_tokens, reused))
+        return start + comment(reading) + sse({"type": "ping"}, "ping")
+
+
+def _error(path: str, error: RequestError) -> bytes:
+    """What ends a stream that breaks off."""
+    return sse(error_body(path, error), "error")
+
+
+async def _events(
+    service: Service, wanted: _Request, opening: _Opening, reading: Reading
+) -> AsyncGenerator[bytes, None]:
     """The stream."""
 
     def named(kind: str, **more: Any) -> bytes:
         return sse({"type": kind} | more, kind)
 
-    index, open_kind, begun, calls, steps = -1, "", False, False, CallSteps()
-    async with generation(service, wanted.asked) as running:
+    index, open_kind, calls, steps = -1, "", False, CallSteps()
+    async with generation(service, wanted.asked, reading) as running:
         async for event in running:
-            if not begun:
-                begun = True
-                yield named("message_start", message=head | {"usage": _usage(_prompt(event), 0)})
+            if not opening.is_told:
+                yield opening.tell(_prompt(event))
             for step in steps.take(event):
                 if step.kind == "begins":
                     if open_kind:

@@ -55,38 +55,40 @@ DIALECTS = (
 )
 
 
-def make_app(
+def make_service(
     config: ServeConfig,
     facts: Sequence[ModelFacts],
     load: Load,
     first: Model | None = None,
-) -> ASGIApp:
-    """The server as an ASGI application.
+) -> Service:
+    """What a server answers with.
 
     Args:
         config: which requests it takes.
         facts: the models, the first being the default.
         load: loads a model by name, under a budget.
         first: the default model, if it is loaded already. The application closes it at its end.
-
-    Raises UsageError for a file of `config.warm` that holds no request.
     """
-    warmed = [read_warm(file) for file in config.warm]
     metrics = Metrics()
-    models = Models(facts, load, first, config.queue, metrics, config.aliases([it.name for it in facts]))
-    service = Service(config, models, metrics)
+    aliases = config.aliases([it.name for it in facts])
+    return Service(config, Models(facts, load, first, config.queue, metrics, aliases), metrics)
+
+
+def make_app(service: Service) -> ASGIApp:
+    """The server as an ASGI application. Raises UsageError for a file of `config.warm` without a request."""
+    warmed = [read_warm(file) for file in service.config.warm]
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         # Beside the first requests, which begin with as much as has been read by then.
-        warming = asyncio.create_task(warm(app, models, warmed))
+        warming = asyncio.create_task(warm(app, service.models, warmed))
         try:
             yield
         finally:
             warming.cancel()
             with suppress(asyncio.CancelledError):
                 await warming
-            await models.close()
+            await service.models.close()
 
     routes = [
         Route(HEALTH, partial(_health, service), methods=["GET"]),
@@ -107,7 +109,7 @@ def make_app(
     )
     app.router.redirect_slashes = False
     paths = frozenset(route.path for route in routes if "{" not in route.path)
-    return Guard(app, config, metrics, paths, frozenset({HEALTH}) | page.OPEN_PATHS)
+    return Guard(app, service.config, service.metrics, paths, frozenset({HEALTH}) | page.OPEN_PATHS)
 
 
 async def _health(service: Service, request: Request) -> Response:

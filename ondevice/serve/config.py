@@ -32,7 +32,9 @@ STALL_SECONDS = 5.0
 SEND_SECONDS = 60.0
 """Longest time for which a client may not read what it is sent."""
 STOP_SECONDS = 5
-"""Longest time that answers under way have to end once the server stops."""
+"""Time that answers under way have to end by themselves once the server stops."""
+PING_SECONDS = 10.0
+"""Longest time for which a streamed answer says nothing, from the request on."""
 
 
 @dataclass(frozen=True)

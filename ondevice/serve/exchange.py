@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from ondevice.config import SamplingConfig
 from ondevice.errors import (
@@ -29,14 +28,15 @@ from ondevice.errors import (
     OndeviceError,
     UsageError,
 )
-from ondevice.generate import Event
+from ondevice.generate import Event, check_prompt
 from ondevice.serve.asked import Asked
 from ondevice.serve.config import ServeConfig
-from ondevice.serve.errors import RequestError, error_body
+from ondevice.serve.errors import RequestError
 from ondevice.serve.fields import Fields, Ignored, parse_object
 from ondevice.serve.guard import json_bytes
 from ondevice.serve.metrics import IgnoredLog, Metrics, log_event
 from ondevice.serve.models import LoadedModel, Models
+from ondevice.serve.streaming import Reading
 from ondevice.settings import sampling_options, with_model_defaults
 
 if TYPE_CHECKING:
@@ -74,7 +74,9 @@ def new_id(prefix: str) -> str:
 class Generation:
     """The events of one generation, taken one by one. Taking raises RequestError where it failed."""
 
-    def __init__(self) -> None:
+    def __init__(self, reading: Reading | None = None) -> None:
+        self.reading = reading
+        """Where the prompt's progress is told; None: nobody asks."""
         self.complete = False
         """Whether its last event, or an error, has been made."""
         self.prompt: list[int] = []
@@ -98,6 +100,8 @@ class Generation:
 
     def add(self, event: Event | RequestError) -> None:
         """Add an event, or the error that ends the generation."""
+        if self.reading is not None and not isinstance(event, RequestError):
+            self.reading.complete()
         self.complete = isinstance(event, RequestError) or event.finish_reason is not None
         self._made.put_nowait(event)
 
@@ -115,9 +119,11 @@ class Generation:
 
 
 @asynccontextmanager
-async def generation(service: Service, asked: Asked) -> AsyncIterator[Generation]:
+async def generation(
+    service: Service, asked: Asked, reading: Reading | None = None
+) -> AsyncIterator[Generation]:
     """A context with the events of a generation, which is cancelled where the context ends first."""
-    running = Generation()
+    running = Generation(reading)
     task = asyncio.create_task(_generate(service, asked, running))
     try:
         yield running
@@ -150,15 +156,7 @@ async def _generate(service: Service, asked: Asked, running: Generation) -> None
     except RequestError as error:
         running.add(error)
     except OndeviceError as error:
-        answer = RequestError.of(error, None if asked.prompting.tools else asked.messages_field)
-        if isinstance(error, InfillNotSupportedError):
-            answer.field = "suffix"
-        elif isinstance(error, ConstraintError):
-            answer.field = "tools" if asked.prompting.must_call else asked.constraint_field
-        elif isinstance(error, ContextOverflowError):
-            answer.field = "prompt" if asked.messages is None else asked.messages_field
-        elif isinstance(error, UsageError) and asked.prompting.must_call:
-            answer.field = answer.field or "tool_choice"
+        answer = _refusal(error, asked)
         if answer.status >= 500:
             log_event("failed", level=logging.ERROR, model=asked.model.name, error=error.for_command_line)
         running.add(answer)
@@ -166,6 +164,58 @@ async def _generate(service: Service, asked: Asked, running: Generation) -> None
         if not running.complete:
             # An error of the program itself: the client would wait for ever.
             running.add(RequestError(500, "the server failed", code="internal_error"))
+
+
+def _refusal(error: OndeviceError, asked: Asked) -> RequestError:
+    """The answer to an error of a generation, with the request's field that is at fault."""
+    answer = RequestError.of(error, None if asked.prompting.tools else asked.messages_field)
+    if isinstance(error, InfillNotSupportedError):
+        answer.field = "suffix"
+    elif isinstance(error, ConstraintError):
+        answer.field = "tools" if asked.prompting.must_call else asked.constraint_field
+    elif isinstance(error, ContextOverflowError):
+        answer.field = "prompt" if asked.messages is None else asked.messages_field
+    elif isinstance(error, UsageError) and asked.prompting.must_call:
+        answer.field = answer.field or "tool_choice"
+    return answer
+
+
+def reading_of(service: Service, asked: Asked) -> Reading:
+    """What will know how far the prompts of a request have been read. asked: its first generation."""
+    return Reading(partial(_prompt_tokens, service, asked))
+
+
+async def _prompt_tokens(service: Service, asked: Asked) -> int:
+    """The number of a prompt's tokens while it waits for its turn; 0 if its model isn't loaded.
+
+    Raises RequestError for a prompt that will be refused.
+    """
+    for loaded in service.models.residents:
+        if loaded.facts is asked.model:
+            with loaded.working():
+                try:
+                    ids = await asyncio.to_thread(_prompt_ids, loaded.model, asked)
+                    check_prompt(ids, loaded.model.plan.max_context, loaded.model.config.max_context)
+                except OndeviceError as error:
+                    raise _refusal(error, asked) from error
+                return len(ids)
+    return 0
+
+
+def _prompt_ids(model: Model, asked: Asked) -> Sequence[int]:
+    if asked.messages is not None:
+        prompting = _prompting(model, asked)
+        return model.chat_ids(asked.messages, tools=prompting.tools, think=prompting.think)
+    if isinstance(asked.prompt, str):
+        return model.prompt_ids(asked.prompt, suffix=asked.suffix)
+    return asked.prompt or ()
+
+
+def _prompting(model: Model, asked: Asked) -> PromptOptions:
+    """Tools, and whether to think as far as the model can be told."""
+    if asked.prompting.think is False and model.chat_template.always_thinks:
+        return replace(asked.prompting, think=None)
+    return asked.prompting
 
 
 def _settled(event: Event, kept: deque[Event]) -> Iterator[Event]:
@@ -190,10 +240,10 @@ async def _events(
     model = loaded.model
     if asked.least_context > model.plan.max_context:
         service.ignored.tell([f"num_ctx above the context of {model.plan.max_context}, {model.name}"])
-    prompting = asked.prompting
-    if prompting.think is False and model.chat_template.always_thinks:
+    prompting = _prompting(model, asked)
+    if prompting != asked.prompting:
         service.ignored.tell([f"no thinking, which {model.name} can't be told"])
-        prompting = replace(prompting, think=None)
+    on_prompt = None if running.reading is None else running.reading.tell
     options = {"max_tokens": model.plan.max_context} | asked.options
     if prompts_read.get() is not None:
         options |= {"max_tokens": 0, "constraint": None}
@@ -202,7 +252,9 @@ async def _events(
         sampling = recommended(model.bundle.manifest.generation, sampling, asked.options)
         # Its state is what an earlier text has left of the prompt, and is left for later ones.
         session = model.session(cache_prompt=True)
-        reply = session.astream_messages(asked.messages, prompt=prompting, sampling=sampling)
+        reply = session.astream_messages(
+            asked.messages, prompt=prompting, on_prompt=on_prompt, sampling=sampling
+        )
         try:
             async with aclosing(reply) as events:
                 async for event in events:
@@ -221,18 +273,16 @@ async def _continued(
     model: Model, asked: Asked, sampling: SamplingConfig, running: Generation
 ) -> AsyncGenerator[Event, None]:
     """The events of what continues a text, or of what belongs between two."""
-    if isinstance(asked.prompt, str):
-        # On another thread, because the event loop can't wait for a long text to be encoded.
-        encode = partial(model.prompt_ids, asked.prompt, suffix=asked.suffix)
-        running.prompt = await asyncio.to_thread(encode)
-    else:
-        running.prompt = list(asked.prompt or ())
+    # On another thread, because the event loop can't wait for a long text to be encoded.
+    running.prompt = list(await asyncio.to_thread(_prompt_ids, model, asked))
     if asked.suffix is not None:
         sampling = replace(sampling, end_tokens=model.infill.ends)
     if asked.scores is None:
-        kept = asked.cache_prompt
-        continued = model.astream(tokens=running.prompt, cache_prompt=kept, sampling=sampling)
-        async with aclosing(continued) as events:
+        kept, on_prompt = asked.cache_prompt, None if running.reading is None else running.reading.tell
+        written = model.astream(
+            tokens=running.prompt, cache_prompt=kept, on_prompt=on_prompt, sampling=sampling
+        )
+        async with aclosing(written) as events:
             async for event in events:
                 yield event
         return
@@ -255,51 +305,6 @@ def recommended(generation: Any, sampling: SamplingConfig, chosen: dict[str, Any
     return with_model_defaults(sampling, generation, set(chosen))[0]
 
 
-class Stream(Response):
-    """An answer in parts. It begins when its first part is there, so that errors until then have a status."""
-
-    def __init__(self, parts: AsyncGenerator[bytes, None], first: bytes, media_type: str) -> None:
-        super().__init__(media_type=media_type, headers={"cache-control": "no-store"})
-        del self.headers["content-length"]
-        self._parts = parts
-        self._first = first
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._parts) as parts:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            async for part in parts:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def streamed(parts: AsyncGenerator[bytes, None], media_type: str = "text/event-stream") -> Stream:
-    """The answer whose parts these are. Raises the errors that come before the first part."""
-    return Stream(parts, await anext(parts), media_type)
-
-
 def json_answer(value: Any) -> Response:
     """An answer of one JSON value."""
     return Response(json_bytes(value), media_type="application/json")
-
-
-def sse(value: Any, event: str = "") -> bytes:
-    """One server-sent event of JSON."""
-    name = f"event: {event}\n".encode() if event else b""
-    return name + b"data: " + json_bytes(value) + b"\n\n"
-
-
-async def with_errors(
-    path: str, parts: AsyncGenerator[bytes, None], shown: Callable[[Any], bytes]
-) -> AsyncGenerator[bytes, None]:
-    """The parts, and behind the first of them an error as a part of its own, as `shown` encodes it."""
-    begun = False
-    async with aclosing(parts):
-        try:
-            async for part in parts:
-                yield part
-                begun = True
-        except RequestError as error:
-            if not begun:
-                raise
-            yield shown(error_body(path, error))

@@ -96,7 +96,8 @@ class Guard:
             if not exchange.status:
                 content = json_bytes(error_body(scope["path"], error))
                 await exchange.answer(error.status, content, error.headers)
-        except _ClientGone:
+        except (_ClientGone, asyncio.CancelledError):
+            # uvicorn cancels what clients haven't taken by the time that it ends.
             exchange.gone = True
         finally:
             self._held -= exchange.held_bytes

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ondevice.callbacks import PromptProgress
 from ondevice.config import MOST_LOGPROBS
 from ondevice.errors import InfillNotSupportedError
 from ondevice.generate import Event
@@ -33,9 +34,7 @@ from ondevice.serve.exchange import (
     generation,
     json_answer,
     read_object,
-    sse,
-    streamed,
-    with_errors,
+    reading_of,
 )
 from ondevice.serve.fields import Fields
 from ondevice.serve.formats import take_schema
@@ -43,6 +42,7 @@ from ondevice.serve.llama_cpp import NO_SLOT, RANDOM_SEED, is_id, settings
 from ondevice.serve.models import LoadedModel
 from ondevice.serve.openai_common import LEAST_LOGPROB, MAX_BIASES, MAX_CHOICES, ids_of, shown_token
 from ondevice.serve.raw_text import spelled
+from ondevice.serve.streaming import Reading, progress_field, sse, sse_dialect, streamed
 from ondevice.settings import sampling_options
 from ondevice.stats import GenerationStats, per_second
 from ondevice.tokenizer import Tokenizer
@@ -78,7 +78,6 @@ INERT = (
     "n_cache_reuse",
     "n_discard",
     "n_keep",
-    "return_progress",
     "timings_per_token",
     "xtc_threshold",
 )
@@ -91,6 +90,7 @@ class _Request:
     """One for each choice: all choices of a prompt, then those of the next."""
     stream: bool
     returns_tokens: bool
+    tells_progress: bool
     most_tokens: int
     """-1: as many as the context has room for."""
     fields: tuple[str, ...] = field(default=())
@@ -113,7 +113,9 @@ async def _answer(service: Service, fills_gap: bool, request: Request) -> Respon
         # On another thread, because the event loop can't wait for a long text to be encoded.
         wanted = await asyncio.to_thread(_read, fields, loaded, fills_gap)
     if wanted.stream:
-        return await streamed(with_errors(request.url.path, _parts(service, wanted), sse))
+        reading = reading_of(service, wanted.asked[0])
+        dialect = sse_dialect(request.url.path, _progress if wanted.tells_progress else None)
+        return await streamed(_parts(service, wanted, reading), reading, dialect)
     results = []
     for index, asked in enumerate(wanted.asked):
         async with generation(service, asked) as running:
@@ -122,10 +124,15 @@ async def _answer(service: Service, fills_gap: bool, request: Request) -> Respon
     return json_answer(results if len(results) > 1 else results[0])
 
 
-async def _parts(service: Service, wanted: _Request) -> AsyncGenerator[bytes, None]:
+def _progress(reading: Reading, progress: PromptProgress) -> bytes:
+    return sse(_empty_part(reading.index, progress.tokens) | progress_field(progress))
+
+
+async def _parts(service: Service, wanted: _Request, reading: Reading) -> AsyncGenerator[bytes, None]:
     for index, asked in enumerate(wanted.asked):
         events: list[Event] = []
-        async with generation(service, asked) as running:
+        reading.index = index
+        async with generation(service, asked, reading) as running:
             async for event in running:
                 events.append(event)
                 if event.text or event.token is not None:
@@ -134,17 +141,26 @@ async def _parts(service: Service, wanted: _Request) -> AsyncGenerator[bytes, No
                     yield sse(_result(index, events, running, wanted, asked))
 
 
+def _empty_part(index: int, prompt_tokens: int) -> dict[str, Any]:
+    """What a stream tells before there is a token."""
+    return {
+        "index": index,
+        "content": "",
+        "tokens": [],
+        "stop": False,
+        "id_slot": NO_SLOT,
+        "tokens_predicted": 0,
+        "tokens_evaluated": prompt_tokens,
+    }
+
+
 def _part(index: int, events: Sequence[Event], running: Generation, asked: Asked) -> dict[str, Any]:
     """What is told of the newest of the events."""
     newest = events[-1]
-    part = {
-        "index": index,
+    part = _empty_part(index, len(running.prompt)) | {
         "content": newest.text,
         "tokens": [] if newest.token is None else [newest.token],
-        "stop": False,
-        "id_slot": NO_SLOT,
         "tokens_predicted": sum(event.token is not None for event in events),
-        "tokens_evaluated": len(running.prompt),
     }
     return part | _probabilities([newest], running.tokenizer, asked)
 
@@ -248,6 +264,7 @@ def _read(fields: Fields, loaded: LoadedModel, fills_gap: bool) -> _Request:
     choices = fields.integer("n_cmpl", 1, MAX_CHOICES) or fields.integer("n", 1, MAX_CHOICES) or 1
     stream, returns_tokens = fields.boolean("stream"), fields.boolean("return_tokens")
     cache_prompt = fields.boolean("cache_prompt", True)
+    tells_progress = fields.boolean("return_progress")
     paths = fields.strings("response_fields", MAX_FIELDS, MAX_STOP_CHARS) or ()
     if fills_gap:
         prompts = [_take_gap(fields, loaded, most)]
@@ -264,7 +281,7 @@ def _read(fields: Fields, loaded: LoadedModel, fills_gap: bool) -> _Request:
         for index in range(choices)
     )
     asked = (first, *(replace(each, follows=True) for each in rest))
-    return _Request(asked, stream, returns_tokens, most, paths)
+    return _Request(asked, stream, returns_tokens, tells_progress, most, paths)
 
 
 def _take_most_tokens(fields: Fields) -> int:

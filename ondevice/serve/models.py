@@ -146,6 +146,10 @@ class Models:
         """The model of the requests that run."""
         self._changing: asyncio.Task[Any] | None = None
         self._stopping = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        """Tasks of the requests that wait or have a turn."""
+        self._ended = False
+        """Whether the time of those that ran as the server stopped is over."""
         self._budget_bytes: int | None = None
         """All models' budget; None until one is loaded."""
         if first is not None:
@@ -204,22 +208,21 @@ class Models:
 
         Raises RequestError if too many wait or the server stops, and what loading raises.
         """
-        if self._stopping:
+        if self._ended or (self._stopping and not follows):
             raise _stopping()
-        await self._begin(facts, follows)
-        try:
-            self._metrics.add("running_requests", 1)
-            if self._stopping:
-                raise _stopping()
-            loaded = await self._ensured(facts)
-            with loaded.working():
-                # Now it is known how many may run.
+        with self._endable():
+            await self._begin(facts, follows)
+            try:
+                self._metrics.add("running_requests", 1)
+                loaded = await self._ensured(facts)
+                with loaded.working():
+                    # Now it is known how many may run.
+                    self._admit()
+                    yield loaded
+            finally:
+                self._metrics.add("running_requests", -1)
+                self._running -= 1
                 self._admit()
-                yield loaded
-        finally:
-            self._metrics.add("running_requests", -1)
-            self._running -= 1
-            self._admit()
 
     @asynccontextmanager
     async def at_hand(self, facts: ModelFacts) -> AsyncIterator[LoadedModel]:
@@ -272,13 +275,43 @@ class Models:
             ) from error
         self._budget_bytes = budget_bytes
 
+    def refuse(self) -> None:
+        """Refuse new requests, and those that wait for their turn."""
+        self._stopping = True
+        while self._waiting:
+            turn = self._waiting.popleft().turn
+            if not turn.done():
+                turn.set_exception(_stopping())
+
+    def end_requests(self) -> None:
+        """End the requests that have a turn, with the error of those that are refused."""
+        self._ended = True
+        for task in self._tasks:
+            task.cancel()
+
     async def close(self) -> None:
         """Refuse new requests, cancel what runs and close the model."""
-        self._stopping = True
+        self.refuse()
+        self._ended = True
         if self._changing is not None:
             await asyncio.wait({self._changing})
         while self.residents:
             await asyncio.to_thread(self.residents.pop().model.close)
+
+    @contextmanager
+    def _endable(self) -> Iterator[None]:
+        """A context in which `end_requests` ends the current task's request. Raises RequestError then."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._ended:
+                raise
+            raise _stopping() from None
+        finally:
+            self._tasks.discard(task)
 
     async def _begin(self, facts: ModelFacts, follows: bool) -> None:
         """Wait for a turn, and take it. Raises RequestError if too many wait."""

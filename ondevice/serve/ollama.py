@@ -34,18 +34,19 @@ from ondevice.serve.asked import (
     take_top_k,
     take_top_p,
 )
+from ondevice.serve.errors import error_body
 from ondevice.serve.exchange import (
     Service,
     generation,
     json_answer,
     read_object,
-    streamed,
-    with_errors,
+    reading_of,
 )
 from ondevice.serve.fields import Fields
 from ondevice.serve.formats import take_ollama_format
 from ondevice.serve.guard import json_bytes
 from ondevice.serve.models import LoadedModel, ModelFacts
+from ondevice.serve.streaming import Dialect, Reading, streamed
 from ondevice.serve.tools import LEVELS, checked_messages, function_tool, take_calls, take_tools
 
 VERSION = "0.12.0"
@@ -201,8 +202,9 @@ async def _load(service: Service, model: ModelFacts, shape: _Shape, kept: float 
 
 async def _answer(service: Service, request: Request, wanted: _Request) -> Response:
     if wanted.stream:
-        lines = with_errors(request.url.path, _lines(service, wanted), _line)
-        return await streamed(lines, "application/x-ndjson")
+        reading, path = reading_of(service, wanted.asked), request.url.path
+        dialect = Dialect(partial(_ping, wanted), lambda error: _line(error_body(path, error)))
+        return await streamed(_lines(service, wanted, reading), reading, dialect, "application/x-ndjson")
     begun = time.monotonic_ns()
     try:
         async with generation(service, wanted.asked) as running:
@@ -217,10 +219,15 @@ async def _answer(service: Service, request: Request, wanted: _Request) -> Respo
     return json_answer(body)
 
 
-async def _lines(service: Service, wanted: _Request) -> AsyncGenerator[bytes, None]:
+def _ping(wanted: _Request, reading: Reading) -> bytes:
+    """A line without text: lines of JSON have no comments."""
+    return _line(_head(wanted.asked.model) | wanted.shape("", "") | {"done": False})
+
+
+async def _lines(service: Service, wanted: _Request, reading: Reading) -> AsyncGenerator[bytes, None]:
     begun, model = time.monotonic_ns(), wanted.asked.model
     try:
-        async with generation(service, wanted.asked) as running:
+        async with generation(service, wanted.asked, reading) as running:
             async for event in running:
                 reply, thought = ("", event.text) if event.thinking else (event.text, "")
                 if reply or (thought and wanted.think):

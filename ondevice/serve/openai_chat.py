@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ondevice.callbacks import PromptProgress
 from ondevice.chat_template import SWITCHES
 from ondevice.chat_template.tools import PromptOptions
 from ondevice.config import MOST_LOGPROBS
@@ -26,9 +27,7 @@ from ondevice.serve.exchange import (
     json_answer,
     new_id,
     read_object,
-    sse,
-    streamed,
-    with_errors,
+    reading_of,
 )
 from ondevice.serve.fields import Fields
 from ondevice.serve.formats import take_response_format
@@ -45,6 +44,7 @@ from ondevice.serve.openai_common import (
     take_sampling,
     usage,
 )
+from ondevice.serve.streaming import Reading, progress_field, sse, sse_dialect, streamed
 from ondevice.serve.tools import (
     CallStep,
     CallSteps,
@@ -64,6 +64,7 @@ class _Request:
     choices: int
     stream: bool
     include_usage: bool
+    tells_progress: bool
 
 
 def routes(service: Service) -> list[Route]:
@@ -74,7 +75,11 @@ async def _chat(service: Service, request: Request) -> Response:
     wanted = _read(service, await read_object(service, request))
     head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": wanted.asked.model.name}
     if wanted.stream:
-        return await streamed(with_errors(request.url.path, _chunks(service, wanted, head), sse))
+        head |= {"object": "chat.completion.chunk"} | ({"usage": None} if wanted.include_usage else {})
+        reading = reading_of(service, wanted.asked)
+        progress = partial(_progress, head) if wanted.tells_progress else None
+        dialect = sse_dialect(request.url.path, progress)
+        return await streamed(_chunks(service, wanted, head, reading), reading, dialect)
     choices, usages = [], []
     for index in range(wanted.choices):
         async with generation(service, wanted.asked.again(index)) as running:
@@ -101,6 +106,7 @@ def _read(service: Service, fields: Fields) -> _Request:
         options["constraint"] = constraint
     choices = fields.integer("n", 1, MAX_CHOICES) or 1
     stream, include_usage = take_stream(fields)
+    tells_progress = fields.boolean("return_progress")
     prompting = take_prompting(fields, model)
     fields.neutral("functions", [], why=NO_FUNCTIONS)
     fields.neutral("function_call", "none", "auto", why=NO_FUNCTIONS)
@@ -116,7 +122,7 @@ def _read(service: Service, fields: Fields) -> _Request:
     fields.ignore(*IGNORED)
     fields.close()
     asked = Asked(model, messages, prompting=prompting, options=options, constraint_field="response_format")
-    return _Request(asked, choices, stream, include_usage)
+    return _Request(asked, choices, stream, include_usage, tells_progress)
 
 
 def take_prompting(fields: Fields, model: ModelFacts) -> PromptOptions:
@@ -180,21 +186,31 @@ def _usage(events: list[Event]) -> dict[str, Any]:
     return usage(stats, sum(event.thinking and event.token is not None for event in events))
 
 
-async def _chunks(service: Service, wanted: _Request, head: dict[str, Any]) -> AsyncGenerator[bytes, None]:
-    head = head | {"object": "chat.completion.chunk"}
-    if wanted.include_usage:
-        head["usage"] = None
+def _chunk(head: dict[str, Any], index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A part of a stream. more: of its choice."""
+    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | more
+    return head | {"choices": [choice]}
+
+
+def _progress(head: dict[str, Any], reading: Reading, progress: PromptProgress) -> bytes:
+    return sse(_chunk(head, reading.index, {}) | progress_field(progress))
+
+
+async def _chunks(
+    service: Service, wanted: _Request, head: dict[str, Any], reading: Reading
+) -> AsyncGenerator[bytes, None]:
+    """head: what all chunks have."""
     usages = []
 
     def chunk(index: int, delta: dict[str, Any], **more: Any) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | more
-        return sse(head | {"choices": [choice]})
+        return sse(_chunk(head, index, delta, **more))
 
     for index in range(wanted.choices):
+        reading.index = index
         events: list[Event] = []
         begun = calls = 0
         steps = CallSteps()
-        async with generation(service, wanted.asked.again(index)) as running:
+        async with generation(service, wanted.asked.again(index), reading) as running:
             async for event in running:
                 if not events:
                     yield chunk(index, {"role": "assistant", "content": "", "refusal": None})

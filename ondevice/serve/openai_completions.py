@@ -23,9 +23,7 @@ from ondevice.serve.exchange import (
     json_answer,
     new_id,
     read_object,
-    sse,
-    streamed,
-    with_errors,
+    reading_of,
 )
 from ondevice.serve.fields import Fields
 from ondevice.serve.models import ModelFacts
@@ -42,6 +40,7 @@ from ondevice.serve.openai_common import (
     usage,
 )
 from ondevice.serve.raw_text import prompt_parts
+from ondevice.serve.streaming import Reading, sse, sse_dialect, streamed
 from ondevice.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -85,7 +84,9 @@ async def _complete(service: Service, request: Request) -> Response:
         "model": wanted.asked[0].model.name,
     }
     if wanted.stream:
-        return await streamed(with_errors(request.url.path, _chunks(service, wanted, head), sse))
+        reading = reading_of(service, wanted.asked[0])
+        parts = _chunks(service, wanted, head, reading)
+        return await streamed(parts, reading, sse_dialect(request.url.path))
     choices, usages = [], []
     for index, asked in enumerate(wanted.asked):
         async with generation(service, asked) as running:
@@ -234,12 +235,14 @@ def _usage(last: Event) -> dict[str, Any]:
     return usage(last.stats)
 
 
-async def _chunks(service: Service, wanted: _Request, head: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+async def _chunks(
+    service: Service, wanted: _Request, head: dict[str, Any], reading: Reading
+) -> AsyncGenerator[bytes, None]:
     if wanted.include_usage:
         head = head | {"usage": None}
     usages = []
     for index, asked in enumerate(wanted.asked):
-        async with generation(service, asked) as running:
+        async with generation(service, asked, reading) as running:
             async for choice, event in _choices(running, asked, wanted.echo):
                 yield sse(head | {"choices": [{"index": index} | choice]})
                 if event.finish_reason is not None:

@@ -30,14 +30,14 @@ from ondevice.serve.exchange import (
     json_answer,
     new_id,
     read_object,
-    sse,
-    streamed,
+    reading_of,
 )
 from ondevice.serve.fields import Fields
 from ondevice.serve.formats import take_text_format
 from ondevice.serve.models import ModelFacts
 from ondevice.serve.openai_common import CONSTRAINTS, IGNORED
 from ondevice.serve.openai_input import NO_STATE, Namespaces, echoed_tools, take_input
+from ondevice.serve.streaming import Dialect, Reading, comment, sse, streamed
 from ondevice.serve.tools import (
     AUTO,
     NONE,
@@ -72,7 +72,9 @@ async def _respond(service: Service, request: Request) -> Response:
     wanted = _read(service, await read_object(service, request))
     writer = _Writer(_new_response(wanted), wanted.namespaces)
     if wanted.stream:
-        return await streamed(_stream(service, wanted, writer))
+        reading = reading_of(service, wanted.asked)
+        parts = _stream(service, wanted, writer, reading)
+        return await streamed(parts, reading, Dialect(writer.ping, writer.fail))
     async with generation(service, wanted.asked) as running:
         async for event in running:
             # A call that breaks off would stay behind in the answer, and is text.
@@ -80,23 +82,19 @@ async def _respond(service: Service, request: Request) -> Response:
     return json_answer(writer.response)
 
 
-async def _stream(service: Service, wanted: _Request, writer: _Writer) -> AsyncGenerator[bytes, None]:
-    begun = False
+async def _stream(
+    service: Service, wanted: _Request, writer: _Writer, reading: Reading
+) -> AsyncGenerator[bytes, None]:
     try:
-        async with generation(service, wanted.asked) as running:
+        async with generation(service, wanted.asked, reading) as running:
             async for event in running:
-                if not begun:
-                    begun = True
-                    yield writer.begin()
-                if parts := writer.take(event):
+                if parts := writer.begin() + writer.take(event):
                     yield parts
     except RequestError as error:
         # Agents shorten a prompt that is too long only where an event tells them.
-        if not begun and error.overflow is None:
+        if error.overflow is None:
             raise
-        if not begun:
-            yield writer.begin()
-        yield writer.fail(error)
+        yield writer.begin() + writer.fail(error)
 
 
 def _read(service: Service, fields: Fields) -> _Request:
@@ -243,10 +241,16 @@ class _Writer:
     _parts: list[bytes] = field(default_factory=list)
 
     def begin(self) -> bytes:
-        """The stream's first events."""
+        """The stream's first events, once."""
+        if self._sequence:
+            return b""
         self._tell("response.created", response=self.response)
         self._tell("response.in_progress", response=self.response)
         return self._told()
+
+    def ping(self, reading: Reading) -> bytes:
+        """What the stream says where it has nothing to tell."""
+        return self.begin() + comment(reading)
 
     def take(self, event: Event) -> bytes:
         """Take the next event; what the stream says of it."""

@@ -162,6 +162,7 @@ CHAT = OPENAI | {
     "json_schema": ANY_OBJECT,
     "reasoning_effort": EFFORT,
     "chat_template_kwargs": _object("", **dict.fromkeys(SWITCHES, FLAG)),
+    "return_progress": FLAG,
 }
 THOUGHT = _object("type text", type=_word("reasoning_text"), text=TEXT)
 INPUT_ITEM = _any(
@@ -268,6 +269,7 @@ LLAMA_CPP = {
     "ignore_eos": FLAG,
     "n_probs": _integer(0, MOST_LOGPROBS),
     "n_cmpl": _integer(1, MAX_CHOICES),
+    "return_progress": FLAG,
     "return_tokens": FLAG,
     "response_fields": _list(STOPS, most=MAX_FIELDS),
     "stream": FLAG,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
+import signal
 import socket
 from collections.abc import Sequence
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -15,8 +18,9 @@ from ondevice.bundle.layout import MANIFEST
 from ondevice.bundle.manifest import manifest_text
 from ondevice.config import SamplingConfig
 from ondevice.errors import InfillNotSupportedError, OndeviceError
-from ondevice.serve.app import make_app
+from ondevice.serve.app import make_app, make_service
 from ondevice.serve.config import MAX_CONNECTIONS, STOP_SECONDS, ServeConfig
+from ondevice.serve.exchange import Service
 from ondevice.serve.metrics import log_event
 from ondevice.serve.models import ModelFacts
 from ondevice.serve.protocol import Connection
@@ -33,10 +37,36 @@ if TYPE_CHECKING:
 
 BACKLOG = 64
 """Connections that may wait to be accepted."""
+LAST_WORDS_SECONDS = 3
+"""Seconds for clients to take what ends their answers once STOP_SECONDS are over."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, whose answers under way end in their dialects' forms when it stops.
+
+    A signal stops it. Another one then does what it does by default: the process ends at once.
+    """
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(server_config(make_app(service), service.config))
+        self._models = service.models
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._models.refuse()
+        end = asyncio.get_running_loop().call_later(STOP_SECONDS, self._models.end_requests)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            end.cancel()
 
 
 def serve(config: ServeConfig, facts: Sequence[ModelFacts], load: Load, first: Model) -> None:
-    """Serve until SIGINT or SIGTERM; the arguments are those of `make_app`.
+    """Serve until SIGINT or SIGTERM; the arguments are those of `make_service`.
 
     Raises OndeviceError if the address can't be listened at.
     """
@@ -44,7 +74,7 @@ def serve(config: ServeConfig, facts: Sequence[ModelFacts], load: Load, first: M
         log_event("open", level=logging.WARNING, host=config.host, advice="--api-key keeps others out")
     with listening(config) as listener:
         log_event("listening", url=url(config, listener), models=[model.name for model in facts])
-        uvicorn.Server(server_config(make_app(config, facts, load, first), config)).run([listener])
+        Server(make_service(config, facts, load, first)).run([listener])
 
 
 def listening(config: ServeConfig) -> socket.socket:
@@ -78,7 +108,7 @@ def server_config(app: ASGIApp, config: ServeConfig) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         limit_concurrency=MAX_CONNECTIONS,
-        timeout_graceful_shutdown=STOP_SECONDS,
+        timeout_graceful_shutdown=STOP_SECONDS + LAST_WORDS_SECONDS,
         ssl_certfile=config.ssl_certfile or None,
         ssl_keyfile=config.ssl_keyfile or None,
         ssl_keyfile_password=config.ssl_keyfile_password or None,

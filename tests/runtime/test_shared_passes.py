@@ -20,8 +20,8 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.config import RuntimeConfig
 from ondevice.errors import FlashReadError, UsageError
 from ondevice.model.layer_range import SequencePart
+from ondevice.model.prefill_schedule import UNTIMED_ROWS
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.shared_passes import PROMPT_ROWS
 from ondevice.model.transformer import Transformer
 from tests.support.bundles import EOS
 from tests.support.chat import slow_down, squeeze
@@ -141,7 +141,7 @@ def test_a_budget_that_changes_takes_memory_and_changes_no_text() -> None:
 def test_a_long_prompt_goes_in_pieces_between_the_tokens_of_others(
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with load(parallel=2, speculation="off", memory_pressure="off") as model:
+    with load(parallel=2, speculation="off", memory_pressure="off", pass_seconds=0) as model:
         (first,) = prompts(model.config.vocab_size, 1)
         long = (first * 300)[:300]
         running = model.stream(tokens=first[:5], **{**ENDS, "max_tokens": 400})
@@ -154,9 +154,24 @@ def test_a_long_prompt_goes_in_pieces_between_the_tokens_of_others(
         assert said(events) == said(list(model.stream(tokens=long, max_tokens=2)))
     pieces = [rows for each in parts for rows, _ in each if rows > 1]
     assert sum(pieces) == 300
-    assert max(pieces) == PROMPT_ROWS
+    assert max(pieces) == UNTIMED_ROWS
     rows_of = [[rows for rows, _ in each] for each in parts]
     assert all(1 in each for each in rows_of if max(each) > 1)
+
+
+@pytest.mark.fast("0.0")
+@pytest.mark.parametrize("pass_seconds", [0.0, 1e-6])
+def test_the_time_of_passes_changes_no_text(pass_seconds: float, parts: Parts) -> None:
+    """Prompts in parts of 32 rows, or of as many as there are, beside short ones and texts that write."""
+    options: dict[str, Any] = {"sparsity": "dense", "threads": 2, "memory_pressure": "off"}
+    with load(**options) as model:
+        requests = asked(model, 5)
+        requests[0] = ((requests[1][0] * 300)[:300], requests[0][1])
+        requests[3] = ((requests[1][0] * 200)[:200], requests[3][1])
+        expected = alone(model, requests)
+    with load(parallel=5, pass_seconds=pass_seconds, **options) as model:
+        assert together(model, requests) == expected
+    assert max(map(len, parts)) == 5
 
 
 def test_texts_take_turns_where_a_pass_may_have_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ import pytest
 pytest.importorskip("starlette")
 
 from ondevice.commands import serve as command
+from tests.support.bundles import EOS
 from tests.support.command_line import Run
 from tests.support.paths import ROOT
 
@@ -62,6 +64,45 @@ def test_it_answers_and_stops_on_a_signal(chat_bundle: Path, number: int, code: 
         assert asked(url)["model"] == chat_bundle.name
         process.send_signal(number)
         assert process.wait(20) == code
+
+
+def test_a_second_signal_ends_it_at_once(chat_bundle: Path) -> None:
+    """The first one waits for a request whose body is still to come."""
+    with serving(chat_bundle, "--threads", 1) as (process, url):
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: 100\r\n\r\n"
+            connection.sendall(head.encode() + b"{")
+            # A second request is answered once the first has been taken.
+            asked(url)
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(1)
+            begun = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == -signal.SIGTERM
+            assert time.monotonic() - begun < 1
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.slow
+def test_a_signal_ends_what_runs_after_five_seconds(chat_bundle: Path) -> None:
+    """Its stream ends with an error in its dialect, and nothing is logged but JSON."""
+    body = {"prompt": ["x"] * 64, "n": 8, "max_tokens": 200, "stream": True, "logit_bias": {str(EOS): -100}}
+    with serving(chat_bundle, "--threads", 1) as (process, url):
+        with urllib.request.urlopen(f"{url}/v1/completions", json.dumps(body).encode(), 60) as stream:
+            lines = [stream.readline()]
+            process.send_signal(signal.SIGTERM)
+            begun = time.monotonic()
+            lines += stream.readlines()
+        assert 4 < time.monotonic() - begun < 8
+        assert process.wait(20) == -signal.SIGTERM
+        error = json.loads(next(line for line in reversed(lines) if line.startswith(b"data: "))[6:])["error"]
+        assert (error["type"], error["code"]) == ("server_error", "server_stopping")
+        assert process.stderr is not None
+        events = [json.loads(line)["event"] for line in process.stderr.read().splitlines()]
+    assert set(events) == {"request"}
 
 
 def test_every_line_of_the_log_is_json(chat_bundle: Path) -> None:

@@ -11,12 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import uvicorn
-
 from ondevice.api import Model, load
-from ondevice.serve.app import make_app
+from ondevice.serve.app import make_service
 from ondevice.serve.config import ServeConfig
-from ondevice.serve.server import facts_of, listening, server_config, url
+from ondevice.serve.server import Server, facts_of, listening, url
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,8 @@ class Serving:
     url: str
     port: int
     model: Model
+    stop: Callable[[], None]
+    """Does what a signal does."""
 
     def connection(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
@@ -83,15 +83,18 @@ def serving(
     loaders |= others or {}
     facts = [facts_of(name, model.bundle, model.plan, model.tokenizer) for name in loaders]
     with listening(config) as listener:
-        app = make_app(config, facts, lambda name, budget: loaders[name](budget or 0), model)
-        server = uvicorn.Server(server_config(app, config))
+        server = Server(make_service(config, facts, lambda name, budget: loaders[name](budget or 0), model))
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         until(lambda: server.started)
-        try:
-            yield Serving(url(config, listener), listener.getsockname()[1], model)
-        finally:
+
+        def stop() -> None:
             server.should_exit = True
+
+        try:
+            yield Serving(url(config, listener), listener.getsockname()[1], model, stop)
+        finally:
+            stop()
             thread.join(30)
             assert not thread.is_alive()
 

@@ -117,18 +117,24 @@ class Reply {
       messages: asked.slice(),
       stream: true,
       stream_options: { include_usage: true },
+      return_progress: true,
     };
     const response = await ask("/v1/chat/completions", body, signal);
     messages.push(this.entry);
-    status("Writing.");
     for await (const event of events(response)) this.add(event);
     if (!this.reason) throw new Error("the connection was lost");
   }
 
   add(event) {
     if (event.usage) this.usage = event.usage;
+    const progress = event.prompt_progress;
+    if (progress) {
+      status(`Reading the message: ${progress.processed} of ${progress.total} tokens.`);
+      return;
+    }
     const choice = event.choices[0];
     if (!choice) return;
+    if (!this.first) status("Writing.");
     this.first ||= performance.now();
     this.entry.content += choice.delta.content || "";
     this.thought += choice.delta.reasoning_content || "";

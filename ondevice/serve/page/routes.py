@@ -15,8 +15,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ondevice.serve.errors import RequestError
-from ondevice.serve.exchange import Service, json_answer, read_object, sse, streamed
+from ondevice.serve.exchange import Service, json_answer, read_object
 from ondevice.serve.page.live import INTERVAL_SECONDS, Live
+from ondevice.serve.streaming import begin_stream, sse
 
 LIVE = "/page/live"
 HEARTBEAT_SECONDS = 15.0
@@ -70,7 +71,7 @@ async def _live(live: Live, watchers: asyncio.Semaphore, request: Request) -> Re
         raise RequestError(503, f"{MAX_WATCHERS} pages follow this server already")
     if request.method == "HEAD":
         return Response(media_type="text/event-stream")
-    return await streamed(_states(live, watchers))
+    return await begin_stream(_states(live, watchers))
 
 
 async def _states(live: Live, watchers: asyncio.Semaphore) -> AsyncGenerator[bytes, None]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import ondevice
-from ondevice.model import shared_passes
+from ondevice.model import prefill_schedule
 from tests.benchmarks.lib.ondevice_bundle import bundle_folder
 from tests.benchmarks.lib.random_model import Shape, huggingface_folder, random_tokens
 from tests.benchmarks.lib.text_beside import TextBeside
@@ -84,6 +84,7 @@ def main() -> int:
         "speculation": "off",
         "threads": 1,
         "memory_pressure": "off",
+        "pass_seconds": 0,
     }
     clients: dict[int, list[float]] = {count: [] for count in args.clients}
     rows: dict[int, list[dict[str, float]]] = {count: [] for count in PROMPT_ROWS if args.prompt}
@@ -95,7 +96,7 @@ def main() -> int:
             for count, seconds in clients.items():
                 seconds.append(clients_seconds(model, count, args.tokens))
             for count, found in rows.items():
-                shared_passes.PROMPT_ROWS = count
+                prefill_schedule.UNTIMED_ROWS = count
                 found.append(prompt_seconds(model, prompt))
     alone = statistics.median(clients[1])
     table = []

@@ -1,0 +1,202 @@
+"""Answers in parts: their headers, what they say while there is nothing to tell yet, and errors within them.
+
+Headers come with the first part, or after PING_SECONDS, so that whatever is wrong until then has a status of
+its own. From then on the client hears something at least every PING_SECONDS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ondevice.callbacks import PromptProgress
+from ondevice.serve.config import PING_SECONDS
+from ondevice.serve.errors import RequestError, error_body
+from ondevice.serve.guard import json_bytes
+
+
+class Stream(Response):
+    """An answer in parts. It begins when its first part is there, so that errors until then have a status."""
+
+    def __init__(self, parts: AsyncGenerator[bytes, None], first: bytes, media_type: str) -> None:
+        super().__init__(media_type=media_type, headers={"cache-control": "no-store"})
+        del self.headers["content-length"]
+        self._parts = parts
+        self._first = first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._parts) as parts:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for part in parts:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class Reading:
+    """How far a request's prompts have been read. Belongs to the event loop, but for `tell`."""
+
+    def __init__(self, count: Callable[[], Awaitable[int]]) -> None:
+        """count: counts the tokens of a prompt that isn't read yet; raises RequestError if it can't be."""
+        self.progress: PromptProgress | None = None
+        """Of the prompt that is read, or was last; None before that."""
+        self.index = 0
+        """Place of that prompt's answer among those of the request."""
+        self.counted_tokens = 0
+        """Tokens of a prompt whose reading hasn't begun, if they had to be counted."""
+        self._count = count
+        self._news = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, as far as they are known."""
+        return self.counted_tokens if self.progress is None else self.progress.tokens
+
+    def tell(self, progress: PromptProgress) -> None:
+        """Take news. From any thread."""
+        with suppress(RuntimeError):  # The loop is closed: nobody waits.
+            self._loop.call_soon_threadsafe(self._take, progress)
+
+    def complete(self) -> None:
+        """The prompt has been read."""
+        if self.progress is not None and self.progress.read_tokens < self.progress.tokens:
+            self._take(replace(self.progress, read_tokens=self.progress.tokens))
+
+    def wake(self, _: Any = None) -> None:
+        """End what waits for news."""
+        self._news.set()
+
+    async def news(self, seconds: float) -> None:
+        """Wait for news, for so long at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, seconds)):
+                await self._news.wait()
+        self._news.clear()
+
+    async def check(self) -> None:
+        """Raises RequestError for a prompt that can't be read, if that isn't known yet."""
+        if self.progress is None:
+            self.counted_tokens = await self._count()
+
+    def _take(self, progress: PromptProgress) -> None:
+        self.progress = progress
+        self._news.set()
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What a dialect's stream says beside its parts.
+
+    ping: where nothing else was said for PING_SECONDS. error: the last part of a stream that breaks off.
+    progress: told at every step of reading, where the client asked for that.
+    """
+
+    ping: Callable[[Reading], bytes]
+    error: Callable[[RequestError], bytes]
+    progress: Callable[[Reading, PromptProgress], bytes] | None = None
+
+
+def sse(value: Any, event: str = "") -> bytes:
+    """One server-sent event of JSON."""
+    name = f"event: {event}\n".encode() if event else b""
+    return name + b"data: " + json_bytes(value) + b"\n\n"
+
+
+def comment(reading: Reading) -> bytes:
+    """A comment between server-sent events, which says how far the prompt has been read."""
+    progress = reading.progress
+    if progress is None or progress.read_tokens == progress.tokens:
+        return b": working\n\n"
+    return f": reading {progress.read_tokens}/{progress.tokens}\n\n".encode()
+
+
+def sse_dialect(path: str, progress: Callable[[Reading, PromptProgress], bytes] | None = None) -> Dialect:
+    """A dialect of server-sent events without names, whose errors are as `path` has them."""
+    return Dialect(comment, lambda error: sse(error_body(path, error)), progress)
+
+
+def progress_field(progress: PromptProgress) -> dict[str, Any]:
+    """A prompt's progress as llama.cpp's server tells it."""
+    return {
+        "prompt_progress": {
+            "total": progress.tokens,
+            "cache": progress.reused_tokens,
+            "processed": progress.read_tokens,
+            "time_ms": round(1e3 * progress.seconds),
+        }
+    }
+
+
+async def begin_stream(parts: AsyncGenerator[bytes, None], media_type: str = "text/event-stream") -> Stream:
+    """The answer whose parts these are. Raises the errors that come before the first part."""
+    return Stream(parts, await anext(parts), media_type)
+
+
+async def streamed(
+    parts: AsyncGenerator[bytes, None],
+    reading: Reading,
+    dialect: Dialect,
+    media_type: str = "text/event-stream",
+) -> Stream:
+    """The answer whose parts these are, and what the dialect says beside them.
+
+    Raises the errors that come before anything has to be said.
+    """
+    return await begin_stream(_with_pings(parts, reading, dialect), media_type)
+
+
+async def _with_pings(
+    parts: AsyncGenerator[bytes, None], reading: Reading, dialect: Dialect
+) -> AsyncGenerator[bytes, None]:
+    """The parts, and what is said beside them."""
+    clock = asyncio.get_running_loop().time
+    said, is_begun = clock(), False
+    told: PromptProgress | None = None
+    part: asyncio.Task[bytes | None] | None = None
+    async with aclosing(parts):
+        try:
+            while True:
+                part = asyncio.create_task(_next(parts))
+                part.add_done_callback(reading.wake)
+                while not part.done() or (dialect.progress and told is not reading.progress):
+                    if dialect.progress and reading.progress is not None and told is not reading.progress:
+                        told = reading.progress
+                        yield dialect.progress(reading, told)
+                        said, is_begun = clock(), True
+                    elif clock() - said >= PING_SECONDS:
+                        if not is_begun:
+                            await reading.check()
+                            if part.done():
+                                break
+                        yield dialect.ping(reading)
+                        said, is_begun = clock(), True
+                    else:
+                        await reading.news(said + PING_SECONDS - clock())
+                content = part.result()
+                if content is None:
+                    return
+                yield content
+                said, is_begun = clock(), True
+        except RequestError as error:
+            if not is_begun:
+                raise
+            yield dialect.error(error)
+        finally:
+            if part is not None:
+                part.cancel()
+                await asyncio.gather(part, return_exceptions=True)
+
+
+async def _next(parts: AsyncGenerator[bytes, None]) -> bytes | None:
+    """The next part; None behind the last."""
+    try:
+        return await anext(parts)
+    except StopAsyncIteration:
+        return None
