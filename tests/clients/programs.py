@@ -1,7 +1,7 @@
 """The programs that people point at a local model: their versions, and how each is started for one task.
 
-`install.py` fetches them, `recorder.py` and the tests run them. A program runs with an environment of its own: a home
-folder, nothing of the person's settings, and no way to another server.
+`install.py` fetches them, `record.py` and the tests run them. A program runs with an environment of its own:
+a home folder and nothing of the person's settings.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Start:
 class Agent:
     """A program of npm that reads and changes files by a model's calls.
 
-    command: the path of its program in its folder. start: what it is started with for a server's URL, a model's name,
-    a context in tokens and a task.
+    command: the path of its program in its folder. start: what it is started with for a server's URL, a model's
+    name, a context in tokens and a task.
     """
 
     name: str
@@ -156,7 +156,7 @@ AGENTS = {
 
 
 def home_environment(home: Path, first: Path | None = None) -> dict[str, str]:
-    """The environment of a program with nothing of the person's in it. first: a folder at the head of PATH."""
+    """An environment with nothing of the person's in it. first: a folder at the head of PATH."""
     path = os.environ.get("PATH", os.defpath)
     return {
         "PATH": f"{first}{os.pathsep}{path}" if first else path,

@@ -1,8 +1,9 @@
 """Recorded requests without what belongs to others: nobody's prose, paths, ids, dates or machine.
 
-Every field, type, name, role and order stays. A sentence of a prompt or a description becomes
-`{"$filler": [NUMBER, LENGTH]}`, and `expanded` makes a text of that many characters of it again: equal texts of one
-program have one number, so that what a second request shares with the first one stays shared.
+Every field, type, name, role and order stays. A sentence of a prompt or a description
+becomes `{"$filler": [NUMBER, LENGTH]}`, and `expanded` makes a text of that many characters of it again:
+equal texts of one program have one number, so that what a second request shares with the first one
+stays shared.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ HEAD = "x-anthropic-billing-header:"
 LONGEST_NAME = 48
 """Strings of other fields are names up to that many characters, if they have no space."""
 
-_UUID = re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")
+_UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _HEX = re.compile(r"\b[0-9a-f]{32,}\b")
 _WORDS = (
-    "a river bends north where old mills grind corn and every boat waits for high water before it turns back to town "
-    "because nobody can row against such wind while snow melts upon those hills and rain fills each small pond so "
-    "farmers mend their fences early then carry seed past quiet barns until evening brings some rest"
-).split()
+    *("river", "bends", "north", "where", "old", "mills", "grind", "corn", "and", "every", "boat", "waits"),
+    *("for", "high", "water", "before", "it", "turns", "back", "to", "town", "because", "nobody", "can", "row"),
+    *("against", "such", "wind", "while", "snow", "melts", "upon", "those", "hills", "rain", "fills", "each"),
+    *("small", "pond", "so", "farmers", "mend", "their", "fences", "early", "then", "carry", "seed", "past"),
+    *("quiet", "barns", "until", "evening", "brings", "some", "rest", "a", "the", "of", "in", "with", "by"),
+)
 
 
 def filler(number: int, length: int) -> str:
@@ -53,10 +56,8 @@ def filler(number: int, length: int) -> str:
         state = (state * 1103515245 + 12345) % 2**31
         word = _WORDS[(state >> 16) % len(_WORDS)]
         ends = (state >> 8) % 11 == 0
-        parts.append(
-            (word.capitalize() if start else word)
-            + (".\n" if ends and state % 5 == 0 else ". " if ends else " ")
-        )
+        behind = " " if not ends else ".\n" if state % 5 == 0 else ". "
+        parts.append((word.capitalize() if start else word) + behind)
         start = ends
         size += len(parts[-1])
     return "".join(parts)[:length]
@@ -118,8 +119,8 @@ class Rewriter:
             else:
                 return json.dumps(expanded(_without_times(self._value("", inner))))
         text = self._plain(text)
-        names_something = field not in PROSE and len(text) <= LONGEST_NAME and " " not in text
-        if field in STRUCTURAL or names_something or not text.strip():
+        short = len(text) <= LONGEST_NAME or not text.strip("0")
+        if field in STRUCTURAL or (field not in PROSE and short and " " not in text) or not text.strip():
             return text
         return {FILLER: [self._numbers.setdefault(text, len(self._numbers)), len(text)]}
 
