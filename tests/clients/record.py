@@ -1,4 +1,4 @@
-"""Records what the installed agents send for one task, and rewrites it for the tests.
+"""Records what the installed programs send for one task or question, and rewrites it for the tests.
 
     python -m tests.clients.record [NAME...]
 
@@ -8,14 +8,18 @@ Requests as they came stay in build/clients/raw, and the rewritten ones go to te
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.clients.programs import AGENTS, FOLDER, Agent, start_agent
+from tests.clients.agents import AGENTS, start_agent
+from tests.clients.chats import CHATS
+from tests.clients.programs import FOLDER, PROGRAMS, Start, start
 from tests.clients.recorder import MODEL, Recorder
 from tests.clients.rewriting import Rewriter, written
 
@@ -25,46 +29,60 @@ KNOWN_NAME = "claude-sonnet-4-5"
 """Claude Code sends twice as much to a model whose name it knows."""
 
 
-def record(agent: Agent, model: str, name: str) -> int:
-    """Run the agent against the recorder and write its requests as `name`. Gives its exit status."""
-    output = FOLDER / "raw" / name
+def start_chat(name: str, folder: Path, url: str, model: str) -> subprocess.Popen[str]:
+    """The client at work in `folder`, which holds nothing but this."""
+    (folder / "workplace").mkdir(parents=True)
+    arguments = (str(Path(__file__).with_name("chats.py")), name, url, model)
+    return start(PROGRAMS[name], Start(arguments, {}, {}), folder)
+
+
+def record(name: str, model: str, recorded: str) -> int:
+    """Run a program against the recorder and write its requests as `recorded`. Gives its exit status."""
+    output = FOLDER / "raw" / recorded
     shutil.rmtree(output, ignore_errors=True)
-    with TemporaryDirectory() as made, Recorder(output, Path(made) / "workplace") as server:
-        folder = Path(made)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}"
-        process = start_agent(agent, folder, url, model, 32768)
-        try:
-            return process.wait(SECONDS)
-        except subprocess.TimeoutExpired:
-            return -1
-        finally:
-            process.kill()
-            process.wait()
-            shutil.copy(folder / "transcript.txt", output)
-            server.shutdown()
-            publish(agent, output, name, made)
+    with TemporaryDirectory() as made:
+        folder = Path(made) / "run"
+        with Recorder(output, folder / "workplace") as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            url = f"http://127.0.0.1:{server.server_address[1]}"
+            if name in AGENTS:
+                process = start_agent(name, folder, url, model, 32768)
+            else:
+                process = start_chat(name, folder, url, model)
+            try:
+                return process.wait(SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                return -1
+            finally:
+                server.shutdown()
+                shutil.copy(folder / "transcript.txt", output)
+                publish(name, output, recorded, folder)
 
 
-def publish(agent: Agent, raw: Path, name: str, folder: str) -> None:
-    """Write the requests in `raw` as files of `recorded/`."""
+def publish(name: str, raw: Path, recorded: str, folder: Path) -> None:
+    """Write the requests in `raw`: an agent's as a file each, a client's as one."""
     RECORDED.mkdir(exist_ok=True)
-    for old in RECORDED.glob(f"{name}-[0-9]*.json"):
+    for old in RECORDED.glob(f"{recorded}-[0-9]*.json"):
         old.unlink()
-    rewriter = Rewriter(f"{agent.name} {agent.version}", f"{folder}/workplace")
-    for at, path in enumerate(sorted(raw.glob("*.json")), 1):
-        request = rewriter.request(json.loads(path.read_text()))
-        (RECORDED / f"{name}-{at}.json").write_text(written(request) + "\n")
+    rewriter = Rewriter(f"{name} {PROGRAMS[name].version}", str(folder / "workplace"))
+    requests = [rewriter.request(json.loads(path.read_text())) for path in sorted(raw.glob("*.json"))]
+    if name in AGENTS:
+        for at, request in enumerate(requests, 1):
+            (RECORDED / f"{recorded}-{at}.json").write_text(written(request) + "\n")
+    else:
+        unique = [request for at, request in enumerate(requests) if request not in requests[:at]]
+        (RECORDED / f"{recorded}.json").write_text(written(unique, 1) + "\n")
 
 
 def main(names: list[str]) -> None:
-    for name in names or AGENTS:
+    for name in names or (*AGENTS, *CHATS):
         runs = [(MODEL, name)]
         if name == "claude-code":
             runs.append((KNOWN_NAME, f"{name}-known-model"))
         for model, recorded in runs:
-            code = record(AGENTS[name], model, recorded)
-            print(recorded, "exit", code, len(list(RECORDED.glob(f"{recorded}-[0-9]*.json"))), "requests")
+            code = record(name, model, recorded)
+            print(recorded, "exit", code, file=sys.stderr)
 
 
 if __name__ == "__main__":

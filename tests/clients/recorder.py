@@ -2,8 +2,8 @@
 
     python -m tests.clients.recorder FOLDER
 
-A reply is a call of the reading tool that the request gives, then of the editing one, then a sentence, by how many
-results stand behind the last words of the user. Requests go into FOLDER as they came: `rewriting.py` makes of them
+A reply is a call of the reading tool that the request gives, then of the editing one, then a sentence, by how
+many results of tools the conversation has. Requests go into FOLDER as they came: `rewriting.py` makes of them
 what may be published. Nothing here knows ondevice.
 """
 
@@ -87,7 +87,19 @@ class _Handler(BaseHTTPRequestHandler):
             one = {"id": MODEL, "object": "model", "type": "model", "display_name": MODEL, "created": 1}
             self._json({"object": "list", "data": [one], "has_more": False})
         elif path == "/api/tags":
-            self._json({"models": [{"name": MODEL, "model": MODEL, "details": {}, "size": 1}]})
+            self._json(
+                {
+                    "models": [
+                        {
+                            "name": f"{MODEL}:latest",
+                            "model": f"{MODEL}:latest",
+                            "digest": "0",
+                            "details": {},
+                            "size": 1,
+                        }
+                    ]
+                }
+            )
         elif path == "/api/version":
             self._json({"version": "0.12.0"})
         else:
@@ -232,7 +244,11 @@ def _responses(server: Recorder, asked: Any) -> tuple[Any, Iterator[bytes]]:
         begun = whole | {"status": "in_progress", "output": [], "usage": None}
         steps = [
             ("response.created", {"response": begun}),
-            ("response.output_item.added", {"output_index": 0, "item": item}),
+            (
+                "response.output_item.added",
+                {"output_index": 0, "item": item | ({} if call else {"content": []})},
+            ),
+            *(() if call else _text_steps(item["id"], text)),
             ("response.output_item.done", {"output_index": 0, "item": item}),
             ("response.completed", {"response": whole}),
         ]
@@ -240,6 +256,17 @@ def _responses(server: Recorder, asked: Any) -> tuple[Any, Iterator[bytes]]:
             yield _event({"type": kind, "sequence_number": number} | more, kind)
 
     return whole, parts()
+
+
+def _text_steps(item: str, text: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """What Responses' stream tells of a text."""
+    where = {"item_id": item, "output_index": 0, "content_index": 0}
+    return [
+        ("response.content_part.added", where | {"part": text | {"text": ""}}),
+        ("response.output_text.delta", where | {"delta": DONE, "logprobs": []}),
+        ("response.output_text.done", where | {"text": DONE, "logprobs": []}),
+        ("response.content_part.done", where | {"part": text}),
+    ]
 
 
 def _completions(server: Recorder, asked: Any) -> tuple[Any, Iterator[bytes]]:

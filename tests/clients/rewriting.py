@@ -13,7 +13,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tests.clients.programs import NOTES, TASK
+from tests.clients.agents import NOTES, TASK
+from tests.clients.chats import QUESTION
 from tests.clients.recorder import DONE, SHELL
 
 FILLER = "$filler"
@@ -33,7 +34,7 @@ PROSE = (
     "text",
     "title",
 )
-OUR_OWN = (TASK, NOTES, DONE, *SHELL)
+OUR_OWN = (TASK, NOTES, QUESTION, DONE, *SHELL)
 HEAD = "x-anthropic-billing-header:"
 LONGEST_NAME = 48
 """Strings of other fields are names up to that many characters, if they have no space."""
@@ -42,7 +43,7 @@ _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12
 _HEX = re.compile(r"\b[0-9a-f]{32,}\b")
 _WORDS = (
     *("river", "bends", "north", "where", "old", "mills", "grind", "corn", "and", "every", "boat", "waits"),
-    *("for", "high", "water", "before", "it", "turns", "back", "to", "town", "because", "nobody", "can", "row"),
+    *("for", "high", "water", "before", "it", "turns", "back", "to", "town", "because", "can", "row"),
     *("against", "such", "wind", "while", "snow", "melts", "upon", "those", "hills", "rain", "fills", "each"),
     *("small", "pond", "so", "farmers", "mend", "their", "fences", "early", "then", "carry", "seed", "past"),
     *("quiet", "barns", "until", "evening", "brings", "some", "rest", "a", "the", "of", "in", "with", "by"),
@@ -72,9 +73,10 @@ def expanded(value: Any) -> Any:
     return [expanded(each) for each in value] if isinstance(value, list) else value
 
 
-def load_request(path: Path) -> dict[str, Any]:
-    """A recorded request: `program`, `method`, `path`, `headers` and the expanded `body`."""
-    return dict(expanded(json.loads(path.read_text())))
+def load_requests(path: Path) -> list[dict[str, Any]]:
+    """Recorded requests, each with `program`, `method`, `path`, `headers` and the expanded `body`."""
+    value = expanded(json.loads(path.read_text()))
+    return value if isinstance(value, list) else [value]
 
 
 class Rewriter:
