@@ -103,7 +103,7 @@ class Start:
     files: dict[str, str]
 
 
-def start(program: Program, start: Start, folder: Path) -> subprocess.Popen[str]:
+def start(program: Program, how: Start, folder: Path) -> subprocess.Popen[str]:
     """The program at work in `folder`/workplace, which is there, with `folder`/home as its home.
 
     What it prints goes to `folder`/transcript.txt. Raises FileNotFoundError where it isn't installed.
@@ -112,21 +112,28 @@ def start(program: Program, start: Start, folder: Path) -> subprocess.Popen[str]
     if path is None:
         command = f"python -m tests.clients.install {program.name}"
         raise FileNotFoundError(f"{program.name} isn't installed: {command}")
-    for name, text in {**start.files, ".keep": ""}.items():
+    for name, text in {**how.files, ".keep": ""}.items():
         file = home / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     with (folder / "transcript.txt").open("w") as transcript:
         return subprocess.Popen(
-            [str(path), *start.arguments],
+            [str(path), *how.arguments],
             cwd=folder / "workplace",
-            env=_environment(home, program.node) | start.environment,
+            env=_environment(home, program.node) | how.environment,
             stdin=subprocess.DEVNULL,
             stdout=transcript,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
+
+
+def start_chat(name: str, folder: Path, url: str, model: str) -> subprocess.Popen[str]:
+    """A client of `chats.py` at work in `folder`, which holds nothing but this."""
+    (folder / "workplace").mkdir(parents=True)
+    arguments = (str(Path(__file__).with_name("chats.py")), name, url, model)
+    return start(PROGRAMS[name], Start(arguments, {}, {}), folder)
 
 
 def _environment(home: Path, node: Path) -> dict[str, str]:

@@ -19,21 +19,13 @@ from tempfile import TemporaryDirectory
 
 from tests.clients.agents import AGENTS, start_agent
 from tests.clients.chats import CHATS
-from tests.clients.programs import FOLDER, PROGRAMS, Start, start
+from tests.clients.programs import FOLDER, PROGRAMS, start_chat
 from tests.clients.recorder import MODEL, Recorder
-from tests.clients.rewriting import Rewriter, written
+from tests.clients.rewriting import RECORDED, Rewriter, written
 
 SECONDS = 120
-RECORDED = Path(__file__).parent / "recorded"
 KNOWN_NAME = "claude-sonnet-4-5"
 """Claude Code sends twice as much to a model whose name it knows."""
-
-
-def start_chat(name: str, folder: Path, url: str, model: str) -> subprocess.Popen[str]:
-    """The client at work in `folder`, which holds nothing but this."""
-    (folder / "workplace").mkdir(parents=True)
-    arguments = (str(Path(__file__).with_name("chats.py")), name, url, model)
-    return start(PROGRAMS[name], Start(arguments, {}, {}), folder)
 
 
 def record(name: str, model: str, recorded: str) -> int:

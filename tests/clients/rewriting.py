@@ -17,6 +17,7 @@ from tests.clients.agents import NOTES, TASK
 from tests.clients.chats import QUESTION
 from tests.clients.recorder import DONE, SHELL
 
+RECORDED = Path(__file__).parent / "recorded"
 FILLER = "$filler"
 PLAIN_PATH = "/workplace"
 HEADERS = ("accept", "anthropic-beta", "anthropic-version", "authorization", "content-type", "originator")
@@ -64,18 +65,19 @@ def filler(number: int, length: int) -> str:
     return "".join(parts)[:length]
 
 
-def expanded(value: Any) -> Any:
-    """A rewritten value with a text in place of each filler."""
+def expanded(value: Any, share: float = 1.0) -> Any:
+    """A rewritten value with a text in place of each filler, of a share of its length."""
     if isinstance(value, dict):
         if set(value) == {FILLER}:
-            return filler(*value[FILLER])
-        return {name: expanded(each) for name, each in value.items()}
-    return [expanded(each) for each in value] if isinstance(value, list) else value
+            number, length = value[FILLER]
+            return filler(number, max(1, round(length * share)))
+        return {name: expanded(each, share) for name, each in value.items()}
+    return [expanded(each, share) for each in value] if isinstance(value, list) else value
 
 
-def load_requests(path: Path) -> list[dict[str, Any]]:
+def load_requests(path: Path, share: float = 1.0) -> list[dict[str, Any]]:
     """Recorded requests, each with `program`, `method`, `path`, `headers` and the expanded `body`."""
-    value = expanded(json.loads(path.read_text()))
+    value = expanded(json.loads(path.read_text()), share)
     return value if isinstance(value, list) else [value]
 
 
