@@ -105,7 +105,9 @@ class Rewriter:
 
     def _value(self, field: str, value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: self._value(name, each) for name, each in value.items() if name != "workspaces"}
+            # Codex's metadata come in another order each time.
+            names = sorted(value) if field == "client_metadata" else value
+            return {name: self._value(name, value[name]) for name in names if name != "workspaces"}
         if isinstance(value, list):
             return [self._value(field, each) for each in value]
         return self._text(field, value) if isinstance(value, str) else value
