@@ -157,6 +157,7 @@ class RuntimeOptions(TypedDict, total=False):
     draft_head: int
     kv_bits: Literal[16, 8]
     max_context: int
+    context_share: float
     prefill_chunk: int
     parallel: int
     kernel_target: Literal["auto", "scalar", "avx2", "avx512", "neon"]
@@ -205,6 +206,10 @@ class RuntimeConfig:
     max_context: int = 0
     """Most tokens of a session. 0 means the smaller of 4,096 and the model's own limit. If the budget has no
     room for that, 0 means as many as fit, down to 512."""
+    context_share: float = 0.0
+    """Share of the budget that keys and values of a longer context may take where `max_context` is 0, up to
+    the model's own limit. Nothing else that the budget holds is given up for it. Of the budget `auto` it is
+    the share of the memory that is free, and no more bytes than the weights have. 0: no longer context."""
     prefill_chunk: int = 0
     """Prompt tokens per forward pass. Fixed, so that memory pressure can't change it. 0 means 256, and 512 of
     a model with experts, whose passes read each of these once."""
@@ -242,6 +247,8 @@ class RuntimeConfig:
                 f"predictor_recall is {self.predictor_recall!r}; it must be a number {TARGET_RANGE}, one of "
                 "those that `ondevice inspect` lists for the model"
             )
+        if not _is_number(self.context_share) or not 0.0 <= self.context_share <= 1.0:
+            raise UsageError(f"context_share is {self.context_share!r}; it must be a number from 0 to 1")
         if not isinstance(self.dram_budget, str) and not _is_int(self.dram_budget):
             raise UsageError(f"dram_budget is {self.dram_budget!r}; it must be a string or a number of bytes")
         if not isinstance(self.draft_model, str | os.PathLike):
@@ -299,6 +306,8 @@ class SamplingOptions(TypedDict, total=False):
     top_p: float
     min_p: float
     repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
     seed: int | None
     logit_bias: Mapping[int, float] | Iterable[tuple[int, float]]
     stop: str | Iterable[str]
@@ -317,6 +326,10 @@ class SamplingConfig:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time that the text behind the prompt has it."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of each token that the text behind the prompt has, once."""
     seed: int | None = None
     """Seed of the random numbers. With None, `seeded` draws one."""
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -343,6 +356,7 @@ class SamplingConfig:
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1"),
             ("repetition_penalty", 1e-3 <= self.repetition_penalty <= 100.0, "from 0.001 to 100"),
+            *((name, abs(getattr(self, name)) <= 2.0, "from -2 to 2") for name in _COUNT_PENALTIES),
             ("max_tokens", self.max_tokens >= 0, "0 or more"),
             ("seed", self.seed is None or 0 <= self.seed < 1 << 64, "from 0 to 2^64 - 1"),
             (
@@ -368,6 +382,16 @@ class SamplingConfig:
     def is_random(self) -> bool:
         """True if tokens are drawn by chance, so that the seed matters."""
         return self.temperature > 0.0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """True if logits depend on how often the text behind the prompt has a token."""
+        return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def penalises(self) -> bool:
+        """True if logits depend on the tokens before, by any penalty."""
+        return self.repetition_penalty != 1.0 or self.counts_tokens
 
     def seeded(self) -> SamplingConfig:
         """This config, with a seed below 2^32 drawn at random if it samples at random and has none."""
@@ -402,7 +426,8 @@ class SamplingConfig:
 
 
 _SAMPLING_INTEGERS = ("top_k", "max_tokens")
-_SAMPLING_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+_COUNT_PENALTIES = ("frequency_penalty", "presence_penalty")
+_SAMPLING_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", *_COUNT_PENALTIES)
 
 
 def _is_int(value: object) -> bool:

@@ -105,9 +105,17 @@ class UnsupportedModelError(OndeviceError):
 
 
 class ContextOverflowError(OndeviceError):
-    """The prompt alone is longer than the context."""
+    """The prompt alone is longer than the context.
+
+    `tokens` is the prompt's number of tokens, as far as it was read, and `limit` the context's; 0: not known.
+    """
 
     exit_code = 4
+
+    def __init__(self, message: str, tokens: int = 0, limit: int = 0) -> None:
+        super().__init__(message)
+        self.tokens = tokens
+        self.limit = limit
 
 
 class BudgetError(OndeviceError):

@@ -286,19 +286,18 @@ class Generator:
     def _drafted_text(self, written: _Continuation) -> DraftedText | None:
         """The text as what drafts for it knows it; None if nothing does."""
         if written.drafted is None and self.drafting is not None:
-            written.drafted = self.drafting.begin(written.history, written.sampling, written.constrained)
+            settings = (written.sampling, written.constrained, written.prompt_tokens)
+            written.drafted = self.drafting.begin(written.history, *settings)
         return written.drafted
 
     def _observe(self, written: _Continuation, outcome: PassOutcome) -> None:
-        if written.drafted is not None:
-            assert self.drafting is not None
+        if written.drafted is not None and self.drafting is not None:
             self.drafting.observe(written.drafted, outcome)
 
     def _let_go(self, written: _Continuation) -> DraftStats:
         """Free what drafted for a text. Returns its stats."""
-        if written.drafted is None:
+        if written.drafted is None or self.drafting is None:
             return DraftStats()
-        assert self.drafting is not None
         found = self.drafting.stats(written.drafted)
         self.drafting.end(written.drafted)
         return found
@@ -316,14 +315,14 @@ class Generator:
         self, written: _Continuation, logits: Float32, meter: Meter, text: DraftedText | None
     ) -> int | None:
         """Draw the text's next token and write it. Returns None if the text ends here, or has to wait."""
-        constrained = written.constrained
+        constrained, history = written.constrained, written.history
         if constrained is not None and not constrained.is_ready():
             written.waiting = logits.copy()
             if text is not None:
                 text.disable()  # It begins anew, with the token that has to wait.
             return None
         allowed = None if constrained is None else constrained.allowed()
-        token = sample(logits, written.sampling, len(written.history), written.history, allowed)
+        token = sample(logits, written.sampling, len(history), history, allowed, written.prompt_tokens)
         meter.sampled += 1
         if text is not None:
             text.drew(token, logits)
@@ -463,12 +462,16 @@ def check_prompt(prompt: Sequence[int], max_context: int, limit: int, wanted: in
         remedy = f" or raise --max-context (this model's limit is {limit})" if max_context < limit else ""
         raise ContextOverflowError(
             f"the prompt (in a conversation with all that was said before) has at least {len(prompt)} tokens "
-            f"and the context holds {max_context}; shorten it{remedy}"
+            f"and the context holds {max_context}; shorten it{remedy}",
+            len(prompt),
+            max_context,
         )
     if len(prompt) + wanted > max_context:
         raise ContextOverflowError(
             f"{len(prompt)} tokens of prompt and {wanted} of text don't fit the context of {max_context}; "
-            "ask for fewer"
+            "ask for fewer",
+            len(prompt) + wanted,
+            max_context,
         )
 
 

@@ -57,22 +57,24 @@ def sample(
     position: int,
     history: Sequence[int] | npt.NDArray[np.integer] = (),
     allowed: npt.NDArray[np.bool_] | None = None,
+    prompt_tokens: int = 0,
 ) -> int:
     """The token at `position` (0 for the first token of the text, prompt included).
 
-    logits: (V,) float32. history: ids so far, prompt and draft-tree ancestors included; only the
-    repetition penalty reads it. allowed: (V,) the tokens that may be drawn; None: all. Temperature 0 takes
-    the largest score. Ties go to the lower id.
+    logits: (V,) float32. history: ids so far, prompt and draft-tree ancestors included; only penalties read
+    it. allowed: (V,) the tokens that may be drawn; None: all. prompt_tokens: how many ids of the history,
+    from its beginning, the frequency and presence penalties don't count. Temperature 0 takes the largest
+    score. Ties go to the lower id.
     Raises OndeviceError if a logit is NaN, or if no token has a score above minus infinity.
     """
     if config.temperature == 0.0:
-        adjusted = _only(_adjust(logits, config, history), allowed)
+        adjusted = _only(_adjust(logits, config, history, prompt_tokens), allowed)
         best = int(np.argmax(adjusted))
         # argmax stops at the first NaN, so the winner alone tells whether there is one.
         if not -np.inf < adjusted[best] < np.inf:
             raise _unusable(adjusted)
         return best
-    return draw(process_logits(logits, config, history, allowed), seed_of(config), position)
+    return draw(process_logits(logits, config, history, allowed, prompt_tokens), seed_of(config), position)
 
 
 def seed_of(config: SamplingConfig) -> int:
@@ -108,14 +110,15 @@ def process_logits(
     config: SamplingConfig,
     history: Sequence[int] | npt.NDArray[np.integer] = (),
     allowed: npt.NDArray[np.bool_] | None = None,
+    prompt_tokens: int = 0,
 ) -> Candidates:
-    """Apply penalty, bias and temperature, then top-k, top-p and min-p, each to what the one before left.
+    """Apply penalties, bias and temperature, then top-k, top-p and min-p, each to what the one before left.
 
-    allowed: (V,) the tokens that may be drawn, before all of these; None: all.
+    allowed: (V,) the tokens that may be drawn, before all of these; None: all. Others are as in `sample`.
     Temperature 0 divides by 1, so filters then select as they would at temperature 1.
     Raises OndeviceError as `sample` does, UsageError for a bias or history id outside the vocabulary.
     """
-    adjusted = _only(_adjust(logits, config, history), allowed)
+    adjusted = _only(_adjust(logits, config, history, prompt_tokens), allowed)
     scores = adjusted.astype(np.float64)
     scores /= config.temperature or 1.0
     highest = scores.max()
@@ -220,9 +223,13 @@ def _adjust(
     logits: npt.NDArray[np.float32],
     config: SamplingConfig,
     history: Sequence[int] | npt.NDArray[np.integer],
+    prompt_tokens: int,
 ) -> npt.NDArray[np.float32]:
-    """Logits after repetition penalty (Keskar et al., arXiv 1909.05858) and bias; a copy if either acts."""
-    penalised = config.repetition_penalty != 1.0 and len(history) > 0
+    """Logits after repetition penalty (Keskar et al., arXiv 1909.05858), count penalties and bias.
+
+    It is a copy if any of them acts.
+    """
+    penalised = config.penalises and len(history) > 0
     if not penalised and not config.logit_bias:
         return logits
     adjusted = logits.copy()
@@ -232,6 +239,9 @@ def _adjust(
         # The original logits are gathered, so an id that occurs twice is penalised once.
         seen = logits[ids]
         adjusted[ids] = np.where(seen < 0, seen * penalty, seen / penalty)
+        if config.counts_tokens:
+            counted, amounts = count_penalties(config, ids[prompt_tokens:])
+            adjusted[counted] -= amounts
     if config.logit_bias:
         pairs = dict(config.logit_bias)
         if wrong := [token for token in pairs if not 0 <= token < logits.size]:
@@ -242,6 +252,15 @@ def _adjust(
         biases = np.fromiter(pairs.values(), np.float32, len(pairs))
         adjusted[ids] += biases
     return adjusted
+
+
+def count_penalties(config: SamplingConfig, generated: TokenIds) -> tuple[TokenIds, npt.NDArray[np.float32]]:
+    """Distinct ids (N,) of the text behind the prompt, ascending, and what is taken from each one's logit.
+
+    generated: ids in any order. A token that occurs n times loses `n * frequency_penalty + presence_penalty`.
+    """
+    ids, counts = np.unique(generated, return_counts=True)
+    return ids, (counts * config.frequency_penalty + config.presence_penalty).astype(np.float32)
 
 
 def _only(scores: npt.NDArray[np.float32], allowed: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.float32]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -59,7 +59,8 @@ _RUNTIME_HELP = {
     "draft_head": "Number of frequent tokens that streams and resident drafts choose from; 0: all.",
     "draft_pruning": "Least chance with which a draft token enters the layers of streams; 0: none is pruned.",
     "kv_bits": "Bits per stored key and value.",
-    "max_context": "Tokens a conversation may hold; 0: the model's limit, at most 4096, or what fits.",
+    "max_context": "Tokens a conversation may hold; 0: the model's limit, at most 4096, or what fits. `chat` "
+    "and `serve` take more where a quarter of the budget holds them.",
 }
 _PROMPT_CACHE_HELP = {
     "prompt_cache": "Folder that keeps what was computed, so that no beginning of a text is computed twice.",
@@ -71,6 +72,8 @@ _SAMPLING_HELP = {
     "top_p": "Sample from the likeliest tokens that hold this probability; 1: off.",
     "min_p": "Drop tokens less likely than this times the likeliest; 0: off.",
     "repetition_penalty": "Divide the logits of tokens seen before; 1: off.",
+    "frequency_penalty": "Take this from a token's logit for each time it was generated, -2 to 2; 0: off.",
+    "presence_penalty": "Take this from the logits of tokens that were generated, -2 to 2; 0: off.",
     "seed": "Seed of the random numbers: the same seed gives the same text; drawn and shown if not given.",
     "stop": "End the text before this string; may be given several times.",
     "max_tokens": "Most tokens to generate.",
@@ -157,8 +160,10 @@ OTHER_SETTINGS: dict[str, type] = {
     "host": str,
     "port": int,
     "api_key": str,
-    "allow_host": str,
-    "allow_origin": str,
+    "allow_host": tuple,
+    "allow_origin": tuple,
+    "alias": tuple,
+    "strict": bool,
     "queue": int,
     "parallel": int,
     "ssl_certfile": str,
@@ -166,16 +171,25 @@ OTHER_SETTINGS: dict[str, type] = {
     "ssl_keyfile_password": str,
     "verbose": bool,
 }
-"""Types of the command line's settings that aren't fields of a config dataclass, by name."""
+"""Types of the command line's settings that aren't fields of a config dataclass, by name. Those of type tuple
+may be given several times."""
+MODEL_TABLES = "models"
+"""Key of the settings file's tables of single models: `[models.NAME]`."""
+MODEL_OPTIONS = ("max_context",)
+"""Options that such a table may have."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Content of a settings file: `values` and the `keys` as spelt there, both by option name."""
+    """Content of a settings file: `values` and the `keys` as spelt there, both by option name.
+
+    models: the values of single models' tables, by the model's name.
+    """
 
     path: Path
     values: Mapping[str, Any]
     keys: Mapping[str, str]
+    models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def runtime_config(values: Mapping[str, Any]) -> RuntimeConfig:
@@ -292,7 +306,7 @@ def read_settings(path: Path) -> Settings:
     """The settings in a TOML file; empty settings if there is no file.
 
     Raises UsageError for text that isn't TOML, for a key that is unknown or already set in another spelling,
-    and for a value of the wrong type.
+    and for a value of the wrong type, in a model's table also for one that no model can have.
     """
     try:
         with path.open("rb") as file:
@@ -313,6 +327,7 @@ def read_settings(path: Path) -> Settings:
     }
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
+    models = _model_tables(path, parsed.pop(MODEL_TABLES, {}))
     for key, value in parsed.items():
         name = names.get(key.replace("-", "_"))
         if name is None:
@@ -325,36 +340,61 @@ def read_settings(path: Path) -> Settings:
         if not _has_type(name, value):
             raise UsageError(f"the settings file {path} has {key} = {value!r}; it must be {_wanted(name)}")
         values[name], keys[name] = _as_option(name, value), key
-    return Settings(path, values, keys)
+    return Settings(path, values, keys, models)
+
+
+def _model_tables(path: Path, tables: Any) -> dict[str, dict[str, Any]]:
+    """The values of `[models.NAME]` tables. Raises UsageError."""
+    where = f"the settings file {path}"
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+        raise UsageError(f"{where} has {MODEL_TABLES!r}, which must be tables: [{MODEL_TABLES}.NAME]")
+    found: dict[str, dict[str, Any]] = {}
+    for model, table in tables.items():
+        values = {key.replace("-", "_"): value for key, value in table.items()}
+        for name, value in values.items():
+            if name not in MODEL_OPTIONS:
+                known = ", ".join(MODEL_OPTIONS)
+                raise UsageError(
+                    f"{where} has an unknown key {name!r} for the model {model}; known are {known}"
+                )
+            try:
+                check_value(name, value)
+            except UsageError as error:
+                raise UsageError(f"{where}, for the model {model}: {error}") from error
+        found[model] = values
+    return found
+
+
+def _kind(name: str) -> type:
+    """The type of an option's values; tuple if it may be given several times."""
+    return _OPTIONS[name].kind if name in _OPTIONS else OTHER_SETTINGS[name]
 
 
 def _wanted(name: str) -> str:
     """The type of this option's TOML value, in words."""
-    option = _OPTIONS.get(name)
-    if option is not None and option.multiple:
-        return "a string or a list of strings"
     if name in _SIZES:
         return "a string, or a number of bytes"
-    names = {int: "an integer, without quotes", float: "a number, without quotes", bool: "true or false"}
-    return names.get(OTHER_SETTINGS[name] if option is None else option.kind, "a string")
+    names = {
+        tuple: "a string or a list of strings",
+        int: "an integer, without quotes",
+        float: "a number, without quotes",
+        bool: "true or false",
+    }
+    return names.get(_kind(name), "a string")
 
 
 def _has_type(name: str, value: Any) -> bool:
-    option = _OPTIONS.get(name)
-    kind = OTHER_SETTINGS[name] if option is None else option.kind
+    kind = _kind(name)
     if isinstance(value, bool):
         return kind is bool
-    if option is not None and option.multiple:
-        return isinstance(value, str) or (
-            isinstance(value, list) and all(isinstance(item, str) for item in value)
-        )
-    allowed: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), str: (str,), bool: ()}
-    return isinstance(value, (str, int) if name in _SIZES else allowed[kind])
+    if isinstance(value, list):
+        return kind is tuple and all(isinstance(item, str) for item in value)
+    allowed: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), bool: ()}
+    return isinstance(value, (str, int) if name in _SIZES else allowed.get(kind, (str,)))
 
 
 def _as_option(name: str, value: Any) -> Any:
     """The value as the command line would pass it."""
-    option = _OPTIONS.get(name)
-    if option is not None and option.multiple and isinstance(value, str):
+    if _kind(name) is tuple and isinstance(value, str):
         return [value]
-    return str(value) if option is not None and option.choices else value
+    return str(value) if name in _OPTIONS and _OPTIONS[name].choices else value

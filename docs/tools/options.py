@@ -24,7 +24,8 @@ A flag on the command line beats an environment variable, which beats the settin
 default. The variable of `--max-tokens` is `ONDEVICE_MAX_TOKENS`, and its key in the settings file is
 `max_tokens`; every option below follows that pattern. The settings file is TOML: `config.toml` in the
 platform's configuration folder, or the file that `ONDEVICE_CONFIG` names. `ONDEVICE_HOME` is the folder
-of converted models. An unknown key in the file is an error, and a misspelt variable is a warning.
+of converted models. An unknown key in the file is an error, and a misspelt variable is a warning. A table
+`[models.NAME]` has the `max_context` of one model, which is its folder's name.
 
 Python takes the same options by their field names, which are the keys of the settings file except where
 the tables say otherwise. [api.md](api.md) lists them.

@@ -156,8 +156,11 @@ def budget_warnings(plan: Plan, name: str, held_bytes: int, rooms: Sequence[Memo
 
 
 def context_words(plan: Plan) -> str:
-    """The context that a plan has, and why it isn't longer."""
+    """The context that a plan has, and why it isn't longer, or what it takes beyond the default."""
     why = f", as {plan.wanted_context} would not fit" if plan.wanted_context else ""
+    if plan.context_share:
+        taken = 100 * plan.kv_cache_bytes // max(1, plan.budget_bytes)
+        why = f", whose keys and values take up to {taken} % of the budget"
     return f"context {plan.max_context} tokens{why}"
 
 

@@ -82,6 +82,8 @@ class Plan:
     """The control group with the lowest limit; None if none has one."""
     wanted_context: int = 0
     """The default context if it was shortened to `max_context` to fit; else 0."""
+    context_share: float = 0.0
+    """Share of the budget that `max_context`, longer than the default, was given; 0 if it is no longer."""
     dense: SegmentShape | None = None
     """Pieces for neurons that aren't an expert's, in a model with experts; None where they always stay."""
 
@@ -201,6 +203,13 @@ class Plan:
         return self.buffers.nbytes
 
     @property
+    def model_bytes(self) -> int:
+        """All weights of the model as they would lie in memory."""
+        dense = 0 if self.dense is None else self.dense.total * self.dense.nbytes
+        neurons = self.segment.total * self.segment.nbytes
+        return self.weights_bytes + self.embedding_bytes + dense + neurons
+
+    @property
     def neuron_cache_bytes(self) -> int:
         """Feed-forward memory that is left in the widest pass with a full context."""
         return self.segments_for(self.kv_cache_bytes) * self.segment.nbytes
@@ -273,7 +282,7 @@ class Plan:
         except TypeError as error:
             raise UsageError(f"budget_bytes is {budget_bytes!r}; it must be a number of bytes") from error
 
-    def to_json(self) -> dict[str, int | str | bool]:
+    def to_json(self) -> dict[str, int | float | str | bool]:
         """The plan as `inspect --json` prints it; the `_bytes` parts add up to `total_bytes`.
 
         The parts are those of the widest pass, the counts of segments those while decoding.
@@ -298,6 +307,7 @@ class Plan:
             "full_bytes": self.full_bytes,
             "max_context": self.max_context,
             "wanted_context": self.wanted_context,
+            "context_share": self.context_share,
             "limit_bytes": 0 if self.limit is None else self.limit.limit_bytes,
             "segment_bytes": self.segment.nbytes,
             "segments": self.segments_for(self.kv_cache_bytes, DECODE_TOKENS),

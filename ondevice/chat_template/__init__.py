@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from functools import cached_property
 from typing import Any
@@ -33,6 +33,7 @@ from ondevice.chat_template.messages import (
     with_short_ids,
     with_tools,
 )
+from ondevice.chat_template.placement import INSTRUCTIONS, calls_as_text, is_usual, numbered, placements
 from ondevice.chat_template.replies import THINKING_MARKS, MarkedReply, PlainReply, ReplyParser
 from ondevice.chat_template.tools import EFFORTS, PLAIN, PromptOptions, Tool, ToolCall
 from ondevice.constraints.constraint import Constraint
@@ -304,15 +305,51 @@ class ChatTemplate:
         add_generation_prompt: bool,
     ) -> str:
         """The prompt's text, of messages and tools in the forms that the template takes."""
-        variables, given = self._thinking(options), size(messages, tools)
-        if uses_tools(messages):
-            messages = [
-                as_form(message, self._call_form, self._format) for message in with_short_ids(messages)
-            ]
-        if tools and self._tools_by is not None:
-            messages, more = with_tools(messages, tools, self._tools_by)
-            variables |= more
-        return self._render(messages, variables, add_generation_prompt, given)
+        from ondevice.chat_template.meter import TemplateLimit
+
+        given, refusal = size(messages, tools), None
+        for placed in self._placements(messages):
+            variables = self._thinking(options)
+            if tools and self._tools_by is not None:
+                placed, more = with_tools(placed, tools, self._tools_by)
+                variables |= more
+            try:
+                return self._render(placed, variables, add_generation_prompt, given)
+            except (UsageError, BundleError) as error:
+                if isinstance(error.__cause__, TemplateLimit):
+                    raise
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
+
+    def _placements(self, messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+        """The messages in the forms and places in which the template may take them, the best one first."""
+        if not uses_tools(messages):
+            yield from self._placed(messages)
+            return
+        form, takes_text = self._call_form, self._takes_text
+        yield from self._placed(
+            [as_form(message, form, self._format, takes_text) for message in with_short_ids(messages)]
+        )
+        yield from self._placed(calls_as_text(messages, self._format))
+
+    def _placed(self, messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+        """The messages where the template takes them; where that isn't known, one placement after another."""
+        kept = None
+        if not is_usual(messages):
+            kept = next((each for each in placements(messages) if self._keeps(each)), None)
+        yield from (placements(messages) if kept is None else [kept])
+
+    def _keeps(self, messages: list[dict[str, Any]]) -> bool:
+        """Whether the template writes the text of every user's message and of all instructions, in order.
+
+        The first instructions may stand anywhere: some templates put them before the last question.
+        """
+        short, texts = numbered(messages)
+        made = self._tried(short, {})
+        places = [made.find(text) for text in texts]
+        ordered = places[1:] if messages[0]["role"] in INSTRUCTIONS else places
+        return -1 not in places and ordered == sorted(ordered)
 
     def _thinking(self, options: PromptOptions) -> dict[str, Any]:
         """The variables that tell the template whether, or how much, to think."""
@@ -356,6 +393,19 @@ class ChatTemplate:
             if _PROBE in text and "probe_value" in text:
                 return form
         return CALL_FORMS[-1]
+
+    @cached_property
+    def _takes_text(self) -> bool:
+        """Whether the template writes arguments that are a string, which no JSON object is."""
+        function = {"name": _PROBE, "arguments": "probe_value"}
+        call = {"id": "123456789", "type": "function", "function": function}
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "x", "tool_call_id": call["id"], "name": "other"},
+        ]
+        form = self._call_form
+        return "probe_value" in self._tried([as_form(it, form, None, takes_text=True) for it in messages], {})
 
     def _tried(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         """What the template makes of messages; empty if it refuses them or fails."""

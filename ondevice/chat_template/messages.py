@@ -164,10 +164,15 @@ CALL_FORMS = ("object", "text", "object alone", "text alone", "written")
 """Arguments as an object or as JSON in a string, with an empty content or none; last: all in the content."""
 
 
-def as_form(message: dict[str, Any], form: str, format: CallFormat | None) -> dict[str, Any]:
+def as_form(
+    message: dict[str, Any], form: str, format: CallFormat | None, takes_text: bool = False
+) -> dict[str, Any]:
     """A message whose calls, and the thinking before them, are as a template takes them.
 
     Thinking has two names. Behind a text it is left out: gpt-oss's template refuses both.
+
+    takes_text: whether arguments that aren't an object may stay the string that they are. Otherwise they
+        become an object that has it as its `arguments`.
     """
     calls = message.get("tool_calls")
     if calls is None:
@@ -177,17 +182,31 @@ def as_form(message: dict[str, Any], form: str, format: CallFormat | None) -> di
     if thought and not message["content"]:
         message |= {"thinking": thought, "reasoning_content": thought}
     if form == "written":
-        pairs = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+        pairs = [(call["function"]["name"], _as_object(call["function"]["arguments"])) for call in calls]
         written = "" if format is None else format.write(pairs)
         content = "\n".join(text for text in (message["content"], written) if text)
         return {"role": message["role"], "content": content}
     if form.startswith("text"):
-        calls = [
-            call | {"function": call["function"] | {"arguments": json_text(call["function"]["arguments"])}}
-            for call in calls
-        ]
+        calls = [_with_arguments(call, _as_text) for call in calls]
+    elif not takes_text:
+        calls = [_with_arguments(call, _as_object) for call in calls]
     alone = form.endswith("alone") and not message["content"]
     return message | {"tool_calls": calls} | ({"content": None} if alone else {})
+
+
+def _with_arguments(call: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    function = call["function"]
+    return call | {"function": function | {"arguments": change(function["arguments"])}}
+
+
+def _as_text(arguments: Mapping[str, Any] | str) -> str:
+    """A call's arguments as JSON, or the string that they are."""
+    return arguments if isinstance(arguments, str) else json_text(arguments)
+
+
+def _as_object(arguments: Mapping[str, Any] | str) -> Mapping[str, Any]:
+    """A call's arguments as an object."""
+    return {"arguments": arguments} if isinstance(arguments, str) else arguments
 
 
 def with_tools(

@@ -173,29 +173,47 @@ def checked_name(name: object) -> str:
 
 
 def checked_calls(given: object) -> list[dict[str, Any]]:
-    """The `tool_calls` of a message, their arguments as objects. Raises UsageError for malformed ones."""
+    """The `tool_calls` of a message as messages have them. Raises UsageError for what are none.
+
+    Arguments are an object. What models wrote that is none, such as JSON that was cut, stays a string.
+    """
     if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
         raise UsageError(f"tool_calls is {type(given).__name__}; it must be a list of calls")
     calls = list(given)
     if len(calls) > MAX_CALLS:
         raise UsageError(f"a message has {len(calls)} tool calls; at most {MAX_CALLS} can be given")
-    return [_checked_call(call).to_dict() for call in calls]
+    return [_checked_call(call) for call in calls]
 
 
-def _checked_call(given: object) -> ToolCall:
+def _checked_call(given: object) -> dict[str, Any]:
     if isinstance(given, ToolCall):
         given = given.to_dict()
     function = given.get("function") if isinstance(given, Mapping) else None
     if not isinstance(given, Mapping) or not isinstance(function, Mapping):
         raise UsageError(f"a tool call is {str(given)[:80]}; it must be an object with an id and a function")
-    name, arguments = checked_name(function.get("name")), function.get("arguments", {})
+    name, arguments = function.get("name"), function.get("arguments", {})
+    if not isinstance(name, str):
+        raise UsageError(f"the name of a called tool is {str(name)[:80]}; it must be a string")
     if isinstance(arguments, str):
-        arguments = parsed_object(arguments)
-    if not isinstance(arguments, Mapping):
-        raise UsageError(f"the arguments of a call of {name} must be a JSON object, as it is or as a string")
-    return ToolCall(
-        name, plain_data(arguments, f"the arguments of a call of {name}"), checked_id(given.get("id"))
-    )
+        arguments = _read_arguments(arguments)
+    elif isinstance(arguments, Mapping):
+        arguments = plain_data(arguments, f"the arguments of a call of {name[:NAME_CHARS]}")
+    else:
+        raise UsageError(
+            f"the arguments of a call of {name[:NAME_CHARS]} are {type(arguments).__name__}; they must be an "
+            "object, or a string"
+        )
+    function = {"name": name, "arguments": arguments}
+    return {"id": checked_id(given.get("id")), "type": "function", "function": function}
+
+
+def _read_arguments(text: str) -> dict[str, Any] | str:
+    """The object whose JSON a string is; the string itself if it is none."""
+    arguments = parsed_object(text)
+    try:
+        return text if arguments is None else dict(plain_data(arguments, "the arguments"))
+    except UsageError:
+        return text
 
 
 def checked_id(given: object) -> str:

@@ -7,17 +7,44 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from click import get_current_context
+
 from ondevice.commands.obtaining import obtained
+from ondevice.commands.options import SettingsContext
 from ondevice.commands.terminal import can_ask, say, take_interrupts
 from ondevice.settings import runtime_config
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ondevice.api import Model
+    from ondevice.config import RuntimeConfig
     from ondevice.runtime.resolving import ResolvedModel
+
+CONTEXT_SHARE = 0.25
+"""Most of the budget that conversations' keys and values take where no option names the context."""
+
+
+def runtime_of(
+    bundle: Path, values: dict[str, Any], parallel: int = 1, context_share: float = 0.0
+) -> RuntimeConfig:
+    """The options of running a model: its own in the settings file, where no flag or variable names others.
+
+    bundle: the model's folder. context_share: as in RuntimeConfig.
+    """
+    context = get_current_context()
+    assert isinstance(context, SettingsContext)
+    own = context.of_model(bundle.name)
+    runtime = runtime_config(values | {name: own[name] for name in own.keys() & values.keys()})
+    return replace(runtime, parallel=parallel, context_share=context_share)
 
 
 def resolved_model(
-    model: str | None, values: dict[str, Any], yes: bool | None = None, parallel: int = 1
+    model: str | None,
+    values: dict[str, Any],
+    yes: bool | None = None,
+    parallel: int = 1,
+    context_share: float = 0.0,
 ) -> ResolvedModel:
     """The resolved model for `loaded_model`. Commands check their other arguments between the two calls.
 
@@ -25,10 +52,11 @@ def resolved_model(
     return: it serves layers until rank 0 ends.
 
     yes: for commands that convert what isn't a bundle yet, True if they needn't ask first. parallel: texts
-    that may share passes.
+    that may share passes. context_share: as in RuntimeConfig; several machines share the default context.
     """
     from ondevice import api
     from ondevice.commands import sharing
+    from ondevice.runtime.models import find_model
 
     sharing.start(model, values)
     runtime = replace(runtime_config(values), parallel=parallel)
@@ -36,8 +64,8 @@ def resolved_model(
     if shared is not None:
         take_interrupts()
         return shared
-    name = model if yes is None else obtained(model, runtime, yes)
-    resolved = api.open_model(name, runtime)
+    bundle = find_model(model if yes is None else obtained(model, runtime, yes))
+    resolved = api.open_model(bundle, runtime_of(bundle, values, parallel, context_share))
     take_interrupts()
     return resolved
 

@@ -96,6 +96,12 @@ class SettingsContext(click.Context):
             self.default_map = dict(self.obj.values)
         return self.obj  # type: ignore[no-any-return]
 
+    def of_model(self, name: str) -> dict[str, Any]:
+        """What the settings file says of one model, where neither a flag nor a variable does."""
+        explicit = ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT
+        given = self.read_settings().models.get(name, {})
+        return {key: it for key, it in given.items() if self.get_parameter_source(key) not in explicit}
+
     def lookup_default(self, name: str, call: bool = True) -> Any:
         """As in click. Reads the settings file first, except for help, which passes call=False."""
         if call and not self.resilient_parsing:

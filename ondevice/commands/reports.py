@@ -19,12 +19,12 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def plan_summary(plan: Plan) -> str:
-    """The plan in two lines, shown before loading. A third line follows if the context was shortened."""
-    shortened = f"\n      {context_words(plan)}" if plan.wanted_context else ""
+    """The plan in two lines, shown before loading. A third line tells of a context that isn't the default."""
+    context = f"\n      {context_words(plan)}" if plan.wanted_context or plan.context_share else ""
     return (
         f"plan: budget {size(plan.budget_bytes)}, uses {format_bytes(plan.start_bytes)} at the start, "
         f"{size(plan.total_bytes)} at {plan.max_context} tokens: {_parts_line(plan)}\n"
-        f"      {residency(plan)}{shortened}"
+        f"      {residency(plan)}{context}"
     )
 
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ondevice.commands.opening import loaded_model, resolved_model
+from ondevice.commands.opening import CONTEXT_SHARE, loaded_model, resolved_model, runtime_of
 from ondevice.commands.options import Command, Text, add_options, hosts_option, model_flag, option, yes_option
 from ondevice.commands.sharing import require_alone
 from ondevice.commands.terminal import say
 from ondevice.config import RuntimeConfig
 from ondevice.errors import BackendUnavailableError, UsageError
 from ondevice.serve.config import ServeConfig
-from ondevice.settings import PROMPT_CACHE_OPTIONS, RUNTIME_OPTIONS, runtime_config
+from ondevice.settings import PROMPT_CACHE_OPTIONS, RUNTIME_OPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,6 +53,14 @@ PACKAGES = ("starlette", "uvicorn")
     help="A name of this machine by which it may be called, beside localhost and addresses.",
 )
 @option("--allow-origin", type=Text(), multiple=True, help="An origin whose pages may call the server.")
+@option(
+    "--alias",
+    type=Text(),
+    multiple=True,
+    metavar="PATTERN=NAME",
+    help="Another name of a model, which may be a pattern: claude-*=NAME.",
+)
+@option("--strict", is_flag=True, help="Refuse fields of requests that the server doesn't know.")
 @option("--ssl-certfile", type=Text(), default="", show_default=False, help="TLS certificate; serves https.")
 @option("--ssl-keyfile", type=Text(), default="", show_default=False, help="The certificate's key.")
 @option("--ssl-keyfile-password", type=Text(), default="", show_default=False, help="The key's password.")
@@ -79,19 +87,22 @@ def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) 
         values["dram_budget"] = _budget_of_all()
     # The last to be resolved is the first model, so that the plan counts what the others have left behind.
     facts: list[ModelFacts] = []
-    paths: dict[str, Path] = {}
+    known: dict[str, tuple[Path, RuntimeConfig]] = {}
     for each in reversed(named):
-        resolved = resolved_model(each, values, yes, config.parallel)
+        resolved = resolved_model(each, values, yes, config.parallel, CONTEXT_SHARE)
         facts.insert(0, _facts(resolved))
-        paths[resolved.bundle.name] = resolved.bundle.path
+        path = resolved.bundle.path
+        known[resolved.bundle.name] = path, runtime_of(path, values, config.parallel, CONTEXT_SHARE)
     _require_different(facts)
+    config.aliases([fact.name for fact in facts])
 
     def load(name: str, budget_bytes: int | None) -> Model:
         from ondevice import api
 
-        budget = {} if budget_bytes is None else {"dram_budget": budget_bytes}
-        runtime = replace(runtime_config(values | budget), parallel=config.parallel)
-        return api.Model(api.open_model(paths[name], runtime))
+        path, runtime = known[name]
+        if budget_bytes is not None:
+            runtime = replace(runtime, dram_budget=budget_bytes)
+        return api.Model(api.open_model(path, runtime))
 
     with _logging(), loaded_model(resolved, _log_plan) as first:
         del resolved
@@ -122,7 +133,8 @@ def _facts(resolved: ResolvedModel) -> ModelFacts:
     from ondevice.serve.server import facts_of
 
     tokenizer = text_tokenizer(resolved)
-    return facts_of(resolved.bundle.name, resolved.bundle, resolved.frugal.plan, tokenizer)
+    context = resolved.plan.max_context
+    return facts_of(resolved.bundle.name, resolved.bundle, resolved.frugal.plan, tokenizer, context)
 
 
 def _budget_of_all() -> int:

@@ -179,7 +179,8 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         sampling = asdict(self.sampling)
-        shown = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_tokens")
+        penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+        shown = ("temperature", "top_k", "top_p", "min_p", *penalties, "seed", "max_tokens")
         return {
             "model": self.model,
             "dram_budget_bytes": self.budget_bytes,

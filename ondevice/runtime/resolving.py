@@ -305,7 +305,10 @@ class _Planner:
         return needed <= (self._allowance.usable_bytes if self._is_auto else parse_budget(budget))
 
     def resolved(self) -> ResolvedModel:
-        """The model with the context asked for, or with the longest from LEAST_CONTEXT on that fits."""
+        """The model with the context asked for, or with the longest from LEAST_CONTEXT on that fits.
+
+        One that wasn't asked for is at most the default, or as long as `context_share` of the budget allows.
+        """
         wanted = context_tokens(self.bundle.config, self.runtime)
         floor = wanted if self.runtime.max_context else min(wanted, LEAST_CONTEXT)
         whole = found = self._at(wanted)
@@ -317,12 +320,41 @@ class _Planner:
         if not found.plan.fits:
             options = self._fitting_options(least)
             return replace(least, fitting_context=whole.fitting_context, fitting_options=options)
+        if found is whole:
+            found = self._lengthened(whole)
         return replace(
             found,
             least=None if least.plan == found.plan else least,
-            whole=None if found.plan.max_context == wanted else whole,
+            whole=None if found.plan.max_context >= wanted else whole,
             budget_warnings=self._doubts(found.plan),
         )
+
+    def _lengthened(self, found: ResolvedModel) -> ResolvedModel:
+        """The model with the longest context that may have `context_share` of the budget."""
+        shortest, longest = found.plan.max_context, self.bundle.config.original_context
+        share = 0.0 if self.runtime.max_context else self.runtime.context_share
+        if not share or longest <= shortest:
+            return found
+        lengths = [*range(shortest, longest, CONTEXT_STEP), longest]
+        past = bisect_left(lengths, True, 1, key=lambda length: not self._is_free(found, self._at(length)))
+        if past == 1:
+            return found
+        longer = self._at(lengths[past - 1])
+        return replace(longer, plan=replace(longer.plan, context_share=share))
+
+    def _is_free(self, before: ResolvedModel, longer: ResolvedModel) -> bool:
+        """Whether a longer context takes its share alone: modes, and what stays in memory, are as before."""
+
+        def kept(it: ResolvedModel) -> tuple[object, ...]:
+            modes = it.runtime.sparsity, it.runtime.speculation, it.draft_layer, it.leaves_streams
+            return *modes, it.plan.offloads_weights, it.plan.embedding_resident, it.plan.dense_segments
+
+        plan, share = longer.plan, self.runtime.context_share
+        most = int(share * plan.budget_bytes)
+        if self._is_auto:
+            # This budget is what the model can use, a longer context included.
+            most = min(int(share * self._allowance.usable_bytes), plan.model_bytes)
+        return plan.fits and plan.kv_cache_bytes <= most and kept(before) == kept(longer)
 
     def _fitting_context(self, wanted: int) -> int:
         """The longest context below `wanted` with which something fits; 0 for none."""

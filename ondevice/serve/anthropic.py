@@ -16,14 +16,17 @@ from ondevice.chat_template.messages import Message
 from ondevice.chat_template.tools import PromptOptions, Think
 from ondevice.constraints.constraint import Constraint
 from ondevice.errors import OndeviceError
-from ondevice.generate import Event, check_prompt
+from ondevice.generate import Event
+from ondevice.serve.anthropic_messages import take_messages
 from ondevice.serve.asked import (
     MAX_STOP_CHARS,
     MAX_STOPS,
     MAX_TOKENS,
     Asked,
     chosen,
+    take_limit,
     take_temperature,
+    take_top_k,
     take_top_p,
 )
 from ondevice.serve.errors import RequestError
@@ -32,6 +35,7 @@ from ondevice.serve.exchange import (
     generation,
     json_answer,
     new_id,
+    prompt_tokens,
     read_object,
     sse,
     streamed,
@@ -43,27 +47,24 @@ from ondevice.serve.models import ModelFacts
 from ondevice.serve.tools import (
     AUTO,
     NONE,
+    NOT_RUN,
     REQUIRED,
     CallSteps,
     Choice,
     anthropic_tool,
-    call_message,
-    checked_messages,
     chosen_tools,
+    take_effort,
     take_tools,
 )
 from ondevice.stats import PromptUse
-
-DROPPED_BLOCKS = ("thinking", "redacted_thinking")
-"""Blocks of an assistant's turn that aren't its text."""
-TOOL_BLOCKS = {"assistant": "tool_use", "user": "tool_result"}
-"""Blocks of each role that aren't its text."""
 
 
 @dataclass(frozen=True)
 class _Request:
     asked: Asked
     stream: bool
+    managed: bool
+    """Whether the request says how its context is to be edited, which this server never does."""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -79,7 +80,7 @@ def routes(service: Service) -> list[Route]:
 
 
 async def _messages(service: Service, request: Request) -> Response:
-    wanted = _read(service, await read_object(request))
+    wanted = _read(service, await read_object(service, request))
     head: dict[str, Any] = {
         "id": new_id("msg_"),
         "type": "message",
@@ -95,139 +96,57 @@ async def _messages(service: Service, request: Request) -> Response:
     async with generation(service, wanted.asked) as running:
         events = [event async for event in running]
     calls = any(event.tool_call is not None for event in events)
-    return json_answer(head | {"content": _blocks(events)} | _end(events[-1], wanted.stops, calls))
+    return json_answer(head | {"content": _blocks(events)} | _end(events[-1], wanted, calls))
 
 
 async def _count(service: Service, request: Request) -> Response:
-    fields = await read_object(request)
+    fields = await read_object(service, request)
     model, messages = _take_prompt(service, fields)
-    prompting = _take_prompting(fields)
-    _take_format(fields)
-    _take_neutral(fields)
+    prompting, _ = _take_prompting(fields, model)
+    _take_rest(fields)
     fields.close()
-    tools, think = prompting.tools, prompting.think
+    tools = prompting.tools
     try:
         async with service.models.at_hand(model) as loaded:
-            ids = await asyncio.to_thread(loaded.model.chat_ids, messages, tools=tools, think=think)
-            most = loaded.model.plan.max_context
-        check_prompt(ids, most, most)
+            count = await asyncio.to_thread(prompt_tokens, loaded.model, messages, prompting)
     except OndeviceError as error:
         raise RequestError.of(error, None if tools else "messages") from error
-    return json_answer({"input_tokens": len(ids)})
+    return json_answer({"input_tokens": count})
 
 
 def _read(service: Service, fields: Fields) -> _Request:
     model, messages = _take_prompt(service, fields)
-    if messages[-1]["role"] not in ("user", "tool"):
+    if messages[-1]["role"] == "assistant":
         fields.refuse("messages", "must end with the user's; a reply can't be begun for the model")
-    most = fields.integer("max_tokens", 1, MAX_TOKENS)
-    if most is None:
+    if fields.peek("max_tokens") is None:
         fields.refuse("max_tokens", "is missing")
+    prompting, constraint = _take_prompting(fields, model)
     options: dict[str, Any] = {
-        "constraint": _take_format(fields),
-        "max_tokens": most,
+        "constraint": constraint,
+        "max_tokens": take_limit(fields, "max_tokens"),
         "temperature": take_temperature(fields, 1.0),
         "top_p": take_top_p(fields),
-        "top_k": fields.integer("top_k", 0, MAX_TOKENS),
+        "top_k": take_top_k(fields),
         "stop": fields.strings("stop_sequences", MAX_STOPS, MAX_STOP_CHARS),
     }
-    stream, prompting = fields.boolean("stream"), _take_prompting(fields)
-    _take_neutral(fields)
+    stream, managed = fields.boolean("stream"), fields.peek("context_management") is not None
+    _take_rest(fields)
     fields.close()
     asked = Asked(model, messages=messages, prompting=prompting, options=chosen(options))
-    return _Request(asked, stream)
+    return _Request(asked, stream, managed)
 
 
 def _take_prompt(service: Service, fields: Fields) -> tuple[ModelFacts, tuple[Message, ...]]:
     model = service.models.find(fields.text("model"))
-    system = _text(fields, "system", dropped=())
-    turns: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    for each in fields.objects("messages"):
-        role = each.required_text("role")
-        if role not in ("user", "assistant"):
-            each.refuse("role", f"is {role[:40]!r}; it must be user or assistant")
-        thought = _thought(each) if role == "assistant" else ""
-        calls, results = _take_tool_blocks(each, role)
-        dropped = (*(DROPPED_BLOCKS if role == "assistant" else ()), TOOL_BLOCKS[role])
-        text = _text(each, "content", dropped)
-        if text is None:
-            each.refuse("content", "is missing")
-        each.close()
-        turns += results
-        if text or calls or not results:
-            _add_turn(turns, role, text, calls)
-            turns[-1] |= {"thinking": thought} if thought else {}
-    if not turns or turns[-1]["role"] == "system":
-        fields.refuse("messages", "is empty; give at least one message")
-    return model, checked_messages(fields, "messages", turns)
+    return model, take_messages(fields)
 
 
-def _add_turn(turns: list[dict[str, Any]], role: str, text: str, calls: list[dict[str, Any]]) -> None:
-    """Add a turn. Turns of one role that follow each other are one turn."""
-    if turns and turns[-1]["role"] == role:
-        turns[-1]["content"] = "\n\n".join(filter(None, (turns[-1]["content"], text)))
-    else:
-        turns.append({"role": role, "content": text})
-    if calls:
-        turns[-1].setdefault("tool_calls", []).extend(calls)
-
-
-def _thought(fields: Fields) -> str:
-    """The thinking in a turn's blocks."""
-    value = fields.peek("content")
-    blocks = [it for it in value if isinstance(it, dict)] if isinstance(value, list) else []
-    texts = [it.get("thinking") for it in blocks if it.get("type") == "thinking"]
-    return "".join(text for text in texts if isinstance(text, str))
-
-
-def _take_tool_blocks(fields: Fields, role: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The calls of an assistant's turn and the results, as messages, of a user's."""
-    value = fields.peek("content")
-    calls: list[dict[str, Any]] = []
-    results: list[dict[str, Any]] = []
-    for at, item in enumerate(value if isinstance(value, list) else []):
-        if not isinstance(item, dict) or item.get("type") != TOOL_BLOCKS[role]:
-            continue
-        block = Fields(item, f"{fields.full('content')}[{at}]")
-        block.ignore("type", "cache_control", "caller")
-        if role == "assistant":
-            arguments, name = block.take("input"), block.required_text("name")
-            calls.append(call_message(block.required_text("id"), name, arguments or {}))
-        else:
-            failed, text = block.boolean("is_error"), _text(block, "content", dropped=()) or ""
-            text = f"Error: {text}" if failed else text
-            results.append(
-                {"role": "tool", "content": text, "tool_call_id": block.required_text("tool_use_id")}
-            )
-        block.close()
-    return calls, results
-
-
-def _text(fields: Fields, name: str, dropped: tuple[str, ...]) -> str | None:
-    """A string, or the text of a list of blocks; blocks of the kinds `dropped` are left out."""
-    value = fields.take(name)
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        fields.refuse(name, "must be a string or a list of blocks")
-    texts = []
-    for at, item in enumerate(value):
-        block = Fields(item, f"{fields.full(name)}[{at}]")
-        kind = block.required_text("type")
-        if kind in dropped:
-            continue
-        if kind != "text":
-            block.refuse("type", f"is {kind[:40]!r}; this server takes text")
-        texts.append(block.required_text("text"))
-        block.ignore("cache_control", "citations")
-        block.close()
-    return "".join(texts)
-
-
-def _take_prompting(fields: Fields) -> PromptOptions:
-    """Tools, and whether to think."""
+def _take_prompting(fields: Fields, model: ModelFacts) -> tuple[PromptOptions, Constraint | None]:
+    """Tools, and how much to think; and what the answer has to obey."""
     tools, (choice, parallel) = take_tools(fields, anthropic_tool), _take_choice(fields)
-    return replace(chosen_tools(fields, tools, choice, parallel), think=_take_think(fields))
+    think, (effort, constraint) = _take_think(fields), _take_output(fields, model)
+    think = effort if think is not False and effort is not None else think
+    return replace(chosen_tools(fields, tools, choice, parallel), think=think), constraint
 
 
 def _take_choice(fields: Fields) -> tuple[Choice, bool]:
@@ -252,27 +171,30 @@ def _take_think(fields: Fields) -> Think:
     kind = thinking.required_text("type")
     if kind not in ("enabled", "adaptive", "disabled"):
         thinking.refuse("type", f"is {kind[:40]!r}; it must be enabled, adaptive or disabled")
-    thinking.integer("budget_tokens", 1, MAX_TOKENS)
+    thinking.integer("budget_tokens", 0, MAX_TOKENS)
     thinking.ignore("display")
     thinking.close()
     return kind != "disabled"
 
 
-def _take_format(fields: Fields) -> Constraint | None:
-    """`output_config.format`, or `output_format`, as it was called before."""
+def _take_output(fields: Fields, model: ModelFacts) -> tuple[Think, Constraint | None]:
+    """How much to think by `output_config.effort`; and `output_config.format`, or `output_format`, as it was
+    called before.
+    """
     older = take_text_format(fields, "output_format")
     config = fields.object("output_config")
     if config is None:
-        return older
-    found = take_text_format(config, "format")
-    config.neutral("effort", "medium")
+        return None, older
+    constraint, effort = take_text_format(config, "format"), take_effort(config, "effort", model)
     config.close()
-    return found or older
+    return effort, constraint or older
 
 
-def _take_neutral(fields: Fields) -> None:
-    fields.neutral("mcp_servers", [], why="this server calls no others")
-    fields.neutral("container")
+def _take_rest(fields: Fields) -> None:
+    for name in ("mcp_servers", "container"):
+        if fields.peek(name):
+            fields.leave_out(name, why=f"is given, and {NOT_RUN}")
+    fields.ignore("mcp_servers", "container")
     fields.ignore("metadata", "service_tier", "cache_control", "context_management", "betas", "inference_geo")
 
 
@@ -304,13 +226,14 @@ def _call_block(id: str, name: str, arguments: Any) -> dict[str, Any]:
     return {"type": "tool_use", "id": id, "name": name, "input": arguments}
 
 
-def _end(last: Event, stops: tuple[str, ...], calls: bool) -> dict[str, Any]:
-    """Why the reply ended, and its usage."""
+def _end(last: Event, wanted: _Request, calls: bool) -> dict[str, Any]:
+    """Why the reply ended, and its usage; and that the context wasn't edited, where that was asked for."""
     stats = last.stats
     assert stats is not None
     reason = "max_tokens" if last.finish_reason == "length" else "tool_use" if calls else "end_turn"
-    stop = last.stop if last.stop in stops else None
-    return {
+    stop = last.stop if last.stop in wanted.stops else None
+    edits = {"context_management": {"applied_edits": []}} if wanted.managed else {}
+    return edits | {
         "stop_reason": reason if stop is None else "stop_sequence",
         "stop_sequence": stop,
         "usage": _usage(PromptUse(stats.prompt_tokens, stats.reused_tokens), stats.generated_tokens),
@@ -372,7 +295,7 @@ async def _events(service: Service, wanted: _Request, head: dict[str, Any]) -> A
             if event.finish_reason is not None:
                 if open_kind:
                     yield named("content_block_stop", index=index)
-                end = _end(event, wanted.stops, calls)
-                usage = end.pop("usage")
-                yield named("message_delta", delta=end, usage=usage)
+                end = _end(event, wanted, calls)
+                told = {name: end.pop(name) for name in ("usage", "context_management") if name in end}
+                yield named("message_delta", delta=end, **told)
     yield named("message_stop")

@@ -68,7 +68,7 @@ def make_app(
         first: the default model, if it is loaded already. The application closes it at its end.
     """
     metrics = Metrics()
-    models = Models(facts, load, first, config.queue, metrics)
+    models = Models(facts, load, first, config.queue, metrics, config.aliases([it.name for it in facts]))
     service = Service(config, models, metrics)
 
     @asynccontextmanager

@@ -13,6 +13,7 @@ from ondevice.serve.models import ModelFacts
 SEEDS = 1 << 64
 MAX_TOKENS = 1 << 24
 MAX_STOPS, MAX_STOP_CHARS = 16, 1000
+MOST_PENALTY = 2.0
 LEAST_TOP_P = 1e-6
 """A share of the probability that only the likeliest token can hold."""
 
@@ -28,6 +29,7 @@ class Asked:
     options: fields of SamplingConfig that the request sets. Without `max_tokens` the context alone is the
     limit. Where messages are answered, fields that aren't set are as the model's authors recommend.
     follows: whether its request has had a turn already, for another generation.
+    least_context: tokens of context that the request asks for; 0: it doesn't say.
     """
 
     model: ModelFacts
@@ -40,6 +42,7 @@ class Asked:
     messages_field: str = "messages"
     constraint_field: str | None = None
     follows: bool = False
+    least_context: int = 0
 
     def again(self, index: int) -> Asked:
         """The same for choice `index` of several: from a seed, the choices' seeds count up."""
@@ -53,6 +56,25 @@ class Asked:
 def chosen(options: dict[str, Any]) -> dict[str, Any]:
     """The options that a request sets, of all that it may set."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+def take_limit(fields: Fields, name: str, least: int = 1) -> int | None:
+    """The most tokens to generate; None where there is no limit, which -1 says too."""
+    if fields.peek(name) == -1:
+        fields.ignore(name)
+    return fields.integer(name, least, MAX_TOKENS)
+
+
+def take_top_k(fields: Fields) -> int | None:
+    """How many of the likeliest tokens count. 0 and -1 are all of them."""
+    value = fields.integer("top_k", -1, MAX_TOKENS)
+    return None if value is None else max(value, 0)
+
+
+def take_penalties(fields: Fields) -> dict[str, float | None]:
+    """The penalties of tokens that were generated before, by their number and by their presence."""
+    names = ("frequency_penalty", "presence_penalty")
+    return {name: fields.number(name, -MOST_PENALTY, MOST_PENALTY) for name in names}
 
 
 def take_temperature(fields: Fields, most: float) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 
@@ -54,6 +55,11 @@ class ServeConfig:
     """Names by which the server may be called, beside localhost, `host` and addresses."""
     allow_origin: tuple[str, ...] = ()
     """Origins of pages elsewhere that may call the server, such as https://chat.example.com."""
+    alias: tuple[str, ...] = ()
+    """Other names of models as PATTERN=NAME, such as claude-*=qwen2.5-coder-1.5b. The first that matches
+    counts."""
+    strict: bool = False
+    """Whether a field that no part of the server knows is an error, instead of ignored."""
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
     ssl_keyfile_password: str = ""
@@ -72,6 +78,19 @@ class ServeConfig:
             raise UsageError("--api-key has characters beyond ASCII, which no header can carry")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise UsageError("--ssl-keyfile has no meaning without --ssl-certfile")
+
+    def aliases(self, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+        """The aliases as pairs of a pattern and a model's name. Raises UsageError for one of no model."""
+        pairs = []
+        for each in self.alias:
+            # Names of models may have the sign too, patterns of theirs hardly.
+            pattern, sign, name = each.partition("=")
+            if not (pattern and sign and name):
+                raise UsageError(f"--alias is {each!r}; it must be PATTERN=NAME, such as claude-*={names[0]}")
+            if name not in names:
+                raise UsageError(f"--alias {each} names no model that is served: {', '.join(names)}")
+            pairs.append((pattern, name))
+        return tuple(pairs)
 
     @property
     def is_local(self) -> bool:

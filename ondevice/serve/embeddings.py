@@ -19,7 +19,7 @@ def routes(service: Service) -> list[Route]:
 
 
 async def _refuse(service: Service, request: Request) -> NoReturn:
-    fields = await read_object(request)
+    fields = await read_object(service, request)
     model = service.models.find(fields.text("model"))
     raise RequestError(
         400,

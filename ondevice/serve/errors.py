@@ -64,6 +64,8 @@ class RequestError(Exception):
         self.status = status
         self.field = field
         self.code = code
+        self.overflow: tuple[int, int] | None = None
+        """Tokens of a prompt, and of the context that doesn't hold them, where that is what is wrong."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -82,24 +84,51 @@ class RequestError(Exception):
             return RequestError(400, message, field=messages or "tools", code="unsupported_parameter")
         for kind, status, code in _STATUS:
             if isinstance(error, kind):
-                return RequestError(status, error.for_command_line, code=code)
+                answer = RequestError(status, error.for_command_line, code=code)
+                if isinstance(error, ContextOverflowError) and error.limit:
+                    answer.overflow = error.tokens, error.limit
+                return answer
         return RequestError(500, error.for_command_line, code="engine_error")
+
+
+def message(path: str, error: RequestError) -> str:
+    """What an error says in the dialect of `path`.
+
+    For a prompt that is too long these are the words by which agents know that they must shorten it.
+    """
+    if error.overflow is None:
+        return str(error)
+    tokens, limit = error.overflow
+    if path.startswith("/api/"):
+        return f"the input length exceeds the context length: {tokens} tokens > {limit}"
+    if path in LLAMA_CPP_PATHS:
+        available = f"the available context size ({limit} tokens)"
+        return f"request ({tokens} tokens) exceeds {available}, try increasing it"
+    if path.startswith("/v1/messages"):
+        return f"prompt is too long: {tokens} tokens > {limit} maximum"
+    what = "prompt" if path == "/v1/completions" else "messages"
+    return (
+        f"This model's maximum context length is {limit} tokens. However, your {what} resulted in {tokens} "
+        f"tokens. Please reduce the length of the {what}."
+    )
 
 
 def error_body(path: str, error: RequestError) -> dict[str, Any]:
     """The error as the dialect of `path` has it."""
+    words = message(path, error)
     if path.startswith("/api/"):
-        return {"error": str(error)}
+        return {"error": words}
     if path in LLAMA_CPP_PATHS:
         kind = "server_error" if error.status >= 500 else "invalid_request_error"
         if error.code == "context_length_exceeded":
             kind = "exceed_context_size_error"
         kind = _LLAMA_CPP_TYPES.get(error.status, kind)
-        return {"error": {"code": error.status, "message": str(error), "type": kind}}
+        numbers = dict(zip(("n_prompt_tokens", "n_ctx"), error.overflow or (), strict=False))
+        return {"error": {"code": error.status, "message": words, "type": kind} | numbers}
     if path.startswith("/v1/messages"):
         other = "api_error" if error.status >= 500 else "invalid_request_error"
         kind = _ANTHROPIC_TYPES.get(error.status, other)
-        return {"type": "error", "error": {"type": kind, "message": str(error)}}
+        return {"type": "error", "error": {"type": kind, "message": words}}
     other = "server_error" if error.status >= 500 else "invalid_request_error"
     kind = _OPENAI_TYPES.get(error.status, other)
-    return {"error": {"message": str(error), "type": kind, "param": error.field, "code": error.code}}
+    return {"error": {"message": words, "type": kind, "param": error.field, "code": error.code}}

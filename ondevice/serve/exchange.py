@@ -10,9 +10,9 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,19 +21,27 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ondevice.config import SamplingConfig
-from ondevice.errors import ConstraintError, InfillNotSupportedError, OndeviceError, UsageError
+from ondevice.errors import (
+    ConstraintError,
+    ContextOverflowError,
+    InfillNotSupportedError,
+    OndeviceError,
+    UsageError,
+)
 from ondevice.generate import Event
 from ondevice.serve.asked import Asked
 from ondevice.serve.config import ServeConfig
 from ondevice.serve.errors import RequestError, error_body
-from ondevice.serve.fields import Fields, parse_object
+from ondevice.serve.fields import Fields, Ignored, parse_object
 from ondevice.serve.guard import json_bytes
-from ondevice.serve.metrics import Metrics, log_event
+from ondevice.serve.metrics import IgnoredLog, Metrics, log_event
 from ondevice.serve.models import LoadedModel, Models
 from ondevice.settings import sampling_options, with_model_defaults
 
 if TYPE_CHECKING:
     from ondevice.api import Model
+    from ondevice.chat_template.messages import Message
+    from ondevice.chat_template.tools import PromptOptions
     from ondevice.scoring import TokenScore
     from ondevice.tokenizer import Tokenizer
 
@@ -45,11 +53,12 @@ class Service:
     config: ServeConfig
     models: Models
     metrics: Metrics
+    ignored: IgnoredLog = field(default_factory=IgnoredLog)
 
 
-async def read_object(request: Request) -> Fields:
+async def read_object(service: Service, request: Request) -> Fields:
     """The object in a request's body. Raises RequestError."""
-    return parse_object(await request.body())
+    return parse_object(await request.body(), Ignored(service.config.strict, service.ignored.tell))
 
 
 def new_id(prefix: str) -> str:
@@ -121,7 +130,7 @@ async def _generate(service: Service, asked: Asked, running: Generation) -> None
         async with service.models.turn(asked.model, asked.follows) as loaded:
             running.begin(loaded.model.tokenizer)
             kept: deque[Event] = deque()
-            async with aclosing(_events(loaded, asked, running)) as events:
+            async with aclosing(_events(service, loaded, asked, running)) as events:
                 async for event in events:
                     if event.finish_reason == "cancelled":
                         raise RequestError(503, "the server is stopping", code="server_stopping")
@@ -139,6 +148,8 @@ async def _generate(service: Service, asked: Asked, running: Generation) -> None
             answer.field = "suffix"
         elif isinstance(error, ConstraintError):
             answer.field = "tools" if asked.prompting.must_call else asked.constraint_field
+        elif isinstance(error, ContextOverflowError):
+            answer.field = "prompt" if asked.messages is None else asked.messages_field
         elif isinstance(error, UsageError) and asked.prompting.must_call:
             answer.field = answer.field or "tool_choice"
         if answer.status >= 500:
@@ -166,17 +177,26 @@ def _settled(event: Event, kept: deque[Event]) -> Iterator[Event]:
     yield event
 
 
-async def _events(loaded: LoadedModel, asked: Asked, running: Generation) -> AsyncGenerator[Event, None]:
+async def _events(
+    service: Service, loaded: LoadedModel, asked: Asked, running: Generation
+) -> AsyncGenerator[Event, None]:
     model = loaded.model
+    if asked.least_context > model.plan.max_context:
+        service.ignored.tell([f"num_ctx above the context of {model.plan.max_context}, {model.name}"])
     options = {"max_tokens": model.plan.max_context} | asked.options
     sampling = sampling_options(None, options)  # type: ignore[arg-type]
     if asked.messages is not None:
         sampling = recommended(model.bundle.manifest.generation, sampling, asked.options)
-        with loaded.session_for(asked.messages) as session:
-            reply = session.astream_messages(asked.messages, prompt=asked.prompting, sampling=sampling)
-            async with aclosing(reply) as events:
-                async for event in events:
-                    yield event
+        try:
+            with loaded.session_for(asked.messages) as session:
+                reply = session.astream_messages(asked.messages, prompt=asked.prompting, sampling=sampling)
+                async with aclosing(reply) as events:
+                    async for event in events:
+                        yield event
+        except ContextOverflowError as error:
+            # It was read as far as the context goes. Agents shorten it by what there is too much.
+            count = await asyncio.to_thread(prompt_tokens, model, asked.messages, asked.prompting)
+            raise ContextOverflowError(error.for_command_line, count, error.limit) from error
         return
     async with aclosing(_continued(model, asked, sampling, running)) as events:
         async for event in events:
@@ -207,6 +227,11 @@ async def _continued(
                 yield item
             else:
                 running.scores.append(item)
+
+
+def prompt_tokens(model: Model, messages: Sequence[Message], prompting: PromptOptions) -> int:
+    """Number of tokens of a conversation, however long it is. Raises what encoding raises."""
+    return len(model.chat_template.encode(messages, model.tokenizer, options=prompting))
 
 
 def recommended(generation: Any, sampling: SamplingConfig, chosen: dict[str, Any]) -> SamplingConfig:

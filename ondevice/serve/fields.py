@@ -1,13 +1,14 @@
-"""Reads a request's JSON: bounded, and each field once, with its type; what is left then is refused.
+"""Reads a request's JSON: bounded, and each field once, with its type; what is left then is ignored.
 
-Every error names the field by its path, such as `messages[2].content`.
+What is ignored is kept in mind by name, for the log, and refused where the server is strict. Every error
+names the field by its path, such as `messages[2].content`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from ondevice.errors import json_fault
@@ -17,10 +18,44 @@ from ondevice.serve.errors import RequestError
 # It also matches what the body's end cuts off: an attempt that failed would begin anew at every quote.
 _STRING = re.compile(rb'"[^"\\]*(?:\\(?:.|\Z)[^"\\]*)*(?:"|\Z)', re.DOTALL)
 _BRACKET = re.compile(rb"[\[\]{}]")
+_INDEX = re.compile(r"\[\d+\]")
+SHOWN_CHARS = 100
+"""Most characters of a name of the client's that an error or the log shows."""
 
 
-def parse_object(data: bytes) -> Fields:
-    """The object that a body holds. Raises RequestError for anything else, or one too large or deep."""
+class Ignored:
+    """Names of what a request has that changes nothing in its answer, each once.
+
+    strict: whether that is an error instead. tell: takes the names once the request has been read.
+    """
+
+    def __init__(self, strict: bool = False, tell: Callable[[Sequence[str]], None] | None = None) -> None:
+        self._strict = strict
+        self._tell = tell
+        self.names: list[str] = []
+
+    def add(self, full: str, name: str, why: str) -> None:
+        """Ignore the field `full`. Raises RequestError if the server is strict.
+
+        name: what the log calls it. why: what the error says behind the field.
+        """
+        if self._strict:
+            shown = full[:SHOWN_CHARS]
+            raise RequestError(400, f"{shown} {why}", field=shown, code="unsupported_parameter")
+        if name not in self.names:
+            self.names.append(name[:SHOWN_CHARS])
+
+    def tell(self) -> None:
+        """Tell the names."""
+        if self.names and self._tell is not None:
+            self._tell(self.names)
+
+
+def parse_object(data: bytes, ignored: Ignored | None = None) -> Fields:
+    """The object that a body holds. Raises RequestError for anything else, or one too large or deep.
+
+    ignored: takes what its reader ignores.
+    """
     _check_shape(data)
     try:
         value = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
@@ -28,7 +63,7 @@ def parse_object(data: bytes) -> Fields:
         raise RequestError(400, f"the body is not JSON in UTF-8: {json_fault(error)}") from error
     if not isinstance(value, dict):
         raise RequestError(400, "the body must be a JSON object")
-    return Fields(value)
+    return Fields(value, ignored=ignored)
 
 
 def _check_shape(data: bytes) -> None:
@@ -49,16 +84,21 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 class Fields:
-    """The fields of one JSON object. Each is taken once; `close` refuses those that are left.
+    """The fields of one JSON object. Each is taken once; `close` ignores those that are left.
 
     A field of null counts as absent, as clients send null for what isn't set.
     """
 
-    def __init__(self, value: Any, path: str = "") -> None:
+    def __init__(self, value: Any, path: str = "", ignored: Ignored | None = None) -> None:
         self.path = path
+        self.ignored = ignored or Ignored()
         if not isinstance(value, dict):
             self._refuse(path or "body", value, "an object")
         self._left: dict[str, Any] = dict(value)
+
+    def inner(self, value: Any, name: str) -> Fields:
+        """The fields of an object that stands in this one. name: its name there, such as `content[2]`."""
+        return Fields(value, self.full(name), self.ignored)
 
     def names(self) -> list[str]:
         """Names of the fields that are left."""
@@ -122,14 +162,14 @@ class Fields:
 
     def object(self, name: str) -> Fields | None:
         value = self.take(name)
-        return None if value is None else Fields(value, self.full(name))
+        return None if value is None else self.inner(value, name)
 
     def objects(self, name: str) -> Iterator[Fields]:
         """The objects of a list that must be there."""
         value = self.take(name)
         if not isinstance(value, list):
             self._refuse(self.full(name), value, "a list of objects")
-        return (Fields(item, f"{self.full(name)}[{at}]") for at, item in enumerate(value))
+        return (self.inner(item, f"{name}[{at}]") for at, item in enumerate(value))
 
     def neutral(self, name: str, *values: Any, why: str = "this server doesn't support it") -> None:
         """Take a field that isn't supported. Raises RequestError unless it is null or one of `values`."""
@@ -149,11 +189,27 @@ class Fields:
         for name in names:
             self._left.pop(name, None)
 
+    def leave_out(
+        self, name: str, what: str = "", why: str = "is not a field that this server knows"
+    ) -> None:
+        """Ignore a field, and have it logged as `what`, by default its path.
+
+        Raises RequestError if the server is strict. why: what that says behind the field's path.
+        """
+        full = self.full(name)
+        self.ignored.add(full, what or _INDEX.sub("[]", full), why)
+        self._left.pop(name, None)
+
     def close(self) -> None:
-        """Raises RequestError if fields are left."""
-        if self._left:
-            full = self.full(next(iter(self._left)))
-            raise RequestError(400, f"{full[:200]} is not a field that this server knows", field=full[:200])
+        """Ignore the fields that are left; of a request as a whole, tell what was ignored of it.
+
+        Raises RequestError if fields are left and the server is strict.
+        """
+        for name, value in list(self._left.items()):
+            if value is not None:
+                self.leave_out(name)
+        if not self.path:
+            self.ignored.tell()
 
     def full(self, name: str) -> str:
         """A field's name with the path to it."""

@@ -11,16 +11,32 @@ from ondevice.serve.fields import Fields
 
 
 def take_response_format(fields: Fields) -> Constraint | None:
-    """`response_format` of chat completions: its schema stands in an object of its own."""
+    """`response_format` of chat completions: its schema stands in an object of its own.
+
+    llama.cpp's clients have it beside the type, and `json_schema` beside the messages, as vLLM's have
+    `guided_json`.
+    """
     given = fields.object("response_format")
-    if given is None:
+    constraint = None
+    if given is not None:
+        inner = given.object("json_schema")
+        constraint = _take_kind(given, given if given.peek("schema") is not None else inner)
+        given.close()
+        if inner is not None:
+            inner.close()
+    for name in ("json_schema", "guided_json"):
+        constraint = take_schema(fields, name) or constraint
+    return constraint
+
+
+def take_schema(fields: Fields, name: str) -> Constraint | None:
+    """The constraint of a field that is a JSON schema."""
+    value = fields.take(name)
+    if value is None:
         return None
-    inner = given.object("json_schema")
-    found = _take_kind(given, inner)
-    given.close()
-    if inner is not None:
-        inner.close()
-    return found
+    if not isinstance(value, dict):
+        fields.refuse(name, "must be a JSON schema, an object")
+    return schema_constraint(fields, name, value)
 
 
 def take_text_format(fields: Fields, name: str) -> Constraint | None:
@@ -51,7 +67,7 @@ def _take_kind(given: Fields, inner: Fields | None) -> Constraint | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return Constraint.json_object()
+        return (None if inner is None else take_schema(inner, "schema")) or Constraint.json_object()
     if kind != "json_schema":
         given.refuse("type", f"is {kind[:40]!r}; it must be text, json_object or json_schema")
     if inner is None:

@@ -1,9 +1,4 @@
-"""llama.cpp's API about a model and its text: tokens, the chat template, properties and slots.
-
-Here, unlike in the other dialects, fields that nothing knows are dropped, and the log names them: this
-dialect's clients send whatever any release of that server took. Those that would change the text and aren't
-supported are refused, as elsewhere.
-"""
+"""llama.cpp's API about a model and its text: tokens, the chat template, properties and slots."""
 
 from __future__ import annotations
 
@@ -20,8 +15,6 @@ from ondevice.chat_template import abilities
 from ondevice.config import SamplingConfig
 from ondevice.serve.errors import RequestError
 from ondevice.serve.exchange import Service, json_answer, read_object
-from ondevice.serve.fields import Fields
-from ondevice.serve.metrics import log_event
 from ondevice.serve.models import LoadedModel
 from ondevice.serve.openai_chat import take_prompting
 from ondevice.serve.openai_common import ids_of, take_messages
@@ -32,7 +25,6 @@ RANDOM_SEED = (1 << 32) - 1
 """Stands for a seed that is drawn."""
 NO_SLOT = -1
 """Stands for any slot: requests have none of their own here."""
-_LOGGED_FIELDS, _LOGGED_CHARS = 20, 40
 
 
 def routes(service: Service) -> list[Route]:
@@ -45,27 +37,18 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
-def drop_unknown(fields: Fields) -> None:
-    """Drop the fields that are left, and log their names."""
-    names = fields.names()
-    if names:
-        fields.ignore(*names)
-        shown = [name[:_LOGGED_CHARS] for name in names[:_LOGGED_FIELDS]]
-        log_event("ignored", fields=shown, number=len(names))
-
-
 def is_id(value: Any, loaded: LoadedModel) -> bool:
     """Whether a JSON value is one of the model's token ids."""
     return type(value) is int and 0 <= value < loaded.facts.vocab_size
 
 
 async def _tokenize(service: Service, request: Request) -> Response:
-    fields = await read_object(request)
+    fields = await read_object(service, request)
     model = service.models.find(fields.text("model"))
     text = fields.text("content", "") or ""
     add_bos, special = fields.boolean("add_special"), fields.boolean("parse_special", True)
     with_pieces = fields.boolean("with_pieces")
-    drop_unknown(fields)
+    fields.close()
     async with service.models.at_hand(model) as loaded:
         tokenizer = loaded.model.tokenizer
         encode = partial(tokenizer.encode, add_bos=add_bos and tokenizer.add_bos, special=special)
@@ -85,10 +68,10 @@ def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
 
 
 async def _detokenize(service: Service, request: Request) -> Response:
-    fields = await read_object(request)
+    fields = await read_object(service, request)
     model = service.models.find(fields.text("model"))
     ids = fields.take("tokens")
-    drop_unknown(fields)
+    fields.close()
     if not isinstance(ids, list):
         fields.refuse("tokens", "must be a list of token ids")
     async with service.models.at_hand(model) as loaded:
@@ -99,11 +82,11 @@ async def _detokenize(service: Service, request: Request) -> Response:
 
 
 async def _apply_template(service: Service, request: Request) -> Response:
-    fields = await read_object(request)
+    fields = await read_object(service, request)
     model = service.models.find(fields.text("model"))
     messages, prompting = take_messages(fields), take_prompting(fields, model)
     begins_reply = fields.boolean("add_generation_prompt", True)
-    drop_unknown(fields)
+    fields.close()
     async with service.models.at_hand(model) as loaded:
         render = partial(
             loaded.model.chat_template.render, options=prompting, add_generation_prompt=begins_reply
@@ -172,8 +155,8 @@ def settings(
         "min_p": sampling.min_p,
         "repeat_penalty": sampling.repetition_penalty,
         "repeat_last_n": -1,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
         "stop": list(sampling.stop),
         "n_predict": most_tokens,
         "max_tokens": most_tokens,

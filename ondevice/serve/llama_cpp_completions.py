@@ -14,10 +14,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ondevice.config import MOST_LOGPROBS
-from ondevice.constraints.constraint import Constraint
 from ondevice.errors import InfillNotSupportedError
 from ondevice.generate import Event
-from ondevice.serve.asked import MAX_STOP_CHARS, MAX_STOPS, MAX_TOKENS, SEEDS, Asked, chosen, take_top_p
+from ondevice.serve.asked import (
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    MAX_TOKENS,
+    SEEDS,
+    Asked,
+    chosen,
+    take_penalties,
+    take_top_p,
+)
 from ondevice.serve.errors import RequestError
 from ondevice.serve.exchange import (
     Generation,
@@ -30,8 +38,8 @@ from ondevice.serve.exchange import (
     with_errors,
 )
 from ondevice.serve.fields import Fields
-from ondevice.serve.formats import schema_constraint
-from ondevice.serve.llama_cpp import NO_SLOT, RANDOM_SEED, drop_unknown, is_id, settings
+from ondevice.serve.formats import take_schema
+from ondevice.serve.llama_cpp import NO_SLOT, RANDOM_SEED, is_id, settings
 from ondevice.serve.models import LoadedModel
 from ondevice.serve.openai_common import LEAST_LOGPROB, MAX_BIASES, MAX_CHOICES, ids_of, shown_token
 from ondevice.serve.raw_text import spelled
@@ -47,13 +55,11 @@ UNNAMED_FILE = "tmp"
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "dry_multiplier": (0, 0.0),
     "dynatemp_range": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
     "grammar": ("",),
     "image_data": ([],),
     "lora": ([],),
     "mirostat": (0,),
     "post_sampling_probs": (False,),
-    "presence_penalty": (0, 0.0),
     "top_n_sigma": (-1, -1.0),
     "typical_p": (1, 1.0),
     "xtc_probability": (0, 0.0),
@@ -102,7 +108,7 @@ def routes(service: Service) -> list[Route]:
 
 
 async def _answer(service: Service, fills_gap: bool, request: Request) -> Response:
-    fields = await read_object(request)
+    fields = await read_object(service, request)
     model = service.models.find(fields.text("model"))
     async with service.models.at_hand(model) as loaded:
         # On another thread, because the event loop can't wait for a long text to be encoded.
@@ -251,7 +257,7 @@ def _read(fields: Fields, loaded: LoadedModel, fills_gap: bool) -> _Request:
     for name, values in NEUTRAL.items():
         fields.neutral(name, *values)
     fields.ignore("n", *INERT)
-    drop_unknown(fields)
+    fields.close()
     first, *rest = (
         Asked(loaded.facts, prompt=prompt, options=options).again(index)
         for prompt in prompts
@@ -281,13 +287,14 @@ def _take_options(fields: Fields, loaded: LoadedModel) -> dict[str, Any]:
         "repetition_penalty": fields.number("repeat_penalty", 1e-3, 100.0),
         "seed": None if seed in (None, -1, RANDOM_SEED) else seed % SEEDS,
         "stop": _take_stop(fields),
-        "constraint": _take_schema(fields),
+        "constraint": take_schema(fields, "json_schema"),
         "logit_bias": _take_biases(fields, loaded),
     }
-    if options["repetition_penalty"] in (None, 1.0):
+    options |= (penalties := take_penalties(fields))
+    if options["repetition_penalty"] in (None, 1.0) and not any(penalties.values()):
         fields.ignore("repeat_last_n")
     # This server's default, which clients send along, is taken as if it were left out.
-    fields.neutral("repeat_last_n", -1, 64, why="the penalty counts the whole text")
+    fields.neutral("repeat_last_n", -1, 64, why="penalties count the whole text")
     if most := fields.integer("n_probs", 0, MOST_LOGPROBS):
         options["top_logprobs"] = most
     return chosen(options)
@@ -299,15 +306,6 @@ def _take_stop(fields: Fields) -> tuple[str, ...] | None:
     if isinstance(value, list):
         value = [text for text in value if text != ""]
     return Fields({"stop": value}, fields.path).strings("stop", MAX_STOPS, MAX_STOP_CHARS) or None
-
-
-def _take_schema(fields: Fields) -> Constraint | None:
-    value = fields.take("json_schema")
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        fields.refuse("json_schema", "must be a JSON schema, an object")
-    return schema_constraint(fields, "json_schema", value)
 
 
 def _take_biases(fields: Fields, loaded: LoadedModel) -> dict[int, float] | None:
@@ -354,10 +352,10 @@ def _prompt_ids(fields: Fields, prompt: Any, loaded: LoadedModel) -> list[int]:
     A text that begins it gets what begins every text; ids are taken as they are.
     """
     if isinstance(prompt, dict):
-        parted = Fields(prompt, fields.full("prompt"))
+        parted = fields.inner(prompt, "prompt")
         prompt = parted.required_text("prompt_string")
         parted.neutral("multimodal_data", [])
-        drop_unknown(parted)
+        parted.close()
     parts = prompt if isinstance(prompt, list) else [prompt]
     if not parts or not all(isinstance(part, str) or is_id(part, loaded) for part in parts):
         fields.refuse("prompt", f"must be a text, token ids, or a list of both; {ids_of(loaded.facts)}")
@@ -396,5 +394,5 @@ def _take_gap(fields: Fields, loaded: LoadedModel, most_tokens: int) -> tuple[in
 
 def _file(fields: Fields) -> SourceFile:
     file = SourceFile(fields.text("filename") or UNNAMED_FILE, fields.text("text", "") or "")
-    drop_unknown(fields)
+    fields.close()
     return file

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from ondevice.stats import GenerationStats, per_second
@@ -115,6 +116,22 @@ class Metrics:
             "requests_processing": self.value("running_requests"),
             "requests_deferred": self.value("waiting_requests"),
         }
+
+
+class IgnoredLog:
+    """Logs what requests have that changes nothing, each name once, as agents send it with every request."""
+
+    _MOST, _MOST_AT_ONCE = 1000, 20
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def tell(self, names: Sequence[str]) -> None:
+        """Log those of the names that are new, in one line."""
+        fresh = [name for name in names if name not in self._told]
+        if fresh and len(self._told) < self._MOST:
+            self._told.update(fresh[: self._MOST])
+            log_event("ignored", fields=fresh[: self._MOST_AT_ONCE], number=len(fresh))
 
 
 def log_event(what: str, level: int = logging.INFO, **facts: Any) -> None:

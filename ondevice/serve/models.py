@@ -15,7 +15,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
 
 from ondevice.chat_template.messages import without_ids
 from ondevice.config import SamplingConfig
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     """Loads a model by name under a budget; None: as the server's options say."""
 
 
+PATTERN_CHARACTERS = set("*?[")
+"""Characters that make an alias a pattern of many names."""
 client_address: ContextVar[str] = ContextVar("client_address", default="")
 """Where the request that is being answered comes from."""
 
@@ -48,6 +51,9 @@ class ModelFacts:
     nbytes: int
     quantisation: str
     max_context: int
+    """Most tokens that the model was made for."""
+    planned_context: int
+    """Tokens that a text may have by the plan that was made before it was loaded."""
     vocab_size: int
     digest: str
     """What tells this bundle from others: a SHA-256 in hex."""
@@ -71,6 +77,8 @@ class LoadedModel:
         self.model = model
         self.at_work = 0
         """Requests that it works for."""
+        self.kept_until = 0.0
+        """Until when, by `time.monotonic()`, a client wants it to stay loaded."""
         self._sessions: list[Session] = []
         """Those that don't answer now, least recently used first."""
         self._answering = 0
@@ -83,6 +91,11 @@ class LoadedModel:
             yield
         finally:
             self.at_work -= 1
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a client wants it to stay loaded."""
+        return time.monotonic() < self.kept_until
 
     @property
     def resident(self) -> Resident:
@@ -141,6 +154,7 @@ class Models:
         first: Model | None,
         queue: int,
         metrics: Metrics,
+        aliases: Sequence[tuple[str, str]] = (),
     ) -> None:
         """Args:
         facts: the models, at least one.
@@ -148,8 +162,10 @@ class Models:
         first: the first of them, if it is loaded already. Its budget is all models' together.
         queue: number of requests that may wait. Up to as many again may, of clients that have none waiting.
         metrics: counts those that wait and run.
+        aliases: patterns of other names, each with the name of a model in `facts`.
         """
         self.facts = {model.name: model for model in facts}
+        self._aliases = aliases
         self.residents: list[LoadedModel] = []
         """The loaded models, least recently used first."""
         self.waiting = 0
@@ -160,7 +176,7 @@ class Models:
         self._running = 0
         self._current: ModelFacts | None = None
         """The model of the requests that run."""
-        self._changing: asyncio.Task[LoadedModel] | None = None
+        self._changing: asyncio.Task[Any] | None = None
         self._stopping = False
         self._budget_bytes: int | None = None
         """All models' budget; None until one is loaded."""
@@ -177,11 +193,22 @@ class Models:
         """Number of requests that generate."""
         return self._running
 
+    @property
+    def listed(self) -> list[tuple[str, ModelFacts]]:
+        """Names by which the models can be asked for, each with its model: their own, and plain aliases."""
+        plain = [(name, model) for name, model in self._aliases if not set(name) & PATTERN_CHARACTERS]
+        other = [(name, self.facts[model]) for name, model in plain if name not in self.facts]
+        return [*self.facts.items(), *other]
+
     def find(self, name: str | None) -> ModelFacts:
-        """The model of a name, which may end in `:latest`. Raises RequestError if there is none."""
+        """The model of a name, which may end in `:latest`, or of an alias. Raises RequestError for others."""
         if not name:
             return next(iter(self.facts.values()))
-        found = self.facts.get(name) or self.facts.get(name.removesuffix(":latest"))
+        names = (name, name.removesuffix(":latest"))
+        found = next((self.facts[each] for each in names if each in self.facts), None)
+        if found is None:
+            aliased = (model for alias, model in self._aliases if fnmatchcase(name, alias))
+            found = self.facts.get(next(aliased, ""))
         if found is None:
             raise RequestError(
                 404,
@@ -190,6 +217,15 @@ class Models:
                 code="model_not_found",
             )
         return found
+
+    def loaded_as(self, facts: ModelFacts) -> LoadedModel | None:
+        """The model as it is loaded; None if it isn't."""
+        return next((loaded for loaded in self.residents if loaded.facts is facts), None)
+
+    def context_tokens(self, facts: ModelFacts) -> int:
+        """Tokens that a text of a model may have, its prompt included."""
+        loaded = self.loaded_as(facts)
+        return facts.planned_context if loaded is None else loaded.model.plan.max_context
 
     @asynccontextmanager
     async def turn(self, facts: ModelFacts, follows: bool = False) -> AsyncIterator[LoadedModel]:
@@ -220,13 +256,28 @@ class Models:
     @asynccontextmanager
     async def at_hand(self, facts: ModelFacts) -> AsyncIterator[LoadedModel]:
         """A context with the model loaded, for work that is no generation. It waits only for loading."""
-        for loaded in self.residents:
-            if loaded.facts is facts:
-                with loaded.working():
-                    yield loaded
-                return
+        known = self.loaded_as(facts)
+        if known is not None:
+            with known.working():
+                yield known
+            return
         async with self.turn(facts) as loaded:
             yield loaded
+
+    def keep(self, facts: ModelFacts, seconds: float | None) -> None:
+        """Let a loaded model stay for so long as far as others need no room; 0: unload it where it is idle.
+
+        seconds: None: as it is.
+        """
+        loaded = self.loaded_as(facts)
+        if loaded is None or seconds is None:
+            return
+        loaded.kept_until = time.monotonic() + seconds
+        wanted = any(it.facts is facts for it in self._waiting) or (self._running and self._current is facts)
+        if seconds == 0 and not (wanted or loaded.at_work or self._is_changing):
+            # At once, so that nobody gets it while it is closed.
+            self.residents.remove(loaded)
+            self._changing = asyncio.create_task(self._close(loaded))
 
     async def set_budget(self, budget_bytes: int) -> None:
         """Keep all models to another budget from now on. The one used last has what others leave of it.
@@ -317,8 +368,8 @@ class Models:
             await asyncio.wait({self._changing})
         if self.loaded is not None and self.loaded.facts is facts:
             return self.loaded
-        self._changing = asyncio.create_task(self._changed(facts))
-        return await asyncio.shield(self._changing)
+        changing = self._changing = asyncio.create_task(self._changed(facts))
+        return await asyncio.shield(changing)
 
     async def _changed(self, facts: ModelFacts) -> LoadedModel:
         """The model, loaded or as it is, with what memory the others leave it."""
@@ -365,7 +416,7 @@ class Models:
         self, least_bytes: int, full_bytes: int, budget_bytes: int | None, but: LoadedModel | None = None
     ) -> None:
         """Have other models than `but` make room for one."""
-        others = {it.facts.name: it for it in self.residents if it is not but}
+        others = {it.facts.name: it for it in self._by_need() if it is not but}
         if budget_bytes is None or not others:
             return
         residents = [it.resident for it in others.values()]
@@ -379,15 +430,23 @@ class Models:
 
     async def _unload_one(self, but: LoadedModel | None = None) -> bool:
         """Unload the idle model that was used least recently. Returns False if there is none."""
-        idle = [it for it in self.residents if it is not but and not it.at_work]
+        idle = [it for it in self._by_need() if it is not but and not it.at_work]
         if idle:
             await self._unload(idle[0])
         return bool(idle)
 
+    def _by_need(self) -> list[LoadedModel]:
+        """The loaded models, those first that make room first: not kept for a client, least recently used."""
+        return sorted(self.residents, key=lambda it: it.is_kept)
+
     async def _unload(self, loaded: LoadedModel) -> None:
         self.residents.remove(loaded)
+        await self._close(loaded)
+
+    async def _close(self, loaded: LoadedModel) -> None:
+        early = {"before": "its keep_alive"} if loaded.is_kept else {}
         await asyncio.to_thread(loaded.model.close)
-        log_event("unloaded", model=loaded.facts.name)
+        log_event("unloaded", model=loaded.facts.name, **early)
 
 
 def _yield_memory(model: Model) -> int:

@@ -1,23 +1,26 @@
 """Ollama's API: chat and generate as lines of JSON, and what is said of models.
 
 Options that only concern speed or memory are dropped: this server has a budget and a context of its own.
+`num_ctx` asks for a context of at least that length, and the log says where there is less.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ondevice.chat_template import abilities
-from ondevice.chat_template.tools import EFFORTS, PromptOptions, Think, ToolCall, new_id
+from ondevice.chat_template import EFFORT, abilities
+from ondevice.chat_template.tools import PromptOptions, Think, ToolCall
 from ondevice.generate import Event
 from ondevice.serve.asked import (
     MAX_STOP_CHARS,
@@ -25,8 +28,10 @@ from ondevice.serve.asked import (
     MAX_TOKENS,
     Asked,
     chosen,
+    take_penalties,
     take_seed,
     take_temperature,
+    take_top_k,
     take_top_p,
 )
 from ondevice.serve.exchange import (
@@ -41,7 +46,7 @@ from ondevice.serve.fields import Fields
 from ondevice.serve.formats import take_ollama_format
 from ondevice.serve.guard import json_bytes
 from ondevice.serve.models import LoadedModel, ModelFacts
-from ondevice.serve.tools import checked_messages, function_tool, take_calls, take_tools
+from ondevice.serve.tools import LEVELS, checked_messages, function_tool, take_calls, take_tools
 
 VERSION = "0.12.0"
 """The release of Ollama whose API this follows. Clients such as VS Code's look for a least one."""
@@ -53,7 +58,6 @@ SPEED_OPTIONS = (
     "low_vram",
     "main_gpu",
     "num_batch",
-    "num_ctx",
     "num_gpu",
     "num_keep",
     "num_thread",
@@ -62,6 +66,9 @@ SPEED_OPTIONS = (
     "use_mmap",
     "vocab_only",
 )
+MOST_SECONDS, MOST_DURATION_CHARS = 1e9, 64
+_UNIT_SECONDS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|\u00b5s|ms|s|m|h)")
 _Shape = Callable[[str, str], dict[str, Any]]
 """What one line says of a reply's text and of thinking."""
 
@@ -72,6 +79,8 @@ class _Request:
     stream: bool
     think: bool
     shape: _Shape
+    keep_seconds: float | None
+    """How long the model stays behind the answer at least; None: the request doesn't say."""
 
 
 def routes(service: Service) -> list[Route]:
@@ -90,7 +99,7 @@ async def _version(request: Request) -> Response:
 
 
 async def _tags(service: Service, request: Request) -> Response:
-    return json_answer({"models": [_listed(facts) for facts in service.models.facts.values()]})
+    return json_answer({"models": [_listed(facts, name) for name, facts in service.models.listed]})
 
 
 async def _running(service: Service, request: Request) -> Response:
@@ -101,18 +110,18 @@ def _resident(loaded: LoadedModel) -> dict[str, Any]:
     plan = loaded.model.plan
     nbytes = plan.total_bytes - plan.others_bytes
     memory = {"size": nbytes, "size_vram": 0, "context_length": plan.max_context}
-    return _listed(loaded.facts) | memory | {"expires_at": NEVER}
+    return _listed(loaded.facts, loaded.facts.name) | memory | {"expires_at": NEVER}
 
 
 async def _show(service: Service, request: Request) -> Response:
-    fields = await read_object(request)
+    fields = await read_object(service, request)
     facts = service.models.find(fields.text("model") or fields.text("name"))
-    fields.ignore("name", "verbose", "system", "template", "options")
+    fields.ignore("name", "verbose", "system", "template", "options", "insecure")
     fields.close()
     return json_answer(
         {
             "modelfile": "",
-            "parameters": "",
+            "parameters": f"{'num_ctx':<30} {service.models.context_tokens(facts)}",
             "template": facts.template,
             "details": _details(facts),
             "model_info": {
@@ -131,58 +140,63 @@ async def _show(service: Service, request: Request) -> Response:
 
 
 async def _chat(service: Service, request: Request) -> Response:
-    fields = await read_object(request)
+    fields = await read_object(service, request)
     model = service.models.find(fields.text("model"))
     given = [_message(each) for each in fields.objects("messages")]
-    messages = checked_messages(fields, "messages", _with_ids(given))
-    options = _take_options(fields, model.sampling.repetition_penalty)
+    messages = checked_messages(fields, "messages", given)
+    options, context = _take_options(fields, model.sampling.repetition_penalty)
     if constraint := take_ollama_format(fields):
         options["constraint"] = constraint
-    stream, think = fields.boolean("stream", True), _take_think(fields)
+    stream, think = fields.boolean("stream", True), _take_think(fields, model)
     prompting = replace(take_tools(fields, function_tool), think=think)
-    _take_rest(fields)
+    kept = _take_rest(fields)
     fields.close()
     shape = partial(_said, think is not False)
     if not messages:
-        return await _load(service, model, shape)
-    asked = Asked(model, messages=messages, prompting=prompting, options=options)
-    return await _answer(service, request, _Request(asked, stream, think is not False, shape))
+        return await _load(service, model, shape, kept)
+    asked = Asked(model, messages=messages, prompting=prompting, options=options, least_context=context)
+    return await _answer(service, request, _Request(asked, stream, think is not False, shape, kept))
 
 
 async def _generate(service: Service, request: Request) -> Response:
-    fields = await read_object(request)
+    fields = await read_object(service, request)
     model = service.models.find(fields.text("model"))
     prompt, system = fields.text("prompt", "") or "", fields.text("system", "") or ""
     raw = fields.boolean("raw")
     suffix = fields.text("suffix") or None
     plain = raw or suffix is not None
-    options = _take_options(fields, 1.0 if plain else model.sampling.repetition_penalty)
+    options, context = _take_options(fields, 1.0 if plain else model.sampling.repetition_penalty)
     if constraint := take_ollama_format(fields):
         options["constraint"] = constraint
-    stream, think = fields.boolean("stream", True), _take_think(fields)
+    stream, think = fields.boolean("stream", True), _take_think(fields, model)
     fields.neutral("template", "")
     fields.neutral("context", [], why="the conversation goes into /api/chat")
     fields.neutral("images", [])
     fields.neutral("tools", [], why="they go into /api/chat")
-    _take_rest(fields)
+    kept = _take_rest(fields)
     fields.close()
     shape = partial(_written, think is not False)
     if not prompt and suffix is None:
-        return await _load(service, model, shape)
+        return await _load(service, model, shape, kept)
     if plain:
         # What belongs between two texts is no reply: the template and the system message have no part in it.
-        asked = Asked(model, prompt=prompt, suffix=suffix, options=options)
+        asked = Asked(model, prompt=prompt, suffix=suffix, options=options, least_context=context)
     else:
         first = ({"role": "system", "content": system},) if system else ()
         messages = (*first, {"role": "user", "content": prompt})
-        asked = Asked(model, messages=messages, prompting=PromptOptions(think=think), options=options)
-    return await _answer(service, request, _Request(asked, stream, think is not False, shape))
+        prompting = PromptOptions(think=think)
+        asked = Asked(model, messages, prompting=prompting, options=options, least_context=context)
+    return await _answer(service, request, _Request(asked, stream, think is not False, shape, kept))
 
 
-async def _load(service: Service, model: ModelFacts, shape: _Shape) -> Response:
-    """A request without a text loads the model."""
-    async with service.models.at_hand(model):
-        return json_answer(_head(model) | shape("", "") | {"done": True, "done_reason": "load"})
+async def _load(service: Service, model: ModelFacts, shape: _Shape, kept: float | None) -> Response:
+    """A request without a text loads the model, or unloads it where it is to be kept for no time."""
+    if kept != 0:
+        async with service.models.at_hand(model):
+            pass
+    service.models.keep(model, kept)
+    done = {"done": True, "done_reason": "unload" if kept == 0 else "load"}
+    return json_answer(_head(model) | shape("", "") | done)
 
 
 async def _answer(service: Service, request: Request, wanted: _Request) -> Response:
@@ -190,8 +204,11 @@ async def _answer(service: Service, request: Request, wanted: _Request) -> Respo
         lines = with_errors(request.url.path, _lines(service, wanted), _line)
         return await streamed(lines, "application/x-ndjson")
     begun = time.monotonic_ns()
-    async with generation(service, wanted.asked) as running:
-        events = [event async for event in running]
+    try:
+        async with generation(service, wanted.asked) as running:
+            events = [event async for event in running]
+    finally:
+        service.models.keep(wanted.asked.model, wanted.keep_seconds)
     reply = "".join(event.text for event in events if not event.thinking)
     thought = "".join(event.text for event in events if event.thinking)
     body = _head(wanted.asked.model) | wanted.shape(reply, thought) | _end(events[-1], begun)
@@ -202,16 +219,19 @@ async def _answer(service: Service, request: Request, wanted: _Request) -> Respo
 
 async def _lines(service: Service, wanted: _Request) -> AsyncGenerator[bytes, None]:
     begun, model = time.monotonic_ns(), wanted.asked.model
-    async with generation(service, wanted.asked) as running:
-        async for event in running:
-            reply, thought = ("", event.text) if event.thinking else (event.text, "")
-            if reply or (thought and wanted.think):
-                yield _line(_head(model) | wanted.shape(reply, thought) | {"done": False})
-            if event.tool_call is not None:
-                message = {"role": "assistant", "content": "", "tool_calls": [_call(event.tool_call)]}
-                yield _line(_head(model) | {"message": message, "done": False})
-            if event.finish_reason is not None:
-                yield _line(_head(model) | wanted.shape("", "") | _end(event, begun))
+    try:
+        async with generation(service, wanted.asked) as running:
+            async for event in running:
+                reply, thought = ("", event.text) if event.thinking else (event.text, "")
+                if reply or (thought and wanted.think):
+                    yield _line(_head(model) | wanted.shape(reply, thought) | {"done": False})
+                if event.tool_call is not None:
+                    message = {"role": "assistant", "content": "", "tool_calls": [_call(event.tool_call)]}
+                    yield _line(_head(model) | {"message": message, "done": False})
+                if event.finish_reason is not None:
+                    yield _line(_head(model) | wanted.shape("", "") | _end(event, begun))
+    finally:
+        service.models.keep(model, wanted.keep_seconds)
 
 
 def _line(value: Any) -> bytes:
@@ -270,78 +290,89 @@ def _message(fields: Fields) -> dict[str, Any]:
     return found
 
 
-def _with_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with ids of calls, which this dialect may leave out.
+def _take_options(fields: Fields, usual_penalty: float) -> tuple[dict[str, Any], int]:
+    """Options of SamplingConfig from `options`, and the tokens of context that it asks for.
 
-    A result then is of the first call that has none yet, and that is of its tool if it names one.
+    usual_penalty: the repetition penalty without one there.
     """
-    open_calls: list[dict[str, Any]] = []
-    for at, message in enumerate(messages):
-        for index, call in enumerate(message.get("tool_calls", ())):
-            call["id"] = call["id"] or new_id(at, index)
-            open_calls.append(call)
-        if message["role"] == "tool":
-            name = message["name"]
-            call = next((it for it in open_calls if name in (None, it["function"]["name"])), None)
-            if message["tool_call_id"] is None and call is not None:
-                message["tool_call_id"] = call["id"]
-            open_calls = [it for it in open_calls if it["id"] != message["tool_call_id"]]
-    return messages
-
-
-def _take_options(fields: Fields, usual_penalty: float) -> dict[str, Any]:
-    """Options of SamplingConfig from `options`. usual_penalty: the repetition penalty without one there."""
     given = fields.object("options")
     if given is None:
-        return {}
-    most = given.integer("num_predict", -2, MAX_TOKENS)
-    options = {
+        return {}, 0
+    most, penalties = given.integer("num_predict", -2, MAX_TOKENS), take_penalties(given)
+    options: dict[str, Any] = {
         "temperature": take_temperature(given, 100.0),
         "top_p": take_top_p(given),
-        "top_k": given.integer("top_k", 0, MAX_TOKENS),
+        "top_k": take_top_k(given),
         "min_p": given.number("min_p", 0.0, 1.0),
         "repetition_penalty": given.number("repeat_penalty", 1e-3, 100.0),
         "seed": take_seed(given),
         "stop": given.strings("stop", MAX_STOPS, MAX_STOP_CHARS),
         "max_tokens": None if most is None or most < 0 else most,
+        **penalties,
     }
-    for name in ("frequency_penalty", "presence_penalty", "mirostat"):
-        given.neutral(name, 0, 0.0)
+    given.neutral("mirostat", 0, 0.0)
     for name in ("tfs_z", "typical_p"):
         given.neutral(name, 1, 1.0)
     penalty = options["repetition_penalty"]
-    if (usual_penalty if penalty is None else penalty) == 1.0:
+    if (usual_penalty if penalty is None else penalty) == 1.0 and not any(penalties.values()):
         given.ignore("repeat_last_n")
     # Ollama's default, which clients send along, is taken as if it were left out.
-    given.neutral("repeat_last_n", -1, 64, why="the penalty counts the whole text")
+    given.neutral("repeat_last_n", -1, 64, why="penalties count the whole text")
     given.neutral("penalize_newline", True)
     given.ignore("mirostat_tau", "mirostat_eta", *SPEED_OPTIONS)
+    context = given.integer("num_ctx", 0, MAX_TOKENS) or 0
     given.close()
-    return chosen(options)
+    return chosen(options), context
 
 
-def _take_think(fields: Fields) -> Think:
+def _take_think(fields: Fields, model: ModelFacts) -> Think:
     """Whether to think, or how much; false also leaves thinking out of the answer."""
     value = fields.take("think")
-    if value is not None and not isinstance(value, bool) and value not in EFFORTS:
-        fields.refuse("think", f"must be true, false, {', '.join(EFFORTS)}")
-    think: Think = value
-    return think
+    if value is None or isinstance(value, bool):
+        think: Think = value
+        return think
+    if not isinstance(value, str) or value not in LEVELS:
+        fields.refuse("think", f"must be true, false, {', '.join(LEVELS)}")
+    if value == "none" or EFFORT in model.template:
+        return LEVELS[value]
+    fields.leave_out("think", why=f"is {value!r}, and this model's template has no levels of thinking")
+    return True
 
 
-def _take_rest(fields: Fields) -> None:
+def _take_rest(fields: Fields) -> float | None:
+    """Fields that change no text; how long the model is to stay loaded at least, in seconds."""
     fields.neutral("logprobs", False)
     fields.neutral("top_logprobs", 0)
     # A prompt that is too long is refused, and a full context ends a text, whatever these say.
     fields.boolean("truncate")
     fields.boolean("shift")
-    fields.ignore("keep_alive")
+    value = fields.take("keep_alive")
+    return None if value is None else _seconds(fields, value)
 
 
-def _listed(facts: ModelFacts) -> dict[str, Any]:
+def _seconds(fields: Fields, value: Any) -> float:
+    """A duration: a number of seconds, or numbers with units. Negative ones are for ever."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return math.inf if value < 0 else float(min(value, MOST_SECONDS))
+    if not isinstance(value, str):
+        _refuse_duration(fields)
+    sign, text = value.startswith("-"), value.lstrip("+-")
+    if text.isascii() and text.isdecimal() and len(text) < 12:
+        text += "s"
+    parts = _DURATION.findall(text[:MOST_DURATION_CHARS])
+    if not parts or "".join(map("".join, parts)) != text:
+        _refuse_duration(fields)
+    return math.inf if sign else sum(float(number) * _UNIT_SECONDS[unit] for number, unit in parts)
+
+
+def _refuse_duration(fields: Fields) -> NoReturn:
+    fields.refuse("keep_alive", 'must be a number of seconds, or a duration such as "5m" or "-1"')
+
+
+def _listed(facts: ModelFacts, name: str) -> dict[str, Any]:
     return {
-        "name": facts.name,
-        "model": facts.name,
+        "name": name,
+        "model": name,
         "modified_at": _stamp(facts.created),
         "size": facts.nbytes,
         "digest": facts.digest,

@@ -19,7 +19,7 @@ from ondevice.chat_template import SWITCHES
 from ondevice.chat_template.tools import PromptOptions
 from ondevice.config import MOST_LOGPROBS
 from ondevice.generate import Event
-from ondevice.serve.asked import MAX_TOKENS, Asked
+from ondevice.serve.asked import Asked, take_limit
 from ondevice.serve.exchange import (
     Service,
     generation,
@@ -71,7 +71,7 @@ def routes(service: Service) -> list[Route]:
 
 
 async def _chat(service: Service, request: Request) -> Response:
-    wanted = _read(service, await read_object(request))
+    wanted = _read(service, await read_object(service, request))
     head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": wanted.asked.model.name}
     if wanted.stream:
         return await streamed(with_errors(request.url.path, _chunks(service, wanted, head), sse))
@@ -89,12 +89,9 @@ def _read(service: Service, fields: Fields) -> _Request:
     model = service.models.find(fields.text("model"))
     messages = take_messages(fields)
     options = take_sampling(fields, model)
-    older = fields.integer("max_tokens", 1, MAX_TOKENS)
-    newer = fields.integer("max_completion_tokens", 1, MAX_TOKENS)
-    if older is not None and newer is not None and older != newer:
-        fields.refuse("max_tokens", f"is {older} and max_completion_tokens is {newer}; give one")
-    if older is not None or newer is not None:
-        options["max_tokens"] = newer if older is None else older
+    limits = [take_limit(fields, name) for name in ("max_tokens", "max_completion_tokens")]
+    if any(limits):
+        options["max_tokens"] = min(filter(None, limits))
     most = fields.integer("top_logprobs", 0, MOST_LOGPROBS)
     if fields.boolean("logprobs"):
         options["top_logprobs"] = most or 0
@@ -108,10 +105,14 @@ def _read(service: Service, fields: Fields) -> _Request:
     fields.neutral("functions", [], why=NO_FUNCTIONS)
     fields.neutral("function_call", "none", "auto", why=NO_FUNCTIONS)
     fields.neutral("modalities", ["text"])
-    fields.neutral("verbosity", "medium")
-    fields.neutral("store", False, why="nothing is stored")
-    for name in ("audio", "prediction", "web_search_options", "moderation"):
-        fields.neutral(name)
+    fields.neutral("audio")
+    fields.neutral("moderation")
+    for name in ("verbosity", "prediction", "web_search_options"):
+        if fields.peek(name) not in (None, "medium"):
+            fields.leave_out(name, why="is something that this server doesn't have")
+    fields.ignore("verbosity")
+    # Nothing is stored, whatever it says.
+    fields.boolean("store")
     fields.ignore(*IGNORED)
     fields.close()
     asked = Asked(model, messages, prompting=prompting, options=options, constraint_field="response_format")
@@ -138,12 +139,10 @@ def take_stream(fields: Fields) -> tuple[bool, bool]:
     options = fields.object("stream_options")
     if options is None:
         return stream, False
-    if not stream:
-        fields.refuse("stream_options", "has no meaning without stream")
     include_usage = options.boolean("include_usage")
     options.ignore("include_obfuscation")
     options.close()
-    return stream, include_usage
+    return stream, include_usage and stream
 
 
 def _choice(index: int, events: list[Event], tokenizer: Tokenizer, asked: Asked) -> dict[str, Any]:

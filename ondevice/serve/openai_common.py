@@ -10,15 +10,17 @@ from ondevice.generate import Event
 from ondevice.serve.asked import (
     MAX_STOP_CHARS,
     MAX_STOPS,
-    MAX_TOKENS,
     chosen,
+    take_penalties,
     take_seed,
     take_temperature,
+    take_top_k,
     take_top_p,
 )
+from ondevice.serve.content import take_text, told_text
 from ondevice.serve.fields import Fields
 from ondevice.serve.models import ModelFacts
-from ondevice.serve.tools import checked_messages, take_calls
+from ondevice.serve.tools import checked_messages, take_calls, take_function
 from ondevice.stats import GenerationStats
 from ondevice.tokenizer import Tokenizer
 
@@ -36,6 +38,8 @@ IGNORED = (
     "user",
 )
 """Fields that change no text here: names of users, keys of caches, tiers of service."""
+CONSTRAINTS = ("grammar", "guided_choice", "guided_grammar", "guided_regex", "structured_outputs")
+"""Fields that ask other servers for answers of a form, without which their clients couldn't read them."""
 
 
 def take_sampling(fields: Fields, model: ModelFacts) -> dict[str, Any]:
@@ -43,16 +47,23 @@ def take_sampling(fields: Fields, model: ModelFacts) -> dict[str, Any]:
     options = {
         "temperature": take_temperature(fields, 2.0),
         "top_p": take_top_p(fields),
-        "top_k": fields.integer("top_k", 0, MAX_TOKENS),
+        "top_k": take_top_k(fields),
         "min_p": fields.number("min_p", 0.0, 1.0),
-        "repetition_penalty": fields.number("repetition_penalty", 1e-3, 100.0),
+        "repetition_penalty": _repetition_penalty(fields),
         "seed": take_seed(fields),
         "stop": fields.strings("stop", MAX_STOPS, MAX_STOP_CHARS),
         "logit_bias": _biases(fields, model),
     }
-    for name in ("frequency_penalty", "presence_penalty"):
-        fields.neutral(name, 0, 0.0, why="repetition_penalty is what this server has")
-    return chosen(options)
+    for name in CONSTRAINTS:
+        fields.neutral(name, "", why="response_format has a schema for it")
+    return chosen(options | take_penalties(fields))
+
+
+def _repetition_penalty(fields: Fields) -> float | None:
+    """The penalty by its name here, else by llama.cpp's."""
+    names = ("repeat_penalty", "repetition_penalty")
+    other, penalty = (fields.number(name, 1e-3, 100.0) for name in names)
+    return other if penalty is None else penalty
 
 
 def _biases(fields: Fields, model: ModelFacts) -> dict[int, float] | None:
@@ -89,42 +100,30 @@ def take_messages(fields: Fields, name: str = "messages") -> tuple[Message, ...]
 
 def _message(fields: Fields) -> Message:
     role = fields.required_text("role")
-    if role not in ("system", "developer", "user", "assistant", "tool"):
-        fields.refuse("role", f"is {role[:40]!r}; it must be system, developer, user, assistant or tool")
-    text = take_content(fields, "content", ("text",), empty=role == "assistant")
-    found: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text}
+    roles = ("system", "developer", "user", "assistant", "tool", "function")
+    if role not in roles:
+        fields.refuse("role", f"is {role[:40]!r}; it must be {', '.join(roles[:-2])} or tool")
+    if role in ("tool", "function"):
+        made: dict[str, Any] = {"role": "tool", "content": told_text(fields, "content")}
+        made |= {"tool_call_id": fields.text("tool_call_id"), "name": fields.text("name")}
+    else:
+        text = take_text(fields, "content", empty=role == "assistant", written=role == "assistant")
+        made = {"role": "system" if role == "developer" else role, "content": text}
     if role == "assistant":
-        found["tool_calls"] = take_calls(fields)
-        found["thinking"] = fields.text("reasoning_content") or fields.text("reasoning")
-    if role == "tool":
-        found["tool_call_id"] = fields.required_text("tool_call_id")
+        made["tool_calls"] = take_calls(fields) + _older_call(fields)
+        made["thinking"] = fields.text("reasoning_content") or fields.text("reasoning")
     fields.neutral("tool_calls", [], why="only an assistant's message has calls")
     fields.neutral("function_call", why=NO_FUNCTIONS)
     fields.neutral("audio")
-    fields.ignore("name", "refusal", "reasoning_content", "reasoning", "annotations")
+    fields.ignore("name", "refusal", "reasoning_content", "reasoning", "annotations", "cache_control")
     fields.close()
-    return found
+    return made
 
 
-def take_content(fields: Fields, name: str, kinds: tuple[str, ...], empty: bool = False) -> str:
-    """The text of a message: a string, or a list of parts of these kinds. empty: whether null is no text."""
-    value = fields.take(name)
-    if value is None and empty:
-        return ""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        fields.refuse(name, "must be a string or a list of parts")
-    texts = []
-    for at, item in enumerate(value):
-        part = Fields(item, f"{fields.full(name)}[{at}]")
-        kind = part.required_text("type")
-        if kind not in kinds:
-            part.refuse("type", f"is {kind[:40]!r}; this server takes {', '.join(kinds)}")
-        texts.append(part.required_text("text"))
-        part.ignore("annotations", "cache_control", "citations", "logprobs", "prompt_cache_breakpoint")
-        part.close()
-    return "".join(texts)
+def _older_call(fields: Fields) -> list[dict[str, Any]]:
+    """The call of a message of the time before tools, which had one and no id."""
+    function = fields.object("function_call")
+    return [] if function is None else [take_function(function, None, "arguments")]
 
 
 def usage(stats: GenerationStats, thought_tokens: int = 0) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from ondevice.generate import Event
 from ondevice.scoring import TokenScore
-from ondevice.serve.asked import MAX_TOKENS, Asked
+from ondevice.serve.asked import Asked, take_limit
 from ondevice.serve.exchange import (
     Generation,
     Service,
@@ -77,7 +77,7 @@ def routes(service: Service) -> list[Route]:
 
 
 async def _complete(service: Service, request: Request) -> Response:
-    wanted = _read(service, await read_object(request))
+    wanted = _read(service, await read_object(service, request))
     head = {
         "id": new_id("cmpl-"),
         "object": "text_completion",
@@ -108,8 +108,10 @@ def _read(service: Service, fields: Fields) -> _Request:
     model = service.models.find(fields.text("model"))
     prompts = _prompts(fields, model)
     options = take_sampling(fields, model)
-    most = fields.integer("max_tokens", 0, MAX_TOKENS)
-    options["max_tokens"] = DEFAULT_MAX_TOKENS if most is None else most
+    given = fields.peek("max_tokens") is not None
+    most = take_limit(fields, "max_tokens", 0)
+    if most is not None or not given:
+        options["max_tokens"] = DEFAULT_MAX_TOKENS if most is None else most
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
     if logprobs is not None:
         options["top_logprobs"] = logprobs
@@ -119,6 +121,7 @@ def _read(service: Service, fields: Fields) -> _Request:
     echo, suffix = fields.boolean("echo"), _take_suffix(fields, prompts)
     if echo and suffix is not None:
         fields.refuse("echo", "has no meaning beside suffix: the text is what belongs between the two")
+    fields.boolean("store")
     fields.ignore(*IGNORED)
     fields.close()
     scores = logprobs if echo else None

@@ -12,17 +12,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ondevice.chat_template.messages import Message
 from ondevice.chat_template.tools import PromptOptions
+from ondevice.constraints.constraint import Constraint
 from ondevice.generate import Event
 from ondevice.serve.asked import (
-    MAX_TOKENS,
     Asked,
     chosen,
+    take_limit,
+    take_penalties,
     take_temperature,
     take_top_p,
 )
-from ondevice.serve.errors import RequestError
+from ondevice.serve.errors import RequestError, message
 from ondevice.serve.exchange import (
     Service,
     generation,
@@ -35,24 +36,22 @@ from ondevice.serve.exchange import (
 from ondevice.serve.fields import Fields
 from ondevice.serve.formats import take_text_format
 from ondevice.serve.models import ModelFacts
-from ondevice.serve.openai_common import IGNORED, take_content
+from ondevice.serve.openai_common import CONSTRAINTS, IGNORED
+from ondevice.serve.openai_input import NO_STATE, Namespaces, echoed_tools, take_input
 from ondevice.serve.tools import (
     AUTO,
     NONE,
     CallStep,
     CallSteps,
-    call_message,
     checked_messages,
     chosen_tools,
     flat_name,
-    flat_tool,
     take_choice,
     take_effort,
     take_tools,
 )
 
-NO_STATE = "this server keeps no responses; send the whole conversation"
-CONTENT = ("input_text", "output_text", "text")
+PATH = "/v1/responses"
 MAX_METADATA, MAX_METADATA_CHARS = 16, 64
 
 
@@ -62,15 +61,16 @@ class _Request:
     stream: bool
     echoed: dict[str, Any]
     """Fields of the request that the response repeats."""
+    namespaces: Namespaces
 
 
 def routes(service: Service) -> list[Route]:
-    return [Route("/v1/responses", partial(_respond, service), methods=["POST"])]
+    return [Route(PATH, partial(_respond, service), methods=["POST"])]
 
 
 async def _respond(service: Service, request: Request) -> Response:
-    wanted = _read(service, await read_object(request))
-    writer = _Writer(_new_response(wanted))
+    wanted = _read(service, await read_object(service, request))
+    writer = _Writer(_new_response(wanted), wanted.namespaces)
     if wanted.stream:
         return await streamed(_stream(service, wanted, writer))
     async with generation(service, wanted.asked) as running:
@@ -91,47 +91,47 @@ async def _stream(service: Service, wanted: _Request, writer: _Writer) -> AsyncG
                 if parts := writer.take(event):
                     yield parts
     except RequestError as error:
-        if not begun:
+        # Agents shorten a prompt that is too long only where an event tells them.
+        if not begun and error.overflow is None:
             raise
+        if not begun:
+            yield writer.begin()
         yield writer.fail(error)
 
 
 def _read(service: Service, fields: Fields) -> _Request:
     model = service.models.find(fields.text("model"))
-    instructions = fields.text("instructions")
+    instructions, namespaces = fields.text("instructions"), Namespaces(fields.peek("tools"))
+    prompting, echoed_prompting = _take_prompting(fields, model, namespaces)
     first = ({"role": "system", "content": instructions},) if instructions else ()
-    messages = checked_messages(fields, "input", (*first, *_take_input(fields)))
+    messages = checked_messages(fields, "input", (*first, *take_input(fields, namespaces)))
     temperature, top_p = take_temperature(fields, 2.0), take_top_p(fields)
-    most = fields.integer("max_output_tokens", 1, MAX_TOKENS)
+    most, penalties = take_limit(fields, "max_output_tokens"), take_penalties(fields)
+    constraint, text_format = _take_text(fields)
     options: dict[str, Any] = {
         "temperature": temperature,
         "top_p": top_p,
         "max_tokens": most,
+        "constraint": constraint,
+        **penalties,
     }
-    text = fields.object("text")
-    text_format: Any = {"type": "text"}
-    if text is not None:
-        text_format = text.peek("format") or text_format
-        options["constraint"] = take_text_format(text, "format")
-        text.neutral("verbosity", "medium")
-        text.close()
     stream = fields.boolean("stream")
     keys = {name: fields.text(name) for name in ("prompt_cache_key", "safety_identifier")}
-    prompting, echoed_tools = _take_prompting(fields, model)
     usual = model.sampling
-    echoed = echoed_tools | {
+    echoed = echoed_prompting | {
         "instructions": instructions,
         "max_output_tokens": most,
         "metadata": _take_metadata(fields),
         "text": {"format": text_format},
         "temperature": usual.temperature if temperature is None else temperature,
         "top_p": usual.top_p if top_p is None else top_p,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
+        **{name: value or 0.0 for name, value in penalties.items()},
         **keys,
     }
     _take_neutral(fields)
     fields.close()
+    if fields.ignored.names:
+        echoed["ignored"] = fields.ignored.names
     asked = Asked(
         model,
         messages,
@@ -140,25 +140,41 @@ def _read(service: Service, fields: Fields) -> _Request:
         messages_field="input",
         constraint_field="text.format",
     )
-    return _Request(asked, stream, echoed)
+    return _Request(asked, stream, echoed, namespaces)
 
 
-def _take_prompting(fields: Fields, model: ModelFacts) -> tuple[PromptOptions, dict[str, Any]]:
+def _take_text(fields: Fields) -> tuple[Constraint | None, Any]:
+    """What the answer has to obey, and its format as the response repeats it."""
+    text = fields.object("text")
+    if text is None:
+        return None, {"type": "text"}
+    shown = text.peek("format") or {"type": "text"}
+    constraint = take_text_format(text, "format")
+    if text.peek("verbosity") not in (None, "medium"):
+        text.leave_out("verbosity", why="is something that this server doesn't have")
+    text.ignore("verbosity")
+    text.close()
+    return constraint, shown
+
+
+def _take_prompting(
+    fields: Fields, model: ModelFacts, namespaces: Namespaces
+) -> tuple[PromptOptions, dict[str, Any]]:
     """Tools, and how much to think; and what the response repeats of that."""
-    tools, choice = take_tools(fields, flat_tool), take_choice(fields, flat_name)
+    tools, choice = take_tools(fields, namespaces.read), take_choice(fields, flat_name)
     parallel = fields.boolean("parallel_tool_calls", True)
     reasoning, effort = fields.object("reasoning"), None
     if reasoning is not None:
         effort = take_effort(reasoning, "effort", model)
-        reasoning.neutral("summary", "auto", why="thinking is told whole")
-        reasoning.neutral("generate_summary", "auto")
+        # Thinking is told whole, whatever summary of it is wanted.
+        reasoning.ignore("summary", "generate_summary")
         reasoning.close()
     words = {AUTO: "auto", NONE: "none"}
     echoed = {
         "parallel_tool_calls": parallel,
         "reasoning": {"effort": "none" if effort is False else effort, "summary": None},
         "tool_choice": words.get(choice, "required"),
-        "tools": [{"type": "function", "strict": False} | tool.to_dict()["function"] for tool in tools.tools],
+        "tools": echoed_tools([tool.to_dict() for tool in tools.tools], namespaces),
     }
     return replace(chosen_tools(fields, tools, choice, parallel), think=effort), echoed
 
@@ -175,83 +191,20 @@ def _take_metadata(fields: Fields) -> dict[str, Any]:
 
 
 def _take_neutral(fields: Fields) -> None:
-    fields.neutral("max_tool_calls", why="it concerns tools of a server's own, and this one has none")
     for name in ("previous_response_id", "conversation", "prompt"):
         fields.neutral(name, why=NO_STATE)
-    fields.neutral("store", False, why=NO_STATE)
     fields.neutral("background", False, why=NO_STATE)
-    fields.neutral("truncation", "disabled")
+    # A prompt that is too long is an error, whatever this says.
+    fields.neutral("truncation", "disabled", "auto")
     fields.neutral("top_logprobs", 0)
-    fields.neutral("frequency_penalty", 0, 0.0)
-    fields.neutral("presence_penalty", 0, 0.0)
-    fields.neutral("include", [], ["reasoning.encrypted_content"])
-    fields.neutral("context_management", [])
-    fields.ignore(*IGNORED, "stream_options")
-
-
-def _take_input(fields: Fields) -> tuple[Message, ...]:
-    """The conversation: a user's text, or a list of messages, calls and results.
-
-    Reasoning counts where it led to calls.
-    """
-    value = fields.take("input")
-    if isinstance(value, str):
-        return ({"role": "user", "content": value},)
-    if not isinstance(value, list):
-        fields.refuse("input", "must be a string or a list of items")
-    found: list[dict[str, Any]] = []
-    thought = ""
-    for at, each in enumerate(value):
-        item = Fields(each, f"input[{at}]")
-        kind = item.text("type", "message") or "message"
-        if kind == "reasoning":
-            thought = _take_reasoning(item)
-            continue
-        if kind == "function_call":
-            _add_call(found, item)
-            found[-1].setdefault("thinking", thought)
-            thought = ""
-        elif kind == "function_call_output":
-            found.append(_take_result(item))
-        else:
-            found.append(_take_message(item, kind))
-        item.ignore("id", "status", "phase")
-        item.close()
-    if not found:
-        fields.refuse("input", "has no messages; give at least one")
-    return tuple(found)
-
-
-def _take_reasoning(item: Fields) -> str:
-    """The text of an item of reasoning; empty if it comes without one."""
-    content = item.take("content")
-    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    return "".join(part["text"] for part in parts if isinstance(part.get("text"), str))
-
-
-def _take_message(item: Fields, kind: str) -> dict[str, Any]:
-    if kind != "message":
-        why = NO_STATE if kind == "item_reference" else "calls are those of functions"
-        item.refuse("type", f"is {kind[:40]!r}, and this server takes messages, calls and results: {why}")
-    role = item.required_text("role")
-    if role not in ("system", "developer", "user", "assistant"):
-        item.refuse("role", f"is {role[:40]!r}; it must be system, developer, user or assistant")
-    text = take_content(item, "content", CONTENT)
-    return {"role": "system" if role == "developer" else role, "content": text}
-
-
-def _add_call(found: list[dict[str, Any]], item: Fields) -> None:
-    """Calls belong to the assistant's message before them."""
-    call_id, name = item.required_text("call_id"), item.required_text("name")
-    call = call_message(call_id, name, item.text("arguments", "") or "")
-    if not found or found[-1]["role"] != "assistant":
-        found.append({"role": "assistant", "content": ""})
-    found[-1].setdefault("tool_calls", []).append(call)
-
-
-def _take_result(item: Fields) -> dict[str, Any]:
-    call_id, text = item.required_text("call_id"), take_content(item, "output", CONTENT)
-    return {"role": "tool", "content": text, "tool_call_id": call_id}
+    for name in CONSTRAINTS:
+        fields.neutral(name, "", why="text.format has a schema for it")
+    # Nothing is stored, whatever it says.
+    fields.boolean("store")
+    if fields.peek("context_management"):
+        fields.leave_out("context_management", why="is something that this server doesn't have")
+    fields.ignore(*IGNORED, "client_metadata", "context_management", "include", "max_tool_calls")
+    fields.ignore("stream_options")
 
 
 def _new_response(wanted: _Request) -> dict[str, Any]:
@@ -281,6 +234,7 @@ class _Writer:
     """Builds a response from events, and the events of the stream that tell it."""
 
     response: dict[str, Any]
+    namespaces: Namespaces = field(default_factory=Namespaces)
     _sequence: int = 0
     _part: dict[str, Any] | None = None
     """The part of the last item that is being written; None if no item is."""
@@ -315,8 +269,9 @@ class _Writer:
     def fail(self, error: RequestError) -> bytes:
         """The last event of a stream that broke off."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
+        code = "context_length_exceeded" if error.overflow else code
         self.response["status"] = "failed"
-        self.response["error"] = {"code": code, "message": str(error)}
+        self.response["error"] = {"code": code, "message": message(PATH, error)}
         self._tell("response.failed", response=self.response)
         return self._told()
 
@@ -344,7 +299,7 @@ class _Writer:
         if step.kind == "begins":
             self._end_item("completed")
             item = {"id": new_id("fc_"), "type": "function_call", "status": "in_progress"}
-            item |= {"call_id": step.id, "name": step.name, "arguments": ""}
+            item |= {"call_id": step.id, **self.namespaces.told(step.name), "arguments": ""}
             self.response["output"].append(item)
             self._tell("response.output_item.added", output_index=self._index, item=item)
             return
@@ -355,7 +310,7 @@ class _Writer:
             self._tell("response.function_call_arguments.delta", **where, delta=step.text)
             return
         if step.kind == "ends":
-            done = {"name": step.name, "arguments": item["arguments"]}
+            done = {"name": item["name"], "arguments": item["arguments"]}
             self._tell("response.function_call_arguments.done", **where, **done)
         item["status"] = "completed" if step.kind == "ends" else "incomplete"
         self._tell("response.output_item.done", output_index=self._index, item=item)

@@ -16,15 +16,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ondevice.chat_template import SWITCHES
-from ondevice.chat_template.tools import EFFORTS, ID_CHARS, MAX_CALLS, MAX_TOOLS, NAME_CHARS
+from ondevice.chat_template.tools import ID_CHARS, MAX_CALLS, MAX_TOOLS, NAME_CHARS
 from ondevice.config import MOST_LOGPROBS
 from ondevice.serve import embeddings
-from ondevice.serve.asked import MAX_STOP_CHARS, MAX_STOPS, MAX_TOKENS, SEEDS
+from ondevice.serve.asked import MAX_STOP_CHARS, MAX_STOPS, MAX_TOKENS, MOST_PENALTY, SEEDS
+from ondevice.serve.content import TEXT_KINDS
 from ondevice.serve.exchange import Service, json_answer
 from ondevice.serve.llama_cpp_completions import MAX_FIELDS, MAX_FILES
 from ondevice.serve.openai_common import MAX_CHOICES
 from ondevice.serve.openai_completions import MAX_LOGPROBS
-from ondevice.serve.openai_responses import CONTENT, MAX_METADATA, MAX_METADATA_CHARS
+from ondevice.serve.openai_responses import MAX_METADATA, MAX_METADATA_CHARS
+from ondevice.serve.tools import LEVELS
 
 Schema = dict[str, Any]
 
@@ -38,8 +40,8 @@ def _number(least: float, most: float) -> Schema:
 
 
 def _object(required: str = "", **fields: Schema) -> Schema:
-    """required: names of the fields that must be there, separated by spaces."""
-    found: Schema = {"type": "object", "properties": fields, "additionalProperties": False}
+    """required: names of the fields that must be there, separated by spaces. Others are ignored."""
+    found: Schema = {"type": "object", "properties": fields}
     return found | ({"required": required.split()} if required else {})
 
 
@@ -51,7 +53,9 @@ TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": "boolean"}
 STOPS: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 SEED = _integer(-(1 << 63), SEEDS - 1)
-TOKENS = _integer(1, MAX_TOKENS)
+TOKENS: Schema = {"anyOf": [{"type": "integer", "enum": [-1]}, _integer(1, MAX_TOKENS)]}
+"""The most tokens to generate; -1: no limit."""
+TOP_K = _integer(-1, MAX_TOKENS)
 STOP: Schema = {"anyOf": [STOPS, _list(STOPS, most=MAX_STOPS)]}
 
 
@@ -86,7 +90,7 @@ NAME: Schema = {"type": "string", "pattern": rf"^[A-Za-z0-9_.-]{{1,{NAME_CHARS}}
 ID: Schema = {"type": "string", "minLength": 1, "maxLength": ID_CHARS}
 ARGUMENTS: Schema = TEXT | {"contentMediaType": "application/json", "examples": ["{}"]}
 """An object's JSON."""
-EFFORT = _word("none", *EFFORTS)
+EFFORT = _word(*LEVELS)
 FUNCTION = {"type": _word("function")}
 DEFINITION = {"name": NAME, "description": TEXT, "parameters": ANY_OBJECT}
 
@@ -112,10 +116,13 @@ ANTHROPIC_TOOL = _object("name", type=_word("custom"), name=NAME, description=TE
 SCHEMA_FIELDS = {"name": TEXT, "description": TEXT, "strict": FLAG, "schema": ANY_OBJECT}
 PLAIN_FORMAT = _object("type", type=_word("text", "json_object"))
 TEXT_FORMAT = _any(_object("type schema", type=_word("json_schema"), **SCHEMA_FIELDS), PLAIN_FORMAT)
+PENALTIES = dict.fromkeys(("frequency_penalty", "presence_penalty"), _number(-MOST_PENALTY, MOST_PENALTY))
 OPENAI = _sampling(2.0) | {
-    "top_k": _integer(0, MAX_TOKENS),
+    "top_k": TOP_K,
     "min_p": _number(0.0, 1.0),
     "repetition_penalty": _number(1e-3, 100.0),
+    "repeat_penalty": _number(1e-3, 100.0),
+    **PENALTIES,
     "seed": SEED,
     "stop": STOP,
     "logit_bias": {
@@ -127,7 +134,7 @@ OPENAI = _sampling(2.0) | {
     "stream_options": _object(include_usage=FLAG),
 }
 CHAT_MESSAGE = _any(
-    _object("role content tool_call_id", role=_word("tool"), content=_content("text"), tool_call_id=ID),
+    _object("role", role=_word("tool"), content=_content("text"), tool_call_id=ID, name=TEXT),
     _object(
         "role",
         role=_word("assistant"),
@@ -150,8 +157,9 @@ CHAT = OPENAI | {
         _object(
             "type json_schema", type=_word("json_schema"), json_schema=_object("schema", **SCHEMA_FIELDS)
         ),
-        PLAIN_FORMAT,
+        _object("type", type=_word("text", "json_object"), schema=ANY_OBJECT),
     ),
+    "json_schema": ANY_OBJECT,
     "reasoning_effort": EFFORT,
     "chat_template_kwargs": _object("", **dict.fromkeys(SWITCHES, FLAG)),
 }
@@ -159,18 +167,21 @@ THOUGHT = _object("type text", type=_word("reasoning_text"), text=TEXT)
 INPUT_ITEM = _any(
     _object("type", type=_word("reasoning"), summary=_list(ANY_OBJECT), content=_list(THOUGHT)),
     _object("type call_id name", type=_word("function_call"), call_id=ID, name=NAME, arguments=ARGUMENTS),
-    _object("type call_id output", type=_word("function_call_output"), call_id=ID, output=_content(*CONTENT)),
+    _object(
+        "type call_id output", type=_word("function_call_output"), call_id=ID, output=_content(*TEXT_KINDS)
+    ),
     _object(
         "role content",
         type=_word("message"),
         role=_word("user", "system", "developer", "assistant"),
-        content=_content(*CONTENT),
+        content=_content(*TEXT_KINDS),
     ),
 )
 RESPONSES = _sampling(2.0) | {
     "input": _any(TEXT, _list(INPUT_ITEM, 1)),
     "instructions": TEXT,
     "max_output_tokens": TOKENS,
+    **PENALTIES,
     "tools": _tools(FLAT_TOOL),
     "tool_choice": _choice(_object("type name", name=NAME, **FUNCTION)),
     "parallel_tool_calls": FLAG,
@@ -199,6 +210,7 @@ ANTHROPIC_MESSAGE = _any(
         role=_word("assistant"),
         content=_any(TEXT, _list(_any(THINKING_BLOCK, CALL_BLOCK, BLOCK))),
     ),
+    _object("role content", role=_word("system"), content=_content("text")),
     _object("role content", role=_word("user"), content=_any(TEXT, _list(_any(RESULT_BLOCK, BLOCK)))),
 )
 ANTHROPIC = {
@@ -210,20 +222,25 @@ ANTHROPIC = {
         _object("type name", type=_word("tool"), name=NAME, disable_parallel_tool_use=FLAG),
         _object("type", type=_word("auto", "any", "none"), disable_parallel_tool_use=FLAG),
     ),
-    "thinking": _object("type", type=_word("enabled", "adaptive", "disabled"), budget_tokens=TOKENS),
-    "output_config": _object(format=TEXT_FORMAT),
+    "thinking": _object(
+        "type", type=_word("enabled", "adaptive", "disabled"), budget_tokens=_integer(0, MAX_TOKENS)
+    ),
+    "output_config": _object(format=TEXT_FORMAT, effort=EFFORT),
 }
 OLLAMA: dict[str, Schema] = {
     "model": TEXT,
     "stream": FLAG,
-    "think": _any(_word(*EFFORTS), FLAG),
+    "think": _any(EFFORT, FLAG),
+    "keep_alive": _any(_word("5m", "-1"), _number(0.0, 1e9)),
     "format": _any(_word("json"), ANY_OBJECT),
     "options": _object(
         temperature=_number(0.0, 2.0),
         top_p=_number(0.0, 1.0),
-        top_k=_integer(0, MAX_TOKENS),
+        top_k=TOP_K,
         min_p=_number(0.0, 1.0),
         repeat_penalty=_number(1e-3, 100.0),
+        num_ctx=_integer(0, MAX_TOKENS),
+        **PENALTIES,
         seed=SEED,
         stop=STOP,
         num_predict=_integer(-2, MAX_TOKENS),
@@ -242,6 +259,7 @@ LLAMA_CPP = {
     "top_p": _number(0.0, 1.0),
     "min_p": _number(0.0, 1.0),
     "repeat_penalty": _number(1e-3, 100.0),
+    **PENALTIES,
     "seed": SEED,
     "stop": STOP,
     "json_schema": ANY_OBJECT,
@@ -260,7 +278,7 @@ POSTS: dict[str, Schema] = {
     "/v1/completions": _object(
         "prompt",
         prompt=_any(TEXT, _list(TEXT, 1, 4), _list(_integer(0, 255), 1)),
-        max_tokens=_integer(0, MAX_TOKENS),
+        max_tokens=_integer(-1, MAX_TOKENS),
         logprobs=_integer(0, MAX_LOGPROBS),
         echo=FLAG,
         suffix=TEXT,
@@ -270,7 +288,7 @@ POSTS: dict[str, Schema] = {
     "/v1/messages": _object(
         "messages max_tokens",
         max_tokens=TOKENS,
-        top_k=_integer(0, MAX_TOKENS),
+        top_k=TOP_K,
         stop_sequences=_list(STOPS, most=MAX_STOPS),
         **(_sampling(1.0) | ANTHROPIC),
     ),
@@ -306,6 +324,7 @@ POSTS: dict[str, Schema] = {
 }
 GETS = (
     "/v1/models",
+    "/api/v0/models",
     "/api/tags",
     "/api/ps",
     "/api/version",
@@ -324,10 +343,9 @@ def routes(service: Service) -> list[Route]:
 def document() -> Schema:
     """The OpenAPI document, version 3.1."""
     paths: dict[str, Schema] = {path: {"get": _operation()} for path in GETS}
-    paths["/v1/models/{name}"] = {
-        "get": _operation()
-        | {"parameters": [{"name": "name", "in": "path", "required": True, "schema": TEXT}]}
-    }
+    for path in ("/v1/models/{name}", "/api/v0/models/{name}"):
+        name = {"name": "name", "in": "path", "required": True, "schema": TEXT}
+        paths[path] = {"get": _operation() | {"parameters": [name]}}
     for path, schema in POSTS.items():
         body = {"required": True, "content": {"application/json": {"schema": schema}}}
         paths[path] = {"post": _operation(path not in embeddings.PATHS) | {"requestBody": body}}

@@ -85,8 +85,13 @@ def server_config(app: ASGIApp, config: ServeConfig) -> uvicorn.Config:
     )
 
 
-def facts_of(name: str, bundle: Bundle, plan: Plan, tokenizer: Tokenizer) -> ModelFacts:
-    """What the server says of a model that it hasn't loaded. plan: under the options that need the least."""
+def facts_of(
+    name: str, bundle: Bundle, plan: Plan, tokenizer: Tokenizer, planned_context: int = 0
+) -> ModelFacts:
+    """What the server says of a model that it hasn't loaded.
+
+    plan: under the options that need the least. planned_context: tokens of a text; 0: those of `plan`.
+    """
     try:
         fills_gaps = bool(InfillTokens.of(tokenizer))
     except InfillNotSupportedError:
@@ -102,6 +107,7 @@ def facts_of(name: str, bundle: Bundle, plan: Plan, tokenizer: Tokenizer) -> Mod
         nbytes=bundle.bundle_bytes,
         quantisation=bundle.quant.name,
         max_context=bundle.config.max_context,
+        planned_context=planned_context or plan.max_context,
         vocab_size=bundle.config.vocab_size,
         digest=hashlib.sha256(manifest_text(manifest)).hexdigest(),
         template=template,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ondevice.chat_template import EFFORT
 from ondevice.chat_template.messages import Message, all_checked
-from ondevice.chat_template.tools import EFFORTS, PLAIN, PromptOptions, Think
+from ondevice.chat_template.tools import ID_CHARS, PLAIN, PromptOptions, Think, json_text, new_id
 from ondevice.errors import UsageError
 from ondevice.generate import Event
 from ondevice.serve.fields import Fields
@@ -27,50 +27,64 @@ class Choice:
 AUTO, NONE, REQUIRED = Choice(), Choice(may=False), Choice(must=True)
 
 
+NOT_RUN = "this server has no tools of its own, and takes functions"
+LEVELS: dict[str, Think] = {
+    "none": False,
+    "minimal": "low",
+    "low": "low",
+    "medium": "medium",
+    "high": "high",
+    "xhigh": "high",
+    "max": "high",
+}
+"""How much to think by the words of all dialects, as templates know levels."""
+
+
 def take_tools(
-    fields: Fields, read: Callable[[Fields], dict[str, Any]], name: str = "tools"
+    fields: Fields, read: Callable[[Fields], list[dict[str, Any]]], name: str = "tools"
 ) -> PromptOptions:
-    """The tools of a request, each read by `read` to OpenAI's shape."""
+    """The tools of a request, each read by `read` to those that it comes to, in OpenAI's shape."""
     value = fields.take(name)
     if value is None:
         return PLAIN
     if not isinstance(value, list):
         fields.refuse(name, "must be a list of tools")
-    tools = [read(Fields(each, f"{fields.full(name)}[{at}]")) for at, each in enumerate(value)]
+    tools = [tool for at, each in enumerate(value) for tool in read(fields.inner(each, f"{name}[{at}]"))]
     try:
         return PromptOptions.checked(tools, None)
     except UsageError as error:
         fields.refuse(name, f"can't be used: {error.for_command_line}")
 
 
-def function_tool(fields: Fields) -> dict[str, Any]:
+def function_tool(fields: Fields) -> list[dict[str, Any]]:
     """A tool as chats of OpenAI's and Ollama's have it."""
-    _require_function(fields)
+    if not is_of(fields, "function"):
+        return []
     function = fields.object("function")
     if function is None:
         fields.refuse("function", "is missing")
-    found = _definition(function, "parameters")
+    tool = _definition(function, "parameters")
     function.ignore("strict")
     function.close()
     fields.close()
-    return found
+    return [tool]
 
 
-def flat_tool(fields: Fields) -> dict[str, Any]:
-    """A tool as OpenAI's responses have it."""
-    _require_function(fields)
-    found = _definition(fields, "parameters")
-    fields.ignore("strict")
+def flat_tool(fields: Fields) -> list[dict[str, Any]]:
+    """A tool as OpenAI's responses have it, of type `function`."""
+    if not is_of(fields, "function"):
+        return []
+    tool = _definition(fields, "parameters")
+    fields.ignore("strict", "defer_loading", "output_schema")
     fields.close()
-    return found
+    return [tool]
 
 
-def anthropic_tool(fields: Fields) -> dict[str, Any]:
+def anthropic_tool(fields: Fields) -> list[dict[str, Any]]:
     """A tool as Anthropic's messages have it."""
-    kind = fields.text("type")
-    if kind not in (None, "custom"):
-        fields.refuse("type", f"is {str(kind)[:40]!r}; this server has no tools of its own, but custom")
-    found = _definition(fields, "input_schema")
+    if not is_of(fields, "custom"):
+        return []
+    tool = _definition(fields, "input_schema")
     fields.ignore(
         "cache_control",
         "strict",
@@ -80,15 +94,17 @@ def anthropic_tool(fields: Fields) -> dict[str, Any]:
         "allowed_callers",
     )
     fields.close()
-    return found
+    return [tool]
 
 
-def _require_function(fields: Fields) -> None:
-    kind = fields.text("type", "function")
-    if kind != "function":
-        fields.refuse(
-            "type", f"is {str(kind)[:40]!r}; this server has no tools of its own, and takes functions"
-        )
+def is_of(fields: Fields, kind: str) -> bool:
+    """Whether a tool is of the type that the dialect has for functions. One of another type is left out:
+    only a server, or a model trained for it, could run it.
+    """
+    given = fields.text("type") or kind
+    if given != kind:
+        fields.leave_out("type", f"tools of type {given}", f"is {given[:40]!r}; {NOT_RUN}")
+    return given == kind
 
 
 def _definition(fields: Fields, schema: str) -> dict[str, Any]:
@@ -110,7 +126,7 @@ def take_choice(fields: Fields, named: Callable[[Fields], str]) -> Choice:
         if value not in words:
             fields.refuse("tool_choice", f"is {value[:40]!r}; it must be auto, none, required or a function")
         return words[value]
-    given = Fields(value, fields.full("tool_choice"))
+    given = fields.inner(value, "tool_choice")
     kind = given.required_text("type")
     if kind != "function":
         given.refuse("type", f"is {kind[:40]!r}; it must be function")
@@ -203,32 +219,68 @@ def take_calls(fields: Fields) -> list[dict[str, Any]]:
         return []
     if not isinstance(value, list):
         fields.refuse("tool_calls", "must be a list of calls")
-    return [_take_call(Fields(each, f"{fields.full('tool_calls')}[{at}]")) for at, each in enumerate(value)]
+    return [_take_call(fields.inner(each, f"tool_calls[{at}]")) for at, each in enumerate(value)]
 
 
 def _take_call(fields: Fields) -> dict[str, Any]:
-    _require_function(fields)
-    function = fields.object("function")
-    if function is None:
-        fields.refuse("function", "is missing")
-    name, arguments = function.required_text("name"), function.take("arguments")
-    function.ignore("index")
+    """A call, of which any part may be missing: a model wrote it, and perhaps not to its end."""
+    kind = fields.text("type", "function") or "function"
+    function = fields.object("custom" if kind == "custom" else "function") or fields.inner({}, "function")
+    call = take_function(function, fields.text("id"), "input" if kind == "custom" else "arguments")
     function.close()
-    found = call_message(fields.text("id", "") or "", name, {} if arguments is None else arguments)
     fields.ignore("index")
     fields.close()
-    return found
+    return call
+
+
+def take_function(fields: Fields, id: str | None, arguments: str) -> dict[str, Any]:
+    """The call of a function. arguments: the name of the field that has them."""
+    name, value = fields.text("name", "") or "", fields.take(arguments)
+    fields.ignore("index")
+    return call_message(id or "", name, {"input": value} if arguments == "input" else value)
 
 
 def call_message(id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A call as messages have it. arguments: an object, or its JSON."""
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    """A call as messages have it. arguments: an object, its JSON, or whatever a model wrote in its place."""
+    given = {} if arguments is None else arguments
+    if not isinstance(given, dict | str):
+        given = json_text(given)
+    return {"id": kept_id(id), "type": "function", "function": {"name": name, "arguments": given}}
+
+
+def kept_id(id: str) -> str:
+    """A call's id, or a shorter one of its own where clients have put more than a name into it."""
+    return id if len(id) <= ID_CHARS else new_id(id)
+
+
+def with_ids(messages: Iterable[Message]) -> list[Message]:
+    """The messages with ids of calls, which some clients leave out.
+
+    A result without one is of the first call that has no result yet, and that is of its tool if it names one.
+    """
+    open_calls: list[dict[str, Any]] = []
+    made: list[Message] = []
+    for at, message in enumerate(messages):
+        calls = [
+            call | {"id": call["id"] or new_id(at, index)}
+            for index, call in enumerate(message.get("tool_calls") or ())
+        ]
+        open_calls += calls
+        message = {**message, "tool_calls": calls} if calls else message
+        if message["role"] == "tool":
+            id, name = message.get("tool_call_id"), message.get("name")
+            call = next((it for it in open_calls if name in (None, it["function"]["name"])), None)
+            id = id or ("" if call is None else call["id"])
+            message = {**message, "tool_call_id": kept_id(id)}
+            open_calls = [it for it in open_calls if it["id"] != message["tool_call_id"]]
+        made.append(message)
+    return made
 
 
 def checked_messages(fields: Fields, name: str, messages: Iterable[Message]) -> tuple[Message, ...]:
-    """The messages as a session keeps them. Raises RequestError for malformed calls."""
+    """The messages as a session keeps them. Raises RequestError for what no template could take."""
     try:
-        return tuple(all_checked(list(messages)))
+        return tuple(all_checked(with_ids(messages)))
     except UsageError as error:
         fields.refuse(name, f"can't be used: {error.for_command_line}")
 
@@ -238,13 +290,11 @@ def take_effort(fields: Fields, name: str, model: ModelFacts) -> Think:
     effort = fields.text(name)
     if effort is None:
         return None
-    if effort == "none":
-        return False
-    if effort not in EFFORTS:
-        fields.refuse(name, f"is {effort[:40]!r}; it must be none, {', '.join(EFFORTS)}")
-    if EFFORT not in model.template:
-        # Clients send what is usual without being asked.
-        if effort == "medium":
-            return None
-        fields.refuse(name, f"is {effort!r}; it can be none or medium: this model's template has no levels")
-    return effort  # type: ignore[return-value]
+    if effort not in LEVELS:
+        fields.refuse(name, f"is {effort[:40]!r}; it must be {', '.join(LEVELS)}")
+    if effort == "none" or EFFORT in model.template:
+        return LEVELS[effort]
+    # Clients send what is usual without being asked.
+    if effort != "medium":
+        fields.leave_out(name, why=f"is {effort!r}, and this model's template has no levels of thinking")
+    return None

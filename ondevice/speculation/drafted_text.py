@@ -99,6 +99,8 @@ class DraftedText:
         self._prepared = False
         """Whether the drafter was asked to prepare the newest draft."""
         self._text: list[int] = []
+        self._prompt_tokens = 0
+        """How many of the text's tokens are its prompt."""
         self._sampling = SamplingConfig()
         self._constrained: Constrained | None = None
         self._told = 0
@@ -110,11 +112,17 @@ class DraftedText:
         self._count = _DraftCount()
 
     def begin(
-        self, text: list[int], sampling: SamplingConfig, constrained: Constrained | None, state: State
+        self,
+        text: list[int],
+        prompt_tokens: int,
+        sampling: SamplingConfig,
+        constrained: Constrained | None,
+        state: State,
     ) -> None:
         """Begin to continue a text, of at least one token; the caller's list grows with it."""
         self.is_used, self.state, self.round = True, state, None
-        self._text, self._sampling, self._constrained = text, sampling, constrained
+        self._text, self._prompt_tokens = text, prompt_tokens
+        self._sampling, self._constrained = sampling, constrained
         self._told = 0
         self._missed_output = None
         self._count = _DraftCount()
@@ -207,7 +215,7 @@ class DraftedText:
         return self._count.stats(decision)
 
     def _begin_drafter(self) -> None:
-        self.drafter.begin(list(self._text), self._sampling)
+        self.drafter.begin(list(self._text), self._sampling, self._prompt_tokens)
         self._told = len(self._text)
         self._missed_output = None
 

@@ -26,11 +26,14 @@ class Drafter(ABC):
     forward pass gives, never which.
     """
 
-    def begin(self, text: list[int], sampling: SamplingConfig) -> None:  # noqa: B027
+    def begin(  # noqa: B027
+        self, text: list[int], sampling: SamplingConfig, prompt_tokens: int | None = None
+    ) -> None:
         """Begin with `text`, token ids: a continuation of the last text, or another one.
 
         sampling: settings with which the next tokens are drawn. Noise is keyed by position, so it is known
             ahead.
+        prompt_tokens: how many of `text` are its prompt, whose tokens count penalties leave out; None: all.
         """
 
     def observe(self, token: int, logits: Float32 | None) -> None:  # noqa: B027

@@ -103,16 +103,24 @@ class Drafting:
         """The pace of passes with as many texts as the newest one."""
 
     def begin(
-        self, text: list[int], sampling: SamplingConfig, constrained: Constrained | None = None
+        self,
+        text: list[int],
+        sampling: SamplingConfig,
+        constrained: Constrained | None = None,
+        prompt_tokens: int | None = None,
     ) -> DraftedText | None:
         """Begin to continue a text, until `end`. None if every drafter is at work on another text.
 
         text: at least one token id; the caller's list grows with the text. constrained: follows the text
         where it has to obey a constraint. Tokens that are then forced are drafted, and others aren't.
+        prompt_tokens: how many of the text's tokens are its prompt; None: all.
         """
         free = next((it for it in self._texts if not it.is_used), None)
         if free is not None:
-            free.begin(text, sampling, constrained, "disabled" if self._pace.disabled else "listening")
+            prompt = len(text) if prompt_tokens is None else prompt_tokens
+            free.begin(
+                text, prompt, sampling, constrained, "disabled" if self._pace.disabled else "listening"
+            )
         return free
 
     def end(self, text: DraftedText) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ondevice.backends.base import Float32
 from ondevice.config import SamplingConfig
 from ondevice.kernels import _native
-from ondevice.sampling import near_noise, seed_of
+from ondevice.sampling import count_penalties, near_noise, seed_of
 from ondevice.speculation.drafter import AcceptanceRate
 
 MAX_CANDIDATES = 8
@@ -41,6 +41,7 @@ class Ranking:
         self._max_candidates = max_candidates
         self._tokens = tokens
         self._sampling = SamplingConfig()
+        self._prompt_tokens = 0
         # By the first candidate's lead, then by rank: a likely first one leaves little chance to the others.
         self._acceptance = [
             [AcceptanceRate(prior)]
@@ -48,9 +49,9 @@ class Ranking:
             for prior in FIRST_PRIORS
         ]
 
-    def begin(self, sampling: SamplingConfig) -> None:
-        """Rank for tokens drawn with `sampling` from now on."""
-        self._sampling = sampling
+    def begin(self, sampling: SamplingConfig, prompt_tokens: int = 0) -> None:
+        """Rank for tokens drawn with `sampling` from now on, of a text whose prompt has `prompt_tokens`."""
+        self._sampling, self._prompt_tokens = sampling, prompt_tokens
 
     def rank(self, logits: Float32, position: int, history: Sequence[int] = ()) -> list[tuple[int, float]]:
         """Candidates for the token at `position` of the text, likeliest first, with their chances.
@@ -59,7 +60,7 @@ class Ranking:
         acceptance rates.
 
         logits: (V,) the drafter's, or (n,) those of its tokens, for that place. history: the ids before it,
-            for a repetition penalty.
+            for penalties.
         """
         ids, scores, level = self._scores(logits, position, history)
         if self._sampling.temperature == 0.0:
@@ -81,7 +82,7 @@ class Ranking:
     ) -> tuple[TokenIds, Float32, float]:
         """The best tokens' ids with their scores, best first, and the logits' log-sum-exp."""
         sampling = self._sampling
-        penalised = sampling.repetition_penalty != 1.0 and len(history)
+        penalised = sampling.penalises and len(history)
         if sampling.temperature == 0.0 and not penalised:
             ids, scores, level = largest(logits, self._max_candidates)
             return self._ids(ids), scores, level
@@ -90,9 +91,14 @@ class Ranking:
         scores = logits[ids]
         ids = self._ids(ids)
         if penalised:
-            seen = np.isin(ids, np.asarray(history))
+            known = np.asarray(history, dtype=np.int64)
+            seen = np.isin(ids, known)
             penalty = np.float32(sampling.repetition_penalty)
             scores[seen] = np.where(scores[seen] < 0, scores[seen] * penalty, scores[seen] / penalty)
+            if sampling.counts_tokens:
+                counted, amounts = count_penalties(sampling, known[self._prompt_tokens :])
+                _, at, of = np.intersect1d(ids, counted, assume_unique=True, return_indices=True)
+                scores[at] -= amounts[of]
         if sampling.temperature:
             scores = scores / np.float32(sampling.temperature) + near_noise(seed_of(sampling), position, ids)
         best = np.argsort(-scores, kind="stable")[: self._max_candidates]

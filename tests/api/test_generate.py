@@ -321,17 +321,22 @@ def test_time_with_the_consumer_is_not_counted(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_sampling_sees_the_absolute_position_and_the_whole_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, list[int]]] = []
+    seen: list[tuple[int, list[int], int]] = []
 
     def sample(
-        logits: np.ndarray, config: SamplingConfig, position: int, history: Sequence[int], allowed: None
+        logits: np.ndarray,
+        config: SamplingConfig,
+        position: int,
+        history: Sequence[int],
+        allowed: None,
+        prompt_tokens: int,
     ) -> int:
-        seen.append((position, list(history)))
+        seen.append((position, list(history), prompt_tokens))
         return int(logits.argmax())
 
     monkeypatch.setattr("ondevice.generate.sample", sample)
     run(generator(prefill_chunk=2), "xyz", max_tokens=2)
-    assert seen == [(3, list(b"xyz")), (4, list(b"xyz{"))]
+    assert seen == [(3, list(b"xyz"), 3), (4, list(b"xyz{"), 3)]
 
 
 def test_logits_in_chunks_are_the_logits_in_one_pass() -> None:

@@ -322,6 +322,52 @@ def test_repetition_penalty_divides_above_zero_and_multiplies_below() -> None:
     assert sample(logits, SamplingConfig(repetition_penalty=2.0), 0, np.array([0])) == 2
 
 
+@given(
+    st.integers(0, 1000),
+    st.floats(-2.0, 2.0),
+    st.floats(-2.0, 2.0),
+    st.lists(st.integers(0, 19), max_size=30),
+    st.integers(0, 10),
+)
+def test_count_penalties_are_those_of_a_plain_count(
+    seed: int, frequency: float, presence: float, history: list[int], prompt_tokens: int
+) -> None:
+    """`logit - n * frequency - (n > 0) * presence`, where n counts what was generated, as OpenAI has it."""
+    logits, generated = random_logits(20, seed), history[prompt_tokens:]
+    config = SamplingConfig(temperature=1.0, frequency_penalty=frequency, presence_penalty=presence)
+    expected = [
+        logit - generated.count(token) * frequency - (presence if token in generated else 0.0)
+        for token, logit in enumerate(logits.tolist())
+    ]
+    found = process_logits(logits, config, history, prompt_tokens=prompt_tokens)
+    assert found.token_ids.tolist() == list(range(20))
+    np.testing.assert_allclose(found.scores, expected, rtol=1e-6, atol=1e-5)
+    untouched = [token not in generated for token in range(20)]
+    assert (found.scores[untouched] == logits[untouched]).all()
+
+
+def test_count_penalties_come_after_the_repetition_penalty_and_before_bias_and_masks() -> None:
+    logits = np.array([8.0, 7.0, 6.0, 5.0], np.float32)
+    config = SamplingConfig(
+        repetition_penalty=2.0, frequency_penalty=1.0, presence_penalty=0.5, logit_bias=((3, 4.0),)
+    )
+    history = [1, 0, 0, 2]
+    scores = process_logits(logits, config, history, prompt_tokens=1).scores
+    assert scores.tolist() == [8.0 / 2 - 2.5, 7.0 / 2, 6.0 / 2 - 1.5, 9.0]
+    allowed = np.array([True, True, True, False])
+    assert sample(logits, config, 4, history, prompt_tokens=1) == 3
+    assert sample(logits, config, 4, history, allowed, prompt_tokens=1) == 1
+
+
+@pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty"])
+def test_count_penalties_lie_between_minus_2_and_2(name: str) -> None:
+    for value in (-2, 2.0):
+        assert getattr(SamplingConfig(**{name: value}), name) == value  # type: ignore[arg-type]
+    for value in (-2.1, 2.0000001, math.inf, math.nan):
+        with pytest.raises(UsageError, match=f"{name} is .*; it must be from -2 to 2"):
+            SamplingConfig(**{name: value})  # type: ignore[arg-type]
+
+
 def test_logit_bias_is_added_after_the_penalty_and_before_temperature() -> None:
     logits = np.array([2.0, 1.0], np.float32)
     config = SamplingConfig(temperature=0.5, repetition_penalty=2.0, logit_bias=((0, 3.0),))

@@ -112,6 +112,9 @@ def test_values_become_configs() -> None:
         ("draft_pruning", 1.0),
         ("draft_pruning", -0.1),
         ("draft_pruning", float("nan")),
+        ("context_share", 1.1),
+        ("context_share", -0.1),
+        ("context_share", "a quarter"),
     ],
 )
 def test_values_a_field_cannot_have_are_refused_by_name(name: str, value: object) -> None:
@@ -129,6 +132,8 @@ def test_values_a_field_cannot_have_are_refused_by_name(name: str, value: object
         ("top_p", None),
         ("min_p", False),
         ("repetition_penalty", [1.0]),
+        ("frequency_penalty", "0"),
+        ("presence_penalty", None),
         ("stop", "abc"),
         ("stop", (1,)),
         ("logit_bias", {1: 2.0}),
@@ -173,6 +178,14 @@ def test_settings_file_keys_may_be_spelt_like_flags(tmp_path: Path) -> None:
     }
 
 
+def test_a_settings_file_may_have_tables_of_single_models(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('threads = 2\n[models."qwen2.5-coder"]\nmax-context = 24576\n[models.b]\n')
+    settings = read_settings(path)
+    assert settings.values == {"threads": 2}
+    assert settings.models == {"qwen2.5-coder": {"max_context": 24576}, "b": {}}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -191,6 +204,11 @@ def test_settings_file_keys_may_be_spelt_like_flags(tmp_path: Path) -> None:
         ("temp = '1'", "must be a number, without quotes"),
         ("temp = 1\ntemperature = 1", "both temp and temperature, which are one option; keep one"),
         ("dram_budget = 1\ndram-budget = 1", "both dram_budget and dram-budget"),
+        ("models = 3", r"'models', which must be tables: \[models.NAME\]"),
+        ("models.a = 3", "must be tables"),
+        ("[models.a]\nthreads = 2", "unknown key 'threads' for the model a; known are max_context"),
+        ("[models.a]\nmax_context = 'x'", "for the model a: max_context is 'x'"),
+        ("[models.a]\nmax_context = -1", "for the model a: max_context is -1"),
     ],
 )
 def test_a_bad_settings_file_is_refused_with_its_path(tmp_path: Path, text: str, message: str) -> None:

@@ -103,7 +103,7 @@ def test_a_later_turn_extends_the_text_of_an_earlier_one(llama2: Tokenizer) -> N
 
 def test_messages_that_the_template_refuses_are_the_users_error() -> None:
     with pytest.raises(UsageError, match="refuses these messages: Conversation roles must alternate"):
-        ChatTemplate(INSTRUCTIONS).render([CONVERSATION[3], CONVERSATION[3]])
+        ChatTemplate(INSTRUCTIONS).render([CONVERSATION[2], CONVERSATION[3]])
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,83 @@ def test_a_context_that_was_asked_for_is_kept_or_refused_with_the_one_that_fits(
     assert (found.fits, found.max_context, found.wanted_context) == (True, 1500, 0)
 
 
+def longest_within(bundle: Path, most_bytes: float) -> int:
+    """Tokens of the longest context from 4,096 on whose keys and values have at most so many bytes."""
+    lengths = range(LONGEST, 2 * LONGEST + 1, CONTEXT_STEP)
+    return max(it for it in lengths if plan_of(bundle, max_context=it).kv_cache_bytes <= most_bytes)
+
+
+@pytest.mark.parametrize("budget", ["220MB", "300MB", "400MB", "8GB"])
+def test_a_share_of_the_budget_makes_the_default_context_longer(bundle: Path, budget: str) -> None:
+    """As long as keys and values stay within it, up to the model's own; what a text takes first stays."""
+    plain = plan_of(bundle, dram_budget=budget)
+    plan = plan_of(bundle, dram_budget=budget, context_share=0.25)
+    assert plain.max_context == LONGEST
+    assert plan.max_context == longest_within(bundle, plan.budget_bytes / 4)
+    assert (budget == "8GB") == (plan.max_context == 2 * LONGEST)
+    assert plan.fits
+    assert (plan.context_share, plain.context_share) == (0.25, 0.0)
+    assert (plan.offloads_weights, plan.embedding_resident) == (False, True)
+    # Only attention's scores are longer.
+    assert plan.start_bytes - plain.start_bytes < 4 << 20
+    taken = 100 * plan.kv_cache_bytes // plan.budget_bytes
+    assert plan_summary(plan).endswith(
+        f"\n      context {plan.max_context} tokens, whose keys and values take up to {taken} % of the budget"
+    )
+    with load(bundle, dram_budget=budget, context_share=0.25, **OPTIONS) as model:
+        assert model.plan.max_context == model.runtime.max_context == plan.max_context
+
+
+def test_a_named_context_or_a_small_budget_leaves_the_share_unused(bundle: Path) -> None:
+    """Nor does a longer context push out weights that are in memory without it."""
+    named = plan_of(bundle, dram_budget="8GB", context_share=0.25, max_context=5000)
+    assert (named.max_context, named.context_share) == (5000, 0.0)
+    short = plan_of(bundle, dram_budget=budget_for(bundle, 1536), context_share=1.0)
+    assert (short.max_context, short.wanted_context, short.context_share) == (1536, LONGEST, 0.0)
+    full = plan_of(bundle, dram_budget="8GB", max_context=LONGEST).full_bytes
+    for budget in (full, full - 1, full + (8 << 20)):
+        plan = plan_of(bundle, dram_budget=budget, context_share=1.0)
+        plain = plan_of(bundle, dram_budget=budget)
+        assert plan.embedding_resident == plain.embedding_resident == (budget >= full)
+        assert (plan.max_context > LONGEST) == (budget > full)
+
+
+def test_the_automatic_budget_grows_no_more_than_by_the_weights(bundle: Path, tmp_path: Path) -> None:
+    """A small model's plan isn't made large by its context; that of a model with more weights is longer."""
+    plan = plan_of(bundle, context_share=0.25)
+    assert plan.model_bytes < plan_of(bundle, max_context=LONGEST).kv_cache_bytes
+    assert (plan.max_context, plan) == (LONGEST, plan_of(bundle))
+    shape = {"head_dim": 8, "max_position_embeddings": 2 * LONGEST, "intermediate_size": 4096}
+    larger = convert_bundle(write_chat_checkpoint(tmp_path / "checkpoint", **shape), tmp_path / "larger")
+    plan = plan_of(larger, context_share=0.25)
+    assert plan.max_context == min(2 * LONGEST, longest_within(larger, plan.model_bytes)) > LONGEST
+    assert plan.budget_bytes == plan.full_bytes == plan.total_bytes
+
+
+def test_chat_and_inspect_take_the_share_and_generate_does_not(
+    bundle: Path, ondevice: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("-m", bundle, "--threads", 1, "--dram-budget", "300MB")
+    shown = ondevice("inspect", *options, "--json").json["plan"]
+    longer = shown["max_context"]
+    assert (longer > LONGEST, shown["context_share"]) == (True, 0.25)
+    words = f"context {longer} tokens, whose keys and values take up to "
+    assert re.search(
+        rf"^memory for .*, {words}2\d % of the budget, with ", ondevice("inspect", *options).out, re.M
+    )
+    assert words in ondevice("chat", *options, "--max-tokens", 2, stdin="Hi\n").err
+    assert f"at {LONGEST} tokens" in ondevice("generate", *options, "-p", "Once", "--max-tokens", 2).err
+    # A model's own settings yield to flags and variables.
+    (tmp_path / "config.toml").write_text("max_context = 700\n[models.bundle]\nmax-context = 600\n")
+    for command in (("inspect",), ("generate", "-p", "Once", "--max-tokens", 2)):
+        found = ondevice(*command, *options, "--json")
+        assert found.code == 0
+        assert "600 tokens" in found.err or found.json["plan"]["max_context"] == 600
+    assert ondevice("inspect", *options, "--max-context", 900, "--json").json["plan"]["max_context"] == 900
+    monkeypatch.setenv("ONDEVICE_MAX_CONTEXT", "800")
+    assert ondevice("inspect", *options, "--json").json["plan"]["max_context"] == 800
+
+
 def test_what_training_and_profiles_read_does_not_follow_the_budget() -> None:
     assert max(PIECE_TOKENS, OWN_PIECE_TOKENS) <= LEAST_CONTEXT
 

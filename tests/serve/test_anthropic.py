@@ -97,8 +97,18 @@ def test_blocks_of_text_and_turns_of_one_role_are_joined(server: Serving, client
 def test_tokens_are_counted(server: Serving, client: Any) -> None:
     got = client.messages.count_tokens(model=server.model.name, messages=MESSAGES, system="Be brief.")
     assert got.input_tokens == read(create(client, server).usage)
-    with pytest.raises(anthropic.BadRequestError):
-        client.messages.count_tokens(model="", messages=[{"role": "user", "content": "a" * 5000}])
+    # A prompt that is too long is counted too: agents shorten it by what there is too much.
+    long = [{"role": "user", "content": "a" * 5000}]
+    count = client.messages.count_tokens(model="", messages=long).input_tokens
+    assert count == len(server.model.chat_template.encode(long, server.model.tokenizer))
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        create(client, server, messages=long, system=anthropic.NOT_GIVEN)
+    error = caught.value.body["error"]
+    most = server.model.plan.max_context
+    assert error == {
+        "type": "invalid_request_error",
+        "message": f"prompt is too long: {count} tokens > {most} maximum",
+    }
 
 
 def test_models_are_listed_in_its_own_shape(server: Serving, client: Any) -> None:
@@ -115,17 +125,18 @@ def test_models_are_listed_in_its_own_shape(server: Serving, client: Any) -> Non
         ({"tools": [{"name": "f", "input_schema": {}}]}, "tools"),
         ({"messages": []}, "messages"),
         ({"messages": [*MESSAGES, {"role": "assistant", "content": "I"}]}, "messages"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": 5}]}]},
             "messages[0].content[0].tool_use_id",
         ),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"system": 5}, "system"),
         ({"thinking": {"type": "loud"}}, "thinking.type"),
         ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"unheard_of": 1}, "unheard_of"),
+        ({"output_config": {"effort": "much"}}, "output_config.effort"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(server: Serving, asked: dict[str, Any], field: str) -> None:

@@ -178,7 +178,9 @@ def test_what_changes_nothing_is_taken_and_what_would_is_refused(
         assert set(answer.json["error"]) == {"code", "message", "type"}
         assert name in answer.json["error"]["message"]
     long = server.post("/completion", {"prompt": "x" * 300}).json["error"]
-    assert long["type"] == "exceed_context_size_error"
+    most = server.model.plan.max_context
+    assert (long["type"], long["n_ctx"]) == ("exceed_context_size_error", most)
+    assert long["n_prompt_tokens"] > most
 
 
 @pytest.mark.parametrize("prompt", [[], [[]], [1.5], [-1], [10**9], None, {}, [["a", True]], ["a"] * 65])

@@ -85,7 +85,8 @@ def test_what_is_said_of_models(server: Serving, client: Any) -> None:
         {"options": {"repeat_last_n": 64}},
         {"options": {"repeat_last_n": 7}},
         {"options": {"repeat_last_n": 0, "repeat_penalty": 1.0}},
-        {"truncate": True, "shift": True, "keep_alive": 0},
+        {"truncate": True, "shift": True, "keep_alive": "1h30m"},
+        {"options": {"top_k": -1, "num_ctx": 1 << 20}, "keep_alive": -1},
         {"truncate": False, "shift": False},
     ],
 )
@@ -119,9 +120,12 @@ def test_the_default_of_the_penalty_s_length_is_as_good_as_none(server: Serving)
         ({"options": {"mirostat": 2}}, "options.mirostat"),
         ({"options": {"temperature": "hot"}}, "options.temperature"),
         ({"options": []}, "options"),
-        ({"think": "high"}, "think"),
+        ({"think": "much"}, "think"),
+        ({"keep_alive": "soon"}, "keep_alive"),
+        ({"keep_alive": True}, "keep_alive"),
+        ({"options": {"num_ctx": "much"}}, "options.num_ctx"),
+        ({"options": {"presence_penalty": -3}}, "options.presence_penalty"),
         ({"stream": 1}, "stream"),
-        ({"unheard_of": 1}, "unheard_of"),
         ({"messages": "x"}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
         ({"options": {"repeat_last_n": 128, "repeat_penalty": 1.1}}, "options.repeat_last_n"),
@@ -145,6 +149,8 @@ def test_errors_are_ollama_s(server: Serving, client: Any) -> None:
     with pytest.raises(ollama.ResponseError) as caught:
         client.chat(server.model.name, messages=[{"role": "user", "content": "a" * 5000}])
     assert caught.value.status_code == 400
+    limit = f"tokens > {server.model.plan.max_context}"
+    assert re.fullmatch(rf"the input length exceeds the context length: 50\d\d {limit}", caught.value.error)
 
 
 def test_the_raw_stream_is_a_json_object_a_line(server: Serving) -> None:

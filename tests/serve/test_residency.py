@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +19,8 @@ from hypothesis import strategies as st
 from ondevice.api import Model, load
 from ondevice.errors import OndeviceError
 from ondevice.serve.config import ServeConfig
+from ondevice.serve.metrics import Metrics
+from ondevice.serve.models import LoadedModel, ModelFacts, Models
 from ondevice.serve.residency import Resident, Room, room_for
 from tests.support.bundles import convert_bundle, write_chat_checkpoint
 from tests.support.serving import Serving, serving, until
@@ -190,3 +196,56 @@ def test_another_model_is_loaded_when_it_is_asked_for(chat_bundle: Path) -> None
     assert both.is_closed(first.name)
     both.made |= made
     assert both.is_closed("second")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_keep_alive_of_zero_unloads_a_model_behind_the_answer(chat_bundle: Path, stream: bool) -> None:
+    again: list[Model] = []
+
+    def loader(budget: int) -> Model:
+        again.append(load(chat_bundle, threads=1, speculation="off", dram_budget=budget))
+        return again[-1]
+
+    first = load(chat_bundle, threads=1, speculation="off", dram_budget="2GB")
+    with serving(first, others={first.name: loader}) as server:
+
+        def names() -> list[str]:
+            return [it["name"] for it in server.request("GET", "/api/ps").json["models"]]
+
+        hello: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
+        asked = hello | {"stream": stream, "options": {"num_predict": 2, "temperature": 0}}
+        expected = server.post("/api/chat", asked).body
+        assert names() == [first.name]
+        assert server.post("/api/chat", asked | {"keep_alive": 0}).status == 200
+        until(lambda: names() == [])
+        # It is loaded again for whoever asks, and unloaded by a request without a text.
+        got = server.post("/api/chat", asked).body
+        texts = [json.loads(body.splitlines()[0])["message"] for body in (expected, got)]
+        assert texts[0] == texts[1]
+        assert (len(again), names()) == (1, [first.name])
+        answer = server.post("/api/generate", {"keep_alive": "0s"}).json
+        assert answer["done_reason"] == "unload"
+        until(lambda: names() == [])
+        assert server.post("/api/generate", {"keep_alive": "5m"}).json["done_reason"] == "load"
+        assert names() == [first.name]
+    assert len(again) == 2
+
+
+def test_a_model_that_a_client_keeps_goes_behind_the_others(chat_bundle: Path) -> None:
+    """Least use decides among those that nobody keeps, and then among those that somebody does."""
+    facts = [cast(ModelFacts, SimpleNamespace(name=name)) for name in "abc"]
+    made = {it.name: LoadedModel(it, cast(Any, None)) for it in facts}
+    models = Models(facts, cast(Any, None), None, 1, Metrics())
+    models.residents += made.values()
+
+    def order() -> str:
+        return "".join(it.facts.name for it in models._by_need())
+
+    assert order() == "abc"
+    models.keep(made["a"].facts, math.inf)
+    models.keep(made["b"].facts, 300)
+    assert order() == "cab"
+    models.keep(made["c"].facts, None)
+    assert order() == "cab"
+    made["b"].kept_until = time.monotonic() - 1
+    assert order() == "bca"

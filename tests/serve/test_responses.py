@@ -88,17 +88,16 @@ def test_a_whole_conversation_is_taken(server: Serving, client: Any) -> None:
     [
         ({"input": None}, "input"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "function_call_output"}]}, "input[0].call_id"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"metadata": {"a": 1}}, "metadata.a"),
-        ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
         ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input"),
-        ({"store": True}, "store"),
-        ({"unheard_of": 1}, "unheard_of"),
+        ({"background": True}, "background"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(server: Serving, asked: dict[str, Any], field: str) -> None:

@@ -322,7 +322,7 @@ def test_a_drafter_hears_the_whole_text_in_order(monkeypatch: pytest.MonkeyPatch
         def __init__(self) -> None:
             self.text: list[int] = []
 
-        def begin(self, text: list[int], sampling: SamplingConfig) -> None:
+        def begin(self, text: list[int], sampling: SamplingConfig, prompt_tokens: int | None = None) -> None:
             self.text = list(text)
 
         def observe(self, token: int, logits: Float32 | None) -> None:
@@ -374,7 +374,7 @@ def test_short_passes_are_left_alone_until_they_are_longer() -> None:
     class Listening(Drafter):
         text: tuple[int, ...] = ()
 
-        def begin(self, text: list[int], sampling: SamplingConfig) -> None:
+        def begin(self, text: list[int], sampling: SamplingConfig, prompt_tokens: int | None = None) -> None:
             self.text = tuple(text)
 
         def propose(self, path: Sequence[int]) -> Proposals:

@@ -37,16 +37,24 @@ def test_greedy_candidates_are_by_probability() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("penalty", [1.0, 1.4])
-def test_equal_logits_rank_first_what_the_target_draws(temperature: float, penalty: float) -> None:
-    config = SamplingConfig(temperature=temperature, repetition_penalty=penalty, seed=4)
+@pytest.mark.parametrize(
+    "penalties",
+    [{}, {"repetition_penalty": 1.4}, {"frequency_penalty": 1.5, "presence_penalty": 0.5}],
+    ids=["none", "repetition", "counts"],
+)
+def test_equal_logits_rank_first_what_the_target_draws(
+    temperature: float, penalties: dict[str, float]
+) -> None:
+    config = SamplingConfig(temperature=temperature, seed=4, **penalties)  # type: ignore[arg-type]
     ranking = Ranking()
-    ranking.begin(config)
-    history = [1, 2, 3, 900]
+    ranking.begin(config, prompt_tokens=3)
     drawn, ranked = [], []
     for position in range(200):
         logits = random_logits(1000, position)
-        drawn.append(sample(logits, config, position, history))
+        # Of the likeliest tokens, the prompt has some, and the text others, one of them more than once.
+        likely = np.argsort(-logits)[:8].tolist()
+        history = [*likely[1:4], *likely[::2], likely[0]]
+        drawn.append(sample(logits, config, position, history, prompt_tokens=3))
         ranked.append(ranking.rank(logits, position, history)[0][0])
     # Noise may lift a token that isn't among the likeliest, for which none is computed.
     assert np.mean(np.array(drawn) == np.array(ranked)) >= (1.0 if temperature == 0 else 0.9)

@@ -42,8 +42,9 @@ from tests.support.scripted_drafts import STREAMS, draft_by, drafted
 SAMPLINGS: list[dict[str, Any]] = [
     {},
     {"repetition_penalty": 1.3},
-    *({"temperature": 0.9, "top_p": 0.9, "seed": seed} for seed in range(3)),
-    {"temperature": 1.2, "repetition_penalty": 1.2, "seed": 7},
+    {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+    *({"temperature": 0.9, "top_p": 0.9, "seed": seed} for seed in range(2)),
+    {"temperature": 1.2, "repetition_penalty": 1.2, "frequency_penalty": -0.5, "seed": 7},
 ]
 LOGITS = np.zeros(1, dtype=np.float32)
 """Logits that say nothing."""
@@ -111,6 +112,25 @@ def test_drafters_leave_every_token_of_the_shipped_model_as_it_is(
                 assert found.finish_reason == expected.finish_reason
                 assert found.stats.speculation == drafter
         assert drafting.generate(QUESTION, max_tokens=40).stats.accepted_tokens_per_pass > 1.05
+
+
+@pytest.mark.parametrize("drafter", ["off", "lookup", "streams"])
+def test_count_penalties_count_what_was_generated_alone(
+    relu_bundle: Path, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the model's own logits for each text, and a count of the tokens behind the prompt."""
+    always_draft(monkeypatch, [DRAFT_NODES])
+    with load(relu_bundle, speculation=drafter) as model:
+        prompt, expected = model.tokenizer.encode(PROMPT), list[int]()
+        options: dict[str, Any] = {"frequency_penalty": 0.8, "presence_penalty": 0.4}
+        while len(expected) < 30:
+            scores = model.logits([*prompt, *expected])[-1].astype(np.float64)
+            scores[EOS] = -math.inf
+            for token in set(expected):
+                scores[token] -= 0.8 * expected.count(token) + 0.4
+            expected.append(int(np.argmax(scores)))
+        assert write(model, 30, **options) == tuple(expected)
+        assert write(model, 30) != tuple(expected)
 
 
 def test_streams_draft_after_a_throttled_pass(monkeypatch: pytest.MonkeyPatch) -> None:

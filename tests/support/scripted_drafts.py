@@ -39,7 +39,13 @@ class Scripted:
         self.streamed = 0
         """Nodes that had streams in their pass."""
 
-    def begin(self, text: list[int], sampling: SamplingConfig, constrained: object = None) -> Scripted:
+    def begin(
+        self,
+        text: list[int],
+        sampling: SamplingConfig,
+        constrained: object = None,
+        prompt_tokens: int | None = None,
+    ) -> Scripted:
         self._length = len(text)
         return self
 

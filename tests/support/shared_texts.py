@@ -19,7 +19,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "seed": 3},
     {"temperature": 1.1, "seed": 4, "top_k": 30, "repetition_penalty": 1.3},
     {"top_logprobs": 2},
-    {"temperature": 0.7, "seed": 5, "top_p": 0.9, "top_logprobs": 1},
+    {"temperature": 0.7, "seed": 5, "top_p": 0.9, "top_logprobs": 1, "frequency_penalty": 0.8},
     {"max_tokens": 3},
     {"temperature": 1.0, "seed": 3, "min_p": 0.02, "max_tokens": 40},
     {"repetition_penalty": 1.5},

@@ -89,7 +89,7 @@ async def _states(live: Live, watchers: asyncio.Semaphore) -> AsyncGenerator[byt
 
 
 async def _budget(service: Service, live: Live, request: Request) -> Response:
-    fields = await read_object(request)
+    fields = await read_object(service, request)
     nbytes = fields.integer("budget_bytes", 1, MAX_BUDGET)
     if nbytes is None:
         fields.refuse("budget_bytes", "is missing; it must be a number of bytes")

@@ -35,9 +35,9 @@ class Combined(Drafter):
     def __init__(self, members: Sequence[Drafter]) -> None:
         self.members = tuple(members)
 
-    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
+    def begin(self, text: list[int], sampling: SamplingConfig, prompt_tokens: int | None = None) -> None:
         for member in self.members:
-            member.begin(text, sampling)
+            member.begin(text, sampling, prompt_tokens)
 
     def observe(self, token: int, logits: Float32 | None) -> None:
         for member in self.members:
@@ -98,8 +98,8 @@ class WhileRowsAreCheap(Drafter):
         self._asked = False
         """Whether `drafter` was asked for the newest draft."""
 
-    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
-        self._drafter.begin(text, sampling)
+    def begin(self, text: list[int], sampling: SamplingConfig, prompt_tokens: int | None = None) -> None:
+        self._drafter.begin(text, sampling, prompt_tokens)
 
     def observe(self, token: int, logits: Float32 | None) -> None:
         self._drafter.observe(token, logits if self._asked else None)

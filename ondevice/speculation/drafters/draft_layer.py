@@ -71,7 +71,7 @@ class DraftLayerDrafter(Drafter):
     def taps(self) -> tuple[int, ...]:
         return self._layer.taps
 
-    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
+    def begin(self, text: list[int], sampling: SamplingConfig, prompt_tokens: int | None = None) -> None:
         same = common_prefix(self._text, text)
         self._text = list(text)
         self._forget()
@@ -82,7 +82,7 @@ class DraftLayerDrafter(Drafter):
         del self._positions[kept:]
         self._kv.truncate(kept)
         self._waiting = [(position, row) for position, row in self._waiting if position < same]
-        self._ranking.begin(sampling)
+        self._ranking.begin(sampling, len(text) if prompt_tokens is None else prompt_tokens)
 
     def observe(self, token: int, logits: Float32 | None) -> None:
         own = self._behind.get(self._drawn)

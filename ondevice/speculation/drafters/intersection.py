@@ -80,9 +80,9 @@ class IntersectionDrafter(OtherVocabularyDrafter):
         self._logits: dict[tuple[int, ...], Float32] = {}
         """Logits of the shared tokens after each path that was asked for."""
 
-    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
-        super().begin(text, sampling)
-        self._ranking.begin(sampling)
+    def begin(self, text: list[int], sampling: SamplingConfig, prompt_tokens: int | None = None) -> None:
+        super().begin(text, sampling, prompt_tokens)
+        self._ranking.begin(sampling, len(text) if prompt_tokens is None else prompt_tokens)
         self._drafted.clear()
         self._path = ()
         self._logits.clear()

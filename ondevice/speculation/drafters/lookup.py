@@ -36,7 +36,7 @@ class Lookup(Drafter):
         """Place after the last occurrence of each run of tokens that another token follows."""
         self._acceptance = [AcceptanceRate(prior) for prior in PRIORS]
 
-    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
+    def begin(self, text: list[int], sampling: SamplingConfig, prompt_tokens: int | None = None) -> None:
         known = len(self._text)
         if text[:known] != self._text:
             self._text = []

@@ -104,10 +104,10 @@ class ModelDrafter(Drafter):
         self._logits: dict[tuple[int, ...], Float32] = {}
         """The draft model's logits after each path that was asked for."""
 
-    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
+    def begin(self, text: list[int], sampling: SamplingConfig, prompt_tokens: int | None = None) -> None:
         self._text = list(text)
         self._forget()
-        self._ranking.begin(sampling)
+        self._ranking.begin(sampling, len(text) if prompt_tokens is None else prompt_tokens)
 
     def observe(self, token: int, logits: Float32 | None) -> None:
         own = self._logits.get(self._path)

@@ -61,7 +61,7 @@ class NgramDrafter(Drafter):
         middles = [(low + high) / 2 for low, high in pairwise(bounds)]
         self._acceptance = [[AcceptanceRate(rate * middle) for middle in middles] for rate in BY_CONTEXT]
 
-    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
+    def begin(self, text: list[int], sampling: SamplingConfig, prompt_tokens: int | None = None) -> None:
         self._tail = text[-MAX_CONTEXT:]
         self._drafted_at = 0.0
         self._forget()

@@ -53,7 +53,7 @@ class OtherVocabularyDrafter(Drafter):
         self._most = MAX_DRAFTED if model.kv.states is None else AHEAD_TOKENS - SEAM_TOKENS
         self._forget()
 
-    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
+    def begin(self, text: list[int], sampling: SamplingConfig, prompt_tokens: int | None = None) -> None:
         known = len(self._text)
         self._temperature = sampling.temperature
         if not known or text[:known] != self._text:

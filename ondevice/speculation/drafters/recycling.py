@@ -46,7 +46,7 @@ class Recycling(Drafter):
         self._acceptance = [AcceptanceRate(FIRST_PRIOR * NEXT_PRIOR**rank) for rank in ranks]
         self._last = -1
 
-    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
+    def begin(self, text: list[int], sampling: SamplingConfig, prompt_tokens: int | None = None) -> None:
         self._last = text[-1]
 
     def observe(self, token: int, logits: Float32 | None) -> None:

@@ -36,10 +36,10 @@ class ResidentDrafter(Drafter):
         self._proposals: list[list[tuple[int, float]]] = []
         """Proposals by depth: those that follow the chain up to that depth."""
 
-    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
+    def begin(self, text: list[int], sampling: SamplingConfig, prompt_tokens: int | None = None) -> None:
         self._text = list(text)
         self._forget()
-        self._ranking.begin(sampling)
+        self._ranking.begin(sampling, len(text) if prompt_tokens is None else prompt_tokens)
 
     def observe(self, token: int, logits: Float32 | None) -> None:
         self._text.append(token)

@@ -79,17 +79,17 @@ class MultiStreamDrafter(Drafter):
         self._logits: Float32 | None = None
         """(S, ...) `Transformer.draft_logits` of `_states`."""
         self._ranked: list[Proposals | None] = [None] * self._count
-        """Each stream's proposals, once asked for. They depend on the path only by a repetition penalty."""
+        """Each stream's proposals, once asked for. They depend on the path only by penalties."""
         self._drawn = 0
         """Number of tokens drawn since the streams' own token; proposals follow the first of them."""
 
-    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
+    def begin(self, text: list[int], sampling: SamplingConfig, prompt_tokens: int | None = None) -> None:
         self._text = list(text)
         self._places = 0
-        self._penalised = sampling.repetition_penalty != 1.0
+        self._penalised = sampling.penalises
         self._forget()
         for ranking in self._rankings:
-            ranking.begin(sampling)
+            ranking.begin(sampling, len(text) if prompt_tokens is None else prompt_tokens)
 
     def observe(self, token: int, logits: Float32 | None) -> None:
         stream = self._drawn

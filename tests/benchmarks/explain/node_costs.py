@@ -148,7 +148,13 @@ class Schedule:
             begun.add(parent)
         return Draft(tuple(self._pool[place] for place in places), form.parents, form.chances)
 
-    def begin(self, text: list[int], sampling: SamplingConfig, constrained: object = None) -> Any:
+    def begin(
+        self,
+        text: list[int],
+        sampling: SamplingConfig,
+        constrained: object = None,
+        prompt_tokens: int | None = None,
+    ) -> Any:
         self._bytes = self._engine.counters().flash_bytes_read
         return self
 

@@ -1,0 +1,82 @@
+"""The conversation of a request of Anthropic's: instructions, turns of blocks, calls and results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ondevice.chat_template.messages import Message
+from ondevice.serve.content import take_text, told_text
+from ondevice.serve.fields import Fields
+from ondevice.serve.tools import call_message, checked_messages
+
+THINKING = ("thinking", "redacted_thinking")
+"""Blocks of an assistant's turn that aren't its text."""
+TOOL_BLOCKS = {"assistant": "tool_use", "user": "tool_result"}
+"""Blocks of calls and of results, by role."""
+ROLES = ("system", "user", "assistant")
+
+
+def take_messages(fields: Fields) -> tuple[Message, ...]:
+    """The messages of `system` and `messages`, in their order. Raises RequestError if no user speaks."""
+    system = take_text(fields, "system", empty=True)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for each in fields.objects("messages"):
+        _add(messages, each)
+    if all(message["role"] == "system" for message in messages):
+        fields.refuse("messages", "is empty; give at least one message of a user")
+    return checked_messages(fields, "messages", messages)
+
+
+def _add(messages: list[dict[str, Any]], fields: Fields) -> None:
+    """Add a turn's messages: results of tools, and then its text. Turns of one role in a row are one."""
+    role = fields.required_text("role")
+    if role not in ROLES:
+        fields.refuse("role", f"is {role[:40]!r}; it must be {', '.join(ROLES)}")
+    thought = _thought(fields) if role == "assistant" else ""
+    calls, results = _take_tool_blocks(fields, role)
+    if fields.peek("content") is None:
+        fields.refuse("content", "is missing")
+    dropped = (*(THINKING if role == "assistant" else ()), TOOL_BLOCKS.get(role, ""))
+    text = take_text(fields, "content", written=role == "assistant", dropped=dropped)
+    fields.ignore("cache_control", "id")
+    fields.close()
+    messages += results
+    if not text and not calls and results:
+        return
+    if messages and messages[-1]["role"] == role:
+        messages[-1]["content"] = "\n\n".join(filter(None, (messages[-1]["content"], text)))
+    else:
+        messages.append({"role": role, "content": text})
+    if calls:
+        messages[-1].setdefault("tool_calls", []).extend(calls)
+    if thought:
+        messages[-1]["thinking"] = thought
+
+
+def _thought(fields: Fields) -> str:
+    """The thinking in a turn's blocks."""
+    value = fields.peek("content")
+    blocks = [it for it in value if isinstance(it, dict)] if isinstance(value, list) else []
+    texts = [it.get("thinking") for it in blocks if it.get("type") == "thinking"]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _take_tool_blocks(fields: Fields, role: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The calls of an assistant's turn and the results, as messages, of a user's."""
+    value = fields.peek("content")
+    calls: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    for at, item in enumerate(value if isinstance(value, list) else []):
+        if not isinstance(item, dict) or item.get("type") != TOOL_BLOCKS.get(role):
+            continue
+        block = fields.inner(item, f"content[{at}]")
+        block.ignore("type", "cache_control", "caller")
+        if role == "assistant":
+            name, id = block.text("name", "") or "", block.text("id", "") or ""
+            calls.append(call_message(id, name, block.take("input")))
+        else:
+            failed, text = block.boolean("is_error"), told_text(block, "content")
+            text = f"Error: {text}" if failed else text
+            results.append({"role": "tool", "content": text, "tool_call_id": block.text("tool_use_id")})
+        block.close()
+    return calls, results
