@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,13 +73,17 @@ def answer(server: Serving, request: dict[str, Any], streamed: bool) -> Any:
     return read_answer(request["path"], got.body, streamed)
 
 
-def tools_of(body: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Names of a request's functions, and of its tools that only another server could run."""
+def tools_of(tools: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
+    """Names of functions, those in groups too, and types of tools that only another server could run."""
     functions, others = [], []
-    for given in body["tools"]:
-        is_function = given.get("type") in (None, "function")
-        tool = given.get("function", given)
-        (functions if is_function else others).append(tool.get("name") or given["type"])
+    for given in tools:
+        kind = given.get("type", "function")
+        if kind == "namespace":
+            functions += tools_of(given["tools"])[0]
+        elif kind == "function":
+            functions.append(given.get("function", given)["name"])
+        else:
+            others.append(kind)
     return functions, others
 
 
@@ -117,20 +120,30 @@ def test_a_recorded_request_is_answered_with_a_text(
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_a_recorded_request_is_answered_with_a_call(
-    recorded: Serving, say: Say, name: str, streamed: bool, caplog: pytest.LogCaptureFixture
+    recorded: Serving, say: Say, name: str, streamed: bool
 ) -> None:
-    functions, others = tools_of(WITH_TOOLS[name]["body"])
+    functions, _ = tools_of(WITH_TOOLS[name]["body"]["tools"])
     arguments = {"path": "/workplace/notes.txt", "words": ["apple", "pear"]}
     script = say(f"<tool_call>\n{json.dumps({'name': functions[-1], 'arguments': arguments})}\n</tool_call>")
-    with caplog.at_level(logging.INFO, "ondevice.serve"):
-        reply = answer(recorded, WITH_TOOLS[name], streamed)
+    reply = answer(recorded, WITH_TOOLS[name], streamed)
     assert (reply.text.strip(), reply.calls) == ("", [(functions[-1], arguments)])
     assert reply.ended in ("tool_calls", "tool_use", "completed", "stop")
     (prompt,) = script.asked
     for tool in functions:
         assert f'"name": "{tool}"' in prompt
-    for tool in others:
-        assert f'"name": "{tool}"' not in prompt
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_tools_that_only_another_server_runs_are_named_in_the_response(
+    recorded: Serving, say: Say, streamed: bool
+) -> None:
+    request = POSTED["codex-1"]
+    _, others = tools_of(request["body"]["tools"])
+    script = say("Two pears.")
+    got = recorded.post(request["path"], asked(request, streamed))
+    assert others == ["web_search"]
+    assert b"tools of type web_search" in got.body
+    assert "web_search" not in script.asked[0]
 
 
 @pytest.mark.parametrize("name", [name for name in REQUESTS if name not in POSTED])
