@@ -238,12 +238,15 @@ def _responses(server: Recorder, asked: Any) -> tuple[Any, Iterator[bytes]]:
     usage = {"input_tokens": 100, "input_tokens_details": {"cached_tokens": 0}, "output_tokens": 10}
     usage |= {"output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": 110}
     whole = {"id": f"resp_{results}", "object": "response", "created_at": 1, "status": "completed"}
-    whole |= {"model": asked["model"], "output": [item], "usage": usage}
+    whole |= {"model": asked["model"], "output": [item], "usage": usage, "tools": [], "tool_choice": "auto"}
+    whole |= {"parallel_tool_calls": True, "metadata": {}, "temperature": 1.0, "top_p": 1.0}
+    whole |= dict.fromkeys(("error", "incomplete_details", "instructions"))
 
     def parts() -> Iterator[bytes]:
         begun = whole | {"status": "in_progress", "output": [], "usage": None}
         steps = [
             ("response.created", {"response": begun}),
+            ("response.in_progress", {"response": begun}),
             (
                 "response.output_item.added",
                 {"output_index": 0, "item": item | ({} if call else {"content": []})},
@@ -283,6 +286,7 @@ def _ollama(server: Recorder, asked: Any) -> tuple[Any, Iterator[bytes]]:
         message["tool_calls"] = [{"function": {"name": call[0], "arguments": call[1]}}]
     whole = {"model": asked["model"], "created_at": "2026-01-01T00:00:00Z", "message": message}
     whole |= {"done": True, "done_reason": "stop", "prompt_eval_count": 100, "eval_count": 10}
+    whole |= dict.fromkeys(("total_duration", "load_duration", "prompt_eval_duration", "eval_duration"), 1)
     return whole, iter((json.dumps(whole).encode() + b"\n",))
 
 

@@ -47,6 +47,7 @@ class Relay:
     def __init__(self, server: str) -> None:
         self._server = urlsplit(server)
         self._connections: list[_Connection] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
         self.url = ""
 
     def exchanges(self) -> list[Exchange]:
@@ -60,8 +61,15 @@ class Relay:
             self.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
             ready.set()
             await stop.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         connection = _Connection(time.monotonic())
         self._connections.append(connection)
         host, port = self._server.hostname, self._server.port
@@ -74,11 +82,13 @@ class Relay:
             asyncio.create_task(_pump(reader, server_writer, connection.sent)),
             asyncio.create_task(_pump(server_reader, writer, connection.received)),
         }
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            task.cancel()
-        for end in (server_writer, writer):
-            end.close()
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for pump in tasks:
+                pump.cancel()
+            for end in (server_writer, writer):
+                end.close()
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kept: bytearray) -> None:

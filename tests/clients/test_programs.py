@@ -19,9 +19,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("starlette")
-pytest.importorskip("openai")
-pytest.importorskip("anthropic")
-pytest.importorskip("ollama")
 
 import ondevice
 from tests.clients.agents import AGENTS, start_agent
@@ -30,7 +27,7 @@ from tests.clients.process import Served, served
 from tests.clients.programs import FOLDER, PROGRAMS, start_chat
 from tests.clients.relay import Exchange, relaying
 from tests.clients.rewriting import RECORDED, load_requests
-from tests.clients.shapes import Reply, read_answer
+from tests.clients.shapes import READERS, Reply, read_answer
 from tests.support.real_models import real_model
 
 pytestmark = [pytest.mark.clients, pytest.mark.slow, pytest.mark.real, pytest.mark.timeout(3600)]
@@ -42,7 +39,6 @@ BUDGET = "4GB"
 AGENT_SECONDS = 1500
 NEW_TOKENS = 300
 """Most tokens of a second turn that the server may have to read."""
-GENERATING = ("/v1/messages", "/v1/chat/completions", "/v1/responses", "/api/chat")
 
 
 def converted(name: str, folder: Path) -> Path:
@@ -85,7 +81,7 @@ def finished(process: subprocess.Popen[str], seconds: float) -> int:
 
 def replies(exchanges: list[Exchange]) -> list[Reply]:
     """The replies of all generations, each of which the server ended as its dialect has it."""
-    asked = [each for each in exchanges if each.path.partition("?")[0] in GENERATING]
+    asked = [each for each in exchanges if each.path.partition("?")[0] in READERS]
     for each in asked:
         assert each.status == 200, each.body.decode(errors="replace")[:500]
         assert each.complete

@@ -11,10 +11,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("openai")
-pytest.importorskip("anthropic")
-pytest.importorskip("ollama")
-
 from tests.clients.recorder import DONE, Recorder
 from tests.clients.relay import relaying
 from tests.clients.rewriting import PLAIN_PATH, RECORDED, Rewriter, expanded, load_requests
@@ -23,9 +19,9 @@ from tests.clients.shapes import read_answer
 TURNS = ("claude-code-{}", "codex-{}", "qwen-code-{}")
 
 
-@pytest.fixture(scope="module")
-def recorder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Recorder, str]]:
-    with Recorder(tmp_path_factory.mktemp("requests"), Path(PLAIN_PATH)) as server:
+@pytest.fixture
+def recorder(tmp_path: Path) -> Iterator[tuple[Recorder, str]]:
+    with Recorder(tmp_path, Path(PLAIN_PATH)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server, f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
