@@ -77,7 +77,7 @@ def ask_llm(url: str, model: str) -> Answers:
     most = ("-o", "max_tokens", str(MOST_TOKENS))
     yield "chat", answer("local", "--no-stream", "--key", "none", *most)
     yield "chat, streamed", answer("local", "--key", "none", *most)
-    yield "Ollama's", answer(f"ollama/{model}:latest", "-o", "num_predict", str(MOST_TOKENS))
+    yield "Ollama's", answer(f"ollama/{model}", "-o", "num_predict", str(MOST_TOKENS))
 
 
 def ask_litellm(url: str, model: str) -> Answers:
