@@ -17,7 +17,7 @@ test-clients: clients
 # Four agents at once for SOAK_MINUTES, by what was recorded of them; ends with one JSON line.
 soak-clients: $(STAMPS)/test
 	@$(REAL_MODELS) smollm2
-	@$(PY) -m tests.clients.soak --minutes $(SOAK_MINUTES)
+	@PYTHONPATH="weights/real$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m tests.clients.soak --minutes $(SOAK_MINUTES)
 
 # What programs of other versions send, for the fast tests: tests/clients/recorded.
 record-clients: clients
