@@ -456,23 +456,19 @@ def check_prompt(prompt: Sequence[int], max_context: int, limit: int, wanted: in
 
     limit: the model's own longest context, for the message. wanted: tokens that must fit behind the prompt.
     """
-    if not len(prompt):
+    tokens = len(prompt)
+    if not tokens:
         raise UsageError("the prompt has no tokens; give at least one")
-    if len(prompt) > max_context:
+    if tokens > max_context:
         remedy = f" or raise --max-context (this model's limit is {limit})" if max_context < limit else ""
-        raise ContextOverflowError(
-            f"the prompt (in a conversation with all that was said before) has at least {len(prompt)} tokens "
-            f"and the context holds {max_context}; shorten it{remedy}",
-            len(prompt),
-            max_context,
+        message = (
+            f"the prompt (in a conversation with all that was said before) has at least {tokens} tokens and "
+            f"the context holds {max_context}; shorten it{remedy}"
         )
-    if len(prompt) + wanted > max_context:
-        raise ContextOverflowError(
-            f"{len(prompt)} tokens of prompt and {wanted} of text don't fit the context of {max_context}; "
-            "ask for fewer",
-            len(prompt) + wanted,
-            max_context,
-        )
+        raise ContextOverflowError(message, tokens, max_context)
+    if tokens + wanted > max_context:
+        message = f"{tokens} tokens of prompt and {wanted} of text don't fit the context of {max_context}"
+        raise ContextOverflowError(f"{message}; ask for fewer", tokens + wanted, max_context)
 
 
 def check_context(tokens: int, max_context: int) -> None:

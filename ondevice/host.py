@@ -159,7 +159,8 @@ class Host:
 
         def follow() -> Constrained:
             own = partial(grammars.own_matcher, constraint)
-            return Constrained(grammars.matcher(constraint), grammars.vocab_size, ends, gate, own)
+            matcher, digits = grammars.matcher(constraint), grammars.digit_bound(constraint)
+            return Constrained(matcher, grammars.vocab_size, ends, gate, own, digits)
 
         return follow
 

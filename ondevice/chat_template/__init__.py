@@ -134,6 +134,14 @@ class ChatTemplate:
         """Whether the model may think before it replies, by its template."""
         return self._has_channels or self._marks is not None
 
+    @cached_property
+    def always_thinks(self) -> bool:
+        """Whether every reply begins with thinking, and nothing turns that off."""
+        if self._marks is None or self._switch is not None or EFFORT in self._reads:
+            return False
+        made = self._tried([{"role": "user", "content": "x"}], {})
+        return made.rstrip().endswith(self._marks[0])
+
     @property
     def takes_tools(self) -> bool:
         """Whether the template takes tools and calls of them are of a format that is known."""
@@ -341,12 +349,17 @@ class ChatTemplate:
         yield from (placements(messages) if kept is None else [kept])
 
     def _keeps(self, messages: list[dict[str, Any]]) -> bool:
-        """Whether the template writes the text of every user's message and of all instructions, in order.
+        """Whether the template writes the text of every user's message and of all instructions, in order, and
+        none of these as a reply.
 
         The first instructions may stand anywhere: some templates put them before the last question.
         """
         short, texts = numbered(messages)
         made = self._tried(short, {})
+        replies = [it | {"role": "assistant"} if it["role"] in INSTRUCTIONS else it for it in short[1:]]
+        replies = short[:1] + replies
+        if replies != short and made == self._tried(replies, {}):
+            return False
         places = [made.find(text) for text in texts]
         ordered = places[1:] if messages[0]["role"] in INSTRUCTIONS else places
         return -1 not in places and ordered == sorted(ordered)

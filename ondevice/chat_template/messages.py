@@ -204,7 +204,7 @@ def _as_text(arguments: Mapping[str, Any] | str) -> str:
     return arguments if isinstance(arguments, str) else json_text(arguments)
 
 
-def _as_object(arguments: Mapping[str, Any] | str) -> Mapping[str, Any]:
+def _as_object(arguments: dict[str, Any] | str) -> dict[str, Any]:
     """A call's arguments as an object."""
     return {"arguments": arguments} if isinstance(arguments, str) else arguments
 

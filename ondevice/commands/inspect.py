@@ -37,8 +37,8 @@ def inspect(model: str | None, hosts: str | None, listing: bool, as_json: bool, 
         bundle, planned = plan_model(model, hosts, runtime_config(values))
         print_result(as_json, division_json(bundle, planned), division_text(bundle, planned))
         return
-    bundle = find_model(model)
-    runtime = runtime_of(bundle, values, context_share=CONTEXT_SHARE)
-    resolved = api.open_model(bundle, runtime, sliced=True)
+    path = find_model(model)
+    runtime = runtime_of(path, values, context_share=CONTEXT_SHARE)
+    resolved = api.open_model(path, runtime, sliced=True)
     print_result(as_json, inspection(resolved), inspection_text(resolved))
     resolved.require_fit()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ondevice.constraints.digits import DigitBound
 from ondevice.errors import ConstraintError
 
 if TYPE_CHECKING:
@@ -50,11 +51,14 @@ class Constrained:
         eos_ids: frozenset[int],
         gate: Gate | None = None,
         own: Callable[[], LLMatcher] | None = None,
+        digits: DigitBound | None = None,
     ) -> None:
         """matcher: at the beginning of what has to obey. gate: None if that is the whole text.
 
         own: makes such a matcher that shares nothing. It takes the place of `matcher` if what other texts and
         drafts have left of the grammar's limits isn't enough (`catch_up`), so every text has all of them.
+
+        digits: at the beginning of the same; keeps its numbers short.
         """
         self._matcher = matcher
         self._own = own
@@ -66,6 +70,7 @@ class Constrained:
         """The next mask, packed, once it is known."""
         self._vocab_size = vocab_size
         self._gate = gate
+        self._digits = digits
         self._openers = [] if gate is None else sorted(gate.openers)
         self._obeys = gate is None or gate.kind == "reply"
         """Whether the next token has to obey."""
@@ -89,6 +94,8 @@ class Constrained:
         assert self._bits is not None
         bits = np.frombuffer(self._bits, dtype=np.uint8)
         mask: Mask = np.unpackbits(bits, bitorder="little")[: self._vocab_size].view(np.bool_)
+        if self._digits is not None:
+            mask = self._digits.bounded(mask)
         if not self._begun:
             mask[self._openers] = True
         if not mask.any():
@@ -134,6 +141,8 @@ class Constrained:
             self._begun = True
             self._matcher.consume_token(token)
             self._taken.append(token)
+            if self._digits is not None:
+                self._digits.take(token)
             if not self.is_behind:
                 self._check()
         elif self._gate is not None:

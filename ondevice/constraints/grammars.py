@@ -7,6 +7,7 @@ whoever wrote it.
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections import OrderedDict
@@ -18,7 +19,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ondevice.constraints.constraint import KINDS, Constraint
-from ondevice.constraints.schema import SPELLING, prepared
+from ondevice.constraints.digits import DigitBound, NumberTokens, most_digits
+from ondevice.constraints.schema import SPELLING, exact_grammar, prepared
 from ondevice.errors import (
     BackendUnavailableError,
     ConstraintError,
@@ -111,6 +113,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._kept: OrderedDict[Constraint, LLMatcher] = OrderedDict()
         """Fresh matchers, least recently used first."""
+        self._numbers = NumberTokens(vocabulary.token_bytes)
         self._limits = llguidance.LLParserLimits(**LIMITS)  # type: ignore[arg-type]
         with LibraryErrors(partial(_refusal, "the vocabulary")):
             self._tokenizer = llguidance.LLTokenizer(
@@ -142,6 +145,12 @@ class Grammars:
             self._kept.pop(constraint, None)
             return _on_deep_stack(lambda: self._read(constraint))
 
+    def digit_bound(self, constraint: Constraint) -> DigitBound | None:
+        """What keeps the numbers of a text short that obeys a schema; None for another constraint."""
+        if constraint.kind != "json_schema":
+            return None
+        return DigitBound(self._numbers, most_digits(json.loads(constraint.source)))
+
     def _read(self, constraint: Constraint) -> LLMatcher:
         import llguidance
 
@@ -150,7 +159,11 @@ class Grammars:
         with LibraryErrors(refusal):
             if kind == "json_schema":
                 schema: Any = prepared(source)
-                grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=SPELLING)  # type: ignore[arg-type]
+                exact = exact_grammar(constraint)
+                if exact is not None:
+                    grammar = llguidance.LLMatcher.grammar_from_lark(exact)
+                else:
+                    grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=SPELLING)  # type: ignore[arg-type]
             elif kind == "regex":
                 grammar = llguidance.LLMatcher.grammar_from_regex(source)
             else:

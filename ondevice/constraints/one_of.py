@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ondevice.constraints.subschemas import referred
+
 TYPES = frozenset(("null", "boolean", "object", "array", "string", "integer", "fraction"))
 """JSON's types, apart from one another: numbers are integers or fractions."""
 MAX_BRANCHES = 32
@@ -111,7 +113,7 @@ def _facts(schema: Any, root: Any, depth: int) -> _Facts:
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return _Facts()
     if "$ref" in schema:
-        return _facts(_referred(schema["$ref"], root), root, depth + 1)
+        return _facts(referred(schema["$ref"], root), root, depth + 1)
     found, parts = _own_facts(schema), schema.get("allOf")
     for part in parts if isinstance(parts, list) else ():
         found = _both(found, _facts(part, root, depth + 1))
@@ -171,20 +173,6 @@ def _type_of(value: Any) -> str:
 def _equal(one: Any, other: Any) -> bool:
     """JSON's equality, in which true isn't 1. Containers that Python calls equal count as equal."""
     return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
-
-
-def _referred(pointer: Any, root: Any) -> Any:
-    """The schema that a reference within the document leads to; an empty one if there is none."""
-    # Anchors and other documents aren't looked into.
-    if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")) or "%" in pointer:
-        return {}
-    found = root
-    for part in pointer.split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, dict) or name not in found:
-            return {}
-        found = found[name]
-    return found
 
 
 def _narrowed(branch: Any, given: _Facts, own: _Facts) -> Any:

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ondevice.constraints.constraint import Constraint
+from ondevice.constraints.endless import without_endless
+from ondevice.constraints.large_integers import exact_rule
 from ondevice.constraints.one_of import exclusive
+from ondevice.constraints.subschemas import with_subschemas
 from ondevice.errors import ConstraintError, json_fault
 
-_ONE = ("additionalItems", "additionalProperties", "contains", "items", "not", "propertyNames")
-_SEVERAL = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
-_NAMED = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
 FORMATS = (
     *("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri"),
     "uuid",
@@ -39,11 +39,7 @@ MAX_DEPENDENCIES = 6
 
 def prepared(source: str) -> str:
     """The JSON text of the schema that llguidance gets, of a schema's JSON text. Raises ConstraintError."""
-    try:
-        schema = json.loads(source)
-        return json.dumps(_rewritten(schema, schema, 0), allow_nan=False)
-    except (ValueError, RecursionError) as error:
-        raise ConstraintError(f"the schema isn't JSON: {json_fault(error)}") from error
+    return json.dumps(_prepared(source), allow_nan=False)
 
 
 def json_rule(constraint: Constraint) -> str:
@@ -51,10 +47,30 @@ def json_rule(constraint: Constraint) -> str:
 
     constraint: one that `json_schema` or `json_object` made. Raises ConstraintError.
     """
-    schema = json.loads(prepared(constraint.source))
-    if schema is False:
-        raise ConstraintError("the schema is false, which no JSON satisfies")
+    schema = _prepared(constraint.source)
+    return exact_rule(schema, _json_rule) or _json_rule(schema)
+
+
+def exact_grammar(constraint: Constraint) -> str | None:
+    """A schema with integers above 2^53 as a Lark grammar; None for others. Raises ConstraintError."""
+    rule = exact_rule(_prepared(constraint.source), _json_rule)
+    return None if rule is None else f"start: {rule}"
+
+
+def _json_rule(schema: Any) -> str:
     return "%json " + json.dumps({"x-guidance": SPELLING} | ({} if schema is True else schema))
+
+
+def _prepared(source: str) -> dict[str, Any]:
+    """The schema that llguidance gets, of a schema's JSON text. Raises ConstraintError."""
+    try:
+        schema = json.loads(source)
+        found = without_endless(_rewritten(schema, schema, 0))
+    except (ValueError, RecursionError) as error:
+        raise ConstraintError(f"the schema isn't JSON: {json_fault(error)}") from error
+    if found is False:
+        raise ConstraintError("the schema is false, which no JSON satisfies")
+    return found if isinstance(found, dict) else {}
 
 
 def _rewritten(schema: Any, root: Any, depth: int) -> Any:
@@ -62,16 +78,8 @@ def _rewritten(schema: Any, root: Any, depth: int) -> Any:
         raise ConstraintError(f"the schema is nested more than {MAX_DEPTH} deep")
     if not isinstance(schema, dict):
         return schema
-    found = {key: value for key, value in schema.items() if key != "x-guidance"}
-    for key in _ONE:
-        if isinstance(found.get(key), dict):
-            found[key] = _rewritten(found[key], root, depth + 1)
-    for key in _SEVERAL:
-        if isinstance(found.get(key), list):
-            found[key] = [_rewritten(each, root, depth + 1) for each in found[key]]
-    for key in _NAMED:
-        if isinstance(found.get(key), dict):
-            found[key] = {name: _rewritten(each, root, depth + 1) for name, each in found[key].items()}
+    found = with_subschemas(schema, lambda each: _rewritten(each, root, depth + 1))
+    found.pop("x-guidance", None)
     for rule in _RULES:
         rule(found, root)
     return found
@@ -80,6 +88,33 @@ def _rewritten(schema: Any, root: Any, depth: int) -> Any:
 def _drop_formats(schema: dict[str, Any], root: Any) -> None:
     if "format" in schema and schema["format"] not in FORMATS:
         del schema["format"]
+
+
+def _always_or_never(schema: dict[str, Any], root: Any) -> None:
+    """Keywords whose schemas are `true` or `false`, and that llguidance hasn't."""
+    for key, nothing in (("uniqueItems", False), ("unevaluatedItems", True), ("unevaluatedProperties", True)):
+        if schema.get(key) in (nothing, {}):
+            del schema[key]
+    parts: list[Any] = []
+    if _truth(schema.get("not")) is not None:
+        parts += [False] if _truth(schema.pop("not")) else []
+    if "if" not in schema or _truth(schema["if"]) is not None:
+        chosen = {True: "then", False: "else"}.get(_truth(schema.pop("if", None)), "")  # type: ignore[arg-type]
+        branches = {key: schema.pop(key, True) for key in ("then", "else")}
+        parts += [branches[chosen]] if chosen else []
+    counted = {"minContains", "maxContains"} & schema.keys()
+    if not counted and _truth(schema.get("contains")) is not None:
+        some = {"type": "array", "minItems": 1} if _truth(schema.pop("contains")) else False
+        parts.append({"anyOf": [{"type": _NO_ARRAY}, some]})
+    if schema.get("propertyNames") is False:
+        del schema["propertyNames"]
+        parts.append({"maxProperties": 0})
+    _add_parts(schema, parts)
+
+
+def _truth(schema: Any) -> bool | None:
+    """Whether a schema allows everything or nothing; None for another."""
+    return schema if isinstance(schema, bool) else True if schema == {} else None
 
 
 def _exclusive_bounds(schema: dict[str, Any], root: Any) -> None:
@@ -146,8 +181,10 @@ def _add_parts(schema: dict[str, Any], parts: list[Any]) -> None:
         schema["allOf"] = [*schema.get("allOf", []), *parts]
 
 
+_NO_ARRAY = ["null", "boolean", "object", "number", "string"]
 _RULES: tuple[Callable[[dict[str, Any], Any], None], ...] = (
     _drop_formats,
+    _always_or_never,
     _exclusive_bounds,
     _dependencies,
     _property_names,

@@ -333,7 +333,8 @@ class _Planner:
         """The model with the longest context that may have `context_share` of the budget."""
         shortest, longest = found.plan.max_context, self.bundle.config.original_context
         share = 0.0 if self.runtime.max_context else self.runtime.context_share
-        if not share or longest <= shortest:
+        # Machines that share a model agree on one context, which no budget of theirs makes longer.
+        if not share or longest <= shortest or self.bundle.config.part != WHOLE:
             return found
         lengths = [*range(shortest, longest, CONTEXT_STEP), longest]
         past = bisect_left(lengths, True, 1, key=lambda length: not self._is_free(found, self._at(length)))
@@ -354,7 +355,10 @@ class _Planner:
         if self._is_auto:
             # This budget is what the model can use, a longer context included.
             most = min(int(share * self._allowance.usable_bytes), plan.model_bytes)
-        return plan.fits and plan.kv_cache_bytes <= most and kept(before) == kept(longer)
+        grown = (
+            plan.activation_bytes - before.plan.activation_bytes + plan.draft_bytes - before.plan.draft_bytes
+        )
+        return plan.fits and plan.kv_cache_bytes + grown <= most and kept(before) == kept(longer)
 
     def _fitting_context(self, wanted: int) -> int:
         """The longest context below `wanted` with which something fits; 0 for none."""

@@ -232,7 +232,7 @@ def _end(last: Event, wanted: _Request, calls: bool) -> dict[str, Any]:
     assert stats is not None
     reason = "max_tokens" if last.finish_reason == "length" else "tool_use" if calls else "end_turn"
     stop = last.stop if last.stop in wanted.stops else None
-    edits = {"context_management": {"applied_edits": []}} if wanted.managed else {}
+    edits: dict[str, Any] = {"context_management": {"applied_edits": []}} if wanted.managed else {}
     return edits | {
         "stop_reason": reason if stop is None else "stop_sequence",
         "stop_sequence": stop,

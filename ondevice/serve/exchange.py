@@ -183,13 +183,17 @@ async def _events(
     model = loaded.model
     if asked.least_context > model.plan.max_context:
         service.ignored.tell([f"num_ctx above the context of {model.plan.max_context}, {model.name}"])
+    prompting = asked.prompting
+    if prompting.think is False and model.chat_template.always_thinks:
+        service.ignored.tell([f"no thinking, which {model.name} can't be told"])
+        prompting = replace(prompting, think=None)
     options = {"max_tokens": model.plan.max_context} | asked.options
     sampling = sampling_options(None, options)  # type: ignore[arg-type]
     if asked.messages is not None:
         sampling = recommended(model.bundle.manifest.generation, sampling, asked.options)
         try:
             with loaded.session_for(asked.messages) as session:
-                reply = session.astream_messages(asked.messages, prompt=asked.prompting, sampling=sampling)
+                reply = session.astream_messages(asked.messages, prompt=prompting, sampling=sampling)
                 async with aclosing(reply) as events:
                     async for event in events:
                         yield event

@@ -444,9 +444,10 @@ class Models:
         await self._close(loaded)
 
     async def _close(self, loaded: LoadedModel) -> None:
-        early = {"before": "its keep_alive"} if loaded.is_kept else {}
+        is_kept = loaded.is_kept
         await asyncio.to_thread(loaded.model.close)
-        log_event("unloaded", model=loaded.facts.name, **early)
+        # True: a client wanted it to stay longer.
+        log_event("unloaded", model=loaded.facts.name, kept=is_kept)
 
 
 def _yield_memory(model: Model) -> int:

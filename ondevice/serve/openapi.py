@@ -234,6 +234,7 @@ OLLAMA: dict[str, Schema] = {
     "keep_alive": _any(_word("5m", "-1"), _number(0.0, 1e9)),
     "format": _any(_word("json"), ANY_OBJECT),
     "options": _object(
+        "",
         temperature=_number(0.0, 2.0),
         top_p=_number(0.0, 1.0),
         top_k=TOP_K,

@@ -104,8 +104,8 @@ def test_a_plain_conversation_is_given_as_it_is() -> None:
 
 
 def test_what_a_template_refuses_in_every_place_is_its_first_refusal() -> None:
-    with pytest.raises(UsageError, match="refuses these messages: System role not supported"):
-        ChatTemplate(NO_SYSTEM).render(said("system: A", "assistant: B", "user: C"))
+    with pytest.raises(UsageError, match="refuses these messages: must alternate"):
+        ChatTemplate(NO_SYSTEM).render(said("assistant: B", "user: C"))
 
 
 def calling(*arguments: Any, results: int | None = None) -> list[dict[str, Any]]:

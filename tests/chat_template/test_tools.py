@@ -159,6 +159,11 @@ def test_a_model_that_must_think_can_t_be_told_not_to(minimind: tuple[str, Token
     assert template.reply_parser(PromptOptions(), ids).kind == "thinking"
     with pytest.raises(UsageError, match="can't be told not to think"):
         template.reply_parser(PromptOptions(think=False), ids)
+    assert template.always_thinks
+    assert not ChatTemplate(minimind[0]).always_thinks
+    assert not ChatTemplate(
+        "{{ messages[0].content }}{% if thinking %}<think></think>{% endif %}"
+    ).always_thinks
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_an_alias_reaches_its_model_in_every_dialect(aliased: Serving, asked: st
 
 
 def test_what_matches_nothing_is_not_found(aliased: Serving) -> None:
-    for name in ("gpt-5x", "Claude-1", "xclaude-", "gpt-5:new"):
+    for name in ("gpt-5x", "Claude-x", "xclaude-", "gpt-5:new"):
         assert aliased.post("/v1/chat/completions", HELLO | {"model": name}).status == 404
 
 
@@ -70,7 +70,7 @@ def test_plain_aliases_are_listed_and_patterns_are_not(aliased: Serving) -> None
 
 @pytest.mark.parametrize("alias", ["a", "=x", "a=", "a=y"])
 def test_an_alias_of_no_model_is_refused(ondevice: Run, chat_bundle: Path, alias: str) -> None:
-    with pytest.raises(UsageError, match="--alias"):
+    with pytest.raises(UsageError, match="alias"):
         ServeConfig(alias=(alias,)).aliases(["x"])
     result = ondevice("serve", chat_bundle, "--alias", alias)
     assert (result.code, "--alias" in result.err) == (2, True)

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("starlette")
 
 from ondevice.api import load
+from ondevice.chat_template import ChatTemplate
 from ondevice.serve.config import ServeConfig
 from ondevice.serve.metrics import IgnoredLog
 from tests.support.bundles import EOS, convert_bundle, write_chat_checkpoint
@@ -189,7 +190,7 @@ def test_a_message_of_claude_code_s_kind_is_the_prompt_in_its_order(tooled: Serv
     ("thinking", "effort", "end"),
     [
         ({"type": "enabled", "budget_tokens": 2047, "display": "updates"}, None, "<medium>"),
-        ({"type": "disabled"}, "max", "<think></think><low>"),
+        ({"type": "disabled"}, "max", "<low>"),
         (None, "low", "<low>"),
         (None, None, ""),
     ],
@@ -199,6 +200,20 @@ def test_forms_of_thinking(tooled: Serving, say: Say, thinking: Any, effort: Any
     asked = BASES[MESSAGES] | {"thinking": thinking, "output_config": {"effort": effort}}
     assert tooled.post(MESSAGES, asked).status == 200
     assert script.asked[0].endswith(f"<|assistant|>{end}")
+
+
+def test_a_model_that_always_thinks_does_so_where_none_is_asked_for(
+    tooled: Serving, say: Say, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agents ask for titles without thinking, of any model."""
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '</think>'[:0] }}<think>"
+    template = ChatTemplate.load(source.encode(), tooled.model.tokenizer)
+    monkeypatch.setitem(tooled.model._host.__dict__, "chat_template", template)
+    say("Hm.</think>Hi")
+    with caplog.at_level(logging.INFO, "ondevice.serve"):
+        answer = tooled.post(MESSAGES, BASES[MESSAGES] | {"thinking": {"type": "disabled"}})
+    assert [block[block["type"]] for block in answer.json["content"]] == ["Hm.", "Hi"]
+    assert ignored(caplog) == [[f"no thinking, which {tooled.model.name} can't be told"]]
 
 
 def text_of(answer: Answer) -> str:

@@ -1,0 +1,138 @@
+"""Bounds the digits of JSON's numbers.
+
+A grammar lets a number go on for ever, and small models do: once in a row of digits, another one is the
+likeliest token. So a text's mask loses the tokens that would make a number longer than it may be, as long as
+others are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ondevice.constraints.subschemas import walked
+
+MOST_DIGITS = 20
+"""Most significant digits of a number, and most zeros before them, unless its schema names a longer one."""
+MAX_DIGITS = 100
+"""Most digits of a number that a schema names; longer ones are left out."""
+MOST_EXPONENT_DIGITS = 3
+_NUMERIC = frozenset(b"0123456789.")
+_DIGITS = frozenset(b"0123456789")
+_NAMING = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const", "enum")
+"""Keywords that name numbers."""
+
+
+class NumberTokens:
+    """Those of a vocabulary's tokens that may make a number longer."""
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self.token_bytes = token_bytes
+        found = [token for token, text in enumerate(token_bytes) if not _NUMERIC.isdisjoint(text)]
+        self.ids = np.array(found, dtype=np.int64)
+        """Ascending ids of tokens with a digit or a point."""
+        self.longest = max((sum(byte in _DIGITS for byte in token_bytes[it]) for it in found), default=0)
+        """Most digits of a token."""
+
+
+class _Place(NamedTuple):
+    """A place in a JSON text. part: `text`, `string`, `escape`, `number` or `exponent`.
+
+    zeros: of a number's digits, those before the first that isn't 0. digits: the others, or the exponent's.
+    """
+
+    part: str = "text"
+    zeros: int = 0
+    digits: int = 0
+
+
+_TEXT = _Place()
+
+
+class DigitBound:
+    """Follows one text that is JSON."""
+
+    def __init__(self, tokens: NumberTokens, most_digits: int = MOST_DIGITS) -> None:
+        self._tokens, self._most = tokens, most_digits
+        self._place = _TEXT
+
+    def take(self, token: int) -> None:
+        """Follow a token, which has joined the text."""
+        # A number that had to become longer than it may be is followed no further than that.
+        self._place = self._behind(token, self._place, bounded=False) or _TEXT
+
+    def bounded(self, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """(V,) the tokens of a mask without those that make a number too long; all if no others are left."""
+        place, tokens = self._place, self._tokens
+        if place.part in ("string", "escape") and tokens.longest <= self._most:
+            return mask
+        counted = max(place.zeros, place.digits)
+        if place.part != "exponent" and counted + tokens.longest < self._most:
+            return mask
+        allowed = tokens.ids[mask[tokens.ids]]
+        wrong = [token for token in allowed.tolist() if self._behind(token, place) is None]
+        if not wrong:
+            return mask
+        found = mask.copy()
+        found[wrong] = False
+        return found if found.any() else mask
+
+    def _behind(self, token: int, place: _Place, bounded: bool = True) -> _Place | None:
+        """The place behind a token; None, if `bounded`, where a number would be too long."""
+        found: _Place | None = place
+        for byte in self._tokens.token_bytes[token]:
+            found = self._next(byte, found or _TEXT, bounded)
+            if found is None:
+                return None
+        return found
+
+    def _next(self, byte: int, place: _Place, bounded: bool) -> _Place | None:
+        part, digits = place.part, place.digits
+        if part == "escape":
+            return _Place("string")
+        if part == "string":
+            return _Place("escape") if byte == 0x5C else _TEXT if byte == 0x22 else place
+        if byte in _DIGITS:
+            found = _Place("number") if part == "text" else place
+            if found.part == "exponent" or found.digits or byte != 0x30:
+                found = found._replace(digits=found.digits + 1)
+            else:
+                found = found._replace(zeros=found.zeros + 1)
+            most = MOST_EXPONENT_DIGITS if found.part == "exponent" else self._most
+            # The 0 before a point is one more.
+            return None if bounded and (found.digits > most or found.zeros > most + 1) else found
+        if part == "number" and byte == 0x2E:
+            # A digit has to follow.
+            return None if bounded and digits >= self._most else place
+        if part == "number" and byte in b"eE":
+            return _Place("exponent")
+        if part == "exponent" and byte in b"+-":
+            return place
+        return _Place("string") if byte == 0x22 else _TEXT
+
+
+def most_digits(schema: Any) -> int:
+    """Digits that a number of a schema's values may have: as the longest that it names, or MOST_DIGITS."""
+    found = (
+        _digits(it) for each in walked(schema) for key in _NAMING if key in each for it in _numbers(each[key])
+    )
+    return max((it for it in found if it <= MAX_DIGITS), default=MOST_DIGITS)
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    """The numbers in a value."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for each in inner:
+        yield from _numbers(each)
+
+
+def _digits(number: int | float) -> int:
+    """Digits of a number that is written without an exponent, or MOST_DIGITS."""
+    digits = format(Decimal(repr(number)), "f").lstrip("-0.").replace(".", "")
+    return max(MOST_DIGITS, len(digits))
