@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import itertools
 import json
 import random
 import sys
@@ -54,14 +55,15 @@ class Agent:
         """Play the turns until that time."""
         turns = [load_requests(path, SHARE)[0] for path in sorted(RECORDED.glob(f"{self.name}-[0-9].json"))]
         dice = random.Random(self.name)
-        while time.monotonic() < until:
-            for at, request in enumerate(turns):
-                patience = dice.uniform(0.1, 10) if dice.randrange(ABANDONED) == 0 else None
-                try:
-                    self._play(at, request, patience)
-                except (OSError, http.client.HTTPException, AssertionError, ValueError) as error:
-                    self.counts["lost"] += 1
-                    self.faults.append(f"{self.name} {at}: {error!r}"[:500])
+        for at, request in itertools.cycle(enumerate(turns)):
+            if time.monotonic() > until:
+                return
+            patience = dice.uniform(0.1, 10) if dice.randrange(ABANDONED) == 0 else None
+            try:
+                self._play(at, request, patience)
+            except (OSError, http.client.HTTPException, AssertionError, ValueError) as error:
+                self.counts["lost"] += 1
+                self.faults.append(f"{self.name} {at}: {error!r}"[:500])
 
     def _play(self, at: int, request: dict[str, Any], patience: float | None) -> None:
         body = request["body"] | {"model": self.model, "stream": True, "temperature": 0}
