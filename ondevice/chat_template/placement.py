@@ -48,18 +48,18 @@ def placements(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]
 
 def joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages, those of a user or of the model that follow each other as one."""
-    found: list[dict[str, Any]] = []
+    kept: list[dict[str, Any]] = []
     for message in messages:
-        if found and found[-1]["role"] == message["role"] and message["role"] in _JOINED:
-            found[-1] = _join(found[-1], message)
+        if kept and kept[-1]["role"] == message["role"] and message["role"] in _JOINED:
+            kept[-1] = _join(kept[-1], message)
         else:
-            found.append(message)
-    return found
+            kept.append(message)
+    return kept
 
 
 def numbered(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
     """The messages with short texts in place of theirs, and the texts of users and instructions, in order."""
-    texts = [f"probe{at}x" if _is_asked(message) else "y" for at, message in enumerate(messages)]
+    texts = [f"probe{at}x" if _is_question(message) else "y" for at, message in enumerate(messages)]
     short = [
         message | ({} if message["content"] is None else {"content": text})
         for message, text in zip(messages, texts, strict=True)
@@ -105,7 +105,7 @@ def _as_user(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"role": "user"} if message["role"] in INSTRUCTIONS else message
 
 
-def _is_asked(message: Mapping[str, Any]) -> bool:
+def _is_question(message: Mapping[str, Any]) -> bool:
     return message["role"] == "user" or message["role"] in INSTRUCTIONS
 
 

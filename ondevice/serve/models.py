@@ -273,8 +273,10 @@ class Models:
         if loaded is None or seconds is None:
             return
         loaded.kept_until = time.monotonic() + seconds
-        wanted = any(it.facts is facts for it in self._waiting) or (self._running and self._current is facts)
-        if seconds == 0 and not (wanted or loaded.at_work or self._is_changing):
+        is_wanted = any(it.facts is facts for it in self._waiting) or (
+            self._running and self._current is facts
+        )
+        if seconds == 0 and not (is_wanted or loaded.at_work or self._is_changing):
             # At once, so that nobody gets it while it is closed.
             self.residents.remove(loaded)
             self._changing = asyncio.create_task(self._close(loaded))

@@ -16,7 +16,7 @@ from ondevice.serve.tools import call_message, flat_tool
 
 NO_STATE = "this server keeps no responses; send the whole conversation"
 ROLES = ("system", "developer", "user", "assistant")
-_ASKED_IN = ("arguments", "input", "action", "operation", "actions")
+_REQUESTS = ("arguments", "input", "action", "operation", "actions")
 """Fields that have what a call asks for, by the kinds of calls."""
 
 
@@ -123,7 +123,7 @@ def _add_call(messages: list[dict[str, Any]], item: Fields, kind: str, namespace
     """Calls belong to the assistant's message before them."""
     name = item.text("name") or kind.removesuffix("_call")
     known = namespaces.known(item.text("namespace"), name)
-    field = next((each for each in _ASKED_IN if item.peek(each) is not None), "arguments")
+    field = next((each for each in _REQUESTS if item.peek(each) is not None), "arguments")
     value = item.take(field)
     # What isn't JSON by its kind, such as a patch, is a call's one argument.
     arguments = {field: value} if field != "arguments" and isinstance(value, str) else value

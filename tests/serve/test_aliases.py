@@ -32,22 +32,22 @@ def aliased(chat_bundle: Path) -> Iterator[Serving]:
 
 
 @pytest.mark.parametrize(
-    ("asked", "name"),
+    ("alias", "name"),
     [
         ("claude-sonnet-4-5", None),
         ("claude-9", None),
         ("gpt-5", "second"),
         ("gpt-9", "second"),
-        # A model's own name goes before every alias.
+        # A model's name goes before every alias.
         ("second", "second"),
         ("second:latest", "second"),
     ],
 )
-def test_an_alias_reaches_its_model_in_every_dialect(aliased: Serving, asked: str, name: str | None) -> None:
+def test_an_alias_reaches_its_model_in_every_dialect(aliased: Serving, alias: str, name: str | None) -> None:
     name = name or aliased.model.name
     for path in ("/v1/chat/completions", "/v1/messages"):
-        assert aliased.post(path, HELLO | {"model": asked}).json["model"] == name
-    answer = aliased.post("/api/chat", {"model": asked, "messages": []})
+        assert aliased.post(path, HELLO | {"model": alias}).json["model"] == name
+    answer = aliased.post("/api/chat", {"model": alias, "messages": []})
     assert (answer.status, answer.json["model"]) == (200, name)
 
 
@@ -57,13 +57,13 @@ def test_what_matches_nothing_is_not_found(aliased: Serving) -> None:
 
 
 def test_plain_aliases_are_listed_and_patterns_are_not(aliased: Serving) -> None:
-    own = [aliased.model.name, "second"]
+    names = [aliased.model.name, "second"]
     listed = aliased.request("GET", "/v1/models").json["data"]
-    assert [it["id"] for it in listed] == [*own, "gpt-5"]
+    assert [it["id"] for it in listed] == [*names, "gpt-5"]
     shown = aliased.request("GET", "/v1/models", anthropic_version="2023-06-01").json
-    assert ([it["id"] for it in shown["data"]], shown["last_id"]) == ([*own, "gpt-5"], "gpt-5")
+    assert ([it["id"] for it in shown["data"]], shown["last_id"]) == ([*names, "gpt-5"], "gpt-5")
     tags = aliased.request("GET", "/api/tags").json["models"]
-    assert [it["name"] for it in tags] == [*own, "gpt-5"]
+    assert [it["name"] for it in tags] == [*names, "gpt-5"]
     assert aliased.request("GET", "/v1/models/claude-x").json["id"] == "claude-x"
     assert aliased.request("GET", "/v1/models/other").status == 404
 

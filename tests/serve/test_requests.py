@@ -80,8 +80,8 @@ def test_unknown_fields_of_parts_are_logged_by_their_place(
 ) -> None:
     parts = [{"type": "text", "text": "a", "shade": 1}, {"type": "text", "text": "b", "shade": 2}]
     with caplog.at_level(logging.INFO, "ondevice.serve"):
-        asked = {"messages": [HELLO | {"content": parts, "mood": 1}], "max_tokens": 2}
-        assert server.post(CHAT, asked).status == 200
+        body = {"messages": [HELLO | {"content": parts, "mood": 1}], "max_tokens": 2}
+        assert server.post(CHAT, body).status == 200
     assert ignored(caplog) == [["messages[].content[].shade", "messages[].mood"]]
 
 
@@ -115,7 +115,7 @@ def test_a_strict_server_refuses_them_by_name(chat_bundle: Any) -> None:
 
 def test_a_message_of_claude_code_s_kind_is_the_prompt_in_its_order(tooled: Serving, say: Say) -> None:
     script = say("Done.")
-    asked = {
+    body = {
         "system": [{"type": "text", "text": "A", "cache_control": {"type": "ephemeral"}}],
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "B"}, {"type": "text", "text": "C"}]},
@@ -167,7 +167,7 @@ def test_a_message_of_claude_code_s_kind_is_the_prompt_in_its_order(tooled: Serv
             {"type": "computer_20250124", "name": "computer", "display_width_px": 1},
         ],
     }
-    answer = tooled.post(f"{MESSAGES}?beta=true", asked, anthropic_beta="effort-2025-11-24")
+    answer = tooled.post(f"{MESSAGES}?beta=true", body, anthropic_beta="effort-2025-11-24")
     assert answer.status == 200, answer.body
     assert answer.json["context_management"] == {"applied_edits": []}
     tool = {"name": "read", "description": "", "parameters": SCHEMA}
@@ -179,7 +179,7 @@ def test_a_message_of_claude_code_s_kind_is_the_prompt_in_its_order(tooled: Serv
         f"<|system|>A<|user|>BC<|system|>D<|assistant|>E{call}<|user|><tool_response>{told}</tool_response>"
         "<|user|>K\nJ\n<|system|>L<|assistant|><high>"
     ]
-    stream = tooled.post(MESSAGES, asked | {"stream": True}).body.decode()
+    stream = tooled.post(MESSAGES, body | {"stream": True}).body.decode()
     events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: ")]
     assert next(it for it in events if it["type"] == "message_delta")["context_management"] == {
         "applied_edits": []
@@ -197,8 +197,8 @@ def test_a_message_of_claude_code_s_kind_is_the_prompt_in_its_order(tooled: Serv
 )
 def test_forms_of_thinking(tooled: Serving, say: Say, thinking: Any, effort: Any, end: str) -> None:
     script = say("Done.")
-    asked = BASES[MESSAGES] | {"thinking": thinking, "output_config": {"effort": effort}}
-    assert tooled.post(MESSAGES, asked).status == 200
+    body = BASES[MESSAGES] | {"thinking": thinking, "output_config": {"effort": effort}}
+    assert tooled.post(MESSAGES, body).status == 200
     assert script.asked[0].endswith(f"<|assistant|>{end}")
 
 
@@ -438,20 +438,20 @@ def test_results_without_calls_are_taken(tooled: Serving, say: Say, path: str) -
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 def test_minus_one_is_no_limit(server: Serving, field: str) -> None:
-    asked = {"messages": [HELLO], "logit_bias": {str(EOS): -100}, "temperature": 0, "top_k": -1}
-    answer = server.post(CHAT, asked | {field: -1})
+    body = {"messages": [HELLO], "logit_bias": {str(EOS): -100}, "temperature": 0, "top_k": -1}
+    answer = server.post(CHAT, body | {field: -1})
     assert answer.json["usage"]["total_tokens"] == server.model.plan.max_context
-    both = server.post(CHAT, asked | {"max_tokens": 9, "max_completion_tokens": 5}).json
+    both = server.post(CHAT, body | {"max_tokens": 9, "max_completion_tokens": 5}).json
     assert both["usage"]["completion_tokens"] == 5
     for value in (0, -2, 1.5):
-        assert server.post(CHAT, asked | {field: value}).json["error"]["param"] == field
+        assert server.post(CHAT, body | {field: value}).json["error"]["param"] == field
 
 
 def test_no_limit_in_other_dialects(server: Serving) -> None:
     ids = server.model.tokenizer.encode("abc", add_bos=False)
     bias = {str(token): 100 for token in ids}
-    whole = server.post("/v1/completions", {"prompt": "Hello", "max_tokens": -1, "logit_bias": bias}).json
-    assert whole["usage"]["total_tokens"] == server.model.plan.max_context
+    answer = server.post("/v1/completions", {"prompt": "Hello", "max_tokens": -1, "logit_bias": bias}).json
+    assert answer["usage"]["total_tokens"] == server.model.plan.max_context
     for path, more in (
         (MESSAGES, {"max_tokens": -1, "top_k": -1}),
         (RESPONSES, {"max_output_tokens": -1}),
@@ -470,7 +470,7 @@ def test_a_schema_beside_json_object_is_enforced(server: Serving) -> None:
         "required": ["ok"],
         "additionalProperties": False,
     }
-    asked = {"messages": [HELLO], "max_tokens": 40}
+    body = {"messages": [HELLO], "max_tokens": 40}
     for more in (
         {"response_format": {"type": "json_object", "schema": schema}},
         {"response_format": {"type": "json_schema", "schema": schema}},
@@ -478,10 +478,10 @@ def test_a_schema_beside_json_object_is_enforced(server: Serving) -> None:
         {"json_schema": schema},
         {"guided_json": schema},
     ):
-        answer = server.post(CHAT, asked | more)
+        answer = server.post(CHAT, body | more)
         assert answer.status == 200, answer.body
         assert set(json.loads(answer.json["choices"][0]["message"]["content"])) == {"ok"}
-    bad = server.post(CHAT, asked | {"response_format": {"type": "json_object", "schema": 5}})
+    bad = server.post(CHAT, body | {"response_format": {"type": "json_object", "schema": 5}})
     assert (bad.status, bad.json["error"]["param"]) == (400, "response_format.schema")
     text = {"format": {"type": "json_object", "schema": schema}}
     answer = server.post(RESPONSES, {"input": "Hello", "text": text, "max_output_tokens": 40})
@@ -499,8 +499,8 @@ def test_penalties_are_the_engine_s(server: Serving) -> None:
         chat = server.post(CHAT, greedy | {"max_tokens": 24, name: 1.25}).json
         assert chat["choices"][0]["message"]["content"] == expected
     ollama = {"temperature": 0, "num_predict": 24, "repeat_penalty": 1.25, **penalties}
-    asked = {"messages": [HELLO], "stream": False, "options": ollama}
-    assert server.post("/api/chat", asked).json["message"]["content"] == expected
+    body = {"messages": [HELLO], "stream": False, "options": ollama}
+    assert server.post("/api/chat", body).json["message"]["content"] == expected
     response = server.post(
         RESPONSES, {"input": "Hello", "temperature": 0, "max_output_tokens": 24} | penalties
     )
@@ -511,7 +511,7 @@ def test_penalties_are_the_engine_s(server: Serving) -> None:
     got = server.post("/completion", raw).json
     assert got["content"] == server.model.generate("Hello", **options).text
     assert got["generation_settings"]["frequency_penalty"] == 1.5
-    refused = server.post("/api/chat", asked | {"options": ollama | {"repeat_last_n": 9}})
+    refused = server.post("/api/chat", body | {"options": ollama | {"repeat_last_n": 9}})
     assert refused.json["error"].startswith("options.repeat_last_n")
 
 
@@ -525,8 +525,8 @@ def events(answer: Answer) -> list[dict[str, Any]]:
 
 def test_a_streamed_response_tells_an_overflow_as_an_event(server: Serving) -> None:
     """Where Codex looks for it before it shortens a conversation."""
-    asked = {"input": "a" * 5000, "stream": True}
-    begun, going, failed = events(server.post(RESPONSES, asked))
+    body = {"input": "a" * 5000, "stream": True}
+    begun, going, failed = events(server.post(RESPONSES, body))
     assert [it["type"] for it in (begun, going)] == ["response.created", "response.in_progress"]
     assert failed["type"] == "response.failed"
     error = failed["response"]["error"]
@@ -535,9 +535,9 @@ def test_a_streamed_response_tells_an_overflow_as_an_event(server: Serving) -> N
     assert error["message"].startswith(
         f"This model's maximum context length is {most} tokens. However, your "
     )
-    whole = server.post(RESPONSES, {"input": "a" * 5000})
-    assert (whole.status, whole.json["error"]["code"]) == (400, "context_length_exceeded")
-    assert (whole.json["error"]["message"], whole.json["error"]["param"]) == (error["message"], "input")
+    answer = server.post(RESPONSES, {"input": "a" * 5000})
+    assert (answer.status, answer.json["error"]["code"]) == (400, "context_length_exceeded")
+    assert (answer.json["error"]["message"], answer.json["error"]["param"]) == (error["message"], "input")
     for path in (CHAT, MESSAGES):
         long = BASES[path] | {"messages": [HELLO | {"content": "a" * 5000}], "stream": True}
         assert server.post(path, long).status == 400
@@ -549,6 +549,6 @@ def test_a_num_ctx_beyond_the_context_is_told_in_the_log(
     most = server.model.plan.max_context
     with caplog.at_level(logging.INFO, "ondevice.serve"):
         for context in (most, most + 1, most + 2):
-            asked = BASES["/api/chat"] | {"options": {"num_predict": 2, "num_ctx": context}}
-            assert server.post("/api/chat", asked).status == 200
+            body = BASES["/api/chat"] | {"options": {"num_predict": 2, "num_ctx": context}}
+            assert server.post("/api/chat", body).status == 200
     assert ignored(caplog) == [[f"num_ctx above the context of {most}, {server.model.name}"]]
