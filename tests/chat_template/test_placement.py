@@ -165,7 +165,18 @@ def test_calls_that_a_template_refuses_are_told_as_text() -> None:
     assert '<tool_call>{"name": "weather", "arguments": {}}</tool_call><|user|>Well?' in unanswered
 
 
-def test_a_template_that_runs_too_long_is_not_tried_again() -> None:
-    slow = ChatTemplate("{% for a in range(9999) %}{% for b in range(9999) %}x{% endfor %}{% endfor %}")
-    with pytest.raises(BundleError, match="too much"):
-        slow.render(said("user: A"))
+def test_a_template_beyond_its_limits_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[Any] = []
+    render = ChatTemplate._render
+
+    def counted(*arguments: Any) -> str:
+        rendered.append(arguments)
+        return render(*arguments)
+
+    monkeypatch.setattr(ChatTemplate, "_render", counted)
+    with pytest.raises(BundleError, match="TemplateLimit"):
+        ChatTemplate("{{ 'x' * 99999999 }}").render(said("system: A", "user: B"))
+    assert len(rendered) == 1
+    with pytest.raises(BundleError, match="ZeroDivisionError"):
+        ChatTemplate("{{ 1 / 0 }}").render(said("system: A", "user: B"))
+    assert len(rendered) == 3
