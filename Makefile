@@ -6,6 +6,8 @@
 #   make test         set up, get SmolLM2 if it can be had, then every fast test
 #   make test-slow    the long proofs
 #   make test-real    every test on real models, which are fetched first
+#   make test-clients  agents and other clients, from packages, against a real server; CLIENTS, AGENT_MODEL
+#   make soak-clients  four agents at once for half an hour; SOAK_MINUTES
 #   make check        ruff, mypy --strict, clang-format
 #   make format       ruff format and clang-format, in place
 #   make docs         the documents as a site, build/site/index.html; a dead link fails. options: docs/options.md anew
@@ -142,7 +144,7 @@ format: $(STAMPS)/check
 	@$(PY) -m ruff format .
 	@$(VENV)/bin/clang-format -i $(filter %.cc %.h,$(NATIVE_SOURCES) $(NATIVE_TESTS))
 
-include tests/native/native.mk tests/fuzz/fuzz.mk tests/benchmarks/bench.mk
+include tests/native/native.mk tests/fuzz/fuzz.mk tests/benchmarks/bench.mk tests/clients/clients.mk
 include weights/small-relu/recipe/recipe.mk examples/macos_app/app.mk docs/docs.mk
 include weights/real/real.mk
 

@@ -1,0 +1,207 @@
+"""The real programs against a real server: `make test-clients`.
+
+AGENT_MODEL of the environment is the model of agents. What each of them did is a line of
+build/clients/results.jsonl.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+
+import ondevice
+from tests.clients.agents import AGENTS, start_agent
+from tests.clients.chats import CHATS
+from tests.clients.process import Served, served
+from tests.clients.programs import FOLDER, PROGRAMS, start_chat
+from tests.clients.relay import Exchange, relaying
+from tests.clients.rewriting import RECORDED, load_requests
+from tests.clients.shapes import READERS, Reply, read_answer
+from tests.support.real_models import real_model
+
+pytestmark = [pytest.mark.clients, pytest.mark.slow, pytest.mark.real, pytest.mark.timeout(3600)]
+
+AGENT_MODEL = os.environ.get("AGENT_MODEL", "qwen2.5-coder-1.5b")
+CHAT_MODEL = "smollm2"
+CONTEXT = 24576
+BUDGET = "4GB"
+AGENT_SECONDS = 1500
+NEW_TOKENS = 300
+"""Most tokens of a second turn that the server may have to read."""
+
+
+def converted(name: str, folder: Path) -> Path:
+    """The bundle of a real model. Skips where its file is absent."""
+    return ondevice.convert(real_model(name), folder / name)
+
+
+@pytest.fixture(scope="module")
+def agents_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The agents' model with a context that their prompts fit, in 4 GB."""
+    folder = tmp_path_factory.mktemp("agents")
+    options = ("--dram-budget", BUDGET, "--max-context", CONTEXT)
+    with served(converted(AGENT_MODEL, folder), folder / "log.jsonl", *options) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """SmolLM2 with its own context."""
+    folder = tmp_path_factory.mktemp("chats")
+    with served(converted(CHAT_MODEL, folder), folder / "log.jsonl", "--dram-budget", "1GB") as running:
+        yield running
+
+
+def installed(name: str) -> None:
+    """Skips where the program isn't installed."""
+    if PROGRAMS[name].path is None:
+        pytest.skip(f"{name} isn't installed: python -m tests.clients.install {name}")
+
+
+def finished(process: subprocess.Popen[str], seconds: float) -> int:
+    """The exit status of a program, which is ended after so many seconds: -1 then."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return -1
+
+
+def replies(exchanges: list[Exchange]) -> list[Reply]:
+    """The replies of all generations, each of which the server ended as its dialect has it."""
+    asked = [each for each in exchanges if each.path.partition("?")[0] in READERS]
+    for each in asked:
+        assert each.status == 200, each.body.decode(errors="replace")[:500]
+        assert each.complete
+    return [read_answer(each.path, each.body, each.streamed) for each in asked]
+
+
+def tell(**facts: Any) -> None:
+    """Add a line to the results."""
+    with (FOLDER / "results.jsonl").open("a") as file:
+        file.write(json.dumps(facts) + "\n")
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_agent_does_one_task_or_its_model_fails(name: str, agents_server: Served, tmp_path: Path) -> None:
+    """The server answers all that it asks, and reads little for each turn behind the first."""
+    installed(name)
+    begun = time.monotonic()
+    with relaying(agents_server.url) as relay:
+        process = start_agent(name, tmp_path / "run", relay.url, AGENT_MODEL, CONTEXT)
+        code = finished(process, AGENT_SECONDS)
+        exchanges = relay.exchanges()
+    notes = (tmp_path / "run" / "workplace" / "notes.txt").read_text()
+    said = replies(exchanges)
+    transcript = (tmp_path / "run" / "transcript.txt").read_text()
+    tell(
+        client=name,
+        version=PROGRAMS[name].version,
+        model=AGENT_MODEL,
+        exit=code,
+        done="pear" in notes and "apple" not in notes,
+        turns=[{"prompt": each.prompt_tokens, "new": each.new_tokens, "calls": each.calls} for each in said],
+        last_words=said[-1].text[-300:] if said else "",
+        seconds=round(time.monotonic() - begun, 1),
+    )
+    assert said, transcript[-2000:]
+    # A title that is asked for beside the task has a short prompt.
+    most = max(each.prompt_tokens for each in said)
+    turns = [each.new_tokens for each in said if each.prompt_tokens > most / 2]
+    assert max(turns[1:2], default=0) < NEW_TOKENS
+    # It came to its end: where the task isn't done, the model was given the chance.
+    assert code != -1
+
+
+def post(server: Served, request: dict[str, Any], most: int) -> tuple[http.client.HTTPConnection, float]:
+    """Send a recorded request for `most` tokens; the connection, and when it was sent."""
+    body = request["body"] | {"model": AGENT_MODEL, "stream": True, "temperature": 0}
+    body["max_output_tokens" if request["path"] == "/v1/responses" else "max_tokens"] = most
+    host = server.url.removeprefix("http://")
+    connection = http.client.HTTPConnection(host, timeout=AGENT_SECONDS)
+    connection.request("POST", request["path"], json.dumps(body), request["headers"])
+    return connection, time.monotonic()
+
+
+def answered(server: Served, request: dict[str, Any], most: int = 8) -> tuple[Reply, float]:
+    """The reply to a recorded request, and the seconds it took."""
+    connection, begun = post(server, request, most)
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    assert answer.status == 200, body[:500]
+    return read_answer(request["path"], body, True), time.monotonic() - begun
+
+
+FIRST_TURNS = {"claude-code": 1, "codex": 1, "opencode": 2, "qwen-code": 1}
+"""Numbers of the recorded requests that begin the task."""
+
+
+@pytest.mark.parametrize("name", FIRST_TURNS)
+def test_what_an_abandoned_request_read_is_kept_and_a_second_turn_reads_little(
+    name: str, agents_server: Served
+) -> None:
+    first, second = (load_requests(RECORDED / f"{name}-{FIRST_TURNS[name] + at}.json")[0] for at in range(2))
+    # Another beginning than that of the agent's own run, so that nothing of it is kept yet.
+    for request in (first, second):
+        field = next(
+            field for field in ("system", "instructions", "messages", "input") if field in request["body"]
+        )
+        request["body"][field] = begun_anew(request["body"][field], f"Abandoned once, by {name}.")
+    before = agents_server.computed_tokens()
+    connection, begun = post(agents_server, first, 8)
+    time.sleep(20)
+    waited = time.monotonic() - begun
+    connection.close()
+    reply, seconds = answered(agents_server, first)
+    again, _ = answered(agents_server, second)
+    tell(
+        client=name,
+        model=AGENT_MODEL,
+        abandoned_after=round(waited, 1),
+        prompt=reply.prompt_tokens,
+        new=reply.new_tokens,
+        seconds=round(seconds, 1),
+        second_turn=again.new_tokens,
+        computed=agents_server.computed_tokens() - before,
+    )
+    speed = reply.new_tokens / seconds
+    assert reply.cached_tokens > 0.5 * min(waited * speed, reply.prompt_tokens)
+    assert again.new_tokens < NEW_TOKENS
+
+
+def begun_anew(value: Any, words: str) -> Any:
+    """Text, blocks or messages that begin with other words."""
+    if isinstance(value, str):
+        return f"{words} {value}"
+    first = dict(value[0])
+    field = "text" if "text" in first else "content"
+    first[field] = begun_anew(first[field], words)
+    return [first, *value[1:]]
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_client_chats(name: str, chat_server: Served, tmp_path: Path) -> None:
+    """It gets answers of the model, the same ones whole and streamed."""
+    installed(name)
+    process = start_chat(name, tmp_path / "run", chat_server.url, CHAT_MODEL)
+    code = finished(process, 300)
+    transcript = (tmp_path / "run" / "transcript.txt").read_text()
+    assert code == 0, transcript[-2000:]
+    answers = json.loads(transcript.splitlines()[-1])
+    tell(client=name, version=PROGRAMS[name].version, model=CHAT_MODEL, answers=answers)
+    assert all("Paris" in text for text in answers.values()), answers
+    for way, text in answers.items():
+        assert text == answers.get(f"{way}, streamed", text)
