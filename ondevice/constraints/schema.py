@@ -96,8 +96,8 @@ def _always_or_never(schema: dict[str, Any], root: Any) -> None:
         if schema.get(key) in (nothing, {}):
             del schema[key]
     parts: list[Any] = []
-    if _truth(schema.get("not")) is not None:
-        parts += [False] if _truth(schema.pop("not")) else []
+    if schema.get("not") is False:
+        del schema["not"]
     if "if" not in schema or _truth(schema["if"]) is not None:
         chosen = {True: "then", False: "else"}.get(_truth(schema.pop("if", None)), "")  # type: ignore[arg-type]
         branches = {key: schema.pop(key, True) for key in ("then", "else")}
