@@ -168,7 +168,7 @@ class Session:
             )
             with self._reply(kept, dropped, prompt, ids) as reply:
                 gate = self._host.chat_template.gate(prompt, ids)
-                reading = self._host.astream_ids(self._key, ids, config, gate, on_prompt)
+                reading = self._host.astream_ids(self._key, ids, config, gate, on_prompt=on_prompt)
                 async with aclosing(reading) as events:
                     async for event in events:
                         for shown in reply.take(event):
