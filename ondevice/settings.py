@@ -65,6 +65,10 @@ _PROMPT_CACHE_HELP = {
     "prompt_cache": "Folder that keeps what was computed, so that no beginning of a text is computed twice.",
     "prompt_cache_bytes": "Most bytes of --prompt-cache; the least recently used leave it first.",
 }
+_TEMPLATE_HELP = {
+    "chat_template": "File with a Jinja template to take in place of the model's own.",
+    "date": "Day that chat templates take for today, as 2026-07-31; today if not given.",
+}
 _SAMPLING_HELP = {
     "temperature": "0 is greedy.",
     "top_k": "Sample from the k likeliest tokens; 0: off.",
@@ -122,8 +126,10 @@ def _option(field: Field[Any], hint: Any, text: str) -> Option:
 RUNTIME_OPTIONS = _options(RuntimeConfig, _RUNTIME_HELP)
 PROMPT_CACHE_OPTIONS = _options(RuntimeConfig, _PROMPT_CACHE_HELP)
 """Options of RuntimeConfig for commands that write texts for people."""
+TEMPLATE_OPTIONS = _options(RuntimeConfig, _TEMPLATE_HELP)
+"""Options of RuntimeConfig for commands that hold conversations."""
 SAMPLING_OPTIONS = _options(SamplingConfig, _SAMPLING_HELP)
-_OPTIONS = RUNTIME_OPTIONS | PROMPT_CACHE_OPTIONS | SAMPLING_OPTIONS
+_OPTIONS = RUNTIME_OPTIONS | PROMPT_CACHE_OPTIONS | TEMPLATE_OPTIONS | SAMPLING_OPTIONS
 OTHER_SETTINGS: dict[str, type] = {
     "model": str,
     "system_prompt": str,
@@ -180,7 +186,8 @@ class Settings:
 
 def runtime_config(values: Mapping[str, Any]) -> RuntimeConfig:
     """RuntimeConfig from option values; other keys are ignored. Raises UsageError."""
-    chosen = {name: values[name] for name in (*RUNTIME_OPTIONS, *PROMPT_CACHE_OPTIONS) if name in values}
+    names = (*RUNTIME_OPTIONS, *PROMPT_CACHE_OPTIONS, *TEMPLATE_OPTIONS)
+    chosen = {name: values[name] for name in names if name in values}
     if "kv_bits" in chosen:
         chosen["kv_bits"] = int(chosen["kv_bits"])
     config = RuntimeConfig(**chosen)

@@ -112,7 +112,7 @@ async def _count(service: Service, request: Request) -> Response:
             most = loaded.model.plan.max_context
         check_prompt(ids, most, most)
     except OndeviceError as error:
-        raise RequestError.of(error, None if tools else "messages") from error
+        raise RequestError.of(error) from error
     return json_answer({"input_tokens": len(ids)})
 
 

@@ -134,7 +134,7 @@ async def _generate(service: Service, asked: Asked, running: Generation) -> None
     except RequestError as error:
         running.add(error)
     except OndeviceError as error:
-        answer = RequestError.of(error, None if asked.prompting.tools else asked.messages_field)
+        answer = RequestError.of(error)
         if isinstance(error, InfillNotSupportedError):
             answer.field = "suffix"
         elif isinstance(error, ConstraintError):

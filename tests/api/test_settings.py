@@ -15,6 +15,7 @@ from ondevice.settings import (
     PROMPT_CACHE_OPTIONS,
     RUNTIME_OPTIONS,
     SAMPLING_OPTIONS,
+    TEMPLATE_OPTIONS,
     read_settings,
     runtime_config,
     runtime_options,
@@ -29,7 +30,7 @@ from ondevice.training import MultiStreamKeywords
 
 def test_every_option_has_the_default_of_its_dataclass() -> None:
     runtime = {name: option.default for name, option in RUNTIME_OPTIONS.items()}
-    runtime |= {name: option.default for name, option in PROMPT_CACHE_OPTIONS.items()}
+    runtime |= {name: option.default for name, option in (PROMPT_CACHE_OPTIONS | TEMPLATE_OPTIONS).items()}
     sampling = {name: option.default for name, option in SAMPLING_OPTIONS.items()}
     assert runtime_config(runtime) == RuntimeConfig()
     assert sampling_config(sampling) == SamplingConfig()

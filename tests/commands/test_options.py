@@ -13,7 +13,13 @@ import pytest
 
 from ondevice import cli
 from ondevice.config import SamplingConfig
-from ondevice.settings import OTHER_SETTINGS, PROMPT_CACHE_OPTIONS, RUNTIME_OPTIONS, SAMPLING_OPTIONS
+from ondevice.settings import (
+    OTHER_SETTINGS,
+    PROMPT_CACHE_OPTIONS,
+    RUNTIME_OPTIONS,
+    SAMPLING_OPTIONS,
+    TEMPLATE_OPTIONS,
+)
 from tests.support.bundles import write_chat_checkpoint
 from tests.support.command_line import Run, command
 
@@ -101,7 +107,8 @@ def all_options() -> dict[str, set[click.Option]]:
 
 def test_every_option_can_come_from_the_environment_and_from_the_file() -> None:
     found = all_options()
-    assert set(found) == {*RUNTIME_OPTIONS, *PROMPT_CACHE_OPTIONS, *SAMPLING_OPTIONS, *OTHER_SETTINGS}
+    tables = (RUNTIME_OPTIONS, PROMPT_CACHE_OPTIONS, TEMPLATE_OPTIONS, SAMPLING_OPTIONS, OTHER_SETTINGS)
+    assert set(found) == {name for table in tables for name in table}
     for options in found.values():
         for option in options:
             flag = next(name for name in option.opts if name.startswith("--"))
