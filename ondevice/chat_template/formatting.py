@@ -84,7 +84,7 @@ def percent_filled_in(form: str, values: Any, meter: Meter) -> str:
 
 def _with_kind(value: Any, kind: str, spec: str, meter: Meter) -> str:
     if kind != "s":
-        return f"%{spec}{kind}" % value
+        return str(f"%{spec}{kind}" % value)
     text = meter.text(value)
     return alike(f"%{spec}s" % text, text) if spec else text
 

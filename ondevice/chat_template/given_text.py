@@ -76,13 +76,13 @@ class GivenText(str):
     def removesuffix(self, suffix: str, /) -> str:
         return self.part(0, len(str.removesuffix(self, suffix)))
 
-    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:  # type: ignore[override]
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         return self._pieces(str.split(self, sep, maxsplit), sep)
 
-    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:  # type: ignore[override]
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         return self._pieces(str.rsplit(self, sep, maxsplit), sep)
 
-    def splitlines(self, keepends: bool = False) -> list[str]:  # type: ignore[override]
+    def splitlines(self, keepends: bool = False) -> list[str]:
         return self._pieces(str.splitlines(self, keepends), None)
 
     def partition(self, sep: str, /) -> tuple[str, str, str]:
@@ -108,7 +108,7 @@ class GivenText(str):
     def join(self, parts: Iterable[str], /) -> str:
         return joined(self, parts)
 
-    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:  # type: ignore[override]
+    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
         return replaced(self, old, new, index(count))
 
     def _pieces(self, found: Iterable[str], between: str | None) -> list[str]:

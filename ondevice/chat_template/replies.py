@@ -300,8 +300,11 @@ class MarkedReply:
         at = -1 if closes is None else held.find(closes, self._searched)
         if at < 0 and not final:
             self._searched = max(0, len(held) - len(closes or ""))
-            is_doubtful = form.could is not None and (closes is None or not self._told)
-            is_text = is_doubtful and not form.could(held[self._behind_told() :], self._tools)
+            is_text = (
+                form.could is not None
+                and (closes is None or not self._told)
+                and not form.could(held[self._behind_told() :], self._tools)
+            )
             if len(held) > MAX_CALL_CHARS or is_text:
                 yield from self._give_up(len(held))
                 return True

@@ -155,6 +155,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
     """The environment of one chat template. `meter` must be set before compiling and rendering."""
 
     meter: Meter
+    concat = staticmethod(concatenated)
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self) -> None:
@@ -166,7 +167,6 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
             finalize=pass_context(lambda context, value: self.meter.text(value)),
             extensions=[LoopControls, GenerationTag],
         )
-        self.concat = concatenated
         self._depth = 0
         self.globals = {
             "range": safe_range,
