@@ -113,11 +113,14 @@ def _values(text: str) -> Iterator[Any]:
             at += 1
         if at == end:
             return
+        # Qwen 2.5's template shows calls with doubled braces, which models then write, at times at one end.
+        is_doubled = text.startswith("{{", at)
         try:
-            value, at = _DECODER.raw_decode(text, at)
+            value, at = _DECODER.raw_decode(text, at + is_doubled)
         except (ValueError, RecursionError):
             yield _BROKEN
             return
+        at += is_doubled and text.startswith("}", at)
         yield value
 
 

@@ -57,10 +57,10 @@ _GAP = r"\s{0,64}"
 _COMMA, _COLON = f"{_GAP},{_GAP}", f"{_GAP}:{_GAP}"
 _ARGUMENTS_KEY = f'"(?:{"|".join(ARGUMENTS)})"'
 _JSON_HEAD = (
-    rf'[\s,;]{{0,64}}(?:\[{_GAP})?\{{{_GAP}"name"{_COLON}"{_NAME}"{_COMMA}{_ARGUMENTS_KEY}{_COLON}(?=\{{)'
+    rf'[\s,;]{{0,64}}(?:\[{_GAP})?\{{?\{{{_GAP}"name"{_COLON}"{_NAME}"{_COMMA}{_ARGUMENTS_KEY}{_COLON}(?=\{{)'
 )
 _OTHER_KEY = rf'"[^"\\]{{1,64}}"{_COLON}(?:"[^"\\]{{0,256}}"|[-+.\w]{{1,64}})'
-_JSON_TAIL = rf"(?:{_COMMA}{_OTHER_KEY})*{_GAP}\}}(?:{_GAP}\])?"
+_JSON_TAIL = rf"(?:{_COMMA}{_OTHER_KEY})*{_GAP}\}}\}}?(?:{_GAP}\])?"
 _CALL_ID = rf"\[CALL_ID\]\w{{0,64}}{_GAP}"
 _ARGS_HEAD = rf"{_GAP}(?:\[TOOL_CALLS\]{_GAP})?{_NAME}{_GAP}(?:{_CALL_ID})?(?:\[ARGS\]{_GAP})?(?=\{{)"
 _DEEPSEEK_NAME = f"{_NAME}{_GAP}{DEEPSEEK_SEPARATOR}|function{_GAP}{DEEPSEEK_SEPARATOR}{_NAME}{_GAP}```json"
@@ -274,6 +274,7 @@ def _could_be_json(text: str, tools: Tools) -> bool:
         # Behind a call's arguments, whose last brace hasn't come yet.
         return len(text) < _LOOKED_AT
     bare = "".join(text[:_LOOKED_AT].split()).lstrip(",;").removeprefix("[").lstrip("]")
+    bare = bare[bare.startswith("{{") :]
     named = _CALL_HEAD.match(bare)
     if named is not None and (named[2] or named.end() == len(bare)):
         return _begins_name(named[1], bool(named[2]), tools)
