@@ -123,7 +123,6 @@ def test_the_default_of_the_penalty_s_length_is_as_good_as_none(server: Serving)
         ({"stream": 1}, "stream"),
         ({"unheard_of": 1}, "unheard_of"),
         ({"messages": "x"}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
         ({"options": {"repeat_last_n": 128, "repeat_penalty": 1.1}}, "options.repeat_last_n"),
         ({"options": {"repeat_last_n": 0, "repeat_penalty": 1.1}}, "options.repeat_last_n"),
         ({"truncate": "yes"}, "truncate"),
