@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from ondevice.errors import InfillNotSupportedError as InfillNotSupportedError
     from ondevice.errors import ModelNotFoundError as ModelNotFoundError
     from ondevice.errors import OndeviceError as OndeviceError
-    from ondevice.errors import ToolsNotSupportedError as ToolsNotSupportedError
     from ondevice.errors import UnsupportedModelError as UnsupportedModelError
     from ondevice.errors import UsageError as UsageError
     from ondevice.generate import Event as Event
@@ -70,7 +69,6 @@ _MODULES = {
         "InfillNotSupportedError",
         "ModelNotFoundError",
         "OndeviceError",
-        "ToolsNotSupportedError",
         "UnsupportedModelError",
         "UsageError",
     ),

@@ -92,6 +92,7 @@ def convert(
     offline: bool = False,
     keep_source: bool = False,
     remove_source: bool = False,
+    chat_template: Name | None = None,
 ) -> Path:
     """Turn a checkpoint into a bundle.
 
@@ -109,13 +110,16 @@ def convert(
             arrive, and none of them is stored.
         remove_source: delete the source, a GGUF file of this disk with all its parts, once every byte of the
             bundle is verified.
+        chat_template: a file with a Jinja template to take in place of the checkpoint's.
 
     Returns the bundle's path. Raises CheckpointError, UnsupportedModelError, ModelNotFoundError, UsageError
     and OSError, and DownloadError if a repository can't be read to its end; BundleError if a bundle whose
     source is to go is damaged.
     """
     removable = removable_source(source) if remove_source else None
-    with prepare(source, output, quant, offline=offline, keep_source=keep_source) as prepared:
+    with prepare(
+        source, output, quant, offline=offline, keep_source=keep_source, chat_template=chat_template
+    ) as prepared:
         path = prepared.run(on_progress, resume=resume, force=force)
     if removable is not None:
         removable.remove(path)

@@ -5,6 +5,7 @@ Each option has its one default here; the CLI and the API read them from these c
 
 from __future__ import annotations
 
+import datetime
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -166,6 +167,8 @@ class RuntimeOptions(TypedDict, total=False):
     kernel_target: Literal["auto", "scalar", "avx2", "avx512", "neon"]
     prompt_cache: str | os.PathLike[str]
     prompt_cache_bytes: str | int
+    chat_template: str | os.PathLike[str]
+    date: str
 
 
 @dataclass(frozen=True)
@@ -229,6 +232,10 @@ class RuntimeConfig:
     again. Empty: none is kept."""
     prompt_cache_bytes: str | int = "10GB"
     """Most bytes of all files in `prompt_cache`. The least recently used ones go first."""
+    chat_template: str | os.PathLike[str] = ""
+    """File with a Jinja template to take in place of the model's own. Empty: the model's."""
+    date: str = ""
+    """Day that chat templates take for today, as YYYY-MM-DD. Empty: today."""
 
     def __post_init__(self) -> None:
         """Raises UsageError for a value of the wrong type or out of range."""
@@ -264,12 +271,29 @@ class RuntimeConfig:
             raise UsageError(f"dram_budget is {self.dram_budget!r}; it must be a string or a number of bytes")
         if not isinstance(self.draft_model, str | os.PathLike):
             raise UsageError(f"draft_model is {self.draft_model!r}; it must be a path or a name")
+        if not isinstance(self.chat_template, str | os.PathLike) or not _is_path(self.chat_template):
+            raise UsageError(f"chat_template is {self.chat_template!r}; it must be a file's path")
+        if not isinstance(self.date, str):
+            raise UsageError(f"date is {self.date!r}; it must be a day, such as 2026-07-31")
+        _ = self.day
         if not isinstance(self.prompt_cache, str | os.PathLike) or not _is_path(self.prompt_cache):
             raise UsageError(f"prompt_cache is {self.prompt_cache!r}; it must be a folder's path")
         if not isinstance(self.prompt_cache_bytes, str) and not _is_int(self.prompt_cache_bytes):
             raise UsageError(
                 f"prompt_cache_bytes is {self.prompt_cache_bytes!r}; it must be a string or a number of bytes"
             )
+
+    @property
+    def day(self) -> datetime.date | None:
+        """The day that chat templates take for today; None for today's. Raises UsageError."""
+        if not self.date:
+            return None
+        try:
+            if len(self.date) == len("2026-07-31"):
+                return datetime.date.fromisoformat(self.date)
+        except ValueError:
+            pass
+        raise UsageError(f"date is {self.date!r}; it must be a day, such as 2026-07-31")
 
 
 def _is_path(value: str | os.PathLike[str]) -> bool:

@@ -67,10 +67,6 @@ class UsageError(OndeviceError, ValueError):
     exit_code = 2
 
 
-class ToolsNotSupportedError(UsageError):
-    """Tools were given to a model whose chat template has no place for them."""
-
-
 class InfillNotSupportedError(UsageError):
     """A middle was asked of a model whose tokenizer has no tokens that mark one."""
 

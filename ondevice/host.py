@@ -16,7 +16,7 @@ from ondevice.budget.plan import Plan
 from ondevice.budget.pressure import DEFAULT_PRESSURE
 from ondevice.budget.pressure_sources import system_source
 from ondevice.callbacks import IsCancelled, OnPrompt, PromptProgress
-from ondevice.chat_template import ChatTemplate
+from ondevice.chat_template import ChatTemplate, read_template
 from ondevice.chat_template.messages import Message
 from ondevice.chat_template.tools import PLAIN, PromptOptions
 from ondevice.config import SamplingConfig
@@ -81,9 +81,11 @@ class Host:
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The template that renders conversations to token ids. Raises BundleError if it can't be used."""
-        file = self._resolved.bundle.manifest.tokenizer.chat_template
+        runtime, file = self._resolved.runtime, self._resolved.bundle.manifest.tokenizer.chat_template
         source = None if file is None else self._resolved.bundle.read_small(file)
-        return ChatTemplate.load(source, text_tokenizer(self._resolved))
+        if runtime.chat_template:
+            source = read_template(runtime.chat_template)
+        return ChatTemplate.load(source, text_tokenizer(self._resolved), runtime.day)
 
     def chat_ids(self, messages: Sequence[Message], options: PromptOptions = PLAIN) -> list[int]:
         """Token ids of a transcript, up to where the model's next turn begins."""

@@ -90,7 +90,6 @@ class Session:
 
         Raises ContextOverflowError, and leaves the transcript as it was, when the conversation has outgrown
         the context. If the session drops its oldest turns, only a `text` too long by itself raises it.
-        Raises ToolsNotSupportedError for tools that the chat template has no place for.
         """
         return gather(self.stream_response(text, tools=tools, think=think, sampling=sampling, **options))
 

@@ -69,6 +69,10 @@ _PROMPT_CACHE_HELP = {
 _SHARING_HELP = {
     "pass_seconds": "Longest that a part of a prompt keeps other requests waiting; 0: no limit.",
 }
+_TEMPLATE_HELP = {
+    "chat_template": "File with a Jinja template to take in place of the model's own.",
+    "date": "Day that chat templates take for today, as 2026-07-31; today if not given.",
+}
 _SAMPLING_HELP = {
     "temperature": "0 is greedy.",
     "top_k": "Sample from the k likeliest tokens; 0: off.",
@@ -130,8 +134,11 @@ PROMPT_CACHE_OPTIONS = _options(RuntimeConfig, _PROMPT_CACHE_HELP)
 """Options of RuntimeConfig for commands that write texts for people."""
 SHARING_OPTIONS = _options(RuntimeConfig, _SHARING_HELP)
 """Options of RuntimeConfig for commands in which several texts run at once."""
+TEMPLATE_OPTIONS = _options(RuntimeConfig, _TEMPLATE_HELP)
+"""Options of RuntimeConfig for commands that hold conversations."""
+_RUNTIME_TABLES = RUNTIME_OPTIONS | PROMPT_CACHE_OPTIONS | SHARING_OPTIONS | TEMPLATE_OPTIONS
 SAMPLING_OPTIONS = _options(SamplingConfig, _SAMPLING_HELP)
-_OPTIONS = RUNTIME_OPTIONS | PROMPT_CACHE_OPTIONS | SHARING_OPTIONS | SAMPLING_OPTIONS
+_OPTIONS = _RUNTIME_TABLES | SAMPLING_OPTIONS
 OTHER_SETTINGS: dict[str, type] = {
     "model": str,
     "system_prompt": str,
@@ -200,8 +207,7 @@ class Settings:
 
 def runtime_config(values: Mapping[str, Any]) -> RuntimeConfig:
     """RuntimeConfig from option values; other keys are ignored. Raises UsageError."""
-    options = (*RUNTIME_OPTIONS, *PROMPT_CACHE_OPTIONS, *SHARING_OPTIONS)
-    chosen = {name: values[name] for name in options if name in values}
+    chosen = {name: values[name] for name in _RUNTIME_TABLES if name in values}
     if "kv_bits" in chosen:
         chosen["kv_bits"] = int(chosen["kv_bits"])
     config = RuntimeConfig(**chosen)

@@ -28,7 +28,8 @@ from ondevice.converters.checkpoints.end_tokens import (
 from ondevice.converters.checkpoints.gguf_file import GgufHeader
 from ondevice.converters.checkpoints.gguf_splitting import SPLITTINGS, Splitting
 from ondevice.converters.checkpoints.source_folder import SourceFolder
-from ondevice.converters.checkpoints.tokenizer_files import check_usable, checked_template, read_tokenizer
+from ondevice.converters.checkpoints.template_files import DEFAULT, WITH_TOOLS, decoded, usable_template
+from ondevice.converters.checkpoints.tokenizer_files import check_usable, read_tokenizer
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.tokenizer.base import MAX_TOKEN_CHARS, SPACE_MARK
 
@@ -57,6 +58,7 @@ _OTHER_MODELS = {
 }
 """What texts are split by, by values of `tokenizer.ggml.model` that llama.cpp knows and this doesn't."""
 _PREFIX = "tokenizer.ggml"
+_TEMPLATE = "tokenizer.chat_template"
 _PADDING = re.compile(r"\[PAD\d+\]")
 
 logger = logging.getLogger(__name__)
@@ -68,7 +70,7 @@ def read_gguf_tokenizer(header: GgufHeader, folder: SourceFolder, vocab_size: in
     header: of the file that holds the metadata. folder: the folder that it is in. Raises CheckpointError for
     a damaged tokenizer or another model's, UnsupportedModelError for rules that aren't known here.
     """
-    text = header.text("tokenizer.chat_template") or ""
+    text = _template_text(header, _TEMPLATE)
     tokens = _steered(_tokens(header, vocab_size), text)
     bos_id, eos_ids = _bos_id(header, tokens, vocab_size), _eos_ids(header, tokens, text, vocab_size)
     if folder.has(TOKENIZER_FILES["tokenizers"]):
@@ -127,8 +129,16 @@ def _converted(
 
 
 def _template(header: GgufHeader) -> bytes | None:
-    text = header.text("tokenizer.chat_template")
-    return None if text is None else checked_template(text.encode())
+    """The template, of the one without a name and the one for chats with tools."""
+    keys = {DEFAULT: _TEMPLATE, WITH_TOOLS: f"{_TEMPLATE}.{WITH_TOOLS}"}
+    texts = {name: _template_text(header, key) for name, key in keys.items()}
+    return usable_template({name: text for name, text in texts.items() if text})
+
+
+def _template_text(header: GgufHeader, key: str) -> str:
+    """The text of a key; empty where it is missing."""
+    value = header.metadata.get(key)
+    return decoded(value) if isinstance(value, bytes) else header.text(key) or ""
 
 
 def _tokens(header: GgufHeader, vocab_size: int) -> list[tuple[str, int]]:

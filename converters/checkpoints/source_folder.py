@@ -63,6 +63,11 @@ class SourceFolder:
         """True if there is an entry of that name, of any kind."""
         return (self.path / name).is_symlink() or (self.path / name).exists()
 
+    def folder(self, name: str) -> SourceFolder | None:
+        """The folder of that name in this one; None if there is none. Links aren't followed."""
+        path = self.path / name
+        return SourceFolder(path) if path.is_dir() and not path.is_symlink() else None
+
     def file(self, name: str) -> Path:
         """The real path of a file of the folder.
 

@@ -11,18 +11,18 @@ import logging
 import string
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ondevice.bundle.layout import CHAT_TEMPLATE, TOKENIZER_FILES
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, TokenizerInfo, TokenizerKind
-from ondevice.chat_template import TEMPLATE_REMEDY, ChatTemplate
 from ondevice.converters.architectures.config_reader import shown
 from ondevice.converters.checkpoints.added_tokens import with_added_tokens
 from ondevice.converters.checkpoints.base import TokenizerFiles
 from ondevice.converters.checkpoints.bpe_files import MERGES, VOCABULARY, bpe_files_json, has_bpe_files
 from ondevice.converters.checkpoints.end_tokens import template_ends
 from ondevice.converters.checkpoints.source_folder import SourceFolder
+from ondevice.converters.checkpoints.template_files import folder_template
 from ondevice.errors import BundleError, CheckpointError, UnsupportedModelError
 from ondevice.tokenizer import Tokenizer, load_tokenizer
 from ondevice.tokenizer.base import library_errors, valid_unicode
@@ -65,7 +65,7 @@ def read_tokenizer(
             blobs[file] = with_added_tokens(blobs[file], vocabulary.pieces, folder, settings, vocab_size)
             with _refusals(file):
                 vocabulary = inspect(blobs[file])
-    template = _chat_template(folder, settings)
+    template = folder_template(folder, settings)
     if template is not None:
         blobs[CHAT_TEMPLATE] = template
     bos_id = _bos_id(settings, config, vocabulary.lookup, vocab_size)
@@ -190,34 +190,15 @@ def _inspect_sentencepiece(data: bytes) -> _Vocabulary:
     return _Vocabulary(len(pieces), lookup, processor.bos_id() >= 0, pieces)
 
 
-def _chat_template(folder: SourceFolder, settings: dict[str, Any]) -> bytes | None:
-    """The chat template, from a file of its own or a key of tokenizer_config.json. It is never run here."""
-    if folder.has(CHAT_TEMPLATE):
-        data = folder.read(CHAT_TEMPLATE, MAX_BLOB_BYTES[CHAT_TEMPLATE])
-    else:
-        template = settings.get("chat_template")
-        if isinstance(template, list):
-            entries = (item for item in template if isinstance(item, dict))
-            template = next((item.get("template") for item in entries if item.get("name") == "default"), None)
-        if not isinstance(template, str):
-            return None
-        data = template.encode("utf-8", "surrogatepass")
-    return checked_template(data)
-
-
-def checked_template(data: bytes) -> bytes | None:
-    """A chat template as a bundle stores it; None if it is empty.
-
-    Raises CheckpointError if it isn't UTF-8, is too long or doesn't compile.
-    """
-    try:
-        text = data.decode("utf-8")
-        ChatTemplate(text)
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"the chat template isn't UTF-8 text: {error}; {TEMPLATE_REMEDY}") from error
-    except BundleError as error:
-        raise CheckpointError(str(error)) from error
-    return data if text.strip() else None
+def with_template(files: TokenizerFiles, template: bytes) -> TokenizerFiles:
+    """The tokenizer with another chat template, and the tokens by which that ends a turn."""
+    info, lookup = files.info, _Vocabulary().lookup
+    if info.kind is not None and info.file is not None:
+        inspect = _inspect_tokenizers if info.kind == "tokenizers" else _inspect_sentencepiece
+        lookup = inspect(files.blobs[info.file]).lookup
+    used = template_ends(template.decode(), lookup)
+    info = replace(info, eos_ids=tuple(dict.fromkeys((*info.eos_ids, *used))), chat_template=CHAT_TEMPLATE)
+    return TokenizerFiles(info, {**files.blobs, CHAT_TEMPLATE: template})
 
 
 def _bos_id(

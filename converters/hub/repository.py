@@ -18,6 +18,7 @@ from ondevice.converters.checkpoints.gguf_model import open_gguf_of
 from ondevice.converters.checkpoints.gguf_parts import gguf_models
 from ondevice.converters.checkpoints.huggingface import open_huggingface
 from ondevice.converters.checkpoints.source_folder import MAX_JSON_BYTES, SourceFolder
+from ondevice.converters.checkpoints.template_files import OTHER_TEMPLATES
 from ondevice.converters.hub.client import HubClient, RemoteUrl
 from ondevice.converters.hub.remote_file import RemoteFile, Spool
 from ondevice.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
@@ -36,8 +37,9 @@ FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
 )
-"""Files that a conversion reads, beside GGUF files: no code and no pickles."""
+"""Files that a conversion reads, beside GGUF files and templates: no code and no pickles."""
 MAX_FILES = 20_000
 MAX_FILE_BYTES = 1 << 42
 """Most bytes of a listed file."""
@@ -45,6 +47,7 @@ _PART = r"[A-Za-z0-9][\w.-]{0,199}"
 _NAME = re.compile(_PART, re.ASCII)
 _GGUF_NAME = re.compile(rf"(?:{_PART}/){{0,4}}{_PART}\.gguf", re.ASCII)
 """GGUF files in folders too, as many repositories have a folder for each quantisation."""
+_TEMPLATE_NAME = re.compile(rf"{OTHER_TEMPLATES}/{_PART}\.jinja", re.ASCII)
 SHOWN_MODELS = 40
 """Most GGUF models that an error lists."""
 _USUAL = ("q4_k_m", "q4_0", "q8_0")
@@ -95,7 +98,7 @@ def parse_listing(repository: str, answer: Any) -> Listing:
         name = entry.get("rfilename") if isinstance(entry, dict) else None
         if not isinstance(name, str):
             continue
-        if _GGUF_NAME.fullmatch(name):
+        if _GGUF_NAME.fullmatch(name) or _TEMPLATE_NAME.fullmatch(name):
             files[name] = _listed(repository, name, entry)
         elif not _NAME.fullmatch(name):
             continue
@@ -143,6 +146,14 @@ class RemoteFolder(SourceFolder):
 
     def has(self, name: str) -> bool:
         return self._folder + name in self._listing.files
+
+    def folder(self, name: str) -> RemoteFolder | None:
+        place = f"{self._folder}{name}/"
+        if not any(file.startswith(place) for file in self._listing.files):
+            return None
+        found = RemoteFolder(self._client, self._listing, self._spool, place)
+        found.read_names = self.read_names
+        return found
 
     def read(self, name: str, limit: int = MAX_JSON_BYTES) -> bytes:
         listed = self._file(name)

@@ -13,7 +13,14 @@ import click
 
 from ondevice import errors
 from ondevice.cli import cli
-from ondevice.settings import PROMPT_CACHE_OPTIONS, RUNTIME_OPTIONS, SAMPLING_OPTIONS, Option, variable
+from ondevice.settings import (
+    PROMPT_CACHE_OPTIONS,
+    RUNTIME_OPTIONS,
+    SAMPLING_OPTIONS,
+    TEMPLATE_OPTIONS,
+    Option,
+    variable,
+)
 
 PAGE = Path(__file__).resolve().parents[1] / "options.md"
 INTRODUCTION = """# Options
@@ -50,7 +57,7 @@ EXIT_CODES = {
 def page() -> str:
     """The whole page."""
     commands = dict(_commands(cli))
-    shared = RUNTIME_OPTIONS | PROMPT_CACHE_OPTIONS | SAMPLING_OPTIONS
+    shared = RUNTIME_OPTIONS | PROMPT_CACHE_OPTIONS | TEMPLATE_OPTIONS | SAMPLING_OPTIONS
     parts = [
         INTRODUCTION,
         "## How a model runs\n",
@@ -58,6 +65,8 @@ def page() -> str:
         "## What is kept on disk\n",
         "[prompt-cache.md](prompt-cache.md) says what these do.\n",
         _settings_table(PROMPT_CACHE_OPTIONS, commands),
+        "## How conversations are written\n",
+        _settings_table(TEMPLATE_OPTIONS, commands),
         "## How the next token is chosen\n",
         _settings_table(SAMPLING_OPTIONS, commands),
         "## Options of each command\n",

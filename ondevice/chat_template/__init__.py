@@ -1,44 +1,47 @@
 """Converts chat messages to the prompt text and token ids that a model was tuned on.
 
 A bundle's template is Jinja source from the model's maker, and isn't trusted. It runs in `sandbox`, with the
-conventions of Hugging Face `transformers` (its variables, `raise_exception`, `tojson`, loop controls, trimmed
-blocks) but without a clock, so that the same messages always give the same text. A template that calls
-`strftime_now` without asking whether there is one gets the day on which it was loaded.
+conventions of Hugging Face `transformers` (its variables, `raise_exception`, `tojson`, `strftime_now`, loop
+controls, trimmed blocks). Its clock stands at midnight, so that a conversation's prompts begin alike all day.
 """
 
 from __future__ import annotations
 
-import re
+import logging
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from functools import cached_property
 from typing import Any
 
-from ondevice.chat_template.call_formats import recognised
+from ondevice.chat_template.call_formats import CallFormat
 from ondevice.chat_template.channels import CHANNEL, Channels, has_channels
 from ondevice.chat_template.dates import written_by
 from ondevice.chat_template.forced_calls import call_or_json, forced_call, forced_channel
+from ondevice.chat_template.given_text import given, plain, template_tokens
+from ondevice.chat_template.known_formats import HERMES, recognised
 from ondevice.chat_template.messages import (
     CALL_FORMS,
     Message,
-    absent_character,
     all_checked,
     as_form,
     changed_messages,
     changed_tools,
-    mark,
     size,
     uses_tools,
     with_short_ids,
     with_tools,
 )
-from ondevice.chat_template.placement import INSTRUCTIONS, calls_as_text, is_usual, numbered, placements
+from ondevice.chat_template.placement import INSTRUCTIONS, is_usual, numbered, placements
 from ondevice.chat_template.replies import THINKING_MARKS, MarkedReply, PlainReply, ReplyParser
 from ondevice.chat_template.tools import EFFORTS, PLAIN, PromptOptions, Tool, ToolCall
+from ondevice.chat_template.tools_as_text import with_tools_as_text
 from ondevice.constraints.constraint import Constraint
-from ondevice.errors import BundleError, ToolsNotSupportedError, UsageError
+from ondevice.errors import BundleError, UsageError
 from ondevice.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 MAX_TEMPLATE_CHARS = 64 * 1024
 MAX_SECONDS = 5.0
@@ -48,8 +51,7 @@ _UNITS_PER_CHAR = 64
 _LONG_CHARS = 1 << 16
 """Characters above which a message is encoded by itself first, to see whether a context could hold it."""
 TEMPLATE_REMEDY = (
-    "put another chat_template.jinja into the checkpoint's folder (of a repository, into a downloaded copy; "
-    "beside a GGUF file, together with the model's tokenizer.json) and convert it again"
+    "give another with --chat-template FILE, to `convert` for good, or to `chat` and `serve` for a run"
 )
 """What to do about a template that can't be used."""
 
@@ -81,7 +83,6 @@ _FAILURES = (
     TypeError,
     ValueError,
 )
-_ASKS_FOR_CLOCK = re.compile(r"strftime_now\s+is\s+(not\s+)?defined")
 SWITCHES = ("enable_thinking", "thinking", "open_thinking")
 """Names by which templates ask whether to think."""
 EFFORT = "reasoning_effort"
@@ -95,8 +96,13 @@ _PROBE = "probe_tool"
 class ChatTemplate:
     """A compiled template. stop: strings that end a reply, in addition to the model's end-of-text tokens."""
 
-    def __init__(self, source: str | None, *, bos_token: str = "", eos_token: str = "") -> None:
-        """source: Jinja text, or None for the plain transcript. Raises BundleError if it doesn't compile."""
+    def __init__(
+        self, source: str | None, *, bos_token: str = "", eos_token: str = "", day: date | None = None
+    ) -> None:
+        """source: Jinja text, or None for the plain transcript. day: what `strftime_now` tells; None: today.
+
+        Raises BundleError if it doesn't compile.
+        """
         self.is_default = source is None
         self.stop = ("\nUser:",) if source is None else ()
         source = DEFAULT_TEMPLATE if source is None else source
@@ -105,26 +111,29 @@ class ChatTemplate:
                 f"the chat template has {len(source)} characters; the limit is {MAX_TEMPLATE_CHARS}; "
                 f"{TEMPLATE_REMEDY}"
             )
-        self._names: dict[str, Any] = {"bos_token": bos_token, "eos_token": eos_token}
-        if "strftime_now" in source and not _ASKS_FOR_CLOCK.search(source):
-            self._names["strftime_now"] = written_by(date.today())
+        self._names: dict[str, Any] = {
+            "bos_token": bos_token,
+            "eos_token": eos_token,
+            "strftime_now": lambda form: written_by(day or date.today())(form),
+        }
         self._tokenizer: Tokenizer | None = None
         self._has_channels = False
         self._marks = next((pair for pair in THINKING_MARKS if pair[1] in source), None)
         self._format = recognised(source)
         self._lock = threading.Lock()
+        self._has_said_text = False
         self._compile(source)
 
     @staticmethod
-    def load(source: bytes | None, tokenizer: Tokenizer) -> ChatTemplate:
-        """A bundle's template, with the tokenizer's names for bos and eos. source: None if it has no file."""
-        try:
-            text = None if source is None else source.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise BundleError(f"the chat template is not UTF-8: {error}; {TEMPLATE_REMEDY}") from error
+    def load(source: bytes | None, tokenizer: Tokenizer, day: date | None = None) -> ChatTemplate:
+        """A bundle's template, with the tokenizer's names for bos and eos.
+
+        source: None if it has no file. day: as for a new one.
+        """
+        text = None if source is None else decoded(source)
         bos = "" if tokenizer.bos_id is None else tokenizer.piece(tokenizer.bos_id)
         eos = tokenizer.piece(tokenizer.eos_ids[0]) if tokenizer.eos_ids else ""
-        template = ChatTemplate(text, bos_token=bos, eos_token=eos)
+        template = ChatTemplate(text, bos_token=bos, eos_token=eos, day=day)
         template._tokenizer = tokenizer
         template._has_channels = text is not None and has_channels(text, tokenizer.special_tokens)
         return template
@@ -144,8 +153,16 @@ class ChatTemplate:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the template takes tools and calls of them are of a format that is known."""
+        """Whether the template takes tools and calls of them are of a format that is known.
+
+        Otherwise they come as text, and calls in the format that the model is told.
+        """
         return self._tools_by is not None and (self._has_channels or self._format is not None)
+
+    @property
+    def _call_format(self) -> CallFormat:
+        """The format of calls, of a template without channels."""
+        return self._format if self.takes_tools and self._format is not None else HERMES
 
     def reply_parser(self, options: PromptOptions = PLAIN, prompt: Sequence[int] = ()) -> ReplyParser:
         """What tells thinking and calls from the reply in one reply of the model, behind the ids of a prompt.
@@ -163,7 +180,7 @@ class ChatTemplate:
             )
         if self._marks is None and not tools:
             return PlainReply()
-        calls = self._format if tools else None
+        calls = self._call_format if tools else None
         return MarkedReply(
             self._marks, thinks, calls, tools, self._special, self._openers, options.calls_alone
         )
@@ -177,7 +194,6 @@ class ChatTemplate:
 
         Raises UsageError where that can't be enforced, ConstraintError for a tool's schema that is none.
         """
-        self._require_tools()
         tools = [tool for tool in options.tools if tool.name in options.must_call]
         if len(tools) < len(options.must_call):
             raise UsageError(
@@ -185,19 +201,16 @@ class ChatTemplate:
             )
         if self._has_channels:
             return forced_channel(tools, self._special)
-        assert self._format is not None
-        return forced_call(self._format, tools, self._special, options.parallel_calls)
+        return forced_call(self._call_format, tools, self._special, options.parallel_calls)
 
     def call_or_json(self, options: PromptOptions, answer: Constraint) -> Constraint:
         """What a reply obeys that is either calls of the tools or a text that obeys `answer`.
 
         Raises ConstraintError where the two can't be told apart, and for a tool's schema that is none.
         """
-        self._require_tools()
         if self._has_channels:
             return answer
-        assert self._format is not None
-        return call_or_json(self._format, options.tools, self._special, options.parallel_calls, answer)
+        return call_or_json(self._call_format, options.tools, self._special, options.parallel_calls, answer)
 
     def render(
         self,
@@ -214,7 +227,7 @@ class ChatTemplate:
         """
         checked = self._checked(messages, options)
         tools = [tool.to_dict() for tool in options.tools]
-        return self._rendered(checked, tools, options, add_generation_prompt)
+        return plain(self._rendered(checked, tools, options, add_generation_prompt))
 
     def encode(
         self,
@@ -227,7 +240,8 @@ class ChatTemplate:
     ) -> list[int]:
         """The prompt's token ids. Special tokens come only from the template, never from a message or a tool.
 
-        A special token's name in a message is encoded as plain text. Raises as `render` does.
+        A special token's name in a message is encoded as plain text, and the template sees it as it is.
+        Raises as `render` does.
 
         most: number of ids that the caller can use. If there are more, only some of them may be returned, but
             more than `most`.
@@ -239,30 +253,26 @@ class ChatTemplate:
                 ids = tokenizer.encode(message["content"], add_bos=False, most=most)
                 if len(ids) > most:
                     return ids
-        if self.is_default:
-            return tokenizer.encode(self._render(checked, {}, add_generation_prompt), most=most)
-        names, pattern = tokenizer.special_tokens, tokenizer.special_pattern
         tools = [tool.to_dict() for tool in options.tools]
-        marker = absent_character(checked, tools)
-
-        def marked(text: str) -> str:
-            return mark(text, pattern, names, marker)
-
-        checked, tools = changed_messages(checked, marked), changed_tools(tools, marked)
         text = self._rendered(checked, tools, options, add_generation_prompt)
-        found = list(pattern.finditer(text))
-        if marker not in text:
-            ids = tokenizer.encode(text, add_bos=False, special=True, most=most)
+        written, names = plain(text), tokenizer.special_tokens
+        if self.is_default:
+            return tokenizer.encode(written, most=most)
+        tokens = template_tokens(text, tokenizer.special_pattern)
+        places = [token.span() for token in tokens]
+        if places == [match.span() for match in tokenizer.special_pattern.finditer(written)]:
+            ids = tokenizer.encode(written, add_bos=False, special=True, most=most)
+            special = {*names.values()}
             # Valid unless the tokenizer recognised other special tokens than those that the template wrote.
-            written = sum(token in names.values() for token in ids)
-            if written == len(found) or (most is not None and len(ids) > most):
+            count = sum(token in special for token in ids)
+            if count == len(tokens) or (most is not None and len(ids) > most):
                 return ids
         ids, start = [], 0
-        for match in found:
-            ids += tokenizer.encode(text[start : match.start()].replace(marker, ""), add_bos=False)
-            ids.append(names[match[0]])
-            start = match.end()
-        return ids + tokenizer.encode(text[start:].replace(marker, ""), add_bos=False)
+        for token in tokens:
+            ids += tokenizer.encode(written[start : token.start()], add_bos=False)
+            ids.append(names[token[0]])
+            start = token.end()
+        return ids + tokenizer.encode(written[start:], add_bos=False)
 
     @property
     def _special(self) -> Mapping[str, int]:
@@ -286,24 +296,12 @@ class ChatTemplate:
 
     def _checked(self, messages: Sequence[Message], options: PromptOptions) -> list[dict[str, Any]]:
         checked = all_checked(messages)
-        if options.tools or uses_tools(checked):
-            self._require_tools()
         if isinstance(options.think, str) and EFFORT not in self._reads:
             raise UsageError(
                 f"think is {options.think!r}, and this model's chat template knows no levels; "
                 "it can be True or False"
             )
         return checked
-
-    def _require_tools(self) -> None:
-        """Raises ToolsNotSupportedError if the template has no place for tools."""
-        if not self.takes_tools:
-            what = (
-                "has no place for tools"
-                if self._tools_by is None
-                else "has calls of a format that isn't known"
-            )
-            raise ToolsNotSupportedError(f"this model can't call tools: its chat template {what}")
 
     def _rendered(
         self,
@@ -312,17 +310,21 @@ class ChatTemplate:
         options: PromptOptions,
         add_generation_prompt: bool,
     ) -> str:
-        """The prompt's text, of messages and tools in the forms that the template takes."""
+        """The prompt's text, of messages and tools in the forms that the template takes.
+
+        It knows which of its parts were given.
+        """
         from ondevice.chat_template.meter import TemplateLimit
 
-        given, refusal = size(messages, tools), None
-        for placed in self._placements(messages):
+        units, refusal = size(messages, tools), None
+        by = self._tools_by if tools and self.takes_tools else None
+        for placed in self._placements(messages, tools):
             variables = self._thinking(options)
-            if tools and self._tools_by is not None:
-                placed, more = with_tools(placed, tools, self._tools_by)
+            if by is not None:
+                placed, more = with_tools(placed, changed_tools(tools, given), by)
                 variables |= more
             try:
-                return self._render(placed, variables, add_generation_prompt, given)
+                return self._render(changed_messages(placed, given), variables, add_generation_prompt, units)
             except (UsageError, BundleError) as error:
                 if isinstance(error.__cause__, TemplateLimit):
                     raise
@@ -330,16 +332,26 @@ class ChatTemplate:
         assert refusal is not None
         raise refusal
 
-    def _placements(self, messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-        """The messages in the forms and places in which the template may take them, the best one first."""
-        if not uses_tools(messages):
+    def _placements(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+    ) -> Iterator[list[dict[str, Any]]]:
+        """The messages in the forms and places in which the template may take them, the best one first.
+
+        They have the tools in them where the template has no place for these.
+        """
+        if not tools and not uses_tools(messages):
             yield from self._placed(messages)
             return
-        form, takes_text = self._call_form, self._takes_text
-        yield from self._placed(
-            [as_form(message, form, self._format, takes_text) for message in with_short_ids(messages)]
-        )
-        yield from self._placed(calls_as_text(messages, self._format))
+        if self.takes_tools:
+            form, takes_text = self._call_form, self._takes_text
+            yield from self._placed(
+                [as_form(message, form, self._format, takes_text) for message in with_short_ids(messages)]
+            )
+            # Some templates refuse calls of no result, several at once, and results of no call.
+            tools = []
+        else:
+            self._say_tools_come_as_text()
+        yield from self._placed(with_tools_as_text(messages, tools, self._call_format, self._takes_system))
 
     def _placed(self, messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         """The messages where the template takes them; where that isn't known, one placement after another."""
@@ -363,6 +375,17 @@ class ChatTemplate:
         places = [made.find(text) for text in texts]
         ordered = places[1:] if messages[0]["role"] in INSTRUCTIONS else places
         return -1 not in places and ordered == sorted(ordered)
+
+    def _say_tools_come_as_text(self) -> None:
+        """Log it, once."""
+        if not self._has_said_text:
+            self._has_said_text = True
+            what = "has no place for tools" if self._tools_by is None else "writes calls in an unknown format"
+            logger.warning(
+                "the model's chat template %s: it gets them as JSON in its instructions, and is told how to "
+                "call them",
+                what,
+            )
 
     def _thinking(self, options: PromptOptions) -> dict[str, Any]:
         """The variables that tell the template whether, or how much, to think."""
@@ -391,6 +414,13 @@ class ChatTemplate:
             if _PROBE in self._tried(messages, variables):
                 return way
         return None
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Whether the template writes instructions."""
+        return _PROBE in self._tried(
+            [{"role": "system", "content": _PROBE}, {"role": "user", "content": "x"}], {}
+        )
 
     @cached_property
     def _call_form(self) -> str:
@@ -475,6 +505,28 @@ class ChatTemplate:
                 raise UsageError(f"the chat template refuses these messages: {error}") from error
             except (jinja2.TemplateError, *_FAILURES) as error:
                 raise BundleError(f"the chat template failed: {_reason(error)}; {TEMPLATE_REMEDY}") from error
+
+
+def decoded(source: bytes) -> str:
+    """A template's text. Raises BundleError unless it is UTF-8."""
+    try:
+        return source.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BundleError(f"the chat template is not UTF-8: {error}; {TEMPLATE_REMEDY}") from error
+
+
+def read_template(path: str | os.PathLike[str]) -> bytes:
+    """A template from a file of the user's. Raises UsageError if it can't be read or used."""
+    try:
+        with open(path, "rb") as stream:
+            data = stream.read(4 * MAX_TEMPLATE_CHARS + 1)
+        ChatTemplate(decoded(data))
+    except BundleError as error:
+        raise UsageError(f"{os.fspath(path)}: {error.for_command_line}") from error
+    except (OSError, ValueError) as error:  # A path with a null byte is a ValueError.
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"the chat template {os.fspath(path)} can't be read: {reason}") from error
+    return data
 
 
 def abilities(source: str) -> tuple[str, ...]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ondevice.chat_template.partial_json import ends_inside
-from ondevice.chat_template.tools import NAME_CHARS, Tool, is_text, json_text, parsed_object, plain_data
+from ondevice.chat_template.python_calls import by_name, ends_inside_calls, read_python_calls
+from ondevice.chat_template.tools import Tool, is_text, json_text, parsed_object, plain_data
 from ondevice.errors import UsageError
 
 Call = tuple[str, dict[str, Any]]
@@ -23,13 +24,17 @@ Tools = Mapping[str, Tool]
 
 SEPARATORS = " \t\r\n,;"
 _DECODER = json.JSONDecoder()
-_ARGUMENTS = ("arguments", "parameters")
+_NAMES = ("name", "tool_name")
+ARGUMENTS = ("arguments", "parameters")
 _XML_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>")
 _XML_END = re.compile(r"\s*(?:</function>\s*|\Z)")
 _STRING = re.compile(r'"[^"\\]*(?:\\(?:.|\Z)[^"\\]*)*("|\Z)', re.DOTALL)
 DEEPSEEK_CALLS, DEEPSEEK_END, DEEPSEEK_CALL, DEEPSEEK_CALL_END, DEEPSEEK_SEPARATOR = (
     "<\uff5c" + words.replace(" ", "\u2581") + "\uff5c>"
     for words in ("tool calls begin", "tool calls end", "tool call begin", "tool call end", "tool sep")
+)
+KIMI_CALL, KIMI_SEPARATOR, KIMI_CALL_END = (
+    f"<|tool_call_{word}|>" for word in ("begin", "argument_begin", "end")
 )
 GEMMA_QUOTE = '<|"|>'
 _GEMMA_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:")
@@ -60,9 +65,10 @@ class CallFormat:
 
     marks: strings that a template of this format has, all of them. opens: what begins calls; `closes` ends
     them, or the reply's end. read: the calls in between, or None if they aren't of this format or of another
-    tool. write: calls as the model writes them. bare: whether a reply that begins with a brace is a call.
+    tool. write: calls as the model writes them. bare: whether the model writes calls without a mark.
     inner: marks inside of calls, which may be special tokens. streaming: None if arguments aren't JSON.
-    inside: whether calls that end here end inside an argument, in which `closes` may stand.
+    inside: whether calls that end here end inside an argument, in which `closes` may stand. could: whether
+    what stands behind `opens` can still become a call, where that also begins other texts.
     """
 
     name: str
@@ -75,6 +81,7 @@ class CallFormat:
     inner: tuple[str, ...] = ()
     streaming: Streaming | None = None
     inside: Callable[[str, Tools], bool] = inside_string
+    could: Callable[[str, Tools], bool] | None = None
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -82,18 +89,16 @@ class CallFormat:
         return (*self.opens, *self.inner, *((self.closes,) if self.closes else ()))
 
 
-def recognised(template: str) -> CallFormat | None:
-    """The format of a template's source; None if it has none of those that are known."""
-    return next((each for each in FORMATS if all(mark in template for mark in each.marks)), None)
+def json_calls(text: str, tools: Tools, needs_arguments: bool = False) -> list[Call] | None:
+    """Calls as JSON: an object with a name and arguments, several of them, or a list.
 
-
-def json_calls(text: str, tools: Tools) -> list[Call] | None:
-    """Calls as JSON: an object with a name and arguments, several of them, or a list."""
+    needs_arguments: whether an object with a name and no arguments is none, unless it says that it is one.
+    """
     values = list(_values(text))
     if values[-1:] == [_BROKEN]:
         return None
     objects = [each for value in values for each in (value if isinstance(value, list) else [value])]
-    calls = [_object_call(each, tools) for each in objects]
+    calls = [_object_call(each, tools, needs_arguments) for each in objects]
     return None if not calls or None in calls else [call for call in calls if call is not None]
 
 
@@ -108,21 +113,25 @@ def _values(text: str) -> Iterator[Any]:
             at += 1
         if at == end:
             return
+        # Qwen 2.5's template shows calls with doubled braces, which models then write, at times at one end.
+        is_doubled = text.startswith("{{", at)
         try:
-            value, at = _DECODER.raw_decode(text, at)
+            value, at = _DECODER.raw_decode(text, at + is_doubled)
         except (ValueError, RecursionError):
             yield _BROKEN
             return
+        at += is_doubled and text.startswith("}", at)
         yield value
 
 
-def _object_call(value: Any, tools: Tools) -> Call | None:
+def _object_call(value: Any, tools: Tools, needs_arguments: bool) -> Call | None:
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
-        value = value["function"]
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        value, needs_arguments = value["function"], False
+    if not isinstance(value, dict):
         return None
-    arguments: Any = next((value[key] for key in _ARGUMENTS if key in value), {})
-    return checked_call(value["name"], arguments, tools)
+    name = next((value[key] for key in _NAMES if key in value), None)
+    arguments: Any = next((value[key] for key in ARGUMENTS if key in value), None if needs_arguments else {})
+    return checked_call(name, arguments, tools) if isinstance(name, str) else None
 
 
 def checked_call(name: str, arguments: Any, tools: Tools) -> Call | None:
@@ -208,11 +217,11 @@ def _xml_read(text: str, tools: Tools) -> tuple[list[Call] | None, bool]:
     return calls or None, False
 
 
-def _xml_calls(text: str, tools: Tools) -> list[Call] | None:
+def xml_calls(text: str, tools: Tools) -> list[Call] | None:
     return _xml_read(text, tools)[0]
 
 
-def _inside_xml(text: str, tools: Tools) -> bool:
+def inside_xml(text: str, tools: Tools) -> bool:
     return _xml_read(text, tools)[1]
 
 
@@ -227,15 +236,15 @@ def _glm_read(text: str, tools: Tools) -> tuple[list[Call] | None, bool]:
     return ([call], False) if call is not None and at == len(text) else (None, inside)
 
 
-def _glm_calls(text: str, tools: Tools) -> list[Call] | None:
+def glm_calls(text: str, tools: Tools) -> list[Call] | None:
     return _glm_read(text, tools)[0]
 
 
-def _inside_glm(text: str, tools: Tools) -> bool:
+def inside_glm(text: str, tools: Tools) -> bool:
     return _glm_read(text, tools)[1]
 
 
-def _mistral_calls(text: str, tools: Tools) -> list[Call] | None:
+def mistral_calls(text: str, tools: Tools) -> list[Call] | None:
     """A list of JSON objects, or, as of later models, a name and arguments for each call."""
     if text.lstrip().startswith(("[{", "[ {", "{")):
         return json_calls(text, tools)
@@ -254,7 +263,7 @@ def _mistral_calls(text: str, tools: Tools) -> list[Call] | None:
     return calls
 
 
-def _deepseek_calls(text: str, tools: Tools) -> list[Call] | None:
+def deepseek_calls(text: str, tools: Tools) -> list[Call] | None:
     """A name and JSON in each call, or the word `function`, a name and fenced JSON."""
     calls = []
     for part in text.split(DEEPSEEK_CALL):
@@ -272,7 +281,7 @@ def _deepseek_calls(text: str, tools: Tools) -> list[Call] | None:
     return calls or None
 
 
-def _gemma_calls(text: str, tools: Tools) -> list[Call] | None:
+def gemma_calls(text: str, tools: Tools) -> list[Call] | None:
     """`call:NAME{key:value}`: JSON whose keys are bare and whose strings stand between marks."""
     kind, _, rest = text.strip().partition(":")
     name, brace, body = rest.partition("{")
@@ -286,26 +295,79 @@ def _gemma_calls(text: str, tools: Tools) -> list[Call] | None:
     return None if call is None else [call]
 
 
-def could_be_call(text: str) -> bool:
-    """Whether a reply that begins with a brace could still be a call, by its first key."""
-    bare = "".join(text[:64].split())
-    heads = ('{"name":', '{"type":"function"', '{"function":', '{"parameters":{', '{"arguments":{')
-    return any(bare.startswith(head) or head.startswith(bare) for head in heads)
+def python_calls(text: str, tools: Tools) -> list[Call] | None:
+    """Calls as Python writes them, in brackets or without."""
+    found = []
+    for name, values, named in read_python_calls(text) or ():
+        tool = tools.get(name)
+        arguments = None if tool is None else by_name(values, named, list(tool.properties))
+        call = None if arguments is None else checked_call(name, arguments, tools)
+        if call is None:
+            return None
+        found.append(call)
+    return found or None
 
 
-def _as_json(name: str, arguments: Mapping[str, Any], key: str = "arguments") -> str:
+def json_or_python_calls(text: str, tools: Tools) -> list[Call] | None:
+    """Calls in JSON, or as Python writes them."""
+    return json_calls(text, tools) or python_calls(text, tools)
+
+
+def inside_json_or_python(text: str, tools: Tools) -> bool:
+    """Whether calls in JSON or Python that end here aren't at their end."""
+    is_json = text.lstrip().startswith(("{", "[{", "[ {"))
+    return inside_string(text, tools) if is_json else ends_inside_calls(text)
+
+
+def kimi_calls(text: str, tools: Tools) -> list[Call] | None:
+    """`functions.NAME:NUMBER`, and JSON, in each call."""
+    calls = []
+    for part in text.split(KIMI_CALL):
+        body = part.strip().removesuffix(KIMI_CALL_END).strip()
+        if not body:
+            continue
+        name, _, arguments = body.partition(KIMI_SEPARATOR)
+        name = name.strip().removeprefix("functions.").rpartition(":")[0] or name.strip()
+        call = checked_call(name, arguments.strip(), tools)
+        if call is None:
+            return None
+        calls.append(call)
+    return calls or None
+
+
+def as_json(name: str, arguments: Mapping[str, Any], key: str = "arguments") -> str:
     return json_text({"name": name, key: arguments})
 
 
-def _write_hermes(calls: Sequence[Call]) -> str:
-    return "\n".join(f"<tool_call>\n{_as_json(*call)}\n</tool_call>" for call in calls)
+def write_hermes(calls: Sequence[Call]) -> str:
+    return "\n".join(f"<tool_call>\n{as_json(*call)}\n</tool_call>" for call in calls)
 
 
-def _write_list(mark: str) -> Callable[[Sequence[Call]], str]:
-    return lambda calls: f"{mark}[{', '.join(_as_json(*call) for call in calls)}]"
+def write_list(mark: str, closes: str = "") -> Callable[[Sequence[Call]], str]:
+    """What writes calls as one list of JSON."""
+    return lambda calls: f"{mark}[{', '.join(as_json(*call) for call in calls)}]{closes}"
 
 
-def _write_xml(calls: Sequence[Call]) -> str:
+def write_kimi(calls: Sequence[Call]) -> str:
+    inner = "".join(
+        f"{KIMI_CALL}functions.{name}:{number}{KIMI_SEPARATOR}{json_text(arguments)}{KIMI_CALL_END}"
+        for number, (name, arguments) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
+
+
+def write_command(calls: Sequence[Call]) -> str:
+    """Calls as Command writes them, with the numbers that it gives them."""
+    listed = [
+        {"tool_call_id": str(number), "tool_name": name, "parameters": arguments}
+        for number, (name, arguments) in enumerate(calls)
+    ]
+    return f"<|START_ACTION|>{json_text(listed)}<|END_ACTION|>"
+
+
+def write_xml(opens: str, closes: str) -> Callable[[Sequence[Call]], str]:
+    """What writes calls with names and values between marks, each between `opens` and `closes`."""
+
     def written(value: Any) -> str:
         return value if isinstance(value, str) else json_text(value)
 
@@ -313,12 +375,12 @@ def _write_xml(calls: Sequence[Call]) -> str:
         parameters = "".join(
             f"<parameter={key}>\n{written(value)}\n</parameter>\n" for key, value in arguments.items()
         )
-        return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+        return f"{opens}\n<function={name}>\n{parameters}</function>\n{closes}"
 
-    return "\n".join(one(*call) for call in calls)
+    return lambda calls: "\n".join(one(*call) for call in calls)
 
 
-def _write_glm(calls: Sequence[Call]) -> str:
+def write_glm(calls: Sequence[Call]) -> str:
     def one(name: str, arguments: Mapping[str, Any]) -> str:
         pairs = "".join(
             f"\n<arg_key>{key}</arg_key>\n<arg_value>"
@@ -330,11 +392,11 @@ def _write_glm(calls: Sequence[Call]) -> str:
     return "\n".join(one(*call) for call in calls)
 
 
-def _write_mistral_args(calls: Sequence[Call]) -> str:
+def write_mistral_args(calls: Sequence[Call]) -> str:
     return "".join(f"[TOOL_CALLS]{name}[ARGS]{json_text(arguments)}" for name, arguments in calls)
 
 
-def _write_deepseek(
+def write_deepseek(
     before: str, before_json: str, behind_json: str, between: str
 ) -> Callable[[Sequence[Call]], str]:
     """What writes calls with these texts before the name, around the arguments and between two calls."""
@@ -360,139 +422,11 @@ def written_gemma(value: Any) -> str:
     return json_text(value)
 
 
-def _write_gemma(calls: Sequence[Call]) -> str:
+def write_gemma(calls: Sequence[Call]) -> str:
     return "".join(
         f"<|tool_call>call:{name}{written_gemma(arguments)}<tool_call|>" for name, arguments in calls
     )
 
 
-def _write_bare(calls: Sequence[Call]) -> str:
-    return "; ".join(_as_json(*call, "parameters") for call in calls)
-
-
-_NAME = rf"([A-Za-z0-9_.-]{{1,{NAME_CHARS}}})"
-_GAP = r"\s{0,64}"
-_COMMA, _COLON = f"{_GAP},{_GAP}", f"{_GAP}:{_GAP}"
-_ARGUMENTS_KEY = f'"(?:{"|".join(_ARGUMENTS)})"'
-_JSON_HEAD = (
-    rf'[\s,;]{{0,64}}(?:\[{_GAP})?\{{{_GAP}"name"{_COLON}"{_NAME}"{_COMMA}{_ARGUMENTS_KEY}{_COLON}(?=\{{)'
-)
-_OTHER_KEY = rf'"[^"\\]{{1,64}}"{_COLON}(?:"[^"\\]{{0,256}}"|[-+.\w]{{1,64}})'
-_JSON_TAIL = rf"(?:{_COMMA}{_OTHER_KEY})*{_GAP}\}}(?:{_GAP}\])?"
-_CALL_ID = rf"\[CALL_ID\]\w{{0,64}}{_GAP}"
-_ARGS_HEAD = rf"{_GAP}(?:\[TOOL_CALLS\]{_GAP})?{_NAME}{_GAP}(?:{_CALL_ID})?(?:\[ARGS\]{_GAP})?(?=\{{)"
-_DEEPSEEK_NAME = f"{_NAME}{_GAP}{DEEPSEEK_SEPARATOR}|function{_GAP}{DEEPSEEK_SEPARATOR}{_NAME}{_GAP}```json"
-_DEEPSEEK_HEAD = rf"{_GAP}(?:{DEEPSEEK_CALL}{_GAP})?(?:{_DEEPSEEK_NAME}){_GAP}(?=\{{)"
-_IN_JSON = Streaming(re.compile(_JSON_HEAD), re.compile(_JSON_TAIL))
-_BEHIND_NAMES = Streaming(re.compile(f"{_JSON_HEAD}|{_ARGS_HEAD}"), re.compile(f"(?:{_JSON_TAIL})?"))
-_DEEPSEEK = Streaming(
-    re.compile(_DEEPSEEK_HEAD), re.compile(rf"(?:{_GAP}```)?(?:{_GAP}{DEEPSEEK_CALL_END})?")
-)
-
-FORMATS = (
-    CallFormat(
-        "qwen3-coder",
-        ("<tool_call>", "<function=", "<parameter="),
-        ("<tool_call>",),
-        "</tool_call>",
-        _xml_calls,
-        _write_xml,
-        inside=_inside_xml,
-    ),
-    CallFormat(
-        "glm",
-        ("<tool_call>", "<arg_key>", "<arg_value>"),
-        ("<tool_call>",),
-        "</tool_call>",
-        _glm_calls,
-        _write_glm,
-        inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-        inside=_inside_glm,
-    ),
-    CallFormat(
-        "mistral-args",
-        ("[TOOL_CALLS]", "[ARGS]"),
-        ("[TOOL_CALLS]",),
-        None,
-        _mistral_calls,
-        _write_mistral_args,
-        inner=("[ARGS]", "[CALL_ID]"),
-        streaming=_BEHIND_NAMES,
-    ),
-    CallFormat(
-        "mistral",
-        ("[TOOL_CALLS]",),
-        ("[TOOL_CALLS]",),
-        None,
-        _mistral_calls,
-        _write_list("[TOOL_CALLS]"),
-        streaming=_BEHIND_NAMES,
-    ),
-    CallFormat(
-        "deepseek-fenced",
-        (DEEPSEEK_CALLS, DEEPSEEK_SEPARATOR, "```json"),
-        (DEEPSEEK_CALLS,),
-        DEEPSEEK_END,
-        _deepseek_calls,
-        _write_deepseek(f"function{DEEPSEEK_SEPARATOR}", "\n```json\n", "\n```", "\n"),
-        inner=(DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END),
-        streaming=_DEEPSEEK,
-    ),
-    CallFormat(
-        "deepseek",
-        (DEEPSEEK_CALLS, DEEPSEEK_SEPARATOR),
-        (DEEPSEEK_CALLS,),
-        DEEPSEEK_END,
-        _deepseek_calls,
-        _write_deepseek("", DEEPSEEK_SEPARATOR, "", ""),
-        inner=(DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END),
-        streaming=_DEEPSEEK,
-    ),
-    CallFormat(
-        "gemma4",
-        ("<|tool_call>call:", "<tool_call|>"),
-        ("<|tool_call>",),
-        "<tool_call|>",
-        _gemma_calls,
-        _write_gemma,
-        inner=(GEMMA_QUOTE,),
-    ),
-    CallFormat(
-        "phi",
-        ("<|tool|>", "<|/tool|>"),
-        ("<|tool_call|>",),
-        "<|/tool_call|>",
-        json_calls,
-        lambda calls: "".join(f"<|tool_call|>{_as_json(*call)}<|/tool_call|>" for call in calls),
-        streaming=_IN_JSON,
-    ),
-    CallFormat(
-        "granite",
-        ("<|tool_call|>",),
-        ("<|tool_call|>",),
-        None,
-        json_calls,
-        _write_list("<|tool_call|>"),
-        streaming=_IN_JSON,
-    ),
-    CallFormat(
-        "hermes",
-        ("<tool_call>", "</tool_call>"),
-        ("<tool_call>",),
-        "</tool_call>",
-        json_calls,
-        _write_hermes,
-        streaming=_IN_JSON,
-    ),
-    CallFormat(
-        "llama",
-        ("<|start_header_id|>", '{"name": ', '"parameters": '),
-        ("<|python_tag|>",),
-        None,
-        json_calls,
-        _write_bare,
-        bare=True,
-        streaming=_IN_JSON,
-    ),
-)
-"""The formats, those with more marks first."""
+def write_bare(calls: Sequence[Call]) -> str:
+    return "; ".join(as_json(*call, "parameters") for call in calls)

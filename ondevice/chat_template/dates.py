@@ -1,4 +1,4 @@
-"""`strftime_now` for templates that call it without asking whether there is one."""
+"""`strftime_now` for templates: a day in words, whose clock stands at midnight."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import date
 
 _DIRECTIVE = re.compile(r"%(-?.?)", re.DOTALL)
+_WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 _MONTHS = (
     "January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
     "November", "December",
@@ -14,10 +15,11 @@ _MONTHS = (
 
 
 def written_by(day: date) -> Callable[[str], str]:
-    """`strftime_now` of a day, by the directives that templates use, in English whatever the machine's
-    language.
+    """`strftime_now` of a day, by the directives of Python's `strftime` but for those of time zones, in
+    English whatever the machine's language.
     """
-    month = _MONTHS[day.month - 1]
+    month, weekday = _MONTHS[day.month - 1], _WEEKDAYS[day.weekday()]
+    since_first = day.timetuple().tm_yday
     parts = {
         "Y": f"{day.year:04}",
         "m": f"{day.month:02}",
@@ -25,6 +27,29 @@ def written_by(day: date) -> Callable[[str], str]:
         "-d": f"{day.day}",
         "B": month,
         "b": month[:3],
+        "h": month[:3],
+        "y": f"{day.year % 100:02}",
+        "-m": f"{day.month}",
+        "e": f"{day.day:2}",
+        "j": f"{since_first:03}",
+        "-j": f"{since_first}",
+        "A": weekday,
+        "a": weekday[:3],
+        "u": f"{day.isoweekday()}",
+        "w": f"{day.isoweekday() % 7}",
+        "F": day.isoformat(),
+        "H": "00",
+        "-H": "0",
+        "I": "12",
+        "-I": "12",
+        "M": "00",
+        "-M": "0",
+        "S": "00",
+        "-S": "0",
+        "p": "AM",
+        "T": "00:00:00",
+        "Z": "",
+        "z": "",
         "%": "%",
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ondevice.chat_template.argument_rules import PairForm, Rules, gemma, pairs
@@ -14,6 +14,9 @@ from ondevice.chat_template.call_formats import (
     DEEPSEEK_END,
     DEEPSEEK_SEPARATOR,
     GEMMA_QUOTE,
+    KIMI_CALL,
+    KIMI_CALL_END,
+    KIMI_SEPARATOR,
     CallFormat,
 )
 from ondevice.chat_template.channels import CHANNEL, CONSTRAIN, END, MESSAGE, START
@@ -27,8 +30,8 @@ from ondevice.errors import ConstraintError
 class _Form:
     """How calls are written: what begins and ends all of them, stands between two, and begins and ends one.
 
-    `opens` has the tool's name in the place of NAME. arguments: as JSON, between marks, or in Gemma's
-    notation.
+    `opens` has the tool's name in the place of NAME, and a number in that of NUMBER. arguments: as JSON,
+    between marks, or in Gemma's notation.
     """
 
     before: str
@@ -42,6 +45,7 @@ class _Form:
 
 _XML = PairForm("<parameter=KEY>\n", "\n</parameter>", "\n", ("</parameter>", "</function>", "</tool_call>"))
 _GLM = PairForm("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>", "\n", ("</arg_value>", "</tool_call>"))
+_SEED = replace(_XML, marks=("</parameter>", "</function>", "</seed:tool_call>"))
 _FENCED = f"{DEEPSEEK_CALL}function{DEEPSEEK_SEPARATOR}NAME\n```json\n"
 _PLAIN = f"{DEEPSEEK_CALL}NAME{DEEPSEEK_SEPARATOR}"
 _FORMS = {
@@ -56,6 +60,26 @@ _FORMS = {
     "qwen3-coder": _Form(
         "", "<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>", "\n", "", arguments=_XML
     ),
+    "seed": _Form(
+        "", "<seed:tool_call>\n<function=NAME>\n", "</function>\n</seed:tool_call>", "\n", "", arguments=_SEED
+    ),
+    "kimi": _Form(
+        "<|tool_calls_section_begin|>",
+        f"{KIMI_CALL}functions.NAME:NUMBER{KIMI_SEPARATOR}",
+        KIMI_CALL_END,
+        "",
+        "<|tool_calls_section_end|>",
+    ),
+    "command": _Form(
+        "<|START_ACTION|>[",
+        '{"tool_call_id": "NUMBER", "tool_name": "NAME", "parameters": ',
+        "}",
+        ", ",
+        "]<|END_ACTION|>",
+    ),
+    "nemotron": _Form("<TOOLCALL>[", '{"name": "NAME", "arguments": ', "}", ", ", "]</TOOLCALL>"),
+    "tool-calls": _Form("<tool_calls>[", '{"name": "NAME", "arguments": ', "}", ", ", "]</tool_calls>"),
+    "lfm2": _Form("<|tool_call_start|>[", '{"name": "NAME", "arguments": ', "}", ", ", "]<|tool_call_end|>"),
     "glm": _Form("", "<tool_call>NAME\n", "</tool_call>", "\n", "", arguments=_GLM),
     "gemma4": _Form("", "<|tool_call>call:NAME", "<tool_call|>", "", "", arguments="gemma"),
 }
@@ -121,7 +145,15 @@ def _calls(rules: Rules, format: CallFormat, tools: Sequence[Tool], parallel: bo
     form = _FORMS[format.name]
     each = []
     for tool in tools:
-        opens, closes = rules.literal(form.opens.replace("NAME", tool.name)), rules.literal(form.closes)
+        before, number, behind = form.opens.partition("NUMBER")
+        opens = " ".join(
+            (
+                rules.literal(before.replace("NAME", tool.name)),
+                rules.name("/[0-9][0-9]?/", "TEXT") if number else "",
+                rules.literal(behind.replace("NAME", tool.name)),
+            )
+        )
+        closes = rules.literal(form.closes)
         if isinstance(form.arguments, PairForm):
             inner = pairs(rules, tool, form.arguments)
         elif form.arguments == "gemma":

@@ -1,4 +1,4 @@
-"""Messages as they are given and as templates take them: checked, and without special tokens in them."""
+"""Messages as they are given, checked, and in the forms that templates take."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ondevice.chat_template.call_formats import CallFormat
+from ondevice.chat_template.given_text import given, joined, marked, unmarked
 from ondevice.chat_template.tools import checked_calls, checked_id, json_text, short_id
 from ondevice.errors import UsageError
 
@@ -35,8 +36,8 @@ def all_checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
     if isinstance(messages, str) or not isinstance(messages, Iterable):
         raise UsageError(f"the messages are {messages!r}; they must be a list of messages")
     found, names = [], {}
-    for given in messages:
-        message = _checked(given)
+    for each in messages:
+        message = _checked(each)
         for call in message.get("tool_calls", ()):
             names[call["id"]] = call["function"]["name"]
         if message["role"] == "tool" and message["tool_call_id"] in names:
@@ -125,27 +126,13 @@ def size(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int
     )
 
 
-def absent_character(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-    """A character that occurs in no message and no tool. Raises UsageError if there is none."""
-    used: set[str] = set().union(*(message["content"] for message in messages))
-    used.update(json_text([messages, tools]) if tools or uses_tools(messages) else ())
+def _absent_character(value: Any) -> str:
+    """A character that isn't in JSON data. Raises UsageError if there is none."""
+    used = set(json_text(value))
     marker = next((character for character in _MARKERS if character not in used), None)
     if marker is None:
-        raise UsageError("the messages use every private and noncharacter code point; that isn't text")
+        raise UsageError("calls use every private and noncharacter code point; that isn't text")
     return marker
-
-
-def mark(content: str, pattern: re.Pattern[str], names: Mapping[str, int], marker: str) -> str:
-    """`content` with `marker` inside every special token's name, and inside a partial name at its end."""
-    content = pattern.sub(lambda match: match[0][0] + marker + match[0][1:], content)
-    body = content.rstrip()
-    starts = {
-        name[:length] for name in names for length in range(1, len(name)) if body.endswith(name[:length])
-    }
-    if not starts:
-        return content
-    at = len(body) - max(map(len, starts)) + 1
-    return content[:at] + marker + content[at:]
 
 
 CALL_FORMS = ("object", "text", "object alone", "text alone", "written")
@@ -170,10 +157,12 @@ def as_form(
     if thought and not message["content"]:
         message |= {"thinking": thought, "reasoning_content": thought}
     if form == "written":
-        pairs = [(call["function"]["name"], _as_object(call["function"]["arguments"])) for call in calls]
-        written = "" if format is None else format.write(pairs)
-        content = "\n".join(text for text in (message["content"], written) if text)
-        return {"role": message["role"], "content": content}
+        mark = _absent_character(calls)
+        functions = [call["function"] for call in calls]
+        pairs = [marked((each["name"], _as_object(each["arguments"])), mark) for each in functions]
+        written = "" if format is None else unmarked(format.write(pairs), mark)
+        parts = [text for text in (given(message["content"]), written) if text]
+        return {"role": message["role"], "content": joined("\n", parts)}
     if form.startswith("text"):
         calls = [_with_arguments(call, _as_text) for call in calls]
     elif not takes_text:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import jinja2
 
+from ondevice.chat_template.given_text import GivenText, given
+
 _MAX_ELEMENTS = 1 << 20
 _DATA = (str, bool, int, float, type(None), jinja2.Undefined)
 """Types that a template may print, alone or in containers; other values could print without bounds."""
@@ -65,8 +67,8 @@ class Meter:
     def text(self, value: object) -> str:
         """`value` as printed. Raises TemplateLimit unless it is data, whose printed length can be bounded."""
         if isinstance(value, list | tuple | dict):
-            self._charge_printed(value)
-            return str(value)
+            has_given = self._charge_printed(value)
+            return given(str(value)) if has_given else str(value)
         if not isinstance(value, _DATA):
             raise _unprintable(value)
         text = str(value)
@@ -90,18 +92,18 @@ class Meter:
                 part, indent=indent, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys
             )
 
-        self._charge_printed(value, dumps, 4 + sum(map(len, separators or ())), indent or 0)
-        return dumps(value, indent)
+        has_given = self._charge_printed(value, dumps, 4 + sum(map(len, separators or ())), indent or 0)
+        return given(dumps(value, indent)) if has_given else dumps(value, indent)
 
     def _charge_printed(
         self, value: object, printed: Callable[[object], str] = repr, between: int = 4, indent: int = 0
-    ) -> None:
-        """Charge the text that printing `value` makes, before it is made.
+    ) -> bool:
+        """Charge the text that printing `value` makes, before it is made. True if any of it was given.
 
         printed: prints a leaf. between: characters around each value. indent: characters more per level.
         """
         self.elements(value)
-        pending = [(value, 0)]
+        has_given, pending = False, [(value, 0)]
         while pending:
             item, depth = pending.pop()
             # A container's end stands on a line of its own too.
@@ -111,12 +113,14 @@ class Meter:
             elif isinstance(item, list | tuple):
                 pending += [(part, depth + 1) for part in item]
             elif isinstance(item, str):
+                has_given |= isinstance(item, GivenText)
                 self.charge(len(item), "text")
                 self.charge(len(printed(item)) - len(item), "text")
             elif isinstance(item, _DATA):
                 self.charge(len(printed(item)), "text")
             else:
                 raise _unprintable(item)
+        return has_given
 
 
 def _unprintable(value: object) -> TemplateLimit:

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from ondevice.chat_template.call_formats import CallFormat
-from ondevice.chat_template.tools import json_text
+from ondevice.chat_template import given_text
 
 INSTRUCTIONS = ("system", "developer")
 _JOINED = ("user", "assistant")
@@ -67,29 +66,6 @@ def numbered(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
     return short, [text for text in texts if text != "y"]
 
 
-def calls_as_text(messages: list[dict[str, Any]], format: CallFormat | None) -> list[dict[str, Any]]:
-    """The messages with calls written into the replies and results as a user's messages.
-
-    For templates that refuse these calls: of no result, of several at once, results of no call.
-    """
-    return joined([_plain(message, format) for message in messages])
-
-
-def _plain(message: dict[str, Any], format: CallFormat | None) -> dict[str, Any]:
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    if "tool_calls" not in message:
-        return message
-    functions = [call["function"] for call in message["tool_calls"]]
-    written = [
-        json_text({"name": each["name"], "arguments": each["arguments"]})
-        if format is None or isinstance(each["arguments"], str)
-        else format.write([(each["name"], each["arguments"])])
-        for each in functions
-    ]
-    return {"role": message["role"], "content": "\n".join(filter(None, (message["content"], *written)))}
-
-
 def _head(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The instructions that messages begin with, as one message, and the others."""
     count = next(
@@ -97,8 +73,8 @@ def _head(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[di
     )
     if count < 2:
         return messages[:count], messages[count:]
-    texts = (message["content"] for message in messages[:count])
-    return [messages[0] | {"content": _GAP.join(filter(None, texts))}], messages[count:]
+    text = _text([message["content"] for message in messages[:count]])
+    return [messages[0] | {"content": text}], messages[count:]
 
 
 def _as_user(message: dict[str, Any]) -> dict[str, Any]:
@@ -113,5 +89,10 @@ def _join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Two messages of one role as one."""
     texts = [text for text in (first["content"], second["content"]) if text]
     calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
-    content = {"content": _GAP.join(texts) if texts or not calls else first["content"]}
+    content = {"content": _text(texts) if texts or not calls else first["content"]}
     return second | first | content | ({"tool_calls": calls} if calls else {})
+
+
+def _text(texts: Sequence[str]) -> str:
+    """The texts as one, which knows that all but the gaps were given."""
+    return given_text.joined(_GAP, [given_text.given(text) for text in texts if text])

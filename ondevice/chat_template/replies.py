@@ -8,18 +8,13 @@ read as a call of a given tool is text, as the model wrote it, also where a part
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from ondevice.chat_template.call_formats import (
-    SEPARATORS,
-    Call,
-    CallFormat,
-    Tools,
-    checked_call,
-    could_be_call,
-)
+from ondevice.chat_template.call_formats import SEPARATORS, Call, CallFormat, Tools, checked_call
+from ondevice.chat_template.known_formats import FENCE, LINE_FORMS, LOOSE
 from ondevice.chat_template.partial_json import JsonScan
 from ondevice.chat_template.tools import MAX_CALLS
 
@@ -30,6 +25,7 @@ THINKING_MARKS = (
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
     ("<|channel>thought", "<channel|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
 """Pairs of marks between which models think."""
 MAX_CALL_CHARS = 1 << 18
@@ -38,6 +34,9 @@ MAX_RETRIES = 16
 """Most ends of a call that are taken for part of an argument."""
 MAX_HELD_SPACES = 256
 """Most spaces that are held back because a mark might follow, before which they would be dropped."""
+_LINE_OPENER = re.compile(r"(?:\A|(?<=\n))[ \t]*(```|(?=\{|\[\s{0,8}\{)|\[(?=\s{0,8}[A-Za-z_]))")
+"""What may begin a call without a mark, at the beginning of a line: a key of LINE_FORMS."""
+_LINE_OPENER_BEGUN = re.compile(r"(?:\A|(?<=\n))[ \t]*(`{1,2}|\[\s{0,8})\Z")
 
 
 @dataclass(frozen=True)
@@ -116,6 +115,8 @@ class MarkedReply:
     """The parser for models that mark thinking and calls in their text.
 
     Thinking stands before all of the reply. Spaces around it, and between a text and calls, are dropped.
+    Calls are read in the format of the model's template and, unless they come alone, in others that models
+    write whatever their templates say.
     """
 
     def __init__(
@@ -135,12 +136,22 @@ class MarkedReply:
         tools: what may be called, by name.
         special: ids of the special tokens, which have no text of their own, by name.
         openers: the id of the first of the marks, if it is a token.
-        calls_alone: whether marks of calls behind a text are text.
+        calls_alone: whether marks of calls behind a text are text, and so is all that isn't the format's.
         """
         self._marks, self._calls, self._tools = marks, calls, tools
         self._calls_alone = calls_alone
         self.openers = openers
-        texts = (*(marks or ()), *(calls.texts if calls else ()))
+        is_loose = calls is not None and not calls_alone
+        forms = (*((calls,) if calls else ()), *(LOOSE if is_loose else ()))
+        self._forms = {mark: form for form in reversed(forms) for mark in form.opens}
+        self._line_forms = LINE_FORMS if is_loose else {}
+        self._form: CallFormat | None = None
+        """The format of the call that is being read."""
+        self._at_line = True
+        """Whether what is held begins a line."""
+        self._in_code = False
+        """Whether the text is inside a fence that is no call."""
+        texts = (*(marks or ()), *(text for form in forms for text in form.texts))
         self._names = {token: name for name, token in special.items() if any(name in text for text in texts)}
         self._held = ""
         self._searched = self._retries = 0
@@ -215,25 +226,53 @@ class MarkedReply:
             self._held = self._held.lstrip()
             if not self._held:
                 return False
-            self._drop_spaces = False
+            self._drop_spaces, self._at_line = False, True
         if self._calls is None or not self._may_call():
             text, self._held = self._held, ""
             if text:
                 self._said = True
                 yield Piece("reply", text)
             return False
-        if self._calls.bare and not self._said and self._held.lstrip()[:1] == "{":
-            self._open("")
-            return True
-        if self._calls.bare and not self._said and not self._held.strip() and not final:
-            return False
-        text, found = self._before(self._calls.opens, final)
+        text, form, mark = self._to_call(final)
         if text:
-            self._said = True
+            self._said, self._at_line = True, _ends_line(text, self._at_line)
             yield Piece("reply", text)
-        if found:
-            self._open(found)
-        return bool(found)
+        if form is not None:
+            self._open(form, mark)
+        return bool(form or mark)
+
+    def _to_call(self, final: bool) -> tuple[str, CallFormat | None, str]:
+        """The text that is certain before the first call; its format and mark, if one begins.
+
+        Spaces before a mark belong to it. A mark without a format ends a fence, and is part of the text.
+        """
+        held = self._held
+        places = [(at, mark, form) for mark, form in self._forms.items() if (at := held.find(mark)) >= 0]
+        for found in _LINE_OPENER.finditer(held) if self._line_forms else ():
+            if (found.start() or self._at_line) and (found[1] == FENCE or not self._in_code):
+                places.append((found.start(1), found[1], self._line_forms[found[1]]))
+                break
+        kept = 0 if final else max(_beginning(held, tuple(self._forms)), self._line_kept())
+        if places:
+            at, mark, form = min(places, key=lambda place: (place[0], -len(place[1])))
+            if mark == FENCE and self._in_code:
+                self._held, self._in_code = held[at + len(mark) :], False
+                return held[: at + len(mark)], None, mark
+            if mark in self._forms or at + kept < len(held):
+                text = held[:at].rstrip()
+                self._held = held[at + len(mark) :]
+                return text, form, held[len(text) : at + len(mark)]
+        text = held[: len(held) - kept]
+        if not final:
+            bare = text.rstrip()
+            text = bare if len(text) - len(bare) <= MAX_HELD_SPACES else text
+        self._held = held[len(text) :]
+        return text, None, ""
+
+    def _line_kept(self) -> int:
+        """Number of characters at the end of what is held that a call without a mark may begin with."""
+        found = _LINE_OPENER_BEGUN.search(self._held) if self._line_forms else None
+        return len(found[1]) if found is not None and (found.start() or self._at_line) else 0
 
     def _may_call(self) -> bool:
         """Whether a call may begin here or further on."""
@@ -244,23 +283,28 @@ class MarkedReply:
         begins = any(bare.startswith(mark) or mark.startswith(bare) for mark in self._calls.opens)
         return begins and not self._said
 
-    def _open(self, mark: str) -> None:
-        self._opened, self._state = mark, "call"
+    def _open(self, form: CallFormat, mark: str) -> None:
+        self._form, self._opened, self._state = form, mark, "call"
         self._told = False
         self._searched = self._retries = 0
 
     def _call(self, final: bool) -> Generator[Piece, None, bool]:
         """The calls behind a mark. Those that are told while they are written come first."""
-        assert self._calls is not None
+        assert self._form is not None
+        form = self._form
         if (yield from self._stream(final)):
             return True
         if self._scan is not None:
             return False
-        closes, held = self._calls.closes, self._held
+        closes, held = form.closes, self._held
         at = -1 if closes is None else held.find(closes, self._searched)
         if at < 0 and not final:
             self._searched = max(0, len(held) - len(closes or ""))
-            is_text = self._calls.bare and not self._told and not could_be_call(held.lstrip())
+            is_text = (
+                form.could is not None
+                and (closes is None or not self._told)
+                and not form.could(held[self._behind_told() :], self._tools)
+            )
             if len(held) > MAX_CALL_CHARS or is_text:
                 yield from self._give_up(len(held))
                 return True
@@ -270,9 +314,9 @@ class MarkedReply:
         if self._told:
             # The list that it belongs to has been opened before.
             rest = rest.rstrip().removesuffix("]").lstrip(SEPARATORS)
-        calls = [] if self._told and not rest.strip() else self._calls.read(rest, self._tools)
+        calls = [] if self._told and not rest.strip() else form.read(rest, self._tools)
         retry = calls is None and at >= 0 and self._retries < MAX_RETRIES
-        if retry and self._calls.inside(held[:at], self._tools):
+        if retry and form.inside(held[:at], self._tools):
             # The mark stands in an argument.
             self._searched = at + 1
             self._retries += 1
@@ -316,18 +360,18 @@ class MarkedReply:
 
     def _begun(self) -> CallScan | None:
         """The call whose arguments begin next, if they do and can be told while they are written."""
-        assert self._calls is not None
-        streaming = self._calls.streaming
+        assert self._form is not None
+        streaming = self._form.streaming
         head = None if streaming is None else streaming.head.match(self._held, self._behind_told())
         name = "" if head is None else next(group for group in head.groups() if group)
         return CallScan(name, head.end()) if head is not None and name in self._tools else None
 
     def _behind_told(self) -> int:
         """The end of what belongs to the call that has just been told."""
-        assert self._calls is not None
-        if not self._told or self._calls.streaming is None:
+        assert self._form is not None
+        if not self._told or self._form.streaming is None:
             return 0
-        tail = self._calls.streaming.tail.match(self._held)
+        tail = self._form.streaming.tail.match(self._held)
         return 0 if tail is None else tail.end()
 
     def _tell(self, piece: Piece) -> Iterator[Piece]:
@@ -336,12 +380,21 @@ class MarkedReply:
             yield piece
 
     def _give_up(self, length: int) -> Iterator[Piece]:
-        """What was taken for a call is text."""
+        """What was taken for a call is text: of one without a mark no more than what it was taken for one by.
+
+        length: of what is held.
+        """
+        assert self._form is not None
         begin = 0 if self._scan is not None else self._behind_told()
         opened = "" if self._told else self._opened
+        if self._form.could is not None and self._scan is None:
+            length = begin + (not self._told and not opened.strip())
         text, self._held = opened + self._held[begin:length], self._held[length:]
+        self._in_code = opened.strip() == FENCE
+        self._drop_spaces = self._told and not text
         self._state, self._said, self._scan = "text", True, None
         if text:
+            self._at_line = _ends_line(text, self._at_line)
             yield Piece("reply", text)
 
     def _before(self, marks: tuple[str, ...], final: bool) -> tuple[str, str]:
@@ -362,6 +415,12 @@ class MarkedReply:
             text = bare if len(text) - len(bare) <= MAX_HELD_SPACES else text
         self._held = self._held[len(text) :]
         return text, ""
+
+
+def _ends_line(text: str, at_line: bool) -> bool:
+    """Whether what follows a text begins a line, but for spaces. at_line: whether the text does."""
+    _, line_feed, rest = text.rpartition("\n")
+    return not rest.strip(" \t") and (bool(line_feed) or at_line)
 
 
 def _beginning(text: str, marks: tuple[str, ...]) -> int:

@@ -24,17 +24,20 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
+from ondevice.chat_template.formatting import filled_in, percent_filled_in
+from ondevice.chat_template.given_text import GivenText, alike, concatenated, joined, made_of, replaced
 from ondevice.chat_template.meter import MessagesRefused, Meter, TemplateLimit
 
 _MAX_NODES = 12_000
 _MAX_INTEGER_BITS = 4096
 _MAX_MACRO_DEPTH = 50
+_MAX_DECIMALS = 100
 # The space makes these filter names impossible to write in a template; through `map` they do no harm.
 _TICK, _WEIGH, _CONCAT, _SLICE, _CONTAINER = "tick ", "weigh ", "concat ", "slice ", "container "
 
 _NODES = """Template Output TemplateData Const Name NSRef Getattr Getitem Slice Filter Test Compare Operand
     And Or Not Neg Pos Add Sub Mul Div FloorDiv Mod Pow Concat CondExpr List Tuple Dict Pair Keyword Call
-    For If Assign AssignBlock Macro With Break Continue"""
+    For If Assign AssignBlock FilterBlock Macro With Break Continue"""
 _ALLOWED_NODES = frozenset(_NODES.split())
 _HIDDEN_NAMES = {"self", "super", "varargs", "kwargs", "caller"}
 _STR_METHODS = """strip lstrip rstrip split rsplit splitlines partition rpartition startswith endswith
@@ -152,6 +155,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
     """The environment of one chat template. `meter` must be set before compiling and rendering."""
 
     meter: Meter
+    concat = staticmethod(concatenated)
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self) -> None:
@@ -164,7 +168,12 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
             extensions=[LoopControls, GenerationTag],
         )
         self._depth = 0
-        self.globals = {"range": safe_range, "namespace": Namespace, "raise_exception": _raise_exception}
+        self.globals = {
+            "range": safe_range,
+            "dict": lambda *pairs, **named: dict(*pairs, **named),
+            "namespace": Namespace,
+            "raise_exception": _raise_exception,
+        }
         builtin: dict[str, Any] = self.filters
         tests: dict[str, Any] = self.tests
         self.filters = {name: self._charged(builtin[name]) for name in _FILTERS.split()}
@@ -175,13 +184,18 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
             "safe": self._on_text(lambda text: text),
             "tojson": lambda value, **options: self.meter.json(value, **options),
             "join": self._join,
+            "format": lambda value, *values, **named: percent_filled_in(
+                self.meter.text(value), named or values, self.meter
+            ),
+            "round": self._round,
+            "sum": pass_context(lambda context, *values, **named: self._sum(context, *values, **named)),
             "replace": lambda value, old, new, count=-1: self._replace(
                 self.meter.text(value), old, new, count
             ),
             "indent": self._indent,
             _TICK: pass_context(lambda context, value, units: self._tick(value, units)),
             _WEIGH: self._weigh,
-            _CONCAT: lambda values: "".join([self.meter.text(value) for value in values]),
+            _CONCAT: lambda values: concatenated([self.meter.text(value) for value in values]),
             _SLICE: self._slice,
             _CONTAINER: self._container,
         }
@@ -202,17 +216,20 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return any(isinstance(obj, kind) and attr in names for kind, names in _ATTRIBUTES.items())
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Refuses `str.format`, which jinja2 guards against escapes but not against huge widths."""
-        if super().wrap_str_format(value) is not None:
-            raise SecurityError("str.format isn't allowed in a chat template")
-        return None
+        """`str.format` without attributes and huge widths, where jinja2 guards against escapes alone."""
+        if super().wrap_str_format(value) is None:
+            return None
+        if value.__name__ != "format":
+            raise SecurityError("str.format_map isn't allowed in a chat template")
+        form: str = value.__self__
+        return lambda *values, **named: filled_in(form, values, named, self.meter)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
         raise SecurityError(f"attribute {attribute!r} of {type(obj).__name__!r} is out of bounds")
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "%" and isinstance(left, str):
-            raise SecurityError("formatting with % isn't allowed in a chat template")
+            return percent_filled_in(left, right, self.meter)
         if operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
             self.meter.charge(len(left) + len(right), "text")
         elif operator == "*" and isinstance(left, str | list | tuple) and isinstance(right, int):
@@ -235,10 +252,9 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str) and name == "replace":
             return self._replace(owner, *args, **own)
-        if isinstance(owner, str) and name == "join":
-            args = ([self.meter.text(part) for part in args[0]], *args[1:])
-            self.meter.charge(len(owner) * len(args[0]), "text")
-        elif isinstance(owner, str):
+        if isinstance(owner, str) and name == "join" and len(args) == 1:
+            return self._join(args[0], owner)
+        if isinstance(owner, str):
             self.meter.charge(len(owner), "text")
         if not isinstance(__obj, Macro):
             return self._container(super().call(__context, __obj, *args, **kwargs))
@@ -257,13 +273,14 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         def charged(*args: Any, **kwargs: Any) -> Any:
             for value in args:
                 self._weigh(value)
-            return self._container(function(*args, **kwargs))
+            return self._container(_still_given(function(*args, **kwargs), args[0], made_of))
 
         return charged
 
     def _on_text(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def charged(value: Any, *args: Any, **kwargs: Any) -> Any:
-            return function(self.meter.text(value), *args, **kwargs)
+            text = self.meter.text(value)
+            return _still_given(function(text, *args, **kwargs), text, alike)
 
         return charged
 
@@ -290,17 +307,36 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
     def _join(self, values: Sequence[Any], separator: str = "") -> str:
         texts = [self.meter.text(value) for value in values]
         self.meter.charge(len(separator) * len(texts), "text")
-        return separator.join(texts)
+        return joined(separator, texts)
+
+    def _round(self, value: Any, precision: int = 0, method: str = "common") -> Any:
+        if not isinstance(precision, int) or abs(precision) > _MAX_DECIMALS:
+            raise TemplateLimit(f"it rounds to {precision} decimals; the limit is {_MAX_DECIMALS}")
+        return jinja2.filters.do_round(value, precision, method)  # type: ignore[arg-type]
+
+    def _sum(self, context: Any, values: Any, attribute: str | None = None, start: Any = 0) -> Any:
+        if attribute is not None:
+            values = map(jinja2.filters.make_attrgetter(self, attribute), values)
+        for value in values:
+            self.meter.charge(1)
+            start = self.call_binop(context, "+", start, value)
+        return start
 
     def _replace(self, text: str, old: str, new: str, count: int = -1) -> str:
         found = text.count(old) if count is None or count < 0 else min(count, text.count(old))
         self.meter.charge(len(text) + found * len(new), "text")
-        return text.replace(old, new, -1 if count is None else count)
+        return replaced(text, old, new, -1 if count is None else count)
 
     def _indent(self, value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
         text, margin = self.meter.text(value), len(width) if isinstance(width, str) else width
         self.meter.charge(max(0, margin) * (text.count("\n") + 1), "text")
-        return str(jinja2.filters.do_indent(text, width, first, blank))
+        return made_of(str(jinja2.filters.do_indent(text, width, first, blank)), text)
+
+
+def _still_given(result: Any, source: Any, made: Callable[[str, str], str]) -> Any:
+    """A filter's result, with what `made` says of a text that it was made of."""
+    is_plain = isinstance(result, str) and not isinstance(result, GivenText)
+    return made(result, source) if is_plain and isinstance(source, str) else result
 
 
 def _raise_exception(message: object) -> None:

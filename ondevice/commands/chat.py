@@ -29,6 +29,7 @@ from ondevice.settings import (
     PROMPT_CACHE_OPTIONS,
     RUNTIME_OPTIONS,
     SAMPLING_OPTIONS,
+    TEMPLATE_OPTIONS,
     sampling_config,
     with_model_defaults,
 )
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 )
 @option("--no-think", is_flag=True, help="The model shall not think before it replies, or little if it must.")
 @constraint_options
-@add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS, PROMPT_CACHE_OPTIONS)
+@add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS, PROMPT_CACHE_OPTIONS, TEMPLATE_OPTIONS)
 @hosts_option()
 @yes_option
 @click.pass_context

@@ -64,6 +64,12 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Delete the source, a GGUF file with all its parts, once the bundle is verified.",
 )
+@option(
+    "--chat-template",
+    metavar="FILE",
+    shell_complete=complete_path,
+    help="File with a Jinja template to take in place of the model's own.",
+)
 @option("--yes", "-y", is_flag=True, help="Download without asking.")
 @click.pass_context
 def convert(
@@ -81,6 +87,7 @@ def convert(
     offline: bool,
     keep_source: bool,
     remove_source: bool,
+    chat_template: str | None,
     yes: bool,
 ) -> None:
     """Turn a checkpoint into a bundle.
@@ -113,7 +120,9 @@ def convert(
     removable = removable_source(source) if remove_source else None
     take_interrupts()
     kept = keep_source or rounds
-    with conversion.prepare(source, output, quant, offline=offline, keep_source=kept) as prepared:
+    with conversion.prepare(
+        source, output, quant, offline=offline, keep_source=kept, chat_template=chat_template or None
+    ) as prepared:
         implied = rounds and not keep_source
         _agree(prepared, trains=content is not None, keeps=implied, resume=resume, force=force, yes=yes)
         path = _converted(prepared, content, random_text, resume=resume, force=force)

@@ -18,7 +18,7 @@ from ondevice.commands.terminal import say
 from ondevice.config import RuntimeConfig
 from ondevice.errors import BackendUnavailableError, UsageError
 from ondevice.serve.config import ServeConfig
-from ondevice.settings import PROMPT_CACHE_OPTIONS, RUNTIME_OPTIONS, SHARING_OPTIONS
+from ondevice.settings import PROMPT_CACHE_OPTIONS, RUNTIME_OPTIONS, SHARING_OPTIONS, TEMPLATE_OPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,7 +70,7 @@ PACKAGES = ("starlette", "uvicorn")
 @option("--ssl-certfile", type=Text(), default="", show_default=False, help="TLS certificate; serves https.")
 @option("--ssl-keyfile", type=Text(), default="", show_default=False, help="The certificate's key.")
 @option("--ssl-keyfile-password", type=Text(), default="", show_default=False, help="The key's password.")
-@add_options(RUNTIME_OPTIONS, PROMPT_CACHE_OPTIONS, SHARING_OPTIONS)
+@add_options(RUNTIME_OPTIONS, PROMPT_CACHE_OPTIONS, SHARING_OPTIONS, TEMPLATE_OPTIONS)
 @hosts_option()
 @yes_option
 def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) -> None:
@@ -138,12 +138,14 @@ def _log_plan(resolved: ResolvedModel) -> None:
 
 
 def _facts(resolved: ResolvedModel) -> ModelFacts:
+    from ondevice.chat_template import decoded, read_template
     from ondevice.host import text_tokenizer
     from ondevice.serve.server import facts_of
 
-    tokenizer = text_tokenizer(resolved)
+    tokenizer, file = text_tokenizer(resolved), resolved.runtime.chat_template
     context = resolved.plan.max_context
-    return facts_of(resolved.bundle.name, resolved.bundle, resolved.frugal.plan, tokenizer, context)
+    facts = facts_of(resolved.bundle.name, resolved.bundle, resolved.frugal.plan, tokenizer, context)
+    return replace(facts, template=decoded(read_template(file))) if file else facts
 
 
 def _budget_of_all() -> int:

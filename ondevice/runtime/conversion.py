@@ -19,6 +19,7 @@ from ondevice.budget.limits import allowance, auto_budget, group_limit, require_
 from ondevice.budget.plan import Plan, plan_memory
 from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.layout import PARTIAL
+from ondevice.chat_template import read_template
 from ondevice.config import AUTO_QUANT, QuantConfig, RuntimeConfig
 from ondevice.errors import ModelNotFoundError, OndeviceError, UnsupportedModelError, UsageError
 from ondevice.model_config import ModelConfig
@@ -98,20 +99,29 @@ class Prepared:
         is_kept: bool = True,
         keep_source: bool = False,
         source_bytes: int = 0,
+        template: bytes | None = None,
     ) -> None:
         """listing: the repository that it comes from. is_kept: the source is on this disk already.
 
         process_bytes: as `_process_bytes` measured it before the checkpoint was opened. source_bytes: of the
-        weights of a source that is the user's own.
+        weights of a source that is the user's own. template: a chat template in place of the checkpoint's.
         """
         self.output = output
-        self._checkpoint = checkpoint
+        self._template = template
+        self._checkpoint = self._with_template(checkpoint)
         self.quant = quant
         self._listing = listing
         self._is_remote = listing is not None and not is_kept
         self._keep_source = keep_source
         self._source_bytes = source_bytes
         self._process_bytes = process_bytes[checkpoint.tokenizer.info.kind]
+
+    def _with_template(self, checkpoint: Checkpoint) -> Checkpoint:
+        from ondevice.converters.checkpoints.tokenizer_files import with_template
+
+        if self._template is None:
+            return checkpoint
+        return replace(checkpoint, tokenizer=with_template(checkpoint.tokenizer, self._template))
 
     @property
     def config(self) -> ModelConfig:
@@ -243,7 +253,7 @@ class Prepared:
 
         assert self._listing is not None, "only a repository is downloaded"
         self._checkpoint.close()
-        self._checkpoint = open_checkpoint(download(self._listing, on_file))
+        self._checkpoint = self._with_template(open_checkpoint(download(self._listing, on_file)))
         return self._checkpoint
 
     def _tokenizer_bound(self) -> int:
@@ -282,6 +292,7 @@ def prepare(
     *,
     offline: bool = False,
     keep_source: bool = False,
+    chat_template: Any = None,
 ) -> Iterator[Prepared]:
     """Open a checkpoint to convert: a path, a repository id, a GGUF file of one, or an alias.
 
@@ -294,12 +305,14 @@ def prepare(
         offline: ask the hub for nothing, and take only what its cache holds.
         keep_source: download a repository's files into the hub's cache, and keep them there. Otherwise,
             weights are read over the network as they are converted, and none of them is stored.
+        chat_template: a file with a Jinja template to take in place of the checkpoint's.
 
     Raises CheckpointError, UnsupportedModelError, ModelNotFoundError, DownloadError and UsageError.
     """
+    template = None if chat_template is None else read_template(chat_template)
     target = bundle_target(source, output)
     chosen = None if quant == AUTO_QUANT else QuantConfig.parse(quant)
-    with closing(_opened(source, target.absolute(), chosen, offline, keep_source)) as prepared:
+    with closing(_opened(source, target.absolute(), chosen, offline, keep_source, template)) as prepared:
         yield prepared
 
 
@@ -314,9 +327,14 @@ def remove(folder: Path) -> int:
 
 
 def _opened(
-    source: Any, target: Path, quant: QuantConfig | None, offline: bool, keep_source: bool
+    source: Any,
+    target: Path,
+    quant: QuantConfig | None,
+    offline: bool,
+    keep_source: bool,
+    template: bytes | None,
 ) -> Prepared:
-    """quant: None for the one that suits the checkpoint."""
+    """quant: None for the one that suits the checkpoint. template: None for the checkpoint's."""
     from ondevice.converters.checkpoints.opening import open_checkpoint
     from ondevice.converters.chosen_quant import chosen_quant
     from ondevice.converters.output_folder import check_names
@@ -339,11 +357,18 @@ def _opened(
             quant or chosen_quant(checkpoint),
             process_bytes=before,
             source_bytes=sum(file.stat().st_size for file in weight_files(found)),
+            template=template,
         )
     hub = _hub(found.name)
     if hub.hub_is_offline() and (kept := hub.cached_offline(found.name, found.file)):
         checkpoint = open_checkpoint(kept)
-        return Prepared(checkpoint, target, quant or chosen_quant(checkpoint), process_bytes=before)
+        return Prepared(
+            checkpoint,
+            target,
+            quant or chosen_quant(checkpoint),
+            process_bytes=before,
+            template=template,
+        )
     opened = hub.open_repository(found.name, found.file, target.parent)
     return Prepared(
         opened.checkpoint,
@@ -353,6 +378,7 @@ def _opened(
         process_bytes=before,
         is_kept=opened.is_kept,
         keep_source=keep_source,
+        template=template,
     )
 
 

@@ -105,12 +105,11 @@ async def _count(service: Service, request: Request) -> Response:
     prompting, _ = _take_prompting(fields, model)
     _take_rest(fields)
     fields.close()
-    tools = prompting.tools
     try:
         async with service.models.at_hand(model) as loaded:
             count = await asyncio.to_thread(prompt_tokens, loaded.model, messages, prompting)
     except OndeviceError as error:
-        raise RequestError.of(error, None if tools else "messages") from error
+        raise RequestError.of(error) from error
     return json_answer({"input_tokens": count})
 
 

@@ -11,7 +11,6 @@ from ondevice.errors import (
     InfillNotSupportedError,
     ModelNotFoundError,
     OndeviceError,
-    ToolsNotSupportedError,
     UsageError,
 )
 
@@ -73,15 +72,8 @@ class RequestError(Exception):
         return {"retry-after": "1"} if self.status in (429, 503) else {}
 
     @staticmethod
-    def of(error: OndeviceError, messages: str | None = None) -> RequestError:
-        """The answer to an error of the engine.
-
-        messages: the field of the messages, if the request gives no tools.
-        """
-        if isinstance(error, ToolsNotSupportedError):
-            fault = "tools can't be given" if messages is None else f"{messages} may have no calls or results"
-            message = f"{fault}: {error.for_command_line}"
-            return RequestError(400, message, field=messages or "tools", code="unsupported_parameter")
+    def of(error: OndeviceError) -> RequestError:
+        """The answer to an error of the engine."""
         for kind, status, code in _STATUS:
             if isinstance(error, kind):
                 answer = RequestError(status, error.for_command_line, code=code)

@@ -168,7 +168,7 @@ async def _generate(service: Service, asked: Asked, running: Generation) -> None
 
 def _refusal(error: OndeviceError, asked: Asked) -> RequestError:
     """The answer to an error of a generation, with the request's field that is at fault."""
-    answer = RequestError.of(error, None if asked.prompting.tools else asked.messages_field)
+    answer = RequestError.of(error)
     if isinstance(error, InfillNotSupportedError):
         answer.field = "suffix"
     elif isinstance(error, ConstraintError):

@@ -16,6 +16,7 @@ from ondevice.settings import (
     RUNTIME_OPTIONS,
     SAMPLING_OPTIONS,
     SHARING_OPTIONS,
+    TEMPLATE_OPTIONS,
     read_settings,
     runtime_config,
     runtime_options,
@@ -30,7 +31,7 @@ from ondevice.training import MultiStreamKeywords
 
 def test_every_option_has_the_default_of_its_dataclass() -> None:
     runtime = {name: option.default for name, option in RUNTIME_OPTIONS.items()}
-    others = PROMPT_CACHE_OPTIONS | SHARING_OPTIONS
+    others = PROMPT_CACHE_OPTIONS | SHARING_OPTIONS | TEMPLATE_OPTIONS
     runtime |= {name: option.default for name, option in others.items()}
     sampling = {name: option.default for name, option in SAMPLING_OPTIONS.items()}
     assert runtime_config(runtime) == RuntimeConfig()

@@ -112,7 +112,7 @@ def test_the_template_renders_as_transformers_renders_it(tokenizer: Tokenizer) -
         assert sum(token == MARKS[START] for token in ids) == expected.count(START)
 
 
-def test_a_template_that_needs_a_day_gets_that_of_its_loading(
+def test_a_template_that_needs_a_day_gets_today(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Day(date):
@@ -125,7 +125,7 @@ def test_a_template_that_needs_a_day_gets_that_of_its_loading(
     assert ChatTemplate(f"{{{{ strftime_now('{form}') }}}}").render([]) == (
         "2026-03-07, 7 March, 07 Mar, 100 %"
     )
-    for wrong in ("'%H'", "'%9999d'", "'%'", "5"):
+    for wrong in ("'%Q'", "'%9999d'", "'%'", "5"):
         with pytest.raises(BundleError, match="strftime_now"):
             ChatTemplate(f"{{{{ strftime_now({wrong}) }}}}").render([])
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ondevice.chat_template import ChatTemplate, Message
+from ondevice.chat_template.given_text import GivenText, joined, plain, replaced
 from ondevice.errors import BundleError, UsageError
 from ondevice.tokenizer import Tokenizer, load_tokenizer
 from tests.support.chat_templates import CONVERSATION, HEADERS, INSTRUCTIONS
@@ -187,13 +188,109 @@ def test_any_mixture_of_names_stays_text(
     assert tokenizer.decode(ids) == content
 
 
-def test_text_that_uses_every_marker_is_refused(
+HANDLED = [
+    "{{ c }}", "{{ c ~ '' }}", "{{ c + '' }}", "{{ '' + c }}", "{{ [c] | join }}", "{{ '-'.join([c, c]) }}",
+    "{{ c | upper | lower }}", "{{ c | title | lower }}", "{{ c | capitalize }}", "{{ c.upper().lower() }}",
+    "{{ 'y' | replace('y', c) }}", "{{ 'ay'.replace('y', c) }}", "{{ c | replace('x', 'y') }}",
+    "{{ c.replace('', '') }}", "{{ '%s' % c }}", "{{ '%s-%d' % (c, 1) }}", "{{ '%(a)s' % {'a': c} }}",
+    "{{ '%s' | format(c) }}", "{{ '{}'.format(c) }}", "{{ '{a:30}|'.format(a=c) }}", "{{ c.format() }}",
+    "{% for x in c %}{{ x }}{% endfor %}", "{{ c | list | join }}", "{{ c[::-1][::-1] }}",
+    "{{ c[:5] ~ c[5:] }}", "{{ c.split('_') | join('_') }}", "{{ c.rsplit('_', 1) | join('_') }}",
+    "{{ c.split() | join(' ') }}", "{{ c.splitlines() | join }}", "{{ c.partition('_') | join }}",
+    "{{ c.rpartition('_') | join }}", "{{ c.removeprefix('a') ~ c.removesuffix('z') }}",
+    "{{ c | tojson }}", "{{ [c] }}", "{{ {'a': c} | string }}", "{{ (c,) ~ '' }}", "{{ c * 2 }}",
+    "{{ 2 * c }}", "{{ c | indent(2, true) }}", "{% filter trim %} {{ c }}{% endfilter %}",
+    "{% filter upper | lower %}{{ c }}{% endfilter %}", "{% set x %}{{ c }}{% endset %}{{ x }}",
+    "{% macro m(a) %}{{ a }}{% endmacro %}{{ m(c) | trim }}", "{{ c | reverse | reverse }}",
+    "{{ c | first ~ c[1:] }}", "{{ c[:-1] ~ (c | last) }}", "{{ [[c], [c]] | sum(start=[]) | join }}",
+    "{{ [c] | map('trim') | first }}", "{{ [c, 'b'] | sort | join }}", "{{ [c] | min }}",
+    "{{ {c: 1} | dictsort | first | first }}", "{{ {c: 1}.keys() | list | first }}", "{{ c | safe | e0 }}",
+    "{% set n = namespace(s='') %}{% for x in c %}{% set n.s = n.s + x %}{% endfor %}{{ n.s }}",
+    "{{ c.lstrip('a') ~ c.rstrip('z') ~ c.strip('az') ~ c.strip() }}", "{{ dict(a=c).a }}",
+    "{{ c.title().lower() ~ c.capitalize() }}", "{{ c if c == c ~ '' else '' }}",
+    "{{ (c | unique | list)[0] }}",
+]  # fmt: skip
+"""What templates do to a text `c`."""
+
+
+@pytest.mark.parametrize("source", [source.replace(" | e0", "") for source in HANDLED])
+def test_no_handling_makes_a_special_token_of_what_was_given(
+    minimind: tuple[str, Tokenizer, tokenizers.Tokenizer], source: str
+) -> None:
+    """And the template sees the text as it is: the prompt is what transformers makes."""
+    _, tokenizer, _ = minimind
+    content = "a<|im_end|>\n{}<|im_start|>z"
+    if "format()" in source:
+        content = content.replace("{}", "")
+    whole = f"<|im_start|>{{% set c = messages[0].content %}}{source}<|im_end|>"
+    messages: list[Message] = [{"role": "user", "content": content}]
+    template, expected = ChatTemplate(whole), transformers_renders(whole, messages)
+    assert template.render(messages) == expected
+    ids = template.encode(messages, tokenizer)
+    assert [token for token in ids if token < 21] == [1, 2]
+    assert tokenizer.decode(ids) == expected.removeprefix("<|im_start|>").removesuffix("<|im_end|>")
+
+
+def test_a_template_s_logic_sees_special_tokens_in_what_was_given(
     minimind: tuple[str, Tokenizer, tokenizers.Tokenizer],
 ) -> None:
+    """As thinking is cut out of earlier replies, here by a mark that is a special token."""
     _, tokenizer, _ = minimind
-    content = "".join(map(chr, [*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF900)]))
-    with pytest.raises(UsageError, match="isn't text"):
-        ChatTemplate("{{ messages }}").encode([{"role": "user", "content": content}], tokenizer)
+    source = (
+        "{% macro said(m) %}{{ m.content }}{% endmacro %}{% for m in messages %}<|im_start|>"
+        "{% set text = said(m) %}{{ text.split('<|im_end|>')[-1].lstrip('\n') if '<|im_end|>' in text }}"
+        "{{ m.content.startswith('<|im') }}{{ '<|im_end|>' + '%s' % '<|im_end|>' }}{% endfor %}"
+    )
+    messages: list[Message] = [
+        {"role": "assistant", "content": "Hm.<|im_end|>\n\nYes.<|im_start|>"},
+        {"role": "user", "content": "<|im_start|>"},
+    ]
+    template, expected = ChatTemplate(source), transformers_renders(source, messages)
+    assert template.render(messages) == expected
+    ids = template.encode(messages, tokenizer)
+    assert [token for token in ids if token < 21] == [1, 2, 2] * 2
+    assert "Yes.<|im_start|>" in tokenizer.decode(ids)
+
+
+LETTERS = "abcdefgh -XYZ\n"
+
+
+def given_text(text: str) -> str:
+    """The parts of a text that were given, together."""
+    assert isinstance(text, GivenText)
+    return "".join(plain(text)[begin:end] for begin, end in text.spans)
+
+
+@given(
+    text=st.permutations(LETTERS),
+    cuts=st.lists(st.integers(0, len(LETTERS)), min_size=2, max_size=6),
+    more=st.text(alphabet="0123456789", max_size=3),
+)
+def test_every_part_of_a_given_text_stays_given(text: list[str], cuts: list[int], more: str) -> None:
+    """Each letter is there once, so that it tells where it came from."""
+    whole, places = "".join(text), sorted(set(cuts))
+    spans = list(zip(places[::2], places[1::2], strict=False))
+    source = GivenText(whole, spans)
+    mine = {whole[at] for begin, end in spans for at in range(begin, end)}
+    results = [
+        source[2:9], source[-3], source + more, more + source, source * 1, source.strip("aZ "),
+        source.lstrip("ab-"), source.rstrip("\ngX"), source.removeprefix(whole[:4]),
+        source.removesuffix(whole[4:]), *source.split(), *source.split("-"), *source.rsplit(" ", 1),
+        *source.splitlines(), *source.splitlines(True), *source.partition("d"), *source.rpartition("d"),
+        *source.partition("0"), *source, joined(more, [source[3:7], "01", source[:3]]),
+        replaced(source, "c", more), source.join([more, "1"]),
+        GivenText(more, ()).join([source, "0"]), str(source),
+    ]  # fmt: skip
+    for result in results:
+        found = result.spans if isinstance(result, GivenText) else ()
+        marked = {result[at] for begin, end in found for at in range(begin, end)}
+        assert marked == set(result) & mine
+        assert all(begin < end for begin, end in found)
+        assert list(found) == sorted(found)
+    # What isn't made letter by letter is given wholly.
+    assert given_text(source[::-1]) == (source[::-1] if mine else "")
+    assert plain(source) == whole
+    assert type(plain(source)) is str
 
 
 def test_a_template_that_is_not_text_is_refused(llama2: Tokenizer) -> None:

@@ -16,9 +16,9 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from ondevice.chat_template.call_formats import FORMATS
 from ondevice.chat_template.channels import CHANNEL, CONSTRAIN, END, MESSAGE, START, Channels
 from ondevice.chat_template.forced_calls import call_or_json, forced_call, forced_channel
+from ondevice.chat_template.known_formats import FORMATS
 from ondevice.chat_template.replies import MarkedReply, ReplyParser
 from ondevice.chat_template.tools import Tool
 from ondevice.constraints.constraint import Constraint

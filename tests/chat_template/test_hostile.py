@@ -7,6 +7,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import date, datetime
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,9 @@ HOSTILE = {
     "class by map": ("{{ [''] | map(attribute='__class__') | list }}", "__class__"),
     "class by sort": ("{{ ['', ''] | sort(attribute='__class__') }}", "__class__"),
     "class by format": ("{{ '{0.__class__}'.format('') }}", "str.format"),
-    "class by indirect format": ("{{ ['{0.__class__}'] | map('format', '') | list }}", "format"),
-    "format filter": ("{{ '%s' | format('x') }}", "No filter named 'format'"),
+    "item by format": ("{{ '{0[0]}'.format(['']) }}", "str.format"),
+    "class by a conversion": ("{{ '{!r:.{n}}'.format('', n=5) }}", "str.format"),
+    "class by indirect format": ("{{ ['{0.__class__}'] | map('format', '') | list }}", "too many values"),
     "globals of a function": ("{{ raise_exception.__globals__ }}", "__globals__"),
     "globals of a macro": ("{% macro m() %}{% endmacro %}{{ m._func.__globals__ }}", "_func"),
     "self": ("{{ self.__init__.__globals__ }}", "`self` isn't allowed"),
@@ -66,7 +68,21 @@ HOSTILE = {
     "exponent by steps": (doubling("10", "n.x * n.x"), "bits"),
     "float exponent": ("{{ 10.0 ** 400 }}", "OverflowError"),
     "width of %": ("{{ '%1000000000d' % 1 }}", "formatting with %"),
+    "width of % by name": ("{{ '%(a)01000000000d' % {'a': 1} }}", "formatting with %"),
+    "decimals of %": ("{{ '%.1000000000f' % 1.5 }}", "formatting with %"),
+    "width of the format filter": ("{{ '%1000000000s' | format('x') }}", "formatting with %"),
     "width of format": ("{{ '{:>1000000000}'.format('') }}", "str.format"),
+    "width of format by format": ("{{ '{:>{w}}'.format('', w=10**9) }}", "str.format"),
+    "decimals of format": ("{{ '{:.1000000000f}'.format(1.5) }}", "str.format"),
+    "text by format": (doubling("'aa'", "'{0}{0}'.format(n.x)"), "too much text"),
+    "text by %": (doubling("'aa'", "'%s%s' % (n.x, n.x)"), "too much text"),
+    "text by a filter block": (
+        doubling("'aa'", "n.x") + MEGA + MANY + "{% filter upper %}{{ s }}{% endfilter %}" + END,
+        "too much text",
+    ),
+    "list by sum": (doubling("[1]", "[n.x, n.x] | sum(start=[])"), "too much|nests|seconds"),
+    "decimals of round": ("{{ 1 | round(10**9, 'ceil') }}", "limit is 100"),
+    "sum of a text": ("{{ (['a' * 1000000] * 100) | sum(start='') }}", "too much text"),
     "width of format_map": ("{{ '{a:>1000000000}'.format_map({'a': ''}) }}", "str.format"),
     "width of center": ("{{ ''.center(1000000000) }}", "center"),
     "width of indent": ("{{ ('a\n' * 1000) | indent(10**8) }}", "too much text"),
@@ -177,7 +193,7 @@ def test_hostile_templates_end_in_a_typed_error(name: str, monkeypatch: pytest.M
     monkeypatch.setattr(ondevice.chat_template, "MAX_SECONDS", 1.0)
     source, message = HOSTILE[name]
     start = time.monotonic()
-    refusal = f"(?s)({message}|runs for more than 1 seconds).*; put another chat_template.jinja into"
+    refusal = f"(?s)({message}|runs for more than 1 seconds).*; give another with chat_template FILE"
     with growing_at_most(192 << 20), pytest.raises(BundleError, match=refusal):
         ChatTemplate(source).render(CONVERSATION)
     assert time.monotonic() - start < 15.0
@@ -208,9 +224,15 @@ def test_any_other_template_renders_or_is_refused(fragments: list[str]) -> None:
             continue
 
 
-def test_there_is_no_clock() -> None:
-    source = "{{ strftime_now('%Y') if strftime_now is defined else '26 Jul 2024' }}"
-    assert ChatTemplate(source).render([]) == "26 Jul 2024"
+def test_the_clock_has_the_day_alone() -> None:
+    """In English, whatever the machine's language, with what else Python's `strftime` knows."""
+    source = "{{ strftime_now(form) if strftime_now is defined else '26 Jul 2024' }}"
+    for form in ("%d %b %Y", "%A, %B %-d, %Y", "%a %y-%m-%e day %j of week %w %u", "%F %H:%M:%S %I %p %T%%"):
+        for day in (date(2024, 7, 6), date(2026, 12, 31)):
+            template = ChatTemplate(source.replace("form", repr(form), 1), day=day)
+            assert template.render([]) == datetime(day.year, day.month, day.day).strftime(form)
+    before = date.today()
+    assert before.isoformat() <= ChatTemplate("{{ strftime_now('%F') }}").render([]) <= str(date.today())
 
 
 def test_templates_above_the_size_limit_are_not_parsed() -> None:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ondevice.chat_template.call_formats import FORMATS, CallFormat
+from ondevice.chat_template.call_formats import CallFormat
+from ondevice.chat_template.known_formats import FORMATS
 from ondevice.chat_template.replies import (
     MAX_CALL_CHARS,
     MAX_HELD_SPACES,
@@ -105,6 +106,64 @@ WRITTEN: list[tuple[str, str, str, list[Any]]] = [
     ("llama", f" {NOW}; {NOW}", "", [("now", {}), ("now", {})]),
     ("llama", f"<|python_tag|>{NOW}", "", [("now", {})]),
     ("llama", '{"type": "function", "function": {"name": "now"}}', "", [("now", {})]),
+    ("llama", f"{NOW} Done.", "Done.", [("now", {})]),
+    (
+        "seed",
+        "Hm.<seed:tool_call>\n<function=weather>\n<parameter=city>Oslo</parameter>\n<parameter=days>3</parameter>"
+        "\n</function>\n</seed:tool_call>",
+        "Hm.",
+        [WEATHER],
+    ),
+    (
+        "lfm2",
+        '<|tool_call_start|>[weather(city="Oslo", days=3), now()]<|tool_call_end|>',
+        "",
+        [WEATHER, ("now", {})],
+    ),
+    (
+        "lfm2",
+        '<|tool_call_start|>[now(a=["<|tool_call_end|>"])]',
+        "",
+        [("now", {"a": ["<|tool_call_end|>"]})],
+    ),
+    ("lfm2", f"<|tool_call_start|>[{BARE}]<|tool_call_end|>Wait.", "Wait.", [WEATHER]),
+    (
+        "kimi",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+        '{"city": "Oslo", "days": 3}<|tool_call_end|><|tool_calls_section_end|>',
+        "",
+        [WEATHER],
+    ),
+    (
+        "command",
+        '<|START_ACTION|>[\n {"tool_call_id": "0", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>',
+        "",
+        [("now", {})],
+    ),
+    ("nemotron", f"<TOOLCALL>[{BARE}, {NOW}]</TOOLCALL>", "", [WEATHER, ("now", {})]),
+    ("tool-calls", f"Yes.\n<tool_calls>[{NOW}]</tool_calls>", "Yes.", [("now", {})]),
+    # What models write whatever their template says.
+    ("mistral", f"Yes:\n{BARE}\n{NOW}\nSo.", "Yes:So.", [WEATHER, ("now", {})]),
+    ("hermes", f"[{NOW},\n {BARE}]\n", "", [("now", {}), WEATHER]),
+    ("hermes", '{"arguments": {}, "name": "now"}', "", [("now", {})]),
+    ("hermes", f"{{{NOW}", "", [("now", {})]),
+    ("hermes", f"<tool_call>\n{{{BARE}}}\n</tool_call>", "", [WEATHER]),
+    ("mistral", '{{"arguments": {}, "name": "now"}}', "", [("now", {})]),
+    ("hermes", f"a\n\n```json\n{BARE}\n```\nb", "ab", [WEATHER]),
+    ("hermes", f"```\n[{NOW}]", "", [("now", {})]),
+    ("hermes", '```json\n{"name": "now", "arguments": {"a": "```\\n"}}\n```', "", [("now", {"a": "```\n"})]),
+    ("hermes", "```tool_code\nnow(a=1)\n```", "", [("now", {"a": 1})]),
+    ("hermes", "x\n [weather('Oslo', days=3)]y", "xy", [WEATHER]),
+    ("hermes", "[now(a=[1], b=']')]", "", [("now", {"a": [1], "b": "]"})]),
+    ("hermes", "```py\n```\n[now()]", "```py\n```", [("now", {})]),
+    ("deepseek", '<function=now>{"a": "</function>"}</function>', "", [("now", {"a": "</function>"})]),
+    ("phi", f"<tools>{NOW}</tools>", "", [("now", {})]),
+    (
+        "glm",
+        "<function=weather><parameter=city>Oslo</parameter></function>",
+        "",
+        [("weather", {"city": "Oslo"})],
+    ),
 ]
 
 # What is no call stays as it is.
@@ -131,6 +190,19 @@ TEXTS: list[tuple[str, str]] = [
     ("llama", '{"answer": 42}'),
     ("llama", '{"name": "Bob"}'),
     ("llama", 'x {"name": "now", "parameters": {}}'),
+    ("hermes", f"Say {NOW}"),
+    ("hermes", '{"name": "other", "arguments": {}}\n[other()]\n```json\n{"name": "other"}\n```'),
+    ("hermes", '{"name": "now"\n{"x": 1}\n[ [1]\n]'),
+    ("hermes", "```json\n{}\n```\n```\nnow\n```"),
+    ("hermes", f"```python\n{NOW}\n[now()]\n```\n```json\nx"),
+    ("hermes", "[now](a) [now]\n[now(a=b)]\n[now(a=1]"),
+    ("hermes", "``` [`` [\n["),
+    ("lfm2", "<|tool_call_start|>[other()]<|tool_call_end|>"),
+    ("lfm2", "<|tool_call_start|>[weather(1, 2, 3)]<|tool_call_end|>"),
+    ("lfm2", "<|tool_call_start|>[now(a=" + "[" * 500 + "<|tool_call_end|>"),
+    ("lfm2", "<|tool_call_start|>[now(a=" + "9" * 6000 + ")]<|tool_call_end|>"),
+    ("kimi", "<|tool_calls_section_begin|>x<|tool_calls_section_end|>"),
+    ("command", "<|START_ACTION|>[]<|END_ACTION|>"),
 ]
 
 
@@ -309,7 +381,10 @@ def test_what_stands_behind_arguments_belongs_to_the_call(tail: str) -> None:
 
 MARKS = sorted({text for form in FORMATS for text in form.texts} | {*THINK})
 PIECES = st.sampled_from(
-    [*MARKS, BARE, NOW, "{", "}", "[", '"', "\\", "<", "now", "\n", " ", "<function=now>", "x"]
+    [
+        *(*MARKS, BARE, NOW, "{", "}", "[", "]", '"', "\\", "<", "now", "\n", " ", "<function=now>", "x"),
+        *("\n" + BARE, "\n```json\n", "```", "\n[now(", "a=1", ")", ", "),
+    ]
 )
 
 

@@ -13,10 +13,9 @@ from ondevice.chat_template import ChatTemplate, abilities
 from ondevice.chat_template.channels import CHANNEL, END, MESSAGE, START, Channels
 from ondevice.chat_template.replies import MarkedReply, Piece
 from ondevice.chat_template.tools import MAX_DEPTH, MAX_TOOLS, PromptOptions, Tool, ToolCall
-from ondevice.errors import ToolsNotSupportedError, UsageError
+from ondevice.errors import UsageError
 from ondevice.session import Session
 from ondevice.tokenizer import Tokenizer, load_tokenizer
-from tests.chat_template.test_channels import TEMPLATE as HARMONY
 from tests.chat_template.test_channels import ScriptedHost, spoken, tokenizer  # noqa: F401
 from tests.chat_template.test_chat_template import minimind, transformers_renders  # noqa: F401
 from tests.chat_template.test_replies import check_streamed
@@ -124,13 +123,53 @@ def test_special_tokens_may_be_called_as_parts_of_messages_are(tmp_path: Path) -
     assert tokens.special_tokens["city"] not in ids
 
 
-@pytest.mark.parametrize("source", ["{{ messages[0].content }}", "{{ messages[0].content }}{{ tools }}"])
-def test_tools_that_a_template_has_no_place_for_are_refused(source: str) -> None:
+ALTERNATING = """\
+{%- for m in messages %}
+    {%- if m.role not in ('user', 'assistant') %}{{ raise_exception('no ' + m.role) }}{% endif %}
+    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}
+    {{- '<' + m.role + '>' + m.content }}
+{%- endfor %}
+"""
+PLAINLY = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("source", [None, ALTERNATING, PLAINLY, PLAINLY + "{{ tools }}"])
+def test_tools_that_a_template_has_no_place_for_come_as_text(
+    source: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the instructions, or, where there are none, before what the user says first."""
     template = ChatTemplate(source)
     assert not template.takes_tools
-    for messages, options in ((TALK[:1], OPTIONS), (TALK, PromptOptions())):
-        with pytest.raises(ToolsNotSupportedError, match="can't call tools"):
-            template.render(messages, options=options)
+    first = [{"role": "system", "content": "Be brief."}, TALK[0]]
+    for messages in (TALK[:1], first):
+        text = template.render(messages, options=OPTIONS)
+        assert text.count(json.dumps(WEATHER.to_dict()["function"])) == 1
+        assert '{"name": "NAME", "arguments": {"KEY": "VALUE"}}' in text
+        assert text.index("The weather") < text.index("Hi")
+        assert ("Be brief." in text) == (messages is first)
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    text = template.render([*TALK, {"role": "user", "content": "And now?"}], options=OPTIONS)
+    assert text.index(call) < text.index("<tool_response>\n9 C\n</tool_response>\nAnd now?")
+    parser = template.reply_parser(OPTIONS)
+    pieces = [*parser.take(1, f"Let me see.\n{call}"), *parser.finish()]
+    assert [piece.call for piece in pieces if piece.call] == [("weather", {"city": "Oslo"})]
+    told = [record.message for record in caplog.records if "gets them as JSON" in record.message]
+    assert len(told) == 1
+
+
+def test_marks_of_calls_that_come_as_text_are_the_tokens_that_they_are(tmp_path: Path) -> None:
+    """Those of the instructions and of calls, and none that stand in arguments or results."""
+    write_byte_tokenizer(tmp_path)
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    library.add_special_tokens(["<tool_call>", "</tool_call>"])
+    tokens = load_tokenizer("tokenizers", library.to_str().encode(), 1, [2], False)
+    template = ChatTemplate.load(PLAINLY.encode(), tokens)
+    call = CALL | {"function": {"name": "weather", "arguments": {"city": "</tool_call>", "<tool_call>": 1}}}
+    messages = [TALK[0], TALK[1] | {"tool_calls": [call]}, TALK[2] | {"content": "</tool_call>"}]
+    begin, end = (tokens.special_tokens[name] for name in ("<tool_call>", "</tool_call>"))
+    assert [it for it in template.encode(messages, tokens) if it in (begin, end)] == [begin, end]
+    told = template.encode(messages, tokens, options=OPTIONS)
+    assert [it for it in told if it in (begin, end)] == [begin, end] * 2
 
 
 def test_thinking_follows_the_template_s_switch() -> None:
@@ -297,11 +336,3 @@ def test_a_conversation_calls_and_goes_on_with_the_results(
     (tmp_path / "talk.json").write_text(json.dumps(saved))
     with pytest.raises(UsageError, match="not a saved session"):
         other.load(tmp_path / "talk.json")
-
-
-def test_a_conversation_without_a_place_for_tools_says_so(tokenizer: Tokenizer) -> None:  # noqa: F811
-    host = ScriptedHost(tokenizer, "Hello", ChatTemplate.load(HARMONY.encode(), tokenizer))
-    session = Session(host)  # type: ignore[arg-type]
-    with pytest.raises(ToolsNotSupportedError, match="no place for tools"):
-        session.respond("Hi", tools=[WEATHER])
-    assert session.transcript == []

@@ -97,6 +97,33 @@ def test_a_template_that_tries_to_escape(ondevice: Run, tmp_path: Path) -> None:
     assert ondevice("chat", "-m", bundle, "--max-tokens", 3, stdin="Hello\n").code == 0
 
 
+def test_a_template_that_can_t_be_used_has_a_remedy(
+    ondevice: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said and left out; another one is taken for good, or for a run."""
+    source, other = write_chat_checkpoint(tmp_path / "source", "{% if x"), tmp_path / "other.jinja"
+    result = ondevice("convert", source, "-o", tmp_path / "without")
+    assert result.code == 0
+    assert TEMPLATE_REMEDY in caplog.text
+    other.write_text(TEMPLATE.replace("<|user|>", "<|user|>{{ strftime_now('%F') }}"))
+    result = ondevice("convert", source, "-o", tmp_path / "with", "--chat-template", other)
+    assert result.code == 0
+    options = ("--max-tokens", 5, "--temp", 0, "--date", "2026-07-31")
+    run = ondevice("chat", "-m", tmp_path / "without", "--chat-template", other, *options, stdin="Hello\n")
+    good = ondevice("chat", "-m", tmp_path / "with", *options, stdin="Hello\n")
+    assert (run.code, good.code) == (0, 0)
+    assert run.out == good.out
+    assert "no chat template" not in run.err + good.err
+    assert "no chat template" in ondevice("chat", "-m", tmp_path / "without", stdin="").err
+    other.write_text("{% if x")
+    for options in (("--chat-template", other), ("--chat-template", tmp_path), ("--date", "31.7.2026")):
+        wrong = ondevice("chat", "-m", tmp_path / "with", *options, stdin="Hello\n")
+        assert (wrong.code, wrong.out) == (2, "")
+        assert str(options[1]) in wrong.err
+    result = ondevice("convert", source, "-o", tmp_path / "not", "--chat-template", other)
+    assert (result.code, (tmp_path / "not").exists()) == (2, False)
+
+
 def test_a_disk_without_room(ondevice: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_checkpoint(tmp_path / "source")
     real = shutil.disk_usage(source)

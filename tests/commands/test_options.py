@@ -19,6 +19,7 @@ from ondevice.settings import (
     RUNTIME_OPTIONS,
     SAMPLING_OPTIONS,
     SHARING_OPTIONS,
+    TEMPLATE_OPTIONS,
 )
 from tests.support.bundles import write_chat_checkpoint
 from tests.support.command_line import Run, command
@@ -107,8 +108,8 @@ def all_options() -> dict[str, set[click.Option]]:
 
 def test_every_option_can_come_from_the_environment_and_from_the_file() -> None:
     found = all_options()
-    shared = {*RUNTIME_OPTIONS, *PROMPT_CACHE_OPTIONS, *SHARING_OPTIONS, *SAMPLING_OPTIONS}
-    assert set(found) == {*shared, *OTHER_SETTINGS}
+    runtime = (RUNTIME_OPTIONS, PROMPT_CACHE_OPTIONS, SHARING_OPTIONS, TEMPLATE_OPTIONS)
+    assert set(found) == {name for table in (*runtime, SAMPLING_OPTIONS, OTHER_SETTINGS) for name in table}
     for options in found.values():
         for option in options:
             flag = next(name for name in option.opts if name.startswith("--"))

@@ -16,6 +16,7 @@ from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from ondevice.bundle.manifest import TokenizerInfo
+from ondevice.chat_template import ChatTemplate
 from ondevice.converters.checkpoints.base import SourceFile, TokenizerFiles
 from ondevice.converters.checkpoints.gguf_file import GgufHeader, Value, read_header
 from ondevice.converters.checkpoints.gguf_splitting import SPLITTINGS
@@ -42,7 +43,7 @@ def header(**values: Value | Sequence[str] | str | None) -> GgufHeader:
     """A header of tokenizer metadata: keys without `tokenizer.ggml.`; None leaves a key out."""
     metadata: dict[str, Value] = {}
     for key, value in values.items():
-        name = f"tokenizer.{key}" if key == "chat_template" else f"tokenizer.ggml.{key}"
+        name = f"tokenizer.{key}" if key.startswith("chat_template") else f"tokenizer.ggml.{key}"
         if isinstance(value, str):
             metadata[name] = value.encode()
         elif isinstance(value, list) and value and isinstance(value[0], str):
@@ -334,9 +335,7 @@ def test_gemma4_merges_whole_texts(tmp_path: Path) -> None:
         (small(merges=["x y"]), CheckpointError, "a merge makes a piece"),
         (small(bos_token_id=300), CheckpointError, "bos_token_id must be an id below 300, not 300"),
         (small(eot_token_id=-1), CheckpointError, "eot_token_id must be an id below"),
-        (small(chat_template=b"\xff"), CheckpointError, "tokenizer.chat_template must be UTF-8"),
-        (small(chat_template="x" * 2_000_000), CheckpointError, "the chat template has"),
-        (small(chat_template="{% if x"), CheckpointError, "TemplateSyntaxError.*beside a GGUF file"),
+        (small(chat_template=7), CheckpointError, "tokenizer.chat_template must be a string"),
         (spelled(scores=None), CheckpointError, "scores must be a finite score for each of 266"),
         (spelled(scores=[0.0] * 5), CheckpointError, "scores must be"),
         (spelled(scores=[float("nan")] * 267), CheckpointError, "scores must be"),
@@ -349,6 +348,34 @@ def test_what_is_refused(tmp_path: Path, made: GgufHeader, error: type, message:
         read(made, tmp_path, 300)
     assert type(caught.value) is error
     assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("x" * 2_000_000, "the chat template has 2000000 characters"),
+        ("{% if x", "TemplateSyntaxError"),
+        (b"\xff", "the chat template isn't UTF-8 text"),
+    ],
+)
+def test_a_template_that_can_t_be_used_is_left_out_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str | bytes, reason: str
+) -> None:
+    found = read(small(chat_template=template), tmp_path, 300)
+    assert (found.info.chat_template, "chat_template.jinja" in found.blobs) == (None, False)
+    assert reason in caplog.text
+    assert "give another with --chat-template FILE" in caplog.text
+
+
+def test_a_template_for_tools_comes_beside_the_default_one(tmp_path: Path) -> None:
+    made = small(chat_template="plain\n", **{"chat_template.tool_use": "\ntooled {{ tools }}\n"})
+    source = read(made, tmp_path, 300).blobs["chat_template.jinja"].decode()
+    template = ChatTemplate(source)
+    assert template.render([]) == "plain"
+    assert template._render([], {"tools": ["a"]}, False) == "\ntooled ['a']"
+    # One of the two is enough, and the other needn't be one that can be used.
+    made = small(chat_template="plain", **{"chat_template.tool_use": "{% if tools"})
+    assert read(made, tmp_path, 300).blobs["chat_template.jinja"] == b"plain"
 
 
 def test_more_tokens_than_rows(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -243,30 +244,72 @@ def test_a_template_file_goes_before_the_key(source: Path) -> None:
     assert converted(source)[1].read_small("chat_template.jinja") == b"file"
 
 
-def test_templates_that_are_no_text(source: Path) -> None:
-    (source / "chat_template.jinja").write_bytes(b"\xff\xfe\x00")
-    assert_refused(source, CheckpointError, "isn't UTF-8")
-    (source / "chat_template.jinja").unlink()
-    (source / "tokenizer_config.json").write_text('{"chat_template": "\\ud800"}')
-    assert_refused(source, CheckpointError, "isn't UTF-8")
+@pytest.mark.parametrize(
+    ("files", "template"),
+    [
+        ({"chat_template.json": '{"chat_template": "J"}'}, "J"),
+        ({"chat_template.json": '{"chat_template": {"default": "J"}}', "chat_template.jinja": "F"}, "F"),
+        ({"chat_template.jinja": "F", "additional_chat_templates/rag.jinja": "R"}, "F"),
+        ({"tokenizer_config.json": '{"chat_template": {"default": "D", "rag": "R"}}'}, "D"),
+        ({"additional_chat_templates/tool_use.jinja": "T"}, "T"),
+    ],
+)
+def test_templates_in_files(source: Path, files: dict[str, str], template: str) -> None:
+    for name, text in files.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(text)
+    assert converted(source)[1].read_small("chat_template.jinja").decode() == template
 
 
-def test_templates_that_do_not_compile(source: Path) -> None:
-    """Refused before anything is written, not in the first chat."""
-    write_json(source / "tokenizer_config.json", chat_template="{% for message in messages %}")
-    assert_refused(source, CheckpointError, "(?s)TemplateSyntaxError: .*line 1.*of a repository")
-    (source / "chat_template.jinja").write_text("{{ messages }}")
-    assert converted(source)[1].read_small("chat_template.jinja") == b"{{ messages }}"
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"chat_template.jinja": "{{ 'plain' }}\n", "additional_chat_templates/tool_use.jinja": "\n  tools\n"},
+        {"chat_template.json": '{"chat_template": {"default": "plain", "tool_use": "\\n  tools"}}'},
+        {
+            "tokenizer_config.json": '{"chat_template": [{"name": "default", "template": "plain"}, '
+            '{"name": "tool_use", "template": "\\n  tools{% if 0 %}{% endif %}"}]}'
+        },
+    ],
+)
+def test_a_template_for_tools_is_taken_with_tools(source: Path, files: dict[str, str]) -> None:
+    """One template chooses: both are as they are alone, to the last space."""
+    for name, text in files.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(text)
+    template = ChatTemplate(converted(source)[1].read_small("chat_template.jinja").decode())
+    assert template._render([], {}, False) == "plain"
+    assert template._render([], {"tools": [{}]}, False) == "\n  tools"
+
+
+def test_a_folder_of_templates_that_is_a_link_is_left_alone(source: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "tool_use.jinja").write_text("theirs")
+    (source / "additional_chat_templates").symlink_to(outside)
+    assert converted(source)[0].chat_template is None
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("chat_template.jinja", b"\xff\xfe\x00", "isn't UTF-8"),
+        ("tokenizer_config.json", b'{"chat_template": "\\ud800"}', "isn't UTF-8"),
+        ("chat_template.jinja", b"{% for message in messages %}", "TemplateSyntaxError: .*line 1"),
+        ("chat_template.jinja", b"x" * (MAX_TEMPLATE_CHARS + 1), "has 65537 characters; the limit is 65536"),
+        ("chat_template.jinja", "\U0001f600".encode() * (MAX_TEMPLATE_CHARS + 1), "has 65537 characters"),
+    ],
+)
+def test_a_template_that_can_t_be_used_is_left_out_and_said(
+    source: Path, caplog: pytest.LogCaptureFixture, name: str, data: bytes, reason: str
+) -> None:
+    (source / name).write_bytes(data)
+    assert converted(source)[0].chat_template is None
+    assert re.search(f"(?s){reason}.*; give another with --chat-template FILE", caplog.text)
 
 
 @pytest.mark.parametrize("character", ["x", "\U0001f600"])
 def test_the_longest_template_that_the_runtime_takes(source: Path, character: str) -> None:
-    write_json(source / "tokenizer_config.json", chat_template=character * (MAX_TEMPLATE_CHARS + 1))
-    assert_refused(source, CheckpointError, "has 65537 characters; the limit is 65536; put another")
-    (source / "chat_template.jinja").write_text(character * (MAX_TEMPLATE_CHARS + 1))
-    assert_refused(
-        source, CheckpointError, "has 65537 characters|larger than 262144 bytes; download it again"
-    )
     (source / "chat_template.jinja").write_text(character * MAX_TEMPLATE_CHARS)
     longest = converted(source)[1].read_small("chat_template.jinja").decode()
     assert ChatTemplate(longest).render([{"role": "user", "content": "x"}]) == longest

@@ -122,7 +122,6 @@ def test_models_are_listed_in_its_own_shape(server: Serving, client: Any) -> Non
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": "x"}, "max_tokens"),
         ({"temperature": 1.5}, "temperature"),
-        ({"tools": [{"name": "f", "input_schema": {}}]}, "tools"),
         ({"messages": []}, "messages"),
         ({"messages": [*MESSAGES, {"role": "assistant", "content": "I"}]}, "messages"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages"),
@@ -147,16 +146,15 @@ def test_what_is_not_supported_is_refused_by_name(server: Serving, asked: dict[s
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-def test_results_of_tools_are_refused_where_the_model_has_none(server: Serving, path: str) -> None:
+def test_results_of_tools_are_text_where_the_model_has_no_place_for_them(server: Serving, path: str) -> None:
     result = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
     asked = {"model": "", "messages": [{"role": "user", "content": [result]}]}
     answer = server.post(path, asked | ({"max_tokens": 2} if path == "/v1/messages" else {}))
-    assert answer.status == 400
-    assert answer.json["error"]["message"].startswith("messages may have no calls")
+    assert answer.status == 200
 
 
 def test_errors_are_anthropic_s(server: Serving, client: Any) -> None:
     with pytest.raises(anthropic.NotFoundError):
         create(client, server, model="claude-0")
     with pytest.raises(anthropic.BadRequestError, match="tools"):
-        create(client, server, tools=[{"name": "f", "input_schema": {"type": "object"}}])
+        create(client, server, tools=[{"name": "a b", "input_schema": {"type": "object"}}])

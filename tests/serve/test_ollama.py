@@ -127,7 +127,6 @@ def test_the_default_of_the_penalty_s_length_is_as_good_as_none(server: Serving)
         ({"options": {"presence_penalty": -3}}, "options.presence_penalty"),
         ({"stream": 1}, "stream"),
         ({"messages": "x"}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
         ({"options": {"repeat_last_n": 128, "repeat_penalty": 1.1}}, "options.repeat_last_n"),
         ({"options": {"repeat_last_n": 0, "repeat_penalty": 1.1}}, "options.repeat_last_n"),
         ({"truncate": "yes"}, "truncate"),

@@ -296,7 +296,6 @@ def test_models_are_listed_and_found(server: Serving, client: Any) -> None:
     [
         ({"temperature": 9}, "temperature"),
         ({"frequency_penalty": 2.5}, "frequency_penalty"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"extra_body": {"guided_regex": "a"}}, "guided_regex"),
@@ -305,7 +304,6 @@ def test_models_are_listed_and_found(server: Serving, client: Any) -> None:
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"99999999": 1}}, "logit_bias"),
         ({"reasoning_effort": "much"}, "reasoning_effort"),
-        ({"messages": [*MESSAGES, {"role": "tool", "tool_call_id": "1", "content": "x"}]}, "messages"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(

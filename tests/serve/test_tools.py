@@ -12,7 +12,7 @@ pytest.importorskip("starlette")
 
 from ondevice.api import load
 from ondevice.chat_template import ChatTemplate
-from ondevice.chat_template.call_formats import FORMATS
+from ondevice.chat_template.known_formats import FORMATS
 from tests.support.bundles import convert_bundle, write_chat_checkpoint
 from tests.support.chat_templates import TOOLS
 from tests.support.scripted_replies import Script
@@ -482,14 +482,24 @@ def test_a_schema_beside_tools_makes_a_call_or_an_answer(
 # --- What a model can't do ---
 
 
-def test_tools_of_a_model_without_a_place_for_them_are_refused(server: Serving) -> None:
-    answer = server.post("/v1/chat/completions", {"messages": [USER], "tools": [FUNCTION]})
-    assert (answer.status, answer.json["error"]["param"]) == (400, "tools")
-    assert "chat template" in answer.json["error"]["message"]
-    stream = server.post(
-        "/v1/messages", {"max_tokens": 9, "messages": [USER], "tools": [TOOL], "stream": True}
-    )
-    assert (stream.status, stream.json["type"]) == (400, "error")
+def test_tools_of_a_model_without_a_place_for_them_come_as_text(
+    tooled: Serving, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a call must come, and back in the conversation."""
+    source = b"{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>"
+    template = ChatTemplate.load(source, tooled.model.tokenizer)
+    monkeypatch.setitem(tooled.model._host.__dict__, "chat_template", template)
+    script = say(calls(OSLO))
+    asked = {"messages": [USER], "tools": [FUNCTION]}
+    choice = tooled.post("/v1/chat/completions", asked).json["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == OSLO
+    assert json.dumps(WEATHER) in script.asked[0]
+    result = {"role": "tool", "tool_call_id": choice["message"]["tool_calls"][0]["id"], "content": "9 C"}
+    again = {"messages": [USER, choice["message"], result], "tools": [FUNCTION], "tool_choice": "required"}
+    assert tooled.post("/v1/chat/completions", again).status == 200
+    assert calls(OSLO) in script.asked[1]
+    assert "<tool_response>\n9 C\n</tool_response>" in script.asked[1]
 
 
 def test_embeddings_are_refused_in_each_dialect_s_form(tooled: Serving, client: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ondevice.api import Model
 from ondevice.config import SamplingConfig
-from ondevice.generate import Event
+from ondevice.generate import Event, FinishReason
 from ondevice.stats import GenerationStats, PromptUse
 from ondevice.tokenizer import StreamingDetokenizer, Tokenizer
 
@@ -25,6 +25,7 @@ class Script:
 
     replies: list[str]
     asked: list[str] = field(default_factory=list)
+    finish_reason: FinishReason = "stop"
 
     def put_into(self, model: Model, monkeypatch: Any) -> Script:
         """Let `model` say this instead of what it would."""
@@ -37,7 +38,7 @@ class Script:
             for at, (token, text) in enumerate(said):
                 yield Event(text, token, prompt=None if at else PromptUse(len(ids), 0))
             stats = GenerationStats(prompt_tokens=len(ids), generated_tokens=len(said))
-            yield Event("", None, "stop", stats)
+            yield Event("", None, self.finish_reason, stats)
 
         async def asynchronously(*arguments: Any) -> AsyncIterator[Event]:
             for event in events(*arguments):

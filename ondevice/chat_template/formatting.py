@@ -1,0 +1,96 @@
+"""`str.format` and `%` for templates: plain fields alone, no wide ones, so that nothing escapes or grows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from string import Formatter
+from typing import Any
+
+from ondevice.chat_template.given_text import GivenText, alike, concatenated, made_of
+from ondevice.chat_template.meter import Meter, TemplateLimit
+
+MAX_WIDTH = 1000
+"""Most characters and decimals that a field may ask for."""
+_FIELD = re.compile(r"\d{0,3}|[A-Za-z_]\w*", re.ASCII)
+_SPEC = re.compile(r"(?:.?[<>=^])?[-+ ]?#?0?(\d*)[,_]?(?:\.(\d+))?[a-zA-Z%]?", re.ASCII)
+_DIRECTIVE = re.compile(r"%(?:\((\w+)\))?([-+ #0]*)(\d*)(?:\.(\d+))?(.?)", re.ASCII | re.DOTALL)
+_KINDS = "sdifFeEgGxXoc"
+
+
+def filled_in(form: str, values: Sequence[Any], named: Mapping[str, Any], meter: Meter) -> str:
+    """`form.format(*values, **named)`.
+
+    Raises TemplateLimit for fields with attributes, items or conversions and for wide ones, ValueError,
+    LookupError and TypeError as `str.format` does.
+    """
+    parts: list[str] = []
+    number = 0
+    for literal, field, spec, conversion in Formatter().parse(form):
+        parts.append(literal)
+        if field is None:
+            continue
+        if _FIELD.fullmatch(field) is None or conversion not in (None, "s"):
+            raise TemplateLimit(f"str.format is given the field {{{field[:40]}}}; it takes plain names alone")
+        if not field:
+            field, number = str(number), number + 1
+        value = values[int(field)] if field.isdigit() else named[field]
+        parts.append(_with_spec(value, spec or "", meter))
+    return _made_of(form, parts, meter)
+
+
+def _with_spec(value: Any, spec: str, meter: Meter) -> str:
+    if not spec:
+        return meter.text(value)
+    found = _SPEC.fullmatch(spec)
+    if found is None or max(int(found[1] or 0), int(found[2] or 0)) > MAX_WIDTH:
+        raise TemplateLimit(f"str.format is given the width {spec[:40]!r}; the limit is {MAX_WIDTH}")
+    if not isinstance(value, str | int | float):
+        value = meter.text(value)
+    return alike(format(value, spec), value) if isinstance(value, str) else format(value, spec)
+
+
+def percent_filled_in(form: str, values: Any, meter: Meter) -> str:
+    """`form % values`.
+
+    Raises TemplateLimit for wide fields, and ValueError, LookupError and TypeError as `%` does.
+    """
+    given_values = list(values) if isinstance(values, tuple) else [values]
+    parts: list[str] = []
+    at = used = 0
+    for found in _DIRECTIVE.finditer(form):
+        parts.append(form[at : found.start()])
+        at = found.end()
+        name, flags, width, decimals, kind = found.groups()
+        if kind == "%" and found[0] == "%%":
+            parts.append("%")
+            continue
+        if not kind or kind not in _KINDS:
+            raise ValueError(f"formatting with % knows no {found[0][:40]!r}; it knows {', '.join(_KINDS)}")
+        if max(int(width or 0), int(decimals or 0)) > MAX_WIDTH:
+            raise TemplateLimit(f"formatting with % is given {found[0][:40]!r}; the limit is {MAX_WIDTH}")
+        if name is not None:
+            value = values[name]
+        elif used < len(given_values):
+            value, used = given_values[used], used + 1
+        else:
+            raise TypeError("formatting with % has too few values")
+        parts.append(_with_kind(value, kind, flags + width + (f".{decimals}" if decimals else ""), meter))
+    parts.append(form[at:])
+    if used < len(given_values) and not isinstance(values, Mapping):
+        raise TypeError("formatting with % has too many values")
+    return _made_of(form, parts, meter)
+
+
+def _with_kind(value: Any, kind: str, spec: str, meter: Meter) -> str:
+    if kind != "s":
+        return str(f"%{spec}{kind}" % value)
+    text = meter.text(value)
+    return alike(f"%{spec}s" % text, text) if spec else text
+
+
+def _made_of(form: str, parts: Sequence[str], meter: Meter) -> str:
+    """The parts together, all of them given where the form was."""
+    meter.charge(sum(map(len, parts)), "text")
+    text = concatenated(parts)
+    return made_of(text, form) if isinstance(form, GivenText) and form.spans else text

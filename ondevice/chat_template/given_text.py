@@ -1,0 +1,219 @@
+"""Texts that remember which of their parts come from messages and tools, while a template works on them.
+
+A template may cut, strip, join and compare what it is given as it likes, and sees nothing but the text. In
+the prompt that it makes, a special token's name is that token only where no part of it was given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from operator import index
+from typing import Any, SupportsIndex
+
+Span = tuple[int, int]
+"""Begin and end of a part, in characters."""
+
+
+class GivenText(str):
+    """A text of which the parts `spans` were given. They are in order, not empty and don't overlap.
+
+    Every method that makes text keeps track of them. Where that isn't possible, the whole result is given.
+    """
+
+    __slots__ = ("spans",)
+    spans: tuple[Span, ...]
+
+    def __new__(cls, text: str, spans: Iterable[Span]) -> GivenText:
+        made = str.__new__(cls, text)
+        made.spans = tuple(spans)
+        return made
+
+    def __str__(self) -> str:
+        return self
+
+    def __getitem__(self, key: SupportsIndex | slice) -> str:
+        if isinstance(key, slice):
+            start, stop, step = key.indices(len(self))
+            return self.part(start, stop) if step == 1 else made_of(str.__getitem__(self, key), self)
+        text, at = str.__getitem__(self, key), index(key)
+        start = at if at >= 0 else at + len(self)
+        return self.part(start, start + len(text))
+
+    def __iter__(self) -> Iterator[str]:
+        return (self.part(at, at + 1) for at in range(len(self)))
+
+    def __add__(self, other: str) -> str:
+        return joined("", (self, other)) if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: str) -> str:
+        return joined("", (other, self)) if isinstance(other, str) else NotImplemented
+
+    def __mul__(self, count: SupportsIndex) -> str:
+        return joined("", [self] * index(count))
+
+    def __rmul__(self, count: SupportsIndex) -> str:
+        return self * count
+
+    def part(self, start: int, stop: int) -> GivenText:
+        """The characters from `start` up to `stop`, which are inside the text."""
+        stop = max(start, stop)
+        clipped = ((max(begin, start) - start, min(end, stop) - start) for begin, end in self.spans)
+        return GivenText(str.__getitem__(self, slice(start, stop)), (it for it in clipped if it[0] < it[1]))
+
+    def strip(self, chars: str | None = None) -> str:
+        return self.part(len(self) - len(str.lstrip(self, chars)), len(str.rstrip(self, chars)))
+
+    def lstrip(self, chars: str | None = None) -> str:
+        return self.part(len(self) - len(str.lstrip(self, chars)), len(self))
+
+    def rstrip(self, chars: str | None = None) -> str:
+        return self.part(0, len(str.rstrip(self, chars)))
+
+    def removeprefix(self, prefix: str, /) -> str:
+        return self.part(len(self) - len(str.removeprefix(self, prefix)), len(self))
+
+    def removesuffix(self, suffix: str, /) -> str:
+        return self.part(0, len(str.removesuffix(self, suffix)))
+
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return self._pieces(str.split(self, sep, maxsplit), sep)
+
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return self._pieces(str.rsplit(self, sep, maxsplit), sep)
+
+    def splitlines(self, keepends: bool = False) -> list[str]:
+        return self._pieces(str.splitlines(self, keepends), None)
+
+    def partition(self, sep: str, /) -> tuple[str, str, str]:
+        head, found, tail = self._pieces(str.partition(self, sep), "")
+        return head, found, tail
+
+    def rpartition(self, sep: str, /) -> tuple[str, str, str]:
+        head, found, tail = self._pieces(str.rpartition(self, sep), "")
+        return head, found, tail
+
+    def upper(self) -> str:
+        return alike(str.upper(self), self)
+
+    def lower(self) -> str:
+        return alike(str.lower(self), self)
+
+    def title(self) -> str:
+        return alike(str.title(self), self)
+
+    def capitalize(self) -> str:
+        return alike(str.capitalize(self), self)
+
+    def join(self, parts: Iterable[str], /) -> str:
+        return joined(self, parts)
+
+    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
+        return replaced(self, old, new, index(count))
+
+    def _pieces(self, found: Iterable[str], between: str | None) -> list[str]:
+        """Parts of this text, one behind the other, with their spans.
+
+        between: what stands between two parts; None: white space, with which no part but a line begins.
+        """
+        parts: list[str] = []
+        at = 0
+        for piece in found:
+            at = str.find(self, piece, at) if between is None else at
+            parts.append(self.part(at, at + len(piece)))
+            at += len(piece) + len(between or "")
+        return parts
+
+
+def given(text: str) -> GivenText:
+    """The text, all of it given; one that knows its parts stays as it is."""
+    return text if isinstance(text, GivenText) else GivenText(text, ((0, len(text)),) if text else ())
+
+
+def alike(text: str, source: str) -> str:
+    """`text`, which was made of `source` letter by letter: given where that is.
+
+    Where it has another length, it is given wholly.
+    """
+    if isinstance(source, GivenText) and len(text) == len(source):
+        return GivenText(text, source.spans)
+    return made_of(text, source)
+
+
+def made_of(text: str, source: str) -> str:
+    """`text`, which was made of `source` in whatever way: wholly given, if any part of that was."""
+    if not isinstance(source, GivenText):
+        return text
+    return given(plain(text)) if source.spans else GivenText(text, ())
+
+
+def joined(separator: str, parts: Iterable[str]) -> str:
+    """The parts with the separator between them."""
+    pieces = list(parts)
+    text = str.join(separator, pieces)
+    if not isinstance(separator, GivenText) and not any(isinstance(it, GivenText) for it in pieces):
+        return text
+    spans: list[Span] = []
+    at = 0
+    for number, piece in enumerate(pieces):
+        for each in (separator, piece) if number else (piece,):
+            for begin, end in each.spans if isinstance(each, GivenText) else ():
+                follows = bool(spans) and spans[-1][1] == begin + at
+                spans.append((spans.pop()[0] if follows else begin + at, end + at))
+            at += len(each)
+    return GivenText(text, spans)
+
+
+def concatenated(parts: Iterable[str]) -> str:
+    """The parts, one behind the other: what jinja2 makes a template's output by."""
+    return joined("", parts)
+
+
+def replaced(text: str, old: str, new: str, count: int = -1) -> str:
+    """`str.replace`. count: most places; below 0: all."""
+    if not any(isinstance(each, GivenText) for each in (text, new)):
+        return str.replace(text, old, new, count)
+    if not old:
+        return given(str.replace(text, old, new, count))
+    return joined(new, text.split(old, count))
+
+
+def changed_parts(text: str, change: Callable[[str], str]) -> str:
+    """The text with what was given changed to something of the same length."""
+    if not isinstance(text, GivenText):
+        return text
+    found, at = [], 0
+    for begin, end in text.spans:
+        found += [str.__getitem__(text, slice(at, begin)), change(str.__getitem__(text, slice(begin, end)))]
+        at = end
+    return "".join([*found, str.__getitem__(text, slice(at, len(text)))])
+
+
+def marked(value: Any, mark: str) -> Any:
+    """JSON data with `mark`, a character that isn't in it, around every string: `unmarked` takes it off."""
+    if isinstance(value, str):
+        return f"{mark}{value}{mark}"
+    if isinstance(value, dict):
+        return {marked(key, mark): marked(item, mark) for key, item in value.items()}
+    return [marked(item, mark) for item in value] if isinstance(value, list | tuple) else value
+
+
+def unmarked(text: str, mark: str) -> GivenText:
+    """A text without the marks, given between every two of them."""
+    pieces = text.split(mark)
+    whole = joined("", (given(piece) if number % 2 else piece for number, piece in enumerate(pieces)))
+    return whole if isinstance(whole, GivenText) else GivenText(whole, ())
+
+
+def plain(text: str) -> str:
+    """The text alone."""
+    return str.__getitem__(text, slice(None))
+
+
+def template_tokens(text: str, names: re.Pattern[str]) -> list[re.Match[str]]:
+    """The special tokens of a prompt: the names in it of which no part was given."""
+    return list(names.finditer(changed_parts(text, lambda part: _BLANK * len(part))))
+
+
+_BLANK = "\ufdd0"
+"""A noncharacter, which no token's name has."""

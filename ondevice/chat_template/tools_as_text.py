@@ -1,0 +1,79 @@
+"""Tools, their calls and results as plain text, for chat templates that have no place for them.
+
+The model is told what it may call, and how, in its instructions. Calls in a conversation stand in the text of
+the assistant's messages, results in messages of the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ondevice.chat_template.call_formats import CallFormat
+from ondevice.chat_template.given_text import GivenText, given, joined
+from ondevice.chat_template.messages import as_form
+from ondevice.chat_template.tools import json_text
+
+_SYSTEM = ("system", "developer")
+_BEFORE = "You can call these functions. Each line describes one as JSON:\n<tools>\n"
+_BEHIND = """
+</tools>
+To call a function, reply with its name and arguments as JSON, in this form and nothing else:
+<tool_call>
+{"name": "NAME", "arguments": {"KEY": "VALUE"}}
+</tool_call>
+For several calls, write several such blocks. The results then come between <tool_response> and \
+</tool_response>. If no function helps, reply in plain words."""
+
+
+def with_tools_as_text(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    format: CallFormat,
+    takes_system: bool,
+) -> list[dict[str, Any]]:
+    """Messages of texts alone, with the tools in the instructions.
+
+    takes_system: whether the template has instructions; otherwise they head the user's first message.
+    """
+    found: list[dict[str, Any]] = []
+    heads = [given(message["content"]) for message in messages[:1] if message["role"] in _SYSTEM]
+    if tools:
+        heads.append(_instructions(tools))
+    has_results = False
+    for message in messages[1:] if messages and messages[0]["role"] in _SYSTEM else messages:
+        is_result = message["role"] == "tool"
+        plain = as_form(dict(message), "written", format)
+        content = _result(message["content"]) if is_result else given(plain["content"])
+        is_user = is_result or message["role"] == "user"
+        if is_user and found and found[-1]["role"] == "user" and (is_result or has_results):
+            found[-1] = _text("user", [found[-1]["content"], content], "\n")
+        else:
+            found.append(_text("user" if is_user else message["role"], [content]))
+        has_results = is_result
+    if not heads:
+        return found
+    if takes_system:
+        return [_text("system", heads), *found]
+    if found and found[0]["role"] == "user":
+        return [_text("user", [*heads, found[0]["content"]]), *found[1:]]
+    return [_text("user", heads), *found]
+
+
+def _text(role: str, parts: Sequence[GivenText], between: str = "\n\n") -> dict[str, Any]:
+    """A message whose text has these parts, as far as they aren't empty."""
+    return {"role": role, "content": _made(joined(between, [part for part in parts if part]))}
+
+
+def _instructions(tools: Sequence[Mapping[str, Any]]) -> GivenText:
+    listed = joined("\n", [given(json_text(tool["function"])) for tool in tools])
+    return _made(joined("", (_BEFORE, listed, _BEHIND)))
+
+
+def _result(content: str) -> GivenText:
+    return _made(joined("", ("<tool_response>\n", given(content), "\n</tool_response>")))
+
+
+def _made(text: str) -> GivenText:
+    """A text that knows its parts, of which some may be given."""
+    return text if isinstance(text, GivenText) else GivenText(text, ())
