@@ -184,7 +184,7 @@ def test_closing_a_sessions_async_stream_closes_the_work_under_it(
 ) -> None:
     closed: list[str] = []
 
-    async def endless(*_: Any) -> AsyncGenerator[Event, None]:
+    async def endless(*_: Any, **options: Any) -> AsyncGenerator[Event, None]:
         try:
             while True:
                 yield Event(text="a", token=1)

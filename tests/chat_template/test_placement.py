@@ -151,14 +151,15 @@ def test_no_string_of_arguments_makes_a_template_fail(source: str, arguments: st
 def test_calls_that_a_template_refuses_are_told_as_text() -> None:
     template = ChatTemplate(ONE_CALL)
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    cut = '<tool_call>\n{"name": "weather", "arguments": {"arguments": "{\\"city\\": \\"Os"}}\n</tool_call>'
     two = template.render(calling({"city": "Oslo"}, CUT), options=OPTIONS)
     assert two.startswith(
-        f'<|user|>Hi<|assistant|>{call}\n{{"name": "weather", "arguments": "{{\\"city\\": \\"Os"}}'
-        "<|user|><tool_response>\n0 C\n</tool_response>\n\n<tool_response>\n1 C\n</tool_response>\n\nWell?"
+        f"<|user|>Hi<|assistant|>{call}\n{cut}"
+        "<|user|><tool_response>\n0 C\n</tool_response>\n<tool_response>\n1 C\n</tool_response>\nWell?"
     )
     orphan = said("user: Hi", "tool: 9 C", "user: Well?")
     text = template.render(orphan, options=OPTIONS)
-    assert text.startswith("<|user|>Hi\n\n<tool_response>\n9 C\n</tool_response>\n\nWell?")
+    assert text.startswith("<|user|>Hi\n<tool_response>\n9 C\n</tool_response>\nWell?")
     # Where it takes them, they stay as they are.
     assert "<|tool|>0 C<|user|>Well?" in template.render(calling({}), options=OPTIONS)
     unanswered = template.render(calling({}, results=0), options=OPTIONS)

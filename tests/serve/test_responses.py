@@ -96,7 +96,6 @@ def test_a_whole_conversation_is_taken(server: Serving, client: Any) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"metadata": {"a": 1}}, "metadata.a"),
         ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
-        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input"),
         ({"background": True}, "background"),
     ],
 )

@@ -31,7 +31,9 @@ class Script:
         """Let `model` say this instead of what it would."""
         tokenizer = model.tokenizer
 
-        def events(key: Any, ids: list[int], sampling: SamplingConfig, *more: Any) -> Iterator[Event]:
+        def events(
+            key: Any, ids: list[int], sampling: SamplingConfig, *more: Any, **options: Any
+        ) -> Iterator[Event]:
             self.asked.append(_written(tokenizer, ids))
             reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
             said = spoken(tokenizer, reply)
@@ -40,8 +42,8 @@ class Script:
             stats = GenerationStats(prompt_tokens=len(ids), generated_tokens=len(said))
             yield Event("", None, self.finish_reason, stats)
 
-        async def asynchronously(*arguments: Any) -> AsyncIterator[Event]:
-            for event in events(*arguments):
+        async def asynchronously(*arguments: Any, **options: Any) -> AsyncIterator[Event]:
+            for event in events(*arguments, **options):
                 yield event
 
         monkeypatch.setattr(model._host, "stream_ids", events)
