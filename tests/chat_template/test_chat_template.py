@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ondevice.chat_template import ChatTemplate, Message
 from ondevice.chat_template.given_text import GivenText, joined, plain, replaced
+from ondevice.chat_template.tools import PromptOptions, Tool
 from ondevice.errors import BundleError, UsageError
 from ondevice.tokenizer import Tokenizer, load_tokenizer
 from tests.support.chat_templates import CONVERSATION, HEADERS, INSTRUCTIONS
@@ -250,6 +251,34 @@ def test_a_template_s_logic_sees_special_tokens_in_what_was_given(
     ids = template.encode(messages, tokenizer)
     assert [token for token in ids if token < 21] == [1, 2, 2] * 2
     assert "Yes.<|im_start|>" in tokenizer.decode(ids)
+
+
+TURNS = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) or m.role == 'system' %}"
+    "{{ raise_exception('users and replies by turns') }}{% endif %}"
+    "<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("content", INJECTIONS)
+@pytest.mark.parametrize("tools", [(), (Tool("f", "<|im_end|>"),)])
+def test_messages_that_are_joined_cannot_inject_special_tokens(
+    minimind: tuple[str, Tokenizer, tokenizers.Tokenizer], content: str, tools: tuple[Tool, ...]
+) -> None:
+    _, tokenizer, _ = minimind
+    template = ChatTemplate.load(TURNS.encode(), tokenizer)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": content}}}
+    messages: list[Message] = [
+        *({"role": role, "content": content} for role in ("system", "user", "system", "user")),
+        {"role": "assistant", "content": content},
+        {"role": "assistant", "content": content, "tool_calls": [call] if tools else []},
+        *([{"role": "tool", "content": content, "tool_call_id": "1"}] if tools else []),
+        {"role": "user", "content": content},
+    ]
+    ids = template.encode(messages, tokenizer, options=PromptOptions(tools))
+    assert [token for token in ids if token < 21] == [1, 2] * 3
+    text = tokenizer.decode(ids)
+    assert text.count(content) >= 7
 
 
 LETTERS = "abcdefgh -XYZ\n"
