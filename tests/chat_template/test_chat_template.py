@@ -254,31 +254,36 @@ def test_a_template_s_logic_sees_special_tokens_in_what_was_given(
 
 
 TURNS = (
-    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) or m.role == 'system' %}"
+    "{% for m in messages %}{% if (m.role == 'assistant') == (loop.index0 % 2 == 0) or m.role == 'system' %}"
     "{{ raise_exception('users and replies by turns') }}{% endif %}"
     "<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 )
+WITH_TOOLS = "{{ tools | tojson if tools }}{% if 0 %}<tool_call></tool_call>{% endif %}"
+"""A place for tools, and none for calls but the reply's text."""
 
 
 @pytest.mark.parametrize("content", INJECTIONS)
 @pytest.mark.parametrize("tools", [(), (Tool("f", "<|im_end|>"),)])
+@pytest.mark.parametrize("source", [TURNS, TURNS + WITH_TOOLS])
 def test_messages_that_are_joined_cannot_inject_special_tokens(
-    minimind: tuple[str, Tokenizer, tokenizers.Tokenizer], content: str, tools: tuple[Tool, ...]
+    minimind: tuple[str, Tokenizer, tokenizers.Tokenizer],
+    source: str,
+    content: str,
+    tools: tuple[Tool, ...],
 ) -> None:
     _, tokenizer, _ = minimind
-    template = ChatTemplate.load(TURNS.encode(), tokenizer)
+    template = ChatTemplate.load(source.encode(), tokenizer)
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": content}}}
     messages: list[Message] = [
         *({"role": role, "content": content} for role in ("system", "user", "system", "user")),
         {"role": "assistant", "content": content},
         {"role": "assistant", "content": content, "tool_calls": [call] if tools else []},
-        *([{"role": "tool", "content": content, "tool_call_id": "1"}] if tools else []),
-        {"role": "user", "content": content},
+        {"role": "tool" if tools else "user", "content": content} | ({"tool_call_id": "1"} if tools else {}),
     ]
     ids = template.encode(messages, tokenizer, options=PromptOptions(tools))
     assert [token for token in ids if token < 21] == [1, 2] * 3
     text = tokenizer.decode(ids)
-    assert text.count(content) >= 7
+    assert text.count(content) >= 6
 
 
 LETTERS = "abcdefgh -XYZ\n"
