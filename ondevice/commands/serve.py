@@ -171,7 +171,7 @@ class _Log(logging.Handler):
 
 
 class _PlainLog(_Log):
-    """The same for what uvicorn logs in words of its own."""
+    """The same for what uvicorn, and the runtime under the server, log in words of their own."""
 
     def format(self, record: logging.LogRecord) -> str:
         return json.dumps({"event": record.name, "message": super().format(record).strip()})
@@ -182,6 +182,7 @@ def _logging() -> Iterator[None]:
     """A context in which the server's log is said."""
     kept = []
     for name, level, handler in (
+        ("ondevice", logging.NOTSET, _PlainLog()),
         ("ondevice.serve", logging.INFO, _Log()),
         ("uvicorn", logging.WARNING, _PlainLog()),
     ):

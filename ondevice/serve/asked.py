@@ -65,7 +65,7 @@ def take_limit(fields: Fields, name: str, least: int = 1) -> int | None:
     """The most tokens to generate; None where there is no limit, which -1 says too."""
     if fields.peek(name) == -1:
         fields.ignore(name)
-    return fields.integer(name, least, MAX_TOKENS)
+    return fields.integer(name, least, MAX_TOKENS, also="-1 for no limit")
 
 
 def take_top_k(fields: Fields) -> int | None:

@@ -126,12 +126,13 @@ class Fields:
         value = self._typed(name, bool, "true or false")
         return default if value is None else value
 
-    def integer(self, name: str, least: int, most: int) -> int | None:
+    def integer(self, name: str, least: int, most: int, also: str = "") -> int | None:
+        """An integer in a range. also: what the caller takes beside it, for the message."""
         value = self.take(name)
         # 5.0 is an integer in JSON.
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        wanted = f"an integer from {least} to {most}"
+        wanted = f"an integer from {least} to {most}" + (f", or {also}" if also else "")
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             self._refuse(self.full(name), value, wanted)
         if value is not None and not least <= value <= most:

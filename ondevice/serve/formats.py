@@ -34,8 +34,6 @@ def take_schema(fields: Fields, name: str) -> Constraint | None:
     value = fields.take(name)
     if value is None:
         return None
-    if not isinstance(value, dict):
-        fields.refuse(name, "must be a JSON schema, an object")
     return schema_constraint(fields, name, value)
 
 
@@ -56,7 +54,7 @@ def take_ollama_format(fields: Fields) -> Constraint | None:
         return None
     if value == "json":
         return Constraint.json_object()
-    if not isinstance(value, dict):
+    if not isinstance(value, dict | bool):
         fields.refuse("format", 'must be "json" or a JSON schema')
     return schema_constraint(fields, "format", value)
 
@@ -76,14 +74,13 @@ def _take_kind(given: Fields, inner: Fields | None) -> Constraint | None:
     inner.text("description")
     # Schemas are obeyed either way.
     inner.boolean("strict")
-    value = inner.take("schema")
-    if not isinstance(value, dict):
-        inner.refuse("schema", "must be a JSON schema, an object")
-    return schema_constraint(inner, "schema", value)
+    return schema_constraint(inner, "schema", inner.take("schema"))
 
 
-def schema_constraint(fields: Fields, name: str, value: dict[str, Any]) -> Constraint:
+def schema_constraint(fields: Fields, name: str, value: Any) -> Constraint:
     """The constraint of a schema that stands in a field. Raises RequestError for one that is none."""
+    if not isinstance(value, dict | bool):
+        fields.refuse(name, "must be a JSON schema: an object, true or false")
     try:
         return Constraint.json_schema(value)
     except ConstraintError as error:

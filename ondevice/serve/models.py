@@ -173,13 +173,13 @@ class Models:
         return [*self.facts.items(), *other]
 
     def find(self, name: str | None) -> ModelFacts:
-        """The model of a name, which may end in `:latest`, or of an alias. Raises RequestError for others."""
+        """The model of a name or of an alias; both may end in `:latest`. Raises RequestError for others."""
         if not name:
             return next(iter(self.facts.values()))
         names = (name, name.removesuffix(":latest"))
         found = next((self.facts[each] for each in names if each in self.facts), None)
         if found is None:
-            aliased = (model for alias, model in self._aliases if fnmatchcase(name, alias))
+            aliased = (to for each in names for alias, to in self._aliases if fnmatchcase(each, alias))
             found = self.facts.get(next(aliased, ""))
         if found is None:
             raise RequestError(

@@ -86,6 +86,7 @@ def _sampling(most_temperature: float) -> dict[str, Schema]:
 
 
 ANY_OBJECT: Schema = {"type": "object"}
+ANY_SCHEMA = _any(ANY_OBJECT, {"type": "boolean", "enum": [True]})
 NAME: Schema = {"type": "string", "pattern": rf"^[A-Za-z0-9_.-]{{1,{NAME_CHARS}}}$"}
 ID: Schema = {"type": "string", "minLength": 1, "maxLength": ID_CHARS}
 ARGUMENTS: Schema = TEXT | {"contentMediaType": "application/json", "examples": ["{}"]}
@@ -113,7 +114,7 @@ def _choice(function: Schema) -> Schema:
 NESTED_TOOL = _object("function", function=_object("name", **DEFINITION), **FUNCTION)
 FLAT_TOOL = _object("name", **DEFINITION, **FUNCTION)
 ANTHROPIC_TOOL = _object("name", type=_word("custom"), name=NAME, description=TEXT, input_schema=ANY_OBJECT)
-SCHEMA_FIELDS = {"name": TEXT, "description": TEXT, "strict": FLAG, "schema": ANY_OBJECT}
+SCHEMA_FIELDS = {"name": TEXT, "description": TEXT, "strict": FLAG, "schema": ANY_SCHEMA}
 PLAIN_FORMAT = _object("type", type=_word("text", "json_object"))
 TEXT_FORMAT = _any(_object("type schema", type=_word("json_schema"), **SCHEMA_FIELDS), PLAIN_FORMAT)
 PENALTIES = dict.fromkeys(("frequency_penalty", "presence_penalty"), _number(-MOST_PENALTY, MOST_PENALTY))
@@ -157,9 +158,9 @@ CHAT = OPENAI | {
         _object(
             "type json_schema", type=_word("json_schema"), json_schema=_object("schema", **SCHEMA_FIELDS)
         ),
-        _object("type", type=_word("text", "json_object"), schema=ANY_OBJECT),
+        _object("type", type=_word("text", "json_object"), schema=ANY_SCHEMA),
     ),
-    "json_schema": ANY_OBJECT,
+    "json_schema": ANY_SCHEMA,
     "reasoning_effort": EFFORT,
     "chat_template_kwargs": _object("", **dict.fromkeys(SWITCHES, FLAG)),
     "return_progress": FLAG,
@@ -233,7 +234,7 @@ OLLAMA: dict[str, Schema] = {
     "stream": FLAG,
     "think": _any(EFFORT, FLAG),
     "keep_alive": _any(_word("5m", "-1"), _number(0.0, 1e9)),
-    "format": _any(_word("json"), ANY_OBJECT),
+    "format": _any(_word("json"), ANY_SCHEMA),
     "options": _object(
         "",
         temperature=_number(0.0, 2.0),
@@ -264,7 +265,7 @@ LLAMA_CPP = {
     **PENALTIES,
     "seed": SEED,
     "stop": STOP,
-    "json_schema": ANY_OBJECT,
+    "json_schema": ANY_SCHEMA,
     "logit_bias": OPENAI["logit_bias"],
     "ignore_eos": FLAG,
     "n_probs": _integer(0, MOST_LOGPROBS),

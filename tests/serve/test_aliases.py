@@ -38,6 +38,7 @@ def aliased(chat_bundle: Path) -> Iterator[Serving]:
         ("claude-9", None),
         ("gpt-5", "second"),
         ("gpt-9", "second"),
+        ("gpt-5:latest", "second"),
         # A model's name goes before every alias.
         ("second", "second"),
         ("second:latest", "second"),

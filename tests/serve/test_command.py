@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import signal
 import socket
@@ -21,6 +22,7 @@ import pytest
 pytest.importorskip("starlette")
 
 from ondevice.commands import serve as command
+from ondevice.serve.metrics import log_event
 from tests.support.bundles import EOS
 from tests.support.command_line import Run
 from tests.support.paths import ROOT
@@ -116,6 +118,17 @@ def test_every_line_of_the_log_is_json(chat_bundle: Path) -> None:
         assert process.stderr is not None
         found = [json.loads(line) for line in process.stderr.read().splitlines()]
     assert {"event": "uvicorn.error", "message": "Invalid HTTP request received."} in found
+
+
+def test_what_the_runtime_logs_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with command._logging():
+        logging.getLogger("ondevice.chat_template").warning("no place for %s", "tools")
+        log_event("ignored", fields=["x"])
+    told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert told == [
+        {"event": "ondevice.chat_template", "message": "no place for tools"},
+        {"event": "ignored", "fields": ["x"]},
+    ]
 
 
 def test_tls_is_uvicorn_s(chat_bundle: Path, tmp_path: Path) -> None:

@@ -98,6 +98,25 @@ def test_ollama_s_formats(server: Serving, expected: str) -> None:
     assert client.generate(prompt="Hello", format="json", **asked).response.startswith("{")
 
 
+def test_true_and_false_are_schemas(server: Serving) -> None:
+    """True is any JSON, false is none."""
+    chat, asked = "/v1/chat/completions", {"messages": MESSAGES, "temperature": 0, "max_tokens": 60}
+    wanted = server.post(chat, asked | {"response_format": asked_format({})}).json["choices"]
+    for path, fields, field in (
+        (chat, lambda it: {"response_format": asked_format(it)}, "response_format"),
+        (chat, lambda it: {"response_format": {"type": "json_object", "schema": it}}, "response_format"),
+        ("/v1/messages", lambda it: {"output_config": {"format": {"type": "json_schema", "schema": it}}}, ""),
+        ("/api/chat", lambda it: {"format": it, "model": server.model.name}, ""),
+        ("/completion", lambda it: {"json_schema": it, "prompt": "a"}, ""),
+    ):
+        assert server.post(path, asked | fields(True) | {"stream": False}).status == 200, path
+        refused = server.post(path, asked | fields(False) | {"stream": False})
+        assert (refused.status, "the schema is false" in str(refused.json)) == (400, True), refused.json
+        assert not field or refused.json["error"]["param"] == field
+    told = server.post(chat, asked | {"response_format": asked_format(True)}).json["choices"]
+    assert told == wanted
+
+
 def test_what_cannot_be_enforced_is_refused_with_its_field(server: Serving, client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="keyword not") as caught:
         client.chat.completions.create(
