@@ -1,4 +1,4 @@
-"""`ondevice serve`: models for programs that speak the HTTP dialects of OpenAI, Anthropic or Ollama."""
+"""`ondevice serve`: models over HTTP, in the dialects of OpenAI, Anthropic, Ollama and llama.cpp."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ PACKAGES = ("starlette", "uvicorn")
 @hosts_option()
 @yes_option
 def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) -> None:
-    """Serve models over HTTP, in the dialects of OpenAI, Anthropic and Ollama.
+    """Serve models over HTTP, in the dialects of OpenAI, Anthropic, Ollama and llama.cpp.
 
     The first model is loaded at once and answers requests that name none; the others when a request asks for
     them, all under one budget. Each is known by its folder's name. Ctrl-C stops the server.
