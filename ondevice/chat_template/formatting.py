@@ -26,6 +26,7 @@ def filled_in(form: str, values: Sequence[Any], named: Mapping[str, Any], meter:
     """
     parts: list[str] = []
     number = 0
+    meter.charge(len(form), "text")
     for literal, field, spec, conversion in Formatter().parse(form):
         parts.append(literal)
         if field is None:
@@ -35,8 +36,8 @@ def filled_in(form: str, values: Sequence[Any], named: Mapping[str, Any], meter:
         if not field:
             field, number = str(number), number + 1
         value = values[int(field)] if field.isdigit() else named[field]
-        parts.append(_with_spec(value, spec or "", meter))
-    return _made_of(form, parts, meter)
+        parts.append(_charged(_with_spec(value, spec or "", meter), meter))
+    return _made_of(form, parts)
 
 
 def _with_spec(value: Any, spec: str, meter: Meter) -> str:
@@ -58,6 +59,7 @@ def percent_filled_in(form: str, values: Any, meter: Meter) -> str:
     given_values = list(values) if isinstance(values, tuple) else [values]
     parts: list[str] = []
     at = used = 0
+    meter.charge(len(form), "text")
     for found in _DIRECTIVE.finditer(form):
         parts.append(form[at : found.start()])
         at = found.end()
@@ -75,22 +77,29 @@ def percent_filled_in(form: str, values: Any, meter: Meter) -> str:
             value, used = given_values[used], used + 1
         else:
             raise TypeError("formatting with % has too few values")
-        parts.append(_with_kind(value, kind, flags + width + (f".{decimals}" if decimals else ""), meter))
+        spec = flags + width + (f".{decimals}" if decimals else "")
+        parts.append(_charged(_with_kind(value, kind, spec, meter), meter))
     parts.append(form[at:])
     if used < len(given_values) and not isinstance(values, Mapping):
         raise TypeError("formatting with % has too many values")
-    return _made_of(form, parts, meter)
+    return _made_of(form, parts)
 
 
 def _with_kind(value: Any, kind: str, spec: str, meter: Meter) -> str:
     if kind != "s":
-        return str(f"%{spec}{kind}" % value)
+        made = f"%{spec}{kind}" % value
+        return alike(made, value) if isinstance(value, str) else made
     text = meter.text(value)
     return alike(f"%{spec}s" % text, text) if spec else text
 
 
-def _made_of(form: str, parts: Sequence[str], meter: Meter) -> str:
+def _charged(part: str, meter: Meter) -> str:
+    """The part, charged as it is made: a short form may have many wide fields."""
+    meter.charge(len(part), "text")
+    return part
+
+
+def _made_of(form: str, parts: Sequence[str]) -> str:
     """The parts together, all of them given where the form was."""
-    meter.charge(sum(map(len, parts)), "text")
     text = concatenated(parts)
     return made_of(text, form) if isinstance(form, GivenText) and form.spans else text

@@ -196,10 +196,22 @@ async def _prompt_tokens(service: Service, asked: Asked) -> int:
                 try:
                     ids = await asyncio.to_thread(_prompt_ids, loaded.model, asked)
                     check_prompt(ids, loaded.model.plan.max_context, loaded.model.config.max_context)
+                except ContextOverflowError as error:
+                    raise _refusal(await _counted(error, loaded.model, asked), asked) from error
                 except OndeviceError as error:
                     raise _refusal(error, asked) from error
                 return len(ids)
     return 0
+
+
+async def _counted(error: ContextOverflowError, model: Model, asked: Asked) -> ContextOverflowError:
+    """The error with all tokens of a conversation, which is read as far as the context goes: agents shorten
+    it by what there is too much.
+    """
+    if asked.messages is None:
+        return error
+    count = await asyncio.to_thread(prompt_tokens, model, asked.messages, _prompting(model, asked))
+    return ContextOverflowError(error.for_command_line, count, error.limit)
 
 
 def _prompt_ids(model: Model, asked: Asked) -> Sequence[int]:
@@ -260,9 +272,7 @@ async def _events(
                 async for event in events:
                     yield event
         except ContextOverflowError as error:
-            # It was read as far as the context goes. Agents shorten it by what there is too much.
-            count = await asyncio.to_thread(prompt_tokens, model, asked.messages, asked.prompting)
-            raise ContextOverflowError(error.for_command_line, count, error.limit) from error
+            raise await _counted(error, model, asked) from error
         return
     async with aclosing(_continued(model, asked, sampling, running)) as events:
         async for event in events:

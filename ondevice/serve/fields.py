@@ -19,6 +19,8 @@ from ondevice.serve.errors import RequestError
 _STRING = re.compile(rb'"[^"\\]*(?:\\(?:.|\Z)[^"\\]*)*(?:"|\Z)', re.DOTALL)
 _BRACKET = re.compile(rb"[\[\]{}]")
 _INDEX = re.compile(r"\[\d+\]")
+MAX_IGNORED = 1000
+"""Most names of what one request has that is ignored; beyond that none is kept."""
 SHOWN_CHARS = 100
 """Most characters of a name of the client's that an error or the log shows."""
 
@@ -32,7 +34,12 @@ class Ignored:
     def __init__(self, strict: bool = False, tell: Callable[[Sequence[str]], None] | None = None) -> None:
         self._strict = strict
         self._tell = tell
-        self.names: list[str] = []
+        self._names: dict[str, None] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The names, in the order in which they came."""
+        return list(self._names)
 
     def add(self, full: str, name: str, why: str) -> None:
         """Ignore the field `full`. Raises RequestError if the server is strict.
@@ -42,12 +49,12 @@ class Ignored:
         if self._strict:
             shown = full[:SHOWN_CHARS]
             raise RequestError(400, f"{shown} {why}", field=shown, code="unsupported_parameter")
-        if name not in self.names:
-            self.names.append(name[:SHOWN_CHARS])
+        if len(self._names) < MAX_IGNORED:
+            self._names[name[:SHOWN_CHARS]] = None
 
     def tell(self) -> None:
         """Tell the names."""
-        if self.names and self._tell is not None:
+        if self._names and self._tell is not None:
             self._tell(self.names)
 
 

@@ -30,6 +30,8 @@ class Namespaces:
         self._plain = {it.get("name") for it in _objects(tools) if it.get("type") != "namespace"}
         self._groups: dict[str, tuple[str, str]] = {}
         """The group's name and the tool's own, by the name that the model knows."""
+        self._known: dict[tuple[str | None, str], str] = {}
+        """The other way round."""
 
     def read(self, fields: Fields) -> list[dict[str, Any]]:
         """The functions of a tool: itself, or those of a group."""
@@ -51,11 +53,12 @@ class Namespaces:
         plain = tool["function"]["name"]
         name = f"{group}.{plain}" if plain in self._groups or plain in self._plain else plain
         self._groups[name] = (group, plain)
+        self._known.setdefault((group, plain), name)
         return tool | {"function": tool["function"] | {"name": name}}
 
     def known(self, group: str | None, plain: str) -> str:
         """The name by which the model knows a tool of a group."""
-        return next((name for name, tool in self._groups.items() if tool == (group, plain)), plain)
+        return self._known.get((group, plain), plain)
 
     def told(self, name: str) -> dict[str, str]:
         """How a response names a tool that the model calls."""

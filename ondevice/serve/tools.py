@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -258,21 +259,26 @@ def with_ids(messages: Iterable[Message]) -> list[Message]:
 
     A result without one is of the first call that has no result yet, and that is of its tool if it names one.
     """
-    open_calls: list[dict[str, Any]] = []
+    open_names: dict[str, str] = {}
+    """Names of the calls that have no result yet, by their ids."""
+    open_ids: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    """Their ids by their names: one request may have many thousands."""
     made: list[Message] = []
     for at, message in enumerate(messages):
         calls = [
             call | {"id": call["id"] or new_id(at, index)}
             for index, call in enumerate(message.get("tool_calls") or ())
         ]
-        open_calls += calls
+        for call in calls:
+            open_names[call["id"]] = call["function"]["name"]
+            open_ids[call["function"]["name"]][call["id"]] = None
         message = {**message, "tool_calls": calls} if calls else message
         if message["role"] == "tool":
             id, name = message.get("tool_call_id"), message.get("name")
-            call = next((it for it in open_calls if name in (None, it["function"]["name"])), None)
-            id = id or ("" if call is None else call["id"])
-            message = {**message, "tool_call_id": kept_id(id)}
-            open_calls = [it for it in open_calls if it["id"] != message["tool_call_id"]]
+            id = kept_id(id or next(iter(open_names if name is None else open_ids.get(name, ())), ""))
+            message = {**message, "tool_call_id": id}
+            if id in open_names:
+                open_ids[open_names.pop(id)].pop(id, None)
         made.append(message)
     return made
 

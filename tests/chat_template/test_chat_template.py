@@ -209,7 +209,7 @@ HANDLED = [
     "{% set n = namespace(s='') %}{% for x in c %}{% set n.s = n.s + x %}{% endfor %}{{ n.s }}",
     "{{ c.lstrip('a') ~ c.rstrip('z') ~ c.strip('az') ~ c.strip() }}", "{{ dict(a=c).a }}",
     "{{ c.title().lower() ~ c.capitalize() }}", "{{ c if c == c ~ '' else '' }}",
-    "{{ (c | unique | list)[0] }}",
+    "{{ (c | unique | list)[0] }}", "{% for x in c %}{{ '%c' % x }}{% endfor %}",
 ]  # fmt: skip
 """What templates do to a text `c`."""
 

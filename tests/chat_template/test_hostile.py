@@ -74,6 +74,8 @@ HOSTILE = {
     "width of format": ("{{ '{:>1000000000}'.format('') }}", "str.format"),
     "width of format by format": ("{{ '{:>{w}}'.format('', w=10**9) }}", "str.format"),
     "decimals of format": ("{{ '{:.1000000000f}'.format(1.5) }}", "str.format"),
+    "wide fields of format": ("{{ ('{0:999}' * 300000).format('x') }}", "too much text"),
+    "wide fields of %": ("{{ ('%(a)999d' * 300000) % {'a': 1} }}", "too much text"),
     "text by format": (doubling("'aa'", "'{0}{0}'.format(n.x)"), "too much text"),
     "text by %": (doubling("'aa'", "'%s%s' % (n.x, n.x)"), "too much text"),
     "text by a filter block": (

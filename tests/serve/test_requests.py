@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,10 @@ pytest.importorskip("starlette")
 from ondevice.api import load
 from ondevice.chat_template import ChatTemplate
 from ondevice.serve.config import ServeConfig
+from ondevice.serve.fields import MAX_IGNORED, SHOWN_CHARS, Fields, Ignored
 from ondevice.serve.metrics import IgnoredLog
+from ondevice.serve.openai_input import Namespaces
+from ondevice.serve.tools import call_message, with_ids
 from tests.support.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.support.chat_templates import TOOLS
 from tests.support.scripted_replies import Script
@@ -91,6 +95,26 @@ def test_the_log_has_a_bound_whatever_a_client_makes_up(caplog: pytest.LogCaptur
         log.tell([f"x{at}" for at in range(1500)])
         log.tell(["one more"])
     assert ignored(caplog) == [[f"x{at}" for at in range(20)]]
+
+
+def test_what_a_request_has_too_much_takes_no_time() -> None:
+    """Names of fields, results of calls and calls of groups' tools: each is looked up at once."""
+    count = 20_000
+    begun = time.process_time()
+    ignored = Ignored()
+    Fields({f"{at} {'x' * SHOWN_CHARS}": 1 for at in range(count)}, ignored=ignored).close()
+    assert ignored.names[0] == f"0 {'x' * SHOWN_CHARS}"[:SHOWN_CHARS]
+    assert len(ignored.names) == MAX_IGNORED
+    calls = [call_message(f"{at}", "other", {}) for at in range(count)]
+    results = [{"role": "tool", "content": "", "tool_call_id": f"{at}"} for at in reversed(range(count))]
+    unnamed = [{"role": "tool", "content": "", "name": "nobody"}] * count
+    said = with_ids([{"role": "assistant", "content": "", "tool_calls": calls}, *unnamed, *results])
+    assert {it["tool_call_id"] for it in said[1 : count + 1]} == {""}
+    names = Namespaces()
+    for at in range(count):
+        names._named({"function": {"name": f"{at}"}}, "group")
+    assert [names.known("group", f"{at}") for at in range(count)] == [f"{at}" for at in range(count)]
+    assert time.process_time() - begun < 2.0
 
 
 def test_a_strict_server_refuses_them_by_name(chat_bundle: Any) -> None:

@@ -257,8 +257,12 @@ def test_one_that_waits_hears_so_and_is_checked_first(server: Serving, slow: pyt
     until(lambda: server.metric("running_requests") == 1)
     waiting = [listen(server, path, asked(path, "x")) for path in (CHAT, MESSAGES, RESPONSES)]
     until(lambda: server.metric("waiting_requests") == 3)
-    too_long = server.post(MESSAGES, asked(MESSAGES, "x" * 3000))
+    # Of so many words, only as many are read as are needed to know that they are too many.
+    text = "some words " * 3000
+    too_long = server.post(MESSAGES, asked(MESSAGES, text))
     assert (too_long.status, too_long.json["error"]["type"]) == (400, "invalid_request_error")
+    counted = server.post(f"{MESSAGES}/count_tokens", {"messages": [{"role": "user", "content": text}]})
+    assert f"prompt is too long: {counted.json['input_tokens']} tokens >" in too_long.json["error"]["message"]
     assert server.post(CHAT, asked(CHAT, "x" * 3000)).json["error"]["code"] == "context_length_exceeded"
     assert server.metric("running_requests") == 1
     expected = len(server.model.chat_ids([{"role": "user", "content": "x"}]))
