@@ -47,8 +47,8 @@ def _named(value: Any) -> dict[str, str]:
         return {DEFAULT: value}
     if isinstance(value, list):
         value = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
-    found = value if isinstance(value, dict) else {}
-    return {name: text for name, text in found.items() if isinstance(name, str) and isinstance(text, str)}
+    named = value if isinstance(value, dict) else {}
+    return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
 
 
 def decoded(data: bytes) -> str:

@@ -137,7 +137,11 @@ def _values(option: click.Option) -> str:
         return ", ".join(_code([str(choice)]) for choice in option.type.choices)
     if isinstance(option.type, click.Path) or (option.metavar or "").endswith("DIR"):
         return "a path" if option.metavar is None else _code([option.metavar])
-    kinds: dict[type[click.ParamType[Any]], type] = {click.types.IntRange: int, click.types.IntParamType: int}
+    kinds: dict[type[click.ParamType[Any]], type] = {
+        click.types.IntRange: int,
+        click.types.IntParamType: int,
+        click.types.FloatParamType: float,
+    }
     return _kind(kinds.get(type(option.type), str))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from string import Formatter
 from typing import Any
 
-from ondevice.chat_template.given_text import GivenText, alike, concatenated, made_of
+from ondevice.chat_template.given_text import GivenText, concatenated, given_alike, made_of
 from ondevice.chat_template.meter import Meter, TemplateLimit
 
 MAX_WIDTH = 1000
@@ -43,12 +43,12 @@ def filled_in(form: str, values: Sequence[Any], named: Mapping[str, Any], meter:
 def _with_spec(value: Any, spec: str, meter: Meter) -> str:
     if not spec:
         return meter.text(value)
-    found = _SPEC.fullmatch(spec)
-    if found is None or max(int(found[1] or 0), int(found[2] or 0)) > MAX_WIDTH:
+    match = _SPEC.fullmatch(spec)
+    if match is None or max(int(match[1] or 0), int(match[2] or 0)) > MAX_WIDTH:
         raise TemplateLimit(f"str.format is given the width {spec[:40]!r}; the limit is {MAX_WIDTH}")
     if not isinstance(value, str | int | float):
         value = meter.text(value)
-    return alike(format(value, spec), value) if isinstance(value, str) else format(value, spec)
+    return given_alike(format(value, spec), value) if isinstance(value, str) else format(value, spec)
 
 
 def percent_filled_in(form: str, values: Any, meter: Meter) -> str:
@@ -60,17 +60,17 @@ def percent_filled_in(form: str, values: Any, meter: Meter) -> str:
     parts: list[str] = []
     at = used = 0
     meter.charge(len(form), "text")
-    for found in _DIRECTIVE.finditer(form):
-        parts.append(form[at : found.start()])
-        at = found.end()
-        name, flags, width, decimals, kind = found.groups()
-        if kind == "%" and found[0] == "%%":
+    for match in _DIRECTIVE.finditer(form):
+        parts.append(form[at : match.start()])
+        at = match.end()
+        name, flags, width, decimals, kind = match.groups()
+        if kind == "%" and match[0] == "%%":
             parts.append("%")
             continue
         if not kind or kind not in _KINDS:
-            raise ValueError(f"formatting with % knows no {found[0][:40]!r}; it knows {', '.join(_KINDS)}")
+            raise ValueError(f"formatting with % knows no {match[0][:40]!r}; it knows {', '.join(_KINDS)}")
         if max(int(width or 0), int(decimals or 0)) > MAX_WIDTH:
-            raise TemplateLimit(f"formatting with % is given {found[0][:40]!r}; the limit is {MAX_WIDTH}")
+            raise TemplateLimit(f"formatting with % is given {match[0][:40]!r}; the limit is {MAX_WIDTH}")
         if name is not None:
             value = values[name]
         elif used < len(given_values):
@@ -88,9 +88,9 @@ def percent_filled_in(form: str, values: Any, meter: Meter) -> str:
 def _with_kind(value: Any, kind: str, spec: str, meter: Meter) -> str:
     if kind != "s":
         made = f"%{spec}{kind}" % value
-        return alike(made, value) if isinstance(value, str) else made
+        return given_alike(made, value) if isinstance(value, str) else made
     text = meter.text(value)
-    return alike(f"%{spec}s" % text, text) if spec else text
+    return given_alike(f"%{spec}s" % text, text) if spec else text
 
 
 def _charged(part: str, meter: Meter) -> str:

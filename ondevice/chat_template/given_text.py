@@ -86,24 +86,24 @@ class GivenText(str):
         return self._pieces(str.splitlines(self, keepends), None)
 
     def partition(self, sep: str, /) -> tuple[str, str, str]:
-        head, found, tail = self._pieces(str.partition(self, sep), "")
-        return head, found, tail
+        head, separator, tail = self._pieces(str.partition(self, sep), "")
+        return head, separator, tail
 
     def rpartition(self, sep: str, /) -> tuple[str, str, str]:
-        head, found, tail = self._pieces(str.rpartition(self, sep), "")
-        return head, found, tail
+        head, separator, tail = self._pieces(str.rpartition(self, sep), "")
+        return head, separator, tail
 
     def upper(self) -> str:
-        return alike(str.upper(self), self)
+        return given_alike(str.upper(self), self)
 
     def lower(self) -> str:
-        return alike(str.lower(self), self)
+        return given_alike(str.lower(self), self)
 
     def title(self) -> str:
-        return alike(str.title(self), self)
+        return given_alike(str.title(self), self)
 
     def capitalize(self) -> str:
-        return alike(str.capitalize(self), self)
+        return given_alike(str.capitalize(self), self)
 
     def join(self, parts: Iterable[str], /) -> str:
         return joined(self, parts)
@@ -111,14 +111,14 @@ class GivenText(str):
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
         return replaced(self, old, new, index(count))
 
-    def _pieces(self, found: Iterable[str], between: str | None) -> list[str]:
+    def _pieces(self, texts: Iterable[str], between: str | None) -> list[str]:
         """Parts of this text, one behind the other, with their spans.
 
         between: what stands between two parts; None: white space, with which no part but a line begins.
         """
         parts: list[str] = []
         at = 0
-        for piece in found:
+        for piece in texts:
             at = str.find(self, piece, at) if between is None else at
             parts.append(self.part(at, at + len(piece)))
             at += len(piece) + len(between or "")
@@ -130,7 +130,7 @@ def given(text: str) -> GivenText:
     return text if isinstance(text, GivenText) else GivenText(text, ((0, len(text)),) if text else ())
 
 
-def alike(text: str, source: str) -> str:
+def given_alike(text: str, source: str) -> str:
     """`text`, which was made of `source` letter by letter: given where that is.
 
     Where it has another length, it is given wholly.
@@ -182,11 +182,11 @@ def changed_parts(text: str, change: Callable[[str], str]) -> str:
     """The text with what was given changed to something of the same length."""
     if not isinstance(text, GivenText):
         return text
-    found, at = [], 0
+    parts, at = [], 0
     for begin, end in text.spans:
-        found += [str.__getitem__(text, slice(at, begin)), change(str.__getitem__(text, slice(begin, end)))]
+        parts += [str.__getitem__(text, slice(at, begin)), change(str.__getitem__(text, slice(begin, end)))]
         at = end
-    return "".join([*found, str.__getitem__(text, slice(at, len(text)))])
+    return "".join([*parts, str.__getitem__(text, slice(at, len(text)))])
 
 
 def marked(value: Any, mark: str) -> Any:
@@ -201,8 +201,8 @@ def marked(value: Any, mark: str) -> Any:
 def unmarked(text: str, mark: str) -> GivenText:
     """A text without the marks, given between every two of them."""
     pieces = text.split(mark)
-    whole = joined("", (given(piece) if number % 2 else piece for number, piece in enumerate(pieces)))
-    return whole if isinstance(whole, GivenText) else GivenText(whole, ())
+    text_of_all = joined("", (given(piece) if number % 2 else piece for number, piece in enumerate(pieces)))
+    return text_of_all if isinstance(text_of_all, GivenText) else GivenText(text_of_all, ())
 
 
 def plain(text: str) -> str:

@@ -37,16 +37,16 @@ class _Reader:
     def calls(self) -> list[PythonCall]:
         """All calls of the text, with brackets around them or without. Raises ValueError."""
         listed = self.took("[")
-        found = [self.call()]
+        calls = [self.call()]
         while self.took(",") or self.took(";") or not self.ends():
             if self.ends() or self.peek() == "]":
                 break
-            found.append(self.call())
+            calls.append(self.call())
         if listed and not self.took("]"):
             raise self.wrong()
         if not self.ends():
             raise self.wrong()
-        return found
+        return calls
 
     def call(self) -> PythonCall:
         name = self.match(_NAME)[0].removesuffix(_METHOD)
@@ -87,12 +87,12 @@ class _Reader:
 
     def items(self, closes: str, read: Callable[[], Any]) -> list[Any]:
         self.at += 1
-        found = []
+        values = []
         while not self.took(closes):
-            found.append(read())
+            values.append(read())
             if self.peek() != closes:
                 self.require(",")
-        return found
+        return values
 
     def pair(self, depth: int) -> tuple[str, Any]:
         if self.peek() not in ("'", '"'):
@@ -102,24 +102,24 @@ class _Reader:
         return key, self.value(depth)
 
     def string(self) -> str:
-        found = _STRING.match(self.text, self.at)
-        if found is None:
+        match = _STRING.match(self.text, self.at)
+        if match is None:
             raise UnfinishedError
-        self.at = found.end()
-        value: str = ast.literal_eval(found[0].replace("\r", "\\r").replace("\n", "\\n"))
+        self.at = match.end()
+        value: str = ast.literal_eval(match[0].replace("\r", "\\r").replace("\n", "\\n"))
         return value
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str]:
         self.skip()
-        found = pattern.match(self.text, self.at)
-        if found is None:
+        match = pattern.match(self.text, self.at)
+        if match is None:
             raise self.wrong()
-        self.at = found.end()
-        return found
+        self.at = match.end()
+        return match
 
     def skip(self) -> None:
-        found = _SPACES.match(self.text, self.at)
-        self.at = self.at if found is None else found.end()
+        match = _SPACES.match(self.text, self.at)
+        self.at = self.at if match is None else match.end()
 
     def peek(self) -> str:
         """The next character that is no space. Raises UnfinishedError if there is none."""
@@ -129,9 +129,9 @@ class _Reader:
 
     def took(self, sign: str) -> bool:
         self.skip()
-        found = self.text.startswith(sign, self.at)
-        self.at += len(sign) if found else 0
-        return found
+        is_here = self.text.startswith(sign, self.at)
+        self.at += len(sign) if is_here else 0
+        return is_here
 
     def require(self, sign: str) -> None:
         if not self.took(sign):

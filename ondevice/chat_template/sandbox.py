@@ -25,7 +25,7 @@ from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
 from ondevice.chat_template.formatting import filled_in, percent_filled_in
-from ondevice.chat_template.given_text import GivenText, alike, concatenated, joined, made_of, replaced
+from ondevice.chat_template.given_text import GivenText, concatenated, given_alike, joined, made_of, replaced
 from ondevice.chat_template.meter import MessagesRefused, Meter, TemplateLimit
 
 _MAX_NODES = 12_000
@@ -280,7 +280,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
     def _on_text(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def charged(value: Any, *args: Any, **kwargs: Any) -> Any:
             text = self.meter.text(value)
-            return _still_given(function(text, *args, **kwargs), text, alike)
+            return _still_given(function(text, *args, **kwargs), text, given_alike)
 
         return charged
 

@@ -36,7 +36,7 @@ def with_tools_as_text(
 
     takes_system: whether the template has instructions; otherwise they head the user's first message.
     """
-    found: list[dict[str, Any]] = []
+    texts: list[dict[str, Any]] = []
     heads = [given(message["content"]) for message in messages[:1] if message["role"] in _SYSTEM]
     if tools:
         heads.append(_instructions(tools))
@@ -46,18 +46,18 @@ def with_tools_as_text(
         plain = as_form(dict(message), "written", format)
         content = _result(message["content"]) if is_result else given(plain["content"])
         is_user = is_result or message["role"] == "user"
-        if is_user and found and found[-1]["role"] == "user" and (is_result or has_results):
-            found[-1] = _text("user", [found[-1]["content"], content], "\n")
+        if is_user and texts and texts[-1]["role"] == "user" and (is_result or has_results):
+            texts[-1] = _text("user", [texts[-1]["content"], content], "\n")
         else:
-            found.append(_text("user" if is_user else message["role"], [content]))
+            texts.append(_text("user" if is_user else message["role"], [content]))
         has_results = is_result
     if not heads:
-        return found
+        return texts
     if takes_system:
-        return [_text("system", heads), *found]
-    if found and found[0]["role"] == "user":
-        return [_text("user", [*heads, found[0]["content"]]), *found[1:]]
-    return [_text("user", heads), *found]
+        return [_text("system", heads), *texts]
+    if texts and texts[0]["role"] == "user":
+        return [_text("user", [*heads, texts[0]["content"]]), *texts[1:]]
+    return [_text("user", heads), *texts]
 
 
 def _text(role: str, parts: Sequence[GivenText], between: str = "\n\n") -> dict[str, Any]:

@@ -28,14 +28,14 @@ _NAMING = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multip
 
 
 class NumberTokens:
-    """Those of a vocabulary's tokens that may make a number longer."""
+    """The tokens of a vocabulary that may make a number longer."""
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         self.token_bytes = token_bytes
-        found = [token for token, text in enumerate(token_bytes) if not _NUMERIC.isdisjoint(text)]
-        self.ids = np.array(found, dtype=np.int64)
+        numeric = [token for token, text in enumerate(token_bytes) if not _NUMERIC.isdisjoint(text)]
+        self.ids = np.array(numeric, dtype=np.int64)
         """Ascending ids of tokens with a digit or a point."""
-        self.longest = max((sum(byte in _DIGITS for byte in token_bytes[it]) for it in found), default=0)
+        self.longest = max((sum(byte in _DIGITS for byte in token_bytes[it]) for it in numeric), default=0)
         """Most digits of a token."""
 
 
@@ -77,18 +77,18 @@ class DigitBound:
         wrong = [token for token in allowed.tolist() if self._behind(token, place) is None]
         if not wrong:
             return mask
-        found = mask.copy()
-        found[wrong] = False
-        return found if found.any() else mask
+        narrowed = mask.copy()
+        narrowed[wrong] = False
+        return narrowed if narrowed.any() else mask
 
     def _behind(self, token: int, place: _Place, bounded: bool = True) -> _Place | None:
         """The place behind a token; None, if `bounded`, where a number would be too long."""
-        found: _Place | None = place
+        reached: _Place | None = place
         for byte in self._tokens.token_bytes[token]:
-            found = self._next(byte, found or _TEXT, bounded)
-            if found is None:
+            reached = self._next(byte, reached or _TEXT, bounded)
+            if reached is None:
                 return None
-        return found
+        return reached
 
     def _next(self, byte: int, place: _Place, bounded: bool) -> _Place | None:
         part, digits = place.part, place.digits
@@ -97,14 +97,14 @@ class DigitBound:
         if part == "string":
             return _Place("escape") if byte == 0x5C else _TEXT if byte == 0x22 else place
         if byte in _DIGITS:
-            found = _Place("number") if part == "text" else place
-            if found.part == "exponent" or found.digits or byte != 0x30:
-                found = found._replace(digits=found.digits + 1)
+            reached = _Place("number") if part == "text" else place
+            if reached.part == "exponent" or reached.digits or byte != 0x30:
+                reached = reached._replace(digits=reached.digits + 1)
             else:
-                found = found._replace(zeros=found.zeros + 1)
-            most = MOST_EXPONENT_DIGITS if found.part == "exponent" else self._most
+                reached = reached._replace(zeros=reached.zeros + 1)
+            most = MOST_EXPONENT_DIGITS if reached.part == "exponent" else self._most
             # The 0 before a point is one more.
-            return None if bounded and (found.digits > most or found.zeros > most + 1) else found
+            return None if bounded and (reached.digits > most or reached.zeros > most + 1) else reached
         if part == "number" and byte == 0x2E:
             # A digit has to follow.
             return None if bounded and digits >= self._most else place
@@ -117,10 +117,10 @@ class DigitBound:
 
 def most_digits(schema: Any) -> int:
     """Digits that a number of a schema's values may have: as the longest that it names, or MOST_DIGITS."""
-    found = (
+    counts = (
         _digits(it) for each in walked(schema) for key in _NAMING if key in each for it in _numbers(each[key])
     )
-    return max((it for it in found if it <= MAX_DIGITS), default=MOST_DIGITS)
+    return max((it for it in counts if it <= MAX_DIGITS), default=MOST_DIGITS)
 
 
 def _numbers(value: Any) -> Iterator[int | float]:

@@ -47,7 +47,7 @@ def without_endless(root: Any) -> Any:
 
 
 class _Search:
-    """Which references end: the least set that agrees with itself."""
+    """The references of a schema that end: the least set that agrees with itself."""
 
     def __init__(self, root: Any, pointers: list[str]) -> None:
         self.ending: set[str] = set()

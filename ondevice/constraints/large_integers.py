@@ -72,11 +72,11 @@ class _Writer:
             for part in self._parts(schema):
                 users.setdefault(id(part), []).append(id(schema))
                 waiting.append(part)
-        found = list(self._large)
-        while found:
-            more = [user for user in users.get(found.pop(), ()) if user not in self._large]
+        waiting_users = list(self._large)
+        while waiting_users:
+            more = [user for user in users.get(waiting_users.pop(), ()) if user not in self._large]
             self._large.update(more)
-            found += more
+            waiting_users += more
 
     def is_large(self, schema: Any) -> bool:
         """Whether a value of the schema may have a number that a large integer is named for."""
@@ -108,7 +108,7 @@ class _Writer:
     def _typed(self, schema: dict[str, Any], depth: int) -> str:
         given = schema.get("type", list(_TYPES))
         types = given if isinstance(given, list) else [given]
-        found, rest = [], []
+        parts, rest = [], []
         for kind in types:
             known = _KNOWN.get("number" if kind == "integer" else str(kind), ())
             if not any(self._is_said_of(schema, key) for key in known):
@@ -116,15 +116,15 @@ class _Writer:
                 continue
             _only(schema, ("type", *(key for keys in _KNOWN.values() for key in keys)))
             if kind == "object":
-                found.append(self._object(schema, depth))
+                parts.append(self._object(schema, depth))
             elif kind == "array":
-                found.append(self._array(schema, depth))
+                parts.append(self._array(schema, depth))
             elif kind == "number" or "number" not in types:
-                found.append(_number(schema, whole=kind == "integer"))
+                parts.append(_number(schema, integral=kind == "integer"))
         if rest:
             plain = {key: it for key, it in schema.items() if key not in _BOUNDS or not _has_large(it)}
-            found.append(self._plain(plain | {"type": rest}))
-        return _either(found)
+            parts.append(self._plain(plain | {"type": rest}))
+        return _either(parts)
 
     def _is_said_of(self, schema: dict[str, Any], keyword: str) -> bool:
         """Whether a keyword of the schema has to do with large integers."""
@@ -202,26 +202,26 @@ class _Writer:
 
     def _parts(self, schema: dict[str, Any]) -> list[Any]:
         """The schemas that a schema's values, or parts of them, have to obey."""
-        found = [schema.get(key) for key in ("items", "additionalProperties", "additionalItems")]
-        found += [it for key in ("allOf", "anyOf", "prefixItems", "items") for it in _list(schema.get(key))]
+        parts = [schema.get(key) for key in ("items", "additionalProperties", "additionalItems")]
+        parts += [it for key in ("allOf", "anyOf", "prefixItems", "items") for it in _list(schema.get(key))]
         for key in ("properties", "patternProperties"):
-            found += schema[key].values() if isinstance(schema.get(key), dict) else []
-        return [*found, referred(schema["$ref"], self._root)] if "$ref" in schema else found
+            parts += schema[key].values() if isinstance(schema.get(key), dict) else []
+        return [*parts, referred(schema["$ref"], self._root)] if "$ref" in schema else parts
 
 
-def _number(schema: Mapping[str, Any], whole: bool) -> str:
-    """A number within its bounds: an integer, or if not `whole` one with a fraction as well."""
+def _number(schema: Mapping[str, Any], integral: bool) -> str:
+    """A number within its bounds: an integer, or if not `integral` one with a fraction as well."""
     least, most = _bounds(schema)
     if least is not None and most is not None and least > most:
         raise _impossible("minimum")
-    found = _integers(least, most)
-    if not whole:
-        found = f"({found})(\\.0{{1,20}})?"
+    pattern = _integers(least, most)
+    if not integral:
+        pattern = f"({pattern})(\\.0{{1,20}})?"
         above = _integers(max(least or 0, 0), None if most is None else most - 1)
         below = _integers(max(-most, 0) if most is not None else 0, None if least is None else -least - 1)
-        found += f"|({above})\\.[0-9]{{1,20}}" if above else ""
-        found += f"|-({below})\\.[0-9]{{1,20}}" if below else ""
-    return f"/{found}/"
+        pattern += f"|({above})\\.[0-9]{{1,20}}" if above else ""
+        pattern += f"|-({below})\\.[0-9]{{1,20}}" if below else ""
+    return f"/{pattern}/"
 
 
 def _bounds(schema: Mapping[str, Any]) -> tuple[int | None, int | None]:
@@ -249,13 +249,13 @@ def _integers(least: int | None, most: int | None) -> str:
     """A pattern of the integers from `least` to `most`, None being no bound; empty if there are none."""
     if least is not None and most is not None and least > most:
         return ""
-    found = []
+    patterns = []
     if least is None or least < 0:
         low = 1 if most is None or most >= 0 else -most
-        found.append(f"-({_naturals(low, None if least is None else -least)})")
+        patterns.append(f"-({_naturals(low, None if least is None else -least)})")
     if most is None or most >= 0:
-        found.append(_naturals(max(least or 0, 0), most))
-    return "|".join(found)
+        patterns.append(_naturals(max(least or 0, 0), most))
+    return "|".join(patterns)
 
 
 def _naturals(least: int, most: int | None) -> str:
@@ -263,12 +263,12 @@ def _naturals(least: int, most: int | None) -> str:
     if most is None:
         longer = f"[1-9][0-9]{{{len(str(least))},}}"
         return f"{_naturals(least, 10 ** len(str(least)) - 1)}|{longer}"
-    found = []
+    patterns = []
     for length in range(len(str(least)), len(str(most)) + 1):
         first = 10 ** (length - 1) if length > 1 else 0
         low, high = max(least, first), min(most, 10**length - 1)
-        found.append(_between(str(low), str(high)))
-    return "|".join(found)
+        patterns.append(_between(str(low), str(high)))
+    return "|".join(patterns)
 
 
 def _between(low: str, high: str) -> str:
@@ -280,16 +280,16 @@ def _between(low: str, high: str) -> str:
     rest, nines, zeros = len(low) - 1, "9" * (len(low) - 1), "0" * (len(low) - 1)
     if low[0] == high[0]:
         return f"{low[0]}({_between(low[1:], high[1:])})"
-    first, last, found = int(low[0]), int(high[0]), []
+    first, last, patterns = int(low[0]), int(high[0]), []
     if low[1:] != zeros:
-        found.append(f"{first}({_between(low[1:], nines)})")
+        patterns.append(f"{first}({_between(low[1:], nines)})")
         first += 1
     if high[1:] != nines:
-        found.append(f"{last}({_between(zeros, high[1:])})")
+        patterns.append(f"{last}({_between(zeros, high[1:])})")
         last -= 1
     if first <= last:
-        found.append(f"[{first}-{last}][0-9]{{{rest}}}")
-    return "|".join(found)
+        patterns.append(f"[{first}-{last}][0-9]{{{rest}}}")
+    return "|".join(patterns)
 
 
 def _joined(parts: Sequence[tuple[str, bool]]) -> str:

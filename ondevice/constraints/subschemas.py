@@ -22,17 +22,17 @@ _SINGLE = (*SINGLE, "then", "unevaluatedItems", "unevaluatedProperties")
 
 def with_subschemas(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
     """A copy of a schema in which each schema that it consists of is changed."""
-    found = dict(schema)
+    copy = dict(schema)
     for key in _SINGLE:
-        if isinstance(found.get(key), dict | bool):
-            found[key] = change(found[key])
+        if isinstance(copy.get(key), dict | bool):
+            copy[key] = change(copy[key])
     for key in SEVERAL:
-        if isinstance(found.get(key), list):
-            found[key] = [change(each) for each in found[key]]
+        if isinstance(copy.get(key), list):
+            copy[key] = [change(each) for each in copy[key]]
     for key in NAMED:
-        if isinstance(found.get(key), dict):
-            found[key] = {name: change(each) for name, each in found[key].items()}
-    return found
+        if isinstance(copy.get(key), dict):
+            copy[key] = {name: change(each) for name, each in copy[key].items()}
+    return copy
 
 
 def walked(schema: Any) -> Iterator[dict[str, Any]]:
@@ -50,13 +50,13 @@ def referred(pointer: Any, root: Any) -> Any:
     # Anchors and other documents aren't looked into.
     if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")) or "%" in pointer:
         return None
-    found = root
+    target = root
     for part in pointer.split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and name.isdecimal() and int(name[:9]) < len(found):
-            found = found[int(name[:9])]
-        elif isinstance(found, dict) and name in found:
-            found = found[name]
+        if isinstance(target, list) and name.isdecimal() and int(name[:9]) < len(target):
+            target = target[int(name[:9])]
+        elif isinstance(target, dict) and name in target:
+            target = target[name]
         else:
             return None
-    return found
+    return target

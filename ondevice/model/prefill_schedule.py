@@ -1,4 +1,4 @@
-"""Which prompts a forward pass reads, and how many rows of each.
+"""Shares of a forward pass among the prompts that are read: how many rows each has.
 
 A prompt's rows take most of the time of a pass, and the texts that share it wait meanwhile. So short prompts
 go first, a pass has the rows that `pass_seconds` hold by the time that rows took lately, and a long prompt is
@@ -83,12 +83,12 @@ class PrefillSchedule:
         read = sum(rows.values())
         count = read + text_rows
         for kv, prompt in self._prompts.items():
-            own = rows.get(kv, 0)
+            row_count = rows.get(kv, 0)
             before = prompt.credit_seconds + (LOST_SHARE - text_rows / count) * seconds
             # What other prompts take never counts against texts that come later.
-            after = max(before - (read - own) / count * seconds, min(before, 0.0))
+            after = max(before - (read - row_count) / count * seconds, min(before, 0.0))
             prompt.credit_seconds = max(-MAX_CREDIT_SECONDS, min(MAX_CREDIT_SECONDS, after))
-            if own:
+            if row_count:
                 self._time(prompt, seconds / count)
 
     def keep(self, prompts: Container[SequenceState]) -> None:

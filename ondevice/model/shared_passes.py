@@ -126,7 +126,7 @@ class SharedPasses:
         self._equal_rows = equal_rows
         self._schedule = PrefillSchedule(most_rows, pass_seconds)
         self._turns: dict[SequenceState, int] = {}
-        """Those whose rows are limited, by when they last had a pass: the least comes next."""
+        """Texts whose rows are limited, with when they last had a pass: the least comes next."""
         self._was_wide = False
         """Whether the last pass was of a chunk with more rows than may be shared."""
         self._waiting: dict[SequenceState, list[SequenceState]] = {}

@@ -32,10 +32,10 @@ from ondevice.serve.asked import (
 from ondevice.serve.errors import RequestError, error_body
 from ondevice.serve.exchange import (
     Service,
+    conversation_tokens,
     generation,
     json_answer,
     new_id,
-    prompt_tokens,
     read_object,
     reading_of,
 )
@@ -107,7 +107,7 @@ async def _count(service: Service, request: Request) -> Response:
     fields.close()
     try:
         async with service.models.at_hand(model) as loaded:
-            count = await asyncio.to_thread(prompt_tokens, loaded.model, messages, prompting)
+            count = await asyncio.to_thread(conversation_tokens, loaded.model, messages, prompting)
     except OndeviceError as error:
         raise RequestError.of(error) from error
     return json_answer({"input_tokens": count})

@@ -182,10 +182,10 @@ def _refusal(error: OndeviceError, asked: Asked) -> RequestError:
 
 def reading_of(service: Service, asked: Asked) -> Reading:
     """What will know how far the prompts of a request have been read. asked: its first generation."""
-    return Reading(partial(_prompt_tokens, service, asked))
+    return Reading(partial(_waiting_tokens, service, asked))
 
 
-async def _prompt_tokens(service: Service, asked: Asked) -> int:
+async def _waiting_tokens(service: Service, asked: Asked) -> int:
     """The number of a prompt's tokens while it waits for its turn; 0 if its model isn't loaded.
 
     Raises RequestError for a prompt that will be refused.
@@ -205,16 +205,26 @@ async def _prompt_tokens(service: Service, asked: Asked) -> int:
 
 
 async def _counted(error: ContextOverflowError, model: Model, asked: Asked) -> ContextOverflowError:
-    """The error with all tokens of a conversation, which is read as far as the context goes: agents shorten
-    it by what there is too much.
+    """The error with all tokens of the prompt, which is read as far as the context goes: agents shorten it by
+    what there is too much.
     """
-    if asked.messages is None:
+    if asked.suffix is not None:
         return error
-    count = await asyncio.to_thread(prompt_tokens, model, asked.messages, _prompting(model, asked))
+    count = await asyncio.to_thread(_all_tokens, model, asked)
     return ContextOverflowError(error.for_command_line, count, error.limit)
 
 
+def _all_tokens(model: Model, asked: Asked) -> int:
+    """Number of tokens of a prompt without a suffix, however long it is."""
+    if asked.messages is not None:
+        return conversation_tokens(model, asked.messages, _prompting(model, asked))
+    if isinstance(asked.prompt, str):
+        return len(model.tokenizer.encode(asked.prompt, special=True))
+    return len(asked.prompt or ())
+
+
 def _prompt_ids(model: Model, asked: Asked) -> Sequence[int]:
+    """Token ids of a prompt; of one that is longer than the context perhaps not all, but more than that."""
     if asked.messages is not None:
         prompting = _prompting(model, asked)
         return model.chat_ids(asked.messages, tools=prompting.tools, think=prompting.think)
@@ -274,9 +284,12 @@ async def _events(
         except ContextOverflowError as error:
             raise await _counted(error, model, asked) from error
         return
-    async with aclosing(_continued(model, asked, sampling, running)) as events:
-        async for event in events:
-            yield event
+    try:
+        async with aclosing(_continued(model, asked, sampling, running)) as events:
+            async for event in events:
+                yield event
+    except ContextOverflowError as error:
+        raise await _counted(error, model, asked) from error
 
 
 async def _continued(
@@ -305,7 +318,7 @@ async def _continued(
                 running.scores.append(item)
 
 
-def prompt_tokens(model: Model, messages: Sequence[Message], prompting: PromptOptions) -> int:
+def conversation_tokens(model: Model, messages: Sequence[Message], prompting: PromptOptions) -> int:
     """Number of tokens of a conversation, however long it is. Raises what encoding raises."""
     return len(model.chat_template.encode(messages, model.tokenizer, options=prompting))
 

@@ -45,7 +45,7 @@ class Reading:
     def __init__(self, count: Callable[[], Awaitable[int]]) -> None:
         """count: counts the tokens of a prompt that isn't read yet; raises RequestError if it can't be."""
         self.progress: PromptProgress | None = None
-        """Of the prompt that is read, or was last; None before that."""
+        """Progress of the prompt that is read, or was read last; None before that."""
         self.index = 0
         """Place of that prompt's answer among those of the request."""
         self.counted_tokens = 0

@@ -568,6 +568,13 @@ def test_a_streamed_response_tells_an_overflow_as_an_event(server: Serving) -> N
         assert server.post(path, long).status == 400
 
 
+def test_a_text_beyond_the_context_is_told_with_all_of_its_tokens(server: Serving) -> None:
+    text = "a long text " * 4000
+    count = len(server.model.tokenizer.encode(text, special=True))
+    message = server.post("/v1/completions", {"prompt": text}).json["error"]["message"]
+    assert f"{count} tokens" in message, message
+
+
 def test_a_num_ctx_beyond_the_context_is_told_in_the_log(
     server: Serving, caplog: pytest.LogCaptureFixture
 ) -> None:
