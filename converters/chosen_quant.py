@@ -22,14 +22,15 @@ def chosen_quant(checkpoint: Checkpoint) -> QuantConfig:
     bits = _chosen_bits(checkpoint.tensors.values(), 4)
     formats: list[tuple[MatrixKind, RowFormat]] = []
     for kind, tensors in _matrices(checkpoint).items():
-        stored = _chosen_format(tensors, bits if kind == "feed_forward" else _chosen_bits(tensors, bits))
+        as_neurons = kind == "feed_forward" and not checkpoint.config.is_sliced
+        stored = _chosen_format(tensors, bits if as_neurons else _chosen_bits(tensors, bits))
         if stored != RowFormat(bits):
             formats.append((kind, stored))
     return QuantConfig(bits, tuple(formats))
 
 
 def _matrices(checkpoint: Checkpoint) -> dict[MatrixKind, list[SourceTensor]]:
-    """The checkpoint's matrices by kind, but for down projections of neurons."""
+    """The checkpoint's matrices by kind, but for down projections of neurons with records of their own."""
     found: dict[MatrixKind, list[SourceTensor]] = {kind: [] for kind in MATRIX_KINDS}
     for name, sources in resident_sources(checkpoint):
         kind = matrix_kind(name)
@@ -38,8 +39,10 @@ def _matrices(checkpoint: Checkpoint) -> dict[MatrixKind, list[SourceTensor]]:
     found["embedding"].append(checkpoint.tensors[names.EMBEDDING])
     for layer, spec in enumerate(checkpoint.config.layers):
         own = names.LayerNames(layer)
-        *by_rows, _ = own.neurons(spec) if checkpoint.config.records[layer] else ("",)
+        *by_rows, down = own.neurons(spec) if checkpoint.config.records[layer] else ("",)
         found["feed_forward"] += [checkpoint.tensors[row] for row in by_rows]
+        if checkpoint.config.is_sliced and by_rows:
+            found["down"].append(checkpoint.tensors[down])
         if layer in checkpoint.config.expert_layers and spec.experts is not None:
             for expert in range(spec.experts.count):
                 for which in names.expert_matrices(spec):

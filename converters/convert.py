@@ -81,7 +81,7 @@ from ondevice.errors import (
 from ondevice.kernels import _native
 from ondevice.units import usable_cores
 
-CONVERTER_VERSION = "8"
+CONVERTER_VERSION = "9"
 """Version of the converter. It changes whenever the same checkpoint would give other bytes."""
 BLOCKS_AHEAD = 4
 _MANIFEST_BYTES = 1 << 20
@@ -449,10 +449,11 @@ class _Conversion:
             "embedding": "embedding",
             "gate": "feed_forward",
             "up": "feed_forward",
+            "down": "down",
             **{f"expert_{which}": kind for which, kind in EXPERT_KINDS.items()},
             **{name: matrix for matrix, name in NAMES_OF_KINDS.items() if matrix is not None},
         }
-        return self._quant.of(matrices[kind]) if kind in matrices else self._quant.down
+        return self._quant.of(matrices[kind]) if kind in matrices else self._quant.plain
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ondevice.bundle.codes import E2M1, E8M0_NAN, MAX_POWER, pack, powers, unpack
 from ondevice.bundle.layout import RowLayout
-from ondevice.config import Bits, RowFormat
+from ondevice.config import GROUP_SIZE, Bits, RowFormat
 from ondevice.errors import CheckpointError
 from ondevice.kernels import _native
 
@@ -77,6 +77,52 @@ class SourceCodes:
     codes: NDArray[np.uint8]
     scales: NDArray[Any]
     biases: NDArray[Any]
+
+
+def in_columns(
+    rows: Weights | SourceCodes | RoundedRows, start: int, stop: int, width: int, stored: RowFormat
+) -> Weights | SourceCodes | RoundedRows:
+    """Columns [start, stop) of rows (R, C), and zeros behind them up to `width` columns, a multiple of 64.
+
+    start: a multiple of 64, as are the columns of whole groups.
+    """
+    if isinstance(rows, RoundedRows):
+        parts = (rows.rows.codes, rows.rows.scales, rows.rows.biases)
+        cut = QuantizedRows(*_cut_parts(parts, start, stop, width, stored))
+        return RoundedRows(cut, width, rows.squares * ((stop - start) / rows.cols))
+    if isinstance(rows, SourceCodes):
+        parts = (rows.codes, rows.scales, rows.biases)
+        return SourceCodes(*_cut_parts(parts, start, stop, width, stored))
+    return np.pad(rows[:, start:stop], ((0, 0), (0, width - (stop - start))))
+
+
+def _cut_parts(
+    parts: tuple[NDArray[Any], ...], start: int, stop: int, width: int, stored: RowFormat
+) -> list[NDArray[Any]]:
+    """Codes, scales and biases of columns [start, stop), and zeros behind them, as of `in_columns`."""
+    units = (stored.bits / 8, 1 / stored.group_size, 1 / stored.group_size)
+    cut = []
+    for values, unit in zip(parts, units, strict=True):
+        if not values.shape[1]:
+            cut.append(values)
+            continue
+        kept = values[:, int(start * unit) : int(-(-stop // GROUP_SIZE) * GROUP_SIZE * unit)]
+        cut.append(np.pad(kept, ((0, 0), (0, int(width * unit) - kept.shape[1]))))
+    return cut
+
+
+def with_zeros(rows: Weights | SourceCodes | RoundedRows, count: int) -> Weights | SourceCodes | RoundedRows:
+    """Rows (R, C), and rows of zeros behind them up to `count`."""
+
+    def more(values: NDArray[Any]) -> NDArray[Any]:
+        return np.pad(values, ((0, count - len(values)), (0, 0)))
+
+    if isinstance(rows, RoundedRows):
+        padded = QuantizedRows(more(rows.rows.codes), more(rows.rows.scales), more(rows.rows.biases))
+        return RoundedRows(padded, rows.cols, more(rows.squares))
+    if isinstance(rows, SourceCodes):
+        return SourceCodes(more(rows.codes), more(rows.scales), more(rows.biases))
+    return more(rows)
 
 
 class EncodedColumns(Protocol):

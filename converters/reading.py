@@ -24,12 +24,21 @@ from ondevice.bundle.layout import (
     gate_file_name,
     neuron_file_name,
     resident_tensors,
+    slice_layout,
 )
 from ondevice.bundle.weight_shapes import layer_weight_shapes, model_weight_shapes
 from ondevice.config import MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor, not_finite
-from ondevice.converters.quantize import EncodedColumns, RoundedRows, SourceCodes, Weights, to_float32
+from ondevice.converters.quantize import (
+    EncodedColumns,
+    RoundedRows,
+    SourceCodes,
+    Weights,
+    in_columns,
+    to_float32,
+    with_zeros,
+)
 
 BLOCK_BYTES = 4 << 20
 """Bytes of one matrix's values that are read, quantised and written at a time."""
@@ -82,7 +91,8 @@ def read_blocks(
     """The embedding and per-layer rows; by layer resident tensors, neurons, their gates, experts; the rest.
 
     quant: how the bundle stores weights. The checkpoint's own codes are taken where they fit.
-    rounded: matrices to take as they are, by their names. A down projection's rows are neurons.
+    rounded: matrices to take as they are, by their names. A down projection's rows are neurons, unless
+    feed-forwards are stored in slices.
     """
     layers = checkpoint.config.num_layers
     if wanted(EMBEDDING, RECORDS_TENSOR):
@@ -90,7 +100,7 @@ def read_blocks(
         yield from _matrix(EMBEDDING, RECORDS_TENSOR, "embedding", [embedding], stored, rounded)
     if checkpoint.config.per_layer_width and wanted(PER_LAYER, RECORDS_TENSOR):
         rows = checkpoint.tensors[names.PER_LAYER]
-        yield from _matrix(PER_LAYER, RECORDS_TENSOR, "per_layer", [rows], quant.down, rounded)
+        yield from _matrix(PER_LAYER, RECORDS_TENSOR, "per_layer", [rows], quant.plain, rounded)
     specs = resident_tensors(checkpoint.config, quant)
     resident = groupby(resident_sources(checkpoint), lambda found: layer_of(RESIDENT, found[0], layers))
     for layer, tensors in resident:
@@ -119,7 +129,8 @@ def _layer_records(
     """A layer's neurons, their gates if they have a file of their own, and its experts, if they have one."""
     records = checkpoint.config.records[layer]
     if records and wanted(neuron_file_name(layer), RECORDS_TENSOR):
-        yield from _neurons(checkpoint, layer, quant, rounded)
+        of_layer = _slices if checkpoint.config.is_sliced else _neurons
+        yield from of_layer(checkpoint, layer, quant, rounded)
     if records and checkpoint.config.zeros_gates and wanted(gate_file_name(layer), RECORDS_TENSOR):
         gate = checkpoint.tensors[names.LayerNames(layer).gate]
         stored = quant.of("feed_forward")
@@ -144,7 +155,7 @@ def _resident(
         yield Block(RESIDENT, tensor, tuple(source.name for source in sources), (), (), (vector,), nbytes)
     else:
         kind = matrix_kind(tensor)
-        stored = quant.down if kind is None else quant.of(kind)
+        stored = quant.plain if kind is None else quant.of(kind)
         if specs[f"{tensor}.codes"].dtype == "F16":
             stored = RowFormat(16)
         yield from _matrix(RESIDENT, tensor, NAMES_OF_KINDS[kind], sources, stored, rounded)
@@ -214,13 +225,16 @@ def held_matrix_bytes(checkpoint: Checkpoint, quant: QuantConfig) -> int:
     """Bytes of the largest down projection that is read in several blocks of columns; 0 if none is."""
     layers = (layer for layer, records in enumerate(checkpoint.config.records) if records)
     downs = [checkpoint.tensors[names.LayerNames(layer).down] for layer in layers]
+    if checkpoint.config.is_sliced:
+        # Codes are read once, as rows are.
+        downs = [down for down in downs if down.quantised_rows(0, 1, quant.of("down")) is None]
     sizes = (down.nbytes if _columns_bytes(down, quant) > DOWN_BLOCK_BYTES else 0 for down in downs)
     return max(sizes, default=0)
 
 
 def _columns_bytes(down: SourceTensor, quant: QuantConfig) -> int:
     """Bytes of all columns in memory, encoded or as values."""
-    return down.values_nbytes if down.encoded_columns(0, 0, quant.down) is None else down.nbytes
+    return down.values_nbytes if down.encoded_columns(0, 0, quant.plain) is None else down.nbytes
 
 
 def _neurons(
@@ -238,7 +252,7 @@ def _neurons(
         end = min(first + held, neurons)
         columns: Weights | EncodedColumns | None = None
         if down.name not in rounded:
-            columns = down.encoded_columns(first, end, quant.down)
+            columns = down.encoded_columns(first, end, quant.plain)
             columns = down.columns(first, end) if columns is None else columns
         for start in range(first, end, step):
             stop = min(start + step, end)
@@ -257,11 +271,65 @@ def _neurons(
                 RECORDS_TENSOR,
                 sources,
                 kinds,
-                (*(stored for _ in by_rows), quant.down),
+                (*(stored for _ in by_rows), quant.plain),
                 rows,
                 nbytes,
                 stop == neurons,
             )
+
+
+def _slices(
+    checkpoint: Checkpoint, layer: int, quant: QuantConfig, rounded: Mapping[str, RoundedRows]
+) -> Iterator[Block]:
+    """A layer's slices, matrix by matrix: rows of gate and up, and columns of down. Zeros fill the last."""
+    sources = [
+        checkpoint.tensors[name] for name in names.LayerNames(layer).neurons(checkpoint.config.layers[layer])
+    ]
+    *by_rows, down = sources
+    kinds = ("gate", "up") if len(by_rows) == 2 else ("gate",)
+    size, neurons = slice_layout(checkpoint.config, quant).neurons, down.shape[1]
+    formats = quant.of("feed_forward"), quant.of("down")
+    columns = _slices_of_columns(down, size, formats[1], rounded)
+    for first, of_down in zip(range(0, neurons, size), columns, strict=True):
+        stop = min(first + size, neurons)
+        found = [with_zeros(_rows(it, first, stop, formats[0], rounded), size) for it in by_rows]
+        matrices = zip(
+            sources,
+            (*kinds, "down"),
+            (*(formats[0] for _ in found), formats[1]),
+            (*found, of_down),
+            strict=True,
+        )
+        for source, kind, stored, rows in matrices:
+            share, last = _share(source, first, stop, neurons), source is down and stop == neurons
+            yield Block(
+                neuron_file_name(layer),
+                RECORDS_TENSOR,
+                (source.name,),
+                (kind,),
+                (stored,),
+                (rows,),
+                share,
+                last,
+            )
+
+
+def _slices_of_columns(
+    down: SourceTensor, size: int, stored: RowFormat, rounded: Mapping[str, RoundedRows]
+) -> Iterator[Weights | SourceCodes | RoundedRows]:
+    """The columns of a down projection, `size` at a time, with zeros behind the last.
+
+    All codes of a quantised one are held at once, and columns of another as many as DOWN_BLOCK_BYTES hold.
+    """
+    outputs, neurons = down.shape
+    held, known = neurons, rounded.get(down.name) or down.quantised_rows(0, outputs, stored)
+    if known is None:
+        held = max(1, DOWN_BLOCK_BYTES * neurons // (down.values_nbytes * size)) * size
+    for first in range(0, neurons, held):
+        end = min(first + held, neurons)
+        columns = down.columns(first, end) if known is None else known
+        for start in range(0, end - first, size):
+            yield in_columns(columns, start, min(start + size, end - first), size, stored)
 
 
 def _experts(checkpoint: Checkpoint, layer: int, quant: QuantConfig) -> Iterator[Block]:

@@ -27,10 +27,12 @@ from ondevice.bundle.layout import (
     CRC_BLOCK_BYTES,
     DATA_OFFSET,
     RESIDENT,
+    ExpertLayout,
     RecordLayout,
     RowLayout,
     embedding_layout,
     neuron_layout,
+    record_counts,
     resident_tensors,
 )
 from ondevice.bundle.reader import Bundle, CheckedFile, TensorSpan, tensor_spans
@@ -155,7 +157,7 @@ class _WrittenNeurons:
         self.file = FIRST_NEURON_FILE
         self.num_neurons = neurons
         self.hidden_size = config.hidden_size
-        self.layout: RecordLayout = neuron_layout(config, quant)
+        self.layout: RecordLayout | ExpertLayout = neuron_layout(config, quant)
         self.experts = None
         self._reader = reader
         self._buffers = buffers
@@ -163,12 +165,13 @@ class _WrittenNeurons:
     def read(self, first: int, count: int) -> Bytes:
         """As of its protocol, but valid until the read after the next: memory that was used is cheaper."""
         self._buffers.reverse()
-        nbytes, stride = count * self.layout.stride, self.layout.stride
+        layout, nbytes = self.layout, self.layout.nbytes(count)
+        record, records = first // layout.neurons, layout.num_records(count)
         if nbytes > trial_layer.PIECE_BYTES:
-            return read_span(self._reader, self.file, self.layout, first, count)
+            return read_span(self._reader, self.file, layout, record, records)
         out = self._buffers[0][:nbytes]
-        self._reader.read(self.file, DATA_OFFSET + first * stride, nbytes, out)
-        return out.reshape(count, stride)
+        self._reader.read(self.file, DATA_OFFSET + record * layout.stride, nbytes, out)
+        return out.reshape(records, layout.stride)
 
     def check_gates(self, first: int, records: Bytes) -> None:
         """Their copies are compared where a bundle has them."""
@@ -226,7 +229,7 @@ def _read_sample(bundle: Bundle, reader: FlashReader) -> None:
     for block in np.linspace(0, len(blocks) - 1, min(SAMPLES, len(blocks))).astype(int).tolist():
         start = block * CRC_BLOCK_BYTES
         reader.read(RESIDENT_FILE, start, min(CRC_BLOCK_BYTES, nbytes - start))
-    for layer, count in enumerate(bundle.config.records):
+    for layer, count in enumerate(record_counts(bundle.config, bundle.quant)):
         picks = np.unique(np.linspace(0, count - 1, min(SAMPLES, count)).astype(np.int64))
         records = np.empty((len(picks), bundle.neuron_layout.stride), np.uint8)
         reader.read_records(FIRST_NEURON_FILE + layer, picks, records)

@@ -20,13 +20,12 @@ from ondevice.backends.base import (
     KVLayout,
     LinearSource,
 )
-from ondevice.backends.cpu import CpuBackend, CpuFeedForward
+from ondevice.backends.cpu import CpuBackend, CpuFeedForward, CpuSlices
 from ondevice.backends.expert_records import ExpertRecords
-from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import NeuronSource
 from ondevice.backends.routing import Routing
-from ondevice.bundle.layout import RecordLayout
+from ondevice.bundle.layout import ExpertLayout, RecordLayout
 from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import never_cancelled
 from ondevice.config import QuantConfig
@@ -60,8 +59,8 @@ memory of this size has huge pages: with pieces of 4 MB, a 7B trial took 1.3 cor
 class LayerBackend(CpuBackend):
     """A backend for one layer after another, whose matrices have the memory of those of the layer before."""
 
-    def __init__(self, runner: _native.Runner, layout: RecordLayout) -> None:
-        neurons = max(1, PIECE_BYTES // (layout.stride * BLOCK_NEURONS)) * BLOCK_NEURONS
+    def __init__(self, runner: _native.Runner, layout: RecordLayout | ExpertLayout) -> None:
+        neurons = layout.neurons_in(PIECE_BYTES)
         super().__init__(runner, segment_neurons=neurons, piece_neurons=neurons)
         self.neurons = neurons
         self._used: list[tuple[Any, _native.Matrix]] = []
@@ -183,7 +182,7 @@ class LayerByLayer:
         found = model.layer(len(layers) - 1, copies, self._tokens, kv, inputs)
         return _held(found), kv.blocks
 
-    def _neurons(self, layer: int, loaded: Mapping[str, Any]) -> CpuFeedForward:
+    def _neurons(self, layer: int, loaded: Mapping[str, Any]) -> CpuFeedForward | CpuSlices:
         config, spec = self._config, self._config.layers[layer]
         source = NeuronRecords(self._bundle, self._reader, layer)
         dense = None if spec.experts is None else config.dense_neurons(spec)

@@ -79,10 +79,10 @@ class RowFormat(NamedTuple):
 MXFP4 = RowFormat(4, 32, mxfp4=True)
 """4-bit floats (E2M1) in groups of 32, whose scales are powers of two in a byte each (E8M0)."""
 
-MatrixKind = Literal["qkv", "out", "head", "embedding", "feed_forward", "experts", "experts_down"]
-"""Matrices that are stored alike in every layer. `feed_forward` has neurons' gate and up rows; `experts` the
-gate and up matrices of experts that are stored as matrices, `experts_down` their down matrices; a tied head
-is the embedding."""
+MatrixKind = Literal["qkv", "out", "head", "embedding", "feed_forward", "down", "experts", "experts_down"]
+"""Matrices that are stored alike in every layer. `feed_forward` has neurons' gate and up rows, `down` the down
+matrices of feed-forwards in slices; `experts` the gate and up matrices of experts that are stored as matrices,
+`experts_down` their down matrices; a tied head is the embedding."""
 MATRIX_KINDS: tuple[MatrixKind, ...] = get_args(MatrixKind)
 
 
@@ -90,8 +90,9 @@ MATRIX_KINDS: tuple[MatrixKind, ...] = get_args(MatrixKind)
 class QuantConfig:
     """How a model's weights are stored: with `bits` bits in groups of 64, but for what `formats` names.
 
-    formats: those of kinds of matrices that differ, in the order of MATRIX_KINDS. That of the feed-forward
-    blocks has `bits` bits too, as down rows always have them in groups of 64. There are none at 16 bits.
+    formats: those of kinds of matrices that differ, in the order of MATRIX_KINDS. There are none at 16 bits.
+    Gate and up rows of neurons that have records of their own have `bits` bits too, as down rows always have
+    them in groups of 64.
     """
 
     bits: Bits = 4
@@ -99,15 +100,15 @@ class QuantConfig:
 
     def of(self, kind: MatrixKind) -> RowFormat:
         """The format of this kind of matrix."""
-        return dict(self.formats).get(kind, self.down)
+        return dict(self.formats).get(kind, self.plain)
 
     def head(self, tied: bool) -> RowFormat:
         """The format of the output head. tied: whether it is the embedding."""
         return self.of("embedding" if tied else "head")
 
     @property
-    def down(self) -> RowFormat:
-        """The format of down rows, and of all that `formats` doesn't name."""
+    def plain(self) -> RowFormat:
+        """The format of all that `formats` doesn't name, and of neurons' down rows."""
         return RowFormat(self.bits)
 
     @property

@@ -387,7 +387,6 @@ def train_converted(
     from ondevice.converters.checkpoints.base import Checkpoint
     from ondevice.converters.convert import Training
     from ondevice.converters.rounding.layers import most_tokens
-    from ondevice.converters.training.neuron_order import MOST_TOKENS, order_by_contributions
     from ondevice.converters.training.predictors import train as training
     from ondevice.converters.training.sidecars import held_out
 
@@ -409,13 +408,13 @@ def train_converted(
         def train(folder: Path) -> None:
             if config.experts is not None:
                 train_expert_use(folder, pieces=spread(pieces, EXPERT_TOKENS), on_progress=on_training)
-            elif config.zeros_gates:
-                train_predictors(folder, pieces=pieces, order=True, on_progress=on_training)
             else:
-                order_by_contributions(folder, spread(pieces, MOST_TOKENS), on_training)
+                train_predictors(folder, pieces=pieces, order=True, on_progress=on_training)
 
-        # Neurons of models with layers that have none aren't recorded: only weights are rounded by the text.
-        records = config.experts is not None or not config.any_layer(lambda it: not it.has_feed_forward)
+        # Where every neuron is multiplied, and where layers have none, a text rounds weights and no more.
+        records = config.experts is not None or (
+            config.zeros_gates and not config.any_layer(lambda it: not it.has_feed_forward)
+        )
         name = hashlib.sha256(repr(pieces).encode()).hexdigest()[:32]
         return Training(name, train if records else None, rounding)
 

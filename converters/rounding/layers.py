@@ -63,7 +63,7 @@ def is_rounded(stored: RowFormat) -> bool:
 
 def rounds_any(quant: QuantConfig) -> bool:
     """Whether a text rounds any matrix that is stored so."""
-    return any(is_rounded(stored) for stored in (quant.down, *dict(quant.formats).values()))
+    return any(is_rounded(stored) for stored in (quant.plain, *dict(quant.formats).values()))
 
 
 def most_tokens(config: ModelConfig) -> int:
@@ -124,10 +124,12 @@ class LayerRounding:
         """The keys and values of each piece, of layers whose keys and values others read."""
 
     def layer(self, layer: int, wanted: bool = True) -> dict[str, RoundedRows]:
-        """The layer's rounded matrices by the checkpoint's names. A down projection's rows are neurons.
+        """The layer's rounded matrices by the checkpoint's names.
 
-        Matrices that keep their checkpoint's codes, or are stored with 8 bits, aren't among them.
-        wanted: false to run the layer alone. Raises CheckpointError for weights that aren't a usable model's.
+        A down projection's rows are neurons, unless feed-forwards are stored in slices. Matrices that keep their
+        checkpoint's codes, or are stored with 8 bits, aren't among them. wanted: false to run the layer alone.
+
+        Raises CheckpointError for weights that aren't a usable model's.
         """
         config = self._checkpoint.config
         spec = config.layers[layer]
@@ -147,9 +149,11 @@ class LayerRounding:
             *by_columns, down = name.neurons(spec)
             found |= self._by_columns(by_columns, "feed_forward", inputs["gate"])
             source = self._checkpoint.tensors[down]
-            if is_rounded(self._quant.down):
+            if config.is_sliced:
+                found |= self._by_columns([down], "down", inputs["down"])
+            elif is_rounded(self._quant.plain):
                 found[source.name] = rounded_by_rows(
-                    self._runner, source, inputs["down"], self._quant.down, self._damping
+                    self._runner, source, inputs["down"], self._quant.plain, self._damping
                 )
         for weight in layer_weight_shapes(config, spec):
             if weight.is_matrix and not weight.is_half:
@@ -198,7 +202,7 @@ class LayerRounding:
         self, found: Sequence[str], kind: MatrixKind | None, inputs: Inputs
     ) -> dict[str, RoundedRows]:
         """kind: None of matrices that few models have."""
-        stored = self._quant.down if kind is None else self._quant.of(kind)
+        stored = self._quant.plain if kind is None else self._quant.of(kind)
         if not is_rounded(stored):
             return {}
         # Keys may be values at once.

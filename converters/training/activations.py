@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32, KVLayout
 from ondevice.backends.cpu import make_runner
-from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.bundle.files import disk_errors, temporary_path
 from ondevice.bundle.reader import Bundle
@@ -298,8 +297,8 @@ def _running(
     With the sparsity `exact` the model has its gates. Its neurons are streamed from flash once per chunk, and
     none stays in memory.
     """
-    stride = bundle.neuron_layout.stride
-    neurons = max(1, STREAM_BYTES[backend] // (stride * BLOCK_NEURONS)) * BLOCK_NEURONS
+    layout = bundle.neuron_layout
+    neurons = layout.neurons_in(STREAM_BYTES[backend])
     with FlashReader(bundle_files(bundle, sparsity)) as reader, ExitStack() as undo:
         observed = _observed(backend, neurons)
         undo.callback(observed.close)
@@ -307,10 +306,10 @@ def _running(
         pool = SegmentPool(
             observed.feed_forwards,
             reader,
-            segment_bytes=neurons * stride,
+            segment_bytes=layout.nbytes(neurons),
             piece_neurons=neurons,
             # Records may begin and end in the middle of a page.
-            slot_bytes=neurons * stride + 2 * PAGE_BYTES,
+            slot_bytes=layout.nbytes(neurons) + 2 * PAGE_BYTES,
             slots=STREAM_SLOTS,
         )
         undo.callback(pool.close)

@@ -1,9 +1,7 @@
 """The neurons' order on flash, from recorded activations.
 
 Where gates are exactly zero, neurons that fire together lie side by side. More of the neurons that a token
-misses in the cache are then neighbours, and neighbours take one read. Elsewhere every neuron is multiplied,
-and those that contribute most come first. What is in memory is a prefix of each layer, and drafts make do
-with it.
+misses in the cache are then neighbours, and neighbours take one read.
 
 Every neuron has one record, in one place. The order is a permutation, applied to a neuron's rows and to its
 gate's bias alike, so the model is the same function. The CPU kernels round the results of 64 neighbouring
@@ -14,8 +12,7 @@ differently, neither better nor worse.
 read the hottest neurons many times over. "Neuralink" (arXiv 2410.19274) gains by placing them instead. Ours
 is the plain chain from each neuron to the one that fires most alike.
 
-Memory: (F, F) uint16 counts of one layer, 242 MB at 7B, and about 100 MB beside them. By contributions: one
-layer's packed gate and up projections.
+Memory: (F, F) uint16 counts of one layer, 242 MB at 7B, and about 100 MB beside them.
 Legend: N tokens, F neurons of a layer.
 """
 
@@ -29,7 +26,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.base import Float32
 from ondevice.bundle.layout import (
     CHECKSUMS,
     RESIDENT,
@@ -44,13 +40,12 @@ from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.bundle.writer import BundleWriter
 from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.converters.output_folder import OutputFolder
-from ondevice.converters.training.activations import Activations, record_inputs, temporarily_recorded
-from ondevice.converters.training.layer_gates import LayerGates
+from ondevice.converters.training.activations import Activations
 from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.model.loading import bundle_files
-from ondevice.model.records import RESIDENT_FILE, NeuronRecords
+from ondevice.model.records import RESIDENT_FILE
 from ondevice.model.tensor_file import TensorFile
 
 MOST_TOKENS = 8192
@@ -69,7 +64,7 @@ def order_neurons(
 ) -> Bundle:
     """Put the neurons of `bundle` in the order that the first `tokens` recorded tokens suggest.
 
-    activations: from `record_activations` if the model's gates are exactly zero, else from `record_inputs`.
+    activations: from `record_activations`.
 
     At most 8,192 of these tokens are counted, evenly spaced. The ordered bundle is written beside the old one
     and takes its place at the end, as in a conversion that replaces a bundle. Until then the old bundle is
@@ -89,25 +84,9 @@ def order_neurons(
                 # A partial ordered bundle is useless: it can't be resumed.
                 folder.clear()
         folder.publish()
-    if bundle.config.zeros_gates:
-        for layer, order in enumerate(orders):
-            activations.reorder(layer, order)
+    for layer, order in enumerate(orders):
+        activations.reorder(layer, order)
     return Bundle.open(folder.output)
-
-
-def order_by_contributions(
-    folder: Path, pieces: Sequence[Sequence[int]], on_progress: OnProgress = ignore_progress
-) -> None:
-    """Order the bundle in `folder`, whose gates are hardly ever zero, by what its neurons add on `pieces`.
-
-    Raises what `order_neurons` and `record_inputs` raise.
-    """
-    bundle = Bundle.open(folder)
-    check(bundle)
-    total = sum(len(piece) for piece in pieces)
-    with temporarily_recorded(record_inputs, bundle, pieces, on_progress) as activations:
-        order_neurons(bundle, activations, total, lambda done, what: on_progress(0.5 + 0.5 * done, what))
-    on_progress(1.0, "ordered")
 
 
 def check(bundle: Bundle) -> None:
@@ -154,16 +133,6 @@ def nearest_neighbour_chain(counts: NDArray[np.uint16]) -> NDArray[np.int32]:
     return chain
 
 
-def descending(contributions: Float32) -> NDArray[np.int32]:
-    """(F,) neuron ids, those of the largest `contributions` (F,) first. The lowest id wins a tie.
-
-    Raises BundleError if a contribution isn't finite.
-    """
-    if not np.isfinite(contributions).all():
-        raise BundleError("a layer's products aren't finite: its weights are not a usable model's")
-    return np.argsort(-contributions, kind="stable").astype(np.int32)
-
-
 @contextmanager
 def _claimed(bundle: Bundle) -> Iterator[OutputFolder]:
     """The claimed folder where the ordered bundle is written, empty and with room for it."""
@@ -184,18 +153,12 @@ def _write_ordered(
     )
     counted = slice(0, tokens, -(-tokens // MOST_TOKENS))
     orders = []
-    with FlashReader(bundle_files(bundle)) as reader:
-        for layer in range(layers):
-            on_progress(layer / layers, f"order of layer {layer + 1} of {layers}")
-            if bundle.config.zeros_gates:
-                counts = co_firing_counts(activations.fired(layer)[counted], bundle.config.widths[layer])
-                orders.append(nearest_neighbour_chain(counts))
-            else:
-                spec = bundle.config.layers[layer].feed_forward
-                gates = LayerGates(spec, NeuronRecords(bundle, reader, layer))
-                orders.append(descending(gates.mean_contributions(activations.inputs(layer)[counted])))
-            for name, layout in _record_files(bundle, layer):
-                writer.write_records(name, _records(bundle, name, layout, orders[layer]))
+    for layer in range(layers):
+        on_progress(layer / layers, f"order of layer {layer + 1} of {layers}")
+        counts = co_firing_counts(activations.fired(layer)[counted], bundle.config.widths[layer])
+        orders.append(nearest_neighbour_chain(counts))
+        for name, layout in _record_files(bundle, layer):
+            writer.write_records(name, _records(bundle, name, layout, orders[layer]))
     reordered = _reordered_files(bundle)
     if RESIDENT in reordered:
         with FlashReader(bundle_files(bundle)) as reader:
@@ -244,10 +207,9 @@ def _resident(
 
 def _record_files(bundle: Bundle, layer: int) -> list[tuple[str, RecordLayout]]:
     """Names and layouts of a layer's files that hold one record per neuron."""
-    found = [(neuron_file_name(layer), bundle.neuron_layout)]
-    if bundle.config.zeros_gates:
-        found.append((gate_file_name(layer), bundle.gate_layout))
-    return found
+    layout = bundle.neuron_layout
+    assert isinstance(layout, RecordLayout)
+    return [(neuron_file_name(layer), layout), (gate_file_name(layer), bundle.gate_layout)]
 
 
 def _reordered_files(bundle: Bundle) -> set[str]:

@@ -23,7 +23,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.latent import LatentOps
 from ondevice.backends.recurrent import MARKS, RecurrentOps, StateLayout, StateStore
 from ondevice.backends.token_tree import TokenTree
-from ondevice.bundle.layout import RecordLayout
+from ondevice.bundle.layout import ExpertLayout, RecordLayout
 from ondevice.config import RowFormat
 from ondevice.model_config import (
     Activation,
@@ -207,7 +207,7 @@ class LinearSource(Protocol):
 
 
 class FeedForwardSource(Protocol):
-    """One layer's neuron records on disk, in stored order: [gate row], [up row | down row].
+    """One layer's records on disk, in stored order: neurons, [gate row], [up row | down row], or slices.
 
     Records of an ungated feed-forward have no up row.
     """
@@ -224,7 +224,7 @@ class FeedForwardSource(Protocol):
     def hidden_size(self) -> int: ...
 
     @property
-    def layout(self) -> RecordLayout: ...
+    def layout(self) -> RecordLayout | ExpertLayout: ...
 
     @property
     def experts(self) -> ExpertRecords | None:
@@ -232,7 +232,10 @@ class FeedForwardSource(Protocol):
         ...
 
     def read(self, first: int, count: int) -> Bytes:
-        """Records first .. first + count, (count, stride). Raises FlashReadError, and as `check_gates`."""
+        """The records of neurons first .. first + count, (n, stride); `first` is a record's first neuron.
+
+        Raises FlashReadError, and as `check_gates`.
+        """
         ...
 
     def check_gates(self, first: int, records: Bytes) -> None:

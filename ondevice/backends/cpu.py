@@ -36,7 +36,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.native_routing import route
 from ondevice.backends.offloading import OffloadingBackend
 from ondevice.backends.routing import Routing, sigmoid, substituted
-from ondevice.bundle.layout import padded
+from ondevice.bundle.layout import ExpertLayout, RecordLayout, padded
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native, memory
 from ondevice.model_config import (
@@ -111,6 +111,7 @@ class CpuFeedForward(FeedForwardLayer):
         super().__init__(index, source, segment_neurons, selector)
         self.gates = gates
         layout = source.layout
+        assert isinstance(layout, RecordLayout)
         gate, *up, down = layout.row_offsets
         self.native = _native.FeedForward(
             source.hidden_size,
@@ -133,12 +134,6 @@ class CpuFeedForward(FeedForwardLayer):
             self.pack(segment, 0, first, source.read(first, min(step, source.num_neurons - first)))
         self.segments.append(segment)
 
-    def with_bias(self, out: Float32) -> Float32:
-        """`out` (T, D), the output bias added in place, if there is one."""
-        if self.output_bias is not None:
-            out += self.output_bias
-        return out
-
     def new_segment(self) -> _native.Segment:
         return _native.Segment(self.native.segment_bytes(self.segment_neurons // BLOCK_NEURONS))
 
@@ -149,12 +144,46 @@ class CpuFeedForward(FeedForwardLayer):
         self.native.pack(self._runner, segment, blocks, block0, records)
 
 
+class CpuSlices(FeedForwardLayer):
+    """One layer's slices, which are multiplied as they lie on flash: a segment is a slice, (stride,) bytes."""
+
+    def __init__(self, index: int, source: FeedForwardSource, biases: Biases = NO_BIASES) -> None:
+        layout = source.layout
+        assert isinstance(layout, ExpertLayout)
+        super().__init__(index, source, layout.neurons, None)
+        self.native = _native_matrices(source.hidden_size, layout)
+        self.output_bias: Float32 | None = biases.output
+        self.gate_bias: Float32 | None = None
+        """(slices * neurons of a slice,), zeros behind the layer's last neuron."""
+        if biases.gates is not None:
+            self.gate_bias = np.zeros(self.num_segments * layout.neurons, dtype=np.float32)
+            self.gate_bias[: len(biases.gates)] = biases.gates
+
+    def new_segment(self) -> Bytes:
+        return _native.allocate(self.source.layout.stride)
+
+    def pack(self, segment: Bytes, index: int, first: int, records: Bytes) -> None:
+        segment[:] = records[0]
+
+
+def _with_bias(out: Float32, bias: Float32 | None) -> Float32:
+    """`out` (T, D), the output bias added in place, if there is one."""
+    if bias is not None:
+        out += bias
+    return out
+
+
 def _native_expert(hidden: int, records: ExpertRecords | None) -> _native.Expert | None:
     """What the kernels know of a layer's experts, if they are stored as matrices."""
     if records is None or records.layout is None:
         return None
-    gate, *up, down = records.layout.places
-    return _native.Expert(hidden, records.layout.matrices[0].rows, gate, up[0] if up else None, down)
+    return _native_matrices(hidden, records.layout)
+
+
+def _native_matrices(hidden: int, layout: ExpertLayout) -> _native.Expert:
+    """What the kernels know of records of matrices."""
+    gate, *up, down = layout.places
+    return _native.Expert(hidden, layout.neurons, gate, up[0] if up else None, down)
 
 
 class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
@@ -214,8 +243,12 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         biases: Biases = NO_BIASES,
         gates: CpuLinear | None = None,
         dense: int | None = None,
-    ) -> CpuFeedForward:
+    ) -> CpuFeedForward | CpuSlices:
         neurons = self._segment_neurons
+        if isinstance(source.layout, ExpertLayout):
+            slices = CpuSlices(layer, source, biases)
+            self.feed_forwards.append(slices)
+            return slices
         if dense is not None:
             source = FirstNeurons(source, dense)
             neurons = self._dense_neurons or max(BLOCK_NEURONS, padded(dense, BLOCK_NEURONS))
@@ -313,13 +346,13 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
     def feed_forward(
         self,
         x: Float32,
-        weight: CpuFeedForward,
+        weight: CpuFeedForward | CpuSlices,
         spec: FeedForwardSpec,
         batch: ForwardBatch,
         norm: Norm | None = None,
         added: Float32 | None = None,
     ) -> Float32:
-        if weight.selector is None:
+        if isinstance(weight, CpuSlices) or weight.selector is None:
             return self.dense_feed_forward(x, weight, spec, batch, norm, added)
         native, selector, form = weight.native, weight.selector, native_form(spec)
         out = self._buffer("feed_forward", x.shape) if added is None else added
@@ -341,18 +374,18 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
                 added,
             )
             resident.count_multiplied(count)
-            return weight.with_bias(out)
+            return _with_bias(out, weight.output_bias)
         scores, gates = self._scored(x, selector, norm)
         forward = _native.FeedForwardPass(self.runner, native, x, form, norm)
         for ids, parts in weight.neurons.select(weight.index, scores, batch):
             forward.add_selected(ids, parts, selector.predicted, gates)
         forward.finish(out, added)
-        return weight.with_bias(out)
+        return _with_bias(out, weight.output_bias)
 
     def dense_feed_forward(
         self,
         x: Float32,
-        weight: CpuFeedForward,
+        weight: CpuFeedForward | CpuSlices,
         spec: FeedForwardSpec,
         batch: ForwardBatch,
         norm: Norm | None = None,
@@ -364,6 +397,8 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         In a layer with experts, those are the neurons that aren't an expert's. Estimates, as of streams, have
         the resident neurons alone. out: (T, D), where the result goes.
         """
+        if isinstance(weight, CpuSlices):
+            return self._sliced_feed_forward(x, weight, spec, batch, norm, added)
         native, form, gates = weight.native, native_form(spec), None
         if spec.cutoff is not None:
             gates = self._cut_off_gates(x, weight, spec.cutoff, norm)
@@ -372,7 +407,7 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         pieces = weight.neurons.offloaded(weight.index, batch)
         if pieces == () and gates is None:
             native.forward(self.runner, x, weight.segments, form, out, norm, added)
-            return weight.with_bias(out)
+            return _with_bias(out, weight.output_bias)
         forward = _native.FeedForwardPass(self.runner, native, x, form, norm)
         if weight.segments:
             forward.add(weight.segments, None, gates)
@@ -383,7 +418,30 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
                 piece = staging
             forward.add([piece], batch.num_exact_rows, gates)
         forward.finish(out, added)
-        return weight.with_bias(out)
+        return _with_bias(out, weight.output_bias)
+
+    def _sliced_feed_forward(
+        self,
+        x: Float32,
+        weight: CpuSlices,
+        spec: FeedForwardSpec,
+        batch: ForwardBatch,
+        norm: Norm | None,
+        added: Float32 | None,
+    ) -> Float32:
+        """`feed_forward` of a layer in slices, whose outputs are added up in their order.
+
+        Estimates, as of streams, have the resident slices alone.
+        """
+        out = self._buffer("feed_forward", x.shape) if added is None else added
+        pieces = weight.neurons.offloaded(weight.index, batch)
+        form, bias = native_form(spec), weight.gate_bias
+        forward = _native.SlicePass(self.runner, weight.native, x, form, norm, bias)
+        forward.add(weight.segments, None, out, added)
+        for piece in pieces:
+            records = [piece] if piece.ndim == 1 else list(piece)
+            forward.add(records, batch.num_exact_rows, out, out)
+        return _with_bias(out, weight.output_bias)
 
     def _cut_off_gates(self, x: Float32, weight: CpuFeedForward, cutoff: float, norm: Norm | None) -> Float32:
         """Gates (T, F) for norm(x), x (T, D), after a statistical cutoff, which takes all of a token's."""

@@ -495,7 +495,7 @@ def all_of(
 ) -> mx.array:
     """The output of all `neurons`, (T, D), for x (T, D). gates: theirs, (T, n), if they are known."""
     gates = neurons.gates(x) if gates is None else gates
-    return neurons.down.columns_product(hidden(gates, neurons.ups(x), spec))
+    return neurons.outputs(hidden(gates, neurons.ups(x), spec))
 
 
 def _of_range(gates: mx.array | None, weight: MlxFeedForward, index: int) -> mx.array | None:

@@ -126,7 +126,7 @@ class _Ops:
                 name += f" in groups of {stored.group_size}"
             yield _row_op(name, matrix.rows_product, self._input(cols))
         for count in shapes.segment_sizes:
-            down = self._matrix(count, self._outputs(config.hidden_size), shapes.quant.down)
+            down = self._matrix(count, self._outputs(config.hidden_size), shapes.quant.plain)
             yield _row_op(f"down projection of {count} neurons", down.columns_product, self._input(count))
         if shapes.selects:
             yield self._selected()
@@ -191,7 +191,7 @@ class _Ops:
     def _of_heads(self, rows: int, cols: int) -> RowOp:
         """Each head's own product by a matrix (rows, cols), of latent attention."""
         heads = self._config.num_heads
-        matrix = self._matrix(heads * rows, cols, self._shapes.quant.down)
+        matrix = self._matrix(heads * rows, cols, self._shapes.quant.plain)
 
         def product(x: mx.array) -> mx.array:
             found = matrix.heads_product(x.reshape(x.shape[0], heads, cols).swapaxes(0, 1))
@@ -268,7 +268,10 @@ class _Ops:
         quant = self._shapes.quant
         stored = quant.of("feed_forward")
         gate, *up = (self._matrix(count, width, stored) for _ in range(2 if spec.gated else 1))
-        down = self._matrix(count, self._outputs(width), quant.down)
+        if self._config.is_sliced:
+            down = self._matrix(self._outputs(width), count, quant.of("down"))
+            return MlxNeurons(gate, up[0] if up else None, down, sliced=True)
+        down = self._matrix(count, self._outputs(width), quant.plain)
         return MlxNeurons(gate, up[0] if up else None, down)
 
     def _selected(self) -> RowOp:

@@ -30,7 +30,7 @@ from ondevice.backends.mlx_memory import (
     require_memory,
     writable,
 )
-from ondevice.bundle.layout import ExpertLayout, RowLayout
+from ondevice.bundle.layout import ExpertLayout, RecordLayout, RowLayout, TiledMatrix
 from ondevice.bundle.tiles import StoredMatrix, untiled
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native
@@ -71,13 +71,14 @@ class MlxNeurons:
     """The gate, up and down rows of n neurons.
 
     gate: None if only the rest of each record is at hand. up: None in an ungated feed-forward. bias: of the
-    gates, (n,) or None.
+    gates, (n,) or None. sliced: whether `down` is (D, n), as slices have it, and not (n, D).
     """
 
     gate: MlxMatrix | None
     up: MlxMatrix | None
     down: MlxMatrix
     bias: mx.array | None = None
+    sliced: bool = False
 
     @property
     def matrices(self) -> list[MlxMatrix]:
@@ -90,7 +91,7 @@ class MlxNeurons:
     def copy(self) -> MlxNeurons:
         """A copy of the rows in memory of its own. Not evaluated."""
         gate, up = (None if matrix is None else matrix.copy() for matrix in (self.gate, self.up))
-        return MlxNeurons(gate, up, self.down.copy(), self.bias)
+        return MlxNeurons(gate, up, self.down.copy(), self.bias, self.sliced)
 
     def gates(self, x: mx.array) -> mx.array:
         """(T, n) for x (T, D). Requires gate rows."""
@@ -101,6 +102,10 @@ class MlxNeurons:
     def ups(self, x: mx.array) -> mx.array | None:
         """(T, n) for x (T, D); None in an ungated feed-forward."""
         return None if self.up is None else self.up.rows_product(x)
+
+    def outputs(self, hidden: mx.array) -> mx.array:
+        """(T, D) for hidden values (T, n)."""
+        return self.down.rows_product(hidden) if self.sliced else self.down.columns_product(hidden)
 
 
 class GatheredNeurons:
@@ -179,18 +184,31 @@ class Records:
         floats = self._words.view(mx.float32)
         first, found = address - self._address, []
         for offset, matrix in zip(layout.part_offsets, layout.matrices, strict=True):
-            start, arrays = first + offset, []
-            for array, columns in self._parts(matrix.row):
-                size: int = array.dtype.size
-                shape, strides = (1, matrix.rows, columns), (0, columns, 1)
-                arrays.append(mx.as_strided(array, shape, strides, start // size))
-                start += size * matrix.rows * columns
+            arrays = tuple(array[None] for array in self._settled(first + offset, matrix))
             added = None
             if matrix.has_bias:
                 at = (first + offset + matrix.rows_bytes) // 4
                 added = mx.as_strided(floats, (1, matrix.rows), (0, 1), at)
-            found.append(MlxExpertMatrix(matrix.row, dtype, tuple(arrays), added))
+            found.append(MlxExpertMatrix(matrix.row, dtype, arrays, added))
         return MlxExperts.of(found)
+
+    def slice(self, address: int, layout: ExpertLayout, dtype: mx.Dtype, bias: mx.array | None) -> MlxNeurons:
+        """The slice that lies at `address` as `settle` leaves it, without a copy. bias: of its gates."""
+        first = address - self._address
+        gate, *up, down = (
+            MlxMatrix(matrix.row, dtype, self._settled(first + offset, matrix))
+            for offset, matrix in zip(layout.part_offsets, layout.matrices, strict=True)
+        )
+        return MlxNeurons(gate, up[0] if up else None, down, bias, sliced=True)
+
+    def _settled(self, start: int, matrix: TiledMatrix) -> tuple[mx.array, ...]:
+        """Codes, scales and biases of a matrix whose rows begin at byte `start`, as `settle` leaves it."""
+        arrays = []
+        for array, columns in self._parts(matrix.row):
+            size: int = array.dtype.size
+            arrays.append(mx.as_strided(array, (matrix.rows, columns), (columns, 1), start // size))
+            start += size * matrix.rows * columns
+        return tuple(arrays)
 
     def _parts(self, row: RowLayout) -> list[tuple[mx.array, int]]:
         """What holds codes, scales and biases of stored rows, and the columns of each."""
@@ -385,8 +403,14 @@ class MlxFeedForward(FeedForwardLayer):
         biases: Biases = NO_BIASES,
         gates: MlxLinear | None = None,
     ) -> None:
-        super().__init__(index, source, segment_neurons, selector)
-        for offset, row in zip(source.layout.row_offsets, source.layout.rows, strict=True):
+        layout = source.layout
+        sliced = isinstance(layout, ExpertLayout)
+        super().__init__(index, source, layout.neurons if sliced else segment_neurons, selector)
+        for matrix in layout.matrices if isinstance(layout, ExpertLayout) else ():
+            require_mode(matrix.row)
+        rows = () if isinstance(layout, ExpertLayout) else layout.rows
+        offsets = () if isinstance(layout, ExpertLayout) else layout.row_offsets
+        for offset, row in zip(offsets, rows, strict=True):
             require_mode(row)
             if offset % 4:
                 raise BackendUnavailableError(
@@ -402,9 +426,8 @@ class MlxFeedForward(FeedForwardLayer):
         if source.experts is not None and source.experts.layout is not None:
             for matrix in source.experts.layout.matrices:
                 require_mode(matrix.row)
-        names = ("gate", "up", "down") if len(source.layout.rows) == 3 else ("gate", "down")
-        places = zip(source.layout.row_offsets, source.layout.rows, strict=True)
-        self._rows = dict(zip(names, places, strict=True))
+        names = ("gate", "up", "down") if len(rows) == 3 else ("gate", "down")
+        self._rows = dict(zip(names, zip(offsets, rows, strict=True), strict=False))
 
     def room_for(self, count: int) -> GatheredNeurons:
         """Room for `count` selected neurons: all rows, or those behind the gate row if gates select them."""
@@ -419,8 +442,17 @@ class MlxFeedForward(FeedForwardLayer):
         return MlxSegment()
 
     def neurons_of(self, records: Bytes, first: int) -> MlxNeurons:
-        """The neurons from `first` on of a piece, records (n, stride)."""
-        return self._neurons_in(self.piece_memory.held(records), records, first)
+        """The neurons from `first` on of a piece, records (n, stride). A slice is brought into rows for it."""
+        layout = self.source.layout
+        if not isinstance(layout, ExpertLayout):
+            return self._neurons_in(self.piece_memory.held(records), records, first)
+        settle(records[0], layout)
+        bias = self.biases.gates
+        if bias is not None:
+            bias = mx.array(bias)[first : first + layout.neurons]
+            bias = mx.pad(bias, (0, layout.neurons - len(bias)))
+        address = records.ctypes.data
+        return self.piece_memory.held(records).slice(address, layout, self._dtype, bias)
 
     def _neurons_in(self, memory: Records, records: Bytes, first: int) -> MlxNeurons:
         rows = {name: memory.matrix(records, at, row, self._dtype) for name, (at, row) in self._rows.items()}
@@ -429,9 +461,10 @@ class MlxFeedForward(FeedForwardLayer):
         return MlxNeurons(rows["gate"], rows.get("up"), rows["down"], bias)
 
     def pack(self, segment: MlxSegment, index: int, first: int, records: Bytes) -> None:
-        assert len(records) == len(self.segment_range(index)), "a piece is a whole segment"
+        assert len(records) == self.source.layout.num_records(len(self.segment_range(index)))
+        # Before a slice is brought into rows, which can't be done twice: scales may become float32.
+        require_memory(2 * records.nbytes)
         own = self.neurons_of(records, first).copy()
-        require_memory(sum(array.nbytes for array in own.arrays))
         self.piece_memory.ask(own.arrays)
         segment.neurons = own
 

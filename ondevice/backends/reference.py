@@ -141,12 +141,15 @@ class ReferenceBackend:
         gates: ReferenceLinear | None = None,
         dense: int | None = None,
     ) -> ReferenceFeedForward:
-        shape, offsets = (source.num_neurons, source.hidden_size), source.layout.row_offsets
+        layout = source.layout
+        if isinstance(layout, ExpertLayout):
+            return _read_slices(source, layout, biases)
+        shape, offsets = (source.num_neurons, source.hidden_size), layout.row_offsets
         rows = [np.empty(shape, dtype=np.float32) for _ in offsets]
         for first in range(0, source.num_neurons, RECORDS_PER_READ):
             count = min(RECORDS_PER_READ, source.num_neurons - first)
             records = source.read(first, count)
-            for target, offset, row in zip(rows, offsets, source.layout.rows, strict=True):
+            for target, offset, row in zip(rows, offsets, layout.rows, strict=True):
                 target[first : first + count] = read_rows(records, offset, row)
         gate, *up, down = rows
         experts = _read_experts(source.experts)
@@ -433,6 +436,15 @@ def activated_ups(ups: Float32, spec: FeedForwardSpec) -> Float32:
     if spec.activation == "clamped_swish":
         return np.clip(ups, np.float32(-spec.clamp), np.float32(spec.clamp)) + np.float32(1)
     return ups if spec.up_activation == "none" else activate(ups, spec.up_activation)
+
+
+def _read_slices(source: FeedForwardSource, layout: ExpertLayout, biases: Biases) -> ReferenceFeedForward:
+    """All neurons of a layer that is stored in slices."""
+    neurons, size = source.num_neurons, layout.neurons
+    slices = [_expert(source.read(first, size)[0], layout) for first in range(0, neurons, size)]
+    gate, down = (np.concatenate([getattr(it, name) for it in slices])[:neurons] for name in ("gate", "down"))
+    ups = [it.up for it in slices if it.up is not None]
+    return ReferenceFeedForward(gate, np.concatenate(ups)[:neurons] if ups else None, down, biases)
 
 
 def _read_experts(records: ExpertRecords | None) -> tuple[ReferenceFeedForward, ...]:

@@ -90,8 +90,8 @@ class CpuMemory(MemoryModel):
         floats += config.attended_size * config.any_layer(lambda layer: layer.attention.out_factor != 1.0)
         # Embedding rows wider than a layer's, with the padding that they are read with.
         floats += 2 * max(0, padded(config.embedding_size, GROUP_SIZE) - hidden)
-        # Gates and ups of 16 neurons in each thread, of 32 in experts that are matrices.
-        products = (4 if config.expert_layers else 2) * 64 * self._threads
+        # Gates and ups of 16 neurons in each thread, of 32 in matrices of experts and slices.
+        products = (4 if config.expert_layers or config.is_sliced else 2) * 64 * self._threads
         per_token = 4 * floats + 64 * config.head_width + products
         per_token += input_bytes(self._widest_input, self.widest_format)
         if streams is not None and streams.mode == "shared":
@@ -109,6 +109,10 @@ class CpuMemory(MemoryModel):
         scores = self._threads * 4 * scratch
         neurons = min(self._neurons_at_once, padded(config.widest, GROUP_SIZE))
         hidden_values = max(HIDDEN_BYTES, 4 * tokens * neurons)
+        if config.is_sliced:
+            # What down matrices multiply has memory of its own.
+            groups = hidden_values // 4 // GROUP_SIZE
+            hidden_values += groups * input_bytes(GROUP_SIZE, self.quant.of("down"))
         # Scores, ids and chances of every token, in float64, where a text is sampled by `top_p`.
         sampling = 7 * 8 * vocab
         # The head's output and the copy that the caller gets.

@@ -30,7 +30,14 @@ from ondevice.budget.sizes import (
     widest_pass,
 )
 from ondevice.bundle.draft_layers import EAGLE_TAPS
-from ondevice.bundle.layout import CRC_BLOCK_BYTES, embedding_layout, neuron_layout, padded, per_layer_layout
+from ondevice.bundle.layout import (
+    CRC_BLOCK_BYTES,
+    embedding_layout,
+    neuron_layout,
+    padded,
+    per_layer_layout,
+    record_counts,
+)
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.weight_shapes import extra_matrices, vectors_size
@@ -124,7 +131,7 @@ class MemoryModel(ABC):
     def widest_format(self) -> RowFormat:
         """The format whose inputs take most memory."""
         small = [stored for _, stored in self.quant.formats if stored.group_size < GROUP_SIZE]
-        return small[0] if small else self.quant.down
+        return small[0] if small else self.quant.plain
 
     @property
     def kv(self) -> KVLayout:
@@ -289,7 +296,7 @@ class MemoryModel(ABC):
         weights += interleaved_bytes(
             config.logits_size, config.embedding_size, quant.head(config.tie_embeddings)
         )
-        checksums = sum(config.records) * len(neuron_layout(config, self.quant).parts)
+        checksums = sum(record_counts(config, quant)) * len(neuron_layout(config, quant).part_bytes)
         if config.experts is not None:
             checksums += len(config.expert_layers) * config.experts.count * config.feed_forward.num_rows
         checksums += config.vocab_size * (config.has_table + config.has_inputs_table)

@@ -18,7 +18,7 @@ from ondevice.budget.sizes import (
     logits_rows,
     segment_shape,
 )
-from ondevice.bundle.layout import expert_bytes, expert_layout, neuron_layout, padded
+from ondevice.bundle.layout import ExpertLayout, expert_bytes, expert_layout, neuron_layout, padded
 from ondevice.bundle.weight_shapes import extra_matrices
 from ondevice.config import GROUP_SIZE, RowFormat
 from ondevice.speculation.registry import runs_streams
@@ -34,6 +34,8 @@ MLX_READ_SLOTS = 4
 """Segments of records under way: two that are multiplied, two that are read from flash."""
 MLX_PIECES = 2
 """Segments from flash under way together: MLX takes their records apart while it multiplies."""
+SETTLED_COPIES = 3
+"""Most copies of a slice's bytes that exist while its tiles become rows."""
 LAYERS_READ = 2
 """Layers whose keys and values are read back at once: MLX begins a layer before the last one ends."""
 
@@ -68,6 +70,9 @@ class MlxMemory(MemoryModel):
     @property
     def ranges(self) -> SegmentShape:
         """Ranges of neurons that are summed by themselves, whatever the sparsity mode."""
+        if self.config.is_sliced:
+            shape = segment_shape(self.config, self.quant)
+            return replace(shape, nbytes=padded(self._neurons_bytes(shape.neurons), PAGE_BYTES))
         block = self._neurons_bytes(GROUP_SIZE)
         return segment_shape(self.config, self.quant, block, MLX_SEGMENT_BYTES)
 
@@ -103,17 +108,20 @@ class MlxMemory(MemoryModel):
             # Experts are read straight into their slots, and brought into rows there.
             copied = MLX_PIECES if self.cuda else 0
             return BufferShape(GROUP_SIZE, 0, 0, (4 + copied) * expert_bytes(self.config, self.quant))
-        stride = neuron_layout(self.config, self.quant).stride
+        layout = neuron_layout(self.config, self.quant)
         if self.selects_neurons:
-            stage = MLX_STAGES * self.stage_neurons * stride
+            stage = MLX_STAGES * layout.nbytes(self.stage_neurons)
             return replace(self._fetch, packed_bytes=stage + self._neurons_bytes(self.stage_neurons))
         neurons = self.ranges.neurons
-        taken_apart = self._neurons_bytes(neurons) + (neurons * stride if self.cuda else 0)
+        nbytes = layout.nbytes(neurons)
+        taken_apart = self._neurons_bytes(neurons) + (nbytes if self.cuda else 0)
+        # A slice is brought into rows through copies of its matrices.
+        settled = SETTLED_COPIES * nbytes if self.config.is_sliced else 0
         return BufferShape(
             neurons=neurons,
-            slot_bytes=padded(neurons * stride, PAGE_BYTES) + PAGE_BYTES,
+            slot_bytes=padded(nbytes, PAGE_BYTES) + PAGE_BYTES,
             slots=MLX_READ_SLOTS,
-            packed_bytes=PAGE_BYTES + MLX_PIECES * taken_apart,
+            packed_bytes=PAGE_BYTES + MLX_PIECES * taken_apart + settled,
         )
 
     @property
@@ -225,9 +233,14 @@ class MlxMemory(MemoryModel):
         return LAYERS_READ * max(grown, copied)
 
     def _neurons_bytes(self, neurons: int) -> int:
-        row = padded(self.config.hidden_size, GROUP_SIZE)
-        rows = neuron_layout(self.config, self.quant).rows
-        return sum(held_bytes(neurons * row, found.stored, self.operand_bytes) for found in rows)
+        row, layout = padded(self.config.hidden_size, GROUP_SIZE), neuron_layout(self.config, self.quant)
+        if isinstance(layout, ExpertLayout):
+            of_slice = sum(
+                held_bytes(it.rows * it.row.padded_cols, it.row.stored, self.operand_bytes)
+                for it in layout.matrices
+            )
+            return layout.num_records(neurons) * of_slice
+        return sum(held_bytes(neurons * row, it.stored, self.operand_bytes) for it in layout.rows)
 
     def _wider_bytes(self, elements: int, stored: RowFormat) -> int:
         """The bytes that MLX adds to stored matrices: operands wider than float16, and implied biases."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ondevice.bundle.layout import RowLayout, expert_bytes, neuron_layout, padded
+from ondevice.bundle.layout import RecordLayout, RowLayout, expert_bytes, neuron_layout, padded, record_counts
 from ondevice.bundle.streams import MultiStreams
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.errors import UsageError
@@ -143,12 +143,17 @@ def segment_shape(
 ) -> SegmentShape:
     """Segments near `aim_bytes`, or an eighth of the widest layer if less, sized so that little is wasted.
 
+    Feed-forwards in slices have a segment for each.
+
     Args:
         config: The model's shape.
         quant: How its weights are quantised.
         block_bytes: Size of 64 neurons in memory; 0 for the kernels' own packing.
         aim_bytes: Target size of a segment.
     """
+    if config.is_sliced:
+        layout = neuron_layout(config, quant)
+        return SegmentShape(layout.neurons, layout.stride, record_counts(config, quant))
     unit = block_bytes or _block_bytes(config, quant)
     return _segments(config.widths, unit, aim_bytes, config.model_widths)
 
@@ -248,11 +253,18 @@ def buffer_shape(
 ) -> BufferShape:
     """Reads near 2 MiB, or a quarter of the widest layer if that is less, in whole blocks of 64 records.
 
+    Slices are read one by one, and multiplied where they were read.
+
     widths: neurons of each layer that are read so; by default all. most: records of a read at most, whole
     blocks; 0: no limit.
     """
     widths = widths or config.widths
-    stride = neuron_layout(config, quant).stride
+    layout = neuron_layout(config, quant)
+    if config.is_sliced:
+        share = sum(map(layout.nbytes, widths)) // STREAM_SHARE
+        slots = min(STREAM_SLOTS, max(2, share // layout.stride))
+        return BufferShape(layout.neurons, layout.stride, slots, 0)
+    stride = layout.stride
     blocks = -(-max(widths) // GROUP_SIZE)
     size = min(STREAM_SLOT_BYTES // (stride * GROUP_SIZE), -(-blocks // 4))
     size = max(1, min(size, most // GROUP_SIZE) if most else size)
@@ -322,5 +334,6 @@ def stream_bytes(config: ModelConfig, streams: MultiStreams) -> int:
 
 def _block_bytes(config: ModelConfig, quant: QuantConfig) -> int:
     """Size of 64 neurons packed for the kernels: gate, up and down, or gate and down."""
-    rows = neuron_layout(config, quant).rows
-    return sum(interleaved_bytes(GROUP_SIZE, config.hidden_size, row.stored) for row in rows)
+    layout = neuron_layout(config, quant)
+    assert isinstance(layout, RecordLayout)
+    return sum(interleaved_bytes(GROUP_SIZE, config.hidden_size, row.stored) for row in layout.rows)

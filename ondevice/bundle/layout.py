@@ -24,6 +24,12 @@ FORMAT = "ondevice-bundle"
 VERSION = 2
 TILE_ROWS = 16
 """Rows of a matrix that lie interleaved, where it is stored as the kernels multiply it."""
+SLICE_BYTES = 2 << 20
+"""Bytes that a slice of a feed-forward has at about most: from 1 MiB on, flash is at its full rate."""
+SLICE_UNIT = 256
+"""Neurons that a slice has a multiple of: the columns of every format's scales divide them."""
+SLICES_PER_LAYER = 8
+"""Slices that a small layer is cut into, so that a budget can hold some of them."""
 DATA_OFFSET = 4096
 """First byte of the records in a record file, and the alignment of the data in the resident file."""
 CRC_BLOCK_BYTES = 1 << 20
@@ -145,6 +151,28 @@ class PartLayout(ABC):
     """A record in parts, each of which can be read alone and has its own checksum."""
 
     @property
+    def neurons(self) -> int:
+        """Neurons that a record holds."""
+        return 1
+
+    @property
+    def piece_neurons(self) -> int:
+        """Neurons in the smallest piece that is read and multiplied: a block of 64, or a slice."""
+        return max(GROUP_SIZE, self.neurons)
+
+    def num_records(self, neurons: int) -> int:
+        """Records that hold `neurons` neurons."""
+        return -(-neurons // self.neurons)
+
+    def nbytes(self, neurons: int) -> int:
+        """Bytes of the records that hold `neurons` neurons."""
+        return self.num_records(neurons) * self.stride
+
+    def neurons_in(self, nbytes: int) -> int:
+        """Neurons of the pieces that fit into `nbytes` bytes, at least one."""
+        return max(1, nbytes // self.nbytes(self.piece_neurons)) * self.piece_neurons
+
+    @property
     @abstractmethod
     def row_bytes(self) -> tuple[int, ...]:
         """Unpadded bytes of each part."""
@@ -257,12 +285,16 @@ class TiledMatrix:
 
 @dataclass(frozen=True)
 class ExpertLayout(PartLayout):
-    """The record of an expert, a part for each matrix.
+    """The record of an expert, or of a slice of a dense feed-forward: a part for each matrix.
 
-    matrices: gate (F, D), up (F, D) if there is one, down (D, F).
+    matrices: gate (F, D), up (F, D) if there is one, down (D, F), for the F neurons of an expert or a slice.
     """
 
     matrices: tuple[TiledMatrix, ...]
+
+    @property
+    def neurons(self) -> int:
+        return self.matrices[0].rows
 
     @cached_property
     def row_bytes(self) -> tuple[int, ...]:
@@ -296,13 +328,38 @@ class ExpertLayout(PartLayout):
         )
 
 
-def neuron_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
-    """Record of one feed-forward neuron, in two parts: [gate row] and [up row | down column], all D long.
+def neuron_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout | ExpertLayout:
+    """Record of one feed-forward neuron, or of a slice of neighbouring ones where `config.is_sliced`.
 
-    A neuron of an ungated feed-forward has no up row.
+    A neuron has two parts: [gate row] and [up row | down column], all D long. One of an ungated feed-forward
+    has no up row.
     """
-    row, down = (RowLayout(config.hidden_size, *stored) for stored in (quant.of("feed_forward"), quant.down))
+    if config.is_sliced:
+        return slice_layout(config, quant)
+    row, down = (RowLayout(config.hidden_size, *stored) for stored in (quant.of("feed_forward"), quant.plain))
     return RecordLayout(((row,), (*(row,) * (config.feed_forward.num_rows - 2), down)))
+
+
+def slice_layout(config: ModelConfig, quant: QuantConfig) -> ExpertLayout:
+    """Record of a slice: so many neighbouring neurons of a feed-forward as take about SLICE_BYTES.
+
+    They are whole blocks of 256, which every format's groups divide, or of 64 where some layer's neurons
+    aren't, and at most about an eighth of the widest layer, chosen so that few neurons are padding.
+    """
+    gate, down = quant.of("feed_forward"), quant.of("down")
+    widths = [neurons for neurons in config.model_widths if neurons]
+    unit = SLICE_UNIT if all(neurons % SLICE_UNIT == 0 for neurons in widths) else GROUP_SIZE
+    by_rows = RowLayout(config.hidden_size, *gate).nbytes * (config.feed_forward.num_rows - 1)
+    unit_bytes = unit * by_rows + config.hidden_size * RowLayout(unit, *down).nbytes
+    units = [-(-neurons // unit) for neurons in widths] or [1]
+    aim = max(1, min(SLICE_BYTES // unit_bytes, max(units) // SLICES_PER_LAYER))
+    size = min(
+        range(max(1, aim // 2), 2 * aim + 1),
+        key=lambda size: (sum(padded(count, size) for count in units), abs(size - aim), size),
+    )
+    matrix = TiledMatrix(size * unit, RowLayout(config.hidden_size, *gate))
+    matrices = (matrix,) * (config.feed_forward.num_rows - 1)
+    return ExpertLayout((*matrices, TiledMatrix(config.hidden_size, RowLayout(size * unit, *down))))
 
 
 def expert_layout(config: ModelConfig, quant: QuantConfig) -> ExpertLayout | None:
@@ -314,6 +371,11 @@ def expert_layout(config: ModelConfig, quant: QuantConfig) -> ExpertLayout | Non
     by_rows = TiledMatrix(experts.neurons, row, experts.bias)
     down = TiledMatrix(hidden, RowLayout(experts.neurons, *quant.of("experts_down")), experts.bias)
     return ExpertLayout((*(by_rows,) * (config.feed_forward.num_rows - 1), down))
+
+
+def record_counts(config: ModelConfig, quant: QuantConfig) -> tuple[int, ...]:
+    """Records in each layer's file of neurons."""
+    return tuple(map(neuron_layout(config, quant).num_records, config.records))
 
 
 def expert_bytes(config: ModelConfig, quant: QuantConfig) -> int:
@@ -336,7 +398,7 @@ def embedding_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
 
 def per_layer_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
     """Record of one token: its row of per-layer inputs, of all layers side by side."""
-    return RecordLayout(((RowLayout(config.per_layer_size, *quant.down),),))
+    return RecordLayout(((RowLayout(config.per_layer_size, *quant.plain),),))
 
 
 @dataclass(frozen=True)
@@ -505,7 +567,8 @@ def file_layout(name: str, config: ModelConfig, quant: QuantConfig) -> FileLayou
     if name == PER_LAYER:
         return _record_file(config.vocab_size, per_layer_layout(config, quant))
     if name.startswith("neurons-"):
-        return _record_file(config.records[_layer_of(name)], neuron_layout(config, quant))
+        neurons = neuron_layout(config, quant)
+        return _record_file(neurons.num_records(config.records[_layer_of(name)]), neurons)
     if name.startswith("gates-"):
         return _record_file(config.records[_layer_of(name)], gate_layout(config, quant))
     if name.startswith("experts-"):

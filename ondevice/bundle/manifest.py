@@ -241,12 +241,13 @@ def _experts_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any]:
     return {"experts": _layout_json(config.experts.count, layout)}
 
 
-def _neurons_json(config: ModelConfig, layout: RecordLayout) -> dict[str, Any]:
+def _neurons_json(config: ModelConfig, layout: RecordLayout | ExpertLayout) -> dict[str, Any]:
     """Records of every layer's neurons: one number of them, or a list where layers have different ones."""
-    records = config.records
+    records = tuple(map(layout.num_records, config.records))
     equal = len(set(records)) <= 1
-    count = max(records, default=config.intermediate_size) if equal else 0
-    return _layout_json(count, layout) | ({} if equal else {"num_records": [*records]})
+    count = max(records, default=layout.num_records(config.intermediate_size)) if equal else 0
+    slices = {"neurons": layout.neurons} if config.is_sliced else {}
+    return _layout_json(count, layout) | slices | ({} if equal else {"num_records": [*records]})
 
 
 def _check_gates(root: Section, config: ModelConfig, quant: QuantConfig) -> None:
@@ -320,17 +321,26 @@ def _parse_quantisation(section: Section, config: ModelConfig) -> QuantConfig:
         raise UnsupportedModelError(f"quantisation to {bits} bits; this release reads 4, 5, 6, 8 and 16")
     section.equal("group_size", GROUP_SIZE)
     plain = QuantConfig(cast(Bits, bits))
-    formats = _parse_formats(section.section("matrices"), plain) if "matrices" in section.names else ()
+    formats: tuple[tuple[MatrixKind, RowFormat], ...] = ()
+    if "matrices" in section.names:
+        formats = _parse_formats(section.section("matrices"), plain, config.is_sliced)
     section.close()
     if expert_layout(config, plain) is None and any(kind.startswith("experts") for kind, _ in formats):
         raise BundleError("manifest.quantisation.matrices has experts, but no layer stores them as matrices")
+    if not config.is_sliced and dict(formats).get("down"):
+        raise BundleError("manifest.quantisation.matrices has down, but neurons have records of their own")
     if config.tie_embeddings and dict(formats).get("head"):
         raise BundleError("manifest.quantisation.matrices has a head, but the model's head is its embedding")
     return QuantConfig(plain.bits, formats)
 
 
-def _parse_formats(section: Section, plain: QuantConfig) -> tuple[tuple[MatrixKind, RowFormat], ...]:
-    """The key `matrices`: formats of kinds of matrices that differ from the model's own."""
+def _parse_formats(
+    section: Section, plain: QuantConfig, sliced: bool
+) -> tuple[tuple[MatrixKind, RowFormat], ...]:
+    """The key `matrices`: formats of kinds of matrices that differ from the model's own.
+
+    sliced: whether gate and up rows may have bits of their own, as feed-forwards are stored in slices.
+    """
     formats: list[tuple[MatrixKind, RowFormat]] = []
     for kind in MATRIX_KINDS:
         if kind not in section.names:
@@ -353,7 +363,11 @@ def _parse_formats(section: Section, plain: QuantConfig) -> tuple[tuple[MatrixKi
             raise BundleError(
                 f"{found.where} has no biases; that means MXFP4, which has 4 bits and groups of 32"
             )
-        if stored == plain.down or plain.bits == 16 or (kind == "feed_forward" and bits != plain.bits):
+        if (
+            stored == plain.plain
+            or plain.bits == 16
+            or (kind == "feed_forward" and bits != plain.bits and not sliced)
+        ):
             raise BundleError(f"{found.where} doesn't go with the model's {plain.bits} bits")
         formats.append((kind, stored))
     section.close()

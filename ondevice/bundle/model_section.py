@@ -160,7 +160,7 @@ def _parse_part(section: Section) -> ModelPart:
         given["first"] = section.integer("first", 0, _MAX_LAYERS)
     if "layers" in section.names:
         given["layers"] = section.integer("layers", 1, _MAX_LAYERS)
-    given |= {name: section.boolean(name) for name in ("embeds", "heads") if name in section.names}
+    given |= {name: section.boolean(name) for name in ("embeds", "heads", "cutoffs") if name in section.names}
     if "experts" in section.names:
         given["experts"] = parse_experts(section.section("experts"))
     if "widths" in section.names:

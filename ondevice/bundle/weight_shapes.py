@@ -31,7 +31,7 @@ class WeightShape(NamedTuple):
 
     def stored(self, quant: QuantConfig) -> RowFormat:
         """How this matrix is stored."""
-        return RowFormat(16) if self.is_half else quant.down
+        return RowFormat(16) if self.is_half else quant.plain
 
 
 def model_weight_shapes(config: ModelConfig) -> tuple[WeightShape, ...]:

@@ -39,11 +39,13 @@ def token_bytes(
         use: what caches of these layers' experts hit, if that was measured; else an expert is found in memory
             as often as another.
     """
-    stride = neuron_layout(config, quant).stride
+    layout = neuron_layout(config, quant)
     always = plan.weights_bytes + plan.predictor_bytes
     segments = plan.segments_for(plan.kv_cache_bytes, DECODE_TOKENS)
     if config.experts is None:
-        neurons = sum(share * count * stride for share, count in zip(active, config.widths, strict=True))
+        neurons = sum(
+            share * layout.nbytes(count) for share, count in zip(active, config.widths, strict=True)
+        )
         kept = segments / max(1, plan.segment.total)
         if plan.selects_neurons:
             kept = min(1.0, plan.kept_slots / config.num_neurons)
@@ -57,7 +59,7 @@ def token_bytes(
     hits = kept_experts / max(1, total) if use is None else use.expected_hits(kept_experts, total)
     dense = held = 0
     if plan.dense is not None:
-        dense = stride * sum(map(config.dense_neurons, config.layers))
+        dense = layout.stride * sum(map(config.dense_neurons, config.layers))
         held = dense * plan.dense_segments // max(1, plan.dense.total)
     read = experts * (1 - hits) + dense - held if plan.offloads_weights else 0.0
     return TokenBytes(always + experts + dense, read)

@@ -340,6 +340,30 @@ class ExpertPass:
     def finish(self) -> None:
         """Add what is left to the total. Raises ValueError unless all experts were added."""
 
+class SlicePass:
+    """One pass through a dense feed-forward that is cut into slices, whose outputs are added up in order.
+
+    slice: what each is. x: (T, hidden). bias: of the gates, for all neurons of whole slices. Another op that
+    multiplies ends the pass.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        slice: Expert,
+        x: Float32,
+        form: GateForm,
+        norm: Norm | None = None,
+        bias: Float32 | None = None,
+    ) -> None: ...
+    def add(
+        self, records: Sequence[Bytes], tokens: int | None, out: Float32, base: Float32 | None = None
+    ) -> None:
+        """out (T, hidden) = base + the outputs of the next slices, for the first `tokens` tokens; None: all.
+
+        records: each slice's bytes. base: zeros if None; it may be out.
+        """
+
 def tile_rows(
     runner: Runner, stored: Format, codes: Bytes, scales: Bytes, biases: Bytes, tiles: Bytes
 ) -> None:

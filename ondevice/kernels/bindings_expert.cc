@@ -10,6 +10,7 @@
 #include "feed_forward.h"
 #include "matrix.h"
 #include "routing.h"
+#include "slice_pass.h"
 
 namespace ondevice {
 namespace {
@@ -127,6 +128,42 @@ void add(ExpertPass& pass, int32_t expert, uint64_t address) {
   pass.add(expert, reinterpret_cast<const uint8_t*>(address));
 }
 
+void begin_slices(SlicePass* self, Runner& runner, const Expert& slice, const Rows& x, const FormArg& form,
+                  const NormArg& norm, const Weight& bias) {
+  const int64_t tokens = rows_of(x, slice.hidden());
+  const GateForm gates = form_of(form);
+  const Norm norms = norm_of(norm, slice.hidden());
+  require(!bias || static_cast<int64_t>(bias->shape(0)) % slice.neurons() == 0,
+          "a bias is (slices * neurons of a slice,)");
+  nb::gil_scoped_release release;
+  const InputRows rows =
+      runner.prepare(x.data(), x.stride(0), tokens, slice.hidden(), slice.gate().format, norms);
+  new (self) SlicePass(runner, slice, rows, gates, bias ? bias->data() : nullptr,
+                       bias ? static_cast<int64_t>(bias->shape(0)) / slice.neurons() : 0);
+}
+
+void add_slices(SlicePass& pass, const std::vector<CArray<const uint8_t, 1>>& records,
+                std::optional<int64_t> tokens, const CArray<float, 2>& out, const Added& base) {
+  require(pass.valid(), "another op has used the runner since the pass began");
+  const int64_t first = tokens.value_or(pass.tokens());
+  require(first >= 1 && first <= pass.tokens(), "tokens are from 1 to those of the pass");
+  require(static_cast<int64_t>(out.shape(0)) >= first &&
+              static_cast<int64_t>(out.shape(1)) == pass.slice().hidden(),
+          "out is (T, hidden)");
+  std::vector<const uint8_t*> addresses;
+  for (const CArray<const uint8_t, 1>& record : records) {
+    require(static_cast<int64_t>(record.shape(0)) >= pass.slice().record_bytes() &&
+                reinterpret_cast<uint64_t>(record.data()) % sizeof(float) == 0,
+            "a slice has its record's bytes, and begins at a multiple of 4 bytes");
+    addresses.push_back(record.data());
+  }
+  require(!pass.biased() || pass.added() + static_cast<int64_t>(addresses.size()) <= pass.biased(),
+          "more slices than biases");
+  const float* sums = added_to(out, base);
+  nb::gil_scoped_release release;
+  pass.add(addresses, first, sums, out.data());
+}
+
 using Floats = CArray<float, 1>;
 
 void make_scores(ReuseScores* self, int64_t experts, int64_t chosen, int64_t remembered, int64_t similar,
@@ -224,6 +261,13 @@ void bind_expert(nb::module_& m) {
         nb::gil_scoped_release release;
         pass.finish();
       });
+  // It points into the runner, the slice and its bias.
+  nb::class_<SlicePass>(m, "SlicePass")
+      .def("__init__", &begin_slices, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 7>(),
+           nb::arg("runner"), nb::arg("slice"), nb::arg("x"), nb::arg("form"),
+           nb::arg("norm").none() = nb::none(), nb::arg("bias").none() = nb::none())
+      .def("add", &add_slices, nb::arg("records"), nb::arg("tokens").none(), nb::arg("out"),
+           nb::arg("base").none() = nb::none());
   m.def("tile_rows", &tile_rows, nb::arg("runner"), nb::arg("stored"), nb::arg("codes"), nb::arg("scales"),
         nb::arg("biases"), nb::arg("tiles"));
 }

@@ -8,17 +8,20 @@ namespace {
 // Tiles that share the loads of activations, and tiles that a thread takes at a time.
 constexpr int64_t kTogether = 2, kUpGrain = 4, kDownGrain = 8;
 
-// Rows of tiles [begin, end) of a record's matrix times x, to out[t * stride] on.
+// Rows of tiles [begin, end) of a record's matrix times x, to out[t * stride] on. bias: of all of the matrix's
+// rows, in place of the record's; added: like out; both may be null.
 void multiply(const KernelTable& kernels, const RecordMatrix& matrix, const uint8_t* record,
-              const InputRows& x, float* out, int64_t stride, int64_t begin, int64_t end) {
+              const InputRows& x, float* out, int64_t stride, int64_t begin, int64_t end,
+              const float* bias = nullptr, const float* added = nullptr) {
   const int64_t row = begin * kTile, rows = std::min(end * kTile, matrix.rows) - row;
   const uint8_t* tiles = record + matrix.offset + begin * matrix.tile_bytes();
-  const float* bias = matrix.bias < 0 ? nullptr : reinterpret_cast<const float*>(record + matrix.bias) + row;
+  if (matrix.bias >= 0) bias = reinterpret_cast<const float*>(record + matrix.bias);
+  if (bias) bias += row;
   if (matrix.format.bits == 16)
     kernels.linear_half(reinterpret_cast<const uint16_t*>(tiles), groups_of(matrix.cols) * kGroup, x.padded,
-                        x.tokens, bias, nullptr, out, stride, 0, rows);
+                        x.tokens, bias, added, out, stride, 0, rows);
   else
-    kernels.linear_quantized(matrix.format, tiles, x.quantized, x.tokens, bias, nullptr, out, stride, rows, 0,
+    kernels.linear_quantized(matrix.format, tiles, x.quantized, x.tokens, bias, added, out, stride, rows, 0,
                              end - begin);
 }
 
@@ -51,14 +54,14 @@ void Expert::forward(Runner& runner, const uint8_t* record, const float* x, int6
 
 void Expert::multiply_up(const KernelTable& kernels, const uint8_t* record, const InputRows& x,
                          const GateForm& form, float* products, float* h, int64_t h_stride, int64_t begin,
-                         int64_t end) const {
+                         int64_t end, const float* bias) const {
   constexpr int64_t kStride = 2 * kTogether * kTile;
   static_assert(kStride == kProducts,
                 "products hold the gates and ups of tiles that are multiplied together");
   for (int64_t tile = begin; tile < end; tile += kTogether) {
     const int64_t last = std::min(tile + kTogether, end),
                   count = std::min(last * kTile, neurons()) - tile * kTile;
-    multiply(kernels, gate_, record, x, products, kStride, tile, last);
+    multiply(kernels, gate_, record, x, products, kStride, tile, last, bias);
     float* ups = products + kTogether * kTile;
     if (up_) multiply(kernels, *up_, record, x, ups, kStride, tile, last);
     for (int64_t t = 0; t < x.tokens; ++t)
@@ -68,8 +71,9 @@ void Expert::multiply_up(const KernelTable& kernels, const uint8_t* record, cons
 }
 
 void Expert::multiply_down(const KernelTable& kernels, const uint8_t* record, const InputRows& h, float* out,
-                           int64_t begin, int64_t end) const {
-  multiply(kernels, down_, record, h, out + begin * kTile, hidden(), begin, end);
+                           int64_t begin, int64_t end, const float* added) const {
+  multiply(kernels, down_, record, h, out + begin * kTile, hidden(), begin, end, nullptr,
+           added ? added + begin * kTile : nullptr);
 }
 
 }  // namespace ondevice

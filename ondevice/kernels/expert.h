@@ -51,13 +51,14 @@ class Expert {
 
   // h[t, 16 * tile + r] = act(gate) * up for gate().tiles() [begin, end). Rows of h are h_stride floats apart
   // and have room for whole tiles. x: prepared for gate().format. products: kProducts floats for each token.
+  // bias: added to the gates, a float for each neuron, where they aren't in the record; or null.
   void multiply_up(const KernelTable& kernels, const uint8_t* record, const InputRows& x,
                    const GateForm& form, float* products, float* h, int64_t h_stride, int64_t begin,
-                   int64_t end) const;
-  // out[t, 16 * tile + r] = down(h) for down().tiles() [begin, end). h: the first `neurons` columns of the
-  // above, prepared for down().format.
+                   int64_t end, const float* bias = nullptr) const;
+  // out[t, 16 * tile + r] = added + down(h) for down().tiles() [begin, end). h: the first `neurons` columns of
+  // the above, prepared for down().format. added: null, or as out is, which it may be.
   void multiply_down(const KernelTable& kernels, const uint8_t* record, const InputRows& h, float* out,
-                     int64_t begin, int64_t end) const;
+                     int64_t begin, int64_t end, const float* added = nullptr) const;
 
  private:
   RecordMatrix gate_;

@@ -19,6 +19,11 @@ constexpr int64_t kQueryRows = 32;
 
 }  // namespace
 
+void InputMemory::trim() {
+  for (MappedBuffer* buffer : {&codes, &scales, &sums, &int_sums, &half_sums, &half_int_sums, &padded})
+    *buffer = MappedBuffer();
+}
+
 void FeedForwardScratch::trim() {
   for (MappedBuffer* buffer : {&hidden, &gate_up, &outputs, &bias_lanes, &ordered_lanes, &low_rank, &scores,
                                &tile_columns, &tile_tokens, &expert_inputs, &expert_outputs})
@@ -31,41 +36,51 @@ Runner::Runner(int threads, const std::string& target)
 InputRows Runner::prepare(const float* x, int64_t x_stride, int64_t tokens, int64_t cols,
                           const RowFormat& format, const Norm& norm) {
   ++input_version_;
+  return prepare_in(inputs_, x, x_stride, tokens, cols, format, norm);
+}
+
+InputRows Runner::prepare_hidden(const float* h, int64_t h_stride, int64_t tokens, int64_t cols,
+                                 const RowFormat& format) {
+  return prepare_in(hidden_inputs_, h, h_stride, tokens, cols, format, {});
+}
+
+InputRows Runner::prepare_in(InputMemory& memory, const float* x, int64_t x_stride, int64_t tokens,
+                             int64_t cols, const RowFormat& format, const Norm& norm) {
   InputRows rows{tokens, {nullptr, nullptr, nullptr, nullptr, groups_of(cols), nullptr, nullptr}, nullptr};
   if (format.bits == 16)
-    pad(x, x_stride, cols, norm, &rows);
+    pad(memory, x, x_stride, cols, norm, &rows);
   else
-    quantize(x, x_stride, cols, format, norm, &rows);
+    quantize(memory, x, x_stride, cols, format, norm, &rows);
   return rows;
 }
 
-void Runner::quantize(const float* x, int64_t x_stride, int64_t cols, const RowFormat& format,
-                      const Norm& norm, InputRows* rows) {
+void Runner::quantize(InputMemory& memory, const float* x, int64_t x_stride, int64_t cols,
+                      const RowFormat& format, const Norm& norm, InputRows* rows) {
   const int64_t groups = rows->quantized.groups, n = rows->tokens * groups;
-  x_codes_.grow(static_cast<size_t>(n * kGroup));
-  x_scales_.grow(static_cast<size_t>(n) * sizeof(float));
-  x_sums_.grow(static_cast<size_t>(n) * sizeof(float));
-  x_int_sums_.grow(static_cast<size_t>(n) * sizeof(int32_t));
-  QuantizedRows quantized{x_codes_.as<int8_t>(),
-                          x_scales_.as<float>(),
-                          x_sums_.as<float>(),
-                          x_int_sums_.as<int32_t>(),
+  memory.codes.grow(static_cast<size_t>(n * kGroup));
+  memory.scales.grow(static_cast<size_t>(n) * sizeof(float));
+  memory.sums.grow(static_cast<size_t>(n) * sizeof(float));
+  memory.int_sums.grow(static_cast<size_t>(n) * sizeof(int32_t));
+  QuantizedRows quantized{memory.codes.as<int8_t>(),
+                          memory.scales.as<float>(),
+                          memory.sums.as<float>(),
+                          memory.int_sums.as<int32_t>(),
                           groups,
                           nullptr,
                           nullptr};
   if (format.group != kGroup) {
-    x_half_sums_.grow(static_cast<size_t>(2 * n) * sizeof(float));
-    x_half_int_sums_.grow(static_cast<size_t>(2 * n) * sizeof(int32_t));
-    quantized.half_sums = x_half_sums_.as<float>();
-    quantized.half_int_sums = x_half_int_sums_.as<int32_t>();
+    memory.half_sums.grow(static_cast<size_t>(2 * n) * sizeof(float));
+    memory.half_int_sums.grow(static_cast<size_t>(2 * n) * sizeof(int32_t));
+    quantized.half_sums = memory.half_sums.as<float>();
+    quantized.half_int_sums = memory.half_int_sums.as<int32_t>();
   }
   rows->quantized = quantized;
-  float* memory = norm.weight ? scratch(cols) : nullptr;
+  float* normed_rows = norm.weight ? scratch(cols) : nullptr;
   pool_->parallel_for(rows->tokens, 4, [&](int64_t begin, int64_t end, int thread) {
     for (int64_t t = begin; t < end; ++t) {
       const float* row = x + t * x_stride;
       if (norm.weight) {
-        float* normed = memory + thread * cols;
+        float* normed = normed_rows + thread * cols;
         table_->norm(row, norm, cols, normed);
         row = normed;
       }
@@ -74,10 +89,11 @@ void Runner::quantize(const float* x, int64_t x_stride, int64_t cols, const RowF
   });
 }
 
-void Runner::pad(const float* x, int64_t x_stride, int64_t cols, const Norm& norm, InputRows* rows) {
+void Runner::pad(InputMemory& memory, const float* x, int64_t x_stride, int64_t cols, const Norm& norm,
+                 InputRows* rows) {
   const int64_t padded_cols = rows->quantized.groups * kGroup;
-  x_padded_.grow(static_cast<size_t>(rows->tokens * padded_cols) * sizeof(float));
-  float* out = x_padded_.as<float>();
+  memory.padded.grow(static_cast<size_t>(rows->tokens * padded_cols) * sizeof(float));
+  float* out = memory.padded.as<float>();
   rows->padded = out;
   for (int64_t t = 0; t < rows->tokens; ++t, out += padded_cols) {
     if (norm.weight)
@@ -162,9 +178,9 @@ float* Runner::scratch(int64_t floats) {
 
 void Runner::trim() {
   ++input_version_;
-  for (MappedBuffer* buffer : {&x_codes_, &x_scales_, &x_sums_, &x_int_sums_, &x_half_sums_,
-                               &x_half_int_sums_, &x_padded_, &scratch_})
-    *buffer = MappedBuffer();
+  inputs_.trim();
+  hidden_inputs_.trim();
+  scratch_ = MappedBuffer();
   feed_forward_.trim();
 }
 

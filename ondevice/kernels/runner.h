@@ -42,6 +42,13 @@ struct InputRows {
   const float* padded;      // for 16 bits: (T, quantized.groups * 64) floats, zeros behind the last column
 };
 
+// Memory of rows that are prepared for a product.
+struct InputMemory {
+  MappedBuffer codes, scales, sums, int_sums, half_sums, half_int_sums, padded;
+
+  void trim();
+};
+
 // Scratch memory of a forward pass through a feed-forward layer. It is kept from one pass to the next.
 struct FeedForwardScratch {
   MappedBuffer hidden;          // (T, neurons of a batch): activation(gate) * up
@@ -74,6 +81,10 @@ class Runner {
   // They are in scratch memory: the result is valid until the next call of prepare() or trim().
   InputRows prepare(const float* x, int64_t x_stride, int64_t tokens, int64_t cols, const RowFormat& format,
                     const Norm& norm = {});
+  // The same of hidden values, between the two products of a feed-forward, in memory of their own: the result
+  // of prepare() stays valid.
+  InputRows prepare_hidden(const float* h, int64_t h_stride, int64_t tokens, int64_t cols,
+                           const RowFormat& format);
   // Changes whenever the result of prepare() becomes invalid.
   uint64_t input_version() const { return input_version_; }
 
@@ -93,14 +104,17 @@ class Runner {
   void trim();
 
  private:
-  void quantize(const float* x, int64_t x_stride, int64_t cols, const RowFormat& format, const Norm& norm,
-                InputRows* rows);
-  void pad(const float* x, int64_t x_stride, int64_t cols, const Norm& norm, InputRows* rows);
+  InputRows prepare_in(InputMemory& memory, const float* x, int64_t x_stride, int64_t tokens, int64_t cols,
+                       const RowFormat& format, const Norm& norm);
+  void quantize(InputMemory& memory, const float* x, int64_t x_stride, int64_t cols, const RowFormat& format,
+                const Norm& norm, InputRows* rows);
+  void pad(InputMemory& memory, const float* x, int64_t x_stride, int64_t cols, const Norm& norm,
+           InputRows* rows);
 
   OwnProcessPtr<ThreadPool> pool_;
   std::string target_;
   const KernelTable* table_;
-  MappedBuffer x_codes_, x_scales_, x_sums_, x_int_sums_, x_half_sums_, x_half_int_sums_, x_padded_;
+  InputMemory inputs_, hidden_inputs_;
   uint64_t input_version_ = 0;
   MappedBuffer scratch_;
   FeedForwardScratch feed_forward_;

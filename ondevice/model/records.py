@@ -10,6 +10,7 @@ from ondevice.bundle.gates import GateDigest
 from ondevice.bundle.layout import (
     DATA_OFFSET,
     RESIDENT,
+    ExpertLayout,
     RecordLayout,
     RowLayout,
     expert_bytes,
@@ -39,12 +40,14 @@ class NeuronRecords:
         self.file = FIRST_NEURON_FILE + layer
         self.num_neurons = bundle.config.records[layer]
         self.hidden_size = bundle.config.hidden_size
-        self.layout: RecordLayout = bundle.neuron_layout
+        self.layout: RecordLayout | ExpertLayout = bundle.neuron_layout
         self.experts = expert_records(bundle.config, bundle.quant, reader, layer, self.file)
         self._gates = GateDigest(bundle, layer) if bundle.config.zeros_gates else None
 
     def read(self, first: int, count: int) -> Bytes:
-        records = read_span(self._reader, self.file, self.layout, first, count)
+        layout = self.layout
+        span = first // layout.neurons, layout.num_records(count)
+        records = read_span(self._reader, self.file, layout, *span)
         self.check_gates(first, records)
         return records
 
@@ -161,7 +164,9 @@ def record_chunk(records: Bytes, offset: int, row: RowLayout, row0: int) -> RowC
     return RowChunk(row0, records[:, offset:scales_at], scales.view(row.scale_type), biases.view(np.float16))
 
 
-def read_span(reader: FlashReader, file: int, layout: RecordLayout, first: int, count: int) -> Bytes:
+def read_span(
+    reader: FlashReader, file: int, layout: RecordLayout | ExpertLayout, first: int, count: int
+) -> Bytes:
     """Records first .. first + count of a file, (count, stride). Raises FlashReadError."""
     start = DATA_OFFSET + first * layout.stride
     return reader.read(file, start, count * layout.stride).reshape(count, layout.stride)

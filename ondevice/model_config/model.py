@@ -433,6 +433,16 @@ class ModelConfig:
         return self.zeros_gates or bool(self.cut_off_layers)
 
     @property
+    def is_sliced(self) -> bool:
+        """True if feed-forwards are stored in slices of neurons: dense ones, of which nothing is left out."""
+        return not self.zeros_gates and not self.has_cutoffs and self.experts is None
+
+    @property
+    def has_cutoffs(self) -> bool:
+        """True if layers of the model that this is, or is a part of, have gates with a statistical cutoff."""
+        return self.part.cutoffs or bool(self.cut_off_layers)
+
+    @property
     def has_table(self) -> bool:
         """Whether there is an embedding table, which a tied head is made of too."""
         return self.part.embeds or (self.part.heads and self.tie_embeddings)

@@ -25,6 +25,7 @@ class ModelPart:
         experts: the model's experts, where the config's own layers may have none.
         widths: number of neurons of each of the model's layers where these differ, which decide how neurons
             are summed in segments; else empty.
+        cutoffs: whether gates of some of the model's layers have a statistical cutoff.
         states: of a model with recurrent layers, the floats of all layers' states, the values of a token's
             keys and values in all layers, and its key heads, which decide where states are kept; else empty.
     """
@@ -36,6 +37,7 @@ class ModelPart:
     experts: ExpertsSpec | None = None
     widths: tuple[int, ...] = ()
     states: tuple[int, ...] = ()
+    cutoffs: bool = False
 
     def check(self, config: ModelConfig) -> None:
         """Raises UnsupportedModelError for a part that the layers of `config` can't be.
@@ -65,6 +67,8 @@ class ModelPart:
             raise UnsupportedModelError("a part has other widths of its own layers than these have")
         if not self.widths and len(set(config.widths)) > 1:
             raise UnsupportedModelError("a part has layers of several widths, and no widths of the model's")
+        if any(layer.feed_forward.cutoff is not None for layer in config.layers) and not self.cutoffs:
+            raise UnsupportedModelError("a part has layers with cutoffs of gates, and the model none")
         experts = {layer.experts for layer in config.layers} - {None}
         if not experts <= {self.experts}:
             raise UnsupportedModelError("a part has layers with other experts than the model's")
@@ -144,6 +148,7 @@ def part_config(config: ModelConfig, first: int, stop: int, embeds: bool, heads:
             config.experts,
             widths,
             part.states or state_sizes(config),
+            config.has_cutoffs,
         ),
         embedding_width=config.embedding_width if embeds or heads else 0,
         learned_positions=config.learned_positions and embeds,

@@ -1,13 +1,12 @@
 """The dense `NeuronSource`: segments allocated to layers by quota, and all other neurons from flash.
 
-Each segment is a mapping of its own and holds a contiguous range of one layer's neurons, packed for the
-kernels; a layer's segments are a prefix of its neurons. Neurons that aren't resident are read from flash
-in stored order on every pass, read ahead of use. The memory plan decides the number of segments; the pool
-owns them.
+Each segment is a mapping of its own and holds a contiguous range of one layer's neurons as its backend
+multiplies them; a layer's segments are a prefix of its neurons. Neurons that aren't resident are read from
+flash in stored order on every pass, read ahead of use. The memory plan decides the number of segments; the
+pool owns them.
 
 Passes fill the segments with neurons that they read anyway, as fast as a thread of the pool gets memory
-from the operating system. That starts with the second pass, as the first token should wait for one pass and
-no longer: fresh pages can cost more time than flash (a virtual machine's host may give 0.7 GB/s).
+from the operating system.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from ondevice.backends.base import Bytes
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
@@ -34,6 +33,15 @@ log = logging.getLogger(__name__)
 
 SEGMENTS_AHEAD = 4
 """Most empty segments that wait for neurons."""
+
+
+class Piece(NamedTuple):
+    """Neurons first .. stop of a layer, which are read at once and belong to one segment."""
+
+    segment: int
+    first: int
+    stop: int
+    extent: Extent
 
 
 class SegmentPool(NeuronSource):
@@ -73,7 +81,7 @@ class SegmentPool(NeuronSource):
         self._held: deque[Any] = deque()
         """The computations on each piece that is yet to be released to the read-ahead."""
         self._position = 0
-        self._pieces: list[list[tuple[int, int, Extent]]] = []
+        self._pieces: list[list[Piece]] = []
         """The pieces of the schedule, by layer. Empty if residency has changed since then."""
         self._starts: list[int] = []
         self._complete = False
@@ -189,19 +197,18 @@ class SegmentPool(NeuronSource):
         self._memory.free()
 
     def _schedule(self) -> None:
-        """Plan the reads of a pass over all layers: (segment, first neuron, extent), within segments."""
+        """Plan the reads of a pass over all layers, within segments."""
         self._pieces = []
         self._starts = []
         for layer in self._layers:
             self._starts.append(sum(len(pieces) for pieces in self._pieces))
-            stride, file = layer.source.layout.stride, layer.source.file
             self._pieces.append(
                 [
-                    (segment, first, Extent(file, DATA_OFFSET + first * stride, count * stride))
+                    Piece(segment, first, stop, _extent(layer, first, stop))
                     for segment in range(len(layer.segments), layer.num_segments)
                     for neurons in (layer.segment_range(segment),)
                     for first in range(neurons.start, neurons.stop, self._piece_neurons)
-                    for count in (min(self._piece_neurons, neurons.stop - first),)
+                    for stop in (min(first + self._piece_neurons, neurons.stop),)
                 ]
             )
 
@@ -219,7 +226,7 @@ class SegmentPool(NeuronSource):
         ahead = self._reading_at(index)
         end = self._starts[index] + len(self._pieces[index])
         filling: Segment | None = None
-        for segment, first, _ in self._pieces[index]:
+        for segment, first, stop, _ in self._pieces[index]:
             neurons = layer.segment_range(segment)
             # The position is unknown until the piece is released, so an error here restarts the reading.
             self._position = -1
@@ -234,7 +241,7 @@ class SegmentPool(NeuronSource):
             if filling is None:
                 yield records
             self._let_go(ahead, self._memory.pieces_read)
-            if filling is not None and first + len(records) == neurons.stop:
+            if filling is not None and stop == neurons.stop:
                 layer.segments.append(filling)
                 yield filling
         self._position = end % (self._starts[-1] + len(self._pieces[-1]))
@@ -272,7 +279,7 @@ class SegmentPool(NeuronSource):
             self._allocate(self._missing)
         self._passes += 1
         if any(
-            pieces and pieces[0][0] != len(layer.segments)
+            pieces and pieces[0].segment != len(layer.segments)
             for pieces, layer in zip(self._pieces, self._layers, strict=False)
         ):
             self._pieces = []
@@ -284,7 +291,7 @@ class SegmentPool(NeuronSource):
         """The read-ahead, positioned at a layer's first piece."""
         if self._ahead is None or not self._pieces:
             self._schedule()
-            extents = [extent for pieces in self._pieces for _, _, extent in pieces]
+            extents = [piece.extent for pieces in self._pieces for piece in pieces]
             if self._ahead is None:
                 memory = self._memory.allocate(self._slots * self._slot_bytes)
                 self._ahead = ReadAhead(
@@ -307,6 +314,13 @@ class SegmentPool(NeuronSource):
         self._held.append(self._memory.asked())
         while self._held:
             self._memory.wait(self._held.popleft())
+
+
+def _extent(layer: FeedForwardLayer, first: int, stop: int) -> Extent:
+    """The bytes of the records of a layer's neurons first .. stop."""
+    source, layout = layer.source, layer.source.layout
+    start = DATA_OFFSET + first // layout.neurons * layout.stride
+    return Extent(source.file, start, layout.nbytes(stop - first))
 
 
 def _packed(layer: FeedForwardLayer, filling: Segment, segment: int, first: int, records: Bytes) -> bool:

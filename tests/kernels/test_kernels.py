@@ -15,11 +15,10 @@ import pytest
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Bytes, Float32, Norm
-from ondevice.bundle.layout import neuron_layout
 from ondevice.config import Bits, QuantConfig, RowFormat
 from ondevice.kernels import _native
 from ondevice.model_config import ACTIVATIONS, Activation
-from tests.support.sources import ArrayFeedForward, form, quantise_rows, tiny_config
+from tests.support.sources import ArrayFeedForward, form, quantise_rows, record_layout, tiny_config
 
 TARGETS = _native.available_targets()
 RUNNERS = {(target, threads): _native.Runner(threads, target) for target in TARGETS for threads in (1, 2)}
@@ -184,7 +183,7 @@ def down_oracle(h: Float32, down: Float32, bits: Literal[4, 5, 6, 8]) -> NDArray
 @pytest.mark.parametrize(("hidden", "neurons"), [(1, 1), (64, 64), (100, 200), (192, 321)])
 def test_down_projection(bits: Bits, hidden: int, neurons: int) -> None:
     gate, up, down = (normal(neurons, hidden, seed=seed) for seed in range(3))
-    layout = neuron_layout(tiny_config(hidden_size=hidden, intermediate_size=neurons), QuantConfig(bits))
+    layout = record_layout(tiny_config(hidden_size=hidden, intermediate_size=neurons), QuantConfig(bits))
     source = ArrayFeedForward(gate, up, down, layout)
     x, blocks = normal(TOKENS, hidden, seed=3), -(-neurons // 64)
 

@@ -15,7 +15,7 @@ from ondevice.config import QuantConfig
 from ondevice.kernels import _native
 from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model_config import ACTIVATIONS, FeedForwardSpec
-from tests.support.sources import ArrayFeedForward, RecordSource, tiny_config
+from tests.support.sources import ArrayFeedForward, RecordSource, tiny_config, with_feed_forward
 
 TARGETS = _native.available_targets()
 BROKEN = [np.nan, np.inf, -np.inf]
@@ -41,7 +41,9 @@ def one(results: list[Float32]) -> Float32:
 @pytest.mark.parametrize("value", BROKEN)
 def test_a_feed_forward_layer(bits: Any, activation: Any, value: float) -> None:
     hidden, neurons = 100, 200
-    config = tiny_config(hidden_size=hidden, intermediate_size=neurons)
+    config = with_feed_forward(
+        tiny_config(hidden_size=hidden, intermediate_size=neurons), FeedForwardSpec(activation)
+    )
     gate, up, down = (normal(neurons, hidden, seed=seed) / 10 for seed in range(3))
     source = ArrayFeedForward(gate, up, down, neuron_layout(config, QuantConfig(bits)))
     x = normal(4, hidden, seed=9)

@@ -9,14 +9,14 @@ import pytest
 
 from ondevice.backends.base import Float32, HeadNorms, Norm
 from ondevice.backends.reference import activate, read_rows
-from ondevice.bundle.layout import RecordLayout, RowLayout, neuron_layout
+from ondevice.bundle.layout import RecordLayout, RowLayout
 from ondevice.config import QuantConfig
 from ondevice.converters.architectures.common import score_scale
 from ondevice.kernels import _native
 from tests.backends.test_token_tree import PARENTS, TokenTree
 from tests.kernels.test_gathered import Layer
 from tests.kernels.test_kernels import RUNNERS, SHAPES, TARGETS, TOKENS, normal, on_every_target, packed
-from tests.support.sources import ArrayFeedForward, Bits, form, records, tiny_config
+from tests.support.sources import ArrayFeedForward, Bits, form, record_layout, records, tiny_config
 
 EPS = 1e-5
 SCALAR = RUNNERS["scalar", 1]
@@ -58,7 +58,7 @@ def test_a_feed_forward_of_normed_rows_on_top_of_others(
     tokens: int, hidden: int, neurons: int, bits: Bits
 ) -> None:
     gate, up, down = (normal(neurons, hidden, seed=seed) for seed in range(3))
-    layout = neuron_layout(tiny_config(hidden_size=hidden, intermediate_size=neurons), QuantConfig(bits))
+    layout = record_layout(tiny_config(hidden_size=hidden, intermediate_size=neurons), QuantConfig(bits))
     source = ArrayFeedForward(gate, up, down, layout)
     x, norm, blocks = normal(tokens, hidden, seed=3), normal(hidden, seed=4), -(-neurons // 64)
 

@@ -13,7 +13,6 @@ import pytest
 from ondevice.backends.base import Float32, Norm
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend, activate
-from ondevice.bundle.layout import neuron_layout
 from ondevice.callbacks import Cancelled
 from ondevice.config import QuantConfig
 from ondevice.errors import BudgetError, BundleError, FlashReadError, UsageError
@@ -22,7 +21,14 @@ from ondevice.model.sequence_state import KVLayout, SequenceState, allocate_bloc
 from ondevice.model.transformer import Transformer
 from ondevice.model_config import ACTIVATIONS, Activation, FeedForwardSpec, ModelConfig
 from tests.support.engines import every_logits
-from tests.support.sources import ArrayFeedForward, ArrayLinear, RandomWeights, quantise_rows, tiny_config
+from tests.support.sources import (
+    ArrayFeedForward,
+    ArrayLinear,
+    RandomWeights,
+    quantise_rows,
+    record_layout,
+    tiny_config,
+)
 
 BACKEND = ReferenceBackend()
 
@@ -48,7 +54,7 @@ def test_linear_multiplies_the_dequantised_rows(bits: Any) -> None:
 def test_feed_forward_reads_gate_up_and_down_from_the_records(bits: Any) -> None:
     config = tiny_config()
     gate, up, down = (normal(72, 40, seed=seed) for seed in range(3))
-    source = ArrayFeedForward(gate, up, down, neuron_layout(config, QuantConfig(bits)))
+    source = ArrayFeedForward(gate, up, down, record_layout(config, QuantConfig(bits)))
     x = normal(2, 40, seed=9)
     out = BACKEND.feed_forward(
         x, BACKEND.load_feed_forward(0, source), FeedForwardSpec("relu"), ForwardBatch(range(len(x)))

@@ -19,8 +19,9 @@ from ondevice.backends.reference import ReferenceBackend
 from ondevice.budget.mlx_memory import MlxMemory
 from ondevice.budget.sizes import buffer_shape, expert_shape, segment_shape
 from ondevice.bundle.codes import E2M1
-from ondevice.bundle.layout import EMBEDDING, RESIDENT, RowLayout, neuron_file_name
+from ondevice.bundle.layout import EMBEDDING, RESIDENT, ExpertLayout, RowLayout, neuron_file_name
 from ondevice.bundle.reader import Bundle
+from ondevice.bundle.tiles import untiled
 from ondevice.callbacks import IsCancelled
 from ondevice.config import RuntimeConfig
 from ondevice.flash.reader import FlashReader
@@ -158,12 +159,28 @@ def bundle_weights(folder: Path) -> dict[str, np.ndarray]:
         weights[f"{layer}.input_layernorm.weight"] = resident[f"layers.{i}.attention_norm.weight"]
         weights[f"{layer}.post_attention_layernorm.weight"] = resident[f"layers.{i}.feed_forward_norm.weight"]
         records = load_file(folder / neuron_file_name(i))["records"]
+        if isinstance(bundle.neuron_layout, ExpertLayout):
+            for name, matrix in _sliced(records, bundle.neuron_layout, config.widths[i]).items():
+                weights[f"{layer}.mlp.{name}_proj.weight"] = matrix
+            continue
         second = bundle.neuron_layout.part_offsets[1]
         row, down = RowLayout(hidden, *quant.of("feed_forward")), RowLayout(hidden, quant.bits)
         for name, start, own in (("gate", 0, row), ("up", second, row), ("down", second + row.nbytes, down)):
             matrix = _rows(records[:, start : start + own.nbytes], own)
             weights[f"{layer}.mlp.{name}_proj.weight"] = matrix.T if name == "down" else matrix
     return weights
+
+
+def _sliced(records: np.ndarray, layout: ExpertLayout, neurons: int) -> dict[str, np.ndarray]:
+    """Gate and up (F, D) and down (D, F) of a layer's slices (n, stride)."""
+    parts: dict[str, list[np.ndarray]] = {"gate": [], "up": [], "down": []}
+    for record in records:
+        for name, offset, matrix in zip(parts, layout.part_offsets, layout.matrices, strict=True):
+            codes, scales, biases, _ = untiled(record[offset : offset + matrix.nbytes], matrix)
+            pieces = [np.ascontiguousarray(piece).view(np.uint8) for piece in (codes, scales, biases)]
+            parts[name].append(_rows(np.concatenate(pieces, axis=1), matrix.row))
+    down = np.concatenate(parts["down"], axis=1)[:, :neurons]
+    return {name: np.concatenate(parts[name])[:neurons] for name in ("gate", "up")} | {"down": down}
 
 
 def _resident_matrix(resident: dict[str, np.ndarray], name: str, row: RowLayout) -> np.ndarray:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from ondevice.backends.base import Backend, Biases, Bytes, Float32, HeadNorms, Int32, Norm, RowChunk
-from ondevice.backends.cpu import native_form
+from ondevice.backends.cpu import make_runner, native_form
 from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import NeuronSource
 from ondevice.bundle.codes import E2M1, pack
-from ondevice.bundle.layout import RecordLayout, RowLayout, embedding_layout, neuron_layout
+from ondevice.bundle.layout import ExpertLayout, RecordLayout, RowLayout, embedding_layout, neuron_layout
 from ondevice.bundle.weight_shapes import model_weight_shapes
 from ondevice.config import Bits, MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures.common import llama_config
@@ -90,6 +90,13 @@ def form(activation: Activation, **options: Any) -> tuple[int, float, bool, floa
 def with_feed_forward(config: ModelConfig, spec: FeedForwardSpec) -> ModelConfig:
     """`config` with another feed-forward in every layer."""
     return replace(config, layers=tuple(replace(layer, feed_forward=spec) for layer in config.layers))
+
+
+def record_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
+    """Records of single gated neurons, as a model with ReLU has them."""
+    layout = neuron_layout(with_feed_forward(config, FeedForwardSpec("relu")), quant)
+    assert isinstance(layout, RecordLayout)
+    return layout
 
 
 def with_sinks(config: ModelConfig) -> ModelConfig:
@@ -192,7 +199,7 @@ class ArrayFeedForward:
     gate: Float32
     up: Float32 | None
     down: Float32
-    layout: RecordLayout
+    layout: RecordLayout | ExpertLayout
     file: int = 0
     experts: ExpertRecords | None = None
 
@@ -205,9 +212,24 @@ class ArrayFeedForward:
         return self.gate.shape[1]
 
     def read(self, first: int, count: int) -> Bytes:
+        if isinstance(self.layout, ExpertLayout):
+            starts = range(first, first + count, self.layout.neurons)
+            return np.stack([self._slice(start, self.layout) for start in starts])
         rows = slice(first, first + count)
         second = [matrix[rows] for matrix in (self.up, self.down) if matrix is not None]
         return records(self.layout, [[self.gate[rows]], second])
+
+    def _slice(self, first: int, layout: ExpertLayout) -> Bytes:
+        """(stride,) the slice from neuron `first` on, with zeros behind the layer's last neuron."""
+        # It imports this module.
+        from tests.support.expert_records import expert_record
+
+        size = layout.neurons
+        matrices = [
+            matrix[first : first + size] for matrix in (self.gate, self.up, self.down) if matrix is not None
+        ]
+        *by_rows, down = (np.pad(matrix, ((0, size - len(matrix)), (0, 0))) for matrix in matrices)
+        return expert_record(make_runner(1), layout, [*by_rows, np.ascontiguousarray(down.T)], [])
 
     def check_gates(self, first: int, records: Bytes) -> None:
         """There is one copy of them."""
@@ -348,7 +370,7 @@ class RandomWeights:
             positions = loaded.reshape(self.matrices["positions"].shape)
         final_norm = norm("final_norm", config.final_norm)
         projections = [
-            backend.load_linear(ArrayLinear(self.matrices[weight.name], quant.down))
+            backend.load_linear(ArrayLinear(self.matrices[weight.name], quant.plain))
             for weight in model_weight_shapes(config)
         ]
         embedding = backend.load_embedding(table)

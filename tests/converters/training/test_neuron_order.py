@@ -27,12 +27,11 @@ from ondevice.converters.training.activations import Activations, observe_gates,
 from ondevice.converters.training.neuron_order import (
     co_firing_counts,
     nearest_neighbour_chain,
-    order_by_contributions,
     order_neurons,
 )
 from ondevice.errors import BundleError, OndeviceError, UsageError
 from ondevice.sparsity.policies import fires
-from ondevice.training import convert_and_train, train_predictors
+from ondevice.training import train_predictors
 from tests.converters.test_resume import StopError, folder_bytes
 from tests.support.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.support.chat import PROMPT, squeeze
@@ -327,89 +326,3 @@ def test_killed_at_every_step_of_ordering(tmp_path: Path) -> None:
     # Between the two renamings there is no bundle under the name.
     assert report["absent"] >= 1
     assert (report["invalid"], report["different"], report["left"]) == (0, 0, 0)
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A SiLU model as it was, and ordered by `pieces(1)`."""
-    folder = tmp_path_factory.mktemp("contributions")
-    checkpoint = write_chat_checkpoint(folder / "checkpoint", **SHAPE | {"hidden_act": "silu"})
-    tensors, rng = load_file(checkpoint / "model.safetensors"), np.random.default_rng(3)
-    for name in [name for name in tensors if "down_proj" in name]:
-        # Neurons of very different weight, so that rounding decides no order.
-        tensors[name] *= np.exp2(rng.permutation(NEURONS) / 100).astype(np.float32)
-    save_safetensors(checkpoint / "model.safetensors", tensors)
-    plain = convert_bundle(checkpoint, folder / "plain")
-    ordered = convert_bundle(checkpoint, folder / "ordered")
-    order_by_contributions(ordered, pieces(1))
-    return plain, ordered
-
-
-def test_without_zeros_the_neurons_that_add_most_come_first(dense: tuple[Path, Path]) -> None:
-    plain, ordered = dense
-    before, after = bundle_weights(plain), bundle_weights(ordered)
-    with running(ordered) as model:
-        entering: list[list[Float32]] = [[] for _ in range(LAYERS)]
-        layers = [layer.feed_forward for layer in model.weights.layers]
-        multiplied = model.backend.feed_forward
-
-        def observe(x: Float32, weight: Any, activation: Any, batch: Any, norm: Any, added: Any) -> Float32:
-            layer = next(index for index, known in enumerate(layers) if known is weight)
-            entering[layer].append(model.backend.normed(x, norm))
-            return multiplied(x, weight, activation, batch, norm, added)
-
-        model.backend.feed_forward = observe
-        for piece in pieces(1):
-            all_logits(model, piece)
-    for layer in range(LAYERS):
-        rows, moved = mlp_rows(before, layer), mlp_rows(after, layer)
-        assert not np.array_equal(rows, moved)
-        np.testing.assert_array_equal(rows[np.lexsort(rows.T)], moved[np.lexsort(moved.T)])
-        gate, up, down = np.split(moved, 3, axis=1)
-        x = np.concatenate(entering[layer])
-        gates = x @ gate.T
-        hidden = gates / (1 + np.exp(-gates)) * (x @ up.T)
-        added = np.abs(hidden).mean(axis=0) * np.linalg.norm(down, axis=1)
-        # The kernels' own products, which rounded the activations, decided the order.
-        assert np.corrcoef(np.argsort(np.argsort(-added)), np.arange(NEURONS))[0, 1] > 0.999
-    verify(ordered)
-
-
-def test_a_text_orders_a_model_without_zeros_as_it_is_converted(
-    dense: tuple[Path, Path], tmp_path: Path
-) -> None:
-    checkpoint = dense[0].with_name("checkpoint")
-    found = Bundle.open(convert_and_train(checkpoint, tmp_path / "b", "How long is a piece of string? " * 60))
-    assert found.manifest.provenance.ordered_tokens
-    assert not np.array_equal(mlp_rows(bundle_weights(dense[0]), 0), mlp_rows(bundle_weights(found.path), 0))
-    with load(found.path, sparsity="dense") as model:
-        assert model.generate(PROMPT, max_tokens=4).tokens
-    # What `train predictors` would refuse is no remedy.
-    with pytest.raises(UsageError, match="not with this text; start again with force=True"):
-        convert_and_train(checkpoint, found.path, "Another text. " * 100, resume=True)
-
-
-@pytest.mark.slow
-def test_no_more_tokens_are_recorded_than_order_the_neurons(
-    dense: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(neuron_order, "MOST_TOKENS", 600)
-    recorded_tokens = []
-    record = neuron_order.record_inputs
-
-    def counted(bundle: Bundle, some: Any, *arguments: Any) -> Activations:
-        recorded_tokens.append(sum(map(len, some)))
-        return record(bundle, some, *arguments)
-
-    monkeypatch.setattr(neuron_order, "record_inputs", counted)
-    convert_and_train(dense[0].with_name("checkpoint"), tmp_path / "b", "How long is it? " * 200)
-    assert 0 < recorded_tokens[0] <= 600
-
-
-def test_the_ordered_model_without_zeros_is_the_same_function(dense: tuple[Path, Path]) -> None:
-    tokens = np.random.default_rng(0).integers(0, 250, 100).tolist()
-    exact = []
-    for bundle in dense:
-        with running(bundle) as model:
-            exact.append(all_logits(model, tokens))
-    np.testing.assert_allclose(exact[0], exact[1], atol=2e-3)

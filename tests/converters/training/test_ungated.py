@@ -15,7 +15,6 @@ from ondevice.bundle.layout import gate_bias_name
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
-from ondevice.converters.training.neuron_order import order_by_contributions
 from ondevice.converters.training.predictors.train import save_predictors
 from ondevice.training import train_predictors
 from tests.converters.test_relu_families import FatRelu, activations
@@ -100,13 +99,6 @@ def test_predictors_and_order(bundles: dict[str, Path], tmp_path: Path, name: st
     save_predictors(with_offsets(trained, 1e6), folder)
     with load(folder, sparsity="predicted", predictor_recall=0.9) as model:
         check_modes(model, dense)
-
-
-def test_order_by_contributions(bundles: dict[str, Path], tmp_path: Path) -> None:
-    plain, folder = logits(bundles["gelu"], backend="reference"), copy_files(bundles["gelu"], tmp_path / "b")
-    order_by_contributions(folder, made_up_pieces())
-    assert (biases(folder) != biases(bundles["gelu"])).any()
-    check_same_function(folder, plain)
 
 
 @pytest.mark.fast("opt")
