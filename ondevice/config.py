@@ -80,9 +80,9 @@ MXFP4 = RowFormat(4, 32, mxfp4=True)
 """4-bit floats (E2M1) in groups of 32, whose scales are powers of two in a byte each (E8M0)."""
 
 MatrixKind = Literal["qkv", "out", "head", "embedding", "feed_forward", "down", "experts", "experts_down"]
-"""Matrices that are stored alike in every layer. `feed_forward` has neurons' gate and up rows, `down` the down
-matrices of feed-forwards in slices; `experts` the gate and up matrices of experts that are stored as matrices,
-`experts_down` their down matrices; a tied head is the embedding."""
+"""Matrices that are stored alike in every layer. `feed_forward` has neurons' gate and up rows, `down` the
+down matrices of feed-forwards in slices; `experts` the gate and up matrices of experts that are stored as
+matrices, `experts_down` their down matrices; a tied head is the embedding."""
 MATRIX_KINDS: tuple[MatrixKind, ...] = get_args(MatrixKind)
 
 

@@ -126,8 +126,9 @@ class LayerRounding:
     def layer(self, layer: int, wanted: bool = True) -> dict[str, RoundedRows]:
         """The layer's rounded matrices by the checkpoint's names.
 
-        A down projection's rows are neurons, unless feed-forwards are stored in slices. Matrices that keep their
-        checkpoint's codes, or are stored with 8 bits, aren't among them. wanted: false to run the layer alone.
+        A down projection's rows are neurons, unless feed-forwards are stored in slices. Matrices that keep
+        their checkpoint's codes, or are stored with 8 bits, aren't among them. wanted: false to run the layer
+        alone.
 
         Raises CheckpointError for weights that aren't a usable model's.
         """

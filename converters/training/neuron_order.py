@@ -207,9 +207,7 @@ def _resident(
 
 def _record_files(bundle: Bundle, layer: int) -> list[tuple[str, RecordLayout]]:
     """Names and layouts of a layer's files that hold one record per neuron."""
-    layout = bundle.neuron_layout
-    assert isinstance(layout, RecordLayout)
-    return [(neuron_file_name(layer), layout), (gate_file_name(layer), bundle.gate_layout)]
+    return [(neuron_file_name(layer), bundle.record_layout), (gate_file_name(layer), bundle.gate_layout)]
 
 
 def _reordered_files(bundle: Bundle) -> set[str]:

@@ -145,7 +145,7 @@ class CpuFeedForward(FeedForwardLayer):
 
 
 class CpuSlices(FeedForwardLayer):
-    """One layer's slices, which are multiplied as they lie on flash: a segment is a slice, (stride,) bytes."""
+    """One layer's slices, multiplied as they lie on flash: a segment is a slice, (stride,) bytes."""
 
     def __init__(self, index: int, source: FeedForwardSource, biases: Biases = NO_BIASES) -> None:
         layout = source.layout

@@ -30,7 +30,7 @@ from ondevice.backends.mlx_memory import (
     require_memory,
     writable,
 )
-from ondevice.bundle.layout import ExpertLayout, RecordLayout, RowLayout, TiledMatrix
+from ondevice.bundle.layout import ExpertLayout, RowLayout, TiledMatrix
 from ondevice.bundle.tiles import StoredMatrix, untiled
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native
@@ -442,7 +442,7 @@ class MlxFeedForward(FeedForwardLayer):
         return MlxSegment()
 
     def neurons_of(self, records: Bytes, first: int) -> MlxNeurons:
-        """The neurons from `first` on of a piece, records (n, stride). A slice is brought into rows for it."""
+        """The neurons from `first` on of a piece, records (n, stride). A slice is settled for it."""
         layout = self.source.layout
         if not isinstance(layout, ExpertLayout):
             return self._neurons_in(self.piece_memory.held(records), records, first)

@@ -52,6 +52,7 @@ from ondevice.bundle.layout import (
     RESIDENT,
     FileLayout,
     HalfRange,
+    RecordLayout,
     TensorSpec,
     embedding_layout,
     expert_file_name,
@@ -236,6 +237,13 @@ class Bundle:
     def name(self) -> str:
         """The name of the bundle's folder."""
         return self._folder.name
+
+    @property
+    def record_layout(self) -> RecordLayout:
+        """The record of one neuron. Raises BundleError where feed-forwards are stored in slices."""
+        if not isinstance(self.neuron_layout, RecordLayout):
+            raise BundleError(f"{self.name} stores its feed-forwards in slices, not neuron by neuron")
+        return self.neuron_layout
 
     @property
     def parameters(self) -> int:

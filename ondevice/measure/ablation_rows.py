@@ -183,7 +183,7 @@ def row_checksums(bundle: Bundle, io: IoMode) -> dict[str, CheckedFile]:
 
     Reads and checks all of the files once. Raises FlashReadError.
     """
-    layout = bundle.neuron_layout
+    layout = bundle.record_layout
     starts = layout.row_offsets
     units = tuple(end - start for start, end in zip(starts, (*starts[1:], layout.stride), strict=True))
     found = {}

@@ -40,7 +40,7 @@ def selector_parts(
         # Gates of layers without a cutoff are hardly ever zero when they are activated.
         found = [
             SelectorParts(
-                (gates(layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout),),
+                (gates(layer, FIRST_NEURON_FILE + layer, bundle.record_layout),),
                 deviations=spec.feed_forward.cutoff,
                 activated=spec.feed_forward if spec.feed_forward.cutoff is None else None,
             )
@@ -90,7 +90,7 @@ def cutoff_gates(bundle: Bundle, reader: FlashReader, layer: int, sparsity: Spar
     """
     if bundle.config.layers[layer].feed_forward.cutoff is None or sparsity == "exact":
         return []
-    return [_gate_part(bundle, reader, layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout, None, None)]
+    return [_gate_part(bundle, reader, layer, FIRST_NEURON_FILE + layer, bundle.record_layout, None, None)]
 
 
 def _gate_part(
