@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     "--text",
     metavar="FILE",
     shell_complete=complete_path,
-    help="Text to round 4- to 6-bit weights by, to order neurons by and, with ReLU, to train predictors on; "
+    help="Text to round 4- to 6-bit weights by and, with ReLU, to order neurons by and train predictors on; "
     "with experts, only to count their use on.",
 )
 @option("--random-text", is_flag=True, help="Round 4- to 6-bit weights by random tokens, without a text.")
@@ -189,7 +189,7 @@ def say_trained(bundle: Bundle) -> None:
     elif not bundle.config.zeros_gates:
         gates = f"{bundle.config.activation} gates are hardly ever exactly zero"
         reason = NO_PREDICTORS if bundle.config.cut_off_layers else gates
-        say(f"--text has ordered the neurons and trained no predictors: {reason}")
+        say(f"--text has ordered no neurons and trained no predictors: {reason}")
 
 
 def _agree(prepared: Prepared, *, trains: bool, keeps: bool, resume: bool, force: bool, yes: bool) -> None:
