@@ -160,7 +160,8 @@ class CpuSlices(FeedForwardLayer):
             self.gate_bias[: len(biases.gates)] = biases.gates
 
     def new_segment(self) -> Bytes:
-        return _native.allocate(self.source.layout.stride)
+        # Its pages are made on the thread that asks for it, not while a pass fills it.
+        return _native.allocate(self.source.layout.stride, populated=True)
 
     def pack(self, segment: Bytes, index: int, first: int, records: Bytes) -> None:
         segment[:] = records[0]

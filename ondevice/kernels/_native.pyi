@@ -43,8 +43,11 @@ def available_targets() -> list[str]:
 POPULATED_BYTES: int
 """Least size of an allocation whose pages are all made at once."""
 
-def allocate(nbytes: int) -> Bytes:
-    """Zeros in a mapping of their own, which is unmapped when the array is freed. Raises MemoryError."""
+def allocate(nbytes: int, populated: bool = False) -> Bytes:
+    """Zeros in a mapping of their own, which is unmapped when the array is freed. Raises MemoryError.
+
+    populated: whether its pages are made now where it is smaller than POPULATED_BYTES.
+    """
 
 class Runner:
     """What runs kernels: threads, the kernels of one instruction set, and their scratch memory."""

@@ -92,17 +92,17 @@ NB_MODULE(_native, m) {
   m.attr("POPULATED_BYTES") = kPopulatedBytes;
   m.def(
       "allocate",
-      [](size_t nbytes) {
+      [](size_t nbytes, bool populated) {
         auto buffer = std::make_unique<MappedBuffer>();
         {
           nb::gil_scoped_release release;
-          *buffer = MappedBuffer(nbytes);
+          *buffer = MappedBuffer(nbytes, populated);
         }
         nb::capsule owner(buffer.get(), [](void* held) noexcept { delete static_cast<MappedBuffer*>(held); });
         uint8_t* data = buffer.release()->data();
         return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, {nbytes}, owner);
       },
-      nb::arg("nbytes"));
+      nb::arg("nbytes"), nb::arg("populated") = false);
   nb::class_<Runner>(m, "Runner")
       .def(nb::init<int, const std::string&>(), nb::arg("threads"), nb::arg("target") = "auto")
       .def_prop_ro("target", &Runner::target)

@@ -16,10 +16,10 @@ constexpr size_t kPage = 4096, kHugePage = size_t{2} << 20;
 // threads populated 1.8 GB/s, one 0.9, and faults while packing 0.5. If the system refuses, nothing is lost.
 void populate(uint8_t* base, size_t bytes) {
 #if defined(MADV_POPULATE_WRITE)
-  const size_t half = bytes / 2 / kHugePage * kHugePage;
+  const size_t half = bytes < kPopulatedBytes ? 0 : bytes / 2 / kHugePage * kHugePage;
   std::thread other;
   try {
-    other = std::thread([=] { madvise(base, half, MADV_POPULATE_WRITE); });
+    if (half) other = std::thread([=] { madvise(base, half, MADV_POPULATE_WRITE); });
   } catch (const std::system_error&) {
     // No thread is available: the pages are allocated when they are touched.
   }
@@ -32,7 +32,7 @@ void populate(uint8_t* base, size_t bytes) {
 
 }  // namespace
 
-MappedBuffer::MappedBuffer(size_t bytes) {
+MappedBuffer::MappedBuffer(size_t bytes, bool populated) {
   if (bytes == 0) return;
   mapped_ = (bytes + kPage - 1) / kPage * kPage;
   const bool huge = mapped_ >= kPopulatedBytes;
@@ -48,8 +48,8 @@ MappedBuffer::MappedBuffer(size_t bytes) {
 #if defined(MADV_HUGEPAGE)
     madvise(base, mapped_, MADV_HUGEPAGE);
 #endif
-    populate(base, mapped_);
   }
+  if (huge || populated) populate(base, mapped_);
   data_ = base;
   size_ = bytes;
 }
