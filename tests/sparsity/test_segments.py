@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ondevice.backends.base import Bytes
 from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.budget.sizes import buffer_shape
+from ondevice.budget.sizes import buffer_shape, segment_shape
 from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import Cancelled
 from ondevice.converters.convert import convert
@@ -53,7 +54,7 @@ def pooled(folder: Path) -> Iterator[tuple[Transformer, SegmentPool, FlashReader
         pool = SegmentPool(
             backend.feed_forwards,
             reader,
-            segment_bytes=backend.feed_forwards[0].native.segment_bytes(1),
+            segment_bytes=segment_shape(bundle.config, bundle.quant).nbytes,
             piece_neurons=buffers.neurons,
             slot_bytes=buffers.slot_bytes,
             slots=buffers.slots,
@@ -106,7 +107,7 @@ def test_bytes_read_are_what_is_not_resident(bundle: Path) -> None:
     with pooled(bundle) as (model, pool, reader):
         source = model.backend.feed_forwards[0].source  # type: ignore[attr-defined]
         assert_settles(model, pool, [2, 2, 2], logits(model))
-        layer_bytes = (NEURONS - 2 * SEGMENT_NEURONS) * source.layout.stride
+        layer_bytes = source.layout.nbytes(NEURONS - 2 * SEGMENT_NEURONS)
         logits(model)
         before = reader.stats.bytes_read
         logits(model, passes=10)
@@ -122,7 +123,7 @@ def test_bytes_read_are_what_is_not_resident(bundle: Path) -> None:
 
 def test_memory_is_what_is_lent_and_goes_back(bundle: Path) -> None:
     with pooled(bundle) as (model, pool, _):
-        segment = model.backend.feed_forwards[0].native.segment_bytes(1)  # type: ignore[attr-defined]
+        segment = segment_shape(model.config, Bundle.open(bundle).quant).nbytes
         assert pool.nbytes == 0
         expected = logits(model)
         assert_settles(model, pool, [1, 2, 3], expected)
@@ -148,16 +149,17 @@ def test_the_first_pass_allocates_nothing(bundle: Path) -> None:
 
 
 def test_segments_that_wait_to_be_filled_go_back_too(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, segment_type = threading.Event(), _native.Segment
+    memory, allocate = threading.Event(), _native.allocate
 
-    def held_back(nbytes: int) -> _native.Segment:
-        memory.wait(60.0)
-        return segment_type(nbytes)
+    def held_back(nbytes: int, populated: bool = False) -> Bytes:
+        if populated:
+            memory.wait(60.0)
+        return allocate(nbytes, populated)
 
     with pooled(bundle) as (model, pool, _):
-        segment = model.backend.feed_forwards[0].native.segment_bytes(1)  # type: ignore[attr-defined]
+        segment = segment_shape(model.config, Bundle.open(bundle).quant).nbytes
         expected = logits(model)
-        monkeypatch.setattr(_native, "Segment", held_back)
+        monkeypatch.setattr(_native, "allocate", held_back)
         for kept in (0, 1, 3):
             pool.resize([4, 4, 4])
             assert logits(model) == expected
@@ -222,13 +224,17 @@ def test_closing_gives_every_byte_back_without_the_collector(bundle: Path) -> No
 
 
 def test_no_memory_for_residency_is_no_error(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(nbytes: int) -> None:
-        raise MemoryError(f"{nbytes} bytes")
+    allocate = _native.allocate
+
+    def refuse(nbytes: int, populated: bool = False) -> Bytes:
+        if populated:
+            raise MemoryError(f"{nbytes} bytes")
+        return allocate(nbytes)
 
     with pooled(bundle) as (model, pool, _):
         expected = logits(model)
-        # Segments alone are refused: the staging segment exists by now.
-        monkeypatch.setattr(_native, "Segment", refuse)
+        # Segments alone are refused.
+        monkeypatch.setattr(_native, "allocate", refuse)
         pool.resize([4, 4, 4])
         assert [logits(model) for _ in range(5)] == [expected] * 5
         pool.resize([0, 0, 0])

@@ -15,10 +15,10 @@ def slow_memory(patch: pytest.MonkeyPatch, seconds: float) -> None:
     """Caches that are made from here on have segments made ahead, small ones too, each in `seconds`."""
     allocate = _native.allocate
 
-    def slowly(nbytes: int) -> Any:
+    def slowly(nbytes: int, populated: bool = False) -> Any:
         if threading.current_thread().name.startswith("ondevice-segments"):
             time.sleep(seconds)
-        return allocate(nbytes)
+        return allocate(nbytes, populated)
 
     patch.setattr(_native, "allocate", slowly)
     patch.setattr(_native, "POPULATED_BYTES", 1)
