@@ -21,7 +21,7 @@ from ondevice.config import GROUP_SIZE, Bits, QuantConfig, RowFormat
 from ondevice.model_config import LayerSpec, ModelConfig
 
 FORMAT = "ondevice-bundle"
-VERSION = 2
+VERSION = 3
 TILE_ROWS = 16
 """Rows of a matrix that lie interleaved, where it is stored as the kernels multiply it."""
 SLICE_BYTES = 2 << 20

@@ -1,4 +1,4 @@
-"""Format version 2 doesn't drift: the golden bundle's bytes, read by hand and written again."""
+"""Format version 3 doesn't drift: the golden bundle's bytes, read by hand and written again."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_no_bundle_there(path: str, tmp_path: Path) -> None:
 def test_facts_of_the_golden_bundle() -> None:
     bundle = Bundle.open(str(GOLDEN))
     assert bundle.path == GOLDEN
-    assert bundle.name == "bundle-v2"
+    assert bundle.name == "bundle-v3"
     assert bundle.config == CONFIG
     assert bundle.quant == QuantConfig(4)
     assert bundle.bundle_bytes == sum(path.stat().st_size for path in GOLDEN.iterdir())
@@ -195,7 +195,7 @@ def test_size_of_files_read_whole_is_capped(info: TokenizerInfo, limit: int, tmp
 
 def test_names_that_are_not_there() -> None:
     bundle = Bundle.open(GOLDEN)
-    for name in ("checksums.bin", "bundle.json", "../bundle-v2/bundle.json", "tokenizer.model"):
+    for name in ("checksums.bin", "bundle.json", "../bundle-v3/bundle.json", "tokenizer.model"):
         with pytest.raises(BundleError, match="not a file with checksums"):
             bundle.file(name)
     with pytest.raises(BundleError, match="not a file with checksums"):
@@ -212,7 +212,7 @@ def test_link_inside_the_bundle_is_followed(copy: Path) -> None:
 
 def test_bundle_reached_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "alias").symlink_to(GOLDEN)
-    assert Bundle.open(tmp_path / "alias").name == "bundle-v2"
+    assert Bundle.open(tmp_path / "alias").name == "bundle-v3"
 
 
 def test_every_model_option_survives(tmp_path: Path) -> None:

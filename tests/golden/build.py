@@ -1,6 +1,6 @@
 """Makes the golden bundle, and others like it: random weights from a frozen generator, every byte decided.
 
-`python -m tests.golden.build` writes `tests/golden/bundle-v2`, which is under version control and must not
+`python -m tests.golden.build` writes `tests/golden/bundle-v3`, which is under version control and must not
 change: a new format version gets a new folder beside it.
 """
 
@@ -35,7 +35,7 @@ from ondevice.converters.architectures.common import llama_config
 from ondevice.model_config import ModelConfig
 from tests.support.crc32c import crc32c
 
-GOLDEN = Path(__file__).parent / "bundle-v2"
+GOLDEN = Path(__file__).parent / "bundle-v3"
 
 FIELDS: dict[str, Any] = {
     "architecture": "llama",
