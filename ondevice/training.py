@@ -361,8 +361,8 @@ def convert_and_train(
 
     The bundle gets its name when all is done: an interrupted run leaves no bundle under that name. A resumed
     run gives the same bytes as one without interruption; it runs the text through the layers anew. Where
-    gates are hardly ever zero, a text only rounds. on_training is called with the share of the training that is done, and its current
-    step. The files of a repository are kept.
+    gates are hardly ever zero, a text only rounds. on_training is called with the share of the training that
+    is done, and its current step. The files of a repository are kept.
 
     Raises what `convert` and `train_predictors` raise. Before anything is written, raises UsageError for a
     model without a tokenizer and for too little text.

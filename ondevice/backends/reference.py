@@ -441,6 +441,9 @@ def activated_ups(ups: Float32, spec: FeedForwardSpec) -> Float32:
 def _read_slices(source: FeedForwardSource, layout: ExpertLayout, biases: Biases) -> ReferenceFeedForward:
     """All neurons of a layer that is stored in slices."""
     neurons, size = source.num_neurons, layout.neurons
+    if not neurons:
+        none = np.empty((0, source.hidden_size), dtype=np.float32)
+        return ReferenceFeedForward(none, none, none, biases)
     slices = [_expert(source.read(first, size)[0], layout) for first in range(0, neurons, size)]
     gate, down = (np.concatenate([getattr(it, name) for it in slices])[:neurons] for name in ("gate", "down"))
     ups = [it.up for it in slices if it.up is not None]

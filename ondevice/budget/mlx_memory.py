@@ -18,7 +18,14 @@ from ondevice.budget.sizes import (
     logits_rows,
     segment_shape,
 )
-from ondevice.bundle.layout import ExpertLayout, expert_bytes, expert_layout, neuron_layout, padded
+from ondevice.bundle.layout import (
+    ExpertLayout,
+    RecordLayout,
+    expert_bytes,
+    expert_layout,
+    neuron_layout,
+    padded,
+)
 from ondevice.bundle.weight_shapes import extra_matrices
 from ondevice.config import GROUP_SIZE, RowFormat
 from ondevice.speculation.registry import runs_streams
@@ -137,7 +144,9 @@ class MlxMemory(MemoryModel):
                 more += self._wider_bytes(config.neurons(layer) * hidden, quant.of("feed_forward"))
             if config.experts is not None:
                 dense = padded(config.dense_neurons(layer), GROUP_SIZE) * hidden
-                for row in neuron_layout(config, quant).rows:
+                records = neuron_layout(config, quant)
+                assert isinstance(records, RecordLayout)
+                for row in records.rows:
                     more += self._wider_bytes(dense, row.stored)
         for weight in extra_matrices(config):
             rows, cols = weight.shape

@@ -60,7 +60,7 @@ def lend(layer: FeedForwardLayer, segments: int) -> None:
 def load(config: ModelConfig, backend: CpuBackend, bits: Any, segments: int = 99) -> Transformer:
     model = RandomWeights(config).load(backend, bits)
     for layer in backend.feed_forwards:
-        lend(layer, min(segments, -(-config.intermediate_size // 64)))
+        lend(layer, min(segments, layer.num_segments))
     return model
 
 

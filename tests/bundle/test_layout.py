@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -21,9 +22,11 @@ from ondevice.bundle.layout import (
     resident_header,
     resident_tensors,
 )
-from ondevice.config import QuantConfig
+from ondevice.config import QuantConfig, RowFormat
 from ondevice.converters.architectures.common import llama_config
+from ondevice.model_config import FeedForwardSpec
 from tests.golden.build import CONFIG, golden_config
+from tests.support.sources import with_feed_forward
 
 LLAMA_7B = llama_config(
     architecture="llama",
@@ -59,18 +62,43 @@ def test_row(cols: int, bits: int, padded_cols: int, codes: int, scales: int) ->
 
 
 def test_records_of_a_7b_model() -> None:
-    layout = neuron_layout(LLAMA_7B, QuantConfig(4))
+    config = with_feed_forward(LLAMA_7B, FeedForwardSpec("relu"))
+    layout = neuron_layout(config, QuantConfig(4))
     assert layout.alignment == 512
     assert layout.row_bytes == (2304, 4608)
     assert layout.part_bytes == (2560, 4608)
     assert layout.part_offsets == (0, 2560)
     assert layout.stride == 7168
     assert layout.padding == ((2304, 2560),)
-    assert embedding_layout(LLAMA_7B, QuantConfig(4)).part_bytes == (2560,)
-    assert neuron_layout(LLAMA_7B, QuantConfig(16)).part_bytes == (8192, 16384)
-    neurons = file_layout("neurons-00031.safetensors", LLAMA_7B, QuantConfig(4))
+    assert embedding_layout(config, QuantConfig(4)).part_bytes == (2560,)
+    assert neuron_layout(config, QuantConfig(16)).part_bytes == (8192, 16384)
+    neurons = file_layout("neurons-00031.safetensors", config, QuantConfig(4))
     assert neurons.nbytes == 4096 + 11008 * 7168
     assert neurons.crc_count(4096 + 11008 * 7168) == 2 * 11008
+
+
+def test_slices_of_a_7b_model() -> None:
+    """A unit of 256 neurons has 1.7 MiB, and 43 of them are a layer: a prime number, so a slice has one."""
+    quant = QuantConfig(4, (("down", RowFormat(6, 32)),))
+    layout = neuron_layout(LLAMA_7B, quant)
+    assert layout.neurons == 256
+    assert layout.row_bytes == (256 * 2304, 256 * 2304, 4096 * (256 * 6 // 8 + 256 // 32 * 4))
+    assert layout.part_bytes == (589824, 589824, 917504)
+    neurons = file_layout("neurons-00031.safetensors", LLAMA_7B, quant)
+    assert neurons.nbytes == 4096 + 43 * layout.stride
+    assert neurons.crc_count(neurons.nbytes or 0) == 3 * 43
+
+
+@pytest.mark.parametrize(
+    ("hidden", "neurons", "of_slice"),
+    [(576, 1536, 256), (1536, 8960, 256), (896, 4864, 256), (64, 96, 64), (40, 72, 64), (128, 2048, 256)],
+)
+def test_neurons_of_a_slice(hidden: int, neurons: int, of_slice: int) -> None:
+    """Whole units, near 2 MiB or an eighth of a layer, with as little padding as can be."""
+    config = replace(LLAMA_7B, hidden_size=hidden, intermediate_size=neurons)
+    layout = neuron_layout(config, QuantConfig(4))
+    assert layout.neurons == of_slice
+    assert layout.num_records(neurons) * of_slice - neurons < of_slice
 
 
 def test_small_records_pack_at_64_bytes() -> None:

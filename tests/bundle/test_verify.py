@@ -139,7 +139,7 @@ def test_a_scale_of_mxfp4_that_is_too_large_is_found(tmp_path: Path, scale: int)
     bundle = Bundle.open(convert(source, tmp_path / "bundle"))
     neurons, embedding = bundle.neuron_layout, bundle.embedding_layout
     places = {
-        "neurons-00000.safetensors": DATA_OFFSET + neurons.stride + neurons.row_bytes[0] - 1,
+        "neurons-00000.safetensors": DATA_OFFSET + neurons.row_bytes[0] - 1,
         "embedding.safetensors": DATA_OFFSET + 3 * embedding.stride + embedding.parts[0][0].codes_bytes,
         "resident.safetensors": bundle.tensor_span("layers.0.attention.out.scales").offset + 1,
     }

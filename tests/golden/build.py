@@ -16,6 +16,7 @@ import numpy as np
 from ondevice.bundle.layout import (
     EMBEDDING,
     PER_LAYER,
+    ExpertLayout,
     RecordLayout,
     TensorSpec,
     embedding_layout,
@@ -92,9 +93,14 @@ def _random(*key: int) -> np.random.RandomState:
 
 
 def records(recipe: Recipe, which: int) -> Iterator[np.ndarray]:
-    """Random records, uint8 (n, stride), 40 at a time. `which` is the layer, or -1 for the embedding."""
+    """Random records, uint8 (n, stride), 40 at a time, or slices (stride,). which: a layer, or -1 for the
+    embedding."""
     embedding = which < 0
     layout = (embedding_layout if embedding else neuron_layout)(recipe.config, recipe.quant)
+    if isinstance(layout, ExpertLayout):
+        count = layout.num_records(recipe.config.records[which])
+        yield from _of_matrices(layout, count, _random(recipe.seed, 1, which + 1))
+        return
     left = recipe.config.vocab_size if embedding else recipe.config.records[which]
     random = _random(recipe.seed, 1, which + 1)
     while left:
@@ -124,8 +130,12 @@ def experts(recipe: Recipe, layer: int) -> Iterator[np.ndarray]:
     layout, spec = expert_layout(recipe.config, recipe.quant), recipe.config.experts
     assert layout is not None
     assert spec is not None
-    random = _random(recipe.seed, 3, layer)
-    for _ in range(spec.count):
+    yield from _of_matrices(layout, spec.count, _random(recipe.seed, 3, layer))
+
+
+def _of_matrices(layout: ExpertLayout, count: int, random: np.random.RandomState) -> Iterator[np.ndarray]:
+    """`count` random records of matrices, (stride,) uint8 each."""
+    for _ in range(count):
         record = np.frombuffer(random.bytes(layout.stride), np.uint8).copy()
         for start, stop in layout.padding:
             record[start:stop] = 0
