@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -351,15 +352,24 @@ def slice_layout(config: ModelConfig, quant: QuantConfig) -> ExpertLayout:
     unit = SLICE_UNIT if all(neurons % SLICE_UNIT == 0 for neurons in widths) else GROUP_SIZE
     by_rows = RowLayout(config.hidden_size, *gate).nbytes * (config.feed_forward.num_rows - 1)
     unit_bytes = unit * by_rows + config.hidden_size * RowLayout(unit, *down).nbytes
-    units = [-(-neurons // unit) for neurons in widths] or [1]
-    aim = max(1, min(SLICE_BYTES // unit_bytes, max(units) // SLICES_PER_LAYER))
-    size = min(
-        range(max(1, aim // 2), 2 * aim + 1),
-        key=lambda size: (sum(padded(count, size) for count in units), abs(size - aim), size),
-    )
+    units = tuple(sorted(-(-neurons // unit) for neurons in widths)) or (1,)
+    size = _slice_units(units, unit_bytes)
     matrix = TiledMatrix(size * unit, RowLayout(config.hidden_size, *gate))
     matrices = (matrix,) * (config.feed_forward.num_rows - 1)
     return ExpertLayout((*matrices, TiledMatrix(config.hidden_size, RowLayout(size * unit, *down))))
+
+
+@lru_cache
+def _slice_units(units: tuple[int, ...], unit_bytes: int) -> int:
+    """Units of a slice. units: of each layer's neurons. unit_bytes: of a slice of one unit."""
+    aim = max(1, min(SLICE_BYTES // unit_bytes, max(units) // SLICES_PER_LAYER))
+    layers = Counter(units)
+
+    def cost(size: int) -> tuple[int, int, int]:
+        """Units with their padding, then how far from the aim."""
+        return sum(padded(count, size) * times for count, times in layers.items()), abs(size - aim), size
+
+    return min(range(max(1, aim // 2), 2 * aim + 1), key=cost)
 
 
 def expert_layout(config: ModelConfig, quant: QuantConfig) -> ExpertLayout | None:
