@@ -19,6 +19,7 @@ from ondevice.bundle.layout import (
     TILE_ROWS,
     ExpertLayout,
     RecordLayout,
+    expert_file_name,
     file_layout,
     padded,
 )
@@ -41,8 +42,8 @@ from ondevice.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next bytes of a bundle file: records (n, stride), bytes (n,) of experts that are stored as
-    matrices, or elements of one resident tensor.
+    """The next bytes of a bundle file: records (n, stride), bytes (n,) of experts or slices, or elements of
+    one resident tensor.
 
     source_bytes: checkpoint bytes that it was made of. fidelity: what storing these did to them, by kind;
     nothing at 16 bits. last: true for the last records of a file.
@@ -65,7 +66,8 @@ def pack(
     """
     layouts: dict[str, RecordLayout | ExpertLayout | None] = {}
     groups: list[tuple[NDArray[Any], NDArray[np.float16]]] = []
-    at = 0  # bytes of an expert's record that are packed
+    at = 0  # bytes of a record of matrices that are packed
+    expert_files = set(map(expert_file_name, config.expert_layers))
     with closing(blocks):
         for block in blocks:
             first = block.rows[0]
@@ -73,7 +75,8 @@ def pack(
                 layouts[block.file] = file_layout(block.file, config, quant).record
             layout = layouts[block.file]
             if isinstance(layout, ExpertLayout):
-                chunk = _expert_chunk(runner, block, layout, at)
+                of_matrices = _expert_chunk if block.file in expert_files else _slice_chunk
+                chunk = of_matrices(runner, block, layout, at)
                 at = (at + chunk.data.nbytes) % layout.stride
                 yield chunk
                 continue
@@ -131,6 +134,24 @@ def _expert_chunk(runner: _native.Runner, block: Block, layout: ExpertLayout, at
     end = at + data.nbytes
     padding = sum(stop - start for start, stop in layout.padding if start == end)
     data = np.concatenate([data, np.zeros(padding, dtype=np.uint8)]) if padding else data
+    return Chunk(block.file, block.tensor, data, block.nbytes, fidelity, block.last)
+
+
+def _slice_chunk(runner: _native.Runner, block: Block, layout: ExpertLayout, at: int) -> Chunk:
+    """A matrix of a slice, as its record has it from byte `at` on, with zeros where it has fewer neurons."""
+    part, stored = layout.part_offsets.index(at), block.formats[0]
+    matrix = layout.matrices[part]
+    rows = _stored(runner, block.rows[0], stored, block.sources[0])
+    codes, scales, biases = (np.ascontiguousarray(values).view(np.uint8) for values in vars(rows).values())
+    sizes = matrix.row.codes_bytes, matrix.row.scales_bytes, matrix.row.biases_bytes
+    codes, scales, biases = (
+        np.pad(values, ((0, 0), (0, size - values.shape[1])))
+        for values, size in zip((codes, scales, biases), sizes, strict=True)
+    )
+    data = np.zeros(layout.part_bytes[part], dtype=np.uint8)
+    tiles = data[: padded(len(codes), TILE_ROWS) * matrix.row.nbytes]
+    _native.tile_rows(runner, stored, codes, scales, biases, tiles)
+    fidelity = _fidelity(runner, block, [rows])
     return Chunk(block.file, block.tensor, data, block.nbytes, fidelity, block.last)
 
 

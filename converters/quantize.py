@@ -8,6 +8,7 @@ of 64.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias
@@ -80,49 +81,26 @@ class SourceCodes:
 
 
 def in_columns(
-    rows: Weights | SourceCodes | RoundedRows, start: int, stop: int, width: int, stored: RowFormat
+    rows: Weights | SourceCodes | RoundedRows, start: int, stop: int, stored: RowFormat
 ) -> Weights | SourceCodes | RoundedRows:
-    """Columns [start, stop) of rows (R, C), and zeros behind them up to `width` columns, a multiple of 64.
-
-    start: a multiple of 64, as are the columns of whole groups.
-    """
+    """Columns [start, stop) of rows (R, C). start: a multiple of 64, as are the columns of whole groups."""
     if isinstance(rows, RoundedRows):
         parts = (rows.rows.codes, rows.rows.scales, rows.rows.biases)
-        cut = QuantizedRows(*_cut_parts(parts, start, stop, width, stored))
-        return RoundedRows(cut, width, rows.squares * ((stop - start) / rows.cols))
+        share = (stop - start) / rows.cols
+        cut = QuantizedRows(*_cut_parts(parts, start, stop, stored))
+        return RoundedRows(cut, stop - start, rows.squares * share)
     if isinstance(rows, SourceCodes):
-        parts = (rows.codes, rows.scales, rows.biases)
-        return SourceCodes(*_cut_parts(parts, start, stop, width, stored))
-    return np.pad(rows[:, start:stop], ((0, 0), (0, width - (stop - start))))
+        return SourceCodes(*_cut_parts((rows.codes, rows.scales, rows.biases), start, stop, stored))
+    return rows[:, start:stop]
 
 
 def _cut_parts(
-    parts: tuple[NDArray[Any], ...], start: int, stop: int, width: int, stored: RowFormat
-) -> list[NDArray[Any]]:
-    """Codes, scales and biases of columns [start, stop), and zeros behind them, as of `in_columns`."""
-    units = (stored.bits / 8, 1 / stored.group_size, 1 / stored.group_size)
-    cut = []
-    for values, unit in zip(parts, units, strict=True):
-        if not values.shape[1]:
-            cut.append(values)
-            continue
-        kept = values[:, int(start * unit) : int(-(-stop // GROUP_SIZE) * GROUP_SIZE * unit)]
-        cut.append(np.pad(kept, ((0, 0), (0, int(width * unit) - kept.shape[1]))))
-    return cut
-
-
-def with_zeros(rows: Weights | SourceCodes | RoundedRows, count: int) -> Weights | SourceCodes | RoundedRows:
-    """Rows (R, C), and rows of zeros behind them up to `count`."""
-
-    def more(values: NDArray[Any]) -> NDArray[Any]:
-        return np.pad(values, ((0, count - len(values)), (0, 0)))
-
-    if isinstance(rows, RoundedRows):
-        padded = QuantizedRows(more(rows.rows.codes), more(rows.rows.scales), more(rows.rows.biases))
-        return RoundedRows(padded, rows.cols, more(rows.squares))
-    if isinstance(rows, SourceCodes):
-        return SourceCodes(more(rows.codes), more(rows.scales), more(rows.biases))
-    return more(rows)
+    parts: tuple[NDArray[Any], ...], start: int, stop: int, stored: RowFormat
+) -> Iterator[NDArray[Any]]:
+    """Codes, scales and biases of the groups that hold columns [start, stop)."""
+    end = -(-stop // GROUP_SIZE) * GROUP_SIZE
+    for values, per_column in zip(parts, (stored.bits / 8, *(1 / stored.group_size,) * 2), strict=True):
+        yield values[:, int(start * per_column) : int(end * per_column)]
 
 
 class EncodedColumns(Protocol):

@@ -37,7 +37,6 @@ from ondevice.converters.quantize import (
     Weights,
     in_columns,
     to_float32,
-    with_zeros,
 )
 
 BLOCK_BYTES = 4 << 20
@@ -227,7 +226,7 @@ def held_matrix_bytes(checkpoint: Checkpoint, quant: QuantConfig) -> int:
     downs = [checkpoint.tensors[names.LayerNames(layer).down] for layer in layers]
     if checkpoint.config.is_sliced:
         # Codes are read once, as rows are.
-        downs = [down for down in downs if down.quantised_rows(0, 1, quant.of("down")) is None]
+        downs = [down for down in downs if down.quantised_rows(0, 0, quant.of("down")) is None]
     sizes = (down.nbytes if _columns_bytes(down, quant) > DOWN_BLOCK_BYTES else 0 for down in downs)
     return max(sizes, default=0)
 
@@ -281,7 +280,7 @@ def _neurons(
 def _slices(
     checkpoint: Checkpoint, layer: int, quant: QuantConfig, rounded: Mapping[str, RoundedRows]
 ) -> Iterator[Block]:
-    """A layer's slices, matrix by matrix: rows of gate and up, and columns of down. Zeros fill the last."""
+    """A layer's slices, matrix by matrix: rows of gate and up, and columns of down."""
     sources = [
         checkpoint.tensors[name] for name in names.LayerNames(layer).neurons(checkpoint.config.layers[layer])
     ]
@@ -292,7 +291,7 @@ def _slices(
     columns = _slices_of_columns(down, size, formats[1], rounded)
     for first, of_down in zip(range(0, neurons, size), columns, strict=True):
         stop = min(first + size, neurons)
-        found = [with_zeros(_rows(it, first, stop, formats[0], rounded), size) for it in by_rows]
+        found = [_rows(it, first, stop, formats[0], rounded) for it in by_rows]
         matrices = zip(
             sources,
             (*kinds, "down"),
@@ -317,7 +316,7 @@ def _slices(
 def _slices_of_columns(
     down: SourceTensor, size: int, stored: RowFormat, rounded: Mapping[str, RoundedRows]
 ) -> Iterator[Weights | SourceCodes | RoundedRows]:
-    """The columns of a down projection, `size` at a time, with zeros behind the last.
+    """The columns of a down projection, `size` at a time.
 
     All codes of a quantised one are held at once, and columns of another as many as DOWN_BLOCK_BYTES hold.
     """
@@ -329,7 +328,7 @@ def _slices_of_columns(
         end = min(first + held, neurons)
         columns = down.columns(first, end) if known is None else known
         for start in range(0, end - first, size):
-            yield in_columns(columns, start, min(start + size, end - first), size, stored)
+            yield in_columns(columns, start, min(start + size, end - first), stored)
 
 
 def _experts(checkpoint: Checkpoint, layer: int, quant: QuantConfig) -> Iterator[Block]:

@@ -64,6 +64,8 @@ class SourceFile:
 
     def read_into(self, offset: int, out: NDArray[Any]) -> None:
         """Fill the contiguous array `out` from byte `offset`. Raises CheckpointError if bytes are missing."""
+        if not out.size:
+            return
         self.open()
         view = memoryview(out.data).cast("B")
         done = 0
@@ -174,7 +176,8 @@ class SourceTensor(Protocol):
     def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         """The codes of rows [start, stop) in the format `stored`, or None where these can't be kept.
 
-        None is the answer for the whole tensor: it doesn't depend on the rows.
+        None is the answer for the whole tensor: it doesn't depend on the rows. No row is read if `stop` is
+        `start`.
         """
         ...
 

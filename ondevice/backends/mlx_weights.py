@@ -358,6 +358,16 @@ class MlxPieceMemory(PieceMemory):
         """A piece's records (n, stride) in MLX's memory: where they were read, or copied now."""
         return self.records or Records.copied(records)
 
+    def settled(self, records: Bytes, layout: ExpertLayout) -> tuple[Records, int]:
+        """A piece's one record (1, stride) in MLX's memory, its tiles brought into rows, and its address."""
+        if self.records is None:
+            copy = records[0].copy()
+            settle(copy, layout)
+            return Records.copied(copy), copy.ctypes.data
+        start = records.ctypes.data - self.records.view.ctypes.data
+        settle(self.records.view[start : start + layout.stride], layout)
+        return self.records, records.ctypes.data
+
     def free(self) -> None:
         self.records = None
         self._asked = []
@@ -446,13 +456,12 @@ class MlxFeedForward(FeedForwardLayer):
         layout = self.source.layout
         if not isinstance(layout, ExpertLayout):
             return self._neurons_in(self.piece_memory.held(records), records, first)
-        settle(records[0], layout)
         bias = self.biases.gates
         if bias is not None:
             bias = mx.array(bias)[first : first + layout.neurons]
             bias = mx.pad(bias, (0, layout.neurons - len(bias)))
-        address = records.ctypes.data
-        return self.piece_memory.held(records).slice(address, layout, self._dtype, bias)
+        held, address = self.piece_memory.settled(records, layout)
+        return held.slice(address, layout, self._dtype, bias)
 
     def _neurons_in(self, memory: Records, records: Bytes, first: int) -> MlxNeurons:
         rows = {name: memory.matrix(records, at, row, self._dtype) for name, (at, row) in self._rows.items()}

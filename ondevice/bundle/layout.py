@@ -30,7 +30,7 @@ SLICE_BYTES = 2 << 20
 SLICE_UNIT = 256
 """Neurons that a slice has a multiple of: the columns of every format's scales divide them."""
 SLICES_PER_LAYER = 8
-"""Slices that a small layer is cut into, so that a budget can hold some of them."""
+"""Slices of a small layer."""
 DATA_OFFSET = 4096
 """First byte of the records in a record file, and the alignment of the data in the resident file."""
 CRC_BLOCK_BYTES = 1 << 20
@@ -366,7 +366,6 @@ def _slice_units(units: tuple[int, ...], unit_bytes: int) -> int:
     layers = Counter(units)
 
     def cost(size: int) -> tuple[int, int, int]:
-        """Units with their padding, then how far from the aim."""
         return sum(padded(count, size) * times for count, times in layers.items()), abs(size - aim), size
 
     return min(range(max(1, aim // 2), 2 * aim + 1), key=cost)

@@ -75,7 +75,9 @@ def test_mxfp4_logits_are_those_of_reference(tmp_path: Path) -> None:
 
 
 def test_neurons_of_mxfp4_that_mlx_cannot_read_in_place_are_refused(tmp_path: Path) -> None:
-    source = write_mlx_folder(tmp_path / "s", MXFP4, hidden_size=192, num_hidden_layers=1).path
+    source = write_mlx_folder(
+        tmp_path / "s", MXFP4, hidden_size=192, num_hidden_layers=1, hidden_act="relu"
+    ).path
     folder = convert(source, tmp_path / "b")
     with pytest.raises(BackendUnavailableError, match="192 columns of MXFP4"), loaded(folder):
         pass

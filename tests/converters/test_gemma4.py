@@ -134,7 +134,7 @@ def test_wide_layers_alone_have_more_records(bundle: Path) -> None:
     layout, records = opened.neuron_layout, opened.manifest.files
     assert opened.config.widths == (160, 160, 320, 320, 320, 320)
     for layer, neurons in enumerate(opened.config.widths):
-        assert records[neuron_file_name(layer)].nbytes == DATA_OFFSET + neurons * layout.stride
+        assert records[neuron_file_name(layer)].nbytes == DATA_OFFSET + layout.nbytes(neurons)
     verify(bundle, _native.crc32c)
 
 

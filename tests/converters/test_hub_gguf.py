@@ -77,7 +77,7 @@ def test_the_bytes_are_those_of_a_file_and_come_once(
         prepared.run()
     assert hub.rules.break_after == []
     assert hub.rules.sent_bytes == foreseen.download_bytes
-    assert 0 < foreseen.passing_bytes < foreseen.download_bytes
+    assert 0 <= foreseen.passing_bytes < foreseen.download_bytes
     assert weights(tmp_path / "bundle") == weights(api.convert(first, tmp_path / "expected"))
     provenance = Bundle.open(tmp_path / "bundle").manifest.provenance
     commit = provenance.source.split("@")[1][:8]

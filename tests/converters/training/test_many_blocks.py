@@ -168,11 +168,11 @@ def log_softmax(values: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.fast("gemma4")
-def test_a_conversion_with_a_text_rounds_and_orders(folder: Path) -> None:
+def test_a_conversion_with_a_text_rounds(folder: Path) -> None:
     found = Bundle.open(convert_and_train(folder / "source", folder / "text", TEXT, "q4"))
     provenance = found.manifest.provenance
     assert provenance.notes[-1] == "weights are rounded with error feedback (GPTQ) on 1024 tokens of a text"
-    assert provenance.ordered_tokens > 0
+    assert provenance.ordered_tokens is None
 
 
 def test_streams_say_which_blocks_stand_in_the_way(folder: Path) -> None:
