@@ -64,8 +64,6 @@ class SourceFile:
 
     def read_into(self, offset: int, out: NDArray[Any]) -> None:
         """Fill the contiguous array `out` from byte `offset`. Raises CheckpointError if bytes are missing."""
-        if not out.size:
-            return
         self.open()
         view = memoryview(out.data).cast("B")
         done = 0

@@ -133,6 +133,8 @@ class QuantizedTensor:
             return None
         if (stored.implied_bias and not own.implied_bias) or stored.mxfp4 != own.mxfp4:
             return None
+        if start == stop:
+            return SourceCodes(*(np.empty((0, 0), dtype=np.uint8) for _ in range(3)))
         size = self.interleaved_head_dim or 1
         first, last = start // size * size, -(-stop // size) * size
         rows = last - first

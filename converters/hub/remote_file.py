@@ -71,8 +71,6 @@ class RemoteFile(SourceFile):
 
     def read_into(self, offset: int, out: NDArray[Any]) -> None:
         """Fill the contiguous array `out` from byte `offset`. Raises CheckpointError if bytes are missing."""
-        if not out.size:
-            return
         with self._lock:
             self._fill(offset, memoryview(out.data).cast("B"), read_on=True)
 

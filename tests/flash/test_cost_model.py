@@ -78,7 +78,7 @@ def test_fewest_threads_that_are_fast_enough() -> None:
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[CheckedFile]:
     """Neuron files with enough records."""
     folder = tmp_path_factory.mktemp("costs")
-    shape = {"num_hidden_layers": 2, "intermediate_size": 16384}
+    shape = {"num_hidden_layers": 2, "intermediate_size": 16384, "hidden_act": "relu"}
     bundle = Bundle.open(convert_bundle(write_checkpoint(folder / "checkpoint", **shape), folder / "bundle"))
     return [bundle.neuron_file(layer) for layer in range(2)]
 
