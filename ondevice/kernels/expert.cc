@@ -8,8 +8,8 @@ namespace {
 // Tiles that share the loads of activations, and tiles that a thread takes at a time.
 constexpr int64_t kTogether = 2, kUpGrain = 4, kDownGrain = 8;
 
-// Rows of tiles [begin, end) of a record's matrix times x, to out[t * stride] on. bias: of all of the matrix's
-// rows, in place of the record's; added: like out; both may be null.
+// Rows of tiles [begin, end) of a record's matrix times x, to out[t * stride] on. bias: of all of the
+// matrix's rows, in place of the record's; added: like out; both may be null.
 void multiply(const KernelTable& kernels, const RecordMatrix& matrix, const uint8_t* record,
               const InputRows& x, float* out, int64_t stride, int64_t begin, int64_t end,
               const float* bias = nullptr, const float* added = nullptr) {

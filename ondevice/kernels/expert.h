@@ -55,8 +55,8 @@ class Expert {
   void multiply_up(const KernelTable& kernels, const uint8_t* record, const InputRows& x,
                    const GateForm& form, float* products, float* h, int64_t h_stride, int64_t begin,
                    int64_t end, const float* bias = nullptr) const;
-  // out[t, 16 * tile + r] = added + down(h) for down().tiles() [begin, end). h: the first `neurons` columns of
-  // the above, prepared for down().format. added: null, or as out is, which it may be.
+  // out[t, 16 * tile + r] = added + down(h) for down().tiles() [begin, end). h: the first `neurons` columns
+  // of the above, prepared for down().format. added: null, or as out is, which it may be.
   void multiply_down(const KernelTable& kernels, const uint8_t* record, const InputRows& h, float* out,
                      int64_t begin, int64_t end, const float* added = nullptr) const;
 

@@ -12,8 +12,8 @@ constexpr size_t kPopulatedBytes = size_t{4} << 20;
 class MappedBuffer {
  public:
   MappedBuffer() = default;
-  // Zeroed, 4096-aligned (2 MiB-aligned and huge-page advised from kPopulatedBytes up). populated: whether all
-  // pages of a smaller one are allocated at once too. Throws std::bad_alloc.
+  // Zeroed, 4096-aligned (2 MiB-aligned and huge-page advised from kPopulatedBytes up). populated: whether
+  // all pages of a smaller one are allocated at once too. Throws std::bad_alloc.
   explicit MappedBuffer(size_t bytes, bool populated = false);
   ~MappedBuffer();
   MappedBuffer(MappedBuffer&& other) noexcept;

@@ -9,11 +9,11 @@
 
 namespace ondevice {
 
-// Adds up the outputs of a layer's slices, one after another in ascending order: a row's bits depend neither on
-// how many are added at once nor on the rows in its company.
+// Adds up the outputs of a layer's slices, one after another in ascending order: a row's bits depend neither
+// on how many are added at once nor on the rows in its company.
 //
-// A slice is laid out as an expert is. The prepared inputs are in the runner's memory: any other op of it that
-// prepares inputs ends the pass.
+// A slice is laid out as an expert is. The prepared inputs are in the runner's memory: any other op of it
+// that prepares inputs ends the pass.
 class SlicePass {
  public:
   // x: prepared for slice.gate().format. bias: of the gates of `biased` slices, the layer's first, or null.

@@ -25,7 +25,7 @@ from tests.benchmarks.lib.filler_neurons import own_text, record
 from tests.benchmarks.lib.stored_model import pair_places, read_model, small_in_q4
 from tests.support.bundles import open_sound
 from tests.support.engines import always_draft
-from tests.support.paths import ROOT, SHIPPED
+from tests.support.paths import SHIPPED
 
 SHAPE = replace(TINY, num_layers=8, intermediate_size=1792)
 TOKENS = 512
@@ -73,19 +73,6 @@ def test_its_logits_have_the_same_bits_and_no_other_token_can_win(made: tuple[Em
     assert np.array_equal(found[..., :vocabulary], expected)
     assert found.shape[-1] == SHAPE.vocab_size > vocabulary
     assert found[..., vocabulary:].max() < -1e6 < expected.min()
-
-
-@pytest.mark.slow
-def test_a_model_without_relu_is_embedded_with_its_streams(tmp_path: Path) -> None:
-    embedded = embed(ROOT / "tests/benchmarks/data/small-silu", TINY, tmp_path, 128)
-    with load(tmp_path / "small", threads=1) as small, load(tmp_path / "large", threads=1) as large:
-        prompt = small.chat_ids([{"role": "user", "content": PROMPTS[0]}])
-        expected, found = small.logits(prompt), large.logits(prompt)
-    assert np.array_equal(found[..., : embedded.small.config.vocab_size], expected)
-    bundle = open_sound(tmp_path / "large")
-    assert bundle.config.activation == "silu"
-    assert bundle.streams
-    assert not bundle.hotness
 
 
 @pytest.mark.slow

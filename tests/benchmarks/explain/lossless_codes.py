@@ -32,7 +32,7 @@ from ondevice.converters.quantize import quantize
 from tests.benchmarks.lib.measure import machine
 from tests.support.paths import ROOT, SHARED_DATA
 
-KNOWN = [ROOT / "weights/small-relu", ROOT / "tests/benchmarks/data/small-silu"]
+KNOWN = [ROOT / "weights/small-relu"]
 STORIES = "models/stories260K"
 WIDTHS: dict[str, int] = {"q4": 4, "q8": 8, "f16": 16}
 NORMAL_ROWS, NORMAL_COLUMNS = 2048, 2048
@@ -68,7 +68,7 @@ def matrices(bundle: Bundle) -> Iterator[Matrix]:
             yield _resident(bundle, name.removesuffix(".codes"))
     yield from _records("embedding", bundle.embedding_file, bundle.embedding_layout)
     for layer in range(bundle.config.num_layers):
-        yield from _records("neurons", bundle.neuron_file(layer), bundle.neuron_layout)
+        yield from _records("neurons", bundle.neuron_file(layer), bundle.record_layout)
 
 
 def _resident(bundle: Bundle, name: str) -> Matrix:

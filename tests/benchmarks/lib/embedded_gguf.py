@@ -33,7 +33,14 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from ondevice.backends.base import Float32
-from ondevice.bundle.layout import EMBEDDING, RESIDENT, embedding_layout, neuron_file_name, neuron_layout
+from ondevice.bundle.layout import (
+    EMBEDDING,
+    RESIDENT,
+    RecordLayout,
+    embedding_layout,
+    neuron_file_name,
+    neuron_layout,
+)
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.architectures.rotary import base_of
 from ondevice.converters.quantize import QuantizedRows, dequantize
@@ -160,6 +167,7 @@ class EmbeddedGguf:
 
     def _read_neurons(self, layer: int) -> Neurons:
         layout = neuron_layout(self.large.config, Q4)
+        assert isinstance(layout, RecordLayout)
         gate, up, down = unpacked(self.large.path / neuron_file_name(layer), layout)
         return gate, up, down
 

@@ -70,7 +70,7 @@ class StoredModel:
 
 
 def read_model(folder: Path) -> StoredModel:
-    """The rows of the bundle in `folder`, whose embeddings are tied."""
+    """The rows of the bundle in `folder`, whose embeddings are tied. Raises BundleError for slices."""
     bundle = Bundle.open(folder)
     config, bits, resident = bundle.config, bundle.quant.bits, load_file(folder / RESIDENT)
     spec = config.layers[0].attention
@@ -87,7 +87,7 @@ def read_model(folder: Path) -> StoredModel:
                 resident[f"{prefix}.feed_forward_norm.weight"],
             )
         )
-        gate, up, down = unpacked(folder / neuron_file_name(layer), neuron_layout(config, bundle.quant))
+        gate, up, down = unpacked(folder / neuron_file_name(layer), bundle.record_layout)
         neurons.append((gate, up, down))
     (embedding,) = unpacked(folder / EMBEDDING, embedding_layout(config, QuantConfig(bits)))
     return StoredModel(bundle, tuple(attention), tuple(neurons), embedding, resident["final_norm.weight"])
@@ -211,6 +211,7 @@ def write_bundle(
     """
     writer = BundleWriter(folder, config, Q4, _native.crc32c)
     records, gates = neuron_layout(config, Q4), gate_layout(config, Q4)
+    assert isinstance(records, RecordLayout)
     for layer in range(config.num_layers):
         rows = neurons(layer)
         writer.write_records(neuron_file_name(layer), [pack_records(rows, records)])
