@@ -25,6 +25,7 @@ from ondevice.serve.asked import (
     Asked,
     chosen,
     take_penalties,
+    take_repeat_last_n,
     take_top_p,
 )
 from ondevice.serve.errors import RequestError
@@ -302,16 +303,13 @@ def _take_options(fields: Fields, loaded: LoadedModel) -> dict[str, Any]:
         "top_p": take_top_p(fields),
         "min_p": fields.number("min_p", 0.0, 1.0),
         "repetition_penalty": fields.number("repeat_penalty", 1e-3, 100.0),
+        "repeat_last_n": take_repeat_last_n(fields),
         "seed": None if seed in (None, -1, RANDOM_SEED) else seed % SEEDS,
         "stop": _take_stop(fields),
         "constraint": take_schema(fields, "json_schema"),
         "logit_bias": _take_biases(fields, loaded),
     }
-    options |= (penalties := take_penalties(fields))
-    if options["repetition_penalty"] in (None, 1.0) and not any(penalties.values()):
-        fields.ignore("repeat_last_n")
-    # This server's default, which clients send along, is taken as if it were left out.
-    fields.neutral("repeat_last_n", -1, 64, why="penalties count the whole text")
+    options |= take_penalties(fields)
     if most := fields.integer("n_probs", 0, MOST_LOGPROBS):
         options["top_logprobs"] = most
     return chosen(options)

@@ -118,11 +118,13 @@ SCHEMA_FIELDS = {"name": TEXT, "description": TEXT, "strict": FLAG, "schema": AN
 PLAIN_FORMAT = _object("type", type=_word("text", "json_object"))
 TEXT_FORMAT = _any(_object("type schema", type=_word("json_schema"), **SCHEMA_FIELDS), PLAIN_FORMAT)
 PENALTIES = dict.fromkeys(("frequency_penalty", "presence_penalty"), _number(-MOST_PENALTY, MOST_PENALTY))
+REPEAT_LAST_N = _integer(-1, MAX_TOKENS)
 OPENAI = _sampling(2.0) | {
     "top_k": TOP_K,
     "min_p": _number(0.0, 1.0),
     "repetition_penalty": _number(1e-3, 100.0),
     "repeat_penalty": _number(1e-3, 100.0),
+    "repeat_last_n": REPEAT_LAST_N,
     **PENALTIES,
     "seed": SEED,
     "stop": STOP,
@@ -242,6 +244,7 @@ OLLAMA: dict[str, Schema] = {
         top_k=TOP_K,
         min_p=_number(0.0, 1.0),
         repeat_penalty=_number(1e-3, 100.0),
+        repeat_last_n=REPEAT_LAST_N,
         num_ctx=_integer(0, MAX_TOKENS),
         **PENALTIES,
         seed=SEED,
@@ -262,6 +265,7 @@ LLAMA_CPP = {
     "top_p": _number(0.0, 1.0),
     "min_p": _number(0.0, 1.0),
     "repeat_penalty": _number(1e-3, 100.0),
+    "repeat_last_n": REPEAT_LAST_N,
     **PENALTIES,
     "seed": SEED,
     "stop": STOP,

@@ -166,7 +166,7 @@ def test_what_changes_nothing_is_taken_and_what_would_is_refused(
     server: Serving, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = complete(server, "Once")["content"]
-    neutral = {"mirostat": 0, "typical_p": 1.0, "dry_multiplier": 0.0, "dry_base": 1.75, "repeat_last_n": 64}
+    neutral = {"mirostat": 0, "typical_p": 1.0, "dry_multiplier": 0.0, "dry_base": 1.75, "repeat_last_n": 9}
     unknown = {"t_max_predict_ms": 500, "samplers": ["top_k", "infill"], "cache_prompt": True, "id_slot": -1}
     with caplog.at_level(logging.INFO, "ondevice.serve"):
         assert complete(server, "Once", **neutral, **unknown, seed=-1)["content"] == expected
