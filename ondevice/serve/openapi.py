@@ -106,9 +106,12 @@ def _tools(tool: Schema) -> Schema:
     return _list(tool, most=MAX_TOOLS)
 
 
-def _choice(function: Schema) -> Schema:
-    """OpenAI's `tool_choice`."""
-    return _any(function, _word("auto", "none", "required"))
+def _choice(function: Schema, allowed: str = "") -> Schema:
+    """OpenAI's `tool_choice`. allowed: the field that has what is chosen from some of the tools."""
+    some = {"mode": _word("auto", "required"), "tools": _tools(function)}
+    nested = {allowed: _object("mode tools", **some)} if allowed else some
+    several = _object(f"type {' '.join(nested)}", type=_word("allowed_tools"), **nested)
+    return _any(several, function, _word("auto", "none", "required"))
 
 
 NESTED_TOOL = _object("function", function=_object("name", **DEFINITION), **FUNCTION)
@@ -154,7 +157,9 @@ CHAT = OPENAI | {
     "logprobs": FLAG,
     "top_logprobs": _integer(0, MOST_LOGPROBS),
     "tools": _tools(NESTED_TOOL),
-    "tool_choice": _choice(_object("type function", function=_object("name", name=NAME), **FUNCTION)),
+    "tool_choice": _choice(
+        _object("type function", function=_object("name", name=NAME), **FUNCTION), "allowed_tools"
+    ),
     "parallel_tool_calls": FLAG,
     "response_format": _any(
         _object(
