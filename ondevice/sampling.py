@@ -258,7 +258,7 @@ def _adjust(
 def penalised_ids(
     config: SamplingConfig, history: Sequence[int] | npt.NDArray[np.integer], prompt_tokens: int
 ) -> tuple[Sequence[int] | npt.NDArray[np.integer], int]:
-    """The newest ids of `history` that penalties look at, and how many of them, from the first, are a prompt's.
+    """The newest ids of `history` that penalties look at, and how many of these are the prompt's.
 
     prompt_tokens: how many ids of `history`, from its beginning, are a prompt's.
     """
