@@ -268,7 +268,8 @@ class LLM(Client):
 
     def _run(self, dialect: str, *flags: str, text: str = QUESTION) -> subprocess.CompletedProcess[str]:
         name, most = ("local", "max_tokens") if dialect == "chat" else (f"ollama/{self.model}", "num_predict")
-        options = ("-o", "temperature", "0", "-o", most, str(MOST_TOKENS), "--key", "none")
+        options = ["-o", "temperature", "0", "-o", most, str(MOST_TOKENS)]
+        options += ["--key", "none"] if dialect == "chat" else []
         done = subprocess.run(
             [sys.executable, "-m", "llm", "-m", name, *options, *flags, text],
             env=os.environ | {"LLM_USER_PATH": str(self.folder), "OLLAMA_HOST": self.url},
