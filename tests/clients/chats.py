@@ -22,7 +22,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 QUESTION = "What is the capital of France?"
-MOST_TOKENS = 24
+MOST_TOKENS = 64
 LONG = "pear " * 12_000
 """Text of more tokens than the context of the model."""
 CITIES = ["Paris", "Rome", "Oslo"]
