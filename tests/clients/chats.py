@@ -300,6 +300,9 @@ class LLM(Client):
     def structured(self, dialect: str) -> Any:
         return json.loads(self._run(dialect, "--no-stream", "--schema", json.dumps(SCHEMA)).stdout)
 
+    def overflow(self, dialect: str) -> tuple[str, str]:
+        return "exit status 1", super().overflow(dialect)[1]
+
 
 class LiteLLM(Client):
     dialects = ("chat", "messages", "ollama")
