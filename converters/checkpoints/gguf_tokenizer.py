@@ -43,8 +43,8 @@ END_KEYS = (
     "fim_sep_token_id",
 )
 """Keys of tokens that end a text, a turn or a message, and of those between files."""
-INFILL_KEYS = ("fim_pre_token_id", "fim_suf_token_id", "fim_mid_token_id")
-"""Keys of the marks around a prefix, a suffix and the middle between them."""
+INFILL_KEYS = tuple(f"fim_{name}_token_id" for name in ("pre", "suf", "mid", "rep", "sep", "pad"))
+"""Keys of the marks around a prefix, a suffix and the middle between them, and of those between files."""
 _UNDEFINED, _UNUSED = 0, 5
 """Types of tokens that only fill ids, such as `[PAD32000]`; the other types are those of sentencepiece."""
 _FILLING = frozenset((_UNDEFINED, _UNUSED))
@@ -178,13 +178,13 @@ def _is_padding(text: str, kind: int) -> bool:
 
 def _infill(header: GgufHeader, tokens: list[tuple[str, int]], vocab_size: int) -> InfillTokens | None:
     """The marks of fill-in-the-middle that keys name; None where there are none, or their names are known."""
-    marks = [_token_id(header, key, vocab_size) for key in INFILL_KEYS]
-    others = [_token_id(header, f"fim_{name}_token_id", vocab_size) for name in ("rep", "sep", "pad")]
-    prefix, suffix, middle = marks
+    prefix, suffix, middle, repository, file, _ = marks = [
+        _token_id(header, key, vocab_size) for key in INFILL_KEYS
+    ]
     if prefix is None or suffix is None or middle is None or has_known_marks({text for text, _ in tokens}):
         return None
-    ends = tuple(dict.fromkeys(token for token in (*marks, *others) if token is not None))
-    return InfillTokens(prefix, suffix, middle, *others[:2], ends)
+    ends = tuple(dict.fromkeys(token for token in marks if token is not None))
+    return InfillTokens(prefix, suffix, middle, repository, file, ends)
 
 
 def _steered(
