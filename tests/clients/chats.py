@@ -250,11 +250,11 @@ class Ollama(Client):
 
 
 class LLM(Client):
-    """The command line of `llm`, with its plugin for Ollama."""
+    """The command line of `llm`, with its plugin for Ollama, which offers tools to models that list them."""
 
     dialects = ("chat", "ollama")
-    lacks = (("cached", "ollama"),)
-    offers = dialects
+    lacks = (("cached", "ollama"), ("tools", "ollama"))
+    offers = ("chat",)
     busy_seconds = 20.0
     errors = (RuntimeError,)
 

@@ -21,6 +21,8 @@ pytest.importorskip("starlette")
 from ondevice.api import load
 from ondevice.chat_template import ChatTemplate
 from ondevice.chat_template.tools import PromptOptions
+from ondevice.converters.checkpoints.end_tokens import ENDS as ENDS_OF_TURNS
+from ondevice.converters.checkpoints.end_tokens import PLAIN_ENDS
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.errors import UsageError
 from tests.serve.test_call_forms import DIALECTS, MARKS, NOW, OSLO, ROME, USER, WEATHER
@@ -34,12 +36,10 @@ from tests.support.serving import Serving, serving
 REAL = ("qwen2.5-coder-0.5b",)
 FOLDER = os.environ.get("TEMPLATES")
 FILES = {path.stem: path for path in sorted(Path(FOLDER).glob("*.jinja"))} if FOLDER else {}
-ENDS = re.compile(
-    r"(<\|im_end\|>|<\|eot_id\|>|<\|eom_id\|>|</s>|<\|end\|>|<\|end_of_text\|>|<\|return\|>|<\|user\|>"
-    r"|<\|END_OF_TURN_TOKEN\|>|<end_of_turn>|<turn\|>|<seed:eos>|<\|observation\|>|\[e~\[|\[/?INST\]"
-    "|<\uff5cend\u2581of\u2581sentence\uff5c>|<\\|message_sep\\|>|\\s)+\\Z"
-)
-"""What stands behind a reply in a history, and isn't the model's."""
+NAMES = re.compile(r"<\|\w+\|>|</?think>|\[/?INST\]")
+"""Names that are special tokens where templates have them."""
+SAID = "All is well."
+ENDS = re.compile(f"(?:{'|'.join(map(re.escape, (*ENDS_OF_TURNS, *PLAIN_ENDS)))}|\\s)+\\Z")
 THOUGHT = re.compile(r"<think>\s*(</think>\s*)?\Z")
 """Thinking at the end of a prompt, which histories are without."""
 
@@ -76,18 +76,24 @@ def reply(template: ChatTemplate, calls: list[tuple[str, Any]]) -> str:
     said = {"role": "assistant", "content": "", "tool_calls": asked}
     prompt = template.render([USER], options=options)
     history = template.render([USER, said], options=options, add_generation_prompt=False)
+    # What stands behind any reply in a history isn't the model's, nor are marks of an end.
+    other = template.render([USER, said | {"content": SAID, "tool_calls": []}], add_generation_prompt=False)
+    history = ENDS.sub("", history.removesuffix(other.partition(SAID)[2]))
     begins = prompt if history.startswith(prompt) else THOUGHT.sub("", prompt)
     if not history.startswith(begins):
         pytest.skip("a reply in a history begins otherwise than one that is written")
     thought = "</think>\n" if prompt.rstrip().endswith("<think>") and begins != prompt else ""
-    return thought + ENDS.sub("", history.removeprefix(begins))
+    return thought + history.removeprefix(begins)
 
 
 @pytest.fixture(scope="module")
 def spoken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("published")
-    shape = {"max_position_embeddings": 16384, "vocab_size": 320, "num_hidden_layers": 1}
-    checkpoint = write_chat_checkpoint(folder / "checkpoint", TOOLS, MARKS, **shape)
+    names = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
+    names += tuple(name for path in FILES.values() for name in NAMES.findall(path.read_text()))
+    marks = [name for name in dict.fromkeys((*MARKS, *names)) if name not in ("<|user|>", "<|assistant|>")]
+    shape = {"max_position_embeddings": 16384, "vocab_size": 260 + len(marks), "num_hidden_layers": 1}
+    checkpoint = write_chat_checkpoint(folder / "checkpoint", TOOLS, marks, **shape)
     with serving(
         load(convert_bundle(checkpoint, folder / "spoken"), threads=1, speculation="off")
     ) as running:
@@ -106,6 +112,8 @@ def test_calls_of_a_published_template_are_told_in_every_dialect(
         written = reply(template, calls)
     except UsageError as error:
         pytest.skip(f"it takes no such history: {error}")
+    if several and "Rome" not in written:
+        pytest.skip("it shows one call of several")
     script = Script([written]).put_into(spoken.model, monkeypatch)
     for dialect, (ask, reason, _, _) in DIALECTS.items():
         for stream in (False, True):
