@@ -20,12 +20,13 @@ from ondevice.serve.models import ModelFacts
 class Choice:
     """What a request says of calling tools: whether one may be called, or must be, and of which names.
 
-    names: None: of any.
+    names: None: of any. several: whether several calls may come.
     """
 
     may: bool = True
     must: bool = False
     names: tuple[str, ...] | None = None
+    several: bool = True
 
 
 AUTO, NONE, REQUIRED = Choice(), Choice(may=False), Choice(must=True)
@@ -134,7 +135,11 @@ def take_choice(fields: Fields, named: Callable[[Fields], str]) -> Choice:
     kind = given.required_text("type")
     if kind not in ("function", "allowed_tools"):
         given.refuse("type", f"is {kind[:40]!r}; it must be function or allowed_tools")
-    choice = Choice(must=True, names=(named(given),)) if kind == "function" else _take_allowed(given, named)
+    if kind == "function":
+        # OpenAI's documents: exactly one call.
+        choice = Choice(must=True, names=(named(given),), several=False)
+    else:
+        choice = _take_allowed(given, named)
     given.close()
     return choice
 
@@ -181,6 +186,7 @@ def chosen_tools(fields: Fields, given: PromptOptions, choice: Choice, parallel:
     other = next((name for name in names if name not in known), None)
     if other is not None:
         fields.refuse("tool_choice", f"names {other[:80]!r}, which is none of the tools")
+    parallel = parallel and choice.several
     if choice.must:
         return replace(given, parallel_calls=parallel, must_call=tuple(dict.fromkeys(names)))
     tools = tuple(tool for tool in given.tools if choice.may and tool.name in names)

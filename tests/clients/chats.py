@@ -409,10 +409,12 @@ class PydanticAI(Client):
 
         openai = OpenAIProvider(base_url=f"{url}/v1", api_key="none")
         anthropic = AnthropicProvider(anthropic_client=AsyncAnthropic(base_url=url, api_key="none"))
+        # What it believes of Claude's newest models, and of no model that it doesn't know.
+        profile: Any = {"supports_json_schema_output": True}
         self.models: dict[str, Any] = {
             "chat": OpenAIChatModel(model, provider=openai),
             "responses": OpenAIResponsesModel(model, provider=openai),
-            "messages": AnthropicModel(model, provider=anthropic),
+            "messages": AnthropicModel(model, provider=anthropic, profile=profile),
         }
         self.errors = (AgentRunError,)
 

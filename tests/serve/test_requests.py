@@ -571,9 +571,8 @@ def test_a_streamed_response_tells_an_overflow_as_an_event(server: Serving) -> N
     error = failed["response"]["error"]
     assert error["code"] == "context_length_exceeded"
     most = server.model.plan.max_context
-    assert error["message"].startswith(
-        f"This model's maximum context length is {most} tokens. However, your "
-    )
+    assert error["message"].startswith(f"This model's maximum context length is {most} tokens. However, ")
+    assert error["message"].endswith("(context_length_exceeded)")
     answer = server.post(RESPONSES, {"input": "a" * 5000})
     assert (answer.status, answer.json["error"]["code"]) == (400, "context_length_exceeded")
     assert (answer.json["error"]["message"], answer.json["error"]["param"]) == (error["message"], "input")
