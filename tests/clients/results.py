@@ -66,7 +66,10 @@ def is_right(client: type[Client], feature: str, dialect: str, outcome: Any) -> 
 
 
 def cell(client: type[Client], feature: str, line: Line | None) -> str:
-    """What the table says of a feature. line: the newest result; None: it wasn't tried."""
+    """What the table says of a feature. line: the newest result; None: it wasn't tried.
+
+    Tools are `offered` where the model called none, and the client can't ask for a call.
+    """
     if feature not in client.features:
         return "-"
     if line is None:
@@ -75,16 +78,18 @@ def cell(client: type[Client], feature: str, line: Line | None) -> str:
         return "no"
     if feature == "overflow":
         return ", ".join(f"`{kind}`" for kind in dict.fromkeys(kind for kind, _ in line["outcomes"].values()))
-    lacks = [DIALECTS[dialect] for name, dialect in client.lacks if name == feature]
-    uncalled = [DIALECTS[dialect] for dialect, outcome in line["outcomes"].items() if outcome == []]
-    notes = [f"but in {it}" for it in lacks] + [f"in {it} taken, not called" for it in uncalled]
-    return ", ".join(["yes", *notes])
+    offered = [dialect for dialect, outcome in line["outcomes"].items() if outcome == []]
+    notes = ["offered" if len(offered) == len(line["outcomes"]) else "yes"]
+    notes += [f"offered in {DIALECTS[dialect]}" for dialect in offered if notes == ["yes"]]
+    notes += [f"not in {DIALECTS[dialect]}" for name, dialect in client.lacks if name == feature]
+    return ", ".join(notes)
 
 
 def rows(headings: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     """A table in Markdown."""
     head = list(headings)
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
+    ruled = "|---" * len(head) + "|"
+    return "\n".join([f"| {' | '.join(head)} |", ruled, *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def client_table(lines: Iterable[Line]) -> str:

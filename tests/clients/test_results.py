@@ -52,8 +52,9 @@ def test_a_cell_says_what_came_of_a_feature() -> None:
     assert cell(Tried, "answer", None) == "not tried"
     assert cell(Tried, "answer", line({}, passed=False)) == "no"
     assert cell(Tried, "answer", line({"chat": "Paris"})) == "yes"
-    assert cell(Tried, "tools", line({"chat": [CALL], "ollama": []})) == "yes, in Ollama's taken, not called"
-    assert cell(Tried, "cached", line({"chat": 3})) == "yes, but in Ollama's"
+    assert cell(Tried, "tools", line({"chat": [CALL], "ollama": []})) == "yes, offered in Ollama's"
+    assert cell(Tried, "tools", line({"chat": [], "ollama": []})) == "offered"
+    assert cell(Tried, "cached", line({"chat": 3})) == "yes, not in Ollama's"
     two = {"chat": ["AError", "x"], "ollama": ["BError", "y"]}
     assert cell(Tried, "overflow", line(two)) == "`AError`, `BError`"
 
