@@ -82,8 +82,13 @@ def finished(process: subprocess.Popen[str], seconds: float) -> int:
 
 
 def replies(exchanges: list[Exchange]) -> list[Reply]:
-    """The replies of all generations, each of which the server ended as its dialect has it."""
+    """The replies of all generations, each of which the server ended as its dialect has it.
+
+    What a program left and asked again is told by its last request.
+    """
     asked = [each for each in exchanges if each.path.partition("?")[0] in READERS]
+    again = [any(later.asked == each.asked for later in asked[at:]) for at, each in enumerate(asked, 1)]
+    asked = [each for each, is_left in zip(asked, again, strict=True) if each.complete or not is_left]
     for each in asked:
         assert each.status == 200, each.body.decode(errors="replace")[:500]
         assert each.complete
