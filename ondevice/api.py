@@ -493,7 +493,7 @@ class Model:
 
         Raises InfillNotSupportedError if the model has none.
         """
-        return InfillTokens.of(self.tokenizer)
+        return self.bundle.manifest.tokenizer.infill or InfillTokens.of(self.tokenizer)
 
     def _prompt_ids(
         self, prompt: str | None, tokens: Sequence[int] | None, special: bool, suffix: str | None

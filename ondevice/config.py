@@ -344,6 +344,7 @@ class SamplingOptions(TypedDict, total=False):
     repetition_penalty: float
     frequency_penalty: float
     presence_penalty: float
+    repeat_last_n: int
     seed: int | None
     logit_bias: Mapping[int, float] | Iterable[tuple[int, float]]
     stop: str | Iterable[str]
@@ -366,6 +367,8 @@ class SamplingConfig:
     """Taken from a token's logit for each time that the text behind the prompt has it."""
     presence_penalty: float = 0.0
     """Taken from the logit of each token that the text behind the prompt has, once."""
+    repeat_last_n: int = -1
+    """Number of newest tokens, the prompt's too, that all penalties look at; -1: all, 0: none."""
     seed: int | None = None
     """Seed of the random numbers. With None, `seeded` draws one."""
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -393,6 +396,7 @@ class SamplingConfig:
             ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1"),
             ("repetition_penalty", 1e-3 <= self.repetition_penalty <= 100.0, "from 0.001 to 100"),
             *((name, abs(getattr(self, name)) <= 2.0, "from -2 to 2") for name in _COUNT_PENALTIES),
+            ("repeat_last_n", self.repeat_last_n >= -1, "0 (none), or more, or -1 (all)"),
             ("max_tokens", self.max_tokens >= 0, "0 or more"),
             ("seed", self.seed is None or 0 <= self.seed < 1 << 64, "from 0 to 2^64 - 1"),
             (
@@ -427,7 +431,7 @@ class SamplingConfig:
     @property
     def penalises(self) -> bool:
         """True if logits depend on the tokens before, by any penalty."""
-        return self.repetition_penalty != 1.0 or self.counts_tokens
+        return self.repeat_last_n != 0 and (self.repetition_penalty != 1.0 or self.counts_tokens)
 
     def seeded(self) -> SamplingConfig:
         """This config, with a seed below 2^32 drawn at random if it samples at random and has none."""
@@ -461,7 +465,7 @@ class SamplingConfig:
                 raise UsageError(f"{name} is {getattr(self, name)!r}; it must be {type_text}")
 
 
-_SAMPLING_INTEGERS = ("top_k", "max_tokens")
+_SAMPLING_INTEGERS = ("top_k", "max_tokens", "repeat_last_n")
 _COUNT_PENALTIES = ("frequency_penalty", "presence_penalty")
 _SAMPLING_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", *_COUNT_PENALTIES)
 

@@ -234,6 +234,7 @@ def _adjust(
         return logits
     adjusted = logits.copy()
     if penalised:
+        history, prompt_tokens = penalised_ids(config, history, prompt_tokens)
         ids = _checked_ids(np.asarray(history, dtype=np.int64), logits.size, "history")
         penalty = np.float32(config.repetition_penalty)
         # The original logits are gathered, so an id that occurs twice is penalised once.
@@ -252,6 +253,17 @@ def _adjust(
         biases = np.fromiter(pairs.values(), np.float32, len(pairs))
         adjusted[ids] += biases
     return adjusted
+
+
+def penalised_ids(
+    config: SamplingConfig, history: Sequence[int] | npt.NDArray[np.integer], prompt_tokens: int
+) -> tuple[Sequence[int] | npt.NDArray[np.integer], int]:
+    """The newest ids of `history` that penalties look at, and how many of these are the prompt's.
+
+    prompt_tokens: how many ids of `history`, from its beginning, are a prompt's.
+    """
+    older = 0 if config.repeat_last_n < 0 else max(0, len(history) - config.repeat_last_n)
+    return (history[older:], max(0, prompt_tokens - older)) if older else (history, prompt_tokens)
 
 
 def count_penalties(config: SamplingConfig, generated: TokenIds) -> tuple[TokenIds, npt.NDArray[np.float32]]:

@@ -32,6 +32,7 @@ from ondevice.converters.checkpoints.template_files import DEFAULT, WITH_TOOLS, 
 from ondevice.converters.checkpoints.tokenizer_files import check_usable, read_tokenizer
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.tokenizer.base import MAX_TOKEN_CHARS, SPACE_MARK
+from ondevice.tokenizer.infill import InfillTokens, has_known_marks
 
 END_KEYS = (
     "eos_token_id",
@@ -42,6 +43,8 @@ END_KEYS = (
     "fim_sep_token_id",
 )
 """Keys of tokens that end a text, a turn or a message, and of those between files."""
+INFILL_KEYS = tuple(f"fim_{name}_token_id" for name in ("pre", "suf", "mid", "rep", "sep", "pad"))
+"""Keys of the marks around a prefix, a suffix and the middle between them, and of those between files."""
 _UNDEFINED, _UNUSED = 0, 5
 """Types of tokens that only fill ids, such as `[PAD32000]`; the other types are those of sentencepiece."""
 _FILLING = frozenset((_UNDEFINED, _UNUSED))
@@ -71,7 +74,9 @@ def read_gguf_tokenizer(header: GgufHeader, folder: SourceFolder, vocab_size: in
     a damaged tokenizer or another model's, UnsupportedModelError for rules that aren't known here.
     """
     text = _template_text(header, _TEMPLATE)
-    tokens = _steered(_tokens(header, vocab_size), text)
+    tokens = _tokens(header, vocab_size)
+    infill = _infill(header, tokens, vocab_size)
+    tokens = _steered(tokens, text, infill)
     bos_id, eos_ids = _bos_id(header, tokens, vocab_size), _eos_ids(header, tokens, text, vocab_size)
     if folder.has(TOKENIZER_FILES["tokenizers"]):
         config = {"bos_token_id": bos_id, "eos_token_id": list(eos_ids)}
@@ -79,9 +84,10 @@ def read_gguf_tokenizer(header: GgufHeader, folder: SourceFolder, vocab_size: in
         _check_same(found, tokens, header)
         # A template beside the file comes before the file's own, which then needn't be one that can be used.
         blob = None if CHAT_TEMPLATE in found.blobs else _template(header)
+        info = replace(found.info, infill=infill)
         if blob is None:
-            return found
-        info = replace(found.info, chat_template=CHAT_TEMPLATE)
+            return TokenizerFiles(info, found.blobs)
+        info = replace(info, chat_template=CHAT_TEMPLATE)
         return TokenizerFiles(info, {**found.blobs, CHAT_TEMPLATE: blob})
     blob = _template(header)
     blobs = {} if blob is None else {CHAT_TEMPLATE: blob}
@@ -90,7 +96,7 @@ def read_gguf_tokenizer(header: GgufHeader, folder: SourceFolder, vocab_size: in
         logger.warning("%s has no tokenizer; the bundle will work on token ids, not text", header.file)
         return TokenizerFiles(TokenizerInfo(None, bos_id, eos_ids, False, chat_template), blobs)
     kind, data, adds_bos = _converted(header, tokens, bos_id, eos_ids)
-    info = TokenizerInfo(kind, bos_id, eos_ids, adds_bos and bos_id is not None, chat_template)
+    info = TokenizerInfo(kind, bos_id, eos_ids, adds_bos and bos_id is not None, chat_template, infill)
     if len(data) > MAX_BLOB_BYTES[TOKENIZER_FILES[kind]]:
         raise CheckpointError(
             f"{header.file}: its tokenizer makes a {TOKENIZER_FILES[kind]} of {len(data)} bytes; the limit "
@@ -170,13 +176,28 @@ def _is_padding(text: str, kind: int) -> bool:
     return kind in _FILLING and _PADDING.fullmatch(text) is not None
 
 
-def _steered(tokens: list[tuple[str, int]], template: str) -> list[tuple[str, int]]:
+def _infill(header: GgufHeader, tokens: list[tuple[str, int]], vocab_size: int) -> InfillTokens | None:
+    """The marks of fill-in-the-middle that keys name; None where there are none, or their names are known."""
+    prefix, suffix, middle, repository, file, _ = marks = [
+        _token_id(header, key, vocab_size) for key in INFILL_KEYS
+    ]
+    if prefix is None or suffix is None or middle is None or has_known_marks({text for text, _ in tokens}):
+        return None
+    ends = tuple(dict.fromkeys(token for token in marks if token is not None))
+    return InfillTokens(prefix, suffix, middle, repository, file, ends)
+
+
+def _steered(
+    tokens: list[tuple[str, int]], template: str, infill: InfillTokens | None
+) -> list[tuple[str, int]]:
     """`tokens` with the type of control tokens for those that end a turn or stand around what is filled in.
 
     Many files mark these as text, which users could then type and readers would see.
     """
     control = {text for text, kind in tokens if kind == proto.CONTROL}
     steering = ending_names((text for text, _ in tokens), control, template) | MIDDLE_MARKS
+    if infill is not None:
+        steering |= {tokens[token][0] for token in infill.ends if token < len(tokens)}
     return [(text, proto.CONTROL if text in steering else kind) for text, kind in tokens]
 
 

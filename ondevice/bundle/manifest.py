@@ -50,6 +50,7 @@ from ondevice.config import (
 from ondevice.errors import BundleError, UnsupportedModelError, UsageError
 from ondevice.model_config import WHOLE, ModelConfig
 from ondevice.tokenizer import MAX_TOKENIZER_BYTES
+from ondevice.tokenizer.infill import InfillTokens
 
 MAX_FILE_BYTES = 1 << 48
 MAX_BLOB_BYTES = {TOKENIZER_FILES[kind]: nbytes for kind, nbytes in MAX_TOKENIZER_BYTES.items()} | {
@@ -81,6 +82,8 @@ class TokenizerInfo:
     add_bos: bool = False
     chat_template: str | None = None
     """`chat_template.jinja`, or None."""
+    infill: InfillTokens | None = None
+    """Marks of fill-in-the-middle where the source names them by their ids; None: their names tell them."""
 
     @property
     def file(self) -> str | None:
@@ -265,6 +268,10 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "file": manifest.tokenizer.file,
         "eos_ids": list(manifest.tokenizer.eos_ids),
     }
+    if manifest.tokenizer.infill is None:
+        del tokenizer["infill"]
+    else:
+        tokenizer["infill"] |= {"ends": list(manifest.tokenizer.infill.ends)}
     provenance = asdict(manifest.provenance) | {
         "notes": list(manifest.provenance.notes),
         "quantisation_error": dict(manifest.provenance.quantisation_error),
@@ -390,12 +397,32 @@ def _parse_tokenizer(section: Section, vocab_size: int) -> TokenizerInfo:
         eos_ids=section.integers("eos_ids", _MAX_EOS, 0, vocab_size - 1),
         add_bos=section.boolean("add_bos"),
         chat_template=template,
+        infill=_parse_infill(section.section("infill"), vocab_size) if "infill" in section.names else None,
     )
     section.equal("file", info.file)
     if info.add_bos and info.bos_id is None:
         raise BundleError("manifest.tokenizer.add_bos is true, but there is no bos_id")
     section.close()
     return info
+
+
+def _parse_infill(section: Section, vocab_size: int) -> InfillTokens:
+    def token(key: str) -> int:
+        return section.integer(key, 0, vocab_size - 1)
+
+    def optional_token(key: str) -> int | None:
+        return None if section.get(key) is None else token(key)
+
+    marks = InfillTokens(
+        prefix=token("prefix"),
+        suffix=token("suffix"),
+        middle=optional_token("middle"),
+        repository=optional_token("repository"),
+        file=optional_token("file"),
+        ends=section.integers("ends", _MAX_EOS, 0, vocab_size - 1),
+    )
+    section.close()
+    return marks
 
 
 def _parse_generation(section: Section) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -22,6 +23,7 @@ from ondevice.chat_template.call_formats import (
 from ondevice.chat_template.channels import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from ondevice.chat_template.tools import MAX_CALLS, Tool
 from ondevice.constraints.constraint import Constraint
+from ondevice.constraints.digits import most_digits
 from ondevice.constraints.schema import json_rule
 from ondevice.errors import ConstraintError
 
@@ -96,7 +98,7 @@ def forced_call(
     """
     rules = Rules(special)
     rules.set("start", _calls(rules, format, tools, parallel))
-    return Constraint.lark(str(rules))
+    return Constraint.lark(str(rules), _most_digits(format, tools))
 
 
 def call_or_json(
@@ -115,7 +117,8 @@ def call_or_json(
     rules = Rules(special)
     rules.set("start", f"{json_rule(answer)} | calls")
     rules.set("calls", _calls(rules, format, tools, parallel))
-    return Constraint.lark(str(rules))
+    most = _most_digits(format, tools)
+    return Constraint.lark(str(rules), most and max(most, most_digits(json.loads(answer.source))))
 
 
 def forced_channel(tools: Sequence[Tool], special: Mapping[str, int]) -> Constraint:
@@ -166,6 +169,13 @@ def _calls(rules: Rules, format: CallFormat, tools: Sequence[Tool], parallel: bo
     if form.several and parallel:
         more = f"({rules.literal(form.between)} {call}){{0,{MAX_CALLS - 1}}}"
     return f"{rules.literal(form.before)} {call} {more} {rules.literal(form.after)}"
+
+
+def _most_digits(format: CallFormat, tools: Sequence[Tool]) -> int:
+    """Most digits of numbers in calls; 0, which is no bound, where texts stand bare among the arguments."""
+    if _FORMS[format.name].arguments != "json":
+        return 0
+    return max((most_digits(dict(tool.parameters)) for tool in tools), default=0)
 
 
 def _arguments(tool: Tool) -> Constraint:

@@ -22,12 +22,15 @@ class Constraint:
     """What a text has to obey, from its first character to its last. Made by one of the class methods.
 
     kind: what `source` is: a JSON schema, a regular expression, or a grammar in llguidance's Lark format.
+    most_digits: most digits of numbers in a grammar's text that is JSON between marks without quotes; 0: any
+    number of them. A schema tells it itself.
 
     It says nothing of a conversation's thinking: where a model thinks first, its reply obeys.
     """
 
     kind: Kind
     source: str
+    most_digits: int = 0
 
     def __post_init__(self) -> None:
         """Raises UsageError for values of another type, ConstraintError for a source that is too long."""
@@ -72,9 +75,9 @@ class Constraint:
         return cls("regex", pattern)
 
     @classmethod
-    def lark(cls, grammar: str) -> Constraint:
+    def lark(cls, grammar: str, most_digits: int = 0) -> Constraint:
         """Text of a grammar in llguidance's Lark format, whose rule `start` is the whole text.
 
         A rule may hold a schema, as `json_rule` writes it, and special tokens by name, such as `<|call|>`.
         """
-        return cls("lark", grammar)
+        return cls("lark", grammar, most_digits)

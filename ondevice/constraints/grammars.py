@@ -146,10 +146,10 @@ class Grammars:
             return _on_deep_stack(lambda: self._read(constraint))
 
     def digit_bound(self, constraint: Constraint) -> DigitBound | None:
-        """What keeps the numbers of a text short that obeys a schema; None for another constraint."""
-        if constraint.kind != "json_schema":
-            return None
-        return DigitBound(self._numbers, most_digits(json.loads(constraint.source)))
+        """What keeps the numbers of a text of JSON short; None for a constraint that bounds none."""
+        is_schema = constraint.kind == "json_schema"
+        most = most_digits(json.loads(constraint.source)) if is_schema else constraint.most_digits
+        return DigitBound(self._numbers, most) if most else None
 
     def _read(self, constraint: Constraint) -> LLMatcher:
         import llguidance

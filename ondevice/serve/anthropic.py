@@ -157,7 +157,7 @@ def _take_choice(fields: Fields) -> tuple[Choice, bool]:
     words = {"auto": AUTO, "none": NONE, "any": REQUIRED}
     if kind not in (*words, "tool"):
         given.refuse("type", f"is {kind[:40]!r}; it must be auto, any, tool or none")
-    choice = words.get(kind) or Choice(must=True, name=given.required_text("name"))
+    choice = words.get(kind) or Choice(must=True, names=(given.required_text("name"),))
     parallel = not given.boolean("disable_parallel_tool_use")
     given.close()
     return choice, parallel

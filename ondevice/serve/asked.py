@@ -80,6 +80,11 @@ def take_penalties(fields: Fields) -> dict[str, float | None]:
     return {name: fields.number(name, -MOST_PENALTY, MOST_PENALTY) for name in names}
 
 
+def take_repeat_last_n(fields: Fields) -> int | None:
+    """How many of the newest tokens penalties look at. -1 is all of them, 0 none."""
+    return fields.integer("repeat_last_n", -1, MAX_TOKENS)
+
+
 def take_temperature(fields: Fields, most: float) -> float | None:
     """The temperature. One too low to differ from 0 is 0."""
     value = fields.number("temperature", 0.0, most)

@@ -99,9 +99,10 @@ def message(path: str, error: RequestError) -> str:
     if path.startswith("/v1/messages"):
         return f"prompt is too long: {tokens} tokens > {limit} maximum"
     what = "prompt" if path == "/v1/completions" else "messages"
+    # With the code: LangChain looks for it in the words alone.
     return (
         f"This model's maximum context length is {limit} tokens. However, your {what} resulted in {tokens} "
-        f"tokens. Please reduce the length of the {what}."
+        f"tokens. Please reduce the length of the {what}. (context_length_exceeded)"
     )
 
 

@@ -208,16 +208,16 @@ async def _counted(error: ContextOverflowError, model: Model, asked: Asked) -> C
     """The error with all tokens of the prompt, which is read as far as the context goes: agents shorten it by
     what there is too much.
     """
-    if asked.suffix is not None:
-        return error
     count = await asyncio.to_thread(_all_tokens, model, asked)
     return ContextOverflowError(error.for_command_line, count, error.limit)
 
 
 def _all_tokens(model: Model, asked: Asked) -> int:
-    """Number of tokens of a prompt without a suffix, however long it is."""
+    """Number of tokens of a prompt, with what stands behind the gap, however long it is."""
     if asked.messages is not None:
         return conversation_tokens(model, asked.messages, _prompting(model, asked))
+    if isinstance(asked.prompt, str) and asked.suffix is not None:
+        return len(model.infill.prompt(model.tokenizer, asked.prompt, asked.suffix))
     if isinstance(asked.prompt, str):
         return len(model.tokenizer.encode(asked.prompt, special=True))
     return len(asked.prompt or ())

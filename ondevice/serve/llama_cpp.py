@@ -154,7 +154,7 @@ def settings(
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
         "repeat_penalty": sampling.repetition_penalty,
-        "repeat_last_n": -1,
+        "repeat_last_n": sampling.repeat_last_n,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "stop": list(sampling.stop),

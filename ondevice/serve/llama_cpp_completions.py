@@ -25,6 +25,7 @@ from ondevice.serve.asked import (
     Asked,
     chosen,
     take_penalties,
+    take_repeat_last_n,
     take_top_p,
 )
 from ondevice.serve.errors import RequestError
@@ -302,16 +303,13 @@ def _take_options(fields: Fields, loaded: LoadedModel) -> dict[str, Any]:
         "top_p": take_top_p(fields),
         "min_p": fields.number("min_p", 0.0, 1.0),
         "repetition_penalty": fields.number("repeat_penalty", 1e-3, 100.0),
+        "repeat_last_n": take_repeat_last_n(fields),
         "seed": None if seed in (None, -1, RANDOM_SEED) else seed % SEEDS,
         "stop": _take_stop(fields),
         "constraint": take_schema(fields, "json_schema"),
         "logit_bias": _take_biases(fields, loaded),
     }
-    options |= (penalties := take_penalties(fields))
-    if options["repetition_penalty"] in (None, 1.0) and not any(penalties.values()):
-        fields.ignore("repeat_last_n")
-    # This server's default, which clients send along, is taken as if it were left out.
-    fields.neutral("repeat_last_n", -1, 64, why="penalties count the whole text")
+    options |= take_penalties(fields)
     if most := fields.integer("n_probs", 0, MOST_LOGPROBS):
         options["top_logprobs"] = most
     return chosen(options)
@@ -376,17 +374,16 @@ def _prompt_ids(fields: Fields, prompt: Any, loaded: LoadedModel) -> list[int]:
     parts = prompt if isinstance(prompt, list) else [prompt]
     if not parts or not all(isinstance(part, str) or is_id(part, loaded) for part in parts):
         fields.refuse("prompt", f"must be a text, token ids, or a list of both; {ids_of(loaded.facts)}")
-    tokenizer, most = loaded.model.tokenizer, loaded.model.plan.max_context
+    # All of it, however long: an answer that refuses it tells how many tokens there are.
+    tokenizer = loaded.model.tokenizer
     ids: list[int] = []
     for index, part in enumerate(parts):
         if isinstance(part, int):
             ids.append(part)
         elif index == 0:
-            ids += tokenizer.encode(part, special=True, most=most)
+            ids += tokenizer.encode(part, special=True)
         else:
-            ids += tokenizer.encode(part, add_bos=False, special=True, at_start=False, most=most)
-        if len(ids) > most:
-            break
+            ids += tokenizer.encode(part, add_bos=False, special=True, at_start=False)
     return ids
 
 
@@ -404,7 +401,11 @@ def _take_gap(fields: Fields, loaded: LoadedModel, most_tokens: int) -> tuple[in
     model, context = loaded.model, loaded.model.plan.max_context
     reserved = min(max(most_tokens, 0), context // 2)
     try:
-        return tuple(model.infill.prompt(model.tokenizer, prefix, suffix, files, context, reserved))
+        ids = model.infill.prompt(model.tokenizer, prefix, suffix, files, context, reserved)
+        if len(ids) > context:
+            # To their ends: the answer tells how many tokens there are.
+            ids = model.infill.prompt(model.tokenizer, prefix, suffix)
+        return tuple(ids)
     except InfillNotSupportedError as error:
         raise RequestError(501, error.for_command_line, code="unsupported_parameter") from error
 

@@ -29,6 +29,7 @@ from ondevice.serve.asked import (
     Asked,
     chosen,
     take_penalties,
+    take_repeat_last_n,
     take_seed,
     take_temperature,
     take_top_k,
@@ -145,7 +146,7 @@ async def _chat(service: Service, request: Request) -> Response:
     model = service.models.find(fields.text("model"))
     given = [_message(each) for each in fields.objects("messages")]
     messages = checked_messages(fields, "messages", given)
-    options, context = _take_options(fields, model.sampling.repetition_penalty)
+    options, context = _take_options(fields)
     if constraint := take_ollama_format(fields):
         options["constraint"] = constraint
     stream, think = fields.boolean("stream", True), _take_think(fields, model)
@@ -166,7 +167,7 @@ async def _generate(service: Service, request: Request) -> Response:
     raw = fields.boolean("raw")
     suffix = fields.text("suffix") or None
     plain = raw or suffix is not None
-    options, context = _take_options(fields, 1.0 if plain else model.sampling.repetition_penalty)
+    options, context = _take_options(fields)
     if constraint := take_ollama_format(fields):
         options["constraint"] = constraint
     stream, think = fields.boolean("stream", True), _take_think(fields, model)
@@ -297,34 +298,27 @@ def _message(fields: Fields) -> dict[str, Any]:
     return found
 
 
-def _take_options(fields: Fields, usual_penalty: float) -> tuple[dict[str, Any], int]:
-    """Options of SamplingConfig from `options`, and the tokens of context that it asks for.
-
-    usual_penalty: the repetition penalty without one there.
-    """
+def _take_options(fields: Fields) -> tuple[dict[str, Any], int]:
+    """Options of SamplingConfig from `options`, and the tokens of context that it asks for."""
     given = fields.object("options")
     if given is None:
         return {}, 0
-    most, penalties = given.integer("num_predict", -2, MAX_TOKENS), take_penalties(given)
+    most = given.integer("num_predict", -2, MAX_TOKENS)
     options: dict[str, Any] = {
         "temperature": take_temperature(given, 100.0),
         "top_p": take_top_p(given),
         "top_k": take_top_k(given),
         "min_p": given.number("min_p", 0.0, 1.0),
         "repetition_penalty": given.number("repeat_penalty", 1e-3, 100.0),
+        "repeat_last_n": take_repeat_last_n(given),
         "seed": take_seed(given),
         "stop": given.strings("stop", MAX_STOPS, MAX_STOP_CHARS),
         "max_tokens": None if most is None or most < 0 else most,
-        **penalties,
+        **take_penalties(given),
     }
     given.neutral("mirostat", 0, 0.0)
     for name in ("tfs_z", "typical_p"):
         given.neutral(name, 1, 1.0)
-    penalty = options["repetition_penalty"]
-    if (usual_penalty if penalty is None else penalty) == 1.0 and not any(penalties.values()):
-        given.ignore("repeat_last_n")
-    # Ollama's default, which clients send along, is taken as if it were left out.
-    given.neutral("repeat_last_n", -1, 64, why="penalties count the whole text")
     given.neutral("penalize_newline", True)
     given.ignore("mirostat_tau", "mirostat_eta", *SPEED_OPTIONS)
     context = given.integer("num_ctx", 0, MAX_TOKENS) or 0

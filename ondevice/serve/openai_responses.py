@@ -39,8 +39,6 @@ from ondevice.serve.openai_common import CONSTRAINTS, IGNORED
 from ondevice.serve.openai_input import NO_STATE, Namespaces, echoed_tools, take_input
 from ondevice.serve.streaming import Dialect, Reading, comment, sse, streamed
 from ondevice.serve.tools import (
-    AUTO,
-    NONE,
     CallStep,
     CallSteps,
     checked_messages,
@@ -159,6 +157,7 @@ def _take_prompting(
     fields: Fields, model: ModelFacts, namespaces: Namespaces
 ) -> tuple[PromptOptions, dict[str, Any]]:
     """Tools, and how much to think; and what the response repeats of that."""
+    shown = fields.peek("tool_choice") or "auto"
     tools, choice = take_tools(fields, namespaces.read), take_choice(fields, flat_name)
     parallel = fields.boolean("parallel_tool_calls", True)
     reasoning, effort = fields.object("reasoning"), None
@@ -167,11 +166,10 @@ def _take_prompting(
         # Thinking is told whole, whatever summary of it is wanted.
         reasoning.ignore("summary", "generate_summary")
         reasoning.close()
-    words = {AUTO: "auto", NONE: "none"}
     echoed = {
         "parallel_tool_calls": parallel,
         "reasoning": {"effort": "none" if effort is False else effort, "summary": None},
-        "tool_choice": words.get(choice, "required"),
+        "tool_choice": shown,
         "tools": echoed_tools([tool.to_dict() for tool in tools.tools], namespaces),
     }
     return replace(chosen_tools(fields, tools, choice, parallel), think=effort), echoed

@@ -106,9 +106,12 @@ def _tools(tool: Schema) -> Schema:
     return _list(tool, most=MAX_TOOLS)
 
 
-def _choice(function: Schema) -> Schema:
-    """OpenAI's `tool_choice`."""
-    return _any(function, _word("auto", "none", "required"))
+def _choice(function: Schema, allowed: str = "") -> Schema:
+    """OpenAI's `tool_choice`. allowed: the field that has what is chosen from some of the tools."""
+    some = {"mode": _word("auto", "required"), "tools": _tools(function)}
+    nested = {allowed: _object("mode tools", **some)} if allowed else some
+    several = _object(f"type {' '.join(nested)}", type=_word("allowed_tools"), **nested)
+    return _any(several, function, _word("auto", "none", "required"))
 
 
 NESTED_TOOL = _object("function", function=_object("name", **DEFINITION), **FUNCTION)
@@ -118,11 +121,13 @@ SCHEMA_FIELDS = {"name": TEXT, "description": TEXT, "strict": FLAG, "schema": AN
 PLAIN_FORMAT = _object("type", type=_word("text", "json_object"))
 TEXT_FORMAT = _any(_object("type schema", type=_word("json_schema"), **SCHEMA_FIELDS), PLAIN_FORMAT)
 PENALTIES = dict.fromkeys(("frequency_penalty", "presence_penalty"), _number(-MOST_PENALTY, MOST_PENALTY))
+REPEAT_LAST_N = _integer(-1, MAX_TOKENS)
 OPENAI = _sampling(2.0) | {
     "top_k": TOP_K,
     "min_p": _number(0.0, 1.0),
     "repetition_penalty": _number(1e-3, 100.0),
     "repeat_penalty": _number(1e-3, 100.0),
+    "repeat_last_n": REPEAT_LAST_N,
     **PENALTIES,
     "seed": SEED,
     "stop": STOP,
@@ -152,7 +157,9 @@ CHAT = OPENAI | {
     "logprobs": FLAG,
     "top_logprobs": _integer(0, MOST_LOGPROBS),
     "tools": _tools(NESTED_TOOL),
-    "tool_choice": _choice(_object("type function", function=_object("name", name=NAME), **FUNCTION)),
+    "tool_choice": _choice(
+        _object("type function", function=_object("name", name=NAME), **FUNCTION), "allowed_tools"
+    ),
     "parallel_tool_calls": FLAG,
     "response_format": _any(
         _object(
@@ -242,6 +249,7 @@ OLLAMA: dict[str, Schema] = {
         top_k=TOP_K,
         min_p=_number(0.0, 1.0),
         repeat_penalty=_number(1e-3, 100.0),
+        repeat_last_n=REPEAT_LAST_N,
         num_ctx=_integer(0, MAX_TOKENS),
         **PENALTIES,
         seed=SEED,
@@ -262,6 +270,7 @@ LLAMA_CPP = {
     "top_p": _number(0.0, 1.0),
     "min_p": _number(0.0, 1.0),
     "repeat_penalty": _number(1e-3, 100.0),
+    "repeat_last_n": REPEAT_LAST_N,
     **PENALTIES,
     "seed": SEED,
     "stop": STOP,

@@ -123,7 +123,7 @@ def facts_of(
     plan: under the options that need the least. planned_context: tokens of a text; 0: those of `plan`.
     """
     try:
-        fills_gaps = bool(InfillTokens.of(tokenizer))
+        fills_gaps = bool(bundle.manifest.tokenizer.infill or InfillTokens.of(tokenizer))
     except InfillNotSupportedError:
         fills_gaps = False
     manifest = bundle.manifest

@@ -18,11 +18,15 @@ from ondevice.serve.models import ModelFacts
 
 @dataclass(frozen=True)
 class Choice:
-    """What a request says of calling tools: whether one may be called, or must be, and of which name."""
+    """What a request says of calling tools: whether one may be called, or must be, and of which names.
+
+    names: None: of any. several: whether several calls may come.
+    """
 
     may: bool = True
     must: bool = False
-    name: str | None = None
+    names: tuple[str, ...] | None = None
+    several: bool = True
 
 
 AUTO, NONE, REQUIRED = Choice(), Choice(may=False), Choice(must=True)
@@ -129,11 +133,30 @@ def take_choice(fields: Fields, named: Callable[[Fields], str]) -> Choice:
         return words[value]
     given = fields.inner(value, "tool_choice")
     kind = given.required_text("type")
-    if kind != "function":
-        given.refuse("type", f"is {kind[:40]!r}; it must be function")
-    choice = Choice(must=True, name=named(given))
+    if kind not in ("function", "allowed_tools"):
+        given.refuse("type", f"is {kind[:40]!r}; it must be function or allowed_tools")
+    if kind == "function":
+        # OpenAI's documents: exactly one call.
+        choice = Choice(must=True, names=(named(given),), several=False)
+    else:
+        choice = _take_allowed(given, named)
     given.close()
     return choice
+
+
+def _take_allowed(given: Fields, named: Callable[[Fields], str]) -> Choice:
+    """The choice among some of the tools. Chats have it one level deeper than responses."""
+    allowed = given.object("allowed_tools") or given
+    mode = allowed.required_text("mode")
+    if mode not in ("auto", "required"):
+        allowed.refuse("mode", f"is {mode[:40]!r}; it must be auto or required")
+    names = []
+    for each in allowed.objects("tools"):
+        if is_of(each, "function"):
+            names.append(named(each))
+            each.close()
+    allowed.close()
+    return Choice(must=mode == "required", names=tuple(names))
 
 
 def nested_name(fields: Fields) -> str:
@@ -152,18 +175,22 @@ def flat_name(fields: Fields) -> str:
 
 
 def chosen_tools(fields: Fields, given: PromptOptions, choice: Choice, parallel: bool) -> PromptOptions:
-    """What a prompt is made with: the tools, if any may be called. Raises RequestError."""
-    if choice.must and not given.tools:
+    """What a prompt is made with: the tools, if any may be called. Raises RequestError.
+
+    Where a call must come, tools that can't be called stay in the prompt, which other choices then share.
+    """
+    known = tuple(tool.name for tool in given.tools)
+    names = known if choice.names is None else choice.names
+    if choice.must and not names:
         fields.refuse("tool_choice", "asks for a call, and there are no tools")
-    if choice.name is not None and choice.name not in [tool.name for tool in given.tools]:
-        fields.refuse("tool_choice", f"names {choice.name[:80]!r}, which is none of the tools")
-    names = tuple(tool.name for tool in given.tools) if choice.name is None else (choice.name,)
-    return replace(
-        given,
-        tools=given.tools if choice.may else (),
-        parallel_calls=parallel,
-        must_call=names if choice.must else (),
-    )
+    other = next((name for name in names if name not in known), None)
+    if other is not None:
+        fields.refuse("tool_choice", f"names {other[:80]!r}, which is none of the tools")
+    parallel = parallel and choice.several
+    if choice.must:
+        return replace(given, parallel_calls=parallel, must_call=tuple(dict.fromkeys(names)))
+    tools = tuple(tool for tool in given.tools if choice.may and tool.name in names)
+    return replace(given, tools=tools, parallel_calls=parallel)
 
 
 @dataclass(frozen=True)

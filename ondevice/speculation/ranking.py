@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ondevice.backends.base import Float32
 from ondevice.config import SamplingConfig
 from ondevice.kernels import _native
-from ondevice.sampling import count_penalties, near_noise, seed_of
+from ondevice.sampling import count_penalties, near_noise, penalised_ids, seed_of
 from ondevice.speculation.drafter import AcceptanceRate
 
 MAX_CANDIDATES = 8
@@ -91,12 +91,13 @@ class Ranking:
         scores = logits[ids]
         ids = self._ids(ids)
         if penalised:
-            known = np.asarray(history, dtype=np.int64)
+            newest, prompt_tokens = penalised_ids(sampling, history, self._prompt_tokens)
+            known = np.asarray(newest, dtype=np.int64)
             seen = np.isin(ids, known)
             penalty = np.float32(sampling.repetition_penalty)
             scores[seen] = np.where(scores[seen] < 0, scores[seen] * penalty, scores[seen] / penalty)
             if sampling.counts_tokens:
-                counted, amounts = count_penalties(sampling, known[self._prompt_tokens :])
+                counted, amounts = count_penalties(sampling, known[prompt_tokens:])
                 _, at, of = np.intersect1d(ids, counted, assume_unique=True, return_indices=True)
                 scores[at] -= amounts[of]
         if sampling.temperature:

@@ -6,7 +6,7 @@ is elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,6 +76,11 @@ _FAMILIES = (
     # Codestral.
     _Names("[PREFIX]", "[SUFFIX]", "", ends=("[MIDDLE]",)),
 )
+
+
+def has_known_marks(names: Container[str]) -> bool:
+    """Whether the names of a vocabulary's tokens have all marks of a family that is known."""
+    return any(all(name in names for name in family.marks) for family in _FAMILIES)
 
 
 class _Encoder(Protocol):

@@ -359,6 +359,30 @@ def test_count_penalties_come_after_the_repetition_penalty_and_before_bias_and_m
     assert sample(logits, config, 4, history, allowed, prompt_tokens=1) == 1
 
 
+@pytest.mark.parametrize("last", [-1, 0, 1, 3, 5, 9])
+def test_penalties_look_at_the_newest_tokens_alone(last: int) -> None:
+    """As they look at a history that has no others."""
+    logits, history, prompt_tokens = random_logits(8, 3), [1, 1, 2, 3, 3, 3, 4], 4
+    penalties = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": 0.25}
+    found = process_logits(
+        logits,
+        SamplingConfig(temperature=1.0, repeat_last_n=last, **penalties),  # type: ignore[arg-type]
+        history,
+        prompt_tokens=prompt_tokens,
+    )
+    seen = len(history) if last < 0 else min(last, len(history))
+    expected = process_logits(
+        logits,
+        SamplingConfig(temperature=1.0, **penalties),  # type: ignore[arg-type]
+        history[len(history) - seen :],
+        prompt_tokens=max(0, prompt_tokens - len(history) + seen),
+    )
+    assert found.scores.tolist() == expected.scores.tolist()
+    assert (found.scores == logits).all() == (last == 0)
+    with pytest.raises(UsageError, match="repeat_last_n is -2; it must be 0"):
+        SamplingConfig(repeat_last_n=-2)
+
+
 @pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty"])
 def test_count_penalties_lie_between_minus_2_and_2(name: str) -> None:
     for value in (-2, 2.0):

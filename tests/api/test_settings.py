@@ -40,6 +40,7 @@ def test_every_option_has_the_default_of_its_dataclass() -> None:
         "constraint",
         "end_tokens",
         "logit_bias",
+        "repeat_last_n",
         "top_logprobs",
     }
 

@@ -74,12 +74,14 @@ def _opencode(url: str, model: str, context: int, task: str) -> Start:
 
 def _qwen(url: str, model: str, context: int, task: str) -> Start:
     environment = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "none", "OPENAI_MODEL": model}
+    # It leaves a stream that has told it nothing but comments for 250 s.
+    generation = {"samplingParams": {"max_tokens": MOST_TOKENS}, "streamIdleTimeoutMs": 3_600_000}
     settings = {
         "security": {"auth": {"selectedType": "openai"}},
         "privacy": {"usageStatisticsEnabled": False},
         "telemetry": {"enabled": False},
         "general": {"enableAutoUpdate": False},
-        "model": {"name": model, "generationConfig": {"samplingParams": {"max_tokens": MOST_TOKENS}}},
+        "model": {"name": model, "generationConfig": generation},
     }
     files = {".qwen/settings.json": json.dumps(settings)}
     flags = ("--yolo", "--output-format", "stream-json", "--auth-type", "openai")

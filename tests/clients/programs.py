@@ -129,10 +129,10 @@ def start(program: Program, how: Start, folder: Path) -> subprocess.Popen[str]:
         )
 
 
-def start_chat(name: str, folder: Path, url: str, model: str) -> subprocess.Popen[str]:
-    """A client of `chats.py` at work in `folder`, which holds nothing but this."""
+def start_chat(name: str, folder: Path, url: str, model: str, *features: str) -> subprocess.Popen[str]:
+    """A client of `chats.py` at work on its features in `folder`, which holds nothing but this."""
     (folder / "workplace").mkdir(parents=True)
-    arguments = (str(Path(__file__).with_name("chats.py")), name, url, model)
+    arguments = (str(Path(__file__).with_name("chats.py")), name, url, model, *features)
     return start(PROGRAMS[name], Start(arguments, {}, {}), folder)
 
 

@@ -24,6 +24,8 @@ from tests.clients.recorder import MODEL, Recorder
 from tests.clients.rewriting import RECORDED, Rewriter, written
 
 SECONDS = 120
+ASKED = ("answer", "streamed")
+"""Features of clients that are recorded."""
 KNOWN_NAME = "claude-sonnet-4-5"
 """Claude Code sends twice as much to a model whose name it knows."""
 
@@ -40,7 +42,8 @@ def record(name: str, model: str, recorded: str) -> int:
             if name in AGENTS:
                 process = start_agent(name, folder, url, model, 32768)
             else:
-                process = start_chat(name, folder, url, model)
+                features = [each for each in ASKED if each in CHATS[name].features]
+                process = start_chat(name, folder, url, model, *features)
             try:
                 return process.wait(SECONDS)
             except subprocess.TimeoutExpired:

@@ -4,12 +4,18 @@ Every field, type, name, role and order stays. A sentence of a prompt or a descr
 becomes `{"$filler": [NUMBER, LENGTH]}`, and `expanded` makes a text of that many characters of it again:
 equal texts of one program have one number, so that what a second request shares with the first one
 stays shared.
+
+    python -m tests.clients.rewriting FILE [NUMBER]
+
+prints a recorded request with those texts, as `ondevice serve --warm` takes it; of several in a file, the
+first, or the one of that number from 0.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +158,7 @@ def written(value: Any, depth: int = 0) -> str:
         parts = [f"{json.dumps(name)}: {written(each, depth + 1)}" for name, each in value.items()]
         return "{" + pad + ("," + pad).join(parts) + pad[:-1] + "}"
     return "[" + pad + ("," + pad).join(written(each, depth + 1) for each in value) + pad[:-1] + "]"
+
+
+if __name__ == "__main__":
+    print(json.dumps(load_requests(Path(sys.argv[1]))[int(*sys.argv[2:3])]))

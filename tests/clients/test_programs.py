@@ -1,7 +1,7 @@
 """The real programs against a real server: `make test-clients`.
 
 AGENT_MODEL of the environment is the model of agents. What each of them did is a line of
-build/clients/results.jsonl.
+build/clients/results.jsonl, of which `python -m tests.clients.results` makes the tables of docs/serve.md.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ import ondevice
 from tests.clients.agents import AGENTS, start_agent
 from tests.clients.chats import CHATS
 from tests.clients.process import Served, served
-from tests.clients.programs import FOLDER, PROGRAMS, start_chat
+from tests.clients.programs import PROGRAMS, start_chat
 from tests.clients.relay import Exchange, relaying
+from tests.clients.results import is_right, tell
 from tests.clients.rewriting import RECORDED, load_requests
 from tests.clients.shapes import READERS, Reply, read_answer
 from tests.support.real_models import real_model
@@ -57,9 +58,10 @@ def agents_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """SmolLM2 with its own context."""
+    """SmolLM2 with its own context, for one text at a time, so that a second one has to wait."""
     folder = tmp_path_factory.mktemp("chats")
-    with served(converted(CHAT_MODEL, folder), folder / "log.jsonl", "--dram-budget", "1GB") as running:
+    options = ("--dram-budget", "1GB", "--parallel", 1)
+    with served(converted(CHAT_MODEL, folder), folder / "log.jsonl", *options) as running:
         yield running
 
 
@@ -80,18 +82,17 @@ def finished(process: subprocess.Popen[str], seconds: float) -> int:
 
 
 def replies(exchanges: list[Exchange]) -> list[Reply]:
-    """The replies of all generations, each of which the server ended as its dialect has it."""
+    """The replies of all generations, each of which the server ended as its dialect has it.
+
+    What a program left and asked again is told by its last request.
+    """
     asked = [each for each in exchanges if each.path.partition("?")[0] in READERS]
+    again = [any(later.asked == each.asked for later in asked[at:]) for at, each in enumerate(asked, 1)]
+    asked = [each for each, is_left in zip(asked, again, strict=True) if each.complete or not is_left]
     for each in asked:
         assert each.status == 200, each.body.decode(errors="replace")[:500]
         assert each.complete
     return [read_answer(each.path, each.body, each.streamed) for each in asked]
-
-
-def tell(**facts: Any) -> None:
-    """Add a line to the results."""
-    with (FOLDER / "results.jsonl").open("a") as file:
-        file.write(json.dumps(facts) + "\n")
 
 
 @pytest.mark.parametrize("name", AGENTS)
@@ -192,16 +193,32 @@ def begun_anew(value: Any, words: str) -> Any:
     return [first, *value[1:]]
 
 
-@pytest.mark.parametrize("name", CHATS)
-def test_a_client_chats(name: str, chat_server: Served, tmp_path: Path) -> None:
-    """It gets answers of the model, the same ones whole and streamed."""
+FEATURES = [(name, feature) for name, client in CHATS.items() for feature in client.features]
+
+
+@pytest.mark.parametrize(("name", "feature"), FEATURES, ids=map("-".join, FEATURES))
+def test_a_client_has_a_feature(name: str, feature: str, chat_server: Served, tmp_path: Path) -> None:
+    """In every dialect that it speaks, by its API for it. What is streamed is the answer that isn't."""
     installed(name)
-    process = start_chat(name, tmp_path / "run", chat_server.url, CHAT_MODEL)
-    code = finished(process, 300)
+    client, begun = CHATS[name], time.monotonic()
+    with relaying(chat_server.url) as relay:
+        process = start_chat(name, tmp_path / "run", relay.url, CHAT_MODEL, feature)
+        code = finished(process, 300)
+        exchanges = relay.exchanges()
     transcript = (tmp_path / "run" / "transcript.txt").read_text()
-    assert code == 0, transcript[-2000:]
-    answers = json.loads(transcript.splitlines()[-1])
-    tell(client=name, version=PROGRAMS[name].version, model=CHAT_MODEL, answers=answers)
-    assert all("Paris" in text for text in answers.values()), answers
-    for way, text in answers.items():
-        assert text == answers.get(f"{way}, streamed", text)
+    outcomes = json.loads(transcript.splitlines()[-1])[feature] if code == 0 else {}
+    wrong = [dialect for dialect, it in outcomes.items() if not is_right(client, feature, dialect, it)]
+    unpinged = feature == "pings" and sum(map(is_pinged, exchanges)) < len(outcomes)
+    passed = code == 0 and not wrong and not unpinged
+    seconds = round(time.monotonic() - begun, 1)
+    facts = {"version": PROGRAMS[name].version, "model": CHAT_MODEL, "outcomes": outcomes}
+    tell(client=name, feature=feature, passed=passed, seconds=seconds, **facts)
+    assert passed, (wrong, unpinged, outcomes, transcript[-2000:])
+
+
+def is_pinged(exchange: Exchange) -> bool:
+    """Whether a stream said that the server was at work before it had anything to tell."""
+    if exchange.path.startswith("/api/"):
+        first = json.loads(next(iter(exchange.body.splitlines()), b"{}"))
+        return first.get("done") is False and not first.get("message", first).get("content")
+    return b": working" in exchange.body or b"event: ping" in exchange.body

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +14,12 @@ import pytest
 pytest.importorskip("starlette")
 
 from ondevice.api import load
+from ondevice.serve.warm import read_warm
 from tests.clients.rewriting import FILLER, HEAD, RECORDED, load_requests
 from tests.clients.shapes import READERS, read_answer
 from tests.support.bundles import convert_bundle, write_chat_checkpoint
 from tests.support.chat_templates import TOOLS
+from tests.support.paths import ROOT
 from tests.support.scripted_replies import Script
 from tests.support.serving import Serving, serving
 
@@ -152,6 +157,18 @@ def test_what_programs_look_up_is_there(recorded: Serving, name: str) -> None:
     got = recorded.request(request["method"], request["path"], body)
     assert got.status == 200
     assert got.json
+
+
+def test_a_recorded_request_can_be_warmed(recorded: Serving, tmp_path: Path) -> None:
+    """As `python -m tests.clients.rewriting` prints it."""
+    command = [sys.executable, "-m", "tests.clients.rewriting", str(RECORDED / "claude-code-2.json")]
+    file = tmp_path / "request.json"
+    file.write_bytes(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
+    request, posted = read_warm(str(file)), POSTED["claude-code-2"]
+    assert request.path == posted["path"].partition("?")[0]
+    assert request.body == posted["body"] | {"stream": False}
+    counted = recorded.post(f"{request.path}/count_tokens", request.body | {"model": "recorded"})
+    assert counted.json["input_tokens"] > 10_000
 
 
 def test_every_recorded_text_is_filler_or_our_own() -> None:

@@ -9,7 +9,9 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from ondevice.converters.checkpoints.end_tokens import ENDS, FILE_ENDS, MIDDLE_MARKS, PLAIN_ENDS
+from ondevice.errors import CheckpointError
 from ondevice.tokenizer import Tokenizer
+from ondevice.tokenizer.infill import InfillTokens
 from tests.converters.test_gguf_tokenizer import header, loaded, read
 from tests.support.llama_cpp_vocab import llama_cpp_vocab, write_vocab
 
@@ -98,6 +100,29 @@ def test_marks_around_a_middle_steer_whatever_their_type(tmp_path: Path, name: s
 def test_a_token_that_a_key_names_ends_a_turn(tmp_path: Path, key: str) -> None:
     made = byte_level(("<mark>", NORMAL), **{f"{key}_token_id": 257})
     assert 257 in opened(made, tmp_path)[1]
+
+
+MARKS = {"fim_pre": "<a>", "fim_suf": "<b>", "fim_mid": "<c>", "fim_rep": "<d>", "fim_sep": "<e>"}
+
+
+def test_marks_of_a_middle_may_be_named_by_keys(tmp_path: Path) -> None:
+    keys = {f"{key}_token_id": 257 + at for at, key in enumerate((*MARKS, "fim_pad"))}
+    made = byte_level(*((name, NORMAL) for name in (*MARKS.values(), "<f>")), **keys)
+    rows = len(made["tokens"])
+    found = read(header(**made), tmp_path, rows)
+    marks = found.info.infill
+    assert marks == InfillTokens(257, 258, 259, 260, 261, tuple(range(257, 263)))
+    mine = loaded(found, rows)
+    assert marks.prompt(mine, "he", "<c>")[:3] == [257, 256, 258]
+    assert 259 not in mine.encode("<c>")
+    del made["fim_mid_token_id"]
+    assert read(header(**made), tmp_path, rows).info.infill is None
+    # Known names tell more than keys do: Codestral's suffix comes first.
+    known = byte_level(("[PREFIX]", CONTROL), ("[SUFFIX]", CONTROL), ("[MIDDLE]", CONTROL))
+    known |= {"fim_pre_token_id": 257, "fim_suf_token_id": 258, "fim_mid_token_id": 259}
+    assert read(header(**known), tmp_path, rows).info.infill is None
+    with pytest.raises(CheckpointError, match="fim_suf_token_id"):
+        read(header(**made | {"fim_suf_token_id": 10**6}), tmp_path, rows)
 
 
 def test_byte_level_types_are_like_llama_cpps(tmp_path: Path) -> None:

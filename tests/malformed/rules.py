@@ -75,6 +75,7 @@ CONV = {"channels": 16, "taps": 3}
 EXPERTS: dict[str, Any] = {
     "count": 4, "chosen": 2, "neurons": 8, "scoring": "softmax", "renormalised": False, "factor": 1.0,
 }  # fmt: skip
+INFILL = {"prefix": 1, "suffix": 2, "repository": None, "file": None, "ends": [1, 2]}
 NEURON_COUNT = (*LAYER, "feed_forward", "neurons")
 FREQUENCIES = ("model", "ropes", 0, "frequencies")
 
@@ -462,6 +463,13 @@ RULES = (
     Rule("bos outside the vocabulary", put("tokenizer", "bos_id", value=64), "tokenizer.bos_id"),
     Rule("eos outside the vocabulary", put("tokenizer", "eos_ids", value=[2, 64]), "tokenizer.eos_ids"),
     Rule("too many eos", put("tokenizer", "eos_ids", value=[2] * 65), "tokenizer.eos_ids"),
+    Rule("infill without middle", put("tokenizer", "infill", value=INFILL), "infill lacks 'middle'"),
+    Rule(
+        "infill outside the vocabulary",
+        put("tokenizer", "infill", value=INFILL | {"middle": 64}),
+        "infill.middle",
+    ),
+    Rule("infill key", put("tokenizer", "infill", value=INFILL | {"middle": 3, "x": 1}), "unknown key 'x'"),
     Rule("add_bos without bos", put("tokenizer", "bos_id", value=None), "no bos_id"),
     Rule("generation key", put("generation", "num_beams", value=4), "unknown key 'num_beams'"),
     Rule("temperature", put("generation", "temperature", value=-1.0), "generation.temperature"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -166,7 +167,7 @@ def test_what_changes_nothing_is_taken_and_what_would_is_refused(
     server: Serving, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = complete(server, "Once")["content"]
-    neutral = {"mirostat": 0, "typical_p": 1.0, "dry_multiplier": 0.0, "dry_base": 1.75, "repeat_last_n": 64}
+    neutral = {"mirostat": 0, "typical_p": 1.0, "dry_multiplier": 0.0, "dry_base": 1.75, "repeat_last_n": 9}
     unknown = {"t_max_predict_ms": 500, "samplers": ["top_k", "infill"], "cache_prompt": True, "id_slot": -1}
     with caplog.at_level(logging.INFO, "ondevice.serve"):
         assert complete(server, "Once", **neutral, **unknown, seed=-1)["content"] == expected
@@ -180,7 +181,24 @@ def test_what_changes_nothing_is_taken_and_what_would_is_refused(
     long = server.post("/completion", {"prompt": "x" * 300}).json["error"]
     most = server.model.plan.max_context
     assert (long["type"], long["n_ctx"]) == ("exceed_context_size_error", most)
-    assert long["n_prompt_tokens"] > most
+    assert long["n_prompt_tokens"] == 301
+
+
+def test_texts_beyond_the_context_are_told_with_all_of_their_tokens(server: Serving) -> None:
+    prefix, suffix = "a long text " * 4000, "b" * 5000
+    count = len(prefix) + len(suffix)
+    for path, body in (
+        ("/completion", {"prompt": [prefix, 65, suffix]}),
+        ("/infill", {"input_prefix": prefix, "input_suffix": suffix, "input_extra": [{"text": "x" * 999}]}),
+        ("/v1/completions", {"prompt": prefix, "suffix": suffix}),
+        ("/v1/completions", {"prompt": prefix, "suffix": suffix, "stream": True}),
+        ("/api/generate", {"prompt": prefix, "suffix": suffix}),
+    ):
+        answer = server.post(path, body)
+        assert answer.status == 400, path
+        # With BOS, and the three marks or the id between them.
+        tokens = count + 2 if path == "/completion" else count + 4
+        assert re.search(rf"\b{tokens} tokens", answer.body.decode()), (path, answer.body)
 
 
 @pytest.mark.parametrize("prompt", [[], [[]], [1.5], [-1], [10**9], None, {}, [["a", True]], ["a"] * 65])

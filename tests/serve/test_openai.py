@@ -376,7 +376,7 @@ def test_a_prompt_beyond_the_context_says_so(server: Serving, client: Any) -> No
     count = len(model.chat_template.encode(long, model.tokenizer))
     assert caught.value.body["message"] == (
         f"This model's maximum context length is {model.plan.max_context} tokens. However, your messages "
-        f"resulted in {count} tokens. Please reduce the length of the messages."
+        f"resulted in {count} tokens. Please reduce the length of the messages. (context_length_exceeded)"
     )
 
 

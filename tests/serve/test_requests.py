@@ -536,8 +536,22 @@ def test_penalties_are_the_engine_s(server: Serving) -> None:
     got = server.post("/completion", raw).json
     assert got["content"] == server.model.generate("Hello", **options).text
     assert got["generation_settings"]["frequency_penalty"] == 1.5
-    refused = server.post("/api/chat", body | {"options": ollama | {"repeat_last_n": 9}})
-    assert refused.json["error"].startswith("options.repeat_last_n")
+
+
+def test_penalties_look_at_as_many_tokens_as_the_request_says(server: Serving) -> None:
+    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "repetition_penalty": 1.5}
+    raw = server.model.generate("Hello", repeat_last_n=3, **options).text
+    assert raw != server.model.generate("Hello", **options).text
+    asked = {"repeat_penalty": 1.5, "repeat_last_n": 3}
+    got = server.post("/completion", {"prompt": "Hello", "n_predict": 24, **asked}).json
+    assert (got["content"], got["generation_settings"]["repeat_last_n"]) == (raw, 3)
+    ollama = {"temperature": 0, "num_predict": 24, **asked}
+    body: dict[str, Any] = {"prompt": "Hello", "raw": True, "stream": False, "options": ollama}
+    assert server.post("/api/generate", body).json["response"] == raw
+    completion = {"prompt": "Hello", "temperature": 0, "max_tokens": 24, **asked}
+    assert server.post("/v1/completions", completion).json["choices"][0]["text"] == raw
+    wrong = server.post("/v1/completions", completion | {"repeat_last_n": -2})
+    assert (wrong.status, wrong.json["error"]["param"]) == (400, "repeat_last_n")
 
 
 # --- Prompts beyond the context ---
@@ -557,9 +571,8 @@ def test_a_streamed_response_tells_an_overflow_as_an_event(server: Serving) -> N
     error = failed["response"]["error"]
     assert error["code"] == "context_length_exceeded"
     most = server.model.plan.max_context
-    assert error["message"].startswith(
-        f"This model's maximum context length is {most} tokens. However, your "
-    )
+    assert error["message"].startswith(f"This model's maximum context length is {most} tokens. However, ")
+    assert error["message"].endswith("(context_length_exceeded)")
     answer = server.post(RESPONSES, {"input": "a" * 5000})
     assert (answer.status, answer.json["error"]["code"]) == (400, "context_length_exceeded")
     assert (answer.json["error"]["message"], answer.json["error"]["param"]) == (error["message"], "input")

@@ -144,10 +144,46 @@ def test_what_may_be_called_is_the_request_s_choice(client: Any, say: Say) -> No
     assert unknown.message.content.startswith("I look.\n<tool_call>")
 
 
+def allowed(mode: str, *names: str, nested: bool = True) -> dict[str, Any]:
+    """The choice among some tools, as chats and as responses have it."""
+    tools = [named(name) if nested else {"type": "function", "name": name} for name in names]
+    some = {"mode": mode, "tools": tools}
+    return {"type": "allowed_tools"} | ({"allowed_tools": some} if nested else some)
+
+
+def test_some_of_the_tools_may_be_allowed(tooled: Serving, client: Any, say: Say) -> None:
+    script = say(calls(OSLO))
+    other = chat(client, tools=[FUNCTION, OTHER], tool_choice=allowed("auto", "now")).choices[0]
+    assert (other.finish_reason, other.message.content) == ("stop", calls(OSLO))
+    one = chat(client, tools=[FUNCTION, OTHER], tool_choice=allowed("auto", "weather")).choices[0]
+    assert [it.function.name for it in one.message.tool_calls] == ["weather"]
+    none = chat(client, tool_choice=allowed("auto")).choices[0]
+    assert none.message.content == calls(OSLO)
+    prompts = [prompt.partition("<|assistant|>")[0] for prompt in script.asked]
+    assert [("weather" in it, '"now"' in it) for it in prompts] == [
+        (False, True),
+        (True, False),
+        (False, False),
+    ]
+    flat = [{"type": "function"} | it["function"] for it in (FUNCTION, OTHER)]
+    choice = allowed("auto", "now", nested=False)
+    body = {"input": [USER], "tools": flat, "tool_choice": choice}
+    answer = tooled.post("/v1/responses", body).json
+    assert [it["type"] for it in answer["output"]] == ["message"]
+    assert answer["tool_choice"] == choice
+    web = {"mode": "auto", "tools": [{"type": "web_search"}, {"type": "function", "name": "weather"}]}
+    answer = tooled.post("/v1/responses", body | {"tool_choice": {"type": "allowed_tools"} | web}).json
+    assert [it["type"] for it in answer["output"]] == ["function_call"]
+
+
 @pytest.mark.parametrize(
     ("asked", "field"),
     [
         ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": allowed("never", "weather")}, "tool_choice.allowed_tools.mode"),
+        ({"tool_choice": allowed("auto", "none")}, "tool_choice"),
+        ({"tool_choice": allowed("required")}, "tool_choice"),
+        ({"tool_choice": {"type": "custom"}}, "tool_choice.type"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"tools": [FUNCTION, FUNCTION]}, "tools"),
@@ -378,8 +414,12 @@ EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
 NOW = {"type": "function", "function": {"name": "now", "parameters": EMPTY}}
 
 
-@pytest.mark.fast("required")
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "convert"}}])
+@pytest.mark.fast("some")
+@pytest.mark.parametrize(
+    "choice",
+    ["required", named("convert"), allowed("required", "convert")],
+    ids=["required", "one", "some"],
+)
 def test_a_call_that_must_come_obeys_its_schema(tooled: Serving, client: Any, choice: Any) -> None:
     """The model has random weights: nothing but the grammar makes it call."""
     pytest.importorskip("llguidance")
@@ -389,12 +429,14 @@ def test_a_call_that_must_come_obeys_its_schema(tooled: Serving, client: Any, ch
             client,
             tools=[CONVERT, NOW],
             tool_choice=choice,
-            parallel_tool_calls=False,
+            # A function that is named is called once anyway.
+            parallel_tool_calls=choice == named("convert"),
             seed=seed,
             temperature=1,
             max_tokens=400,
         ).choices[0]
         assert (got.finish_reason, got.message.content) == ("tool_calls", None)
+        assert len(got.message.tool_calls) == 1
         function = got.message.tool_calls[0].function
         arguments = json.loads(function.arguments)
         names.add(function.name)

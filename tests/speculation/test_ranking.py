@@ -39,8 +39,14 @@ def test_greedy_candidates_are_by_probability() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize(
     "penalties",
-    [{}, {"repetition_penalty": 1.4}, {"frequency_penalty": 1.5, "presence_penalty": 0.5}],
-    ids=["none", "repetition", "counts"],
+    [
+        {},
+        {"repetition_penalty": 1.4},
+        {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+        {"repetition_penalty": 1.4, "frequency_penalty": 1.5, "repeat_last_n": 2},
+        {"repetition_penalty": 1.4, "presence_penalty": 1.5, "repeat_last_n": 6},
+    ],
+    ids=["none", "repetition", "counts", "newest", "newest of the prompt"],
 )
 def test_equal_logits_rank_first_what_the_target_draws(
     temperature: float, penalties: dict[str, float]

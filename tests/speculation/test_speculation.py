@@ -42,7 +42,7 @@ from tests.support.scripted_drafts import STREAMS, draft_by, drafted
 SAMPLINGS: list[dict[str, Any]] = [
     {},
     {"repetition_penalty": 1.3},
-    {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+    {"frequency_penalty": 1.5, "presence_penalty": 0.5, "repeat_last_n": 9},
     *({"temperature": 0.9, "top_p": 0.9, "seed": seed} for seed in range(2)),
     {"temperature": 1.2, "repetition_penalty": 1.2, "frequency_penalty": -0.5, "seed": 7},
 ]
