@@ -31,7 +31,7 @@ Runner::Runner(int threads, const std::string& target)
 InputRows Runner::prepare(const float* x, int64_t x_stride, int64_t tokens, int64_t cols,
                           const RowFormat& format, const Norm& norm) {
   ++input_version_;
-  InputRows rows{tokens, {nullptr, nullptr, nullptr, nullptr, groups_of(cols), nullptr, nullptr}, nullptr};
+  InputRows rows{tokens, {nullptr, nullptr, nullptr, nullptr, groups_of(cols)}, nullptr};
   if (format.bits == 16)
     pad(x, x_stride, cols, norm, &rows);
   else
@@ -46,18 +46,16 @@ void Runner::quantize(const float* x, int64_t x_stride, int64_t cols, const RowF
   x_scales_.grow(static_cast<size_t>(n) * sizeof(float));
   x_sums_.grow(static_cast<size_t>(n) * sizeof(float));
   x_int_sums_.grow(static_cast<size_t>(n) * sizeof(int32_t));
-  QuantizedRows quantized{x_codes_.as<int8_t>(),
-                          x_scales_.as<float>(),
-                          x_sums_.as<float>(),
-                          x_int_sums_.as<int32_t>(),
-                          groups,
-                          nullptr,
-                          nullptr};
-  if (format.group != kGroup) {
-    x_half_sums_.grow(static_cast<size_t>(2 * n) * sizeof(float));
-    x_half_int_sums_.grow(static_cast<size_t>(2 * n) * sizeof(int32_t));
-    quantized.half_sums = x_half_sums_.as<float>();
-    quantized.half_int_sums = x_half_int_sums_.as<int32_t>();
+  QuantizedRows quantized{x_codes_.as<int8_t>(), x_scales_.as<float>(), x_sums_.as<float>(),
+                          x_int_sums_.as<int32_t>(), groups};
+  quantized.parts = format.scales();
+  if (quantized.parts > 1) {
+    x_part_int_sums_.grow(static_cast<size_t>(quantized.parts * n) * sizeof(int32_t));
+    quantized.part_int_sums = x_part_int_sums_.as<int32_t>();
+  }
+  if (quantized.parts == 2) {
+    x_part_sums_.grow(static_cast<size_t>(2 * n) * sizeof(float));
+    quantized.part_sums = x_part_sums_.as<float>();
   }
   rows->quantized = quantized;
   float* memory = norm.weight ? scratch(cols) : nullptr;
@@ -162,8 +160,8 @@ float* Runner::scratch(int64_t floats) {
 
 void Runner::trim() {
   ++input_version_;
-  for (MappedBuffer* buffer : {&x_codes_, &x_scales_, &x_sums_, &x_int_sums_, &x_half_sums_,
-                               &x_half_int_sums_, &x_padded_, &scratch_})
+  for (MappedBuffer* buffer : {&x_codes_, &x_scales_, &x_sums_, &x_int_sums_, &x_part_sums_,
+                               &x_part_int_sums_, &x_padded_, &scratch_})
     *buffer = MappedBuffer();
   feed_forward_.trim();
 }

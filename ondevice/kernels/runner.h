@@ -35,10 +35,10 @@ struct HeadTransform {
   Norm v_norm = {};
 };
 
-// Activations in the form that weights of 4 to 8 or of 16 bits are multiplied with.
+// Activations in the form that weights of 2 to 8 or of 16 bits are multiplied with.
 struct InputRows {
   int64_t tokens;
-  QuantizedRows quantized;  // for 4 to 8 bits
+  QuantizedRows quantized;  // for 2 to 8 bits
   const float* padded;      // for 16 bits: (T, quantized.groups * 64) floats, zeros behind the last column
 };
 
@@ -100,7 +100,7 @@ class Runner {
   OwnProcessPtr<ThreadPool> pool_;
   std::string target_;
   const KernelTable* table_;
-  MappedBuffer x_codes_, x_scales_, x_sums_, x_int_sums_, x_half_sums_, x_half_int_sums_, x_padded_;
+  MappedBuffer x_codes_, x_scales_, x_sums_, x_int_sums_, x_part_sums_, x_part_int_sums_, x_padded_;
   uint64_t input_version_ = 0;
   MappedBuffer scratch_;
   FeedForwardScratch feed_forward_;

@@ -5,8 +5,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "../code_tables.h"
 #include "../interleave.h"
-#include "../mxfp4.h"
 
 namespace ondevice {
 namespace neon {
@@ -100,8 +100,8 @@ static inline F load_half(const uint16_t* p) {
 static inline void store_half(uint16_t* p, F a) {
   for (int i = 0; i < 4; ++i) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i])));
 }
-static inline F load_int8(const int8_t* p) {
-  const int8x16_t bytes = vld1q_s8(p);
+static inline F widen_int8(Bytes16 a) {
+  const int8x16_t bytes = (int8x16_t)a;
   const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
   return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(low))),
            vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)))}};
@@ -122,6 +122,10 @@ static inline I int_zero() {
   I r;
   ONDEVICE_EACH(vdupq_n_s32(0));
 }
+static inline I set1_int(int32_t x) {
+  I r;
+  ONDEVICE_EACH(vdupq_n_s32(x));
+}
 static inline I add_int(I a, I b) {
   I r;
   ONDEVICE_EACH(vaddq_s32(a.v[i], b.v[i]));
@@ -138,19 +142,23 @@ static inline B join_quarters(const Bytes16* q) {
   B r;
   ONDEVICE_EACH((uint8x16_t)q[i]);
 }
-static inline B low_nibbles(B a) {
+// Those bits of each byte that are in `MASK` once they are RIGHT places further right.
+template <int RIGHT, int MASK>
+static inline B pick_bits(B a) {
   B r;
-  ONDEVICE_EACH(vandq_u8(a.v[i], vdupq_n_u8(0x0f)));
+  if constexpr (RIGHT == 0) {
+    ONDEVICE_EACH(vandq_u8(a.v[i], vdupq_n_u8(MASK)));
+  } else if constexpr (0xff >> RIGHT == MASK) {
+    ONDEVICE_EACH(vshrq_n_u8(a.v[i], RIGHT));
+  } else {
+    ONDEVICE_EACH(vandq_u8(vshrq_n_u8(a.v[i], RIGHT), vdupq_n_u8(MASK)));
+  }
 }
-static inline B high_nibbles(B a) {
+// The entries of a table of 16 bytes.
+static inline B look_up(B nibbles, const uint8_t* table) {
+  const uint8x16_t entries = vld1q_u8(table);
   B r;
-  ONDEVICE_EACH(vshrq_n_u8(a.v[i], 4));
-}
-// Twice the values of E2M1 codes, and 12 more.
-static inline B e2m1_integers(B nibbles) {
-  const uint8x16_t table = vld1q_u8(kE2m1Integers);
-  B r;
-  ONDEVICE_EACH(vqtbl1q_u8(table, nibbles.v[i]));
+  ONDEVICE_EACH(vqtbl1q_u8(entries, nibbles.v[i]));
 }
 // 2^(s - 127) of 16 bytes s below 255.
 static inline F load_powers(const uint8_t* p) {
