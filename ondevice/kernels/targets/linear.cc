@@ -1,33 +1,13 @@
 #include "simd.h"
 #include "target_kernels.h"
-#include "tile_products.h"
 
 namespace ondevice {
 namespace ONDEVICE_NS {
 namespace {
 
-template <class FORM, int TT, int N>
-void add_groups(const uint8_t* tiles, const QuantizedRows& x, int64_t t0, F (*acc)[TT]);
-
-// Bytes of a block of a tile: of its codes, and of all.
-template <class FORM>
-constexpr int64_t kCodesBytes = kTile * kGroup * FORM::Codes::kBits / 8;
-template <class FORM>
-constexpr int64_t kBlockBytes = kCodesBytes<FORM> + FORM::kAffine;
-
-// What forms of one level of scales have in common.
-template <class FORM>
-struct OneLevel {
-  static int64_t tile_bytes(int64_t groups) { return groups * kBlockBytes<FORM>; }
-  template <int TT, int N>
-  static void add(const uint8_t* tiles, const QuantizedRows& x, int64_t t0, F (*acc)[TT]) {
-    add_groups<FORM, TT, N>(tiles, x, t0, acc);
-  }
-};
-
 // A row format at compile time.
 template <int BITS, int GROUP, bool IMPLIED>
-struct Form : OneLevel<Form<BITS, GROUP, IMPLIED>> {
+struct Form {
   using Codes = Integers<BITS>;
   static constexpr int kCols = GROUP;
   static constexpr int64_t kScales = kGroup / GROUP, kSide = 2 * kTile;  // bytes of 16 scales side by side
@@ -55,7 +35,7 @@ struct Form : OneLevel<Form<BITS, GROUP, IMPLIED>> {
 // Codes that a table makes integers of, in groups of 32 with scales alone: powers of two in MXFP4, whose
 // integers are doubled, so that the activations' scale is halved; else float16.
 template <class CODES>
-struct TableForm : OneLevel<TableForm<CODES>> {
+struct TableForm {
   using Codes = CODES;
   static constexpr bool kMxfp4 = std::is_same_v<CODES, Floats4>;
   static constexpr int kCols = 32;
@@ -71,6 +51,12 @@ struct TableForm : OneLevel<TableForm<CODES>> {
     return fma(scale, sub(sums, set1(static_cast<float>(Codes::kZero * int_sum(x, t, s)))), acc);
   }
 };
+
+// Bytes of a block of a tile: of its codes, and of all.
+template <class FORM>
+constexpr int64_t kCodesBytes = kTile * kGroup * FORM::Codes::kBits / 8;
+template <class FORM>
+constexpr int64_t kBlockBytes = kCodesBytes<FORM> + FORM::kAffine;
 
 template <int BITS, class Run>
 void with_bits_form(const RowFormat& format, const Run& run) {
@@ -89,13 +75,18 @@ void with_form(const RowFormat& format, const Run& run) {
   return with_bits_form<8>(format, run);
 }
 
+// N tiles side by side, which share the loads of activations.
 // Per output, groups ascending: acc = fma(weight scale * activation scale, integer sum, acc),
 // then acc = fma(weight bias, activation sum, acc); if the bias is implied, and where codes are entries of a
 // table, only the first, the integer sum being that of the codes less the zero code.
 template <class FORM, int TT, int N>
-void add_groups(const uint8_t* tiles, const QuantizedRows& x, int64_t t0, F (*acc)[TT]) {
+void tile_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t t0, const float* bias,
+                 const float* added, float* out, int64_t out_stride, int64_t rows) {
   constexpr int64_t kBytes = kBlockBytes<FORM>, kCodes = kCodesBytes<FORM>;
   const int64_t tile_bytes = x.groups * kBytes;
+  F acc[N][TT];
+  for (int n = 0; n < N; ++n)
+    for (int t = 0; t < TT; ++t) acc[n][t] = zero();
   for (int64_t g = 0; g < x.groups; ++g) {
     const uint8_t* affines[N];
     for (int n = 0; n < N; ++n) {
@@ -120,6 +111,52 @@ void add_groups(const uint8_t* tiles, const QuantizedRows& x, int64_t t0, F (*ac
           acc[n][t] = FORM::added(acc[n][t], affines[n] + part * FORM::kSide, sums[n][t], x, t0 + t, s);
     }
   }
+  for (int n = 0; n < N; ++n, rows -= kTile)
+    for (int t = 0; t < TT; ++t) {
+      const int64_t at = (t0 + t) * out_stride + n * kTile;
+      if (bias) acc[n][t] = add(acc[n][t], load_partial(bias + n * kTile, rows));
+      if (added) acc[n][t] = add(load_partial(added + at, rows), acc[n][t]);
+      store_partial(out + at, acc[n][t], rows);
+    }
+}
+
+// N tiles with all tokens.
+template <class FORM, int N>
+void tiles_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, const float* bias,
+                  const float* added, float* out, int64_t out_stride, int64_t rows) {
+  constexpr int kMost = N > 1 ? kPairedTokens : kTokenTile;
+  int64_t t = 0;
+  for (; t + kMost <= tokens; t += kMost)
+    tile_tokens<FORM, kMost, N>(tiles, x, t, bias, added, out, out_stride, rows);
+  if (kMost > 4 && t + 4 <= tokens) {
+    tile_tokens<FORM, 4, N>(tiles, x, t, bias, added, out, out_stride, rows);
+    t += 4;
+  }
+  if (kMost > 3 && t + 3 <= tokens) {
+    tile_tokens<FORM, 3, N>(tiles, x, t, bias, added, out, out_stride, rows);
+    t += 3;
+  }
+  if (t + 2 <= tokens) {
+    tile_tokens<FORM, 2, N>(tiles, x, t, bias, added, out, out_stride, rows);
+    t += 2;
+  }
+  if (t < tokens) tile_tokens<FORM, 1, N>(tiles, x, t, bias, added, out, out_stride, rows);
+}
+
+template <class FORM>
+void all_tiles(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, const float* bias,
+               const float* added, float* out, int64_t out_stride, int64_t rows, int64_t begin, int64_t end) {
+  const int64_t tile_bytes = x.groups * kBlockBytes<FORM>;
+  int64_t i = begin;
+  const auto add = [&](auto count) {
+    constexpr int N = count.value;
+    tiles_tokens<FORM, N>(tiles + i * tile_bytes, x, tokens, bias ? bias + i * kTile : nullptr,
+                          added ? added + i * kTile : nullptr, out + i * kTile, out_stride, rows - i * kTile);
+    i += N;
+  };
+  if constexpr (kPairedTokens > 0)
+    while (tokens > 2 && i + 2 <= end) add(Count<2>());
+  while (i < end) add(Count<1>());
 }
 
 typedef uint32_t Words16 __attribute__((vector_size(64)));

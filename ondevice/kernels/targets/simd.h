@@ -24,7 +24,8 @@
 namespace ondevice {
 namespace ONDEVICE_NS {
 
-static inline F load_int8(const int8_t* p) { return widen_int8(load_vector<Bytes16>(p)); }
+static inline F load_int8(const int8_t* p) { return to_float(widen_int8(p)); }
+static inline F load_uint8(const uint8_t* p) { return to_float(widen_uint8(p)); }
 
 static inline B low_nibbles(B codes) { return pick_bits<0, 15>(codes); }
 static inline B high_nibbles(B codes) { return pick_bits<4, 15>(codes); }

@@ -70,16 +70,6 @@ static inline void store_half(uint16_t* p, F x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
 }
-static inline F widen_int8(Bytes16 x) {
-  const __m128i bytes = (__m128i)x;
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
-          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
-}
-static inline F load_uint8(const uint8_t* p) {
-  const __m128i bytes = load128(p);
-  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)),
-          _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
-}
 static inline void store_int8(int8_t* p, F x) {
   const __m256i words =
       _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)), 0xd8);
@@ -88,8 +78,46 @@ static inline void store_int8(int8_t* p, F x) {
 }
 
 static inline I int_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+static inline I widen_int8(const int8_t* p) {
+  const __m128i bytes = load128(p);
+  return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
+}
+static inline I widen_uint8(const uint8_t* p) {
+  const __m128i bytes = load128(p);
+  return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+}
 static inline I set1_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 static inline I add_int(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+// Those bits of each lane that are in `MASK` once they are RIGHT places further right.
+template <int RIGHT, int MASK>
+static inline I pick_int(I x) {
+  const __m256i mask = _mm256_set1_epi32(MASK);
+  return {_mm256_and_si256(_mm256_srli_epi32(x.a, RIGHT), mask),
+          _mm256_and_si256(_mm256_srli_epi32(x.b, RIGHT), mask)};
+}
+// Two integers of 16 bits in each lane, and acc + a * x + b * y.
+struct Pair {
+  __m256i a, b;
+};
+static inline Pair pair_of(I x, I y) {
+  return {_mm256_blend_epi16(x.a, _mm256_slli_epi32(y.a, 16), 0xaa),
+          _mm256_blend_epi16(x.b, _mm256_slli_epi32(y.b, 16), 0xaa)};
+}
+static inline I dot_pair(I acc, Pair p, int32_t x, int32_t y) {
+  const __m256i both = _mm256_set1_epi32((x & 0xffff) | y * 65536);
+  return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(p.a, both)),
+          _mm256_add_epi32(acc.b, _mm256_madd_epi16(p.b, both))};
+}
+// acc + factor * sum, of sums and factors that fit 16 bits; factor_of makes a factor of an integer: its upper
+// half is zero, so that the sign of a sum, which is the upper half of its lane, doesn't count.
+static inline I factor_of(I x) {
+  return {_mm256_blend_epi16(x.a, _mm256_setzero_si256(), 0xaa),
+          _mm256_blend_epi16(x.b, _mm256_setzero_si256(), 0xaa)};
+}
+static inline I multiply_add(I acc, I sum, I factor) {
+  return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(sum.a, factor.a)),
+          _mm256_add_epi32(acc.b, _mm256_madd_epi16(sum.b, factor.b))};
+}
 static inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 static inline B load_bytes(const uint8_t* p) {
   return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
@@ -173,12 +201,10 @@ static inline I add_words(I acc, Words sums, Words weights) {
   return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(sums.a, weights.a)),
           _mm256_add_epi32(acc.b, _mm256_madd_epi16(sums.b, weights.b))};
 }
-// Each of 16 int8 in both words of its lane.
-static inline Words words_of_int8(Bytes16 x) {
-  const __m128i bytes = (__m128i)x;
-  const __m256i a = _mm256_cvtepi8_epi32(bytes), b = _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8));
-  return {_mm256_blend_epi16(a, _mm256_slli_epi32(a, 16), 0xaa),
-          _mm256_blend_epi16(b, _mm256_slli_epi32(b, 16), 0xaa)};
+// Each lane's integer in both of its words.
+static inline Words words_of(I x) {
+  const Pair both = pair_of(x, x);
+  return {both.a, both.b};
 }
 // Adds lanes i and i + 8, then i and i + 4, and so on.
 static inline float reduce_add(F x) {

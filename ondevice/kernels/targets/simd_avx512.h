@@ -63,18 +63,39 @@ static inline void store_partial(float* p, F a, int64_t n) { _mm512_mask_storeu_
 static inline F load_half_partial(const uint16_t* p, int64_t n) {
   return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), p))};
 }
-static inline F widen_int8(Bytes16 a) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)a))}; }
-static inline F load_uint8(const uint8_t* p) {
-  return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
-}
 // Rounds to nearest even and stores the low byte; |a| <= 127.
 static inline void store_int8(int8_t* p, F a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }
 
 static inline I int_zero() { return {_mm512_setzero_si512()}; }
+static inline I widen_int8(const int8_t* p) {
+  return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+static inline I widen_uint8(const uint8_t* p) {
+  return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
 static inline I set1_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 static inline I add_int(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
+// Those bits of each lane that are in `MASK` once they are RIGHT places further right.
+template <int RIGHT, int MASK>
+static inline I pick_int(I a) {
+  return {_mm512_and_si512(_mm512_srli_epi32(a.v, RIGHT), _mm512_set1_epi32(MASK))};
+}
+// acc + factor * sum, of sums and factors that fit 16 bits; factor_of makes a factor of an integer: its upper
+// half is zero, so that the sign of a sum, which is the upper half of its lane, doesn't count.
+static inline I factor_of(I a) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(0xffff))}; }
+static inline I multiply_add(I acc, I sum, I factor) { return {_mm512_dpwssd_epi32(acc.v, sum.v, factor.v)}; }
+// Two integers of 16 bits in each lane, and acc + a * x + b * y.
+struct Pair {
+  __m512i v;
+};
+static inline Pair pair_of(I a, I b) {
+  return {_mm512_mask_blend_epi16(0xaaaaaaaa, a.v, _mm512_slli_epi32(b.v, 16))};
+}
+static inline I dot_pair(I acc, Pair p, int32_t x, int32_t y) {
+  return {_mm512_dpwssd_epi32(acc.v, p.v, _mm512_set1_epi32((x & 0xffff) | y * 65536))};
+}
 static inline F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 static inline B load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 static inline B join_quarters(const Bytes16* q) {
