@@ -378,8 +378,8 @@ void vector_ops(Runner& runner, Vectors* out) {
     };
     dequantize(bits);
     keep(out, "dequantize_row bits=" + std::to_string(bits), y);
-    for (const bool implied : {false, true}) {
-      dequantize({bits, 32, implied});
+    for (const ScaleKind kind : {ScaleKind::kAffine, ScaleKind::kSymmetric}) {
+      dequantize({bits, 32, kind});
       keep(out, "dequantize_row group=32 bits=" + std::to_string(bits), y);
     }
     if (bits != 4) continue;
@@ -504,10 +504,10 @@ Vectors run(const std::string& target, int threads, bool hardware_checksums) {
       for (const bool gated : {true, false}) feed_forward(runner, bits, hidden, neurons, split, gated, &out);
   }
   for (const int bits : {4, 5, 6, 8})
-    for (const bool implied : {false, true})
+    for (const ScaleKind kind : {ScaleKind::kAffine, ScaleKind::kSymmetric})
       for (const auto& [rows, cols] :
            std::vector<std::pair<int, int>>{{1, 1}, {17, 65}, {37, 100}, {64, 320}})
-        linear(runner, {bits, 32, implied ? ScaleKind::kSymmetric : ScaleKind::kAffine}, rows, cols, &out);
+        linear(runner, {bits, 32, kind}, rows, cols, &out);
   mxfp4(runner, split, &out);
   for (const auto& [rows, down] :
        std::vector<std::pair<ondevice::RowFormat, ondevice::RowFormat>>{{4, 4},
