@@ -88,9 +88,10 @@ static inline I widen_uint8(const uint8_t* p) {
 }
 static inline I set1_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 static inline I add_int(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
-// Those bits of each lane that are in `MASK` once they are RIGHT places further right.
+// Those bits of each lane, a byte's value, that are in `MASK` once they are RIGHT places further right.
 template <int RIGHT, int MASK>
 static inline I pick_int(I x) {
+  if constexpr (0xff >> RIGHT == MASK) return {_mm256_srli_epi32(x.a, RIGHT), _mm256_srli_epi32(x.b, RIGHT)};
   const __m256i mask = _mm256_set1_epi32(MASK);
   return {_mm256_and_si256(_mm256_srli_epi32(x.a, RIGHT), mask),
           _mm256_and_si256(_mm256_srli_epi32(x.b, RIGHT), mask)};
@@ -130,6 +131,7 @@ static inline B join_quarters(const Bytes16* q) {
 template <int RIGHT, int MASK>
 static inline B pick_bits(B x) {
   const __m256i mask = _mm256_set1_epi8(MASK);
+  if constexpr (RIGHT == 0) return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
   return {_mm256_and_si256(_mm256_srli_epi16(x.a, RIGHT), mask),
           _mm256_and_si256(_mm256_srli_epi16(x.b, RIGHT), mask)};
 }

@@ -77,9 +77,10 @@ static inline I widen_uint8(const uint8_t* p) {
 }
 static inline I set1_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 static inline I add_int(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
-// Those bits of each lane that are in `MASK` once they are RIGHT places further right.
+// Those bits of each lane, a byte's value, that are in `MASK` once they are RIGHT places further right.
 template <int RIGHT, int MASK>
 static inline I pick_int(I a) {
+  if constexpr (0xff >> RIGHT == MASK) return {_mm512_srli_epi32(a.v, RIGHT)};
   return {_mm512_and_si512(_mm512_srli_epi32(a.v, RIGHT), _mm512_set1_epi32(MASK))};
 }
 // acc + factor * sum, of sums and factors that fit 16 bits; factor_of makes a factor of an integer: its upper
@@ -105,6 +106,7 @@ static inline B join_quarters(const Bytes16* q) {
 // Those bits of each byte that are in `MASK` once they are RIGHT places further right.
 template <int RIGHT, int MASK>
 static inline B pick_bits(B a) {
+  if constexpr (RIGHT == 0) return {_mm512_and_si512(a.v, _mm512_set1_epi8(MASK))};
   return {_mm512_and_si512(_mm512_srli_epi16(a.v, RIGHT), _mm512_set1_epi8(MASK))};
 }
 // The entries of a table of 16 bytes.

@@ -131,7 +131,7 @@ static inline I add_int(I a, I b) {
   I r;
   ONDEVICE_EACH(vaddq_s32(a.v[i], b.v[i]));
 }
-// Those bits of each lane that are in `MASK` once they are RIGHT places further right.
+// Those bits of each lane, a byte's value, that are in `MASK` once they are RIGHT places further right.
 template <int RIGHT, int MASK>
 static inline I pick_int(I a) {
   I r;

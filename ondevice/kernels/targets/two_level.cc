@@ -49,6 +49,8 @@ struct Factors {
                      std::conditional_t<kSums<FORM> == Sums::kSmall, I, F>>
       scales[FORM::kGroups];
   Pair pairs[FORM::kGroups / 2];
+};
+struct Upper {
   F d, dmin;
 };
 
@@ -87,16 +89,21 @@ static inline void load_factors(const uint8_t* header, int64_t block, Factors<FO
   load_integers<FORM>(header + FORM::kUpper + block * kTile * FORM::kIntegers, scales, minimums);
   for (int i = 0; i < FORM::kGroups; ++i) {
     if constexpr (kSums<FORM> == Sums::kWords) out->scales[i] = words_of(scales[i]);
-    if constexpr (kSums<FORM> == Sums::kSmall) out->scales[i] = factor_of(scales[i]);
+    if constexpr (kSums<FORM> == Sums::kSmall)
+      out->scales[i] =
+          FORM::kMinimums ? scales[i] : factor_of(scales[i]);  // minimums go with scales above zero
     if constexpr (kSums<FORM> == Sums::kFloats) out->scales[i] = to_float(scales[i]);
   }
   if constexpr (Factors<FORM>::kPairs)
     for (int i = 0; i < FORM::kGroups; i += 2)
       out->pairs[i / 2] =
           FORM::kMinimums ? pair_of(minimums[i], minimums[i + 1]) : pair_of(scales[i], scales[i + 1]);
-  const uint16_t* upper = reinterpret_cast<const uint16_t*>(header);
-  out->d = load_half(upper);
-  if constexpr (FORM::kMinimums) out->dmin = load_half(upper + kTile);
+}
+
+template <class FORM>
+static inline Upper load_upper(const uint8_t* header) {
+  const uint16_t* halves = reinterpret_cast<const uint16_t*>(header);
+  return {load_half(halves), FORM::kMinimums ? load_half(halves + kTile) : zero()};
 }
 
 // A block's codes as they lie, or unpacked for many tokens.
@@ -211,8 +218,8 @@ static inline void scaled_sums(const CODES& codes, const Factors<FORM>& factors,
 
 // Adds block g's products with tokens t0 to t0 + TT - 1 to acc[t].
 template <class FORM, int TT, class CODES>
-static inline void add_tokens(const CODES& codes, const Factors<FORM>& factors, const QuantizedRows& x,
-                              int64_t g, int64_t t0, F* acc) {
+static inline void add_tokens(const CODES& codes, const Factors<FORM>& factors, const Upper& upper,
+                              const QuantizedRows& x, int64_t g, int64_t t0, F* acc) {
   const int8_t* rows[TT];
   const int32_t* int_sums[TT];
   for (int t = 0; t < TT; ++t) {
@@ -224,56 +231,56 @@ static inline void add_tokens(const CODES& codes, const Factors<FORM>& factors, 
   scaled_sums<FORM, TT>(codes, factors, rows, int_sums, sums);
   for (int t = 0; t < TT; ++t) {
     const float scale = x.scales[(t0 + t) * x.groups + g];
-    acc[t] = fma(mul(factors.d, set1(scale)), sums[t], acc[t]);
+    acc[t] = fma(mul(upper.d, set1(scale)), sums[t], acc[t]);
     if constexpr (FORM::kMinimums) {
       I low = int_zero();
       for (int i = 0; i < FORM::kGroups; i += 2)
         low = dot_pair(low, factors.pairs[i / 2], int_sums[t][i], int_sums[t][i + 1]);
-      acc[t] = fma(mul(factors.dmin, set1(-scale)), to_float(low), acc[t]);
+      acc[t] = fma(mul(upper.dmin, set1(-scale)), to_float(low), acc[t]);
     }
   }
 }
 
 constexpr int64_t kMostTokens = 32;  // for which a block's codes are unpacked once
 
-// One tile with tokens t0 to t0 + count - 1, at most kMostTokens, into acc[t].
+// A tile's products with TT tokens from t0 on, into acc[t].
 template <class FORM, int TT>
-static inline void tile_few(const uint8_t* tile, const QuantizedRows& x, int64_t t0, F* acc) {
+void tile_few(const uint8_t* tile, const QuantizedRows& x, int64_t t0, F* acc) {
   F sums[TT];
   for (int t = 0; t < TT; ++t) sums[t] = zero();
-  for (int64_t g = 0; g < x.groups; ++g) {
-    const int64_t block = g % kSuperGroup;
-    const uint8_t* header = tile + g / kSuperGroup * FORM::kSuper;
-    const PackedCodes<FORM> codes{header + FORM::kHeader + block * FORM::kBlock};
-    if (block == 0) prefetch_ahead(header, FORM::kHeader);
-    prefetch_ahead(codes.block, FORM::kBlock);
-    Factors<FORM> factors;
-    load_factors<FORM>(header, block, &factors);
-    add_tokens<FORM, TT>(codes, factors, x, g, t0, sums);
+  for (int64_t g = 0; g < x.groups; g += kSuperGroup, tile += FORM::kSuper) {
+    const Upper upper = load_upper<FORM>(tile);
+    prefetch_ahead(tile, FORM::kHeader);
+    for (int64_t b = 0; b < kSuperGroup; ++b) {
+      const PackedCodes<FORM> codes{tile + FORM::kHeader + b * FORM::kBlock};
+      prefetch_ahead(codes.block, FORM::kBlock);
+      Factors<FORM> factors;
+      load_factors<FORM>(tile, b, &factors);
+      add_tokens<FORM, TT>(codes, factors, upper, x, g + b, t0, sums);
+    }
   }
   for (int t = 0; t < TT; ++t) acc[t] = sums[t];
 }
+
+// The same with `count` tokens, at most kMostTokens.
 template <class FORM>
-static inline void tile_many(const uint8_t* tile, const QuantizedRows& x, int64_t t0, int64_t count, F* acc) {
+void tile_many(const uint8_t* tile, const QuantizedRows& x, int64_t t0, int64_t count, F* acc) {
   for (int64_t t = 0; t < count; ++t) acc[t] = zero();
-  for (int64_t g = 0; g < x.groups; ++g) {
-    const int64_t block = g % kSuperGroup;
-    const uint8_t* header = tile + g / kSuperGroup * FORM::kSuper;
-    const PackedCodes<FORM> packed{header + FORM::kHeader + block * FORM::kBlock};
-    if (block == 0) prefetch_ahead(header, FORM::kHeader);
-    prefetch_ahead(packed.block, FORM::kBlock);
-    const UnpackedCodes<FORM> codes(packed);
-    Factors<FORM> factors;
-    load_factors<FORM>(header, block, &factors);
-    int64_t t = 0;
-    for (; t + kTokenTile <= count; t += kTokenTile)
-      add_tokens<FORM, kTokenTile>(codes, factors, x, g, t0 + t, acc + t);
-    if (kTokenTile > 4 && t + 4 <= count) {
-      add_tokens<FORM, 4>(codes, factors, x, g, t0 + t, acc + t);
-      t += 4;
+  for (int64_t g = 0; g < x.groups; g += kSuperGroup, tile += FORM::kSuper) {
+    const Upper upper = load_upper<FORM>(tile);
+    prefetch_ahead(tile, FORM::kHeader);
+    for (int64_t b = 0; b < kSuperGroup; ++b) {
+      const PackedCodes<FORM> packed{tile + FORM::kHeader + b * FORM::kBlock};
+      prefetch_ahead(packed.block, FORM::kBlock);
+      const UnpackedCodes<FORM> codes(packed);
+      Factors<FORM> factors;
+      load_factors<FORM>(tile, b, &factors);
+      int64_t t = 0;
+      for (; t + kTokenTile <= count; t += kTokenTile)
+        add_tokens<FORM, kTokenTile>(codes, factors, upper, x, g + b, t0 + t, acc + t);
+      for (; t + 2 <= count; t += 2) add_tokens<FORM, 2>(codes, factors, upper, x, g + b, t0 + t, acc + t);
+      if (t < count) add_tokens<FORM, 1>(codes, factors, upper, x, g + b, t0 + t, acc + t);
     }
-    for (; t + 2 <= count; t += 2) add_tokens<FORM, 2>(codes, factors, x, g, t0 + t, acc + t);
-    if (t < count) add_tokens<FORM, 1>(codes, factors, x, g, t0 + t, acc + t);
   }
 }
 
@@ -291,6 +298,10 @@ void all_two_level(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
         tile_few<FORM, 1>(tile, x, t0, acc);
       else if (count == 2)
         tile_few<FORM, 2>(tile, x, t0, acc);
+      else if (count == 3)
+        tile_few<FORM, 3>(tile, x, t0, acc);
+      else if (count == 4)
+        tile_few<FORM, 4>(tile, x, t0, acc);
       else
         tile_many<FORM>(tile, x, t0, count, acc);
       for (int64_t t = 0; t < count; ++t) {
