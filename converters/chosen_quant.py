@@ -17,13 +17,16 @@ def chosen_quant(checkpoint: Checkpoint) -> QuantConfig:
     """The quantisation that `auto` stands for: the bits of most quantised weights' codes, else q4.
 
     Each kind of matrix is stored in the format that holds its codes, if it holds those of at least half of
-    its weights; the others are rounded to it.
+    its weights; the others are rounded to it. Experts whose matrices are of one type, all of a kind, are
+    stored exactly where tiles hold that type.
     """
     bits = _chosen_bits(checkpoint.tensors.values(), 4)
     formats: list[tuple[MatrixKind, RowFormat]] = []
     for kind, tensors in _matrices(checkpoint).items():
-        as_neurons = kind == "feed_forward" and not checkpoint.config.is_sliced
-        stored = _chosen_format(tensors, bits if as_neurons else _chosen_bits(tensors, bits))
+        stored = _tile_format(tensors) if kind in EXPERT_KINDS.values() else None
+        if stored is None:
+            as_neurons = kind == "feed_forward" and not checkpoint.config.is_sliced
+            stored = _chosen_format(tensors, bits if as_neurons else _chosen_bits(tensors, bits))
         if stored != RowFormat(bits):
             formats.append((kind, stored))
     return QuantConfig(bits, tuple(formats))
@@ -59,6 +62,13 @@ def _chosen_bits(tensors: Iterable[SourceTensor], otherwise: Bits) -> Bits:
     return max(weights, key=lambda bits: (weights[bits], -bits), default=otherwise)
 
 
+def _tile_format(tensors: Sequence[SourceTensor]) -> RowFormat | None:
+    """The format of tiles alone that holds every value of these matrices, or None."""
+    found = {tensor.tile_format for tensor in tensors}
+    stored = found.pop() if len(found) == 1 else None
+    return stored if stored is not None and stored.tiles_only else None
+
+
 def _chosen_format(tensors: Sequence[SourceTensor], bits: Bits) -> RowFormat:
     """The format of matrices at `bits` bits: that of most of their weights' codes, if it is one.
 
@@ -74,4 +84,4 @@ def _chosen_format(tensors: Sequence[SourceTensor], bits: Bits) -> RowFormat:
     if not held or 2 * sum(count for count, _ in held) < sum(prod(tensor.shape) for tensor in tensors):
         return RowFormat(bits)
     implied = len(held) == len(tensors) and all(own.implied_bias for _, own in held)
-    return RowFormat(bits, min(own.group_size for _, own in held), implied)
+    return RowFormat(bits, min(own.group_size for _, own in held), "symmetric" if implied else "affine")

@@ -70,7 +70,7 @@ def measure(
         return Fidelity(rounded=count, error=SquaredError(float(error), float(weight)))
     if not isinstance(source, SourceCodes):
         return Fidelity(rounded=prod(source.shape), error=sampled_error(runner, source, rows, stored))
-    total = copied = stored.group_size * rows.scales.size
+    total = copied = rows.codes.size * 8 // stored.bits
     if source.scales.dtype != rows.scales.dtype:
         exact = rows.scales == source.scales
         if stored.has_biases:

@@ -16,7 +16,16 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.bundle.codes import E2M1, E8M0_NAN, MAX_POWER, pack, powers, unpack
+from ondevice.bundle.codes import (
+    E2M1,
+    E8M0_NAN,
+    MAX_POWER,
+    pack,
+    powers,
+    unpack,
+    values_of_table,
+    values_of_two_levels,
+)
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import GROUP_SIZE, Bits, RowFormat
 from ondevice.errors import CheckpointError
@@ -40,7 +49,8 @@ class QuantizedRows:
 
     codes: uint8 (R, padded_cols * bits / 8), packed as MLX does: without gaps, low bits first. scales,
     biases: float16 (R, G). At 16 bits, codes hold float16 values and there are no scales and biases (G = 0).
-    Biases that aren't stored are (R, 0). MXFP4 has uint8 scales.
+    Biases that aren't stored are (R, 0). MXFP4 has uint8 scales; two levels of scales are the bytes of
+    headers, uint8 (R, C / 256 * header_bytes).
     """
 
     codes: NDArray[np.uint8]
@@ -72,7 +82,7 @@ class SourceCodes:
 
     codes: as in QuantizedRows, in the bundle's format. scales, biases: float16 (R, G), or float32 where
     float16 may not hold them: those of the checkpoint exactly, for the format's groups. Biases that aren't
-    stored are (R, 0). MXFP4 has uint8 scales.
+    stored are (R, 0). MXFP4 has uint8 scales, two levels of scales are headers, as in QuantizedRows.
     """
 
     codes: NDArray[np.uint8]
@@ -152,6 +162,9 @@ def store_codes(source: SourceCodes, stored: Stored, name: str) -> QuantizedRows
                 f"within float32, and {E8M0_NAN} means NaN; the checkpoint is damaged, download it again"
             )
         return QuantizedRows(source.codes, source.scales, source.biases)
+    if row_format(stored).two_levels:
+        _check_headers(source.scales, row_format(stored), name)
+        return QuantizedRows(source.codes, source.scales, source.biases)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         scales, biases = (x.astype(np.float16, copy=False) for x in (source.scales, source.biases))
     # An implied bias is a power of two times the scale: it adds bits - 1 to the exponent.
@@ -160,6 +173,13 @@ def store_codes(source: SourceCodes, stored: Stored, name: str) -> QuantizedRows
     if ((scales.view(np.uint16) & 0x7FFF) >= limit).any() or not np.isfinite(biases).all():
         raise _bad_values(name)
     return QuantizedRows(source.codes, scales, biases)
+
+
+def _check_headers(headers: NDArray[np.uint8], stored: RowFormat, name: str) -> None:
+    """Raises CheckpointError where a float16 of headers (R, bytes) isn't finite."""
+    each = headers.reshape(-1, stored.header_bytes)[:, : stored.upper_bytes]
+    if not np.isfinite(np.ascontiguousarray(each).view(np.float16)).all():
+        raise _bad_values(name)
 
 
 def quantize(runner: _native.Runner, weights: Weights, stored: Stored, name: str) -> QuantizedRows:
@@ -322,6 +342,10 @@ def dequantize(rows: QuantizedRows | SourceCodes, stored: Stored, cols: int) -> 
     q = unpack(rows.codes, own.bits)
     if own.mxfp4:
         return (E2M1[q] * np.repeat(powers(rows.scales), own.group_size, axis=1))[:, :cols]
+    if own.two_levels:
+        return values_of_two_levels(q, rows.scales.view(np.uint8), own)[:, :cols]
+    if own.scales == "table":
+        return values_of_table(q, rows.scales, own)[:, :cols]
     biases = np.float32(-own.zero) * rows.scales if own.implied_bias else rows.biases
     scale, bias = (np.repeat(x.astype(np.float32), own.group_size, axis=1) for x in (rows.scales, biases))
     return (scale * q.astype(np.float32) + bias)[:, :cols]
@@ -383,7 +407,7 @@ def sampled_error(
         return SquaredError(0.0, _squares(found.astype(np.float64)))
     if isinstance(source, SourceCodes):
         taken = SourceCodes(source.codes[picks], source.scales[picks], source.biases[picks])
-        cols = row_format(stored).group_size * taken.scales.shape[1]
+        cols = taken.codes.shape[1] * 8 // row_format(stored).bits
         exact = dequantize(taken, stored, cols).astype(np.float64)
     elif isinstance(source, np.ndarray):
         exact = to_float32(source[picks]).astype(np.float64)
@@ -404,9 +428,11 @@ def _squares(values: NDArray[np.float64]) -> float:
 
 
 def _dequantized(runner: _native.Runner, rows: QuantizedRows, stored: Stored) -> NDArray[np.float32]:
-    """(R, padded_cols): `dequantize` of rows at 4 to 8 bits by the kernels."""
-    parts = rows.codes, rows.scales.view(np.uint8), rows.biases.view(np.uint8)
+    """(R, padded_cols): `dequantize` of rows at 2 to 8 bits, by the kernels where they know rows of these."""
     cols = rows.codes.shape[1] * 8 // row_format(stored).bits
+    if row_format(stored).tiles_only:
+        return dequantize(rows, stored, cols)
+    parts = rows.codes, rows.scales.view(np.uint8), rows.biases.view(np.uint8)
     out = np.empty((len(rows.codes), cols), dtype=np.float32)
     _native.dequantize_rows(runner, row_format(stored), np.concatenate(parts, axis=1), cols, out)
     return out

@@ -49,35 +49,90 @@ def is_target(share: float) -> bool:
 
 
 Bits: TypeAlias = Literal[4, 5, 6, 8, 16]
-"""Bits of a weight's code; 16 are a float16 value."""
+"""Bits of a weight's code that a model may be rounded to; 16 are a float16 value."""
+CodeBits: TypeAlias = Literal[2, 3, 4, 5, 6, 8, 16]
+"""Bits of a weight's code."""
+GroupSize: TypeAlias = Literal[16, 32, 64]
+Scales: TypeAlias = Literal[
+    "affine", "symmetric", "mxfp4", "table", "two_level", "two_level_symmetric", "two_level_table"
+]
+"""What makes weights of codes q, with `zero` 2^(bits - 1) and a table of 16 integers:
+
+- `affine`: `scale * q + bias`, and float16 values at 16 bits
+- `symmetric`: `scale * (q - zero)`
+- `mxfp4`: `scale * e2m1(q)`, with powers of two as scales
+- `table`: `scale * table[q]`
+- `two_level`: `d * s * q - dmin * m`, with d and dmin of 256 elements and integers s and m of each group
+- `two_level_symmetric`: `d * s * (q - zero)`
+- `two_level_table`: `d * s * table[q]`
+"""
+SUPER_SIZE = 256
+"""Elements that share the upper one of two levels of scales."""
 
 
 class RowFormat(NamedTuple):
-    """How rows of weights are stored: `w = scale * q + bias` at 4 to 8 bits, float16 values at 16.
+    """How rows of weights are stored.
 
-    group_size: elements that share a scale and a bias. implied_bias: biases aren't stored; they are
-    `-zero * scale`. 16 bits have neither. mxfp4: `w = scale * e2m1(q)` with powers of two as scales, as
-    MXFP4 has it.
+    group_size: elements that share a scale, and a bias or minimum if there is one. 16 bits have neither.
     """
 
-    bits: Bits = 4
-    group_size: Literal[32, 64] = 64
-    implied_bias: bool = False
-    mxfp4: bool = False
+    bits: CodeBits = 4
+    group_size: GroupSize = 64
+    scales: Scales = "affine"
 
     @property
     def has_biases(self) -> bool:
-        """True if a bias is stored with each scale."""
-        return self.bits != 16 and not self.implied_bias and not self.mxfp4
+        """True if a float16 bias is stored with each scale."""
+        return self.bits != 16 and self.scales == "affine"
+
+    @property
+    def implied_bias(self) -> bool:
+        """True if each group has a bias that isn't stored, `-zero * scale`."""
+        return self.scales == "symmetric"
+
+    @property
+    def mxfp4(self) -> bool:
+        return self.scales == "mxfp4"
+
+    @property
+    def two_levels(self) -> bool:
+        """True if scales have two levels, so that columns are a multiple of 256."""
+        return self.scales.startswith("two_level")
+
+    @property
+    def tiles_only(self) -> bool:
+        """True if matrices that are stored as tiles may have the format, and no others."""
+        return self.two_levels or self.scales == "table"
 
     @property
     def zero(self) -> int:
-        """The code of 0 where the bias is implied."""
+        """The code of 0 where scales are symmetric, at one level or two."""
         return 1 << (self.bits - 1)
 
+    @property
+    def upper_bytes(self) -> int:
+        """Bytes that 256 elements of two levels share: d, and dmin if there is one."""
+        return 4 if self.scales == "two_level" else 2
 
-MXFP4 = RowFormat(4, 32, mxfp4=True)
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of two levels of scales of 256 elements: `upper_bytes`, and what the groups have."""
+        shared = self.bits == 3 or (self.scales == "two_level" and self.bits > 2)
+        return self.upper_bytes + SUPER_SIZE // 64 * (3 if shared else 64 // self.group_size)
+
+
+MXFP4 = RowFormat(4, 32, "mxfp4")
 """4-bit floats (E2M1) in groups of 32, whose scales are powers of two in a byte each (E8M0)."""
+TILE_FORMATS: tuple[RowFormat, ...] = (
+    RowFormat(2, 16, "two_level"),
+    RowFormat(3, 16, "two_level_symmetric"),
+    RowFormat(4, 32, "two_level"),
+    RowFormat(5, 32, "two_level"),
+    RowFormat(6, 16, "two_level_symmetric"),
+    RowFormat(4, 32, "table"),
+    RowFormat(4, 32, "two_level_table"),
+)
+"""Formats of tiles alone. GGUF calls them Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL and IQ4_XS."""
 
 MatrixKind = Literal["qkv", "out", "head", "embedding", "feed_forward", "down", "experts", "experts_down"]
 """Matrices that are stored alike in every layer. `feed_forward` has neurons' gate and up rows, `down` the

@@ -171,6 +171,11 @@ class SourceTensor(Protocol):
         """The narrowest format that holds its codes as they are, or None."""
         ...
 
+    @property
+    def tile_format(self) -> RowFormat | None:
+        """The format of tiles that holds its values exactly; `code_format` where tiles hold no more."""
+        ...
+
     def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         """The codes of rows [start, stop) in the format `stored`, or None where these can't be kept.
 
@@ -248,6 +253,10 @@ class StoredTensor:
 
     @property
     def code_format(self) -> RowFormat | None:
+        return None
+
+    @property
+    def tile_format(self) -> RowFormat | None:
         return None
 
     def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:

@@ -137,6 +137,10 @@ class Fp8Tensor:
         return None
 
     @property
+    def tile_format(self) -> RowFormat | None:
+        return None
+
+    @property
     def row_unit(self) -> int:
         return 1
 

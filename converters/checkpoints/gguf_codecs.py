@@ -14,6 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.bundle.codes import TABLE
 from ondevice.config import MXFP4, RowFormat
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -21,9 +22,6 @@ Float32: TypeAlias = NDArray[np.float32]
 Decoder: TypeAlias = Callable[[Bytes, Float32], None]
 """Fills (n, values of a block) float32 from (n, bytes of a block)."""
 
-_IQ4_VALUES = np.array(
-    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8
-)
 _FP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.int8)
 """Twice the values of 4-bit floating point (E2M1), by code."""
 _CHUNK_VALUES = 1 << 15
@@ -174,14 +172,14 @@ def _q6_k(blocks: Bytes, out: Float32) -> None:
 
 def _iq4_nl(blocks: Bytes, out: Float32) -> None:
     """d table[q]. Bytes: d, 16 of nibbles."""
-    _scale(_IQ4_VALUES[_nibbles(blocks[:, 2:], 16)], _half(blocks, 0), out)
+    _scale(TABLE[_nibbles(blocks[:, 2:], 16)], _half(blocks, 0), out)
 
 
 def _iq4_xs(blocks: Bytes, out: Float32) -> None:
     """d (sc - 32) table[q], 8 groups. Bytes: d, 2 of sc's high bits, 4 of its nibbles, 128 of nibbles."""
     low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=-1).reshape(len(blocks), 8)
     scales = low | _pairs_of_bits(blocks[:, 2:4], 1) << np.uint8(4)
-    codes = _IQ4_VALUES[_nibbles(blocks[:, 8:], 16)]
+    codes = TABLE[_nibbles(blocks[:, 8:], 16)]
     _scale(codes, _half(blocks, 0) * _signed(scales, 32), out)
 
 
@@ -210,13 +208,24 @@ DECODERS: dict[str, Decoder] = {
 
 
 CODE_FORMATS: dict[str, RowFormat] = {
-    "Q4_0": RowFormat(4, 32, True),
+    "Q4_0": RowFormat(4, 32, "symmetric"),
     "Q4_1": RowFormat(4, 32),
     "Q4_K": RowFormat(4, 32),
-    "Q5_0": RowFormat(5, 32, True),
+    "Q5_0": RowFormat(5, 32, "symmetric"),
     "Q5_1": RowFormat(5, 32),
     "Q5_K": RowFormat(5, 32),
-    "Q8_0": RowFormat(8, 32, True),
+    "Q8_0": RowFormat(8, 32, "symmetric"),
     "MXFP4": MXFP4,
 }
-"""By the type's name, the narrowest format of a bundle that holds its codes; what isn't here is rounded."""
+"""By the type's name, the narrowest format of rows that holds its codes; what isn't here is rounded."""
+
+TILE_FORMATS: dict[str, RowFormat] = {
+    "Q2_K": RowFormat(2, 16, "two_level"),
+    "Q3_K": RowFormat(3, 16, "two_level_symmetric"),
+    "Q4_K": RowFormat(4, 32, "two_level"),
+    "Q5_K": RowFormat(5, 32, "two_level"),
+    "Q6_K": RowFormat(6, 16, "two_level_symmetric"),
+    "IQ4_NL": RowFormat(4, 32, "table"),
+    "IQ4_XS": RowFormat(4, 32, "two_level_table"),
+}
+"""By the type's name, the format of tiles that holds its values exactly where no rows do."""

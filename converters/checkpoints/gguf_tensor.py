@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from math import prod
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from ondevice.converters.checkpoints.base import (
     in_halves,
     not_finite,
 )
-from ondevice.converters.checkpoints.gguf_codecs import CODE_FORMATS, DECODERS, decode
+from ondevice.converters.checkpoints.gguf_codecs import CODE_FORMATS, DECODERS, TILE_FORMATS, decode
 from ondevice.converters.checkpoints.gguf_file import TensorEntry, TensorType
 from ondevice.converters.quantize import QuantizedRows, SourceCodes, padded_codes
 from ondevice.errors import UnsupportedModelError
@@ -123,11 +123,17 @@ class QuantizedTensor:
     def code_format(self) -> RowFormat | None:
         return CODE_FORMATS.get(self.type.name)
 
+    @property
+    def tile_format(self) -> RowFormat | None:
+        return TILE_FORMATS.get(self.type.name, self.code_format)
+
     def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         """Codes are kept in groups of 32, at their own bits or, as the same numbers, at more.
 
-        Those of MXFP4 are kept in that format alone.
+        Those of MXFP4 are kept in that format alone, and those of tiles in the one that is theirs.
         """
+        if stored.tiles_only:
+            return self._tile_rows(start, stop, stored) if stored == self.tile_format else None
         own = self.code_format
         if own is None or stored.bits == 16 or own.bits > stored.bits or stored.group_size != 32:
             return None
@@ -135,12 +141,8 @@ class QuantizedTensor:
             return None
         if start == stop:
             return SourceCodes(*(np.empty((0, 0), dtype=np.uint8) for _ in range(3)))
-        size = self.interleaved_head_dim or 1
-        first, last = start // size * size, -(-stop // size) * size
-        rows = last - first
-        read = np.empty((rows, self._row_bytes), dtype=np.uint8)
-        self.file.read_into(self.offset + first * self._row_bytes, read)
-        cols = self.shape[-1]
+        read = self._stored_rows(start, stop)
+        rows, cols = len(read), self.shape[-1]
         codes = np.empty((rows, cols * stored.bits // 8), dtype=np.uint8)
         # A block of 32 has a scale, and a bias that isn't implied, in float16.
         halves = self.type.block == 32 and stored.implied_bias == own.implied_bias
@@ -154,11 +156,36 @@ class QuantizedTensor:
             _native.copy_gguf_codes_and_halves(self.type.name, read, stored, codes, *bits)
         else:
             _native.copy_gguf_codes(self.type.name, read, stored, codes, scales, biases)
-        if size > 1:
-            codes, scales, biases = (
-                in_halves(part, size)[start - first : stop - first] for part in (codes, scales, biases)
-            )
-        return padded_codes(codes, scales, biases, RowLayout(self.shape[-1], *stored))
+        codes, scales, biases = (self._in_order(part, start, stop) for part in (codes, scales, biases))
+        return padded_codes(codes, scales, biases, RowLayout(cols, *stored))
+
+    def _tile_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes:
+        """Rows [start, stop) in the type's own format of tiles."""
+        read, cols = self._stored_rows(start, stop), self.shape[-1]
+        codes = np.empty((len(read), cols * stored.bits // 8), dtype=np.uint8)
+        of_block = stored.header_bytes if stored.two_levels else 2
+        scales = np.empty((len(read), cols // self.type.block * of_block), dtype=np.uint8)
+        _native.copy_gguf_rows(self.type.name, read, codes, scales)
+        codes, scales = (self._in_order(part, start, stop) for part in (codes, scales))
+        none = np.empty((stop - start, 0), dtype=np.float16)
+        if stored.two_levels:
+            return SourceCodes(codes, scales, none)
+        return padded_codes(codes, scales.view(np.float16), none, RowLayout(cols, *stored))
+
+    def _stored_rows(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """Blocks (n, bytes) of rows [start, stop), and of all others of the heads that these belong to."""
+        size = self.row_unit
+        first, last = start // size * size, -(-stop // size) * size
+        read = np.empty((last - first, self._row_bytes), dtype=np.uint8)
+        self.file.read_into(self.offset + first * self._row_bytes, read)
+        return read
+
+    def _in_order(self, values: NDArray[Any], start: int, stop: int) -> NDArray[Any]:
+        """Rows [start, stop) of what was made of `_stored_rows`, in a bundle's order."""
+        if not self.interleaved_head_dim:
+            return values
+        first = start // self.interleaved_head_dim * self.interleaved_head_dim
+        return in_halves(values, self.interleaved_head_dim)[start - first : stop - first]
 
     def encoded_columns(self, start: int, stop: int, stored: RowFormat) -> GgufColumns | None:
         """Kept as they are stored where the kernels know the type: an eighth of the memory at 4 bits."""

@@ -91,6 +91,10 @@ class MlxTensor:
             return MXFP4
         return RowFormat(cast(Bits, max(self.bits, 4)), 32 if self.group % GROUP_SIZE else 64)
 
+    @property
+    def tile_format(self) -> RowFormat | None:
+        return self.code_format
+
     def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         """Codes are kept in groups of 32, 64 and 128, at `stored.bits` or, as the same numbers, fewer.
 

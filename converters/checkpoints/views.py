@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.config import RowFormat
+from ondevice.config import SUPER_SIZE, RowFormat
 from ondevice.converters.checkpoints.base import SourceFile, SourceTensor
 from ondevice.converters.quantize import EncodedColumns, SourceCodes, Weights, to_float32
 
@@ -49,6 +50,10 @@ class View:
         return self.source.code_format
 
     @property
+    def tile_format(self) -> RowFormat | None:
+        return self.source.tile_format
+
+    @property
     def row_unit(self) -> int:
         return self.source.row_unit
 
@@ -68,6 +73,10 @@ class ComputedView(View):
 
     @property
     def code_format(self) -> RowFormat | None:
+        return None
+
+    @property
+    def tile_format(self) -> RowFormat | None:
         return None
 
     def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
@@ -186,6 +195,11 @@ class ColumnsOf(View):
         own = self.source.code_format
         return own if own is not None and self.unit % own.group_size == 0 else None
 
+    @property
+    def tile_format(self) -> RowFormat | None:
+        own = self.source.tile_format
+        return own if own is not None and self.unit % _columns_together(own) == 0 else None
+
     def rows(self, start: int, stop: int) -> Weights:
         return self.source.rows(start, stop)[:, self.picks]
 
@@ -196,16 +210,19 @@ class ColumnsOf(View):
 
     def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         """Whole groups of columns trade places, with their scales."""
-        size = stored.group_size
+        size = _columns_together(stored)
         found = None if self.unit % size else self.source.quantised_rows(start, stop, stored)
         if found is None:
             return None
-        groups = found.scales.shape[1]
+        groups = found.codes.shape[1] * 8 // (stored.bits * size)
         order = np.arange(groups)
         order[: len(self.picks) // size] = self.picks[::size] // size
-        codes = found.codes.reshape(len(found.codes), groups, -1)[:, order].reshape(found.codes.shape)
-        biases = found.biases[:, order] if found.biases.shape[1] else found.biases
-        return SourceCodes(codes, found.scales[:, order], biases)
+
+        def ordered(values: NDArray[Any]) -> NDArray[Any]:
+            return values.reshape(len(values), groups, -1)[:, order].reshape(values.shape)
+
+        biases = ordered(found.biases) if found.biases.shape[1] else found.biases
+        return SourceCodes(ordered(found.codes), ordered(found.scales), biases)
 
     def vector(self) -> NDArray[np.float32]:
         raise ValueError(f"{self.name} is a matrix")
@@ -357,6 +374,10 @@ class Matrices(View):
         """The last part's. Side by side, or of several types, none are kept."""
         return None if self.beside or not self._alike else self.parts[-1].code_format
 
+    @property
+    def tile_format(self) -> RowFormat | None:
+        return None if self.beside or not self._alike else self.parts[-1].tile_format
+
     @cached_property
     def _alike(self) -> bool:
         return len({part.dtype for part in self.parts}) == 1
@@ -397,6 +418,11 @@ class Matrices(View):
                 return
             if end > start:
                 yield self.parts[index], (max(start, begin) - begin, min(stop, end) - begin)
+
+
+def _columns_together(stored: RowFormat) -> int:
+    """Columns that share a scale of either level."""
+    return SUPER_SIZE if stored.two_levels else stored.group_size
 
 
 def _sample(parts: Sequence[SourceTensor], start: int, nbytes: int) -> bytes:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.bundle.layout import ExpertLayout
+from ondevice.bundle.layout import ExpertLayout, RowLayout
 
 Bytes = NDArray[np.uint8]
 HELD_ROWS = 16
 """Most rows of a pass whose outputs of all experts are held at once, where these come one by one."""
 ROWS_AT_ONCE = 32
 """Tokens whose experts' outputs a backend that holds all experts computes together."""
+
+
+@lru_cache
+def rows_layout(layout: ExpertLayout) -> ExpertLayout:
+    """The record of an expert whose matrices are float16 values where only tiles have their format."""
+    return ExpertLayout(
+        tuple(
+            replace(matrix, row=RowLayout(matrix.row.cols, 16)) if matrix.row.stored.tiles_only else matrix
+            for matrix in layout.matrices
+        )
+    )
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from ondevice.backends.recurrent import Ahead, DeltaWeights, MixerWeights
 from ondevice.backends.row_invariance import MOST_ROWS, RowInvariance, RowOp, measured
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout, padded
-from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat
+from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, Scales
 from ondevice.model_config import (
     AttentionSpec,
     ConvSpec,
@@ -250,8 +250,10 @@ class _Ops:
         return mx.array(self._values(MOST_ROWS, width))
 
     def _matrix(self, rows: int, cols: int, stored: RowFormat) -> MlxMatrix:
-        # MLX multiplies with biases, implied or not.
-        layout, dtype = RowLayout(cols, stored.bits, stored.group_size, mxfp4=stored.mxfp4), self._dtype
+        # MLX multiplies with biases, implied or not, and float16 values of formats that it lacks.
+        stored = RowFormat(16) if stored.tiles_only else stored
+        kind: Scales = "mxfp4" if stored.mxfp4 else "affine"
+        layout, dtype = RowLayout(cols, stored.bits, stored.group_size, kind), self._dtype
         if layout.bits == 16:
             return MlxMatrix(layout, dtype, (mx.array(self._values(rows, layout.padded_cols)).astype(dtype),))
         codes = self._random.integers(0, 1 << 32, (rows, layout.codes_bytes // 4), dtype=np.uint32)

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import NO_BIASES, Biases, Bytes, FeedForwardSource, LinearSource, Selector
+from ondevice.backends.expert_records import rows_layout
 from ondevice.backends.feed_forward_layer import FeedForwardLayer, PieceMemory
 from ondevice.backends.mlx_experts import MlxExpertMatrix, MlxExperts
 from ondevice.backends.mlx_matrix import MlxMatrix, require_mode
@@ -31,7 +32,7 @@ from ondevice.backends.mlx_memory import (
     writable,
 )
 from ondevice.bundle.layout import ExpertLayout, RowLayout, TiledMatrix
-from ondevice.bundle.tiles import StoredMatrix, untiled
+from ondevice.bundle.tiles import StoredMatrix, halves, untiled
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native
 from ondevice.units import PAGE_BYTES
@@ -251,19 +252,30 @@ class RecordMemory(Records):
 
 
 def settle(record: Bytes, layout: ExpertLayout) -> None:
-    """Bring the matrices of an expert's record (stride,) from tiles into rows, each where it lies.
+    """Bring the matrices of an expert's record from tiles into rows, each where `rows_layout` has it.
 
-    A part is then all its codes, all its scales and all its biases.
+    record: (n,) bytes, with room for that. A part is then all its codes, all its scales and all its biases.
     """
-    for offset, matrix in zip(layout.part_offsets, layout.matrices, strict=True):
-        if matrix.row.bits == 16:
+    settled = rows_layout(layout)
+    places = zip(layout.part_offsets, layout.matrices, settled.part_offsets, settled.matrices, strict=True)
+    # Parts move further back, so the last one moves first.
+    for offset, matrix, at, rows in reversed(list(places)):
+        if matrix.row.bits == 16 and at == offset:
             continue
-        part, at = record[offset : offset + matrix.nbytes], 0
-        found = untiled(part.copy(), matrix)
+        end = at + rows.rows_bytes
+        found = _stored_rows(record[offset : offset + matrix.nbytes].copy(), matrix)
         for values in (found.codes, found.scales, found.biases):
-            rows = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
-            part[at : at + rows.nbytes] = rows
-            at += rows.nbytes
+            flat = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+            record[at : at + flat.nbytes] = flat
+            at += flat.nbytes
+        if found.added is not None:
+            record[end : end + found.added.nbytes] = found.added.view(np.uint8)
+
+
+def _stored_rows(part: Bytes, matrix: TiledMatrix) -> StoredMatrix:
+    """The rows of a part (nbytes,) of an expert's record, as float16 values where MLX lacks their format."""
+    found = untiled(part, matrix)
+    return halves(found, matrix.row) if matrix.row.stored.tiles_only else found
 
 
 @dataclass(frozen=True)
@@ -326,13 +338,13 @@ class MlxPieceMemory(PieceMemory):
 
     def settle(self, address: int, layout: ExpertLayout) -> None:
         """Prepare an expert that was read to `address`, in a slot."""
-        settle(self._slots_at(address).at(address, layout.stride), layout)
+        settle(self._slots_at(address).at(address, rows_layout(layout).stride), layout)
 
     def expert(self, address: int, layout: ExpertLayout, dtype: mx.Dtype) -> MlxExperts:
         """The one expert at `address`, prepared."""
         if address in self._experts:
             return self._experts[address]
-        slots = self._slots_at(address)
+        slots, layout = self._slots_at(address), rows_layout(layout)
         found = slots.held(slots.at(address, layout.stride)).expert(address, layout, dtype)
         if slots.records is not None:
             known(*found.arrays)
@@ -532,8 +544,9 @@ class MlxFeedForward(FeedForwardLayer):
 
     def _read_experts(self) -> MlxExperts:
         records, layout, rooms = self.source.experts, self._expert_layout, []
+        settled = rows_layout(layout).matrices
         assert records is not None
-        for matrix in layout.matrices:
+        for matrix in settled:
             row, shape = matrix.row, (records.count, matrix.rows)
             sizes = [(self._dtype, row.padded_cols)]
             if row.bits < 16:
@@ -543,11 +556,12 @@ class MlxFeedForward(FeedForwardLayer):
             rooms[-1] += [writable(shape, mx.float32)] if matrix.has_bias else []
         for expert in range(records.count):
             record = records.read(expert)
-            for offset, matrix, room in zip(layout.part_offsets, layout.matrices, rooms, strict=True):
-                found = untiled(record[offset : offset + matrix.nbytes], matrix)
-                _fill([view[expert] for _, view in room], found, matrix.row)
+            parts = zip(layout.part_offsets, layout.matrices, settled, rooms, strict=True)
+            for offset, matrix, rows, room in parts:
+                found = _stored_rows(record[offset : offset + matrix.nbytes], matrix)
+                _fill([view[expert] for _, view in room], found, rows.row)
         whole = []
-        for matrix, room in zip(layout.matrices, rooms, strict=True):
+        for matrix, room in zip(settled, rooms, strict=True):
             arrays = [array for array, _ in room]
             added = arrays.pop() if matrix.has_bias else None
             whole.append(MlxExpertMatrix(matrix.row, self._dtype, tuple(arrays), added))
@@ -556,7 +570,7 @@ class MlxFeedForward(FeedForwardLayer):
 
 def _fill(views: list[NDArray[np.generic]], found: StoredMatrix, row: RowLayout) -> None:
     """Write a matrix into the memory of one expert: codes, scales and biases, or values; then biases of its
-    products."""
+    products. row: one of its rows, as they are now."""
     if row.bits == 16:
         views[0][:] = np.ascontiguousarray(found.codes).view(np.float16)
     else:

@@ -44,7 +44,7 @@ from ondevice.backends.reference_recurrence import of_pass, replay
 from ondevice.backends.routing import route, sigmoid
 from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.token_tree import TokenTree
-from ondevice.bundle.codes import E2M1, powers, unpack
+from ondevice.bundle.codes import E2M1, powers, unpack, values_of_table, values_of_two_levels
 from ondevice.bundle.layout import ExpertLayout, RowLayout
 from ondevice.bundle.tiles import untiled
 from ondevice.config import RowFormat
@@ -472,13 +472,17 @@ def _expert(record: Bytes, layout: ExpertLayout) -> ReferenceFeedForward:
 def dequantise(
     codes: Bytes, scales: Float16 | Bytes, biases: Float16, stored: RowFormat, cols: int
 ) -> Float32:
-    """Stored rows as (n, cols) float32: `scale * q + bias` per group, or the float16 values."""
+    """Stored rows as (n, cols) float32: what `config.Scales` says of each format."""
     if stored.bits == 16:
         return np.ascontiguousarray(codes).view(np.float16)[:, :cols].astype(np.float32)
     codes = unpack(np.ascontiguousarray(codes), stored.bits)
     if stored.mxfp4:
         floats: Float32 = E2M1[codes].reshape(*scales.shape, -1) * powers(scales)[:, :, None]
         return floats.reshape(len(codes), -1)[:, :cols]
+    if stored.two_levels:
+        return values_of_two_levels(codes, scales.view(np.uint8), stored)[:, :cols]
+    if stored.scales == "table":
+        return values_of_table(codes, scales, stored)[:, :cols]
     groups = codes.reshape(len(codes), -1, stored.group_size).astype(np.float32)
     wide = scales.astype(np.float32)
     offsets = np.float32(-stored.zero) * wide if stored.implied_bias else biases.astype(np.float32)

@@ -130,8 +130,8 @@ class MemoryModel(ABC):
     @property
     def widest_format(self) -> RowFormat:
         """The format whose inputs take most memory."""
-        small = [stored for _, stored in self.quant.formats if stored.group_size < GROUP_SIZE]
-        return small[0] if small else self.quant.plain
+        stored = [self.quant.plain, *(stored for _, stored in self.quant.formats)]
+        return min(stored, key=lambda it: it.group_size)
 
     @property
     def kv(self) -> KVLayout:
@@ -465,9 +465,9 @@ class MemoryModel(ABC):
 def input_bytes(cols: int, stored: RowFormat) -> int:
     """A row that a matrix multiplies: floats at 16 bits, else int8 codes, and per 64 two sums and a scale.
 
-    Groups of 32 need two sums each as well.
+    Groups of 32 need two sums each as well; groups of 16 four, beside those of others in groups of 32.
     """
     cols = padded(cols, GROUP_SIZE)
     if stored.bits == 16:
         return 4 * cols
-    return cols + cols // GROUP_SIZE * (12 if stored.group_size == GROUP_SIZE else 28)
+    return cols + cols // GROUP_SIZE * {64: 12, 32: 28, 16: 36}[stored.group_size]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ondevice.backends.base import BLOCK_TOKENS
-from ondevice.backends.expert_records import ROWS_AT_ONCE
+from ondevice.backends.expert_records import ROWS_AT_ONCE, rows_layout
 from ondevice.backends.recurrent import RULE_TOKENS
 from ondevice.budget.memory_model import MemoryModel
 from ondevice.budget.sizes import (
@@ -94,15 +94,17 @@ class MlxMemory(MemoryModel):
     def segment(self) -> SegmentShape | SlotShape:
         experts, layout = self.config.experts, expert_layout(self.config, self.quant)
         if experts is not None and layout is not None:
-            # A slot has room for what a layer takes for an expert that it holds itself.
+            # A slot has room for what a layer takes for an expert that it holds itself, and for its rows.
+            settled = rows_layout(layout)
             held = sum(
                 held_bytes(it.rows * it.row.padded_cols, it.row.stored, self.operand_bytes)
                 + 4 * it.rows * it.has_bias
-                for it in layout.matrices
+                for it in settled.matrices
             )
             shape = expert_shape(self.config, self.quant, experts)
             # MLX's memory begins anywhere, that of slots on a page.
-            return replace(shape, slot_bytes=max(shape.slot_bytes, padded(held, PAGE_BYTES)) + PAGE_BYTES)
+            room = max(shape.slot_bytes, padded(held, PAGE_BYTES), settled.stride)
+            return replace(shape, slot_bytes=room + PAGE_BYTES)
         if experts is not None:
             shape = expert_shape(self.config, self.quant, experts)
             return replace(shape, slot_bytes=shape.slot_bytes + PAGE_BYTES)
@@ -114,7 +116,13 @@ class MlxMemory(MemoryModel):
         if self.config.experts is not None:
             # Experts are read straight into their slots, and brought into rows there.
             copied = MLX_PIECES if self.cuda else 0
-            return BufferShape(GROUP_SIZE, 0, 0, (4 + copied) * expert_bytes(self.config, self.quant))
+            nbytes, values = expert_bytes(self.config, self.quant), 0
+            experts = expert_layout(self.config, self.quant)
+            if experts is not None and (settled := rows_layout(experts)) != experts:
+                # Values are made of one matrix at a time: its codes, twice, and three arrays of floats.
+                nbytes = max(nbytes, settled.stride)
+                values = max(14 * it.padded_rows * it.row.padded_cols for it in experts.matrices)
+            return BufferShape(GROUP_SIZE, 0, 0, (4 + copied) * nbytes + values)
         layout = neuron_layout(self.config, self.quant)
         if self.selects_neurons:
             stage = MLX_STAGES * layout.nbytes(self.stage_neurons)
@@ -123,12 +131,12 @@ class MlxMemory(MemoryModel):
         nbytes = layout.nbytes(neurons)
         taken_apart = self._neurons_bytes(neurons) + (nbytes if self.cuda else 0)
         # A slice is brought into rows through copies of its matrices.
-        settled = SETTLED_COPIES * nbytes if self.config.is_sliced else 0
+        in_rows = SETTLED_COPIES * nbytes if self.config.is_sliced else 0
         return BufferShape(
             neurons=neurons,
             slot_bytes=padded(nbytes, PAGE_BYTES) + PAGE_BYTES,
             slots=MLX_READ_SLOTS,
-            packed_bytes=PAGE_BYTES + MLX_PIECES * taken_apart + settled,
+            packed_bytes=PAGE_BYTES + MLX_PIECES * taken_apart + in_rows,
         )
 
     @property

@@ -1,6 +1,7 @@
-"""Codes of 2 to 8 bits as rows hold them: without gaps, low bits first, which is MLX's packing.
+"""Codes of 2 to 8 bits as rows hold them, without gaps, low bits first, which is MLX's packing; and scales.
 
 MXFP4 is that of OCP Microscaling Formats 1.0, 5.3.3 and 5.4.1: float codes and powers of two as scales.
+Legend: R rows, C columns, S super groups of 256 columns.
 """
 
 from __future__ import annotations
@@ -8,11 +9,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.config import GROUP_SIZE, SUPER_SIZE, RowFormat
+
 Codes = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
 
 E2M1: Float32 = np.array((0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6), np.float32)
 """What each code of MXFP4 means, in units of its group's scale."""
+TABLE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8)
+"""What each code of the scales `table` and `two_level_table` means, in units of its group's scale."""
 MAX_POWER, E8M0_NAN = 252, 255
 """Scale bytes of MXFP4: the largest with which every code is a finite float32, and the one of no number."""
 
@@ -56,3 +61,54 @@ def pack(codes: Codes, bits: int) -> Codes:
     for byte in range(bits):
         packed[:, :, byte] = (words >> np.uint64(8 * byte)).astype(np.uint8)
     return packed.reshape(rows, -1)
+
+
+def values_of_table(codes: Codes, scales: NDArray[np.generic], stored: RowFormat) -> Float32:
+    """(R, C) values of codes (R, C), one a byte, of the scales `table`: scales (R, G) float16 or float32."""
+    groups = TABLE[codes].astype(np.float32).reshape(len(codes), -1, stored.group_size)
+    return (groups * scales.astype(np.float32)[:, :, None]).reshape(codes.shape)
+
+
+def values_of_two_levels(codes: Codes, headers: Codes, stored: RowFormat) -> Float32:
+    """(R, C) values of codes (R, C), one a byte, of two levels of scales: headers (R, S * header_bytes).
+
+    Every product is exact; of `two_level` the difference of two products is rounded to float32.
+    """
+    rows, count = len(codes), codes.shape[1] // SUPER_SIZE
+    found = np.ascontiguousarray(headers).reshape(rows, count, stored.header_bytes)
+    upper = np.ascontiguousarray(found[:, :, : stored.upper_bytes]).view(np.float16).astype(np.float32)
+    scales, minimums = group_integers(found[:, :, stored.upper_bytes :], stored)
+    groups = codes.reshape(rows, count, -1, stored.group_size)
+    if stored.scales == "two_level_table":
+        values = TABLE[groups].astype(np.float32)
+    else:
+        zero = 0 if minimums is not None else stored.zero
+        values = groups.astype(np.float32) - np.float32(zero)
+    values *= (upper[:, :, :1] * scales)[:, :, :, None]
+    if minimums is not None:
+        values += -(upper[:, :, 1:] * minimums)[:, :, :, None]
+    return values.reshape(codes.shape)
+
+
+def group_integers(lower: Codes, stored: RowFormat) -> tuple[NDArray[np.int8], NDArray[np.int8] | None]:
+    """Scales and minimums (R, S, groups) of the bytes that headers (R, S, bytes) end with.
+
+    The minimums are None but for `two_level`.
+    """
+    rows, count, nbytes = lower.shape
+    blocks = SUPER_SIZE // GROUP_SIZE
+    each = lower.reshape(rows, count, blocks, nbytes // blocks)
+    if each.shape[3] == 3:
+        # Six bits of four numbers; the fourth one's are the high bits of the others' bytes.
+        high = each >> np.uint8(6)
+        fourth = high[..., :1] | high[..., 1:2] << np.uint8(2) | high[..., 2:] << np.uint8(4)
+        each = np.concatenate([each & np.uint8(63), fourth], axis=3)
+        if stored.scales == "two_level":
+            scales, minimums = (each[..., at::2].reshape(rows, count, -1).view(np.int8) for at in (0, 1))
+            return scales, minimums
+    flat = each.reshape(rows, count, -1)
+    if stored.scales == "two_level":
+        return (flat & np.uint8(15)).astype(np.int8), (flat >> np.uint8(4)).astype(np.int8)
+    if stored.bits == 6:
+        return flat.view(np.int8), None
+    return (flat & np.uint8(63)).astype(np.int8) - np.int8(32), None

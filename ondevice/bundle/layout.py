@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ondevice.bundle.weight_shapes import WeightShape, layer_weight_shapes, model_weight_shapes
-from ondevice.config import GROUP_SIZE, Bits, QuantConfig, RowFormat
+from ondevice.config import GROUP_SIZE, SUPER_SIZE, CodeBits, GroupSize, QuantConfig, RowFormat, Scales
 from ondevice.model_config import LayerSpec, ModelConfig
 
 FORMAT = "ondevice-bundle"
@@ -98,23 +98,31 @@ class HalfRange(NamedTuple):
 class RowLayout:
     """One stored row of `cols` logical elements: [codes | scales | biases], or float16 values at 16 bits.
 
-    bits, group_size, implied_bias, mxfp4: as in RowFormat; implied biases take no bytes.
+    bits, group_size, scales: as in RowFormat; implied biases take no bytes. With two levels of scales, which
+    only rows of tiles have, the scales are the headers of every 256 columns.
     """
 
     cols: int
-    bits: Bits
-    group_size: Literal[32, 64] = 64
-    implied_bias: bool = False
-    mxfp4: bool = False
+    bits: CodeBits
+    group_size: GroupSize = 64
+    scales: Scales = "affine"
 
     @property
     def stored(self) -> RowFormat:
-        return RowFormat(self.bits, self.group_size, self.implied_bias, self.mxfp4)
+        return RowFormat(self.bits, self.group_size, self.scales)
+
+    @property
+    def mxfp4(self) -> bool:
+        return self.stored.mxfp4
+
+    @property
+    def implied_bias(self) -> bool:
+        return self.stored.implied_bias
 
     @property
     def scale_type(self) -> np.dtype[np.generic]:
-        """The type of a scale and a bias: float16, or a byte in MXFP4."""
-        return np.dtype(np.uint8 if self.mxfp4 else np.float16)
+        """The type of a scale and a bias: float16, or a byte in MXFP4 and of headers."""
+        return np.dtype(np.uint8 if self.mxfp4 or self.stored.two_levels else np.float16)
 
     @property
     def padded_cols(self) -> int:
@@ -131,6 +139,8 @@ class RowLayout:
     @property
     def scales_bytes(self) -> int:
         """Bytes of the scales; 0 at 16 bits."""
+        if self.stored.two_levels:
+            return self.padded_cols // SUPER_SIZE * self.stored.header_bytes
         return 0 if self.bits == 16 else self.scale_type.itemsize * self.groups
 
     @property
@@ -261,9 +271,14 @@ class TiledMatrix:
         return padded(self.rows, TILE_ROWS)
 
     @property
+    def block_cols(self) -> int:
+        """Columns whose codes and scales lie together: 64, or 256 with two levels of scales."""
+        return SUPER_SIZE if self.row.stored.two_levels else GROUP_SIZE
+
+    @property
     def block_bytes(self) -> int:
-        """Bytes of 16 rows of 64 columns: their codes, scales and biases."""
-        return TILE_ROWS * self.row.nbytes * GROUP_SIZE // self.row.padded_cols
+        """Bytes of 16 rows of `block_cols` columns: their codes, scales and biases."""
+        return TILE_ROWS * self.row.nbytes * self.block_cols // self.row.padded_cols
 
     @property
     def rows_bytes(self) -> int:
@@ -281,6 +296,8 @@ class TiledMatrix:
             return HalfRange(0, self.rows_bytes)
         codes = TILE_ROWS * GROUP_SIZE * self.row.bits // 8
         times = self.rows_bytes // self.block_bytes
+        if self.row.stored.two_levels:
+            return HalfRange(0, TILE_ROWS * self.row.stored.upper_bytes, self.block_bytes, times)
         return HalfRange(codes, self.block_bytes, self.block_bytes, times, self.row.mxfp4)
 
 

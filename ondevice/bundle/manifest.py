@@ -41,11 +41,15 @@ from ondevice.config import (
     GROUP_SIZE,
     MATRIX_KINDS,
     MXFP4,
+    SUPER_SIZE,
+    TILE_FORMATS,
     Bits,
+    GroupSize,
     MatrixKind,
     QuantConfig,
     RowFormat,
     SamplingConfig,
+    Scales,
 )
 from ondevice.errors import BundleError, UnsupportedModelError, UsageError
 from ondevice.model_config import WHOLE, ModelConfig
@@ -57,7 +61,8 @@ MAX_BLOB_BYTES = {TOKENIZER_FILES[kind]: nbytes for kind, nbytes in MAX_TOKENIZE
     CHAT_TEMPLATE: 4 * MAX_TEMPLATE_CHARS
 }
 """Largest size in bytes of each file that is read whole, by name: as much as the runtime accepts."""
-_BIASES = ("stored", "implied", "none")
+_BIASES: dict[str, Scales] = {"stored": "affine", "implied": "symmetric", "none": "mxfp4"}
+"""Scales that a manifest names by what biases they have."""
 _MAX_TOKENS = 1 << 24
 _MAX_TEXT_TOKENS = 1 << 48
 _MAX_EOS = 64
@@ -311,15 +316,14 @@ def _layout_json(num_records: int, layout: RecordLayout | ExpertLayout) -> dict[
 def _quantisation_json(quant: QuantConfig) -> dict[str, Any]:
     found: dict[str, Any] = {"bits": quant.bits, "group_size": GROUP_SIZE}
     if quant.formats:
-        found["matrices"] = {
-            kind: {"bits": stored.bits, "group_size": stored.group_size, "bias": _bias_of(stored)}
-            for kind, stored in quant.formats
-        }
+        found["matrices"] = {kind: _format_json(stored) for kind, stored in quant.formats}
     return found
 
 
-def _bias_of(stored: RowFormat) -> str:
-    return _BIASES[2 if stored.mxfp4 else stored.implied_bias]
+def _format_json(stored: RowFormat) -> dict[str, Any]:
+    biases = {scales: bias for bias, scales in _BIASES.items()}
+    own = {"scales": stored.scales} if stored.tiles_only else {"bias": biases[stored.scales]}
+    return {"bits": stored.bits, "group_size": stored.group_size, **own}
 
 
 def _parse_quantisation(section: Section, config: ModelConfig) -> QuantConfig:
@@ -338,7 +342,15 @@ def _parse_quantisation(section: Section, config: ModelConfig) -> QuantConfig:
         raise BundleError("manifest.quantisation.matrices has down, but neurons have records of their own")
     if config.tie_embeddings and dict(formats).get("head"):
         raise BundleError("manifest.quantisation.matrices has a head, but the model's head is its embedding")
-    return QuantConfig(plain.bits, formats)
+    quant = QuantConfig(plain.bits, formats)
+    layout = expert_layout(config, quant)
+    for row in () if layout is None else (matrix.row for matrix in layout.matrices):
+        if row.stored.two_levels and row.cols % SUPER_SIZE:
+            raise BundleError(
+                f"manifest.quantisation.matrices has two levels of scales for experts with {row.cols} "
+                f"columns; these must be a multiple of {SUPER_SIZE}"
+            )
+    return quant
 
 
 def _parse_formats(
@@ -353,17 +365,7 @@ def _parse_formats(
         if kind not in section.names:
             continue
         found = section.section(kind)
-        bits, group_size = found.integer("bits", 1, 64), found.integer("group_size", 1, 1 << 31)
-        bias = found.text("bias", 32)
-        if bits not in (4, 5, 6, 8) or group_size not in (32, 64) or bias not in _BIASES:
-            raise UnsupportedModelError(
-                f"{found.where} asks for {bits} bits, groups of {group_size} and a bias that is {bias!a}; "
-                "this release reads 4, 5, 6 and 8 bits, groups of 32 and 64, and biases that are stored, "
-                "implied or, in MXFP4, none"
-            )
-        found.close()
-        implied, mxfp4 = bias == _BIASES[1], bias == _BIASES[2]
-        stored = RowFormat(cast(Bits, bits), cast(Literal[32, 64], group_size), implied, mxfp4)
+        stored = _tile_format(found, kind) if "scales" in found.names else _row_format(found)
         if stored.implied_bias and stored.group_size == GROUP_SIZE:
             raise BundleError(f"{found.where} implies biases of groups of 64; only groups of 32 may")
         if stored.mxfp4 and stored != MXFP4:
@@ -373,7 +375,7 @@ def _parse_formats(
         if (
             stored == plain.plain
             or plain.bits == 16
-            or (kind == "feed_forward" and bits != plain.bits and not sliced)
+            or (kind == "feed_forward" and stored.bits != plain.bits and not sliced)
         ):
             raise BundleError(f"{found.where} doesn't go with the model's {plain.bits} bits")
         formats.append((kind, stored))
@@ -381,6 +383,36 @@ def _parse_formats(
     if not formats:
         raise BundleError(f"{section.where} is empty")
     return tuple(formats)
+
+
+def _row_format(found: Section) -> RowFormat:
+    """A format of one level of scales, whatever stores it."""
+    bits, group_size = found.integer("bits", 1, 64), found.integer("group_size", 1, 1 << 31)
+    bias = found.text("bias", 32)
+    if bits not in (4, 5, 6, 8) or group_size not in (32, 64) or bias not in _BIASES:
+        raise UnsupportedModelError(
+            f"{found.where} asks for {bits} bits, groups of {group_size} and a bias that is {bias!a}; "
+            "this release reads 4, 5, 6 and 8 bits, groups of 32 and 64, and biases that are stored, "
+            "implied or, in MXFP4, none"
+        )
+    found.close()
+    return RowFormat(cast(Bits, bits), cast(GroupSize, group_size), _BIASES[bias])
+
+
+def _tile_format(found: Section, kind: MatrixKind) -> RowFormat:
+    """A format that tiles alone have."""
+    bits, group_size = found.integer("bits", 1, 64), found.integer("group_size", 1, 1 << 31)
+    scales = found.text("scales", 32)
+    stored = next((it for it in TILE_FORMATS if it == (bits, group_size, scales)), None)
+    if stored is None:
+        raise UnsupportedModelError(
+            f"{found.where} asks for {bits} bits, groups of {group_size} and scales that are {scales!a}; "
+            f"this release reads {', '.join(f'{it.bits}/{it.group_size}/{it.scales}' for it in TILE_FORMATS)}"
+        )
+    found.close()
+    if not kind.startswith("experts"):
+        raise BundleError(f"{found.where} has scales that are {scales!a}; only matrices of experts may")
+    return stored
 
 
 def _parse_tokenizer(section: Section, vocab_size: int) -> TokenizerInfo:

@@ -10,20 +10,23 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.bundle.codes import pack, unpack
-from ondevice.bundle.layout import TILE_ROWS, TiledMatrix
-from ondevice.config import GROUP_SIZE
+from ondevice.bundle.codes import pack, unpack, values_of_table, values_of_two_levels
+from ondevice.bundle.layout import TILE_ROWS, RowLayout, TiledMatrix
+from ondevice.config import GROUP_SIZE, CodeBits
 
 Bytes = NDArray[np.uint8]
 Number = TypeVar("Number", bound=np.generic)
 _HALF_COLUMNS = 32
-"""Columns of half a block of 5 or 6 bits."""
+"""Columns of half a block, where codes lie in planes."""
+_PLANES: dict[CodeBits, tuple[int, ...]] = {2: (2,), 3: (2, 1), 5: (4, 1), 6: (4, 2)}
+"""Bits of each plane of codes, the lowest first. Codes of 4 and 8 bits lie as words of rows."""
 
 
 class StoredMatrix(NamedTuple):
     """Rows as a bundle stores them: codes (R, bytes), scales and biases (R, G), as in quantised rows.
 
-    added: (R,) float32 biases of the matrix's products, or None.
+    Two levels of scales are the bytes of headers, (R, n). added: (R,) float32 biases of the matrix's
+    products, or None.
     """
 
     codes: Bytes
@@ -44,6 +47,13 @@ def untiled(part: Bytes, matrix: TiledMatrix) -> StoredMatrix:
         none = np.empty((count, 0), dtype=np.float16)
         return StoredMatrix(rows.reshape(-1, row.nbytes)[:count], none, none, added)
     tiles, groups = matrix.padded_rows // TILE_ROWS, row.padded_cols // GROUP_SIZE
+    if row.stored.two_levels:
+        supers = rows.reshape(tiles, -1, matrix.block_bytes)
+        at = TILE_ROWS * row.stored.header_bytes
+        blocks = np.ascontiguousarray(supers[:, :, at:]).reshape(tiles, groups, -1)
+        headers = _headers(supers[:, :, :at], TILE_ROWS * row.stored.upper_bytes)
+        none = np.empty((count, 0), dtype=np.float16)
+        return StoredMatrix(_codes(blocks, row.bits)[:count], headers[:count], none, added)
     blocks = rows.reshape(tiles, groups, matrix.block_bytes)
     at = TILE_ROWS * GROUP_SIZE * row.bits // 8
     codes = _codes(blocks[:, :, :at], row.bits)
@@ -54,28 +64,54 @@ def untiled(part: Bytes, matrix: TiledMatrix) -> StoredMatrix:
     return StoredMatrix(codes[:count], found[0][:count], found[1][:count].view(np.float16), added)
 
 
+def halves(found: StoredMatrix, row: RowLayout) -> StoredMatrix:
+    """The rows of a matrix in a format that tiles alone have, as float16 values (R, 2 C) instead of codes.
+
+    Values are rounded; those beyond float16 become infinite.
+    """
+    codes = unpack(np.ascontiguousarray(found.codes), row.bits)
+    none = np.empty((len(codes), 0), dtype=np.float16)
+    if row.stored.two_levels:
+        values = values_of_two_levels(codes, found.scales.view(np.uint8), row.stored)
+    else:
+        values = values_of_table(codes, found.scales, row.stored)
+    with np.errstate(over="ignore"):
+        return StoredMatrix(values.astype(np.float16).view(np.uint8), none, none, found.added)
+
+
 def _by_rows(values: NDArray[Number]) -> NDArray[Number]:
     """(tiles, groups, n, 16) values of 16 rows side by side -> (rows, groups * n)."""
     tiles, groups, count, _ = values.shape
     return values.transpose(0, 3, 1, 2).reshape(tiles * TILE_ROWS, groups * count)
 
 
-def _codes(blocks: Bytes, bits: int) -> Bytes:
+def _headers(headers: Bytes, upper: int) -> Bytes:
+    """Rows (R, bytes) of the headers (tiles, S, bytes), which begin with `upper` bytes of float16 values."""
+    tiles, supers, _ = headers.shape
+    halves = np.ascontiguousarray(headers[:, :, :upper]).reshape(tiles, supers, -1, TILE_ROWS, 2)
+    lower = headers[:, :, upper:].reshape(tiles, supers, -1, TILE_ROWS)
+    parts = (halves.transpose(0, 3, 1, 2, 4), lower.transpose(0, 3, 1, 2))
+    rows = [part.reshape(tiles * TILE_ROWS, supers, -1) for part in parts]
+    return np.concatenate(rows, axis=2).reshape(tiles * TILE_ROWS, -1)
+
+
+def _codes(blocks: Bytes, bits: CodeBits) -> Bytes:
     """Rows (R, bytes) of the codes (tiles, groups, bytes) of blocks."""
     tiles, groups, _ = blocks.shape
-    if bits in (4, 8):
-        words = np.ascontiguousarray(blocks).view(np.uint32).reshape(tiles, groups, -1, TILE_ROWS)
-        return np.ascontiguousarray(_by_rows(words)).view(np.uint8)
-    more = bits - 4
-    halves = np.ascontiguousarray(blocks).view(np.uint32).reshape(tiles, groups * 2, bits, TILE_ROWS)
-    low = unpack(np.ascontiguousarray(_by_rows(halves[:, :, :4])).view(np.uint8), 4)
-    words = np.ascontiguousarray(_by_rows(halves[:, :, 4:])).view(np.uint8)
-    high = np.zeros((len(low), groups * 2, _HALF_COLUMNS), dtype=np.uint8)
-    words = words.reshape(len(low), groups * 2, more, 4)
-    for word in range(more):
-        for byte in range(4):
-            for place in range(8 // more):
-                column = _HALF_COLUMNS // more * word + 8 * (place // 2) + 2 * byte + place % 2
-                code = words[:, :, word, byte] >> np.uint8(more * place)
-                high[:, :, column] = code & np.uint8((1 << more) - 1)
-    return pack(low | high.reshape(low.shape) << np.uint8(4), bits)
+    words = np.ascontiguousarray(blocks).view(np.uint32)
+    if bits not in _PLANES:
+        return np.ascontiguousarray(_by_rows(words.reshape(tiles, groups, -1, TILE_ROWS))).view(np.uint8)
+    halves = words.reshape(tiles, groups * 2, bits, TILE_ROWS)
+    codes = np.zeros((tiles * TILE_ROWS, groups * 2, _HALF_COLUMNS), dtype=np.uint8)
+    below = 0
+    for wide in _PLANES[bits]:
+        plane = np.ascontiguousarray(_by_rows(halves[:, :, below : below + wide])).view(np.uint8)
+        plane = plane.reshape(len(codes), groups * 2, wide, 4)
+        for word in range(wide):
+            for byte in range(4):
+                for place in range(8 // wide):
+                    column = _HALF_COLUMNS // wide * word + 8 * (place // 2) + 2 * byte + place % 2
+                    code = plane[:, :, word, byte] >> np.uint8(wide * place) & np.uint8((1 << wide) - 1)
+                    codes[:, :, column] |= code << np.uint8(below)
+        below += wide
+    return pack(codes.reshape(len(codes), -1), bits)

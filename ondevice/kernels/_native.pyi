@@ -25,7 +25,7 @@ Float64 = NDArray[np.float64]
 Int32 = NDArray[np.int32]
 Uint16 = NDArray[np.uint16]
 Addresses = NDArray[np.uint64]
-Format = int | tuple[int, int, bool, bool]
+Format = int | tuple[int, int, str]
 """Bits of weights, or a RowFormat."""
 Tree = tuple[Int32, Int32]
 """Parents and depths (T,) of a draft tree's tokens."""
@@ -113,6 +113,13 @@ def copy_gguf_codes_and_halves(
     """The same with scales and biases as blocks have them, of a type with one float16 scale in a block.
 
     ValueError also for other types, and for stored biases that the type implies.
+    """
+
+def copy_gguf_rows(type: str, data: Bytes, codes: Bytes, scales: Bytes) -> None:
+    """Blocks (R, B * bytes) of a type whose scales only tiles hold exactly into codes (R, C * bits / 8).
+
+    scales: bytes of headers, (R, C / 256 * header_bytes), or of IQ4_NL's float16 scales, (R, 2 * B).
+    ValueError for other types.
     """
 
 def copy_mxfp4_blocks(data: Bytes, codes: Bytes, scales: Bytes) -> None:
@@ -372,6 +379,7 @@ def tile_rows(
 ) -> None:
     """Write rows as a bundle stores them, codes (R, bytes), scales and biases (R, 2 G) bytes, as tiles.
 
+    With two levels of scales these are headers, (R, C / 256 * header_bytes).
     tiles: (bytes,) of tiles of 16 rows, or of whole rows at 16 bits; zeros follow the last row.
     """
 
@@ -572,6 +580,9 @@ class _Testing:
 
     def head_norm(self, runner: Runner, x: Float32, weight: Float32, eps: float) -> None: ...
     def rope(self, runner: Runner, x: Float32, cos: Float32, sin: Float32) -> None: ...
+    def multiply_tiles(
+        self, runner: Runner, stored: Format, tiles: Bytes, x: Float32, bias: Float32 | None, out: Float32
+    ) -> None: ...
     def kv_write(
         self, runner: Runner, blocks: Addresses, layer: int, bits: int, position: int, k: Float32, v: Float32
     ) -> None: ...

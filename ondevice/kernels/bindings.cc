@@ -1,6 +1,5 @@
 #include "bindings.h"
 
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 
@@ -30,24 +31,58 @@ inline void require(bool condition, const char* message) {
 }
 
 // Bits, or the fields of a RowFormat.
-using FormatArg = std::variant<int, std::tuple<int, int, bool, bool>>;
+using FormatArg = std::variant<int, std::tuple<int, int, std::string>>;
 
-inline RowFormat format_of(const FormatArg& arg) {
+inline ScaleKind scale_kind(const std::string& name) {
+  constexpr const char* kNames[] = {"affine",    "symmetric",           "mxfp4",          "table",
+                                    "two_level", "two_level_symmetric", "two_level_table"};
+  int kind = 0;
+  for (const char* known : kNames) {
+    if (name == known) return static_cast<ScaleKind>(kind);
+    ++kind;
+  }
+  throw std::invalid_argument("scales have no kind of that name");
+}
+
+// Any format of tiles.
+inline RowFormat tile_format_of(const FormatArg& arg) {
   RowFormat format(0);
   if (std::holds_alternative<int>(arg)) {
     format.bits = std::get<int>(arg);
   } else {
-    const auto& [bits, group, implied, mxfp4] = std::get<1>(arg);
-    format = RowFormat(bits, group, implied, mxfp4);
+    const auto& [bits, group, kind] = std::get<1>(arg);
+    format = RowFormat(bits, group, scale_kind(kind));
+  }
+  if (format.kind > ScaleKind::kMxfp4) {
+    for (const RowFormat& known :
+         {RowFormat(4, 32, ScaleKind::kTable), RowFormat(2, 16, ScaleKind::kTwoLevel),
+          RowFormat(4, 32, ScaleKind::kTwoLevel), RowFormat(5, 32, ScaleKind::kTwoLevel),
+          RowFormat(3, 16, ScaleKind::kTwoLevelSymmetric), RowFormat(6, 16, ScaleKind::kTwoLevelSymmetric),
+          RowFormat(4, 32, ScaleKind::kTwoLevelTable)})
+      if (format == known) return format;
+    throw std::invalid_argument("scales of two levels and tables go with other bits and groups");
   }
   require((format.bits >= 4 && format.bits <= 8 && format.bits != 7) || format.bits == 16,
           "bits must be 4, 5, 6, 8 or 16");
   require(format.group == kGroup || (format.group == kGroup / 2 && format.bits != 16),
           "groups have 64 columns, or 32 at 4 to 8 bits");
-  require(!format.implied || format.group != kGroup, "biases are implied in groups of 32 alone");
-  require(!format.mxfp4 || format == RowFormat(4, 32, false, true),
+  require(!format.implied() || format.group != kGroup, "biases are implied in groups of 32 alone");
+  require(!format.mxfp4() || format == RowFormat(4, 32, ScaleKind::kMxfp4),
           "MXFP4 has 4 bits, groups of 32 and no biases");
   return format;
+}
+
+// A format of rows, which lie one after the other, too.
+inline RowFormat format_of(const FormatArg& arg) {
+  const RowFormat format = tile_format_of(arg);
+  require(format.kind <= ScaleKind::kMxfp4, "scales of two levels and tables are those of tiles alone");
+  return format;
+}
+
+// Throws for columns that the format's scales don't divide.
+inline void check_columns(const RowFormat& format, int64_t cols) {
+  require(!format.two_levels() || cols % (kSuperGroup * kGroup) == 0,
+          "with two levels of scales, columns are a multiple of 256");
 }
 
 using Rows = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;  // (T, cols), contiguous columns

@@ -20,7 +20,8 @@ using Place = std::tuple<FormatArg, int64_t, std::optional<int64_t>>;
 
 RecordMatrix matrix_of(const Place& place, int64_t rows, int64_t cols) {
   const auto& [stored, offset, bias] = place;
-  const RecordMatrix matrix{format_of(stored), rows, cols, offset, bias.value_or(-1)};
+  const RecordMatrix matrix{tile_format_of(stored), rows, cols, offset, bias.value_or(-1)};
+  check_columns(matrix.format, cols);
   require(offset >= 0 && offset % 64 == 0, "a matrix begins at a multiple of 64 bytes");
   require(!bias || (*bias >= 0 && *bias % static_cast<int64_t>(sizeof(float)) == 0),
           "biases begin at a multiple of 4 bytes");
@@ -200,20 +201,25 @@ using Bytes2 = CArray<const uint8_t, 2>;
 
 void tile_rows(Runner& runner, const FormatArg& stored, const Bytes2& codes, const Bytes2& scales,
                const Bytes2& biases, const CArray<uint8_t, 1>& tiles) {
-  const RowFormat format = format_of(stored);
+  const RowFormat format = tile_format_of(stored);
   const int64_t rows = codes.shape(0), width = codes.shape(1), groups = width / format.codes_bytes();
   require(rows > 0 && groups > 0 && width == groups * format.codes_bytes(),
           "codes are (R, padded_cols * bits / 8)");
-  const int64_t wide = format.bits == 16 ? 0 : groups * format.scales() * format.scale_bytes();
+  check_columns(format, groups * kGroup);
+  const int64_t wide = format.two_levels() ? groups / kSuperGroup * format.header_bytes()
+                       : format.bits == 16 ? 0
+                                           : groups * format.scales() * format.scale_bytes();
   for (const Bytes2* values : {&scales, format.has_biases() ? &biases : &scales})
     require(static_cast<int64_t>(values->shape(0)) == rows && static_cast<int64_t>(values->shape(1)) == wide,
-            "scales and biases are the bytes of (R, G)");
+            "scales and biases are the bytes of (R, G), or headers of 256 columns");
   const int64_t tile = kTile * format.row_bytes(groups), count = (rows + kTile - 1) / kTile;
   require(static_cast<int64_t>(tiles.shape(0)) == count * tile, "tiles have 16 rows each");
   nb::gil_scoped_release release;
   std::fill_n(tiles.data() + (count - 1) * tile, tile, uint8_t{0});
   if (format.bits == 16)
     std::copy_n(codes.data(), rows * width, tiles.data());
+  else if (format.two_levels())
+    tile_two_level(runner.pool(), format, groups, rows, codes.data(), scales.data(), tiles.data());
   else
     interleave_rows(runner.pool(), format, groups, 0, rows,
                     {codes.data(), scales.data(), biases.data(), width, wide, format.has_biases() ? wide : 0},

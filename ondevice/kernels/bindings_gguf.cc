@@ -1,7 +1,6 @@
-#include <nanobind/stl/string.h>
-
 #include "bindings.h"
 #include "gguf_codes.h"
+#include "gguf_rows.h"
 
 namespace ondevice {
 namespace {
@@ -25,8 +24,8 @@ void copy(const std::string& name, const Stored& data, const FormatArg& arg, con
           const CArray<Scale, 2>& scales, const CArray<Scale, 2>& biases) {
   const BlockType& type = type_of(name, data);
   const RowFormat stored = format_of(arg);
-  require(stored.group == 32 && stored.bits >= type.own.bits && (!stored.implied || type.own.implied) &&
-              !stored.mxfp4 && !type.own.mxfp4,
+  require(stored.group == 32 && stored.bits >= type.own.bits && (!stored.implied() || type.own.implied()) &&
+              !stored.mxfp4() && !type.own.mxfp4(),
           "stored holds the type's codes");
   const int64_t rows = data.shape(0), cols = columns_of(type, data);
   require(static_cast<int64_t>(codes.shape(0)) == rows &&
@@ -35,11 +34,11 @@ void copy(const std::string& name, const Stored& data, const FormatArg& arg, con
   for (const auto* values : {&scales, &biases})
     require(
         static_cast<int64_t>(values->shape(0)) == rows &&
-            static_cast<int64_t>(values->shape(1)) == (values == &biases && stored.implied ? 0 : cols / 32),
+            static_cast<int64_t>(values->shape(1)) == (values == &biases && stored.implied() ? 0 : cols / 32),
         "scales and biases are (rows, cols / 32), and implied biases (rows, 0)");
   const int64_t blocks = cols / type.values;
   if constexpr (sizeof(Scale) == 2) {
-    require(type.values == 32 && stored.implied == type.own.implied,
+    require(type.values == 32 && stored.implied() == type.own.implied(),
             "scales and biases are float16 in the type");
     nb::gil_scoped_release release;
     copy_codes_and_halves(type, data.data(), rows, blocks, stored, codes.data(), scales.data(),
@@ -60,6 +59,24 @@ void copy_mxfp4_blocks(const Stored& data, const CArray<uint8_t, 2>& codes,
           "scales are (rows, cols / 32)");
   nb::gil_scoped_release release;
   copy_mxfp4(data.data(), rows * cols / 32, codes.data(), scales.data());
+}
+
+void copy_tile_rows(const std::string& name, const Stored& data, const CArray<uint8_t, 2>& codes,
+                    const CArray<uint8_t, 2>& scales) {
+  const TileType* type = find_tile_type(name);
+  require(type != nullptr, "the type is one whose scales only tiles hold");
+  require(data.shape(0) > 0 && data.shape(1) > 0 && data.shape(1) % type->nbytes == 0,
+          "data is (rows, bytes of whole blocks)");
+  const int64_t rows = data.shape(0), blocks = static_cast<int64_t>(data.shape(1)) / type->nbytes;
+  const int64_t wide = type->stored.two_levels() ? type->stored.header_bytes() : 2;
+  require(static_cast<int64_t>(codes.shape(0)) == rows &&
+              static_cast<int64_t>(codes.shape(1)) == blocks * type->values * type->stored.bits / 8,
+          "codes are (rows, cols * bits / 8)");
+  require(
+      static_cast<int64_t>(scales.shape(0)) == rows && static_cast<int64_t>(scales.shape(1)) == blocks * wide,
+      "scales are (rows, bytes of blocks' scales)");
+  nb::gil_scoped_release release;
+  copy_rows(*type, data.data(), rows * blocks, codes.data(), scales.data());
 }
 
 bool quantize(Runner& runner, const std::string& name, const Stored& data, int64_t first,
@@ -95,6 +112,7 @@ void column(const std::string& name, const Stored& data, int64_t at, const CArra
 void bind_gguf(nb::module_& m) {
   m.def("copy_gguf_codes", &copy<float>);
   m.def("copy_gguf_codes_and_halves", &copy<uint16_t>);
+  m.def("copy_gguf_rows", &copy_tile_rows);
   m.def("copy_mxfp4_blocks", &copy_mxfp4_blocks);
   m.def("quantize_gguf_columns", &quantize);
   m.def("decode_gguf_column", &column);

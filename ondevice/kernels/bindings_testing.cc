@@ -51,6 +51,25 @@ void bind_testing(nb::module_& m) {
                                 sin.data() + t * dim / 2, dim);
     });
   });
+  m.def("multiply_tiles", [](Runner& runner, const FormatArg& stored, const CArray<const uint8_t, 1>& tiles,
+                             const Rows& x, const Weight& bias, const CArray<float, 2>& out) {
+    const RowFormat format = tile_format_of(stored);
+    const int64_t cols = x.shape(1), tokens = rows_of(x, cols), rows = out.shape(1),
+                  count = (rows + kTile - 1) / kTile;
+    require(format.bits < 16 && static_cast<int64_t>(out.shape(0)) == tokens && rows > 0,
+            "weights have at most 8 bits, out is (T, rows)");
+    check_columns(format, cols);
+    require(static_cast<int64_t>(tiles.shape(0)) == count * kTile * format.row_bytes(groups_of(cols)),
+            "tiles have 16 rows each");
+    require(!bias || static_cast<int64_t>(bias->shape(0)) == rows, "bias is (rows,)");
+    nb::gil_scoped_release release;
+    const InputRows inputs = runner.prepare(x.data(), x.stride(0), tokens, cols, format);
+    runner.pool().parallel_for(count, 1, [&](int64_t begin, int64_t end, int) {
+      runner.kernels().linear_quantized(format, tiles.data(), inputs.quantized, tokens,
+                                        bias ? bias->data() : nullptr, nullptr, out.data(), rows, rows, begin,
+                                        end);
+    });
+  });
   m.def("kv_write", [](Runner& runner, const Blocks& blocks, int64_t offset, int bits, int64_t position,
                        const Heads& k, const Heads& v) {
     check_heads(k);

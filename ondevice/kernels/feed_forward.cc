@@ -34,7 +34,7 @@ void pack_high_down(int bits, const uint8_t* const* rows, int64_t g, uint8_t* ou
 void pack_down(int bits, const uint8_t* const* rows, int64_t g, int64_t codes_bytes, int64_t groups,
                uint8_t* out) {
   const int64_t tile_bytes = kTile * kGroup * bits / 8;
-  const bool apart = has_high_bits(bits);
+  const bool apart = in_planes(bits);
   if (apart) pack_high_down(bits, rows, g, out);
   for (int64_t n = 0; n < kGroup && !apart; n += 32 / bits, out += 64)
     for (int64_t tile = 0; tile < kTilesPerBlock; ++tile) {

@@ -4,8 +4,8 @@
 #include <atomic>
 #include <cstring>
 
+#include "code_tables.h"
 #include "interleave.h"
-#include "mxfp4.h"
 
 namespace ondevice {
 namespace {
@@ -14,10 +14,14 @@ constexpr int64_t kPart = 32;   // codes that share a scale
 constexpr int64_t kLanes = 16;  // columns that are quantised together
 
 const BlockType kTypes[] = {
-    {"Q4_0", 32, 18, {4, 32, true}}, {"Q4_1", 32, 20, {4, 32}},
-    {"Q5_0", 32, 22, {5, 32, true}}, {"Q5_1", 32, 24, {5, 32}},
-    {"Q8_0", 32, 34, {8, 32, true}}, {"Q4_K", 256, 144, {4, 32}},
-    {"Q5_K", 256, 176, {5, 32}},     {"MXFP4", 32, 17, {4, 32, false, true}},
+    {"Q4_0", 32, 18, {4, 32, ScaleKind::kSymmetric}},
+    {"Q4_1", 32, 20, {4, 32}},
+    {"Q5_0", 32, 22, {5, 32, ScaleKind::kSymmetric}},
+    {"Q5_1", 32, 24, {5, 32}},
+    {"Q8_0", 32, 34, {8, 32, ScaleKind::kSymmetric}},
+    {"Q4_K", 256, 144, {4, 32}},
+    {"Q5_K", 256, 176, {5, 32}},
+    {"MXFP4", 32, 17, {4, 32, ScaleKind::kMxfp4}},
 };
 enum Kind { kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kMxfp4 };
 
@@ -25,7 +29,7 @@ Kind kind_of(const BlockType& type) { return static_cast<Kind>(&type - kTypes); 
 
 // The code of zero where a part has no bias. MXFP4's codes are taken as the integers that they stand for.
 int zero_code(const BlockType& type) {
-  return type.own.mxfp4 ? 12 : type.own.implied ? 1 << (type.own.bits - 1) : 0;
+  return type.own.mxfp4() ? 12 : type.own.implied() ? 1 << (type.own.bits - 1) : 0;
 }
 
 // A part of a block: value = scale * code + bias, or scale * (code - zero) where it has no bias.
@@ -150,13 +154,13 @@ void copy_parts(const uint8_t* data, int64_t blocks, const RowFormat& stored, ui
   const BlockType& type = kTypes[kKind];
   const int64_t parts = type.values / kPart, part_bytes = kPart * stored.bits / 8;
   const float zero = zero_of(type.own);
-  const uint8_t shift = static_cast<uint8_t>(stored.implied ? zero_of(stored) - zero : 0.0f);
+  const uint8_t shift = static_cast<uint8_t>(stored.implied() ? zero_of(stored) - zero : 0.0f);
   for (int64_t b = 0; b < blocks; ++b)
     for (int64_t p = 0; p < parts; ++p) {
       Part part = read_part<kKind>(data + b * type.nbytes, p);
       const int64_t at = b * parts + p;
       scales[at] = part.scale;
-      if (!stored.implied) biases[at] = type.own.implied ? -zero * part.scale : part.bias;
+      if (!stored.implied()) biases[at] = type.own.implied() ? -zero * part.scale : part.bias;
       store_part(part.codes, shift, stored.bits, codes + at * part_bytes);
     }
 }
@@ -167,10 +171,10 @@ void copy_halves(const uint8_t* data, int64_t blocks, const RowFormat& stored, u
                  uint16_t* scales, uint16_t* biases) {
   const BlockType& type = kTypes[kKind];
   const int64_t part_bytes = kPart * stored.bits / 8;
-  const uint8_t shift = static_cast<uint8_t>(type.own.implied ? zero_of(stored) - zero_of(type.own) : 0.0f);
+  const uint8_t shift = static_cast<uint8_t>(type.own.implied() ? zero_of(stored) - zero_of(type.own) : 0.0f);
   for (int64_t b = 0; b < blocks; ++b, data += type.nbytes) {
     std::memcpy(scales + b, data, 2);
-    if (!type.own.implied) std::memcpy(biases + b, data + 2, 2);
+    if (!type.own.implied()) std::memcpy(biases + b, data + 2, 2);
     Part part = read_part<kKind>(data, 0);
     store_part(part.codes, shift, stored.bits, codes + b * part_bytes);
   }

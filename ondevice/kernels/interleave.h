@@ -110,15 +110,21 @@ static inline Bytes16 join_nibbles(const uint8_t* first, const uint8_t* second) 
                                  7, 23);
 }
 
-// Codes of 5 and 6 bits.
+// Codes of 2 to 6 bits.
 //
-// Stored rows hold them without gaps, low bits first. In tiles each is cut in two, so that the kernels share
-// the layout of 4 bits: a half block, 16 rows of 32 columns, has 4 vectors of nibbles as a 4-bit tile has
-// them, and BITS - 4 vectors with the high bits, a word of each row side by side like the nibbles. Byte j of
-// word w has, at bit (BITS - 4) * c, the high bits of column 32 / (BITS - 4) * w + 8 * (c / 2) + 2 * j + c
-// % 2.
+// Stored rows hold them without gaps, low bits first. In tiles they lie in planes: a half block, 16 rows of
+// 32 columns, has first the low 2 bits of codes of 2 and 3 bits, or the low 4 bits of others, then the bits
+// above them. A plane of H bits is H vectors of 64 bytes, a word of each row side by side. Byte j of word w
+// has, at bit H * c, the bits of column 32 / H * w + 8 * (c / 2) + 2 * j + c % 2. At 4 bits that is the order
+// of stored rows.
 
-// Eight codes of `bits` bits, 4 to 8, in the low bits of each 64-bit lane -> eight bytes in their order.
+// Bits of a code in its low plane.
+constexpr int low_plane_bits(int bits) { return bits < 4 ? 2 : 4; }
+
+// True for the formats whose tiles don't hold words as stored rows do.
+constexpr bool in_planes(int bits) { return bits != 4 && bits < 8; }
+
+// Eight codes of `bits` bits, 2 to 8, in the low bits of each 64-bit lane -> eight bytes in their order.
 template <class V>
 static inline V spread_codes(V x, int bits) {
   const uint64_t four = (uint64_t{1} << 4 * bits) - 1;
@@ -138,44 +144,49 @@ static inline V even_bytes(V x) {
 
 // `count` codes, one a byte -> `bits` bits each without gaps, low bits first. count: a multiple of 8.
 static inline void pack_codes(const uint8_t* codes, int64_t count, int bits, uint8_t* out) {
+  constexpr uint64_t kBytes = 0x00ff00ff00ff00ff, kWords = 0x0000ffff0000ffff;
   for (int64_t k = 0; k < count; k += 8, out += bits) {
-    uint64_t packed = 0;
-    for (int64_t i = 0; i < 8; ++i) packed |= static_cast<uint64_t>(codes[k + i]) << (bits * i);
-    std::memcpy(out, &packed, static_cast<size_t>(bits));
+    uint64_t x;
+    std::memcpy(&x, codes + k, 8);
+    x = (x & kBytes) | (x >> 8 & kBytes) << bits;
+    x = (x & kWords) | (x >> 16 & kWords) << (2 * bits);
+    x = (x & 0xffffffff) | x >> 32 << (4 * bits);
+    std::memcpy(out, &x, static_cast<size_t>(bits));
   }
 }
 
 // Bytes of a half block of a tile: 16 rows of 32 columns.
 constexpr int64_t half_block_bytes(int bits) { return 64 * bits; }
 
-// Puts eight codes, one a byte, into a half block: those of row r's columns 8 * v to 8 * v + 7. v counts from
-// 0 to 3, as the first codes of a word with high bits overwrite it.
-static inline void put_codes(uint64_t codes, int bits, int64_t r, int64_t v, uint8_t* half_block) {
+// Puts eight numbers of `wide` bits, one a byte, into a plane: those of row r's columns 8 * v to 8 * v + 7.
+// v counts from 0 to 3, as the first ones of a word overwrite it.
+static inline void put_plane(uint64_t numbers, int wide, int64_t r, int64_t v, uint8_t* plane) {
   constexpr uint64_t kEven = 0x00ff00ff00ff00ff;
-  const uint64_t nibbles = codes & 0x0f0f0f0f0f0f0f0f, high = codes >> 4 & 0x0f0f0f0f0f0f0f0f;
-  const int wide = bits - 4, per_word = 4 / wide;  // words of 8 columns
-  const uint32_t low_word =
-      static_cast<uint32_t>(even_bytes((nibbles & kEven) | (nibbles >> 8 & kEven) << 4));
-  const uint64_t pairs = (high & kEven) | (high >> 8 & kEven) << wide;
-  std::memcpy(half_block + 64 * v + 4 * r, &low_word, 4);
-  uint8_t* at = half_block + 256 + 64 * (v / per_word) + 4 * r;
+  const int per_word = 4 / wide;  // times 8 columns
+  const uint64_t pairs = (numbers & kEven) | (numbers >> 8 & kEven) << wide;
+  uint8_t* at = plane + 64 * (v / per_word) + 4 * r;
   uint32_t word = 0;
   if (v % per_word) std::memcpy(&word, at, 4);
   word |= static_cast<uint32_t>(even_bytes(pairs)) << (2 * wide * (v % per_word));
   std::memcpy(at, &word, 4);
 }
 
+// Puts eight codes, one a byte, into a half block, for v from 0 to 3 as put_plane does.
+static inline void put_codes(uint64_t codes, int bits, int64_t r, int64_t v, uint8_t* half_block) {
+  constexpr uint64_t kOnes = 0x0101010101010101;
+  const int low = low_plane_bits(bits), high = bits - low;
+  put_plane(codes & kOnes * ((1u << low) - 1), low, r, v, half_block);
+  if (high) put_plane(codes >> low & kOnes * ((1u << high) - 1), high, r, v, half_block + 64 * low);
+}
+
 // 64 stored codes of a row -> its places in two half blocks.
 static inline void put_row(const uint8_t* codes, int bits, int64_t r, uint8_t* block) {
   for (int64_t k = 0; k < 8; ++k, codes += bits) {
     uint64_t raw = 0;
-    std::memcpy(&raw, codes, 5);
-    if (bits == 6) raw |= static_cast<uint64_t>(codes[5]) << 40;
+    std::memcpy(&raw, codes, bits < 4 ? 2 : 5);
+    if (bits % 3 == 0) raw |= static_cast<uint64_t>(codes[bits - 1]) << (8 * (bits - 1));
     put_codes(spread_codes(raw, bits), bits, r, k % 4, block + k / 4 * half_block_bytes(bits));
   }
 }
-
-// True for the formats whose tiles hold high bits apart.
-constexpr bool has_high_bits(int bits) { return bits == 5 || bits == 6; }
 
 }  // namespace ondevice

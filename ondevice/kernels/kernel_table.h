@@ -8,37 +8,60 @@
 
 namespace ondevice {
 
-constexpr int64_t kGroup = 64;    // columns that share one scale and bias
-constexpr int64_t kTile = 16;     // output rows that are stored interleaved
-constexpr int64_t kKvBlock = 64;  // positions of a KV block
+constexpr int64_t kGroup = 64;      // columns that share one scale and bias
+constexpr int64_t kSuperGroup = 4;  // times 64 columns that share the upper one of two levels of scales
+constexpr int64_t kTile = 16;       // output rows that are stored interleaved
+constexpr int64_t kKvBlock = 64;    // positions of a KV block
 
 // Groups of a row of `cols` columns.
 constexpr int64_t groups_of(int64_t cols) { return (cols + kGroup - 1) / kGroup; }
 
-// How rows of weights are stored: bits per weight, columns that share a scale (32 or 64), and whether biases
-// are implied, -2^(bits - 1) times the scale, instead of stored. `mxfp4`: 4 bits in groups of 32 without
-// biases; a code is a float, E2M1, and the byte s of a scale, E8M0, means 2^(s - 127).
+// What makes weights of codes, in the order of `config.Scales`. With two levels, 256 columns share d and, in
+// kTwoLevel, dmin, both float16; each group has integers, a scale s and in kTwoLevel a minimum m.
+enum class ScaleKind {
+  kAffine,             // scale * code + bias, float16
+  kSymmetric,          // scale * (code - 2^(bits - 1))
+  kMxfp4,              // 4 bits in groups of 32: 2^(s - 127) * E2M1 of the code, s a byte
+  kTable,              // 4 bits in groups of 32: scale * kTableValues of the code
+  kTwoLevel,           // 2 bits in groups of 16, 4 and 5 in groups of 32: d * s * code - dmin * m
+  kTwoLevelSymmetric,  // 3 and 6 bits in groups of 16: d * s * (code - 2^(bits - 1))
+  kTwoLevelTable,      // 4 bits in groups of 32: d * s * kTableValues of the code
+};
+
+// How rows of weights are stored: bits per weight, columns that share a scale (16, 32 or 64), and the kind of
+// scales.
 struct RowFormat {
   int bits;
   int group = kGroup;
-  bool implied = false;
-  bool mxfp4 = false;
+  ScaleKind kind = ScaleKind::kAffine;
 
-  RowFormat(int bits, int group = kGroup, bool implied = false,
-            bool mxfp4 = false)  // NOLINT: bits alone are a format
-      : bits(bits), group(group), implied(implied), mxfp4(mxfp4) {}
+  RowFormat(int bits, int group = kGroup,
+            ScaleKind kind = ScaleKind::kAffine)  // NOLINT: bits alone are a format
+      : bits(bits), group(group), kind(kind) {}
   bool operator==(const RowFormat& other) const {
-    return bits == other.bits && group == other.group && implied == other.implied && mxfp4 == other.mxfp4;
+    return bits == other.bits && group == other.group && kind == other.kind;
   }
-  bool has_biases() const { return bits != 16 && !implied && !mxfp4; }
-  int64_t scale_bytes() const { return mxfp4 ? 1 : 2; }
+  bool implied() const { return kind == ScaleKind::kSymmetric; }
+  bool mxfp4() const { return kind == ScaleKind::kMxfp4; }
+  bool two_levels() const { return kind >= ScaleKind::kTwoLevel; }
+  bool has_biases() const { return bits != 16 && kind == ScaleKind::kAffine; }
+  int64_t scale_bytes() const { return mxfp4() ? 1 : 2; }
   // Scales of 64 columns.
   int64_t scales() const { return kGroup / group; }
-  // Bytes of 64 columns: of their codes, and of their scales and biases.
+  // Bytes of 64 columns: of their codes, and of their scales and biases where they have one level.
   int64_t codes_bytes() const { return kGroup * bits / 8; }
   int64_t affine_bytes() const { return bits == 16 ? 0 : scales() * scale_bytes() * (has_biases() ? 2 : 1); }
-  // Bytes of a row of `groups` times 64 columns.
-  int64_t row_bytes(int64_t groups) const { return groups * (codes_bytes() + affine_bytes()); }
+  // With two levels: bytes of d and dmin, and of these and the integers of 256 columns.
+  int64_t upper_bytes() const { return kind == ScaleKind::kTwoLevel ? 4 : 2; }
+  int64_t header_bytes() const {
+    const bool shared = bits == 3 || (kind == ScaleKind::kTwoLevel && bits > 2);  // bytes of several integers
+    return upper_bytes() + kSuperGroup * (shared ? 3 : scales());
+  }
+  // Bytes of a row of `groups` times 64 columns; with two levels `groups` is a multiple of 4.
+  int64_t row_bytes(int64_t groups) const {
+    if (two_levels()) return groups * codes_bytes() + groups / kSuperGroup * header_bytes();
+    return groups * (codes_bytes() + affine_bytes());
+  }
 };
 
 enum class Activation { kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kFatRelu, kClampedSwish };
@@ -65,8 +88,9 @@ struct QuantizedRows {
   float* sums;        // (T, groups) scale * sum of the group's codes
   int32_t* int_sums;  // (T, groups) sum of the group's codes
   int64_t groups;
-  float* half_sums;        // (T, groups, 2) the same of the first and the last 32 codes of a group; null
-  int32_t* half_int_sums;  // unless weights have groups of 32
+  int64_t parts = 1;                 // of a group, of 64 / parts codes each: the weights' groups
+  float* part_sums = nullptr;        // (T, groups, parts) the same of each part; null but with two parts
+  int32_t* part_int_sums = nullptr;  // (T, groups, parts); null with one part
 
   // The rows from `row` on.
   QuantizedRows from(int64_t row) const {
@@ -76,8 +100,9 @@ struct QuantizedRows {
             sums + n,
             int_sums + n,
             groups,
-            half_sums ? half_sums + 2 * n : nullptr,
-            half_int_sums ? half_int_sums + 2 * n : nullptr};
+            parts,
+            part_sums ? part_sums + parts * n : nullptr,
+            part_int_sums ? part_int_sums + parts * n : nullptr};
   }
 };
 
@@ -115,8 +140,8 @@ struct AttentionArgs {
   const float* sinks = nullptr;  // (heads) scores that take part in the softmax, and weigh no value; or null
 };
 
-// Bytes of one 16-row, 64-column block of an interleaved tile: codes, then for each group 16 scales, then
-// for each group 16 biases, if they are stored.
+// Bytes of one 16-row, 64-column block of an interleaved tile of one level of scales: codes, then for each
+// group 16 scales, then for each group 16 biases, if they are stored.
 inline int64_t tile_group_bytes(const RowFormat& format) { return kTile * format.row_bytes(1); }
 
 // Selected neurons, ids ascending. A neuron's down row begins `down` bytes into its part.

@@ -27,7 +27,7 @@ void interleave_rows(ThreadPool& pool, const RowFormat& format, int64_t groups, 
         uint8_t* scales = out + kTile * format.codes_bytes();
         uint8_t* biases = scales + wide * kTile * parts;
         const uint8_t* codes = source.codes + base * source.codes_stride + g * words * 4;
-        const bool apart = has_high_bits(format.bits), whole = low == 0 && high == kTile && !apart;
+        const bool apart = in_planes(format.bits), whole = low == 0 && high == kTile && !apart;
         if (whole)
           for (int64_t r = 0; r < kTile; r += 4)
             for (int64_t w = 0; w < words; w += 4)
@@ -47,6 +47,30 @@ void interleave_rows(ThreadPool& pool, const RowFormat& format, int64_t groups, 
               std::memcpy(biases + to, source.biases + (base + r) * source.biases_stride + from, 2);
           }
         }
+      }
+    }
+  });
+}
+
+void tile_two_level(ThreadPool& pool, const RowFormat& format, int64_t groups, int64_t rows,
+                    const uint8_t* codes, const uint8_t* headers, uint8_t* tiles) {
+  const int64_t width = format.codes_bytes(), header = format.header_bytes(), upper = format.upper_bytes();
+  const int64_t supers = groups / kSuperGroup, bytes = kTile * format.row_bytes(kSuperGroup);
+  pool.parallel_for((rows + kTile - 1) / kTile, 4, [&](int64_t begin, int64_t end, int) {
+    for (int64_t at = begin * supers; at < end * supers; ++at) {
+      const int64_t row0 = at / supers * kTile, super = at % supers;
+      uint8_t* out = tiles + at * bytes;
+      for (int64_t r = 0; r < kTile && row0 + r < rows; ++r) {
+        const uint8_t* from = headers + ((row0 + r) * supers + super) * header;
+        for (int64_t k = 0; k < upper; k += 2) std::memcpy(out + k * kTile + 2 * r, from + k, 2);
+        for (int64_t k = upper; k < header; ++k) out[k * kTile + r] = from[k];
+        const uint8_t* row = codes + ((row0 + r) * groups + super * kSuperGroup) * width;
+        uint8_t* block = out + header * kTile;
+        for (int64_t b = 0; b < kSuperGroup; ++b, row += width, block += kTile * width)
+          if (in_planes(format.bits))
+            put_row(row, format.bits, r, block);
+          else
+            for (int64_t k = 0; k < width; k += 4) std::memcpy(block + k * kTile + 4 * r, row + k, 4);
       }
     }
   });

@@ -48,4 +48,9 @@ class Matrix {
 void interleave_rows(ThreadPool& pool, const RowFormat& format, int64_t groups, int64_t row0, int64_t count,
                      const StoredRows& source, uint8_t* tiles, int64_t tile_stride);
 
+// Rows with two levels of scales, each codes without gaps and, for every 256 columns, a header as
+// RowFormat::header_bytes has it -> tiles, zeros behind the last row.
+void tile_two_level(ThreadPool& pool, const RowFormat& format, int64_t groups, int64_t rows,
+                    const uint8_t* codes, const uint8_t* headers, uint8_t* tiles);
+
 }  // namespace ondevice

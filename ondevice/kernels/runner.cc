@@ -20,7 +20,7 @@ constexpr int64_t kQueryRows = 32;
 }  // namespace
 
 void InputMemory::trim() {
-  for (MappedBuffer* buffer : {&codes, &scales, &sums, &int_sums, &half_sums, &half_int_sums, &padded})
+  for (MappedBuffer* buffer : {&codes, &scales, &sums, &int_sums, &part_sums, &part_int_sums, &padded})
     *buffer = MappedBuffer();
 }
 
@@ -46,7 +46,7 @@ InputRows Runner::prepare_hidden(const float* h, int64_t h_stride, int64_t token
 
 InputRows Runner::prepare_in(InputMemory& memory, const float* x, int64_t x_stride, int64_t tokens,
                              int64_t cols, const RowFormat& format, const Norm& norm) {
-  InputRows rows{tokens, {nullptr, nullptr, nullptr, nullptr, groups_of(cols), nullptr, nullptr}, nullptr};
+  InputRows rows{tokens, {nullptr, nullptr, nullptr, nullptr, groups_of(cols)}, nullptr};
   if (format.bits == 16)
     pad(memory, x, x_stride, cols, norm, &rows);
   else
@@ -61,18 +61,16 @@ void Runner::quantize(InputMemory& memory, const float* x, int64_t x_stride, int
   memory.scales.grow(static_cast<size_t>(n) * sizeof(float));
   memory.sums.grow(static_cast<size_t>(n) * sizeof(float));
   memory.int_sums.grow(static_cast<size_t>(n) * sizeof(int32_t));
-  QuantizedRows quantized{memory.codes.as<int8_t>(),
-                          memory.scales.as<float>(),
-                          memory.sums.as<float>(),
-                          memory.int_sums.as<int32_t>(),
-                          groups,
-                          nullptr,
-                          nullptr};
-  if (format.group != kGroup) {
-    memory.half_sums.grow(static_cast<size_t>(2 * n) * sizeof(float));
-    memory.half_int_sums.grow(static_cast<size_t>(2 * n) * sizeof(int32_t));
-    quantized.half_sums = memory.half_sums.as<float>();
-    quantized.half_int_sums = memory.half_int_sums.as<int32_t>();
+  QuantizedRows quantized{memory.codes.as<int8_t>(), memory.scales.as<float>(), memory.sums.as<float>(),
+                          memory.int_sums.as<int32_t>(), groups};
+  quantized.parts = format.scales();
+  if (quantized.parts > 1) {
+    memory.part_int_sums.grow(static_cast<size_t>(quantized.parts * n) * sizeof(int32_t));
+    quantized.part_int_sums = memory.part_int_sums.as<int32_t>();
+  }
+  if (quantized.parts == 2) {
+    memory.part_sums.grow(static_cast<size_t>(2 * n) * sizeof(float));
+    quantized.part_sums = memory.part_sums.as<float>();
   }
   rows->quantized = quantized;
   float* normed_rows = norm.weight ? scratch(cols) : nullptr;

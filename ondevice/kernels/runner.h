@@ -35,16 +35,16 @@ struct HeadTransform {
   Norm v_norm = {};
 };
 
-// Activations in the form that weights of 4 to 8 or of 16 bits are multiplied with.
+// Activations in the form that weights of 2 to 8 or of 16 bits are multiplied with.
 struct InputRows {
   int64_t tokens;
-  QuantizedRows quantized;  // for 4 to 8 bits
+  QuantizedRows quantized;  // for 2 to 8 bits
   const float* padded;      // for 16 bits: (T, quantized.groups * 64) floats, zeros behind the last column
 };
 
 // Memory of rows that are prepared for a product.
 struct InputMemory {
-  MappedBuffer codes, scales, sums, int_sums, half_sums, half_int_sums, padded;
+  MappedBuffer codes, scales, sums, int_sums, part_sums, part_int_sums, padded;
 
   void trim();
 };

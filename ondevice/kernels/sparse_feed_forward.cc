@@ -32,7 +32,7 @@ void gather_powers(int64_t groups, const uint8_t* const* rows, uint8_t* out, int
 // Puts the scales and biases of 16 rows side by side; 64 columns' are `stride` bytes apart in `out`.
 void gather_affines(const RowFormat& format, int64_t groups, const uint8_t* const* rows, uint8_t* out,
                     int64_t stride) {
-  if (format.mxfp4) return gather_powers(groups, rows, out, stride);
+  if (format.mxfp4()) return gather_powers(groups, rows, out, stride);
   const int64_t scales = format.scales(), count = groups * scales;
   for (int64_t affine = 0; affine < (format.has_biases() ? 2 : 1); ++affine, out += 2 * kTile * scales) {
     const int64_t from = groups * format.codes_bytes() + affine * 2 * count;
@@ -63,7 +63,7 @@ void gather_tile(const RowFormat& format, int64_t groups, const uint8_t* const* 
     for (int64_t r = 0; r < kTile; r += 4) {
       for (int64_t i = r; next && g * row_bytes % 64 < row_bytes && i < r + 4; ++i)
         __builtin_prefetch(next[i] + g * row_bytes);
-      if (has_high_bits(format.bits)) {
+      if (in_planes(format.bits)) {
         for (int64_t i = r; i < r + 4; ++i)
           put_row(rows[i] + g * row_bytes, format.bits, i, tile + g * block);
         continue;
@@ -263,17 +263,7 @@ void FeedForwardPass::gathered_products(const uint8_t* const* rows, const uint8_
                           tokens, nullptr, nullptr, out + r, kTile, 0, 1);
     return;
   }
-  QuantizedRows x{x_.quantized.codes + t0 * groups * kGroup,
-                  x_.quantized.scales + t0 * groups,
-                  x_.quantized.sums + t0 * groups,
-                  x_.quantized.int_sums + t0 * groups,
-                  groups,
-                  nullptr,
-                  nullptr};
-  if (format.group != kGroup) {
-    x.half_sums = x_.quantized.half_sums + 2 * t0 * groups;
-    x.half_int_sums = x_.quantized.half_int_sums + 2 * t0 * groups;
-  }
+  const QuantizedRows x = x_.quantized.from(t0);
   if (tokens == 1) {
     gather_affines(format, groups, rows, tile, kTile * format.affine_bytes());
     kernels.linear_gathered(format, rows, next, tile, x, out);

@@ -218,9 +218,9 @@ def test_a_model_of_every_feed_forward_has_one_result(bits: Any, kind: str) -> N
 
 
 SMALL_GROUPS = (
-    QuantConfig(4, tuple((kind, RowFormat(4, 32, True)) for kind in MATRIX_KINDS)),
+    QuantConfig(4, tuple((kind, RowFormat(4, 32, "symmetric")) for kind in MATRIX_KINDS)),
     QuantConfig(8, (("qkv", RowFormat(8, 32)), ("out", RowFormat(4)), ("feed_forward", RowFormat(8, 32)))),
-    QuantConfig(4, (("head", RowFormat(8)), ("embedding", RowFormat(8, 32, True)))),
+    QuantConfig(4, (("head", RowFormat(8)), ("embedding", RowFormat(8, 32, "symmetric")))),
     QuantConfig(4, tuple((kind, MXFP4) for kind in MATRIX_KINDS)),
 )
 

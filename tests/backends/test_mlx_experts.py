@@ -23,6 +23,7 @@ from tests.support.chat import squeeze
 from tests.support.engines import always_draft, error, random_tokens
 from tests.support.families import CASES, OLMOE, write_model
 from tests.support.flash_files import flip_byte
+from tests.support.gguf_blocks import with_experts_of, write_wide_mixture
 from tests.support.mlx_folders import MXFP4
 from tests.support.mlx_models import ON_GPU, loaded, smallest
 
@@ -113,6 +114,24 @@ def test_experts_of_mxfp4_are_those_of_reference(tmp_path: Path) -> None:
     with loaded(folder) as model:
         whole = model.logits(tokens)
         assert error(whole, theirs) < TOLERANCE
+        squeeze(model)
+        assert np.array_equal(model.logits(tokens), whole)
+
+
+@pytest.mark.fast("kinds0")
+@pytest.mark.parametrize("kinds", [("Q4_K",), ("IQ4_NL",), ("Q2_K", "Q6_K", "Q6_K")])
+def test_experts_of_tile_formats_are_near_those_of_reference(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+    """MLX multiplies them as 16-bit values, held or in slots with equal bits."""
+    write_wide_mixture(tmp_path / "source")
+    with_experts_of(tmp_path / "model.gguf", tmp_path / "source", *kinds)
+    folder = convert(tmp_path / "model.gguf", tmp_path / "bundle")
+    assert Bundle.open(folder).quant.of("experts").tiles_only
+    tokens = random_tokens(Bundle.open(folder).config, 20)
+    with loaded(folder, "reference") as reference:
+        theirs = reference.logits(tokens)
+    with loaded(folder) as model:
+        whole = model.logits(tokens)
+        assert error(whole, theirs) < 2e-2
         squeeze(model)
         assert np.array_equal(model.logits(tokens), whole)
 

@@ -78,7 +78,7 @@ def test_a_matrix_costs_whole_tiles_of_sixteen_rows() -> None:
     assert interleaved_bytes(16, 64, RowFormat(8)) == 16 * 64 + 16 * 4
     assert interleaved_bytes(16, 64, RowFormat(16)) == 16 * 64 * 2
     assert interleaved_bytes(17, 65, RowFormat(4, 32)) == 2 * 2 * (16 * 64 // 2 + 2 * 16 * 4)
-    assert interleaved_bytes(16, 64, RowFormat(4, 32, True)) == 16 * 64 // 2 + 2 * 16 * 2
+    assert interleaved_bytes(16, 64, RowFormat(4, 32, "symmetric")) == 16 * 64 // 2 + 2 * 16 * 2
     assert interleaved_bytes(17, 65, MXFP4) == 2 * 2 * (16 * 64 // 2 + 2 * 16)
 
 

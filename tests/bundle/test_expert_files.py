@@ -13,7 +13,7 @@ from ondevice.bundle.layout import DATA_OFFSET, RowLayout, TiledMatrix, expert_l
 from ondevice.bundle.manifest import manifest_text, parse_manifest
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.writer import BundleWriter
-from ondevice.config import QuantConfig, RowFormat
+from ondevice.config import TILE_FORMATS, QuantConfig, RowFormat
 from ondevice.errors import BundleError, FlashReadError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels._native import crc32c
@@ -22,20 +22,29 @@ from tests.golden.build import Recipe, fill, golden_config
 from tests.malformed.rules import overwrite, put, reseal
 
 EXPERTS = "experts-00001.safetensors"
-QUANT = QuantConfig(4, (("experts", RowFormat(5, 32)), ("experts_down", RowFormat(8, 32, True))))
+QUANT = QuantConfig(4, (("experts", RowFormat(5, 32)), ("experts_down", RowFormat(8, 32, "symmetric"))))
 
 
-def mixture(dense: int = 0, bias: bool = True) -> ModelConfig:
-    """Two layers; only the last has experts, 5 of 40 neurons, beside `dense` neurons."""
-    config = golden_config(hidden_act="silu", hidden_size=72)
+TWO_LEVELS = QuantConfig(4, (("experts", TILE_FORMATS[0]), ("experts_down", TILE_FORMATS[4])))
+
+
+def mixture(dense: int = 0, bias: bool = True, width: int = 72, neurons: int = 40) -> ModelConfig:
+    """Two layers; only the last has experts, 5 of `neurons` neurons, beside `dense` neurons."""
+    config = golden_config(hidden_act="silu", hidden_size=width)
     first, last = config.layers
-    wide = replace(last.feed_forward, neurons=5 * 40 + dense)
-    experts = ExpertsSpec(5, 2, 40, bias=bias)
+    wide = replace(last.feed_forward, neurons=5 * neurons + dense)
+    experts = ExpertsSpec(5, 2, neurons, bias=bias)
     return replace(config, layers=(first, replace(last, experts=experts, feed_forward=wide)))
 
 
-def made(folder: Path, dense: int = 0, quant: QuantConfig = QUANT, bias: bool = True) -> Path:
-    recipe = Recipe(mixture(dense, bias), quant)
+def made(
+    folder: Path,
+    dense: int = 0,
+    quant: QuantConfig = QUANT,
+    bias: bool = True,
+    config: ModelConfig | None = None,
+) -> Path:
+    recipe = Recipe(mixture(dense, bias) if config is None else config, quant)
     fill(BundleWriter(folder, recipe.config, quant, crc32c, fingerprint="x"), recipe)
     return folder
 
@@ -48,12 +57,12 @@ def test_the_layout_is_that_of_the_specification() -> None:
     assert layout is not None
     gate, up, last = layout.matrices
     assert gate == up == TiledMatrix(40, RowLayout(72, 5, 32), has_bias=True)
-    assert last == TiledMatrix(72, RowLayout(40, 8, 32, True), has_bias=True)
+    assert last == TiledMatrix(72, RowLayout(40, 8, 32, "symmetric"), has_bias=True)
     # Three tiles of two blocks of 640 bytes of codes and 2 x 64 of scales and biases; 48 biases.
     assert (gate.nbytes, last.nbytes) == (3 * 2 * (640 + 128) + 192, 5 * (1024 + 64) + 320)
     assert layout.part_bytes == (8192, 8192, 8192)
     assert layout.padding == ((4800, 8192), (12992, 16384), (22144, 24576))
-    assert layout.places[2] == (RowFormat(8, 32, True), 16384, 16384 + 5440)
+    assert layout.places[2] == (RowFormat(8, 32, "symmetric"), 16384, 16384 + 5440)
 
 
 @pytest.mark.parametrize("dense", [0, 24])
@@ -84,17 +93,28 @@ def test_damage_is_named(tmp_path: Path, expert: int, part: int) -> None:
         verify.verify(folder, crc32c)
 
 
-@pytest.mark.fast("4-4194304")
+def test_tiles_of_two_levels_take_as_many_bytes_as_their_source() -> None:
+    """Bytes of 256 columns of a row in GGUF: its blocks of Q2_K to Q6_K; IQ4_XS takes two bytes more."""
+    for stored, nbytes in zip(TILE_FORMATS, (84, 110, 144, 176, 210, 144, 138), strict=True):
+        matrix = TiledMatrix(40, RowLayout(512, *stored))
+        assert matrix.nbytes == 48 * 2 * nbytes
+        if stored.two_levels:
+            upper = 64 if stored.scales == "two_level" else 32
+            assert matrix.halves == (0, upper, 16 * nbytes, 6, False)
+
+
+@pytest.mark.fast("4-4194304", "2-4194304")
 @pytest.mark.parametrize("chunk_bytes", [1, digest.CHUNK_BYTES])
-@pytest.mark.parametrize("bits", [4, 16])
+@pytest.mark.parametrize("bits", [2, 4, 16])
 def test_every_scale_is_checked(
     tmp_path: Path, bits: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With hashes that match, as another writer's would; a code or a bias of the same bits is none."""
     monkeypatch.setattr(verify, "CHUNK_BYTES", chunk_bytes)
-    quant = QUANT if bits == 4 else QuantConfig(16)
-    folder = made(tmp_path / "bundle", quant=quant)
-    layout = expert_layout(mixture(), quant)
+    quant = {2: TWO_LEVELS, 4: QUANT, 16: QuantConfig(16)}[bits]
+    config = mixture(width=256, neurons=256) if bits == 2 else mixture()
+    folder = made(tmp_path / "bundle", quant=quant, config=config)
+    layout = expert_layout(config, quant)
     assert layout is not None
     whole = (folder / EXPERTS).read_bytes()
     for part, halves in enumerate(layout.halves):
@@ -133,6 +153,18 @@ def test_formats_of_experts_need_experts(tmp_path: Path) -> None:
     put("quantisation", "matrices", value={"experts_down": stored})(tmp_path / "plain")
     with pytest.raises(BundleError, match="has experts, but no layer"):
         Bundle.open(tmp_path / "plain")
+
+
+def test_experts_of_two_levels_have_columns_that_these_divide(tmp_path: Path) -> None:
+    config = mixture(width=256, neurons=256)
+    folder = made(tmp_path / "bundle", quant=TWO_LEVELS, config=config)
+    assert Bundle.open(folder).quant == TWO_LEVELS
+    assert parse_manifest(manifest_text(Bundle.open(folder).manifest)).quant == TWO_LEVELS
+    folder = made(tmp_path / "narrow")
+    stored = {"bits": 2, "group_size": 16, "scales": "two_level"}
+    put("quantisation", "matrices", value={"experts": stored})(folder)
+    with pytest.raises(BundleError, match="with 72 columns; these must be a multiple of 256"):
+        Bundle.open(folder)
 
 
 def test_biases_count_as_parameters(tmp_path: Path) -> None:

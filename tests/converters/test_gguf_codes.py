@@ -21,11 +21,11 @@ from tests.support.models import transformers_logits, transformers_model, write_
 gguf = pytest.importorskip("gguf")
 
 EXACT = {
-    "Q4_0": RowFormat(4, 32, True),
+    "Q4_0": RowFormat(4, 32, "symmetric"),
     "Q4_1": RowFormat(4, 32),
-    "Q5_0": RowFormat(5, 32, True),
+    "Q5_0": RowFormat(5, 32, "symmetric"),
     "Q5_1": RowFormat(5, 32),
-    "Q8_0": RowFormat(8, 32, True),
+    "Q8_0": RowFormat(8, 32, "symmetric"),
     "MXFP4": MXFP4,
 }
 SCALES_ROUNDED = {"Q4_K": RowFormat(4, 32), "Q5_K": RowFormat(5, 32)}

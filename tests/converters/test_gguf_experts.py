@@ -12,16 +12,22 @@ import pytest
 from ondevice.backends.reference import dequantise
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.tiles import untiled
+from ondevice.bundle.verify import verify
 from ondevice.config import MXFP4, RowFormat
+from ondevice.converters.checkpoints.gguf_codecs import TILE_FORMATS, decode
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.convert import convert
 from ondevice.converters.quantize import dequantize, to_float32
 from ondevice.errors import CheckpointError, OndeviceError
 from ondevice.flash.reader import FlashReader
+from ondevice.kernels._native import crc32c
 from ondevice.model.loading import bundle_files
 from ondevice.model.records import NeuronRecords
+from tests.backends.test_parity_transformers import rms_error
 from tests.converters.test_gguf_model import assert_same_bundle
+from tests.support.engines import all_logits, running
 from tests.support.families import CASES, QWEN2_MOE, QWEN3_MOE, write_model
+from tests.support.gguf_blocks import with_experts_of, write_wide_mixture
 from tests.support.gguf_families import Arrangement, write_family
 
 gguf = pytest.importorskip("gguf")
@@ -146,11 +152,11 @@ def test_quantised_experts_are_decoded_and_codes_kept(source: Path, tmp_path: Pa
 
 
 FORMATS = {
-    "Q4_0": RowFormat(4, 32, True),
+    "Q4_0": RowFormat(4, 32, "symmetric"),
     "Q4_1": RowFormat(4, 32),
-    "Q5_0": RowFormat(5, 32, True),
+    "Q5_0": RowFormat(5, 32, "symmetric"),
     "Q5_1": RowFormat(5, 32),
-    "Q8_0": RowFormat(8, 32, True),
+    "Q8_0": RowFormat(8, 32, "symmetric"),
     "MXFP4": MXFP4,
 }
 
@@ -179,6 +185,76 @@ def test_all_codes_of_experts_are_copied(source: Path, tmp_path: Path, kind: str
         codes, scales, biases, _ = untiled(record[offset : offset + matrix.nbytes], matrix)
         mine = dequantise(codes, scales, biases, stored, matrix.row.cols)
         assert np.array_equal(mine, gguf.quants.dequantize(tensor.data, tensor.tensor_type)[6])
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wide") / "source"
+    write_wide_mixture(folder)
+    return folder
+
+
+@pytest.mark.fast("Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_NL")
+@pytest.mark.parametrize("kind", TILE_FORMATS)
+def test_experts_of_tile_formats_have_the_bits_of_their_file(wide: Path, tmp_path: Path, kind: str) -> None:
+    """Every value, and the notes say so; the records are as large as the file's tensors."""
+    path = tmp_path / "model.gguf"
+    tensors = with_experts_of(path, wide, kind)
+    bundle = Bundle.open(convert(path, tmp_path / "mine"))
+    layout, stored = bundle.expert_layout, TILE_FORMATS[kind]
+    assert layout is not None
+    assert (bundle.quant.of("experts"), bundle.quant.of("experts_down")) == (stored, stored)
+    notes = [f"expert_{which}: codes and scales copied" for which in ("down", "gate", "up")]
+    assert [it for it in bundle.manifest.provenance.notes if it.startswith("expert")] == notes
+    verify(bundle.path, crc32c)
+    with FlashReader(bundle_files(bundle)) as reader:
+        records = NeuronRecords(bundle, reader, 1).experts
+        assert records is not None
+        record = records.read(3)
+    for name, offset, matrix in zip(
+        ("gate", "up", "down"), layout.part_offsets, layout.matrices, strict=True
+    ):
+        values = tensors[f"blk.1.ffn_{name}_exps.weight"]
+        assert matrix.rows_bytes <= 1.02 * values[3].nbytes
+        codes, scales, biases, _ = untiled(record[offset : offset + matrix.nbytes], matrix)
+        mine = dequantise(codes, scales, biases, stored, matrix.row.cols)
+        theirs = np.empty_like(mine)
+        block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        decode(kind, np.ascontiguousarray(values[3]).reshape(-1, nbytes), theirs.reshape(-1, block))
+        assert mine.tobytes() == theirs.tobytes()
+
+
+def test_experts_of_two_types_are_rounded_and_it_is_said(wide: Path, tmp_path: Path) -> None:
+    """As mixes of types have them: down matrices of some layers in Q6_K, of others in Q4_K."""
+    path = tmp_path / "model.gguf"
+    with_experts_of(path, wide, "Q4_K", "Q6_K", "Q4_K")
+    bundle = Bundle.open(convert(path, tmp_path / "mine"))
+    assert bundle.quant.of("experts") == TILE_FORMATS["Q4_K"]
+    assert not bundle.quant.of("experts_down").tiles_only
+    notes = [it for it in bundle.manifest.provenance.notes if it.startswith("expert")]
+    assert notes[1:] == [f"expert_{which}: codes and scales copied" for which in ("gate", "up")]
+    assert "rounded" in notes[0]
+
+
+def test_scales_that_are_not_finite_are_refused(wide: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    values = with_experts_of(path, wide, "Q6_K")["blk.1.ffn_up_exps.weight"]
+    whole, start = path.read_bytes(), values[2].tobytes()
+    broken = start[:208] + b"\x00\x7c" + start[210:]
+    path.write_bytes(whole.replace(start, broken))
+    with pytest.raises(CheckpointError, match=r"experts\.2\.up.* holds NaN, infinity"):
+        convert(path, tmp_path / "mine")
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "IQ4_XS"])
+def test_a_mixture_in_tile_formats_answers_as_its_values_do(wide: Path, tmp_path: Path, kind: str) -> None:
+    """The kernels against numpy on the bundle's values."""
+    path = tmp_path / "model.gguf"
+    with_experts_of(path, wide, kind)
+    bundle = convert(path, tmp_path / "mine")
+    tokens = np.random.default_rng(8).integers(0, 256, 24).tolist()
+    with running(bundle) as reference, running(bundle, "cpu") as model:
+        assert 0 < rms_error(all_logits(model, tokens), all_logits(reference, tokens, 32)) < 0.08
 
 
 def test_a_shared_expert_may_be_of_another_type(tmp_path: Path) -> None:

@@ -430,7 +430,7 @@ def test_codes_of_columns_in_another_order_are_copied(tmp_path: Path, kind: str)
     """Value heads are 32 wide, as blocks are: columns of a delta rule's output keep their codes."""
     source, path = written(tmp_path / "source", "qwen3.5 even"), tmp_path / "model.gguf"
     write_family(path, source, kind)
-    stored = RowFormat(8, 32, True) if kind == "Q8_0" else RowFormat(4, 32)
+    stored = RowFormat(8, 32, "symmetric") if kind == "Q8_0" else RowFormat(4, 32)
     with closing(open_checkpoint(path)) as checkpoint:
         tensor = checkpoint.tensors["model.layers.0.self_attn.o_proj.weight"]
         assert isinstance(tensor, ColumnsOf)

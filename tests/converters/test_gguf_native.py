@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 from ondevice.config import MXFP4, RowFormat
-from ondevice.converters.checkpoints.gguf_codecs import CODE_FORMATS, decode
+from ondevice.converters.checkpoints.gguf_codecs import CODE_FORMATS, TILE_FORMATS, decode
 from ondevice.converters.checkpoints.gguf_file import TENSOR_TYPES
 from ondevice.converters.checkpoints.gguf_tensor import GgufColumns
 from ondevice.converters.quantize import SourceCodes, dequantize, quantize_reference
 from ondevice.kernels import _native
+from tests.support.gguf_blocks import HALVES
 
-TYPES = {kind.name: kind for kind in TENSOR_TYPES.values() if kind.name in CODE_FORMATS}
+ALL_TYPES = {kind.name: kind for kind in TENSOR_TYPES.values()}
+TYPES = {name: kind for name, kind in ALL_TYPES.items() if name in CODE_FORMATS}
 
 
 def blocks_of(name: str, rows: int, blocks: int) -> np.ndarray:
@@ -40,7 +42,7 @@ def held_formats(own: RowFormat) -> list[RowFormat]:
     if own == MXFP4:
         return []  # of bytes
     bits = [bits for bits in (4, 5, 6, 8) if bits >= own.bits]
-    return [RowFormat(b, 32, implied) for b in bits for implied in {own.implied_bias, False}]
+    return [RowFormat(b, 32, scales) for b in bits for scales in {own.scales: 0, "affine": 0}]
 
 
 @pytest.mark.parametrize(
@@ -92,6 +94,39 @@ def test_mxfp4_codes_stand_for_the_values_that_numpy_decodes(rows: int, blocks: 
         found = np.empty(rows, np.float32)
         _native.decode_gguf_column("MXFP4", data, column, found)
         assert same_bits(found, np.ascontiguousarray(values[:, column]))
+
+
+@pytest.mark.parametrize("name", TILE_FORMATS)
+@pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (70, 3)])
+def test_rows_of_tiles_have_the_bits_that_numpy_decodes(name: str, rows: int, blocks: int) -> None:
+    """Random bytes, but for the exponents of their float16 numbers; the first rows are all of one byte."""
+    kind, stored = ALL_TYPES[name], TILE_FORMATS[name]
+    data = np.random.default_rng(3).integers(0, 256, (rows, blocks, kind.nbytes), dtype=np.uint8)
+    data[:4] = np.array([0, 0x55, 0x80, 0xFF], np.uint8)[:rows, None, None]
+    for at in HALVES[name]:
+        data[:, :, at + 1] = data[:, :, at + 1] & 0x83 | 0x38
+    data, cols = data.reshape(rows, -1), blocks * kind.block
+    values = np.empty((rows, cols), dtype=np.float32)
+    decode(name, data.reshape(rows * blocks, -1), values.reshape(rows * blocks, -1))
+    codes = np.full((rows, cols * stored.bits // 8), 0xAA, dtype=np.uint8)
+    each = stored.header_bytes if stored.two_levels else 2
+    scales, none = np.full((rows, blocks * each), 0xAA, dtype=np.uint8), np.empty((rows, 0), np.float16)
+    _native.copy_gguf_rows(name, data, codes, scales)
+    found = SourceCodes(codes, scales if stored.two_levels else scales.view(np.float16), none)
+    assert dequantize(found, stored, cols).tobytes() == values.tobytes()
+
+
+def test_rows_of_tiles_of_other_types_and_sizes_are_refused() -> None:
+    data, codes, scales = (np.zeros((2, size), np.uint8) for size in (210, 192, 18))
+    _native.copy_gguf_rows("Q6_K", data, codes, scales)
+    for name, source, to, headers in (
+        ("Q8_0", data, codes, scales),
+        ("Q6_K", data[:, :209].copy(), codes, scales),
+        ("Q6_K", data, codes[:, 1:].copy(), scales),
+        ("Q6_K", data, codes, scales[:1]),
+    ):
+        with pytest.raises(ValueError, match=r"the type is|data is|codes are|scales are"):
+            _native.copy_gguf_rows(name, source, to, headers)
 
 
 def test_every_float16_scale_is_widened_exactly() -> None:
@@ -146,7 +181,7 @@ def test_values_beyond_float16_are_reported(target: str, bad: int) -> None:
 def test_shapes_that_lie_are_refused() -> None:
     data = blocks_of("Q4_0", 4, 2)
     codes, scales = np.empty((4, 32), np.uint8), np.empty((4, 2), np.float32)
-    own, none = RowFormat(4, 32, True), np.empty((4, 0), np.float32)
+    own, none = RowFormat(4, 32, "symmetric"), np.empty((4, 0), np.float32)
     for kind, stored, held, numbers in (
         ("Q6_K", own, codes, none),
         ("Q5_1", own, codes, none),

@@ -303,7 +303,7 @@ def test_formats_that_a_text_rounds() -> None:
         "q6",
     ]
     assert layers.rounds_any(QuantConfig(8, (("embedding", RowFormat(6)),)))
-    assert not layers.rounds_any(QuantConfig(8, (("embedding", RowFormat(4, 32, True)),)))
+    assert not layers.rounds_any(QuantConfig(8, (("embedding", RowFormat(4, 32, "symmetric")),)))
 
 
 @pytest.mark.slow

@@ -25,9 +25,9 @@ from tests.support.sources import form, quantise_rows
 FORMATS = [
     (RowFormat(4), RowFormat(4)),
     (RowFormat(4, 32), RowFormat(6, 32)),
-    (RowFormat(8, 32, True), RowFormat(5)),
-    (RowFormat(5, 32, True), RowFormat(8)),
-    (RowFormat(6), RowFormat(4, 32, True)),
+    (RowFormat(8, 32, "symmetric"), RowFormat(5)),
+    (RowFormat(5, 32, "symmetric"), RowFormat(8)),
+    (RowFormat(6), RowFormat(4, 32, "symmetric")),
     (MXFP4, MXFP4),
     (MXFP4, RowFormat(4, 32)),
     (RowFormat(16), RowFormat(16)),

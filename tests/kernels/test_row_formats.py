@@ -11,7 +11,7 @@ from ondevice.backends.base import Float32
 from ondevice.backends.reference import dequantise
 from ondevice.bundle.codes import E2M1, MAX_POWER, pack, unpack
 from ondevice.bundle.layout import RowLayout
-from ondevice.config import MXFP4, Bits, RowFormat
+from ondevice.config import MXFP4, TILE_FORMATS, Bits, RowFormat, Scales
 from ondevice.converters.quantize import quantize, quantize_reference
 from ondevice.kernels import _native
 from tests.kernels.test_gathered import Layer
@@ -26,7 +26,8 @@ from tests.kernels.test_kernels import (
 from tests.support.sources import form, quantise_rows
 
 BITS: tuple[Bits, ...] = get_args(Bits)[:-1]
-FORMATS = [RowFormat(bits, 32, implied) for bits in BITS for implied in (False, True)]
+ONE_LEVEL: tuple[Scales, ...] = ("affine", "symmetric")
+FORMATS = [RowFormat(bits, 32, scales) for bits in BITS for scales in ONE_LEVEL]
 FORMATS += [RowFormat(5), RowFormat(6), MXFP4]
 
 
@@ -119,10 +120,11 @@ def test_rounding_in_groups_of_32_is_that_of_the_definition(bits: Bits, cols: in
 
 
 def test_impossible_formats_are_refused() -> None:
-    impossible = [(4, 48, False, False), (16, 32, False, False), (4, 64, True, False), (7, 32, False, False)]
-    impossible += [(8, 32, False, True), (4, 64, False, True), (4, 32, True, True)]
-    for stored in impossible:
-        with pytest.raises(ValueError, match=r"bits must|groups have|biases are|MXFP4 has"):
+    impossible = [(4, 48, "affine"), (16, 32, "affine"), (4, 64, "symmetric"), (7, 32, "affine")]
+    impossible += [(8, 32, "mxfp4"), (4, 64, "mxfp4"), (4, 32, "unknown"), (3, 32, "two_level")]
+    says = r"bits must|groups have|biases are|MXFP4 has|no kind|other bits|tiles alone"
+    for stored in (*impossible, *TILE_FORMATS):
+        with pytest.raises(ValueError, match=says):
             _native.Matrix(16, 64, stored)
 
 

@@ -20,6 +20,7 @@ RESIDENT = "resident.safetensors"
 EMBEDDING = "embedding.safetensors"
 NEURONS = "neurons-00001.safetensors"
 STORED = {"bits": 4, "group_size": 32, "bias": "stored"}
+TILED = {"bits": 4, "group_size": 32, "scales": "two_level"}
 
 
 @dataclass(frozen=True)
@@ -426,6 +427,16 @@ RULES = (
             ("MXFP4 in 64s", {"out": STORED | {"bias": "none", "group_size": 64}}, "MXFP4", BundleError),
             ("bias type", {"out": STORED | {"bias": 1}}, "bias", BundleError),
             ("key", {"out": STORED | {"zero": 8}}, "zero", BundleError),
+            (
+                "scales unknown",
+                {"out": TILED | {"scales": "three_level"}},
+                "three_level",
+                UnsupportedModelError,
+            ),
+            ("scales of other bits", {"out": TILED | {"bits": 8}}, "8 bits", UnsupportedModelError),
+            ("scales type", {"out": TILED | {"scales": 2}}, "scales", BundleError),
+            ("scales and bias", {"out": TILED | {"bias": "stored"}}, "bias", BundleError),
+            ("tile format of rows", {"out": TILED}, "only matrices of experts", BundleError),
             ("needless", {"out": STORED | {"group_size": 64}}, "doesn't go with", BundleError),
             (
                 "implied in groups of 64",

@@ -24,6 +24,7 @@
 #include "kernels/mamba2.h"
 #include "kernels/quantize_rows.h"
 #include "made_up_inputs.h"
+#include "tile_vectors.h"
 
 namespace {
 
@@ -31,7 +32,7 @@ using ondevice::Activation;
 using ondevice::GateForm;
 using ondevice::kKvBlock;
 
-const ondevice::RowFormat kMxfp4(4, 32, false, true);
+const ondevice::RowFormat kMxfp4(4, 32, ScaleKind::kMxfp4);
 
 struct Vector {
   std::string name;
@@ -56,9 +57,9 @@ void linear(Runner& runner, const ondevice::RowFormat& format, int64_t rows, int
     matrix.load_rows(runner, r, 1, {row.codes.data(), row.scales.data(), row.biases.data(), 0, 0, 0});
   }
   const std::string name = "linear bits=" + std::to_string(format.bits) +
-                           (format.mxfp4             ? " mxfp4"
+                           (format.mxfp4()           ? " mxfp4"
                             : format.group == kGroup ? ""
-                            : format.implied         ? " group=32 implied"
+                            : format.implied()       ? " group=32 implied"
                                                      : " group=32") +
                            " " + std::to_string(rows) + "x" + std::to_string(cols);
   keep(out, name + " rows", quantized);
@@ -163,7 +164,7 @@ void feed_forward(Runner& runner, const ondevice::RowFormat& format, int64_t hid
         pass.add(order, pass.tokens());
       pass.finish(y.data());
       const std::string name = (gated ? "feed_forward bits=" : "ungated feed_forward bits=") +
-                               std::to_string(format.bits) + (format.mxfp4 ? " mxfp4 " : " ") +
+                               std::to_string(format.bits) + (format.mxfp4() ? " mxfp4 " : " ") +
                                std::to_string(hidden) + "x" + std::to_string(neurons) +
                                " act=" + std::to_string(act) + " tokens=" + std::to_string(tokens);
       keep(out, name, y);
@@ -377,8 +378,8 @@ void vector_ops(Runner& runner, Vectors* out) {
     };
     dequantize(bits);
     keep(out, "dequantize_row bits=" + std::to_string(bits), y);
-    for (const bool implied : {false, true}) {
-      dequantize({bits, 32, implied});
+    for (const ScaleKind kind : {ScaleKind::kAffine, ScaleKind::kSymmetric}) {
+      dequantize({bits, 32, kind});
       keep(out, "dequantize_row group=32 bits=" + std::to_string(bits), y);
     }
     if (bits != 4) continue;
@@ -503,17 +504,22 @@ Vectors run(const std::string& target, int threads, bool hardware_checksums) {
       for (const bool gated : {true, false}) feed_forward(runner, bits, hidden, neurons, split, gated, &out);
   }
   for (const int bits : {4, 5, 6, 8})
-    for (const bool implied : {false, true})
+    for (const ScaleKind kind : {ScaleKind::kAffine, ScaleKind::kSymmetric})
       for (const auto& [rows, cols] :
            std::vector<std::pair<int, int>>{{1, 1}, {17, 65}, {37, 100}, {64, 320}})
-        linear(runner, {bits, 32, implied}, rows, cols, &out);
+        linear(runner, {bits, 32, kind}, rows, cols, &out);
   mxfp4(runner, split, &out);
-  for (const auto& [rows, down] : std::vector<std::pair<ondevice::RowFormat, ondevice::RowFormat>>{
-           {4, 4}, {{4, 32}, {6, 32}}, {{8, 32, true}, 5}, {{5, 32, true}, 8}, {16, 16}})
+  for (const auto& [rows, down] :
+       std::vector<std::pair<ondevice::RowFormat, ondevice::RowFormat>>{{4, 4},
+                                                                        {{4, 32}, {6, 32}},
+                                                                        {{8, 32, ScaleKind::kSymmetric}, 5},
+                                                                        {{5, 32, ScaleKind::kSymmetric}, 8},
+                                                                        {16, 16}})
     for (const bool gated : {true, false}) {
       expert(runner, rows, down, 100, 130, split, gated, &out);
       expert(runner, rows, down, 64, 49, split, gated, &out);
     }
+  for (const auto& [name, products] : all_tile_products(runner, split)) keep(&out, name, products);
   for (const int bits : {8, 16})
     for (const int64_t window : {0, 1, 37})
       for (const int64_t dim : {8, 20, 64}) {

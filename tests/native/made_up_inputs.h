@@ -64,7 +64,7 @@ Row made_up_mxfp4(const float* x, int64_t cols) {
 }
 
 Row quantize(Runner& runner, const ondevice::RowFormat& format, const float* x, int64_t cols) {
-  if (format.mxfp4) return made_up_mxfp4(x, cols);
+  if (format.mxfp4()) return made_up_mxfp4(x, cols);
   const auto bytes = static_cast<size_t>(format.bits == 16 ? 0 : groups_of(cols) * format.scales() * 2);
   Row row{Bytes(static_cast<size_t>(groups_of(cols) * format.codes_bytes())), Bytes(bytes), Bytes(bytes)};
   if (format.bits == 16)

@@ -14,7 +14,7 @@ from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import NeuronSource
-from ondevice.bundle.codes import E2M1, pack
+from ondevice.bundle.codes import E2M1, pack, unpack, values_of_table, values_of_two_levels
 from ondevice.bundle.layout import ExpertLayout, RecordLayout, RowLayout, embedding_layout, neuron_layout
 from ondevice.bundle.weight_shapes import model_weight_shapes
 from ondevice.config import Bits, MatrixKind, QuantConfig, RowFormat
@@ -106,11 +106,16 @@ def with_sinks(config: ModelConfig) -> ModelConfig:
 
 
 def quantise_rows(weight: Float32, stored: Bits | RowFormat) -> tuple[Bytes, np.ndarray, np.ndarray, Float32]:
-    """weight (n, K) -> codes, scales, biases as a bundle stores them, and the values they stand for."""
+    """weight (n, K) -> codes, scales, biases as a bundle stores them, and the values they stand for.
+
+    In a format of tiles alone they are made up, whatever the weight.
+    """
     rows, cols = weight.shape
     layout = RowLayout(cols, *(stored if isinstance(stored, RowFormat) else RowFormat(stored)))
     if layout.mxfp4:
         return _quantise_mxfp4(weight, layout)
+    if layout.stored.tiles_only:
+        return made_up_rows(rows, layout)
     bits = layout.bits
     wide = np.zeros((rows, layout.padded_cols), dtype=np.float32)
     wide[:, :cols] = weight
@@ -148,6 +153,23 @@ def _quantise_mxfp4(weight: Float32, layout: RowLayout) -> tuple[Bytes, np.ndarr
     q = q.reshape(rows, -1)
     nothing = np.zeros((rows, 0), dtype=np.float16)
     return pack(q, 4), scales.astype(np.uint8), nothing, exact.reshape(rows, -1)[:, :cols]
+
+
+def made_up_rows(rows: int, layout: RowLayout) -> tuple[Bytes, np.ndarray, np.ndarray, Float32]:
+    """quantise_rows of random codes and integers, with values of the order of 1 and of either sign."""
+    rng, stored = np.random.default_rng(rows * 10_000 + layout.cols + layout.bits), layout.stored
+    codes = rng.integers(0, 256, (rows, layout.codes_bytes), dtype=np.uint8)
+    nothing = np.zeros((rows, 0), dtype=np.float16)
+    if not stored.two_levels:
+        scales = (rng.uniform(-1, 1, (rows, layout.groups)) / 64).astype(np.float16)
+        return codes, scales, nothing, values_of_table(unpack(codes, 4), scales, stored)[:, : layout.cols]
+    count = layout.padded_cols // 256
+    headers = rng.integers(0, 256, (rows, count, stored.header_bytes), dtype=np.uint8)
+    largest = {2: 15, 3: 64, 4: 500, 5: 1000, 6: 2000}[layout.bits]
+    upper = rng.uniform(-1, 1, (rows, count, stored.upper_bytes // 2)) / largest
+    headers[:, :, : stored.upper_bytes] = upper.astype(np.float16).view(np.uint8)
+    headers = headers.reshape(rows, -1)
+    return codes, headers, nothing, values_of_two_levels(unpack(codes, layout.bits), headers, stored)
 
 
 def records(layout: RecordLayout, parts: list[list[Float32]]) -> Bytes:

@@ -16,10 +16,10 @@ struct Form {
 
   // What token t's codes of group s, counted over the whole row, add up to.
   static int32_t int_sum(const QuantizedRows& x, int64_t t, int64_t s) {
-    return GROUP == kGroup ? x.int_sums[t * x.groups + s] : x.half_int_sums[t * x.groups * 2 + s];
+    return GROUP == kGroup ? x.int_sums[t * x.groups + s] : x.part_int_sums[t * x.groups * 2 + s];
   }
   static float sum(const QuantizedRows& x, int64_t t, int64_t s) {
-    return GROUP == kGroup ? x.sums[t * x.groups + s] : x.half_sums[t * x.groups * 2 + s];
+    return GROUP == kGroup ? x.sums[t * x.groups + s] : x.part_sums[t * x.groups * 2 + s];
   }
   // acc + a group's products, `sums` being those of the codes. `affine`: 16 scales, and the biases behind all
   // scales of the block. A sum of codes less the zero code is an integer, and exact.
@@ -32,17 +32,22 @@ struct Form {
   }
 };
 
-// MXFP4. Codes are doubled, so the activations' scale is halved.
-struct Mxfp4Form {
-  using Codes = Floats4;
+// Codes that a table makes integers of, in groups of 32 with scales alone: powers of two in MXFP4, whose
+// integers are doubled, so that the activations' scale is halved; else float16.
+template <class CODES>
+struct TableForm {
+  using Codes = CODES;
+  static constexpr bool kMxfp4 = std::is_same_v<CODES, Floats4>;
   static constexpr int kCols = 32;
-  static constexpr int64_t kScales = kGroup / kCols, kSide = kTile, kAffine = kSide * kScales;
+  static constexpr int64_t kScales = kGroup / kCols, kSide = (kMxfp4 ? 1 : 2) * kTile,
+                           kAffine = kSide * kScales;
 
   static int32_t int_sum(const QuantizedRows& x, int64_t t, int64_t s) {
-    return x.half_int_sums[t * x.groups * 2 + s];
+    return x.part_int_sums[t * x.groups * 2 + s];
   }
   static F added(F acc, const uint8_t* affine, F sums, const QuantizedRows& x, int64_t t, int64_t s) {
-    const F scale = mul(load_powers(affine), set1(0.5f * x.scales[t * x.groups + s / kScales]));
+    const F weight = kMxfp4 ? load_powers(affine) : load_half(reinterpret_cast<const uint16_t*>(affine));
+    const F scale = mul(weight, set1((kMxfp4 ? 0.5f : 1.0f) * x.scales[t * x.groups + s / kScales]));
     return fma(scale, sub(sums, set1(static_cast<float>(Codes::kZero * int_sum(x, t, s)))), acc);
   }
 };
@@ -56,13 +61,14 @@ constexpr int64_t kBlockBytes = kCodesBytes<FORM> + FORM::kAffine;
 template <int BITS, class Run>
 void with_bits_form(const RowFormat& format, const Run& run) {
   if (format.group == kGroup) return run(Form<BITS, 64, false>());
-  return format.implied ? run(Form<BITS, 32, true>()) : run(Form<BITS, 32, false>());
+  return format.implied() ? run(Form<BITS, 32, true>()) : run(Form<BITS, 32, false>());
 }
 
-// Calls `run` with the Form of a format.
+// Calls `run` with the form of a format.
 template <class Run>
 void with_form(const RowFormat& format, const Run& run) {
-  if (format.mxfp4) return run(Mxfp4Form());
+  if (format.mxfp4()) return run(TableForm<Floats4>());
+  if (format.kind == ScaleKind::kTable) return run(TableForm<Table4>());
   if (format.bits == 4) return with_bits_form<4>(format, run);
   if (format.bits == 5) return with_bits_form<5>(format, run);
   if (format.bits == 6) return with_bits_form<6>(format, run);
@@ -71,8 +77,8 @@ void with_form(const RowFormat& format, const Run& run) {
 
 // N tiles side by side, which share the loads of activations.
 // Per output, groups ascending: acc = fma(weight scale * activation scale, integer sum, acc),
-// then acc = fma(weight bias, activation sum, acc); if the bias is implied, and in MXFP4, only the first, the
-// integer sum being that of the codes less the zero code.
+// then acc = fma(weight bias, activation sum, acc); if the bias is implied, and where codes are entries of a
+// table, only the first, the integer sum being that of the codes less the zero code.
 template <class FORM, int TT, int N>
 void tile_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t t0, const float* bias,
                  const float* added, float* out, int64_t out_stride, int64_t rows) {
@@ -235,7 +241,7 @@ F dot_gathered_high(const uint8_t* const* rows, int64_t at, const int8_t* x) {
 template <class CODES, int COLS>
 F dot_gathered(const uint8_t* const* rows, int64_t at, const int8_t* x, int32_t int_sum) {
   constexpr int BITS = CODES::kBits;
-  if constexpr (has_high_bits(BITS)) return dot_gathered_high<BITS, COLS>(rows, at, x);
+  if constexpr (in_planes(BITS)) return dot_gathered_high<BITS, COLS>(rows, at, x);
   // Two chains of additions, where one would leave the multiplier idle.
   I chains[2] = {int_zero(), int_zero()};
   for (int64_t piece = 0; piece < COLS * BITS / 8; piece += 16) {
@@ -244,13 +250,11 @@ F dot_gathered(const uint8_t* const* rows, int64_t at, const int8_t* x, int32_t 
     for (int w = 0; w < 4; ++w) {
       const int8_t* quad = x + piece * 8 / BITS + w * 32 / BITS;
       I& chain = chains[w % 2];
-      chain = BITS == 4 ? dot_q4(chain, CODES::of(low_nibbles(columns[w])), quad)
-                        : dot_q8(chain, columns[w], quad);
-      if (BITS == 4) chain = dot_q4(chain, CODES::of(high_nibbles(columns[w])), quad + 4);
+      chain = dot_codes<CODES>(chain, BITS == 4 ? CODES::of(low_nibbles(columns[w])) : columns[w], quad);
+      if (BITS == 4) chain = dot_codes<CODES>(chain, CODES::of(high_nibbles(columns[w])), quad + 4);
     }
   }
-  const I sum = add_int(chains[0], chains[1]);
-  return to_float(BITS == 8 ? finish_q8(sum, int_sum) : sum);
+  return to_float(finish_codes<CODES>(add_int(chains[0], chains[1]), int_sum));
 }
 
 // affine: scales and biases of 16 rows side by side, group by group.
@@ -300,6 +304,8 @@ void half_rows(const uint16_t* weights, int64_t padded_cols, const float* x, int
 void linear_quantized(const RowFormat& format, const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
                       const float* bias, const float* added, float* out, int64_t out_stride, int64_t rows,
                       int64_t begin, int64_t end) {
+  if (format.two_levels())
+    return linear_two_level(format, tiles, x, tokens, bias, added, out, out_stride, rows, begin, end);
   with_form(format, [&](auto form) {
     all_tiles<decltype(form)>(tiles, x, tokens, bias, added, out, out_stride, rows, begin, end);
   });

@@ -20,14 +20,15 @@ void quantize_activations(const float* x, int64_t cols, bool nibble_order, const
     }
     quantize_group(v, largest_magnitude(magnitude), nibble_order, out.codes + (t * out.groups + g) * kGroup,
                    out.scales + t * out.groups + g, out.int_sums + t * out.groups + g);
-    if (out.half_sums)
-      for (int half = 0; half < 2; ++half) {
-        const int64_t at = t * out.groups + g;
+    if (out.parts > 1) {
+      const int64_t at = t * out.groups + g, count = kGroup / out.parts;
+      for (int64_t part = 0; part < out.parts; ++part) {
         int32_t sum = 0;
-        for (int i = 0; i < 32; ++i) sum += out.codes[at * kGroup + 32 * half + i];
-        out.half_int_sums[2 * at + half] = sum;
-        out.half_sums[2 * at + half] = out.scales[at] * static_cast<float>(sum);
+        for (int64_t i = 0; i < count; ++i) sum += out.codes[at * kGroup + count * part + i];
+        out.part_int_sums[out.parts * at + part] = sum;
+        if (out.part_sums) out.part_sums[out.parts * at + part] = out.scales[at] * static_cast<float>(sum);
       }
+    }
     out.sums[t * out.groups + g] =
         out.scales[t * out.groups + g] * static_cast<float>(out.int_sums[t * out.groups + g]);
   }
@@ -362,7 +363,8 @@ static void dequantize_mxfp4_row(const uint8_t* codes, const uint8_t* scales, in
 void dequantize_row(const RowFormat& format, const uint8_t* codes, const void* scale_bytes,
                     const uint16_t* biases, int64_t groups, float* out) {
   const int64_t count = groups * format.scales();
-  if (format.mxfp4) return dequantize_mxfp4_row(codes, static_cast<const uint8_t*>(scale_bytes), count, out);
+  if (format.mxfp4())
+    return dequantize_mxfp4_row(codes, static_cast<const uint8_t*>(scale_bytes), count, out);
   const uint16_t* scales = static_cast<const uint16_t*>(scale_bytes);
   const int64_t size = format.group;
   const float zero_code = static_cast<float>(1 << (format.bits - 1));
@@ -371,10 +373,10 @@ void dequantize_row(const RowFormat& format, const uint8_t* codes, const void* s
                       : format.bits == 6 ? unpack_codes<6>
                                          : unpack_codes<8>;
   for (int64_t g = 0; g < count; ++g) {
-    uint16_t halves[16] = {scales[g], format.implied ? uint16_t{0} : biases[g]};
+    uint16_t halves[16] = {scales[g], format.implied() ? uint16_t{0} : biases[g]};
     float rounded[16];
     store(rounded, load_half(halves));
-    const F scale = set1(rounded[0]), bias = set1(format.implied ? -zero_code * rounded[0] : rounded[1]);
+    const F scale = set1(rounded[0]), bias = set1(format.implied() ? -zero_code * rounded[0] : rounded[1]);
     uint8_t q[kGroup];
     unpack(codes + g * size * format.bits / 8, size, q);
     for (int i = 0; i < size / 16; ++i)

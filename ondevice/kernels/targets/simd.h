@@ -24,6 +24,12 @@
 namespace ondevice {
 namespace ONDEVICE_NS {
 
+static inline F load_int8(const int8_t* p) { return to_float(widen_int8(p)); }
+static inline F load_uint8(const uint8_t* p) { return to_float(widen_uint8(p)); }
+
+static inline B low_nibbles(B codes) { return pick_bits<0, 15>(codes); }
+static inline B high_nibbles(B codes) { return pick_bits<4, 15>(codes); }
+
 // 16 bytes of each of four rows -> 16 quads with a byte of each row.
 static inline void interleave_rows(const uint8_t* const* rows, int64_t at, B (&out)[1]) {
   Bytes16 quads[4];

@@ -4,8 +4,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "../code_tables.h"
 #include "../interleave.h"
-#include "../mxfp4.h"
 
 namespace ondevice {
 namespace avx2 {
@@ -70,16 +70,6 @@ static inline void store_half(uint16_t* p, F x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
 }
-static inline F load_int8(const int8_t* p) {
-  const __m128i bytes = load128(p);
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
-          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
-}
-static inline F load_uint8(const uint8_t* p) {
-  const __m128i bytes = load128(p);
-  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)),
-          _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
-}
 static inline void store_int8(int8_t* p, F x) {
   const __m256i words =
       _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)), 0xd8);
@@ -88,7 +78,47 @@ static inline void store_int8(int8_t* p, F x) {
 }
 
 static inline I int_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+static inline I widen_int8(const int8_t* p) {
+  const __m128i bytes = load128(p);
+  return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
+}
+static inline I widen_uint8(const uint8_t* p) {
+  const __m128i bytes = load128(p);
+  return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+}
+static inline I set1_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 static inline I add_int(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+// Those bits of each lane, a byte's value, that are in `MASK` once they are RIGHT places further right.
+template <int RIGHT, int MASK>
+static inline I pick_int(I x) {
+  if constexpr (0xff >> RIGHT == MASK) return {_mm256_srli_epi32(x.a, RIGHT), _mm256_srli_epi32(x.b, RIGHT)};
+  const __m256i mask = _mm256_set1_epi32(MASK);
+  return {_mm256_and_si256(_mm256_srli_epi32(x.a, RIGHT), mask),
+          _mm256_and_si256(_mm256_srli_epi32(x.b, RIGHT), mask)};
+}
+// Two integers of 16 bits in each lane, and acc + a * x + b * y.
+struct Pair {
+  __m256i a, b;
+};
+static inline Pair pair_of(I x, I y) {
+  return {_mm256_blend_epi16(x.a, _mm256_slli_epi32(y.a, 16), 0xaa),
+          _mm256_blend_epi16(x.b, _mm256_slli_epi32(y.b, 16), 0xaa)};
+}
+static inline I dot_pair(I acc, Pair p, int32_t x, int32_t y) {
+  const __m256i both = _mm256_set1_epi32((x & 0xffff) | y * 65536);
+  return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(p.a, both)),
+          _mm256_add_epi32(acc.b, _mm256_madd_epi16(p.b, both))};
+}
+// acc + factor * sum, of sums and factors that fit 16 bits; factor_of makes a factor of an integer: its upper
+// half is zero, so that the sign of a sum, which is the upper half of its lane, doesn't count.
+static inline I factor_of(I x) {
+  return {_mm256_blend_epi16(x.a, _mm256_setzero_si256(), 0xaa),
+          _mm256_blend_epi16(x.b, _mm256_setzero_si256(), 0xaa)};
+}
+static inline I multiply_add(I acc, I sum, I factor) {
+  return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(sum.a, factor.a)),
+          _mm256_add_epi32(acc.b, _mm256_madd_epi16(sum.b, factor.b))};
+}
 static inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 static inline B load_bytes(const uint8_t* p) {
   return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
@@ -97,17 +127,18 @@ static inline B load_bytes(const uint8_t* p) {
 static inline B join_quarters(const Bytes16* q) {
   return {_mm256_set_m128i((__m128i)q[1], (__m128i)q[0]), _mm256_set_m128i((__m128i)q[3], (__m128i)q[2])};
 }
-static inline B low_nibbles(B x) {
-  const __m256i mask = _mm256_set1_epi8(0x0f);
-  return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
+// Those bits of each byte that are in `MASK` once they are RIGHT places further right.
+template <int RIGHT, int MASK>
+static inline B pick_bits(B x) {
+  const __m256i mask = _mm256_set1_epi8(MASK);
+  if constexpr (RIGHT == 0) return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
+  return {_mm256_and_si256(_mm256_srli_epi16(x.a, RIGHT), mask),
+          _mm256_and_si256(_mm256_srli_epi16(x.b, RIGHT), mask)};
 }
-static inline B high_nibbles(B x) {
-  return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
-}
-// Twice the values of E2M1 codes, and 12 more.
-static inline B e2m1_integers(B nibbles) {
-  const __m256i table = _mm256_broadcastsi128_si256(load128(kE2m1Integers));
-  return {_mm256_shuffle_epi8(table, nibbles.a), _mm256_shuffle_epi8(table, nibbles.b)};
+// The entries of a table of 16 bytes.
+static inline B look_up(B nibbles, const uint8_t* table) {
+  const __m256i entries = _mm256_broadcastsi128_si256(load128(table));
+  return {_mm256_shuffle_epi8(entries, nibbles.a), _mm256_shuffle_epi8(entries, nibbles.b)};
 }
 // 2^(s - 127) of 16 bytes s below 255.
 static inline F load_powers(const uint8_t* p) {
@@ -138,18 +169,20 @@ static inline I dot_q4(I acc, B codes, const int8_t* quad) {
   return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.a, x), ones)),
           _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.b, x), ones))};
 }
-// Codes up to 255 would saturate: multiply the two nibbles apart, the high one weighted by 16.
-static inline I dot_q8(I acc, B codes, const int8_t* quad) {
-  const B low = low_nibbles(codes), high = high_nibbles(codes);
-  const __m256i x = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(quad));
-  const __m256i ones = _mm256_set1_epi16(1), sixteens = _mm256_set1_epi16(16);
-  const __m256i a = _mm256_add_epi32(_mm256_madd_epi16(_mm256_maddubs_epi16(low.a, x), ones),
-                                     _mm256_madd_epi16(_mm256_maddubs_epi16(high.a, x), sixteens));
-  const __m256i b = _mm256_add_epi32(_mm256_madd_epi16(_mm256_maddubs_epi16(low.b, x), ones),
-                                     _mm256_madd_epi16(_mm256_maddubs_epi16(high.b, x), sixteens));
-  return {_mm256_add_epi32(acc.a, a), _mm256_add_epi32(acc.b, b)};
+// Codes up to 255 would saturate. Those of code - 128 have magnitudes up to 128, whose pairs of products fit
+// (2 * 128 * 127), with the signs at the activations; finish_q8 adds the difference back.
+static inline __m256i dot_q8(__m256i acc, __m256i codes, __m256i x) {
+  codes = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+  const __m256i words = _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes));
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
 }
-static inline I finish_q8(I acc, int32_t) { return acc; }
+static inline I dot_q8(I acc, B codes, const int8_t* quad) {
+  const __m256i x = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(quad));
+  return {dot_q8(acc.a, codes.a, x), dot_q8(acc.b, codes.b, x)};
+}
+static inline I finish_q8(I acc, int32_t activation_sum) {
+  return add_int(acc, set1_int(128 * activation_sum));
+}
 // Of codes up to 15, eight sums of dot_q4 fit 16 bits too (16 * 15 * 127). They need half of the
 // multiplications, which several tokens wait for.
 #define ONDEVICE_WORD_SUMS
@@ -165,10 +198,15 @@ static inline Words dot_words(Words acc, B codes, const int8_t* quad) {
   asm("" : "+x"(acc.a), "+x"(acc.b));
   return acc;
 }
-static inline I add_words(I acc, Words sums, int16_t weight) {
-  const __m256i w = _mm256_set1_epi16(weight);
-  return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(sums.a, w)),
-          _mm256_add_epi32(acc.b, _mm256_madd_epi16(sums.b, w))};
+static inline Words words_set1(int16_t x) { return {_mm256_set1_epi16(x), _mm256_set1_epi16(x)}; }
+static inline I add_words(I acc, Words sums, Words weights) {
+  return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(sums.a, weights.a)),
+          _mm256_add_epi32(acc.b, _mm256_madd_epi16(sums.b, weights.b))};
+}
+// Each lane's integer in both of its words.
+static inline Words words_of(I x) {
+  const Pair both = pair_of(x, x);
+  return {both.a, both.b};
 }
 // Adds lanes i and i + 8, then i and i + 4, and so on.
 static inline float reduce_add(F x) {

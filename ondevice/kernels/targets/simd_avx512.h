@@ -4,8 +4,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "../code_tables.h"
 #include "../interleave.h"
-#include "../mxfp4.h"
 
 namespace ondevice {
 namespace avx512 {
@@ -63,33 +63,56 @@ static inline void store_partial(float* p, F a, int64_t n) { _mm512_mask_storeu_
 static inline F load_half_partial(const uint16_t* p, int64_t n) {
   return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), p))};
 }
-static inline F load_int8(const int8_t* p) {
-  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
-}
-static inline F load_uint8(const uint8_t* p) {
-  return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
-}
 // Rounds to nearest even and stores the low byte; |a| <= 127.
 static inline void store_int8(int8_t* p, F a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }
 
 static inline I int_zero() { return {_mm512_setzero_si512()}; }
+static inline I widen_int8(const int8_t* p) {
+  return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+static inline I widen_uint8(const uint8_t* p) {
+  return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+static inline I set1_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 static inline I add_int(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
+// Those bits of each lane, a byte's value, that are in `MASK` once they are RIGHT places further right.
+template <int RIGHT, int MASK>
+static inline I pick_int(I a) {
+  if constexpr (0xff >> RIGHT == MASK) return {_mm512_srli_epi32(a.v, RIGHT)};
+  return {_mm512_and_si512(_mm512_srli_epi32(a.v, RIGHT), _mm512_set1_epi32(MASK))};
+}
+// acc + factor * sum, of sums and factors that fit 16 bits; factor_of makes a factor of an integer: its upper
+// half is zero, so that the sign of a sum, which is the upper half of its lane, doesn't count.
+static inline I factor_of(I a) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(0xffff))}; }
+static inline I multiply_add(I acc, I sum, I factor) { return {_mm512_dpwssd_epi32(acc.v, sum.v, factor.v)}; }
+// Two integers of 16 bits in each lane, and acc + a * x + b * y.
+struct Pair {
+  __m512i v;
+};
+static inline Pair pair_of(I a, I b) {
+  return {_mm512_mask_blend_epi16(0xaaaaaaaa, a.v, _mm512_slli_epi32(b.v, 16))};
+}
+static inline I dot_pair(I acc, Pair p, int32_t x, int32_t y) {
+  return {_mm512_dpwssd_epi32(acc.v, p.v, _mm512_set1_epi32((x & 0xffff) | y * 65536))};
+}
 static inline F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 static inline B load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 static inline B join_quarters(const Bytes16* q) {
   const __m512i low = _mm512_inserti32x4(_mm512_castsi128_si512((__m128i)q[0]), (__m128i)q[1], 1);
   return {_mm512_inserti32x4(_mm512_inserti32x4(low, (__m128i)q[2], 2), (__m128i)q[3], 3)};
 }
-static inline B low_nibbles(B a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(0x0f))}; }
-static inline B high_nibbles(B a) {
-  return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(0x0f))};
+// Those bits of each byte that are in `MASK` once they are RIGHT places further right.
+template <int RIGHT, int MASK>
+static inline B pick_bits(B a) {
+  if constexpr (RIGHT == 0) return {_mm512_and_si512(a.v, _mm512_set1_epi8(MASK))};
+  return {_mm512_and_si512(_mm512_srli_epi16(a.v, RIGHT), _mm512_set1_epi8(MASK))};
 }
-// Twice the values of E2M1 codes, and 12 more.
-static inline B e2m1_integers(B nibbles) {
-  const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kE2m1Integers));
-  return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), nibbles.v)};
+// The entries of a table of 16 bytes.
+static inline B look_up(B nibbles, const uint8_t* table) {
+  const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), nibbles.v)};
 }
 // 2^(s - 127) of 16 bytes s below 255.
 static inline F load_powers(const uint8_t* p) {

@@ -5,8 +5,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "../code_tables.h"
 #include "../interleave.h"
-#include "../mxfp4.h"
 
 namespace ondevice {
 namespace neon {
@@ -100,18 +100,6 @@ static inline F load_half(const uint16_t* p) {
 static inline void store_half(uint16_t* p, F a) {
   for (int i = 0; i < 4; ++i) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i])));
 }
-static inline F load_int8(const int8_t* p) {
-  const int8x16_t bytes = vld1q_s8(p);
-  const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
-  return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(low))),
-           vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)))}};
-}
-static inline F load_uint8(const uint8_t* p) {
-  const uint8x16_t bytes = vld1q_u8(p);
-  const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_u8(vget_high_u8(bytes));
-  return {{vcvtq_f32_u32(vmovl_u16(vget_low_u16(low))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(low))),
-           vcvtq_f32_u32(vmovl_u16(vget_low_u16(high))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(high)))}};
-}
 static inline void store_int8(int8_t* p, F a) {
   const int16x8_t low = vcombine_s16(vmovn_s32(vcvtnq_s32_f32(a.v[0])), vmovn_s32(vcvtnq_s32_f32(a.v[1])));
   const int16x8_t high = vcombine_s16(vmovn_s32(vcvtnq_s32_f32(a.v[2])), vmovn_s32(vcvtnq_s32_f32(a.v[3])));
@@ -122,9 +110,47 @@ static inline I int_zero() {
   I r;
   ONDEVICE_EACH(vdupq_n_s32(0));
 }
+static inline I widen_int8(const int8_t* p) {
+  const int8x16_t bytes = vld1q_s8(p);
+  const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
+  return {{vmovl_s16(vget_low_s16(low)), vmovl_s16(vget_high_s16(low)), vmovl_s16(vget_low_s16(high)),
+           vmovl_s16(vget_high_s16(high))}};
+}
+static inline I widen_uint8(const uint8_t* p) {
+  const uint8x16_t bytes = vld1q_u8(p);
+  const int16x8_t low = vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(bytes)));
+  const int16x8_t high = vreinterpretq_s16_u16(vmovl_u8(vget_high_u8(bytes)));
+  return {{vmovl_s16(vget_low_s16(low)), vmovl_s16(vget_high_s16(low)), vmovl_s16(vget_low_s16(high)),
+           vmovl_s16(vget_high_s16(high))}};
+}
+static inline I set1_int(int32_t x) {
+  I r;
+  ONDEVICE_EACH(vdupq_n_s32(x));
+}
 static inline I add_int(I a, I b) {
   I r;
   ONDEVICE_EACH(vaddq_s32(a.v[i], b.v[i]));
+}
+// Those bits of each lane, a byte's value, that are in `MASK` once they are RIGHT places further right.
+template <int RIGHT, int MASK>
+static inline I pick_int(I a) {
+  I r;
+  ONDEVICE_EACH(vandq_s32(vshlq_s32(a.v[i], vdupq_n_s32(-RIGHT)), vdupq_n_s32(MASK)));
+}
+// acc + factor * sum, of sums and factors that fit 16 bits; factor_of makes a factor of an integer.
+static inline I factor_of(I a) { return a; }
+static inline I multiply_add(I acc, I sum, I factor) {
+  I r;
+  ONDEVICE_EACH(vmlaq_s32(acc.v[i], sum.v[i], factor.v[i]));
+}
+// Two integers of 16 bits in each lane, and acc + a * x + b * y.
+struct Pair {
+  I a, b;
+};
+static inline Pair pair_of(I a, I b) { return {a, b}; }
+static inline I dot_pair(I acc, Pair p, int32_t x, int32_t y) {
+  I r;
+  ONDEVICE_EACH(vmlaq_n_s32(vmlaq_n_s32(acc.v[i], p.a.v[i], x), p.b.v[i], y));
 }
 static inline F to_float(I a) {
   F r;
@@ -138,19 +164,23 @@ static inline B join_quarters(const Bytes16* q) {
   B r;
   ONDEVICE_EACH((uint8x16_t)q[i]);
 }
-static inline B low_nibbles(B a) {
+// Those bits of each byte that are in `MASK` once they are RIGHT places further right.
+template <int RIGHT, int MASK>
+static inline B pick_bits(B a) {
   B r;
-  ONDEVICE_EACH(vandq_u8(a.v[i], vdupq_n_u8(0x0f)));
+  if constexpr (RIGHT == 0) {
+    ONDEVICE_EACH(vandq_u8(a.v[i], vdupq_n_u8(MASK)));
+  } else if constexpr (0xff >> RIGHT == MASK) {
+    ONDEVICE_EACH(vshrq_n_u8(a.v[i], RIGHT));
+  } else {
+    ONDEVICE_EACH(vandq_u8(vshrq_n_u8(a.v[i], RIGHT), vdupq_n_u8(MASK)));
+  }
 }
-static inline B high_nibbles(B a) {
+// The entries of a table of 16 bytes.
+static inline B look_up(B nibbles, const uint8_t* table) {
+  const uint8x16_t entries = vld1q_u8(table);
   B r;
-  ONDEVICE_EACH(vshrq_n_u8(a.v[i], 4));
-}
-// Twice the values of E2M1 codes, and 12 more.
-static inline B e2m1_integers(B nibbles) {
-  const uint8x16_t table = vld1q_u8(kE2m1Integers);
-  B r;
-  ONDEVICE_EACH(vqtbl1q_u8(table, nibbles.v[i]));
+  ONDEVICE_EACH(vqtbl1q_u8(entries, nibbles.v[i]));
 }
 // 2^(s - 127) of 16 bytes s below 255.
 static inline F load_powers(const uint8_t* p) {

@@ -5,8 +5,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "../code_tables.h"
 #include "../interleave.h"
-#include "../mxfp4.h"
 
 namespace ondevice {
 namespace scalar {
@@ -138,14 +138,6 @@ static inline F load_half(const uint16_t* p) {
 static inline void store_half(uint16_t* p, F a) {
   for (int i = 0; i < 16; ++i) p[i] = float_to_half(a.v[i]);
 }
-static inline F load_int8(const int8_t* p) {
-  F r;
-  ONDEVICE_EACH(static_cast<float>(p[i]));
-}
-static inline F load_uint8(const uint8_t* p) {
-  F r;
-  ONDEVICE_EACH(static_cast<float>(p[i]));
-}
 static inline void store_int8(int8_t* p, F a) {
   for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(rintf(a.v[i]));
 }
@@ -154,9 +146,42 @@ static inline I int_zero() {
   I r;
   ONDEVICE_EACH(0);
 }
+static inline I widen_int8(const int8_t* p) {
+  I r;
+  ONDEVICE_EACH(p[i]);
+}
+static inline I widen_uint8(const uint8_t* p) {
+  I r;
+  ONDEVICE_EACH(p[i]);
+}
+static inline I set1_int(int32_t x) {
+  I r;
+  ONDEVICE_EACH(x);
+}
 static inline I add_int(I a, I b) {
   I r;
   ONDEVICE_EACH(a.v[i] + b.v[i]);
+}
+// Those bits of each lane, a byte's value, that are in `MASK` once they are RIGHT places further right.
+template <int RIGHT, int MASK>
+static inline I pick_int(I a) {
+  I r;
+  ONDEVICE_EACH(a.v[i] >> RIGHT & MASK);
+}
+// acc + factor * sum, of sums and factors that fit 16 bits; factor_of makes a factor of an integer.
+static inline I factor_of(I a) { return a; }
+static inline I multiply_add(I acc, I sum, I factor) {
+  I r;
+  ONDEVICE_EACH(acc.v[i] + factor.v[i] * sum.v[i]);
+}
+// Two integers of 16 bits in each lane, and acc + a * x + b * y.
+struct Pair {
+  I a, b;
+};
+static inline Pair pair_of(I a, I b) { return {a, b}; }
+static inline I dot_pair(I acc, Pair p, int32_t x, int32_t y) {
+  I r;
+  ONDEVICE_EACH(acc.v[i] + p.a.v[i] * x + p.b.v[i] * y);
 }
 static inline F to_float(I a) {
   F r;
@@ -172,17 +197,15 @@ static inline B join_quarters(const Bytes16* q) {
   memcpy(r.v, q, 64);
   return r;
 }
-static inline B low_nibbles(B a) {
-  for (int i = 0; i < 64; ++i) a.v[i] &= 0x0f;
+// Those bits of each byte that are in `MASK` once they are RIGHT places further right.
+template <int RIGHT, int MASK>
+static inline B pick_bits(B a) {
+  for (int i = 0; i < 64; ++i) a.v[i] = static_cast<uint8_t>(a.v[i] >> RIGHT & MASK);
   return a;
 }
-static inline B high_nibbles(B a) {
-  for (int i = 0; i < 64; ++i) a.v[i] >>= 4;
-  return a;
-}
-// Twice the values of E2M1 codes, and 12 more.
-static inline B e2m1_integers(B nibbles) {
-  for (int i = 0; i < 64; ++i) nibbles.v[i] = kE2m1Integers[nibbles.v[i]];
+// The entries of a table of 16 bytes.
+static inline B look_up(B nibbles, const uint8_t* table) {
+  for (int i = 0; i < 64; ++i) nibbles.v[i] = table[nibbles.v[i]];
   return nibbles;
 }
 // 2^(s - 127) of 16 bytes s below 255.

@@ -217,7 +217,7 @@ void add_block(const Firing& firing, const Firing& next, int64_t groups, int64_t
     const int64_t live = g_end - g0 < kTile ? g_end - g0 : kTile, end = (g0 + live) * kPieces;
     SelectedScales scaled;
     scale_selected<BITS>(firing, next, groups, g0, live, lanes + g0 * kTile, &scaled);
-    if constexpr (has_high_bits(BITS)) {
+    if constexpr (in_planes(BITS)) {
       for (int64_t p = g0 * kGroup / kTile; p < (g0 + live) * kGroup / kTile; ++p)
         add_high_piece<BITS>(firing, next, p, g0, scaled, y);
       continue;

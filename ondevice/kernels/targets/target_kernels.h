@@ -18,6 +18,9 @@ void quantize_activations(const float* x, int64_t cols, bool nibble_order, const
 void linear_quantized(const RowFormat& format, const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
                       const float* bias, const float* added, float* out, int64_t out_stride, int64_t rows,
                       int64_t begin, int64_t end);
+void linear_two_level(const RowFormat& format, const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
+                      const float* bias, const float* added, float* out, int64_t out_stride, int64_t rows,
+                      int64_t begin, int64_t end);
 void linear_gathered(const RowFormat& format, const uint8_t* const* rows, const uint8_t* const* next,
                      const uint8_t* affine, const QuantizedRows& x, float* out);
 void linear_half(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,
@@ -112,8 +115,25 @@ struct Integers {
 // E2M1 codes: twice their values, which are integers from -12 to 12, and 12 more.
 struct Floats4 {
   static constexpr int kBits = 4, kTop = 24, kZero = 12;
-  static B of(B nibbles) { return e2m1_integers(nibbles); }
+  static B of(B nibbles) { return look_up(nibbles, kE2m1Integers); }
 };
+
+// Codes of kTableBytes, integers from -127 to 113 and 128 more.
+struct Table4 {
+  static constexpr int kBits = 4, kTop = 255, kZero = 128;
+  static B of(B nibbles) { return look_up(nibbles, kTableBytes); }
+};
+
+// Adds products of codes with activations, less some on targets that re-centre codes that don't fit signed
+// bytes; `finish_codes` adds them back.
+template <class CODES>
+static inline I dot_codes(I acc, B codes, const int8_t* quad) {
+  return CODES::kTop > 127 ? dot_q8(acc, codes, quad) : dot_q4(acc, codes, quad);
+}
+template <class CODES>
+static inline I finish_codes(I sum, int32_t activation_sum) {
+  return CODES::kTop > 127 ? finish_q8(sum, activation_sum) : sum;
+}
 
 #if defined(ONDEVICE_WORD_SUMS)
 // dot_blocks of one block, by sums of eight in 16 bits, of four where codes may exceed 15. Codes of 8 bits
@@ -153,8 +173,8 @@ static inline void dot_block_words(const uint8_t* block, const int8_t* const* x,
       }
     }
     for (int t = 0; t < TT; ++t) {
-      total[t] = add_words(total[t], low[t], 1);
-      if (BITS == 8) total[t] = add_words(total[t], high[t], 16);
+      total[t] = add_words(total[t], low[t], words_set1(1));
+      if (BITS == 8) total[t] = add_words(total[t], high[t], words_set1(16));
     }
   }
   for (int t = 0; t < TT; ++t) sums[t] = to_float(total[t]);
@@ -170,42 +190,45 @@ static inline void each(const Run& run) {
   }
 }
 
-// dot_blocks at 5 and 6 bits; see interleave.h for the layout. Codes are below 64, so that dot_q4 is exact.
+// The codes of four columns of 16 rows: quad PLACE of the eight of a half block; see interleave.h.
+template <int BITS, int PLACE>
+static inline B quad_codes(const uint8_t* half_block) {
+  constexpr int kLow = low_plane_bits(BITS), kHigh = BITS - kLow;
+  constexpr int kRight = PLACE * kLow % 8, kMask = (1 << kLow) - 1;
+  const B low = pick_bits<kRight, kMask>(load_bytes(half_block + 64 * (PLACE * kLow / 8)));
+  if constexpr (kHigh > 0) {
+    const B plane = load_bytes(half_block + 64 * (kLow + PLACE * kHigh / 8));
+    return with_bits<PLACE * kHigh % 8 - kLow, ((1 << kHigh) - 1) << kLow>(low, plane);
+  }
+  return low;
+}
+
+// Fetches what is multiplied soon: `bytes` bytes, kAhead behind `at`.
+static inline void prefetch_ahead(const uint8_t* at, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += 64) prefetch(at + line + kAhead);
+}
+
+// dot_blocks at 5 and 6 bits. Codes are below 64, so that dot_q4 is exact.
 template <int BITS, int TT, int N, int COLS>
 static inline void dot_high_blocks(const uint8_t* const* blocks, const int8_t* const* x, F (*sums)[TT]) {
-  constexpr int kHigh = BITS - 4, kMask = ((1 << kHigh) - 1) << 4, kPerWord = 4 / kHigh;
   constexpr bool kTwoChains = N * TT <= 4;
   I a[N][TT], b[N][TT];
   for (int n = 0; n < N; ++n)
     for (int t = 0; t < TT; ++t) a[n][t] = b[n][t] = int_zero();
-  for (int half = 0; half < COLS / 32; ++half)
-    each<kHigh>([&](auto word) {
-      B planes[N];
-      for (int n = 0; n < N; ++n) {
-        const uint8_t* at = blocks[n] + half * half_block_bytes(BITS) + 256 + 64 * word.value;
-        planes[n] = load_bytes(at);
-        prefetch(at + kAhead);
-      }
-      each<kPerWord>([&](auto place) {
-        constexpr int kPlace = decltype(place)::value, v = decltype(word)::value * kPerWord + kPlace;
-        constexpr int kRight = 2 * kHigh * kPlace - 4;
-        B low[N], high[N];
+  for (int half = 0; half < COLS / 32; ++half) {
+    const int64_t at = half * half_block_bytes(BITS);
+    for (int n = 0; n < N; ++n) prefetch_ahead(blocks[n] + at, half_block_bytes(BITS));
+    each<8>([&](auto place) {
+      constexpr int kPlace = decltype(place)::value;
+      B codes[N];
+      for (int n = 0; n < N; ++n) codes[n] = quad_codes<BITS, kPlace>(blocks[n] + at);
+      for (int t = 0; t < TT; ++t)
         for (int n = 0; n < N; ++n) {
-          const uint8_t* at = blocks[n] + half * half_block_bytes(BITS) + 64 * v;
-          const B raw = load_bytes(at);
-          prefetch(at + kAhead);
-          low[n] = with_bits<kRight, kMask>(low_nibbles(raw), planes[n]);
-          high[n] = with_bits<kRight + kHigh, kMask>(high_nibbles(raw), planes[n]);
+          I& chain = kTwoChains && kPlace % 2 ? b[n][t] : a[n][t];
+          chain = dot_q4(chain, codes[n], x[t] + 32 * half + 4 * kPlace);
         }
-        for (int t = 0; t < TT; ++t)
-          for (int n = 0; n < N; ++n) {
-            const int8_t* quads = x[t] + 32 * half + 8 * v;
-            I& second = kTwoChains ? b[n][t] : a[n][t];
-            a[n][t] = dot_q4(a[n][t], low[n], quads);
-            second = dot_q4(second, high[n], quads + 4);
-          }
-      });
     });
+  }
   for (int n = 0; n < N; ++n)
     for (int t = 0; t < TT; ++t) sums[n][t] = to_float(kTwoChains ? add_int(a[n][t], b[n][t]) : a[n][t]);
 }
@@ -217,9 +240,9 @@ template <class CODES, int TT, int N, int COLS = kGroup>
 static inline void dot_blocks(const uint8_t* const* blocks, const int8_t* const* x, const int32_t* int_sums,
                               F (*sums)[TT]) {
   constexpr int BITS = CODES::kBits;
-  if constexpr (has_high_bits(BITS)) return dot_high_blocks<BITS, TT, N, COLS>(blocks, x, sums);
+  if constexpr (in_planes(BITS)) return dot_high_blocks<BITS, TT, N, COLS>(blocks, x, sums);
 #if defined(ONDEVICE_WORD_SUMS)
-  if (TT > 1) {
+  if (TT > 1 && (BITS == 8 || CODES::kTop < 32)) {
     for (int n = 0; n < N; ++n) dot_block_words<CODES, TT, COLS>(blocks[n], x, sums[n]);
     return;
   }
@@ -242,16 +265,14 @@ static inline void dot_blocks(const uint8_t* const* blocks, const int8_t* const*
     for (int t = 0; t < TT; ++t)
       for (int n = 0; n < N; ++n) {
         I& second = kTwoChains ? b[n][t] : a[n][t];
-        a[n][t] = BITS == 4 ? dot_q4(a[n][t], low[n], x[t] + 8 * v) : dot_q8(a[n][t], low[n], x[t] + 8 * v);
-        second =
-            BITS == 4 ? dot_q4(second, high[n], x[t] + 8 * v + 4) : dot_q8(second, high[n], x[t] + 8 * v + 4);
+        a[n][t] = dot_codes<CODES>(a[n][t], low[n], x[t] + 8 * v);
+        second = dot_codes<CODES>(second, high[n], x[t] + 8 * v + 4);
       }
   }
   for (int n = 0; n < N; ++n)
     for (int t = 0; t < TT; ++t) {
       if (kTwoChains) a[n][t] = add_int(a[n][t], b[n][t]);
-      if (BITS == 8) a[n][t] = finish_q8(a[n][t], int_sums[t]);
-      sums[n][t] = to_float(a[n][t]);
+      sums[n][t] = to_float(finish_codes<CODES>(a[n][t], int_sums[t]));
     }
 }
 

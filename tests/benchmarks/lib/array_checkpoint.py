@@ -27,6 +27,7 @@ class ArrayTensor:
     row_unit: int = 1
     files: tuple[SourceFile, ...] = ()
     code_format: RowFormat | None = None
+    tile_format: RowFormat | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

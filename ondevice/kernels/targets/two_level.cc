@@ -1,0 +1,335 @@
+#include "simd.h"
+#include "target_kernels.h"
+
+namespace ondevice {
+namespace ONDEVICE_NS {
+namespace {
+
+// Weights with two levels of scales. A tile is one stretch of bytes for every 256 columns: a header of 16 d,
+// in kTwoLevel 16 dmin, and for each block of 64 columns its integers, each byte of a row beside those of the
+// other rows; then the codes of the four blocks.
+//
+// Per output, blocks ascending, with xs the scale of a block's activations x and g its groups of columns:
+//   acc = fma(d * xs, sum over g of s[g] * (sum of (code - zero) * x), acc)
+//   acc = fma(-dmin * xs, sum over g of m[g] * (sum of x), acc), in kTwoLevel
+// Both sums are exact integers, rounded to float once.
+template <int BITS, int GROUP, ScaleKind KIND>
+struct TwoLevelForm {
+  using Codes = std::conditional_t<KIND == ScaleKind::kTwoLevelTable, Table4, Integers<BITS>>;
+  static constexpr bool kMinimums = KIND == ScaleKind::kTwoLevel;
+  static constexpr int kZero = KIND == ScaleKind::kTwoLevelTable ? Table4::kZero
+                               : kMinimums                       ? 0
+                                                                 : 1 << (BITS - 1);
+  static constexpr int kGroups = kGroup / GROUP, kQuads = GROUP / 4;     // of a block; of a group
+  static constexpr bool kShared = BITS == 3 || (kMinimums && BITS > 2);  // 6 bits each: four in three bytes
+  static constexpr int kIntegers = kShared ? 3 : kGroups;                // bytes of a row's block
+  static constexpr int64_t kUpper = kTile * (kMinimums ? 4 : 2);
+  static constexpr int64_t kHeader = kUpper + kTile * kSuperGroup * kIntegers;
+  static constexpr int64_t kBlock = kTile * kGroup * BITS / 8, kSuper = kHeader + kSuperGroup * kBlock;
+};
+
+// How a target adds a block's products up. kWords: sums of quads in 16 bits, which widen as they are
+// multiplied by scales. kSmall: sums of groups fit 16 bits. kFloats: they are multiplied as floats, exactly.
+enum class Sums { kWords, kSmall, kFloats };
+#if defined(ONDEVICE_WORD_SUMS)
+template <class FORM>
+constexpr Sums kSums = FORM::Codes::kTop < 64 ? Sums::kWords : Sums::kFloats;
+#else
+template <class FORM>
+constexpr Sums kSums = FORM::Codes::kTop < 8 ? Sums::kSmall : Sums::kFloats;
+using Words = I;
+static inline Words words_of(I scale) { return scale; }
+#endif
+
+// Factors of a block of 16 rows. `pairs` has minimums, or scales where the zero code is taken off last.
+template <class FORM>
+struct Factors {
+  static constexpr bool kPairs = FORM::kMinimums || (FORM::kZero && kSums<FORM> != Sums::kFloats);
+  std::conditional_t<kSums<FORM> == Sums::kWords, Words,
+                     std::conditional_t<kSums<FORM> == Sums::kSmall, I, F>>
+      scales[FORM::kGroups];
+  Pair pairs[FORM::kGroups / 2];
+};
+struct Upper {
+  F d, dmin;
+};
+
+// A block's integers, group by group.
+template <class FORM>
+static inline void load_integers(const uint8_t* from, I* scales, I* minimums) {
+  if constexpr (FORM::kShared) {
+    const I a = widen_uint8(from), b = widen_uint8(from + kTile), c = widen_uint8(from + 2 * kTile);
+    const I fourth = add_int(add_int(pick_int<6, 3>(a), pick_int<4, 12>(b)), pick_int<2, 48>(c));
+    if constexpr (FORM::kMinimums) {
+      scales[0] = pick_int<0, 63>(a), minimums[0] = pick_int<0, 63>(b);
+      scales[1] = pick_int<0, 63>(c), minimums[1] = fourth;
+    } else {
+      const I middle = set1_int(-32);
+      scales[0] = add_int(pick_int<0, 63>(a), middle), scales[1] = add_int(pick_int<0, 63>(b), middle);
+      scales[2] = add_int(pick_int<0, 63>(c), middle), scales[3] = add_int(fourth, middle);
+    }
+  } else {
+    for (int i = 0; i < FORM::kGroups; ++i, from += kTile) {
+      if constexpr (FORM::Codes::kBits == 6) {
+        scales[i] = widen_int8(reinterpret_cast<const int8_t*>(from));
+      } else {
+        const I byte = widen_uint8(from);
+        if constexpr (FORM::kMinimums)
+          scales[i] = pick_int<0, 15>(byte), minimums[i] = pick_int<4, 15>(byte);
+        else
+          scales[i] = add_int(pick_int<0, 63>(byte), set1_int(-32));
+      }
+    }
+  }
+}
+
+template <class FORM>
+static inline void load_factors(const uint8_t* header, int64_t block, Factors<FORM>* out) {
+  I scales[FORM::kGroups], minimums[FORM::kGroups];
+  load_integers<FORM>(header + FORM::kUpper + block * kTile * FORM::kIntegers, scales, minimums);
+  for (int i = 0; i < FORM::kGroups; ++i) {
+    if constexpr (kSums<FORM> == Sums::kWords) out->scales[i] = words_of(scales[i]);
+    if constexpr (kSums<FORM> == Sums::kSmall)
+      out->scales[i] =
+          FORM::kMinimums ? scales[i] : factor_of(scales[i]);  // minimums go with scales above zero
+    if constexpr (kSums<FORM> == Sums::kFloats) out->scales[i] = to_float(scales[i]);
+  }
+  if constexpr (Factors<FORM>::kPairs)
+    for (int i = 0; i < FORM::kGroups; i += 2)
+      out->pairs[i / 2] =
+          FORM::kMinimums ? pair_of(minimums[i], minimums[i + 1]) : pair_of(scales[i], scales[i + 1]);
+}
+
+template <class FORM>
+static inline Upper load_upper(const uint8_t* header) {
+  const uint16_t* halves = reinterpret_cast<const uint16_t*>(header);
+  return {load_half(halves), FORM::kMinimums ? load_half(halves + kTile) : zero()};
+}
+
+// A block's codes as they lie, or unpacked for many tokens.
+template <class FORM>
+struct PackedCodes {
+  const uint8_t* block;
+
+  template <int QUAD>
+  B quad() const {
+    constexpr int kBits = FORM::Codes::kBits;
+    return FORM::Codes::of(quad_codes<kBits, QUAD % 8>(block + QUAD / 8 * half_block_bytes(kBits)));
+  }
+};
+template <class FORM>
+struct UnpackedCodes {
+  static constexpr int kCount = kGroup / 4;
+  B quads[kCount];
+
+  explicit UnpackedCodes(const PackedCodes<FORM>& packed) {
+    each<kCount>([&](auto quad) { quads[quad.value] = packed.template quad<decltype(quad)::value>(); });
+  }
+  template <int QUAD>
+  const B& quad() const {
+    return quads[QUAD];
+  }
+};
+
+// sums[t] = a block's sum over groups of scale * (sum of (code - zero) * x), rounded to float.
+template <class FORM, int TT, class CODES>
+static inline void scaled_sums(const CODES& codes, const Factors<FORM>& factors, const int8_t* const* x,
+                               const int32_t* const* int_sums, F* sums) {
+  using Codes = typename FORM::Codes;
+  constexpr int kGroups = FORM::kGroups, kQuads = FORM::kQuads, kTop = Codes::kTop;
+  if constexpr (kSums<FORM> == Sums::kFloats) {
+    // Only the last addition may round: products are below 2^24, and so are sums of two at 6 bits and of all
+    // below. So at 6 bits two pairs of groups are added up by themselves.
+    constexpr bool kTwoChains = kQuads == 8 && TT <= 2;
+    F second[TT];
+    each<kGroups>([&](auto group) {
+      constexpr int kAt = decltype(group)::value;
+      I a[TT], b[TT];
+      for (int t = 0; t < TT; ++t) {
+        a[t] = FORM::kZero ? set1_int(-FORM::kZero * int_sums[t][kAt]) : int_zero();
+        b[t] = int_zero();
+      }
+      each<kQuads>([&](auto quad) {
+        constexpr int kQuad = kAt * kQuads + decltype(quad)::value;
+        const B& these = codes.template quad<kQuad>();
+        for (int t = 0; t < TT; ++t) {
+          I& chain = kTwoChains && kQuad % 2 ? b[t] : a[t];
+          chain = dot_codes<Codes>(chain, these, x[t] + 4 * kQuad);
+        }
+      });
+      for (int t = 0; t < TT; ++t) {
+        const I sum = kTwoChains ? add_int(a[t], b[t]) : a[t];
+        const F value = to_float(finish_codes<Codes>(sum, int_sums[t][kAt]));
+        if (kAt == 0)
+          sums[t] = mul(factors.scales[kAt], value);
+        else if (kTop == 63 && kAt == 2)
+          second[t] = mul(factors.scales[kAt], value);
+        else if (kTop == 63 && kAt == 3)
+          sums[t] = add(sums[t], fma(factors.scales[kAt], value, second[t]));
+        else
+          sums[t] = fma(factors.scales[kAt], value, sums[t]);
+      }
+    });
+  } else {
+    I total[TT];
+    for (int t = 0; t < TT; ++t) total[t] = int_zero();
+#if defined(ONDEVICE_WORD_SUMS)
+    // Of codes up to 31 four quads fit (4 * 2 * 31 * 127), of codes up to 63 two.
+    constexpr int kRun = kTop > 31 ? 2 : 4;
+    each<16 / kRun>([&](auto run) {
+      Words words[TT];
+      for (int t = 0; t < TT; ++t) words[t] = words_zero();
+      each<kRun>([&](auto quad) {
+        constexpr int kQuad = decltype(run)::value * kRun + decltype(quad)::value;
+        const B& these = codes.template quad<kQuad>();
+        for (int t = 0; t < TT; ++t) words[t] = dot_words(words[t], these, x[t] + 4 * kQuad);
+      });
+      for (int t = 0; t < TT; ++t)
+        total[t] = add_words(total[t], words[t], factors.scales[decltype(run)::value * kRun / kQuads]);
+    });
+#else
+    each<kGroups>([&](auto group) {
+      constexpr int kAt = decltype(group)::value;
+      I dots[TT];
+      for (int t = 0; t < TT; ++t) dots[t] = int_zero();
+      each<kQuads>([&](auto quad) {
+        constexpr int kQuad = kAt * kQuads + decltype(quad)::value;
+        const B& these = codes.template quad<kQuad>();
+        for (int t = 0; t < TT; ++t) dots[t] = dot_q4(dots[t], these, x[t] + 4 * kQuad);
+      });
+      for (int t = 0; t < TT; ++t) total[t] = multiply_add(total[t], dots[t], factors.scales[kAt]);
+    });
+#endif
+    if constexpr (FORM::kZero) {
+      // An eighth of a zero code of 32, that the products with sums fit 16 bits.
+      constexpr int kEighths = FORM::kZero > 4 ? 8 : 1;
+      for (int t = 0; t < TT; ++t) {
+        I off = int_zero();
+        for (int i = 0; i < kGroups; i += 2)
+          off = dot_pair(off, factors.pairs[i / 2], -FORM::kZero / kEighths * int_sums[t][i],
+                         -FORM::kZero / kEighths * int_sums[t][i + 1]);
+        for (int i = 1; i < kEighths; i *= 2) off = add_int(off, off);
+        total[t] = add_int(total[t], off);
+      }
+    }
+    for (int t = 0; t < TT; ++t) sums[t] = to_float(total[t]);
+  }
+}
+
+// Adds block g's products with tokens t0 to t0 + TT - 1 to acc[t].
+template <class FORM, int TT, class CODES>
+static inline void add_tokens(const CODES& codes, const Factors<FORM>& factors, const Upper& upper,
+                              const QuantizedRows& x, int64_t g, int64_t t0, F* acc) {
+  const int8_t* rows[TT];
+  const int32_t* int_sums[TT];
+  for (int t = 0; t < TT; ++t) {
+    const int64_t at = (t0 + t) * x.groups + g;
+    rows[t] = x.codes + at * kGroup;
+    int_sums[t] = x.part_int_sums + at * FORM::kGroups;
+  }
+  F sums[TT];
+  scaled_sums<FORM, TT>(codes, factors, rows, int_sums, sums);
+  for (int t = 0; t < TT; ++t) {
+    const float scale = x.scales[(t0 + t) * x.groups + g];
+    acc[t] = fma(mul(upper.d, set1(scale)), sums[t], acc[t]);
+    if constexpr (FORM::kMinimums) {
+      I low = int_zero();
+      for (int i = 0; i < FORM::kGroups; i += 2)
+        low = dot_pair(low, factors.pairs[i / 2], int_sums[t][i], int_sums[t][i + 1]);
+      acc[t] = fma(mul(upper.dmin, set1(-scale)), to_float(low), acc[t]);
+    }
+  }
+}
+
+constexpr int64_t kMostTokens = 32;  // for which a block's codes are unpacked once
+
+// A tile's products with TT tokens from t0 on, into acc[t].
+template <class FORM, int TT>
+void tile_few(const uint8_t* tile, const QuantizedRows& x, int64_t t0, F* acc) {
+  F sums[TT];
+  for (int t = 0; t < TT; ++t) sums[t] = zero();
+  for (int64_t g = 0; g < x.groups; g += kSuperGroup, tile += FORM::kSuper) {
+    const Upper upper = load_upper<FORM>(tile);
+    prefetch_ahead(tile, FORM::kHeader);
+    for (int64_t b = 0; b < kSuperGroup; ++b) {
+      const PackedCodes<FORM> codes{tile + FORM::kHeader + b * FORM::kBlock};
+      prefetch_ahead(codes.block, FORM::kBlock);
+      Factors<FORM> factors;
+      load_factors<FORM>(tile, b, &factors);
+      add_tokens<FORM, TT>(codes, factors, upper, x, g + b, t0, sums);
+    }
+  }
+  for (int t = 0; t < TT; ++t) acc[t] = sums[t];
+}
+
+// The same with `count` tokens, at most kMostTokens.
+template <class FORM>
+void tile_many(const uint8_t* tile, const QuantizedRows& x, int64_t t0, int64_t count, F* acc) {
+  for (int64_t t = 0; t < count; ++t) acc[t] = zero();
+  for (int64_t g = 0; g < x.groups; g += kSuperGroup, tile += FORM::kSuper) {
+    const Upper upper = load_upper<FORM>(tile);
+    prefetch_ahead(tile, FORM::kHeader);
+    for (int64_t b = 0; b < kSuperGroup; ++b) {
+      const PackedCodes<FORM> packed{tile + FORM::kHeader + b * FORM::kBlock};
+      prefetch_ahead(packed.block, FORM::kBlock);
+      const UnpackedCodes<FORM> codes(packed);
+      Factors<FORM> factors;
+      load_factors<FORM>(tile, b, &factors);
+      int64_t t = 0;
+      for (; t + kTokenTile <= count; t += kTokenTile)
+        add_tokens<FORM, kTokenTile>(codes, factors, upper, x, g + b, t0 + t, acc + t);
+      for (; t + 2 <= count; t += 2) add_tokens<FORM, 2>(codes, factors, upper, x, g + b, t0 + t, acc + t);
+      if (t < count) add_tokens<FORM, 1>(codes, factors, upper, x, g + b, t0 + t, acc + t);
+    }
+  }
+}
+
+template <class FORM>
+void all_two_level(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, const float* bias,
+                   const float* added, float* out, int64_t out_stride, int64_t rows, int64_t begin,
+                   int64_t end) {
+  F acc[kMostTokens];
+  for (int64_t i = begin; i < end; ++i) {
+    const uint8_t* tile = tiles + i * (x.groups / kSuperGroup) * FORM::kSuper;
+    const int64_t left = rows - i * kTile;
+    for (int64_t t0 = 0; t0 < tokens; t0 += kMostTokens) {
+      const int64_t count = tokens - t0 < kMostTokens ? tokens - t0 : kMostTokens;
+      if (count == 1)
+        tile_few<FORM, 1>(tile, x, t0, acc);
+      else if (count == 2)
+        tile_few<FORM, 2>(tile, x, t0, acc);
+      else if (count == 3)
+        tile_few<FORM, 3>(tile, x, t0, acc);
+      else if (count == 4)
+        tile_few<FORM, 4>(tile, x, t0, acc);
+      else
+        tile_many<FORM>(tile, x, t0, count, acc);
+      for (int64_t t = 0; t < count; ++t) {
+        const int64_t at = (t0 + t) * out_stride + i * kTile;
+        F sum = acc[t];
+        if (bias) sum = add(sum, load_partial(bias + i * kTile, left));
+        if (added) sum = add(load_partial(added + at, left), sum);
+        store_partial(out + at, sum, left);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void linear_two_level(const RowFormat& format, const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
+                      const float* bias, const float* added, float* out, int64_t out_stride, int64_t rows,
+                      int64_t begin, int64_t end) {
+  constexpr ScaleKind kSymmetric = ScaleKind::kTwoLevelSymmetric;
+  const auto all = format.kind == ScaleKind::kTwoLevelTable
+                       ? all_two_level<TwoLevelForm<4, 32, ScaleKind::kTwoLevelTable>>
+                   : format.bits == 2 ? all_two_level<TwoLevelForm<2, 16, ScaleKind::kTwoLevel>>
+                   : format.bits == 3 ? all_two_level<TwoLevelForm<3, 16, kSymmetric>>
+                   : format.bits == 4 ? all_two_level<TwoLevelForm<4, 32, ScaleKind::kTwoLevel>>
+                   : format.bits == 5 ? all_two_level<TwoLevelForm<5, 32, ScaleKind::kTwoLevel>>
+                                      : all_two_level<TwoLevelForm<6, 16, kSymmetric>>;
+  all(tiles, x, tokens, bias, added, out, out_stride, rows, begin, end);
+}
+
+}  // namespace ONDEVICE_NS
+}  // namespace ondevice
