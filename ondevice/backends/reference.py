@@ -440,14 +440,11 @@ def activated_ups(ups: Float32, spec: FeedForwardSpec) -> Float32:
 
 def _read_slices(source: FeedForwardSource, layout: ExpertLayout, biases: Biases) -> ReferenceFeedForward:
     """All neurons of a layer that is stored in slices."""
-    neurons, size = source.num_neurons, layout.neurons
-    if not neurons:
-        none = np.empty((0, source.hidden_size), dtype=np.float32)
-        return ReferenceFeedForward(none, none, none, biases)
-    slices = [_expert(source.read(first, size)[0], layout) for first in range(0, neurons, size)]
-    gate, down = (np.concatenate([getattr(it, name) for it in slices])[:neurons] for name in ("gate", "down"))
-    ups = [it.up for it in slices if it.up is not None]
-    return ReferenceFeedForward(gate, np.concatenate(ups)[:neurons] if ups else None, down, biases)
+    count, none = source.num_neurons, np.empty((0, source.hidden_size), np.float32)
+    read = [_expert(source.read(at, layout.neurons)[0], layout) for at in range(0, count, layout.neurons)]
+    gate, down = (np.concatenate([none, *(getattr(it, k) for it in read)])[:count] for k in ("gate", "down"))
+    up = np.concatenate([none, *(it.up for it in read if it.up is not None)])[:count]
+    return ReferenceFeedForward(gate, up if len(up) == len(gate) else None, down, biases)
 
 
 def _read_experts(records: ExpertRecords | None) -> tuple[ReferenceFeedForward, ...]:

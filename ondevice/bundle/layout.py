@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import prod
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from ondevice.bundle.slice_sizes import SLICE_UNIT, slice_units
 from ondevice.bundle.weight_shapes import WeightShape, layer_weight_shapes, model_weight_shapes
 from ondevice.config import GROUP_SIZE, SUPER_SIZE, CodeBits, GroupSize, QuantConfig, RowFormat, Scales
 from ondevice.model_config import LayerSpec, ModelConfig
@@ -25,12 +25,6 @@ FORMAT = "ondevice-bundle"
 VERSION = 3
 TILE_ROWS = 16
 """Rows of a matrix that lie interleaved, where it is stored as the kernels multiply it."""
-SLICE_BYTES = 2 << 20
-"""Bytes that a slice of a feed-forward has at about most: from 1 MiB on, flash is at its full rate."""
-SLICE_UNIT = 256
-"""Neurons that a slice has a multiple of: the columns of every format's scales divide them."""
-SLICES_PER_LAYER = 8
-"""Slices of a small layer."""
 DATA_OFFSET = 4096
 """First byte of the records in a record file, and the alignment of the data in the resident file."""
 CRC_BLOCK_BYTES = 1 << 20
@@ -370,22 +364,10 @@ def slice_layout(config: ModelConfig, quant: QuantConfig) -> ExpertLayout:
     by_rows = RowLayout(config.hidden_size, *gate).nbytes * (config.feed_forward.num_rows - 1)
     unit_bytes = unit * by_rows + config.hidden_size * RowLayout(unit, *down).nbytes
     units = tuple(sorted(-(-neurons // unit) for neurons in widths)) or (1,)
-    size = _slice_units(units, unit_bytes)
+    size = slice_units(units, unit_bytes)
     matrix = TiledMatrix(size * unit, RowLayout(config.hidden_size, *gate))
     matrices = (matrix,) * (config.feed_forward.num_rows - 1)
     return ExpertLayout((*matrices, TiledMatrix(config.hidden_size, RowLayout(size * unit, *down))))
-
-
-@lru_cache
-def _slice_units(units: tuple[int, ...], unit_bytes: int) -> int:
-    """Units of a slice. units: of each layer's neurons. unit_bytes: of a slice of one unit."""
-    aim = max(1, min(SLICE_BYTES // unit_bytes, max(units) // SLICES_PER_LAYER))
-    layers = Counter(units)
-
-    def cost(size: int) -> tuple[int, int, int]:
-        return sum(padded(count, size) * times for count, times in layers.items()), abs(size - aim), size
-
-    return min(range(max(1, aim // 2), 2 * aim + 1), key=cost)
 
 
 def expert_layout(config: ModelConfig, quant: QuantConfig) -> ExpertLayout | None:

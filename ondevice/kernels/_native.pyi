@@ -1,7 +1,6 @@
 """Types of the native extension. Arrays are C-contiguous numpy arrays unless said otherwise.
 
-Shapes: T tokens, R rows, G groups of 64 or 32 columns, F neurons of a layer. Impossible arguments raise
-ValueError.
+T tokens, R rows, G groups of columns, F neurons of a layer. Impossible arguments raise ValueError.
 """
 
 from collections.abc import Sequence
@@ -351,10 +350,9 @@ class ExpertPass:
         """Add what is left to the total. Raises ValueError unless all experts were added."""
 
 class SlicePass:
-    """One pass through a dense feed-forward that is cut into slices, whose outputs are added up in order.
+    """One pass through a feed-forward in slices, which another op that multiplies ends.
 
-    slice: what each is. x: (T, hidden). bias: of the gates, for all neurons of whole slices. Another op that
-    multiplies ends the pass.
+    x: (T, hidden). bias: of the gates, for all neurons of whole slices.
     """
 
     def __init__(
@@ -369,10 +367,7 @@ class SlicePass:
     def add(
         self, records: Sequence[Bytes], tokens: int | None, out: Float32, base: Float32 | None = None
     ) -> None:
-        """out (T, hidden) = base + the outputs of the next slices, for the first `tokens` tokens; None: all.
-
-        records: each slice's bytes. base: zeros if None; it may be out.
-        """
+        """out (T, hidden) = base, or zeros, + the next slices' outputs, for the first `tokens` or all."""
 
 def tile_rows(
     runner: Runner, stored: Format, codes: Bytes, scales: Bytes, biases: Bytes, tiles: Bytes
