@@ -127,10 +127,10 @@ def _expert_chunk(runner: _native.Runner, block: Block, layout: ExpertLayout, at
         stored = block.formats[0]
         rows = _stored(runner, source, stored, block.sources[0])
         fidelity = _fidelity(runner, block, [rows])
-        codes, scales, biases = (np.ascontiguousarray(part).view(np.uint8) for part in vars(rows).values())
-        row_bytes = codes.shape[1] + scales.shape[1] + biases.shape[1]
+        parts = _parts(rows)
+        row_bytes = sum(values.shape[1] for values in parts)
         data = np.empty(padded(len(rows.codes), TILE_ROWS) * row_bytes, dtype=np.uint8)
-        _native.tile_rows(runner, stored, codes, scales, biases, data)
+        _native.tile_rows(runner, stored, *parts, data)
     end = at + data.nbytes
     padding = sum(stop - start for start, stop in layout.padding if start == end)
     data = np.concatenate([data, np.zeros(padding, dtype=np.uint8)]) if padding else data
@@ -142,17 +142,22 @@ def _slice_chunk(runner: _native.Runner, block: Block, layout: ExpertLayout, at:
     part, stored = layout.part_offsets.index(at), block.formats[0]
     matrix = layout.matrices[part]
     rows = _stored(runner, block.rows[0], stored, block.sources[0])
-    codes, scales, biases = (np.ascontiguousarray(values).view(np.uint8) for values in vars(rows).values())
     sizes = matrix.row.codes_bytes, matrix.row.scales_bytes, matrix.row.biases_bytes
     codes, scales, biases = (
         np.pad(values, ((0, 0), (0, size - values.shape[1])))
-        for values, size in zip((codes, scales, biases), sizes, strict=True)
+        for values, size in zip(_parts(rows), sizes, strict=True)
     )
     data = np.zeros(layout.part_bytes[part], dtype=np.uint8)
-    tiles = data[: padded(len(codes), TILE_ROWS) * matrix.row.nbytes]
+    tiles = data[: padded(len(rows.codes), TILE_ROWS) * matrix.row.nbytes]
     _native.tile_rows(runner, stored, codes, scales, biases, tiles)
     fidelity = _fidelity(runner, block, [rows])
     return Chunk(block.file, block.tensor, data, block.nbytes, fidelity, block.last)
+
+
+def _parts(rows: QuantizedRows) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8]]:
+    """Bytes of codes, scales and biases, each (R, n)."""
+    codes, scales, biases = (np.ascontiguousarray(part).view(np.uint8) for part in vars(rows).values())
+    return codes, scales, biases
 
 
 def _group_chunks(

@@ -64,8 +64,8 @@ def _chosen_bits(tensors: Iterable[SourceTensor], otherwise: Bits) -> Bits:
 
 def _tile_format(tensors: Sequence[SourceTensor]) -> RowFormat | None:
     """The format of tiles alone that holds every value of these matrices, or None."""
-    found = {tensor.tile_format for tensor in tensors}
-    stored = found.pop() if len(found) == 1 else None
+    formats = {tensor.tile_format for tensor in tensors}
+    stored = formats.pop() if len(formats) == 1 else None
     return stored if stored is not None and stored.tiles_only else None
 
 

@@ -226,7 +226,7 @@ def held_matrix_bytes(checkpoint: Checkpoint, quant: QuantConfig) -> int:
     downs = [checkpoint.tensors[names.LayerNames(layer).down] for layer in layers]
     if checkpoint.config.is_sliced:
         # Codes are read once, as rows are.
-        downs = [down for down in downs if down.quantised_rows(0, 0, quant.of("down")) is None]
+        downs = [down for down in downs if down.quantised_rows(0, 1, quant.of("down")) is None]
     sizes = (down.nbytes if _columns_bytes(down, quant) > DOWN_BLOCK_BYTES else 0 for down in downs)
     return max(sizes, default=0)
 
@@ -291,12 +291,12 @@ def _slices(
     columns = _slices_of_columns(down, size, formats[1], rounded)
     for first, of_down in zip(range(0, neurons, size), columns, strict=True):
         stop = min(first + size, neurons)
-        found = [_rows(it, first, stop, formats[0], rounded) for it in by_rows]
+        of_rows = [_rows(it, first, stop, formats[0], rounded) for it in by_rows]
         matrices = zip(
             sources,
             (*kinds, "down"),
-            (*(formats[0] for _ in found), formats[1]),
-            (*found, of_down),
+            (*(formats[0] for _ in of_rows), formats[1]),
+            (*of_rows, of_down),
             strict=True,
         )
         for source, kind, stored, rows in matrices:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ondevice.bundle.codes import TABLE
 from ondevice.config import MXFP4, RowFormat
+from ondevice.config import TILE_FORMATS as FORMATS_OF_TILES
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Float32: TypeAlias = NDArray[np.float32]
@@ -219,13 +220,7 @@ CODE_FORMATS: dict[str, RowFormat] = {
 }
 """By the type's name, the narrowest format of rows that holds its codes; what isn't here is rounded."""
 
-TILE_FORMATS: dict[str, RowFormat] = {
-    "Q2_K": RowFormat(2, 16, "two_level"),
-    "Q3_K": RowFormat(3, 16, "two_level_symmetric"),
-    "Q4_K": RowFormat(4, 32, "two_level"),
-    "Q5_K": RowFormat(5, 32, "two_level"),
-    "Q6_K": RowFormat(6, 16, "two_level_symmetric"),
-    "IQ4_NL": RowFormat(4, 32, "table"),
-    "IQ4_XS": RowFormat(4, 32, "two_level_table"),
-}
+TILE_FORMATS: dict[str, RowFormat] = dict(
+    zip(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"), FORMATS_OF_TILES, strict=True)
+)
 """By the type's name, the format of tiles that holds its values exactly where no rows do."""

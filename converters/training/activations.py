@@ -1,7 +1,6 @@
 """Inputs and gates of every layer's feed-forward over a text, recorded on disk for training.
 
-Inputs are recorded for any model. Gates are recorded only for models whose gates are exactly zero for most
-neurons.
+They are recorded of models whose gates are exactly zero for most neurons.
 
 A backend runs the model dense, within the memory that its weights and a stream from flash need. Each layer is
 recorded in a pair of files, which are read back as needed. At 7B shape a token takes 300 KB.
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,33 +138,6 @@ def record_activations(
     return activations
 
 
-def record_inputs(
-    bundle: Bundle,
-    pieces: Sequence[Sequence[int]],
-    folder: Path,
-    on_progress: Callable[[int], None] = lambda tokens: None,
-) -> Activations:
-    """Like `record_activations`, but for any model and without the bits of what fired."""
-    config = bundle.config
-    total = sum(len(piece) for piece in pieces)
-    check_room(folder, total, config.num_layers * 2 * config.hidden_size, "activations")
-    activations = Activations(folder, config.hidden_size, config.widths)
-    with ExitStack() as stack:
-        files = [
-            stack.enter_context(activations.path("inputs", layer).open("wb"))
-            for layer in range(config.num_layers)
-        ]
-
-        def observe(layer: int, x: Float32) -> None:
-            files[layer].write(x.astype(np.float16).tobytes())
-
-        with _running(bundle, "dense", "cpu") as (model, observed):
-            observed.observe_inputs(observe)
-            _run(model, observed, pieces, on_progress)
-    activations.tokens = total
-    return activations
-
-
 def record_entering(
     bundle: Bundle,
     pieces: Sequence[Sequence[int]],
@@ -177,7 +149,9 @@ def record_entering(
 
     Only the layers before `layer` run, over pieces that each start from an empty context. Whole pieces that
     an earlier run has written stay. The states are float32, because the residual stream has values that
-    float16 lacks. on_progress gets the number of tokens done. Raises what `record_inputs` raises.
+    float16 lacks. on_progress gets the number of tokens done.
+
+    Raises OndeviceError if the disk has no room, FlashReadError.
     """
     token_bytes = 4 * bundle.config.hidden_size
     written = path.stat().st_size // token_bytes if path.exists() else 0
@@ -259,15 +233,15 @@ def _run(
 
 @contextmanager
 def temporarily_recorded(
-    record: Callable[..., Activations],
     bundle: Bundle,
     pieces: Sequence[Sequence[int]],
     on_progress: OnProgress,
-    **options: Any,
+    *,
+    backend: TrainingBackend,
 ) -> Iterator[Activations]:
-    """What `record`, one of the functions above, records in a temporary folder.
+    """What `record_activations` records, in a temporary folder.
 
-    on_progress: gets a share done from 0 to 0.5. options: of `record`. Raises what `record` raises.
+    on_progress: gets a share done from 0 to 0.5. Raises what `record_activations` raises.
     """
     total = sum(len(piece) for piece in pieces)
 
@@ -275,7 +249,7 @@ def temporarily_recorded(
         on_progress(0.5 * tokens / total, f"activations of {tokens} of {total} tokens")
 
     with tempfile.TemporaryDirectory(prefix="ondevice-activations-") as scratch:
-        yield record(bundle, pieces, Path(scratch), progress, **options)
+        yield record_activations(bundle, pieces, Path(scratch), progress, backend=backend)
 
 
 def check_room(folder: Path, tokens: int, token_bytes: int, what: str) -> None:

@@ -16,8 +16,6 @@ Observer = Callable[[int, Float32, Float32], None]
 
 The arrays are valid until it returns. The tokens of a layer come in order.
 """
-InputObserver = Callable[[int, Float32], None]
-"""`Observer` without the gates."""
 
 
 class Observed:
@@ -31,12 +29,7 @@ class Observed:
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._observe_inputs: InputObserver | None = None
         self._observe_gates: Observer | None = None
-
-    def observe_inputs(self, observe: InputObserver) -> None:
-        """Show the inputs of gates from now on."""
-        self._observe_inputs = observe
 
     def observe_gates(self, observe: Observer) -> None:
         """Show inputs and gates from now on.
@@ -59,14 +52,12 @@ class Observed:
         return self.dense_feed_forward(entering, weight, spec, batch, added=added)
 
     def _show(self, weight: Any, entering: Any) -> None:
+        if self._observe_gates is None:
+            return
+        if weight.selector is None:
+            raise OndeviceError("only models whose gates are exactly zero have neurons that don't fire")
         layer = next(i for i, known in enumerate(self.feed_forwards) if known is weight)
-        known = self.to_numpy(entering)
-        if self._observe_inputs is not None:
-            self._observe_inputs(layer, known)
-        if self._observe_gates is not None:
-            if weight.selector is None:
-                raise OndeviceError("only models whose gates are exactly zero have neurons that don't fire")
-            self._observe_gates(layer, known, self.scores(entering, weight.selector))
+        self._observe_gates(layer, self.to_numpy(entering), self.scores(entering, weight.selector))
 
 
 class ObservedCpu(Observed, CpuBackend):

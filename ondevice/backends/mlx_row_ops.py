@@ -126,8 +126,8 @@ class _Ops:
                 name += f" in groups of {stored.group_size}"
             yield _row_op(name, matrix.rows_product, self._input(cols))
         for count in shapes.segment_sizes:
-            down = self._matrix(count, self._outputs(config.hidden_size), shapes.quant.plain)
-            yield _row_op(f"down projection of {count} neurons", down.columns_product, self._input(count))
+            product = self._down(count).outputs
+            yield _row_op(f"down projection of {count} neurons", product, self._input(count))
         if shapes.selects:
             yield self._selected()
         yield from self._blocks()
@@ -267,14 +267,16 @@ class _Ops:
         count, width = max(self._shapes.segment_sizes), self._config.hidden_size
         spec = self._config.feed_forward
         count = count if self._on_gpu else min(count, CPU_NEURONS)
-        quant = self._shapes.quant
-        stored = quant.of("feed_forward")
+        stored = self._shapes.quant.of("feed_forward")
         gate, *up = (self._matrix(count, width, stored) for _ in range(2 if spec.gated else 1))
+        return replace(self._down(count), gate=gate, up=up[0] if up else None)
+
+    def _down(self, count: int) -> MlxNeurons:
+        """The down projection of `count` neurons, as the model's feed-forwards store it."""
+        quant, outputs = self._shapes.quant, self._outputs(self._config.hidden_size)
         if self._config.is_sliced:
-            down = self._matrix(self._outputs(width), count, quant.of("down"))
-            return MlxNeurons(gate, up[0] if up else None, down, sliced=True)
-        down = self._matrix(count, self._outputs(width), quant.plain)
-        return MlxNeurons(gate, up[0] if up else None, down)
+            return MlxNeurons(None, None, self._matrix(outputs, count, quant.of("down")), sliced=True)
+        return MlxNeurons(None, None, self._matrix(count, outputs, quant.plain))
 
     def _selected(self) -> RowOp:
         """The product of those neurons that a row selects, beside those that other rows select."""

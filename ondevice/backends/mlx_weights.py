@@ -263,19 +263,29 @@ def settle(record: Bytes, layout: ExpertLayout) -> None:
         if matrix.row.bits == 16 and at == offset:
             continue
         end = at + rows.rows_bytes
-        found = _stored_rows(record[offset : offset + matrix.nbytes].copy(), matrix)
-        for values in (found.codes, found.scales, found.biases):
+        stored = _stored_rows(record[offset : offset + matrix.nbytes].copy(), matrix)
+        for values in (stored.codes, stored.scales, stored.biases):
             flat = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
             record[at : at + flat.nbytes] = flat
             at += flat.nbytes
-        if found.added is not None:
-            record[end : end + found.added.nbytes] = found.added.view(np.uint8)
+        if stored.added is not None:
+            record[end : end + stored.added.nbytes] = stored.added.view(np.uint8)
+
+
+def settled_copy(records: Bytes, layout: ExpertLayout) -> tuple[Records, int]:
+    """One record (1, stride) in MLX's memory, its tiles brought into rows, and its address.
+
+    Raises MemoryError.
+    """
+    copy = records[0].copy()
+    settle(copy, layout)
+    return Records.copied(copy), copy.ctypes.data
 
 
 def _stored_rows(part: Bytes, matrix: TiledMatrix) -> StoredMatrix:
     """The rows of a part (nbytes,) of an expert's record, as float16 values where MLX lacks their format."""
-    found = untiled(part, matrix)
-    return halves(found, matrix.row) if matrix.row.stored.tiles_only else found
+    stored = untiled(part, matrix)
+    return halves(stored, matrix.row) if matrix.row.stored.tiles_only else stored
 
 
 @dataclass(frozen=True)
@@ -373,9 +383,7 @@ class MlxPieceMemory(PieceMemory):
     def settled(self, records: Bytes, layout: ExpertLayout) -> tuple[Records, int]:
         """A piece's one record (1, stride) in MLX's memory, its tiles brought into rows, and its address."""
         if self.records is None:
-            copy = records[0].copy()
-            settle(copy, layout)
-            return Records.copied(copy), copy.ctypes.data
+            return settled_copy(records, layout)
         start = records.ctypes.data - self.records.view.ctypes.data
         settle(self.records.view[start : start + layout.stride], layout)
         return self.records, records.ctypes.data
@@ -426,13 +434,17 @@ class MlxFeedForward(FeedForwardLayer):
         gates: MlxLinear | None = None,
     ) -> None:
         layout = source.layout
-        sliced = isinstance(layout, ExpertLayout)
-        super().__init__(index, source, layout.neurons if sliced else segment_neurons, selector)
-        for matrix in layout.matrices if isinstance(layout, ExpertLayout) else ():
-            require_mode(matrix.row)
-        rows = () if isinstance(layout, ExpertLayout) else layout.rows
-        offsets = () if isinstance(layout, ExpertLayout) else layout.row_offsets
-        for offset, row in zip(offsets, rows, strict=True):
+        self._rows: dict[str, tuple[int, RowLayout]] = {}
+        if isinstance(layout, ExpertLayout):
+            segment_neurons = layout.neurons
+            for matrix in layout.matrices:
+                require_mode(matrix.row)
+        else:
+            names = ("gate", "up", "down") if len(layout.rows) == 3 else ("gate", "down")
+            places = zip(layout.row_offsets, layout.rows, strict=True)
+            self._rows = dict(zip(names, places, strict=True))
+        super().__init__(index, source, segment_neurons, selector)
+        for offset, row in self._rows.values():
             require_mode(row)
             if offset % 4:
                 raise BackendUnavailableError(
@@ -448,8 +460,6 @@ class MlxFeedForward(FeedForwardLayer):
         if source.experts is not None and source.experts.layout is not None:
             for matrix in source.experts.layout.matrices:
                 require_mode(matrix.row)
-        names = ("gate", "up", "down") if len(rows) == 3 else ("gate", "down")
-        self._rows = dict(zip(names, zip(offsets, rows, strict=True), strict=False))
 
     def room_for(self, count: int) -> GatheredNeurons:
         """Room for `count` selected neurons: all rows, or those behind the gate row if gates select them."""
@@ -464,16 +474,18 @@ class MlxFeedForward(FeedForwardLayer):
         return MlxSegment()
 
     def neurons_of(self, records: Bytes, first: int) -> MlxNeurons:
-        """The neurons from `first` on of a piece, records (n, stride). A slice is settled for it."""
+        """The neurons from `first` on of a piece, records (n, stride). A slice is settled: once a read."""
         layout = self.source.layout
-        if not isinstance(layout, ExpertLayout):
-            return self._neurons_in(self.piece_memory.held(records), records, first)
+        if isinstance(layout, ExpertLayout):
+            return self._slice_in(*self.piece_memory.settled(records, layout), layout, first)
+        return self._neurons_in(self.piece_memory.held(records), records, first)
+
+    def _slice_in(self, memory: Records, address: int, layout: ExpertLayout, first: int) -> MlxNeurons:
         bias = self.biases.gates
         if bias is not None:
             bias = mx.array(bias)[first : first + layout.neurons]
             bias = mx.pad(bias, (0, layout.neurons - len(bias)))
-        held, address = self.piece_memory.settled(records, layout)
-        return held.slice(address, layout, self._dtype, bias)
+        return memory.slice(address, layout, self._dtype, bias)
 
     def _neurons_in(self, memory: Records, records: Bytes, first: int) -> MlxNeurons:
         rows = {name: memory.matrix(records, at, row, self._dtype) for name, (at, row) in self._rows.items()}
@@ -482,12 +494,16 @@ class MlxFeedForward(FeedForwardLayer):
         return MlxNeurons(rows["gate"], rows.get("up"), rows["down"], bias)
 
     def pack(self, segment: MlxSegment, index: int, first: int, records: Bytes) -> None:
-        assert len(records) == self.source.layout.num_records(len(self.segment_range(index)))
-        # Before a slice is brought into rows, which can't be done twice: scales may become float32.
-        require_memory(2 * records.nbytes)
-        own = self.neurons_of(records, first).copy()
-        self.piece_memory.ask(own.arrays)
-        segment.neurons = own
+        layout = self.source.layout
+        assert len(records) == layout.num_records(len(self.segment_range(index)))
+        if isinstance(layout, ExpertLayout):
+            # Of a copy: where memory is refused, the records are multiplied as they were read.
+            neurons = self._slice_in(*settled_copy(records, layout), layout, first).copy()
+        else:
+            neurons = self.neurons_of(records, first).copy()
+        require_memory(sum(array.nbytes for array in neurons.arrays))
+        self.piece_memory.ask(neurons.arrays)
+        segment.neurons = neurons
 
     def hold_all(self) -> None:
         """Read all neurons into segments, which stay. Raises FlashReadError and MemoryError."""

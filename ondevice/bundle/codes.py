@@ -75,9 +75,9 @@ def values_of_two_levels(codes: Codes, headers: Codes, stored: RowFormat) -> Flo
     Every product is exact; of `two_level` the difference of two products is rounded to float32.
     """
     rows, count = len(codes), codes.shape[1] // SUPER_SIZE
-    found = np.ascontiguousarray(headers).reshape(rows, count, stored.header_bytes)
-    upper = np.ascontiguousarray(found[:, :, : stored.upper_bytes]).view(np.float16).astype(np.float32)
-    scales, minimums = group_integers(found[:, :, stored.upper_bytes :], stored)
+    by_super = np.ascontiguousarray(headers).reshape(rows, count, stored.header_bytes)
+    upper = np.ascontiguousarray(by_super[:, :, : stored.upper_bytes]).view(np.float16).astype(np.float32)
+    scales, minimums = group_integers(by_super[:, :, stored.upper_bytes :], stored)
     groups = codes.reshape(rows, count, -1, stored.group_size)
     if stored.scales == "two_level_table":
         values = TABLE[groups].astype(np.float32)

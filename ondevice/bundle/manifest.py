@@ -385,33 +385,33 @@ def _parse_formats(
     return tuple(formats)
 
 
-def _row_format(found: Section) -> RowFormat:
+def _row_format(section: Section) -> RowFormat:
     """A format of one level of scales, whatever stores it."""
-    bits, group_size = found.integer("bits", 1, 64), found.integer("group_size", 1, 1 << 31)
-    bias = found.text("bias", 32)
+    bits, group_size = section.integer("bits", 1, 64), section.integer("group_size", 1, 1 << 31)
+    bias = section.text("bias", 32)
     if bits not in (4, 5, 6, 8) or group_size not in (32, 64) or bias not in _BIASES:
         raise UnsupportedModelError(
-            f"{found.where} asks for {bits} bits, groups of {group_size} and a bias that is {bias!a}; "
+            f"{section.where} asks for {bits} bits, groups of {group_size} and a bias that is {bias!a}; "
             "this release reads 4, 5, 6 and 8 bits, groups of 32 and 64, and biases that are stored, "
             "implied or, in MXFP4, none"
         )
-    found.close()
+    section.close()
     return RowFormat(cast(Bits, bits), cast(GroupSize, group_size), _BIASES[bias])
 
 
-def _tile_format(found: Section, kind: MatrixKind) -> RowFormat:
+def _tile_format(section: Section, kind: MatrixKind) -> RowFormat:
     """A format that tiles alone have."""
-    bits, group_size = found.integer("bits", 1, 64), found.integer("group_size", 1, 1 << 31)
-    scales = found.text("scales", 32)
+    bits, group_size = section.integer("bits", 1, 64), section.integer("group_size", 1, 1 << 31)
+    scales = section.text("scales", 32)
     stored = next((it for it in TILE_FORMATS if it == (bits, group_size, scales)), None)
     if stored is None:
         raise UnsupportedModelError(
-            f"{found.where} asks for {bits} bits, groups of {group_size} and scales that are {scales!a}; "
+            f"{section.where} asks for {bits} bits, groups of {group_size} and scales that are {scales!a}; "
             f"this release reads {', '.join(f'{it.bits}/{it.group_size}/{it.scales}' for it in TILE_FORMATS)}"
         )
-    found.close()
+    section.close()
     if not kind.startswith("experts"):
-        raise BundleError(f"{found.where} has scales that are {scales!a}; only matrices of experts may")
+        raise BundleError(f"{section.where} has scales that are {scales!a}; only matrices of experts may")
     return stored
 
 

@@ -64,19 +64,19 @@ def untiled(part: Bytes, matrix: TiledMatrix) -> StoredMatrix:
     return StoredMatrix(codes[:count], found[0][:count], found[1][:count].view(np.float16), added)
 
 
-def halves(found: StoredMatrix, row: RowLayout) -> StoredMatrix:
+def halves(matrix: StoredMatrix, row: RowLayout) -> StoredMatrix:
     """The rows of a matrix in a format that tiles alone have, as float16 values (R, 2 C) instead of codes.
 
     Values are rounded; those beyond float16 become infinite.
     """
-    codes = unpack(np.ascontiguousarray(found.codes), row.bits)
+    codes = unpack(np.ascontiguousarray(matrix.codes), row.bits)
     none = np.empty((len(codes), 0), dtype=np.float16)
     if row.stored.two_levels:
-        values = values_of_two_levels(codes, found.scales.view(np.uint8), row.stored)
+        values = values_of_two_levels(codes, matrix.scales.view(np.uint8), row.stored)
     else:
-        values = values_of_table(codes, found.scales, row.stored)
+        values = values_of_table(codes, matrix.scales, row.stored)
     with np.errstate(over="ignore"):
-        return StoredMatrix(values.astype(np.float16).view(np.uint8), none, none, found.added)
+        return StoredMatrix(values.astype(np.float16).view(np.uint8), none, none, matrix.added)
 
 
 def _by_rows(values: NDArray[Number]) -> NDArray[Number]:

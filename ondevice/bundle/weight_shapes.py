@@ -35,7 +35,7 @@ class WeightShape(NamedTuple):
 
 
 def model_weight_shapes(config: ModelConfig) -> tuple[WeightShape, ...]:
-    """Those that no layer has, in a bundle's order.
+    """The weights of `WeightShape` that stand outside layers, in a bundle's order.
 
     `project_in` makes a layer's input of an embedding of another width, `project_out` the head's of a layer's
     output.
@@ -60,7 +60,7 @@ def model_weight_shapes(config: ModelConfig) -> tuple[WeightShape, ...]:
 
 
 def layer_weight_shapes(config: ModelConfig, layer: LayerSpec) -> tuple[WeightShape, ...]:
-    """Those of a layer, in a bundle's order, where they come last of the layer's."""
+    """A layer's weights of `WeightShape`, in a bundle's order: behind all others of the layer."""
     hidden, width, rank = config.hidden_size, config.per_layer_width, layer.laurel_rank
     copies, found = config.residual_copies, []
     if rank:
@@ -118,8 +118,10 @@ def layer_weight_shapes(config: ModelConfig, layer: LayerSpec) -> tuple[WeightSh
 
 
 def _mixer_shapes(config: ModelConfig, layer: LayerSpec) -> list[WeightShape]:
-    """Those of a Mamba-2 mixer. Beside attention it has matrices of its own: `in` has the rows of x, B, C and
-    z, and `out` makes its output.
+    """The weights of a Mamba-2 mixer; none without one.
+
+    Where the layer attends too, the mixer has matrices of its own: `in` with the rows of x, B, C and z, and
+    `out`, which makes its output.
     """
     mixer, hidden = layer.mamba2, config.hidden_size
     if mixer is None:
@@ -146,7 +148,7 @@ def _mixer_shapes(config: ModelConfig, layer: LayerSpec) -> list[WeightShape]:
 
 
 def _latent_shapes(config: ModelConfig, layer: LayerSpec) -> list[WeightShape]:
-    """Those of latent attention, as `LatentWeights` has them."""
+    """The weights of latent attention, as `LatentWeights` has them; none without it."""
     latent, heads = layer.attention.latent, config.num_heads
     if latent is None:
         return []
@@ -165,7 +167,7 @@ def _latent_shapes(config: ModelConfig, layer: LayerSpec) -> list[WeightShape]:
 
 
 def extra_matrices(config: ModelConfig) -> tuple[WeightShape, ...]:
-    """All matrices among these weights."""
+    """All matrices among the weights of `WeightShape`, of the model and of its layers."""
     return tuple(weight for weight in _all_shapes(config) if weight.is_matrix)
 
 

@@ -154,7 +154,9 @@ def row_invariance(
         # Its layers select few neurons or nearly all; products of so different sizes aren't measured.
         return UNKNOWN
     segment, widths = memory.ranges.neurons, set(map(config.dense_neurons, config.layers))
-    together = {min(segment, own) for own in widths} | {own % segment for own in widths}
+    together = {min(segment, width) for width in widths} | {width % segment for width in widths}
+    if config.is_sliced:
+        together = {segment}  # zeros fill the last slice of a layer
     if config.experts is not None and not config.expert_layers:
         together.add(config.experts.neurons)
     shapes = ModelShapes(
@@ -174,7 +176,7 @@ def row_invariance(
         owner.close()
 
 
-def _linears(memory: MemoryModel) -> Iterator[tuple[int, int, RowFormat]]:
+def _linears(memory: MlxMemory) -> Iterator[tuple[int, int, RowFormat]]:
     """(rows, columns, format) of the matrices that a token meets, a neuron's gate and up rows among them."""
     config, quant = memory.config, memory.quant
     hidden = config.hidden_size
@@ -182,7 +184,8 @@ def _linears(memory: MemoryModel) -> Iterator[tuple[int, int, RowFormat]]:
         yield config.qkv_rows(layer), hidden, quant.of("qkv")
         yield hidden, config.out_cols(layer), quant.of("out")
         if neurons := config.dense_neurons(layer):
-            yield neurons, hidden, quant.of("feed_forward")
+            rows = memory.ranges.neurons if config.is_sliced else neurons
+            yield rows, hidden, quant.of("feed_forward")
     if config.part.heads:
         yield config.vocab_size, config.embedding_size, quant.head(config.tie_embeddings)
     for weight in extra_matrices(config):

@@ -6,7 +6,8 @@ flash in stored order on every pass, read ahead of use. The memory plan decides 
 pool owns them.
 
 Passes fill the segments with neurons that they read anyway, as fast as a thread of the pool gets memory
-from the operating system.
+from the operating system. That starts with the second pass: the first token waits for flash alone, as fresh
+pages can cost more time than reading does.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from ondevice.model.layer_range import SequencePart
 from ondevice.model.records import record_chunk
 from ondevice.units import PAGE_BYTES, memory_total
 from tests.support.bundles import convert_bundle
+from tests.support.chat import squeeze
 from tests.support.engines import random_tokens
 from tests.support.mlx_models import ON_CUDA, ON_GPU, loaded, smallest
 from tests.support.models import write_checkpoint
@@ -35,12 +36,35 @@ from tests.support.paths import SHIPPED
 # A wheel whose shared libraries are missing fails to import too, and is as good as absent.
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
+from ondevice.backends import mlx_weights  # noqa: E402
 from ondevice.backends.mlx import MlxBackend  # noqa: E402
 from ondevice.backends.mlx_matrix import MlxMatrix, _multiplies_mxfp4  # noqa: E402
 from ondevice.backends.mlx_memory import writable  # noqa: E402
 from ondevice.backends.mlx_weights import MlxPieceMemory, RecordMemory  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("usual_threads", "mlx_device")
+
+
+def test_a_slice_that_no_segment_takes_has_its_bits(bundles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is refused while a slice is packed; the pass then multiplies it as it was read."""
+    refusals = []
+
+    def refuse(nbytes: int) -> None:
+        refusals.append(nbytes)
+        raise MemoryError
+
+    with loaded(bundles("llama-tails", "q4"), sparsity="dense") as model:
+        assert model.config.is_sliced
+        tokens, budget = random_tokens(model.config, 20), model.plan.budget_bytes
+        squeeze(model)
+        expected = model.logits(tokens)
+        monkeypatch.setattr(mlx_weights, "require_memory", refuse)
+        model.set_dram_budget(budget)
+        for _ in range(20):  # The segment's memory is requested beside a pass.
+            assert np.array_equal(model.logits(tokens), expected)
+            if refusals:
+                break
+        assert refusals
 
 
 def held_bytes(matrix: MlxMatrix) -> int:

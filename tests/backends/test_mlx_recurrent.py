@@ -311,6 +311,9 @@ def test_each_op_is_measured(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert {f"{name}, {kind}" for kind in ("chain", "tree")} <= set(found)
     assert any(it.startswith("attention, tree") for it in found)
     assert any(name.startswith("gates of") for name in found) == ("qwen" in hybrid.name)
+    if bundle.config.is_sliced:
+        down = f"down projection of {bundle.neuron_layout.neurons} neurons"
+        assert [name for name in found if name.startswith("down")] == [down]
     assert ON_GPU or set(found.values()) == {16}
 
 

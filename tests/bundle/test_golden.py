@@ -26,10 +26,10 @@ SHA256 = {
     "resident.safetensors": "dc01729af891e398b573ba0c999ce30539f152493ce0618eb110f8d9d2134c24",
 }
 WITHOUT_GATES = {name: sha256 for name, sha256 in SHA256.items() if not name.startswith("gates-")} | {
-    "bundle.json": "a1db72fe53d26f88399bcf950bf8b2d971ddc360278e2fec3d7e3eeefcbf1eef",
-    "checksums.bin": "1b678c0bc404e4169321e738496ec2370f756560687e3d4c4049d8e1f0f7e831",
-    "neurons-00000.safetensors": "694473c7570855ac0eb0db0e44c9bd89adf9539ad3e1dcc251cd8fbec434acfd",
-    "neurons-00001.safetensors": "59a281d527871146baf5c67a95851f940d7cb92ce848b50703ab35524ae77386",
+    "bundle.json": "8133246635d721ecb7a57d9902218a2f0aca8f759ee754e6b5b6a0689a72e34e",
+    "checksums.bin": "23cacb54f7b0fa94c11c75980bdbd5234d7db88b5034d91893ddc95b3eddae3d",
+    "neurons-00000.safetensors": "701fe1f039ac92e5e95558e8f6eafdf14a7e9e2ac90da705156bb0246f9ddc15",
+    "neurons-00001.safetensors": "9f692954881494c53de1bfb1d7ecb83c8bc07703b7ecc240da048e2e774d8699",
 }
 """Other feed-forwards, in slices, as its activation never makes a gate zero."""
 

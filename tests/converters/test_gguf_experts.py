@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from ondevice.backends.reference import dequantise
+from ondevice.bundle.layout import TiledMatrix
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.tiles import untiled
 from ondevice.bundle.verify import verify
@@ -161,6 +163,30 @@ FORMATS = {
 }
 
 
+def copied_matrices(
+    bundle: Bundle, stored: RowFormat, expert: int
+) -> Iterator[tuple[str, TiledMatrix, np.ndarray]]:
+    """Name in the file, layout and values of each matrix of an expert of layer 1.
+
+    Checks that all experts are `stored` so, and that the manifest's notes say that codes were copied.
+    """
+    layout = bundle.expert_layout
+    assert layout is not None
+    assert (bundle.quant.of("experts"), bundle.quant.of("experts_down")) == (stored, stored)
+    notes = [f"expert_{which}: codes and scales copied" for which in ("down", "gate", "up")]
+    assert [it for it in bundle.manifest.provenance.notes if it.startswith("expert")] == notes
+    with FlashReader(bundle_files(bundle)) as reader:
+        records = NeuronRecords(bundle, reader, 1).experts
+        assert records is not None
+        record = records.read(expert)
+    for name, offset, matrix in zip(
+        ("gate", "up", "down"), layout.part_offsets, layout.matrices, strict=True
+    ):
+        codes, scales, biases, _ = untiled(record[offset : offset + matrix.nbytes], matrix)
+        values = dequantise(codes, scales, biases, stored, matrix.row.cols)
+        yield f"blk.1.ffn_{name}_exps.weight", matrix, values
+
+
 @pytest.mark.fast("Q5_0", "MXFP4")
 @pytest.mark.parametrize("kind", FORMATS)
 def test_all_codes_of_experts_are_copied(source: Path, tmp_path: Path, kind: str) -> None:
@@ -168,22 +194,9 @@ def test_all_codes_of_experts_are_copied(source: Path, tmp_path: Path, kind: str
     path = tmp_path / "model.gguf"
     write_family(path, source, kind)
     bundle = Bundle.open(convert(path, tmp_path / "mine"))
-    layout, stored = bundle.expert_layout, FORMATS[kind]
-    assert layout is not None
-    assert (bundle.quant.of("experts"), bundle.quant.of("experts_down")) == (stored, stored)
-    notes = [f"expert_{which}: codes and scales copied" for which in ("down", "gate", "up")]
-    assert [it for it in bundle.manifest.provenance.notes if it.startswith("expert")] == notes
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    with FlashReader(bundle_files(bundle)) as reader:
-        records = NeuronRecords(bundle, reader, 1).experts
-        assert records is not None
-        record = records.read(6)
-    for name, offset, matrix in zip(
-        ("gate", "up", "down"), layout.part_offsets, layout.matrices, strict=True
-    ):
-        tensor = tensors[f"blk.1.ffn_{name}_exps.weight"]
-        codes, scales, biases, _ = untiled(record[offset : offset + matrix.nbytes], matrix)
-        mine = dequantise(codes, scales, biases, stored, matrix.row.cols)
+    for name, _, mine in copied_matrices(bundle, FORMATS[kind], 6):
+        tensor = tensors[name]
         assert np.array_equal(mine, gguf.quants.dequantize(tensor.data, tensor.tensor_type)[6])
 
 
@@ -201,23 +214,10 @@ def test_experts_of_tile_formats_have_the_bits_of_their_file(wide: Path, tmp_pat
     path = tmp_path / "model.gguf"
     tensors = with_experts_of(path, wide, kind)
     bundle = Bundle.open(convert(path, tmp_path / "mine"))
-    layout, stored = bundle.expert_layout, TILE_FORMATS[kind]
-    assert layout is not None
-    assert (bundle.quant.of("experts"), bundle.quant.of("experts_down")) == (stored, stored)
-    notes = [f"expert_{which}: codes and scales copied" for which in ("down", "gate", "up")]
-    assert [it for it in bundle.manifest.provenance.notes if it.startswith("expert")] == notes
     verify(bundle.path, crc32c)
-    with FlashReader(bundle_files(bundle)) as reader:
-        records = NeuronRecords(bundle, reader, 1).experts
-        assert records is not None
-        record = records.read(3)
-    for name, offset, matrix in zip(
-        ("gate", "up", "down"), layout.part_offsets, layout.matrices, strict=True
-    ):
-        values = tensors[f"blk.1.ffn_{name}_exps.weight"]
+    for name, matrix, mine in copied_matrices(bundle, TILE_FORMATS[kind], 3):
+        values = tensors[name]
         assert matrix.rows_bytes <= 1.02 * values[3].nbytes
-        codes, scales, biases, _ = untiled(record[offset : offset + matrix.nbytes], matrix)
-        mine = dequantise(codes, scales, biases, stored, matrix.row.cols)
         theirs = np.empty_like(mine)
         block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
         decode(kind, np.ascontiguousarray(values[3]).reshape(-1, nbytes), theirs.reshape(-1, block))

@@ -32,7 +32,7 @@ STAGES = [
 ]
 """Functions, and for which of their calls the training ends: in the middle of three of its stages."""
 MORE_STAGES = [
-    (f"{PREDICTORS}.record_activations", 1),
+    ("ondevice.converters.training.activations.record_activations", 1),
     (f"{ORDER}.nearest_neighbour_chain", 1),
     (f"{PREDICTORS}.firing_frequencies", 1),
     (f"{PREDICTORS}.fit_layer", 1),

@@ -98,8 +98,11 @@ def records(recipe: Recipe, which: int) -> Iterator[np.ndarray]:
     embedding = which < 0
     layout = (embedding_layout if embedding else neuron_layout)(recipe.config, recipe.quant)
     if isinstance(layout, ExpertLayout):
-        count = layout.num_records(recipe.config.records[which])
-        yield from _of_matrices(layout, count, _random(recipe.seed, 1, which + 1))
+        neurons = recipe.config.records[which]
+        count = layout.num_records(neurons)
+        for index, record in enumerate(_of_matrices(layout, count, _random(recipe.seed, 1, which + 1))):
+            _clear(record, layout, neurons - index * layout.neurons)
+            yield record
         return
     left = recipe.config.vocab_size if embedding else recipe.config.records[which]
     random = _random(recipe.seed, 1, which + 1)
@@ -147,6 +150,18 @@ def _of_matrices(layout: ExpertLayout, count: int, random: np.random.RandomState
         for start, stop in layout.floats:
             record[start:stop] = random.standard_normal((stop - start) // 4).astype(np.float32).view(np.uint8)
         yield record
+
+
+def _clear(record: np.ndarray, layout: ExpertLayout, neurons: int) -> None:
+    """Zeroes what a slice (stride,) holds of neurons from number `neurons` on: whole blocks of 64."""
+    *by_rows, down = layout.matrices
+    if neurons >= layout.neurons:
+        return
+    for offset, matrix in zip(layout.part_offsets, by_rows, strict=False):
+        record[offset + neurons * matrix.row.nbytes : offset + matrix.rows_bytes] = 0
+    tiles = record[layout.part_offsets[-1] :][: down.rows_bytes]
+    blocks = tiles.reshape(-1, down.row.padded_cols // down.block_cols, down.block_bytes)
+    blocks[:, neurons // down.block_cols :] = 0
 
 
 def _records(layout: RecordLayout, count: int, random: np.random.RandomState) -> np.ndarray:

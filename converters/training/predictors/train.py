@@ -34,7 +34,6 @@ from ondevice.converters.training.activations import (
     Activations,
     gate_rows,
     gate_shift,
-    record_activations,
     temporarily_recorded,
 )
 from ondevice.converters.training.hotness import firing_frequencies, write_hotness
@@ -146,9 +145,7 @@ def train_predictors(
     order = order and bundle.manifest.provenance.ordered_tokens is None
     if order:
         neuron_order.check(Bundle.open(output))
-    with temporarily_recorded(
-        record_activations, bundle, pieces, on_progress, backend=backend
-    ) as activations:
+    with temporarily_recorded(bundle, pieces, on_progress, backend=backend) as activations:
         started = 0.5
         if order:
             # The recording is valid for the ordered bundle too, which differs only in rounding.

@@ -228,7 +228,7 @@ def test_a_full_disk_is_told_before_anything_is_recorded(
 ) -> None:
     before = folder_bytes(copied)
     monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-    monkeypatch.setattr("ondevice.converters.training.predictors.train.record_activations", pytest.fail)
+    monkeypatch.setattr("ondevice.converters.training.activations.record_activations", pytest.fail)
     with pytest.raises(OndeviceError, match="make room"):
         train_predictors(copied, pieces=pieces(1), order=True)
     assert folder_bytes(copied) == before

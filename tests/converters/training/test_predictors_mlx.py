@@ -206,7 +206,7 @@ def test_the_backend_that_is_asked_for_runs_fits_and_measures(
         asked.append((name, options.get("backend") or given[0]))
         return called(*given, **options)
 
-    for module, name in ((train, "record_activations"), (train, "arrays_of"), (quality, "load")):
+    for module, name in ((activations, "record_activations"), (train, "arrays_of"), (quality, "load")):
         monkeypatch.setattr(module, name, partial(noted, name, getattr(module, name)))
     (tmp_path / "text").write_text(400 * "the quick fox ")
     command = ("train", "predictors", "-m", bundle, "--text", tmp_path / "text", "--tokens", "600")
