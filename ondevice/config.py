@@ -153,7 +153,7 @@ class QuantConfig:
     bits: Bits = 4
     formats: tuple[tuple[MatrixKind, RowFormat], ...] = ()
 
-    def of(self, kind: MatrixKind) -> RowFormat:
+    def of(self, kind: MatrixKind, layer: int | None = None, part: str = "") -> RowFormat:
         """The format of this kind of matrix."""
         return dict(self.formats).get(kind, self.plain)
 

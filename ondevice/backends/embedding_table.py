@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ondevice.backends.base import Bytes, EmbeddingSource, Int32
+from ondevice.bundle.layout import TILE_ROWS, TileLayout
 
 
 class EmbeddingTable:
@@ -17,12 +18,14 @@ class EmbeddingTable:
         self.layout = source.layout
         self._source = source
         self._records: Bytes | None = None
+        self._rows = TILE_ROWS if isinstance(self.layout, TileLayout) else 1
+        """Tokens' rows in a record."""
 
     def read(self, tokens: Int32) -> Bytes:
-        """The records of token ids (T,): (T, stride). Raises FlashReadError."""
+        """The records that hold the rows of token ids (T,): (T, stride). Raises FlashReadError."""
         if self._records is None:
             return self._source.read(tokens)
-        records: Bytes = self._records.take(tokens, axis=0)
+        records: Bytes = self._records.take(tokens // self._rows, axis=0)
         return records
 
     def hold(self, resident: bool) -> None:
@@ -30,4 +33,4 @@ class EmbeddingTable:
         if not resident:
             self._records = None
         elif self._records is None:
-            self._records = self._source.read(np.arange(self.vocab_size, dtype=np.int32))
+            self._records = self._source.read(np.arange(0, self.vocab_size, self._rows, dtype=np.int32))

@@ -10,18 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ondevice.bundle.layout import (
-    RecordLayout,
-    RowLayout,
+from ondevice.bundle.file_layouts import (
     TensorSpec,
-    embedding_layout,
     file_layout,
-    neuron_layout,
-    padded,
     record_header,
     resident_header,
     resident_tensors,
 )
+from ondevice.bundle.layout import RecordLayout, RowLayout, embedding_layout, neuron_layout, padded
 from ondevice.config import QuantConfig, RowFormat
 from ondevice.converters.architectures.common import llama_config
 from ondevice.model_config import FeedForwardSpec

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from ondevice.bundle.layout import resident_tensors
+from ondevice.bundle.file_layouts import resident_tensors
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, TokenizerInfo
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.verify import verify

@@ -13,7 +13,8 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from ondevice.bundle.layout import ExpertLayout, embedding_layout, neuron_file_name, resident_tensors
+from ondevice.bundle.file_layouts import resident_tensors
+from ondevice.bundle.layout import ExpertLayout, embedding_layout, neuron_file_name
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.tiles import untiled
 from ondevice.bundle.verify import verify

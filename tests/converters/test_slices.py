@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from ondevice import api
-from ondevice.bundle.layout import MANIFEST, RESIDENT, neuron_file_name, resident_tensors, tensors_layout
+from ondevice.bundle.file_layouts import resident_tensors, tensors_layout
+from ondevice.bundle.layout import MANIFEST, RESIDENT, neuron_file_name
 from ondevice.bundle.manifest import parse_manifest
 from ondevice.bundle.parts import model_digest
 from ondevice.bundle.reader import Bundle

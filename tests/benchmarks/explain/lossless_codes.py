@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from ondevice.backends.cpu import make_runner
 from ondevice.bundle.codes import unpack
-from ondevice.bundle.layout import RecordLayout, RowLayout, resident_tensors
+from ondevice.bundle.file_layouts import resident_tensors
+from ondevice.bundle.layout import RecordLayout, RowLayout
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.converters.convert import convert
 from ondevice.converters.quantize import quantize
