@@ -59,8 +59,11 @@ def table_rows(table: EmbeddingSource, tokens: Int32) -> Float32:
     if not isinstance(layout, TileLayout):
         return read_rows(table.read(tokens), 0, layout.parts[0][0])
     step, row = tokens_at_once(layout), layout.row
-    pieces = [tokens[start : start + step] for start in range(0, len(tokens), step)]
-    return np.concatenate([_lanes(table.read(piece), piece % TILE_ROWS, row) for piece in pieces])
+    out = np.empty((len(tokens), row.cols), dtype=np.float32)
+    for start in range(0, len(tokens), step):
+        own = tokens[start : start + step]
+        out[start : start + step] = _lanes(table.read(own), own % TILE_ROWS, row)
+    return out
 
 
 def tokens_at_once(layout: TileLayout) -> int:

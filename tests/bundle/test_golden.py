@@ -60,7 +60,7 @@ def test_a_bundle_without_gates(tmp_path: Path) -> None:
 
 def test_golden_bundle_opens_and_verifies() -> None:
     assert Bundle.open(GOLDEN).config == Recipe().config
-    assert verify(GOLDEN, crc32c).checksums == 1 + 64 + 2 * 96 * 2 + 2 * 96
+    assert verify(GOLDEN, crc32c).checksums == 1 + 4 + 2 * 96 * 2 + 2 * 96
 
 
 def test_checksum_oracle() -> None:
@@ -84,13 +84,13 @@ def test_a_neuron_by_hand() -> None:
     # The gate's first byte is 0x83: codes 3 and 8. Scale 0x2008 = 1032 / 2^17, bias 0x192f = 1327 / 2^19.
     assert dequantised(gate)[:2] == [(4 * 1032 * 3 + 1327) / 2**19, (4 * 1032 * 8 + 1327) / 2**19]
     table = np.fromfile(GOLDEN / "checksums.bin", "<u4")
-    first = 1 + 64 + 192 + 7 * 2
+    first = 1 + 4 + 192 + 7 * 2
     assert table[first] == crc32c(np.frombuffer(data[start : start + 64], np.uint8), (64,))[0]
     assert table[first + 1] == crc32c(np.frombuffer(data[start + 64 : start + 192], np.uint8), (128,))[0]
     # Its gate once more, in records of 64 bytes.
     gates = (GOLDEN / "gates-00001.safetensors").read_bytes()
     assert gates[4096 + 7 * 64 : 4096 + 8 * 64] == gate + bytes(28)
-    first = 1 + 64 + 2 * 192 + 96 + 7
+    first = 1 + 4 + 2 * 192 + 96 + 7
     assert table[first] == crc32c(np.frombuffer(gate + bytes(28), np.uint8), (64,))[0]
 
 
