@@ -148,7 +148,7 @@ def test_the_shipped_model_is_split_for_the_hosts_of_a_file(ondevice: Run, tmp_p
 
 def test_a_write_that_fails_leaves_nothing(trained: Bundle, tmp_path: Path) -> None:
     spoilt = Bundle.open(copy_files(trained.path, tmp_path / "spoilt"))
-    flip_byte(spoilt.path / RESIDENT, spoilt.tensor_span("layers.4.attention.out.codes").offset)
+    flip_byte(spoilt.path / RESIDENT, spoilt.tensor_span("layers.4.attention.out").offset)
     with pytest.raises(FlashReadError):
         api.write_slice(spoilt.slice(1, 5), tmp_path / "slice")
     assert not any(tmp_path.glob("slice*"))

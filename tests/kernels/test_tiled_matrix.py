@@ -143,12 +143,12 @@ def test_impossible_arguments_are_refused() -> None:
         (1, 0, 1, bytes_4),
         (0, 0, 1, bytes_8),
     ]:
-        with pytest.raises(ValueError, match="no such section|outside the section|bytes of 16 rows"):
+        with pytest.raises(ValueError, match=r"no such section|outside the section|bytes of 16 rows"):
             matrix.load_tiles(section, first, np.zeros((count, width), dtype=np.uint8))
     with pytest.raises(ValueError, match="256"):
         _native.Matrix([(16, RowFormat(4)), (16, TILE_FORMATS[0])], 320)
     for sections in ([], [(0, RowFormat(4))]):
-        with pytest.raises(ValueError, match="sections|positive"):
+        with pytest.raises(ValueError, match=r"sections|positive"):
             _native.Matrix(sections, 64)
     none = np.zeros((1, 0), dtype=np.uint8)
     with pytest.raises(ValueError, match="loaded as tiles"):
@@ -157,5 +157,5 @@ def test_impossible_arguments_are_refused() -> None:
         matrix.forward_heads(FIRST, np.zeros((1, 1, 64), np.float32), np.zeros((1, 25), np.float32))
     tile, out = np.zeros((1, bytes_4), dtype=np.uint8), np.zeros((1, 64), dtype=np.float32)
     for lane, columns, into in [(16, 64, out), (-1, 64, out), (0, 128, out), (0, 64, out[:, :32].copy())]:
-        with pytest.raises(ValueError, match="lanes are|a tile of|out is"):
+        with pytest.raises(ValueError, match=r"lanes are|a tile of|out is"):
             _native.dequantize_lanes(FIRST, 4, tile, np.array([lane], np.int32), columns, into)
