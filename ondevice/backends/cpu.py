@@ -36,9 +36,8 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.native_routing import route
 from ondevice.backends.offloading import OffloadingBackend
 from ondevice.backends.routing import Routing, sigmoid, substituted
-from ondevice.backends.stored_rows import tokens_at_once
 from ondevice.backends.tiled_source import TiledSource
-from ondevice.bundle.layout import TILE_ROWS, ExpertLayout, RecordLayout, TileLayout, padded
+from ondevice.bundle.layout import ExpertLayout, RecordLayout, padded
 from ondevice.config import RowFormat
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native, memory
@@ -295,18 +294,7 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         self.runner.trim()
 
     def embedding(self, table: EmbeddingTable, tokens: Int32) -> Float32:
-        layout, width = table.layout, table.hidden_size
-        row = layout.row if isinstance(layout, TileLayout) else layout.parts[0][0]
-        out: Float32 = memory.empty((len(tokens), row.padded_cols), np.float32)
-        if not isinstance(layout, TileLayout):
-            _native.dequantize_rows(self.runner, row.stored, table.read(tokens), width, out)
-            return np.ascontiguousarray(out[:, :width])
-        step = tokens_at_once(layout)
-        for start in range(0, len(tokens), step):
-            own = tokens[start : start + step]
-            tiles, lanes = table.read(own), own % TILE_ROWS
-            _native.dequantize_lanes(self.runner, row.stored, tiles, lanes, width, out[start : start + step])
-        return np.ascontiguousarray(out[:, :width])
+        return table.rows(self.runner, tokens)
 
     def linear(
         self, x: Float32, weight: CpuLinear, norm: Norm | None = None, added: Float32 | None = None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ondevice.backends.base import Bytes, EmbeddingSource, Int32
+from ondevice.backends.base import Bytes, EmbeddingSource, Float32, Int32
+from ondevice.backends.stored_rows import tokens_at_once
 from ondevice.bundle.layout import TILE_ROWS, TileLayout
+from ondevice.kernels import _native, memory
 
 
 class EmbeddingTable:
@@ -27,6 +29,20 @@ class EmbeddingTable:
             return self._source.read(tokens)
         records: Bytes = self._records.take(tokens // self._rows, axis=0)
         return records
+
+    def rows(self, runner: _native.Runner, tokens: Int32) -> Float32:
+        """The rows of token ids (T,), dequantised: (T, hidden_size). Raises FlashReadError."""
+        layout, width = self.layout, self.hidden_size
+        row = layout.row if isinstance(layout, TileLayout) else layout.parts[0][0]
+        out: Float32 = memory.empty((len(tokens), row.padded_cols), np.float32)
+        if isinstance(layout, TileLayout):
+            step = tokens_at_once(layout)
+            for start in range(0, len(tokens), step):
+                own, found = tokens[start : start + step], out[start : start + step]
+                _native.dequantize_lanes(runner, row.stored, self.read(own), own % TILE_ROWS, width, found)
+        else:
+            _native.dequantize_rows(runner, row.stored, self.read(tokens), width, out)
+        return np.ascontiguousarray(out[:, :width])
 
     def hold(self, resident: bool) -> None:
         """Copy the table into memory, or drop that copy."""
