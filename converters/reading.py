@@ -226,7 +226,7 @@ def held_matrix_bytes(checkpoint: Checkpoint, quant: QuantConfig) -> int:
     downs = [checkpoint.tensors[names.LayerNames(layer).down] for layer in layers]
     if checkpoint.config.is_sliced:
         # Codes are read once, as rows are.
-        downs = [down for down in downs if down.quantised_rows(0, 1, quant.of("down")) is None]
+        downs = [down for down in downs if down.quantised_rows(0, 0, quant.of("down")) is None]
     sizes = (down.nbytes if _columns_bytes(down, quant) > DOWN_BLOCK_BYTES else 0 for down in downs)
     return max(sizes, default=0)
 
