@@ -296,7 +296,8 @@ class MemoryModel(ABC):
         weights += interleaved_bytes(
             config.logits_size, config.embedding_size, quant.head(config.tie_embeddings)
         )
-        checksums = sum(record_counts(config, quant)) * len(neuron_layout(config, quant).part_bytes)
+        parts = len(neuron_layout(config, quant, 0).part_bytes)
+        checksums = sum(record_counts(config, quant)) * parts
         if config.experts is not None:
             checksums += len(config.expert_layers) * config.experts.count * config.feed_forward.num_rows
         checksums += config.vocab_size * (config.has_table + config.has_inputs_table)

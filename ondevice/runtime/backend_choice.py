@@ -180,12 +180,12 @@ def _linears(memory: MlxMemory) -> Iterator[tuple[int, int, RowFormat]]:
     """(rows, columns, format) of the matrices that a token meets, a neuron's gate and up rows among them."""
     config, quant = memory.config, memory.quant
     hidden = config.hidden_size
-    for layer in config.layers:
-        yield config.qkv_rows(layer), hidden, quant.of("qkv")
-        yield hidden, config.out_cols(layer), quant.of("out")
+    for index, layer in enumerate(config.layers):
+        yield config.qkv_rows(layer), hidden, quant.of("qkv", index)
+        yield hidden, config.out_cols(layer), quant.of("out", index)
         if neurons := config.dense_neurons(layer):
             rows = memory.ranges.neurons if config.is_sliced else neurons
-            yield rows, hidden, quant.of("feed_forward")
+            yield rows, hidden, quant.of("feed_forward", index)
     if config.part.heads:
         yield config.vocab_size, config.embedding_size, quant.head(config.tie_embeddings)
     for weight in extra_matrices(config):

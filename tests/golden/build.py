@@ -96,7 +96,8 @@ def records(recipe: Recipe, which: int) -> Iterator[np.ndarray]:
     """Random records, uint8 (n, stride), 40 at a time, or slices (stride,). which: a layer, or -1 for the
     embedding."""
     embedding = which < 0
-    layout = (embedding_layout if embedding else neuron_layout)(recipe.config, recipe.quant)
+    config, quant = recipe.config, recipe.quant
+    layout = embedding_layout(config, quant) if embedding else neuron_layout(config, quant, which)
     if isinstance(layout, ExpertLayout):
         neurons = recipe.config.records[which]
         count = layout.num_records(neurons)
@@ -130,7 +131,7 @@ def inputs(recipe: Recipe) -> Iterator[np.ndarray]:
 
 def experts(recipe: Recipe, layer: int) -> Iterator[np.ndarray]:
     """Random records of experts that are stored as matrices, (stride,) uint8 each."""
-    layout, spec = expert_layout(recipe.config, recipe.quant), recipe.config.experts
+    layout, spec = expert_layout(recipe.config, recipe.quant, layer), recipe.config.experts
     assert layout is not None
     assert spec is not None
     yield from _of_matrices(layout, spec.count, _random(recipe.seed, 3, layer))
