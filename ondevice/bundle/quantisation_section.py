@@ -73,7 +73,7 @@ def _with_formats(section: Section, quant: QuantConfig, config: ModelConfig) -> 
         stored = _row_format(section.section(name))
         held = QuantConfig(quant.bits, tuple(formats)).of(kind, layer, part)
         if stored == held or quant.bits == 16:
-            raise BundleError(f"{section.where}.{name} doesn't differ from the model's {held.bits} bits")
+            raise BundleError(f"{section.where}.{name} is needless: these matrices have {held.bits} bits")
         if (
             kind == "feed_forward"
             and not config.is_sliced

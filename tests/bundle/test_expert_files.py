@@ -151,7 +151,7 @@ def test_formats_of_experts_need_experts(tmp_path: Path) -> None:
     plain = Recipe(golden_config(hidden_act="silu"))
     fill(BundleWriter(tmp_path / "plain", plain.config, plain.quant, crc32c), plain)
     put("quantisation", "matrices", value={"experts_down": stored})(tmp_path / "plain")
-    with pytest.raises(BundleError, match="has experts, but no layer"):
+    with pytest.raises(BundleError, match="stores no such matrices"):
         Bundle.open(tmp_path / "plain")
 
 
