@@ -2,55 +2,96 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import get_args
 
-from ondevice.config import MATRIX_KINDS, MXFP4, Bits, MatrixKind, QuantConfig, RowFormat
+from ondevice.bundle.layout import slice_unit
+from ondevice.bundle.quantisation_section import is_tiled
+from ondevice.config import (
+    MATRIX_KINDS,
+    MXFP4,
+    SUPER_SIZE,
+    Bits,
+    MatrixKind,
+    QuantConfig,
+    RowFormat,
+    format_order,
+    matrix_name,
+)
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
 from ondevice.converters.reading import EXPERT_KINDS, matrix_kind, resident_sources
+from ondevice.model_config import ModelConfig
+
+Place = tuple[MatrixKind, int | None]
+"""Which matrices have one format: those of a kind, or of a kind in a layer."""
 
 
 def chosen_quant(checkpoint: Checkpoint) -> QuantConfig:
     """The quantisation that `auto` stands for: the bits of most quantised weights' codes, else q4.
 
-    Each kind of matrix is stored in the format that holds its codes, if it holds those of at least half of
-    its weights; the others are rounded to it. Experts whose matrices are of one type, all of a kind, are
-    stored exactly where tiles hold that type.
+    Matrices that are stored as tiles are copied exactly, layer by layer, where those of a layer have one
+    format that tiles hold. Else they have the format that holds the codes of at least half of their weights,
+    and the others are rounded to it, in one format for all of a kind where they aren't tiles.
     """
-    bits = _chosen_bits(checkpoint.tensors.values(), 4)
-    formats: list[tuple[MatrixKind, RowFormat]] = []
-    for kind, tensors in _matrices(checkpoint).items():
-        stored = _tile_format(tensors) if kind in EXPERT_KINDS.values() else None
+    config, bits = checkpoint.config, _chosen_bits(checkpoint.tensors.values(), 4)
+    tensors: dict[Place, list[SourceTensor]] = defaultdict(list)
+    for kind, layer, tensor in _matrices(checkpoint):
+        tensors[kind, layer if is_tiled(kind, config) else None].append(tensor)
+    formats: dict[Place, RowFormat] = {}
+    for (kind, layer), of_place in tensors.items():
+        stored = _exact_format(of_place, kind, config) if is_tiled(kind, config) else None
         if stored is None:
-            as_neurons = kind == "feed_forward" and not checkpoint.config.is_sliced
-            stored = _chosen_format(tensors, bits if as_neurons else _chosen_bits(tensors, bits))
-        if stored != RowFormat(bits):
-            formats.append((kind, stored))
-    return QuantConfig(bits, tuple(formats))
+            as_neurons = kind == "feed_forward" and not config.is_sliced
+            stored = _chosen_format(of_place, bits if as_neurons else _chosen_bits(of_place, bits))
+        formats[kind, layer] = stored
+    return QuantConfig(bits, _by_name(formats, tensors, RowFormat(bits)))
 
 
-def _matrices(checkpoint: Checkpoint) -> dict[MatrixKind, list[SourceTensor]]:
-    """The checkpoint's matrices by kind, but for down projections of neurons with records of their own."""
-    found: dict[MatrixKind, list[SourceTensor]] = {kind: [] for kind in MATRIX_KINDS}
+def _by_name(
+    formats: Mapping[Place, RowFormat], tensors: Mapping[Place, Sequence[SourceTensor]], plain: RowFormat
+) -> tuple[tuple[str, RowFormat], ...]:
+    """`QuantConfig.formats`: that of most weights of a kind, and those of layers that differ from it."""
+    named: dict[str, RowFormat] = {}
+    for kind in MATRIX_KINDS:
+        weights: Counter[RowFormat] = Counter()
+        for place, stored in formats.items():
+            if place[0] == kind:
+                weights[stored] += sum(prod(tensor.shape) for tensor in tensors[place])
+        if not weights:
+            continue
+        common = max(weights, key=lambda stored: (weights[stored], stored))
+        if common != plain:
+            named[matrix_name(kind)] = common
+        for (which, layer), stored in formats.items():
+            if which == kind and stored != common:
+                named[matrix_name(kind, layer)] = stored
+    return tuple((name, named[name]) for name in sorted(named, key=format_order))
+
+
+def _matrices(checkpoint: Checkpoint) -> Iterator[tuple[MatrixKind, int | None, SourceTensor]]:
+    """The checkpoint's matrices, with their kinds and layers, but for down projections of neurons with
+    records of their own.
+    """
+    config, tensors = checkpoint.config, checkpoint.tensors
     for name, sources in resident_sources(checkpoint):
         kind = matrix_kind(name)
         if kind is not None and len(sources[0].shape) == 2:
-            found[kind] += sources
-    found["embedding"].append(checkpoint.tensors[names.EMBEDDING])
-    for layer, spec in enumerate(checkpoint.config.layers):
-        own = names.LayerNames(layer)
-        *by_rows, down = own.neurons(spec) if checkpoint.config.records[layer] else ("",)
-        found["feed_forward"] += [checkpoint.tensors[row] for row in by_rows]
-        if checkpoint.config.is_sliced and by_rows:
-            found["down"].append(checkpoint.tensors[down])
-        if layer in checkpoint.config.expert_layers and spec.experts is not None:
+            layer = int(name.split(".")[1]) if name.startswith("layers.") else None
+            yield from ((kind, layer, source) for source in sources)
+    yield "embedding", None, tensors[names.EMBEDDING]
+    for layer, spec in enumerate(config.layers):
+        of_layer = names.LayerNames(layer)
+        *by_rows, down = of_layer.neurons(spec) if config.records[layer] else ("",)
+        yield from (("feed_forward", layer, tensors[row]) for row in by_rows)
+        if config.is_sliced and by_rows:
+            yield "down", layer, tensors[down]
+        if layer in config.expert_layers and spec.experts is not None:
             for expert in range(spec.experts.count):
                 for which in names.expert_matrices(spec):
-                    found[EXPERT_KINDS[which]].append(checkpoint.tensors[own.expert(expert, which)])
-    return found
+                    yield EXPERT_KINDS[which], layer, tensors[of_layer.expert(expert, which)]
 
 
 def _chosen_bits(tensors: Iterable[SourceTensor], otherwise: Bits) -> Bits:
@@ -62,11 +103,13 @@ def _chosen_bits(tensors: Iterable[SourceTensor], otherwise: Bits) -> Bits:
     return max(weights, key=lambda bits: (weights[bits], -bits), default=otherwise)
 
 
-def _tile_format(tensors: Sequence[SourceTensor]) -> RowFormat | None:
-    """The format of tiles alone that holds every value of these matrices, or None."""
+def _exact_format(tensors: Sequence[SourceTensor], kind: MatrixKind, config: ModelConfig) -> RowFormat | None:
+    """The format of tiles that holds every value of these matrices, or None."""
     formats = {tensor.tile_format for tensor in tensors}
     stored = formats.pop() if len(formats) == 1 else None
-    return stored if stored is not None and stored.tiles_only else None
+    if stored is not None and stored.two_levels and kind == "down" and slice_unit(config) % SUPER_SIZE:
+        return None
+    return stored
 
 
 def _chosen_format(tensors: Sequence[SourceTensor], bits: Bits) -> RowFormat:

@@ -445,10 +445,10 @@ class _Conversion:
         if self._quant.bits == 16:
             return ("quantised weights are stored as float16 values",)
         kinds = self._errors.kinds().items()
-        return (*text, *(f"{kind}: {fidelity.note(self._format_of(kind))}" for kind, fidelity in kinds))
+        return (*text, *(f"{kind}: {fidelity.note(self._formats_of(kind))}" for kind, fidelity in kinds))
 
-    def _format_of(self, kind: str) -> RowFormat:
-        """The format of a kind of matrix, as notes tell them apart."""
+    def _formats_of(self, kind: str) -> tuple[RowFormat, ...]:
+        """The formats of a kind of matrix, as notes tell them apart."""
         matrices: dict[str, MatrixKind] = {
             "embedding": "embedding",
             "gate": "feed_forward",
@@ -457,7 +457,7 @@ class _Conversion:
             **{f"expert_{which}": kind for which, kind in EXPERT_KINDS.items()},
             **{name: matrix for matrix, name in NAMES_OF_KINDS.items() if matrix is not None},
         }
-        return self._quant.of(matrices[kind]) if kind in matrices else self._quant.plain
+        return self._quant.formats_of(matrices[kind]) if kind in matrices else (self._quant.plain,)
 
 
 @contextmanager

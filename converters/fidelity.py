@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -42,13 +42,15 @@ class Fidelity:
             self.error + other.error,
         )
 
-    def note(self, stored: RowFormat) -> str:
-        """One line about weights that are stored in this format."""
-        groups = "" if stored.group_size == GROUP_SIZE else f" in groups of {stored.group_size}"
+    def note(self, formats: Sequence[RowFormat]) -> str:
+        """One line about weights that are stored in these formats."""
+        sizes = {stored.group_size for stored in formats}
+        groups = f" in groups of {min(sizes)}" if len(sizes) == 1 and sizes != {GROUP_SIZE} else ""
+        bits = " or ".join(map(str, sorted({stored.bits for stored in formats})))
         parts = [
             ("codes and scales copied", self.copied),
             ("codes copied, scales rounded to float16", self.rescaled),
-            (f"rounded to {stored.bits} bits{groups}", self.rounded),
+            (f"rounded to {bits} bits{groups}", self.rounded),
         ]
         total = self.copied + self.rescaled + self.rounded
         counted = [(what, count) for what, count in parts if count]

@@ -27,7 +27,7 @@ from ondevice.bundle.codes import (
     values_of_two_levels,
 )
 from ondevice.bundle.layout import RowLayout
-from ondevice.config import GROUP_SIZE, Bits, RowFormat
+from ondevice.config import GROUP_SIZE, SUPER_SIZE, Bits, RowFormat
 from ondevice.errors import CheckpointError
 from ondevice.kernels import _native
 
@@ -93,7 +93,7 @@ class SourceCodes:
 def in_columns(
     rows: Weights | SourceCodes | RoundedRows, start: int, stop: int, stored: RowFormat
 ) -> Weights | SourceCodes | RoundedRows:
-    """Columns [start, stop) of rows (R, C). start: a multiple of 64, as are the columns of whole groups."""
+    """Columns [start, stop) of rows (R, C). start: a multiple of 64, or of 256 with two levels of scales."""
     if isinstance(rows, RoundedRows):
         parts = (rows.rows.codes, rows.rows.scales, rows.rows.biases)
         share = (stop - start) / rows.cols
@@ -107,10 +107,13 @@ def in_columns(
 def _cut_parts(
     parts: tuple[NDArray[Any], ...], start: int, stop: int, stored: RowFormat
 ) -> Iterator[NDArray[Any]]:
-    """Codes, scales and biases of the groups that hold columns [start, stop)."""
-    end = -(-stop // GROUP_SIZE) * GROUP_SIZE
-    for values, per_column in zip(parts, (stored.bits / 8, *(1 / stored.group_size,) * 2), strict=True):
-        yield values[:, int(start * per_column) : int(end * per_column)]
+    """Codes, scales or headers, and biases of the groups that hold columns [start, stop)."""
+    unit = SUPER_SIZE if stored.two_levels else GROUP_SIZE
+    per_group = unit // stored.group_size
+    first, last = start // unit, -(-stop // unit)
+    scales = stored.header_bytes if stored.two_levels else per_group
+    for values, each in zip(parts, (unit * stored.bits // 8, scales, per_group), strict=True):
+        yield values[:, first * each : last * each]
 
 
 class EncodedColumns(Protocol):

@@ -24,7 +24,7 @@ from ondevice.bundle.layout import (
     expert_file_name,
     gate_file_name,
     neuron_file_name,
-    slice_layout,
+    slice_neurons,
 )
 from ondevice.bundle.weight_shapes import layer_weight_shapes, model_weight_shapes
 from ondevice.config import MatrixKind, QuantConfig, RowFormat
@@ -224,11 +224,14 @@ def _norm(
 def held_matrix_bytes(checkpoint: Checkpoint, quant: QuantConfig) -> int:
     """Bytes of the largest down projection that is read in several blocks of columns; 0 if none is."""
     layers = (layer for layer, records in enumerate(checkpoint.config.records) if records)
-    downs = [checkpoint.tensors[names.LayerNames(layer).down] for layer in layers]
+    downs = {layer: checkpoint.tensors[names.LayerNames(layer).down] for layer in layers}
     if checkpoint.config.is_sliced:
         # Codes are read once, as rows are.
-        downs = [down for down in downs if down.quantised_rows(0, 1, quant.of("down")) is None]
-    sizes = (down.nbytes if _columns_bytes(down, quant) > DOWN_BLOCK_BYTES else 0 for down in downs)
+        rounded = (
+            it for it, down in downs.items() if down.quantised_rows(0, 0, quant.of("down", it)) is None
+        )
+        downs = {layer: downs[layer] for layer in rounded}
+    sizes = (down.nbytes if _columns_bytes(down, quant) > DOWN_BLOCK_BYTES else 0 for down in downs.values())
     return max(sizes, default=0)
 
 
@@ -287,8 +290,8 @@ def _slices(
     ]
     *by_rows, down = sources
     kinds = ("gate", "up") if len(by_rows) == 2 else ("gate",)
-    size, neurons = slice_layout(checkpoint.config, quant).neurons, down.shape[1]
-    formats = quant.of("feed_forward"), quant.of("down")
+    size, neurons = slice_neurons(checkpoint.config, quant), down.shape[1]
+    formats = quant.of("feed_forward", layer), quant.of("down", layer)
     columns = _slices_of_columns(down, size, formats[1], rounded)
     for first, of_down in zip(range(0, neurons, size), columns, strict=True):
         stop = min(first + size, neurons)
@@ -339,7 +342,7 @@ def _experts(checkpoint: Checkpoint, layer: int, quant: QuantConfig) -> Iterator
     file, last = expert_file_name(layer), spec.experts.count - 1
     for expert in range(spec.experts.count):
         for which in names.expert_matrices(spec):
-            source, stored = tensors[name.expert(expert, which)], quant.of(EXPERT_KINDS[which])
+            source, stored = tensors[name.expert(expert, which)], quant.of(EXPERT_KINDS[which], layer)
             ends = (expert, which) == (last, "down")
             for block in _matrix(file, RECORDS_TENSOR, f"expert_{which}", source, stored, NOT_ROUNDED):
                 yield replace(block, last=ends and block.last and not spec.experts.bias)

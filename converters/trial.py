@@ -31,6 +31,7 @@ from ondevice.bundle.layout import (
     ExpertLayout,
     RecordLayout,
     embedding_layout,
+    largest_neuron_layout,
     neuron_layout,
     record_counts,
 )
@@ -84,7 +85,7 @@ class LayersTrial:
         self._spans = tensor_spans(RESIDENT, resident_tensors(config, quant))
         self._tokens = trial_tokens(config)
         # Conversion has the other cores.
-        self._backend = LayerBackend(make_runner(1), neuron_layout(config, quant))
+        self._backend = LayerBackend(make_runner(1), largest_neuron_layout(config, quant))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="converter-trial")
         self._pending: list[Future[None]] = []
         self._readers: list[FlashReader] = []
@@ -132,7 +133,7 @@ class LayersTrial:
             table = EmbeddingRecords(
                 config.vocab_size, reader, _TABLE_FILE, config.hidden_size, embedding_layout(config, quant)
             )
-            source = _WrittenNeurons(config, quant, config.widths[layer], reader, self._buffers)
+            source = _WrittenNeurons(config, quant, layer, reader, self._buffers)
             inputs = position_parts(config, tensors)
             self._x = through_layer(
                 config, quant, tensors, table, source, self._backend, layer, self._tokens, x, inputs
@@ -150,14 +151,14 @@ class _WrittenNeurons:
         self,
         config: ModelConfig,
         quant: QuantConfig,
-        neurons: int,
+        layer: int,
         reader: FlashReader,
         buffers: list[Bytes],
     ) -> None:
         self.file = FIRST_NEURON_FILE
-        self.num_neurons = neurons
+        self.num_neurons = config.widths[layer]
         self.hidden_size = config.hidden_size
-        self.layout: RecordLayout | ExpertLayout = neuron_layout(config, quant)
+        self.layout: RecordLayout | ExpertLayout = neuron_layout(config, quant, layer)
         self.experts = None
         self._reader = reader
         self._buffers = buffers
@@ -217,7 +218,7 @@ def trial_logits(bundle: Bundle, tokens: Sequence[int], x: Float32 | None = None
         if x is not None:
             _read_sample(bundle, reader)
         else:
-            with closing(LayerBackend(runner, bundle.neuron_layout)) as backend:
+            with closing(LayerBackend(runner, largest_neuron_layout(bundle.config, bundle.quant))) as backend:
                 x = LayerByLayer(bundle, reader, resident, backend, tokens).run()
         return np.concatenate(list(_logits(bundle, reader, resident, runner, x)), axis=1)
 
@@ -231,7 +232,7 @@ def _read_sample(bundle: Bundle, reader: FlashReader) -> None:
         reader.read(RESIDENT_FILE, start, min(CRC_BLOCK_BYTES, nbytes - start))
     for layer, count in enumerate(record_counts(bundle.config, bundle.quant)):
         picks = np.unique(np.linspace(0, count - 1, min(SAMPLES, count)).astype(np.int64))
-        records = np.empty((len(picks), bundle.neuron_layout.stride), np.uint8)
+        records = np.empty((len(picks), bundle.neuron_layouts[layer].stride), np.uint8)
         reader.read_records(FIRST_NEURON_FILE + layer, picks, records)
 
 

@@ -10,8 +10,8 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args, get_origin, get_type_hints
+from functools import cache, cached_property
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, cast, get_args, get_origin, get_type_hints
 
 from ondevice.constraints.constraint import Constraint
 from ondevice.errors import UsageError
@@ -135,27 +135,60 @@ TILE_FORMATS: tuple[RowFormat, ...] = (
 """Formats of tiles alone. GGUF calls them Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL and IQ4_XS."""
 
 MatrixKind = Literal["qkv", "out", "head", "embedding", "feed_forward", "down", "experts", "experts_down"]
-"""Matrices that are stored alike in every layer. `feed_forward` has neurons' gate and up rows, `down` the
-down matrices of feed-forwards in slices; `experts` the gate and up matrices of experts that are stored as
-matrices, `experts_down` their down matrices; a tied head is the embedding."""
+"""Kinds of matrices. `qkv` has the parts of a layer's fused projection, `feed_forward` neurons' gate and up
+rows, `down` the down matrices of feed-forwards in slices; `experts` the gate and up matrices of experts that
+are stored as matrices, `experts_down` their down matrices; a tied head is the embedding."""
 MATRIX_KINDS: tuple[MatrixKind, ...] = get_args(MatrixKind)
+
+
+def matrix_name(kind: MatrixKind, layer: int | None = None, part: str = "") -> str:
+    """The name in a manifest of a kind's matrices, of those of one layer, or of one part of `qkv`.
+
+    `qkv`, `layers.3.qkv`, `qkv.v` or `layers.3.qkv.v`, with a part of `ModelConfig.projection_sizes`.
+    """
+    return ("" if layer is None else f"layers.{layer}.") + kind + (f".{part}" if part else "")
+
+
+def format_order(name: str) -> tuple[int, int, str]:
+    """Sorts names of `matrix_name`: of all layers, then layer by layer; kinds in their order, then parts."""
+    *layer, rest = name.removeprefix("layers.").split(".", 1) if name.startswith("layers.") else (name,)
+    kind, _, part = rest.partition(".")
+    return int(layer[0]) if layer else -1, MATRIX_KINDS.index(cast(MatrixKind, kind)), part
 
 
 @dataclass(frozen=True)
 class QuantConfig:
     """How a model's weights are stored: with `bits` bits in groups of 64, but for what `formats` names.
 
-    formats: those of kinds of matrices that differ, in the order of MATRIX_KINDS. There are none at 16 bits.
+    formats: of matrices that differ, by `matrix_name`, in `format_order`. There are none at 16 bits.
     Gate and up rows of neurons that have records of their own have `bits` bits too, as down rows always have
     them in groups of 64.
     """
 
     bits: Bits = 4
-    formats: tuple[tuple[MatrixKind, RowFormat], ...] = ()
+    formats: tuple[tuple[str, RowFormat], ...] = ()
 
     def of(self, kind: MatrixKind, layer: int | None = None, part: str = "") -> RowFormat:
-        """The format of this kind of matrix."""
-        return dict(self.formats).get(kind, self.plain)
+        """The format of a matrix: that of the closest name, a layer's before a part's."""
+        names = (kind, layer, part), (kind, layer, ""), (kind, None, part), (kind, None, "")
+        formats = (self._by_name.get(matrix_name(*name)) for name in names)
+        return next((stored for stored in formats if stored is not None), self.plain)
+
+    def formats_of(self, kind: MatrixKind) -> tuple[RowFormat, ...]:
+        """The formats that a kind's matrices may have in some layer or part, that of most first."""
+        named = (stored for name, stored in self.formats if kind in name.split("."))
+        return tuple(dict.fromkeys((self.of(kind), *named)))
+
+    def layer_formats(self, layer: int) -> tuple[tuple[str, RowFormat], ...]:
+        """The formats that are a layer's own, by their names in it."""
+        prefix = f"layers.{layer}."
+        return tuple(
+            (name.removeprefix(prefix), stored) for name, stored in self.formats if name.startswith(prefix)
+        )
+
+    @cached_property
+    def _by_name(self) -> dict[str, RowFormat]:
+        return dict(self.formats)
 
     def head(self, tied: bool) -> RowFormat:
         """The format of the output head. tied: whether it is the embedding."""

@@ -179,7 +179,8 @@ class SourceTensor(Protocol):
     def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         """The codes of rows [start, stop) in the format `stored`, or None where these can't be kept.
 
-        None is the answer for the whole tensor: it doesn't depend on the rows.
+        None is the answer for the whole tensor: it doesn't depend on the rows. No row is read if `stop` is
+        `start`.
         """
         ...
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from ondevice.backends.base import Block, Float32, KVLayout
 from ondevice.bundle.weight_shapes import layer_weight_shapes
-from ondevice.config import MatrixKind, QuantConfig, RowFormat
+from ondevice.config import QuantConfig, RowFormat
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.checkpoints.base import Checkpoint
 from ondevice.converters.quantize import RoundedRows
@@ -142,16 +142,20 @@ class LayerRounding:
             return {}
         name = names.LayerNames(layer)
         self._on_step(f"layer {layer + 1} of {config.num_layers}: rounding attention")
-        projections = [name.projection(which) for which in config.projection_sizes(spec)]
-        found = self._by_columns(projections, "qkv", inputs["qkv"])
-        found |= self._by_columns([name.projection("o")], "out", inputs["out"])
+        found: dict[str, RoundedRows] = {}
+        parts = {which: self._quant.of("qkv", layer, which) for which in config.projection_sizes(spec)}
+        for stored in dict.fromkeys(parts.values()):
+            projections = [name.projection(which) for which, own in parts.items() if own == stored]
+            found |= self._by_columns(projections, stored, inputs["qkv"])
+        found |= self._by_columns([name.projection("o")], self._quant.of("out", layer), inputs["out"])
         if spec.has_feed_forward:
             self._on_step(f"layer {layer + 1} of {config.num_layers}: rounding neurons")
             *by_columns, down = name.neurons(spec)
-            found |= self._by_columns(by_columns, "feed_forward", inputs["gate"])
+            stored = self._quant.of("feed_forward", layer)
+            found |= self._by_columns(by_columns, stored, inputs["gate"])
             source = self._checkpoint.tensors[down]
             if config.is_sliced:
-                found |= self._by_columns([down], "down", inputs["down"])
+                found |= self._by_columns([down], self._quant.of("down", layer), inputs["down"])
             elif is_rounded(self._quant.plain):
                 found[source.name] = rounded_by_rows(
                     self._runner, source, inputs["down"], self._quant.plain, self._damping
@@ -159,7 +163,7 @@ class LayerRounding:
         for weight in layer_weight_shapes(config, spec):
             if weight.is_matrix and not weight.is_half:
                 met = inputs[SAME_INPUTS.get(weight.name, weight.name)]
-                found |= self._by_columns([name.weight(weight.name)], None, met)
+                found |= self._by_columns([name.weight(weight.name)], self._quant.plain, met)
         return found
 
     def head(self) -> dict[str, RoundedRows]:
@@ -170,7 +174,9 @@ class LayerRounding:
         self._keys.clear()
         found = self._copies()
         if config.per_layer_width:
-            found |= self._by_columns([names.model_weight("per_layer.projection")], None, self._embedded)
+            found |= self._by_columns(
+                [names.model_weight("per_layer.projection")], self._quant.plain, self._embedded
+            )
         norm = self._weights.final_norm() if config.final_norm else None
         with closing(WatchedBackend(self._runner)) as backend:
             weights = self._weights.model([], True)
@@ -182,32 +188,30 @@ class LayerRounding:
                     inputs.add(entering if project_out is None else backend.linear(entering, project_out))
         if config.embedding_width:
             for which, met in (("project_in", self._embedded), (PROJECT_OUT, backend.inputs[PROJECT_OUT])):
-                found |= self._by_columns([names.model_weight(which)], None, met)
-        if config.tie_embeddings:
-            return found | self._by_columns([names.EMBEDDING], "embedding", inputs)
-        return found | self._by_columns([names.HEAD], "head", inputs)
+                found |= self._by_columns([names.model_weight(which)], self._quant.plain, met)
+        source = names.EMBEDDING if config.tie_embeddings else names.HEAD
+        return found | self._by_columns([source], self._quant.head(config.tie_embeddings), inputs)
 
     def _copies(self) -> dict[str, RoundedRows]:
         """The rounded matrices that make copies of the residual, and those that join them again."""
         found: dict[str, RoundedRows] = {}
         for copy in range(1, self._checkpoint.config.residual_copies):
             spread, gather = (names.model_weight(f"copies.{name}.{copy}") for name in ("spread", "gather"))
-            found |= self._by_columns([spread], None, self._embedded)
+            found |= self._by_columns([spread], self._quant.plain, self._embedded)
             inputs = Inputs()
             for copies in self.residuals:
                 inputs.add(copies[copy])
-            found |= self._by_columns([gather], None, inputs)
+            found |= self._by_columns([gather], self._quant.plain, inputs)
         return found
 
     def _by_columns(
-        self, found: Sequence[str], kind: MatrixKind | None, inputs: Inputs
+        self, matrices: Sequence[str], stored: RowFormat, inputs: Inputs
     ) -> dict[str, RoundedRows]:
-        """kind: None of matrices that few models have."""
-        stored = self._quant.plain if kind is None else self._quant.of(kind)
+        """Those of these matrices that are rounded to the format `stored`, by their names."""
         if not is_rounded(stored):
             return {}
         # Keys may be values at once.
-        sources = {source.name: source for source in (self._checkpoint.tensors[name] for name in found)}
+        sources = {source.name: source for source in (self._checkpoint.tensors[name] for name in matrices)}
         free = [source for source in sources.values() if source.quantised_rows(0, 1, stored) is None]
         return rounded_by_columns(self._runner, free, inputs, stored, self._damping) if free else {}
 

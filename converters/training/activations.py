@@ -26,6 +26,7 @@ from ondevice.backends.base import Float32, KVLayout
 from ondevice.backends.cpu import make_runner
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.bundle.files import disk_errors, temporary_path
+from ondevice.bundle.layout import largest_neuron_layout
 from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import OnProgress
 from ondevice.config import Sparsity
@@ -271,7 +272,7 @@ def _running(
     With the sparsity `exact` the model has its gates. Its neurons are streamed from flash once per chunk, and
     none stays in memory.
     """
-    layout = bundle.neuron_layout
+    layout = largest_neuron_layout(bundle.config, bundle.quant)
     neurons = layout.neurons_in(STREAM_BYTES[backend])
     with FlashReader(bundle_files(bundle, sparsity)) as reader, ExitStack() as undo:
         observed = _observed(backend, neurons)
@@ -280,7 +281,7 @@ def _running(
         pool = SegmentPool(
             observed.feed_forwards,
             reader,
-            segment_bytes=layout.nbytes(neurons),
+            segment_bytes=[layout.nbytes(neurons)] * bundle.config.num_layers,
             piece_neurons=neurons,
             # Records may begin and end in the middle of a page.
             slot_bytes=layout.nbytes(neurons) + 2 * PAGE_BYTES,

@@ -96,7 +96,7 @@ class DenseRoom:
         pool = SegmentPool(
             layers,
             reader,
-            segment_bytes=self.segment_bytes,
+            segment_bytes=[self.segment_bytes] * len(layers),
             piece_neurons=self.piece_neurons,
             slot_bytes=self.buffer_bytes,
             slots=self.buffers,

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.bundle.layout import ExpertLayout, RowLayout
+from ondevice.bundle.tiles import rows_format
 
 Bytes = NDArray[np.uint8]
 HELD_ROWS = 16
@@ -20,10 +21,10 @@ ROWS_AT_ONCE = 32
 
 @lru_cache
 def rows_layout(layout: ExpertLayout) -> ExpertLayout:
-    """The record of an expert whose matrices are float16 values where only tiles have their format."""
+    """The record of an expert or a slice whose matrices have the formats of `rows_format`."""
     return ExpertLayout(
         tuple(
-            replace(matrix, row=RowLayout(matrix.row.cols, 16)) if matrix.row.stored.tiles_only else matrix
+            replace(matrix, row=RowLayout(matrix.row.cols, *rows_format(matrix.row.stored)))
             for matrix in layout.matrices
         )
     )

@@ -103,8 +103,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         return MlxLinear([source], source.bias, self.dtype)
 
     def load_tiles(self, sections: Sequence[TiledSource], bias: Float32 | None = None) -> MlxLinear:
-        # MLX lacks the formats that tiles alone have.
-        return MlxLinear([RowsOfTiles(it, as_halves=True) for it in sections], bias, self.dtype)
+        return MlxLinear([RowsOfTiles(it, nearest=True) for it in sections], bias, self.dtype)
 
     def load_feed_forward(
         self,

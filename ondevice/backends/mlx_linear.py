@@ -12,12 +12,6 @@ from ondevice.backends.base import Float32, LinearSource
 from ondevice.backends.mlx_matrix import MlxMatrix, require_mode
 from ondevice.backends.mlx_memory import writable
 from ondevice.bundle.layout import RowLayout
-from ondevice.config import RowFormat
-
-
-def multiplied_format(stored: RowFormat) -> RowFormat:
-    """The format in which MLX multiplies matrices of tiles: it lacks some, which become float16 values."""
-    return RowFormat(16) if stored.tiles_only else stored
 
 
 class MlxLinear:

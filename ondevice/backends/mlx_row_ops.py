@@ -30,6 +30,7 @@ from ondevice.backends.recurrent import Ahead, DeltaWeights, MixerWeights
 from ondevice.backends.row_invariance import MOST_ROWS, RowInvariance, RowOp, measured
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout, padded
+from ondevice.bundle.tiles import rows_format
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, Scales
 from ondevice.model_config import (
     AttentionSpec,
@@ -126,8 +127,11 @@ class _Ops:
                 name += f" in groups of {stored.group_size}"
             yield _row_op(name, matrix.rows_product, self._input(cols))
         for count in shapes.segment_sizes:
-            product = self._down(count).outputs
-            yield _row_op(f"down projection of {count} neurons", product, self._input(count))
+            for down in self._downs(count):
+                name = f"down projection of {count} neurons"
+                if config.is_sliced:
+                    name += f", {down.down.layout.bits}-bit"
+                yield _row_op(name, down.outputs, self._input(count))
         if shapes.selects:
             yield self._selected()
         yield from self._blocks()
@@ -218,18 +222,21 @@ class _Ops:
             parts = (array.reshape(spec.chosen, rows, -1) for array in found.arrays)
             return MlxExpertMatrix(found.layout, self._dtype, tuple(parts))
 
-        by_rows = [
-            stack(spec.neurons, config.hidden_size, quant.of("experts"))
-            for _ in range(config.feed_forward.num_rows - 1)
-        ]
-        down = stack(self._outputs(config.hidden_size), spec.neurons, quant.of("experts_down"))
-        experts = MlxExperts.of([*by_rows, down])
+        formats = {(quant.of("experts", it), quant.of("experts_down", it)) for it in config.expert_layers}
+        for of_rows, of_down in sorted(formats):
+            by_rows = [
+                stack(spec.neurons, config.hidden_size, of_rows)
+                for _ in range(config.feed_forward.num_rows - 1)
+            ]
+            experts = MlxExperts.of(
+                [*by_rows, stack(self._outputs(config.hidden_size), spec.neurons, of_down)]
+            )
 
-        def outputs(x: mx.array) -> mx.array:
-            ids = mx.broadcast_to(mx.arange(spec.chosen, dtype=mx.int32), (x.shape[0], spec.chosen))
-            return experts.outputs(x, ids, config.feed_forward).reshape(x.shape[0], -1)
+            def outputs(x: mx.array, experts: MlxExperts = experts) -> mx.array:
+                ids = mx.broadcast_to(mx.arange(spec.chosen, dtype=mx.int32), (x.shape[0], spec.chosen))
+                return experts.outputs(x, ids, config.feed_forward).reshape(x.shape[0], -1)
 
-        yield _row_op("experts", outputs, self._input(config.hidden_size))
+            yield _row_op("experts", outputs, self._input(config.hidden_size))
 
     def skips_zeros(self) -> bool:
         """Whether a row's product over neurons has the same bits without those whose gate is zero."""
@@ -250,8 +257,8 @@ class _Ops:
         return mx.array(self._values(MOST_ROWS, width))
 
     def _matrix(self, rows: int, cols: int, stored: RowFormat) -> MlxMatrix:
-        # MLX multiplies with biases, implied or not, and float16 values of formats that it lacks.
-        stored = RowFormat(16) if stored.tiles_only else stored
+        # MLX multiplies rows, with biases, implied or not.
+        stored = rows_format(stored)
         kind: Scales = "mxfp4" if stored.mxfp4 else "affine"
         layout, dtype = RowLayout(cols, stored.bits, stored.group_size, kind), self._dtype
         if layout.bits == 16:
@@ -269,14 +276,17 @@ class _Ops:
         count = count if self._on_gpu else min(count, CPU_NEURONS)
         stored = self._shapes.quant.of("feed_forward")
         gate, *up = (self._matrix(count, width, stored) for _ in range(2 if spec.gated else 1))
-        return replace(self._down(count), gate=gate, up=up[0] if up else None)
+        return replace(next(self._downs(count)), gate=gate, up=up[0] if up else None)
 
-    def _down(self, count: int) -> MlxNeurons:
-        """The down projection of `count` neurons, as the model's feed-forwards store it."""
+    def _downs(self, count: int) -> Iterator[MlxNeurons]:
+        """The down projection of `count` neurons, in each format that the model's feed-forwards have."""
         quant, outputs = self._shapes.quant, self._outputs(self._config.hidden_size)
-        if self._config.is_sliced:
-            return MlxNeurons(None, None, self._matrix(outputs, count, quant.of("down")), sliced=True)
-        return MlxNeurons(None, None, self._matrix(count, outputs, quant.plain))
+        if not self._config.is_sliced:
+            yield MlxNeurons(None, None, self._matrix(count, outputs, quant.plain))
+            return
+        formats = {quant.of("down", layer) for layer in range(self._config.num_layers)}
+        for stored in sorted({rows_format(it) for it in formats}):
+            yield MlxNeurons(None, None, self._matrix(outputs, count, stored), sliced=True)
 
     def _selected(self) -> RowOp:
         """The product of those neurons that a row selects, beside those that other rows select."""

@@ -33,7 +33,7 @@ from ondevice.backends.mlx_memory import (
     writable,
 )
 from ondevice.bundle.layout import ExpertLayout, RowLayout, TiledMatrix
-from ondevice.bundle.tiles import StoredMatrix, halves, untiled
+from ondevice.bundle.tiles import StoredMatrix, in_rows, untiled
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native
 from ondevice.units import PAGE_BYTES
@@ -249,15 +249,15 @@ def settled_copy(records: Bytes, layout: ExpertLayout) -> tuple[Records, int]:
 
     Raises MemoryError.
     """
-    copy = records[0].copy()
+    copy = np.empty(rows_layout(layout).stride, dtype=np.uint8)
+    copy[: layout.stride] = records[0]
     settle(copy, layout)
     return Records.copied(copy), copy.ctypes.data
 
 
 def _stored_rows(part: Bytes, matrix: TiledMatrix) -> StoredMatrix:
-    """The rows of a part (nbytes,) of an expert's record, as float16 values where MLX lacks their format."""
-    stored = untiled(part, matrix)
-    return halves(stored, matrix.row) if matrix.row.stored.tiles_only else stored
+    """The rows of a part (nbytes,) of an expert's record, as `rows_layout` has them."""
+    return in_rows(untiled(part, matrix), matrix.row)
 
 
 @dataclass(frozen=True)
@@ -357,7 +357,7 @@ class MlxPieceMemory(PieceMemory):
         if self.records is None:
             return settled_copy(records, layout)
         start = records.ctypes.data - self.records.view.ctypes.data
-        settle(self.records.view[start : start + layout.stride], layout)
+        settle(self.records.view[start : start + rows_layout(layout).stride], layout)
         return self.records, records.ctypes.data
 
     def free(self) -> None:
@@ -457,7 +457,7 @@ class MlxFeedForward(FeedForwardLayer):
         if bias is not None:
             bias = mx.array(bias)[first : first + layout.neurons]
             bias = mx.pad(bias, (0, layout.neurons - len(bias)))
-        return memory.slice(address, layout, self._dtype, bias)
+        return memory.slice(address, rows_layout(layout), self._dtype, bias)
 
     def _neurons_in(self, memory: Records, records: Bytes, first: int) -> MlxNeurons:
         rows = {name: memory.matrix(records, at, row, self._dtype) for name, (at, row) in self._rows.items()}

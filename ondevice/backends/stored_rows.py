@@ -17,7 +17,7 @@ from ondevice.backends.base import (
 from ondevice.backends.tiled_source import TiledSource
 from ondevice.bundle.codes import E2M1, powers, unpack, values_of_table, values_of_two_levels
 from ondevice.bundle.layout import TILE_ROWS, RowLayout, TiledMatrix, TileLayout
-from ondevice.bundle.tiles import StoredMatrix, halves, lane_rows, tiles_of_lanes, untiled
+from ondevice.bundle.tiles import StoredMatrix, in_rows, lane_rows, rows_format, tiles_of_lanes, untiled
 from ondevice.config import RowFormat
 
 PIECE_BYTES = 1 << 20
@@ -27,16 +27,16 @@ PIECE_BYTES = 1 << 20
 class RowsOfTiles:
     """`LinearSource` of the rows of a matrix that is stored as tiles.
 
-    as_halves: whether formats that tiles alone have become float16 values.
+    nearest: whether they are in the format `rows_format`, and not in one that tiles alone have.
     """
 
-    def __init__(self, source: TiledSource, as_halves: bool = False) -> None:
+    def __init__(self, source: TiledSource, nearest: bool = False) -> None:
         self._source = source
         self._row = source.matrix.row
-        self._as_halves = as_halves and self._row.stored.tiles_only
+        self._nearest = nearest
         self.rows = source.matrix.rows
         self.cols = self._row.cols
-        self.stored = RowFormat(16) if self._as_halves else self._row.stored
+        self.stored = rows_format(self._row.stored) if nearest else self._row.stored
         self.bias: Float32 | None = None
 
     def chunks(self) -> Iterator[RowChunk]:
@@ -49,7 +49,7 @@ class RowsOfTiles:
         row0 = first * TILE_ROWS
         count = min(len(tiles) * TILE_ROWS, self.rows - row0)
         found = untiled(np.ascontiguousarray(tiles).reshape(-1), TiledMatrix(count, self._row))
-        found = halves(found, self._row) if self._as_halves else found
+        found = in_rows(found, self._row) if self._nearest else found
         return RowChunk(row0, found.codes, found.scales, found.biases)
 
 

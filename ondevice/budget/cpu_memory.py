@@ -132,7 +132,8 @@ class CpuMemory(MemoryModel):
         if config.is_sliced:
             # What down matrices multiply has memory of its own.
             groups = hidden_values // 4 // GROUP_SIZE
-            hidden_values += groups * input_bytes(GROUP_SIZE, self.quant.of("down"))
+            formats = {self.quant.of("down", layer) for layer in range(self.config.num_layers)}
+            hidden_values += groups * max(input_bytes(GROUP_SIZE, stored) for stored in formats)
         # Scores, ids and chances of every token, in float64, where a text is sampled by `top_p`.
         sampling = 7 * 8 * vocab
         # The head's output and the copy that the caller gets.

@@ -291,7 +291,8 @@ class MemoryModel(ABC):
         config, quant = self.config, self.quant
         weights = sum(matrix.nbytes for matrix in self._matrices)
         weights += 4 * vectors_size(config) + self._cutoff_bytes
-        checksums = sum(record_counts(config, quant)) * len(neuron_layout(config, quant).part_bytes)
+        parts = len(neuron_layout(config, quant, 0).part_bytes)
+        checksums = sum(record_counts(config, quant)) * parts
         if config.experts is not None:
             checksums += len(config.expert_layers) * config.experts.count * config.feed_forward.num_rows
         checksums += embedding_tiles(config) * config.has_table

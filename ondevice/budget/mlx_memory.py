@@ -19,14 +19,14 @@ from ondevice.budget.sizes import (
     segment_shape,
 )
 from ondevice.bundle.layout import (
-    ExpertLayout,
-    RecordLayout,
     RowLayout,
     expert_bytes,
-    expert_layout,
-    neuron_layout,
+    largest_expert_layout,
     padded,
+    record_layout,
+    slice_layout,
 )
+from ondevice.bundle.tiles import rows_format
 from ondevice.config import GROUP_SIZE, RowFormat
 from ondevice.speculation.registry import runs_streams
 from ondevice.units import PAGE_BYTES
@@ -79,7 +79,8 @@ class MlxMemory(MemoryModel):
         """Ranges of neurons that are summed by themselves, whatever the sparsity mode."""
         if self.config.is_sliced:
             shape = segment_shape(self.config, self.quant)
-            return replace(shape, nbytes=padded(self._neurons_bytes(shape.neurons), PAGE_BYTES))
+            held = map(self._slice_bytes, range(self.config.num_layers))
+            return replace(shape, layer_bytes=tuple(padded(nbytes, PAGE_BYTES) for nbytes in held))
         block = self._neurons_bytes(GROUP_SIZE)
         return segment_shape(self.config, self.quant, block, MLX_SEGMENT_BYTES)
 
@@ -92,7 +93,7 @@ class MlxMemory(MemoryModel):
 
     @property
     def segment(self) -> SegmentShape | SlotShape:
-        experts, layout = self.config.experts, expert_layout(self.config, self.quant)
+        experts, layout = self.config.experts, largest_expert_layout(self.config, self.quant)
         if experts is not None and layout is not None:
             # A slot has room for what a layer takes for an expert that it holds itself, and for its rows.
             settled = rows_layout(layout)
@@ -117,27 +118,42 @@ class MlxMemory(MemoryModel):
             # Experts are read straight into their slots, and brought into rows there.
             copied = MLX_PIECES if self.cuda else 0
             nbytes, values = expert_bytes(self.config, self.quant), 0
-            experts = expert_layout(self.config, self.quant)
+            experts = largest_expert_layout(self.config, self.quant)
             if experts is not None and (settled := rows_layout(experts)) != experts:
                 # Values are made of one matrix at a time: its codes, twice, and three arrays of floats.
                 nbytes = max(nbytes, settled.stride)
                 values = max(14 * it.padded_rows * it.row.padded_cols for it in experts.matrices)
             return BufferShape(GROUP_SIZE, 0, 0, (4 + copied) * nbytes + values)
-        layout = neuron_layout(self.config, self.quant)
         if self.selects_neurons:
+            layout = record_layout(self.config, self.quant)
             stage = MLX_STAGES * layout.nbytes(self.stage_neurons)
             return replace(self._fetch, packed_bytes=stage + self._neurons_bytes(self.stage_neurons))
         neurons = self.ranges.neurons
-        nbytes = layout.nbytes(neurons)
+        if self.config.is_sliced:
+            nbytes, copies = self._piece_of_slices
+        else:
+            nbytes, copies = record_layout(self.config, self.quant).nbytes(neurons), 0
         taken_apart = self._neurons_bytes(neurons) + (nbytes if self.cuda else 0)
-        # A slice is brought into rows through copies of its matrices.
-        in_rows = SETTLED_COPIES * nbytes if self.config.is_sliced else 0
         return BufferShape(
             neurons=neurons,
             slot_bytes=padded(nbytes, PAGE_BYTES) + PAGE_BYTES,
             slots=MLX_READ_SLOTS,
-            packed_bytes=PAGE_BYTES + MLX_PIECES * taken_apart + in_rows,
+            packed_bytes=PAGE_BYTES + MLX_PIECES * taken_apart + copies,
         )
+
+    @property
+    def _piece_of_slices(self) -> tuple[int, int]:
+        """Bytes of the largest slice in rows, and of what exists while its tiles are brought into rows.
+
+        These are copies of its matrices, and three arrays of floats of one that becomes float16 values.
+        """
+        slices = [
+            rows_layout(slice_layout(self.config, self.quant, it)) for it in range(self.config.num_layers)
+        ]
+        nbytes = max(it.stride for it in slices)
+        matrices = {matrix for it in slices for matrix in it.matrices if matrix.row.bits == 16}
+        values = max((14 * it.padded_rows * it.row.padded_cols for it in matrices), default=0)
+        return nbytes, SETTLED_COPIES * nbytes + values
 
     @property
     def weights_bytes(self) -> int:
@@ -151,9 +167,7 @@ class MlxMemory(MemoryModel):
                 more += self._wider_bytes(config.neurons(layer) * hidden, quant.of("feed_forward"))
             if config.experts is not None:
                 dense = padded(config.dense_neurons(layer), GROUP_SIZE) * hidden
-                records = neuron_layout(config, quant)
-                assert isinstance(records, RecordLayout)
-                for row in records.rows:
+                for row in record_layout(config, quant).rows:
                     more += self._wider_bytes(dense, row.stored)
         if self._used_predictors is not None:
             sizes = zip(self._used_predictors.ranks, config.widths, strict=True)
@@ -244,21 +258,25 @@ class MlxMemory(MemoryModel):
         return LAYERS_READ * max(grown, copied)
 
     def _neurons_bytes(self, neurons: int) -> int:
-        row, layout = padded(self.config.hidden_size, GROUP_SIZE), neuron_layout(self.config, self.quant)
-        if isinstance(layout, ExpertLayout):
-            of_slice = sum(
-                held_bytes(it.rows * it.row.padded_cols, it.row.stored, self.operand_bytes)
-                for it in layout.matrices
-            )
-            return layout.num_records(neurons) * of_slice
-        return sum(held_bytes(neurons * row, it.stored, self.operand_bytes) for it in layout.rows)
+        if self.config.is_sliced:
+            return max(map(self._slice_bytes, range(self.config.num_layers)))
+        row, rows = padded(self.config.hidden_size, GROUP_SIZE), record_layout(self.config, self.quant).rows
+        return sum(held_bytes(neurons * row, it.stored, self.operand_bytes) for it in rows)
+
+    def _slice_bytes(self, layer: int) -> int:
+        """A slice of a layer as it is multiplied."""
+        return sum(
+            held_bytes(it.rows * it.row.padded_cols, it.row.stored, self.operand_bytes)
+            for it in rows_layout(slice_layout(self.config, self.quant, layer)).matrices
+        )
 
     def _wider_bytes(self, elements: int, stored: RowFormat) -> int:
         """The bytes that MLX adds to stored matrices: operands wider than float16, implied biases, and what
         values take that it can't multiply as they are stored.
         """
         if stored.tiles_only:
-            return elements * self.operand_bytes - RowLayout(elements, *stored).nbytes
+            held = held_bytes(elements, rows_format(stored), self.operand_bytes)
+            return held - RowLayout(elements, *stored).nbytes
         more = held_bytes(elements, stored, self.operand_bytes) - held_bytes(elements, stored, 2)
         return more + stored.implied_bias * (elements // stored.group_size * 2)
 

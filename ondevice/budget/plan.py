@@ -111,9 +111,9 @@ class Plan:
     @cached_property
     def resident_budget_bytes(self) -> int:
         """The smallest budget that holds all feed-forward weights beside a full context."""
-        segments = (self.segment.total - self.segment.least) * self.segment.nbytes
+        segments = self.segment.bytes_of(self.segment.total) - self.segment.bytes_of(self.segment.least)
         if self.dense is not None:
-            segments += self.dense.total * self.dense.nbytes
+            segments += self.dense.bytes_of(self.dense.total)
         return max(self._bare_bytes + segments, self._loading_bytes, self._opening_bytes)
 
     @property
@@ -124,7 +124,7 @@ class Plan:
             f"KV cache of {self.max_context} token{'s' if self.max_context > 1 else ''}": self.kv_cache_bytes,
             "buffers and scratch memory": self.buffers.nbytes
             + self.activation_bytes
-            + self.segment.least * self.segment.nbytes,
+            + self.segment.bytes_of(self.segment.least),
             "drafting": self.draft_bytes,
             "constraints of texts": self.constraint_bytes,
             "the process itself": self.process_bytes,
@@ -182,7 +182,7 @@ class Plan:
         if self.dense is None:
             return 0
         left = max(0, self.budget_bytes - self._bare_bytes)
-        return min(self.dense.total, left // self.dense.nbytes) if self.offloads_weights else self.dense.total
+        return self.dense.fitting(left) if self.offloads_weights else self.dense.total
 
     @property
     def dense_quota(self) -> tuple[int, ...]:
@@ -191,7 +191,7 @@ class Plan:
 
     @property
     def resident_weights_bytes(self) -> int:
-        dense = 0 if self.dense is None else self.dense_segments * self.dense.nbytes
+        dense = 0 if self.dense is None else self.dense.bytes_of(self.dense_segments)
         return self.weights_bytes + dense + (self.embedding_bytes if self.embedding_resident else 0)
 
     @property
@@ -205,14 +205,14 @@ class Plan:
     @property
     def model_bytes(self) -> int:
         """All weights of the model as they would lie in memory."""
-        dense = 0 if self.dense is None else self.dense.total * self.dense.nbytes
-        neurons = self.segment.total * self.segment.nbytes
+        dense = 0 if self.dense is None else self.dense.bytes_of(self.dense.total)
+        neurons = self.segment.bytes_of(self.segment.total)
         return self.weights_bytes + self.embedding_bytes + dense + neurons
 
     @property
     def neuron_cache_bytes(self) -> int:
         """Feed-forward memory that is left in the widest pass with a full context."""
-        return self.segments_for(self.kv_cache_bytes) * self.segment.nbytes
+        return self.segment.bytes_of(self.segments_for(self.kv_cache_bytes))
 
     @property
     def total_bytes(self) -> int:
@@ -225,13 +225,13 @@ class Plan:
 
         Where weights come from flash, neurons have that memory until then.
         """
-        neurons = self.segments_for(self.kv_block_bytes) * self.segment.nbytes
+        neurons = self.segment.bytes_of(self.segments_for(self.kv_block_bytes))
         return min(self.total_bytes, self._fixed_bytes + self.kv_block_bytes + neurons)
 
     @property
     def kv_limit_bytes(self) -> int:
         """Most that the key/value caches of all sessions together may hold."""
-        held = (self.segment.least if self.offloads_weights else self.segment.total) * self.segment.nbytes
+        held = self.segment.bytes_of(self.segment.least if self.offloads_weights else self.segment.total)
         most = self.budget_bytes if self.limit is None else min(self.budget_bytes, self.limit.limit_bytes)
         return max(self.kv_cache_bytes, most - self._fixed_bytes - held)
 
@@ -250,7 +250,7 @@ class Plan:
             return self.segment.total
         idle = 0 if tokens is None else self.activation_bytes - self.working_bytes(tokens)
         left = self.budget_bytes - self._fixed_bytes - kv_bytes + idle
-        return max(0, min(self.segment.total, left // self.segment.nbytes))
+        return self.segment.fitting(left)
 
     @property
     def kept_slots(self) -> int:
@@ -318,7 +318,7 @@ class Plan:
     @property
     def _bare_bytes(self) -> int:
         """Memory of a full context in all, with the fewest feed-forward segments."""
-        least = self.segment.least * self.segment.nbytes
+        least = self.segment.bytes_of(self.segment.least)
         return self._always_bytes + self.buffers.nbytes + self.kv_cache_bytes + least
 
     @property

@@ -6,11 +6,21 @@ models derived from it put them together.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
-from ondevice.bundle.layout import RecordLayout, RowLayout, expert_bytes, neuron_layout, padded, record_counts
+from ondevice.bundle.layout import (
+    RowLayout,
+    expert_bytes,
+    neuron_layouts,
+    padded,
+    record_counts,
+    record_layout,
+    slice_neurons,
+)
 from ondevice.bundle.streams import MultiStreams
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.errors import UsageError
@@ -50,14 +60,15 @@ Rows of streams aren't tokens: such a pass may have STREAM_ROWS of them as well.
 
 @dataclass(frozen=True)
 class SegmentShape:
-    """The equal pieces that feed-forward memory comes in: each holds `neurons` neurons of one layer.
+    """The pieces that feed-forward memory comes in: each holds `neurons` neurons of one layer.
 
-    per_layer: for each layer, the segments that hold all of its neurons.
+    per_layer: for each layer, the segments that hold all of its neurons. layer_bytes: for each layer, the
+    bytes of a segment.
     """
 
     neurons: int
-    nbytes: int
     per_layer: tuple[int, ...]
+    layer_bytes: tuple[int, ...]
 
     @property
     def total(self) -> int:
@@ -68,6 +79,19 @@ class SegmentShape:
     def least(self) -> int:
         """Segments without which nothing can be computed."""
         return 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the largest segment."""
+        return max(self.layer_bytes)
+
+    def bytes_of(self, segments: int) -> int:
+        """Bytes of so many segments, in the order in which layers get them."""
+        return self._sums[segments]
+
+    def fitting(self, nbytes: int) -> int:
+        """Most segments that `nbytes` bytes hold."""
+        return max(0, bisect_right(self._sums, nbytes) - 1)
 
     def quota(self, segments: int) -> tuple[int, ...]:
         """Segments of each layer: as nearly the same share of every layer as can be.
@@ -88,6 +112,11 @@ class SegmentShape:
         rank = {layer: place for place, layer in enumerate(spread)}
         return [layer for _, layer in sorted(places, key=lambda place: (place[0], rank[place[1]]))]
 
+    @cached_property
+    def _sums(self) -> list[int]:
+        """Bytes of the first segments of the order, for each number of them."""
+        return [0, *accumulate(self.layer_bytes[layer] for layer in self._order)]
+
 
 @dataclass(frozen=True)
 class SlotShape:
@@ -105,6 +134,14 @@ class SlotShape:
     @property
     def nbytes(self) -> int:
         return padded(self.slots * self.slot_bytes, PAGE_BYTES)
+
+    def bytes_of(self, segments: int) -> int:
+        """Bytes of so many segments."""
+        return segments * self.nbytes
+
+    def fitting(self, nbytes: int) -> int:
+        """Most segments that `nbytes` bytes hold."""
+        return max(0, min(self.total, nbytes // self.nbytes))
 
     @property
     def least(self) -> int:
@@ -152,8 +189,8 @@ def segment_shape(
         aim_bytes: Target size of a segment.
     """
     if config.is_sliced:
-        layout = neuron_layout(config, quant)
-        return SegmentShape(layout.neurons, layout.stride, record_counts(config, quant))
+        strides = tuple(layout.stride for layout in neuron_layouts(config, quant))
+        return SegmentShape(slice_neurons(config, quant), record_counts(config, quant), strides)
     unit = block_bytes or _block_bytes(config, quant)
     return _segments(config.widths, unit, aim_bytes, config.model_widths)
 
@@ -184,8 +221,8 @@ def _segments(widths: Sequence[int], unit: int, aim_bytes: int, model_widths: Se
     size = min(sizes, key=lambda size: (sum(padded(own, size) for own in units), abs(size - aim), size))
     return SegmentShape(
         neurons=size * GROUP_SIZE,
-        nbytes=padded(size * unit, PAGE_BYTES),
         per_layer=tuple(-(-neurons // (size * GROUP_SIZE)) for neurons in widths),
+        layer_bytes=(padded(size * unit, PAGE_BYTES),) * len(widths),
     )
 
 
@@ -194,7 +231,7 @@ def slot_shape(config: ModelConfig, quant: QuantConfig, whole: bool) -> SlotShap
 
     whole: slots hold whole records; otherwise what follows gate rows alone.
     """
-    layout = neuron_layout(config, quant)
+    layout = record_layout(config, quant)
     slot_bytes = layout.stride if whole else layout.part_bytes[1]
     neurons = config.num_neurons
     # Two batches of a layer, what was prefetched for it, and what is being prefetched for the next layer.
@@ -213,7 +250,7 @@ def expert_shape(config: ModelConfig, quant: QuantConfig, experts: ExpertsSpec) 
     # may touch one more.
     sizes = {nbytes}
     if experts.layout == "neurons":
-        stride = neuron_layout(config, quant).stride
+        stride = record_layout(config, quant).stride
         sizes |= {config.dense_neurons(it) * stride for it in config.layers if it.experts is not None}
     in_pages = all(size % PAGE_BYTES == 0 for size in sizes)
     slot_bytes = nbytes if in_pages else padded(nbytes, PAGE_BYTES) + PAGE_BYTES
@@ -259,12 +296,15 @@ def buffer_shape(
     blocks; 0: no limit.
     """
     widths = widths or config.widths
-    layout = neuron_layout(config, quant)
     if config.is_sliced:
-        share = sum(map(layout.nbytes, widths)) // STREAM_SHARE
-        slots = min(STREAM_SLOTS, max(2, share // layout.stride))
-        return BufferShape(layout.neurons, layout.stride, slots, 0)
-    stride = layout.stride
+        layouts = neuron_layouts(config, quant)
+        share = (
+            sum(layout.nbytes(width) for layout, width in zip(layouts, widths, strict=True)) // STREAM_SHARE
+        )
+        stride = max(layout.stride for layout in layouts)
+        slots = min(STREAM_SLOTS, max(2, share // stride))
+        return BufferShape(slice_neurons(config, quant), stride, slots, 0)
+    stride = record_layout(config, quant).stride
     blocks = -(-max(widths) // GROUP_SIZE)
     size = min(STREAM_SLOT_BYTES // (stride * GROUP_SIZE), -(-blocks // 4))
     size = max(1, min(size, most // GROUP_SIZE) if most else size)
@@ -334,6 +374,5 @@ def stream_bytes(config: ModelConfig, streams: MultiStreams) -> int:
 
 def _block_bytes(config: ModelConfig, quant: QuantConfig) -> int:
     """Size of 64 neurons packed for the kernels: gate, up and down, or gate and down."""
-    layout = neuron_layout(config, quant)
-    assert isinstance(layout, RecordLayout)
-    return sum(interleaved_bytes(GROUP_SIZE, config.hidden_size, row.stored) for row in layout.rows)
+    rows = record_layout(config, quant).rows
+    return sum(interleaved_bytes(GROUP_SIZE, config.hidden_size, row.stored) for row in rows)

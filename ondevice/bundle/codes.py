@@ -74,20 +74,29 @@ def values_of_two_levels(codes: Codes, headers: Codes, stored: RowFormat) -> Flo
 
     Every product is exact; of `two_level` the difference of two products is rounded to float32.
     """
-    rows, count = len(codes), codes.shape[1] // SUPER_SIZE
-    by_super = np.ascontiguousarray(headers).reshape(rows, count, stored.header_bytes)
-    upper = np.ascontiguousarray(by_super[:, :, : stored.upper_bytes]).view(np.float16).astype(np.float32)
-    scales, minimums = group_integers(by_super[:, :, stored.upper_bytes :], stored)
-    groups = codes.reshape(rows, count, -1, stored.group_size)
+    scales, minimums = scales_of_two_levels(headers, stored)
+    groups = codes.reshape(len(codes), -1, stored.group_size)
     if stored.scales == "two_level_table":
         values = TABLE[groups].astype(np.float32)
     else:
         zero = 0 if minimums is not None else stored.zero
         values = groups.astype(np.float32) - np.float32(zero)
-    values *= (upper[:, :, :1] * scales)[:, :, :, None]
+    values *= scales[:, :, None]
     if minimums is not None:
-        values += -(upper[:, :, 1:] * minimums)[:, :, :, None]
+        values -= minimums[:, :, None]
     return values.reshape(codes.shape)
+
+
+def scales_of_two_levels(headers: Codes, stored: RowFormat) -> tuple[Float32, Float32 | None]:
+    """Scales d * s and minimums dmin * m, (R, G) each, of headers (R, S * header_bytes); exact.
+
+    The minimums are None but for `two_level`.
+    """
+    by_super = np.ascontiguousarray(headers).reshape(len(headers), -1, stored.header_bytes)
+    upper = np.ascontiguousarray(by_super[:, :, : stored.upper_bytes]).view(np.float16).astype(np.float32)
+    scales, minimums = group_integers(by_super[:, :, stored.upper_bytes :], stored)
+    of_groups = (upper[:, :, :1] * scales).reshape(len(headers), -1)
+    return of_groups, None if minimums is None else (upper[:, :, 1:] * minimums).reshape(len(headers), -1)
 
 
 def group_integers(lower: Codes, stored: RowFormat) -> tuple[NDArray[np.int8], NDArray[np.int8] | None]:

@@ -231,12 +231,14 @@ def file_layout(name: str, config: ModelConfig, quant: QuantConfig) -> FileLayou
     if name == PER_LAYER:
         return _record_file(config.vocab_size, per_layer_layout(config, quant))
     if name.startswith("neurons-"):
-        neurons = neuron_layout(config, quant)
-        return _record_file(neurons.num_records(config.records[_layer_of(name)]), neurons)
+        layer = _layer_of(name)
+        neurons = neuron_layout(config, quant, layer)
+        return _record_file(neurons.num_records(config.records[layer]), neurons)
     if name.startswith("gates-"):
         return _record_file(config.records[_layer_of(name)], gate_layout(config, quant))
     if name.startswith("experts-"):
-        layout, spec = expert_layout(config, quant), config.layers[_layer_of(name)].experts
+        layer = _layer_of(name)
+        layout, spec = expert_layout(config, quant, layer), config.layers[layer].experts
         assert layout is not None
         assert spec is not None
         return _record_file(spec.count, layout)

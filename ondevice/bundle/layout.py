@@ -387,58 +387,92 @@ class ExpertLayout(PartLayout):
         )
 
 
-def neuron_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout | ExpertLayout:
+def neuron_layout(config: ModelConfig, quant: QuantConfig, layer: int) -> RecordLayout | ExpertLayout:
     """Record of one feed-forward neuron, or of a slice of neighbouring ones where `config.is_sliced`.
 
     A neuron has two parts: [gate row] and [up row | down column], all D long. One of an ungated feed-forward
     has no up row.
     """
     if config.is_sliced:
-        return slice_layout(config, quant)
+        return slice_layout(config, quant, layer)
+    return record_layout(config, quant)
+
+
+def record_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
+    """Record of one neuron, the same in every layer."""
     row, down = (RowLayout(config.hidden_size, *stored) for stored in (quant.of("feed_forward"), quant.plain))
     return RecordLayout(((row,), (*(row,) * (config.feed_forward.num_rows - 2), down)))
 
 
-def slice_layout(config: ModelConfig, quant: QuantConfig) -> ExpertLayout:
-    """Record of a slice: so many neighbouring neurons of a feed-forward as take about SLICE_BYTES.
+def slice_layout(config: ModelConfig, quant: QuantConfig, layer: int) -> ExpertLayout:
+    """Record of a slice of a layer: `slice_neurons` neighbouring neurons of its feed-forward."""
+    gate = RowLayout(config.hidden_size, *quant.of("feed_forward", layer))
+    neurons = slice_neurons(config, quant)
+    matrices = (TiledMatrix(neurons, gate),) * (config.feed_forward.num_rows - 1)
+    down = RowLayout(neurons, *quant.of("down", layer))
+    return ExpertLayout((*matrices, TiledMatrix(config.hidden_size, down)))
 
-    They are whole blocks of 256, which every format's groups divide, or of 64 where some layer's neurons
-    aren't, and at most about an eighth of the widest layer, chosen so that few neurons are padding.
+
+def slice_neurons(config: ModelConfig, quant: QuantConfig) -> int:
+    """Neurons of a slice, the same in every layer: as many as take about SLICE_BYTES.
+
+    They are at most about an eighth of the widest layer, chosen so that few neurons are padding.
     """
     gate, down = quant.of("feed_forward"), quant.of("down")
     widths = [neurons for neurons in config.model_widths if neurons]
-    unit = SLICE_UNIT if all(neurons % SLICE_UNIT == 0 for neurons in widths) else GROUP_SIZE
+    unit = slice_unit(config)
     by_rows = RowLayout(config.hidden_size, *gate).nbytes * (config.feed_forward.num_rows - 1)
-    unit_bytes = unit * by_rows + config.hidden_size * RowLayout(unit, *down).nbytes
+    by_columns = config.hidden_size * RowLayout(SUPER_SIZE, *down).nbytes * unit // SUPER_SIZE
     units = tuple(sorted(-(-neurons // unit) for neurons in widths)) or (1,)
-    size = slice_units(units, unit_bytes)
-    matrix = TiledMatrix(size * unit, RowLayout(config.hidden_size, *gate))
-    matrices = (matrix,) * (config.feed_forward.num_rows - 1)
-    return ExpertLayout((*matrices, TiledMatrix(config.hidden_size, RowLayout(size * unit, *down))))
+    return slice_units(units, unit * by_rows + by_columns) * unit
 
 
-def expert_layout(config: ModelConfig, quant: QuantConfig) -> ExpertLayout | None:
-    """Record of one expert; None unless the model has experts that are stored as matrices."""
+def slice_unit(config: ModelConfig) -> int:
+    """Neurons that every slice has a multiple of: 256 if those of all layers are, else 64."""
+    return SLICE_UNIT if all(neurons % SLICE_UNIT == 0 for neurons in config.model_widths) else GROUP_SIZE
+
+
+def expert_layout(config: ModelConfig, quant: QuantConfig, layer: int) -> ExpertLayout | None:
+    """Record of one expert of a layer; None unless the model has experts that are stored as matrices."""
     experts, hidden = config.experts, config.hidden_size
     if experts is None or experts.layout != "matrices":
         return None
-    row = RowLayout(hidden, *quant.of("experts"))
+    row = RowLayout(hidden, *quant.of("experts", layer))
     by_rows = TiledMatrix(experts.neurons, row, experts.bias)
-    down = TiledMatrix(hidden, RowLayout(experts.neurons, *quant.of("experts_down")), experts.bias)
-    return ExpertLayout((*(by_rows,) * (config.feed_forward.num_rows - 1), down))
+    down = RowLayout(experts.neurons, *quant.of("experts_down", layer))
+    return ExpertLayout(
+        (*(by_rows,) * (config.feed_forward.num_rows - 1), TiledMatrix(hidden, down, experts.bias))
+    )
 
 
 def record_counts(config: ModelConfig, quant: QuantConfig) -> tuple[int, ...]:
     """Records in each layer's file of neurons."""
-    return tuple(map(neuron_layout(config, quant).num_records, config.records))
+    neurons = slice_neurons(config, quant) if config.is_sliced else 1
+    return tuple(-(-records // neurons) for records in config.records)
+
+
+def neuron_layouts(config: ModelConfig, quant: QuantConfig) -> tuple[RecordLayout | ExpertLayout, ...]:
+    """`neuron_layout` of every layer."""
+    return tuple(neuron_layout(config, quant, layer) for layer in range(config.num_layers))
+
+
+def largest_neuron_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout | ExpertLayout:
+    """The record of the layer whose records have most bytes."""
+    return max(neuron_layouts(config, quant), key=lambda layout: layout.stride)
+
+
+def largest_expert_layout(config: ModelConfig, quant: QuantConfig) -> ExpertLayout | None:
+    """The record of an expert of the layer whose experts have most bytes; None as in `expert_layout`."""
+    layouts = (expert_layout(config, quant, layer) for layer in range(config.num_layers))
+    return max(filter(None, layouts), key=lambda layout: layout.stride, default=None)
 
 
 def expert_bytes(config: ModelConfig, quant: QuantConfig) -> int:
-    """Bytes of one expert on flash, in either layout; 0 in a model without any."""
-    whole = expert_layout(config, quant)
-    if whole is not None:
-        return whole.stride
-    return 0 if config.experts is None else config.experts.neurons * neuron_layout(config, quant).stride
+    """Bytes of the largest expert on flash, in either layout; 0 in a model without any."""
+    largest = largest_expert_layout(config, quant)
+    if largest is not None:
+        return largest.stride
+    return 0 if config.experts is None else config.experts.neurons * record_layout(config, quant).stride
 
 
 def gate_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:

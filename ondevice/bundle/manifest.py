@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from ondevice.bundle.layout import (
     CHAT_TEMPLATE,
@@ -33,23 +33,15 @@ from ondevice.bundle.layout import (
     gate_file_name,
     gate_layout,
     neuron_file_name,
-    neuron_layout,
+    neuron_layouts,
     per_layer_layout,
 )
 from ondevice.bundle.model_section import model_section, parse_model
+from ondevice.bundle.quantisation_section import parse_quantisation, quantisation_section
 from ondevice.bundle.strict_json import Section, canonical_json, parse_json
 from ondevice.chat_template import MAX_TEMPLATE_CHARS
 from ondevice.config import (
-    GROUP_SIZE,
-    MATRIX_KINDS,
-    MXFP4,
-    SUPER_SIZE,
-    TILE_FORMATS,
-    Bits,
-    GroupSize,
-    MatrixKind,
     QuantConfig,
-    RowFormat,
     SamplingConfig,
     Scales,
 )
@@ -200,8 +192,8 @@ def parse_manifest(data: bytes) -> Manifest:
             "--force` again on the model's checkpoint"
         )
     config = parse_model(root.section("model"))
-    quant = _parse_quantisation(root.section("quantisation"), config)
-    root.equal("neurons", _neurons_json(config, neuron_layout(config, quant)))
+    quant = parse_quantisation(root.section("quantisation"), config)
+    root.equal("neurons", _neurons_json(config, neuron_layouts(config, quant)))
     root.equal("embedding", _embedding_json(config, quant))
     _check_gates(root, config, quant)
     for key, value in _experts_json(config, quant).items():
@@ -228,8 +220,8 @@ def model_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "model": model_section(config),
-        "quantisation": _quantisation_json(quant),
-        "neurons": _neurons_json(config, neuron_layout(config, quant)),
+        "quantisation": quantisation_section(quant),
+        "neurons": _neurons_json(config, neuron_layouts(config, quant)),
         "embedding": _embedding_json(config, quant),
         "gates": _gates_json(config, quant),
     }
@@ -242,24 +234,25 @@ def _embedding_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any] |
 
 
 def _gates_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any] | None:
-    return _neurons_json(config, gate_layout(config, quant)) if config.zeros_gates else None
+    if not config.zeros_gates:
+        return None
+    return _neurons_json(config, (gate_layout(config, quant),) * config.num_layers)
 
 
 def _experts_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any]:
     """The key `experts`; nothing unless the model has experts that are stored as matrices."""
-    layout = expert_layout(config, quant)
-    if layout is None or config.experts is None:
+    layouts = [expert_layout(config, quant, layer) for layer in config.expert_layers]
+    stored = [layout for layout in layouts if layout is not None]
+    if config.experts is None or not stored:
         return {}
-    return {"experts": _layout_json(config.experts.count, layout)}
+    return {"experts": _records_json([config.experts.count] * len(stored), stored)}
 
 
-def _neurons_json(config: ModelConfig, layout: RecordLayout | ExpertLayout) -> dict[str, Any]:
-    """Records of every layer's neurons: one number of them, or a list where layers have different ones."""
-    records = tuple(map(layout.num_records, config.records))
-    equal = len(set(records)) <= 1
-    count = max(records, default=layout.num_records(config.intermediate_size)) if equal else 0
-    slices = {"neurons": layout.neurons} if config.is_sliced else {}
-    return _layout_json(count, layout) | slices | ({} if equal else {"num_records": [*records]})
+def _neurons_json(config: ModelConfig, layouts: Sequence[RecordLayout | ExpertLayout]) -> dict[str, Any]:
+    """Records of every layer's neurons."""
+    counts = [layout.num_records(records) for layout, records in zip(layouts, config.records, strict=True)]
+    slices = {"neurons": layouts[0].neurons} if config.is_sliced else {}
+    return _records_json(counts, layouts) | slices
 
 
 def _check_gates(root: Section, config: ModelConfig, quant: QuantConfig) -> None:
@@ -317,106 +310,11 @@ def _layout_json(num_records: int, layout: PartLayout) -> dict[str, Any]:
     }
 
 
-def _quantisation_json(quant: QuantConfig) -> dict[str, Any]:
-    found: dict[str, Any] = {"bits": quant.bits, "group_size": GROUP_SIZE}
-    if quant.formats:
-        found["matrices"] = {kind: _format_json(stored) for kind, stored in quant.formats}
-    return found
-
-
-def _format_json(stored: RowFormat) -> dict[str, Any]:
-    biases = {scales: bias for bias, scales in _BIASES.items()}
-    own = {"scales": stored.scales} if stored.tiles_only else {"bias": biases[stored.scales]}
-    return {"bits": stored.bits, "group_size": stored.group_size, **own}
-
-
-def _parse_quantisation(section: Section, config: ModelConfig) -> QuantConfig:
-    bits = section.integer("bits", 1, 64)
-    if bits not in get_args(Bits):
-        raise UnsupportedModelError(f"quantisation to {bits} bits; this release reads 4, 5, 6, 8 and 16")
-    section.equal("group_size", GROUP_SIZE)
-    plain = QuantConfig(cast(Bits, bits))
-    formats: tuple[tuple[MatrixKind, RowFormat], ...] = ()
-    if "matrices" in section.names:
-        formats = _parse_formats(section.section("matrices"), plain, config.is_sliced)
-    section.close()
-    if expert_layout(config, plain) is None and any(kind.startswith("experts") for kind, _ in formats):
-        raise BundleError("manifest.quantisation.matrices has experts, but no layer stores them as matrices")
-    if not config.is_sliced and dict(formats).get("down"):
-        raise BundleError("manifest.quantisation.matrices has down, but neurons have records of their own")
-    if config.tie_embeddings and dict(formats).get("head"):
-        raise BundleError("manifest.quantisation.matrices has a head, but the model's head is its embedding")
-    quant = QuantConfig(plain.bits, formats)
-    layout = expert_layout(config, quant)
-    for row in () if layout is None else (matrix.row for matrix in layout.matrices):
-        if row.stored.two_levels and row.cols % SUPER_SIZE:
-            raise BundleError(
-                f"manifest.quantisation.matrices has two levels of scales for experts with {row.cols} "
-                f"columns; these must be a multiple of {SUPER_SIZE}"
-            )
-    return quant
-
-
-def _parse_formats(
-    section: Section, plain: QuantConfig, sliced: bool
-) -> tuple[tuple[MatrixKind, RowFormat], ...]:
-    """The key `matrices`: formats of kinds of matrices that differ from the model's own.
-
-    sliced: whether gate and up rows may have bits of their own, as feed-forwards are stored in slices.
-    """
-    formats: list[tuple[MatrixKind, RowFormat]] = []
-    for kind in MATRIX_KINDS:
-        if kind not in section.names:
-            continue
-        found = section.section(kind)
-        stored = _tile_format(found, kind) if "scales" in found.names else _row_format(found)
-        if stored.implied_bias and stored.group_size == GROUP_SIZE:
-            raise BundleError(f"{found.where} implies biases of groups of 64; only groups of 32 may")
-        if stored.mxfp4 and stored != MXFP4:
-            raise BundleError(
-                f"{found.where} has no biases; that means MXFP4, which has 4 bits and groups of 32"
-            )
-        if (
-            stored == plain.plain
-            or plain.bits == 16
-            or (kind == "feed_forward" and stored.bits != plain.bits and not sliced)
-        ):
-            raise BundleError(f"{found.where} doesn't go with the model's {plain.bits} bits")
-        formats.append((kind, stored))
-    section.close()
-    if not formats:
-        raise BundleError(f"{section.where} is empty")
-    return tuple(formats)
-
-
-def _row_format(section: Section) -> RowFormat:
-    """A format of one level of scales, whatever stores it."""
-    bits, group_size = section.integer("bits", 1, 64), section.integer("group_size", 1, 1 << 31)
-    bias = section.text("bias", 32)
-    if bits not in (4, 5, 6, 8) or group_size not in (32, 64) or bias not in _BIASES:
-        raise UnsupportedModelError(
-            f"{section.where} asks for {bits} bits, groups of {group_size} and a bias that is {bias!a}; "
-            "this release reads 4, 5, 6 and 8 bits, groups of 32 and 64, and biases that are stored, "
-            "implied or, in MXFP4, none"
-        )
-    section.close()
-    return RowFormat(cast(Bits, bits), cast(GroupSize, group_size), _BIASES[bias])
-
-
-def _tile_format(section: Section, kind: MatrixKind) -> RowFormat:
-    """A format that tiles alone have."""
-    bits, group_size = section.integer("bits", 1, 64), section.integer("group_size", 1, 1 << 31)
-    scales = section.text("scales", 32)
-    stored = next((it for it in TILE_FORMATS if it == (bits, group_size, scales)), None)
-    if stored is None:
-        raise UnsupportedModelError(
-            f"{section.where} asks for {bits} bits, groups of {group_size} and scales that are {scales!a}; "
-            f"this release reads {', '.join(f'{it.bits}/{it.group_size}/{it.scales}' for it in TILE_FORMATS)}"
-        )
-    section.close()
-    if not kind.startswith("experts"):
-        raise BundleError(f"{section.where} has scales that are {scales!a}; only matrices of experts may")
-    return stored
+def _records_json(counts: Sequence[int], layouts: Sequence[RecordLayout | ExpertLayout]) -> dict[str, Any]:
+    """Records of several layers: what differs between layers is a list, layer by layer."""
+    layers = [_layout_json(count, layout) for count, layout in zip(counts, layouts, strict=True)]
+    equal = {key: value for key, value in layers[0].items() if all(it[key] == value for it in layers)}
+    return {key: equal.get(key, [it[key] for it in layers]) for key in layers[0]}
 
 
 def _parse_tokenizer(section: Section, vocab_size: int) -> TokenizerInfo:

@@ -15,6 +15,7 @@ from ondevice.bundle.expert_use import ExpertUse, HitPoint
 from ondevice.bundle.layout import expert_file_name, gate_file_name, neuron_file_name
 from ondevice.bundle.manifest import FileEntry, Manifest, TokenizerInfo, bundle_files, model_json
 from ondevice.bundle.predictors import Predictors, predictors_text
+from ondevice.bundle.quantisation_section import part_quant
 from ondevice.bundle.sidecar import weights_digest
 from ondevice.bundle.streams import MultiStreams, streams_text
 from ondevice.bundle.strict_json import canonical_json
@@ -90,6 +91,7 @@ def part_manifest(manifest: Manifest, config: ModelConfig) -> Manifest:
     return replace(
         manifest,
         config=config,
+        quant=part_quant(manifest.quant, config, shift),
         tokenizer=tokenizer,
         files=files,
         part_of=model_digest(manifest),

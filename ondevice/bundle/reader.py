@@ -66,8 +66,9 @@ from ondevice.bundle.layout import (
     gate_file_name,
     gate_layout,
     neuron_file_name,
-    neuron_layout,
+    neuron_layouts,
     per_layer_layout,
+    record_layout,
 )
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, CrcRange, Manifest, bundle_files, parse_manifest
 from ondevice.bundle.ngrams import NGRAMS_SIDECAR, Ngrams, ngrams_layout, parse_ngrams
@@ -183,11 +184,15 @@ class Bundle:
         self.manifest = manifest
         self.config = manifest.config
         self.quant = manifest.quant
-        self.neuron_layout = neuron_layout(self.config, self.quant)
+        self.neuron_layouts = neuron_layouts(self.config, self.quant)
+        """The record of each layer's neurons or slices."""
         self.embedding_layout = embedding_layout(self.config, self.quant)
         self.per_layer_layout = per_layer_layout(self.config, self.quant)
         self.gate_layout = gate_layout(self.config, self.quant)
-        self.expert_layout = expert_layout(self.config, self.quant)
+        self.expert_layouts = tuple(
+            expert_layout(self.config, self.quant, layer) for layer in range(self.config.num_layers)
+        )
+        """The record of each layer's experts; None unless the model's are stored as matrices."""
         self.bundle_bytes: int = manifest_bytes + sum(entry.nbytes for entry in manifest.files.values())
         self._folder = path.resolve()
         self._check_headers(self._check_sizes())
@@ -243,9 +248,9 @@ class Bundle:
     @property
     def record_layout(self) -> RecordLayout:
         """The record of one neuron. Raises BundleError where feed-forwards are stored in slices."""
-        if not isinstance(self.neuron_layout, RecordLayout):
+        if self.config.is_sliced:
             raise BundleError(f"{self.name} stores its feed-forwards in slices, not neuron by neuron")
-        return self.neuron_layout
+        return record_layout(self.config, self.quant)
 
     @property
     def parameters(self) -> int:

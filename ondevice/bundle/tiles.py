@@ -10,9 +10,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.bundle.codes import pack, unpack, values_of_table, values_of_two_levels
+from ondevice.bundle.codes import pack, scales_of_two_levels, unpack, values_of_table, values_of_two_levels
 from ondevice.bundle.layout import TILE_ROWS, RowLayout, TiledMatrix
-from ondevice.config import GROUP_SIZE, CodeBits
+from ondevice.config import GROUP_SIZE, CodeBits, RowFormat
 
 Bytes = NDArray[np.uint8]
 Number = TypeVar("Number", bound=np.generic)
@@ -91,11 +91,33 @@ def tiles_of_lanes(rows: Bytes, row: RowLayout) -> Bytes:
     return np.concatenate(parts, axis=2).reshape(matrix.tiles, -1)
 
 
-def halves(matrix: StoredMatrix, row: RowLayout) -> StoredMatrix:
-    """The rows of a matrix in a format that tiles alone have, as float16 values (R, 2 C) instead of codes.
+def rows_format(stored: RowFormat) -> RowFormat:
+    """The format of rows outside tiles that is nearest to `stored`.
 
-    Values are rounded; those beyond float16 become infinite.
+    A format that tiles alone have becomes one of the same codes with a scale and a bias for each 32, if its
+    groups have 32 and its codes no table, else float16 values.
     """
+    if not stored.tiles_only:
+        return stored
+    affine = stored.scales == "two_level" and stored.group_size == 32
+    return RowFormat(stored.bits, 32) if affine else RowFormat(16)
+
+
+def in_rows(matrix: StoredMatrix, row: RowLayout) -> StoredMatrix:
+    """The rows of a matrix in the format `rows_format(row.stored)`.
+
+    Scales and values are rounded to float16; those beyond it become infinite.
+    """
+    stored = row.stored
+    if not stored.tiles_only:
+        return matrix
+    if rows_format(stored).bits != 16:
+        scales, minimums = scales_of_two_levels(matrix.scales.view(np.uint8), stored)
+        assert minimums is not None
+        with np.errstate(over="ignore"):
+            return StoredMatrix(
+                matrix.codes, scales.astype(np.float16), (-minimums).astype(np.float16), matrix.added
+            )
     codes = unpack(np.ascontiguousarray(matrix.codes), row.bits)
     none = np.empty((len(codes), 0), dtype=np.float16)
     if row.stored.two_levels:

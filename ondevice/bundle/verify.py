@@ -214,8 +214,8 @@ def _verify_file(
 def _different_gates(bundle: Bundle, layer: int) -> BundleError:
     """An error that names the first record whose gate rows differ; reads both copies again to find it."""
     gates, neurons = bundle.gate_file(layer), bundle.neuron_file(layer)
-    strides = bundle.gate_layout.stride, bundle.neuron_layout.stride
-    used, step = bundle.gate_layout.row_bytes[0], max(1, CHUNK_BYTES // bundle.neuron_layout.stride)
+    strides = bundle.gate_layout.stride, bundle.record_layout.stride
+    used, step = bundle.gate_layout.row_bytes[0], max(1, CHUNK_BYTES // bundle.record_layout.stride)
     num_neurons = bundle.config.widths[layer]
     for first in range(0, num_neurons, step):
         count = min(step, num_neurons - first)

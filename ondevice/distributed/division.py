@@ -20,6 +20,7 @@ from ondevice.budget.draft_layers import draft_layer_bytes
 from ondevice.budget.plan import Plan, plan_memory
 from ondevice.budget.sizes import context_tokens
 from ondevice.bundle.parts import layer_words, part_expert_use, part_predictors, part_streams
+from ondevice.bundle.quantisation_section import part_quant
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import MultiStreams
 from ondevice.config import RuntimeConfig
@@ -269,8 +270,9 @@ class _Ranges:
             of_layer = draft_layer_bytes(layer, config, runtime, self._runtime.max_context)
         self._drafting = draft_model_bytes, datastore_bytes(runtime.speculation, bundle.ngrams), of_layer
         self._active = active_shares(bundle, runtime)
-        known: dict[LayerSpec, int] = {}
-        self._kinds = [known.setdefault(layer, len(known)) for layer in config.layers]
+        known: dict[tuple[LayerSpec, Any], int] = {}
+        stored = map(bundle.quant.layer_formats, range(config.num_layers))
+        self._kinds = [known.setdefault(kind, len(known)) for kind in zip(config.layers, stored, strict=True)]
         self._plans: dict[Any, tuple[ModelConfig, Plan]] = {}
         self._shares: dict[Any, RankShare] = {}
 
@@ -289,7 +291,8 @@ class _Ranges:
         use = self._bundle.expert_use
         if use is not None:
             use = part_expert_use(use, self._bundle.config, config)
-        found = token_bytes(config, self._bundle.quant, plan, self._active[first:stop], use)
+        quant = part_quant(self._bundle.quant, config, first)
+        found = token_bytes(config, quant, plan, self._active[first:stop], use)
         computing = found.computed / resources.compute_bytes_per_second
         seconds = max(computing, found.read / resources.flash_bytes_per_second)
         return RankShare(resources.name, first, stop, plan, found, seconds)
@@ -304,7 +307,8 @@ class _Ranges:
         if key not in self._plans:
             config = part_config(bundle.config, first, stop, embeds, embeds or self._prunes(streams))
             runtime = of_part(config, self._runtime)
-            memory = memory_model(config, bundle.quant, runtime, predictors, streams)
+            quant = part_quant(bundle.quant, config, first)
+            memory = memory_model(config, quant, runtime, predictors, streams)
             if embeds:
                 model, store, layer = self._drafting
                 memory = replace(

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from ondevice.budget.plan import Plan
 from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.bundle.expert_use import ExpertUse
-from ondevice.bundle.layout import expert_bytes, neuron_layout
+from ondevice.bundle.layout import (
+    expert_bytes,
+    neuron_layouts,
+    record_layout,
+)
 from ondevice.bundle.reader import Bundle
 from ondevice.config import QuantConfig, RuntimeConfig
 from ondevice.model_config import ModelConfig
@@ -39,12 +43,12 @@ def token_bytes(
         use: what caches of these layers' experts hit, if that was measured; else an expert is found in memory
             as often as another.
     """
-    layout = neuron_layout(config, quant)
     always = plan.weights_bytes + plan.predictor_bytes
     segments = plan.segments_for(plan.kv_cache_bytes, DECODE_TOKENS)
     if config.experts is None:
         neurons = sum(
-            share * layout.nbytes(count) for share, count in zip(active, config.widths, strict=True)
+            share * layout.nbytes(count)
+            for share, count, layout in zip(active, config.widths, neuron_layouts(config, quant), strict=True)
         )
         kept = segments / max(1, plan.segment.total)
         if plan.selects_neurons:
@@ -59,7 +63,7 @@ def token_bytes(
     hits = kept_experts / max(1, total) if use is None else use.expected_hits(kept_experts, total)
     dense = held = 0
     if plan.dense is not None:
-        dense = layout.stride * sum(map(config.dense_neurons, config.layers))
+        dense = record_layout(config, quant).stride * sum(map(config.dense_neurons, config.layers))
         held = dense * plan.dense_segments // max(1, plan.dense.total)
     read = experts * (1 - hits) + dense - held if plan.offloads_weights else 0.0
     return TokenBytes(always + experts + dense, read)

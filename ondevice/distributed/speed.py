@@ -13,7 +13,10 @@ from ondevice.backends.base import KVLayout
 from ondevice.budget.limits import allowance, require_fit
 from ondevice.budget.plan import plan_memory
 from ondevice.budget.sizes import STREAM_SLOT_BYTES
-from ondevice.bundle.layout import expert_bytes, neuron_layout
+from ondevice.bundle.layout import (
+    expert_bytes,
+    largest_neuron_layout,
+)
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig, Sparsity
 from ondevice.distributed.division import RankResources
@@ -69,7 +72,7 @@ def flash_rate(bundle: Bundle, runtime: RuntimeConfig, costs: CostModel) -> floa
     if bundle.config.experts is not None:
         nbytes = min(nbytes, expert_bytes(bundle.config, bundle.quant))
     elif runtime.sparsity != "dense":
-        nbytes = neuron_layout(bundle.config, bundle.quant).stride
+        nbytes = largest_neuron_layout(bundle.config, bundle.quant).stride
     return costs.bytes_per_second(nbytes, costs.threads(nbytes))
 
 

@@ -15,10 +15,9 @@ from ondevice.bundle.layout import (
     RecordLayout,
     RowLayout,
     TileLayout,
-    expert_bytes,
     expert_layout,
     gate_bias_name,
-    neuron_layout,
+    record_layout,
 )
 from ondevice.bundle.reader import Bundle
 from ondevice.config import QuantConfig
@@ -42,7 +41,7 @@ class NeuronRecords:
         self.file = FIRST_NEURON_FILE + layer
         self.num_neurons = bundle.config.records[layer]
         self.hidden_size = bundle.config.hidden_size
-        self.layout: RecordLayout | ExpertLayout = bundle.neuron_layout
+        self.layout: RecordLayout | ExpertLayout = bundle.neuron_layouts[layer]
         self.experts = expert_records(bundle.config, bundle.quant, reader, layer, self.file)
         self._gates = GateDigest(bundle, layer) if bundle.config.zeros_gates else None
 
@@ -88,12 +87,13 @@ def expert_records(
     spec = config.layers[layer]
     if spec.experts is None:
         return None
-    nbytes, whole = expert_bytes(config, quant), expert_layout(config, quant)
-    if whole is None:
-        first = config.dense_neurons(spec) * neuron_layout(config, quant).stride
+    layout = expert_layout(config, quant, layer)
+    if layout is None:
+        stride = record_layout(config, quant).stride
+        first, nbytes = config.dense_neurons(spec) * stride, spec.experts.neurons * stride
         return ExpertRecords(neuron_file, DATA_OFFSET + first, nbytes, spec.experts.count, reader.read)
     file = first_expert_file(config) + config.expert_layers.index(layer)
-    return ExpertRecords(file, DATA_OFFSET, nbytes, spec.experts.count, reader.read, whole)
+    return ExpertRecords(file, DATA_OFFSET, layout.stride, spec.experts.count, reader.read, layout)
 
 
 def embedding_records(bundle: Bundle, reader: FlashReader) -> EmbeddingRecords:

@@ -28,6 +28,7 @@ from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.layout import projection_matrices
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import MultiStreams
+from ondevice.bundle.tiles import rows_format
 from ondevice.bundle.weight_shapes import extra_matrices
 from ondevice.config import SELECTING, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.errors import BackendUnavailableError
@@ -180,18 +181,16 @@ def row_invariance(
 
 def _linears(memory: MlxMemory) -> Iterator[tuple[int, int, RowFormat]]:
     """(rows, columns, format) of the matrices that a token meets, a neuron's gate and up rows among them."""
-    from ondevice.backends.mlx_linear import multiplied_format
-
     config, quant = memory.config, memory.quant
     hidden = config.hidden_size
     for index, layer in enumerate(config.layers):
         parts = projection_matrices(config, quant, index).values()
-        for stored, joined in groupby(parts, key=lambda part: multiplied_format(part.row.stored)):
+        for stored, joined in groupby(parts, key=lambda part: rows_format(part.row.stored)):
             yield sum(part.rows for part in joined), hidden, stored
         yield hidden, config.out_cols(layer), quant.of("out", index)
         if neurons := config.dense_neurons(layer):
             rows = memory.ranges.neurons if config.is_sliced else neurons
-            yield rows, hidden, quant.of("feed_forward")
+            yield rows, hidden, quant.of("feed_forward", index)
     if config.part.heads:
         yield config.vocab_size, config.embedding_size, quant.head(config.tie_embeddings)
     for weight in extra_matrices(config):

@@ -53,7 +53,7 @@ class ResolvedDraft:
     @property
     def loaded_bytes(self) -> int:
         """Memory of its weights, which it holds from the end of loading on."""
-        return self.plan.resident_weights_bytes + self.plan.segment.total * self.plan.segment.nbytes
+        return self.plan.resident_weights_bytes + self.plan.segment.bytes_of(self.plan.segment.total)
 
     def compared(self, own: Tokenizer | None, target: Tokenizer | None) -> ResolvedDraft:
         """With both models' tokenizers, where these have other vocabularies.

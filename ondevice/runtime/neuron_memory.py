@@ -211,7 +211,7 @@ def segment_pool(
     return SegmentPool(
         backend.feed_forwards,
         reader,
-        segment_bytes=segments.nbytes,
+        segment_bytes=segments.layer_bytes,
         piece_neurons=buffers.neurons,
         slot_bytes=buffers.slot_bytes,
         slots=buffers.slots,

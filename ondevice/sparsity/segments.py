@@ -51,7 +51,7 @@ class SegmentPool(NeuronSource):
     Args:
         layers: the model's layers, in order; each gets this object as its `neurons`.
         reader: over the bundle's files.
-        segment_bytes: size of a segment.
+        segment_bytes: size of a segment of each layer.
         piece_neurons: neurons in a piece that is read.
         slot_bytes: size of a read-ahead buffer.
         slots: number of read-ahead buffers.
@@ -62,7 +62,7 @@ class SegmentPool(NeuronSource):
         layers: Sequence[FeedForwardLayer],
         reader: FlashReader,
         *,
-        segment_bytes: int,
+        segment_bytes: Sequence[int],
         piece_neurons: int,
         slot_bytes: int,
         slots: int,
@@ -76,7 +76,8 @@ class SegmentPool(NeuronSource):
         self._quota = [0] * len(layers)
         self._passes = 0
         self._allocator: ThreadPoolExecutor | None = None
-        self._empty: deque[Future[Segment]] = deque()
+        self._empty: dict[int, deque[Future[Segment]]] = {nbytes: deque() for nbytes in segment_bytes}
+        """Segments that are allocated ahead of use, by their size."""
         self._ahead: ReadAhead | None = None
         self._memory = layers[0].piece_memory
         self._held: deque[Any] = deque()
@@ -98,12 +99,13 @@ class SegmentPool(NeuronSource):
     @property
     def nbytes(self) -> int:
         """Bytes of the segments that exist, filled or still empty."""
-        return self.filled_bytes + len(self._empty) * self._segment_bytes
+        return self.filled_bytes + sum(nbytes * len(empty) for nbytes, empty in self._empty.items())
 
     @property
     def filled_bytes(self) -> int:
         """Bytes of the segments that hold neurons. Safe from any thread."""
-        return sum(len(layer.segments) for layer in self._layers) * self._segment_bytes
+        sizes = zip(self._layers, self._segment_bytes, strict=True)
+        return sum(len(layer.segments) * nbytes for layer, nbytes in sizes)
 
     @property
     def times(self) -> PassTimes:
@@ -127,8 +129,9 @@ class SegmentPool(NeuronSource):
             if len(layer.segments) > count:
                 del layer.segments[count:]
                 self._pieces = []
-        while len(self._empty) > self._missing:
-            self._drop_empty()
+        for nbytes, empty in self._empty.items():
+            while len(empty) > self._missing(nbytes):
+                _drop(empty.pop())
 
     def hold(self, cancelled: IsCancelled = never_cancelled) -> bool:
         """Read what the quota allows now, before any pass. Raises FlashReadError, MemoryError.
@@ -155,8 +158,9 @@ class SegmentPool(NeuronSource):
         self._stop_reading()
         self._quota = [0] * len(self._layers)
         self._complete = False
-        while self._empty:
-            self._drop_empty()
+        for empty in self._empty.values():
+            while empty:
+                _drop(empty.pop())
         if self._allocator is not None:
             self._allocator.shutdown()
             self._allocator = None
@@ -165,29 +169,24 @@ class SegmentPool(NeuronSource):
             # Breaks the cycle of pool and layer, so that memory is freed without the garbage collector.
             layer.neurons = ClosedNeurons()
 
-    @property
-    def _missing(self) -> int:
-        """Number of segments within the quota that don't hold neurons yet."""
-        return sum(self._quota) - sum(len(layer.segments) for layer in self._layers)
+    def _missing(self, nbytes: int) -> int:
+        """Number of segments of this size within the quota that don't hold neurons yet."""
+        layers = zip(self._layers, self._quota, self._segment_bytes, strict=True)
+        return sum(quota - len(layer.segments) for layer, quota, size in layers if size == nbytes)
 
-    def _allocate(self, missing: int) -> None:
-        """Request memory for `missing` segments, for at most SEGMENTS_AHEAD at a time."""
-        while len(self._empty) < min(SEGMENTS_AHEAD, missing):
+    def _allocate(self, nbytes: int, missing: int) -> None:
+        """Request memory for `missing` segments of a size, for at most SEGMENTS_AHEAD at a time."""
+        layer, empty = self._layers[self._segment_bytes.index(nbytes)], self._empty[nbytes]
+        while len(empty) < min(SEGMENTS_AHEAD, missing):
             if self._allocator is None:
                 self._allocator = ThreadPoolExecutor(1, "ondevice-segments")
             try:
-                self._empty.append(self._allocator.submit(self._layers[0].new_segment))
+                empty.append(self._allocator.submit(layer.new_segment))
             except RuntimeError as error:
                 # The system has no thread left, or the program is exiting: passes go on from flash.
                 log.info("no thread to allocate feed-forward segments: %s", error)
                 self._allocator = None
                 return
-
-    def _drop_empty(self) -> None:
-        future = self._empty.pop()
-        if not future.cancel():
-            # The segment's memory is freed with it; an error of its allocation no longer matters.
-            future.exception()
 
     def _stop_reading(self) -> None:
         if self._ahead is not None:
@@ -258,15 +257,16 @@ class SegmentPool(NeuronSource):
         """An empty segment for the next range of a layer, if its quota allows one and memory is ready."""
         if segment != len(self._layers[index].segments) or segment >= self._quota[index]:
             return None
-        ready = bool(self._empty) and self._empty[0].done()
-        if not ready:
+        nbytes = self._segment_bytes[index]
+        empty = self._empty[nbytes]
+        if not empty or not empty[0].done():
             return None
-        future = self._empty.popleft()
+        future = empty.popleft()
         if future.exception() is not None:
             # The system has no memory to spare now: this pass continues from flash.
             log.warning("no memory for a feed-forward segment: %s", future.exception())
             return None
-        self._allocate(self._missing - 1)
+        self._allocate(nbytes, self._missing(nbytes) - 1)
         return future.result()
 
     def begin_pass(self, batch: ForwardBatch) -> None:
@@ -277,7 +277,8 @@ class SegmentPool(NeuronSource):
         if self._complete:
             return
         if self._passes:
-            self._allocate(self._missing)
+            for nbytes in self._empty:
+                self._allocate(nbytes, self._missing(nbytes))
         self._passes += 1
         if any(
             pieces and pieces[0].segment != len(layer.segments)
@@ -322,6 +323,13 @@ def _extent(layer: FeedForwardLayer, first: int, stop: int) -> Extent:
     source, layout = layer.source, layer.source.layout
     start = DATA_OFFSET + first // layout.neurons * layout.stride
     return Extent(source.file, start, layout.nbytes(stop - first))
+
+
+def _drop(empty: Future[Segment]) -> None:
+    """Give an empty segment up."""
+    if not empty.cancel():
+        # The segment's memory is freed with it; an error of its allocation no longer matters.
+        empty.exception()
 
 
 def _packed(layer: FeedForwardLayer, filling: Segment, segment: int, first: int, records: Bytes) -> bool:

@@ -116,7 +116,7 @@ def test_feed_forward_close_to_float_and_equal_for_every_residency(bits: Any, ac
     hidden, neurons, tokens, spec = 100, 200, 11, FeedForwardSpec(activation)
     config = with_feed_forward(tiny_config(hidden_size=hidden, intermediate_size=neurons), spec)
     gate, up, down = (normal(neurons, hidden, seed=seed) / 10 for seed in range(3))
-    source = ArrayFeedForward(gate, up, down, neuron_layout(config, QuantConfig(bits)))
+    source = ArrayFeedForward(gate, up, down, neuron_layout(config, QuantConfig(bits), 0))
     x, batch, single = normal(tokens, hidden, seed=9), ForwardBatch(range(tokens)), ForwardBatch([0])
     results = []
     for target in TARGETS:
@@ -132,7 +132,7 @@ def test_feed_forward_close_to_float_and_equal_for_every_residency(bits: Any, ac
     rounded = [quantise_rows(matrix, bits)[3] for matrix in (gate, up, down)]
     if config.is_sliced:
         rounded[2] = quantise_rows(np.ascontiguousarray(down.T), bits)[3].T
-    exact = ArrayFeedForward(*rounded, neuron_layout(config, QuantConfig(16)))
+    exact = ArrayFeedForward(*rounded, neuron_layout(config, QuantConfig(16), 0))
     reference = ReferenceBackend()
     expected = reference.feed_forward(x, reference.load_feed_forward(0, exact), spec, batch)
     # float16 weights: rounding alone. Quantised: activations carry 7 bits, twice in a row.
@@ -146,7 +146,7 @@ def test_estimates_have_the_resident_neurons_alone(bits: Any) -> None:
     hidden, neurons, exact, streams = 100, 200, 3, 5
     config = tiny_config(hidden_size=hidden, intermediate_size=neurons)
     gate, up, down = (normal(neurons, hidden, seed=seed) / 10 for seed in range(3))
-    source = ArrayFeedForward(gate, up, down, neuron_layout(config, QuantConfig(bits)))
+    source = ArrayFeedForward(gate, up, down, neuron_layout(config, QuantConfig(bits), 0))
     x = normal(exact + streams, hidden, seed=9)
     drafted = ForwardBatch(range(exact), stream_rows=streams)
     own = ForwardBatch((), stream_rows=streams, resident_only=True)

@@ -80,7 +80,7 @@ def test_the_budget_changes_no_bit(copied: list[int], sparsity: str, io: str) ->
         assert (model.logits(tokens) == expected).all()
         assert model.generate(tokens=tokens, max_tokens=8).tokens == text
         assert model._engine._backend.feed_forwards[0].piece_memory.records is None
-        stride = Bundle.open(SHIPPED).neuron_layout.stride
+        stride = Bundle.open(SHIPPED).neuron_layouts[0].stride
         assert set(copied) == ({model.plan.buffers.neurons * stride} if sparsity == "dense" else set())
 
 
@@ -116,7 +116,7 @@ def test_the_plan_counts_two_copies_under_way(olmoe: Path) -> None:
         bundle = Bundle.open(folder)
         nbytes = expert_bytes(bundle.config, bundle.quant)
         if folder == SHIPPED:
-            nbytes = plans[0].buffers.neurons * bundle.neuron_layout.stride
+            nbytes = plans[0].buffers.neurons * bundle.neuron_layouts[0].stride
         assert plans[1].buffers.nbytes - plans[0].buffers.nbytes == MLX_PIECES * nbytes
 
 

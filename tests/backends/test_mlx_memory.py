@@ -143,7 +143,7 @@ def test_what_is_written_through_a_view_is_what_is_multiplied() -> None:
 def test_flash_is_read_into_the_memory_of_an_mlx_array(bundles: Any, quant: str) -> None:
     """What a stream's threads read is what MLX multiplies, at the same address."""
     bundle = Bundle.open(bundles("llama-relu", quant))
-    layout, count = bundle.neuron_layout, 64
+    layout, count = bundle.neuron_layouts[0], 64
     extent = Extent(0, DATA_OFFSET, count * layout.stride)
     slot = padded(extent.nbytes, PAGE_BYTES) + PAGE_BYTES
     memory = RecordMemory(2 * slot)

@@ -207,7 +207,7 @@ def test_segments_cover_a_layer_and_waste_little(config: ModelConfig, bits: Any)
     assert shape.neurons % 64 == 0
     for segments, neurons in zip(shape.per_layer, config.widths, strict=True):
         assert (segments - 1) * shape.neurons < neurons <= segments * shape.neurons
-    assert shape.nbytes >= neuron_layout(config, quant).row_bytes[0]
+    assert shape.nbytes >= neuron_layout(config, quant, 0).row_bytes[0]
     assert shape.nbytes <= 16 << 20 or shape.neurons <= 256
     if len(set(config.widths)) == 1 and config.widest >= 64 * 64:
         assert shape.per_layer[0] * shape.neurons <= config.widest * 1.05 + 64
@@ -218,7 +218,7 @@ def test_segments_cover_a_layer_and_waste_little(config: ModelConfig, bits: Any)
 def test_a_stream_slot_holds_its_records_widened_to_pages(config: ModelConfig, bits: Any) -> None:
     quant = QuantConfig(bits)
     shape = buffer_shape(config, quant)
-    layout = neuron_layout(config, quant)
+    layout = neuron_layout(config, quant, 0)
     assert shape.neurons % 64 == 0
     assert shape.slot_bytes % 4096 == 0
     # Slices lie on pages.

@@ -207,7 +207,7 @@ def test_hostile_manifest(data: st.DataObject, values: list[Any], victim: Victim
     victim.write("bundle.json", sealed(root["manifest"]))
     with victim.mended(), suppress(OndeviceError):
         bundle = Bundle.open(victim.folder)
-        assert bundle.neuron_layout.stride == 192
+        assert bundle.neuron_layouts[0].stride == 192
         assert set(bundle.manifest.files) <= set(FILES)
         verify(victim.folder, crc32c)
 

@@ -54,7 +54,7 @@ def test_the_layout_is_that_of_the_specification() -> None:
     """The example there: 2048 wide, 768 neurons, 4 bits."""
     wide, down = TiledMatrix(768, RowLayout(2048, 4)), TiledMatrix(2048, RowLayout(768, 4))
     assert (wide.block_bytes, wide.nbytes, down.nbytes) == (576, 884736, 884736)
-    layout = expert_layout(mixture(), QUANT)
+    layout = expert_layout(mixture(), QUANT, 0)
     assert layout is not None
     gate, up, last = layout.matrices
     assert gate == up == TiledMatrix(40, RowLayout(72, 5, 32), has_bias=True)
@@ -72,7 +72,7 @@ def test_a_layer_of_experts_has_their_file_and_its_other_neurons(tmp_path: Path,
     assert bundle.config.records == (96, dense)
     assert bundle.config.widths == (96, 200 + dense)
     assert [name for name in bundle.manifest.files if name.startswith("experts-")] == [EXPERTS]
-    assert bundle.neuron_file(1).nbytes == DATA_OFFSET + dense * bundle.neuron_layout.stride
+    assert bundle.neuron_file(1).nbytes == DATA_OFFSET + dense * bundle.neuron_layouts[0].stride
     file = bundle.expert_file(1)
     assert file.nbytes == DATA_OFFSET + 5 * 24576
     assert file.crcs.size == 15
@@ -115,7 +115,7 @@ def test_every_scale_is_checked(
     quant = {2: TWO_LEVELS, 4: QUANT, 16: QuantConfig(16)}[bits]
     config = mixture(width=256, neurons=256) if bits == 2 else mixture()
     folder = made(tmp_path / "bundle", quant=quant, config=config)
-    layout = expert_layout(config, quant)
+    layout = expert_layout(config, quant, 0)
     assert layout is not None
     whole = (folder / EXPERTS).read_bytes()
     for part, halves in enumerate(layout.halves):
@@ -152,7 +152,7 @@ def test_formats_of_experts_need_experts(tmp_path: Path) -> None:
     plain = Recipe(golden_config(hidden_act="silu"))
     fill(BundleWriter(tmp_path / "plain", plain.config, plain.quant, crc32c), plain)
     put("quantisation", "matrices", value={"experts_down": stored})(tmp_path / "plain")
-    with pytest.raises(BundleError, match="has experts, but no layer"):
+    with pytest.raises(BundleError, match="stores no such matrices"):
         Bundle.open(tmp_path / "plain")
 
 
@@ -164,7 +164,7 @@ def test_experts_of_two_levels_have_columns_that_these_divide(tmp_path: Path) ->
     folder = made(tmp_path / "narrow")
     stored = {"bits": 2, "group_size": 16, "scales": "two_level"}
     put("quantisation", "matrices", value={"experts": stored})(folder)
-    with pytest.raises(BundleError, match="with 72 columns; these must be a multiple of 256"):
+    with pytest.raises(BundleError, match="for 72 columns; these must be a multiple of 256"):
         Bundle.open(folder)
 
 

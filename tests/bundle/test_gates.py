@@ -42,7 +42,7 @@ def turn_gate_codes(folder: Path, name: str, stride: int, record: int) -> None:
 @pytest.mark.fast("450")
 @pytest.mark.parametrize("record", [0, 450, 899])
 def test_records_with_other_gates_are_refused_where_they_are_multiplied(copy: Path, record: int) -> None:
-    turn_gate_codes(copy, NEURONS, Bundle.open(copy).neuron_layout.stride, record)
+    turn_gate_codes(copy, NEURONS, Bundle.open(copy).neuron_layouts[0].stride, record)
     with load(copy, sparsity="dense", threads=1) as model:
         for _ in range(3):  # by neurons that stay in memory it doesn't become sound
             with pytest.raises(BundleError, match=DIFFERS):
@@ -54,7 +54,7 @@ def test_records_with_other_gates_are_refused_where_they_are_multiplied(copy: Pa
 def test_a_mode_that_reads_the_gate_file_alone_says_what_it_always_said(
     relu_chat_bundle: Path, copy: Path
 ) -> None:
-    turn_gate_codes(copy, NEURONS, Bundle.open(copy).neuron_layout.stride, 7)
+    turn_gate_codes(copy, NEURONS, Bundle.open(copy).neuron_layouts[0].stride, 7)
     with load(relu_chat_bundle, sparsity="exact", threads=1) as sound:
         expected = text(sound)
     with load(copy, sparsity="exact", threads=1) as model:
@@ -99,7 +99,7 @@ def test_pieces_in_any_order_make_the_same_digest(relu_chat_bundle: Path, size: 
     bundle = Bundle.open(relu_chat_bundle)
     files = {
         GATES: bundle.gate_layout.stride,
-        NEURONS: bundle.neuron_layout.stride,
+        NEURONS: bundle.neuron_layouts[0].stride,
     }
     for name, stride in files.items():
         records = np.fromfile(relu_chat_bundle / name, np.uint8, offset=DATA_OFFSET).reshape(-1, stride)
@@ -131,7 +131,7 @@ def test_a_scale_that_is_not_finite_is_damage_in_every_mode(
     checkpoint = write_chat_checkpoint(tmp_path / "checkpoint", num_hidden_layers=1, hidden_act="relu")
     sound = convert_bundle(checkpoint, tmp_path / "sound", quant)
     bundle = Bundle.open(sound)
-    neurons = bundle.neuron_layout
+    neurons = bundle.neuron_layouts[0]
     down = neurons.part_offsets[1] + neurons.parts[1][0].nbytes + neurons.parts[1][1].halves[0]
     embedding, head = bundle.embedding_layout, head_matrix(bundle.config, bundle.quant)
     last = embedding.halves[0]

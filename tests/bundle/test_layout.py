@@ -58,7 +58,7 @@ def test_row(cols: int, bits: int, padded_cols: int, codes: int, scales: int) ->
 
 def test_records_of_a_7b_model() -> None:
     config = with_feed_forward(LLAMA_7B, FeedForwardSpec("relu"))
-    layout = neuron_layout(config, QuantConfig(4))
+    layout = neuron_layout(config, QuantConfig(4), 0)
     assert layout.alignment == 512
     assert layout.row_bytes == (2304, 4608)
     assert layout.part_bytes == (2560, 4608)
@@ -68,7 +68,7 @@ def test_records_of_a_7b_model() -> None:
     embedding = embedding_layout(config, QuantConfig(4))
     assert embedding.part_bytes == (16 * 2304,)
     assert file_layout("embedding.safetensors", config, QuantConfig(4)).nbytes == 4096 + 2000 * 16 * 2304
-    assert neuron_layout(config, QuantConfig(16)).part_bytes == (8192, 16384)
+    assert neuron_layout(config, QuantConfig(16), 0).part_bytes == (8192, 16384)
     neurons = file_layout("neurons-00031.safetensors", config, QuantConfig(4))
     assert neurons.nbytes == 4096 + 11008 * 7168
     assert neurons.crc_count(4096 + 11008 * 7168) == 2 * 11008
@@ -77,7 +77,7 @@ def test_records_of_a_7b_model() -> None:
 def test_slices_of_a_7b_model() -> None:
     """A unit of 256 neurons has 1.7 MiB, and 43 of them are a layer: a prime number, so a slice has one."""
     quant = QuantConfig(4, (("down", RowFormat(6, 32)),))
-    layout = neuron_layout(LLAMA_7B, quant)
+    layout = neuron_layout(LLAMA_7B, quant, 0)
     assert layout.neurons == 256
     assert layout.row_bytes == (256 * 2304, 256 * 2304, 4096 * (256 * 6 // 8 + 256 // 32 * 4))
     assert layout.part_bytes == (589824, 589824, 917504)
@@ -93,13 +93,13 @@ def test_slices_of_a_7b_model() -> None:
 def test_neurons_of_a_slice(hidden: int, neurons: int, of_slice: int) -> None:
     """Whole units, near 2 MiB or an eighth of a layer, with as little padding as can be."""
     config = replace(LLAMA_7B, hidden_size=hidden, intermediate_size=neurons)
-    layout = neuron_layout(config, QuantConfig(4))
+    layout = neuron_layout(config, QuantConfig(4), 0)
     assert layout.neurons == of_slice
     assert layout.num_records(neurons) * of_slice - neurons < of_slice
 
 
 def test_small_records_pack_at_64_bytes() -> None:
-    layout = neuron_layout(CONFIG, QuantConfig(4))
+    layout = neuron_layout(CONFIG, QuantConfig(4), 0)
     assert layout.alignment == 64
     assert layout.part_bytes == (64, 128)
     assert layout.padding == ((36, 64), (64 + 72, 192))

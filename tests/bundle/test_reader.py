@@ -243,9 +243,9 @@ def test_every_feed_forward_survives(tmp_path: Path, kind: str) -> None:
     config = with_feed_forward(CONFIG, FEED_FORWARDS[kind])
     bundle = _written(tmp_path / "b", Recipe(config=config))
     assert bundle.config == config
-    assert bundle.neuron_layout.stride == sum(bundle.neuron_layout.part_bytes)
+    assert bundle.neuron_layouts[0].stride == sum(bundle.neuron_layouts[0].part_bytes)
     if config.is_sliced:
-        assert len(bundle.neuron_layout.part_bytes) == (3 if config.feed_forward.gated else 2)
+        assert len(bundle.neuron_layouts[0].part_bytes) == (3 if config.feed_forward.gated else 2)
         assert verify(bundle.path, crc32c).checksums > 2 * config.num_layers
         return
     rows = [row for part in bundle.record_layout.parts for row in part]
@@ -263,7 +263,7 @@ def test_layers_of_different_widths_survive(tmp_path: Path) -> None:
     assert manifest["neurons"]["num_records"] == manifest["gates"]["num_records"] == [40, 96]
     assert [layer["feed_forward"].get("neurons") for layer in manifest["model"]["layers"]] == [40, None]
     for layer, neurons in enumerate((40, 96)):
-        assert bundle.neuron_file(layer).nbytes == 4096 + neurons * bundle.neuron_layout.stride
+        assert bundle.neuron_file(layer).nbytes == 4096 + neurons * bundle.neuron_layouts[0].stride
         assert len(bundle.gate_file(layer).crcs) == neurons
     # As many units, the two layers of a golden bundle have 112 neurons more.
     golden = verify(GOLDEN, crc32c).checksums

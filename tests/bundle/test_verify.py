@@ -136,7 +136,7 @@ def test_a_scale_that_is_not_finite_is_found(copy: Path) -> None:
 def test_a_scale_of_mxfp4_that_is_too_large_is_found(tmp_path: Path, scale: int) -> None:
     source = write_mlx_folder(tmp_path / "source", MXFP4, num_hidden_layers=1).path
     bundle = Bundle.open(convert(source, tmp_path / "bundle"))
-    neurons, embedding = bundle.neuron_layout, bundle.embedding_layout
+    neurons, embedding = bundle.neuron_layouts[0], bundle.embedding_layout
     places = {
         "neurons-00000.safetensors": DATA_OFFSET + neurons.row_bytes[0] - 1,
         "embedding.safetensors": DATA_OFFSET + 3 * embedding.stride + embedding.halves[0].start,
@@ -158,7 +158,7 @@ def test_a_scale_of_mxfp4_that_is_too_large_is_found(tmp_path: Path, scale: int)
 
 def broken_halves(bundle: Bundle) -> dict[str, int]:
     """Where a float16 lies in each kind of file: the last neuron's last bias, a token's scale, a matrix's."""
-    neurons, embedding = bundle.neuron_layout, bundle.embedding_layout
+    neurons, embedding = bundle.neuron_layouts[0], bundle.embedding_layout
     last, out = bundle.config.intermediate_size - 1, bundle.tensor_span("layers.1.attention.out")
     return {
         NEURONS: DATA_OFFSET + last * neurons.stride + neurons.part_offsets[1] + neurons.row_bytes[1] - 2,

@@ -89,7 +89,7 @@ def test_every_byte_is_the_definitions(
 
 def check_slices(bundle: Bundle, layer: int, rows: Callable[..., QuantizedRows], down: NDArray[Any]) -> None:
     """A layer's slices have rows of gate and up, and columns of down (D, F), with zeros behind them."""
-    layout, neurons, bits = bundle.neuron_layout, bundle.config.widths[layer], bundle.quant.bits
+    layout, neurons, bits = bundle.neuron_layouts[0], bundle.config.widths[layer], bundle.quant.bits
     assert isinstance(layout, ExpertLayout)
     names = [f"model.layers.{layer}.mlp.{which}_proj.weight" for which in ("gate", "up")]
     for at, record in enumerate(load_file(bundle.path / neuron_file_name(layer))["records"]):

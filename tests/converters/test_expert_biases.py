@@ -103,7 +103,7 @@ def test_both_backends_compute_them(
 def test_both_backends_hold_them_where_they_lie(made: tuple[Path, dict[str, np.ndarray]]) -> None:
     """The record's biases are the checkpoint's, behind each matrix, and zeros pad them."""
     bundle = Bundle.open(made[0] / "q8")
-    layout = bundle.expert_layout
+    layout = bundle.expert_layouts[-1]
     assert layout is not None
     with FlashReader([bundle.expert_file(2)]) as reader:
         record = reader.read(0, 4096 + 5 * layout.stride, layout.stride)

@@ -131,7 +131,7 @@ def test_an_e_model_keeps_few_keys() -> None:
 def test_wide_layers_alone_have_more_records(bundle: Path) -> None:
     """Those that share keys. What such a model says is compared in `test_families.py`."""
     opened = Bundle.open(bundle)
-    layout, records = opened.neuron_layout, opened.manifest.files
+    layout, records = opened.neuron_layouts[0], opened.manifest.files
     assert opened.config.widths == (160, 160, 320, 320, 320, 320)
     for layer, neurons in enumerate(opened.config.widths):
         assert records[neuron_file_name(layer)].nbytes == DATA_OFFSET + layout.nbytes(neurons)

@@ -170,7 +170,7 @@ def copied_matrices(
 
     Checks that all experts are `stored` so, and that the manifest's notes say that codes were copied.
     """
-    layout = bundle.expert_layout
+    layout = bundle.expert_layouts[-1]
     assert layout is not None
     assert (bundle.quant.of("experts"), bundle.quant.of("experts_down")) == (stored, stored)
     notes = [f"expert_{which}: codes and scales copied" for which in ("down", "gate", "up")]

@@ -129,7 +129,7 @@ def test_modules_have_their_own_bits(tmp_path: Path) -> None:
 def test_stacks_of_mxfp4_are_copied_whole(tmp_path: Path) -> None:
     _, mlx = folders(tmp_path, "qwen3 moe", MXFP4)
     bundle = Bundle.open(convert(mlx.path, tmp_path / "mine"))
-    layout = bundle.expert_layout
+    layout = bundle.expert_layouts[-1]
     assert layout is not None
     notes = [f"expert_{which}: codes and scales copied" for which in ("down", "gate", "up")]
     assert [it for it in bundle.manifest.provenance.notes if it.startswith("expert")] == notes
@@ -229,8 +229,8 @@ def test_gpt_oss_has_the_values_of_its_codes(tmp_path: Path, experts: Scheme) ->
     notes = [f"expert_{which}: codes and scales copied" for which in ("down", "gate", "up")]
     assert [it for it in copied.manifest.provenance.notes if it.startswith("expert")] == notes
     if experts == MXFP4:
-        assert copied.expert_layout is not None
-        assert all(matrix.row.stored.mxfp4 for matrix in copied.expert_layout.matrices)
+        assert copied.expert_layouts[-1] is not None
+        assert all(matrix.row.stored.mxfp4 for matrix in copied.expert_layouts[-1].matrices)
 
 
 def test_biases_of_gpt_oss_are_checked(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_codes_are_copied_byte_for_byte(tmp_path: Path, scheme: Scheme, quant: s
         offset = 0
         for number, module in enumerate(modules):
             if file == neuron_file_name(0) and number == 1:
-                offset = bundle.neuron_layout.part_offsets[1]
+                offset = bundle.neuron_layouts[0].part_offsets[1]
             for expected in codes_of(folder, module):
                 width = len(expected) // len(records)
                 assert records[:, offset : offset + width].tobytes() == expected, module

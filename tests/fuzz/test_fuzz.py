@@ -113,7 +113,7 @@ def test_what_is_signed_again_passes_every_check(bases: Bases, tmp_path: Path, i
     """So a change isn't stopped by a checksum before it reaches what reads it."""
     folder = copy_files(bases.bundles[index], tmp_path / "bundle")
     bundle = Bundle.open(folder)
-    up = DATA_OFFSET + bundle.neuron_layout.part_offsets[1]
+    up = DATA_OFFSET + bundle.neuron_layouts[0].part_offsets[1]
     places = {
         "neurons-00000": up,
         "embedding": DATA_OFFSET,

@@ -95,7 +95,7 @@ def _random(*key: int) -> np.random.RandomState:
 
 def records(recipe: Recipe, which: int) -> Iterator[np.ndarray]:
     """Random records of a layer, uint8 (n, stride), 40 at a time, or slices (stride,)."""
-    layout = neuron_layout(recipe.config, recipe.quant)
+    layout = neuron_layout(recipe.config, recipe.quant, which)
     if isinstance(layout, ExpertLayout):
         neurons = recipe.config.records[which]
         count = layout.num_records(neurons)
@@ -139,7 +139,7 @@ def inputs(recipe: Recipe) -> Iterator[np.ndarray]:
 
 def experts(recipe: Recipe, layer: int) -> Iterator[np.ndarray]:
     """Random records of experts that are stored as matrices, (stride,) uint8 each."""
-    layout, spec = expert_layout(recipe.config, recipe.quant), recipe.config.experts
+    layout, spec = expert_layout(recipe.config, recipe.quant, layer), recipe.config.experts
     assert layout is not None
     assert spec is not None
     yield from _of_matrices(layout, spec.count, _random(recipe.seed, 3, layer))

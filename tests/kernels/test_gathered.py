@@ -44,7 +44,7 @@ class Layer:
         gate, up, down = (normal(neurons, hidden, seed=seed) for seed in range(3))
         gate[neurons // 4 : neurons // 2] = -np.abs(gate[neurons // 4 : neurons // 2])
         config = tiny_config(hidden_size=hidden, intermediate_size=neurons)
-        layout = neuron_layout(with_feed_forward(config, spec), quant)
+        layout = neuron_layout(with_feed_forward(config, spec), quant, 0)
         source = ArrayFeedForward(gate - 0.15, up if spec.gated else None, down, layout)
         bias = normal(neurons, seed=3) / 10 if spec.bias else None
         return Layer(source, source.read(0, neurons), stored, bias, spec.threshold)

@@ -45,7 +45,7 @@ def test_a_feed_forward_layer(bits: Any, activation: Any, value: float) -> None:
         tiny_config(hidden_size=hidden, intermediate_size=neurons), FeedForwardSpec(activation)
     )
     gate, up, down = (normal(neurons, hidden, seed=seed) / 10 for seed in range(3))
-    source = ArrayFeedForward(gate, up, down, neuron_layout(config, QuantConfig(bits)))
+    source = ArrayFeedForward(gate, up, down, neuron_layout(config, QuantConfig(bits), 0))
     x = normal(4, hidden, seed=9)
     broken = x.copy()
     broken[2, 17] = value

@@ -228,22 +228,22 @@ def test_checksums_of_rows(sparse_bundle: Path, tmp_path: Path) -> None:
     assert list(files) == [neuron_file_name(0), name]
     rows = load_file(sparse_bundle / name)["records"].reshape(-1)
     np.testing.assert_array_equal(files[name].crcs, _native.crc32c(rows, files[name].crc_units))
-    assert sum(files[name].crc_units) == bundle.neuron_layout.stride
+    assert sum(files[name].crc_units) == bundle.neuron_layouts[0].stride
     assert len(files[name].crc_units) == 3
     by_rows = bundle.with_files({name: files[name]})
     assert by_rows.neuron_file(1) is files[name]
     assert by_rows.neuron_file(0).crc_units == bundle.neuron_file(0).crc_units
-    assert bundle.neuron_file(1).crc_units == bundle.neuron_layout.part_bytes
+    assert bundle.neuron_file(1).crc_units == bundle.neuron_layouts[0].part_bytes
     copied = tmp_path / name
     copied.write_bytes((sparse_bundle / name).read_bytes())
-    flip_byte(copied, PAGE + 7 * bundle.neuron_layout.stride)
+    flip_byte(copied, PAGE + 7 * bundle.neuron_layouts[0].stride)
     damaged = bundle.with_files({name: replace(bundle.neuron_file(1), path=copied)})
     with pytest.raises(FlashReadError, match=name):
         row_checksums(damaged, "auto")
     # A reader in these units finds the one row that is wrong.
     with FlashReader([replace(files[name], path=copied)]) as reader:
         gate, up, _ = files[name].crc_units
-        start = PAGE + 7 * bundle.neuron_layout.stride
+        start = PAGE + 7 * bundle.neuron_layouts[0].stride
         assert len(reader.read(0, start + gate, up)) == up
         with pytest.raises(FlashReadError, match=f"from {start} "):
             reader.read(0, start, gate)

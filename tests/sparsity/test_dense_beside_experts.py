@@ -175,7 +175,7 @@ def test_scratch_memory_is_that_of_segments(large: Path) -> None:
     with FlashReader(bundle_files(bundle)) as reader:
         cpu = CpuBackend(make_runner(1), segment_neurons=64, piece_neurons=64, dense_neurons=shape.neurons)
         load_weights(bundle, reader, cpu)
-        sizes = {"segment_bytes": shape.nbytes, "piece_neurons": 64, "slot_bytes": 1 << 17, "slots": 2}
+        sizes = {"segment_bytes": shape.layer_bytes, "piece_neurons": 64, "slot_bytes": 1 << 17, "slots": 2}
         with closing(SegmentPool(cpu.feed_forwards, reader, **sizes)) as pool:
             pool.resize(shape.quota(shape.total))
             pool.hold()

@@ -129,7 +129,7 @@ def test_only_what_fires_is_read(relu_bundle: Path, monkeypatch: pytest.MonkeyPa
         text(model)
         read = model._engine._reader.stats.bytes_read - before
         missed = (cache.lookups - lookups) - (cache.hits - hits)
-        stride = Bundle.open(relu_bundle).neuron_layout.stride
+        stride = Bundle.open(relu_bundle).neuron_layouts[0].stride
     assert 0 < missed < cache.lookups - lookups
     assert read < missed * (stride + 2 * 4096)
 
@@ -196,7 +196,7 @@ def test_damage_on_the_way_is_an_error_and_the_session_goes_on(
 ) -> None:
     bundle = copy_files(relu_bundle, tmp_path / "bundle")
     expected = text(dense)
-    layout = Bundle.open(bundle).neuron_layout
+    layout = Bundle.open(bundle).neuron_layouts[0]
     second_part = DATA_OFFSET + layout.part_offsets[1]
     with load(bundle, sparsity="exact") as model:
         hold(model, 2)

@@ -184,7 +184,7 @@ def test_damage_is_an_error_and_costs_no_slot(folder: Path, tmp_path: Path, expe
     damaged.mkdir()
     for file in folder.iterdir():
         (damaged / file.name).write_bytes(file.read_bytes())
-    layout, file = Bundle.open(folder).expert_layout, damaged / "experts-00001.safetensors"
+    layout, file = Bundle.open(folder).expert_layouts[-1], damaged / "experts-00001.safetensors"
     assert layout is not None
     # A byte of another matrix of each.
     places = [DATA_OFFSET + e * layout.stride + layout.part_offsets[e % 3] + 5 for e in range(8)]
@@ -217,7 +217,7 @@ def test_a_closed_cache_refuses(folder: Path) -> None:
 def test_inspect_knows_a_tokens_cycle(folder: Path) -> None:
     resolved = resolve(Bundle.open(folder), RuntimeConfig(backend="cpu"))
     text, facts = inspection_text(resolved), inspection(resolved)["experts"]
-    layout = resolved.bundle.expert_layout
+    layout = resolved.bundle.expert_layouts[-1]
     assert layout is not None
     nbytes = layout.stride
     assert facts["cycle_bytes"] == 3 * 3 * nbytes

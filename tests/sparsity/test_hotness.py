@@ -192,7 +192,7 @@ def test_a_long_chunk_reads_no_record_twice(bundle: Path, monkeypatch: pytest.Mo
 def test_reads_that_fail_end_the_filling_and_are_told_to_who_asks(bundle: Path) -> None:
     with load(bundle, sparsity="dense") as model:
         expected = text(model)
-    stride = Bundle.open(bundle).neuron_layout.stride
+    stride = Bundle.open(bundle).neuron_layouts[0].stride
     places = [DATA_OFFSET + (record + 1) * stride - 70 for record in range(0, NEURONS, 2)]
     for layer in range(LAYERS):
         for place in places:

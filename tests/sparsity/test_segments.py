@@ -54,7 +54,7 @@ def pooled(folder: Path) -> Iterator[tuple[Transformer, SegmentPool, FlashReader
         pool = SegmentPool(
             backend.feed_forwards,
             reader,
-            segment_bytes=segment_shape(bundle.config, bundle.quant).nbytes,
+            segment_bytes=segment_shape(bundle.config, bundle.quant).layer_bytes,
             piece_neurons=buffers.neurons,
             slot_bytes=buffers.slot_bytes,
             slots=buffers.slots,

@@ -106,7 +106,7 @@ def with_feed_forward(config: ModelConfig, spec: FeedForwardSpec) -> ModelConfig
 
 def record_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
     """Records of single gated neurons, as a model with ReLU has them."""
-    layout = neuron_layout(with_feed_forward(config, FeedForwardSpec("relu")), quant)
+    layout = neuron_layout(with_feed_forward(config, FeedForwardSpec("relu")), quant, 0)
     assert isinstance(layout, RecordLayout)
     return layout
 
@@ -401,7 +401,7 @@ class RandomWeights:
         def feed_forward(layer: int, spec: FeedForwardSpec) -> Any:
             names = [name for name in ("gate", "up", "down") if spec.gated or name != "up"]
             matrices = {name: self.matrices[f"{layer}.{name}"] for name in names}
-            layout = neuron_layout(config, quant)
+            layout = neuron_layout(config, quant, 0)
             source = ArrayFeedForward(**({"up": None} | matrices), layout=layout)
             biases = (
                 backend.load_vector(self.vectors[f"{layer}.{name}.bias"]) if exists else None

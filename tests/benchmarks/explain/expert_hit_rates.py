@@ -109,7 +109,7 @@ def main() -> int:
     experts = bundle.config.experts
     if experts is None:
         parser.error(f"{args.model} has no experts")
-    nbytes = experts.neurons * bundle.neuron_layout.stride
+    nbytes = experts.neurons * bundle.neuron_layouts[0].stride
     for name, tokens in texts(bundle.config.max_context).items():
         chosen = routing_of(bundle, tokens)
         trace = RoutingTrace(chosen, PROMPT_TOKENS, experts.count, np.full(chosen.shape[1], nbytes))

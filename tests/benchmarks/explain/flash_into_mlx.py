@@ -54,7 +54,7 @@ def main() -> int:
         print("on CUDA nothing is read into MLX's memory: there is nothing to compare")
         return 0
     bundle = Bundle.open(args.model)
-    config, layout = bundle.config, bundle.neuron_layout
+    config, layout = bundle.config, bundle.neuron_layouts[0]
     shape = MlxMemory(config, bundle.quant, RuntimeConfig(), operand_bytes=compute_type().size).buffers
     files = [bundle.neuron_file(layer) for layer in range(config.num_layers)]
     extents = [

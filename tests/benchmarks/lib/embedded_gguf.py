@@ -162,7 +162,7 @@ class EmbeddedGguf:
         return q4_1_blocks(taken(stored, rows))
 
     def _read_neurons(self, layer: int) -> Neurons:
-        layout = neuron_layout(self.large.config, Q4)
+        layout = neuron_layout(self.large.config, Q4, 0)
         assert isinstance(layout, RecordLayout)
         gate, up, down = unpacked(self.large.path / neuron_file_name(layer), layout)
         return gate, up, down

@@ -232,7 +232,7 @@ def write_bundle(
         notes: what `bundle.json` says of where the weights come from.
     """
     writer = BundleWriter(folder, config, Q4, _native.crc32c)
-    records, gates = neuron_layout(config, Q4), gate_layout(config, Q4)
+    records, gates = neuron_layout(config, Q4, 0), gate_layout(config, Q4)
     assert isinstance(records, RecordLayout)
     for layer in range(config.num_layers):
         rows = neurons(layer)

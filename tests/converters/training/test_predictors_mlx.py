@@ -139,7 +139,7 @@ def test_what_is_observed_is_that_of_the_oracle(
     """Pieces of text longer than a chunk, and neurons that come whole or in parts."""
     opened, pieces = Bundle.open(bundle), np.random.default_rng(3).integers(0, 250, (2, 300)).tolist()
     if piece_neurons is not None:
-        monkeypatch.setitem(activations.STREAM_BYTES, "mlx", piece_neurons * opened.neuron_layout.stride)
+        monkeypatch.setitem(activations.STREAM_BYTES, "mlx", piece_neurons * opened.neuron_layouts[0].stride)
     record = record_activations(opened, pieces, tmp_path, backend="mlx")
     assert record.tokens == 600
     for layer, (x, gates) in enumerate(expected_of(bundle, pieces, monkeypatch)):
