@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 from ondevice.bundle.reader import Bundle
+from ondevice.bundle.verify import verify
 from ondevice.config import MXFP4, RowFormat
+from ondevice.converters.checkpoints.gguf_codecs import TILE_FORMATS
 from ondevice.converters.convert import convert
+from ondevice.kernels._native import crc32c
 from tests.support.engines import all_logits, bundle_weights, error, running
 from tests.support.gguf_models import write_gguf
 from tests.support.mlx_models import loaded
@@ -131,6 +134,40 @@ def test_mlx_multiplies_copied_codes(tmp_path: Path, kind: str) -> None:
         with loaded(bundle.path, backend) as model:
             found.append(model.score(tokens=range(2, 40)).perplexity)
     assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def test_each_layer_has_the_formats_of_its_own_matrices(tmp_path: Path) -> None:
+    """As mixes of types have them: the down matrices of some layers in Q6_K, the rest in Q4_K."""
+
+    def kind(name: str) -> str:
+        return "Q6_K" if name in ("blk.1.ffn_down.weight", "blk.2.ffn_down.weight") else "Q4_K"
+
+    folder = write_checkpoint(
+        tmp_path / "hf",
+        hidden_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=512,
+        num_hidden_layers=5,
+    )
+    exact = write_gguf(tmp_path / "model.gguf", folder, kind)
+    bundle = Bundle.open(convert(tmp_path / "model.gguf", tmp_path / "bundle"))
+    formats = [bundle.quant.of("down", layer) for layer in range(5)]
+    q4_k, q6_k = TILE_FORMATS["Q4_K"], TILE_FORMATS["Q6_K"]
+    assert formats == [q4_k, q6_k, q6_k, q4_k, q4_k]
+    assert bundle.quant.of("feed_forward") == q4_k
+    assert len({layout.stride for layout in bundle.neuron_layouts}) == 2
+    verify(bundle.path, crc32c)
+    for name, values in bundle_weights(bundle.path).items():
+        if "mlp" in name:
+            assert np.array_equal(values, exact[name]), name
+    for kinds in ("gate", "up", "down"):
+        assert notes(bundle)[kinds] == "codes and scales copied"
+    tokens = list(range(20))
+    with running(bundle.path) as model:
+        reference = all_logits(model, tokens, 32)
+    with running(bundle.path, "cpu") as model:
+        assert error(all_logits(model, tokens), reference) < 0.1
 
 
 def test_a_plain_quantisation_rounds_anew(tmp_path: Path) -> None:

@@ -164,11 +164,12 @@ def bundle_weights(folder: Path) -> dict[str, np.ndarray]:
         weights[f"{layer}.input_layernorm.weight"] = resident[f"layers.{i}.attention_norm.weight"]
         weights[f"{layer}.post_attention_layernorm.weight"] = resident[f"layers.{i}.feed_forward_norm.weight"]
         records = load_file(folder / neuron_file_name(i))["records"]
-        if isinstance(bundle.neuron_layouts[0], ExpertLayout):
-            for name, matrix in _sliced(records, bundle.neuron_layouts[0], config.widths[i]).items():
+        layout = bundle.neuron_layouts[i]
+        if isinstance(layout, ExpertLayout):
+            for name, matrix in _sliced(records, layout, config.widths[i]).items():
                 weights[f"{layer}.mlp.{name}_proj.weight"] = matrix
             continue
-        second = bundle.neuron_layouts[0].part_offsets[1]
+        second = layout.part_offsets[1]
         row, down = RowLayout(hidden, *quant.of("feed_forward")), RowLayout(hidden, quant.bits)
         for name, start, own in (("gate", 0, row), ("up", second, row), ("down", second + row.nbytes, down)):
             matrix = _rows(records[:, start : start + own.nbytes], own)

@@ -129,7 +129,7 @@ def stored_tensors(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray])
 def write_gguf(
     path: Path,
     folder: Path,
-    kind: str = "F32",
+    kind: str | Callable[[str], str] = "F32",
     *,
     seed: int = 0,
     extra: Mapping[str, np.ndarray] | None = None,
@@ -139,6 +139,7 @@ def write_gguf(
 ) -> dict[str, np.ndarray]:
     """Write the model of the checkpoint `folder` as a GGUF file, matrices of the type `kind`.
 
+    kind: a type's name, or what gives one for the name of a tensor in the file.
     extra: more tensors. change: adds metadata. tensors: instead of the folder's. options: of the writer.
     Returns the values that the file's tensors stand for, by Hugging Face's names.
     """
@@ -151,12 +152,12 @@ def write_gguf(
     add_config(writer, config)
     change(writer)
     exact: dict[str, np.ndarray] = {}
-    quant = gguf.GGMLQuantizationType[kind]
     for name, moved in stored_tensors(config, weights).items():
         stored = np.ascontiguousarray(moved)
+        quant = gguf.GGMLQuantizationType[kind if isinstance(kind, str) else kind(name)]
         block = gguf.GGML_QUANT_SIZES[quant][0]
         own = quant if stored.ndim == 2 and stored.shape[1] % block == 0 else gguf.GGMLQuantizationType.F32
-        data = made_up(kind, stored.shape) if own.name in SCALES else gguf.quants.quantize(stored, own)
+        data = made_up(own.name, stored.shape) if own.name in SCALES else gguf.quants.quantize(stored, own)
         writer.add_tensor(name, data, raw_dtype=own)
         exact[name] = gguf.quants.dequantize(data, own)
     for name, values in (extra or {}).items():
