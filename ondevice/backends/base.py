@@ -393,8 +393,13 @@ class Backend(LatentOps, RecurrentOps, Protocol):
         """
         ...
 
-    def load_embedding(self, source: EmbeddingSource, offloaded: bool = False) -> Embedding:
-        """Load a table. offloaded: its rows always come from flash, whatever memory there is."""
+    def load_embedding(
+        self, source: EmbeddingSource, offloaded: bool = False, head: Linear | None = None
+    ) -> Embedding:
+        """Load a table. offloaded: its rows always come from flash, whatever memory there is.
+
+        head: the loaded matrix of the same rows, in which a backend may look them up.
+        """
         ...
 
     def begin_pass(self, batch: ForwardBatch) -> None:

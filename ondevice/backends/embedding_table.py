@@ -11,9 +11,13 @@ from ondevice.kernels import _native, memory
 
 
 class EmbeddingTable:
-    """Rows of the table: read from flash for each pass, or copied from memory while it is resident."""
+    """Rows of the table: read from flash for each pass, or copied from memory while it is resident.
 
-    def __init__(self, source: EmbeddingSource) -> None:
+    head: a matrix in memory that has the same rows; they are then looked up there.
+    """
+
+    def __init__(self, source: EmbeddingSource, head: _native.Matrix | None = None) -> None:
+        self._head = head
         self.file = source.file
         self.vocab_size = source.vocab_size
         self.hidden_size = source.hidden_size
@@ -35,7 +39,9 @@ class EmbeddingTable:
         layout, width = self.layout, self.hidden_size
         row = layout.row if isinstance(layout, TileLayout) else layout.parts[0][0]
         out: Float32 = memory.empty((len(tokens), row.padded_cols), np.float32)
-        if isinstance(layout, TileLayout):
+        if self._head is not None:
+            self._head.look_up(runner, tokens, out)
+        elif isinstance(layout, TileLayout):
             step = tokens_at_once(layout)
             for start in range(0, len(tokens), step):
                 own, found = tokens[start : start + step], out[start : start + step]

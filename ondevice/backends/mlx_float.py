@@ -96,7 +96,9 @@ class MlxFloatBackend(MlxOps):
         up = None if loaded.up is None else mx.array(loaded.up)
         return MlxFeedForward(mx.array(loaded.gate), up, mx.array(loaded.down), biases)
 
-    def load_embedding(self, source: EmbeddingSource, offloaded: bool = False) -> EmbeddingSource:
+    def load_embedding(
+        self, source: EmbeddingSource, offloaded: bool = False, head: MlxLinear | None = None
+    ) -> EmbeddingSource:
         return source
 
     def product(self, x: mx.array, weight: MlxLinear) -> mx.array:

@@ -158,7 +158,9 @@ class ReferenceBackend:
         experts = _read_experts(source.experts)
         return ReferenceFeedForward(gate, up[0] if up else None, down, biases, None, experts)
 
-    def load_embedding(self, source: EmbeddingSource, offloaded: bool = False) -> EmbeddingSource:
+    def load_embedding(
+        self, source: EmbeddingSource, offloaded: bool = False, head: ReferenceLinear | None = None
+    ) -> EmbeddingSource:
         return source
 
     def begin_pass(self, batch: ForwardBatch) -> None:

@@ -41,6 +41,10 @@ class CpuMemory(MemoryModel):
         return self._slots if self.selects_neurons else segment_shape(self.config, self.quant)
 
     @property
+    def looks_up_head(self) -> bool:
+        return self.config.tie_embeddings and self.config.part.embeds and self.config.part.heads
+
+    @property
     def dense(self) -> SegmentShape | None:
         return dense_shape(self.config, self.quant)
 
@@ -85,7 +89,7 @@ class CpuMemory(MemoryModel):
     @property
     def _lookup_bytes(self) -> int:
         """Tiles in which tokens are looked up at a time."""
-        if not self.config.part.embeds:
+        if not self.config.part.embeds or self.looks_up_head:
             return 0
         layout = embedding_layout(self.config, self.quant)
         return min(self.pass_tokens, tokens_at_once(layout)) * layout.stride

@@ -178,9 +178,16 @@ class MemoryModel(ABC):
         return self._matrices_bytes + selecting
 
     @property
+    def looks_up_head(self) -> bool:
+        """True if rows of the embedding are looked up in the head, which has the same and is in memory."""
+        return False
+
+    @property
     def embedding_bytes(self) -> int:
-        """The embedding table as it lies in memory where it is resident; 0 in a part without it."""
-        if not self.config.part.embeds:
+        """The embedding table as it lies in memory where it is resident; 0 in a part without it, and where
+        the head is looked up.
+        """
+        if not self.config.part.embeds or self.looks_up_head:
             return 0
         return embedding_tiles(self.config) * embedding_layout(self.config, self.quant).stride
 

@@ -77,6 +77,9 @@ class Matrix:
         Biases that the format doesn't store aren't looked at.
         """
 
+    def look_up(self, runner: Runner, rows: Int32, out: Float32) -> None:
+        """Values of the rows (n,) of a matrix of one section. out: (n, padded_cols)."""
+
     def load_tiles(self, section: int, first: int, tiles: Bytes) -> None:
         """Tiles (n, bytes of 16 rows) of a section, from its tile `first` on. They may lie apart."""
 

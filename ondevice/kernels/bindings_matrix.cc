@@ -62,6 +62,18 @@ void load_tiles(Matrix& matrix, int64_t section, int64_t first, const Bytes2& ti
   matrix.load_tiles(section, first, n, tiles.data(), tiles.stride(0));
 }
 
+void look_up(const Matrix& matrix, Runner& runner, const CArray<const int32_t, 1>& rows,
+             const CArray<float, 2>& out) {
+  const int64_t count = rows.shape(0), cols = matrix.groups() * kGroup;
+  require(matrix.sections() == 1, "rows are looked up in a matrix of one section");
+  require(static_cast<int64_t>(out.shape(0)) == count && static_cast<int64_t>(out.shape(1)) == cols,
+          "out is (n, padded_cols)");
+  for (int64_t i = 0; i < count; ++i)
+    require(rows.data()[i] >= 0 && rows.data()[i] < matrix.rows(), "rows are outside the matrix");
+  nb::gil_scoped_release release;
+  for (int64_t i = 0; i < count; ++i) matrix.look_up(runner.kernels(), rows.data()[i], out.data() + i * cols);
+}
+
 void dequantize_lanes(Runner& runner, const FormatArg& stored, const Bytes2& tiles,
                       const CArray<const int32_t, 1>& lanes, int64_t cols, const CArray<float, 2>& out) {
   const RowFormat format = tile_format_of(stored);
@@ -193,6 +205,7 @@ void bind_matrix(nb::module_& m) {
       .def_prop_ro("rows", &Matrix::rows)
       .def("load_rows", &load_rows, nb::arg("runner"), nb::arg("row0"), nb::arg("codes"), nb::arg("scales"),
            nb::arg("biases"))
+      .def("look_up", &look_up, nb::arg("runner"), nb::arg("rows"), nb::arg("out"))
       .def("load_tiles", &load_tiles, nb::arg("section"), nb::arg("first"), nb::arg("tiles"))
       .def(
           "forward",

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "interleave.h"
+#include "tile_lane.h"
 
 namespace ondevice {
 namespace {
@@ -122,6 +123,11 @@ void Matrix::load_rows(Runner& runner, int64_t row0, int64_t count, const Stored
 void Matrix::load_tiles(int64_t index, int64_t first, int64_t count, const uint8_t* tiles, int64_t stride) {
   for (int64_t i = 0; i < count; ++i)
     std::memcpy(tile(index, first + i), tiles + i * stride, static_cast<size_t>(tile_bytes(index)));
+}
+
+void Matrix::look_up(const KernelTable& kernels, int64_t row, float* out) const {
+  const uint8_t* tile = memory_.data() + row / kTile * tile_bytes(0);
+  dequantize_lane(kernels, format(), tile, row % kTile, groups_, out);
 }
 
 void Matrix::forward(Runner& runner, const float* x, int64_t x_stride, int64_t tokens, const float* bias,

@@ -46,6 +46,9 @@ class Matrix {
   // `count` tiles of a section from tile `first` on, `stride` bytes from one to the next.
   void load_tiles(int64_t index, int64_t first, int64_t count, const uint8_t* tiles, int64_t stride);
 
+  // Row `row` of a matrix of one section -> its groups() times 64 weights.
+  void look_up(const KernelTable& kernels, int64_t row, float* out) const;
+
   // out (T, rows) = norm(x) * W^T + bias + added. bias and added may be null, and added may be out.
   void forward(Runner& runner, const float* x, int64_t x_stride, int64_t tokens, const float* bias,
                float* out, const Norm& norm = {}, const float* added = nullptr) const;

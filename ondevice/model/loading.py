@@ -151,11 +151,11 @@ def load_weights(
     rows = None
     if config.has_inputs_table:
         rows = backend.load_embedding(per_layer_records(bundle, reader), offloaded=True)
-    loaded_table = None
+    loaded_table, loaded_head = None, loaded_heads[0] if loaded_heads else None
     if embedding is not None and config.part.embeds:
-        loaded_table = backend.load_embedding(embedding)
+        head = loaded_head if config.tie_embeddings else None
+        loaded_table = backend.load_embedding(embedding, head=head)
     blocks = blocks_of_model(config, others, rows)
-    loaded_head = loaded_heads[0] if loaded_heads else None
     return ModelWeights(loaded_table, loaded_layers, norm, loaded_head, table, **blocks)
 
 

@@ -159,3 +159,19 @@ def test_impossible_arguments_are_refused() -> None:
     for lane, columns, into in [(16, 64, out), (-1, 64, out), (0, 128, out), (0, 64, out[:, :32].copy())]:
         with pytest.raises(ValueError, match=r"lanes are|a tile of|out is"):
             _native.dequantize_lanes(FIRST, 4, tile, np.array([lane], np.int32), columns, into)
+
+
+@pytest.mark.parametrize("stored", ALL_FORMATS)
+def test_rows_of_a_matrix_in_memory_have_the_bits_of_their_values(stored: RowFormat) -> None:
+    matrix, values = loaded([(37, stored)], 512)
+    rows = np.array([0, 36, 15, 16, 16], dtype=np.int32)
+
+    def run(runner: _native.Runner) -> Float32:
+        out = np.empty((len(rows), 512), dtype=np.float32)
+        matrix.look_up(runner, rows, out)
+        return out
+
+    assert on_every_target(run).tobytes() == values[rows].tobytes()
+    for outside in (-1, 37):
+        with pytest.raises(ValueError, match="outside the matrix"):
+            matrix.look_up(FIRST, np.array([outside], np.int32), np.zeros((1, 512), np.float32))
