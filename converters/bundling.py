@@ -6,23 +6,15 @@ A neuron's record holds its gate row, its up row where there is one, and its *co
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.bundle.layout import (
-    RESIDENT,
-    TILE_ROWS,
-    ExpertLayout,
-    RecordLayout,
-    expert_file_name,
-    file_layout,
-    padded,
-)
+from ondevice.bundle.file_layouts import file_layout
+from ondevice.bundle.layout import TILE_ROWS, ExpertLayout, RecordLayout, TileLayout, expert_file_name, padded
 from ondevice.config import QuantConfig, RowFormat
 from ondevice.converters.fidelity import Fidelity, joined, measure
 from ondevice.converters.quantize import (
@@ -43,7 +35,7 @@ from ondevice.model_config import ModelConfig
 @dataclass(frozen=True)
 class Chunk:
     """The next bytes of a bundle file: records (n, stride), bytes (n,) of experts or slices, or elements of
-    one resident tensor.
+    one resident tensor, whole tiles of a matrix.
 
     source_bytes: checkpoint bytes that it was made of. fidelity: what storing these did to them, by kind;
     nothing at 16 bits. last: true for the last records of a file.
@@ -64,8 +56,7 @@ def pack(
 
     Raises CheckpointError if a value can't be stored.
     """
-    layouts: dict[str, RecordLayout | ExpertLayout | None] = {}
-    groups: list[tuple[NDArray[Any], NDArray[np.float16]]] = []
+    layouts: dict[str, RecordLayout | TileLayout | ExpertLayout | None] = {}
     at = 0  # bytes of a record of matrices that are packed
     expert_files = set(map(expert_file_name, config.expert_layers))
     with closing(blocks):
@@ -87,17 +78,17 @@ def pack(
                 _stored(runner, weights, stored, name)
                 for name, weights, stored in zip(block.sources, block.rows, block.formats, strict=True)
             ]
+            data: NDArray[np.generic]
+            if isinstance(layout, RecordLayout):
+                data = pack_records(rows, layout)
+            else:
+                tiles = _tiles(runner, rows[0], block.formats[0])
+                if layout is not None:
+                    data = np.pad(tiles, ((0, 0), (0, layout.stride - tiles.shape[1])))
+                else:
+                    data = tiles.view(np.float16) if block.formats[0].bits == 16 else tiles
             fidelity = _fidelity(runner, block, rows)
-            if layout is not None:
-                records = pack_records(rows, layout)
-                yield Chunk(block.file, block.tensor, records, block.nbytes, fidelity, block.last)
-                continue
-            codes = rows[0].codes.view(np.float16 if block.formats[0].bits == 16 else np.uint32)
-            yield Chunk(block.file, f"{block.tensor}.codes", codes, block.nbytes, fidelity)
-            groups.append((rows[0].scales, rows[0].biases))
-            if block.last:
-                yield from _group_chunks(block.tensor, groups, block.formats[0])
-                groups = []
+            yield Chunk(block.file, block.tensor, data, block.nbytes, fidelity, block.last)
 
 
 def pack_records(rows: Sequence[QuantizedRows], layout: RecordLayout) -> NDArray[np.uint8]:
@@ -127,10 +118,7 @@ def _expert_chunk(runner: _native.Runner, block: Block, layout: ExpertLayout, at
         stored = block.formats[0]
         rows = _stored(runner, source, stored, block.sources[0])
         fidelity = _fidelity(runner, block, [rows])
-        parts = _parts(rows)
-        row_bytes = sum(values.shape[1] for values in parts)
-        data = np.empty(padded(len(rows.codes), TILE_ROWS) * row_bytes, dtype=np.uint8)
-        _native.tile_rows(runner, stored, *parts, data)
+        data = _tiles(runner, rows, stored).reshape(-1)
     end = at + data.nbytes
     padding = sum(stop - start for start, stop in layout.padding if start == end)
     data = np.concatenate([data, np.zeros(padding, dtype=np.uint8)]) if padding else data
@@ -160,15 +148,13 @@ def _parts(rows: QuantizedRows) -> tuple[NDArray[np.uint8], NDArray[np.uint8], N
     return codes, scales, biases
 
 
-def _group_chunks(
-    tensor: str, groups: Sequence[tuple[NDArray[Any], NDArray[np.float16]]], stored: RowFormat
-) -> Iterator[Chunk]:
-    """Scales and biases of a whole matrix, which follow its codes in the file."""
-    scales, biases = zip(*groups, strict=True)
-    if stored.bits != 16:
-        yield Chunk(RESIDENT, f"{tensor}.scales", np.concatenate(scales))
-    if stored.has_biases:
-        yield Chunk(RESIDENT, f"{tensor}.biases", np.concatenate(biases))
+def _tiles(runner: _native.Runner, rows: QuantizedRows, stored: RowFormat) -> NDArray[np.uint8]:
+    """Tiles (n, bytes of 16 rows) of rows, with zeros behind the last."""
+    parts = _parts(rows)
+    row_bytes = sum(values.shape[1] for values in parts)
+    data = np.empty(padded(len(rows.codes), TILE_ROWS) * row_bytes, dtype=np.uint8)
+    _native.tile_rows(runner, stored, *parts, data)
+    return data.reshape(-1, TILE_ROWS * row_bytes)
 
 
 def _stored(

@@ -25,8 +25,8 @@ from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
 from ondevice.converters.reading import EXPERT_KINDS, matrix_kind, resident_sources
 from ondevice.model_config import ModelConfig
 
-Place = tuple[MatrixKind, int | None]
-"""Which matrices have one format: those of a kind, or of a kind in a layer."""
+Place = tuple[MatrixKind, int | None, str]
+"""Which matrices have one format: those of a kind, of a kind in a layer, or a part of its projection."""
 
 
 def chosen_quant(checkpoint: Checkpoint) -> QuantConfig:
@@ -38,41 +38,53 @@ def chosen_quant(checkpoint: Checkpoint) -> QuantConfig:
     """
     config, bits = checkpoint.config, _chosen_bits(checkpoint.tensors.values(), 4)
     tensors: dict[Place, list[SourceTensor]] = defaultdict(list)
-    for kind, layer, tensor in _matrices(checkpoint):
-        tensors[kind, layer if is_tiled(kind, config) else None].append(tensor)
+    for kind, layer, part, tensor in _matrices(checkpoint):
+        tensors[kind, layer if is_tiled(kind, config) else None, part].append(tensor)
     formats: dict[Place, RowFormat] = {}
-    for (kind, layer), of_place in tensors.items():
+    for (kind, layer, part), of_place in tensors.items():
         stored = _exact_format(of_place, kind, config) if is_tiled(kind, config) else None
         if stored is None:
             as_neurons = kind == "feed_forward" and not config.is_sliced
             stored = _chosen_format(of_place, bits if as_neurons else _chosen_bits(of_place, bits))
-        formats[kind, layer] = stored
+        formats[kind, layer, part] = stored
     return QuantConfig(bits, _by_name(formats, tensors, RowFormat(bits)))
 
 
 def _by_name(
     formats: Mapping[Place, RowFormat], tensors: Mapping[Place, Sequence[SourceTensor]], plain: RowFormat
 ) -> tuple[tuple[str, RowFormat], ...]:
-    """`QuantConfig.formats`: that of most weights of a kind, and those of layers that differ from it."""
+    """`QuantConfig.formats`: that of most weights of a kind, of a part where most of its differ, and those of
+    layers that differ from both.
+    """
     named: dict[str, RowFormat] = {}
     for kind in MATRIX_KINDS:
-        weights: Counter[RowFormat] = Counter()
-        for place, stored in formats.items():
-            if place[0] == kind:
-                weights[stored] += sum(prod(tensor.shape) for tensor in tensors[place])
-        if not weights:
+        of_kind = {place: stored for place, stored in formats.items() if place[0] == kind}
+        if not of_kind:
             continue
-        common = max(weights, key=lambda stored: (weights[stored], stored))
+        common = _common(of_kind, tensors)
         if common != plain:
             named[matrix_name(kind)] = common
-        for (which, layer), stored in formats.items():
-            if which == kind and stored != common:
-                named[matrix_name(kind, layer)] = stored
+        for part in dict.fromkeys(part for _, _, part in of_kind):
+            of_part = {place: stored for place, stored in of_kind.items() if place[2] == part}
+            most = _common(of_part, tensors) if part else common
+            if most != common:
+                named[matrix_name(kind, None, part)] = most
+            for place, stored in of_part.items():
+                if stored != most:
+                    named[matrix_name(*place)] = stored
     return tuple((name, named[name]) for name in sorted(named, key=format_order))
 
 
-def _matrices(checkpoint: Checkpoint) -> Iterator[tuple[MatrixKind, int | None, SourceTensor]]:
-    """The checkpoint's matrices, with their kinds and layers, but for down projections of neurons with
+def _common(formats: Mapping[Place, RowFormat], tensors: Mapping[Place, Sequence[SourceTensor]]) -> RowFormat:
+    """The format of most weights."""
+    weights: Counter[RowFormat] = Counter()
+    for place, stored in formats.items():
+        weights[stored] += sum(prod(tensor.shape) for tensor in tensors[place])
+    return max(weights, key=lambda stored: (weights[stored], stored))
+
+
+def _matrices(checkpoint: Checkpoint) -> Iterator[tuple[MatrixKind, int | None, str, SourceTensor]]:
+    """The checkpoint's matrices, with their kinds, layers and parts, but for down projections of neurons with
     records of their own.
     """
     config, tensors = checkpoint.config, checkpoint.tensors
@@ -80,18 +92,19 @@ def _matrices(checkpoint: Checkpoint) -> Iterator[tuple[MatrixKind, int | None, 
         kind = matrix_kind(name)
         if kind is not None and len(sources[0].shape) == 2:
             layer = int(name.split(".")[1]) if name.startswith("layers.") else None
-            yield from ((kind, layer, source) for source in sources)
-    yield "embedding", None, tensors[names.EMBEDDING]
+            part = name.split(".")[-1] if kind == "qkv" else ""
+            yield from ((kind, layer, part, source) for source in sources)
+    yield "embedding", None, "", tensors[names.EMBEDDING]
     for layer, spec in enumerate(config.layers):
         of_layer = names.LayerNames(layer)
         *by_rows, down = of_layer.neurons(spec) if config.records[layer] else ("",)
-        yield from (("feed_forward", layer, tensors[row]) for row in by_rows)
+        yield from (("feed_forward", layer, "", tensors[row]) for row in by_rows)
         if config.is_sliced and by_rows:
-            yield "down", layer, tensors[down]
+            yield "down", layer, "", tensors[down]
         if layer in config.expert_layers and spec.experts is not None:
             for expert in range(spec.experts.count):
                 for which in names.expert_matrices(spec):
-                    yield EXPERT_KINDS[which], layer, tensors[of_layer.expert(expert, which)]
+                    yield EXPERT_KINDS[which], layer, "", tensors[of_layer.expert(expert, which)]
 
 
 def _chosen_bits(tensors: Iterable[SourceTensor], otherwise: Bits) -> Bits:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ondevice.bundle.file_layouts import file_layout, resident_tensors
 from ondevice.bundle.files import disk_errors, write_durably
 from ondevice.bundle.layout import (
     EMBEDDING,
@@ -29,10 +30,8 @@ from ondevice.bundle.layout import (
     RECORDS_TENSOR,
     RESIDENT,
     expert_file_name,
-    file_layout,
     gate_file_name,
     neuron_file_name,
-    resident_tensors,
 )
 from ondevice.bundle.manifest import (
     FileEntry,
@@ -236,6 +235,7 @@ class _Conversion:
         self._gates = [gate_file_name(layer) for layer in layers if checkpoint.config.zeros_gates]
         self._tables = [EMBEDDING, *([PER_LAYER] if checkpoint.config.per_layer_width else [])]
         self._experts = [expert_file_name(layer) for layer in checkpoint.config.expert_layers]
+        self._resident = resident_tensors(checkpoint.config, quant)
         self._record_files = [*self._neurons, *self._gates, *self._experts, *self._tables]
         self.trial: LayersTrial | None = None
         """The trial of the layers, where this run has written all of them."""
@@ -298,24 +298,29 @@ class _Conversion:
         """The record files whose quantisation error is measured: those that aren't copies."""
         return [*self._neurons, *self._experts, *self._tables]
 
+    def _is_matrix(self, name: str) -> bool:
+        """Whether `name` is a matrix of the resident file."""
+        spec = self._resident.get(name)
+        return spec is not None and spec.matrix is not None
+
     def _errors_are_known(self) -> bool:
         """True if the errors of all finished files were saved; only damage can have lost one."""
         if self._quant.bits == 16:
             return True
         finished = [name for name in self._measured if self._writer.finished(name)]
-        resident = list(resident_tensors(self._checkpoint.config, self._quant))
-        finished += [n for n in resident[: self._writer.resident_finished()] if n.endswith(".codes")]
+        resident = list(self._resident)
+        finished += [name for name in resident[: self._writer.resident_finished()] if self._is_matrix(name)]
         return all(name in self._errors for name in finished)
 
     def _write_weights(self, on_progress: OnProgress | None) -> None:
         """Write every file that isn't finished, layer by layer, in overlapping stages."""
-        resident = list(resident_tensors(self._checkpoint.config, self._quant))
+        resident = list(self._resident)
         missing = set(resident[self._writer.resident_finished() :])
 
         def wanted(file: str, tensor: str) -> bool:
             if file != RESIDENT:
                 return not self._writer.finished(file)
-            return not missing.isdisjoint({tensor, f"{tensor}.codes", f"{tensor}.scales", f"{tensor}.biases"})
+            return tensor in missing
 
         meter = self._meter(wanted, on_progress)
         runner = _native.Runner(usable_cores())
@@ -407,8 +412,7 @@ class _Conversion:
         for chunk in chunks:
             fidelity = joined(fidelity, chunk.fidelity)
             yield chunk.data
-        counted = name.endswith(".codes") or name in self._measured
-        if self._quant.bits != 16 and counted:
+        if self._quant.bits != 16 and (self._is_matrix(name) or name in self._measured):
             self._errors.save(name, fidelity)
 
     def _meter(self, wanted: Callable[[str, str], bool], on_progress: OnProgress | None) -> ProgressMeter:

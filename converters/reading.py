@@ -13,17 +13,17 @@ from math import lcm
 
 import numpy as np
 
+from ondevice.bundle.file_layouts import resident_tensors
 from ondevice.bundle.layout import (
     EMBEDDING,
     PER_LAYER,
     POSITIONS,
     RECORDS_TENSOR,
     RESIDENT,
-    TensorSpec,
+    TiledMatrix,
     expert_file_name,
     gate_file_name,
     neuron_file_name,
-    resident_tensors,
     slice_neurons,
 )
 from ondevice.bundle.weight_shapes import layer_weight_shapes, model_weight_shapes
@@ -56,6 +56,8 @@ NAMES_OF_KINDS: Mapping[MatrixKind | None, str] = {
     None: "other",
 }
 """What notes call the kinds of resident matrices."""
+_PROJECTION = re.compile(r"layers\.\d+\.attention\.(q|k|v|kv|z|x|b|c)")
+"""Names of the parts of a layer's fused projection, as `ModelConfig.projection_sizes` has them."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Block:
     """Rows that belong together: rows of one matrix, or those of the same neurons, gate, up (if there is one)
     and down (transposed).
 
-    file: the bundle file that they go to. tensor: the resident tensor, without `.codes`, or `records`.
+    file: the bundle file that they go to. tensor: the resident tensor, or `records`.
     sources: the checkpoint's names of `rows`. kinds: attention, attention_output, down, embedding,
     expert_down, expert_gate, expert_up, gate, head, other, per_layer or up, for each of a matrix. formats:
     how each matrix is stored. rows: each (n, columns) in the stored type, or the checkpoint's own codes of n
@@ -96,16 +98,16 @@ def read_blocks(
     layers = checkpoint.config.num_layers
     if wanted(EMBEDDING, RECORDS_TENSOR):
         embedding, stored = checkpoint.tensors[names.EMBEDDING], quant.of("embedding")
-        yield from _matrix(EMBEDDING, RECORDS_TENSOR, "embedding", [embedding], stored, rounded)
+        yield from _matrix(EMBEDDING, RECORDS_TENSOR, "embedding", embedding, stored, rounded)
     if checkpoint.config.per_layer_width and wanted(PER_LAYER, RECORDS_TENSOR):
         rows = checkpoint.tensors[names.PER_LAYER]
-        yield from _matrix(PER_LAYER, RECORDS_TENSOR, "per_layer", [rows], quant.plain, rounded)
+        yield from _matrix(PER_LAYER, RECORDS_TENSOR, "per_layer", rows, quant.plain, rounded)
     specs = resident_tensors(checkpoint.config, quant)
     resident = groupby(resident_sources(checkpoint), lambda found: layer_of(RESIDENT, found[0], layers))
     for layer, tensors in resident:
         for tensor, sources in tensors:
             if wanted(RESIDENT, tensor):
-                yield from _resident(tensor, sources, specs, quant, rounded)
+                yield from _resident(tensor, sources, specs[tensor].matrix, rounded)
         if layer < layers:
             yield from _layer_records(checkpoint, layer, wanted, quant, rounded)
 
@@ -133,7 +135,7 @@ def _layer_records(
     if records and checkpoint.config.zeros_gates and wanted(gate_file_name(layer), RECORDS_TENSOR):
         gate = checkpoint.tensors[names.LayerNames(layer).gate]
         stored = quant.of("feed_forward")
-        yield from _matrix(gate_file_name(layer), RECORDS_TENSOR, "gate", [gate], stored, rounded)
+        yield from _matrix(gate_file_name(layer), RECORDS_TENSOR, "gate", gate, stored, rounded)
     if layer in checkpoint.config.expert_layers and wanted(expert_file_name(layer), RECORDS_TENSOR):
         yield from _experts(checkpoint, layer, quant)
 
@@ -141,33 +143,31 @@ def _layer_records(
 def _resident(
     tensor: str,
     sources: Sequence[SourceTensor],
-    specs: Mapping[str, TensorSpec],
-    quant: QuantConfig,
+    matrix: TiledMatrix | None,
     rounded: Mapping[str, RoundedRows],
 ) -> Iterator[Block]:
-    """specs: the tensors of the resident file; a matrix is several, with codes and scales."""
-    if tensor in specs and len(sources[0].shape) == 2:
+    """matrix: what the tensor holds as tiles; None of float32 values."""
+    if matrix is not None:
+        (source,), kind = sources, NAMES_OF_KINDS[matrix_kind(tensor)]
+        yield from _matrix(RESIDENT, tensor, kind, source, matrix.row.stored, rounded)
+    elif len(sources[0].shape) == 2:
         yield from _values(tensor, sources[0])
-    elif len(sources[0].shape) == 1:
+    else:
         vector = np.concatenate([source.vector() for source in sources])
         nbytes = sum(source.nbytes for source in sources)
         yield Block(RESIDENT, tensor, tuple(source.name for source in sources), (), (), (vector,), nbytes)
-    else:
-        kind = matrix_kind(tensor)
-        stored = quant.plain if kind is None else quant.of(kind)
-        if specs[f"{tensor}.codes"].dtype == "F16":
-            stored = RowFormat(16)
-        yield from _matrix(RESIDENT, tensor, NAMES_OF_KINDS[kind], sources, stored, rounded)
 
 
 def matrix_kind(tensor: str) -> MatrixKind | None:
-    """The kind of a resident matrix, by its name without `.codes`; None for one that few models have."""
-    kinds: dict[str, MatrixKind] = {"head": "head", "attention.qkv": "qkv", "attention.out": "out"}
+    """The kind of a resident matrix, by its tensor's name; None for one that few models have."""
+    if _PROJECTION.fullmatch(tensor):
+        return "qkv"
+    kinds: dict[str, MatrixKind] = {"head": "head", "attention.out": "out"}
     return kinds.get(".".join(tensor.split(".")[2:]) or tensor)
 
 
 def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceTensor]]]:
-    """Every resident tensor (a matrix without `.codes`), and the checkpoint tensors it joins, in order."""
+    """Every resident tensor, and the checkpoint tensors that it is made of, in order: one for a matrix."""
     config, tensors = checkpoint.config, checkpoint.tensors
     if config.learned_positions:
         yield POSITIONS, [tensors[names.POSITIONS]]
@@ -176,7 +176,8 @@ def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceT
         if spec.norms_input:
             yield from _norm(checkpoint, layer, "attention_norm")
         parts = config.projection_sizes(spec)
-        yield f"{prefix}.attention.qkv", [tensors[name.projection(which)] for which in parts]
+        for which in parts:
+            yield f"{prefix}.attention.{which}", [tensors[name.projection(which)]]
         if spec.attention.bias:
             yield f"{prefix}.attention.qkv.bias", [tensors[name.projection_bias(which)] for which in parts]
         for which, size in zip("qk", config.head_norm_sizes(spec), strict=True):
@@ -343,7 +344,7 @@ def _experts(checkpoint: Checkpoint, layer: int, quant: QuantConfig) -> Iterator
         for which in names.expert_matrices(spec):
             source, stored = tensors[name.expert(expert, which)], quant.of(EXPERT_KINDS[which], layer)
             ends = (expert, which) == (last, "down")
-            for block in _matrix(file, RECORDS_TENSOR, f"expert_{which}", [source], stored, NOT_ROUNDED):
+            for block in _matrix(file, RECORDS_TENSOR, f"expert_{which}", source, stored, NOT_ROUNDED):
                 yield replace(block, last=ends and block.last and not spec.experts.bias)
             if spec.experts.bias:
                 bias = tensors[name.expert_bias(expert, which)]
@@ -355,19 +356,17 @@ def _matrix(
     file: str,
     tensor: str,
     kind: str,
-    sources: Sequence[SourceTensor],
+    source: SourceTensor,
     stored: RowFormat,
     rounded: Mapping[str, RoundedRows],
 ) -> Iterator[Block]:
-    # A projection may stand there twice: values that are their keys.
-    for at, source in enumerate(sources, 1):
-        step = _rows_per_block(source)
-        for start in range(0, source.shape[0], step):
-            stop = min(start + step, source.shape[0])
-            last = at == len(sources) and stop == source.shape[0]
-            nbytes = _share(source, start, stop, source.shape[0])
-            rows = _rows(source, start, stop, stored, rounded)
-            yield Block(file, tensor, (source.name,), (kind,), (stored,), (rows,), nbytes, last)
+    """Rows of a matrix; all blocks but the last have a multiple of 16."""
+    count, step = source.shape[0], _rows_per_block(source)
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        nbytes = _share(source, start, stop, count)
+        rows = _rows(source, start, stop, stored, rounded)
+        yield Block(file, tensor, (source.name,), (kind,), (stored,), (rows,), nbytes, stop == count)
 
 
 def _values(tensor: str, source: SourceTensor) -> Iterator[Block]:

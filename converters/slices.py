@@ -24,16 +24,10 @@ from ondevice.bundle.expert_use import (
     expert_counts_bytes,
     expert_use_text,
 )
+from ondevice.bundle.file_layouts import TensorSpec, resident_tensors, tensors_layout
 from ondevice.bundle.files import disk_errors, link_or_copy, publish, temporary_path, write_durably
 from ondevice.bundle.hotness import HOTNESS, HOTNESS_SIDECAR, frequencies_bytes, hotness_text
-from ondevice.bundle.layout import (
-    CHECKSUMS,
-    MANIFEST,
-    RESIDENT,
-    TensorSpec,
-    resident_tensors,
-    tensors_layout,
-)
+from ondevice.bundle.layout import CHECKSUMS, MANIFEST, RESIDENT
 from ondevice.bundle.manifest import (
     CrcRange,
     FileEntry,

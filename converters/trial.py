@@ -19,22 +19,21 @@ import numpy as np
 from ondevice.backends.base import (
     Bytes,
     Float32,
-    RowChunk,
 )
 from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
+from ondevice.bundle.file_layouts import resident_tensors
 from ondevice.bundle.layout import (
     CRC_BLOCK_BYTES,
     DATA_OFFSET,
     RESIDENT,
+    TILE_ROWS,
     ExpertLayout,
     RecordLayout,
-    RowLayout,
     embedding_layout,
     largest_neuron_layout,
     neuron_layout,
     record_counts,
-    resident_tensors,
 )
 from ondevice.bundle.reader import Bundle, CheckedFile, TensorSpan, tensor_spans
 from ondevice.config import QuantConfig
@@ -51,6 +50,7 @@ from ondevice.model.loading import (
     norm_parts,
     position_parts,
 )
+from ondevice.model.parts import TiledSection
 from ondevice.model.records import (
     FIRST_NEURON_FILE,
     RESIDENT_FILE,
@@ -250,17 +250,19 @@ def _logits(
     config, x = bundle.config, _narrowed(bundle, resident, runner, x)
     head = head_part(bundle, resident, embedding_records(bundle, reader))
     biases = resident.vector("head.bias") if config.head_bias else None
-    count = max(1, trial_layer.PIECE_BYTES // RowLayout(config.embedding_size, *head.stored).nbytes)
+    (section,) = head.sections
+    count = max(1, trial_layer.PIECE_BYTES // section.matrix.tile_bytes) * TILE_ROWS
     for first in range(0, config.vocab_size, count):
 
-        def piece(row0: int, number: int, first: int = first) -> RowChunk:
-            return head.rows(first + row0, number)._replace(row0=row0)
+        def tiles(tile: int, number: int, first: int = first) -> Bytes:
+            return section.read(first // TILE_ROWS + tile, number)
 
         backend = CpuBackend(runner, segment_neurons=BLOCK_NEURONS, piece_neurons=BLOCK_NEURONS)
         with closing(backend):
             number = min(count, config.vocab_size - first)
             bias = None if biases is None else partial(biases.__getitem__, slice(first, first + number))
-            part = replace(head, num_rows=number, rows=piece, bias=bias)
+            piece = TiledSection(replace(section.matrix, rows=number), tiles)
+            part = replace(head, sections=(piece,), bias=bias)
             logits = backend.linear(x, loaded_parts(backend, [part])["head"])
             cap = config.logit_soft_cap
             yield np.array(backend.soft_cap(logits, cap) if cap else logits)

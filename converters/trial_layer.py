@@ -18,7 +18,6 @@ from ondevice.backends.base import (
     FeedForwardSource,
     Float32,
     KVLayout,
-    LinearSource,
 )
 from ondevice.backends.cpu import CpuBackend, CpuFeedForward, CpuSlices
 from ondevice.backends.expert_records import ExpertRecords
@@ -28,7 +27,7 @@ from ondevice.backends.routing import Routing
 from ondevice.bundle.layout import ExpertLayout, RecordLayout
 from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import never_cancelled
-from ondevice.config import QuantConfig
+from ondevice.config import QuantConfig, RowFormat
 from ondevice.converters.pipeline import ahead
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
@@ -66,10 +65,10 @@ class LayerBackend(CpuBackend):
         self._used: list[tuple[Any, _native.Matrix]] = []
         self._free: list[tuple[Any, _native.Matrix]] = []
 
-    def new_matrix(self, source: LinearSource) -> _native.Matrix:
-        key = (source.rows, source.cols, source.stored)
+    def new_matrix(self, sections: list[tuple[int, RowFormat]], cols: int) -> _native.Matrix:
+        key = sections, cols
         at = next((i for i, (free, _) in enumerate(self._free) if free == key), None)
-        matrix = super().new_matrix(source) if at is None else self._free.pop(at)[1]
+        matrix = super().new_matrix(sections, cols) if at is None else self._free.pop(at)[1]
         self._used.append((key, matrix))
         return matrix
 

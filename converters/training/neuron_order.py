@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.bundle.file_layouts import resident_tensors
 from ondevice.bundle.layout import (
     CHECKSUMS,
     RESIDENT,
@@ -33,7 +34,6 @@ from ondevice.bundle.layout import (
     gate_bias_name,
     gate_file_name,
     neuron_file_name,
-    resident_tensors,
 )
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.strict_json import MAX_JSON_BYTES

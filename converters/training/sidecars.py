@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ondevice.bundle.about import DOCUMENTS
 from ondevice.bundle.digest import FileDigest
+from ondevice.bundle.file_layouts import FileLayout
 from ondevice.bundle.files import (
     contained,
     disk_errors,
@@ -21,7 +22,7 @@ from ondevice.bundle.files import (
     temporary_path,
     write_durably,
 )
-from ondevice.bundle.layout import MANIFEST, FileLayout
+from ondevice.bundle.layout import MANIFEST
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import Sidecar, no_streams
 from ondevice.bundle.strict_json import MAX_JSON_BYTES

@@ -22,8 +22,9 @@ from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.latent import LatentOps
 from ondevice.backends.recurrent import MARKS, RecurrentOps, StateLayout, StateStore
+from ondevice.backends.tiled_source import TiledSource
 from ondevice.backends.token_tree import TokenTree
-from ondevice.bundle.layout import ExpertLayout, RecordLayout
+from ondevice.bundle.layout import ExpertLayout, RecordLayout, TileLayout
 from ondevice.config import RowFormat
 from ondevice.model_config import (
     Activation,
@@ -185,7 +186,7 @@ class RowChunk(NamedTuple):
 
 
 class LinearSource(Protocol):
-    """A matrix on disk, read once in bounded pieces of ascending rows."""
+    """A matrix on disk that is stored row by row, read once in bounded pieces of ascending rows."""
 
     @property
     def rows(self) -> int: ...
@@ -248,7 +249,7 @@ class FeedForwardSource(Protocol):
 
 
 class EmbeddingSource(Protocol):
-    """The embedding table on disk: one single-row record per token id."""
+    """The embedding table on disk: a record for each token id, or for 16 of them."""
 
     @property
     def file(self) -> int:
@@ -262,10 +263,10 @@ class EmbeddingSource(Protocol):
     def hidden_size(self) -> int: ...
 
     @property
-    def layout(self) -> RecordLayout: ...
+    def layout(self) -> RecordLayout | TileLayout: ...
 
     def read(self, tokens: Int32) -> Bytes:
-        """The records of token ids (T,): (T, stride). Raises FlashReadError."""
+        """The records that hold the rows of token ids (T,): (T, stride). Raises FlashReadError."""
         ...
 
 
@@ -371,6 +372,10 @@ class Backend(LatentOps, RecurrentOps, Protocol):
 
     def load_linear(self, source: LinearSource) -> Linear: ...
 
+    def load_tiles(self, sections: Sequence[TiledSource], bias: Float32 | None = None) -> Linear:
+        """A matrix of all sections' rows, in order. bias: a value for each of these, or None."""
+        ...
+
     def load_feed_forward(
         self,
         layer: int,
@@ -388,8 +393,13 @@ class Backend(LatentOps, RecurrentOps, Protocol):
         """
         ...
 
-    def load_embedding(self, source: EmbeddingSource, offloaded: bool = False) -> Embedding:
-        """Load a table. offloaded: its rows always come from flash, whatever memory there is."""
+    def load_embedding(
+        self, source: EmbeddingSource, offloaded: bool = False, head: Linear | None = None
+    ) -> Embedding:
+        """Load a table. offloaded: its rows always come from flash, whatever memory there is.
+
+        head: the loaded matrix of the same rows, in which a backend may look them up.
+        """
         ...
 
     def begin_pass(self, batch: ForwardBatch) -> None:

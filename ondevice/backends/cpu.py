@@ -36,7 +36,9 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.native_routing import route
 from ondevice.backends.offloading import OffloadingBackend
 from ondevice.backends.routing import Routing, sigmoid, substituted
+from ondevice.backends.tiled_source import TiledSource
 from ondevice.bundle.layout import ExpertLayout, RecordLayout, padded
+from ondevice.config import RowFormat
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native, memory
 from ondevice.model_config import (
@@ -200,6 +202,7 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
     """
 
     name = "cpu"
+    looks_up = True
     synchronisations = 0
     """Always 0: an op's result is complete when the op returns."""
     synchronised_seconds = 0.0
@@ -226,15 +229,22 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         return np.array(values, dtype=np.float32)
 
     def load_linear(self, source: LinearSource) -> CpuLinear:
-        matrix = self.new_matrix(source)
+        matrix = self.new_matrix([(source.rows, source.stored)], source.cols)
         for row0, codes, scales, biases in source.chunks():
             matrix.load_rows(self.runner, row0, codes, scales.view(np.uint8), biases.view(np.uint8))
-        bias = None if source.bias is None else np.array(source.bias, dtype=np.float32)
-        return CpuLinear(matrix, bias)
+        return CpuLinear(matrix, None if source.bias is None else self.load_vector(source.bias))
 
-    def new_matrix(self, source: LinearSource) -> _native.Matrix:
-        """The matrix into which `load_linear` loads."""
-        return _native.Matrix(source.rows, source.cols, source.stored)
+    def load_tiles(self, sections: Sequence[TiledSource], bias: Float32 | None = None) -> CpuLinear:
+        kinds = [(section.matrix.rows, section.matrix.row.stored) for section in sections]
+        matrix = self.new_matrix(kinds, sections[0].matrix.row.cols)
+        for index, section in enumerate(sections):
+            for first, tiles in section.chunks():
+                matrix.load_tiles(index, first, tiles)
+        return CpuLinear(matrix, None if bias is None else self.load_vector(bias))
+
+    def new_matrix(self, sections: list[tuple[int, RowFormat]], cols: int) -> _native.Matrix:
+        """The matrix into which `load_linear` and `load_tiles` load. sections: rows and format of each."""
+        return _native.Matrix(sections, cols)
 
     def load_feed_forward(
         self,
@@ -285,10 +295,7 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         self.runner.trim()
 
     def embedding(self, table: EmbeddingTable, tokens: Int32) -> Float32:
-        row = table.layout.parts[0][0]
-        out: Float32 = memory.empty((len(tokens), row.padded_cols), np.float32)
-        _native.dequantize_rows(self.runner, row.stored, table.read(tokens), table.hidden_size, out)
-        return np.ascontiguousarray(out[:, : table.hidden_size])
+        return table.rows(self.runner, tokens)
 
     def linear(
         self, x: Float32, weight: CpuLinear, norm: Norm | None = None, added: Float32 | None = None

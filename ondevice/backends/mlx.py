@@ -9,7 +9,7 @@ it is evaluated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,18 +35,20 @@ from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FirstNeurons
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.mlx_experts import Chosen, route
 from ondevice.backends.mlx_kv import MlxKV
+from ondevice.backends.mlx_linear import MlxLinear
 from ondevice.backends.mlx_memory import MlxLimits, Synchronisations, begin
 from ondevice.backends.mlx_ops import MlxOps, activate, cut_off, hidden, normed
 from ondevice.backends.mlx_weights import (
     GatheredNeurons,
     MlxFeedForward,
-    MlxLinear,
     MlxNeurons,
     MlxPieceMemory,
     MlxSegment,
 )
 from ondevice.backends.offloading import OffloadingBackend
 from ondevice.backends.routing import Routing
+from ondevice.backends.stored_rows import RowsOfTiles
+from ondevice.backends.tiled_source import TiledSource
 from ondevice.bundle.layout import padded
 from ondevice.model_config import FeedForwardSpec, LayerSpec
 
@@ -98,7 +100,10 @@ class MlxBackend(OffloadingBackend, MlxOps):
         """What `bounded` began last, unless something has waited since."""
 
     def load_linear(self, source: LinearSource) -> MlxLinear:
-        return MlxLinear(source, self.dtype)
+        return MlxLinear([source], source.bias, self.dtype)
+
+    def load_tiles(self, sections: Sequence[TiledSource], bias: Float32 | None = None) -> MlxLinear:
+        return MlxLinear([RowsOfTiles(it, nearest=True) for it in sections], bias, self.dtype)
 
     def load_feed_forward(
         self,
@@ -162,11 +167,10 @@ class MlxBackend(OffloadingBackend, MlxOps):
         mx.clear_cache()
 
     def product(self, x: mx.array, weight: MlxLinear) -> mx.array:
-        found = weight.matrix.rows_product(x)
-        return found if weight.bias is None else found + weight.bias
+        return weight.product(x)
 
     def heads_product(self, x: mx.array, weight: MlxLinear) -> mx.array:
-        return weight.matrix.heads_product(x)
+        return weight.heads_product(x)
 
     def begin_pass(self, batch: ForwardBatch) -> None:
         # Wait for a prompt's chunk without logits before the next one begins. So the computations under way

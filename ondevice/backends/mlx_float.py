@@ -6,6 +6,7 @@ products further (TF32) they differ more. Different splits of a prompt need not 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from ondevice.backends.base import (
     Biases,
     EmbeddingSource,
     FeedForwardSource,
+    Float32,
     LinearSource,
     Norm,
     Selector,
@@ -23,6 +25,7 @@ from ondevice.backends.base import (
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.mlx_ops import MlxLinear, MlxOps, activate, cut_off, normed
 from ondevice.backends.reference import ReferenceBackend
+from ondevice.backends.tiled_source import TiledSource
 from ondevice.errors import BackendUnavailableError
 from ondevice.model_config import FeedForwardSpec
 
@@ -75,6 +78,10 @@ class MlxFloatBackend(MlxOps):
         loaded = self._loader.load_linear(source)
         return MlxLinear(mx.array(loaded.weight), None if loaded.bias is None else mx.array(loaded.bias))
 
+    def load_tiles(self, sections: Sequence[TiledSource], bias: Float32 | None = None) -> MlxLinear:
+        loaded = self._loader.load_tiles(sections)
+        return MlxLinear(mx.array(loaded.weight), None if bias is None else mx.array(bias))
+
     def load_feed_forward(
         self,
         layer: int,
@@ -89,7 +96,9 @@ class MlxFloatBackend(MlxOps):
         up = None if loaded.up is None else mx.array(loaded.up)
         return MlxFeedForward(mx.array(loaded.gate), up, mx.array(loaded.down), biases)
 
-    def load_embedding(self, source: EmbeddingSource, offloaded: bool = False) -> EmbeddingSource:
+    def load_embedding(
+        self, source: EmbeddingSource, offloaded: bool = False, head: MlxLinear | None = None
+    ) -> EmbeddingSource:
         return source
 
     def product(self, x: mx.array, weight: MlxLinear) -> mx.array:

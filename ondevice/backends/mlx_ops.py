@@ -18,8 +18,8 @@ from ondevice.backends.base import Float32, HeadNorms, Int32, KVStore, Norm
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.latent import LatentWeights
 from ondevice.backends.mlx_states import MlxRecurrentOps
-from ondevice.backends.reference import read_rows
 from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
+from ondevice.backends.stored_rows import table_rows
 from ondevice.backends.token_tree import TokenTree
 from ondevice.errors import BackendUnavailableError
 from ondevice.model_config import (
@@ -53,7 +53,7 @@ class MlxOps(MlxRecurrentOps):
         """Nothing to do: everything is in memory."""
 
     def embedding(self, table: Any, tokens: Int32) -> mx.array:
-        return mx.array(read_rows(table.read(tokens), 0, table.layout.parts[0][0]))
+        return mx.array(table_rows(table, tokens))
 
     def linear(
         self, x: mx.array, weight: Any, norm: Norm | None = None, added: mx.array | None = None

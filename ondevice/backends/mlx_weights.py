@@ -18,10 +18,11 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.base import NO_BIASES, Biases, Bytes, FeedForwardSource, LinearSource, Selector
+from ondevice.backends.base import NO_BIASES, Biases, Bytes, FeedForwardSource, Selector
 from ondevice.backends.expert_records import rows_layout
 from ondevice.backends.feed_forward_layer import FeedForwardLayer, PieceMemory
 from ondevice.backends.mlx_experts import MlxExpertMatrix, MlxExperts
+from ondevice.backends.mlx_linear import MlxLinear
 from ondevice.backends.mlx_matrix import MlxMatrix, require_mode
 from ondevice.backends.mlx_memory import (
     Synchronisations,
@@ -36,35 +37,6 @@ from ondevice.bundle.tiles import StoredMatrix, in_rows, untiled
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native
 from ondevice.units import PAGE_BYTES
-
-
-class MlxLinear:
-    """A loaded matrix, with a bias (N,) or None."""
-
-    def __init__(self, source: LinearSource, dtype: mx.Dtype) -> None:
-        layout, rows = RowLayout(source.cols, *source.stored), source.rows
-        require_mode(layout)
-        if layout.bits == 16:
-            pieces = [writable((rows, layout.padded_cols), dtype)]
-        elif layout.mxfp4:
-            pieces = [writable((rows, layout.codes_bytes // 4), mx.uint32)]
-            pieces += [writable((rows, layout.groups), mx.uint8)]
-        else:
-            pieces = [writable((rows, layout.codes_bytes // 4), mx.uint32)]
-            pieces += [writable((rows, layout.groups), dtype) for _ in range(2)]
-        for row0, codes, *pairs in source.chunks():
-            if layout.bits == 16:
-                pieces[0][1][row0 : row0 + len(codes)] = np.ascontiguousarray(codes).view(np.float16)
-                continue
-            pieces[0][1][row0 : row0 + len(codes)].view(np.uint8)[:] = codes
-            if layout.mxfp4:
-                pairs = pairs[:1]
-            elif layout.implied_bias:
-                pairs[1] = np.float16(-source.stored.zero) * pairs[0]
-            for (_, view), values in zip(pieces[1:], pairs, strict=True):
-                view[row0 : row0 + len(codes)] = values
-        self.matrix = MlxMatrix(layout, dtype, tuple(array for array, _ in pieces))
-        self.bias = None if source.bias is None else mx.array(source.bias)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ondevice.backends.base import EmbeddingSource
 from ondevice.backends.embedding_table import EmbeddingTable
@@ -13,14 +14,21 @@ from ondevice.backends.forward_batch import ForwardBatch
 class OffloadingBackend:
     """Base class of `cpu` and `mlx`. resident_embedding: whether the embedding table starts in memory."""
 
+    looks_up = False
+    """Whether rows of the embedding are looked up in a head that has the same."""
+
     def __init__(self, resident_embedding: bool) -> None:
         self.feed_forwards: list[FeedForwardLayer] = []
         self._resident_embedding = resident_embedding
         self._embedding: EmbeddingTable | None = None
 
-    def load_embedding(self, source: EmbeddingSource, offloaded: bool = False) -> EmbeddingTable:
+    def load_embedding(
+        self, source: EmbeddingSource, offloaded: bool = False, head: Any = None
+    ) -> EmbeddingTable:
         if offloaded:
             return EmbeddingTable(source)
+        if head is not None and self.looks_up:
+            return EmbeddingTable(source, head.matrix)
         self._embedding = EmbeddingTable(source)
         self.hold_embedding(self._resident_embedding)
         return self._embedding

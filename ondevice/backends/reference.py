@@ -24,7 +24,6 @@ from ondevice.backends.base import (
     Bytes,
     EmbeddingSource,
     FeedForwardSource,
-    Float16,
     Float32,
     HeadNorms,
     Int32,
@@ -43,11 +42,11 @@ from ondevice.backends.recurrent import replay_conv
 from ondevice.backends.reference_recurrence import of_pass, replay
 from ondevice.backends.routing import route, sigmoid
 from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
+from ondevice.backends.stored_rows import RowsOfTiles, dequantise, read_rows, table_rows, values_of
+from ondevice.backends.tiled_source import TiledSource
 from ondevice.backends.token_tree import TokenTree
-from ondevice.bundle.codes import E2M1, powers, unpack, values_of_table, values_of_two_levels
-from ondevice.bundle.layout import ExpertLayout, RowLayout
+from ondevice.bundle.layout import ExpertLayout
 from ondevice.bundle.tiles import untiled
-from ondevice.config import RowFormat
 from ondevice.kernels import _native
 from ondevice.model_config import (
     CLAMP,
@@ -132,6 +131,10 @@ class ReferenceBackend:
         bias = None if source.bias is None else np.array(source.bias, dtype=np.float32)
         return ReferenceLinear(weight, bias)
 
+    def load_tiles(self, sections: Sequence[TiledSource], bias: Float32 | None = None) -> ReferenceLinear:
+        weights = [self.load_linear(RowsOfTiles(section)).weight for section in sections]
+        return ReferenceLinear(weights[0] if len(weights) == 1 else np.concatenate(weights), bias)
+
     def load_feed_forward(
         self,
         layer: int,
@@ -155,7 +158,9 @@ class ReferenceBackend:
         experts = _read_experts(source.experts)
         return ReferenceFeedForward(gate, up[0] if up else None, down, biases, None, experts)
 
-    def load_embedding(self, source: EmbeddingSource, offloaded: bool = False) -> EmbeddingSource:
+    def load_embedding(
+        self, source: EmbeddingSource, offloaded: bool = False, head: ReferenceLinear | None = None
+    ) -> EmbeddingSource:
         return source
 
     def begin_pass(self, batch: ForwardBatch) -> None:
@@ -165,7 +170,7 @@ class ReferenceBackend:
         """Nothing to do: everything is in memory."""
 
     def embedding(self, table: EmbeddingSource, tokens: Int32) -> Float32:
-        return read_rows(table.read(tokens), 0, table.layout.parts[0][0])
+        return table_rows(table, tokens)
 
     def normed(self, x: Float32, norm: Norm | None) -> Float32:
         """norm(x), or x without a norm."""
@@ -458,43 +463,12 @@ def _expert(record: Bytes, layout: ExpertLayout) -> ReferenceFeedForward:
     """The expert that a record (stride,) holds."""
     matrices, biases = [], []
     for offset, matrix in zip(layout.part_offsets, layout.matrices, strict=True):
-        codes, scales, own, added = untiled(record[offset : offset + matrix.nbytes], matrix)
-        matrices.append(dequantise(codes, scales, own, matrix.row.stored, matrix.row.cols))
-        biases.append(added)
+        found = untiled(record[offset : offset + matrix.nbytes], matrix)
+        matrices.append(values_of(found, matrix.row))
+        biases.append(found.added)
     gate, *up, down = matrices
     both, up_bias = Biases(biases[0], biases[-1]), biases[1] if up else None
     return ReferenceFeedForward(gate, up[0] if up else None, np.ascontiguousarray(down.T), both, up_bias)
-
-
-def dequantise(
-    codes: Bytes, scales: Float16 | Bytes, biases: Float16, stored: RowFormat, cols: int
-) -> Float32:
-    """Stored rows as (n, cols) float32: what `config.Scales` says of each format."""
-    if stored.bits == 16:
-        return np.ascontiguousarray(codes).view(np.float16)[:, :cols].astype(np.float32)
-    codes = unpack(np.ascontiguousarray(codes), stored.bits)
-    if stored.mxfp4:
-        floats: Float32 = E2M1[codes].reshape(*scales.shape, -1) * powers(scales)[:, :, None]
-        return floats.reshape(len(codes), -1)[:, :cols]
-    if stored.two_levels:
-        return values_of_two_levels(codes, scales.view(np.uint8), stored)[:, :cols]
-    if stored.scales == "table":
-        return values_of_table(codes, scales, stored)[:, :cols]
-    groups = codes.reshape(len(codes), -1, stored.group_size).astype(np.float32)
-    wide = scales.astype(np.float32)
-    offsets = np.float32(-stored.zero) * wide if stored.implied_bias else biases.astype(np.float32)
-    values = groups * wide[:, :, None] + offsets[:, :, None]
-    return values.reshape(len(codes), -1)[:, :cols]
-
-
-def read_rows(records: Bytes, offset: int, row: RowLayout) -> Float32:
-    """The row `offset` bytes into each record (n, stride), dequantised: (n, row.cols)."""
-    scales_at = offset + row.codes_bytes
-    biases_at = scales_at + row.scales_bytes
-    codes = records[:, offset:scales_at]
-    scales = np.ascontiguousarray(records[:, scales_at:biases_at]).view(row.scale_type)
-    biases = np.ascontiguousarray(records[:, biases_at : biases_at + row.biases_bytes]).view(np.float16)
-    return dequantise(codes, scales, biases, row.stored, row.cols)
 
 
 def activate(

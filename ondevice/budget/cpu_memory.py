@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ondevice.backends.recurrent import AHEAD_TOKENS
-from ondevice.budget.memory_model import MemoryModel, input_bytes
+from ondevice.backends.stored_rows import tokens_at_once
+from ondevice.budget.memory_model import MemoryModel, input_bytes, input_form
 from ondevice.budget.sizes import (
     BufferShape,
     SegmentShape,
@@ -16,7 +17,7 @@ from ondevice.budget.sizes import (
     logits_rows,
     segment_shape,
 )
-from ondevice.bundle.layout import padded
+from ondevice.bundle.layout import embedding_layout, padded, projection_matrices
 from ondevice.config import GROUP_SIZE
 
 HIDDEN_BYTES = 2 << 20
@@ -38,6 +39,10 @@ class CpuMemory(MemoryModel):
         if self.config.experts is not None:
             return expert_shape(self.config, self.quant, self.config.experts)
         return self._slots if self.selects_neurons else segment_shape(self.config, self.quant)
+
+    @property
+    def looks_up_head(self) -> bool:
+        return self.config.tie_embeddings and self.config.part.embeds and self.config.part.heads
 
     @property
     def dense(self) -> SegmentShape | None:
@@ -70,6 +75,25 @@ class CpuMemory(MemoryModel):
         neurons = max(map(self.config.dense_neurons, self.config.layers)) if dense is None else dense.neurons
         return padded(max(experts.neurons, neurons), GROUP_SIZE)
 
+    @property
+    def _more_inputs_bytes(self) -> int:
+        """What inputs of a projection take in other forms, where its parts need several."""
+        config, most = self.config, 0
+        for layer in range(config.num_layers):
+            parts = projection_matrices(config, self.quant, layer).values()
+            forms = {input_form(part.row.stored): part.row.stored for part in parts}
+            _, *more = sorted(input_bytes(config.hidden_size, stored) for stored in forms.values())
+            most = max(most, sum(more))
+        return most
+
+    @property
+    def _lookup_bytes(self) -> int:
+        """Tiles in which tokens are looked up at a time."""
+        if not self.config.part.embeds or self.looks_up_head:
+            return 0
+        layout = embedding_layout(self.config, self.quant)
+        return min(self.pass_tokens, tokens_at_once(layout)) * layout.stride
+
     def _kernel_bytes(self, tokens: int) -> int:
         """Activations, attention scores, hidden values and logits of a dense forward pass.
 
@@ -93,7 +117,7 @@ class CpuMemory(MemoryModel):
         # Gates and ups of 16 neurons in each thread, of 32 in matrices of experts and slices.
         products = (4 if config.expert_layers or config.is_sliced else 2) * 64 * self._threads
         per_token = 4 * floats + 64 * config.head_width + products
-        per_token += input_bytes(self._widest_input, self.widest_format)
+        per_token += input_bytes(self._widest_input, self.widest_format) + self._more_inputs_bytes
         if streams is not None and streams.mode == "shared":
             per_token += self._adapted_row_bytes(streams)
         rows = max(QUERY_ROWS, config.queries_per_key)
@@ -118,4 +142,4 @@ class CpuMemory(MemoryModel):
         sampling = 7 * 8 * vocab
         # The head's output and the copy that the caller gets.
         scoring = 2 * 4 * vocab * min(self.pass_tokens, logits_rows(config))
-        return tokens * per_token + max(sampling, scoring) + scores + hidden_values
+        return tokens * per_token + max(sampling, scoring) + scores + hidden_values + self._lookup_bytes

@@ -30,9 +30,12 @@ from ondevice.budget.sizes import (
     widest_pass,
 )
 from ondevice.bundle.draft_layers import EAGLE_TAPS
+from ondevice.bundle.file_layouts import resident_matrices
 from ondevice.bundle.layout import (
     CRC_BLOCK_BYTES,
+    TiledMatrix,
     embedding_layout,
+    embedding_tiles,
     neuron_layout,
     padded,
     per_layer_layout,
@@ -175,11 +178,18 @@ class MemoryModel(ABC):
         return self._matrices_bytes + selecting
 
     @property
+    def looks_up_head(self) -> bool:
+        """True if rows of the embedding are looked up in the head, which has the same and is in memory."""
+        return False
+
+    @property
     def embedding_bytes(self) -> int:
-        """The embedding table as it lies in memory where it is resident; 0 in a part without it."""
-        if not self.config.part.embeds:
+        """The embedding table as it lies in memory where it is resident; 0 in a part without it, and where
+        the head is looked up.
+        """
+        if not self.config.part.embeds or self.looks_up_head:
             return 0
-        return self.config.vocab_size * embedding_layout(self.config, self.quant).stride
+        return embedding_tiles(self.config) * embedding_layout(self.config, self.quant).stride
 
     @property
     def predictor_bytes(self) -> int:
@@ -277,30 +287,23 @@ class MemoryModel(ABC):
         """Staging for the records of selected neurons."""
         return fetch_shape(self._slots.slot_bytes)
 
+    @cached_property
+    def _matrices(self) -> tuple[TiledMatrix, ...]:
+        """The matrices that every token meets, but for neurons."""
+        return resident_matrices(self.config, self.quant)
+
     @property
     def _matrices_bytes(self) -> int:
         """Attention, vectors and head, packed, and the checksums of what is read piece by piece."""
         config, quant = self.config, self.quant
-        hidden = config.hidden_size
-        matrices = sum(
-            interleaved_bytes(config.qkv_rows(layer), hidden, quant.of("qkv")) for layer in config.layers
-        )
-        matrices += sum(
-            interleaved_bytes(hidden, config.out_cols(layer), quant.of("out")) for layer in config.layers
-        )
-        matrices += sum(
-            interleaved_bytes(weight.shape[0], weight.shape[1], weight.stored(quant))
-            for weight in extra_matrices(config)
-        )
-        weights = matrices + 4 * vectors_size(config) + self._cutoff_bytes
-        weights += interleaved_bytes(
-            config.logits_size, config.embedding_size, quant.head(config.tie_embeddings)
-        )
+        weights = sum(matrix.nbytes for matrix in self._matrices)
+        weights += 4 * vectors_size(config) + self._cutoff_bytes
         parts = len(neuron_layout(config, quant, 0).part_bytes)
         checksums = sum(record_counts(config, quant)) * parts
         if config.experts is not None:
             checksums += len(config.expert_layers) * config.experts.count * config.feed_forward.num_rows
-        checksums += config.vocab_size * (config.has_table + config.has_inputs_table)
+        checksums += embedding_tiles(config) * config.has_table
+        checksums += config.vocab_size * config.has_inputs_table
         checksums += weights // CRC_BLOCK_BYTES
         return weights + 4 * checksums
 
@@ -472,3 +475,8 @@ def input_bytes(cols: int, stored: RowFormat) -> int:
     if stored.bits == 16:
         return 4 * cols
     return cols + cols // GROUP_SIZE * {64: 12, 32: 28, 16: 36}[stored.group_size]
+
+
+def input_form(stored: RowFormat) -> tuple[bool, bool, int]:
+    """What decides in which form the kernels take a row that a matrix of this format multiplies."""
+    return (True, False, 0) if stored.bits == 16 else (False, stored.bits < 8, stored.group_size)

@@ -19,13 +19,14 @@ from ondevice.budget.sizes import (
     segment_shape,
 )
 from ondevice.bundle.layout import (
+    RowLayout,
     expert_bytes,
     largest_expert_layout,
     padded,
     record_layout,
     slice_layout,
 )
-from ondevice.bundle.weight_shapes import extra_matrices
+from ondevice.bundle.tiles import rows_format
 from ondevice.config import GROUP_SIZE, RowFormat
 from ondevice.speculation.registry import runs_streams
 from ondevice.units import PAGE_BYTES
@@ -159,21 +160,15 @@ class MlxMemory(MemoryModel):
         config = self.config
         hidden, gated = padded(config.hidden_size, GROUP_SIZE), self.runtime.sparsity == "exact"
         quant, more = self.quant, 0
+        for matrix in self._matrices:
+            more += self._wider_bytes(matrix.rows * matrix.row.padded_cols, matrix.row.stored)
         for layer in config.layers:
-            queries = padded(config.out_cols(layer), GROUP_SIZE)
-            more += self._wider_bytes(config.qkv_rows(layer) * hidden, quant.of("qkv"))
-            more += self._wider_bytes(config.hidden_size * queries, quant.of("out"))
             if gated or layer.feed_forward.cutoff is not None:
                 more += self._wider_bytes(config.neurons(layer) * hidden, quant.of("feed_forward"))
             if config.experts is not None:
                 dense = padded(config.dense_neurons(layer), GROUP_SIZE) * hidden
                 for row in record_layout(config, quant).rows:
                     more += self._wider_bytes(dense, row.stored)
-        for weight in extra_matrices(config):
-            rows, cols = weight.shape
-            more += self._wider_bytes(rows * padded(cols, GROUP_SIZE), weight.stored(quant))
-        head = config.logits_size * padded(config.embedding_size, GROUP_SIZE)
-        more += self._wider_bytes(head, quant.head(config.tie_embeddings))
         if self._used_predictors is not None:
             sizes = zip(self._used_predictors.ranks, config.widths, strict=True)
             low = sum(padded(rank, GROUP_SIZE) * (hidden + neurons) for rank, neurons in sizes)
@@ -276,7 +271,12 @@ class MlxMemory(MemoryModel):
         )
 
     def _wider_bytes(self, elements: int, stored: RowFormat) -> int:
-        """The bytes that MLX adds to stored matrices: operands wider than float16, and implied biases."""
+        """The bytes that MLX adds to stored matrices: operands wider than float16, implied biases, and what
+        values take that it can't multiply as they are stored.
+        """
+        if stored.tiles_only:
+            held = held_bytes(elements, rows_format(stored), self.operand_bytes)
+            return held - RowLayout(elements, *stored).nbytes
         more = held_bytes(elements, stored, self.operand_bytes) - held_bytes(elements, stored, 2)
         return more + stored.implied_bias * (elements // stored.group_size * 2)
 

@@ -50,7 +50,7 @@ class Plan:
     weights_bytes: int
     """Attention, norms, head and checksum tables: what every token uses."""
     embedding_bytes: int
-    """The embedding table; its rows stay on flash unless everything fits."""
+    """The embedding table; its rows stay on flash unless everything fits. 0 where they come from the head."""
     max_context: int
     """Tokens of context whose keys and values are guaranteed."""
     kv_block_bytes: int
@@ -84,6 +84,8 @@ class Plan:
     """The default context if it was shortened to `max_context` to fit; else 0."""
     context_share: float = 0.0
     """Share of the budget that `max_context`, longer than the default, was given; 0 if it is no longer."""
+    looks_up_head: bool = False
+    """Whether rows of the embedding are looked up in the head."""
     dense: SegmentShape | None = None
     """Pieces for neurons that aren't an expert's, in a model with experts; None where they always stay."""
 
@@ -168,8 +170,8 @@ class Plan:
     @property
     def reads_once(self) -> bool:
         """True if tokens read from flash only what then stays in memory."""
-        # A plan without an embedding table reads a row of it for every token.
-        return self.embedding_resident and self.embedding_bytes > 0
+        # A plan without an embedding table reads a row of it for every token, unless that is in the head.
+        return self.embedding_resident and (self.embedding_bytes > 0 or self.looks_up_head)
 
     @property
     def dense_segments(self) -> int:
@@ -371,6 +373,7 @@ def plan_memory(memory: MemoryModel, *, budget_bytes: int, process_bytes: int) -
         sparsity=memory.sparsity,
         predictor_bytes=memory.predictor_bytes,
         draft_bytes=memory.draft_bytes,
+        looks_up_head=memory.looks_up_head,
         dense=memory.dense,
     )
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ondevice.bundle.layout import FileLayout
+from ondevice.bundle.file_layouts import FileLayout
 
 CHUNK_BYTES = 4 << 20
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, cast, get_args
 
-from ondevice.bundle.layout import FileLayout, TensorSpec, linear_tensors, tensors_layout
+from ondevice.bundle.file_layouts import FileLayout, TensorSpec, linear_tensors, tensors_layout
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.model_section import drop_plain_experts, parse_experts, parse_latent
 from ondevice.bundle.sidecar import Sidecar, check_sidecar, parse_bits, parse_sidecar, sidecar_text

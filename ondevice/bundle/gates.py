@@ -15,7 +15,8 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.bundle.layout import file_layout, gate_file_name
+from ondevice.bundle.file_layouts import file_layout
+from ondevice.bundle.layout import gate_file_name
 from ondevice.bundle.reader import Bundle
 from ondevice.errors import BundleError
 

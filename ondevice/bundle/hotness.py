@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.bundle.layout import FileLayout, TensorSpec, tensors_layout
+from ondevice.bundle.file_layouts import FileLayout, TensorSpec, tensors_layout
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import Sidecar, parse_sidecar, sidecar_text, weights_digest
 from ondevice.errors import BundleError

@@ -1,4 +1,4 @@
-"""The place of every byte of a bundle: row, record and tensor layouts, file names, safetensors headers.
+"""The place of every byte of a bundle's rows, matrices and records, and the names of its files.
 
 Pure arithmetic over ModelConfig and QuantConfig; it opens no file. `weights/README.md` is the specification.
 Legend: D hidden size, N fused qkv rows, V vocabulary, G groups of 32 or 64 along a row.
@@ -6,20 +6,16 @@ Legend: D hidden size, N fused qkv rows, V vocabulary, G groups of 32 or 64 alon
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ondevice.bundle.slice_sizes import SLICE_UNIT, slice_units
-from ondevice.bundle.weight_shapes import WeightShape, layer_weight_shapes, model_weight_shapes
 from ondevice.config import GROUP_SIZE, SUPER_SIZE, CodeBits, GroupSize, QuantConfig, RowFormat, Scales
-from ondevice.model_config import LayerSpec, ModelConfig
+from ondevice.model_config import ModelConfig
 
 FORMAT = "ondevice-bundle"
 VERSION = 3
@@ -42,9 +38,6 @@ CHAT_TEMPLATE = "chat_template.jinja"
 RECORDS_TENSOR = "records"
 POSITIONS = "positions"
 """The resident tensor of learned positions, a row for each."""
-
-SafetensorsType = Literal["F32", "F16", "U32", "U8"]
-_NUMPY_TYPES: dict[SafetensorsType, str] = {"F32": "<f4", "F16": "<f2", "U32": "<u4", "U8": "u1"}
 
 
 def neuron_file_name(layer: int) -> str:
@@ -250,10 +243,11 @@ class RecordLayout(PartLayout):
 
 @dataclass(frozen=True)
 class TiledMatrix:
-    """A matrix as the kernels multiply it, and one part of an expert's record.
+    """A matrix as the kernels multiply it: a tensor, or one part of an expert's record.
 
     It is [tiles of 16 rows], or at 16 bits [rows], and then [biases], if it has any. row: one of its rows, as
-    it is stored elsewhere. has_bias: whether its products have a bias, a float32 for each row.
+    it is stored elsewhere. has_bias: whether its products have a bias, a float32 for each row; records alone
+    have them.
     """
 
     rows: int
@@ -265,14 +259,41 @@ class TiledMatrix:
         return padded(self.rows, TILE_ROWS)
 
     @property
+    def tiles(self) -> int:
+        return self.padded_rows // TILE_ROWS
+
+    @property
+    def tile_bytes(self) -> int:
+        return TILE_ROWS * self.row.nbytes
+
+    @property
     def block_cols(self) -> int:
         """Columns whose codes and scales lie together: 64, or 256 with two levels of scales."""
         return SUPER_SIZE if self.row.stored.two_levels else GROUP_SIZE
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of 16 rows of `block_cols` columns: their codes, scales and biases."""
+        """Bytes of 16 rows of `block_cols` columns: their codes, scales and biases. At 16 bits, of a tile."""
+        if self.row.bits == 16:
+            return self.tile_bytes
         return TILE_ROWS * self.row.nbytes * self.block_cols // self.row.padded_cols
+
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """What a block consists of, in order: (n, width) is n times 16 units of `width` bytes, a row's each.
+
+        At 16 bits a tile is one block.
+        """
+        stored = self.row.stored
+        if stored.bits == 16:
+            return ((1, self.row.nbytes),)
+        codes = self.block_cols * stored.bits // 32, 4
+        if stored.two_levels:
+            upper = stored.upper_bytes
+            return (upper // 2, 2), (stored.header_bytes - upper, 1), codes
+        width = self.row.scale_type.itemsize
+        scales = self.block_cols // stored.group_size, width
+        return (codes, scales, scales) if stored.has_biases else (codes, scales)
 
     @property
     def rows_bytes(self) -> int:
@@ -293,6 +314,32 @@ class TiledMatrix:
         if self.row.stored.two_levels:
             return HalfRange(0, TILE_ROWS * self.row.stored.upper_bytes, self.block_bytes, times)
         return HalfRange(codes, self.block_bytes, self.block_bytes, times, self.row.mxfp4)
+
+
+@dataclass(frozen=True)
+class TileLayout(PartLayout):
+    """The record of 16 neighbouring rows of a table, which are one tile."""
+
+    row: RowLayout
+
+    @property
+    def matrix(self) -> TiledMatrix:
+        return TiledMatrix(TILE_ROWS, self.row)
+
+    @cached_property
+    def row_bytes(self) -> tuple[int, ...]:
+        """Unpadded bytes of the tile."""
+        return (self.matrix.nbytes,)
+
+    @property
+    def alignment(self) -> int:
+        """A tile is some pages long, so it needn't begin where one does."""
+        return 64
+
+    @cached_property
+    def halves(self) -> tuple[HalfRange, ...]:
+        """The bytes of a record that hold float16 values."""
+        return (self.matrix.halves,)
 
 
 @dataclass(frozen=True)
@@ -433,203 +480,37 @@ def gate_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
     return RecordLayout(((RowLayout(config.hidden_size, *quant.of("feed_forward")),),))
 
 
-def embedding_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
-    """Record of one token: its embedding row."""
-    return RecordLayout(((RowLayout(config.embedding_size, *quant.of("embedding")),),))
+def embedding_layout(config: ModelConfig, quant: QuantConfig) -> TileLayout:
+    """Record of the embedding rows of 16 tokens."""
+    return TileLayout(RowLayout(config.embedding_size, *quant.of("embedding")))
+
+
+def embedding_tiles(config: ModelConfig) -> int:
+    """Records of the embedding."""
+    return padded(config.vocab_size, TILE_ROWS) // TILE_ROWS
+
+
+def projection_matrices(config: ModelConfig, quant: QuantConfig, layer: int) -> dict[str, TiledMatrix]:
+    """The matrices of a layer's fused projection, by their parts: `ModelConfig.projection_sizes`."""
+    sizes = config.projection_sizes(config.layers[layer])
+    return {
+        part: TiledMatrix(rows, RowLayout(config.hidden_size, *quant.of("qkv", layer, part)))
+        for part, rows in sizes.items()
+    }
+
+
+def out_matrix(config: ModelConfig, quant: QuantConfig, layer: int) -> TiledMatrix:
+    """The matrix that makes a layer's output of what attention gives."""
+    cols = config.out_cols(config.layers[layer])
+    return TiledMatrix(config.hidden_size, RowLayout(cols, *quant.of("out", layer)))
+
+
+def head_matrix(config: ModelConfig, quant: QuantConfig) -> TiledMatrix:
+    """The output head; of tied embeddings the embedding's tiles."""
+    stored = quant.head(config.tie_embeddings)
+    return TiledMatrix(config.vocab_size, RowLayout(config.embedding_size, *stored))
 
 
 def per_layer_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
     """Record of one token: its row of per-layer inputs, of all layers side by side."""
     return RecordLayout(((RowLayout(config.per_layer_size, *quant.plain),),))
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Type (as safetensors spells it) and shape of one resident tensor."""
-
-    dtype: SafetensorsType
-    shape: tuple[int, ...]
-
-    @property
-    def numpy_dtype(self) -> np.dtype[np.generic]:
-        return np.dtype(_NUMPY_TYPES[self.dtype])
-
-    @property
-    def nbytes(self) -> int:
-        return self.numpy_dtype.itemsize * prod(self.shape)
-
-
-def linear_tensors(name: str, rows: int, cols: int, stored: RowFormat) -> dict[str, TensorSpec]:
-    """Tensors of the quantised matrix `name`, (rows, cols)."""
-    row = RowLayout(cols, *stored)
-    if row.bits == 16:
-        return {f"{name}.codes": TensorSpec("F16", (rows, row.padded_cols))}
-    tensors = {
-        f"{name}.codes": TensorSpec("U32", (rows, row.codes_bytes // 4)),
-        f"{name}.scales": TensorSpec("U8" if stored.mxfp4 else "F16", (rows, row.groups)),
-    }
-    return tensors | {f"{name}.biases": tensors[f"{name}.scales"]} if stored.has_biases else tensors
-
-
-def norm_tensors(name: str, config: ModelConfig) -> dict[str, TensorSpec]:
-    """Tensors of a norm over the model's width."""
-    spec = TensorSpec("F32", (config.hidden_size,))
-    return {f"{name}.weight": spec} | ({f"{name}.bias": spec} if config.norm.bias else {})
-
-
-def resident_tensors(config: ModelConfig, quant: QuantConfig) -> dict[str, TensorSpec]:
-    """The exact tensors of the resident file, in the order of their bytes."""
-    tensors: dict[str, TensorSpec] = {}
-    if config.learned_positions:
-        tensors[POSITIONS] = TensorSpec("F32", (config.max_context, config.hidden_size))
-    for layer, spec in enumerate(config.layers):
-        tensors |= _layer_tensors(f"layers.{layer}", spec, config, quant)
-    tensors |= _weight_tensors("", model_weight_shapes(config), quant)
-    if config.final_norm:
-        tensors |= norm_tensors("final_norm", config)
-    if config.part.heads and not config.tie_embeddings:
-        tensors |= linear_tensors("head", config.vocab_size, config.embedding_size, quant.of("head"))
-    if config.head_bias:
-        tensors["head.bias"] = TensorSpec("F32", (config.vocab_size,))
-    return tensors
-
-
-def _layer_tensors(
-    prefix: str, spec: LayerSpec, config: ModelConfig, quant: QuantConfig
-) -> dict[str, TensorSpec]:
-    hidden = config.hidden_size
-    attention = f"{prefix}.attention"
-
-    def vector(name: str, size: int) -> dict[str, TensorSpec]:
-        return {name: TensorSpec("F32", (size,))} if size else {}
-
-    def norm(name: str, exists: bool) -> dict[str, TensorSpec]:
-        return norm_tensors(f"{prefix}.{name}", config) if exists else {}
-
-    tensors = norm("attention_norm", spec.norms_input)
-    tensors |= linear_tensors(f"{attention}.qkv", config.qkv_rows(spec), hidden, quant.of("qkv"))
-    tensors |= vector(f"{attention}.qkv.bias", config.qkv_rows(spec) * spec.attention.bias)
-    for which, size in zip("qk", config.head_norm_sizes(spec), strict=True):
-        tensors |= vector(f"{attention}.{which}_norm.weight", size)
-        tensors |= vector(f"{attention}.{which}_norm.bias", size * spec.attention.head_norm_bias)
-    tensors |= linear_tensors(f"{attention}.out", hidden, config.out_cols(spec), quant.of("out"))
-    tensors |= vector(f"{attention}.out.bias", hidden * spec.attention.output_bias)
-    tensors |= norm("attention_output_norm", spec.norms_output)
-    tensors |= norm("feed_forward_norm", spec.norms_input and spec.has_feed_forward)
-    tensors |= vector(f"{prefix}.feed_forward.gate.bias", config.neurons(spec) * spec.feed_forward.bias)
-    tensors |= vector(f"{prefix}.feed_forward.down.bias", hidden * spec.feed_forward.output_bias)
-    tensors |= norm("feed_forward_output_norm", spec.norms_output and spec.has_feed_forward)
-    return tensors | _weight_tensors(f"{prefix}.", layer_weight_shapes(config, spec), quant)
-
-
-def _weight_tensors(prefix: str, weights: Iterable[WeightShape], quant: QuantConfig) -> dict[str, TensorSpec]:
-    tensors: dict[str, TensorSpec] = {}
-    for weight in weights:
-        name, shape = f"{prefix}{weight.name}", weight.shape
-        if weight.is_matrix:
-            tensors |= linear_tensors(name, shape[0], shape[1], weight.stored(quant))
-        else:
-            tensors[name] = TensorSpec("F32", shape)
-    return tensors
-
-
-def resident_header(tensors: Mapping[str, TensorSpec]) -> bytes:
-    """The resident file up to its data: the safetensors length and header, space-padded to `DATA_OFFSET`s."""
-    entries = {}
-    offset = 0
-    for name, spec in tensors.items():
-        entries[name] = _header_entry(spec.dtype, spec.shape, offset, spec.nbytes)
-        offset += spec.nbytes
-    return _header(entries)
-
-
-def record_header(num_records: int, stride: int) -> bytes:
-    """The first `DATA_OFFSET` bytes of a record file."""
-    return _header({RECORDS_TENSOR: _header_entry("U8", (num_records, stride), 0, num_records * stride)})
-
-
-def _header_entry(dtype: str, shape: tuple[int, ...], offset: int, nbytes: int) -> dict[str, object]:
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
-
-
-def _header(entries: Mapping[str, object]) -> bytes:
-    text = json.dumps(entries, separators=(",", ":")).encode("ascii")
-    length = padded(8 + len(text), DATA_OFFSET) - 8
-    return length.to_bytes(8, "little") + text.ljust(length, b" ")
-
-
-@dataclass(frozen=True)
-class FileLayout:
-    """The properties of a file that follow from model and format: its size, its header and its CRC units.
-
-    nbytes: None if only the manifest has it (tokenizer files). record: None unless the file holds records.
-    halves: where float16 values are in every record, or in a file without records. floats: the same of
-    float32 values, [start, stop).
-    """
-
-    nbytes: int | None
-    header: bytes
-    crc_start: int
-    crc_units: tuple[int, ...]
-    record: RecordLayout | ExpertLayout | None = None
-    halves: tuple[HalfRange, ...] = ()
-    floats: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def halves_period(self) -> int:
-        """Bytes after which `halves` repeat, from `crc_start` on; 0 if they are of the whole file."""
-        return 0 if self.record is None else self.record.stride
-
-    def crc_count(self, nbytes: int) -> int:
-        """Number of CRC entries of the file if its size is `nbytes`."""
-        cycles, rest = divmod(nbytes - self.crc_start, sum(self.crc_units))
-        return cycles * len(self.crc_units) + (rest > 0)
-
-
-def tensors_layout(tensors: Mapping[str, TensorSpec]) -> FileLayout:
-    """Layout of a safetensors file with these tensors."""
-    header = resident_header(tensors)
-    halves, floats = [], []
-    offset = len(header)
-    for spec in tensors.values():
-        if spec.dtype in ("F16", "U8"):
-            halves.append(HalfRange(offset, offset + spec.nbytes, mxfp4=spec.dtype == "U8"))
-        if spec.dtype == "F32":
-            floats.append((offset, offset + spec.nbytes))
-        offset += spec.nbytes
-    return FileLayout(offset, header, 0, (CRC_BLOCK_BYTES,), halves=tuple(halves), floats=tuple(floats))
-
-
-def file_layout(name: str, config: ModelConfig, quant: QuantConfig) -> FileLayout:
-    """Layout of the file `name` of a bundle (any but the manifest and the checksum table)."""
-    if name == RESIDENT:
-        return tensors_layout(resident_tensors(config, quant))
-    if name == EMBEDDING:
-        return _record_file(config.vocab_size, embedding_layout(config, quant))
-    if name == PER_LAYER:
-        return _record_file(config.vocab_size, per_layer_layout(config, quant))
-    if name.startswith("neurons-"):
-        layer = _layer_of(name)
-        neurons = neuron_layout(config, quant, layer)
-        return _record_file(neurons.num_records(config.records[layer]), neurons)
-    if name.startswith("gates-"):
-        return _record_file(config.records[_layer_of(name)], gate_layout(config, quant))
-    if name.startswith("experts-"):
-        layer = _layer_of(name)
-        layout, spec = expert_layout(config, quant, layer), config.layers[layer].experts
-        assert layout is not None
-        assert spec is not None
-        return _record_file(spec.count, layout)
-    return FileLayout(None, b"", 0, (CRC_BLOCK_BYTES,))
-
-
-def _layer_of(name: str) -> int:
-    """The layer whose neurons, gates or experts the file `name` holds."""
-    return int(name.partition("-")[2].removesuffix(".safetensors"))
-
-
-def _record_file(num_records: int, record: RecordLayout | ExpertLayout) -> FileLayout:
-    header = record_header(num_records, record.stride)
-    nbytes = DATA_OFFSET + num_records * record.stride
-    floats = record.floats if isinstance(record, ExpertLayout) else ()
-    return FileLayout(nbytes, header, DATA_OFFSET, record.part_bytes, record, record.halves, floats)

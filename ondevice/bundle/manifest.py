@@ -24,8 +24,10 @@ from ondevice.bundle.layout import (
     TOKENIZER_FILES,
     VERSION,
     ExpertLayout,
+    PartLayout,
     RecordLayout,
     embedding_layout,
+    embedding_tiles,
     expert_file_name,
     expert_layout,
     gate_file_name,
@@ -226,7 +228,9 @@ def model_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any]:
 
 
 def _embedding_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any] | None:
-    return _layout_json(config.vocab_size, embedding_layout(config, quant)) if config.has_table else None
+    return (
+        _layout_json(embedding_tiles(config), embedding_layout(config, quant)) if config.has_table else None
+    )
 
 
 def _gates_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any] | None:
@@ -297,7 +301,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
     )
 
 
-def _layout_json(num_records: int, layout: RecordLayout | ExpertLayout) -> dict[str, Any]:
+def _layout_json(num_records: int, layout: PartLayout) -> dict[str, Any]:
     return {
         "num_records": num_records,
         "stride": layout.stride,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.bundle.layout import FileLayout, TensorSpec, tensors_layout
+from ondevice.bundle.file_layouts import FileLayout, TensorSpec, tensors_layout
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import Sidecar, parse_sidecar, sidecar_text
 from ondevice.bundle.strict_json import canonical_json

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from ondevice.bundle.layout import FileLayout, TensorSpec, linear_tensors, tensors_layout
+from ondevice.bundle.file_layouts import FileLayout, TensorSpec, linear_tensors, tensors_layout
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import (
     MAX_POINTS,

@@ -91,12 +91,12 @@ def _with_formats(section: Section, quant: QuantConfig, config: ModelConfig) -> 
         raise BundleError(f"{section.where} is empty")
     quant = QuantConfig(quant.bits, tuple(formats))
     for name, stored in formats:
-        cols = _columns(name, config, quant)
-        if stored.two_levels and cols % SUPER_SIZE:
-            raise BundleError(
-                f"{section.where}.{name} has two levels of scales for {cols} columns; these must "
-                f"be a multiple of {SUPER_SIZE}"
-            )
+        for cols in _columns(name, config, quant) if stored.two_levels else ():
+            if cols % SUPER_SIZE:
+                raise BundleError(
+                    f"{section.where}.{name} has two levels of scales for {cols} columns; these must "
+                    f"be a multiple of {SUPER_SIZE}"
+                )
     return quant
 
 
@@ -111,7 +111,7 @@ def is_tiled(kind: MatrixKind, config: ModelConfig) -> bool:
     """Whether matrices of this kind are stored as tiles."""
     if kind in ("experts", "experts_down"):
         return config.experts is not None and config.experts.layout == "matrices"
-    return kind in ("feed_forward", "down") and config.is_sliced
+    return config.is_sliced or kind not in ("feed_forward", "down")
 
 
 def part_quant(quant: QuantConfig, config: ModelConfig, shift: int) -> QuantConfig:
@@ -144,15 +144,21 @@ def _exists(kind: MatrixKind, layer: int | None, part: str, config: ModelConfig)
     return True
 
 
-def _columns(name: str, config: ModelConfig, quant: QuantConfig) -> int:
-    """Columns of the matrices of a kind that may have two levels of scales."""
-    kind, _, _ = _parts(name)
-    if kind == "down":
-        return slice_neurons(config, quant)
-    if kind == "experts_down":
-        assert config.experts is not None
-        return config.experts.neurons
-    return config.hidden_size
+def _columns(name: str, config: ModelConfig, quant: QuantConfig) -> set[int]:
+    """Columns of the matrices of this name, in the layers that may have its format."""
+    kind, layer, _ = _parts(name)
+    match kind:
+        case "down":
+            return {slice_neurons(config, quant)}
+        case "experts_down":
+            assert config.experts is not None
+            return {config.experts.neurons}
+        case "out":
+            layers = config.layers if layer is None else (config.layers[layer],)
+            return set(map(config.out_cols, layers))
+        case "head" | "embedding":
+            return {config.embedding_size}
+    return {config.hidden_size}
 
 
 def _row_format(section: Section) -> RowFormat:

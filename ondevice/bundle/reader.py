@@ -36,6 +36,14 @@ from ondevice.bundle.expert_use import (
     parse_expert_counts,
     parse_expert_use,
 )
+from ondevice.bundle.file_layouts import (
+    FileLayout,
+    TensorSpec,
+    file_layout,
+    resident_header,
+    resident_tensors,
+    tensors_layout,
+)
 from ondevice.bundle.files import contained, read_range, read_whole
 from ondevice.bundle.hotness import (
     HOTNESS,
@@ -50,23 +58,17 @@ from ondevice.bundle.layout import (
     EMBEDDING,
     MANIFEST,
     RESIDENT,
-    FileLayout,
     HalfRange,
     RecordLayout,
-    TensorSpec,
     embedding_layout,
     expert_file_name,
     expert_layout,
-    file_layout,
     gate_file_name,
     gate_layout,
     neuron_file_name,
     neuron_layouts,
     per_layer_layout,
     record_layout,
-    resident_header,
-    resident_tensors,
-    tensors_layout,
 )
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, CrcRange, Manifest, bundle_files, parse_manifest
 from ondevice.bundle.ngrams import NGRAMS_SIDECAR, Ngrams, ngrams_layout, parse_ngrams

@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ondevice.bundle.digest import Crc32c, FileDigest, digest_prefix
+from ondevice.bundle.file_layouts import FileLayout
 from ondevice.bundle.files import read_whole, temporary_path, write_durably
-from ondevice.bundle.layout import MANIFEST, RESIDENT, FileLayout
+from ondevice.bundle.layout import MANIFEST, RESIDENT
 from ondevice.bundle.manifest import MAX_FILE_BYTES, Manifest, model_json, parse_manifest
 from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, canonical_json, parse_json
 from ondevice.config import QuantConfig

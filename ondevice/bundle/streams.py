@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal, cast, get_args
 
-from ondevice.bundle.layout import FileLayout, TensorSpec, linear_tensors, tensors_layout
+from ondevice.bundle.file_layouts import FileLayout, TensorSpec, linear_tensors, tensors_layout
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import (
     Sidecar,

@@ -36,7 +36,7 @@ class StoredMatrix(NamedTuple):
 
 
 def untiled(part: Bytes, matrix: TiledMatrix) -> StoredMatrix:
-    """The rows of one part (nbytes,) of an expert's record, which holds `matrix`."""
+    """The rows of the tiles (nbytes,) of `matrix`, or of one part of an expert's record."""
     count, row = matrix.rows, matrix.row
     added = None
     if matrix.has_bias:
@@ -62,6 +62,33 @@ def untiled(part: Bytes, matrix: TiledMatrix) -> StoredMatrix:
     parts = (affine[:, :, :scales], affine[:, :, scales:])
     found = [_by_rows(np.ascontiguousarray(values).reshape(tiles, groups, -1, TILE_ROWS)) for values in parts]
     return StoredMatrix(codes[:count], found[0][:count], found[1][:count].view(np.float16), added)
+
+
+def lane_rows(tiles: Bytes, row: RowLayout) -> Bytes:
+    """The rows (16 n, nbytes) of tiles (n, tile_bytes), each with its bytes in the order that tiles have."""
+    matrix, count = TiledMatrix(TILE_ROWS, row), len(tiles)
+    blocks, at, parts = tiles.reshape(count, -1, matrix.block_bytes), 0, []
+    for units, width in matrix.runs:
+        size = TILE_ROWS * units * width
+        run = blocks[:, :, at : at + size].reshape(count, -1, units, TILE_ROWS, width)
+        parts.append(run.transpose(0, 3, 1, 2, 4).reshape(count * TILE_ROWS, -1, units * width))
+        at += size
+    return np.concatenate(parts, axis=2).reshape(count * TILE_ROWS, -1)
+
+
+def tiles_of_lanes(rows: Bytes, row: RowLayout) -> Bytes:
+    """The tiles (n, tile_bytes) of rows as `lane_rows` has them, with zeros behind the last row."""
+    matrix = TiledMatrix(len(rows), row)
+    wide = np.zeros((matrix.padded_rows, row.nbytes), dtype=np.uint8)
+    wide[: len(rows)] = rows
+    blocks = wide.reshape(matrix.tiles, TILE_ROWS, -1, matrix.block_bytes // TILE_ROWS)
+    at, parts = 0, []
+    for units, width in matrix.runs:
+        run = blocks[:, :, :, at : at + units * width]
+        run = run.reshape(matrix.tiles, TILE_ROWS, -1, units, width).transpose(0, 2, 3, 1, 4)
+        parts.append(run.reshape(matrix.tiles, run.shape[1], -1))
+        at += units * width
+    return np.concatenate(parts, axis=2).reshape(matrix.tiles, -1)
 
 
 def rows_format(stored: RowFormat) -> RowFormat:

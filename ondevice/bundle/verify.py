@@ -17,15 +17,14 @@ from ondevice.bundle.digest import CHUNK_BYTES, Crc32c, FileDigest
 from ondevice.bundle.draft_layers import EAGLE_SIDECAR, MTP_SIDECAR
 from ondevice.bundle.expert_costs import EXPERT_COSTS_SIDECAR
 from ondevice.bundle.expert_use import EXPERT_USE, EXPERT_USE_SIDECAR, expert_use_layout
+from ondevice.bundle.file_layouts import FileLayout, file_layout
 from ondevice.bundle.files import read_range
 from ondevice.bundle.hotness import HOTNESS, HOTNESS_SIDECAR, hotness_layout
 from ondevice.bundle.layout import (
     CHECKSUMS,
-    ExpertLayout,
-    FileLayout,
     HalfRange,
+    PartLayout,
     RecordLayout,
-    file_layout,
     gate_file_name,
     neuron_file_name,
 )
@@ -254,7 +253,7 @@ def _chunks(file: CheckedFile, layout: FileLayout) -> Iterator[np.ndarray]:
         raise reading_failed(error, BundleError(f"{file.path.name} can't be read: {error}")) from error
 
 
-def _padding_stain(records: np.ndarray, record: RecordLayout | ExpertLayout, offset: int) -> int | None:
+def _padding_stain(records: np.ndarray, record: PartLayout, offset: int) -> int | None:
     """File offset of a nonzero padding byte in records (n, stride), which begin at `offset`; or None."""
     for start, stop in record.padding:
         stains = np.argwhere(records[:, start:stop])
@@ -275,6 +274,11 @@ def _broken_half(chunk: np.ndarray, layout: FileLayout, offset: int) -> int | No
     rows = chunk.reshape(-1, period or chunk.size)
     first = 0 if period else offset
     for halves in layout.halves:
+        if halves.times > 1 and not period:
+            at = _broken_repeat(chunk, halves.behind(-offset))
+            if at is not None:
+                return offset + at
+            continue
         if halves.times > 1:
             broken = _broken(_repeated(rows, halves), halves)
             if broken.size:
@@ -287,6 +291,31 @@ def _broken_half(chunk: np.ndarray, layout: FileLayout, offset: int) -> int | No
             if broken.size:
                 row, at = broken[0]
                 return offset + int(row) * (period or 0) + start + int(at)
+    return None
+
+
+def _broken_repeat(chunk: np.ndarray, halves: HalfRange) -> int | None:
+    """Place in `chunk` of a number of several ranges that isn't allowed; or None.
+
+    halves: counted from the chunk's first byte. Ranges may lie partly or wholly outside the chunk.
+    """
+    size, step = halves.stop - halves.start, halves.step
+    # Ranges from `low` on, below `high`, lie inside; what is cut off belongs to the ones beside these.
+    low = min(max(0, -(halves.start // step)), halves.times)
+    high = min(max(low, (chunk.size - size - halves.start) // step + 1), halves.times)
+    if low < high:
+        begin = halves.start + low * step
+        found = _broken(_repeated(chunk[None, begin:], HalfRange(0, size, step, high - low)), halves)
+        if found.size:
+            _, place, at = found[0].tolist()
+            return int(begin + place * step + at)
+    for index in (low - 1, high):
+        start, stop = (edge + index * step for edge in (halves.start, halves.stop))
+        start, stop = max(0, start), min(chunk.size, stop)
+        if 0 <= index < halves.times and start < stop:
+            found = _broken(chunk[start:stop], halves)
+            if found.size:
+                return start + int(found[0][0])
     return None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
+from ondevice.bundle.layout import RowLayout, TiledMatrix
 from ondevice.config import QuantConfig, RowFormat
 from ondevice.model_config import LayerSpec, ModelConfig
 
@@ -29,9 +30,13 @@ class WeightShape(NamedTuple):
     is_half: bool = False
     of_heads: bool = False
 
-    def stored(self, quant: QuantConfig) -> RowFormat:
-        """How this matrix is stored."""
-        return RowFormat(16) if self.is_half else quant.plain
+    def tiled(self, quant: QuantConfig) -> TiledMatrix | None:
+        """This matrix as it is stored; None for float32 values."""
+        if not self.is_matrix:
+            return None
+        rows, cols = self.shape
+        stored = RowFormat(16) if self.is_half else quant.plain
+        return TiledMatrix(rows, RowLayout(cols, *stored))
 
 
 def model_weight_shapes(config: ModelConfig) -> tuple[WeightShape, ...]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from ondevice.bundle.digest import Crc32c, FileDigest
+from ondevice.bundle.file_layouts import FileLayout, TensorSpec, file_layout, resident_tensors
 from ondevice.bundle.files import (
     disk_errors,
     link_or_copy,
@@ -25,17 +26,7 @@ from ondevice.bundle.files import (
     temporary_path,
     write_durably,
 )
-from ondevice.bundle.layout import (
-    CHECKSUMS,
-    MANIFEST,
-    RESIDENT,
-    ExpertLayout,
-    FileLayout,
-    RecordLayout,
-    TensorSpec,
-    file_layout,
-    resident_tensors,
-)
+from ondevice.bundle.layout import CHECKSUMS, MANIFEST, RESIDENT, ExpertLayout, PartLayout
 from ondevice.bundle.manifest import (
     MAX_BLOB_BYTES,
     CrcRange,
@@ -299,7 +290,7 @@ class _FileSink:
             publish(temporary_path(self.path), self.path)
 
 
-def _check_records(name: str, chunk: np.ndarray, record: RecordLayout | ExpertLayout) -> None:
+def _check_records(name: str, chunk: np.ndarray, record: PartLayout) -> None:
     if isinstance(record, ExpertLayout):
         if chunk.dtype != np.uint8 or chunk.ndim != 1:
             raise ValueError(f"{name}: {chunk.dtype} {chunk.shape} isn't uint8 (n,)")

@@ -1,10 +1,14 @@
 
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
 #include <optional>
 
 #include "bindings.h"
 #include "error_feedback.h"
 #include "matrix.h"
 #include "quantize_rows.h"
+#include "tile_lane.h"
 
 namespace ondevice {
 namespace {
@@ -14,6 +18,8 @@ using Bytes2 = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
 void load_rows(Matrix& matrix, Runner& runner, int64_t row0, const Bytes2& codes, const Bytes2& scales,
                const Bytes2& biases) {
   const RowFormat& format = matrix.format();
+  require(matrix.sections() == 1 && !format.two_levels(),
+          "rows of several sections, or with two levels of scales, are loaded as tiles");
   const int64_t n = codes.shape(0), groups = format.bits == 16 ? 0 : matrix.groups() * format.scales();
   require(row0 >= 0 && n > 0 && row0 + n <= matrix.rows(), "rows are outside the matrix");
   require(
@@ -35,6 +41,58 @@ void load_rows(Matrix& matrix, Runner& runner, int64_t row0, const Bytes2& codes
   matrix.load_rows(runner, row0, n, rows);
 }
 
+void make(Matrix* self, const std::vector<std::pair<int64_t, FormatArg>>& sections, int64_t cols) {
+  require(!sections.empty() && cols > 0, "a matrix has sections and columns");
+  std::vector<Section> made;
+  for (const auto& [rows, stored] : sections) {
+    require(rows > 0, "rows must be positive");
+    made.push_back({rows, tile_format_of(stored)});
+    check_columns(made.back().format, cols);
+  }
+  new (self) Matrix(made, cols);
+}
+
+void load_tiles(Matrix& matrix, int64_t section, int64_t first, const Bytes2& tiles) {
+  require(section >= 0 && section < matrix.sections(), "the matrix has no such section");
+  const int64_t n = tiles.shape(0), most = matrix.section(section).tiles();
+  require(first >= 0 && first <= most && n > 0 && n <= most - first, "tiles are outside the section");
+  require(static_cast<int64_t>(tiles.shape(1)) == matrix.tile_bytes(section) && tiles.stride(1) == 1,
+          "tiles are (n, bytes of 16 rows)");
+  nb::gil_scoped_release release;
+  matrix.load_tiles(section, first, n, tiles.data(), tiles.stride(0));
+}
+
+void look_up(const Matrix& matrix, Runner& runner, const CArray<const int32_t, 1>& rows,
+             const CArray<float, 2>& out) {
+  const int64_t count = rows.shape(0), cols = matrix.groups() * kGroup;
+  require(matrix.sections() == 1, "rows are looked up in a matrix of one section");
+  require(static_cast<int64_t>(out.shape(0)) == count && static_cast<int64_t>(out.shape(1)) == cols,
+          "out is (n, padded_cols)");
+  for (int64_t i = 0; i < count; ++i)
+    require(rows.data()[i] >= 0 && rows.data()[i] < matrix.rows(), "rows are outside the matrix");
+  nb::gil_scoped_release release;
+  for (int64_t i = 0; i < count; ++i) matrix.look_up(runner.kernels(), rows.data()[i], out.data() + i * cols);
+}
+
+void dequantize_lanes(Runner& runner, const FormatArg& stored, const Bytes2& tiles,
+                      const CArray<const int32_t, 1>& lanes, int64_t cols, const CArray<float, 2>& out) {
+  const RowFormat format = tile_format_of(stored);
+  check_columns(format, cols);
+  const int64_t groups = groups_of(cols), count = lanes.shape(0);
+  require(cols > 0 && static_cast<int64_t>(tiles.shape(0)) == count && tiles.stride(1) == 1 &&
+              static_cast<int64_t>(tiles.shape(1)) >= kTile * format.row_bytes(groups),
+          "a tile of 16 rows for each lane");
+  require(
+      static_cast<int64_t>(out.shape(0)) == count && static_cast<int64_t>(out.shape(1)) == groups * kGroup,
+      "out is (n, padded_cols)");
+  for (int64_t i = 0; i < count; ++i)
+    require(lanes.data()[i] >= 0 && lanes.data()[i] < kTile, "lanes are from 0 to 15");
+  nb::gil_scoped_release release;
+  for (int64_t i = 0; i < count; ++i)
+    dequantize_lane(runner.kernels(), format, tiles.data() + i * tiles.stride(0), lanes.data()[i], groups,
+                    out.data() + i * groups * kGroup);
+}
+
 using Source = nb::ndarray<nb::ndim<2>, nb::device::cpu>;  // float32, float16, or bfloat16 as uint16
 
 SourceRows source_rows(const Source& x) {
@@ -48,6 +106,8 @@ SourceRows source_rows(const Source& x) {
 }
 
 void bind_quantisation(nb::module_& m) {
+  m.def("dequantize_lanes", &dequantize_lanes, nb::arg("runner"), nb::arg("stored"), nb::arg("tiles"),
+        nb::arg("lanes"), nb::arg("cols"), nb::arg("out"));
   m.def("quantize_rows", [](Runner& runner, const Source& x, const FormatArg& stored,
                             const CArray<uint8_t, 2>& codes, const CArray<uint16_t, 2>& scales,
                             const CArray<uint16_t, 2>& biases) {
@@ -139,15 +199,14 @@ void bind_error_feedback(nb::module_& m) {
 
 void bind_matrix(nb::module_& m) {
   nb::class_<Matrix>(m, "Matrix")
-      .def("__init__",
-           [](Matrix* self, int64_t rows, int64_t cols, const FormatArg& stored) {
-             const RowFormat format = format_of(stored);
-             require(rows > 0 && cols > 0, "rows and cols must be positive");
-             new (self) Matrix(rows, cols, format);
-           })
+      .def("__init__", [](Matrix* self, int64_t rows, int64_t cols,
+                          const FormatArg& stored) { make(self, {{rows, stored}}, cols); })
+      .def("__init__", &make, nb::arg("sections"), nb::arg("cols"))
       .def_prop_ro("rows", &Matrix::rows)
       .def("load_rows", &load_rows, nb::arg("runner"), nb::arg("row0"), nb::arg("codes"), nb::arg("scales"),
            nb::arg("biases"))
+      .def("look_up", &look_up, nb::arg("runner"), nb::arg("rows"), nb::arg("out"))
+      .def("load_tiles", &load_tiles, nb::arg("section"), nb::arg("first"), nb::arg("tiles"))
       .def(
           "forward",
           [](const Matrix& matrix, Runner& runner, const Rows& x,
@@ -171,6 +230,7 @@ void bind_matrix(nb::module_& m) {
         const int64_t heads = x.shape(0), tokens = x.shape(1);
         require(heads > 0 && tokens > 0 && static_cast<int64_t>(x.shape(2)) == matrix.cols(),
                 "x is (heads, T, cols)");
+        require(matrix.sections() == 1, "heads are parts of one section");
         require(matrix.rows() % (heads * kTile) == 0, "a head has a multiple of 16 rows");
         require(static_cast<int64_t>(out.shape(0)) == tokens &&
                     static_cast<int64_t>(out.shape(1)) == matrix.rows(),

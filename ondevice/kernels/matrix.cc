@@ -3,12 +3,32 @@
 #include <cstring>
 
 #include "interleave.h"
+#include "tile_lane.h"
 
 namespace ondevice {
 namespace {
 
-// Tiles (16 rows) that a thread takes at a time, and rows of 16-bit weights.
-constexpr int64_t kTileGrain = 8, kRowGrain = 32;
+// Tiles that a thread takes at a time; fewer of 16-bit weights, which have more bytes.
+constexpr int64_t grain_of(const RowFormat& format) { return format.bits == 16 ? 2 : 8; }
+
+// Bytes of all sections' tiles.
+size_t bytes_of(const std::vector<Section>& sections, int64_t groups) {
+  int64_t bytes = 0;
+  for (const Section& section : sections) bytes += section.tiles() * kTile * section.format.row_bytes(groups);
+  return static_cast<size_t>(bytes);
+}
+
+// Rows of tiles [begin, end) of a section times x, to out on, which has the section's first row.
+void multiply_tiles(const KernelTable& kernels, const Section& section, const uint8_t* tiles,
+                    const InputRows& x, const float* bias, const float* added, float* out, int64_t stride,
+                    int64_t begin, int64_t end) {
+  if (section.format.bits != 16)
+    return kernels.linear_quantized(section.format, tiles, x.quantized, x.tokens, bias, added, out, stride,
+                                    section.rows, begin, end);
+  const int64_t last = end * kTile < section.rows ? end * kTile : section.rows;
+  kernels.linear_half(reinterpret_cast<const uint16_t*>(tiles), x.quantized.groups * kGroup, x.padded,
+                      x.tokens, bias, added, out, stride, begin * kTile, last);
+}
 
 }  // namespace
 
@@ -76,19 +96,22 @@ void tile_two_level(ThreadPool& pool, const RowFormat& format, int64_t groups, i
   });
 }
 
-Matrix::Matrix(int64_t rows, int64_t cols, const RowFormat& format)
-    : rows_(rows),
-      cols_(cols),
-      groups_(groups_of(cols)),
-      format_(format),
-      memory_(static_cast<size_t>(format.bits == 16
-                                      ? rows * groups_ * kGroup * 2
-                                      : (rows + kTile - 1) / kTile * groups_ * tile_group_bytes(format))) {}
+Matrix::Matrix(const std::vector<Section>& sections, int64_t cols)
+    : sections_(sections), cols_(cols), groups_(groups_of(cols)), memory_(bytes_of(sections, groups_)) {
+  int64_t offset = 0;
+  for (const Section& section : sections_) {
+    size_t inputs = 0;
+    while (inputs < inputs_.size() && !same_inputs(inputs_[inputs], section.format)) ++inputs;
+    if (inputs == inputs_.size()) inputs_.push_back(section.format);
+    places_.push_back({rows_, offset, inputs});
+    rows_ += section.rows;
+    offset += section.tiles() * kTile * section.format.row_bytes(groups_);
+  }
+}
 
 void Matrix::load_rows(Runner& runner, int64_t row0, int64_t count, const StoredRows& source) {
-  if (format_.bits != 16) {
-    interleave_rows(runner.pool(), format_, groups_, row0, count, source, memory_.data(),
-                    groups_ * tile_group_bytes(format_));
+  if (format().bits != 16) {
+    interleave_rows(runner.pool(), format(), groups_, row0, count, source, memory_.data(), tile_bytes(0));
     return;
   }
   const int64_t bytes = groups_ * kGroup * 2;
@@ -97,45 +120,61 @@ void Matrix::load_rows(Runner& runner, int64_t row0, int64_t count, const Stored
                 static_cast<size_t>(bytes));
 }
 
+void Matrix::load_tiles(int64_t index, int64_t first, int64_t count, const uint8_t* tiles, int64_t stride) {
+  for (int64_t i = 0; i < count; ++i)
+    std::memcpy(tile(index, first + i), tiles + i * stride, static_cast<size_t>(tile_bytes(index)));
+}
+
+void Matrix::look_up(const KernelTable& kernels, int64_t row, float* out) const {
+  const uint8_t* tile = memory_.data() + row / kTile * tile_bytes(0);
+  dequantize_lane(kernels, format(), tile, row % kTile, groups_, out);
+}
+
 void Matrix::forward(Runner& runner, const float* x, int64_t x_stride, int64_t tokens, const float* bias,
                      float* out, const Norm& norm, const float* added) const {
-  multiply(runner, runner.prepare(x, x_stride, tokens, cols_, format_, norm), bias, out, added);
+  InputRows inputs[kInputKinds];
+  for (size_t i = 0; i < inputs_.size(); ++i)
+    inputs[i] = runner.prepare(x, x_stride, tokens, cols_, inputs_[i], norm, i);
+  multiply_all(runner, inputs, bias, out, added);
 }
 
 void Matrix::forward_heads(Runner& runner, const float* x, int64_t heads, int64_t tokens, float* out) const {
   const KernelTable& kernels = runner.kernels();
-  const InputRows inputs = runner.prepare(x, cols_, heads * tokens, cols_, format_, {});
-  const bool half = format_.bits == 16;
-  const int64_t unit = half ? 1 : kTile, own = rows_ / heads / unit;
-  runner.pool().parallel_for(
-      rows_ / unit, half ? kRowGrain : kTileGrain, [&](int64_t begin, int64_t end, int) {
-        for (int64_t at = begin; at < end;) {
-          const int64_t head = at / own, stop = (head + 1) * own < end ? (head + 1) * own : end;
-          if (half)
-            kernels.linear_half(memory_.as<const uint16_t>(), groups_ * kGroup,
-                                inputs.padded + head * tokens * groups_ * kGroup, tokens, nullptr, nullptr,
-                                out, rows_, at, stop);
-          else
-            kernels.linear_quantized(format_, memory_.data(), inputs.quantized.from(head * tokens), tokens,
-                                     nullptr, nullptr, out, rows_, rows_, at, stop);
-          at = stop;
-        }
-      });
+  const InputRows inputs = runner.prepare(x, cols_, heads * tokens, cols_, format(), {});
+  const int64_t own = rows_ / heads / kTile;
+  runner.pool().parallel_for(rows_ / kTile, grain_of(format()), [&](int64_t begin, int64_t end, int) {
+    for (int64_t at = begin; at < end;) {
+      const int64_t head = at / own, stop = (head + 1) * own < end ? (head + 1) * own : end;
+      InputRows of_head = inputs;
+      of_head.tokens = tokens;
+      if (inputs.padded)
+        of_head.padded = inputs.padded + head * tokens * groups_ * kGroup;
+      else
+        of_head.quantized = inputs.quantized.from(head * tokens);
+      multiply_tiles(kernels, sections_[0], memory_.data(), of_head, nullptr, nullptr, out, rows_, at, stop);
+      at = stop;
+    }
+  });
 }
 
-void Matrix::multiply(Runner& runner, const InputRows& x, const float* bias, float* out,
-                      const float* added) const {
+void Matrix::multiply_all(Runner& runner, const InputRows* inputs, const float* bias, float* out,
+                          const float* added) const {
   const KernelTable& kernels = runner.kernels();
-  if (format_.bits == 16) {
-    runner.pool().parallel_for(rows_, kRowGrain, [&](int64_t begin, int64_t end, int) {
-      kernels.linear_half(memory_.as<const uint16_t>(), groups_ * kGroup, x.padded, x.tokens, bias, added,
-                          out, rows_, begin, end);
-    });
-    return;
-  }
-  runner.pool().parallel_for((rows_ + kTile - 1) / kTile, kTileGrain, [&](int64_t begin, int64_t end, int) {
-    kernels.linear_quantized(format_, memory_.data(), x.quantized, x.tokens, bias, added, out, rows_, rows_,
-                             begin, end);
+  int64_t tiles = 0;
+  for (const Section& section : sections_) tiles += section.tiles();
+  runner.pool().parallel_for(tiles, grain_of(format()), [&](int64_t begin, int64_t end, int) {
+    // Tiles count through all sections, of which a range may touch several.
+    for (size_t i = 0; i < sections_.size() && end > 0; ++i) {
+      const Section& section = sections_[i];
+      const Place& place = places_[i];
+      const int64_t count = section.tiles(), last = end < count ? end : count;
+      if (begin < last)
+        multiply_tiles(kernels, section, memory_.data() + place.offset, inputs[place.inputs],
+                       bias ? bias + place.row : nullptr, added ? added + place.row : nullptr,
+                       out + place.row, rows_, begin, last);
+      begin = begin < count ? 0 : begin - count;
+      end -= count;
+    }
   });
 }
 

@@ -34,9 +34,9 @@ Runner::Runner(int threads, const std::string& target)
     : pool_(new ThreadPool(threads)), table_(require_target(target, &target_)) {}
 
 InputRows Runner::prepare(const float* x, int64_t x_stride, int64_t tokens, int64_t cols,
-                          const RowFormat& format, const Norm& norm) {
+                          const RowFormat& format, const Norm& norm, size_t place) {
   ++input_version_;
-  return prepare_in(inputs_, x, x_stride, tokens, cols, format, norm);
+  return prepare_in(inputs_[place], x, x_stride, tokens, cols, format, norm);
 }
 
 InputRows Runner::prepare_hidden(const float* h, int64_t h_stride, int64_t tokens, int64_t cols,
@@ -176,7 +176,7 @@ float* Runner::scratch(int64_t floats) {
 
 void Runner::trim() {
   ++input_version_;
-  inputs_.trim();
+  for (InputMemory& inputs : inputs_) inputs.trim();
   hidden_inputs_.trim();
   scratch_ = MappedBuffer();
   feed_forward_.trim();

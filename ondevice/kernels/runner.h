@@ -35,12 +35,21 @@ struct HeadTransform {
   Norm v_norm = {};
 };
 
-// Activations in the form that weights of 2 to 8 or of 16 bits are multiplied with.
+// Activations in the form that weights of 2 to 8 or of 16 bits are multiplied with: one of kInputKinds, by
+// bits (below 8, 8, 16) and by columns of a group (1, 2 or 4 groups in 64 columns, where they have groups).
+constexpr size_t kInputKinds = 6;
+
 struct InputRows {
   int64_t tokens;
   QuantizedRows quantized;  // for 2 to 8 bits
   const float* padded;      // for 16 bits: (T, quantized.groups * 64) floats, zeros behind the last column
 };
+
+// Whether activations that are prepared for one format serve another.
+inline bool same_inputs(const RowFormat& a, const RowFormat& b) {
+  if (a.bits == 16 || b.bits == 16) return a.bits == b.bits;
+  return (a.bits < 8) == (b.bits < 8) && a.group == b.group;
+}
 
 // Memory of rows that are prepared for a product.
 struct InputMemory {
@@ -78,9 +87,10 @@ class Runner {
   ThreadPool& pool() { return *pool_; }
 
   // Activations (tokens, cols), rows x_stride floats apart, normed and converted for weights of `format`.
-  // They are in scratch memory: the result is valid until the next call of prepare() or trim().
+  // They are in scratch memory: the result is valid until the next call of prepare() with the same `place`,
+  // below kInputKinds, or with place 0, or of trim().
   InputRows prepare(const float* x, int64_t x_stride, int64_t tokens, int64_t cols, const RowFormat& format,
-                    const Norm& norm = {});
+                    const Norm& norm = {}, size_t place = 0);
   // The same of hidden values, between the two products of a feed-forward, in memory of their own: the result
   // of prepare() stays valid.
   InputRows prepare_hidden(const float* h, int64_t h_stride, int64_t tokens, int64_t cols,
@@ -114,7 +124,7 @@ class Runner {
   OwnProcessPtr<ThreadPool> pool_;
   std::string target_;
   const KernelTable* table_;
-  InputMemory inputs_, hidden_inputs_;
+  InputMemory inputs_[kInputKinds], hidden_inputs_;
   uint64_t input_version_ = 0;
   MappedBuffer scratch_;
   FeedForwardScratch feed_forward_;

@@ -8,18 +8,21 @@ gives it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.base import Backend, Float32, RowChunk
-from ondevice.bundle.layout import RESIDENT
+from ondevice.backends.base import Backend
+from ondevice.backends.tiled_source import TileChunk, TiledSource
+from ondevice.bundle.layout import RESIDENT, TILE_ROWS
 from ondevice.bundle.reader import Bundle
+from ondevice.bundle.tiles import lane_rows, tiles_of_lanes
 from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
 from ondevice.model.loading import head_part
-from ondevice.model.parts import MatrixPart, part_tasks
+from ondevice.model.parts import ReadTiles, part_tasks
 from ondevice.model.records import RESIDENT_FILE, embedding_records
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.weights import DraftHead
@@ -42,28 +45,33 @@ def load_draft_head(
     tokens = counted.most_frequent(number, bundle.config.vocab_size)
     resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE)
     head = head_part(bundle, resident, embedding_records(bundle, reader))
+    (section,) = head.sections
     with ReadAhead(part_tasks([head], cancelled)) as ahead:
-        return DraftHead(tokens, backend.load_linear(_ChosenRows(head, tokens, ahead)))
+        bias = None if head.bias is None else ahead.next()[tokens]
+        chosen = _ChosenRows(ReadTiles(section, ahead), tokens)
+        return DraftHead(tokens, backend.load_tiles([chosen], bias))
 
 
 class _ChosenRows:
-    """`LinearSource` of some rows of a matrix, whose chunks are the next results of `ahead`."""
+    """`TiledSource` of some rows of a matrix: their bytes, in tiles of their own.
 
-    def __init__(self, matrix: MatrixPart, chosen: NDArray[np.int64], ahead: ReadAhead) -> None:
-        """chosen: ascending rows of the matrix."""
-        self.rows = len(chosen)
-        self.cols = matrix.cols
-        self.stored = matrix.stored
-        bias = None if matrix.bias is None else ahead.next()
-        self.bias: Float32 | None = None if bias is None else bias[chosen]
-        self._matrix = matrix
+    chosen: (n,) ascending rows of the matrix.
+    """
+
+    def __init__(self, source: TiledSource, chosen: NDArray[np.int64]) -> None:
+        self.matrix = replace(source.matrix, rows=len(chosen))
+        self._source = source
         self._chosen = chosen
-        self._ahead = ahead
 
-    def chunks(self) -> Iterator[RowChunk]:
-        for start in self._matrix.starts:
-            chunk: RowChunk = self._ahead.next()
-            first, last = np.searchsorted(self._chosen, (start, start + len(chunk.codes))).tolist()
-            if first < last:
-                rows = self._chosen[first:last] - start
-                yield RowChunk(first, chunk.codes[rows], chunk.scales[rows], chunk.biases[rows])
+    def chunks(self) -> Iterator[TileChunk]:
+        row, done = self.matrix.row, 0
+        waiting = np.empty((0, row.nbytes), dtype=np.uint8)
+        for first, tiles in self._source.chunks():
+            start = first * TILE_ROWS
+            low, high = np.searchsorted(self._chosen, (start, start + len(tiles) * TILE_ROWS)).tolist()
+            rows = lane_rows(np.ascontiguousarray(tiles), row)[self._chosen[low:high] - start]
+            waiting = np.concatenate([waiting, rows])
+            whole = len(waiting) if high == len(self._chosen) else len(waiting) // TILE_ROWS * TILE_ROWS
+            if whole:
+                yield TileChunk(done // TILE_ROWS, tiles_of_lanes(waiting[:whole], row))
+                done, waiting = done + whole, waiting[whole:]

@@ -6,9 +6,9 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from ondevice.backends.base import (
     HeadNorms,
     Norm,
     Router,
-    RowChunk,
 )
 from ondevice.backends.latent import LatentWeights
 from ondevice.backends.recurrent import DeltaWeights, MixerWeights
@@ -30,6 +29,10 @@ from ondevice.bundle.layout import (
     PER_LAYER,
     POSITIONS,
     RESIDENT,
+    TiledMatrix,
+    head_matrix,
+    out_matrix,
+    projection_matrices,
 )
 from ondevice.bundle.predictors import PREDICTORS, OperatingPoint
 from ondevice.bundle.reader import Bundle, CheckedFile
@@ -38,7 +41,7 @@ from ondevice.bundle.weight_shapes import EXPERT_NORMS, WeightShape, layer_weigh
 from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import QuantConfig, Sparsity
 from ondevice.flash.reader import FlashReader
-from ondevice.model.parts import MatrixPart, Part, VectorPart, part_tasks
+from ondevice.model.parts import Part, TiledSection, TilesPart, VectorPart, part_tasks
 from ondevice.model.records import (
     RESIDENT_FILE,
     EmbeddingRecords,
@@ -148,11 +151,11 @@ def load_weights(
     rows = None
     if config.has_inputs_table:
         rows = backend.load_embedding(per_layer_records(bundle, reader), offloaded=True)
-    loaded_table = None
+    loaded_table, loaded_head = None, loaded_heads[0] if loaded_heads else None
     if embedding is not None and config.part.embeds:
-        loaded_table = backend.load_embedding(embedding)
+        head = loaded_head if config.tie_embeddings else None
+        loaded_table = backend.load_embedding(embedding, head=head)
     blocks = blocks_of_model(config, others, rows)
-    loaded_head = loaded_heads[0] if loaded_heads else None
     return ModelWeights(loaded_table, loaded_layers, norm, loaded_head, table, **blocks)
 
 
@@ -326,10 +329,10 @@ def layer_parts(config: ModelConfig, quant: QuantConfig, resident: TensorFile, l
     spec = config.layers[layer]
     attention, feed_forward = spec.attention, spec.feed_forward
 
-    def matrix(field: Literal["qkv", "out"], rows: int, cols: int, has_bias: bool) -> list[Part]:
-        name, stored = f"{prefix}.attention.{field}", quant.of(field)
-        bias = partial(resident.vector, f"{name}.bias") if has_bias else None
-        return [MatrixPart(field, rows, cols, stored, partial(resident.rows, name, stored), bias)]
+    def matrix(field: str, parts: Mapping[str, TiledMatrix], has_bias: bool) -> list[Part]:
+        bias = partial(resident.vector, f"{prefix}.attention.{field}.bias") if has_bias else None
+        sections = (section(resident, f"{prefix}.attention.{name}", it) for name, it in parts.items())
+        return [TilesPart(field, tuple(sections), bias)]
 
     def norm(field: str, exists: bool) -> list[Part]:
         return norm_parts(config, resident, f"{prefix}.{field}") if exists else []
@@ -346,10 +349,10 @@ def layer_parts(config: ModelConfig, quant: QuantConfig, resident: TensorFile, l
 
     return [
         *norm("attention_norm", spec.norms_input),
-        *matrix("qkv", config.qkv_rows(spec), config.hidden_size, attention.bias),
+        *matrix("qkv", projection_matrices(config, quant, layer), attention.bias),
         *head_norm("q_norm", attention.has_norms),
         *head_norm("k_norm", attention.has_norms and attention.keys_of is None),
-        *matrix("out", config.hidden_size, config.out_cols(spec), attention.output_bias),
+        *matrix("out", {"out": out_matrix(config, quant, layer)}, attention.output_bias),
         *norm("attention_output_norm", spec.norms_output),
         *norm("feed_forward_norm", spec.norms_input and spec.has_feed_forward),
         *vector("gate_bias", "feed_forward.gate.bias", feed_forward.bias),
@@ -373,15 +376,19 @@ def _weight_parts(
     parts: list[Part] = []
     for weight in weights:
         name, own_bias = f"{prefix}{weight.name}", f"{weight.name}.bias"
-        if not weight.is_matrix:
+        matrix = weight.tiled(quant)
+        if matrix is None:
             if weight.name not in biases:
                 parts.append(VectorPart(weight.name, partial(resident.vector, name)))
             continue
-        (rows, cols), stored = weight.shape, weight.stored(quant)
         bias = partial(resident.vector, f"{prefix}{own_bias}") if own_bias in biases else None
-        read = partial(resident.rows, name, stored)
-        parts.append(MatrixPart(weight.name, rows, cols, stored, read, bias))
+        parts.append(TilesPart(weight.name, (section(resident, name, matrix),), bias))
     return parts
+
+
+def section(resident: TensorFile, name: str, matrix: TiledMatrix) -> TiledSection:
+    """The resident tensor `name`, which holds `matrix`, as a section of a part."""
+    return TiledSection(matrix, partial(resident.tiles, name, matrix.tile_bytes))
 
 
 def norm_parts(config: ModelConfig, resident: TensorFile, name: str) -> list[Part]:
@@ -393,13 +400,12 @@ def norm_parts(config: ModelConfig, resident: TensorFile, name: str) -> list[Par
     return [weight, VectorPart(f"{field}_bias", partial(resident.vector, f"{name}.bias"))]
 
 
-def head_part(bundle: Bundle, resident: TensorFile, embedding: EmbeddingRecords | None) -> MatrixPart:
-    """The output head: in the resident file, or the embedding's records where they are tied."""
-    config = bundle.config
-    stored = bundle.quant.head(config.tie_embeddings)
-    rows: Callable[[int, int], RowChunk] = partial(resident.rows, "head", stored)
+def head_part(bundle: Bundle, resident: TensorFile, embedding: EmbeddingRecords | None) -> TilesPart:
+    """The output head, of one section: in the resident file, or the embedding's tiles where they are tied."""
+    config, matrix = bundle.config, head_matrix(bundle.config, bundle.quant)
+    tiles = section(resident, "head", matrix)
     if config.tie_embeddings:
         assert embedding is not None
-        rows = embedding.rows
+        tiles = TiledSection(matrix, embedding.tiles)
     bias = partial(resident.vector, "head.bias") if config.head_bias else None
-    return MatrixPart("head", config.vocab_size, config.embedding_size, stored, rows, bias)
+    return TilesPart("head", (tiles,), bias)

@@ -10,17 +10,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from ondevice.backends.base import Backend, Float32, RowChunk
-from ondevice.bundle.layout import RowLayout
+from ondevice.backends.base import Backend, Bytes, Float32, RowChunk
+from ondevice.backends.tiled_source import TileChunk
+from ondevice.bundle.layout import RowLayout, TiledMatrix
 from ondevice.callbacks import Cancelled, IsCancelled
 from ondevice.config import RowFormat
 from ondevice.model.tensor_file import ReadAhead
 
 CHUNK_BYTES = 4 << 20
-"""Most bytes of codes (or records) in a RowChunk, unless a single row is longer."""
+"""Most bytes of codes (or records) in a RowChunk, or of tiles, unless a single row or tile is longer."""
 
 Rows = Callable[[int, int], RowChunk]
 """Reader of one matrix: takes (row0, count), returns those rows."""
+Tiles = Callable[[int, int], Bytes]
+"""Reader of one matrix: takes (first, count), returns those tiles, (count, tile_bytes)."""
 
 
 class Part(Protocol):
@@ -59,7 +62,7 @@ class VectorPart:
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """A stored matrix of `num_rows` rows and `cols` logical columns, read in chunks of rows."""
+    """A matrix of `num_rows` rows and `cols` logical columns that is stored row by row, read in chunks."""
 
     field: str
     num_rows: int
@@ -99,5 +102,57 @@ class _ReadLinear:
         self._ahead = ahead
 
     def chunks(self) -> Iterator[RowChunk]:
+        for _ in range(self._count):
+            yield self._ahead.next()
+
+
+@dataclass(frozen=True)
+class TiledSection:
+    """A matrix that is stored as tiles, read in chunks of them."""
+
+    matrix: TiledMatrix
+    read: Tiles
+
+    @property
+    def starts(self) -> range:
+        """First tile of each chunk."""
+        return range(0, self.matrix.tiles, max(1, CHUNK_BYTES // self.matrix.tile_bytes))
+
+    def tasks(self) -> Iterator[Callable[[], TileChunk]]:
+        for first in self.starts:
+            yield partial(self._chunk, first, min(self.starts.step, self.matrix.tiles - first))
+
+    def _chunk(self, first: int, count: int) -> TileChunk:
+        return TileChunk(first, self.read(first, count))
+
+
+@dataclass(frozen=True)
+class TilesPart:
+    """A matrix of several ones that are stored as tiles, whose rows follow each other."""
+
+    field: str
+    sections: tuple[TiledSection, ...]
+    bias: Callable[[], Float32] | None = None
+
+    def tasks(self) -> Iterator[Callable[[], Any]]:
+        if self.bias is not None:
+            yield self.bias
+        for section in self.sections:
+            yield from section.tasks()
+
+    def load(self, backend: Backend, ahead: ReadAhead) -> Any:
+        bias = None if self.bias is None else ahead.next()
+        return backend.load_tiles([ReadTiles(section, ahead) for section in self.sections], bias)
+
+
+class ReadTiles:
+    """`TiledSource` of a section whose chunks are the next results of `ahead`."""
+
+    def __init__(self, section: TiledSection, ahead: ReadAhead) -> None:
+        self.matrix = section.matrix
+        self._count = len(section.starts)
+        self._ahead = ahead
+
+    def chunks(self) -> Iterator[TileChunk]:
         for _ in range(self._count):
             yield self._ahead.next()

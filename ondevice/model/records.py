@@ -10,9 +10,11 @@ from ondevice.bundle.gates import GateDigest
 from ondevice.bundle.layout import (
     DATA_OFFSET,
     RESIDENT,
+    TILE_ROWS,
     ExpertLayout,
     RecordLayout,
     RowLayout,
+    TileLayout,
     expert_layout,
     gate_bias_name,
     record_layout,
@@ -116,11 +118,11 @@ def per_layer_records(bundle: Bundle, reader: FlashReader) -> EmbeddingRecords:
 class EmbeddingRecords:
     """`EmbeddingSource` of one of the bundle's tables.
 
-    file: its index in the reader. width: columns of a row. layout: of its records.
+    file: its index in the reader. width: columns of a row. layout: of its records, of a row or a tile each.
     """
 
     def __init__(
-        self, vocab_size: int, reader: FlashReader, file: int, width: int, layout: RecordLayout
+        self, vocab_size: int, reader: FlashReader, file: int, width: int, layout: RecordLayout | TileLayout
     ) -> None:
         self._reader = reader
         self.file = file
@@ -129,13 +131,17 @@ class EmbeddingRecords:
         self.layout = layout
 
     def read(self, tokens: Int32) -> Bytes:
+        rows = TILE_ROWS if isinstance(self.layout, TileLayout) else 1
         records = memory.empty((len(tokens), self.layout.stride), np.uint8)
-        self._reader.read_records(self.file, tokens.astype(np.int64), records)
+        self._reader.read_records(self.file, tokens.astype(np.int64) // rows, records)
         return records
 
-    def rows(self, row0: int, count: int) -> RowChunk:
-        """Rows row0 .. row0 + count for an output head tied to the embedding: views of the records."""
-        return record_rows(self._reader, self.file, self.layout, row0, count)
+    def tiles(self, first: int, count: int) -> Bytes:
+        """Tiles first .. first + count of a table of tiles, (count, tile_bytes), for a head that is tied to
+        it: views of the records.
+        """
+        records = read_span(self._reader, self.file, self.layout, first, count)
+        return records[:, : self.layout.row_bytes[0]]
 
 
 def record_rows(
@@ -165,7 +171,7 @@ def record_chunk(records: Bytes, offset: int, row: RowLayout, row0: int) -> RowC
 
 
 def read_span(
-    reader: FlashReader, file: int, layout: RecordLayout | ExpertLayout, first: int, count: int
+    reader: FlashReader, file: int, layout: RecordLayout | TileLayout | ExpertLayout, first: int, count: int
 ) -> Bytes:
     """Records first .. first + count of a file, (count, stride). Raises FlashReadError."""
     start = DATA_OFFSET + first * layout.stride

@@ -85,7 +85,7 @@ class TensorFile:
         return values
 
     def rows(self, name: str, stored: RowFormat, row0: int, count: int) -> RowChunk:
-        """Rows row0 .. row0 + count of the stored matrix `name`."""
+        """Rows row0 .. row0 + count of the matrix `name`, which is stored row by row."""
         codes = self._tensor_rows(f"{name}.codes", row0, count)
         scales = biases = codes[:, :0]
         if stored.bits != 16:
@@ -95,6 +95,11 @@ class TensorFile:
         if not stored.mxfp4:
             scales = scales.view(np.float16)
         return RowChunk(row0, codes, scales, biases.view(np.float16))
+
+    def tiles(self, name: str, tile_bytes: int, first: int, count: int) -> Bytes:
+        """Tiles first .. first + count of the matrix `name`: (count, tile_bytes)."""
+        start = self._spans.tensor_span(name).offset + first * tile_bytes
+        return self.read(start, count * tile_bytes).reshape(count, tile_bytes)
 
     def read(self, offset: int, nbytes: int) -> Bytes:
         """The file's bytes from `offset` on, (nbytes,)."""

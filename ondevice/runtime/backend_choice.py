@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
+from itertools import groupby
 from typing import Literal
 
 from ondevice.backends.budgeted import BudgetedBackend
@@ -24,8 +25,10 @@ from ondevice.budget.plan import Plan
 from ondevice.budget.reference_memory import ReferenceMemory
 from ondevice.budget.sizes import context_tokens, segment_shape
 from ondevice.bundle.draft_layers import DraftLayer
+from ondevice.bundle.layout import projection_matrices
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import MultiStreams
+from ondevice.bundle.tiles import rows_format
 from ondevice.bundle.weight_shapes import extra_matrices
 from ondevice.config import SELECTING, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.errors import BackendUnavailableError
@@ -181,7 +184,9 @@ def _linears(memory: MlxMemory) -> Iterator[tuple[int, int, RowFormat]]:
     config, quant = memory.config, memory.quant
     hidden = config.hidden_size
     for index, layer in enumerate(config.layers):
-        yield config.qkv_rows(layer), hidden, quant.of("qkv", index)
+        parts = projection_matrices(config, quant, index).values()
+        for stored, joined in groupby(parts, key=lambda part: rows_format(part.row.stored)):
+            yield sum(part.rows for part in joined), hidden, stored
         yield hidden, config.out_cols(layer), quant.of("out", index)
         if neurons := config.dense_neurons(layer):
             rows = memory.ranges.neurons if config.is_sliced else neurons
@@ -189,9 +194,9 @@ def _linears(memory: MlxMemory) -> Iterator[tuple[int, int, RowFormat]]:
     if config.part.heads:
         yield config.vocab_size, config.embedding_size, quant.head(config.tie_embeddings)
     for weight in extra_matrices(config):
-        if weight.of_heads:
-            continue
-        yield weight.shape[0], weight.shape[1], weight.stored(quant)
+        matrix = weight.tiled(quant)
+        if matrix is not None and not weight.of_heads:
+            yield *weight.shape, matrix.row.stored  # type: ignore[misc]
     if memory.predictors is not None and memory.runtime.sparsity == "predicted":
         for rank, neurons in zip(memory.predictors.ranks, config.widths, strict=True):
             yield rank, hidden, RowFormat(memory.predictors.bits)

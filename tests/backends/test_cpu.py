@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.layout import neuron_layout
-from ondevice.config import MATRIX_KINDS, MXFP4, QuantConfig, RowFormat
+from ondevice.config import MATRIX_KINDS, MXFP4, TILE_FORMATS, QuantConfig, RowFormat
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native
 from ondevice.model.sequence_state import KVLayout, SequenceState
@@ -260,3 +261,24 @@ def test_results_of_an_op_are_rewritten_in_place_and_logits_are_not() -> None:
 def test_a_target_that_is_not_here_is_refused_by_name() -> None:
     with pytest.raises(BackendUnavailableError, match="sse9"):
         make_runner(1, "sse9")
+
+
+@pytest.mark.parametrize("stored", TILE_FORMATS)
+def test_formats_of_tiles_have_one_result_near_the_reference(stored: RowFormat) -> None:
+    """Of attention, head and embedding, whose weights are made up: scores are kept as small as others'."""
+    config = tiny_config(hidden_size=256, intermediate_size=256, num_heads=4, num_kv_heads=2, head_dim=64)
+    small = (replace(layer, attention=replace(layer.attention, scale=2e-3)) for layer in config.layers)
+    config = replace(config, layers=tuple(small))
+    other = TILE_FORMATS[TILE_FORMATS.index(stored) - 1]
+    quant = QuantConfig(8, (("qkv", stored), ("out", other), ("head", stored), ("embedding", other)))
+    tokens = [int(t) for t in np.random.default_rng(3).integers(0, config.vocab_size, 40)]
+    results = {
+        (target, threads, chunk): logits_of(
+            load(config, make_backend(threads, target), quant), tokens, chunk, 16
+        )
+        for target in TARGETS
+        for threads, chunk in ((1, 40), (2, 7), (1, 1))
+    }
+    assert len({result.tobytes() for result in results.values()}) == 1
+    expected = logits_of(RandomWeights(config).load(ReferenceBackend(), quant), tokens, 40, 16)
+    assert np.abs(results[TARGETS[0], 1, 40] - expected).max() <= 0.06 * np.abs(expected).max()

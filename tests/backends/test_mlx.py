@@ -15,24 +15,29 @@ import pytest
 
 import ondevice
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.reference import ReferenceBackend
 from ondevice.backends.row_invariance import UNKNOWN
+from ondevice.bundle.layout import RowLayout, TileLayout
 from ondevice.bundle.reader import Bundle
-from ondevice.config import RuntimeConfig
+from ondevice.config import TILE_FORMATS, RowFormat, RuntimeConfig
 from ondevice.converters.convert import convert
 from ondevice.errors import BackendUnavailableError, BudgetError
 from ondevice.measure.prompts import BUILT_IN
 from ondevice.model_config import FeedForwardSpec
 from ondevice.runtime import backend_choice, resolving
 from ondevice.units import memory_total
+from tests.kernels.test_kernels import normal
 from tests.support.chat import squeeze
 from tests.support.engines import error, random_tokens
 from tests.support.mlx_folders import MXFP4, write_mlx_folder
 from tests.support.mlx_models import ON_GPU, loaded, smallest
 from tests.support.models import QUANTS, VARIANTS
 from tests.support.paths import SHIPPED
+from tests.support.sources import ArrayEmbedding, ArrayTiles
 
 # A wheel whose shared libraries are missing fails to import too, and is as good as absent.
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
+from ondevice.backends.mlx import MlxBackend  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("mlx_device")
 
@@ -72,6 +77,23 @@ def test_mxfp4_logits_are_those_of_reference(tmp_path: Path) -> None:
     for mode in ("dense", "exact"):
         with loaded(folder, sparsity=mode, prefill_chunk=37) as model:
             assert error(model.logits(tokens), theirs) < TOLERANCE, mode
+
+
+@pytest.mark.parametrize("stored", TILE_FORMATS)
+def test_sections_are_those_of_reference(stored: RowFormat) -> None:
+    """Formats that MLX lacks become float16 values; neighbours of one format become one matrix."""
+    formats = [(40, stored), (17, RowFormat(4)), (33, RowFormat(4)), (5, RowFormat(6, 32, "symmetric"))]
+    if not ON_GPU:
+        formats.append((16, RowFormat(16)))
+    sections = [ArrayTiles(normal(rows, 256, seed=at), own, step=1) for at, (rows, own) in enumerate(formats)]
+    x, bias = normal(3, 256), normal(sum(rows for rows, _ in formats))
+    mlx, reference = MlxBackend(segment_neurons=64), ReferenceBackend()
+    found = mlx.to_numpy(mlx.linear(mx.array(x), mlx.load_tiles(sections, bias)))
+    expected = reference.linear(x, reference.load_tiles(sections, bias))
+    assert error(found, expected) < TOLERANCE
+    table = ArrayEmbedding(normal(50, 256), TileLayout(RowLayout(256, *stored)))
+    tokens = np.array([0, 49, 16, 16, 31], dtype=np.int32)
+    assert (mlx.to_numpy(mlx.embedding(table, tokens)) == reference.embedding(table, tokens)).all()
 
 
 def test_neurons_of_mxfp4_that_mlx_cannot_read_in_place_are_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from ondevice.bundle.layout import resident_tensors
+from ondevice.bundle.file_layouts import resident_tensors
 from ondevice.bundle.manifest import Manifest, TokenizerInfo
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.verify import verify

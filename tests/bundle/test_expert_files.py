@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from ondevice.bundle import digest, verify
-from ondevice.bundle.layout import DATA_OFFSET, RowLayout, TiledMatrix, expert_layout, file_layout
+from ondevice.bundle.file_layouts import file_layout
+from ondevice.bundle.layout import DATA_OFFSET, RowLayout, TiledMatrix, expert_layout
 from ondevice.bundle.manifest import manifest_text, parse_manifest
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.writer import BundleWriter

@@ -11,7 +11,7 @@ import pytest
 
 from ondevice.api import Model, load
 from ondevice.bundle.gates import GateDigest
-from ondevice.bundle.layout import DATA_OFFSET, gate_file_name, neuron_file_name
+from ondevice.bundle.layout import DATA_OFFSET, gate_file_name, head_matrix, neuron_file_name
 from ondevice.bundle.reader import Bundle
 from ondevice.errors import BundleError, FlashReadError
 from tests.malformed.rules import manifest_of, overwrite, reseal, seal
@@ -133,14 +133,16 @@ def test_a_scale_that_is_not_finite_is_damage_in_every_mode(
     bundle = Bundle.open(sound)
     neurons = bundle.neuron_layouts[0]
     down = neurons.part_offsets[1] + neurons.parts[1][0].nbytes + neurons.parts[1][1].halves[0]
-    part = "codes" if quant == "f16" else "scales"
+    embedding, head = bundle.embedding_layout, head_matrix(bundle.config, bundle.quant)
+    last = embedding.halves[0]
     places = {
         neuron_file_name(0): DATA_OFFSET + 699 * neurons.stride + down,
         "embedding.safetensors": DATA_OFFSET
-        + 271 * bundle.embedding_layout.stride
-        + bundle.embedding_layout.halves[0][1]
+        + 16 * embedding.stride
+        + last.stop
+        + (last.times - 1) * last.step
         - 2,
-        "resident.safetensors": bundle.tensor_span(f"head.{part}").offset + 2,
+        "resident.safetensors": bundle.tensor_span("head").offset + head.halves.start + 2,
     }
     for name, offset in places.items():
         broken = copy_files(sound, tmp_path / name)

@@ -16,18 +16,18 @@ from tests.malformed.rules import canonical
 from tests.support.crc32c import crc32c
 
 SHA256 = {
-    "bundle.json": "d2b3c39fbfde765067253301789ff6f2007fab4839f5f274e0aae36125c439c5",
-    "checksums.bin": "9ec06f5afc303772efd892a9c11056ea3623bb2b75da4a3fe22988d2deca6771",
-    "embedding.safetensors": "1bb864b369e2285c979dc374d4fbf77a217659bd7085c10347105f48bf1a9415",
+    "bundle.json": "1a32bb2774d7b2dd44d6f5713a73808d37ffc20235bbd87e5388d1dbe4fd1754",
+    "checksums.bin": "e869aa86eca5a0191262405629718f4c2e237d06379f18b748b6f0fb21d8cc99",
+    "embedding.safetensors": "a2ee296365e2b01dffd45294831b1f75bc5075487c0230dd0edeed7f6a5c51ba",
     "gates-00000.safetensors": "8b17cfa2dc340f23d90e98e07d10970d3dada52b425515be35122c8c828530d0",
     "gates-00001.safetensors": "f7963d0ed61454194375acbab530858fd8c828a3871676e339fcad091bef69b1",
     "neurons-00000.safetensors": "6e6e106caab4805d96a195ec55523b387d5159353cd5bff58cc142c4687ca368",
     "neurons-00001.safetensors": "ef6df6ec7e764885eeb559eb15fe9ae1fb069d694b64f94091af87bb76d89bf8",
-    "resident.safetensors": "dc01729af891e398b573ba0c999ce30539f152493ce0618eb110f8d9d2134c24",
+    "resident.safetensors": "f2c09e7fc02f2dba3c12bc140333077084b0703f1af0fe3de4e075958cd86244",
 }
 WITHOUT_GATES = {name: sha256 for name, sha256 in SHA256.items() if not name.startswith("gates-")} | {
-    "bundle.json": "8133246635d721ecb7a57d9902218a2f0aca8f759ee754e6b5b6a0689a72e34e",
-    "checksums.bin": "23cacb54f7b0fa94c11c75980bdbd5234d7db88b5034d91893ddc95b3eddae3d",
+    "bundle.json": "e0ff719fd3f2b949554d5679401c0d029afb8016211592b1e8ab10d2633e15cc",
+    "checksums.bin": "b4081814d3d42da93945ba8b303fb093d9de97d88c8469526cbfe755e88587b3",
     "neurons-00000.safetensors": "701fe1f039ac92e5e95558e8f6eafdf14a7e9e2ac90da705156bb0246f9ddc15",
     "neurons-00001.safetensors": "9f692954881494c53de1bfb1d7ecb83c8bc07703b7ecc240da048e2e774d8699",
 }
@@ -60,7 +60,7 @@ def test_a_bundle_without_gates(tmp_path: Path) -> None:
 
 def test_golden_bundle_opens_and_verifies() -> None:
     assert Bundle.open(GOLDEN).config == Recipe().config
-    assert verify(GOLDEN, crc32c).checksums == 1 + 64 + 2 * 96 * 2 + 2 * 96
+    assert verify(GOLDEN, crc32c).checksums == 1 + 4 + 2 * 96 * 2 + 2 * 96
 
 
 def test_checksum_oracle() -> None:
@@ -84,13 +84,13 @@ def test_a_neuron_by_hand() -> None:
     # The gate's first byte is 0x83: codes 3 and 8. Scale 0x2008 = 1032 / 2^17, bias 0x192f = 1327 / 2^19.
     assert dequantised(gate)[:2] == [(4 * 1032 * 3 + 1327) / 2**19, (4 * 1032 * 8 + 1327) / 2**19]
     table = np.fromfile(GOLDEN / "checksums.bin", "<u4")
-    first = 1 + 64 + 192 + 7 * 2
+    first = 1 + 4 + 192 + 7 * 2
     assert table[first] == crc32c(np.frombuffer(data[start : start + 64], np.uint8), (64,))[0]
     assert table[first + 1] == crc32c(np.frombuffer(data[start + 64 : start + 192], np.uint8), (128,))[0]
     # Its gate once more, in records of 64 bytes.
     gates = (GOLDEN / "gates-00001.safetensors").read_bytes()
     assert gates[4096 + 7 * 64 : 4096 + 8 * 64] == gate + bytes(28)
-    first = 1 + 64 + 2 * 192 + 96 + 7
+    first = 1 + 4 + 2 * 192 + 96 + 7
     assert table[first] == crc32c(np.frombuffer(gate + bytes(28), np.uint8), (64,))[0]
 
 

@@ -10,18 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ondevice.bundle.layout import (
-    RecordLayout,
-    RowLayout,
-    TensorSpec,
-    embedding_layout,
+from ondevice.bundle.file_layouts import (
     file_layout,
-    neuron_layout,
-    padded,
     record_header,
     resident_header,
     resident_tensors,
 )
+from ondevice.bundle.layout import RecordLayout, RowLayout, embedding_layout, neuron_layout, padded
 from ondevice.config import QuantConfig, RowFormat
 from ondevice.converters.architectures.common import llama_config
 from ondevice.model_config import FeedForwardSpec
@@ -70,7 +65,9 @@ def test_records_of_a_7b_model() -> None:
     assert layout.part_offsets == (0, 2560)
     assert layout.stride == 7168
     assert layout.padding == ((2304, 2560),)
-    assert embedding_layout(config, QuantConfig(4)).part_bytes == (2560,)
+    embedding = embedding_layout(config, QuantConfig(4))
+    assert embedding.part_bytes == (16 * 2304,)
+    assert file_layout("embedding.safetensors", config, QuantConfig(4)).nbytes == 4096 + 2000 * 16 * 2304
     assert neuron_layout(config, QuantConfig(16), 0).part_bytes == (8192, 16384)
     neurons = file_layout("neurons-00031.safetensors", config, QuantConfig(4))
     assert neurons.nbytes == 4096 + 11008 * 7168
@@ -131,28 +128,27 @@ def test_resident_tensors_of_every_option() -> None:
     )
     expected = {
         "layers.0.attention_norm.weight": ("F32", (100,)),
-        "layers.0.attention.qkv.codes": ("U32", (128, 16)),
-        "layers.0.attention.qkv.scales": ("F16", (128, 2)),
-        "layers.0.attention.qkv.biases": ("F16", (128, 2)),
+        "layers.0.attention.q": ("U8", (4, 2 * 16 * 36)),
+        "layers.0.attention.k": ("U8", (2, 2 * 16 * 36)),
+        "layers.0.attention.v": ("U8", (2, 2 * 16 * 36)),
         "layers.0.attention.qkv.bias": ("F32", (128,)),
         "layers.0.attention.q_norm.weight": ("F32", (16,)),
         "layers.0.attention.k_norm.weight": ("F32", (16,)),
-        "layers.0.attention.out.codes": ("U32", (100, 8)),
-        "layers.0.attention.out.scales": ("F16", (100, 1)),
-        "layers.0.attention.out.biases": ("F16", (100, 1)),
+        "layers.0.attention.out": ("U8", (7, 16 * 36)),
         "layers.0.attention.out.bias": ("F32", (100,)),
         "layers.0.feed_forward_norm.weight": ("F32", (100,)),
         "final_norm.weight": ("F32", (100,)),
-        "head.codes": ("U32", (64, 16)),
-        "head.scales": ("F16", (64, 2)),
-        "head.biases": ("F16", (64, 2)),
+        "head": ("U8", (4, 2 * 16 * 36)),
     }
     tensors = resident_tensors(config, QuantConfig(4))
     assert [(name, (spec.dtype, spec.shape)) for name, spec in tensors.items()] == list(expected.items())
     halves = resident_tensors(config, QuantConfig(16))
-    assert halves["head.codes"] == TensorSpec("F16", (64, 128))
-    assert "head.scales" not in halves
-    assert resident_tensors(config, QuantConfig(8))["head.codes"] == TensorSpec("U32", (64, 32))
+    assert (halves["head"].dtype, halves["head"].shape) == ("F16", (64, 128))
+    assert halves["layers.0.attention.out"].shape == (112, 64)
+    parts = QuantConfig(4, (("qkv", RowFormat(6, 32, "symmetric")), ("head", RowFormat(5, 32, "two_level"))))
+    tensors = resident_tensors(replace(config, hidden_size=256), parts)
+    assert tensors["layers.0.attention.k"].shape == (2, 16 * (192 + 2 * 8))
+    assert tensors["head"].shape == (4, 16 * 176)
 
 
 def test_headers() -> None:

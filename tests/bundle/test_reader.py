@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from ondevice.bundle.layout import resident_tensors
+from ondevice.bundle.file_layouts import resident_tensors
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, TokenizerInfo
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.verify import verify
@@ -201,7 +201,7 @@ def test_names_that_are_not_there() -> None:
     with pytest.raises(BundleError, match="not a file with checksums"):
         bundle.neuron_file(2)
     with pytest.raises(BundleError, match="no tensor"):
-        bundle.tensor_span("head.codes")
+        bundle.tensor_span("head")
 
 
 def test_link_inside_the_bundle_is_followed(copy: Path) -> None:

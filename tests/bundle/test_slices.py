@@ -126,13 +126,13 @@ def test_61_layers_lie_in_one_slice_each(prime: Bundle, cuts: tuple[int, ...]) -
     gates = [part.gate_file(layer).path.name for part in parts for layer in range(part.config.num_layers)]
     assert gates == [gate_file_name(layer) for layer in range(61)]
     spans = [
-        part.tensor_span(f"layers.{layer}.attention.qkv.codes")
+        part.tensor_span(f"layers.{layer}.attention.q")
         for part in parts
         for layer in range(part.config.num_layers)
     ]
-    assert spans == [prime.tensor_span(f"layers.{layer}.attention.qkv.codes") for layer in range(61)]
+    assert spans == [prime.tensor_span(f"layers.{layer}.attention.q") for layer in range(61)]
     with pytest.raises(BundleError, match="no tensor"):
-        parts[-1].tensor_span(f"layers.{parts[-1].config.num_layers}.attention.qkv.codes")
+        parts[-1].tensor_span(f"layers.{parts[-1].config.num_layers}.attention.q")
     assert {name for part in parts[1:] for name in part.manifest.files}.isdisjoint({EMBEDDING})
     assert EMBEDDING in parts[0].manifest.files
 
@@ -168,9 +168,7 @@ def test_a_slice_of_a_slice_is_the_slice(prime: Bundle) -> None:
     assert twice.config == direct.config
     assert twice.manifest == direct.manifest
     assert twice.streams == direct.streams
-    assert twice.tensor_span("layers.4.attention.out.codes") == direct.tensor_span(
-        "layers.4.attention.out.codes"
-    )
+    assert twice.tensor_span("layers.4.attention.out") == direct.tensor_span("layers.4.attention.out")
     with pytest.raises(UsageError, match="layers 10 to 39 aren't some of the layers 20 to 49"):
         prime.slice(20, 50).slice(10, 40)
     with pytest.raises(UsageError, match="without the embedding"):

@@ -17,7 +17,7 @@ from ondevice.backends.base import Float32
 from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.budget.sizes import stream_bytes
-from ondevice.bundle.layout import tensors_layout
+from ondevice.bundle.file_layouts import tensors_layout
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import no_streams, sidecar_text
 from ondevice.bundle.streams import (

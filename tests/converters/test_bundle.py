@@ -13,9 +13,10 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from ondevice.bundle.layout import ExpertLayout, embedding_layout, neuron_file_name, resident_tensors
+from ondevice.bundle.file_layouts import resident_tensors
+from ondevice.bundle.layout import ExpertLayout, neuron_file_name
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.tiles import untiled
+from ondevice.bundle.tiles import StoredMatrix, untiled
 from ondevice.bundle.verify import verify
 from ondevice.config import QuantConfig
 from ondevice.converters import reading
@@ -32,6 +33,7 @@ from tests.support.models import (
     to_bfloat16,
     write_checkpoint,
 )
+from tests.support.stored_matrices import embedding_matrix, resident_matrix
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:
@@ -68,14 +70,11 @@ def test_every_byte_is_the_definitions(
     tensors = random_tensors(tiny_config(**VARIANTS[variant]), seed=3)
     weights = {name: stored_as(values, dtype) for name, values in tensors.items()}
 
-    def rows(*names: str, transposed: bool = False) -> QuantizedRows:
-        matrix = np.concatenate([weights[name] for name in names])
+    def rows(name: str, transposed: bool = False) -> QuantizedRows:
+        matrix = weights[name]
         return quantize_reference(np.ascontiguousarray(matrix.T) if transposed else matrix, bits)
 
-    embedding = pack_records(
-        [rows("model.embed_tokens.weight")], embedding_layout(bundle.config, bundle.quant)
-    )
-    assert (load_file(bundle.path / "embedding.safetensors")["records"] == embedding).all()
+    check_matrix(embedding_matrix(bundle), rows("model.embed_tokens.weight"))
     for layer in range(bundle.config.num_layers):
         mlp = f"model.layers.{layer}.mlp"
         if bundle.config.is_sliced:
@@ -109,13 +108,19 @@ def check_slices(bundle: Bundle, layer: int, rows: Callable[..., QuantizedRows],
                 assert not values[:, width:].any()
 
 
+def check_matrix(found: StoredMatrix, expected: QuantizedRows) -> None:
+    for field in ("codes", "scales", "biases"):
+        assert getattr(found, field).tobytes() == getattr(expected, field).tobytes(), field
+
+
 def check_resident(
     found: dict[str, np.ndarray],
     bundle: Bundle,
     rows: Callable[..., QuantizedRows],
     weights: dict[str, np.ndarray],
 ) -> None:
-    sources: dict[str, tuple[str, ...]] = {"final_norm": ("model.norm.weight",), "head": ("lm_head.weight",)}
+    sources: dict[str, tuple[str, ...]] = {"final_norm": ("model.norm.weight",)}
+    matrices = {"head": "lm_head.weight"}
     for layer in range(bundle.config.num_layers):
         theirs = f"model.layers.{layer}"
         attention = f"{theirs}.self_attn"
@@ -123,22 +128,24 @@ def check_resident(
             f"layers.{layer}.attention_norm": (f"{theirs}.input_layernorm.weight",),
             f"layers.{layer}.feed_forward_norm": (f"{theirs}.post_attention_layernorm.weight",),
             f"layers.{layer}.attention.qkv": tuple(f"{attention}.{p}_proj.weight" for p in "qkv"),
-            f"layers.{layer}.attention.out": (f"{attention}.o_proj.weight",),
             f"layers.{layer}.attention.q_norm": (f"{attention}.q_norm.weight",),
             f"layers.{layer}.attention.k_norm": (f"{attention}.k_norm.weight",),
         }
+        names = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj"}
+        matrices |= {
+            f"layers.{layer}.attention.{own}": f"{attention}.{their}.weight" for own, their in names.items()
+        }
     assert set(found) == set(resident_tensors(bundle.config, bundle.quant))
     for name, values in found.items():
+        if name in matrices:
+            check_matrix(resident_matrix(bundle, name), rows(matrices[name]))
+            continue
         stem, _, field = name.rpartition(".")
-        names = sources[stem]
-        if field in ("weight", "bias"):
-            names = tuple(name.replace(".weight", f".{field}") for name in names)
-            stored = np.concatenate([weights[name] for name in names])
-            if stored.dtype == np.uint16:
-                stored = (stored.astype(np.uint32) << 16).view(np.float32)
-            assert (values == stored.astype(np.float32)).all(), name
-        else:
-            assert values.tobytes() == getattr(rows(*names), field).tobytes(), name
+        theirs_of = [source.replace(".weight", f".{field}") for source in sources[stem]]
+        stored = np.concatenate([weights[source] for source in theirs_of])
+        if stored.dtype == np.uint16:
+            stored = (stored.astype(np.uint32) << 16).view(np.float32)
+        assert (values == stored.astype(np.float32)).all(), name
 
 
 @pytest.mark.fast("*-BF16")

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 import ondevice
 from ondevice.backends.base import KVLayout
@@ -28,6 +27,7 @@ from ondevice.kernels import _native
 from ondevice.model.sequence_state import SequenceState
 from ondevice.model_config.model import HeadSizes
 from tests.support.engines import all_logits, always_draft, random_tokens, running
+from tests.support.stored_matrices import resident_matrix
 
 pytest.importorskip("transformers")
 pytest.importorskip("torch")
@@ -200,8 +200,7 @@ def test_values_that_are_keys_are_stored_as_both(tmp_path: Path) -> None:
     bundle = Bundle.open(convert(tmp_path / "source", tmp_path / "bundle", "q4"))
     spec = bundle.config.layers[1]
     sizes = bundle.config.projection_sizes(spec)
-    codes = load_file(bundle.path / "resident.safetensors")["layers.1.attention.qkv.codes"]
-    assert len(codes) == bundle.config.qkv_rows(spec)
-    keys = codes[sizes["q"] : sizes["q"] + sizes["k"]]
-    np.testing.assert_array_equal(keys, codes[sizes["q"] + sizes["k"] :])
+    keys, values = (resident_matrix(bundle, f"layers.1.attention.{which}").codes for which in "kv")
+    assert len(keys) == sizes["k"]
+    np.testing.assert_array_equal(keys, values)
     assert keys.any()

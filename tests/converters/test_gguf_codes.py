@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
-from ondevice.bundle.layout import RESIDENT
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.verify import verify
 from ondevice.config import MXFP4, RowFormat
@@ -20,6 +18,7 @@ from tests.support.engines import all_logits, bundle_weights, error, running
 from tests.support.gguf_models import write_gguf
 from tests.support.mlx_models import loaded
 from tests.support.models import transformers_logits, transformers_model, write_checkpoint
+from tests.support.stored_matrices import resident_matrix
 
 gguf = pytest.importorskip("gguf")
 
@@ -106,10 +105,10 @@ def test_codes_are_those_of_the_file_byte_for_byte(tmp_path: Path, kind: str) ->
         codes = nibbles[:, 0::2] + 16 * nibbles[:, 1::2]
     else:
         codes = (blocks[:, :, 2:].view(np.int8).astype(np.int16) + 128).astype(np.uint8).reshape(64, -1)
-    resident = load_file(bundle.path / RESIDENT)
-    assert resident["layers.0.attention.out.codes"].tobytes() == codes.tobytes()
-    assert resident["layers.0.attention.out.scales"].tobytes() == blocks[:, :, :at].tobytes()
-    assert "layers.0.attention.out.biases" not in resident
+    found = resident_matrix(bundle, "layers.0.attention.out")
+    assert found.codes.tobytes() == codes.tobytes()
+    assert found.scales.tobytes() == blocks[:, :, :at].tobytes()
+    assert not found.biases.size
 
 
 @pytest.mark.fast("Q5_1", "MXFP4")

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from safetensors.numpy import load_file
 
-from ondevice.bundle.layout import EMBEDDING, RESIDENT, gate_file_name, neuron_file_name
+from ondevice.bundle.layout import gate_file_name, neuron_file_name
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.verify import verify
 from ondevice.config import MXFP4 as FORMAT
@@ -32,6 +32,7 @@ from tests.converters.test_resume import KILLER, folder_bytes, interrupted
 from tests.support.engines import bundle_weights
 from tests.support.mlx_folders import MXFP4, MlxFolder, Scheme, save_shards, typed, write_mlx_folder
 from tests.support.models import write_checkpoint
+from tests.support.stored_matrices import embedding_matrix, resident_matrix
 
 SCHEMES = [
     *(Scheme(bits, 64) for bits in (2, 3, 4, 5, 6, 8)), Scheme(3, 32, "BF16"), Scheme(4, 128, "F32"),
@@ -93,18 +94,16 @@ def test_values_are_those_of_mlx(tmp_path: Path, mode: str, bits: int, group: in
     assert np.abs(mine - theirs).max() <= 2.0**-22 * np.abs(theirs).max()
 
 
-def codes_of(folder: MlxFolder, *modules: str) -> tuple[bytes, bytes, bytes]:
-    """Codes, scales and biases (float16; MXFP4 has none) of modules, rows after rows."""
-    weights = np.concatenate([folder.stored[f"{module}.weight"][1] for module in modules])
-    if f"{modules[0]}.biases" not in folder.stored:
-        scales = np.concatenate([folder.stored[f"{module}.scales"][1] for module in modules])
-        return weights.tobytes(), scales.tobytes(), b""
+def codes_of(folder: MlxFolder, module: str) -> tuple[bytes, bytes, bytes]:
+    """Codes, scales and biases (float16; MXFP4 has none) of a module."""
+    weights = folder.stored[f"{module}.weight"][1]
+    if f"{module}.biases" not in folder.stored:
+        return weights.tobytes(), folder.stored[f"{module}.scales"][1].tobytes(), b""
     halves = []
     for part in ("scales", "biases"):
-        stored = [folder.stored[f"{module}.{part}"] for module in modules]
-        values = [array if dtype != "BF16" else array.astype(np.uint32) << 16 for dtype, array in stored]
-        floats = [v.view(np.float32) if v.dtype == np.uint32 else v for v in values]
-        halves.append(np.concatenate(floats).astype(np.float16).tobytes())
+        dtype, stored = folder.stored[f"{module}.{part}"]
+        values = stored if dtype != "BF16" else (stored.astype(np.uint32) << 16).view(np.float32)
+        halves.append(values.astype(np.float16).tobytes())
     return weights.tobytes(), halves[0], halves[1]
 
 
@@ -118,17 +117,13 @@ def test_codes_are_copied_byte_for_byte(tmp_path: Path, scheme: Scheme, quant: s
     bundle = Bundle.open(convert(folder.path, tmp_path / "b"))
     verify(bundle.path, _native.crc32c)
     assert bundle.quant.name == quant
-    resident = load_file(bundle.path / RESIDENT)
-    for name, modules in (
-        ("head", ["lm_head"]), ("layers.0.attention.out", [f"{QKV}.o_proj"]),
-        ("layers.0.attention.qkv", [f"{QKV}.{which}_proj" for which in "qkv"]),
-    ):  # fmt: skip
-        found = tuple(
-            resident[f"{name}.{part}"].tobytes() if f"{name}.{part}" in resident else b""
-            for part in ("codes", "scales", "biases")
-        )
-        assert found == codes_of(folder, *modules), name
-    files = {EMBEDDING: ["model.embed_tokens"], gate_file_name(0): [f"{MLP}.gate_proj"]}
+    matrices = {which: resident_matrix(bundle, f"layers.0.attention.{which}") for which in ("q", "k", "v")}
+    matrices |= {"o": resident_matrix(bundle, "layers.0.attention.out")}
+    modules_of = {f"{QKV}.{which}_proj": found for which, found in matrices.items()}
+    modules_of |= {"lm_head": resident_matrix(bundle, "head"), "model.embed_tokens": embedding_matrix(bundle)}
+    for module, found in modules_of.items():
+        assert tuple(part.tobytes() for part in found[:3]) == codes_of(folder, module), module
+    files = {gate_file_name(0): [f"{MLP}.gate_proj"]}
     files[neuron_file_name(0)] = [f"{MLP}.gate_proj", f"{MLP}.up_proj"]
     for file, modules in files.items():
         records = load_file(bundle.path / file)["records"]
@@ -200,7 +195,7 @@ def test_scales_that_float16_rounds_are_counted_and_their_error_stated(tmp_path:
     assert "codes copied, scales rounded to float16" in said
     assert float(relative) == pytest.approx(expected, rel=0.5)
     assert 1e-5 < float(relative) < 1e-3
-    codes = load_file(bundle.path / EMBEDDING)["records"][:, :64]
+    codes = embedding_matrix(bundle).codes
     assert codes.tobytes() == folder.stored[name][1].tobytes()
 
 

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from ondevice import api
-from ondevice.bundle.layout import MANIFEST, RESIDENT, neuron_file_name, resident_tensors, tensors_layout
+from ondevice.bundle.file_layouts import resident_tensors, tensors_layout
+from ondevice.bundle.layout import MANIFEST, RESIDENT, neuron_file_name
 from ondevice.bundle.manifest import parse_manifest
 from ondevice.bundle.parts import model_digest
 from ondevice.bundle.reader import Bundle
@@ -147,7 +148,7 @@ def test_the_shipped_model_is_split_for_the_hosts_of_a_file(ondevice: Run, tmp_p
 
 def test_a_write_that_fails_leaves_nothing(trained: Bundle, tmp_path: Path) -> None:
     spoilt = Bundle.open(copy_files(trained.path, tmp_path / "spoilt"))
-    flip_byte(spoilt.path / RESIDENT, spoilt.tensor_span("layers.4.attention.out.codes").offset)
+    flip_byte(spoilt.path / RESIDENT, spoilt.tensor_span("layers.4.attention.out").offset)
     with pytest.raises(FlashReadError):
         api.write_slice(spoilt.slice(1, 5), tmp_path / "slice")
     assert not any(tmp_path.glob("slice*"))

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from ondevice.bundle.layout import CHECKSUMS, DATA_OFFSET, EMBEDDING, RESIDENT, file_layout
+from ondevice.bundle.file_layouts import file_layout
+from ondevice.bundle.layout import CHECKSUMS, DATA_OFFSET, EMBEDDING, RESIDENT
 from ondevice.bundle.manifest import bundle_files, model_json
 from ondevice.bundle.reader import Bundle
 from ondevice.config import QuantConfig

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from ondevice.bundle.file_layouts import TensorSpec, resident_tensors
 from ondevice.bundle.layout import (
     EMBEDDING,
     PER_LAYER,
     ExpertLayout,
     RecordLayout,
-    TensorSpec,
+    TiledMatrix,
     embedding_layout,
     expert_file_name,
     expert_layout,
@@ -27,9 +28,9 @@ from ondevice.bundle.layout import (
     neuron_file_name,
     neuron_layout,
     per_layer_layout,
-    resident_tensors,
 )
 from ondevice.bundle.manifest import Provenance, TokenizerInfo
+from ondevice.bundle.tiles import lane_rows, tiles_of_lanes
 from ondevice.bundle.writer import BundleWriter
 from ondevice.config import QuantConfig
 from ondevice.converters.architectures.common import llama_config
@@ -93,11 +94,8 @@ def _random(*key: int) -> np.random.RandomState:
 
 
 def records(recipe: Recipe, which: int) -> Iterator[np.ndarray]:
-    """Random records, uint8 (n, stride), 40 at a time, or slices (stride,). which: a layer, or -1 for the
-    embedding."""
-    embedding = which < 0
-    config, quant = recipe.config, recipe.quant
-    layout = embedding_layout(config, quant) if embedding else neuron_layout(config, quant, which)
+    """Random records of a layer, uint8 (n, stride), 40 at a time, or slices (stride,)."""
+    layout = neuron_layout(recipe.config, recipe.quant, which)
     if isinstance(layout, ExpertLayout):
         neurons = recipe.config.records[which]
         count = layout.num_records(neurons)
@@ -105,12 +103,22 @@ def records(recipe: Recipe, which: int) -> Iterator[np.ndarray]:
             _clear(record, layout, neurons - index * layout.neurons)
             yield record
         return
-    left = recipe.config.vocab_size if embedding else recipe.config.records[which]
+    left = recipe.config.records[which]
     random = _random(recipe.seed, 1, which + 1)
     while left:
         count = min(left, 40)
         yield _records(layout, count, random)
         left -= count
+
+
+def embedding(recipe: Recipe) -> Iterator[np.ndarray]:
+    """Random records of the embedding, uint8 (n, stride), 3 at a time: tiles of 16 tokens."""
+    layout = embedding_layout(recipe.config, recipe.quant)
+    matrix = TiledMatrix(recipe.config.vocab_size, layout.row)
+    tiles = _tiles(matrix, _random(recipe.seed, 1, 0)).reshape(matrix.tiles, -1)
+    for start in range(0, matrix.tiles, 3):
+        chunk = tiles[start : start + 3]
+        yield np.pad(chunk, ((0, 0), (0, layout.stride - chunk.shape[1])))
 
 
 def gates(recipe: Recipe, layer: int) -> Iterator[np.ndarray]:
@@ -153,6 +161,19 @@ def _of_matrices(layout: ExpertLayout, count: int, random: np.random.RandomState
         yield record
 
 
+def _tiles(matrix: TiledMatrix, random: np.random.RandomState) -> np.ndarray:
+    """Random tiles (nbytes,) uint8 of a matrix, with zeros for the rows that fill the last one."""
+    tiles = np.frombuffer(random.bytes(matrix.nbytes), np.uint8).copy()
+    halves = matrix.halves
+    size = halves.stop - halves.start
+    values = _halves(random, halves.times, size // 2)
+    for place in range(halves.times):
+        at = halves.start + halves.step * place
+        tiles[at : at + size] = values[place]
+    rows = lane_rows(tiles.reshape(matrix.tiles, -1), matrix.row)[: matrix.rows]
+    return tiles_of_lanes(rows, matrix.row).reshape(-1)
+
+
 def _clear(record: np.ndarray, layout: ExpertLayout, neurons: int) -> None:
     """Zeroes what a slice (stride,) holds of neurons from number `neurons` on: whole blocks of 64."""
     *by_rows, down = layout.matrices
@@ -193,8 +214,8 @@ def tensors(recipe: Recipe, first: int = 0) -> Iterator[tuple[str, Iterator[np.n
 
 
 def _tensor(spec: TensorSpec, random: np.random.RandomState) -> np.ndarray:
-    if spec.dtype == "U32":
-        return np.frombuffer(random.bytes(spec.nbytes), "<u4").reshape(spec.shape)
+    if spec.matrix is not None:
+        return _tiles(spec.matrix, random).view(spec.numpy_dtype).reshape(spec.shape)
     return (random.random_sample(spec.shape) / 64).astype(spec.numpy_dtype)
 
 
@@ -206,7 +227,7 @@ def fill(writer: BundleWriter, recipe: Recipe) -> None:
             writer.write_records(gate_file_name(layer), gates(recipe, layer))
         if layer in recipe.config.expert_layers:
             writer.write_records(expert_file_name(layer), experts(recipe, layer))
-    writer.write_records(EMBEDDING, records(recipe, -1))
+    writer.write_records(EMBEDDING, embedding(recipe))
     if recipe.config.has_inputs_table:
         writer.write_records(PER_LAYER, inputs(recipe))
     writer.write_resident(tensors(recipe, writer.resident_finished()))

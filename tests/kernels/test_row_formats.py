@@ -123,9 +123,13 @@ def test_impossible_formats_are_refused() -> None:
     impossible = [(4, 48, "affine"), (16, 32, "affine"), (4, 64, "symmetric"), (7, 32, "affine")]
     impossible += [(8, 32, "mxfp4"), (4, 64, "mxfp4"), (4, 32, "unknown"), (3, 32, "two_level")]
     says = r"bits must|groups have|biases are|MXFP4 has|no kind|other bits|tiles alone"
-    for stored in (*impossible, *TILE_FORMATS):
+    for stored in impossible:
         with pytest.raises(ValueError, match=says):
-            _native.Matrix(16, 64, stored)
+            _native.Matrix(16, 256, stored)
+    rows, out = np.zeros((1, 600), dtype=np.uint8), np.zeros((1, 256), dtype=np.float32)
+    for stored in TILE_FORMATS:
+        with pytest.raises(ValueError, match=says):
+            _native.dequantize_rows(RUNNERS[TARGETS[0], 1], stored, rows, 256, out)
 
 
 EXTREMES = np.array([0, 1, 2, 126, 127, 128, 200, MAX_POWER], dtype=np.uint8)

@@ -199,7 +199,7 @@ def resized_consistently(folder: Path) -> None:
     put("files", NEURONS, "bytes", value=22528 + 192)(folder)
 
 
-QKV = "layers.0.attention.qkv.codes"
+QUERIES = "layers.0.attention.q"
 MODEL_BYTES = b'"hidden_size": 64'
 CONVERT_AGAIN = "convert the model again"
 
@@ -529,7 +529,7 @@ RULES = (
     Rule("link leaves the bundle", replace_file(NEURONS, link_outside), "leaves the bundle"),
     Rule("link to nothing", replace_file(NEURONS, lambda p: p.symlink_to("nothing")), "missing"),
     Rule("link to itself", replace_file(NEURONS, lambda p: p.symlink_to(p.name)), "can't be reached"),
-    Rule("checksums cut", resize("checksums.bin", -4), "2560 bytes on disk"),
+    Rule("checksums cut", resize("checksums.bin", -4), "2320 bytes on disk"),
     Rule("checksums changed", overwrite("checksums.bin", 9, b"\xaa\xaa"), "checksums.bin doesn't match"),
     Rule("record header length", overwrite(NEURONS, 0, b"\x00\x10"), "safetensors header"),
     Rule("record header huge", overwrite(NEURONS, 0, b"\xff" * 8), "safetensors header"),
@@ -537,14 +537,14 @@ RULES = (
     Rule("record header padding", overwrite(NEURONS, 4095, b"\n"), "safetensors header"),
     Rule("resident header length", overwrite(RESIDENT, 0, b"\xff" * 8), "safetensors header"),
     Rule("resident header not JSON", overwrite(RESIDENT, 8, b"\x00"), "safetensors header"),
-    Rule("tensor missing", resident_header(lambda h: h.pop(QKV)), "safetensors header"),
-    Rule("tensor renamed", resident_header(lambda h: h.update(x=h.pop(QKV))), "safetensors header"),
-    Rule("tensor type", resident_header(lambda h: h[QKV].update(dtype="I32")), "safetensors header"),
-    Rule("tensor shape", resident_header(lambda h: h[QKV].update(shape=[8, 128])), "safetensors header"),
-    Rule("tensor offsets", resident_header(lambda h: h[QKV].update(data_offsets=[0, 4096])), "header"),
+    Rule("tensor missing", resident_header(lambda h: h.pop(QUERIES)), "safetensors header"),
+    Rule("tensor renamed", resident_header(lambda h: h.update(x=h.pop(QUERIES))), "safetensors header"),
+    Rule("tensor type", resident_header(lambda h: h[QUERIES].update(dtype="I32")), "safetensors header"),
+    Rule("tensor shape", resident_header(lambda h: h[QUERIES].update(shape=[8, 288])), "safetensors header"),
+    Rule("tensor offsets", resident_header(lambda h: h[QUERIES].update(data_offsets=[0, 4096])), "header"),
     Rule(
         "tensor beyond the file",
-        resident_header(lambda h: h[QKV].update(data_offsets=[0, 1 << 60])),
+        resident_header(lambda h: h[QUERIES].update(data_offsets=[0, 1 << 60])),
         "header",
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ondevice.backends.base import Bytes, LinearSource
+from ondevice.backends.base import Bytes, Float32
 from ondevice.backends.reference import ReferenceBackend, ReferenceLinear
+from ondevice.backends.tiled_source import TileChunk, TiledSource
 from ondevice.bundle.layout import RESIDENT
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
@@ -121,23 +122,21 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 class Recorder(ReferenceBackend):
-    """Remembers the size of every chunk of codes."""
+    """Remembers the size of every chunk of tiles."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def load_linear(self, source: LinearSource) -> ReferenceLinear:
-        inner = source.chunks
+    def load_tiles(self, sections: Sequence[TiledSource], bias: Float32 | None = None) -> ReferenceLinear:
+        return super().load_tiles([self._watched(section) for section in sections], bias)
 
-        def chunks() -> Iterator[Any]:
-            for chunk in inner():
-                self.sizes.append(chunk.codes.nbytes)
+    def _watched(self, section: TiledSource) -> Any:
+        def chunks() -> Iterator[TileChunk]:
+            for chunk in section.chunks():
+                self.sizes.append(chunk.tiles.nbytes)
                 yield chunk
 
-        watched: Any = SimpleNamespace(
-            rows=source.rows, cols=source.cols, stored=source.stored, bias=source.bias, chunks=chunks
-        )
-        return super().load_linear(watched)
+        return SimpleNamespace(matrix=section.matrix, chunks=chunks)
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1000, 4 << 20])
@@ -148,8 +147,8 @@ def test_weights_are_the_same_however_they_are_cut(
     backend, config, expected = Recorder(), bundle.config, bundle_weights(bundle.path)
     with FlashReader(bundle_files(bundle), "buffered") as reader:
         weights = load_weights(bundle, reader, backend)
-    longest_row = 2 * 64
-    assert max(backend.sizes) <= max(chunk_bytes, longest_row)
+    largest_tile = 16 * 2 * 64
+    assert max(backend.sizes) <= max(chunk_bytes, largest_tile)
     head = "model.embed_tokens" if config.tie_embeddings else "lm_head"
     assert (weights.head.weight == expected[f"{head}.weight"]).all()
     assert (weights.final_norm.weight == expected["model.norm.weight"]).all()
@@ -172,7 +171,7 @@ def test_weights_are_the_same_however_they_are_cut(
 
 
 def test_a_flipped_byte_is_found_while_loading(bundle: Bundle, tmp_path: Path) -> None:
-    span = bundle.tensor_span("layers.1.attention.out.codes")
+    span = bundle.tensor_span("layers.1.attention.out")
     copy = tmp_path / "copy"
     copy.mkdir()
     for path in bundle.path.iterdir():

@@ -16,10 +16,11 @@ import ondevice.runtime.engine
 from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
+from ondevice.backends.stored_rows import values_of
 from ondevice.budget.mlx_memory import MlxMemory
 from ondevice.budget.sizes import buffer_shape, expert_shape, segment_shape
 from ondevice.bundle.codes import E2M1
-from ondevice.bundle.layout import EMBEDDING, RESIDENT, ExpertLayout, RowLayout, neuron_file_name
+from ondevice.bundle.layout import EMBEDDING, RESIDENT, ExpertLayout, RowLayout, TiledMatrix, neuron_file_name
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.tiles import untiled
 from ondevice.callbacks import IsCancelled
@@ -131,26 +132,30 @@ def bundle_weights(folder: Path) -> dict[str, np.ndarray]:
     config, quant = bundle.config, bundle.quant
     resident = load_file(folder / RESIDENT)
     hidden, queries, keys = config.hidden_size, config.query_size, config.kv_size
-    row = RowLayout(hidden, *quant.of("embedding"))
+    embedding = TiledMatrix(config.vocab_size, RowLayout(hidden, *quant.of("embedding")))
     weights = {"model.norm.weight": resident["final_norm.weight"]}
     table = load_file(folder / EMBEDDING)["records"]
-    weights["model.embed_tokens.weight"] = _rows(table[:, : row.nbytes], row)
+    weights["model.embed_tokens.weight"] = _of_tiles(table[:, : embedding.tile_bytes], embedding)
     if not config.tie_embeddings:
-        weights["lm_head.weight"] = _resident_matrix(resident, "head", RowLayout(hidden, *quant.of("head")))
+        head = TiledMatrix(config.vocab_size, RowLayout(hidden, *quant.of("head")))
+        weights["lm_head.weight"] = _of_tiles(resident["head"], head)
     for i, spec in enumerate(config.layers):
         layer, attention = f"model.layers.{i}", f"layers.{i}.attention"
-        qkv = _resident_matrix(resident, f"{attention}.qkv", RowLayout(hidden, *quant.of("qkv")))
         splits = {
             "q": slice(0, queries),
             "k": slice(queries, queries + keys),
             "v": slice(queries + keys, None),
         }
         for name, rows in splits.items():
-            weights[f"{layer}.self_attn.{name}_proj.weight"] = qkv[rows]
+            stored = RowLayout(hidden, *quant.of("qkv", i, name))
+            part = TiledMatrix(queries if name == "q" else keys, stored)
+            weights[f"{layer}.self_attn.{name}_proj.weight"] = _of_tiles(
+                resident[f"{attention}.{name}"], part
+            )
             if spec.attention.bias:
                 weights[f"{layer}.self_attn.{name}_proj.bias"] = resident[f"{attention}.qkv.bias"][rows]
-        out = _resident_matrix(resident, f"{attention}.out", RowLayout(queries, *quant.of("out")))
-        weights[f"{layer}.self_attn.o_proj.weight"] = out
+        out = TiledMatrix(hidden, RowLayout(queries, *quant.of("out", i)))
+        weights[f"{layer}.self_attn.o_proj.weight"] = _of_tiles(resident[f"{attention}.out"], out)
         if spec.attention.output_bias:
             weights[f"{layer}.self_attn.o_proj.bias"] = resident[f"{attention}.out.bias"]
         if spec.attention.head_norm != "none":
@@ -177,20 +182,18 @@ def _sliced(records: np.ndarray, layout: ExpertLayout, neurons: int) -> dict[str
     parts: dict[str, list[np.ndarray]] = {"gate": [], "up": [], "down": []}
     for record in records:
         for name, offset, matrix in zip(parts, layout.part_offsets, layout.matrices, strict=True):
-            codes, scales, biases, _ = untiled(record[offset : offset + matrix.nbytes], matrix)
-            pieces = [np.ascontiguousarray(piece).view(np.uint8) for piece in (codes, scales, biases)]
-            parts[name].append(_rows(np.concatenate(pieces, axis=1), matrix.row))
+            parts[name].append(_of_tiles(record[offset : offset + matrix.nbytes], matrix))
     down = np.concatenate(parts["down"], axis=1)[:, :neurons]
     return {name: np.concatenate(parts[name])[:neurons] for name in ("gate", "up")} | {"down": down}
 
 
-def _resident_matrix(resident: dict[str, np.ndarray], name: str, row: RowLayout) -> np.ndarray:
-    pieces = [
-        resident[f"{name}.{part}"] for part in ("codes", "scales", "biases") if f"{name}.{part}" in resident
-    ]
-    return _rows(
-        np.concatenate([np.ascontiguousarray(piece).view(np.uint8) for piece in pieces], axis=1), row
-    )
+def _of_tiles(tiles: np.ndarray, matrix: TiledMatrix) -> np.ndarray:
+    """(rows, cols) float32 of a matrix's tiles; at 16 bits of its rows."""
+    found = untiled(np.ascontiguousarray(tiles).view(np.uint8).reshape(-1), matrix)
+    if matrix.row.stored.tiles_only:
+        return values_of(found, matrix.row)
+    pieces = [np.ascontiguousarray(piece).view(np.uint8) for piece in found[:3]]
+    return _rows(np.concatenate(pieces, axis=1), matrix.row)
 
 
 def _rows(stored: np.ndarray, row: RowLayout) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,22 @@ from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import NeuronSource
+from ondevice.backends.tiled_source import TileChunk
 from ondevice.bundle.codes import E2M1, pack, unpack, values_of_table, values_of_two_levels
-from ondevice.bundle.layout import ExpertLayout, RecordLayout, RowLayout, embedding_layout, neuron_layout
+from ondevice.bundle.layout import (
+    TILE_ROWS,
+    ExpertLayout,
+    RecordLayout,
+    RowLayout,
+    TiledMatrix,
+    TileLayout,
+    embedding_layout,
+    neuron_layout,
+)
 from ondevice.bundle.weight_shapes import model_weight_shapes
 from ondevice.config import Bits, MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures.common import llama_config
+from ondevice.kernels import _native
 from ondevice.model.loading import head_norms as loaded_head_norms
 from ondevice.model.transformer import Transformer
 from ondevice.model.weights import LayerWeights, ModelWeights
@@ -215,6 +227,35 @@ class ArrayLinear:
 
 
 @dataclass(frozen=True)
+class ArrayTiles:
+    """`TiledSource` over a float matrix (N, K), `step` tiles at a time."""
+
+    weight: Float32
+    bits: Bits | RowFormat
+    step: int = 3
+
+    @property
+    def matrix(self) -> TiledMatrix:
+        stored = self.bits if isinstance(self.bits, RowFormat) else RowFormat(self.bits)
+        return TiledMatrix(self.weight.shape[0], RowLayout(self.weight.shape[1], *stored))
+
+    def chunks(self) -> Iterator[TileChunk]:
+        tiles = tiles_of(self.weight, self.matrix)
+        for first in range(0, len(tiles), self.step):
+            yield TileChunk(first, tiles[first : first + self.step])
+
+
+def tiles_of(weight: Float32, matrix: TiledMatrix) -> Bytes:
+    """The tiles (n, tile_bytes) of quantised weights (N, K)."""
+    rows = [
+        np.ascontiguousarray(part).view(np.uint8) for part in quantise_rows(weight, matrix.row.stored)[:3]
+    ]
+    out = np.empty(matrix.nbytes, dtype=np.uint8)
+    _native.tile_rows(make_runner(1), matrix.row.stored, rows[0], rows[1], rows[2], out)
+    return out.reshape(matrix.tiles, -1)
+
+
+@dataclass(frozen=True)
 class ArrayFeedForward:
     """`FeedForwardSource` over gate, up (None: ungated) and (transposed) down, each (F, D)."""
 
@@ -262,7 +303,7 @@ class ArrayEmbedding:
     """`EmbeddingSource` over a float table (V, D)."""
 
     table: Float32
-    layout: RecordLayout
+    layout: TileLayout
     file: int = 0
 
     @property
@@ -273,8 +314,14 @@ class ArrayEmbedding:
     def hidden_size(self) -> int:
         return self.table.shape[1]
 
+    @cached_property
+    def records(self) -> Bytes:
+        """All of the table, (n, stride)."""
+        tiles = tiles_of(self.table, TiledMatrix(self.vocab_size, self.layout.row))
+        return np.pad(tiles, ((0, 0), (0, self.layout.stride - tiles.shape[1])))
+
     def read(self, tokens: Int32) -> Bytes:
-        return records(self.layout, [[self.table[tokens]]])
+        return self.records[tokens // TILE_ROWS]
 
 
 @dataclass
@@ -333,7 +380,16 @@ class RandomWeights:
 
         def linear(name: str, kind: MatrixKind, has_bias: bool = False) -> Any:
             bias = self.vectors[f"{name}.bias"] if has_bias else None
-            return backend.load_linear(ArrayLinear(self.matrices[name], quant.of(kind), bias))
+            return backend.load_tiles([ArrayTiles(self.matrices[name], quant.of(kind))], bias)
+
+        def projections(layer: int, spec: LayerSpec) -> Any:
+            """The parts of the layer's fused projection."""
+            ends = np.cumsum([*config.projection_sizes(spec).values()])[:-1]
+            rows = np.split(self.matrices[f"{layer}.qkv"], ends)
+            parts = zip(config.projection_sizes(spec), rows, strict=True)
+            sections = [ArrayTiles(own, quant.of("qkv", layer, part)) for part, own in parts]
+            bias = self.vectors[f"{layer}.qkv.bias"] if spec.attention.bias else None
+            return backend.load_tiles(sections, bias)
 
         def norm(name: str, exists: bool = True) -> Any:
             if not exists:
@@ -374,7 +430,7 @@ class RandomWeights:
         layers = [
             LayerWeights(
                 attention_norm=norm(f"{i}.attention_norm", spec.norms_input),
-                qkv=linear(f"{i}.qkv", "qkv", spec.attention.bias),
+                qkv=projections(i, spec),
                 head_norms=head_norms(i, spec),
                 out=linear(f"{i}.out", "out", spec.attention.output_bias),
                 attention_output_norm=norm(f"{i}.attention_output_norm", spec.norms_output),
@@ -391,12 +447,12 @@ class RandomWeights:
             loaded = backend.load_vector(self.matrices["positions"].reshape(-1))
             positions = loaded.reshape(self.matrices["positions"].shape)
         final_norm = norm("final_norm", config.final_norm)
-        projections = [
-            backend.load_linear(ArrayLinear(self.matrices[weight.name], quant.plain))
+        others = [
+            backend.load_tiles([ArrayTiles(self.matrices[weight.name], quant.plain)])
             for weight in model_weight_shapes(config)
         ]
         embedding = backend.load_embedding(table)
-        weights = ModelWeights(embedding, layers, final_norm, head, positions, *projections)
+        weights = ModelWeights(embedding, layers, final_norm, head, positions, *others)
         return Transformer(config, backend, weights)
 
 

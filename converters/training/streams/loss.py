@@ -28,7 +28,6 @@ from ondevice.backends.base import (
     FeedForwardSource,
     Float32,
     KVLayout,
-    LinearSource,
     Norm,
     Selector,
 )
@@ -36,6 +35,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.mlx_float import MlxFeedForward, MlxFloatBackend
 from ondevice.backends.mlx_kv import MlxKV, no_block
 from ondevice.backends.mlx_ops import MlxLinear, activate, normed
+from ondevice.backends.tiled_source import TiledSource
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import EMBEDDINGS, PRUNING, MultiStreams, layer_prefix
 from ondevice.converters.quantize import dequantize, quantize
@@ -163,11 +163,12 @@ class _TopBackend(MlxFloatBackend):
         self._first_layer = first_layer
         self._layer = 0
 
-    def load_linear(self, source: LinearSource) -> Any:
+    def load_tiles(self, sections: Sequence[TiledSource], bias: Float32 | None = None) -> Any:
         if self._layer >= self._first_layer:
-            return super().load_linear(source)
-        for _ in source.chunks():
-            pass
+            return super().load_tiles(sections, bias)
+        for section in sections:
+            for _ in section.chunks():
+                pass
         return None
 
     def load_feed_forward(

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
-from ondevice.bundle.layout import tensors_layout
+from ondevice.bundle.file_layouts import tensors_layout
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import weights_digest
 from ondevice.bundle.streams import (

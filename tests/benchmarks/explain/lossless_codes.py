@@ -25,12 +25,15 @@ from numpy.typing import NDArray
 
 from ondevice.backends.cpu import make_runner
 from ondevice.bundle.codes import unpack
-from ondevice.bundle.layout import RecordLayout, RowLayout, resident_tensors
+from ondevice.bundle.file_layouts import resident_tensors
+from ondevice.bundle.layout import RecordLayout, RowLayout
 from ondevice.bundle.reader import Bundle, CheckedFile
+from ondevice.bundle.tiles import StoredMatrix
 from ondevice.converters.convert import convert
 from ondevice.converters.quantize import quantize
 from tests.benchmarks.lib.measure import machine
 from tests.support.paths import ROOT, SHARED_DATA
+from tests.support.stored_matrices import embedding_matrix, resident_matrix
 
 KNOWN = [ROOT / "weights/small-relu"]
 STORIES = "models/stories260K"
@@ -62,30 +65,17 @@ def exponents(halves: NDArray[np.float16]) -> NDArray[np.uint16]:
 
 def matrices(bundle: Bundle) -> Iterator[Matrix]:
     """Every matrix of the bundle: the resident ones, the embedding table, the neurons."""
-    tensors = resident_tensors(bundle.config, bundle.quant)
-    for name in tensors:
-        if name.endswith(".codes"):
-            yield _resident(bundle, name.removesuffix(".codes"))
-    yield from _records("embedding", bundle.embedding_file, bundle.embedding_layout)
+    for name, spec in resident_tensors(bundle.config, bundle.quant).items():
+        if spec.matrix is not None:
+            yield _matrix(name.split(".")[-1], spec.matrix.row, resident_matrix(bundle, name))
+    yield _matrix("embedding", bundle.embedding_layout.row, embedding_matrix(bundle))
     for layer in range(bundle.config.num_layers):
         yield from _records("neurons", bundle.neuron_file(layer), bundle.record_layout)
 
 
-def _resident(bundle: Bundle, name: str) -> Matrix:
-    def array(part: str) -> NDArray[np.generic]:
-        span = bundle.tensor_span(f"{name}.{part}")
-        data = np.fromfile(bundle.path / span.file, np.uint8, span.nbytes, offset=span.offset)
-        return data.view(span.dtype).reshape(span.shape)
-
-    codes = array("codes")
-    kind = name.split(".")[-1]
-    if codes.dtype == np.float16:
-        return Matrix(kind, RowLayout(codes.shape[1], 16), codes.view(np.uint8), np.empty(0, np.float16))
-    packed, scales = codes.view(np.uint8), array("scales")
-    bits = 8 * packed.shape[1] // (scales.shape[1] * 64)
-    row = RowLayout(scales.shape[1] * 64, bits)
-    halves = np.concatenate([scales.ravel(), array("biases").ravel()]).astype(np.float16)
-    return Matrix(kind, row, packed, halves)
+def _matrix(kind: str, row: RowLayout, stored: StoredMatrix) -> Matrix:
+    halves = np.concatenate([stored.scales.view(np.float16).ravel(), stored.biases.ravel()])
+    return Matrix(kind, row, stored.codes, halves)
 
 
 def _records(kind: str, file: CheckedFile, layout: RecordLayout) -> Iterator[Matrix]:

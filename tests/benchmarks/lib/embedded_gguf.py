@@ -34,10 +34,8 @@ from safetensors.numpy import load_file
 
 from ondevice.backends.base import Float32
 from ondevice.bundle.layout import (
-    EMBEDDING,
     RESIDENT,
     RecordLayout,
-    embedding_layout,
     neuron_file_name,
     neuron_layout,
 )
@@ -46,7 +44,8 @@ from ondevice.converters.architectures.rotary import base_of
 from ondevice.converters.quantize import QuantizedRows, dequantize
 from tests.benchmarks.lib.embedded_weights import CONSTANT, even_places
 from tests.benchmarks.lib.random_model import Shape, gguf_tensors, write_gguf
-from tests.benchmarks.lib.stored_model import Q4, Neurons, matrix_of, taken, unpacked
+from tests.benchmarks.lib.stored_model import Q4, Neurons, of_bundle, quantized_rows, taken, unpacked
+from tests.support.stored_matrices import embedding_matrix
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -127,11 +126,9 @@ class EmbeddedGguf:
         """The float32 values of a tensor, or the bytes of its blocks."""
         match name.split("."):
             case ["token_embd", _]:
-                config = self.large.config
-                (rows,) = unpacked(self.large.path / EMBEDDING, embedding_layout(config, Q4))
-                return q4_1_blocks(rows, self.gain)
+                return q4_1_blocks(quantized_rows(embedding_matrix(self.large)), self.gain)
             case ["output", _]:
-                return q4_1_blocks(matrix_of(self._resident, "head"))
+                return q4_1_blocks(of_bundle(self.large, "head"))
             case ["output_norm", _]:
                 return self._final_norm()
             case ["blk", layer, part, _]:
@@ -146,9 +143,9 @@ class EmbeddedGguf:
             case ["ffn", "norm"]:
                 return self._resident[f"{prefix}.feed_forward_norm.weight"]
             case ["attn", "output"]:
-                return q4_1_blocks(matrix_of(self._resident, f"{prefix}.attention.out"), self.gain)
+                return q4_1_blocks(of_bundle(self.large, f"{prefix}.attention.out"), self.gain)
             case ["attn", which]:
-                return self._attention_rows(matrix_of(self._resident, f"{prefix}.attention.qkv"), which)
+                return self._attention_rows(of_bundle(self.large, f"{prefix}.attention.{which}"), which)
             case ["ffn", "gate"]:
                 return q4_1_blocks(self._neurons(layer)[0], self.gain)
             case ["ffn", "up"]:
@@ -157,13 +154,12 @@ class EmbeddedGguf:
                 return self._down(layer)
         raise KeyError(part)
 
-    def _attention_rows(self, qkv: QuantizedRows, which: str) -> NDArray[np.uint8]:
-        """The rows of q, k or v. All heads have keys of their own, so the three are equally many."""
-        config = self.large.config
-        rows = np.arange(config.query_size) + "qkv".index(which) * config.query_size
+    def _attention_rows(self, stored: QuantizedRows, which: str) -> NDArray[np.uint8]:
+        """The rows of q, k or v."""
+        rows = np.arange(len(stored.codes))
         if which != "v":
-            rows = neighbours(rows, config.head_dim)
-        return q4_1_blocks(taken(qkv, rows))
+            rows = neighbours(rows, self.large.config.head_dim)
+        return q4_1_blocks(taken(stored, rows))
 
     def _read_neurons(self, layer: int) -> Neurons:
         layout = neuron_layout(self.large.config, Q4, 0)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from ondevice.backends.base import Float32
-from ondevice.bundle.layout import tensors_layout
+from ondevice.bundle.file_layouts import tensors_layout
 from ondevice.bundle.predictors import (
     PREDICTORS,
     PREDICTORS_SIDECAR,

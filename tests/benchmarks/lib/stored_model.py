@@ -5,7 +5,7 @@ Nothing here knows what the rows are for. Legend: D hidden size, F neurons of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -19,8 +19,10 @@ from ondevice.bundle.about import ABOUT
 from ondevice.bundle.layout import (
     EMBEDDING,
     RESIDENT,
+    TILE_ROWS,
     RecordLayout,
     RowLayout,
+    TiledMatrix,
     embedding_layout,
     gate_file_name,
     gate_layout,
@@ -29,6 +31,7 @@ from ondevice.bundle.layout import (
 )
 from ondevice.bundle.manifest import Manifest, Provenance
 from ondevice.bundle.reader import Bundle
+from ondevice.bundle.tiles import StoredMatrix
 from ondevice.bundle.writer import BundleWriter
 from ondevice.config import GROUP_SIZE, QuantConfig
 from ondevice.converters.architectures.common import score_scale
@@ -38,6 +41,7 @@ from ondevice.converters.quantize import QuantizedRows, dequantize, quantize
 from ondevice.kernels import _native
 from ondevice.model_config import ModelConfig
 from ondevice.units import usable_cores
+from tests.support.stored_matrices import embedding_matrix, resident_matrix
 
 Q4 = QuantConfig(4)
 Neurons: TypeAlias = tuple[QuantizedRows, QuantizedRows, QuantizedRows]
@@ -72,7 +76,7 @@ class StoredModel:
 def read_model(folder: Path) -> StoredModel:
     """The rows of the bundle in `folder`, whose embeddings are tied. Raises BundleError for slices."""
     bundle = Bundle.open(folder)
-    config, bits, resident = bundle.config, bundle.quant.bits, load_file(folder / RESIDENT)
+    config, resident = bundle.config, load_file(folder / RESIDENT)
     spec = config.layers[0].attention
     if not config.tie_embeddings or spec.bias or spec.head_norm != "none" or not base_of(config.ropes[0]):
         raise ValueError(f"{folder} isn't a plain Llama model with tied embeddings")
@@ -82,19 +86,37 @@ def read_model(folder: Path) -> StoredModel:
         attention.append(
             AttentionRows(
                 resident[f"{prefix}.attention_norm.weight"],
-                matrix_of(resident, f"{prefix}.attention.qkv"),
-                matrix_of(resident, f"{prefix}.attention.out"),
+                _joined([of_bundle(bundle, f"{prefix}.attention.{part}") for part in "qkv"]),
+                of_bundle(bundle, f"{prefix}.attention.out"),
                 resident[f"{prefix}.feed_forward_norm.weight"],
             )
         )
         gate, up, down = unpacked(folder / neuron_file_name(layer), bundle.record_layout)
         neurons.append((gate, up, down))
-    (embedding,) = unpacked(folder / EMBEDDING, embedding_layout(config, QuantConfig(bits)))
+    embedding = quantized_rows(embedding_matrix(bundle))
     return StoredModel(bundle, tuple(attention), tuple(neurons), embedding, resident["final_norm.weight"])
 
 
+def of_bundle(bundle: Bundle, name: str) -> QuantizedRows:
+    """The matrix of the resident tensor `name`."""
+    return quantized_rows(resident_matrix(bundle, name))
+
+
+def quantized_rows(matrix: StoredMatrix) -> QuantizedRows:
+    return QuantizedRows(matrix.codes, matrix.scales.view(np.float16), matrix.biases)
+
+
+def _joined(pieces: Sequence[QuantizedRows]) -> QuantizedRows:
+    """The rows of all pieces, one piece after the other."""
+    return QuantizedRows(
+        np.concatenate([rows.codes for rows in pieces]),
+        np.concatenate([rows.scales for rows in pieces]),
+        np.concatenate([rows.biases for rows in pieces]),
+    )
+
+
 def matrix_of(tensors: Mapping[str, NDArray[np.generic]], name: str) -> QuantizedRows:
-    """The matrix `name` of a file of tensors."""
+    """The matrix `name` of a sidecar's tensors."""
     codes, scales, biases = (tensors[f"{name}.{part}"] for part in ("codes", "scales", "biases"))
     return QuantizedRows(codes.view(np.uint8), scales.view(np.float16), biases.view(np.float16))
 
@@ -218,8 +240,9 @@ def write_bundle(
         if config.zeros_gates:
             writer.write_records(gate_file_name(layer), [pack_records(rows[:1], gates)])
     table = embedding_layout(config, Q4)
-    writer.write_records(EMBEDDING, (pack_records([rows], table) for rows in embedding))
-    writer.write_resident(_resident(attention, final_norm, list(head)))
+    tiles = (_tiles(rows, table.row) for rows in _in_sixteens(embedding))
+    writer.write_records(EMBEDDING, (np.pad(it, ((0, 0), (0, table.stride - it.shape[1]))) for it in tiles))
+    writer.write_resident(_resident(config, attention, final_norm, head))
     for name in source.manifest.tokenizer.files:
         writer.add_blob(name, source.read_small(name))
     provenance = Provenance(source.manifest.provenance.source, "embedded", "0", notes=notes)
@@ -229,23 +252,52 @@ def write_bundle(
 
 
 def _resident(
-    attention: Iterator[AttentionRows], final_norm: Float32, head: list[QuantizedRows]
+    config: ModelConfig,
+    attention: Iterator[AttentionRows],
+    final_norm: Float32,
+    head: Iterable[QuantizedRows],
 ) -> Iterator[tuple[str, Iterable[NDArray[np.generic]]]]:
+    row = RowLayout(config.hidden_size, Q4.bits)
     for layer, rows in enumerate(attention):
-        prefix = f"layers.{layer}"
+        prefix, first = f"layers.{layer}", 0
         yield f"{prefix}.attention_norm.weight", [rows.attention_norm]
-        yield from _tensors(f"{prefix}.attention.qkv", [rows.qkv])
-        yield from _tensors(f"{prefix}.attention.out", [rows.out])
+        for part, count in config.projection_sizes(config.layers[layer]).items():
+            yield f"{prefix}.attention.{part}", [_tiles(_some(rows.qkv, first, count), row)]
+            first += count
+        context = RowLayout(config.query_size, Q4.bits)
+        yield f"{prefix}.attention.out", [_tiles(rows.out, context)]
         yield f"{prefix}.feed_forward_norm.weight", [rows.feed_forward_norm]
     yield "final_norm.weight", [final_norm]
-    if head:
-        yield from _tensors("head", head)
+    if not config.tie_embeddings:
+        yield "head", (_tiles(rows, row) for rows in _in_sixteens(head))
 
 
-def _tensors(name: str, pieces: list[QuantizedRows]) -> Iterator[tuple[str, Iterable[NDArray[np.generic]]]]:
-    yield f"{name}.codes", [np.ascontiguousarray(rows.codes).view(np.uint32) for rows in pieces]
-    yield f"{name}.scales", [rows.scales for rows in pieces]
-    yield f"{name}.biases", [rows.biases for rows in pieces]
+def _some(rows: QuantizedRows, first: int, count: int) -> QuantizedRows:
+    own = slice(first, first + count)
+    return QuantizedRows(rows.codes[own], rows.scales[own], rows.biases[own])
+
+
+def _in_sixteens(pieces: Iterable[QuantizedRows]) -> Iterator[QuantizedRows]:
+    """The same rows in pieces that fill whole tiles, but for the last."""
+    left: QuantizedRows | None = None
+    for piece in pieces:
+        rows = piece if left is None else _joined([left, piece])
+        whole = len(rows.codes) // TILE_ROWS * TILE_ROWS
+        if whole:
+            yield _some(rows, 0, whole)
+        left = _some(rows, whole, len(rows.codes) - whole)
+    if left is not None and len(left.codes):
+        yield left
+
+
+def _tiles(rows: QuantizedRows, row: RowLayout) -> NDArray[np.uint8]:
+    """The tiles (n, bytes of 16 rows) of rows."""
+    matrix = TiledMatrix(len(rows.codes), row)
+    out, halves = np.empty(matrix.nbytes, np.uint8), (rows.scales, rows.biases)
+    scales, biases = (np.ascontiguousarray(part).view(np.uint8) for part in halves)
+    codes = np.ascontiguousarray(rows.codes)
+    _native.tile_rows(_native.Runner(1), row.stored, codes, scales, biases, out)
+    return out.reshape(matrix.tiles, -1)
 
 
 def place_groups(

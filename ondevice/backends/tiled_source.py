@@ -1,0 +1,30 @@
+"""A matrix on disk in the layout that the kernels multiply, and what reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.bundle.layout import TiledMatrix
+
+
+class TileChunk(NamedTuple):
+    """Tiles of 16 rows, the first one being number `first`. They are valid until the next chunk is read."""
+
+    first: int
+    tiles: NDArray[np.uint8]
+    """(n, tile_bytes); tiles may lie apart."""
+
+
+class TiledSource(Protocol):
+    """A matrix on disk as tiles, read once in bounded pieces of ascending tiles."""
+
+    @property
+    def matrix(self) -> TiledMatrix: ...
+
+    def chunks(self) -> Iterator[TileChunk]:
+        """Yields every tile once. Raises FlashReadError if the bytes don't match their checksum."""
+        ...
