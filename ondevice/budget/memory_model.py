@@ -465,9 +465,9 @@ class MemoryModel(ABC):
 def input_bytes(cols: int, stored: RowFormat) -> int:
     """A row that a matrix multiplies: floats at 16 bits, else int8 codes, and per 64 two sums and a scale.
 
-    Groups of 32 need two sums each as well; groups of 16 four, beside those of others in groups of 32.
+    Groups of 32 need two of each; groups of 16 four integer sums, beside what others need in groups of 32.
     """
     cols = padded(cols, GROUP_SIZE)
     if stored.bits == 16:
         return 4 * cols
-    return cols + cols // GROUP_SIZE * {64: 12, 32: 28, 16: 36}[stored.group_size]
+    return cols + cols // GROUP_SIZE * {64: 12, 32: 24, 16: 32}[stored.group_size]

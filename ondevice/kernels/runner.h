@@ -44,7 +44,7 @@ struct InputRows {
 
 // Memory of rows that are prepared for a product.
 struct InputMemory {
-  MappedBuffer codes, scales, sums, int_sums, part_sums, part_int_sums, padded;
+  MappedBuffer codes, scales, sums, int_sums, padded;
 
   void trim();
 };
