@@ -49,7 +49,9 @@ void scale_block(const uint16_t* scales, const float* h, int64_t h_stride, F* bi
       c[i] = mul(v, s[i]);
     }
     out->scale[t] = scale_to_int8<4>(c);
-    out->sum[t] = store_codes(out->codes[t], c[0], c[1], c[2], c[3], NIBBLE_ORDER);
+    int32_t sums[4];
+    store_codes(out->codes[t], c[0], c[1], c[2], c[3], NIBBLE_ORDER, sums);
+    out->sum[t] = sums[0] + sums[1] + sums[2] + sums[3];
   }
 }
 

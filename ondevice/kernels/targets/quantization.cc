@@ -16,7 +16,7 @@ void quantize_activations(const float* x, int64_t cols, bool nibble_order, const
       const int64_t left = cols - g * kGroup - 16 * i;
       v[i] = left > 0 ? load_partial(x + g * kGroup + 16 * i, left) : zero();
     }
-    const int64_t at = t * out.groups + g, count = kGroup / out.parts;
+    const int64_t at = t * out.groups + g;
     float* scales = out.scales + out.scaled * at;
     if (out.scaled == 2) {
       scales[0] = scale_to_int8<2>(v);
@@ -24,15 +24,14 @@ void quantize_activations(const float* x, int64_t cols, bool nibble_order, const
     } else {
       scales[0] = scale_to_int8<4>(v);
     }
-    int8_t* codes = out.codes + at * kGroup;
-    int32_t* int_sums = out.int_sums + out.parts * at;
-    int_sums[0] = store_codes(codes, v[0], v[1], v[2], v[3], nibble_order);
-    for (int64_t part = 0; out.parts > 1 && part < out.parts; ++part) {
-      int_sums[part] = 0;
-      for (int64_t i = 0; i < count; ++i) int_sums[part] += codes[count * part + i];
+    int32_t sums[4];
+    store_codes(out.codes + at * kGroup, v[0], v[1], v[2], v[3], nibble_order, sums);
+    for (int64_t part = 0, i = 0; part < out.parts; ++part) {
+      int32_t sum = 0;
+      for (const int64_t end = i + 4 / out.parts; i < end; ++i) sum += sums[i];
+      out.int_sums[out.parts * at + part] = sum;
+      if (out.scaled == out.parts) out.sums[out.parts * at + part] = scales[part] * static_cast<float>(sum);
     }
-    for (int64_t part = 0; out.scaled == out.parts && part < out.parts; ++part)
-      out.sums[out.parts * at + part] = scales[part] * static_cast<float>(int_sums[part]);
   }
 }
 
