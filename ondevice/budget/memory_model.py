@@ -469,14 +469,15 @@ class MemoryModel(ABC):
 def input_bytes(cols: int, stored: RowFormat) -> int:
     """A row that a matrix multiplies: floats at 16 bits, else int8 codes, and per 64 two sums and a scale.
 
-    Groups of 32 need two sums each as well; groups of 16 four, beside those of others in groups of 32.
+    Groups of 32 need two of each; groups of 16 four integer sums, beside what others need in groups of 32.
     """
     cols = padded(cols, GROUP_SIZE)
     if stored.bits == 16:
         return 4 * cols
-    return cols + cols // GROUP_SIZE * {64: 12, 32: 28, 16: 36}[stored.group_size]
+    return cols + cols // GROUP_SIZE * {64: 12, 32: 24, 16: 32}[stored.group_size]
 
 
 def input_form(stored: RowFormat) -> tuple[bool, bool, int]:
     """What decides in which form the kernels take a row that a matrix of this format multiplies."""
-    return (True, False, 0) if stored.bits == 16 else (False, stored.bits < 8, stored.group_size)
+    is_float = stored.bits == 16
+    return (False, False, 0) if is_float else (stored.two_levels, stored.bits < 8, stored.group_size)

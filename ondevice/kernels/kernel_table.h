@@ -48,6 +48,9 @@ struct RowFormat {
   int64_t scale_bytes() const { return mxfp4() ? 1 : 2; }
   // Scales of 64 columns.
   int64_t scales() const { return kGroup / group; }
+  // Scales of the 64 activations that they meet: each group has one. With two levels all share one, so that
+  // the sum over groups stays an integer.
+  int64_t input_scales() const { return two_levels() ? 1 : scales(); }
   // Bytes of 64 columns: of their codes, and of their scales and biases where they have one level.
   int64_t codes_bytes() const { return kGroup * bits / 8; }
   int64_t affine_bytes() const { return bits == 16 ? 0 : scales() * scale_bytes() * (has_biases() ? 2 : 1); }
@@ -81,28 +84,26 @@ struct GateForm {
   }
 };
 
-// Activations of T tokens, quantised to int8 per group of 64.
+// Activations of T tokens, quantised to int8 for weights of one format.
 struct QuantizedRows {
   int8_t* codes;      // (T, groups * 64); for weights below 8 bits each 8 in the order 0 2 4 6 1 3 5 7
-  float* scales;      // (T, groups)
-  float* sums;        // (T, groups) scale * sum of the group's codes
-  int32_t* int_sums;  // (T, groups) sum of the group's codes
+  float* scales;      // (T, groups, scaled) of 64 / scaled codes each
+  float* sums;        // (T, groups, scaled) scale * sum of these codes; only where `scaled` is `parts`
+  int32_t* int_sums;  // (T, groups, parts) sum of 64 / parts codes each
   int64_t groups;
-  int64_t parts = 1;                 // of a group, of 64 / parts codes each: the weights' groups
-  float* part_sums = nullptr;        // (T, groups, parts) the same of each part; null but with two parts
-  int32_t* part_int_sums = nullptr;  // (T, groups, parts); null with one part
+  int64_t parts = 1;   // RowFormat::scales
+  int64_t scaled = 1;  // RowFormat::input_scales, 1 or 2
 
   // The rows from `row` on.
   QuantizedRows from(int64_t row) const {
     const int64_t n = row * groups;
     return {codes + n * kGroup,
-            scales + n,
-            sums + n,
-            int_sums + n,
+            scales + n * scaled,
+            sums + n * scaled,
+            int_sums + n * parts,
             groups,
             parts,
-            part_sums ? part_sums + parts * n : nullptr,
-            part_int_sums ? part_int_sums + parts * n : nullptr};
+            scaled};
   }
 };
 

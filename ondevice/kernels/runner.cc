@@ -20,8 +20,7 @@ constexpr int64_t kQueryRows = 32;
 }  // namespace
 
 void InputMemory::trim() {
-  for (MappedBuffer* buffer : {&codes, &scales, &sums, &int_sums, &part_sums, &part_int_sums, &padded})
-    *buffer = MappedBuffer();
+  for (MappedBuffer* buffer : {&codes, &scales, &sums, &int_sums, &padded}) *buffer = MappedBuffer();
 }
 
 void FeedForwardScratch::trim() {
@@ -57,21 +56,18 @@ InputRows Runner::prepare_in(InputMemory& memory, const float* x, int64_t x_stri
 void Runner::quantize(InputMemory& memory, const float* x, int64_t x_stride, int64_t cols,
                       const RowFormat& format, const Norm& norm, InputRows* rows) {
   const int64_t groups = rows->quantized.groups, n = rows->tokens * groups;
+  const int64_t parts = format.scales(), scaled = format.input_scales();
   memory.codes.grow(static_cast<size_t>(n * kGroup));
-  memory.scales.grow(static_cast<size_t>(n) * sizeof(float));
-  memory.sums.grow(static_cast<size_t>(n) * sizeof(float));
-  memory.int_sums.grow(static_cast<size_t>(n) * sizeof(int32_t));
-  QuantizedRows quantized{memory.codes.as<int8_t>(), memory.scales.as<float>(), memory.sums.as<float>(),
-                          memory.int_sums.as<int32_t>(), groups};
-  quantized.parts = format.scales();
-  if (quantized.parts > 1) {
-    memory.part_int_sums.grow(static_cast<size_t>(quantized.parts * n) * sizeof(int32_t));
-    quantized.part_int_sums = memory.part_int_sums.as<int32_t>();
-  }
-  if (quantized.parts == 2) {
-    memory.part_sums.grow(static_cast<size_t>(2 * n) * sizeof(float));
-    quantized.part_sums = memory.part_sums.as<float>();
-  }
+  memory.scales.grow(static_cast<size_t>(n * scaled) * sizeof(float));
+  memory.sums.grow(static_cast<size_t>(n * scaled) * sizeof(float));
+  memory.int_sums.grow(static_cast<size_t>(n * parts) * sizeof(int32_t));
+  const QuantizedRows quantized{memory.codes.as<int8_t>(),
+                                memory.scales.as<float>(),
+                                memory.sums.as<float>(),
+                                memory.int_sums.as<int32_t>(),
+                                groups,
+                                parts,
+                                scaled};
   rows->quantized = quantized;
   float* normed_rows = norm.weight ? scratch(cols) : nullptr;
   pool_->parallel_for(rows->tokens, 4, [&](int64_t begin, int64_t end, int thread) {

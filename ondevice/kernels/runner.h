@@ -35,9 +35,9 @@ struct HeadTransform {
   Norm v_norm = {};
 };
 
-// Activations in the form that weights of 2 to 8 or of 16 bits are multiplied with: one of kInputKinds, by
-// bits (below 8, 8, 16) and by columns of a group (1, 2 or 4 groups in 64 columns, where they have groups).
-constexpr size_t kInputKinds = 6;
+// Activations in the form that weights of 2 to 8 or of 16 bits are multiplied with: one of kInputKinds. By bits
+// (below 8, 8) and groups (32, 64) where each group has a scale; by groups (16, 32) with two levels; 16 bits.
+constexpr size_t kInputKinds = 7;
 
 struct InputRows {
   int64_t tokens;
@@ -48,12 +48,12 @@ struct InputRows {
 // Whether activations that are prepared for one format serve another.
 inline bool same_inputs(const RowFormat& a, const RowFormat& b) {
   if (a.bits == 16 || b.bits == 16) return a.bits == b.bits;
-  return (a.bits < 8) == (b.bits < 8) && a.group == b.group;
+  return (a.bits < 8) == (b.bits < 8) && a.group == b.group && a.input_scales() == b.input_scales();
 }
 
 // Memory of rows that are prepared for a product.
 struct InputMemory {
-  MappedBuffer codes, scales, sums, int_sums, part_sums, part_int_sums, padded;
+  MappedBuffer codes, scales, sums, int_sums, padded;
 
   void trim();
 };

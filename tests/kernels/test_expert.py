@@ -100,7 +100,7 @@ def test_an_expert_is_the_product_of_its_matrices(
         expected, h = composed(x, matrices, biases if has_bias else None, stored, act)
         assert out.tobytes() == expected.tobytes()
         exact = quantise_rows(matrices[-1], down)[3].astype(np.float64)
-        used = h.astype(np.float64) if down.bits == 16 else quantised_activations(h)[:, :neurons]
+        used = h.astype(np.float64) if down.bits == 16 else quantised_activations(h, down)[:, :neurons]
         oracle = used @ exact.T + (biases[-1] if has_bias else 0)
         terms = np.abs(h).astype(np.float64) @ np.abs(matrices[-1]).T + 1
         assert (np.abs(out - oracle) <= 1e-6 * terms).all(), np.max(np.abs(out - oracle) / terms)

@@ -39,11 +39,15 @@ def on_every_target(run: Callable[[_native.Runner], Float32]) -> Float32:
     return first
 
 
-def quantised_activations(x: Float32) -> NDArray[np.float64]:
-    """What the kernels multiply with: x as int8 codes times a scale per group of 64, in float64."""
+def quantised_activations(x: Float32, stored: RowFormat = RowFormat(4)) -> NDArray[np.float64]:
+    """What the kernels multiply rows of `stored` with, in float64: x as int8 codes times their scale.
+
+    Each group of the weights' columns has one; with two levels of scales 64 columns have.
+    """
+    size = 64 if stored.two_levels else stored.group_size
     padded = np.zeros((len(x), -(-x.shape[1] // 64) * 64), dtype=np.float32)
     padded[:, : x.shape[1]] = x
-    groups = padded.reshape(len(x), -1, 64)
+    groups = padded.reshape(len(x), -1, size)
     codes, scales = blockwise_int8(groups)
     return (codes * scales).reshape(padded.shape)
 

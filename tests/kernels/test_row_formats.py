@@ -43,7 +43,7 @@ def test_linear(stored: RowFormat, rows: int, cols: int) -> None:
 
     out = on_every_target(run)
     exact = packed(RUNNERS[TARGETS[0], 1], weight, stored)[1]
-    used = quantised_activations(x)[:, :cols]
+    used = quantised_activations(x, stored)[:, :cols]
     np.testing.assert_allclose(out, used @ exact.T + bias, rtol=1e-5, atol=2e-5 * np.sqrt(cols))
 
 
@@ -170,7 +170,7 @@ def test_mxfp4_scales_of_any_size(scale: int, tokens: int) -> None:
         return out
 
     exact = E2M1[unpack(codes, 4)].astype(np.float64) * 2.0 ** (float(scale) - 127)
-    expected = quantised_activations(x) @ exact.T
+    expected = quantised_activations(x, MXFP4) @ exact.T
     # Two sums of a few thousand products of a half, whose scale is rounded to a multiple of 2^-149.
     atol = 8192 * 2.0**-149 + 1e-6 * np.abs(expected).max()
     np.testing.assert_allclose(on_every_target(run), expected, rtol=1e-6, atol=atol)

@@ -88,7 +88,7 @@ def test_products_are_those_of_the_values(stored: RowFormat, rows: int, cols: in
     codes, scales, _, exact = made_up_rows(rows, RowLayout(cols, *stored))
     bias, x = normal(rows, seed=1), normal(19, cols, seed=2)
     out = on_every_target(lambda it: multiplied(it, tiled(it, codes, scales, stored), stored, rows, x, bias))
-    expected = quantised_activations(x) @ exact.T.astype(np.float64) + bias
+    expected = quantised_activations(x, stored) @ exact.T.astype(np.float64) + bias
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=2e-5 * np.sqrt(cols))
 
 

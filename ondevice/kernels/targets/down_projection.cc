@@ -43,15 +43,15 @@ void scale_block(const uint16_t* scales, const float* h, int64_t h_stride, F* bi
   }
   for (int t = 0; t < TT; ++t) {
     F c[4];
-    F magnitude = zero();
     for (int i = 0; i < 4; ++i) {
       const F v = load(h + t * h_stride + 16 * i);
       bias_sum[t] = fma(v, offset[i], bias_sum[t]);
       c[i] = mul(v, s[i]);
-      magnitude = max_magnitude(magnitude, c[i]);
     }
-    quantize_group(c, largest_magnitude(magnitude), NIBBLE_ORDER, out->codes[t], out->scale + t,
-                   out->sum + t);
+    out->scale[t] = scale_to_int8<4>(c);
+    int32_t sums[4];
+    store_codes(out->codes[t], c[0], c[1], c[2], c[3], NIBBLE_ORDER, sums);
+    out->sum[t] = sums[0] + sums[1] + sums[2] + sums[3];
   }
 }
 

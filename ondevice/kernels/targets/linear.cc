@@ -14,21 +14,15 @@ struct Form {
   static constexpr int64_t kAffine = kSide * kScales * (IMPLIED ? 1 : 2);
   static constexpr float kZero = 1 << (BITS - 1);
 
-  // What token t's codes of group s, counted over the whole row, add up to.
-  static int32_t int_sum(const QuantizedRows& x, int64_t t, int64_t s) {
-    return GROUP == kGroup ? x.int_sums[t * x.groups + s] : x.part_int_sums[t * x.groups * 2 + s];
-  }
-  static float sum(const QuantizedRows& x, int64_t t, int64_t s) {
-    return GROUP == kGroup ? x.sums[t * x.groups + s] : x.part_sums[t * x.groups * 2 + s];
-  }
   // acc + a group's products, `sums` being those of the codes. `affine`: 16 scales, and the biases behind all
-  // scales of the block. A sum of codes less the zero code is an integer, and exact.
-  static F added(F acc, const uint8_t* affine, F sums, const QuantizedRows& x, int64_t t, int64_t s) {
+  // scales of the block. at: of the activations' group. A sum of codes less the zero code is an integer, and
+  // exact.
+  static F added(F acc, const uint8_t* affine, F sums, const QuantizedRows& x, int64_t at) {
     const uint16_t* halves = reinterpret_cast<const uint16_t*>(affine);
-    const F scale = mul(load_half(halves), set1(x.scales[t * x.groups + s / kScales]));
-    if (IMPLIED) return fma(scale, sub(sums, set1(kZero * static_cast<float>(int_sum(x, t, s)))), acc);
+    const F scale = mul(load_half(halves), set1(x.scales[at]));
+    if (IMPLIED) return fma(scale, sub(sums, set1(kZero * static_cast<float>(x.int_sums[at]))), acc);
     acc = fma(scale, sums, acc);
-    return fma(load_half(halves + kScales * kTile), set1(sum(x, t, s)), acc);
+    return fma(load_half(halves + kScales * kTile), set1(x.sums[at]), acc);
   }
 };
 
@@ -42,13 +36,10 @@ struct TableForm {
   static constexpr int64_t kScales = kGroup / kCols, kSide = (kMxfp4 ? 1 : 2) * kTile,
                            kAffine = kSide * kScales;
 
-  static int32_t int_sum(const QuantizedRows& x, int64_t t, int64_t s) {
-    return x.part_int_sums[t * x.groups * 2 + s];
-  }
-  static F added(F acc, const uint8_t* affine, F sums, const QuantizedRows& x, int64_t t, int64_t s) {
+  static F added(F acc, const uint8_t* affine, F sums, const QuantizedRows& x, int64_t at) {
     const F weight = kMxfp4 ? load_powers(affine) : load_half(reinterpret_cast<const uint16_t*>(affine));
-    const F scale = mul(weight, set1((kMxfp4 ? 0.5f : 1.0f) * x.scales[t * x.groups + s / kScales]));
-    return fma(scale, sub(sums, set1(static_cast<float>(Codes::kZero * int_sum(x, t, s)))), acc);
+    const F scale = mul(weight, set1((kMxfp4 ? 0.5f : 1.0f) * x.scales[at]));
+    return fma(scale, sub(sums, set1(static_cast<float>(Codes::kZero * x.int_sums[at]))), acc);
   }
 };
 
@@ -102,13 +93,14 @@ void tile_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t t0, const
       for (int n = 0; n < N; ++n) blocks[n] = affines[n] - kCodes + part * (kCodes / FORM::kScales);
       for (int t = 0; t < TT; ++t) {
         codes[t] = x.codes + (t0 + t) * x.groups * kGroup + s * FORM::kCols;
-        int_sums[t] = FORM::int_sum(x, t0 + t, s);
+        int_sums[t] = x.int_sums[(t0 + t) * x.groups * FORM::kScales + s];
       }
       F sums[N][TT];
       dot_blocks<typename FORM::Codes, TT, N, FORM::kCols>(blocks, codes, int_sums, sums);
       for (int n = 0; n < N; ++n)
         for (int t = 0; t < TT; ++t)
-          acc[n][t] = FORM::added(acc[n][t], affines[n] + part * FORM::kSide, sums[n][t], x, t0 + t, s);
+          acc[n][t] = FORM::added(acc[n][t], affines[n] + part * FORM::kSide, sums[n][t], x,
+                                  (t0 + t) * x.groups * FORM::kScales + s);
     }
   }
   for (int n = 0; n < N; ++n, rows -= kTile)
@@ -272,8 +264,8 @@ void gathered_rows(const uint8_t* const* rows, const uint8_t* const* next, const
     for (int64_t part = 0; part < FORM::kScales; ++part) {
       const int64_t s = g * FORM::kScales + part;
       const F sums = dot_gathered<typename FORM::Codes, FORM::kCols>(
-          rows, s * (kRowBytes / FORM::kScales), x.codes + s * FORM::kCols, FORM::int_sum(x, 0, s));
-      acc = FORM::added(acc, affine + g * FORM::kAffine + part * FORM::kSide, sums, x, 0, s);
+          rows, s * (kRowBytes / FORM::kScales), x.codes + s * FORM::kCols, x.int_sums[s]);
+      acc = FORM::added(acc, affine + g * FORM::kAffine + part * FORM::kSide, sums, x, s);
     }
   }
   store(out, acc);

@@ -6,31 +6,32 @@
 namespace ondevice {
 namespace ONDEVICE_NS {
 
-// Symmetric int8 per group of 64: scale = max|x| / 127, code = round_even(x * (127 / max|x|)).
-// A group with an infinity or a NaN has the scale NaN and the codes 0.
+// Symmetric int8: scale = max|x| / 127 of the columns that share it, code = round_even(x * (127 / max|x|)).
+// Columns with an infinity or a NaN among them have the scale NaN and the codes 0.
 void quantize_activations(const float* x, int64_t cols, bool nibble_order, const QuantizedRows& out,
                           int64_t t) {
   for (int64_t g = 0; g < out.groups; ++g) {
     F v[4];
-    F magnitude = zero();
     for (int i = 0; i < 4; ++i) {
       const int64_t left = cols - g * kGroup - 16 * i;
       v[i] = left > 0 ? load_partial(x + g * kGroup + 16 * i, left) : zero();
-      magnitude = max_magnitude(magnitude, v[i]);
     }
-    quantize_group(v, largest_magnitude(magnitude), nibble_order, out.codes + (t * out.groups + g) * kGroup,
-                   out.scales + t * out.groups + g, out.int_sums + t * out.groups + g);
-    if (out.parts > 1) {
-      const int64_t at = t * out.groups + g, count = kGroup / out.parts;
-      for (int64_t part = 0; part < out.parts; ++part) {
-        int32_t sum = 0;
-        for (int64_t i = 0; i < count; ++i) sum += out.codes[at * kGroup + count * part + i];
-        out.part_int_sums[out.parts * at + part] = sum;
-        if (out.part_sums) out.part_sums[out.parts * at + part] = out.scales[at] * static_cast<float>(sum);
-      }
+    const int64_t at = t * out.groups + g;
+    float* scales = out.scales + out.scaled * at;
+    if (out.scaled == 2) {
+      scales[0] = scale_to_int8<2>(v);
+      scales[1] = scale_to_int8<2>(v + 2);
+    } else {
+      scales[0] = scale_to_int8<4>(v);
     }
-    out.sums[t * out.groups + g] =
-        out.scales[t * out.groups + g] * static_cast<float>(out.int_sums[t * out.groups + g]);
+    int32_t sums[4];
+    store_codes(out.codes + at * kGroup, v[0], v[1], v[2], v[3], nibble_order, sums);
+    for (int64_t part = 0, i = 0; part < out.parts; ++part) {
+      int32_t sum = 0;
+      for (const int64_t end = i + 4 / out.parts; i < end; ++i) sum += sums[i];
+      out.int_sums[out.parts * at + part] = sum;
+      if (out.scaled == out.parts) out.sums[out.parts * at + part] = scales[part] * static_cast<float>(sum);
+    }
   }
 }
 

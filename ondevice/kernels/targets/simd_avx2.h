@@ -228,30 +228,29 @@ static inline uint32_t nonzero_lanes(F x) {
   const int b = _mm256_movemask_ps(_mm256_cmp_ps(x.b, _mm256_setzero_ps(), _CMP_NEQ_UQ));
   return static_cast<uint32_t>(a | b << 8);
 }
-static inline int32_t sum_bytes(__m256i bytes) {
-  const __m256i words = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
-  const __m256i dwords = _mm256_madd_epi16(words, _mm256_set1_epi16(1));
-  __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(dwords), _mm256_extracti128_si256(dwords, 1));
-  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
-  return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
+static inline __m256i sum_quads(__m256i bytes) {
+  return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes), _mm256_set1_epi16(1));
 }
-// Rounds 64 values of at most 127 to int8 and returns their sum. nibble_order: each 8 in the order 0 2 4 6 1
-// 3 5 7.
-static inline int32_t store_codes(int8_t* codes, F x, F y, F z, F w, bool nibble_order) {
+// Rounds 64 values of at most 127 to int8. sums: of each 16. nibble_order: each 8 in the order 0 2 4 6 1 3 5
+// 7.
+static inline void store_codes(int8_t* codes, F x, F y, F z, F w, bool nibble_order, int32_t sums[4]) {
   store_int8(codes, x);
   store_int8(codes + 16, y);
   store_int8(codes + 32, z);
   store_int8(codes + 48, w);
-  int32_t sum = 0;
-  for (int i = 0; i < 64; i += 32) {
-    __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i));
-    sum += sum_bytes(bytes);
+  __m256i added[2];
+  for (int i = 0; i < 2; ++i) {
+    __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + 32 * i));
+    added[i] = sum_quads(bytes);
     if (nibble_order)
       bytes = _mm256_shuffle_epi8(bytes, _mm256_broadcastsi128_si256(_mm_setr_epi8(
                                              0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15)));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + i), bytes);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + 32 * i), bytes);
   }
-  return sum;
+  __m256i four = _mm256_hadd_epi32(added[0], added[1]);
+  four = _mm256_hadd_epi32(four, four);  // in the low half of the first 16 and the third, then the others
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(sums),
+                   _mm_unpacklo_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1)));
 }
 static inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 

@@ -195,20 +195,23 @@ static inline int32_t reduce_magnitude(F a) { return _mm512_reduce_max_epi32(_mm
 static inline uint32_t nonzero_lanes(F a) {
   return _cvtmask16_u32(_mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_NEQ_UQ));
 }
-// Rounds 64 values of at most 127 to int8 and returns their sum. nibble_order: each 8 in the order 0 2 4 6 1
-// 3 5 7.
-static inline int32_t store_codes(int8_t* codes, F a, F b, F c, F d, bool nibble_order) {
+// Rounds 64 values of at most 127 to int8. sums: of each 16. nibble_order: each 8 in the order 0 2 4 6 1 3 5
+// 7.
+static inline void store_codes(int8_t* codes, F a, F b, F c, F d, bool nibble_order, int32_t sums[4]) {
   const __m512i low = _mm512_packs_epi32(_mm512_cvtps_epi32(a.v), _mm512_cvtps_epi32(b.v));
   const __m512i high = _mm512_packs_epi32(_mm512_cvtps_epi32(c.v), _mm512_cvtps_epi32(d.v));
   // Packing works within 128-bit lanes; this puts the quads back in order.
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
-  const __m512i sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), bytes);
+  __m512i added = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), bytes);
+  added = _mm512_add_epi32(added, _mm512_shuffle_epi32(added, _MM_PERM_BADC));
+  added = _mm512_add_epi32(added, _mm512_shuffle_epi32(added, _MM_PERM_CDAB));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(sums),
+                   _mm512_castsi512_si128(_mm512_permutexvar_epi32(order, added)));
   if (nibble_order)
     bytes = _mm512_shuffle_epi8(
         bytes, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15)));
   _mm512_storeu_si512(codes, bytes);
-  return _mm512_reduce_add_epi32(sums);
 }
 static inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 

@@ -237,20 +237,18 @@ static inline uint32_t nonzero_lanes(F a) {
   for (int i = 0; i < 4; ++i) bits |= vaddvq_u32(vbicq_u32(vld1q_u32(places), vceqzq_f32(a.v[i]))) << 4 * i;
   return bits;
 }
-// Rounds 64 values of at most 127 to int8 and returns their sum. nibble_order: each 8 in the order 0 2 4 6 1
-// 3 5 7.
-static inline int32_t store_codes(int8_t* codes, F a, F b, F c, F d, bool nibble_order) {
+// Rounds 64 values of at most 127 to int8. sums: of each 16. nibble_order: each 8 in the order 0 2 4 6 1 3 5
+// 7.
+static inline void store_codes(int8_t* codes, F a, F b, F c, F d, bool nibble_order, int32_t sums[4]) {
   const F values[4] = {a, b, c, d};
   const uint8_t order[16] = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15};
-  int32_t sum = 0;
   for (int i = 0; i < 4; ++i) {
     store_int8(codes + 16 * i, values[i]);
     int8x16_t bytes = vld1q_s8(codes + 16 * i);
-    sum += vaddlvq_s8(bytes);
+    sums[i] = vaddlvq_s8(bytes);
     if (nibble_order) bytes = vqtbl1q_s8(bytes, vld1q_u8(order));
     vst1q_s8(codes + 16 * i, bytes);
   }
-  return sum;
 }
 static inline void prefetch(const void* p) { __builtin_prefetch(p); }
 

@@ -252,18 +252,16 @@ static inline uint32_t nonzero_lanes(F a) {
   for (int i = 0; i < 16; ++i) bits |= static_cast<uint32_t>(a.v[i] != 0.0f) << i;
   return bits;
 }
-// Rounds 64 values of at most 127 to int8 and returns their sum. nibble_order: each 8 in the order 0 2 4 6 1
-// 3 5 7.
-static inline int32_t store_codes(int8_t* codes, F a, F b, F c, F d, bool nibble_order) {
+// Rounds 64 values of at most 127 to int8. sums: of each 16. nibble_order: each 8 in the order 0 2 4 6 1 3 5
+// 7.
+static inline void store_codes(int8_t* codes, F a, F b, F c, F d, bool nibble_order, int32_t sums[4]) {
   const F values[4] = {a, b, c, d};
-  int32_t sum = 0;
   for (int i = 0; i < 64; ++i) {
     const int32_t code = static_cast<int32_t>(rintf(values[i / 16].v[i % 16]));
-    sum += code;
+    sums[i / 16] = code + (i % 16 ? sums[i / 16] : 0);
     const int k = i % 8;
     codes[nibble_order ? i - k + (k % 2) * 4 + k / 2 : i] = static_cast<int8_t>(code);
   }
-  return sum;
 }
 static inline void prefetch(const void*) {}
 

@@ -82,7 +82,7 @@ class FiringFinder {
   int64_t first_ = 0, count_ = 0;  // the block's columns of h
 };
 
-// Scales and their inverses from the largest magnitude of each lane, as quantize_group computes them for one.
+// Scales and their inverses from the largest magnitude of each lane, as scale_to_int8 computes them for one.
 void lane_scales(F magnitude, float* scale, float* inverse) {
   float lanes[kTile];
   store(lanes, magnitude);

@@ -75,20 +75,15 @@ static inline float int8_inverse(float magnitude) {
   return magnitude >= 0x1p-120f ? 127.0f / magnitude : 0.0f;
 }
 
-// 64 values whose largest magnitude is `magnitude` -> int8 codes, their scale and their sum. If the magnitude
-// is NaN, the codes are 0 and the scale is NaN: values that no integer can represent aren't converted, and
-// every output is NaN.
-static inline void quantize_group(const F v[4], float magnitude, bool nibble_order, int8_t* codes,
-                                  float* scale, int32_t* sum) {
-  *scale = magnitude / 127.0f;
-  if (magnitude != magnitude) {
-    memset(codes, 0, kGroup);
-    *sum = 0;
-    return;
-  }
-  const F inverse = set1(int8_inverse(magnitude));
-  *sum = store_codes(codes, mul(v[0], inverse), mul(v[1], inverse), mul(v[2], inverse), mul(v[3], inverse),
-                     nibble_order);
+// Makes COUNT times 16 values multiples of a scale, from -127 to 127, and returns that. If one of them isn't
+// finite, the scale is NaN and they become 0: no integer can represent them, and every output is NaN.
+template <int COUNT>
+static inline float scale_to_int8(F* v) {
+  F lanes = zero();
+  for (int i = 0; i < COUNT; ++i) lanes = max_magnitude(lanes, v[i]);
+  const float magnitude = largest_magnitude(lanes), inverse = int8_inverse(magnitude);
+  for (int i = 0; i < COUNT; ++i) v[i] = magnitude == magnitude ? mul(v[i], set1(inverse)) : zero();
+  return magnitude / 127.0f;
 }
 
 // cap * tanh(x / cap), as cap * (1 - 2 / (1 + e^(2 x / cap))). NaN and infinity become NaN.

@@ -225,7 +225,7 @@ static inline void add_tokens(const CODES& codes, const Factors<FORM>& factors, 
   for (int t = 0; t < TT; ++t) {
     const int64_t at = (t0 + t) * x.groups + g;
     rows[t] = x.codes + at * kGroup;
-    int_sums[t] = x.part_int_sums + at * FORM::kGroups;
+    int_sums[t] = x.int_sums + at * FORM::kGroups;
   }
   F sums[TT];
   scaled_sums<FORM, TT>(codes, factors, rows, int_sums, sums);
