@@ -26,6 +26,10 @@ class ReferenceMemory(CpuMemory):
         return 4 * (config.hidden_size * rows + others)
 
     @property
+    def looks_up_head(self) -> bool:
+        return False
+
+    @property
     def embedding_bytes(self) -> int:
         return 0
 

@@ -4,7 +4,6 @@ T tokens, R rows, G groups of columns, F neurons of a layer. Impossible argument
 """
 
 from collections.abc import Sequence
-from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +17,8 @@ from ondevice.kernels._delta import sigmoid_gate as sigmoid_gate
 from ondevice.kernels._mamba2 import mamba2 as mamba2
 from ondevice.kernels._mamba2 import mamba2_ahead as mamba2_ahead
 from ondevice.kernels._mamba2 import replay_mamba2 as replay_mamba2
+from ondevice.kernels._matrix import Matrix as Matrix
+from ondevice.kernels._matrix import dequantize_lanes as dequantize_lanes
 
 Bytes = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
@@ -59,51 +60,6 @@ class Runner:
         """Free the scratch memory; later calls allocate what they need."""
 
 # Matrices
-
-class Matrix:
-    """A weight matrix (rows, cols) in the form that the kernels multiply."""
-
-    @overload
-    def __init__(self, rows: int, cols: int, stored: Format) -> None: ...
-    @overload
-    def __init__(self, sections: Sequence[tuple[int, Format]], cols: int) -> None:
-        """sections: number and format of rows that follow each other and are stored alike."""
-
-    @property
-    def rows(self) -> int: ...
-    def load_rows(self, runner: Runner, row0: int, codes: Bytes, scales: Bytes, biases: Bytes) -> None:
-        """Rows from `row0` on, as sidecars store them: codes, scales and biases, each (R, bytes).
-
-        Biases that the format doesn't store aren't looked at.
-        """
-
-    def look_up(self, runner: Runner, rows: Int32, out: Float32) -> None:
-        """Values of the rows (n,) of a matrix of one section. out: (n, padded_cols)."""
-
-    def load_tiles(self, section: int, first: int, tiles: Bytes) -> None:
-        """Tiles (n, bytes of 16 rows) of a section, from its tile `first` on. They may lie apart."""
-
-    def forward(
-        self,
-        runner: Runner,
-        x: Float32,
-        bias: Float32 | None,
-        out: Float32,
-        norm: Norm | None = None,
-        added: Float32 | None = None,
-    ) -> None:
-        """out (T, rows) = norm(x) W^T + bias + added, for x (T, cols); added may be out."""
-
-    def forward_heads(self, runner: Runner, x: Float32, out: Float32) -> None:
-        """out (T, rows), each head's own: x (heads, T, cols) meets equal parts of the rows, of 16 n rows."""
-
-def dequantize_lanes(
-    runner: Runner, stored: Format, tiles: Bytes, lanes: Int32, cols: int, out: Float32
-) -> None:
-    """Row lanes[i] of each of the tiles (n, at least the bytes of 16 rows), which may lie apart.
-
-    out: (n, padded_cols).
-    """
 
 def quantize_rows(
     runner: Runner,

@@ -90,14 +90,16 @@ def test_the_7b_shape_costs_what_a_hand_count_says() -> None:
     feed_forward = 32 * 3 * 4096 * 11008 * per_weight
     assert plan.segment.total * plan.segment.nbytes == pytest.approx(feed_forward, rel=0.02)
     assert plan.kv_cache_bytes == 2 * 32 * 4096 * 4096 * 2
-    assert plan.embedding_bytes == 32000 * 2560
+    assert plan.embedding_bytes == 2000 * 16 * 2304
     assert plan.process_bytes == 60 * MB + PROCESS_ALLOWANCE_BYTES
     # Eight slots, each of a slice of 256 neurons of 3 x 4096 weights.
     assert plan.buffers.nbytes == pytest.approx(8 * 256 * 3 * 4096 * per_weight, rel=0.01)
     # A chunk of 256 tokens: residual, projections and feed-forward; then 16 rows of logits, twice.
-    # Hidden values are there as floats and as int8 with a scale and two sums for 64.
+    # Hidden values are there as floats and as int8 with a scale and two sums for 64. Tokens are looked up in
+    # tiles, 28 at a time.
     per_token = 4 * (3.25 * 4096 + 3 * 4096 + 4096) + 64 * 128 + 4096 * 1.2 + 2 * 128
     working = 256 * per_token + 2 * 4 * 16 * 32000 + 4 * 32 * (4096 + 256) + (2 << 20) * (1 + 76 / 256)
+    working += 28 * 16 * 2304
     assert plan.activation_bytes == pytest.approx(1.25 * working, rel=0.01)
     needed = plan.weights_bytes + plan.buffers.nbytes + plan.kv_cache_bytes + plan.activation_bytes
     assert plan.minimum_budget_bytes == needed + plan.process_bytes + REPEAT_MARGIN_BYTES

@@ -197,7 +197,10 @@ def test_plans_of_slices_add_up(name: str, folders: dict[str, Path]) -> None:
         parts = slices(bundle, cuts)
         whole, *plans = (plan(it) for it in (bundle, *parts))
         assert sum(it.embedding_bytes for it in plans) == whole.embedding_bytes
-        assert [it.embedding_bytes > 0 for it in plans] == [True, *(False for _ in cuts)]
+        # Rows of a tied embedding are looked up in the head.
+        assert plans[0].looks_up_head == whole.looks_up_head == bundle.config.tie_embeddings
+        apart = [not whole.looks_up_head, *(False for _ in cuts)]
+        assert [it.embedding_bytes > 0 for it in plans] == apart
         blocks = [KVLayout(it.config).layer_offsets[-1] for it in (bundle, *parts)]
         assert sum(blocks[1:]) == blocks[0]
         if bundle.config.experts is None:

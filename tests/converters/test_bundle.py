@@ -127,7 +127,8 @@ def check_resident(
         sources |= {
             f"layers.{layer}.attention_norm": (f"{theirs}.input_layernorm.weight",),
             f"layers.{layer}.feed_forward_norm": (f"{theirs}.post_attention_layernorm.weight",),
-            f"layers.{layer}.attention.qkv": tuple(f"{attention}.{p}_proj.weight" for p in "qkv"),
+            f"layers.{layer}.attention.qkv": tuple(f"{attention}.{which}_proj.weight" for which in "qkv"),
+            f"layers.{layer}.attention.out": (f"{attention}.o_proj.weight",),
             f"layers.{layer}.attention.q_norm": (f"{attention}.q_norm.weight",),
             f"layers.{layer}.attention.k_norm": (f"{attention}.k_norm.weight",),
         }

@@ -390,7 +390,7 @@ def test_models_that_no_backend_runs_are_refused(folder: Path) -> None:
         (("model", "per_layer_multiplier"), 0.0, "per_layer_multiplier is 0"),
         (("model", "per_layer_multiplier"), 1e7, "per_layer_multiplier"),
         (("model", "residual_copies"), 99, "residual_copies is 99"),
-        (("model", "layers", 0, "laurel_rank"), 9, "resident"),
+        (("model", "layers", 0, "laurel_rank"), 17, "resident"),
         (("model", "layers", 0, "laurel_rank"), 0, "laurel_rank"),
         (("model", "layers", 5, "attention", "keys_of"), 4, "can be shared"),
         (("model", "layers", 5, "attention", "keys_of"), "3", "keys_of"),

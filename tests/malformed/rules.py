@@ -436,7 +436,16 @@ RULES = (
             ("scales of other bits", {"out": TILED | {"bits": 8}}, "8 bits", UnsupportedModelError),
             ("scales type", {"out": TILED | {"scales": 2}}, "scales", BundleError),
             ("scales and bias", {"out": TILED | {"bias": "stored"}}, "bias", BundleError),
-            ("tile format of rows", {"out": TILED}, "only tiles may", BundleError),
+            ("tile format of rows", {"feed_forward": TILED}, "only tiles may", BundleError),
+            ("columns of attention", {"qkv": TILED}, "qkv has two levels of scales for 64", BundleError),
+            (
+                "columns of a part",
+                {"layers.1.qkv.v": TILED},
+                "v has two levels of scales for 64",
+                BundleError,
+            ),
+            ("columns of an output", {"out": TILED}, "out has two levels of scales for 64", BundleError),
+            ("columns of an embedding", {"embedding": TILED}, "two levels of scales for 64", BundleError),
             ("needless", {"out": STORED | {"group_size": 64}}, "out is needless", BundleError),
             (
                 "needless of a layer",

@@ -61,7 +61,7 @@ def test_a_refusal_at_work_is_typed_and_leaves_the_model_usable(
 
 
 def test_a_refusal_while_loading_is_typed(chat_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuBackend, "load_linear", refuse_array)
+    monkeypatch.setattr(CpuBackend, "load_tiles", refuse_array)
     with pytest.raises(OndeviceError, match=MESSAGE):
         load(chat_bundle, threads=1).generate(PROMPT)
 

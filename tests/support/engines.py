@@ -131,7 +131,7 @@ def bundle_weights(folder: Path) -> dict[str, np.ndarray]:
     bundle = Bundle.open(folder)
     config, quant = bundle.config, bundle.quant
     resident = load_file(folder / RESIDENT)
-    hidden, queries, keys = config.hidden_size, config.query_size, config.kv_size
+    hidden = config.hidden_size
     embedding = TiledMatrix(config.vocab_size, RowLayout(hidden, *quant.of("embedding")))
     weights = {"model.norm.weight": resident["final_norm.weight"]}
     table = load_file(folder / EMBEDDING)["records"]
@@ -141,20 +141,17 @@ def bundle_weights(folder: Path) -> dict[str, np.ndarray]:
         weights["lm_head.weight"] = _of_tiles(resident["head"], head)
     for i, spec in enumerate(config.layers):
         layer, attention = f"model.layers.{i}", f"layers.{i}.attention"
-        splits = {
-            "q": slice(0, queries),
-            "k": slice(queries, queries + keys),
-            "v": slice(queries + keys, None),
-        }
-        for name, rows in splits.items():
-            stored = RowLayout(hidden, *quant.of("qkv", i, name))
-            part = TiledMatrix(queries if name == "q" else keys, stored)
+        first = 0
+        for name, count in config.projection_sizes(spec).items():
+            rows = slice(first, first + count)
+            part = TiledMatrix(count, RowLayout(hidden, *quant.of("qkv", i, name)))
             weights[f"{layer}.self_attn.{name}_proj.weight"] = _of_tiles(
                 resident[f"{attention}.{name}"], part
             )
             if spec.attention.bias:
                 weights[f"{layer}.self_attn.{name}_proj.bias"] = resident[f"{attention}.qkv.bias"][rows]
-        out = TiledMatrix(hidden, RowLayout(queries, *quant.of("out", i)))
+            first += count
+        out = TiledMatrix(hidden, RowLayout(config.out_cols(spec), *quant.of("out", i)))
         weights[f"{layer}.self_attn.o_proj.weight"] = _of_tiles(resident[f"{attention}.out"], out)
         if spec.attention.output_bias:
             weights[f"{layer}.self_attn.o_proj.bias"] = resident[f"{attention}.out.bias"]

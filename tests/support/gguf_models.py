@@ -41,7 +41,10 @@ WHOLE_NAMES = {
 }
 
 
-SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_XS": (0,)}
+SCALES = {
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "IQ4_NL": (0,), "IQ4_XS": (0,),
+}  # fmt: skip
 """Offsets of the float16 scales in a block of types that the `gguf` package reads and doesn't write."""
 
 
