@@ -6,8 +6,7 @@ flash in stored order on every pass, read ahead of use. The memory plan decides 
 pool owns them.
 
 Passes fill the segments with neurons that they read anyway, as fast as a thread of the pool gets memory
-from the operating system. That starts with the second pass: the first token waits for flash alone, as fresh
-pages can cost more time than reading does.
+from the operating system, the first pass already: while a prompt is computed there is time for it.
 """
 
 from __future__ import annotations
@@ -74,7 +73,6 @@ class SegmentPool(NeuronSource):
         self._slot_bytes = slot_bytes
         self._slots = slots
         self._quota = [0] * len(layers)
-        self._passes = 0
         self._allocator: ThreadPoolExecutor | None = None
         self._empty: dict[int, deque[Future[Segment]]] = {nbytes: deque() for nbytes in segment_bytes}
         """Segments that are allocated ahead of use, by their size."""
@@ -276,10 +274,8 @@ class SegmentPool(NeuronSource):
         """
         if self._complete:
             return
-        if self._passes:
-            for nbytes in self._empty:
-                self._allocate(nbytes, self._missing(nbytes))
-        self._passes += 1
+        for nbytes in self._empty:
+            self._allocate(nbytes, self._missing(nbytes))
         if any(
             pieces and pieces[0].segment != len(layer.segments)
             for pieces, layer in zip(self._pieces, self._layers, strict=False)

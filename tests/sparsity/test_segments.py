@@ -137,15 +137,12 @@ def test_memory_is_what_is_lent_and_goes_back(bundle: Path) -> None:
         assert pool.nbytes == 0
 
 
-def test_the_first_pass_allocates_nothing(bundle: Path) -> None:
+def test_the_first_pass_already_allocates(bundle: Path) -> None:
     with pooled(bundle) as (model, pool, _):
-        threads = threading.active_count()
         pool.resize([4, 4, 4])
-        expected = logits(model, passes=1)
-        assert pool.nbytes == 0
-        assert threading.active_count() <= threads
-        assert logits(model, passes=1) == expected
+        first = logits(model, passes=1)
         assert pool.nbytes > 0
+        assert logits(model, passes=1) == first
 
 
 def test_segments_that_wait_to_be_filled_go_back_too(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
