@@ -9,6 +9,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ from ondevice.flash.read_ahead import Extent, ReadAhead
 from ondevice.flash.reader import FlashReader
 from ondevice.model.layer_range import SequencePart
 from ondevice.model.records import record_chunk
+from ondevice.sparsity.segments import SegmentPool
 from ondevice.units import PAGE_BYTES, memory_total
 from tests.support.bundles import convert_bundle
-from tests.support.chat import squeeze
 from tests.support.engines import random_tokens
 from tests.support.mlx_models import ON_CUDA, ON_GPU, loaded, smallest
 from tests.support.models import write_checkpoint
@@ -45,7 +46,18 @@ from ondevice.backends.mlx_weights import MlxPieceMemory, RecordMemory  # noqa: 
 pytestmark = pytest.mark.usefixtures("usual_threads", "mlx_device")
 
 
-def test_a_slice_that_no_segment_takes_has_its_bits(bundles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def streamed() -> Iterator[pytest.MonkeyPatch]:
+    """While it lasts no segment gets memory, so that every pass reads all neurons; `undo()` ends it."""
+    own = pytest.MonkeyPatch()
+    own.setattr(SegmentPool, "_allocate", lambda self, nbytes, missing: None)
+    yield own
+    own.undo()
+
+
+def test_a_slice_that_no_segment_takes_has_its_bits(
+    bundles: Any, streamed: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory is refused while a slice is packed; the pass then multiplies it as it was read."""
     refusals = []
 
@@ -55,11 +67,10 @@ def test_a_slice_that_no_segment_takes_has_its_bits(bundles: Any, monkeypatch: p
 
     with loaded(bundles("llama-tails", "q4"), sparsity="dense") as model:
         assert model.config.is_sliced
-        tokens, budget = random_tokens(model.config, 20), model.plan.budget_bytes
-        squeeze(model)
+        tokens = random_tokens(model.config, 20)
         expected = model.logits(tokens)
+        streamed.undo()
         monkeypatch.setattr(mlx_weights, "require_memory", refuse)
-        model.set_dram_budget(budget)
         for _ in range(20):  # The segment's memory is requested beside a pass.
             assert np.array_equal(model.logits(tokens), expected)
             if refusals:
@@ -93,12 +104,13 @@ def test_what_is_planned_is_what_is_allocated(bundles: Any, variant: str, quant:
 
 
 @pytest.mark.skipif(ON_CUDA, reason="on CUDA nothing is read into MLX's memory")
-def test_slots_are_what_is_planned_until_nothing_streams() -> None:
+def test_slots_are_what_is_planned_until_nothing_streams(streamed: pytest.MonkeyPatch) -> None:
     with loaded(SHIPPED, sparsity="dense", dram_budget=smallest(SHIPPED, sparsity="dense")) as model:
         tokens, buffers = random_tokens(model.config, 20), model.plan.buffers
         memory = model._engine._backend.feed_forwards[0].piece_memory
         model.generate(tokens=tokens, max_tokens=3)
         assert memory.records.view.nbytes == buffers.slots * buffers.slot_bytes
+        streamed.undo()
         model.set_dram_budget(memory_total())
         model.generate(tokens=tokens, max_tokens=30)
         assert memory.records is None
@@ -202,6 +214,7 @@ def test_neurons_are_multiplied_before_their_place_is_written_again(
     assert (streamed() != expected).any()
 
 
+@pytest.mark.usefixtures("streamed")
 def test_a_pass_given_up_halfway_leaves_no_read_racing_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next pass rewinds the stream: what was asked for of its slots is computed first."""
     with loaded(SHIPPED, sparsity="dense", dram_budget=smallest(SHIPPED, sparsity="dense")) as model:

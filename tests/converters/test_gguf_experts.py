@@ -224,16 +224,22 @@ def test_experts_of_tile_formats_have_the_bits_of_their_file(wide: Path, tmp_pat
         assert mine.tobytes() == theirs.tobytes()
 
 
-def test_experts_of_two_types_are_rounded_and_it_is_said(wide: Path, tmp_path: Path) -> None:
-    """As mixes of types have them: down matrices of some layers in Q6_K, of others in Q4_K."""
+def test_each_layers_experts_have_their_own_types(wide: Path, tmp_path: Path) -> None:
+    """As mixes of types have them: down matrices of a layer in Q6_K, of another in Q4_K."""
     path = tmp_path / "model.gguf"
     with_experts_of(path, wide, "Q4_K", "Q6_K", "Q4_K")
     bundle = Bundle.open(convert(path, tmp_path / "mine"))
-    assert bundle.quant.of("experts") == TILE_FORMATS["Q4_K"]
-    assert not bundle.quant.of("experts_down").tiles_only
+    q4_k, q6_k = TILE_FORMATS["Q4_K"], TILE_FORMATS["Q6_K"]
+    formats = [
+        (bundle.quant.of("experts", layer), bundle.quant.of("experts_down", layer)) for layer in (0, 1)
+    ]
+    assert formats == [(q4_k, q6_k), (q4_k, q4_k)]
     notes = [it for it in bundle.manifest.provenance.notes if it.startswith("expert")]
-    assert notes[1:] == [f"expert_{which}: codes and scales copied" for which in ("gate", "up")]
-    assert "rounded" in notes[0]
+    assert notes == [f"expert_{which}: codes and scales copied" for which in ("down", "gate", "up")]
+    verify(bundle.path, crc32c)
+    tokens = list(range(20))
+    with running(bundle.path) as reference, running(bundle.path, "cpu") as model:
+        assert 0 < rms_error(all_logits(model, tokens), all_logits(reference, tokens, 32)) < 0.08
 
 
 def test_scales_that_are_not_finite_are_refused(wide: Path, tmp_path: Path) -> None:

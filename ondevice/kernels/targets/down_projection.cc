@@ -82,13 +82,11 @@ void down_tokens(const uint8_t* group, int64_t blocks, const float* h, int64_t h
                                             kTilesPerGroup * kTileBytes),
           h + (first + b) * kGroup, h_stride, bias_sum, scaled + b);
     for (int64_t b = 0; b < count; ++b, block += down_block_bytes<BITS>()) {
-      const int8_t* x[TT];
-      for (int t = 0; t < TT; ++t) x[t] = scaled[b].codes[t];
       for (int64_t tile = 0; tile < kTilesPerGroup; tile += N) {
         const uint8_t* blocks_of[N];
         for (int n = 0; n < N; ++n) blocks_of[n] = block + (tile + n) * kTileBytes;
         F sums[N][TT];
-        dot_blocks<Integers<BITS>, TT, N>(blocks_of, x, scaled[b].sum, sums);
+        dot_blocks<Integers<BITS>, TT, N>(blocks_of, scaled[b].codes[0], kGroup, scaled[b].sum, sums);
         for (int n = 0; n < N; ++n)
           for (int t = 0; t < TT; ++t)
             add_centred<BITS>(sums[n][t], scaled[b].sum[t], scaled[b].scale[t],

@@ -74,7 +74,7 @@ template <class FORM, int TT, int N>
 void tile_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t t0, const float* bias,
                  const float* added, float* out, int64_t out_stride, int64_t rows) {
   constexpr int64_t kBytes = kBlockBytes<FORM>, kCodes = kCodesBytes<FORM>;
-  const int64_t tile_bytes = x.groups * kBytes;
+  const int64_t tile_bytes = x.groups * kBytes, stride = x.groups * FORM::kScales;
   F acc[N][TT];
   for (int n = 0; n < N; ++n)
     for (int t = 0; t < TT; ++t) acc[n][t] = zero();
@@ -86,21 +86,17 @@ void tile_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t t0, const
       if (FORM::kAffine > 64) prefetch(affines[n] + 64 + kAhead);
     }
     for (int64_t part = 0; part < FORM::kScales; ++part) {
-      const int64_t s = g * FORM::kScales + part;
+      const int64_t s = g * FORM::kScales + part, at = t0 * stride + s;
       const uint8_t* blocks[N];
-      const int8_t* codes[TT];
       int32_t int_sums[TT];
       for (int n = 0; n < N; ++n) blocks[n] = affines[n] - kCodes + part * (kCodes / FORM::kScales);
-      for (int t = 0; t < TT; ++t) {
-        codes[t] = x.codes + (t0 + t) * x.groups * kGroup + s * FORM::kCols;
-        int_sums[t] = x.int_sums[(t0 + t) * x.groups * FORM::kScales + s];
-      }
+      for (int t = 0; t < TT; ++t) int_sums[t] = x.int_sums[at + t * stride];
       F sums[N][TT];
-      dot_blocks<typename FORM::Codes, TT, N, FORM::kCols>(blocks, codes, int_sums, sums);
+      dot_blocks<typename FORM::Codes, TT, N, FORM::kCols>(blocks, x.codes + at * FORM::kCols,
+                                                           stride * FORM::kCols, int_sums, sums);
       for (int n = 0; n < N; ++n)
         for (int t = 0; t < TT; ++t)
-          acc[n][t] = FORM::added(acc[n][t], affines[n] + part * FORM::kSide, sums[n][t], x,
-                                  (t0 + t) * x.groups * FORM::kScales + s);
+          acc[n][t] = FORM::added(acc[n][t], affines[n] + part * FORM::kSide, sums[n][t], x, at + t * stride);
     }
   }
   for (int n = 0; n < N; ++n, rows -= kTile)
