@@ -44,8 +44,9 @@ class EmbeddingTable:
         elif isinstance(layout, TileLayout):
             step = tokens_at_once(layout)
             for start in range(0, len(tokens), step):
-                own, found = tokens[start : start + step], out[start : start + step]
-                _native.dequantize_lanes(runner, row.stored, self.read(own), own % TILE_ROWS, width, found)
+                piece, values = tokens[start : start + step], out[start : start + step]
+                lanes = piece % TILE_ROWS
+                _native.dequantize_lanes(runner, row.stored, self.read(piece), lanes, width, values)
         else:
             _native.dequantize_rows(runner, row.stored, self.read(tokens), width, out)
         return np.ascontiguousarray(out[:, :width])

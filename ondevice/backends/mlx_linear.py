@@ -28,8 +28,8 @@ class MlxLinear:
     def product(self, x: mx.array) -> mx.array:
         """x (T, K) @ W^T + bias: (T, N) float32."""
         products = [matrix.rows_product(x) for matrix in self.matrices]
-        found = products[0] if len(products) == 1 else mx.concatenate(products, axis=1)
-        return found if self.bias is None else found + self.bias
+        product = products[0] if len(products) == 1 else mx.concatenate(products, axis=1)
+        return product if self.bias is None else product + self.bias
 
     def heads_product(self, x: mx.array) -> mx.array:
         """x (H, T, K) @ W_h^T of H blocks of rows of W, which has one section: (H, T, N / H) float32."""
@@ -53,16 +53,16 @@ def _loaded(sections: Sequence[LinearSource], dtype: mx.Dtype) -> MlxMatrix:
     begin = 0
     for section in sections:
         for row0, codes, *pairs in section.chunks():
-            own = slice(begin + row0, begin + row0 + len(codes))
+            place = slice(begin + row0, begin + row0 + len(codes))
             if layout.bits == 16:
-                pieces[0][1][own] = np.ascontiguousarray(codes).view(np.float16)
+                pieces[0][1][place] = np.ascontiguousarray(codes).view(np.float16)
                 continue
-            pieces[0][1][own].view(np.uint8)[:] = codes
+            pieces[0][1][place].view(np.uint8)[:] = codes
             if layout.mxfp4:
                 pairs = pairs[:1]
             elif layout.implied_bias:
                 pairs[1] = np.float16(-stored.zero) * pairs[0]
             for (_, view), values in zip(pieces[1:], pairs, strict=True):
-                view[own] = values
+                view[place] = values
         begin += section.rows
     return MlxMatrix(layout, dtype, tuple(array for array, _ in pieces))

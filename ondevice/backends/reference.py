@@ -463,9 +463,9 @@ def _expert(record: Bytes, layout: ExpertLayout) -> ReferenceFeedForward:
     """The expert that a record (stride,) holds."""
     matrices, biases = [], []
     for offset, matrix in zip(layout.part_offsets, layout.matrices, strict=True):
-        found = untiled(record[offset : offset + matrix.nbytes], matrix)
-        matrices.append(values_of(found, matrix.row))
-        biases.append(found.added)
+        stored = untiled(record[offset : offset + matrix.nbytes], matrix)
+        matrices.append(values_of(stored, matrix.row))
+        biases.append(stored.added)
     gate, *up, down = matrices
     both, up_bias = Biases(biases[0], biases[-1]), biases[1] if up else None
     return ReferenceFeedForward(gate, up[0] if up else None, np.ascontiguousarray(down.T), both, up_bias)

@@ -48,9 +48,9 @@ class RowsOfTiles:
     def _rows(self, first: int, tiles: Bytes) -> RowChunk:
         row0 = first * TILE_ROWS
         count = min(len(tiles) * TILE_ROWS, self.rows - row0)
-        found = untiled(np.ascontiguousarray(tiles).reshape(-1), TiledMatrix(count, self._row))
-        found = in_rows(found, self._row) if self._nearest else found
-        return RowChunk(row0, found.codes, found.scales, found.biases)
+        rows = untiled(np.ascontiguousarray(tiles).reshape(-1), TiledMatrix(count, self._row))
+        rows = in_rows(rows, self._row) if self._nearest else rows
+        return RowChunk(row0, rows.codes, rows.scales, rows.biases)
 
 
 def table_rows(table: EmbeddingSource, tokens: Int32) -> Float32:
@@ -61,8 +61,8 @@ def table_rows(table: EmbeddingSource, tokens: Int32) -> Float32:
     step, row = tokens_at_once(layout), layout.row
     out = np.empty((len(tokens), row.cols), dtype=np.float32)
     for start in range(0, len(tokens), step):
-        own = tokens[start : start + step]
-        out[start : start + step] = _lanes(table.read(own), own % TILE_ROWS, row)
+        piece = tokens[start : start + step]
+        out[start : start + step] = _lanes(table.read(piece), piece % TILE_ROWS, row)
     return out
 
 
@@ -78,9 +78,9 @@ def _lanes(records: Bytes, lanes: Int32, row: RowLayout) -> Float32:
     return values_of(untiled(tiles_of_lanes(rows, row).reshape(-1), TiledMatrix(len(rows), row)), row)
 
 
-def values_of(found: StoredMatrix, row: RowLayout) -> Float32:
+def values_of(stored: StoredMatrix, row: RowLayout) -> Float32:
     """The rows of a matrix, dequantised: (R, cols)."""
-    return dequantise(found.codes, found.scales, found.biases, row.stored, row.cols)
+    return dequantise(stored.codes, stored.scales, stored.biases, row.stored, row.cols)
 
 
 def read_rows(records: Bytes, offset: int, row: RowLayout) -> Float32:

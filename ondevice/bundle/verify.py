@@ -305,17 +305,17 @@ def _broken_repeat(chunk: np.ndarray, halves: HalfRange) -> int | None:
     high = min(max(low, (chunk.size - size - halves.start) // step + 1), halves.times)
     if low < high:
         begin = halves.start + low * step
-        found = _broken(_repeated(chunk[None, begin:], HalfRange(0, size, step, high - low)), halves)
-        if found.size:
-            _, place, at = found[0].tolist()
+        broken = _broken(_repeated(chunk[None, begin:], HalfRange(0, size, step, high - low)), halves)
+        if broken.size:
+            _, place, at = broken[0].tolist()
             return int(begin + place * step + at)
     for index in (low - 1, high):
         start, stop = (edge + index * step for edge in (halves.start, halves.stop))
         start, stop = max(0, start), min(chunk.size, stop)
         if 0 <= index < halves.times and start < stop:
-            found = _broken(chunk[start:stop], halves)
-            if found.size:
-                return start + int(found[0][0])
+            broken = _broken(chunk[start:stop], halves)
+            if broken.size:
+                return start + int(broken[0][0])
     return None
 
 

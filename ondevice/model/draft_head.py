@@ -71,7 +71,7 @@ class _ChosenRows:
             low, high = np.searchsorted(self._chosen, (start, start + len(tiles) * TILE_ROWS)).tolist()
             rows = lane_rows(np.ascontiguousarray(tiles), row)[self._chosen[low:high] - start]
             waiting = np.concatenate([waiting, rows])
-            whole = len(waiting) if high == len(self._chosen) else len(waiting) // TILE_ROWS * TILE_ROWS
-            if whole:
-                yield TileChunk(done // TILE_ROWS, tiles_of_lanes(waiting[:whole], row))
-                done, waiting = done + whole, waiting[whole:]
+            count = len(waiting) if high == len(self._chosen) else len(waiting) // TILE_ROWS * TILE_ROWS
+            if count:
+                yield TileChunk(done // TILE_ROWS, tiles_of_lanes(waiting[:count], row))
+                done, waiting = done + count, waiting[count:]
