@@ -67,8 +67,7 @@ class TensorSpec:
         """The tensor's bytes that hold float16 values or scales of MXFP4."""
         if self.matrix is not None:
             return (self.matrix.halves,)
-        is_scales = self.dtype == "U8"
-        return (HalfRange(0, self.nbytes, mxfp4=is_scales),) if self.dtype in ("F16", "U8") else ()
+        return (HalfRange(0, self.nbytes),) if self.dtype == "F16" else ()
 
 
 def tiles_tensor(matrix: TiledMatrix) -> TensorSpec:
@@ -83,11 +82,9 @@ def linear_tensors(name: str, rows: int, cols: int, stored: RowFormat) -> dict[s
     row = RowLayout(cols, *stored)
     if row.bits == 16:
         return {f"{name}.codes": TensorSpec("F16", (rows, row.padded_cols))}
-    tensors = {
-        f"{name}.codes": TensorSpec("U32", (rows, row.codes_bytes // 4)),
-        f"{name}.scales": TensorSpec("U8" if stored.mxfp4 else "F16", (rows, row.groups)),
-    }
-    return tensors | {f"{name}.biases": tensors[f"{name}.scales"]} if stored.has_biases else tensors
+    pairs = TensorSpec("F16", (rows, row.groups))
+    codes = TensorSpec("U32", (rows, row.codes_bytes // 4))
+    return {f"{name}.codes": codes, f"{name}.scales": pairs, f"{name}.biases": pairs}
 
 
 def norm_tensors(name: str, config: ModelConfig) -> dict[str, TensorSpec]:

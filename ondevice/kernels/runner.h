@@ -35,8 +35,9 @@ struct HeadTransform {
   Norm v_norm = {};
 };
 
-// Activations in the form that weights of 2 to 8 or of 16 bits are multiplied with: one of kInputKinds. By bits
-// (below 8, 8) and groups (32, 64) where each group has a scale; by groups (16, 32) with two levels; 16 bits.
+// Activations in the form that weights of 2 to 8 or of 16 bits are multiplied with: one of kInputKinds. By
+// bits (below 8, 8) and groups (32, 64) where each group has a scale; by groups (16, 32) with two levels; and
+// 16 bits.
 constexpr size_t kInputKinds = 7;
 
 struct InputRows {

@@ -89,12 +89,8 @@ class TensorFile:
         codes = self._tensor_rows(f"{name}.codes", row0, count)
         scales = biases = codes[:, :0]
         if stored.bits != 16:
-            scales = self._tensor_rows(f"{name}.scales", row0, count)
-        if stored.has_biases:
-            biases = self._tensor_rows(f"{name}.biases", row0, count)
-        if not stored.mxfp4:
-            scales = scales.view(np.float16)
-        return RowChunk(row0, codes, scales, biases.view(np.float16))
+            scales, biases = (self._tensor_rows(f"{name}.{it}", row0, count) for it in ("scales", "biases"))
+        return RowChunk(row0, codes, scales.view(np.float16), biases.view(np.float16))
 
     def tiles(self, name: str, tile_bytes: int, first: int, count: int) -> Bytes:
         """Tiles first .. first + count of the matrix `name`: (count, tile_bytes)."""

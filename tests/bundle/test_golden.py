@@ -14,6 +14,7 @@ from ondevice.bundle.writer import BundleWriter
 from tests.golden.build import GOLDEN, Recipe, fill, golden_config
 from tests.malformed.rules import canonical
 from tests.support.crc32c import crc32c
+from tests.support.engines import bundle_weights
 
 SHA256 = {
     "bundle.json": "1a32bb2774d7b2dd44d6f5713a73808d37ffc20235bbd87e5388d1dbe4fd1754",
@@ -92,6 +93,23 @@ def test_a_neuron_by_hand() -> None:
     assert gates[4096 + 7 * 64 : 4096 + 8 * 64] == gate + bytes(28)
     first = 1 + 4 + 2 * 192 + 96 + 7
     assert table[first] == crc32c(np.frombuffer(gate + bytes(28), np.uint8), (64,))[0]
+
+
+def test_rows_of_tiles_by_hand() -> None:
+    """Token 37 and row 18 of layer 1's queries, from the specification's offsets alone."""
+    embedding, resident = (GOLDEN / f"{name}.safetensors" for name in ("embedding", "resident"))
+    header = int.from_bytes(resident.read_bytes()[:8], "little")
+    entry = json.loads(resident.read_bytes()[8 : 8 + header])["layers.1.attention.q"]
+    assert (entry["dtype"], entry["shape"]) == ("U8", [4, 576])
+    weights = bundle_weights(GOLDEN)
+    for path, begin, row, name in (
+        (embedding, 4096, 37, "model.embed_tokens.weight"),
+        (resident, 8 + header + entry["data_offsets"][0], 18, "model.layers.1.self_attn.q_proj.weight"),
+    ):
+        lane, tile = row % 16, path.read_bytes()[begin + row // 16 * 576 :][:576]
+        words = [tile[64 * word + 4 * lane :][:4] for word in range(8)]
+        scale, bias = tile[512 + 2 * lane :][:2], tile[544 + 2 * lane :][:2]
+        assert weights[name][row].tolist() == dequantised(b"".join([*words, scale, bias]))
 
 
 def dequantised(row: bytes) -> list[float]:

@@ -7,10 +7,14 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ondevice.bundle import digest, verify
-from ondevice.bundle.layout import DATA_OFFSET, TILE_ROWS
+from ondevice.bundle.file_layouts import FileLayout
+from ondevice.bundle.layout import DATA_OFFSET, TILE_ROWS, HalfRange
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
 from ondevice.errors import BundleError, ModelNotFoundError
@@ -154,6 +158,29 @@ def test_a_scale_of_mxfp4_that_is_too_large_is_found(tmp_path: Path, scale: int)
         reseal(broken, name)
         with pytest.raises(BundleError, match=f"{name}: the scale or weight at byte {offset} is not finite"):
             verify.verify(broken, crc32c)
+
+
+@given(st.data())
+def test_repeated_ranges_are_checked_in_any_chunk(data: st.DataObject) -> None:
+    """Ranges that repeat in a file without records: a chunk may begin and end in or between any of them."""
+    size, gap, times, start = (
+        2 * data.draw(st.integers(1, 5)),
+        2 * data.draw(st.integers(0, 5)),
+        data.draw(st.integers(2, 9)),
+        2 * data.draw(st.integers(0, 9)),
+    )
+    halves = HalfRange(start, start + size, size + gap, times)
+    nbytes = halves.stop + (times - 1) * halves.step + 2 * data.draw(st.integers(0, 5))
+    place = 2 * data.draw(st.integers(0, nbytes // 2 - 1))
+    values = np.zeros(nbytes, np.uint8)
+    values[place : place + 2] = (0x00, 0x7C)
+    layout = FileLayout(nbytes, b"", 0, (1 << 20,), halves=(halves,))
+    chunk = 2 * data.draw(st.integers(1, nbytes // 2))
+    pieces = ((at, values[at : at + chunk]) for at in range(0, nbytes, chunk))
+    found = [verify._broken_half(piece, layout, at) for at, piece in pieces]
+    checked = start <= place < nbytes and (place - start) % halves.step < size
+    checked = checked and (place - start) // halves.step < times
+    assert [it for it in found if it is not None] == ([place] if checked else [])
 
 
 def broken_halves(bundle: Bundle) -> dict[str, int]:
