@@ -115,13 +115,24 @@ def _message_stream(body: bytes) -> Reply:
             assert name == "content_block_stop"
             block, said = message["content"][data["index"]], parts.pop(data["index"])
             if block["type"] == "tool_use":
-                block["input"] = json.loads(said or "{}")
+                is_cut = events[-2][1]["delta"]["stop_reason"] == "max_tokens"
+                block["input"] = arguments_of(said or "{}", is_cut)
             else:
                 block[block["type"]] += said
     assert not parts
     message |= events[-2][1]["delta"]
     message["usage"] |= events[-2][1]["usage"]
     return _of_message(message)
+
+
+def arguments_of(text: str, is_cut: bool) -> Any:
+    """The arguments of a call, or their text where the reply ended within them, as `is_cut` allows."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        if not is_cut:
+            raise
+        return text
 
 
 def _chat(body: bytes) -> Reply:
@@ -134,7 +145,8 @@ def _chat(body: bytes) -> Reply:
     reply = Reply(message["content"] or "", ended=choice["finish_reason"])
     for call in message.get("tool_calls") or ():
         assert (call["type"], bool(call["id"])) == ("function", True)
-        reply.calls.append((call["function"]["name"], json.loads(call["function"]["arguments"])))
+        arguments = arguments_of(call["function"]["arguments"], reply.ended == "length")
+        reply.calls.append((call["function"]["name"], arguments))
     _add_usage(reply, completion["usage"])
     return reply
 
@@ -165,7 +177,8 @@ def _chat_stream(body: bytes) -> Reply:
             calls[part["index"]][1] += function.get("arguments") or ""
     assert [choice["finish_reason"] for choice in told[:-1]] == [None] * (len(told) - 1)
     reply.ended = told[-1]["finish_reason"]
-    reply.calls = [(name, json.loads(arguments)) for name, arguments in calls.values()]
+    is_cut = reply.ended == "length"
+    reply.calls = [(name, arguments_of(arguments, is_cut)) for name, arguments in calls.values()]
     for chunk in chunks:
         if chunk.get("usage"):
             _add_usage(reply, chunk["usage"])
@@ -185,7 +198,7 @@ def _of_response(response: dict[str, Any]) -> Reply:
     for item in response["output"]:
         has(item, ITEMS[item["type"]])
         if item["type"] == "function_call":
-            reply.calls.append((item["name"], json.loads(item["arguments"])))
+            reply.calls.append((item["name"], arguments_of(item["arguments"], reply.ended == "incomplete")))
         elif item["type"] == "message":
             reply.text += "".join(part["text"] for part in item["content"])
     return reply
