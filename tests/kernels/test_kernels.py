@@ -39,7 +39,7 @@ def on_every_target(run: Callable[[_native.Runner], Float32]) -> Float32:
     return first
 
 
-def quantised_activations(x: Float32, stored: RowFormat = RowFormat(4)) -> NDArray[np.float64]:
+def quantised_activations(x: Float32, stored: RowFormat) -> NDArray[np.float64]:
     """What the kernels multiply rows of `stored` with, in float64: x as int8 codes times their scale.
 
     Each group of the weights' columns has one; with two levels of scales 64 columns have.
@@ -97,7 +97,7 @@ def test_linear(bits: int, shape: tuple[int, int]) -> None:
 
     out = on_every_target(run)
     exact = packed(RUNNERS[TARGETS[0], 1], weight, bits)[1]
-    used = x.astype(np.float64) if bits == 16 else quantised_activations(x)[:, :cols]
+    used = x.astype(np.float64) if bits == 16 else quantised_activations(x, RowFormat(bits))[:, :cols]
     # Where columns are padded, the padding's codes meet zero activations.
     np.testing.assert_allclose(out, used @ exact.T + bias, rtol=1e-5, atol=2e-5 * np.sqrt(cols))
 
