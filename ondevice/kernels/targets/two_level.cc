@@ -242,6 +242,7 @@ static inline void add_tokens(const CODES& codes, const Factors<FORM>& factors, 
 }
 
 constexpr int64_t kMostTokens = 32;  // for which a block's codes are unpacked once
+constexpr int kTogether = 4;         // tokens whose sums stay in registers beside a block's codes
 
 // A tile's products with TT tokens from t0 on, into acc[t].
 template <class FORM, int TT>
@@ -276,8 +277,8 @@ void tile_many(const uint8_t* tile, const QuantizedRows& x, int64_t t0, int64_t 
       Factors<FORM> factors;
       load_factors<FORM>(tile, b, &factors);
       int64_t t = 0;
-      for (; t + kTokenTile <= count; t += kTokenTile)
-        add_tokens<FORM, kTokenTile>(codes, factors, upper, x, g + b, t0 + t, acc + t);
+      for (; t + kTogether <= count; t += kTogether)
+        add_tokens<FORM, kTogether>(codes, factors, upper, x, g + b, t0 + t, acc + t);
       for (; t + 2 <= count; t += 2) add_tokens<FORM, 2>(codes, factors, upper, x, g + b, t0 + t, acc + t);
       if (t < count) add_tokens<FORM, 1>(codes, factors, upper, x, g + b, t0 + t, acc + t);
     }
