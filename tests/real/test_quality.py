@@ -1,8 +1,8 @@
 """How near a real model's logits are to those of its GGUF file's values in float32, on wikitext-2.
 
-Limits are what this text measured on 28 November 2026, and a twentieth more. They say what holds today:
-a bundle that rounds less than this one does gets lower ones. Kernels give equal bits on every machine, so
-figures differ only by the oracle's sums.
+Bundles hold the files' own values, so what is measured is the rounding of activations to 8 bits. Limits are
+what this text measured on 29 November 2026, and a twentieth more. Kernels give equal bits on every machine,
+so figures differ only by the oracle's sums.
 """
 
 from __future__ import annotations
@@ -21,21 +21,14 @@ pytestmark = pytest.mark.real
 
 TOKENS = 256
 MEASURED = {
-    "smollm2": Divergence(0.0742, 0.847),
-    "gemma3-270m": Divergence(0.0097, 0.965),
-    "qwen2.5-coder-0.5b": Divergence(0.0085, 0.933),
-    "qwen2.5-coder-1.5b": Divergence(0.0154, 0.949),
+    "smollm2": Divergence(0.00317, 0.9647),
+    "gemma3-270m": Divergence(0.00257, 0.9804),
+    "qwen2.5-coder-0.5b": Divergence(0.00070, 0.9922),
+    "qwen2.5-coder-1.5b": Divergence(0.00066, 0.9882),
 }
 """From the file's values to `cpu`, behind the first token."""
 MARGIN, TOP1_MARGIN = 1.05, 0.01
-REFERENCE_NATS = {
-    "smollm2": 0.00516,
-    "gemma3-270m": 0.00457,
-    "qwen2.5-coder-0.5b": 0.0012,
-    "qwen2.5-coder-1.5b": 0.00079,
-}
-"""KL divergence from plain numpy on the bundle's values to `cpu`, which rounds activations to 8 bits."""
-MOST_PERPLEXITY = 1.05
+MOST_PERPLEXITY = 1.01
 
 
 def logits_of(bundle: Path, backend: Any, count: int = TOKENS) -> tuple[list[int], np.ndarray]:
@@ -75,8 +68,8 @@ LIKELIEST = (
 """SmolLM2's likeliest token behind each of the first tokens of the text, by its file's values in float32."""
 FLOAT32_PERPLEXITY = 42.495
 """Of those tokens, by the same values."""
-LEAST_EQUAL = 0.78
-"""Share of tokens of which the likeliest next one is equal; measured: 0.8125."""
+LEAST_EQUAL = 0.92
+"""Share of tokens of which the likeliest next one is equal; measured: 0.9375."""
 
 
 def test_likeliest_tokens_against_recorded_ones(smollm2: Path) -> None:
@@ -103,12 +96,3 @@ def test_logits_against_the_files_values_in_float32(name: str, bundle_of: Any) -
     assert measured.nats <= limit.nats * MARGIN, measured
     assert measured.top1 >= limit.top1 - TOP1_MARGIN, measured
     assert perplexity(logits, tokens) <= perplexity(oracle, tokens) * MOST_PERPLEXITY
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REFERENCE_NATS)
-@pytest.mark.timeout(1800)
-def test_plain_numpy_on_the_bundles_values(name: str, bundle_of: Any) -> None:
-    plain, logits = (logits_of(bundle_of(name), backend)[1] for backend in ("reference", "cpu"))
-    measured = divergence(plain[1:], logits[1:])
-    assert measured.nats <= REFERENCE_NATS[name] * MARGIN, measured
