@@ -145,7 +145,7 @@ def _exists(kind: MatrixKind, layer: int | None, part: str, config: ModelConfig)
 
 
 def _columns(name: str, config: ModelConfig, quant: QuantConfig) -> set[int]:
-    """Columns of the matrices of this name, in the layers that may have its format."""
+    """Columns of the matrices of this name, in the layers that have two levels of scales."""
     kind, layer, _ = _parts(name)
     match kind:
         case "down":
@@ -154,8 +154,9 @@ def _columns(name: str, config: ModelConfig, quant: QuantConfig) -> set[int]:
             assert config.experts is not None
             return {config.experts.neurons}
         case "out":
-            layers = config.layers if layer is None else (config.layers[layer],)
-            return set(map(config.out_cols, layers))
+            layers = range(config.num_layers) if layer is None else (layer,)
+            tiled = (it for it in layers if quant.of("out", it).two_levels)
+            return {config.out_cols(config.layers[it]) for it in tiled}
         case "head" | "embedding":
             return {config.embedding_size}
     return {config.hidden_size}
