@@ -261,7 +261,8 @@ def test_training_holds_what_the_plan_has(
     monkeypatch.setattr(ExpertFetcher, "begin_pass", spy)
     found = train_expert_use(large_shared, pieces=pieces, output=tmp_path / "found", dram_budget=budget)
     assert found == whole
-    assert 0 < max(held) <= under.dense_segments * under.dense.nbytes
+    # The process is measured again for it, and may leave room for a segment more or less.
+    assert 0 < max(held) <= under.dense.bytes_of(under.dense_segments + 1)
 
 
 def test_damage_is_found_when_it_is_read(large: Path, damaged: Path) -> None:
