@@ -112,7 +112,10 @@ def test_slots_are_what_is_planned_until_nothing_streams(streamed: pytest.Monkey
         assert memory.records.view.nbytes == buffers.slots * buffers.slot_bytes
         streamed.undo()
         model.set_dram_budget(memory_total())
-        model.generate(tokens=tokens, max_tokens=30)
+        for _ in range(20):  # Segments are filled beside forward passes: on a busy machine it takes more.
+            model.generate(tokens=tokens, max_tokens=30)
+            if memory.records is None:
+                break
         assert memory.records is None
 
 
