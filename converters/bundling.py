@@ -175,7 +175,7 @@ def _stored(
 def _fidelity(runner: _native.Runner, block: Block, rows: Sequence[QuantizedRows]) -> dict[str, Fidelity]:
     """What storing the block did to it, by kind; nothing at 16 bits, where it isn't worth measuring."""
     kinds: dict[str, Fidelity] = {}
-    for kind, source, found, stored in zip(block.kinds, block.rows, rows, block.formats, strict=True):
+    for kind, source, quantised, stored in zip(block.kinds, block.rows, rows, block.formats, strict=True):
         if stored.bits != 16:
-            kinds = joined(kinds, {kind: measure(runner, source, found, stored)})
+            kinds = joined(kinds, {kind: measure(runner, source, quantised, stored)})
     return kinds

@@ -26,7 +26,7 @@ from ondevice.converters.reading import EXPERT_KINDS, matrix_kind, resident_sour
 from ondevice.model_config import ModelConfig
 
 Place = tuple[MatrixKind, int | None, str]
-"""Which matrices have one format: those of a kind, of a kind in a layer, or a part of its projection."""
+"""A kind of matrix, its layer (None: every layer) and its part of a projection (empty: no part)."""
 
 
 def chosen_quant(checkpoint: Checkpoint) -> QuantConfig:
@@ -53,9 +53,7 @@ def chosen_quant(checkpoint: Checkpoint) -> QuantConfig:
 def _by_name(
     formats: Mapping[Place, RowFormat], tensors: Mapping[Place, Sequence[SourceTensor]], plain: RowFormat
 ) -> tuple[tuple[str, RowFormat], ...]:
-    """`QuantConfig.formats`: that of most weights of a kind, of a part where most of its differ, and those of
-    layers that differ from both.
-    """
+    """`QuantConfig.formats`: the format of most weights of a kind, then parts and layers with others."""
     named: dict[str, RowFormat] = {}
     for kind in MATRIX_KINDS:
         of_kind = {place: stored for place, stored in formats.items() if place[0] == kind}
@@ -139,5 +137,5 @@ def _chosen_format(tensors: Sequence[SourceTensor], bits: Bits) -> RowFormat:
     ]
     if not held or 2 * sum(count for count, _ in held) < sum(prod(tensor.shape) for tensor in tensors):
         return RowFormat(bits)
-    implied = len(held) == len(tensors) and all(own.implied_bias for _, own in held)
-    return RowFormat(bits, min(own.group_size for _, own in held), "symmetric" if implied else "affine")
+    implied = len(held) == len(tensors) and all(stored.implied_bias for _, stored in held)
+    return RowFormat(bits, min(stored.group_size for _, stored in held), "symmetric" if implied else "affine")

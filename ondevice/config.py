@@ -180,7 +180,7 @@ class QuantConfig:
         return tuple(dict.fromkeys((self.of(kind), *named)))
 
     def layer_formats(self, layer: int) -> tuple[tuple[str, RowFormat], ...]:
-        """The formats that are a layer's own, by their names in it."""
+        """The formats that are named for this layer, by their names without it."""
         prefix = f"layers.{layer}."
         return tuple(
             (name.removeprefix(prefix), stored) for name, stored in self.formats if name.startswith(prefix)

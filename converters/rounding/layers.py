@@ -142,29 +142,29 @@ class LayerRounding:
             return {}
         name = names.LayerNames(layer)
         self._on_step(f"layer {layer + 1} of {config.num_layers}: rounding attention")
-        found: dict[str, RoundedRows] = {}
+        rounded: dict[str, RoundedRows] = {}
         parts = {which: self._quant.of("qkv", layer, which) for which in config.projection_sizes(spec)}
         for stored in dict.fromkeys(parts.values()):
-            projections = [name.projection(which) for which, own in parts.items() if own == stored]
-            found |= self._by_columns(projections, stored, inputs["qkv"])
-        found |= self._by_columns([name.projection("o")], self._quant.of("out", layer), inputs["out"])
+            projections = [name.projection(which) for which, it in parts.items() if it == stored]
+            rounded |= self._by_columns(projections, stored, inputs["qkv"])
+        rounded |= self._by_columns([name.projection("o")], self._quant.of("out", layer), inputs["out"])
         if spec.has_feed_forward:
             self._on_step(f"layer {layer + 1} of {config.num_layers}: rounding neurons")
             *by_columns, down = name.neurons(spec)
             stored = self._quant.of("feed_forward", layer)
-            found |= self._by_columns(by_columns, stored, inputs["gate"])
+            rounded |= self._by_columns(by_columns, stored, inputs["gate"])
             source = self._checkpoint.tensors[down]
             if config.is_sliced:
-                found |= self._by_columns([down], self._quant.of("down", layer), inputs["down"])
+                rounded |= self._by_columns([down], self._quant.of("down", layer), inputs["down"])
             elif is_rounded(self._quant.plain):
-                found[source.name] = rounded_by_rows(
+                rounded[source.name] = rounded_by_rows(
                     self._runner, source, inputs["down"], self._quant.plain, self._damping
                 )
         for weight in layer_weight_shapes(config, spec):
             if weight.is_matrix and not weight.is_half:
                 met = inputs[SAME_INPUTS.get(weight.name, weight.name)]
-                found |= self._by_columns([name.weight(weight.name)], self._quant.plain, met)
-        return found
+                rounded |= self._by_columns([name.weight(weight.name)], self._quant.plain, met)
+        return rounded
 
     def head(self) -> dict[str, RoundedRows]:
         """The rounded head, maybe the embedding, and all that no layer has, once all layers have run."""
@@ -172,9 +172,9 @@ class LayerRounding:
         config, inputs = self._checkpoint.config, Inputs()
         self._per_layer.clear()
         self._keys.clear()
-        found = self._copies()
+        rounded = self._copies()
         if config.per_layer_width:
-            found |= self._by_columns(
+            rounded |= self._by_columns(
                 [names.model_weight("per_layer.projection")], self._quant.plain, self._embedded
             )
         norm = self._weights.final_norm() if config.final_norm else None
@@ -188,26 +188,29 @@ class LayerRounding:
                     inputs.add(entering if project_out is None else backend.linear(entering, project_out))
         if config.embedding_width:
             for which, met in (("project_in", self._embedded), (PROJECT_OUT, backend.inputs[PROJECT_OUT])):
-                found |= self._by_columns([names.model_weight(which)], self._quant.plain, met)
+                rounded |= self._by_columns([names.model_weight(which)], self._quant.plain, met)
         source = names.EMBEDDING if config.tie_embeddings else names.HEAD
-        return found | self._by_columns([source], self._quant.head(config.tie_embeddings), inputs)
+        return rounded | self._by_columns([source], self._quant.head(config.tie_embeddings), inputs)
 
     def _copies(self) -> dict[str, RoundedRows]:
         """The rounded matrices that make copies of the residual, and those that join them again."""
-        found: dict[str, RoundedRows] = {}
+        rounded: dict[str, RoundedRows] = {}
         for copy in range(1, self._checkpoint.config.residual_copies):
             spread, gather = (names.model_weight(f"copies.{name}.{copy}") for name in ("spread", "gather"))
-            found |= self._by_columns([spread], self._quant.plain, self._embedded)
+            rounded |= self._by_columns([spread], self._quant.plain, self._embedded)
             inputs = Inputs()
             for copies in self.residuals:
                 inputs.add(copies[copy])
-            found |= self._by_columns([gather], self._quant.plain, inputs)
-        return found
+            rounded |= self._by_columns([gather], self._quant.plain, inputs)
+        return rounded
 
     def _by_columns(
         self, matrices: Sequence[str], stored: RowFormat, inputs: Inputs
     ) -> dict[str, RoundedRows]:
-        """Those of these matrices that are rounded to the format `stored`, by their names."""
+        """The matrices of these names, rounded to the format `stored`.
+
+        Matrices that keep their checkpoint's codes are left out, and all where a text doesn't round to it.
+        """
         if not is_rounded(stored):
             return {}
         # Keys may be values at once.

@@ -1,4 +1,4 @@
-"""Which experts the tokens of a text choose: recorded, replayed through caches of several sizes, and written.
+"""The use of experts on a text: choices are recorded, replayed through caches of several sizes, and written.
 
 The format is in `ondevice/bundle/expert_use.py`. The model runs as it does when it generates, with as many
 experts in memory as its plan has room for. Memory beside that: the choices, two bytes each.

@@ -47,17 +47,17 @@ class Observed:
         norm: Norm | None = None,
         added: Any = None,
     ) -> Any:
-        entering = x if norm is None else self.normed(x, norm)
-        self._show(weight, entering)
-        return self.dense_feed_forward(entering, weight, spec, batch, added=added)
+        inputs = x if norm is None else self.normed(x, norm)
+        self._show(weight, inputs)
+        return self.dense_feed_forward(inputs, weight, spec, batch, added=added)
 
-    def _show(self, weight: Any, entering: Any) -> None:
+    def _show(self, weight: Any, inputs: Any) -> None:
         if self._observe_gates is None:
             return
         if weight.selector is None:
             raise OndeviceError("only models whose gates are exactly zero have neurons that don't fire")
         layer = next(i for i, known in enumerate(self.feed_forwards) if known is weight)
-        self._observe_gates(layer, self.to_numpy(entering), self.scores(entering, weight.selector))
+        self._observe_gates(layer, self.to_numpy(inputs), self.scores(inputs, weight.selector))
 
 
 class ObservedCpu(Observed, CpuBackend):

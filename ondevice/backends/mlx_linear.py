@@ -21,8 +21,8 @@ class MlxLinear:
     """
 
     def __init__(self, sections: Sequence[LinearSource], bias: Float32 | None, dtype: mx.Dtype) -> None:
-        alike = groupby(sections, key=lambda section: section.stored)
-        self.matrices = tuple(_loaded(list(group), dtype) for _, group in alike)
+        by_format = groupby(sections, key=lambda section: section.stored)
+        self.matrices = tuple(_loaded(list(group), dtype) for _, group in by_format)
         self.bias = None if bias is None else mx.array(bias)
 
     def product(self, x: mx.array) -> mx.array:

@@ -19,12 +19,13 @@ from ondevice.budget.sizes import (
     segment_shape,
 )
 from ondevice.bundle.layout import (
+    ExpertLayout,
     RowLayout,
     expert_bytes,
     largest_expert_layout,
+    neuron_layouts,
     padded,
     record_layout,
-    slice_layout,
 )
 from ondevice.bundle.tiles import rows_format
 from ondevice.config import GROUP_SIZE, RowFormat
@@ -79,8 +80,7 @@ class MlxMemory(MemoryModel):
         """Ranges of neurons that are summed by themselves, whatever the sparsity mode."""
         if self.config.is_sliced:
             shape = segment_shape(self.config, self.quant)
-            held = map(self._slice_bytes, range(self.config.num_layers))
-            return replace(shape, layer_bytes=tuple(padded(nbytes, PAGE_BYTES) for nbytes in held))
+            return replace(shape, layer_bytes=tuple(padded(it, PAGE_BYTES) for it in self._slice_bytes))
         block = self._neurons_bytes(GROUP_SIZE)
         return segment_shape(self.config, self.quant, block, MLX_SEGMENT_BYTES)
 
@@ -147,11 +147,8 @@ class MlxMemory(MemoryModel):
 
         These are copies of its matrices, and three arrays of floats of one that becomes float16 values.
         """
-        slices = [
-            rows_layout(slice_layout(self.config, self.quant, it)) for it in range(self.config.num_layers)
-        ]
-        nbytes = max(it.stride for it in slices)
-        matrices = {matrix for it in slices for matrix in it.matrices if matrix.row.bits == 16}
+        nbytes = max(it.stride for it in self._slices_in_rows)
+        matrices = {matrix for it in self._slices_in_rows for matrix in it.matrices if matrix.row.bits == 16}
         values = max((14 * it.padded_rows * it.row.padded_cols for it in matrices), default=0)
         return nbytes, SETTLED_COPIES * nbytes + values
 
@@ -259,16 +256,26 @@ class MlxMemory(MemoryModel):
 
     def _neurons_bytes(self, neurons: int) -> int:
         if self.config.is_sliced:
-            return max(map(self._slice_bytes, range(self.config.num_layers)))
+            return max(self._slice_bytes)
         row, rows = padded(self.config.hidden_size, GROUP_SIZE), record_layout(self.config, self.quant).rows
         return sum(held_bytes(neurons * row, it.stored, self.operand_bytes) for it in rows)
 
-    def _slice_bytes(self, layer: int) -> int:
-        """A slice of a layer as it is multiplied."""
-        return sum(
-            held_bytes(it.rows * it.row.padded_cols, it.row.stored, self.operand_bytes)
-            for it in rows_layout(slice_layout(self.config, self.quant, layer)).matrices
-        )
+    @property
+    def _slices_in_rows(self) -> list[ExpertLayout]:
+        """The record of a slice of each layer, its matrices in rows."""
+        layouts = neuron_layouts(self.config, self.quant)
+        return [rows_layout(it) for it in layouts if isinstance(it, ExpertLayout)]
+
+    @property
+    def _slice_bytes(self) -> list[int]:
+        """Bytes of a slice of each layer as it is multiplied."""
+        return [
+            sum(
+                held_bytes(it.rows * it.row.padded_cols, it.row.stored, self.operand_bytes)
+                for it in layout.matrices
+            )
+            for layout in self._slices_in_rows
+        ]
 
     def _wider_bytes(self, elements: int, stored: RowFormat) -> int:
         """The bytes that MLX adds to stored matrices: operands wider than float16, implied biases, and what

@@ -406,11 +406,15 @@ def record_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
 
 def slice_layout(config: ModelConfig, quant: QuantConfig, layer: int) -> ExpertLayout:
     """Record of a slice of a layer: `slice_neurons` neighbouring neurons of its feed-forward."""
-    gate = RowLayout(config.hidden_size, *quant.of("feed_forward", layer))
-    neurons = slice_neurons(config, quant)
-    matrices = (TiledMatrix(neurons, gate),) * (config.feed_forward.num_rows - 1)
-    down = RowLayout(neurons, *quant.of("down", layer))
-    return ExpertLayout((*matrices, TiledMatrix(config.hidden_size, down)))
+    formats = quant.of("feed_forward", layer), quant.of("down", layer)
+    return _slice_layout(config, slice_neurons(config, quant), *formats)
+
+
+def _slice_layout(config: ModelConfig, neurons: int, gate: RowFormat, down: RowFormat) -> ExpertLayout:
+    """Record of a slice of so many neurons. gate: format of gates and ups."""
+    by_rows = TiledMatrix(neurons, RowLayout(config.hidden_size, *gate))
+    by_columns = TiledMatrix(config.hidden_size, RowLayout(neurons, *down))
+    return ExpertLayout((*(by_rows,) * (config.feed_forward.num_rows - 1), by_columns))
 
 
 def slice_neurons(config: ModelConfig, quant: QuantConfig) -> int:
@@ -453,7 +457,12 @@ def record_counts(config: ModelConfig, quant: QuantConfig) -> tuple[int, ...]:
 
 def neuron_layouts(config: ModelConfig, quant: QuantConfig) -> tuple[RecordLayout | ExpertLayout, ...]:
     """`neuron_layout` of every layer."""
-    return tuple(neuron_layout(config, quant, layer) for layer in range(config.num_layers))
+    if not config.is_sliced:
+        return (record_layout(config, quant),) * config.num_layers
+    neurons = slice_neurons(config, quant)
+    formats = [(quant.of("feed_forward", it), quant.of("down", it)) for it in range(config.num_layers)]
+    layouts = {pair: _slice_layout(config, neurons, *pair) for pair in set(formats)}
+    return tuple(layouts[pair] for pair in formats)
 
 
 def largest_neuron_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout | ExpertLayout:

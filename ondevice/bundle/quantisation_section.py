@@ -40,8 +40,8 @@ def quantisation_section(quant: QuantConfig) -> dict[str, Any]:
 
 def _format_json(stored: RowFormat) -> dict[str, Any]:
     biases = {scales: bias for bias, scales in _BIASES.items()}
-    own = {"scales": stored.scales} if stored.tiles_only else {"bias": biases[stored.scales]}
-    return {"bits": stored.bits, "group_size": stored.group_size, **own}
+    scales = {"scales": stored.scales} if stored.tiles_only else {"bias": biases[stored.scales]}
+    return {"bits": stored.bits, "group_size": stored.group_size, **scales}
 
 
 def parse_quantisation(section: Section, config: ModelConfig) -> QuantConfig:
@@ -119,9 +119,9 @@ def part_quant(quant: QuantConfig, config: ModelConfig, shift: int) -> QuantConf
     formats: list[tuple[str, RowFormat]] = []
     for name, stored in quant.formats:
         kind, layer, part = _parts(name)
-        own = None if layer is None else layer - shift
-        if (own is None or own >= 0) and _exists(kind, own, part, config):
-            formats.append((matrix_name(kind, own, part), stored))
+        shifted = None if layer is None else layer - shift
+        if (shifted is None or shifted >= 0) and _exists(kind, shifted, part, config):
+            formats.append((matrix_name(kind, shifted, part), stored))
     return QuantConfig(quant.bits, tuple(formats))
 
 

@@ -60,8 +60,8 @@ def untiled(part: Bytes, matrix: TiledMatrix) -> StoredMatrix:
     affine = np.ascontiguousarray(blocks[:, :, at:]).view(row.scale_type)
     scales = TILE_ROWS * (GROUP_SIZE // row.group_size)
     parts = (affine[:, :, :scales], affine[:, :, scales:])
-    found = [_by_rows(np.ascontiguousarray(values).reshape(tiles, groups, -1, TILE_ROWS)) for values in parts]
-    return StoredMatrix(codes[:count], found[0][:count], found[1][:count].view(np.float16), added)
+    pairs = [_by_rows(np.ascontiguousarray(values).reshape(tiles, groups, -1, TILE_ROWS)) for values in parts]
+    return StoredMatrix(codes[:count], pairs[0][:count], pairs[1][:count].view(np.float16), added)
 
 
 def lane_rows(tiles: Bytes, row: RowLayout) -> Bytes:

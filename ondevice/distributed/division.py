@@ -292,10 +292,10 @@ class _Ranges:
         if use is not None:
             use = part_expert_use(use, self._bundle.config, config)
         quant = part_quant(self._bundle.quant, config, first)
-        found = token_bytes(config, quant, plan, self._active[first:stop], use)
-        computing = found.computed / resources.compute_bytes_per_second
-        seconds = max(computing, found.read / resources.flash_bytes_per_second)
-        return RankShare(resources.name, first, stop, plan, found, seconds)
+        of_token = token_bytes(config, quant, plan, self._active[first:stop], use)
+        computing = of_token.computed / resources.compute_bytes_per_second
+        seconds = max(computing, of_token.read / resources.flash_bytes_per_second)
+        return RankShare(resources.name, first, stop, plan, of_token, seconds)
 
     def _planned(self, first: int, stop: int, embeds: bool) -> tuple[ModelConfig, Plan]:
         """A part's config and its plan, without a budget and without the memory of a process."""

@@ -141,10 +141,10 @@ void Matrix::forward(Runner& runner, const float* x, int64_t x_stride, int64_t t
 void Matrix::forward_heads(Runner& runner, const float* x, int64_t heads, int64_t tokens, float* out) const {
   const KernelTable& kernels = runner.kernels();
   const InputRows inputs = runner.prepare(x, cols_, heads * tokens, cols_, format(), {});
-  const int64_t own = rows_ / heads / kTile;
+  const int64_t head_tiles = rows_ / heads / kTile;
   runner.pool().parallel_for(rows_ / kTile, grain_of(format()), [&](int64_t begin, int64_t end, int) {
     for (int64_t at = begin; at < end;) {
-      const int64_t head = at / own, stop = (head + 1) * own < end ? (head + 1) * own : end;
+      const int64_t head = at / head_tiles, next = (head + 1) * head_tiles, stop = next < end ? next : end;
       InputRows of_head = inputs;
       of_head.tokens = tokens;
       if (inputs.padded)

@@ -22,9 +22,9 @@ float half_at(const KernelTable& kernels, const uint8_t* halves, int64_t lane) {
 void lane_codes(const uint8_t* block, int bits, int64_t lane, uint8_t* codes) {
   std::memset(codes, 0, static_cast<size_t>(kGroup));
   const auto word_at = [&](const uint8_t* words, int64_t word) {
-    uint32_t found;
-    std::memcpy(&found, words + 4 * (kTile * word + lane), sizeof(found));
-    return found;
+    uint32_t value;
+    std::memcpy(&value, words + 4 * (kTile * word + lane), sizeof(value));
+    return value;
   };
   if (!in_planes(bits)) {
     const int64_t each = 32 / bits;

@@ -119,11 +119,13 @@ def test_an_agent_does_one_task_or_its_model_fails(name: str, agents_server: Ser
         seconds=round(time.monotonic() - begun, 1),
     )
     assert said, transcript[-2000:]
-    # What is asked for beside the task, such as a title or a summary, is asked for without its tools.
+    # Other requests than the task's turns: a title has a short prompt, a summary is wanted without tools.
     longest = max(range(len(said)), key=lambda index: said[index].prompt_tokens)
-    tools = asked[longest].asked.get("tools")
+    most, tools = said[longest].prompt_tokens, asked[longest].asked.get("tools")
     turns = [
-        reply.new_tokens for each, reply in zip(asked, said, strict=True) if each.asked.get("tools") == tools
+        reply.new_tokens
+        for each, reply in zip(asked, said, strict=True)
+        if reply.prompt_tokens > most / 2 and each.asked.get("tools") == tools
     ]
     assert max(turns[1:2], default=0) < NEW_TOKENS
     # It came to its end: where the task isn't done, the model was given the chance.
