@@ -224,6 +224,7 @@ class SegmentPool(NeuronSource):
         ahead = self._reading_at(index)
         end = self._starts[index] + len(self._pieces[index])
         filling: Segment | None = None
+        resident = len(layer.segments)
         for segment, first, stop, _ in self._pieces[index]:
             neurons = layer.segment_range(segment)
             # The position is unknown until the piece is released, so an error here restarts the reading.
@@ -231,6 +232,10 @@ class SegmentPool(NeuronSource):
             asked = time.perf_counter()
             records = ahead.next().reshape(-1, layer.source.layout.stride)
             self._waited += time.perf_counter() - asked
+            if segment < resident:
+                # This pass has come to the layer before, and filled the segment then.
+                self._let_go(ahead, self._memory.pieces_read)
+                continue
             layer.source.check_gates(first, records)
             if first == neurons.start:
                 filling = self._take_empty(index, segment)

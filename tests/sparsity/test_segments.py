@@ -145,6 +145,22 @@ def test_the_first_pass_already_allocates(bundle: Path) -> None:
         assert logits(model, passes=1) == first
 
 
+def test_a_layer_that_a_pass_comes_to_again_gives_no_neuron_twice(bundle: Path) -> None:
+    """As MLX does for the last row of a prompt; the first time has filled one of the layer's segments."""
+    batch, last = ForwardBatch(TOKENS), LAYERS - 1
+    with pooled(bundle) as (model, pool, _):
+        layer = model.backend.feed_forwards[last]  # type: ignore[attr-defined]
+        pool.resize([0, 0, 1])
+        pool.begin_pass(batch)
+        (empty,) = (future for waiting in pool._empty.values() for future in waiting)
+        empty.result()
+        counts = []
+        for _ in range(2):
+            resident = len(layer.segments)
+            counts.append((resident, len(list(pool.offloaded(last, batch)))))
+        assert counts == [(0, PER_LAYER), (1, PER_LAYER - 1)]
+
+
 def test_segments_that_wait_to_be_filled_go_back_too(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, allocate = threading.Event(), _native.allocate
 
