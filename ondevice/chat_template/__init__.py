@@ -345,7 +345,10 @@ class ChatTemplate:
         if self.takes_tools:
             form, takes_text = self._call_form, self._takes_text
             yield from self._placed(
-                [as_form(message, form, self._format, takes_text) for message in with_short_ids(messages)]
+                [
+                    as_form(message, form, self._call_format, takes_text)
+                    for message in with_short_ids(messages)
+                ]
             )
             # Some templates refuse calls of no result, several at once, and results of no call.
             tools = []
@@ -432,7 +435,7 @@ class ChatTemplate:
             {"role": "tool", "content": "x", "tool_call_id": call["id"], "name": "other"},
         ]
         for form in CALL_FORMS[:-1]:
-            text = self._tried([as_form(message, form, None) for message in messages], {})
+            text = self._tried([as_form(message, form, HERMES) for message in messages], {})
             if _PROBE in text and "probe_value" in text:
                 return form
         return CALL_FORMS[-1]
@@ -448,7 +451,8 @@ class ChatTemplate:
             {"role": "tool", "content": "x", "tool_call_id": call["id"], "name": "other"},
         ]
         form = self._call_form
-        return "probe_value" in self._tried([as_form(it, form, None, takes_text=True) for it in messages], {})
+        taken = [as_form(message, form, HERMES, takes_text=True) for message in messages]
+        return "probe_value" in self._tried(taken, {})
 
     def _tried(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         """What the template makes of messages; empty if it refuses them or fails."""

@@ -14,11 +14,13 @@ from typing import Any
 
 from ondevice.chat_template.partial_json import ends_inside
 from ondevice.chat_template.python_calls import by_name, ends_inside_calls, read_python_calls
-from ondevice.chat_template.tools import Tool, is_text, json_text, parsed_object, plain_data
+from ondevice.chat_template.tools import Tool, arguments_text, is_text, json_text, parsed_object, plain_data
 from ondevice.errors import UsageError
 
 Call = tuple[str, dict[str, Any]]
 """The name of a tool, and arguments."""
+WrittenCall = tuple[str, Mapping[str, Any] | str]
+"""A call to write. Arguments that are a string stay as they are: they were cut, or are no object."""
 Tools = Mapping[str, Tool]
 """Tools that may be called, by name."""
 
@@ -76,7 +78,7 @@ class CallFormat:
     opens: tuple[str, ...]
     closes: str | None
     read: Callable[[str, Tools], list[Call] | None]
-    write: Callable[[Sequence[Call]], str]
+    write: Callable[[Sequence[WrittenCall]], str]
     bare: bool = False
     inner: tuple[str, ...] = ()
     streaming: Streaming | None = None
@@ -335,53 +337,59 @@ def kimi_calls(text: str, tools: Tools) -> list[Call] | None:
     return calls or None
 
 
-def as_json(name: str, arguments: Mapping[str, Any], key: str = "arguments") -> str:
-    return json_text({"name": name, key: arguments})
+def as_json(name: str, arguments: Mapping[str, Any] | str, key: str = "arguments") -> str:
+    return f'{{"name": {json_text(name)}, "{key}": {arguments_text(arguments)}}}'
 
 
-def write_hermes(calls: Sequence[Call]) -> str:
+def write_hermes(calls: Sequence[WrittenCall]) -> str:
     return "\n".join(f"<tool_call>\n{as_json(*call)}\n</tool_call>" for call in calls)
 
 
-def write_list(mark: str, closes: str = "") -> Callable[[Sequence[Call]], str]:
+def write_list(mark: str, closes: str = "") -> Callable[[Sequence[WrittenCall]], str]:
     """What writes calls as one list of JSON."""
     return lambda calls: f"{mark}[{', '.join(as_json(*call) for call in calls)}]{closes}"
 
 
-def write_kimi(calls: Sequence[Call]) -> str:
+def write_kimi(calls: Sequence[WrittenCall]) -> str:
     inner = "".join(
-        f"{KIMI_CALL}functions.{name}:{number}{KIMI_SEPARATOR}{json_text(arguments)}{KIMI_CALL_END}"
+        f"{KIMI_CALL}functions.{name}:{number}{KIMI_SEPARATOR}{arguments_text(arguments)}{KIMI_CALL_END}"
         for number, (name, arguments) in enumerate(calls)
     )
     return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
 
 
-def write_command(calls: Sequence[Call]) -> str:
+def write_command(calls: Sequence[WrittenCall]) -> str:
     """Calls as Command writes them, with the numbers that it gives them."""
-    listed = [
-        {"tool_call_id": str(number), "tool_name": name, "parameters": arguments}
+    listed = ", ".join(
+        f'{{"tool_call_id": "{number}", "tool_name": {json_text(name)}, '
+        f'"parameters": {arguments_text(arguments)}}}'
         for number, (name, arguments) in enumerate(calls)
-    ]
-    return f"<|START_ACTION|>{json_text(listed)}<|END_ACTION|>"
+    )
+    return f"<|START_ACTION|>[{listed}]<|END_ACTION|>"
 
 
-def write_xml(opens: str, closes: str) -> Callable[[Sequence[Call]], str]:
+def write_xml(opens: str, closes: str) -> Callable[[Sequence[WrittenCall]], str]:
     """What writes calls with names and values between marks, each between `opens` and `closes`."""
 
     def written(value: Any) -> str:
         return value if isinstance(value, str) else json_text(value)
 
-    def one(name: str, arguments: Mapping[str, Any]) -> str:
-        parameters = "".join(
-            f"<parameter={key}>\n{written(value)}\n</parameter>\n" for key, value in arguments.items()
-        )
+    def one(name: str, arguments: Mapping[str, Any] | str) -> str:
+        if isinstance(arguments, str):
+            parameters = f"{arguments}\n"
+        else:
+            parameters = "".join(
+                f"<parameter={key}>\n{written(value)}\n</parameter>\n" for key, value in arguments.items()
+            )
         return f"{opens}\n<function={name}>\n{parameters}</function>\n{closes}"
 
     return lambda calls: "\n".join(one(*call) for call in calls)
 
 
-def write_glm(calls: Sequence[Call]) -> str:
-    def one(name: str, arguments: Mapping[str, Any]) -> str:
+def write_glm(calls: Sequence[WrittenCall]) -> str:
+    def one(name: str, arguments: Mapping[str, Any] | str) -> str:
+        if isinstance(arguments, str):
+            return f"<tool_call>{name}\n{arguments}\n</tool_call>"
         pairs = "".join(
             f"\n<arg_key>{key}</arg_key>\n<arg_value>"
             f"{value if isinstance(value, str) else json_text(value)}</arg_value>"
@@ -392,18 +400,19 @@ def write_glm(calls: Sequence[Call]) -> str:
     return "\n".join(one(*call) for call in calls)
 
 
-def write_mistral_args(calls: Sequence[Call]) -> str:
-    return "".join(f"[TOOL_CALLS]{name}[ARGS]{json_text(arguments)}" for name, arguments in calls)
+def write_mistral_args(calls: Sequence[WrittenCall]) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments_text(arguments)}" for name, arguments in calls)
 
 
 def write_deepseek(
     before: str, before_json: str, behind_json: str, between: str
-) -> Callable[[Sequence[Call]], str]:
+) -> Callable[[Sequence[WrittenCall]], str]:
     """What writes calls with these texts before the name, around the arguments and between two calls."""
 
-    def written(calls: Sequence[Call]) -> str:
+    def written(calls: Sequence[WrittenCall]) -> str:
         each = (
-            f"{before}{name}{before_json}{json_text(arguments)}{behind_json}" for name, arguments in calls
+            f"{before}{name}{before_json}{arguments_text(arguments)}{behind_json}"
+            for name, arguments in calls
         )
         inner = between.join(f"{DEEPSEEK_CALL}{text}{DEEPSEEK_CALL_END}" for text in each)
         return f"{DEEPSEEK_CALLS}{inner}{DEEPSEEK_END}"
@@ -422,11 +431,13 @@ def written_gemma(value: Any) -> str:
     return json_text(value)
 
 
-def write_gemma(calls: Sequence[Call]) -> str:
-    return "".join(
-        f"<|tool_call>call:{name}{written_gemma(arguments)}<tool_call|>" for name, arguments in calls
+def write_gemma(calls: Sequence[WrittenCall]) -> str:
+    texts = (
+        (name, arguments if isinstance(arguments, str) else written_gemma(arguments))
+        for name, arguments in calls
     )
+    return "".join(f"<|tool_call>call:{name}{text}<tool_call|>" for name, text in texts)
 
 
-def write_bare(calls: Sequence[Call]) -> str:
+def write_bare(calls: Sequence[WrittenCall]) -> str:
     return "; ".join(as_json(*call, "parameters") for call in calls)

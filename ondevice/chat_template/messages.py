@@ -8,7 +8,7 @@ from typing import Any
 
 from ondevice.chat_template.call_formats import CallFormat
 from ondevice.chat_template.given_text import given, joined, marked, unmarked
-from ondevice.chat_template.tools import checked_calls, checked_id, json_text, short_id
+from ondevice.chat_template.tools import arguments_text, checked_calls, checked_id, json_text, short_id
 from ondevice.errors import UsageError
 
 Message = Mapping[str, Any]
@@ -140,14 +140,14 @@ CALL_FORMS = ("object", "text", "object alone", "text alone", "written")
 
 
 def as_form(
-    message: dict[str, Any], form: str, format: CallFormat | None, takes_text: bool = False
+    message: dict[str, Any], form: str, format: CallFormat, takes_text: bool = False
 ) -> dict[str, Any]:
     """A message whose calls, and the thinking before them, are as a template takes them.
 
     Thinking has two names. Behind a text it is left out: gpt-oss's template refuses both.
 
-    takes_text: whether arguments that aren't an object may stay the string that they are. Otherwise they
-        become an object that has it as its `arguments`.
+    takes_text: whether arguments that aren't an object may stay the string that they are. Otherwise all
+        calls of the message are written: no template would get an argument that nobody gave.
     """
     calls = message.get("tool_calls")
     if calls is None:
@@ -156,34 +156,23 @@ def as_form(
     message = {key: value for key, value in message.items() if key != "thinking"}
     if thought and not message["content"]:
         message |= {"thinking": thought, "reasoning_content": thought}
-    if form == "written":
+    is_broken = any(isinstance(call["function"]["arguments"], str) for call in calls)
+    if form == "written" or (is_broken and not takes_text):
         mark = _absent_character(calls)
         functions = [call["function"] for call in calls]
-        pairs = [marked((each["name"], _as_object(each["arguments"])), mark) for each in functions]
-        written = "" if format is None else unmarked(format.write(pairs), mark)
-        parts = [text for text in (given(message["content"]), written) if text]
+        pairs = [marked((each["name"], each["arguments"]), mark) for each in functions]
+        parts = [text for text in (given(message["content"]), unmarked(format.write(pairs), mark)) if text]
         return {"role": message["role"], "content": joined("\n", parts)}
     if form.startswith("text"):
-        calls = [_with_arguments(call, _as_text) for call in calls]
-    elif not takes_text:
-        calls = [_with_arguments(call, _as_object) for call in calls]
+        calls = [_with_text(call) for call in calls]
     alone = form.endswith("alone") and not message["content"]
     return message | {"tool_calls": calls} | ({"content": None} if alone else {})
 
 
-def _with_arguments(call: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are JSON, or the string that they are."""
     function = call["function"]
-    return call | {"function": function | {"arguments": change(function["arguments"])}}
-
-
-def _as_text(arguments: Mapping[str, Any] | str) -> str:
-    """A call's arguments as JSON, or the string that they are."""
-    return arguments if isinstance(arguments, str) else json_text(arguments)
-
-
-def _as_object(arguments: dict[str, Any] | str) -> dict[str, Any]:
-    """A call's arguments as an object."""
-    return {"arguments": arguments} if isinstance(arguments, str) else arguments
+    return call | {"function": function | {"arguments": arguments_text(function["arguments"])}}
 
 
 def with_tools(

@@ -240,6 +240,11 @@ def json_text(value: object) -> str:
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+def arguments_text(arguments: Mapping[str, Any] | str) -> str:
+    """A call's arguments as JSON, or the string that they are."""
+    return arguments if isinstance(arguments, str) else json_text(arguments)
+
+
 def short_id(given: str) -> str:
     """An id of 9 letters and digits, which is what the strictest templates take."""
     return given if _SHORT_ID.fullmatch(given) else new_id(given)

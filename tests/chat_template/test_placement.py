@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from ondevice.chat_template import ChatTemplate
+from ondevice.chat_template.call_formats import CallFormat
+from ondevice.chat_template.known_formats import FORMATS
 from ondevice.chat_template.placement import placements
 from ondevice.chat_template.tools import PromptOptions, Tool
 from ondevice.errors import BundleError, UsageError
@@ -129,17 +131,29 @@ def calling(*arguments: Any, results: int | None = None) -> list[dict[str, Any]]
         (TOOLS, '"arguments": "{\\"city\\": \\"Os"}'),
         (TEXT_ARGUMENTS, CUT),
         (CONTENT_NONE, '"arguments": "{\\"city\\": \\"Os"}'),
-        (ONLY_CONTENT, '{"name": "weather", "arguments": {"arguments": "{\\"city\\": \\"Os"}}'),
-        (IN_SYSTEM, '{"name": "weather", "arguments": {"arguments": "{\\"city\\": \\"Os"}}'),
+        (ONLY_CONTENT, f'{{"name": "weather", "arguments": {CUT}}}'),
+        (IN_SYSTEM, f'{{"name": "weather", "arguments": {CUT}}}'),
         (STRICT_IDS, '"arguments": "{\\"city\\": \\"Os"}'),
-        (ITEMS, f"<function=weather><parameter=arguments>{CUT}</tool_call>"),
+        (ITEMS, f"<tool_call>\n<function=weather>\n{CUT}\n</function>\n</tool_call>"),
         (ONE_CALL, '"arguments": "{\\"city\\": \\"Os"}'),
+        (ANYWHERE, f'<tool_call>\n{{"name": "weather", "arguments": {CUT}}}\n</tool_call>'),
+        (NO_SYSTEM, f'<tool_call>\n{{"name": "weather", "arguments": {CUT}}}\n</tool_call>'),
     ],
 )
 def test_arguments_that_were_cut_are_the_string_that_they_are(source: str, written: str) -> None:
     text = ChatTemplate(source).render(calling(CUT), options=OPTIONS)
     assert text.count(written) == 1
     assert text.count("0 C") == text.count("Well?") == 1
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=[each.name for each in FORMATS])
+def test_a_format_writes_arguments_that_were_cut_as_they_are(format: CallFormat) -> None:
+    text = format.write([("weather", CUT)])
+    assert text.count(CUT) == text.count("weather") == 1
+    whole = format.write([("weather", {"city": "Oslo"})])
+    written = '{"city": "Oslo"}'
+    # Formats of JSON write both alike.
+    assert written not in whole or whole.replace(written, CUT) == text
 
 
 @pytest.mark.parametrize("source", [TOOLS, TEXT_ARGUMENTS, CONTENT_NONE, ONLY_CONTENT, STRICT_IDS, ITEMS])
@@ -151,7 +165,7 @@ def test_no_string_of_arguments_makes_a_template_fail(source: str, arguments: st
 def test_calls_that_a_template_refuses_are_told_as_text() -> None:
     template = ChatTemplate(ONE_CALL)
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-    cut = '<tool_call>\n{"name": "weather", "arguments": {"arguments": "{\\"city\\": \\"Os"}}\n</tool_call>'
+    cut = f'<tool_call>\n{{"name": "weather", "arguments": {CUT}}}\n</tool_call>'
     two = template.render(calling({"city": "Oslo"}, CUT), options=OPTIONS)
     assert two.startswith(
         f"<|user|>Hi<|assistant|>{call}\n{cut}"
