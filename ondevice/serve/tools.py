@@ -270,10 +270,9 @@ def take_function(fields: Fields, id: str | None, arguments: str) -> dict[str, A
 
 def call_message(id: str, name: str, arguments: Any) -> dict[str, Any]:
     """A call as messages have it. arguments: an object, its JSON, or whatever a model wrote in its place."""
-    given = {} if arguments is None else arguments
-    if not isinstance(given, dict | str):
-        given = json_text(given)
-    return {"id": kept_id(id), "type": "function", "function": {"name": name, "arguments": given}}
+    # As JSON, since a history may have an object that no call has, such as one with 1e999 in it.
+    text = arguments if isinstance(arguments, str) else json_text({} if arguments is None else arguments)
+    return {"id": kept_id(id), "type": "function", "function": {"name": name, "arguments": text}}
 
 
 def kept_id(id: str) -> str:
