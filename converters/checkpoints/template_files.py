@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ondevice.bundle.layout import CHAT_TEMPLATE
-from ondevice.chat_template import TEMPLATE_REMEDY, ChatTemplate
+from ondevice.chat_template import TEMPLATE_REMEDY, try_out
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.errors import BundleError, CheckpointError
 
@@ -74,10 +74,10 @@ def usable_template(named: Mapping[str, str]) -> bytes | None:
 
 
 def checked_template(source: str) -> bytes:
-    """A chat template as a bundle stores it. Raises CheckpointError if it isn't UTF-8 or doesn't compile."""
+    """A chat template as a bundle stores it. Raises CheckpointError if it isn't UTF-8 or can't be used."""
     try:
         data = source.encode("utf-8")
-        ChatTemplate(source)
+        try_out(source)
     except UnicodeEncodeError as error:
         raise CheckpointError(f"the chat template isn't UTF-8 text; {TEMPLATE_REMEDY}") from error
     except BundleError as error:

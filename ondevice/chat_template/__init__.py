@@ -11,8 +11,10 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from functools import cached_property
+from traceback import walk_tb
 from typing import Any
 
 from ondevice.chat_template.call_formats import CallFormat
@@ -91,6 +93,8 @@ TOOL_NAMES = ("tools", "xml_tools")
 _TAIL = 8
 """Number of ids at a prompt's end among which a mark of thinking is looked for."""
 _PROBE = "probe_tool"
+_SHORT_CHAT = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+"""What every template takes, unless it refuses it."""
 
 
 class ChatTemplate:
@@ -519,12 +523,19 @@ def decoded(source: bytes) -> str:
         raise BundleError(f"the chat template is not UTF-8: {error}; {TEMPLATE_REMEDY}") from error
 
 
+def try_out(source: str) -> None:
+    """Raises BundleError for a template that doesn't compile, or fails on a short chat; it may refuse one."""
+    template = ChatTemplate(source)
+    with suppress(UsageError):
+        template.render(_SHORT_CHAT)
+
+
 def read_template(path: str | os.PathLike[str]) -> bytes:
     """A template from a file of the user's. Raises UsageError if it can't be read or used."""
     try:
         with open(path, "rb") as stream:
             data = stream.read(4 * MAX_TEMPLATE_CHARS + 1)
-        ChatTemplate(decoded(data))
+        try_out(decoded(data))
     except BundleError as error:
         raise UsageError(f"{os.fspath(path)}: {error.for_command_line}") from error
     except (OSError, ValueError) as error:  # A path with a null byte is a ValueError.
@@ -542,6 +553,8 @@ def abilities(source: str) -> tuple[str, ...]:
 
 
 def _reason(error: BaseException) -> str:
-    line = getattr(error, "lineno", None)
+    """What went wrong, and in which of the template's lines, as far as that is known."""
+    lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == "<template>"]
+    line = getattr(error, "lineno", None) or next(reversed(lines), None)
     where = f" (line {line})" if line and f"line {line}" not in str(error) else ""
     return f"{type(error).__name__}: {str(error)[:300]}{where}"

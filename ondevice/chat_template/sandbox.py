@@ -225,7 +225,8 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return lambda *values, **named: filled_in(form, values, named, self.meter)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
-        raise SecurityError(f"attribute {attribute!r} of {type(obj).__name__!r} is out of bounds")
+        kind = "str" if isinstance(obj, str) else type(obj).__name__
+        raise SecurityError(f"attribute {attribute!r} of {kind!r} isn't allowed in a chat template")
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "%" and isinstance(left, str):

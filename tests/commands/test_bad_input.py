@@ -85,11 +85,12 @@ def test_a_checkpoint_that_cannot_be_right(
 
 def test_a_template_that_tries_to_escape(ondevice: Run, tmp_path: Path) -> None:
     source = write_chat_checkpoint(tmp_path / "source")
-    write_byte_tokenizer(source, TEMPLATE + "{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    evil = "{% if 'Hello' in messages[0].content %}{{ ''.__class__.__mro__[1].__subclasses__() }}{% endif %}"
+    write_byte_tokenizer(source, TEMPLATE + evil)
     bundle = convert_bundle(source, tmp_path / "bundle")
     result = ondevice("chat", "-m", bundle, stdin="Hello\n")
     assert (result.code, result.out) == (6, "")
-    assert "attribute '__class__' of 'str' is out of bounds" in result.err
+    assert "attribute '__class__' of 'str' isn't allowed in a chat template (line " in result.err
     assert TEMPLATE_REMEDY in result.err
     write_byte_tokenizer(source)
     (source / "chat_template.jinja").write_text(TEMPLATE)

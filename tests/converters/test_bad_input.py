@@ -360,7 +360,7 @@ def test_nothing_in_the_folder_is_executed(source: Path) -> None:
     evil = "{{ ''.__class__.__mro__[1].__subclasses__() }}{% for x in range(10**12) %}{% endfor %}"
     (source / "chat_template.jinja").write_text(evil)
     output = convert(source, source.parent / "output")
-    assert (output / "chat_template.jinja").read_text() == evil
+    assert not (output / "chat_template.jinja").exists()
     assert not mark.exists()
     assert {path.suffix for path in output.iterdir()} <= {".json", ".safetensors", ".bin", ".jinja"}
 

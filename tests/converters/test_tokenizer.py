@@ -296,6 +296,8 @@ def test_a_folder_of_templates_that_is_a_link_is_left_alone(source: Path, tmp_pa
         ("chat_template.jinja", b"\xff\xfe\x00", "isn't UTF-8"),
         ("tokenizer_config.json", b'{"chat_template": "\\ud800"}', "isn't UTF-8"),
         ("chat_template.jinja", b"{% for message in messages %}", "TemplateSyntaxError: .*line 1"),
+        ("chat_template.jinja", b"\n{{ messages[0].content.rjust(40) }}", "'rjust' of 'str' .*line 2"),
+        ("chat_template.jinja", b"{{ 'x' * messages | length * 9999999 }}", "TemplateLimit: .*line 1"),
         ("chat_template.jinja", b"x" * (MAX_TEMPLATE_CHARS + 1), "has 65537 characters; the limit is 65536"),
         ("chat_template.jinja", "\U0001f600".encode() * (MAX_TEMPLATE_CHARS + 1), "has 65537 characters"),
     ],
@@ -306,6 +308,12 @@ def test_a_template_that_can_t_be_used_is_left_out_and_said(
     (source / name).write_bytes(data)
     assert converted(source)[0].chat_template is None
     assert re.search(f"(?s){reason}.*; give another with --chat-template FILE", caplog.text)
+
+
+def test_a_template_may_refuse_a_chat(source: Path) -> None:
+    refusing = "{{ raise_exception('not without a system message') }}"
+    (source / "chat_template.jinja").write_text(refusing)
+    assert converted(source)[1].read_small("chat_template.jinja").decode() == refusing
 
 
 @pytest.mark.parametrize("character", ["x", "\U0001f600"])

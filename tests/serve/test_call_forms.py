@@ -289,6 +289,27 @@ def test_a_call_that_is_cut_is_text_and_the_reason_says_so(
         assert (said, streamed) == (text, reason), dialect
 
 
+def test_a_template_that_fails_is_an_error_with_its_line_and_the_remedy(
+    spoken: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = ChatTemplate.load(b"\n{{ messages[0].content.rjust(40) }}", spoken.model.tokenizer)
+    monkeypatch.setitem(spoken.model._host.__dict__, "chat_template", template)
+    requests: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": [USER]},
+        "/v1/responses": {"input": [USER]},
+        "/v1/messages": {"messages": [USER], "max_tokens": 9},
+        "/api/chat": {"model": spoken.model.name, "messages": [USER]},
+    }
+    for path, asked in requests.items():
+        for stream in (False, True):
+            answer = spoken.post(path, asked | {"stream": stream})
+            error = answer.json["error"]
+            said = error["message"] if isinstance(error, dict) else error
+            assert answer.status == 500
+            assert "attribute 'rjust' of 'str' isn't allowed in a chat template (line 2)" in said
+            assert "give another with --chat-template FILE" in said
+
+
 def test_the_template_may_be_given_and_the_day_fixed(tmp_path: Path, spoken: Serving) -> None:
     file = tmp_path / "other.jinja"
     file.write_text("{{ strftime_now('%d %B %Y') }}: {{ messages[0].content }}")
