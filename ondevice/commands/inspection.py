@@ -17,6 +17,7 @@ from ondevice.bundle.sidecar import no_streams
 from ondevice.commands.reports import lossy_lines, parts, percent, residency, size
 from ondevice.commands.training_reports import expert_cost_table, stream_facts, trained_facts
 from ondevice.model_config import WHOLE, ModelConfig
+from ondevice.runtime.mode_change import mode_change
 from ondevice.runtime.models import (
     ALIASES,
     SparsityMode,
@@ -24,7 +25,7 @@ from ondevice.runtime.models import (
     model_home,
     sparsity_modes,
 )
-from ondevice.runtime.resolving import ResolvedModel, mode_change
+from ondevice.runtime.resolving import ResolvedModel
 from ondevice.units import format_bytes
 
 NAMED_IF_DAMAGED = ("hotness", "token_counts", "expert_costs", "expert_use", "ngrams", "eagle", "mtp")

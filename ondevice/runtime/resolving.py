@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from ondevice.backends.row_invariance import BY_CONSTRUCTION, RowInvariance, RowWidths
 from ondevice.budget.claims import beside_bytes, others
@@ -98,7 +98,11 @@ class ResolvedModel:
     fitting_options: tuple[str, ...] = ()
     """Options with which the model would fit, where the plan doesn't, each by itself."""
     alternatives: tuple[ResolvedModel, ...] = ()
-    """The models that `auto` chose this from by `_preferred`; empty where it had no choice."""
+    """The models that `auto` chose this one's modes from by `_preferred`."""
+    under: Callable[[int], ResolvedModel] | None = field(default=None, repr=False, compare=False)
+    """The model that another budget, in bytes, would give by the same measurement, at most with the default
+    context; None where this one doesn't fit.
+    """
     budget_origin: str = ""
     """Origin of the budget that `auto` found, in words; empty for the user's own budget."""
     warnings: tuple[str, ...] = ()
@@ -309,8 +313,7 @@ class _Planner:
 
         One that wasn't asked for is at most the default, or as long as `context_share` of the budget allows.
         """
-        wanted = context_tokens(self.bundle.config, self.runtime)
-        floor = wanted if self.runtime.max_context else min(wanted, LEAST_CONTEXT)
+        wanted, floor = context_tokens(self.bundle.config, self.runtime), self._least_context
         whole = found = self._at(wanted)
         if not whole.plan.fits:
             fitting, options = self._fitting_context(wanted), self._fitting_options(whole)
@@ -324,10 +327,22 @@ class _Planner:
             found = self._lengthened(whole)
         return replace(
             found,
+            under=self._under,
             least=None if least.plan == found.plan else least,
             whole=None if found.plan.max_context >= wanted else whole,
             budget_warnings=self._doubts(found.plan),
         )
+
+    def _under(self, budget_bytes: int) -> ResolvedModel:
+        # A context beyond the default takes no mode's memory.
+        runtime = replace(self.runtime, dram_budget=budget_bytes, context_share=0.0)
+        return replace(self, runtime=runtime).resolved()
+
+    @property
+    def _least_context(self) -> int:
+        """Tokens below which the budget doesn't shorten the context."""
+        wanted = context_tokens(self.bundle.config, self.runtime)
+        return wanted if self.runtime.max_context else min(wanted, LEAST_CONTEXT)
 
     def _lengthened(self, found: ResolvedModel) -> ResolvedModel:
         """The model with the longest context that may have `context_share` of the budget."""
@@ -336,29 +351,26 @@ class _Planner:
         # Machines that share a model agree on one context, which no budget of theirs makes longer.
         if not share or longest <= shortest or self.bundle.config.part != WHOLE:
             return found
+
+        def is_spare(length: int) -> bool:
+            longer = self._at(length)
+            plan, before = longer.plan, found.plan
+            grown = plan.activation_bytes - before.activation_bytes + plan.draft_bytes - before.draft_bytes
+            # No mode may give up memory for it, so that a larger budget never brings a shorter context.
+            resident = all(it.plan.full_bytes <= it.plan.budget_bytes for it in longer.alternatives)
+            most = share * plan.budget_bytes
+            if self._is_auto:
+                # The process is part of that budget, and may be most of a small model's.
+                most = min(most, plan.model_bytes)
+            return plan.fits and resident and plan.kv_cache_bytes + grown <= most
+
         lengths = [*range(shortest, longest, CONTEXT_STEP), longest]
-        past = bisect_left(lengths, True, 1, key=lambda length: not self._is_free(found, self._at(length)))
+        past = bisect_left(lengths, True, 1, key=lambda length: not is_spare(length))
         if past == 1:
             return found
         longer = self._at(lengths[past - 1])
-        return replace(longer, plan=replace(longer.plan, context_share=share))
-
-    def _is_free(self, before: ResolvedModel, longer: ResolvedModel) -> bool:
-        """Whether a longer context takes its share alone: modes, and what stays in memory, are as before."""
-
-        def kept(it: ResolvedModel) -> tuple[object, ...]:
-            modes = it.runtime.sparsity, it.runtime.speculation, it.draft_layer, it.leaves_streams
-            return *modes, it.plan.offloads_weights, it.plan.embedding_resident, it.plan.dense_segments
-
-        plan, share = longer.plan, self.runtime.context_share
-        most = int(share * plan.budget_bytes)
-        if self._is_auto:
-            # This budget is what the model can use, a longer context included.
-            most = min(int(share * self._allowance.usable_bytes), plan.model_bytes)
-        grown = (
-            plan.activation_bytes - before.plan.activation_bytes + plan.draft_bytes - before.plan.draft_bytes
-        )
-        return plan.fits and plan.kv_cache_bytes + grown <= most and kept(before) == kept(longer)
+        plan = replace(longer.plan, context_share=share)
+        return replace(longer, plan=plan, alternatives=found.alternatives)
 
     def _fitting_context(self, wanted: int) -> int:
         """The longest context below `wanted` with which something fits; 0 for none."""
@@ -393,7 +405,8 @@ class _Planner:
             del choices[1:]
         origin = self._allowance.words if self._is_auto else ""
         possible = []
-        modes = ((mode, *drafts) for mode in choices for drafts in self._drafting_choices(mode))
+        may_stop = max_context <= self._least_context
+        modes = ((mode, *drafts) for mode in choices for drafts in self._drafting_choices(mode, may_stop))
         for chosen_sparsity, chosen_drafts, layer, leaves in modes:
             settled = replace(runtime, sparsity=chosen_sparsity, speculation=chosen_drafts)
             plan = replace(self._plan(settled, draft, layer, leaves), wanted_context=wanted)
@@ -415,11 +428,15 @@ class _Planner:
         least = min(possible, key=lambda it: it.plan.minimum_budget_bytes)
         if not chosen.plan.fits:
             chosen = least
-        alternatives = tuple(possible) if len(possible) > 1 else ()
-        return replace(chosen, least=None if chosen is least else least, alternatives=alternatives)
+        return replace(chosen, least=None if chosen is least else least, alternatives=tuple(possible))
 
-    def _drafting_choices(self, sparsity: Sparsity) -> list[tuple[Speculation, DraftLayer | None, bool]]:
-        """What `auto` may draft with, most first: a drafter, a draft layer, and whether streams are left."""
+    def _drafting_choices(
+        self, sparsity: Sparsity, may_stop: bool
+    ) -> list[tuple[Speculation, DraftLayer | None, bool]]:
+        """What `auto` may draft with, most first: a drafter, a draft layer, and whether streams are left.
+
+        may_stop: whether it may do without drafts, which a longer context is not worth.
+        """
         speculation = self.runtime.speculation
         found: list[tuple[Speculation, DraftLayer | None, bool]] = [(speculation, self.draft_layer, False)]
         # A part behind the first takes drafts as they come.
@@ -429,7 +446,7 @@ class _Planner:
             found.append(("auto", None, False))
         if sparsity in SELECTING and _may_leave_streams(self.bundle):
             found.append(("auto", None, True))
-        return [*found, ("off", None, False)]
+        return [*found, ("off", None, False)] if may_stop else found
 
     def _plan(
         self,
@@ -492,13 +509,13 @@ def _may_leave_streams(bundle: Bundle) -> bool:
 def _preferred(possible: Sequence[ResolvedModel]) -> int:
     """The index of the model to take: the first that needs no flash, else the first that fits.
 
-    Drafting comes before none. It is given up only where its memory is what is missing. A draft layer and
-    streams come last where selected neurons are read from flash: their memory costs more of the neurons'
-    cache than their drafts bring. With everything in memory, a mode that leaves neurons out in some layers
-    alone comes last: it multiplies those of the others one by one.
+    Drafting comes before none, even where its memory sends neurons to flash: it is given up only where
+    nothing that drafts fits. A draft layer and streams come last where selected neurons are read from flash:
+    their memory costs more of the neurons' cache than their drafts bring. With everything in memory, a mode
+    that leaves neurons out in some layers alone comes last: it multiplies those of the others one by one.
     """
 
-    def rank(at: int) -> tuple[bool, bool, bool]:
+    def rank(at: int) -> tuple[bool, bool, bool, bool]:
         found = possible[at]
         plan, sparsity, config = found.plan, found.runtime.sparsity, found.bundle.config
         if plan.offloads_weights:
@@ -507,42 +524,9 @@ def _preferred(possible: Sequence[ResolvedModel]) -> int:
             last = more and sparsity in SELECTING
         else:
             last = sparsity == "exact" and not config.zeros_gates
-        return not plan.fits, plan.offloads_weights, last
+        return not plan.fits, found.runtime.speculation == "off", plan.offloads_weights, last
 
     return min(range(len(possible)), key=rank)
-
-
-@dataclass(frozen=True)
-class ModeChange:
-    """The modes that `auto` takes below `budget_bytes`, other than the current ones."""
-
-    budget_bytes: int
-    """The smallest budget that keeps the current modes."""
-    sparsity: Sparsity
-    speculation: Speculation
-
-
-def mode_change(resolved: ResolvedModel) -> ModeChange | None:
-    """The nearest budget below a model's own at which `auto` takes other modes, such as dense for exact.
-
-    The context and the process's memory are taken as they are now. None where the options name the modes,
-    where no budget that surely works changes them, and where the model doesn't fit now.
-    """
-    choices = resolved.alternatives
-    if not choices or not resolved.plan.fits:
-        return None
-    modes = resolved.runtime.sparsity, resolved.runtime.speculation
-    # Only at these budgets does a plan begin to fit, or to hold every weight.
-    limits = {it.plan.least_budget_bytes for it in choices}
-    limits |= {it.plan.resident_budget_bytes for it in choices}
-    for limit in sorted((it for it in limits if it <= resolved.plan.budget_bytes), reverse=True):
-        possible = [replace(it, plan=it.plan.with_budget(limit - 1)) for it in choices]
-        below = possible[_preferred(possible)]
-        if not below.plan.fits or limit <= resolved.frugal.plan.minimum_budget_bytes:
-            return None
-        if (below.runtime.sparsity, below.runtime.speculation) != modes:
-            return ModeChange(limit, below.runtime.sparsity, below.runtime.speculation)
-    return None
 
 
 def check_tokens(resolved: ResolvedModel, tokens: Sequence[int], wanted: int = 0) -> None:

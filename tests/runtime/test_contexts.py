@@ -17,6 +17,7 @@ from ondevice.commands.reports import plan_summary
 from ondevice.config import RuntimeConfig
 from ondevice.errors import BudgetError, ContextOverflowError
 from ondevice.measure.profiling import OWN_PIECE_TOKENS
+from ondevice.runtime import resolving
 from ondevice.runtime.resolving import CONTEXT_STEP, LEAST_CONTEXT, ResolvedModel, check_tokens
 from ondevice.training import PIECE_TOKENS
 from tests.support.bundles import EOS, convert_bundle, write_chat_checkpoint
@@ -150,6 +151,19 @@ def test_the_automatic_budget_grows_no_more_than_by_the_weights(bundle: Path, tm
     plan = plan_of(larger, context_share=0.25)
     assert plan.max_context == longest_within(larger, 10**12, plan.model_bytes) > LONGEST
     assert plan.budget_bytes == plan.full_bytes == plan.total_bytes
+
+
+def test_the_automatic_budget_has_the_share_that_a_named_one_has(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a share of what is planned, however much memory is free."""
+    monkeypatch.setattr(resolving, "held_bytes", lambda: 0)
+    shape = {"max_position_embeddings": 2 * LONGEST, "intermediate_size": 1 << 16, "head_dim": 64}
+    large = convert_bundle(write_chat_checkpoint(tmp_path / "checkpoint", **shape), tmp_path / "large")
+    plan = plan_of(large, context_share=0.25)
+    named = plan_of(large, dram_budget=plan.budget_bytes, context_share=0.25)
+    assert plan.model_bytes > plan.kv_cache_bytes
+    assert LONGEST < plan.max_context == named.max_context < 2 * LONGEST
 
 
 def test_chat_and_inspect_take_the_share_and_generate_does_not(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from ondevice import api
 from ondevice.api import open_model
 from ondevice.config import RuntimeConfig
 from ondevice.errors import BudgetError
-from ondevice.runtime.resolving import ResolvedModel, mode_change
+from ondevice.runtime.mode_change import mode_change
+from ondevice.runtime.resolving import ResolvedModel
+from tests.support.bundles import convert_bundle, write_chat_checkpoint
 
 SHIPPED = api.find_model()
 pytestmark = pytest.mark.usefixtures("steady_process")
@@ -37,6 +40,33 @@ def test_modes_change_just_below_the_budget_that_is_named() -> None:
     # Below that, nothing fits.
     assert found.plan.least_budget_bytes == found.frugal.plan.least_budget_bytes
     assert mode_change(resolved(dram_budget="1MB")) is None
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu"])
+def test_a_larger_budget_takes_neither_drafts_nor_context_back(tmp_path: Path, activation: str) -> None:
+    """Whatever else it brings into memory; and what is said of the modes below it is so for all of them."""
+    shape = {"head_dim": 256, "max_position_embeddings": 8192, "intermediate_size": 1 << 14}
+    checkpoint = write_chat_checkpoint(tmp_path / "checkpoint", hidden_act=activation, **shape)
+    bundle = convert_bundle(checkpoint, tmp_path / "bundle")
+
+    def taken(budget: int) -> ResolvedModel:
+        return open_model(bundle, RuntimeConfig(threads=1, dram_budget=budget, context_share=0.25))
+
+    ample = taken(1 << 40)
+    least, most = ample.frugal.plan.minimum_budget_bytes, ample.plan.full_bytes
+    budgets = [least + (most - least) * step // 30 for step in range(31)]
+    found = [taken(budget) for budget in [*budgets, 2 * most, 4 * most]]
+    contexts = [it.plan.max_context for it in found]
+    drafts = [it.runtime.speculation == "auto" for it in found]
+    assert (contexts, drafts) == (sorted(contexts), sorted(drafts))
+    assert (contexts[0], contexts[-1]) == (512, 8192)
+    for at, larger in enumerate(found):
+        change = mode_change(larger)
+        for smaller in found[:at]:
+            same = change is None or smaller.plan.budget_bytes >= change.budget_bytes
+            assert not same or modes(smaller) == modes(larger)
+        if change is not None:
+            assert modes(taken(change.budget_bytes - 1)) == (change.sparsity, change.speculation)
 
 
 def test_modes_that_are_named_never_change() -> None:
