@@ -26,7 +26,7 @@ Tools = Mapping[str, Tool]
 
 SEPARATORS = " \t\r\n,;"
 _DECODER = json.JSONDecoder()
-_NAMES = ("name", "tool_name")
+_NAMES = ("name", "tool_name", "function")
 ARGUMENTS = ("arguments", "parameters")
 _XML_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>")
 _XML_END = re.compile(r"\s*(?:</function>\s*|\Z)")
@@ -132,14 +132,15 @@ def _object_call(value: Any, tools: Tools, needs_arguments: bool) -> Call | None
     if not isinstance(value, dict):
         return None
     name = next((value[key] for key in _NAMES if key in value), None)
-    arguments: Any = next((value[key] for key in ARGUMENTS if key in value), None if needs_arguments else {})
-    return checked_call(name, arguments, tools) if isinstance(name, str) else None
+    if not isinstance(name, str) or (needs_arguments and not any(key in value for key in ARGUMENTS)):
+        return None
+    return checked_call(name, next((value[key] for key in ARGUMENTS if key in value), None), tools)
 
 
 def checked_call(name: str, arguments: Any, tools: Tools) -> Call | None:
-    """A call, if there is such a tool and its arguments are an object that JSON can hold."""
-    if isinstance(arguments, str):
-        arguments = parsed_object(arguments)
+    """A call, if there is such a tool and its arguments are an object that JSON can hold, or null."""
+    if isinstance(arguments, str | None):
+        arguments = parsed_object(arguments or "")
     if name not in tools or not isinstance(arguments, dict):
         return None
     try:

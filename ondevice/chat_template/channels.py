@@ -2,8 +2,9 @@
 
 gpt-oss writes messages to channels (OpenAI's "harmony" format): `<|channel|>analysis<|message|>...<|end|>`,
 then `<|start|>assistant<|channel|>final<|message|>...`. What is on the channel `final` is the reply; a
-message whose header has `to=functions.NAME` is a call, its text the arguments; the others are thinking, which
-a chat may show and its history leaves out, as the model's template does.
+message whose header has `to=functions.NAME`, or `to=NAME`, is a call of a tool that is given, its text the
+arguments, and else part of the reply; the others are thinking, which a chat may show and its history leaves
+out, as the model's template does.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ CONSTRAIN = "<|constrain|>"
 CALL = "<|call|>"
 """What ends a call, if it doesn't end the reply."""
 REPLY_CHANNEL = "final"
-_RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 _BEFORE_RECIPIENT = "to="
 MAX_HEADER_CHARS = 1024
 
@@ -113,10 +114,11 @@ class Channels:
     def _begin(self) -> None:
         """A message's text begins; its header says whose."""
         recipient = _RECIPIENT.search(f"{self._channel} {self._header}")
-        if recipient is not None and self._tools:
+        if recipient is not None and recipient[1] in self._tools:
             self._part, self._name, self._call = "call", recipient[1], ""
         else:
-            is_reply = self._header.split()[:1] == [REPLY_CHANNEL]
+            # A call of another tool is text, and not lost among what the model thinks.
+            is_reply = self._header.split()[:1] == [REPLY_CHANNEL] or (recipient and self._tools)
             self._part = "reply" if is_reply else "thinking"
         self._header = self._channel = ""
 

@@ -247,13 +247,14 @@ def recognised(template: str) -> CallFormat | None:
 
 _BEFORE_NAMES = tuple(f'{key}":{{' for key in ARGUMENTS)
 _CALL_HEAD = re.compile(
-    r'\{(?:"type":"function",)?(?:"function":\{)?"(?:name|tool_name)":"([A-Za-z0-9_.-]*)("?)'
+    r'\{(?:"type":"function",)?(?:"function":\{)?"(?:name|tool_name|function)":"([A-Za-z0-9_.-]*)("?)'
 )
 _HEADS = (
     '{"name":"',
     '{"tool_name":"',
     '{"type":"function",',
     '{"function":{',
+    '{"function":"',
     '{"parameters":{',
     '{"arguments":{',
 )

@@ -114,7 +114,8 @@ class PlainReply:
 class MarkedReply:
     """The parser for models that mark thinking and calls in their text.
 
-    Thinking stands before all of the reply. Spaces around it, and between a text and calls, are dropped.
+    Thinking stands before all of the reply. Spaces around it, and between a text and calls, are dropped;
+    between two texts with calls between them a break stays.
     Calls are read in the format of the model's template and, unless they come alone, in others that models
     write whatever their templates say.
     """
@@ -160,6 +161,10 @@ class MarkedReply:
         """Whether a call has been told since the last mark that began calls."""
         self._scan: CallScan | None = None
         self._drop_spaces = False
+        self._replied = False
+        """Whether there has been text of the reply."""
+        self._break = ""
+        """What stands for the spaces that have been dropped behind that text."""
         self._said = False
         """Whether the part that is being read has begun: thinking, or the reply."""
         self._called = 0
@@ -223,20 +228,17 @@ class MarkedReply:
 
     def _text(self, final: bool) -> Generator[Piece, None, bool]:
         if self._drop_spaces:
+            self._add_break(_spaces(self._held))
             self._held = self._held.lstrip()
             if not self._held:
                 return False
             self._drop_spaces, self._at_line = False, True
         if self._calls is None or not self._may_call():
             text, self._held = self._held, ""
-            if text:
-                self._said = True
-                yield Piece("reply", text)
+            yield from self._reply(text)
             return False
         text, form, mark = self._to_call(final)
-        if text:
-            self._said, self._at_line = True, _ends_line(text, self._at_line)
-            yield Piece("reply", text)
+        yield from self._reply(text)
         if form is not None:
             self._open(form, mark)
         return bool(form or mark)
@@ -297,9 +299,12 @@ class MarkedReply:
         if self._scan is not None:
             return False
         closes, held = form.closes, self._held
-        at = -1 if closes is None else held.find(closes, self._searched)
+        # Models leave ends out where another call follows. Only in JSON it is certain that one does.
+        marks = () if closes is None else (closes, *(form.opens if form.streaming else ()))
+        places = [(at, mark) for mark in marks if (at := held.find(mark, self._searched)) >= 0]
+        at, mark = min(places, default=(-1, ""))
         if at < 0 and not final:
-            self._searched = max(0, len(held) - len(closes or ""))
+            self._searched = max(0, len(held) - max(map(len, marks), default=0))
             is_text = (
                 form.could is not None
                 and (closes is None or not self._told)
@@ -321,12 +326,13 @@ class MarkedReply:
             self._searched = at + 1
             self._retries += 1
             return True
-        behind = end + (len(closes or "") if at >= 0 else 0)
+        behind = end + (len(mark) if mark == closes else 0)
         if calls is None:
             yield from self._give_up(behind)
             return True
         self._held = held[behind:]
         self._state, self._said, self._drop_spaces = "text", True, True
+        self._add_break(_spaces(self._opened))
         for call in calls:
             yield from self._tell(Piece("reply", "", call))
             self._called += 1
@@ -379,6 +385,21 @@ class MarkedReply:
         if self._called < MAX_CALLS:
             yield piece
 
+    def _reply(self, text: str) -> Iterator[Piece]:
+        """Text of the reply, behind the break that calls before it have left."""
+        if not text:
+            return
+        self._said, self._at_line = True, _ends_line(text, self._at_line)
+        if not text[0].isspace():
+            text = self._break + text
+        self._replied, self._break = True, ""
+        yield Piece("reply", text)
+
+    def _add_break(self, spaces: str) -> None:
+        """Keep in mind that spaces behind a text have been dropped: as lines, at most one of them empty."""
+        if self._replied and spaces:
+            self._break = "\n" * min(2, (self._break + spaces).count("\n")) or " "
+
     def _give_up(self, length: int) -> Iterator[Piece]:
         """What was taken for a call is text: of one without a mark no more than what it was taken for one by.
 
@@ -392,10 +413,10 @@ class MarkedReply:
         text, self._held = opened + self._held[begin:length], self._held[length:]
         self._in_code = opened.strip() == FENCE
         self._drop_spaces = self._told and not text
+        if self._told:
+            self._add_break(_spaces(self._opened))
         self._state, self._said, self._scan = "text", True, None
-        if text:
-            self._at_line = _ends_line(text, self._at_line)
-            yield Piece("reply", text)
+        yield from self._reply(text)
 
     def _before(self, marks: tuple[str, ...], final: bool) -> tuple[str, str]:
         """The text that is certain before the first of the marks, and that mark if it is there, else ''.
@@ -415,6 +436,11 @@ class MarkedReply:
             text = bare if len(text) - len(bare) <= MAX_HELD_SPACES else text
         self._held = self._held[len(text) :]
         return text, ""
+
+
+def _spaces(text: str) -> str:
+    """The spaces and line feeds with which a text begins."""
+    return text[: len(text) - len(text.lstrip())]
 
 
 def _ends_line(text: str, at_line: bool) -> bool:

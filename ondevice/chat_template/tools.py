@@ -226,11 +226,12 @@ def checked_id(given: object) -> str:
 
 
 def parsed_object(text: str) -> dict[str, Any] | None:
-    """The JSON object that a text is, or None. An empty text is an object of nothing."""
+    """The JSON object that a text is, or None. An empty text is an object of nothing, and so is null."""
     try:
         value = json.loads(text or "{}", parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
+    value = {} if value is None else value
     return value if isinstance(value, dict) else None
 
 

@@ -31,6 +31,8 @@ SEP, CALL, CALL_END = DEEP.format("sep"), DEEP.format("call\u2581begin"), DEEP.f
 CALLS, CALLS_END = DEEP.format("calls\u2581begin"), DEEP.format("calls\u2581end")
 BARE = json.dumps({"name": "weather", "arguments": WEATHER[1]})
 NOW = '{"name": "now", "arguments": {}}'
+MARKED = ("weather", {"city": "<tool_call>", "days": 3})
+LAST_NAME = json.dumps({"arguments": MARKED[1], "name": MARKED[0]})
 
 # As the families write them: the format, the reply, its text and its calls.
 WRITTEN: list[tuple[str, str, str, list[Any]]] = [
@@ -106,6 +108,8 @@ WRITTEN: list[tuple[str, str, str, list[Any]]] = [
     ("llama", f" {NOW}; {NOW}", "", [("now", {}), ("now", {})]),
     ("llama", f"<|python_tag|>{NOW}", "", [("now", {})]),
     ("llama", '{"type": "function", "function": {"name": "now"}}', "", [("now", {})]),
+    ("llama", '{"type": "function", "function": "now", "parameters": {}}', "", [("now", {})]),
+    ("llama", '{"function": "now", "parameters": null}', "", [("now", {})]),
     ("llama", f"{NOW} Done.", "Done.", [("now", {})]),
     (
         "seed",
@@ -143,17 +147,29 @@ WRITTEN: list[tuple[str, str, str, list[Any]]] = [
     ("nemotron", f"<TOOLCALL>[{BARE}, {NOW}]</TOOLCALL>", "", [WEATHER, ("now", {})]),
     ("tool-calls", f"Yes.\n<tool_calls>[{NOW}]</tool_calls>", "Yes.", [("now", {})]),
     # What models write whatever their template says.
-    ("mistral", f"Yes:\n{BARE}\n{NOW}\nSo.", "Yes:So.", [WEATHER, ("now", {})]),
+    ("mistral", f"Yes:\n{BARE}\n{NOW}\nSo.", "Yes:\n\nSo.", [WEATHER, ("now", {})]),
     ("hermes", f"[{NOW},\n {BARE}]\n", "", [("now", {}), WEATHER]),
     ("hermes", '{"arguments": {}, "name": "now"}', "", [("now", {})]),
     ("hermes", f"{{{NOW}", "", [("now", {})]),
     ("hermes", f"<tool_call>\n{{{BARE}}}\n</tool_call>", "", [WEATHER]),
     ("mistral", '{{"arguments": {}, "name": "now"}}', "", [("now", {})]),
-    ("hermes", f"a\n\n```json\n{BARE}\n```\nb", "ab", [WEATHER]),
+    ("hermes", f"a\n\n```json\n{BARE}\n```\nb", "a\n\nb", [WEATHER]),
+    (
+        "hermes",
+        f"a <tool_call>{BARE}</tool_call> <tool_call>{NOW}</tool_call> b",
+        "a b",
+        [WEATHER, ("now", {})],
+    ),
+    ("hermes", f"a\n<tool_call>{BARE}</tool_call>b\n\n\n\n{NOW}\nc", "a\nb\n\nc", [WEATHER, ("now", {})]),
+    ("hermes", f"a\n<tool_call>{BARE}\n<tool_call>x</tool_call>", "a\n<tool_call>x</tool_call>", [WEATHER]),
+    ("hermes", f"<tool_call>\n{BARE}\n<tool_call>\n{LAST_NAME}", "", [WEATHER, MARKED]),
+    ("hermes", f"<tool_call>\n{LAST_NAME}\n<tool_call>\n{LAST_NAME}", "", [MARKED, MARKED]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', "", [("now", {})]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "null"}</tool_call>', "", [("now", {})]),
     ("hermes", f"```\n[{NOW}]", "", [("now", {})]),
     ("hermes", '```json\n{"name": "now", "arguments": {"a": "```\\n"}}\n```', "", [("now", {"a": "```\n"})]),
     ("hermes", "```tool_code\nnow(a=1)\n```", "", [("now", {"a": 1})]),
-    ("hermes", "x\n [weather('Oslo', days=3)]y", "xy", [WEATHER]),
+    ("hermes", "x\n [weather('Oslo', days=3)]y", "x\ny", [WEATHER]),
     ("hermes", "[now(a=[1], b=']')]", "", [("now", {"a": [1], "b": "]"})]),
     ("hermes", "```py\n```\n[now()]", "```py\n```", [("now", {})]),
     ("deepseek", '<function=now>{"a": "</function>"}</function>', "", [("now", {"a": "</function>"})]),
@@ -189,6 +205,8 @@ TEXTS: list[tuple[str, str]] = [
     ("granite", "<|tool_call|>[]"),
     ("llama", '{"answer": 42}'),
     ("llama", '{"name": "Bob"}'),
+    ("llama", '{"type": "function", "function": "other", "parameters": {}}'),
+    ("llama", '{"function": "now"}'),
     ("llama", 'x {"name": "now", "parameters": {}}'),
     ("hermes", f"Say {NOW}"),
     ("hermes", '{"name": "other", "arguments": {}}\n[other()]\n```json\n{"name": "other"}\n```'),

@@ -50,6 +50,8 @@ def written(name: str, arguments: dict[str, Any], key: str = "arguments") -> str
 
 
 ONE, TWO = written(*OSLO), written(*ROME)
+TAG = ("weather", {"city": "<tool_call>"})
+LAST_NAME = json.dumps({"arguments": TAG[1], "name": TAG[0]})
 QWEN, LLAMA, MISTRAL = "<tool_call></tool_call>", '<|start_header_id|>{"name": "parameters": ', "[TOOL_CALLS]"
 HARMONY = "<|start|><|channel|><|message|><|end|>"
 CHANNEL = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
@@ -63,6 +65,19 @@ FORMS: dict[str, tuple[str, str, str, list[Any]]] = {
         "I look.",
         [OSLO, ROME],
     ),
+    "hermes, without ends": (QWEN, f"<tool_call>\n{ONE}\n<tool_call>\n{TWO}", "", [OSLO, ROME]),
+    "hermes, without ends, arguments first": (
+        QWEN,
+        f"Look.\n<tool_call>\n{LAST_NAME}\n<tool_call>\n{LAST_NAME}\n</tool_call>",
+        "Look.",
+        [TAG, TAG],
+    ),
+    "hermes, null": (
+        QWEN,
+        '<tool_call>\n{"name": "now", "arguments": null}\n</tool_call>',
+        "",
+        [("now", {})],
+    ),
     "hermes in another model": (MISTRAL, f"<tool_call>{ONE}</tool_call>", "", [OSLO]),
     "qwen coder, bare": (QWEN, ONE, "", [OSLO]),
     "qwen coder, bare behind a text": (QWEN, f"I look.\n\n{ONE}\n{TWO}\n", "I look.", [OSLO, ROME]),
@@ -70,6 +85,13 @@ FORMS: dict[str, tuple[str, str, str, list[Any]]] = {
     "qwen coder, a list": (QWEN, f"[{ONE}, {TWO}]", "", [OSLO, ROME]),
     "qwen coder, fenced": (QWEN, f"I look.\n```json\n{ONE}\n```", "I look.", [OSLO]),
     "qwen coder, fenced without a language": (QWEN, f"```\n{ONE}\n{TWO}\n```", "", [OSLO, ROME]),
+    "qwen coder, fenced between texts": (
+        QWEN,
+        f"First:\n\n```json\n{ONE}\n```\nthen:\n```json\n{TWO}\n```Done",
+        "First:\n\nthen:\nDone",
+        [OSLO, ROME],
+    ),
+    "qwen coder, bare between texts": (QWEN, f"I look.\n{ONE}\nGood?", "I look.\n\nGood?", [OSLO]),
     "qwen coder, in tools": (QWEN, f"<tools>\n{ONE}\n</tools>", "", [OSLO]),
     "lfm2": (
         "<|tool_list_start|><|tool_list_end|>",
@@ -88,6 +110,12 @@ FORMS: dict[str, tuple[str, str, str, list[Any]]] = {
     "llama": (LLAMA, written(*OSLO, "parameters"), "", [OSLO]),
     "llama, several": (LLAMA, "; ".join(written(*it, "parameters") for it in (OSLO, ROME)), "", [OSLO, ROME]),
     "llama, behind a tag": (LLAMA, f"<|python_tag|>{written(*OSLO, 'parameters')}", "", [OSLO]),
+    "llama, a function's name": (
+        LLAMA,
+        json.dumps({"type": "function", "function": OSLO[0], "parameters": OSLO[1]}),
+        "",
+        [OSLO],
+    ),
     "llama, as python": (LLAMA, '<|python_tag|>weather.call(city="Oslo", days=3)', "", [OSLO]),
     "llama, a function": (LLAMA, f"<function=weather>{json.dumps(OSLO[1])}</function>", "", [OSLO]),
     "llama 4": (LLAMA, "[weather(city='Oslo', days=3), now()]", "", [OSLO, ("now", {})]),
@@ -100,6 +128,12 @@ FORMS: dict[str, tuple[str, str, str, list[Any]]] = {
         [OSLO, ("now", {})],
     ),
     "gpt-oss": (HARMONY, CHANNEL.format("weather", json.dumps(OSLO[1])), "", [OSLO]),
+    "gpt-oss, to a tool": (
+        HARMONY,
+        CHANNEL.replace("functions.", "").format("weather", json.dumps(OSLO[1])),
+        "",
+        [OSLO],
+    ),
     "gpt-oss, several": (
         HARMONY,
         f"<|channel|>analysis<|message|>Hm.<|end|>{MORE}"
@@ -113,6 +147,12 @@ TEXTS: dict[str, tuple[str, str]] = {
     "another tool": (QWEN, written("other", {})),
     "another tool, fenced": (QWEN, f"```json\n{written('other', {})}\n```"),
     "another tool, as python": (LLAMA, "[other(a=1)]"),
+    "another tool, named by a function": (
+        LLAMA,
+        '{"type": "function", "function": "other", "parameters": {}}',
+    ),
+    "another tool, on a channel": (HARMONY, "<|channel|>commentary to=functions.other<|message|>{}"),
+    "another tool, in thoughts": (HARMONY, "<|channel|>analysis to=python code<|message|>print(1)"),
     "a person": (LLAMA, '{"name": "weather", "age": 9}'),
     "in a line": (QWEN, f"Write {ONE} to call."),
     "code": (QWEN, f"Like this:\n```python\ncall({ONE})\n```\nGood?"),
@@ -262,7 +302,7 @@ def test_what_is_no_call_of_a_given_tool_stays_text(
     answers(spoken, monkeypatch, marks, reply)
     for dialect, (ask, _, reason, _) in DIALECTS.items():
         for stream in (False, True):
-            assert ask(spoken, stream) == (reply, [], reason), (dialect, stream)
+            assert ask(spoken, stream) == (reply.rpartition("<|message|>")[2], [], reason), (dialect, stream)
 
 
 CUT = {
