@@ -11,7 +11,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ondevice.api import open_model
 from ondevice.bundle.reader import Bundle
+from ondevice.config import RuntimeConfig
 from ondevice.errors import OndeviceError
 from ondevice.runtime.models import model_home
 from real_models.cache import models_folder
@@ -21,8 +23,6 @@ from real_models.table import SMOLLM2
 BUNDLE, SHIPPED = "smollm2-135m", "small-relu"
 SETTINGS = {
     "ONDEVICE_MODEL": BUNDLE,
-    # A fifth above the smallest budget that works, as processes differ; a third less than all of it takes.
-    "ONDEVICE_DRAM_BUDGET": "230MB",
     # The model's authors recommend these two; the penalty keeps so small a model from repeating itself.
     "ONDEVICE_TEMP": "0.2",
     "ONDEVICE_TOP_P": "0.9",
@@ -50,9 +50,20 @@ def settings(arguments: Sequence[str], environment: Mapping[str, str], say: Say)
     except (FetchError, ConversionError) as error:
         say(f"{SMOLLM2.title.split(',')[0]} isn't here, so this is {SHIPPED}, which ships: {error}")
         return {"ONDEVICE_MODEL": SHIPPED}
-    return {name: value for name, value in SETTINGS.items() if name not in environment} | {
+    ours = SETTINGS | {"ONDEVICE_DRAM_BUDGET": f"{budget_bytes(model_home() / BUNDLE) // 10**6}MB"}
+    return {name: value for name, value in ours.items() if name not in environment} | {
         "ONDEVICE_MODEL": BUNDLE
     }
+
+
+def budget_bytes(bundle: Path) -> int:
+    """A budget that works and in which a short text needs weights from flash.
+
+    It is midway between the smallest that works and what a text takes first with everything in memory: what
+    the process itself takes differs between machines, and a little from run to run.
+    """
+    resolved = open_model(bundle, RuntimeConfig())
+    return (resolved.frugal.plan.minimum_budget_bytes + resolved.plan.start_bytes) // 2
 
 
 def _names_model(arguments: Sequence[str]) -> bool:
