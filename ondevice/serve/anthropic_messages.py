@@ -13,7 +13,7 @@ from ondevice.serve.tools import call_message, checked_messages
 THINKING = ("thinking", "redacted_thinking")
 """Blocks of an assistant's turn that aren't its text."""
 BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
-"""What Claude Code puts before its system text for Anthropic's servers, with a value that changes with every
+"""What Claude Code puts before its instructions for Anthropic's servers, with a value that changes with every
 request: a model doesn't read it, and no prompt would begin as the last one did."""
 TOOL_BLOCKS = {"assistant": "tool_use", "user": "tool_result"}
 """Blocks of calls and of results, by role."""
@@ -41,7 +41,8 @@ def _add(messages: list[dict[str, Any]], fields: Fields) -> None:
     if fields.peek("content") is None:
         fields.refuse("content", "is missing")
     dropped = (*(THINKING if role == "assistant" else ()), TOOL_BLOCKS.get(role, ""))
-    text = take_text(fields, "content", written=role == "assistant", dropped=dropped)
+    unread = BILLING_HEADER if role == "system" else None
+    text = take_text(fields, "content", written=role == "assistant", dropped=dropped, unread=unread)
     fields.ignore("cache_control", "id")
     fields.close()
     messages += results

@@ -135,6 +135,11 @@ def test_what_changes_at_the_head_of_claude_code_s_prompt_is_not_read(server: Se
     plain, first, again = create(SYSTEM), create(BILLING.format(1), SYSTEM), create(BILLING.format(2), SYSTEM)
     assert sum(plain.values()) == sum(first.values()) == sum(again.values())
     assert again["input_tokens"] == 1
+    for number in range(2):
+        said = {"role": "system", "content": f"{BILLING.format(number)}\n{SYSTEM}"}
+        body = {"messages": [said, {"role": "user", "content": "Hi"}], "max_tokens": 1}
+        usage = server.post("/v1/messages", body).json["usage"]
+        assert (sum(usage.values()), usage["input_tokens"]) == (sum(again.values()), 1)
     # Only a system text's head is: what the user says is read.
     said = {"messages": [{"role": "user", "content": BILLING.format(3)}]}
     counted = server.post("/v1/messages/count_tokens", said).json["input_tokens"]
