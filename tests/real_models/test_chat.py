@@ -44,20 +44,29 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"ONDEVICE_REAL_MODELS": str(source.parent), "ONDEVICE_HOME": str(home)}
 
 
-def recorded_conversation() -> tuple[str, list[str], str]:
-    """The README's: what was typed, the arguments of `ondevice chat`, and what came out."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def recorded_conversation(page: str = "README.md") -> tuple[str, list[str], list[str]]:
+    """One page's: what was typed, the arguments of `ondevice chat`, and the lines that came out."""
+    text = (ROOT / page).read_text(encoding="utf-8")
     match = re.search(r"^    \$ (printf .* \| make chat .*)\n((?:    .*\n|\n)+?)(?=^\S)", text, re.MULTILINE)
     assert match is not None
     words = shlex.split(match[1])
     options = next(word for word in words if word.startswith("CHAT_ARGS=")).removeprefix("CHAT_ARGS=")
-    replies = re.sub(r"^    ", "", match[2], flags=re.MULTILINE).strip("\n") + "\n"
-    return words[1].replace("\\n", "\n"), shlex.split(options), replies
+    lines = [line.removeprefix("    ") for line in match[2].strip("\n").splitlines()]
+    return words[1].replace("\\n", "\n"), shlex.split(options), lines
+
+
+def test_a_smaller_budget_is_recorded_with_the_same_replies() -> None:
+    typed, options, replies = recorded_conversation()
+    again, smaller, lines = recorded_conversation("docs/memory.md")
+    assert (again, smaller[: len(options)], lines[3:-1]) == (typed, options, replies)
+    assert smaller[-2] == "--dram-budget"
+    assert not any("everything" in line for line in lines)
 
 
 def test_the_conversation_in_the_readme_is_what_comes_out(places: dict[str, str]) -> None:
     """The first chat converts; what `CHAT_ARGS` says of the budget wins, and the text stays."""
-    typed, options, expected = recorded_conversation()
+    typed, options, replies = recorded_conversation()
+    expected = "".join(f"{line}\n" for line in replies)
     assert typed.count("\n") >= 3
     first = run(*options, stdin=typed, **places)
     assert (first.returncode, first.stdout) == (0, expected), first.stderr
