@@ -46,13 +46,14 @@ def model_list() -> dict[str, Any]:
 def model_list_text() -> str:
     """`inspect --list` for people."""
     found = model_list()
-    models = found["models"].items()
+    models, aliases = found["models"], found["aliases"]
+    width = max(map(len, (*models, *aliases)))
     return "\n".join(
         [
             f"models, by name ({found['folder']} and what ships):",
-            *([f"  {name:<24}{path}" for name, path in models] or ["  none"]),
+            *([f"  {name:<{width}}  {path}" for name, path in models.items()] or ["  none"]),
             "short names, which `ondevice convert NAME` downloads and converts:",
-            *(f"  {name:<24}{source}" for name, source in found["aliases"].items()),
+            *(f"  {name:<{width}}  {source}" for name, source in aliases.items()),
         ]
     )
 

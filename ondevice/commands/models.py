@@ -22,7 +22,9 @@ def list_models(as_json: bool) -> None:
 
     found = installed_models()
     value = {"folder": str(model_home()), "models": [_facts(model) for model in found]}
-    lines = [f"models in {model_home()}, and what ships:", *(map(_line, found) if found else ["  none"])]
+    width = max((len(model.name) for model in found), default=0)
+    lines = [_line(model, width) for model in found] or ["  none"]
+    lines.insert(0, f"models in {model_home()}, and what ships:")
     print_result(as_json, value, "\n".join(lines))
 
 
@@ -58,12 +60,12 @@ def _facts(model: InstalledModel) -> dict[str, Any]:
     }
 
 
-def _line(model: InstalledModel) -> str:
+def _line(model: InstalledModel, width: int) -> str:
     from ondevice.commands.reports import harmless
     from ondevice.units import format_bytes
 
     kind = f"{model.architecture} {model.quantisation}" if model.state == "whole" else model.state
     date = model.changed.astimezone().strftime("%Y-%m-%d")
     note = "ships" if model.ships else f"from {model.source}" if model.source else model.problem
-    line = f"  {model.name:<28}{format_bytes(model.nbytes):>9}  {kind:<17} {date}  {note}"
+    line = f"  {model.name:<{width}}  {format_bytes(model.nbytes):>9}  {kind:<17} {date}  {note}"
     return harmless(line.replace("\n", " ")).rstrip()

@@ -39,7 +39,10 @@ class InstalledModel:
 
 
 def installed_models() -> list[InstalledModel]:
-    """What the model folders hold, by name; an unfinished conversion comes after the model of its name."""
+    """What the model folders hold, by name, and then what ships.
+
+    An unfinished conversion comes after the model of its name.
+    """
     found = [_inspected(name, path) for name, path in known_models().items()]
     found += [_unfinished(path) for path in _folders_of(model_home()) if path.name.endswith(PARTIAL)]
     found += [
@@ -47,7 +50,7 @@ def installed_models() -> list[InstalledModel]:
         for path in _folders_of(model_home())
         if (path / RESIDENT).is_file() and not (path / MANIFEST).is_file() and not path.name.endswith(PARTIAL)
     ]
-    return sorted(found, key=lambda model: (model.name, model.state == "unfinished"))
+    return sorted(found, key=lambda model: (model.ships, model.name, model.state == "unfinished"))
 
 
 def removable(name: str) -> list[InstalledModel]:

@@ -205,11 +205,14 @@ def _check_repository(folder: Path, repository: Repository) -> None:
 
 
 def known_models() -> dict[str, Path]:
-    """The bundles in the model folders, by name. Of two with one name, the one that `find_model` returns."""
+    """The bundles in the model folders, by name: converted ones, then what ships.
+
+    Of two with one name, the one that `find_model` returns.
+    """
     found: dict[str, Path] = {}
     for folder in (shipped_folder(), model_home()):
         found |= {path.parent.name: path.parent for path in folder.glob(f"*/{MANIFEST}")}
-    return dict(sorted(found.items()))
+    return dict(sorted(found.items(), key=lambda item: (item[1].parent == shipped_folder(), item[0])))
 
 
 def find_source(source: str | os.PathLike[str], offline: bool = False) -> Path | Repository:

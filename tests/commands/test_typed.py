@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from functools import partial
@@ -135,16 +136,26 @@ def test_names_for_bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         models.default_output("/")
 
 
-def test_the_list_has_models_and_short_names(ondevice: Run, chat_bundle: Path, tmp_path: Path) -> None:
+def test_the_lists_have_converted_models_first_and_columns_of_names(
+    ondevice: Run, chat_bundle: Path, tmp_path: Path
+) -> None:
+    """However long a name is."""
+    long = "tale-of-two-cities-" * 3
     (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "tale").symlink_to(chat_bundle)
+    (tmp_path / "home" / long).symlink_to(chat_bundle)
     shown = ondevice("inspect", "--list", "--json").json
-    assert shown["models"]["tale"] == str(tmp_path / "home" / "tale")
+    assert shown["models"][long] == str(tmp_path / "home" / long)
+    assert next(iter(shown["models"])) == long
     assert "small-relu" in shown["models"]
     assert shown["aliases"] == models.ALIASES
-    text = ondevice("inspect", "--list").out
-    for part in ("tale", "small-relu", str(tmp_path / "home"), *models.ALIASES, *models.ALIASES.values()):
-        assert part in text
+    lines = ondevice("inspect", "--list").out.splitlines()
+    indented = [re.split(" {2,}", line.strip()) for line in lines if line.startswith("  ")]
+    assert indented == [list(row) for row in (*shown["models"].items(), *models.ALIASES.items())]
+    assert str(tmp_path / "home") in lines[0]
+    listed = ondevice("list").out.splitlines()[1:]
+    assert listed[0].startswith(f"  {long}  ")
+    assert [line.split()[0] for line in listed] == list(shown["models"])
+    assert len({line.index("B  ") for line in listed}) == 1
 
 
 def test_the_version_is_the_installed_ones(ondevice: Run) -> None:
