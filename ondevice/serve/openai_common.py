@@ -43,8 +43,11 @@ CONSTRAINTS = ("grammar", "guided_choice", "guided_grammar", "guided_regex", "st
 """Fields that ask other servers for answers of a form, without which their clients couldn't read them."""
 
 
-def take_sampling(fields: Fields, model: ModelFacts) -> dict[str, Any]:
-    """Options of SamplingConfig from the fields that chats and completions have, and common extensions."""
+def take_sampling(fields: Fields, model: ModelFacts, schema_field: str = "response_format") -> dict[str, Any]:
+    """Options of SamplingConfig from the fields that OpenAI's dialects have, and common extensions.
+
+    schema_field: the field that has a schema in place of CONSTRAINTS.
+    """
     options = {
         "temperature": take_temperature(fields, 2.0),
         "top_p": take_top_p(fields),
@@ -57,7 +60,7 @@ def take_sampling(fields: Fields, model: ModelFacts) -> dict[str, Any]:
         "logit_bias": _biases(fields, model),
     }
     for name in CONSTRAINTS:
-        fields.neutral(name, "", why="response_format has a schema for it")
+        fields.neutral(name, "", why=f"{schema_field} has a schema for it")
     return chosen(options | take_penalties(fields))
 
 

@@ -15,14 +15,7 @@ from starlette.routing import Route
 from ondevice.chat_template.tools import PromptOptions
 from ondevice.constraints.constraint import Constraint
 from ondevice.generate import Event
-from ondevice.serve.asked import (
-    Asked,
-    chosen,
-    take_limit,
-    take_penalties,
-    take_temperature,
-    take_top_p,
-)
+from ondevice.serve.asked import Asked, chosen, take_limit
 from ondevice.serve.errors import RequestError, message
 from ondevice.serve.exchange import (
     Service,
@@ -35,7 +28,7 @@ from ondevice.serve.exchange import (
 from ondevice.serve.fields import Fields
 from ondevice.serve.formats import take_text_format
 from ondevice.serve.models import ModelFacts
-from ondevice.serve.openai_common import CONSTRAINTS, IGNORED
+from ondevice.serve.openai_common import IGNORED, take_sampling
 from ondevice.serve.openai_input import NO_STATE, Namespaces, echoed_tools, take_input
 from ondevice.serve.streaming import Dialect, Reading, comment, sse, streamed
 from ondevice.serve.tools import (
@@ -101,16 +94,9 @@ def _read(service: Service, fields: Fields) -> _Request:
     prompting, echoed_prompting = _take_prompting(fields, model, namespaces)
     first = ({"role": "system", "content": instructions},) if instructions else ()
     messages = checked_messages(fields, "input", (*first, *take_input(fields, namespaces)))
-    temperature, top_p = take_temperature(fields, 2.0), take_top_p(fields)
-    most, penalties = take_limit(fields, "max_output_tokens"), take_penalties(fields)
+    sampling, most = take_sampling(fields, model, "text.format"), take_limit(fields, "max_output_tokens")
     constraint, text_format = _take_text(fields)
-    options: dict[str, Any] = {
-        "temperature": temperature,
-        "top_p": top_p,
-        "max_tokens": most,
-        "constraint": constraint,
-        **penalties,
-    }
+    options = sampling | chosen({"max_tokens": most, "constraint": constraint})
     stream = fields.boolean("stream")
     keys = {name: fields.text(name) for name in ("prompt_cache_key", "safety_identifier")}
     usual = model.sampling
@@ -119,9 +105,9 @@ def _read(service: Service, fields: Fields) -> _Request:
         "max_output_tokens": most,
         "metadata": _take_metadata(fields),
         "text": {"format": text_format},
-        "temperature": usual.temperature if temperature is None else temperature,
-        "top_p": usual.top_p if top_p is None else top_p,
-        **{name: value or 0.0 for name, value in penalties.items()},
+        "temperature": sampling.get("temperature", usual.temperature),
+        "top_p": sampling.get("top_p", usual.top_p),
+        **{name: sampling.get(name, 0.0) for name in ("frequency_penalty", "presence_penalty")},
         **keys,
     }
     _take_neutral(fields)
@@ -132,7 +118,7 @@ def _read(service: Service, fields: Fields) -> _Request:
         model,
         messages,
         prompting=prompting,
-        options=chosen(options),
+        options=options,
         messages_field="input",
         constraint_field="text.format",
     )
@@ -193,8 +179,6 @@ def _take_neutral(fields: Fields) -> None:
     # A prompt that is too long is an error, whatever this says.
     fields.neutral("truncation", "disabled", "auto")
     fields.neutral("top_logprobs", 0)
-    for name in CONSTRAINTS:
-        fields.neutral(name, "", why="text.format has a schema for it")
     # Nothing is stored, whatever it says.
     fields.boolean("store")
     if fields.peek("context_management"):

@@ -122,7 +122,7 @@ PLAIN_FORMAT = _object("type", type=_word("text", "json_object"))
 TEXT_FORMAT = _any(_object("type schema", type=_word("json_schema"), **SCHEMA_FIELDS), PLAIN_FORMAT)
 PENALTIES = dict.fromkeys(("frequency_penalty", "presence_penalty"), _number(-MOST_PENALTY, MOST_PENALTY))
 REPEAT_LAST_N = _integer(-1, MAX_TOKENS)
-OPENAI = _sampling(2.0) | {
+SAMPLING = _sampling(2.0) | {
     "top_k": TOP_K,
     "min_p": _number(0.0, 1.0),
     "repetition_penalty": _number(1e-3, 100.0),
@@ -136,9 +136,8 @@ OPENAI = _sampling(2.0) | {
         "patternProperties": {"^[0-9]{1,3}$": _number(-100.0, 100.0)},
         "additionalProperties": False,
     },
-    "n": _integer(1, MAX_CHOICES),
-    "stream_options": _object(include_usage=FLAG),
 }
+OPENAI = SAMPLING | {"n": _integer(1, MAX_CHOICES), "stream_options": _object(include_usage=FLAG)}
 CHAT_MESSAGE = _any(
     _object("role", role=_word("tool"), content=_content("text"), tool_call_id=ID, name=TEXT),
     _object(
@@ -186,11 +185,10 @@ INPUT_ITEM = _any(
         content=_content(*TEXT_KINDS),
     ),
 )
-RESPONSES = _sampling(2.0) | {
+RESPONSES = SAMPLING | {
     "input": _any(TEXT, _list(INPUT_ITEM, 1)),
     "instructions": TEXT,
     "max_output_tokens": TOKENS,
-    **PENALTIES,
     "tools": _tools(FLAT_TOOL),
     "tool_choice": _choice(_object("type name", name=NAME, **FUNCTION)),
     "parallel_tool_calls": FLAG,

@@ -45,6 +45,29 @@ def test_a_response_is_the_session_s_reply_with_its_usage(server: Serving, clien
     assert got.instructions == "Be brief."
 
 
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"temperature": 1, "seed": 3, "top_k": 40}, {"temperature": 1, "seed": 3, "top_k": 40}),
+        (
+            {"temperature": 1, "seed": -1, "min_p": 0.2},
+            {"temperature": 1, "seed": (1 << 64) - 1, "min_p": 0.2},
+        ),
+        ({"repeat_penalty": 1.8, "repeat_last_n": 8}, {"repetition_penalty": 1.8, "repeat_last_n": 8}),
+        ({"logit_bias": {"200": 100}}, {"logit_bias": {200: 100}}),
+        ({"frequency_penalty": 1.5}, {"frequency_penalty": 1.5}),
+    ],
+)
+def test_sampling_is_that_of_chats(
+    server: Serving, client: Any, fields: dict[str, Any], options: dict[str, Any]
+) -> None:
+    got = create(client, server, max_output_tokens=16, extra_body=fields)
+    text = reply(server, max_tokens=16, **options).text
+    assert got.output_text == text != reply(server, max_tokens=16).text
+    stopped = create(client, server, max_output_tokens=16, extra_body=fields | {"stop": text[4:6]})
+    assert stopped.output_text == text[: text.index(text[4:6])]
+
+
 def test_a_stream_tells_the_same_response_in_numbered_events(server: Serving, client: Any) -> None:
     create(client, server, max_output_tokens=16)
     whole = create(client, server, max_output_tokens=16)
