@@ -325,8 +325,11 @@ def test_a_call_that_is_cut_is_text_and_the_reason_says_so(
     text = reply.partition("<|message|>")[2] or reply
     for dialect, (ask, _, _, reason) in DIALECTS.items():
         assert ask(spoken, False) == (text, [], reason), dialect
-        said, _, streamed = ask(spoken, True)
+        said, begun, streamed = ask(spoken, True)
         assert (said, streamed) == (text, reason), dialect
+        # A stream has told the call's name and the arguments as far as they came, where these are JSON.
+        is_told = form != "lfm2" and dialect != "ollama"
+        assert begun == ([("weather", '{"city": "Os')] if is_told else []), dialect
 
 
 def test_a_template_that_fails_is_an_error_with_its_line_and_the_remedy(
