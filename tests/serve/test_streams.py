@@ -128,6 +128,10 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+def test_nobody_waits_for_a_word_longer_than_agents_do() -> None:
+    assert streaming.PING_SECONDS <= 10
+
+
 def text_for(path: str, purpose: str) -> str:
     """A text of its own, as one that was read before is kept."""
     return f"{path} {purpose} {'and so on ' * 5}"
