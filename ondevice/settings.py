@@ -60,14 +60,16 @@ _RUNTIME_HELP = {
     "draft_pruning": "Least chance with which a draft token enters the layers of streams; 0: none is pruned.",
     "kv_bits": "Bits per stored key and value.",
     "max_context": "Tokens a conversation may hold; 0: the model's limit, at most 4096, or what fits. `chat` "
-    "and `serve` take more where a quarter of the budget holds them.",
+    "and `serve` take more where a quarter of the budget holds them, and of `auto` no more bytes than the "
+    "weights have.",
 }
 _PROMPT_CACHE_HELP = {
     "prompt_cache": "Folder that keeps what was computed, so that no beginning of a text is computed twice.",
     "prompt_cache_bytes": "Most bytes of --prompt-cache; the least recently used leave it first.",
 }
 _SHARING_HELP = {
-    "pass_seconds": "Longest that a part of a prompt keeps other requests waiting; 0: no limit.",
+    "pass_seconds": "Longest that a part of a prompt, of 32 tokens at least, keeps other requests waiting; "
+    "0: no limit, as where weights come from flash or are of experts, and on MLX.",
 }
 _TEMPLATE_HELP = {
     "chat_template": "File with a Jinja template to take in place of the model's own.",

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("starlette")
 
 from ondevice.api import load
+from ondevice.serve.config import ServeConfig
 from tests.support.serving import Serving, serving
 
 CONTEXT = 200
@@ -69,3 +70,12 @@ def test_lm_studio_s_list_tells_which_is_loaded(server: Serving) -> None:
         assert {"publisher", "arch", "compatibility_type"} <= shown.keys()
         assert server.request("GET", f"/api/v0/models/{shown['id']}").json == shown
     assert server.request("GET", "/api/v0/models/nobody").status == 404
+
+
+def test_a_strict_server_only_tells_of_a_num_ctx_above_its_context(chat_bundle: Path) -> None:
+    model = load(chat_bundle, threads=1, speculation="off", max_context=CONTEXT)
+    with serving(model, ServeConfig(port=0, strict=True)) as strict:
+        for options, status in (({"num_ctx": 4 * CONTEXT}, 200), ({"num_context": CONTEXT}, 400)):
+            messages = [{"role": "user", "content": "Hi"}]
+            asked = {"model": model.name, "messages": messages, "options": {"num_predict": 1} | options}
+            assert strict.post("/api/chat", asked | {"stream": False}).status == status
