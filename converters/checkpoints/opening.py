@@ -14,6 +14,10 @@ from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.converters.checkpoints.stand_ins import START_BYTES, refuse_stand_in
 from ondevice.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError, reading_failed
 
+_USE_SAFETENSORS = "use the model's safetensors files, or save it again with safetensors"
+_PACKED = (b"\x1f\x8b", b"7z\xbc\xaf", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"BZh", b"Rar!")
+"""How files begin that gzip, 7-Zip, xz, zstd, bzip2 and RAR write."""
+
 
 def open_checkpoint(source: Path) -> Checkpoint:
     """Open a Hugging Face folder, a GGUF file, a llama2.c `.bin` file, or a folder with one such model.
@@ -59,22 +63,39 @@ def _gguf_files(folder: Path) -> dict[str, list[str]]:
     return gguf_models(path.name for path in folder.glob("*.gguf") if path.is_file())
 
 
-def _open_file(path: Path) -> Checkpoint:
+def file_start(path: Path) -> bytes:
+    """The first START_BYTES of a checkpoint's file.
+
+    Raises CheckpointError for what stands in for a file (`refuse_stand_in`), UnsupportedModelError for a
+    pickle and for an archive.
+    """
     try:
         with path.open("rb") as stream:
-            magic = stream.read(START_BYTES)
+            start = stream.read(START_BYTES)
         nbytes = path.stat().st_size
     except OSError as error:
         refused = CheckpointError(f"{path} can't be read: {error.strerror}")
         raise reading_failed(error, refused) from error
-    refuse_stand_in(str(path), magic, nbytes)
+    refuse_stand_in(str(path), start, nbytes)
+    # A llama2.c file of width 128 or 640 begins so too, with zeros behind.
+    if start[:1] == b"\x80" and start[2:4] != bytes(2):
+        raise UnsupportedModelError(
+            f"{path} is a pickle, which can run code when it is opened, so it never is; {_USE_SAFETENSORS}"
+        )
+    if start[:2] == b"PK":
+        raise UnsupportedModelError(
+            f"{path} is a zip archive. If PyTorch saved it, it has a pickle, which can run code when it is "
+            f"opened, so it never is; {_USE_SAFETENSORS}. If a model's file was packed in it, unpack that"
+        )
+    if start.startswith(_PACKED):
+        raise UnsupportedModelError(f"{path} is a compressed archive; unpack it, and give the model's file")
+    return start
+
+
+def _open_file(path: Path) -> Checkpoint:
+    magic = file_start(path)
     if magic[:4] == b"GGUF":
         return open_gguf(path)
-    if magic[:2] == b"PK" or magic[:1] == b"\x80":
-        raise UnsupportedModelError(
-            f"{path} is a pickle, which can run code when it is opened, so it never is; use the model's "
-            "safetensors files, or save it again with safetensors"
-        )
     if magic[:4] == b"24ka":
         raise UnsupportedModelError(f"{path} is in llama2.c's newer format; export it in version 0")
     if path.suffix == ".gguf":

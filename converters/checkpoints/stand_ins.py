@@ -11,7 +11,7 @@ START_BYTES = 512
 """Bytes of a file's start that are looked at."""
 _POINTER = b"version https://git-lfs."
 _POINTED_SIZE = re.compile(rb"^size (\d{1,15})$", re.MULTILINE)
-_PAGES = (b"<!doctype html", b"<html", b"<head", b"<?xml")
+_PAGES = (b"<!doctype html", b"<!--", b"<html", b"<head", b"<body", b"<?xml")
 _NEVER_EMPTY = (".json", ".model", ".safetensors", ".gguf", ".bin", ".txt")
 _NEVER_TEXT = (".safetensors", ".gguf", ".bin", ".model")
 _LARGEST_ANSWER_BYTES = 4096
@@ -47,7 +47,8 @@ def _stand_in(name: str, start: bytes, nbytes: int) -> str:
         return ""
     if len(start) >= 8 and not any(start):
         return "begins with zeros, as a download does that was begun and never filled; download it again"
-    if nbytes <= _LARGEST_ANSWER_BYTES and start.isascii() and start.decode().isprintable():
-        said = plain(start.decode())
+    said = " ".join(text.decode("ascii", "replace").split())
+    if nbytes <= _LARGEST_ANSWER_BYTES and text.isascii() and said.isprintable():
+        said = plain(said)
         return f"is a text, '{said}', as a server answers in a file's place; download it again"
     return ""

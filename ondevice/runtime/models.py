@@ -115,7 +115,8 @@ def shipped_folder() -> Path:
 def find_model(name: str | os.PathLike[str] | None = None) -> Path:
     """The bundle folder that `name` means; without a name, the model that ships.
 
-    Raises ModelNotFoundError with the `ondevice convert` line that would make it, UsageError for no name.
+    Raises ModelNotFoundError with the `ondevice convert` line that would make it, UsageError for no name, and
+    what `file_start` raises for a file that can't be converted.
     """
     if name is None:
         return _shipped_model()
@@ -276,6 +277,9 @@ def _checked_path(path: Path) -> Path:
     if path.is_file() and path.name == MANIFEST:
         raise ModelNotFoundError(f"{path} is a bundle's manifest; give its folder, {path.parent}")
     if path.is_file():
+        from ondevice.converters.checkpoints.opening import file_start
+
+        file_start(path)
         line = convert_line(str(path), model_home() / model_name(path))
         raise ModelNotFoundError(f"{path} is a file, and a bundle is a folder. If it is a checkpoint: {line}")
     if path.is_dir() and (path / RESIDENT).is_file():

@@ -97,7 +97,7 @@ def test_a_file_is_no_bundle_and_is_told_what_it_may_be(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = tmp_path / "tale.bin"
-    checkpoint.touch()
+    checkpoint.write_bytes(bytes(range(1, 9)))
     with pytest.raises(ModelNotFoundError, match=f"ondevice convert {checkpoint} --output {home}/tale$"):
         models.find_model(str(checkpoint))
     bundle = make_bundle(tmp_path / "tale")
