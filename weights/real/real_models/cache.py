@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from real_models.table import RealModel
@@ -23,16 +24,46 @@ def models_folder() -> Path:
     return base / "ondevice" / "real-models"
 
 
-def cached_file(model: RealModel, folder: Path) -> Path | None:
-    """The model's GGUF file in a folder: the one of its name and size, else one of its size and sha256.
+class WrongFileError(Exception):
+    """Says in one line which file has a model's name and size, and other bytes."""
 
-    None if there is neither.
+
+def cached_file(model: RealModel, folder: Path, verify: bool = False) -> Path | None:
+    """The model's GGUF file in a folder, under its own name or another; None if there is none.
+
+    verify: compute the sha256 of a file that was right before and hasn't changed since, too. Raises
+    WrongFileError for one of the model's name and size with another sha256.
     """
     named = folder / model.file
-    if _has_size(named, model.nbytes):
-        return named
-    others = sorted(folder.glob("*.gguf"))
-    return next((it for it in others if _has_size(it, model.nbytes) and sha256_of(it) == model.sha256), None)
+    others = sorted(path for path in folder.glob("*.gguf") if path != named)
+    for path in (named, *others):
+        if not _has_size(path, model.nbytes):
+            continue
+        if not verify and _record(path).is_file() and _record(path).read_text() == _state(path, model.sha256):
+            return path
+        if (digest := sha256_of(path)) == model.sha256:
+            remember(path, digest)
+            return path
+        if path == named:
+            raise WrongFileError(
+                f"{path} has sha256 {digest}, not {model.sha256}: remove it and fetch it again"
+            )
+    return None
+
+
+def remember(path: Path, sha256: str) -> None:
+    """Record beside a file that it has a sha256, for as long as it doesn't change."""
+    with suppress(OSError):
+        _record(path).write_text(_state(path, sha256))
+
+
+def _record(path: Path) -> Path:
+    return path.with_name(f".{path.name}.verified")
+
+
+def _state(path: Path, sha256: str) -> str:
+    status = path.stat()
+    return f"{sha256} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}\n"
 
 
 def sha256_of(path: Path) -> str:

