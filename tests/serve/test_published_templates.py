@@ -101,7 +101,9 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
-@pytest.mark.parametrize("name", ["minimind", *REAL, *FILES])
+@pytest.mark.parametrize(
+    "name", ["minimind", *(pytest.param(name, marks=pytest.mark.real) for name in REAL), *FILES]
+)
 def test_calls_of_a_published_template_are_told_in_every_dialect(
     spoken: Serving, monkeypatch: pytest.MonkeyPatch, name: str, several: bool
 ) -> None:

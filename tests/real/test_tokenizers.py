@@ -17,6 +17,8 @@ from tests.converters.test_gguf_tokenizer import texts
 from tests.support.llama_cpp_vocab import LlamaCppVocab, llama_cpp_vocab
 from tests.support.real_models import real_model
 
+pytestmark = pytest.mark.real
+
 LARGER = ("gemma3-270m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b")
 NAMES = ("smollm2", *(pytest.param(name, marks=pytest.mark.slow) for name in LARGER))
 CHAT = [
