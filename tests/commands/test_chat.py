@@ -20,7 +20,7 @@ import pytest
 from ondevice.commands import chat_input
 from ondevice.commands.options import PART_BYTES
 from ondevice.commands.slash_commands import is_known_command
-from tests.support.bundles import CONTEXT
+from tests.support.bundles import CONTEXT, convert_bundle, write_chat_checkpoint
 from tests.support.command_line import Run, command
 
 
@@ -260,6 +260,32 @@ class Terminal:
 
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
+
+
+def test_the_opening_says_what_is_on_flash(tmp_path: Path) -> None:
+    """At a terminal, in two lines, in a budget below what a short text takes in memory."""
+    checkpoint = write_chat_checkpoint(tmp_path / "checkpoint", hidden_act="silu", intermediate_size=1 << 16)
+    bundle = convert_bundle(checkpoint, tmp_path / "wide")
+    shown = subprocess.run(
+        command("inspect", "-m", bundle, "--json"), capture_output=True, text=True, check=True
+    )
+    least = json.loads(shown.stdout)["minimum_budget_bytes"]
+    terminal = Terminal(command("chat", "-m", bundle, "--dram-budget", least + (8 << 20)))
+    try:
+        opening = terminal.until("> ")
+        assert re.search(r"wide in [\d.]+ MB, where [\d.]+ MB would hold everything; context \d+", opening)
+        resident = re.search(
+            r"\nfeed-forward to be resident: (\d+) % at the start, (\d+) % at \d+ tokens; the rest is read",
+            opening,
+        )
+        assert resident is not None, opening
+        assert 0 < int(resident[1]) < 100
+        assert "everything will be resident" not in opening
+        terminal.type("\x04")
+        assert terminal.process.wait(60) == 0
+    finally:
+        terminal.process.kill()
+        os.close(terminal.master)
 
 
 def test_chat_on_a_terminal(chat_bundle: Path) -> None:
