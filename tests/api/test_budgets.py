@@ -256,7 +256,7 @@ def test_the_process_stays_below_its_budget(chat_bundle: Path, call: str) -> Non
     assert abs(peak - total) <= max(0.05 * total, 16 << 20)
 
 
-def test_auto_yields_the_memory_that_plain_decoding_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_goes_without_drafts_only_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     # The process grows and shrinks by more than drafts take, from one plan to the next.
     held = process_memory()
     monkeypatch.setattr(resolving, "process_memory", lambda: held)
@@ -265,7 +265,10 @@ def test_auto_yields_the_memory_that_plain_decoding_lacks(monkeypatch: pytest.Mo
     # `auto` has this drafter at least.
     drafts, off = plans["lookup"].draft_bytes, plans["off"]
     assert drafts > 0
-    for enough in (off.minimum_budget_bytes, off.full_bytes - off.embedding_bytes):
-        found = ondevice.inspect(SHIPPED, sparsity="dense", dram_budget=enough + drafts // 10)
-        assert found.fits
-        assert found.draft_bytes == 0
+    spare = drafts // 10
+    least = ondevice.inspect(SHIPPED, sparsity="dense", dram_budget=off.minimum_budget_bytes + spare)
+    assert (least.fits, least.draft_bytes) == (True, 0)
+    # Rather some weights on flash than no drafts.
+    whole = ondevice.inspect(SHIPPED, sparsity="dense", dram_budget=off.full_bytes + spare)
+    assert whole.draft_bytes > 0
+    assert whole.offloads_weights
