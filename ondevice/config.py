@@ -303,8 +303,8 @@ class RuntimeConfig:
     room for that, 0 means as many as fit, down to 512."""
     context_share: float = 0.0
     """Share of the budget that keys and values of a longer context may take where `max_context` is 0, up to
-    the model's own limit. It takes only what everything resident leaves. Of the budget `auto` it is the share
-    of what is planned, and no more bytes than the weights have. 0: no longer context."""
+    the model's own limit. No mode changes for it. Of the budget `auto` it is the share of what is planned,
+    and no more bytes than the weights have. 0: no longer context."""
     prefill_chunk: int = 0
     """Prompt tokens per forward pass. Fixed, so that memory pressure can't change it. 0 means 256, and 512 of
     a model with experts, whose passes read each of these once."""

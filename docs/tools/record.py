@@ -12,11 +12,15 @@ import re
 import shlex
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[1] / "memory.md"
-_EXAMPLE = re.compile(r"^    \$ (?P<command>ondevice .*)\n(?P<output>(?:    .*\n|RECORDED\n)+)", re.MULTILINE)
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "memory.md"
+_EXAMPLE = re.compile(
+    r'^    \$ printf "(?P<typed>.*)" \| make chat CHAT_ARGS="(?P<options>.*)"\n'
+    r"(?P<output>(?:    .*\n|RECORDED\n)+)",
+    re.MULTILINE,
+)
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?: ?(?:[kMG]?B|%))?")
 _OPTIONAL = re.compile(r"; prefetched [^;]*")
 
@@ -28,17 +32,18 @@ def example(page: str) -> re.Match[str]:
     return match
 
 
-def run(command: str) -> str:
-    """What the command prints on both streams, where no model has been converted, by our own kernels."""
-    with tempfile.TemporaryDirectory() as home:
-        done = subprocess.run(
-            [sys.executable, "-m", *shlex.split(command)],
-            env=os.environ | {"ONDEVICE_HOME": home, "ONDEVICE_BACKEND": "cpu"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=True,
-        )
+def run(match: re.Match[str]) -> str:
+    """What the command of `example` prints on both streams, by our own kernels."""
+    done = subprocess.run(
+        [sys.executable, "-m", "real_models.chat", *shlex.split(match["options"])],
+        input=match["typed"].replace("\\n", "\n"),
+        env=os.environ | {"PYTHONPATH": str(ROOT / "weights" / "real"), "ONDEVICE_BACKEND": "cpu"},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+    )
     return done.stdout
 
 
@@ -51,7 +56,7 @@ def main() -> None:
     """Record it anew."""
     page = PAGE.read_text(encoding="utf-8")
     match = example(page)
-    output = "".join(f"    {line}\n" for line in run(match["command"]).splitlines())
+    output = "".join(f"    {line}\n" for line in run(match).splitlines())
     start, stop = match.span("output")
     PAGE.write_text(page[:start] + output + page[stop:], encoding="utf-8")
 

@@ -334,7 +334,7 @@ class _Planner:
         )
 
     def _under(self, budget_bytes: int) -> ResolvedModel:
-        # A context beyond the default takes no mode's memory.
+        # A context beyond the default changes no mode.
         runtime = replace(self.runtime, dram_budget=budget_bytes, context_share=0.0)
         return replace(self, runtime=runtime).resolved()
 
@@ -352,20 +352,19 @@ class _Planner:
         if not share or longest <= shortest or self.bundle.config.part != WHOLE:
             return found
 
-        def is_spare(length: int) -> bool:
+        def has_room(length: int) -> bool:
             longer = self._at(length)
             plan, before = longer.plan, found.plan
             grown = plan.activation_bytes - before.activation_bytes + plan.draft_bytes - before.draft_bytes
-            # No mode may give up memory for it, so that a larger budget never brings a shorter context.
-            resident = all(it.plan.full_bytes <= it.plan.budget_bytes for it in longer.alternatives)
             most = share * plan.budget_bytes
             if self._is_auto:
                 # The process is part of that budget, and may be most of a small model's.
                 most = min(most, plan.model_bytes)
-            return plan.fits and resident and plan.kv_cache_bytes + grown <= most
+            same_modes = _modes(longer) == _modes(found)
+            return plan.fits and same_modes and plan.kv_cache_bytes + grown <= most
 
         lengths = [*range(shortest, longest, CONTEXT_STEP), longest]
-        past = bisect_left(lengths, True, 1, key=lambda length: not is_spare(length))
+        past = bisect_left(lengths, True, 1, key=lambda length: not has_room(length))
         if past == 1:
             return found
         longer = self._at(lengths[past - 1])
@@ -496,6 +495,12 @@ class _Planner:
         if self._is_auto:
             return ()
         return tuple(budget_warnings(plan, name, measured.held_bytes, measured.rooms))
+
+
+def _modes(resolved: ResolvedModel) -> tuple[object, ...]:
+    """How the model runs: its sparsity and what drafts."""
+    runtime = resolved.runtime
+    return runtime.sparsity, runtime.speculation, resolved.draft_layer, resolved.leaves_streams
 
 
 def _may_leave_streams(bundle: Bundle) -> bool:

@@ -13,6 +13,7 @@ import pytest
 import ondevice
 from ondevice import errors
 from tests.support.paths import ROOT
+from tests.support.real_models import real_model
 
 
 def tool(name: str) -> ModuleType:
@@ -37,12 +38,14 @@ def test_every_exit_code_has_a_meaning() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.real
 def test_the_recorded_run_is_what_comes_out() -> None:
     """Line by line, but for numbers that differ from run to run; a machine may have warnings to add."""
+    real_model("smollm2")
     record = tool("record")
     match = record.example(record.PAGE.read_text(encoding="utf-8"))
     shown = "\n".join(line[4:] for line in match["output"].splitlines())
-    found = record.words(record.run(match["command"])).splitlines()
+    found = record.words(record.run(match)).splitlines()
     missing = [line for line in record.words(shown).splitlines() if line not in found]
     assert missing == [], "run docs/tools/record.py"
 
