@@ -1,4 +1,4 @@
-"""GGUF files whose codes are copied: the values of a bundle are the file's, but for down projections."""
+"""GGUF files whose codes are copied: the values of a bundle are the file's."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Converting the 7B shape inside a 1 GiB cgroup, against a cold `cp` and `sync` of the same files.
 
-With `--gguf` the source is a GGUF file in Q4_0, whose codes are copied but for the down projections, which
-are rounded again. Wall time follows what else runs on the machine, so the core seconds (user and system) of
-copies and conversions are reported too.
+With `--gguf` the source is a GGUF file in Q4_0, whose codes are all copied. Wall time follows what else runs
+on the machine, so the core seconds (user and system) of copies and conversions are reported too.
 
 Then a small model is converted again and again, each time killed (SIGKILL) at a random moment and resumed:
 the bytes must be those of an uninterrupted conversion. Ends with one JSON line; exits 0 only if the
