@@ -9,11 +9,9 @@ import sys
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.thread_stress import WORK
 
 THREADS = 12
-WORK = {
-    "generate", "agenerate", "stream", "cancel", "talk", "fork", "score", "logits", "budget", "reload",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("seconds", [2, pytest.param(120, marks=pytest.mark.slow)])

@@ -35,12 +35,16 @@ from tests.fuzz.bases import make_bases
 REQUESTS = 24
 MAX_TOKENS = 24
 PATIENCE_SECONDS = 120.0
-"""For the threads to end in, once time is up."""
+"""For what was done by no thread yet when time is up, and then for the threads to end in."""
 BUDGETS = (1.02, 1.1, 1.5, 3.0)
 """Times the smallest one."""
 CLOSED = ("the model is closed", "the computation was cancelled")
 """Words of the errors that whoever uses a model gets when another closes it."""
 TURNS = ("hello", "and then?")
+WORK = {
+    "generate", "agenerate", "stream", "cancel", "talk", "fork", "score", "logits", "budget", "reload",
+}  # fmt: skip
+"""What threads do, each at least once."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,11 @@ class Stress:
     def count(self, what: str) -> None:
         with self.lock:
             self.counts[what] += 1
+
+    @property
+    def has_done_all(self) -> bool:
+        with self.lock:
+            return self.counts.keys() >= WORK
 
     def expect(self, same: bool, what: str) -> None:
         """Every thread goes on; what was wrong is told at the end."""
@@ -249,7 +258,9 @@ def main() -> int:
         threads = [threading.Thread(target=stress.run, args=(name,), daemon=True) for name in names]
         for thread in threads:
             thread.start()
-        time.sleep(options.seconds)
+        ends = time.monotonic() + options.seconds
+        while time.monotonic() < ends + (0.0 if stress.has_done_all else PATIENCE_SECONDS):
+            time.sleep(0.05)
         stress.stop.set()
         deadline = time.monotonic() + PATIENCE_SECONDS
         for thread in threads:
