@@ -128,50 +128,52 @@ def error(mine: np.ndarray, theirs: np.ndarray) -> float:
 
 def bundle_weights(folder: Path) -> dict[str, np.ndarray]:
     """The float weights that a bundle stands for, under Hugging Face's names; read without our readers."""
+    return dict(each_weight(folder))
+
+
+def each_weight(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Each of `bundle_weights` with its name, layer by layer, so that large models needn't be in memory."""
     bundle = Bundle.open(folder)
     config, quant = bundle.config, bundle.quant
     resident = load_file(folder / RESIDENT)
     hidden = config.hidden_size
     embedding = TiledMatrix(config.vocab_size, RowLayout(hidden, *quant.of("embedding")))
-    weights = {"model.norm.weight": resident["final_norm.weight"]}
+    yield "model.norm.weight", resident["final_norm.weight"]
     table = load_file(folder / EMBEDDING)["records"]
-    weights["model.embed_tokens.weight"] = _of_tiles(table[:, : embedding.tile_bytes], embedding)
+    yield "model.embed_tokens.weight", _of_tiles(table[:, : embedding.tile_bytes], embedding)
     if not config.tie_embeddings:
         head = TiledMatrix(config.vocab_size, RowLayout(hidden, *quant.of("head")))
-        weights["lm_head.weight"] = _of_tiles(resident["head"], head)
+        yield "lm_head.weight", _of_tiles(resident["head"], head)
     for i, spec in enumerate(config.layers):
         layer, attention = f"model.layers.{i}", f"layers.{i}.attention"
         first = 0
         for name, count in config.projection_sizes(spec).items():
             rows = slice(first, first + count)
             part = TiledMatrix(count, RowLayout(hidden, *quant.of("qkv", i, name)))
-            weights[f"{layer}.self_attn.{name}_proj.weight"] = _of_tiles(
-                resident[f"{attention}.{name}"], part
-            )
+            yield f"{layer}.self_attn.{name}_proj.weight", _of_tiles(resident[f"{attention}.{name}"], part)
             if spec.attention.bias:
-                weights[f"{layer}.self_attn.{name}_proj.bias"] = resident[f"{attention}.qkv.bias"][rows]
+                yield f"{layer}.self_attn.{name}_proj.bias", resident[f"{attention}.qkv.bias"][rows]
             first += count
         out = TiledMatrix(hidden, RowLayout(config.out_cols(spec), *quant.of("out", i)))
-        weights[f"{layer}.self_attn.o_proj.weight"] = _of_tiles(resident[f"{attention}.out"], out)
+        yield f"{layer}.self_attn.o_proj.weight", _of_tiles(resident[f"{attention}.out"], out)
         if spec.attention.output_bias:
-            weights[f"{layer}.self_attn.o_proj.bias"] = resident[f"{attention}.out.bias"]
+            yield f"{layer}.self_attn.o_proj.bias", resident[f"{attention}.out.bias"]
         if spec.attention.head_norm != "none":
-            weights[f"{layer}.self_attn.q_norm.weight"] = resident[f"{attention}.q_norm.weight"]
-            weights[f"{layer}.self_attn.k_norm.weight"] = resident[f"{attention}.k_norm.weight"]
-        weights[f"{layer}.input_layernorm.weight"] = resident[f"layers.{i}.attention_norm.weight"]
-        weights[f"{layer}.post_attention_layernorm.weight"] = resident[f"layers.{i}.feed_forward_norm.weight"]
+            yield f"{layer}.self_attn.q_norm.weight", resident[f"{attention}.q_norm.weight"]
+            yield f"{layer}.self_attn.k_norm.weight", resident[f"{attention}.k_norm.weight"]
+        yield f"{layer}.input_layernorm.weight", resident[f"layers.{i}.attention_norm.weight"]
+        yield f"{layer}.post_attention_layernorm.weight", resident[f"layers.{i}.feed_forward_norm.weight"]
         records = load_file(folder / neuron_file_name(i))["records"]
         layout = bundle.neuron_layouts[i]
         if isinstance(layout, ExpertLayout):
             for name, matrix in _sliced(records, layout, config.widths[i]).items():
-                weights[f"{layer}.mlp.{name}_proj.weight"] = matrix
+                yield f"{layer}.mlp.{name}_proj.weight", matrix
             continue
         second = layout.part_offsets[1]
         row, down = RowLayout(hidden, *quant.of("feed_forward")), RowLayout(hidden, quant.bits)
         for name, start, own in (("gate", 0, row), ("up", second, row), ("down", second + row.nbytes, down)):
             matrix = _rows(records[:, start : start + own.nbytes], own)
-            weights[f"{layer}.mlp.{name}_proj.weight"] = matrix.T if name == "down" else matrix
-    return weights
+            yield f"{layer}.mlp.{name}_proj.weight", matrix.T if name == "down" else matrix
 
 
 def _sliced(records: np.ndarray, layout: ExpertLayout, neurons: int) -> dict[str, np.ndarray]:
