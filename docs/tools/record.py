@@ -34,9 +34,10 @@ def example(page: str) -> re.Match[str]:
 
 def run(match: re.Match[str]) -> str:
     """What the command of `example` prints on both streams, by our own kernels."""
+    typed = str(match["typed"]).replace("\\n", "\n")
     done = subprocess.run(
         [sys.executable, "-m", "real_models.chat", *shlex.split(match["options"])],
-        input=match["typed"].replace("\\n", "\n"),
+        input=typed,
         env=os.environ | {"PYTHONPATH": str(ROOT / "weights" / "real"), "ONDEVICE_BACKEND": "cpu"},
         cwd=ROOT,
         stdout=subprocess.PIPE,

@@ -54,7 +54,7 @@ def test_a_larger_budget_takes_neither_drafts_nor_context_back(tmp_path: Path, a
 
     ample = taken(1 << 40)
     least, most = ample.frugal.plan.minimum_budget_bytes, ample.plan.full_bytes
-    budgets = [least + (most - least) * step // 30 for step in range(31)]
+    budgets = [least + (most - least) * step // 12 for step in range(13)]
     found = [taken(budget) for budget in [*budgets, 2 * most, 4 * most]]
     drafts = [it.runtime.speculation == "auto" for it in found]
     assert drafts == sorted(drafts)
