@@ -94,7 +94,7 @@ _TAIL = 8
 """Number of ids at a prompt's end among which a mark of thinking is looked for."""
 _PROBE = "probe_tool"
 _SHORT_CHAT = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
-"""What every template takes, unless it refuses it."""
+"""A chat of roles that templates for chats know."""
 
 
 class ChatTemplate:
@@ -524,7 +524,10 @@ def decoded(source: bytes) -> str:
 
 
 def try_out(source: str) -> None:
-    """Raises BundleError for a template that doesn't compile, or fails on a short chat; it may refuse one."""
+    """Raises BundleError for a template that doesn't compile or fails on a short chat.
+
+    One that refuses it, by `raise_exception`, is sound.
+    """
     template = ChatTemplate(source)
     with suppress(UsageError):
         template.render(_SHORT_CHAT)

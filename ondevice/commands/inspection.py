@@ -45,12 +45,12 @@ def model_list() -> dict[str, Any]:
 
 def model_list_text() -> str:
     """`inspect --list` for people."""
-    found = model_list()
-    models, aliases = found["models"], found["aliases"]
+    listed = model_list()
+    models, aliases = listed["models"], listed["aliases"]
     width = max(map(len, (*models, *aliases)))
     return "\n".join(
         [
-            f"models, by name ({found['folder']} and what ships):",
+            f"models, by name ({listed['folder']} and what ships):",
             *([f"  {name:<{width}}  {path}" for name, path in models.items()] or ["  none"]),
             "short names, which `ondevice convert NAME` downloads and converts:",
             *(f"  {name:<{width}}  {source}" for name, source in aliases.items()),

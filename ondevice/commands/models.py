@@ -20,10 +20,10 @@ def list_models(as_json: bool) -> None:
     from ondevice.runtime.installed import installed_models
     from ondevice.runtime.models import model_home
 
-    found = installed_models()
-    value = {"folder": str(model_home()), "models": [_facts(model) for model in found]}
-    width = max((len(model.name) for model in found), default=0)
-    lines = [_line(model, width) for model in found] or ["  none"]
+    models = installed_models()
+    value = {"folder": str(model_home()), "models": [_facts(model) for model in models]}
+    width = max((len(model.name) for model in models), default=0)
+    lines = [_line(model, width) for model in models] or ["  none"]
     lines.insert(0, f"models in {model_home()}, and what ships:")
     print_result(as_json, value, "\n".join(lines))
 

@@ -29,7 +29,7 @@ class InstalledModel:
     state: State
     """unusable: of a format or kind that this version doesn't read."""
     source: str = ""
-    """What it was converted from, as its manifest has it."""
+    """The checkpoint that it was converted from, as the manifest names it; empty if it names none."""
     architecture: str = ""
     quantisation: str = ""
     ships: bool = False
@@ -43,14 +43,14 @@ def installed_models() -> list[InstalledModel]:
 
     An unfinished conversion comes after the model of its name.
     """
-    found = [_inspected(name, path) for name, path in known_models().items()]
-    found += [_unfinished(path) for path in _folders_of(model_home()) if path.name.endswith(PARTIAL)]
-    found += [
+    models = [_inspected(name, path) for name, path in known_models().items()]
+    models += [_unfinished(path) for path in _folders_of(model_home()) if path.name.endswith(PARTIAL)]
+    models += [
         _measured(path.name, path, "damaged", problem=f"{MANIFEST} is missing")
         for path in _folders_of(model_home())
         if (path / RESIDENT).is_file() and not (path / MANIFEST).is_file() and not path.name.endswith(PARTIAL)
     ]
-    return sorted(found, key=lambda model: (model.ships, model.name, model.state == "unfinished"))
+    return sorted(models, key=lambda model: (model.ships, model.name, model.state == "unfinished"))
 
 
 def removable(name: str) -> list[InstalledModel]:

@@ -210,10 +210,10 @@ def known_models() -> dict[str, Path]:
 
     Of two with one name, the one that `find_model` returns.
     """
-    found: dict[str, Path] = {}
+    bundles: dict[str, Path] = {}
     for folder in (shipped_folder(), model_home()):
-        found |= {path.parent.name: path.parent for path in folder.glob(f"*/{MANIFEST}")}
-    return dict(sorted(found.items(), key=lambda item: (item[1].parent == shipped_folder(), item[0])))
+        bundles |= {path.parent.name: path.parent for path in folder.glob(f"*/{MANIFEST}")}
+    return dict(sorted(bundles.items(), key=lambda item: (item[1].parent == shipped_folder(), item[0])))
 
 
 def find_source(source: str | os.PathLike[str], offline: bool = False) -> Path | Repository:

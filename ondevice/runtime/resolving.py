@@ -344,32 +344,32 @@ class _Planner:
         wanted = context_tokens(self.bundle.config, self.runtime)
         return wanted if self.runtime.max_context else min(wanted, LEAST_CONTEXT)
 
-    def _lengthened(self, found: ResolvedModel) -> ResolvedModel:
+    def _lengthened(self, default: ResolvedModel) -> ResolvedModel:
         """The model with the longest context that may have `context_share` of the budget."""
-        shortest, longest = found.plan.max_context, self.bundle.config.original_context
+        shortest, longest = default.plan.max_context, self.bundle.config.original_context
         share = 0.0 if self.runtime.max_context else self.runtime.context_share
         # Machines that share a model agree on one context, which no budget of theirs makes longer.
         if not share or longest <= shortest or self.bundle.config.part != WHOLE:
-            return found
+            return default
 
         def has_room(length: int) -> bool:
             longer = self._at(length)
-            plan, before = longer.plan, found.plan
+            plan, before = longer.plan, default.plan
             grown = plan.activation_bytes - before.activation_bytes + plan.draft_bytes - before.draft_bytes
             most = share * plan.budget_bytes
             if self._is_auto:
                 # The process is part of that budget, and may be most of a small model's.
                 most = min(most, plan.model_bytes)
-            same_modes = _modes(longer) == _modes(found)
+            same_modes = _modes(longer) == _modes(default)
             return plan.fits and same_modes and plan.kv_cache_bytes + grown <= most
 
         lengths = [*range(shortest, longest, CONTEXT_STEP), longest]
         past = bisect_left(lengths, True, 1, key=lambda length: not has_room(length))
         if past == 1:
-            return found
+            return default
         longer = self._at(lengths[past - 1])
         plan = replace(longer.plan, context_share=share)
-        return replace(longer, plan=plan, alternatives=found.alternatives)
+        return replace(longer, plan=plan, alternatives=default.alternatives)
 
     def _fitting_context(self, wanted: int) -> int:
         """The longest context below `wanted` with which something fits; 0 for none."""
@@ -434,18 +434,18 @@ class _Planner:
     ) -> list[tuple[Speculation, DraftLayer | None, bool]]:
         """What `auto` may draft with, most first: a drafter, a draft layer, and whether streams are left.
 
-        may_stop: whether it may do without drafts, which a longer context is not worth.
+        may_stop: whether `off` is one of them; drafts aren't given up for a longer context.
         """
         speculation = self.runtime.speculation
-        found: list[tuple[Speculation, DraftLayer | None, bool]] = [(speculation, self.draft_layer, False)]
+        choices: list[tuple[Speculation, DraftLayer | None, bool]] = [(speculation, self.draft_layer, False)]
         # A part behind the first takes drafts as they come.
         if speculation != "auto" or not self.bundle.config.part.embeds:
-            return found
+            return choices
         if self.draft_layer is not None:
-            found.append(("auto", None, False))
+            choices.append(("auto", None, False))
         if sparsity in SELECTING and _may_leave_streams(self.bundle):
-            found.append(("auto", None, True))
-        return [*found, ("off", None, False)] if may_stop else found
+            choices.append(("auto", None, True))
+        return [*choices, ("off", None, False)] if may_stop else choices
 
     def _plan(
         self,
@@ -514,22 +514,23 @@ def _may_leave_streams(bundle: Bundle) -> bool:
 def _preferred(possible: Sequence[ResolvedModel]) -> int:
     """The index of the model to take: the first that needs no flash, else the first that fits.
 
-    Drafting comes before none, even where its memory sends neurons to flash: it is given up only where
-    nothing that drafts fits. A draft layer and streams come last where selected neurons are read from flash:
-    their memory costs more of the neurons' cache than their drafts bring. With everything in memory, a mode
-    that leaves neurons out in some layers alone comes last: it multiplies those of the others one by one.
+    Drafting comes before none, even where its memory sends neurons to flash, as they leave only when the
+    context is nearly full: it is given up only where nothing that drafts fits. A draft layer and streams come
+    last where selected neurons are read from flash: their memory costs more of the neurons' cache than their
+    drafts bring. With everything in memory, a mode that leaves neurons out in some layers alone comes last:
+    it multiplies those of the others one by one.
     """
 
     def rank(at: int) -> tuple[bool, bool, bool, bool]:
-        found = possible[at]
-        plan, sparsity, config = found.plan, found.runtime.sparsity, found.bundle.config
+        resolved = possible[at]
+        plan, sparsity, config = resolved.plan, resolved.runtime.sparsity, resolved.bundle.config
         if plan.offloads_weights:
-            has_streams = _may_leave_streams(found.bundle) and found.runs_streams
-            more = found.draft_layer is not None or has_streams
+            has_streams = _may_leave_streams(resolved.bundle) and resolved.runs_streams
+            more = resolved.draft_layer is not None or has_streams
             last = more and sparsity in SELECTING
         else:
             last = sparsity == "exact" and not config.zeros_gates
-        return not plan.fits, found.runtime.speculation == "off", plan.offloads_weights, last
+        return not plan.fits, resolved.runtime.speculation == "off", plan.offloads_weights, last
 
     return min(range(len(possible)), key=rank)
 

@@ -91,7 +91,7 @@ def _biases(fields: Fields, model: ModelFacts) -> dict[int, float] | None:
 
 
 def ids_of(model: ModelFacts) -> str:
-    """Which token ids a model has, for errors."""
+    """The range of a model's token ids, in words for an error."""
     return f"ids of this model run from 0 to {model.vocab_size - 1}"
 
 

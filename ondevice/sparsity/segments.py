@@ -229,9 +229,9 @@ class SegmentPool(NeuronSource):
             neurons = layer.segment_range(segment)
             # The position is unknown until the piece is released, so an error here restarts the reading.
             self._position = -1
-            asked = time.perf_counter()
+            started = time.perf_counter()
             records = ahead.next().reshape(-1, layer.source.layout.stride)
-            self._waited += time.perf_counter() - asked
+            self._waited += time.perf_counter() - started
             if segment < resident:
                 # This pass has come to the layer before, and filled the segment then.
                 self._let_go(ahead, self._memory.pieces_read)
