@@ -14,7 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.bundle.file_layouts import file_layout
-from ondevice.bundle.layout import TILE_ROWS, ExpertLayout, RecordLayout, TileLayout, expert_file_name, padded
+from ondevice.bundle.layout import (
+    ExpertLayout,
+    RecordLayout,
+    SliceLayout,
+    TileLayout,
+)
+from ondevice.bundle.matrix_layout import TILE_ROWS, TiledMatrix, padded
 from ondevice.config import QuantConfig, RowFormat
 from ondevice.converters.fidelity import Fidelity, joined, measure
 from ondevice.converters.quantize import (
@@ -56,9 +62,9 @@ def pack(
 
     Raises CheckpointError if a value can't be stored.
     """
-    layouts: dict[str, RecordLayout | TileLayout | ExpertLayout | None] = {}
-    at = 0  # bytes of a record of matrices that are packed
-    expert_files = set(map(expert_file_name, config.expert_layers))
+    layouts: dict[str, RecordLayout | TileLayout | ExpertLayout | SliceLayout | None] = {}
+    at = 0  # bytes of an expert's record that are packed
+    matrices: list[NDArray[np.uint8]] = []  # tiles of a slice whose matrices aren't all there
     with closing(blocks):
         for block in blocks:
             first = block.rows[0]
@@ -66,10 +72,18 @@ def pack(
                 layouts[block.file] = file_layout(block.file, config, quant).record
             layout = layouts[block.file]
             if isinstance(layout, ExpertLayout):
-                of_matrices = _expert_chunk if block.file in expert_files else _slice_chunk
-                chunk = of_matrices(runner, block, layout, at)
+                chunk = _expert_chunk(runner, block, layout, at)
                 at = (at + chunk.data.nbytes) % layout.stride
                 yield chunk
+                continue
+            if isinstance(layout, SliceLayout):
+                matrix = layout.tiles.matrices[len(matrices)]
+                whole, fidelity = _slice_tiles(runner, block, matrix)
+                matrices.append(whole)
+                record = np.empty(0, dtype=np.uint8)
+                if len(matrices) == len(layout.tiles.matrices):
+                    record, matrices = _in_planes(matrices, layout), []
+                yield Chunk(block.file, block.tensor, record, block.nbytes, fidelity, block.last)
                 continue
             if isinstance(first, np.ndarray) and first.ndim == 1:
                 yield Chunk(block.file, block.tensor, first, block.nbytes)
@@ -125,21 +139,36 @@ def _expert_chunk(runner: _native.Runner, block: Block, layout: ExpertLayout, at
     return Chunk(block.file, block.tensor, data, block.nbytes, fidelity, block.last)
 
 
-def _slice_chunk(runner: _native.Runner, block: Block, layout: ExpertLayout, at: int) -> Chunk:
-    """A matrix of a slice, as its record has it from byte `at` on, with zeros where it has fewer neurons."""
-    part, stored = layout.part_offsets.index(at), block.formats[0]
-    matrix = layout.matrices[part]
+def _slice_tiles(
+    runner: _native.Runner, block: Block, matrix: TiledMatrix
+) -> tuple[NDArray[np.uint8], Mapping[str, Fidelity]]:
+    """The tiles (nbytes,) of a slice's matrix, with zeros where it has fewer neurons, and their fidelity."""
+    stored = block.formats[0]
     rows = _stored(runner, block.rows[0], stored, block.sources[0])
     sizes = matrix.row.codes_bytes, matrix.row.scales_bytes, matrix.row.biases_bytes
     codes, scales, biases = (
         np.pad(values, ((0, 0), (0, size - values.shape[1])))
         for values, size in zip(_parts(rows), sizes, strict=True)
     )
-    data = np.zeros(layout.part_bytes[part], dtype=np.uint8)
+    data = np.zeros(matrix.nbytes, dtype=np.uint8)
     tiles = data[: padded(len(rows.codes), TILE_ROWS) * matrix.row.nbytes]
     _native.tile_rows(runner, stored, codes, scales, biases, tiles)
-    fidelity = _fidelity(runner, block, [rows])
-    return Chunk(block.file, block.tensor, data, block.nbytes, fidelity, block.last)
+    return data, _fidelity(runner, block, [rows])
+
+
+def _in_planes(matrices: Sequence[NDArray[np.uint8]], layout: SliceLayout) -> NDArray[np.uint8]:
+    """The record (stride,) of a slice, of the tiles (nbytes,) of its matrices."""
+    record = np.zeros(layout.stride, dtype=np.uint8)
+    for data, (high, low), matrix in zip(matrices, layout.places, layout.tiles.matrices, strict=True):
+        of_high = record[high : high + matrix.tiles * matrix.high_tile_bytes]
+        if low is None:
+            of_high[:] = data
+            continue
+        start = layout.high_bytes + low
+        of_low = record[start : start + matrix.tiles * matrix.low_tile_bytes]
+        planes = (it.reshape(matrix.tiles, -1) for it in (data, of_high, of_low))
+        _native.split_tiles(matrix.row.stored, *planes)
+    return record
 
 
 def _parts(rows: QuantizedRows) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8]]:

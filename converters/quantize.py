@@ -26,7 +26,7 @@ from ondevice.bundle.codes import (
     values_of_table,
     values_of_two_levels,
 )
-from ondevice.bundle.layout import RowLayout
+from ondevice.bundle.matrix_layout import RowLayout
 from ondevice.config import GROUP_SIZE, SUPER_SIZE, Bits, RowFormat
 from ondevice.errors import CheckpointError
 from ondevice.kernels import _native

@@ -20,12 +20,12 @@ from ondevice.bundle.layout import (
     POSITIONS,
     RECORDS_TENSOR,
     RESIDENT,
-    TiledMatrix,
     expert_file_name,
     gate_file_name,
     neuron_file_name,
     slice_neurons,
 )
+from ondevice.bundle.matrix_layout import TiledMatrix
 from ondevice.bundle.weight_shapes import layer_weight_shapes, model_weight_shapes
 from ondevice.config import MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures import tensors as names

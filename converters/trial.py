@@ -27,14 +27,14 @@ from ondevice.bundle.layout import (
     CRC_BLOCK_BYTES,
     DATA_OFFSET,
     RESIDENT,
-    TILE_ROWS,
-    ExpertLayout,
     RecordLayout,
+    SliceLayout,
     embedding_layout,
     largest_neuron_layout,
     neuron_layout,
     record_counts,
 )
+from ondevice.bundle.matrix_layout import TILE_ROWS
 from ondevice.bundle.reader import Bundle, CheckedFile, TensorSpan, tensor_spans
 from ondevice.config import QuantConfig
 from ondevice.converters import trial_layer
@@ -158,7 +158,7 @@ class _WrittenNeurons:
         self.file = FIRST_NEURON_FILE
         self.num_neurons = config.widths[layer]
         self.hidden_size = config.hidden_size
-        self.layout: RecordLayout | ExpertLayout = neuron_layout(config, quant, layer)
+        self.layout: RecordLayout | SliceLayout = neuron_layout(config, quant, layer)
         self.experts = None
         self._reader = reader
         self._buffers = buffers

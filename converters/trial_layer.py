@@ -19,12 +19,13 @@ from ondevice.backends.base import (
     Float32,
     KVLayout,
 )
-from ondevice.backends.cpu import CpuBackend, CpuFeedForward, CpuSlices
+from ondevice.backends.cpu import CpuBackend, CpuFeedForward
+from ondevice.backends.cpu_slices import CpuSlices
 from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import NeuronSource
 from ondevice.backends.routing import Routing
-from ondevice.bundle.layout import ExpertLayout, RecordLayout
+from ondevice.bundle.layout import RecordLayout, SliceLayout
 from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import never_cancelled
 from ondevice.config import QuantConfig, RowFormat
@@ -58,7 +59,7 @@ memory of this size has huge pages: with pieces of 4 MB, a 7B trial took 1.3 cor
 class LayerBackend(CpuBackend):
     """A backend for one layer after another, whose matrices have the memory of those of the layer before."""
 
-    def __init__(self, runner: _native.Runner, layout: RecordLayout | ExpertLayout) -> None:
+    def __init__(self, runner: _native.Runner, layout: RecordLayout | SliceLayout) -> None:
         neurons = layout.neurons_in(PIECE_BYTES)
         super().__init__(runner, segment_neurons=neurons, piece_neurons=neurons)
         self.neurons = neurons

@@ -110,6 +110,11 @@ class RowFormat(NamedTuple):
         return 1 << (self.bits - 1)
 
     @property
+    def low_bits(self) -> int:
+        """Bits of a code that lie apart in the low plane of slices; 0 where codes aren't divided."""
+        return {4: 2, 5: 2, 6: 4, 8: 4}.get(self.bits, 0)
+
+    @property
     def upper_bytes(self) -> int:
         """Bytes that 256 elements of two levels share: d, and dmin if there is one."""
         return 4 if self.scales == "two_level" else 2

@@ -13,7 +13,7 @@ from typing import Any, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.bundle.layout import RowLayout
+from ondevice.bundle.matrix_layout import RowLayout
 from ondevice.config import RowFormat
 from ondevice.converters.checkpoints.base import (
     SourceFile,

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.bundle.codes import E2M1, E8M0_NAN, pack, powers, unpack
-from ondevice.bundle.layout import RowLayout
+from ondevice.bundle.matrix_layout import RowLayout
 from ondevice.config import GROUP_SIZE, MXFP4, Bits, RowFormat
 from ondevice.converters.checkpoints.base import NUMPY_TYPES, SourceFile
 from ondevice.converters.checkpoints.safetensors_file import RawTensor

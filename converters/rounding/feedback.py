@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
-from ondevice.bundle.layout import RowLayout
+from ondevice.bundle.matrix_layout import RowLayout
 from ondevice.config import RowFormat
 from ondevice.converters.checkpoints.base import SourceTensor
 from ondevice.converters.quantize import QuantizedRows, RoundedRows, dequantize, to_float32

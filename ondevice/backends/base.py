@@ -24,7 +24,7 @@ from ondevice.backends.latent import LatentOps
 from ondevice.backends.recurrent import MARKS, RecurrentOps, StateLayout, StateStore
 from ondevice.backends.tiled_source import TiledSource
 from ondevice.backends.token_tree import TokenTree
-from ondevice.bundle.layout import ExpertLayout, RecordLayout, TileLayout
+from ondevice.bundle.layout import RecordLayout, SliceLayout, TileLayout
 from ondevice.config import RowFormat
 from ondevice.model_config import (
     Activation,
@@ -225,7 +225,7 @@ class FeedForwardSource(Protocol):
     def hidden_size(self) -> int: ...
 
     @property
-    def layout(self) -> RecordLayout | ExpertLayout: ...
+    def layout(self) -> RecordLayout | SliceLayout: ...
 
     @property
     def experts(self) -> ExpertRecords | None:

@@ -29,15 +29,18 @@ from ondevice.backends.base import (
 )
 from ondevice.backends.cpu_attention import CpuAttention
 from ondevice.backends.cpu_recurrent import CpuRecurrent
+from ondevice.backends.cpu_slices import CpuSlices, native_matrices
 from ondevice.backends.embedding_table import EmbeddingTable
 from ondevice.backends.expert_records import HELD_ROWS, ExpertRecords
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer, FirstNeurons
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.native_routing import route
+from ondevice.backends.neuron_source import Planes
 from ondevice.backends.offloading import OffloadingBackend
 from ondevice.backends.routing import Routing, sigmoid, substituted
 from ondevice.backends.tiled_source import TiledSource
-from ondevice.bundle.layout import ExpertLayout, RecordLayout, padded
+from ondevice.bundle.layout import RecordLayout, SliceLayout
+from ondevice.bundle.matrix_layout import padded
 from ondevice.config import RowFormat
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native, memory
@@ -136,7 +139,7 @@ class CpuFeedForward(FeedForwardLayer):
             self.pack(segment, 0, first, source.read(first, min(step, source.num_neurons - first)))
         self.segments.append(segment)
 
-    def new_segment(self) -> _native.Segment:
+    def new_segment(self, high_plane: bool = False) -> _native.Segment:
         return _native.Segment(self.native.segment_bytes(self.segment_neurons // BLOCK_NEURONS))
 
     def pack(self, segment: _native.Segment, index: int, first: int, records: Bytes) -> None:
@@ -144,29 +147,6 @@ class CpuFeedForward(FeedForwardLayer):
         blocks = -(-len(neurons) // BLOCK_NEURONS)
         block0 = (first - neurons.start) // BLOCK_NEURONS
         self.native.pack(self._runner, segment, blocks, block0, records)
-
-
-class CpuSlices(FeedForwardLayer):
-    """One layer's slices, multiplied as they lie on flash: a segment is a slice, (stride,) bytes."""
-
-    def __init__(self, index: int, source: FeedForwardSource, biases: Biases = NO_BIASES) -> None:
-        layout = source.layout
-        assert isinstance(layout, ExpertLayout)
-        super().__init__(index, source, layout.neurons, None)
-        self.native = _native_matrices(source.hidden_size, layout)
-        self.output_bias: Float32 | None = biases.output
-        self.gate_bias: Float32 | None = None
-        """(slices * neurons of a slice,), zeros behind the layer's last neuron."""
-        if biases.gates is not None:
-            self.gate_bias = np.zeros(self.num_segments * layout.neurons, dtype=np.float32)
-            self.gate_bias[: len(biases.gates)] = biases.gates
-
-    def new_segment(self) -> Bytes:
-        # Its pages are made on the thread that asks for it, not while a pass fills it.
-        return _native.allocate(self.source.layout.stride, populated=True)
-
-    def pack(self, segment: Bytes, index: int, first: int, records: Bytes) -> None:
-        segment[:] = records[0]
 
 
 def _with_bias(out: Float32, bias: Float32 | None) -> Float32:
@@ -180,13 +160,7 @@ def _native_expert(hidden: int, records: ExpertRecords | None) -> _native.Expert
     """What the kernels know of a layer's experts, if they are stored as matrices."""
     if records is None or records.layout is None:
         return None
-    return _native_matrices(hidden, records.layout)
-
-
-def _native_matrices(hidden: int, layout: ExpertLayout) -> _native.Expert:
-    """What the kernels know of records of matrices."""
-    gate, *up, down = layout.places
-    return _native.Expert(hidden, layout.neurons, gate, up[0] if up else None, down)
+    return native_matrices(hidden, records.layout)
 
 
 class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
@@ -256,8 +230,8 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         dense: int | None = None,
     ) -> CpuFeedForward | CpuSlices:
         neurons = self._segment_neurons
-        if isinstance(source.layout, ExpertLayout):
-            slices = CpuSlices(layer, source, biases)
+        if isinstance(source.layout, SliceLayout):
+            slices = CpuSlices(self.runner, layer, source, biases)
             self.feed_forwards.append(slices)
             return slices
         if dense is not None:
@@ -446,9 +420,17 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         form, bias = native_form(spec), weight.gate_bias
         forward = _native.SlicePass(self.runner, weight.native, x, form, norm, bias)
         forward.add(weight.segments, None, out, added)
+        if batch.resident_only:
+            forward.add_planes([(plane, None) for plane in weight.high_planes], None, out, out)
         for piece in pieces:
-            records = [piece] if piece.ndim == 1 else list(piece)
-            forward.add(records, batch.num_exact_rows, out, out)
+            if isinstance(piece, Planes):
+                forward.add_planes([piece], batch.num_exact_rows, out, out)
+            elif piece.ndim == 1:
+                forward.add([piece], batch.num_exact_rows, out, out)
+            else:
+                at = weight.slices.high_bytes
+                planes = [(record[:at], record[at:]) for record in piece]
+                forward.add_planes(planes, batch.num_exact_rows, out, out)
         return _with_bias(out, weight.output_bias)
 
     def _cut_off_gates(self, x: Float32, weight: CpuFeedForward, cutoff: float, norm: Norm | None) -> Float32:

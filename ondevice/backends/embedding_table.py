@@ -6,7 +6,8 @@ import numpy as np
 
 from ondevice.backends.base import Bytes, EmbeddingSource, Float32, Int32
 from ondevice.backends.stored_rows import tokens_at_once
-from ondevice.bundle.layout import TILE_ROWS, TileLayout
+from ondevice.bundle.layout import TileLayout
+from ondevice.bundle.matrix_layout import TILE_ROWS
 from ondevice.kernels import _native, memory
 
 

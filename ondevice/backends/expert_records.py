@@ -9,7 +9,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.bundle.layout import ExpertLayout, RowLayout
+from ondevice.bundle.layout import ExpertLayout
+from ondevice.bundle.matrix_layout import RowLayout
 from ondevice.bundle.tiles import rows_format
 
 Bytes = NDArray[np.uint8]

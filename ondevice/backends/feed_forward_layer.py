@@ -76,8 +76,15 @@ class FeedForwardLayer:
         self.source = source
         self.segment_neurons = segment_neurons
         self.segments: list[Segment] = []
+        self.high_planes: list[Segment] = []
+        """High planes of the segments that follow, where `high_bytes` isn't 0."""
         self.piece_memory = PieceMemory()
         """A pool that streams several layers uses only the first layer's."""
+
+    @property
+    def high_bytes(self) -> int:
+        """Bytes of a segment's high plane, 0 if the layer multiplies whole segments alone."""
+        return 0
 
     def expert_arrived(self, address: int) -> None:
         """Prepare an expert that has just been read to `address`. Raises MemoryError."""
@@ -92,7 +99,7 @@ class FeedForwardLayer:
 
     @property
     def resident_neurons(self) -> int:
-        """Number of neurons held in segments: those with ids 0 .. resident_neurons - 1."""
+        """Number of neurons held whole, in segments: those with ids 0 .. resident_neurons - 1."""
         return min(len(self.segments) * self.segment_neurons, self.source.num_neurons)
 
     @property
@@ -105,12 +112,17 @@ class FeedForwardLayer:
         first = index * self.segment_neurons
         return range(first, min(first + self.segment_neurons, self.source.num_neurons))
 
-    def new_segment(self) -> Segment:
-        """An empty segment for `segment_neurons` neurons. Any thread may call it. Raises MemoryError."""
+    def new_segment(self, high_plane: bool = False) -> Segment:
+        """An empty segment for `segment_neurons` neurons, or for their high plane alone.
+
+        Any thread may call it. Raises MemoryError.
+        """
         raise NotImplementedError
 
     def pack(self, segment: Segment, index: int, first: int, records: Bytes) -> None:
         """Pack the records (n, stride) of neurons first .. first + n into segment `index`; first % 64 == 0.
+
+        Into a segment for a high plane goes that alone.
 
         Raises MemoryError, for the first records only; the segment then stays empty.
         """

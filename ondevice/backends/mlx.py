@@ -49,7 +49,7 @@ from ondevice.backends.offloading import OffloadingBackend
 from ondevice.backends.routing import Routing
 from ondevice.backends.stored_rows import RowsOfTiles
 from ondevice.backends.tiled_source import TiledSource
-from ondevice.bundle.layout import padded
+from ondevice.bundle.matrix_layout import padded
 from ondevice.model_config import FeedForwardSpec, LayerSpec
 
 

@@ -18,7 +18,7 @@ from ondevice.backends import mlx_memory
 from ondevice.backends.expert_records import ROWS_AT_ONCE
 from ondevice.backends.mlx_ops import hidden
 from ondevice.backends.mlx_sums import in_lanes, sums
-from ondevice.bundle.layout import RowLayout
+from ondevice.bundle.matrix_layout import RowLayout
 from ondevice.model_config import ExpertsSpec, FeedForwardSpec
 
 CUDA_PRODUCTS = 8

@@ -11,7 +11,7 @@ import numpy as np
 from ondevice.backends.base import Float32, LinearSource
 from ondevice.backends.mlx_matrix import MlxMatrix, require_mode
 from ondevice.backends.mlx_memory import writable
-from ondevice.bundle.layout import RowLayout
+from ondevice.bundle.matrix_layout import RowLayout
 
 
 class MlxLinear:

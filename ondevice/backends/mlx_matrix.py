@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ondevice.backends import mlx_memory
 from ondevice.backends.mlx_experts import format_options, with_biases
-from ondevice.bundle.layout import RowLayout
+from ondevice.bundle.matrix_layout import RowLayout
 from ondevice.errors import BackendUnavailableError
 
 

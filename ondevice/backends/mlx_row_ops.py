@@ -29,7 +29,7 @@ from ondevice.backends.mlx_weights import MlxNeurons
 from ondevice.backends.recurrent import Ahead, DeltaWeights, MixerWeights
 from ondevice.backends.row_invariance import MOST_ROWS, RowInvariance, RowOp, measured
 from ondevice.backends.token_tree import TokenTree
-from ondevice.bundle.layout import RowLayout, padded
+from ondevice.bundle.matrix_layout import RowLayout, padded
 from ondevice.bundle.tiles import rows_format
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, Scales
 from ondevice.model_config import (

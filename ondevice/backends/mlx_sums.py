@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from ondevice.backends.token_tree import Int32
-from ondevice.bundle.layout import padded
+from ondevice.bundle.matrix_layout import padded
 
 LANES = 16
 """What rows are padded to: a processor's exponential may differ where a vector ends."""

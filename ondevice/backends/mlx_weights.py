@@ -32,8 +32,9 @@ from ondevice.backends.mlx_memory import (
     require_memory,
     writable,
 )
-from ondevice.bundle.layout import ExpertLayout, RowLayout, TiledMatrix
-from ondevice.bundle.tiles import StoredMatrix, in_rows, untiled
+from ondevice.bundle.layout import ExpertLayout, SliceLayout
+from ondevice.bundle.matrix_layout import RowLayout, TiledMatrix
+from ondevice.bundle.tiles import StoredMatrix, in_rows, joined_slices, untiled
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native
 from ondevice.units import PAGE_BYTES
@@ -244,15 +245,25 @@ def settle(record: Bytes, layout: ExpertLayout) -> None:
             record[end : end + stored.added.nbytes] = stored.added.view(np.uint8)
 
 
-def settled_copy(records: Bytes, layout: ExpertLayout) -> tuple[Records, int]:
-    """One record (1, stride) in MLX's memory, its tiles brought into rows, and its address.
+def settled_copy(records: Bytes, layout: SliceLayout) -> tuple[Records, int]:
+    """One slice (1, stride) in MLX's memory, its planes brought into rows, and its address.
 
     Raises MemoryError.
     """
-    copy = np.empty(rows_layout(layout).stride, dtype=np.uint8)
-    copy[: layout.stride] = records[0]
-    settle(copy, layout)
+    copy = np.empty(settled_bytes(layout), dtype=np.uint8)
+    settle_slice(records, layout, copy)
     return Records.copied(copy), copy.ctypes.data
+
+
+def settled_bytes(layout: SliceLayout) -> int:
+    """Room in which a slice's planes are joined and its tiles brought into rows."""
+    return max(layout.tiles.stride, rows_layout(layout.tiles).stride)
+
+
+def settle_slice(records: Bytes, layout: SliceLayout, room: Bytes) -> None:
+    """Bring the planes of one slice (1, stride) into rows, in room (settled_bytes,), which may overlap it."""
+    room[: layout.tiles.stride] = joined_slices(records, layout)[0]
+    settle(room, layout.tiles)
 
 
 def _stored_rows(part: Bytes, matrix: TiledMatrix) -> StoredMatrix:
@@ -352,12 +363,12 @@ class MlxPieceMemory(PieceMemory):
         """A piece's records (n, stride) in MLX's memory: where they were read, or copied now."""
         return self.records or Records.copied(records)
 
-    def settled(self, records: Bytes, layout: ExpertLayout) -> tuple[Records, int]:
-        """A piece's one record (1, stride) in MLX's memory, its tiles brought into rows, and its address."""
+    def settled(self, records: Bytes, layout: SliceLayout) -> tuple[Records, int]:
+        """A piece's one slice (1, stride) in MLX's memory, its planes brought into rows, and its address."""
         if self.records is None:
             return settled_copy(records, layout)
         start = records.ctypes.data - self.records.view.ctypes.data
-        settle(self.records.view[start : start + rows_layout(layout).stride], layout)
+        settle_slice(records, layout, self.records.view[start : start + settled_bytes(layout)])
         return self.records, records.ctypes.data
 
     def free(self) -> None:
@@ -407,9 +418,9 @@ class MlxFeedForward(FeedForwardLayer):
     ) -> None:
         layout = source.layout
         self._rows: dict[str, tuple[int, RowLayout]] = {}
-        if isinstance(layout, ExpertLayout):
+        if isinstance(layout, SliceLayout):
             segment_neurons = layout.neurons
-            for matrix in layout.matrices:
+            for matrix in layout.tiles.matrices:
                 require_mode(matrix.row)
         else:
             names = ("gate", "up", "down") if len(layout.rows) == 3 else ("gate", "down")
@@ -441,15 +452,15 @@ class MlxFeedForward(FeedForwardLayer):
             rows = {name: (offset - start, row) for name, (offset, row) in rows.items() if name != "gate"}
         return GatheredNeurons(count, rows, self._dtype)
 
-    def new_segment(self) -> MlxSegment:
+    def new_segment(self, high_plane: bool = False) -> MlxSegment:
         """An empty segment. `pack` allocates its memory, as MLX computes only on the passes' thread."""
         return MlxSegment()
 
     def neurons_of(self, records: Bytes, first: int) -> MlxNeurons:
         """The neurons from `first` on of a piece, records (n, stride). A slice is settled: once a read."""
         layout = self.source.layout
-        if isinstance(layout, ExpertLayout):
-            return self._slice_in(*self.piece_memory.settled(records, layout), layout, first)
+        if isinstance(layout, SliceLayout):
+            return self._slice_in(*self.piece_memory.settled(records, layout), layout.tiles, first)
         return self._neurons_in(self.piece_memory.held(records), records, first)
 
     def _slice_in(self, memory: Records, address: int, layout: ExpertLayout, first: int) -> MlxNeurons:
@@ -468,9 +479,9 @@ class MlxFeedForward(FeedForwardLayer):
     def pack(self, segment: MlxSegment, index: int, first: int, records: Bytes) -> None:
         layout = self.source.layout
         assert len(records) == layout.num_records(len(self.segment_range(index)))
-        if isinstance(layout, ExpertLayout):
+        if isinstance(layout, SliceLayout):
             # Of a copy: where memory is refused, the records are multiplied as they were read.
-            neurons = self._slice_in(*settled_copy(records, layout), layout, first).copy()
+            neurons = self._slice_in(*settled_copy(records, layout), layout.tiles, first).copy()
         else:
             neurons = self.neurons_of(records, first).copy()
         require_memory(sum(array.nbytes for array in neurons.arrays))

@@ -26,6 +26,13 @@ Batches: TypeAlias = Iterator[tuple[Int32, NDArray[np.uint64]]]
 """Ascending ids of neurons and the addresses of their records; each pair is valid until the next."""
 
 
+class Planes(NamedTuple):
+    """A slice's high plane, which is in memory, and its low one, (bytes,), which has been read."""
+
+    high: Bytes
+    low: Bytes
+
+
 class ResidentLayer(NamedTuple):
     """A layer that is wholly in memory: neuron i is in slot slots[i], (F,); slot s is at addresses[s]."""
 
@@ -88,11 +95,12 @@ class NeuronSource:
         raise OndeviceError("nothing provides the neurons that are selected")
 
     def offloaded(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes | Segment]:
-        """The layer's neurons that its segments don't hold, ascending: records (n, stride) or a segment.
+        """The layer's neurons that its segments don't hold, ascending.
 
-        Each is valid until the next is asked for, unless the layer's `PieceMemory` says otherwise. An empty
-        tuple if the segments hold all neurons, and for `resident_only`. Backends multiply them for the exact
-        rows alone, so a batch without any must get none.
+        They come as records (n, stride), planes, or a segment that has just been filled. Each is valid until
+        the next is asked for, unless the layer's `PieceMemory` says otherwise. An empty tuple if the segments
+        hold all neurons, and for `resident_only`. Backends multiply them for the exact rows alone, so a batch
+        without any must get none.
         """
         raise OndeviceError("nothing provides the neurons that aren't resident")
 

@@ -45,8 +45,8 @@ from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
 from ondevice.backends.stored_rows import RowsOfTiles, dequantise, read_rows, table_rows, values_of
 from ondevice.backends.tiled_source import TiledSource
 from ondevice.backends.token_tree import TokenTree
-from ondevice.bundle.layout import ExpertLayout
-from ondevice.bundle.tiles import untiled
+from ondevice.bundle.layout import ExpertLayout, SliceLayout
+from ondevice.bundle.tiles import joined_slices, untiled
 from ondevice.kernels import _native
 from ondevice.model_config import (
     CLAMP,
@@ -145,7 +145,7 @@ class ReferenceBackend:
         dense: int | None = None,
     ) -> ReferenceFeedForward:
         layout = source.layout
-        if isinstance(layout, ExpertLayout):
+        if isinstance(layout, SliceLayout):
             return _read_slices(source, layout, biases)
         shape, offsets = (source.num_neurons, source.hidden_size), layout.row_offsets
         rows = [np.empty(shape, dtype=np.float32) for _ in offsets]
@@ -443,10 +443,13 @@ def activated_ups(ups: Float32, spec: FeedForwardSpec) -> Float32:
     return ups if spec.up_activation == "none" else activate(ups, spec.up_activation)
 
 
-def _read_slices(source: FeedForwardSource, layout: ExpertLayout, biases: Biases) -> ReferenceFeedForward:
+def _read_slices(source: FeedForwardSource, layout: SliceLayout, biases: Biases) -> ReferenceFeedForward:
     """All neurons of a layer that is stored in slices."""
     count, none = source.num_neurons, np.empty((0, source.hidden_size), np.float32)
-    read = [_expert(source.read(at, layout.neurons)[0], layout) for at in range(0, count, layout.neurons)]
+    read = [
+        _expert(joined_slices(source.read(at, layout.neurons), layout)[0], layout.tiles)
+        for at in range(0, count, layout.neurons)
+    ]
     gate, down = (np.concatenate([none, *(getattr(it, k) for it in read)])[:count] for k in ("gate", "down"))
     up = np.concatenate([none, *(it.up for it in read if it.up is not None)])[:count]
     return ReferenceFeedForward(gate, up if len(up) == len(gate) else None, down, biases)

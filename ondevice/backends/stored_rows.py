@@ -16,7 +16,8 @@ from ondevice.backends.base import (
 )
 from ondevice.backends.tiled_source import TiledSource
 from ondevice.bundle.codes import E2M1, powers, unpack, values_of_table, values_of_two_levels
-from ondevice.bundle.layout import TILE_ROWS, RowLayout, TiledMatrix, TileLayout
+from ondevice.bundle.layout import TileLayout
+from ondevice.bundle.matrix_layout import TILE_ROWS, RowLayout, TiledMatrix
 from ondevice.bundle.tiles import StoredMatrix, in_rows, lane_rows, rows_format, tiles_of_lanes, untiled
 from ondevice.config import RowFormat
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.bundle.layout import TiledMatrix
+from ondevice.bundle.matrix_layout import TiledMatrix
 
 
 class TileChunk(NamedTuple):

@@ -17,7 +17,13 @@ from ondevice.budget.sizes import (
     logits_rows,
     segment_shape,
 )
-from ondevice.bundle.layout import embedding_layout, padded, projection_matrices
+from ondevice.bundle.layout import (
+    SliceLayout,
+    embedding_layout,
+    neuron_layouts,
+    projection_matrices,
+)
+from ondevice.bundle.matrix_layout import padded
 from ondevice.config import GROUP_SIZE
 
 HIDDEN_BYTES = 2 << 20
@@ -26,6 +32,8 @@ STATE_TOKENS = 64
 """Tokens that a delta rule, or a mixer, has side by side (kStateTokens in recurrence.h)."""
 STATE_COLUMNS = 64
 """Columns of a state that it takes at a time (kStateColumns)."""
+TILES_JOINED = 2
+"""Tiles of 16 rows that a thread joins at a time (kTogether in expert.cc)."""
 QUERY_ROWS = 32
 """Query rows that share one walk over the keys."""
 
@@ -138,6 +146,10 @@ class CpuMemory(MemoryModel):
             groups = hidden_values // 4 // GROUP_SIZE
             formats = {self.quant.of("down", layer) for layer in range(self.config.num_layers)}
             hidden_values += groups * max(input_bytes(GROUP_SIZE, stored) for stored in formats)
+            # Tiles that each thread joins from two planes.
+            layouts = [it for it in neuron_layouts(config, self.quant) if isinstance(it, SliceLayout)]
+            tiles = (matrix.tile_bytes for layout in layouts for matrix in layout.tiles.matrices)
+            hidden_values += self._threads * TILES_JOINED * max(tiles)
         # Scores, ids and chances of every token, in float64, where a text is sampled by `top_p`.
         sampling = 7 * 8 * vocab
         # The head's output and the copy that the caller gets.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ondevice.backends.base import KVLayout
 from ondevice.budget.sizes import draft_nodes, interleaved_bytes, widest_pass
 from ondevice.bundle.draft_layers import DraftLayer
-from ondevice.bundle.layout import padded
+from ondevice.bundle.matrix_layout import padded
 from ondevice.config import GROUP_SIZE, RuntimeConfig
 from ondevice.model.draft_layer import PIECE_ROWS
 from ondevice.model_config import ModelConfig

@@ -33,14 +33,13 @@ from ondevice.bundle.draft_layers import EAGLE_TAPS
 from ondevice.bundle.file_layouts import resident_matrices
 from ondevice.bundle.layout import (
     CRC_BLOCK_BYTES,
-    TiledMatrix,
     embedding_layout,
     embedding_tiles,
     neuron_layout,
-    padded,
     per_layer_layout,
     record_counts,
 )
+from ondevice.bundle.matrix_layout import TiledMatrix, padded
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.weight_shapes import extra_matrices, vectors_size

@@ -20,13 +20,13 @@ from ondevice.budget.sizes import (
 )
 from ondevice.bundle.layout import (
     ExpertLayout,
-    RowLayout,
+    SliceLayout,
     expert_bytes,
     largest_expert_layout,
     neuron_layouts,
-    padded,
     record_layout,
 )
+from ondevice.bundle.matrix_layout import RowLayout, padded
 from ondevice.bundle.tiles import rows_format
 from ondevice.config import GROUP_SIZE, RowFormat
 from ondevice.speculation.registry import runs_streams
@@ -80,7 +80,8 @@ class MlxMemory(MemoryModel):
         """Ranges of neurons that are summed by themselves, whatever the sparsity mode."""
         if self.config.is_sliced:
             shape = segment_shape(self.config, self.quant)
-            return replace(shape, layer_bytes=tuple(padded(it, PAGE_BYTES) for it in self._slice_bytes))
+            layer_bytes = tuple(padded(it, PAGE_BYTES) for it in self._slice_bytes)
+            return replace(shape, layer_bytes=layer_bytes, high_bytes=(0,) * len(layer_bytes))
         block = self._neurons_bytes(GROUP_SIZE)
         return segment_shape(self.config, self.quant, block, MLX_SEGMENT_BYTES)
 
@@ -147,7 +148,8 @@ class MlxMemory(MemoryModel):
 
         These are copies of its matrices, and three arrays of floats of one that becomes float16 values.
         """
-        nbytes = max(it.stride for it in self._slices_in_rows)
+        on_flash = (max(it.stride, it.tiles.stride) for it in self._slice_layouts)
+        nbytes = max(*on_flash, *(it.stride for it in self._slices_in_rows))
         matrices = {matrix for it in self._slices_in_rows for matrix in it.matrices if matrix.row.bits == 16}
         values = max((14 * it.padded_rows * it.row.padded_cols for it in matrices), default=0)
         return nbytes, SETTLED_COPIES * nbytes + values
@@ -261,10 +263,14 @@ class MlxMemory(MemoryModel):
         return sum(held_bytes(neurons * row, it.stored, self.operand_bytes) for it in rows)
 
     @property
+    def _slice_layouts(self) -> list[SliceLayout]:
+        """The record of a slice of each layer."""
+        return [it for it in neuron_layouts(self.config, self.quant) if isinstance(it, SliceLayout)]
+
+    @property
     def _slices_in_rows(self) -> list[ExpertLayout]:
-        """The record of a slice of each layer, its matrices in rows."""
-        layouts = neuron_layouts(self.config, self.quant)
-        return [rows_layout(it) for it in layouts if isinstance(it, ExpertLayout)]
+        """The same, joined, its matrices in rows."""
+        return [rows_layout(layout.tiles) for layout in self._slice_layouts]
 
     @property
     def _slice_bytes(self) -> list[int]:

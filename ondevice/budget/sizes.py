@@ -13,14 +13,14 @@ from functools import cached_property
 from itertools import accumulate
 
 from ondevice.bundle.layout import (
-    RowLayout,
+    SliceLayout,
     expert_bytes,
     neuron_layouts,
-    padded,
     record_counts,
     record_layout,
     slice_neurons,
 )
+from ondevice.bundle.matrix_layout import RowLayout, padded
 from ondevice.bundle.streams import MultiStreams
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.errors import UsageError
@@ -62,18 +62,22 @@ Rows of streams aren't tokens: such a pass may have STREAM_ROWS of them as well.
 class SegmentShape:
     """The pieces that feed-forward memory comes in: each holds `neurons` neurons of one layer.
 
+    A segment of two planes counts as two: its high plane, which all layers get first, and the low one, which
+    makes it whole.
+
     per_layer: for each layer, the segments that hold all of its neurons. layer_bytes: for each layer, the
-    bytes of a segment.
+    bytes of a whole segment. high_bytes: for each layer, those of its high plane, 0 where it has none.
     """
 
     neurons: int
     per_layer: tuple[int, ...]
     layer_bytes: tuple[int, ...]
+    high_bytes: tuple[int, ...]
 
     @property
     def total(self) -> int:
         """Segments that hold every neuron of the model."""
-        return sum(self.per_layer)
+        return len(self._order)
 
     @property
     def least(self) -> int:
@@ -99,23 +103,33 @@ class SegmentShape:
         Layers get them in one fixed order, spread over the depth: with fewer segments no layer has more than
         before.
         """
-        found = [0] * len(self.per_layer)
-        for layer in self._order[: max(0, segments)]:
-            found[layer] += 1
-        return tuple(found)
+        counts = [0] * len(self.per_layer)
+        for layer, _ in self._order[: max(0, segments)]:
+            counts[layer] += 1
+        return tuple(counts)
 
     @cached_property
-    def _order(self) -> list[int]:
-        """The layer of every segment, in the order in which layers get them."""
+    def _order(self) -> list[tuple[int, int]]:
+        """The layer of every segment, and its bytes, in the order in which layers get them."""
         spread = sorted(range(len(self.per_layer)), key=lambda layer: f"{layer:020b}"[::-1])
-        places = [(held / most, at) for at, most in enumerate(self.per_layer) for held in range(most)]
         rank = {layer: place for place, layer in enumerate(spread)}
-        return [layer for _, layer in sorted(places, key=lambda place: (place[0], rank[place[1]]))]
+        places = [
+            (low, held / most, rank[layer], layer)
+            for layer, most in enumerate(self.per_layer)
+            for low in ((False, True) if self.high_bytes[layer] else (False,))
+            for held in range(most)
+        ]
+        return [(layer, self._bytes_of(layer, low)) for low, _, _, layer in sorted(places)]
+
+    def _bytes_of(self, layer: int, low: bool) -> int:
+        """Bytes of a high plane of the layer, or of what makes it whole; of a segment without planes."""
+        whole, high = self.layer_bytes[layer], self.high_bytes[layer]
+        return whole - high if low else high or whole
 
     @cached_property
     def _sums(self) -> list[int]:
         """Bytes of the first segments of the order, for each number of them."""
-        return [0, *accumulate(self.layer_bytes[layer] for layer in self._order)]
+        return [0, *accumulate(nbytes for _, nbytes in self._order)]
 
 
 @dataclass(frozen=True)
@@ -189,8 +203,13 @@ def segment_shape(
         aim_bytes: Target size of a segment.
     """
     if config.is_sliced:
-        strides = tuple(layout.stride for layout in neuron_layouts(config, quant))
-        return SegmentShape(slice_neurons(config, quant), record_counts(config, quant), strides)
+        layouts = [layout for layout in neuron_layouts(config, quant) if isinstance(layout, SliceLayout)]
+        return SegmentShape(
+            slice_neurons(config, quant),
+            record_counts(config, quant),
+            layer_bytes=tuple(padded(layout.tiles.stride, PAGE_BYTES) for layout in layouts),
+            high_bytes=tuple(layout.high_bytes if layout.low_bytes else 0 for layout in layouts),
+        )
     unit = block_bytes or _block_bytes(config, quant)
     return _segments(config.widths, unit, aim_bytes, config.model_widths)
 
@@ -223,6 +242,7 @@ def _segments(widths: Sequence[int], unit: int, aim_bytes: int, model_widths: Se
         neurons=size * GROUP_SIZE,
         per_layer=tuple(-(-neurons // (size * GROUP_SIZE)) for neurons in widths),
         layer_bytes=(padded(size * unit, PAGE_BYTES),) * len(widths),
+        high_bytes=(0,) * len(widths),
     )
 
 

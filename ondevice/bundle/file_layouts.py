@@ -22,10 +22,8 @@ from ondevice.bundle.layout import (
     RECORDS_TENSOR,
     RESIDENT,
     ExpertLayout,
-    HalfRange,
     RecordLayout,
-    RowLayout,
-    TiledMatrix,
+    SliceLayout,
     TileLayout,
     embedding_layout,
     embedding_tiles,
@@ -34,10 +32,10 @@ from ondevice.bundle.layout import (
     head_matrix,
     neuron_layout,
     out_matrix,
-    padded,
     per_layer_layout,
     projection_matrices,
 )
+from ondevice.bundle.matrix_layout import HalfRange, RowLayout, TiledMatrix, padded
 from ondevice.bundle.weight_shapes import WeightShape, layer_weight_shapes, model_weight_shapes
 from ondevice.config import QuantConfig, RowFormat
 from ondevice.model_config import ModelConfig
@@ -191,7 +189,7 @@ class FileLayout:
     header: bytes
     crc_start: int
     crc_units: tuple[int, ...]
-    record: RecordLayout | TileLayout | ExpertLayout | None = None
+    record: RecordLayout | TileLayout | ExpertLayout | SliceLayout | None = None
     halves: tuple[HalfRange, ...] = ()
     floats: tuple[tuple[int, int], ...] = ()
 
@@ -247,7 +245,9 @@ def _layer_of(name: str) -> int:
     return int(name.partition("-")[2].removesuffix(".safetensors"))
 
 
-def _record_file(num_records: int, record: RecordLayout | TileLayout | ExpertLayout) -> FileLayout:
+def _record_file(
+    num_records: int, record: RecordLayout | TileLayout | ExpertLayout | SliceLayout
+) -> FileLayout:
     header = record_header(num_records, record.stride)
     nbytes = DATA_OFFSET + num_records * record.stride
     floats = record.floats if isinstance(record, ExpertLayout) else ()

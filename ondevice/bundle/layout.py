@@ -1,4 +1,4 @@
-"""The place of every byte of a bundle's rows, matrices and records, and the names of its files.
+"""The place of every byte of a bundle's records, and the names of its files.
 
 Pure arithmetic over ModelConfig and QuantConfig; it opens no file. `weights/README.md` is the specification.
 Legend: D hidden size, N fused qkv rows, V vocabulary, G groups of 32 or 64 along a row.
@@ -9,20 +9,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
-import numpy as np
-
+from ondevice.bundle.matrix_layout import TILE_ROWS, HalfRange, RowLayout, TiledMatrix, padded
 from ondevice.bundle.slice_sizes import SLICE_UNIT, slice_units
-from ondevice.config import GROUP_SIZE, SUPER_SIZE, CodeBits, GroupSize, QuantConfig, RowFormat, Scales
+from ondevice.config import GROUP_SIZE, SUPER_SIZE, QuantConfig, RowFormat
 from ondevice.model_config import ModelConfig
 
 FORMAT = "ondevice-bundle"
 VERSION = 3
-TILE_ROWS = 16
-"""Rows of a matrix that lie interleaved, where it is stored as the kernels multiply it."""
 DATA_OFFSET = 4096
 """First byte of the records in a record file, and the alignment of the data in the resident file."""
+PLANE_ALIGNMENT = 64
+"""Alignment of a matrix in a slice's planes, in bytes."""
 CRC_BLOCK_BYTES = 1 << 20
 """Bytes that one CRC32C covers in files without records."""
 
@@ -58,91 +56,6 @@ def expert_file_name(layer: int) -> str:
 def gate_bias_name(layer: int) -> str:
     """The resident tensor of biases of `layer`'s gates, which has the neurons' order."""
     return f"layers.{layer}.feed_forward.gate.bias"
-
-
-def padded(n: int, multiple: int) -> int:
-    """`n` rounded up to a multiple of `multiple`."""
-    return -(-n // multiple) * multiple
-
-
-class HalfRange(NamedTuple):
-    """Bytes [start, stop) that hold float16 values, and `times` - 1 ranges more, each `step` bytes behind the
-    one before it. mxfp4: they are scales of MXFP4 instead, a byte each.
-    """
-
-    start: int
-    stop: int
-    step: int = 0
-    times: int = 1
-    mxfp4: bool = False
-
-    def behind(self, offset: int) -> HalfRange:
-        """The ranges `offset` bytes further on."""
-        return self._replace(start=self.start + offset, stop=self.stop + offset)
-
-
-@dataclass(frozen=True)
-class RowLayout:
-    """One stored row of `cols` logical elements: [codes | scales | biases], or float16 values at 16 bits.
-
-    bits, group_size, scales: as in RowFormat; implied biases take no bytes. With two levels of scales, which
-    only rows of tiles have, the scales are the headers of every 256 columns.
-    """
-
-    cols: int
-    bits: CodeBits
-    group_size: GroupSize = 64
-    scales: Scales = "affine"
-
-    @property
-    def stored(self) -> RowFormat:
-        return RowFormat(self.bits, self.group_size, self.scales)
-
-    @property
-    def mxfp4(self) -> bool:
-        return self.stored.mxfp4
-
-    @property
-    def implied_bias(self) -> bool:
-        return self.stored.implied_bias
-
-    @property
-    def scale_type(self) -> np.dtype[np.generic]:
-        """The type of a scale and a bias: float16, or a byte in MXFP4 and of headers."""
-        return np.dtype(np.uint8 if self.mxfp4 or self.stored.two_levels else np.float16)
-
-    @property
-    def padded_cols(self) -> int:
-        return padded(self.cols, GROUP_SIZE)
-
-    @property
-    def groups(self) -> int:
-        return self.padded_cols // self.group_size
-
-    @property
-    def codes_bytes(self) -> int:
-        return self.padded_cols * self.bits // 8
-
-    @property
-    def scales_bytes(self) -> int:
-        """Bytes of the scales; 0 at 16 bits."""
-        if self.stored.two_levels:
-            return self.padded_cols // SUPER_SIZE * self.stored.header_bytes
-        return 0 if self.bits == 16 else self.scale_type.itemsize * self.groups
-
-    @property
-    def biases_bytes(self) -> int:
-        """Bytes of the float16 biases; 0 where none are stored."""
-        return self.scales_bytes if self.stored.has_biases else 0
-
-    @property
-    def nbytes(self) -> int:
-        return self.codes_bytes + self.scales_bytes + self.biases_bytes
-
-    @property
-    def halves(self) -> HalfRange:
-        """Bytes of the row's float16 values: scales and biases, or everything at 16 bits."""
-        return HalfRange(0 if self.bits == 16 else self.codes_bytes, self.nbytes, mxfp4=self.mxfp4)
 
 
 class PartLayout(ABC):
@@ -242,81 +155,6 @@ class RecordLayout(PartLayout):
 
 
 @dataclass(frozen=True)
-class TiledMatrix:
-    """A matrix as the kernels multiply it: a tensor, or one part of an expert's record.
-
-    It is [tiles of 16 rows], or at 16 bits [rows], and then [biases], if it has any. row: one of its rows, as
-    it is stored elsewhere. has_bias: whether its products have a bias, a float32 for each row; records alone
-    have them.
-    """
-
-    rows: int
-    row: RowLayout
-    has_bias: bool = False
-
-    @property
-    def padded_rows(self) -> int:
-        return padded(self.rows, TILE_ROWS)
-
-    @property
-    def tiles(self) -> int:
-        return self.padded_rows // TILE_ROWS
-
-    @property
-    def tile_bytes(self) -> int:
-        return TILE_ROWS * self.row.nbytes
-
-    @property
-    def block_cols(self) -> int:
-        """Columns whose codes and scales lie together: 64, or 256 with two levels of scales."""
-        return SUPER_SIZE if self.row.stored.two_levels else GROUP_SIZE
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of 16 rows of `block_cols` columns: their codes, scales and biases. At 16 bits, of a tile."""
-        if self.row.bits == 16:
-            return self.tile_bytes
-        return TILE_ROWS * self.row.nbytes * self.block_cols // self.row.padded_cols
-
-    @property
-    def runs(self) -> tuple[tuple[int, int], ...]:
-        """What a block consists of, in order: (n, width) is n times 16 units of `width` bytes, a row's each.
-
-        At 16 bits a tile is one block.
-        """
-        stored = self.row.stored
-        if stored.bits == 16:
-            return ((1, self.row.nbytes),)
-        codes = self.block_cols * stored.bits // 32, 4
-        if stored.two_levels:
-            upper = stored.upper_bytes
-            return (upper // 2, 2), (stored.header_bytes - upper, 1), codes
-        width = self.row.scale_type.itemsize
-        scales = self.block_cols // stored.group_size, width
-        return (codes, scales, scales) if stored.has_biases else (codes, scales)
-
-    @property
-    def rows_bytes(self) -> int:
-        """Bytes of all rows, without the products' biases."""
-        return self.padded_rows * self.row.nbytes
-
-    @property
-    def nbytes(self) -> int:
-        return self.rows_bytes + 4 * self.padded_rows * self.has_bias
-
-    @property
-    def halves(self) -> HalfRange:
-        """The bytes that hold float16 values: scales and biases of each block, or all rows at 16 bits."""
-        if self.row.bits == 16:
-            return HalfRange(0, self.rows_bytes)
-        codes = TILE_ROWS * GROUP_SIZE * self.row.bits // 8
-        times = self.rows_bytes // self.block_bytes
-        if self.row.stored.two_levels:
-            return HalfRange(0, TILE_ROWS * self.row.stored.upper_bytes, self.block_bytes, times)
-        return HalfRange(codes, self.block_bytes, self.block_bytes, times, self.row.mxfp4)
-
-
-@dataclass(frozen=True)
 class TileLayout(PartLayout):
     """The record of 16 neighbouring rows of a table, which are one tile."""
 
@@ -344,7 +182,7 @@ class TileLayout(PartLayout):
 
 @dataclass(frozen=True)
 class ExpertLayout(PartLayout):
-    """The record of an expert, or of a slice of a dense feed-forward: a part for each matrix.
+    """The record of an expert, or of a slice whose planes are joined: a part for each matrix.
 
     matrices: gate (F, D), up (F, D) if there is one, down (D, F), for the F neurons of an expert or a slice.
     """
@@ -387,7 +225,75 @@ class ExpertLayout(PartLayout):
         )
 
 
-def neuron_layout(config: ModelConfig, quant: QuantConfig, layer: int) -> RecordLayout | ExpertLayout:
+@dataclass(frozen=True)
+class SliceLayout(PartLayout):
+    """The record of a slice of a dense feed-forward: the high plane of its matrices, then their low plane.
+
+    Where no matrix has divided codes, it has one part, which holds them whole.
+
+    tiles: the record of tiles that both planes make together, which is what is multiplied.
+    """
+
+    tiles: ExpertLayout
+
+    @property
+    def neurons(self) -> int:
+        return self.tiles.neurons
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int | None], ...]:
+        """Each matrix's first byte in the high plane, and in the low one, or None if it has none."""
+        places, high, low = [], 0, 0
+        for matrix in self.tiles.matrices:
+            places.append((high, low if matrix.low_tile_bytes else None))
+            high += padded(matrix.tiles * matrix.high_tile_bytes, PLANE_ALIGNMENT)
+            low += padded(matrix.tiles * matrix.low_tile_bytes, PLANE_ALIGNMENT)
+        return tuple(places)
+
+    @cached_property
+    def row_bytes(self) -> tuple[int, ...]:
+        """Unpadded bytes of the high plane, and of the low one, if there is one."""
+        matrices = self.tiles.matrices
+        high = sum(padded(it.tiles * it.high_tile_bytes, PLANE_ALIGNMENT) for it in matrices)
+        low = sum(padded(it.tiles * it.low_tile_bytes, PLANE_ALIGNMENT) for it in matrices)
+        return (high, low) if low else (high,)
+
+    @property
+    def alignment(self) -> int:
+        """A page, as of experts: either plane is read past the page cache to where it is multiplied."""
+        return DATA_OFFSET
+
+    @property
+    def high_bytes(self) -> int:
+        """Bytes of the high plane, its padding included."""
+        return self.part_bytes[0]
+
+    @property
+    def low_bytes(self) -> int:
+        """Bytes of the low plane, its padding included; 0 where there is none."""
+        return self.stride - self.high_bytes
+
+    @cached_property
+    def padding(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) byte ranges of a record that hold no data and must be zero."""
+        ends = []
+        for (high, low), matrix in zip(self.places, self.tiles.matrices, strict=True):
+            ends.append(high + matrix.tiles * matrix.high_tile_bytes)
+            if low is not None:
+                ends.append(self.high_bytes + low + matrix.tiles * matrix.low_tile_bytes)
+        starts = [at for at, _ in self.places[1:]] + [self.high_bytes]
+        starts += [self.high_bytes + at for _, at in self.places if at] + [self.stride] * bool(self.low_bytes)
+        ends, starts = sorted(ends), sorted(starts)
+        return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
+
+    @cached_property
+    def halves(self) -> tuple[HalfRange, ...]:
+        """The bytes of a record that hold float16 values."""
+        matrices = zip(self.places, self.tiles.matrices, strict=True)
+        return tuple(matrix.high_halves.behind(high) for (high, _), matrix in matrices)
+
+
+def neuron_layout(config: ModelConfig, quant: QuantConfig, layer: int) -> RecordLayout | SliceLayout:
     """Record of one feed-forward neuron, or of a slice of neighbouring ones where `config.is_sliced`.
 
     A neuron has two parts: [gate row] and [up row | down column], all D long. One of an ungated feed-forward
@@ -404,17 +310,17 @@ def record_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
     return RecordLayout(((row,), (*(row,) * (config.feed_forward.num_rows - 2), down)))
 
 
-def slice_layout(config: ModelConfig, quant: QuantConfig, layer: int) -> ExpertLayout:
+def slice_layout(config: ModelConfig, quant: QuantConfig, layer: int) -> SliceLayout:
     """Record of a slice of a layer: `slice_neurons` neighbouring neurons of its feed-forward."""
     formats = quant.of("feed_forward", layer), quant.of("down", layer)
     return _slice_layout(config, slice_neurons(config, quant), *formats)
 
 
-def _slice_layout(config: ModelConfig, neurons: int, gate: RowFormat, down: RowFormat) -> ExpertLayout:
+def _slice_layout(config: ModelConfig, neurons: int, gate: RowFormat, down: RowFormat) -> SliceLayout:
     """Record of a slice of so many neurons. gate: format of gates and ups."""
     by_rows = TiledMatrix(neurons, RowLayout(config.hidden_size, *gate))
     by_columns = TiledMatrix(config.hidden_size, RowLayout(neurons, *down))
-    return ExpertLayout((*(by_rows,) * (config.feed_forward.num_rows - 1), by_columns))
+    return SliceLayout(ExpertLayout((*(by_rows,) * (config.feed_forward.num_rows - 1), by_columns)))
 
 
 def slice_neurons(config: ModelConfig, quant: QuantConfig) -> int:
@@ -455,7 +361,7 @@ def record_counts(config: ModelConfig, quant: QuantConfig) -> tuple[int, ...]:
     return tuple(-(-records // neurons) for records in config.records)
 
 
-def neuron_layouts(config: ModelConfig, quant: QuantConfig) -> tuple[RecordLayout | ExpertLayout, ...]:
+def neuron_layouts(config: ModelConfig, quant: QuantConfig) -> tuple[RecordLayout | SliceLayout, ...]:
     """`neuron_layout` of every layer."""
     if not config.is_sliced:
         return (record_layout(config, quant),) * config.num_layers
@@ -465,7 +371,7 @@ def neuron_layouts(config: ModelConfig, quant: QuantConfig) -> tuple[RecordLayou
     return tuple(layouts[pair] for pair in formats)
 
 
-def largest_neuron_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout | ExpertLayout:
+def largest_neuron_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout | SliceLayout:
     """The record of the layer whose records have most bytes."""
     return max(neuron_layouts(config, quant), key=lambda layout: layout.stride)
 

@@ -23,9 +23,7 @@ from ondevice.bundle.layout import (
     RESIDENT,
     TOKENIZER_FILES,
     VERSION,
-    ExpertLayout,
     PartLayout,
-    RecordLayout,
     embedding_layout,
     embedding_tiles,
     expert_file_name,
@@ -248,7 +246,7 @@ def _experts_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any]:
     return {"experts": _records_json([config.experts.count] * len(stored), stored)}
 
 
-def _neurons_json(config: ModelConfig, layouts: Sequence[RecordLayout | ExpertLayout]) -> dict[str, Any]:
+def _neurons_json(config: ModelConfig, layouts: Sequence[PartLayout]) -> dict[str, Any]:
     """Records of every layer's neurons."""
     counts = [layout.num_records(records) for layout, records in zip(layouts, config.records, strict=True)]
     slices = {"neurons": layouts[0].neurons} if config.is_sliced else {}
@@ -310,7 +308,7 @@ def _layout_json(num_records: int, layout: PartLayout) -> dict[str, Any]:
     }
 
 
-def _records_json(counts: Sequence[int], layouts: Sequence[RecordLayout | ExpertLayout]) -> dict[str, Any]:
+def _records_json(counts: Sequence[int], layouts: Sequence[PartLayout]) -> dict[str, Any]:
     """Records of several layers: what differs between layers is a list, layer by layer."""
     layers = [_layout_json(count, layout) for count, layout in zip(counts, layouts, strict=True)]
     equal = {key: value for key, value in layers[0].items() if all(it[key] == value for it in layers)}

@@ -58,7 +58,6 @@ from ondevice.bundle.layout import (
     EMBEDDING,
     MANIFEST,
     RESIDENT,
-    HalfRange,
     RecordLayout,
     embedding_layout,
     expert_file_name,
@@ -71,6 +70,7 @@ from ondevice.bundle.layout import (
     record_layout,
 )
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, CrcRange, Manifest, bundle_files, parse_manifest
+from ondevice.bundle.matrix_layout import HalfRange
 from ondevice.bundle.ngrams import NGRAMS_SIDECAR, Ngrams, ngrams_layout, parse_ngrams
 from ondevice.bundle.parts import (
     part_contents,

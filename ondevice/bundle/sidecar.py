@@ -17,7 +17,13 @@ from typing import Any, Literal, cast
 
 from ondevice.bundle.file_layouts import FileLayout
 from ondevice.bundle.files import contained, read_range, read_whole
-from ondevice.bundle.layout import PER_LAYER, RESIDENT, expert_file_name, gate_file_name, neuron_file_name
+from ondevice.bundle.layout import (
+    PER_LAYER,
+    RESIDENT,
+    expert_file_name,
+    gate_file_name,
+    neuron_file_name,
+)
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, canonical_json, parse_json
 from ondevice.errors import BundleError

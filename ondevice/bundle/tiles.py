@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.bundle.codes import pack, scales_of_two_levels, unpack, values_of_table, values_of_two_levels
-from ondevice.bundle.layout import TILE_ROWS, RowLayout, TiledMatrix
+from ondevice.bundle.layout import SliceLayout
+from ondevice.bundle.matrix_layout import TILE_ROWS, RowLayout, TiledMatrix
 from ondevice.config import GROUP_SIZE, CodeBits, RowFormat
 
 Bytes = NDArray[np.uint8]
@@ -62,6 +63,34 @@ def untiled(part: Bytes, matrix: TiledMatrix) -> StoredMatrix:
     parts = (affine[:, :, :scales], affine[:, :, scales:])
     pairs = [_by_rows(np.ascontiguousarray(values).reshape(tiles, groups, -1, TILE_ROWS)) for values in parts]
     return StoredMatrix(codes[:count], pairs[0][:count], pairs[1][:count].view(np.float16), added)
+
+
+def joined_slices(records: Bytes, layout: SliceLayout) -> Bytes:
+    """The records of tiles (n, layout.tiles.stride) of slices as they lie on flash, (n, stride)."""
+    joined = layout.tiles
+    whole = np.zeros((len(records), joined.stride), dtype=np.uint8)
+    places = zip(layout.places, joined.matrices, joined.part_offsets, strict=True)
+    for (high, low), matrix, offset in places:
+        tiles = records[:, high : high + matrix.tiles * matrix.high_tile_bytes]
+        if low is not None:
+            start, count = layout.high_bytes + low, len(records) * matrix.tiles
+            lower = records[:, start : start + matrix.tiles * matrix.low_tile_bytes]
+            tiles = join_planes(tiles.reshape(count, -1), lower.reshape(count, -1), matrix.row)
+        whole[:, offset : offset + matrix.rows_bytes] = tiles.reshape(len(records), -1)
+    return whole
+
+
+def join_planes(high: Bytes, low: Bytes, row: RowLayout) -> Bytes:
+    """The tiles (n, tile_bytes) of which these are the high and the low planes, (n, bytes) each."""
+    matrix, low_bits = TiledMatrix(TILE_ROWS, row), row.stored.low_bits
+    before, upper, behind = around_codes(high, matrix, row.bits - low_bits)
+    lower = low.reshape(*upper.shape[:3], -1)
+    runs = 1 if row.bits in (4, 8) else 2
+    parts = []
+    for of_high, of_low in zip(np.split(upper, runs, -1), np.split(lower, runs, -1), strict=True):
+        parts.append(_join_run(of_high, of_low, row.bits))
+    codes = np.concatenate(parts, axis=-1).reshape(*before.shape[:2], -1)
+    return np.concatenate([before, codes, behind], axis=-1).reshape(len(high), -1)
 
 
 def lane_rows(tiles: Bytes, row: RowLayout) -> Bytes:
@@ -126,6 +155,30 @@ def in_rows(matrix: StoredMatrix, row: RowLayout) -> StoredMatrix:
         values = values_of_table(codes, matrix.scales, row.stored)
     with np.errstate(over="ignore"):
         return StoredMatrix(values.astype(np.float16).view(np.uint8), none, none, matrix.added)
+
+
+def around_codes(tiles: Bytes, matrix: TiledMatrix, bits: int) -> tuple[Bytes, Bytes, Bytes]:
+    """What lies before codes of `bits` bits in every block of tiles or planes, codes, and what is behind.
+
+    (n, B, bytes), (n, B, blocks of 64 columns in each, bytes) and (n, B, bytes).
+    """
+    codes = TILE_ROWS * matrix.block_cols * bits // 8
+    others = matrix.block_bytes - TILE_ROWS * matrix.block_cols * matrix.row.bits // 8
+    blocks = tiles.reshape(len(tiles), -1, codes + others)
+    at = others if matrix.row.stored.two_levels else 0
+    inner = blocks[:, :, at : at + codes].reshape(*blocks.shape[:2], matrix.block_cols // GROUP_SIZE, -1)
+    return blocks[:, :, :at], inner, blocks[:, :, at + codes :]
+
+
+def _join_run(high: Bytes, low: Bytes, bits: int) -> Bytes:
+    """The codes of a block, or of half a block, (..., bytes), of which these are the planes."""
+    if bits == 8:
+        return np.concatenate([(high & 15) << 4 | low & 15, high & 0xF0 | low >> 4], axis=-1)
+    if bits == 6:
+        return np.concatenate([low, high], axis=-1)
+    above, high = high[..., low.shape[-1] :], high[..., : low.shape[-1]]
+    first, second = (high & 0x33) << 2 | low & 0x33, high & 0xCC | low >> 2 & 0x33
+    return np.concatenate([first, second, above], axis=-1)
 
 
 def _by_rows(values: NDArray[Number]) -> NDArray[Number]:

@@ -22,13 +22,13 @@ from ondevice.bundle.files import read_range
 from ondevice.bundle.hotness import HOTNESS, HOTNESS_SIDECAR, hotness_layout
 from ondevice.bundle.layout import (
     CHECKSUMS,
-    HalfRange,
     PartLayout,
     RecordLayout,
     gate_file_name,
     neuron_file_name,
 )
 from ondevice.bundle.manifest import FileEntry
+from ondevice.bundle.matrix_layout import HalfRange
 from ondevice.bundle.ngrams import NGRAMS_SIDECAR
 from ondevice.bundle.predictors import PREDICTORS_SIDECAR
 from ondevice.bundle.reader import Bundle, CheckedFile

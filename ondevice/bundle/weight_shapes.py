@@ -7,7 +7,7 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
-from ondevice.bundle.layout import RowLayout, TiledMatrix
+from ondevice.bundle.matrix_layout import RowLayout, TiledMatrix
 from ondevice.config import QuantConfig, RowFormat
 from ondevice.model_config import LayerSpec, ModelConfig
 

@@ -26,7 +26,14 @@ from ondevice.bundle.files import (
     temporary_path,
     write_durably,
 )
-from ondevice.bundle.layout import CHECKSUMS, MANIFEST, RESIDENT, ExpertLayout, PartLayout
+from ondevice.bundle.layout import (
+    CHECKSUMS,
+    MANIFEST,
+    RESIDENT,
+    ExpertLayout,
+    PartLayout,
+    SliceLayout,
+)
 from ondevice.bundle.manifest import (
     MAX_BLOB_BYTES,
     CrcRange,
@@ -291,7 +298,7 @@ class _FileSink:
 
 
 def _check_records(name: str, chunk: np.ndarray, record: PartLayout) -> None:
-    if isinstance(record, ExpertLayout):
+    if isinstance(record, ExpertLayout | SliceLayout):
         if chunk.dtype != np.uint8 or chunk.ndim != 1:
             raise ValueError(f"{name}: {chunk.dtype} {chunk.shape} isn't uint8 (n,)")
         return

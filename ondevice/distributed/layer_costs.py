@@ -8,11 +8,7 @@ from dataclasses import dataclass
 from ondevice.budget.plan import Plan
 from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.bundle.expert_use import ExpertUse
-from ondevice.bundle.layout import (
-    expert_bytes,
-    neuron_layouts,
-    record_layout,
-)
+from ondevice.bundle.layout import expert_bytes, neuron_layouts, record_layout
 from ondevice.bundle.reader import Bundle
 from ondevice.config import QuantConfig, RuntimeConfig
 from ondevice.model_config import ModelConfig

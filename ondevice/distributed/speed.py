@@ -13,10 +13,7 @@ from ondevice.backends.base import KVLayout
 from ondevice.budget.limits import allowance, require_fit
 from ondevice.budget.plan import plan_memory
 from ondevice.budget.sizes import STREAM_SLOT_BYTES
-from ondevice.bundle.layout import (
-    expert_bytes,
-    largest_neuron_layout,
-)
+from ondevice.bundle.layout import expert_bytes, largest_neuron_layout
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig, Sparsity
 from ondevice.distributed.division import RankResources

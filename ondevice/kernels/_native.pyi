@@ -216,15 +216,24 @@ class Expert:
 
     gate and up (neurons, hidden), of one format, and down (hidden, neurons): each the format, the byte where
     its tiles of 16 rows begin in a record, and the one where its float32 biases do, or None. up: None in an
-    ungated layer.
+    ungated layer. planes: of slices, `SliceLayout.places` of these matrices.
     """
 
     def __init__(
-        self, hidden: int, neurons: int, gate: MatrixPlace, up: MatrixPlace | None, down: MatrixPlace
+        self,
+        hidden: int,
+        neurons: int,
+        gate: MatrixPlace,
+        up: MatrixPlace | None,
+        down: MatrixPlace,
+        planes: Sequence[tuple[int, int | None]] = (),
     ) -> None: ...
     @property
     def record_bytes(self) -> int:
         """Bytes of a record, but for what pads it."""
+
+    def join(self, runner: Runner, high: Bytes, low: Bytes, record: Bytes) -> None:
+        """Write the record of tiles (record_bytes,) of a slice's planes, (bytes,) each."""
 
     def forward(self, runner: Runner, x: Float32, address: int, form: GateForm, out: Float32) -> None:
         """out (T, hidden) = the output, for x (T, hidden), of the expert whose record is at `address`."""
@@ -344,6 +353,18 @@ class SlicePass:
         self, records: Sequence[Bytes], tokens: int | None, out: Float32, base: Float32 | None = None
     ) -> None:
         """out (T, hidden) = base, or zeros, + the next slices' outputs, for the first `tokens` or all."""
+
+    def add_planes(
+        self,
+        planes: Sequence[tuple[Bytes, Bytes | None]],
+        tokens: int | None,
+        out: Float32,
+        base: Float32 | None = None,
+    ) -> None:
+        """`add` of slices in planes. Without its low one, codes are in the middle of what its bits may be."""
+
+def split_tiles(stored: Format, tiles: Bytes, high: Bytes, low: Bytes) -> None:
+    """Write both planes of tiles (n, bytes): (n, high_tile_bytes) and (n, low_tile_bytes)."""
 
 def tile_rows(
     runner: Runner, stored: Format, codes: Bytes, scales: Bytes, biases: Bytes, tiles: Bytes

@@ -1,3 +1,4 @@
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include "expert_reuse.h"
 #include "feed_forward.h"
 #include "matrix.h"
+#include "planes.h"
 #include "routing.h"
 #include "slice_pass.h"
 
@@ -17,6 +19,9 @@ namespace {
 
 // A matrix's format, its first byte in a record, and that of its biases, if it has any.
 using Place = std::tuple<FormatArg, int64_t, std::optional<int64_t>>;
+
+// Where a matrix begins in a slice's high plane, and in its low one, if its codes are divided.
+using PlanePlace = std::pair<int64_t, std::optional<int64_t>>;
 
 RecordMatrix matrix_of(const Place& place, int64_t rows, int64_t cols) {
   const auto& [stored, offset, bias] = place;
@@ -28,16 +33,33 @@ RecordMatrix matrix_of(const Place& place, int64_t rows, int64_t cols) {
   return matrix;
 }
 
+void put_in_planes(RecordMatrix& matrix, const PlanePlace& place) {
+  const auto& [high, low] = place;
+  require(matrix.bias < 0, "matrices in planes have no biases");
+  require(low.has_value() == (low_plane_bits_of(matrix.format.bits) > 0),
+          "a matrix has a low plane where its codes are divided");
+  require(high >= 0 && high % 64 == 0 && low.value_or(0) >= 0 && low.value_or(0) % 64 == 0,
+          "a plane begins at a multiple of 64 bytes");
+  matrix.high = high;
+  matrix.low = low.value_or(-1);
+}
+
 void make(Expert* self, int64_t hidden, int64_t neurons, const Place& gate, const std::optional<Place>& up,
-          const Place& down) {
+          const Place& down, const std::vector<PlanePlace>& planes) {
   require(hidden > 0 && neurons > 0, "hidden and neurons must be positive");
-  const RecordMatrix gates = matrix_of(gate, neurons, hidden);
+  RecordMatrix gates = matrix_of(gate, neurons, hidden), downs = matrix_of(down, hidden, neurons);
   std::optional<RecordMatrix> ups;
   if (up) {
     ups = matrix_of(*up, neurons, hidden);
     require(ups->format == gates.format, "gate and up have one format");
   }
-  new (self) Expert(gates, ups, matrix_of(down, hidden, neurons));
+  if (!planes.empty()) {
+    require(planes.size() == (up ? 3 : 2), "planes are those of gate, up and down");
+    put_in_planes(gates, planes.front());
+    if (ups) put_in_planes(*ups, planes[1]);
+    put_in_planes(downs, planes.back());
+  }
+  new (self) Expert(gates, ups, downs);
 }
 
 void forward(const Expert& expert, Runner& runner, const Rows& x, uint64_t address, const FormArg& form,
@@ -143,26 +165,57 @@ void begin_slices(SlicePass* self, Runner& runner, const Expert& slice, const Ro
                        bias ? static_cast<int64_t>(bias->shape(0)) / slice.neurons() : 0);
 }
 
-void add_slices(SlicePass& pass, const std::vector<CArray<const uint8_t, 1>>& records,
-                std::optional<int64_t> tokens, const CArray<float, 2>& out, const Added& base) {
+// Checks what slices are added to, and adds them.
+void add_all(SlicePass& pass, const std::vector<RecordBytes>& records, std::optional<int64_t> tokens,
+             const CArray<float, 2>& out, const Added& base) {
   require(pass.valid(), "another op has used the runner since the pass began");
   const int64_t first = tokens.value_or(pass.tokens());
   require(first >= 1 && first <= pass.tokens(), "tokens are from 1 to those of the pass");
   require(static_cast<int64_t>(out.shape(0)) >= first &&
               static_cast<int64_t>(out.shape(1)) == pass.slice().hidden(),
           "out is (T, hidden)");
-  std::vector<const uint8_t*> addresses;
-  for (const CArray<const uint8_t, 1>& record : records) {
-    require(static_cast<int64_t>(record.shape(0)) >= pass.slice().record_bytes() &&
-                reinterpret_cast<uint64_t>(record.data()) % sizeof(float) == 0,
-            "a slice has its record's bytes, and begins at a multiple of 4 bytes");
-    addresses.push_back(record.data());
-  }
-  require(!pass.biased() || pass.added() + static_cast<int64_t>(addresses.size()) <= pass.biased(),
+  require(!pass.biased() || pass.added() + static_cast<int64_t>(records.size()) <= pass.biased(),
           "more slices than biases");
   const float* sums = added_to(out, base);
   nb::gil_scoped_release release;
-  pass.add(addresses, first, sums, out.data());
+  pass.add(records, first, sums, out.data());
+}
+
+using SliceBytes = CArray<const uint8_t, 1>;
+
+const uint8_t* address_of(const SliceBytes& bytes, int64_t size) {
+  require(size > 0 && static_cast<int64_t>(bytes.shape(0)) >= size &&
+              reinterpret_cast<uint64_t>(bytes.data()) % sizeof(float) == 0,
+          "a slice has its record's bytes, and begins at a multiple of 4 bytes");
+  return bytes.data();
+}
+
+// The bytes of a low plane; null where there is none, or the slice has none.
+const uint8_t* low_plane(const Expert& slice, const std::optional<SliceBytes>& low) {
+  return low && slice.low_bytes() ? address_of(*low, slice.low_bytes()) : nullptr;
+}
+
+void add_slices(SlicePass& pass, const std::vector<SliceBytes>& records, std::optional<int64_t> tokens,
+                const CArray<float, 2>& out, const Added& base) {
+  std::vector<RecordBytes> all;
+  for (const SliceBytes& record : records) all.emplace_back(address_of(record, pass.slice().record_bytes()));
+  add_all(pass, all, tokens, out, base);
+}
+
+void add_planes(SlicePass& pass, const std::vector<std::pair<SliceBytes, std::optional<SliceBytes>>>& planes,
+                std::optional<int64_t> tokens, const CArray<float, 2>& out, const Added& base) {
+  std::vector<RecordBytes> all;
+  for (const auto& [high, low] : planes)
+    all.emplace_back(address_of(high, pass.slice().high_bytes()), low_plane(pass.slice(), low));
+  add_all(pass, all, tokens, out, base);
+}
+
+void join(const Expert& slice, Runner& runner, const SliceBytes& high, const SliceBytes& low,
+          const CArray<uint8_t, 1>& record) {
+  require(static_cast<int64_t>(record.shape(0)) >= slice.record_bytes(), "a record has all matrices");
+  const uint8_t *of_high = address_of(high, slice.high_bytes()), *of_low = low_plane(slice, low);
+  nb::gil_scoped_release release;
+  slice.join(runner, of_high, of_low, record.data());
 }
 
 using Floats = CArray<float, 1>;
@@ -226,13 +279,33 @@ void tile_rows(Runner& runner, const FormatArg& stored, const Bytes2& codes, con
                     tiles.data(), tile);
 }
 
+void split_tiles(const FormatArg& stored, const Bytes2& tiles, const CArray<uint8_t, 2>& high,
+                 const CArray<uint8_t, 2>& low) {
+  const RowFormat format = tile_format_of(stored);
+  require(low_plane_bits_of(format.bits) > 0, "codes of this format aren't divided");
+  const int64_t count = tiles.shape(0), bytes = tiles.shape(1);
+  // A tile of as many columns as share a header, or a scale, divides all tiles of the format.
+  const int64_t least = format.two_levels() ? kSuperGroup : 1, unit = kTile * format.row_bytes(least);
+  require(count > 0 && bytes > 0 && bytes % unit == 0, "tiles are those of whole blocks");
+  const int64_t groups = bytes / unit * least;
+  require(static_cast<int64_t>(high.shape(0)) == count && static_cast<int64_t>(low.shape(0)) == count &&
+              static_cast<int64_t>(high.shape(1)) == high_tile_bytes(format, groups) &&
+              static_cast<int64_t>(low.shape(1)) == low_tile_bytes(format, groups),
+          "planes are (tiles, bytes of a tile's plane)");
+  nb::gil_scoped_release release;
+  for (int64_t tile = 0; tile < count; ++tile)
+    split_tile(format, groups, tiles.data() + tile * bytes, high.data() + tile * high.shape(1),
+               low.data() + tile * low.shape(1));
+}
+
 }  // namespace
 
 void bind_expert(nb::module_& m) {
   nb::class_<Expert>(m, "Expert")
       .def("__init__", &make, nb::arg("hidden"), nb::arg("neurons"), nb::arg("gate"), nb::arg("up").none(),
-           nb::arg("down"))
+           nb::arg("down"), nb::arg("planes") = std::vector<PlanePlace>())
       .def_prop_ro("record_bytes", &Expert::record_bytes)
+      .def("join", &join, nb::arg("runner"), nb::arg("high"), nb::arg("low"), nb::arg("record"))
       .def("forward", &forward, nb::arg("runner"), nb::arg("x"), nb::arg("address"), nb::arg("form"),
            nb::arg("out"));
   nb::class_<RouterForm>(m, "Router")
@@ -273,7 +346,10 @@ void bind_expert(nb::module_& m) {
            nb::arg("runner"), nb::arg("slice"), nb::arg("x"), nb::arg("form"),
            nb::arg("norm").none() = nb::none(), nb::arg("bias").none() = nb::none())
       .def("add", &add_slices, nb::arg("records"), nb::arg("tokens").none(), nb::arg("out"),
+           nb::arg("base").none() = nb::none())
+      .def("add_planes", &add_planes, nb::arg("planes"), nb::arg("tokens").none(), nb::arg("out"),
            nb::arg("base").none() = nb::none());
+  m.def("split_tiles", &split_tiles, nb::arg("stored"), nb::arg("tiles"), nb::arg("high"), nb::arg("low"));
   m.def("tile_rows", &tile_rows, nb::arg("runner"), nb::arg("stored"), nb::arg("codes"), nb::arg("scales"),
         nb::arg("biases"), nb::arg("tiles"));
 }

@@ -2,20 +2,37 @@
 
 #include <algorithm>
 
+#include "planes.h"
+
 namespace ondevice {
 namespace {
 
 // Tiles that share the loads of activations, and tiles that a thread takes at a time.
 constexpr int64_t kTogether = 2, kUpGrain = 4, kDownGrain = 8;
 
-// Rows of tiles [begin, end) of a record's matrix times x, to out[t * stride] on. bias: of all of the
-// matrix's rows, in place of the record's; added: like out; both may be null.
-void multiply(const KernelTable& kernels, const RecordMatrix& matrix, const uint8_t* record,
-              const InputRows& x, float* out, int64_t stride, int64_t begin, int64_t end,
+// Tiles [begin, end) of a matrix: where they lie, or joined to `joined`, which has room for them.
+const uint8_t* tiles_of(const KernelTable& kernels, const RecordMatrix& matrix, const RecordBytes& record,
+                        int64_t begin, int64_t end, uint8_t* joined) {
+  const int64_t bytes = matrix.tile_bytes();
+  if (record.tiles) return record.tiles + matrix.offset + begin * bytes;
+  if (matrix.low < 0) return record.high + matrix.high + begin * bytes;
+  const int64_t groups = groups_of(matrix.cols), low_bytes = low_tile_bytes(matrix.format, groups),
+                high_bytes = bytes - low_bytes;
+  for (int64_t tile = begin; tile < end; ++tile)
+    join_tile(kernels, matrix.format, groups, record.high + matrix.high + tile * high_bytes,
+              record.low ? record.low + matrix.low + tile * low_bytes : nullptr,
+              joined + (tile - begin) * bytes);
+  return joined;
+}
+
+// Rows of tiles [begin, end), at most kTogether, of a record's matrix times x, to out[t * stride] on. bias:
+// of all of the matrix's rows, in place of the record's; added: like out; both may be null.
+void multiply(const KernelTable& kernels, const RecordMatrix& matrix, const RecordBytes& record,
+              const InputRows& x, float* out, int64_t stride, int64_t begin, int64_t end, uint8_t* joined,
               const float* bias = nullptr, const float* added = nullptr) {
   const int64_t row = begin * kTile, rows = std::min(end * kTile, matrix.rows) - row;
-  const uint8_t* tiles = record + matrix.offset + begin * matrix.tile_bytes();
-  if (matrix.bias >= 0) bias = reinterpret_cast<const float*>(record + matrix.bias);
+  const uint8_t* tiles = tiles_of(kernels, matrix, record, begin, end, joined);
+  if (matrix.bias >= 0) bias = reinterpret_cast<const float*>(record.tiles + matrix.bias);
   if (bias) bias += row;
   if (matrix.format.bits == 16)
     kernels.linear_half(reinterpret_cast<const uint16_t*>(tiles), groups_of(matrix.cols) * kGroup, x.padded,
@@ -32,6 +49,51 @@ int64_t RecordMatrix::end() const {
 }
 
 int64_t Expert::record_bytes() const { return std::max({gate_.end(), up_ ? up_->end() : 0, down_.end()}); }
+
+template <class Visit>
+void Expert::each_matrix(const Visit& visit) const {
+  visit(gate_);
+  if (up_) visit(*up_);
+  visit(down_);
+}
+
+int64_t Expert::high_bytes() const {
+  int64_t end = 0;
+  each_matrix([&](const RecordMatrix& matrix) {
+    const int64_t groups = groups_of(matrix.cols);
+    const int64_t tile = matrix.low < 0 ? matrix.tile_bytes() : high_tile_bytes(matrix.format, groups);
+    if (matrix.high >= 0) end = std::max(end, matrix.high + matrix.tiles() * tile);
+  });
+  return end;
+}
+
+int64_t Expert::low_bytes() const {
+  int64_t end = 0;
+  each_matrix([&](const RecordMatrix& matrix) {
+    const int64_t tile = low_tile_bytes(matrix.format, groups_of(matrix.cols));
+    if (matrix.low >= 0) end = std::max(end, matrix.low + matrix.tiles() * tile);
+  });
+  return end;
+}
+
+int64_t Expert::joined_bytes() const {
+  int64_t most = 0;
+  each_matrix([&](const RecordMatrix& matrix) {
+    if (matrix.low >= 0) most = std::max(most, kTogether * matrix.tile_bytes());
+  });
+  return most;
+}
+
+void Expert::join(Runner& runner, const uint8_t* high, const uint8_t* low, uint8_t* record) const {
+  const RecordBytes planes(high, low);
+  each_matrix([&](const RecordMatrix& matrix) {
+    runner.pool().parallel_for(matrix.tiles(), kDownGrain, [&](int64_t begin, int64_t end, int) {
+      uint8_t* to = record + matrix.offset + begin * matrix.tile_bytes();
+      const uint8_t* from = tiles_of(runner.kernels(), matrix, planes, begin, end, to);
+      if (from != to) std::copy_n(from, (end - begin) * matrix.tile_bytes(), to);
+    });
+  });
+}
 
 void Expert::forward(Runner& runner, const uint8_t* record, const float* x, int64_t x_stride, int64_t tokens,
                      const GateForm& form, float* out) const {
@@ -52,28 +114,31 @@ void Expert::forward(Runner& runner, const uint8_t* record, const float* x, int6
   });
 }
 
-void Expert::multiply_up(const KernelTable& kernels, const uint8_t* record, const InputRows& x,
+void Expert::multiply_up(const KernelTable& kernels, const RecordBytes& record, const InputRows& x,
                          const GateForm& form, float* products, float* h, int64_t h_stride, int64_t begin,
-                         int64_t end, const float* bias) const {
+                         int64_t end, uint8_t* joined, const float* bias) const {
   constexpr int64_t kStride = 2 * kTogether * kTile;
   static_assert(kStride == kProducts,
                 "products hold the gates and ups of tiles that are multiplied together");
   for (int64_t tile = begin; tile < end; tile += kTogether) {
     const int64_t last = std::min(tile + kTogether, end),
                   count = std::min(last * kTile, neurons()) - tile * kTile;
-    multiply(kernels, gate_, record, x, products, kStride, tile, last, bias);
+    multiply(kernels, gate_, record, x, products, kStride, tile, last, joined, bias);
     float* ups = products + kTogether * kTile;
-    if (up_) multiply(kernels, *up_, record, x, ups, kStride, tile, last);
+    if (up_) multiply(kernels, *up_, record, x, ups, kStride, tile, last, joined);
     for (int64_t t = 0; t < x.tokens; ++t)
       kernels.activate(form, products + t * kStride, up_ ? ups + t * kStride : nullptr,
                        h + t * h_stride + tile * kTile, count);
   }
 }
 
-void Expert::multiply_down(const KernelTable& kernels, const uint8_t* record, const InputRows& h, float* out,
-                           int64_t begin, int64_t end, const float* added) const {
-  multiply(kernels, down_, record, h, out + begin * kTile, hidden(), begin, end, nullptr,
-           added ? added + begin * kTile : nullptr);
+void Expert::multiply_down(const KernelTable& kernels, const RecordBytes& record, const InputRows& h,
+                           float* out, int64_t begin, int64_t end, uint8_t* joined,
+                           const float* added) const {
+  const int64_t step = record.tiles ? end - begin : kTogether;
+  for (int64_t tile = begin; tile < end; tile += step)
+    multiply(kernels, down_, record, h, out + tile * kTile, hidden(), tile, std::min(tile + step, end),
+             joined, nullptr, added ? added + tile * kTile : nullptr);
 }
 
 }  // namespace ondevice

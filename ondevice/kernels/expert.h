@@ -11,17 +11,31 @@ namespace ondevice {
 // A matrix of a record, `offset` bytes behind the record's start: tiles of 16 rows at 4 to 8 bits, rows at
 // 16. Its rows are padded with zeros to a multiple of 16. bias: where its biases begin, a float for each of
 // these rows; -1 if it has none.
+//
+// high, low: where it begins in the two planes of a slice, bytes behind their starts. A matrix whose codes
+// aren't divided lies whole in the high plane.
 struct RecordMatrix {
   RowFormat format;
   int64_t rows, cols;
   int64_t offset;
   int64_t bias = -1;
+  int64_t high = -1, low = -1;
 
   int64_t tiles() const { return (rows + kTile - 1) / kTile; }
   // Bytes of 16 rows.
   int64_t tile_bytes() const { return kTile * format.row_bytes(groups_of(cols)); }
   // Bytes behind the record's start where matrix and biases end.
   int64_t end() const;
+};
+
+// The bytes of an expert, or of a slice: a record of tiles, or a slice's planes, of which the low one may be
+// missing. Codes are then those in the middle of what the low bits may be.
+struct RecordBytes {
+  const uint8_t* tiles;
+  const uint8_t *high = nullptr, *low = nullptr;
+
+  RecordBytes(const uint8_t* tiles) : tiles(tiles) {}  // NOLINT: the bytes of a record of tiles
+  RecordBytes(const uint8_t* high, const uint8_t* low) : tiles(nullptr), high(high), low(low) {}
 };
 
 // What all experts of a layer have in common. gate and up are (neurons, hidden) and of one format, down is
@@ -40,6 +54,13 @@ class Expert {
   const RecordMatrix& down() const { return down_; }
   // Bytes of a record, but for what pads it.
   int64_t record_bytes() const;
+  // Bytes of a slice's planes, but for what pads them; 0 where slices have none.
+  int64_t high_bytes() const;
+  int64_t low_bytes() const;
+  // Bytes of `joined` memory for each thread that multiplies planes.
+  int64_t joined_bytes() const;
+  // The record of tiles (record_bytes) of a slice's planes, by the pool's threads.
+  void join(Runner& runner, const uint8_t* high, const uint8_t* low, uint8_t* record) const;
 
   // out (tokens, hidden) = down(act(gate(x)) * up(x)), of the expert whose record is at `record`.
   void forward(Runner& runner, const uint8_t* record, const float* x, int64_t x_stride, int64_t tokens,
@@ -51,16 +72,22 @@ class Expert {
 
   // h[t, 16 * tile + r] = act(gate) * up for gate().tiles() [begin, end). Rows of h are h_stride floats apart
   // and have room for whole tiles. x: prepared for gate().format. products: kProducts floats for each token.
-  // bias: added to the gates, a float for each neuron, where they aren't in the record; or null.
-  void multiply_up(const KernelTable& kernels, const uint8_t* record, const InputRows& x,
+  // joined: joined_bytes() of memory where `record` has planes. bias: added to the gates, a float for each
+  // neuron, where they aren't in the record; or null.
+  void multiply_up(const KernelTable& kernels, const RecordBytes& record, const InputRows& x,
                    const GateForm& form, float* products, float* h, int64_t h_stride, int64_t begin,
-                   int64_t end, const float* bias = nullptr) const;
+                   int64_t end, uint8_t* joined = nullptr, const float* bias = nullptr) const;
   // out[t, 16 * tile + r] = added + down(h) for down().tiles() [begin, end). h: the first `neurons` columns
   // of the above, prepared for down().format. added: null, or as out is, which it may be.
-  void multiply_down(const KernelTable& kernels, const uint8_t* record, const InputRows& h, float* out,
-                     int64_t begin, int64_t end, const float* added = nullptr) const;
+  void multiply_down(const KernelTable& kernels, const RecordBytes& record, const InputRows& h, float* out,
+                     int64_t begin, int64_t end, uint8_t* joined = nullptr,
+                     const float* added = nullptr) const;
 
  private:
+  // Calls visit(matrix) with gate, up, if there is one, and down.
+  template <class Visit>
+  void each_matrix(const Visit& visit) const;
+
   RecordMatrix gate_;
   std::optional<RecordMatrix> up_;
   RecordMatrix down_;

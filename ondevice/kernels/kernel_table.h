@@ -184,6 +184,8 @@ struct KernelTable {
   void (*linear_half)(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,
                       const float* bias, const float* added, float* out, int64_t out_stride, int64_t begin,
                       int64_t end);
+  // The codes of a block of a tile, of the two planes in which they lie on flash; see planes.h.
+  void (*join_codes)(int bits, const uint8_t* high, const uint8_t* low, uint8_t* codes);
   // h = act(gate) * up, elementwise; without `up` (null) h = act(gate).
   void (*activate)(const GateForm& form, const float* gate, const float* up, float* h, int64_t n);
   // Adds the down projection of `blocks` blocks of 64 neurons to the outputs of one group; see

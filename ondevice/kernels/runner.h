@@ -63,6 +63,7 @@ struct InputMemory {
 struct FeedForwardScratch {
   MappedBuffer hidden;          // (T, neurons of a batch): activation(gate) * up
   MappedBuffer gate_up;         // of each thread: gates and ups of 16 neurons, 2 x (T, 16)
+  MappedBuffer joined;          // of each thread: tiles that were joined from two planes
   MappedBuffer outputs;         // (T, groups * 64)
   MappedBuffer bias_lanes;      // (T, groups, 16); (T, groups / 16, 16, 16) for selected neurons
   MappedBuffer ordered_lanes;   // (groups, 16): bias lanes of one token, in the order of groups

@@ -23,8 +23,7 @@ SlicePass::SlicePass(Runner& runner, const Expert& slice, const InputRows& x, co
       biased_(biased),
       input_version_(runner.input_version()) {}
 
-void SlicePass::add(const std::vector<const uint8_t*>& records, int64_t tokens, const float* base,
-                    float* out) {
+void SlicePass::add(const std::vector<RecordBytes>& records, int64_t tokens, const float* base, float* out) {
   const size_t bytes = static_cast<size_t>(tokens * slice_.hidden()) * sizeof(float);
   if (records.empty() && !base) std::memset(out, 0, bytes);
   if (records.empty() && base && base != out) std::memcpy(out, base, bytes);
@@ -36,15 +35,17 @@ void SlicePass::add(const std::vector<const uint8_t*>& records, int64_t tokens, 
   }
 }
 
-void SlicePass::add_some(const uint8_t* const* records, int64_t count, int64_t tokens, const float* base,
+void SlicePass::add_some(const RecordBytes* records, int64_t count, int64_t tokens, const float* base,
                          float* out) {
   const KernelTable& kernels = runner_.kernels();
   FeedForwardScratch& scratch = runner_.feed_forward_scratch();
   const int64_t up_tiles = slice_.gate().tiles(), width = up_tiles * kTile, neurons = slice_.neurons();
-  const int64_t of_thread = tokens * Expert::kProducts;
+  const int64_t of_thread = tokens * Expert::kProducts, joined_bytes = slice_.joined_bytes();
   scratch.hidden.grow(static_cast<size_t>(count * tokens * width) * sizeof(float));
   scratch.gate_up.grow(static_cast<size_t>(runner_.pool().threads() * of_thread) * sizeof(float));
+  scratch.joined.grow(static_cast<size_t>(runner_.pool().threads() * joined_bytes));
   float *h = scratch.hidden.as<float>(), *products = scratch.gate_up.as<float>();
+  uint8_t* joined = scratch.joined.as<uint8_t>();
   InputRows x = x_;
   x.tokens = tokens;
   // Slice s has the rows from s * tokens on of hidden values (count * tokens, width).
@@ -53,13 +54,14 @@ void SlicePass::add_some(const uint8_t* const* records, int64_t count, int64_t t
       const int64_t s = begin / up_tiles, tile = begin % up_tiles,
                     last = std::min(up_tiles, tile + end - begin);
       slice_.multiply_up(kernels, records[s], x, form_, products + thread * of_thread, h + s * tokens * width,
-                         width, tile, last, bias_ ? bias_ + (added_ + s) * neurons : nullptr);
+                         width, tile, last, joined + thread * joined_bytes,
+                         bias_ ? bias_ + (added_ + s) * neurons : nullptr);
       begin += last - tile;
     }
   });
   const RecordMatrix& down = slice_.down();
   const InputRows rows = runner_.prepare_hidden(h, width, count * tokens, neurons, down.format);
-  runner_.pool().parallel_for(down.tiles(), kDownGrain, [&](int64_t begin, int64_t end, int) {
+  runner_.pool().parallel_for(down.tiles(), kDownGrain, [&](int64_t begin, int64_t end, int thread) {
     const float* sum = base;
     for (int64_t s = 0; s < count; ++s) {
       InputRows hidden{tokens, rows.quantized, rows.padded};
@@ -67,7 +69,7 @@ void SlicePass::add_some(const uint8_t* const* records, int64_t count, int64_t t
         hidden.padded += s * tokens * groups_of(neurons) * kGroup;
       else
         hidden.quantized = rows.quantized.from(s * tokens);
-      slice_.multiply_down(kernels, records[s], hidden, out, begin, end, sum);
+      slice_.multiply_down(kernels, records[s], hidden, out, begin, end, joined + thread * joined_bytes, sum);
       sum = out;
     }
   });

@@ -12,8 +12,8 @@ namespace ondevice {
 // Adds up the outputs of a layer's slices, one after another in ascending order: a row's bits depend neither
 // on how many are added at once nor on the rows in its company.
 //
-// A slice is laid out as an expert is. The prepared inputs are in the runner's memory: any other op of it
-// that prepares inputs ends the pass.
+// A slice is laid out as an expert is, or in planes, which are joined as they are multiplied. The prepared
+// inputs are in the runner's memory: any other op of it that prepares inputs ends the pass.
 class SlicePass {
  public:
   // x: prepared for slice.gate().format. bias: of the gates of `biased` slices, the layer's first, or null.
@@ -29,10 +29,10 @@ class SlicePass {
 
   // out (tokens, hidden) = base + the outputs of the next slices, for the pass's first `tokens` tokens. base:
   // null for zeros; it may be out.
-  void add(const std::vector<const uint8_t*>& records, int64_t tokens, const float* base, float* out);
+  void add(const std::vector<RecordBytes>& records, int64_t tokens, const float* base, float* out);
 
  private:
-  void add_some(const uint8_t* const* records, int64_t count, int64_t tokens, const float* base, float* out);
+  void add_some(const RecordBytes* records, int64_t count, int64_t tokens, const float* base, float* out);
 
   Runner& runner_;
   const Expert& slice_;

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import Backend
 from ondevice.backends.tiled_source import TileChunk, TiledSource
-from ondevice.bundle.layout import RESIDENT, TILE_ROWS
+from ondevice.bundle.layout import RESIDENT
+from ondevice.bundle.matrix_layout import TILE_ROWS
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.tiles import lane_rows, tiles_of_lanes
 from ondevice.callbacks import IsCancelled, never_cancelled

@@ -29,11 +29,11 @@ from ondevice.bundle.layout import (
     PER_LAYER,
     POSITIONS,
     RESIDENT,
-    TiledMatrix,
     head_matrix,
     out_matrix,
     projection_matrices,
 )
+from ondevice.bundle.matrix_layout import TiledMatrix
 from ondevice.bundle.predictors import PREDICTORS, OperatingPoint
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.streams import STREAMS

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ondevice.backends.base import Backend, Bytes, Float32, RowChunk
 from ondevice.backends.tiled_source import TileChunk
-from ondevice.bundle.layout import RowLayout, TiledMatrix
+from ondevice.bundle.matrix_layout import RowLayout, TiledMatrix
 from ondevice.callbacks import Cancelled, IsCancelled
 from ondevice.config import RowFormat
 from ondevice.model.tensor_file import ReadAhead

@@ -10,15 +10,14 @@ from ondevice.bundle.gates import GateDigest
 from ondevice.bundle.layout import (
     DATA_OFFSET,
     RESIDENT,
-    TILE_ROWS,
-    ExpertLayout,
     RecordLayout,
-    RowLayout,
+    SliceLayout,
     TileLayout,
     expert_layout,
     gate_bias_name,
     record_layout,
 )
+from ondevice.bundle.matrix_layout import TILE_ROWS, RowLayout
 from ondevice.bundle.reader import Bundle
 from ondevice.config import QuantConfig
 from ondevice.flash.reader import FlashReader
@@ -41,7 +40,7 @@ class NeuronRecords:
         self.file = FIRST_NEURON_FILE + layer
         self.num_neurons = bundle.config.records[layer]
         self.hidden_size = bundle.config.hidden_size
-        self.layout: RecordLayout | ExpertLayout = bundle.neuron_layouts[layer]
+        self.layout: RecordLayout | SliceLayout = bundle.neuron_layouts[layer]
         self.experts = expert_records(bundle.config, bundle.quant, reader, layer, self.file)
         self._gates = GateDigest(bundle, layer) if bundle.config.zeros_gates else None
 
@@ -171,7 +170,7 @@ def record_chunk(records: Bytes, offset: int, row: RowLayout, row0: int) -> RowC
 
 
 def read_span(
-    reader: FlashReader, file: int, layout: RecordLayout | TileLayout | ExpertLayout, first: int, count: int
+    reader: FlashReader, file: int, layout: RecordLayout | TileLayout | SliceLayout, first: int, count: int
 ) -> Bytes:
     """Records first .. first + count of a file, (count, stride). Raises FlashReadError."""
     start = DATA_OFFSET + first * layout.stride

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ondevice.backends.base import Bytes
-from ondevice.bundle.layout import padded
+from ondevice.bundle.matrix_layout import padded
 from ondevice.bundle.reader import CheckedFile
 from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, canonical_json, parse_json
 from ondevice.errors import BundleError

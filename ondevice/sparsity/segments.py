@@ -1,9 +1,10 @@
 """The dense `NeuronSource`: segments allocated to layers by quota, and all other neurons from flash.
 
 Each segment is a mapping of its own and holds a contiguous range of one layer's neurons as its backend
-multiplies them; a layer's segments are a prefix of its neurons. Neurons that aren't resident are read from
-flash in stored order on every pass, read ahead of use. The memory plan decides the number of segments; the
-pool owns them.
+multiplies them; a layer's segments are a prefix of its neurons. Behind them, a layer of slices may hold high
+planes alone: of such slices a pass reads the low planes. Neurons that aren't resident are read from flash in
+stored order on every pass, read ahead of use. The memory plan decides the number of segments; the pool owns
+them.
 
 Passes fill the segments with neurons that they read anyway, as fast as a thread of the pool gets memory
 from the operating system, the first pass already: while a prompt is computed there is time for it.
@@ -14,14 +15,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 from ondevice.backends.base import Bytes
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.backends.neuron_source import ClosedNeurons, NeuronSource, Segment
+from ondevice.backends.neuron_source import ClosedNeurons, NeuronSource, Planes, Segment
 from ondevice.bundle.layout import DATA_OFFSET
 from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.flash.read_ahead import Extent, ReadAhead
@@ -36,12 +38,29 @@ SEGMENTS_AHEAD = 4
 
 
 class Piece(NamedTuple):
-    """Neurons first .. stop of a layer, which are read at once and belong to one segment."""
+    """Neurons first .. stop of a layer, which are read at once and belong to one segment.
+
+    plane: which of the layer's high planes is in memory, so that the low one alone is read; None: none is.
+    """
 
     segment: int
     first: int
     stop: int
     extent: Extent
+    plane: int | None
+
+
+class LayerQuota(NamedTuple):
+    """Segments that a layer may hold: whole ones, and behind these high planes."""
+
+    whole: int
+    high: int
+
+    @staticmethod
+    def of(layer: FeedForwardLayer, segments: int) -> LayerQuota:
+        """What so many segments are of a layer, as `SegmentShape` counts them."""
+        whole = max(0, segments - layer.num_segments) if layer.high_bytes else segments
+        return LayerQuota(whole, min(segments, layer.num_segments) - whole if layer.high_bytes else 0)
 
 
 class SegmentPool(NeuronSource):
@@ -72,9 +91,12 @@ class SegmentPool(NeuronSource):
         self._piece_neurons = piece_neurons
         self._slot_bytes = slot_bytes
         self._slots = slots
-        self._quota = [0] * len(layers)
+        self._quota = [LayerQuota(0, 0)] * len(layers)
         self._allocator: ThreadPoolExecutor | None = None
-        self._empty: dict[int, deque[Future[Segment]]] = {nbytes: deque() for nbytes in segment_bytes}
+        sizes = zip(layers, segment_bytes, strict=True)
+        self._empty: dict[int, deque[Future[Segment]]] = {
+            nbytes: deque() for layer, whole in sizes for nbytes in (whole, layer.high_bytes) if nbytes
+        }
         """Segments that are allocated ahead of use, by their size."""
         self._ahead: ReadAhead | None = None
         self._memory = layers[0].piece_memory
@@ -83,6 +105,8 @@ class SegmentPool(NeuronSource):
         self._position = 0
         self._pieces: list[list[Piece]] = []
         """The pieces of the schedule, by layer. Empty if residency has changed since then."""
+        self._scheduled: list[tuple[int, int]] = []
+        """Of each layer, the segments and high planes that it held then."""
         self._starts: list[int] = []
         self._complete = False
         """Whether every neuron is resident, as the last pass found. Stays true until the next `resize`."""
@@ -90,7 +114,10 @@ class SegmentPool(NeuronSource):
         self.lookups = 0
         """Neurons that passes have multiplied, counted once per pass and layer."""
         self.hits = 0
-        """Multiplied neurons that were in memory when the pass came to their layer."""
+        """Multiplied neurons that were in memory when the pass came to their layer.
+
+        Of neurons whose high plane alone was, the share of bytes that it has.
+        """
         for layer in layers:
             layer.neurons = self
 
@@ -103,7 +130,10 @@ class SegmentPool(NeuronSource):
     def filled_bytes(self) -> int:
         """Bytes of the segments that hold neurons. Safe from any thread."""
         sizes = zip(self._layers, self._segment_bytes, strict=True)
-        return sum(len(layer.segments) * nbytes for layer, nbytes in sizes)
+        return sum(
+            len(layer.segments) * nbytes + len(layer.high_planes) * layer.high_bytes
+            for layer, nbytes in sizes
+        )
 
     @property
     def times(self) -> PassTimes:
@@ -120,13 +150,16 @@ class SegmentPool(NeuronSource):
         return False
 
     def resize(self, quota: Sequence[int]) -> None:
-        """Allow layer i quota[i] segments. Surplus ones are freed at once; passes fill missing ones."""
-        self._quota = list(quota)
+        """Allow layer i quota[i] segments. Surplus ones are freed at once; passes fill missing ones.
+
+        So are high planes of a layer whose whole segments become more or fewer: they lie behind these.
+        """
+        self._quota = [LayerQuota.of(layer, count) for layer, count in zip(self._layers, quota, strict=True)]
         self._complete = False
-        for layer, count in zip(self._layers, quota, strict=True):
-            if len(layer.segments) > count:
-                del layer.segments[count:]
-                self._pieces = []
+        for layer, (whole, high) in zip(self._layers, self._quota, strict=True):
+            if len(layer.segments) != whole:
+                layer.high_planes.clear()
+            del layer.segments[whole:], layer.high_planes[high:]
         for nbytes, empty in self._empty.items():
             while len(empty) > self._missing(nbytes):
                 _drop(empty.pop())
@@ -136,7 +169,7 @@ class SegmentPool(NeuronSource):
 
         Returns False if `cancelled()`, which is asked between two pieces, ended it; `close` is still due.
         """
-        for layer, count in zip(self._layers, self._quota, strict=True):
+        for layer, (count, _) in zip(self._layers, self._quota, strict=True):
             while len(layer.segments) < min(count, layer.num_segments):
                 index, filling = len(layer.segments), layer.new_segment()
                 neurons = layer.segment_range(index)
@@ -154,7 +187,7 @@ class SegmentPool(NeuronSource):
     def close(self) -> None:
         """Free the buffers, the segments and the thread. The layers then refuse to be multiplied."""
         self._stop_reading()
-        self._quota = [0] * len(self._layers)
+        self._quota = [LayerQuota(0, 0)] * len(self._layers)
         self._complete = False
         for empty in self._empty.values():
             while empty:
@@ -164,27 +197,38 @@ class SegmentPool(NeuronSource):
             self._allocator = None
         for layer in self._layers:
             layer.segments.clear()
+            layer.high_planes.clear()
             # Breaks the cycle of pool and layer, so that memory is freed without the garbage collector.
             layer.neurons = ClosedNeurons()
 
     def _missing(self, nbytes: int) -> int:
         """Number of segments of this size within the quota that don't hold neurons yet."""
-        layers = zip(self._layers, self._quota, self._segment_bytes, strict=True)
-        return sum(quota - len(layer.segments) for layer, quota, size in layers if size == nbytes)
+        missing = 0
+        for layer, quota, whole in zip(self._layers, self._quota, self._segment_bytes, strict=True):
+            missing += (quota.whole - len(layer.segments)) * (whole == nbytes)
+            missing += (quota.high - len(layer.high_planes)) * (layer.high_bytes == nbytes)
+        return missing
 
     def _allocate(self, nbytes: int, missing: int) -> None:
         """Request memory for `missing` segments of a size, for at most SEGMENTS_AHEAD at a time."""
-        layer, empty = self._layers[self._segment_bytes.index(nbytes)], self._empty[nbytes]
+        allocate, empty = self._allocation(nbytes), self._empty[nbytes]
         while len(empty) < min(SEGMENTS_AHEAD, missing):
             if self._allocator is None:
                 self._allocator = ThreadPoolExecutor(1, "ondevice-segments")
             try:
-                empty.append(self._allocator.submit(layer.new_segment))
+                empty.append(self._allocator.submit(allocate))
             except RuntimeError as error:
                 # The system has no thread left, or the program is exiting: passes go on from flash.
                 log.info("no thread to allocate feed-forward segments: %s", error)
                 self._allocator = None
                 return
+
+    def _allocation(self, nbytes: int) -> Callable[[], Segment]:
+        """What makes a segment of this size."""
+        if nbytes in self._segment_bytes:
+            return self._layers[self._segment_bytes.index(nbytes)].new_segment
+        layer = next(layer for layer in self._layers if layer.high_bytes == nbytes)
+        return partial(layer.new_segment, high_plane=True)
 
     def _stop_reading(self) -> None:
         if self._ahead is not None:
@@ -198,26 +242,33 @@ class SegmentPool(NeuronSource):
         """Plan the reads of a pass over all layers, within segments."""
         self._pieces = []
         self._starts = []
+        self._scheduled = self._held_segments()
         for layer in self._layers:
             self._starts.append(sum(len(pieces) for pieces in self._pieces))
-            self._pieces.append(
-                [
-                    Piece(segment, first, stop, _extent(layer, first, stop))
-                    for segment in range(len(layer.segments), layer.num_segments)
-                    for neurons in (layer.segment_range(segment),)
-                    for first in range(neurons.start, neurons.stop, self._piece_neurons)
-                    for stop in (min(first + self._piece_neurons, neurons.stop),)
-                ]
-            )
+            pieces = []
+            for segment in range(len(layer.segments), layer.num_segments):
+                plane = segment - len(layer.segments)
+                in_memory = plane if plane < len(layer.high_planes) else None
+                neurons = layer.segment_range(segment)
+                for first in range(neurons.start, neurons.stop, self._piece_neurons):
+                    stop = min(first + self._piece_neurons, neurons.stop)
+                    extent = _extent(layer, first, stop, behind=0 if in_memory is None else layer.high_bytes)
+                    pieces.append(Piece(segment, first, stop, extent, in_memory))
+            self._pieces.append(pieces)
+
+    def _held_segments(self) -> list[tuple[int, int]]:
+        """Of each layer, the segments and high planes that it holds."""
+        return [(len(layer.segments), len(layer.high_planes)) for layer in self._layers]
 
     def offloaded(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes | Segment]:
-        """A layer's neurons that aren't resident: records, or a segment that has just been filled."""
+        """A layer's neurons that aren't resident: records, a segment that has just been filled, or planes."""
         if batch.resident_only:
             return ()
-        neurons, resident = self._layers[layer].source.num_neurons, self._layers[layer].resident_neurons
+        held, neurons = self._layers[layer], self._layers[layer].source.num_neurons
+        high = min(len(held.high_planes) * held.segment_neurons, neurons - held.resident_neurons)
         self.lookups += neurons
-        self.hits += resident
-        return () if resident == neurons else self._read(layer)
+        self.hits += held.resident_neurons + high * held.high_bytes // held.source.layout.stride
+        return () if held.resident_neurons == neurons else self._read(layer)
 
     def _read(self, index: int) -> Iterator[Bytes | Segment]:
         layer = self._layers[index]
@@ -225,13 +276,18 @@ class SegmentPool(NeuronSource):
         end = self._starts[index] + len(self._pieces[index])
         filling: Segment | None = None
         resident = len(layer.segments)
-        for segment, first, stop, _ in self._pieces[index]:
+        for segment, first, stop, _, plane in self._pieces[index]:
             neurons = layer.segment_range(segment)
             # The position is unknown until the piece is released, so an error here restarts the reading.
             self._position = -1
             started = time.perf_counter()
-            records = ahead.next().reshape(-1, layer.source.layout.stride)
+            arrived = ahead.next()
             self._waited += time.perf_counter() - started
+            if plane is not None:
+                yield Planes(layer.high_planes[plane], arrived)
+                self._let_go(ahead, self._memory.pieces_read)
+                continue
+            records = arrived.reshape(-1, layer.source.layout.stride)
             if segment < resident:
                 # This pass has come to the layer before, and filled the segment then.
                 self._let_go(ahead, self._memory.pieces_read)
@@ -241,12 +297,14 @@ class SegmentPool(NeuronSource):
                 filling = self._take_empty(index, segment)
             if filling is not None and not _packed(layer, filling, segment, first, records):
                 filling = None
-            if filling is None:
+            whole = segment < self._quota[index].whole
+            if filling is None or not whole:
                 yield records
             self._let_go(ahead, self._memory.pieces_read)
             if filling is not None and stop == neurons.stop:
-                layer.segments.append(filling)
-                yield filling
+                (layer.segments if whole else layer.high_planes).append(filling)
+                if whole:
+                    yield filling
         self._position = end % (self._starts[-1] + len(self._pieces[-1]))
 
     def _let_go(self, ahead: ReadAhead, keep: int) -> None:
@@ -258,9 +316,10 @@ class SegmentPool(NeuronSource):
 
     def _take_empty(self, index: int, segment: int) -> Segment | None:
         """An empty segment for the next range of a layer, if its quota allows one and memory is ready."""
-        if segment != len(self._layers[index].segments) or segment >= self._quota[index]:
+        layer, quota = self._layers[index], self._quota[index]
+        if segment != len(layer.segments) + len(layer.high_planes) or segment >= sum(quota):
             return None
-        nbytes = self._segment_bytes[index]
+        nbytes = self._segment_bytes[index] if segment < quota.whole else layer.high_bytes
         empty = self._empty[nbytes]
         if not empty or not empty[0].done():
             return None
@@ -281,10 +340,7 @@ class SegmentPool(NeuronSource):
             return
         for nbytes in self._empty:
             self._allocate(nbytes, self._missing(nbytes))
-        if any(
-            pieces and pieces[0].segment != len(layer.segments)
-            for pieces, layer in zip(self._pieces, self._layers, strict=False)
-        ):
+        if self._scheduled != self._held_segments():
             self._pieces = []
         self._complete = all(len(layer.segments) == layer.num_segments for layer in self._layers)
         if self._complete:
@@ -319,11 +375,11 @@ class SegmentPool(NeuronSource):
             self._memory.wait(self._held.popleft())
 
 
-def _extent(layer: FeedForwardLayer, first: int, stop: int) -> Extent:
-    """The bytes of the records of a layer's neurons first .. stop."""
+def _extent(layer: FeedForwardLayer, first: int, stop: int, behind: int) -> Extent:
+    """The bytes of the records of a layer's neurons first .. stop, from byte `behind` of the first on."""
     source, layout = layer.source, layer.source.layout
     start = DATA_OFFSET + first // layout.neurons * layout.stride
-    return Extent(source.file, start, layout.nbytes(stop - first))
+    return Extent(source.file, start + behind, layout.nbytes(stop - first) - behind)
 
 
 def _drop(empty: Future[Segment]) -> None:

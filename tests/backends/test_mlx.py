@@ -17,7 +17,8 @@ import ondevice
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.backends.row_invariance import UNKNOWN
-from ondevice.bundle.layout import RowLayout, TileLayout
+from ondevice.bundle.layout import TileLayout
+from ondevice.bundle.matrix_layout import RowLayout
 from ondevice.bundle.reader import Bundle
 from ondevice.config import TILE_FORMATS, RowFormat, RuntimeConfig
 from ondevice.converters.convert import convert

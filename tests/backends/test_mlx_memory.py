@@ -19,7 +19,8 @@ import pytest
 
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.budget.mlx_memory import LAYERS_READ, MLX_STAGES, MlxMemory
-from ondevice.bundle.layout import DATA_OFFSET, RowLayout, padded
+from ondevice.bundle.layout import DATA_OFFSET
+from ondevice.bundle.matrix_layout import RowLayout, padded
 from ondevice.bundle.reader import Bundle
 from ondevice.errors import BackendUnavailableError, FlashReadError, OndeviceError
 from ondevice.flash.read_ahead import Extent, ReadAhead

@@ -88,7 +88,7 @@ def test_the_7b_shape_costs_what_a_hand_count_says() -> None:
     attention_and_head = 32 * 4 * 4096 * 4096 + 32000 * 4096
     assert plan.weights_bytes == pytest.approx(attention_and_head * per_weight, rel=0.01)
     feed_forward = 32 * 3 * 4096 * 11008 * per_weight
-    assert plan.segment.total * plan.segment.nbytes == pytest.approx(feed_forward, rel=0.02)
+    assert plan.segment.bytes_of(plan.segment.total) == pytest.approx(feed_forward, rel=0.02)
     assert plan.kv_cache_bytes == 2 * 32 * 4096 * 4096 * 2
     assert plan.embedding_bytes == 2000 * 16 * 2304
     assert plan.process_bytes == 60 * MB + PROCESS_ALLOWANCE_BYTES
@@ -106,7 +106,7 @@ def test_the_7b_shape_costs_what_a_hand_count_says() -> None:
     assert plan.full_bytes == (
         plan.minimum_budget_bytes
         - REPEAT_MARGIN_BYTES
-        + plan.segment.total * plan.segment.nbytes
+        + plan.segment.bytes_of(plan.segment.total)
         + plan.embedding_bytes
     )
 
@@ -198,7 +198,7 @@ def test_the_ceiling_holds_at_every_size_of_the_kv_cache(
     fixed = plan.total_bytes - plan.kv_cache_bytes - plan.neuron_cache_bytes
     for count, segments in zip(range(0, blocks + 1, 7), held, strict=True):
         assert 0 <= segments <= plan.segment.total
-        assert fixed + count * plan.kv_block_bytes + segments * plan.segment.nbytes <= budget
+        assert fixed + count * plan.kv_block_bytes + plan.segment.bytes_of(segments) <= budget
 
 
 @settings(max_examples=40)
@@ -255,7 +255,11 @@ def test_segments_are_divided_evenly() -> None:
         assert max(quota) - min(quota) <= 1
         fewer = shape.quota(segments - 1)
         assert all(less <= more for less, more in zip(fewer, quota, strict=True))
-    assert shape.quota(shape.total + 5) == shape.per_layer == (shape.per_layer[0],) * 32
+    # Each slice counts twice: high planes of all of them come first, then what makes them whole.
+    assert shape.quota(shape.total + 5) == (2 * shape.per_layer[0],) * 32
+    assert shape.quota(shape.total // 2) == shape.per_layer
+    assert shape.bytes_of(shape.total // 2) == sum(shape.high_bytes) * shape.per_layer[0]
+    assert shape.bytes_of(shape.total) == sum(shape.layer_bytes) * shape.per_layer[0]
     assert shape.quota(-1) == (0,) * 32
 
 
@@ -276,11 +280,11 @@ def test_wider_layers_cost_what_they_have_more() -> None:
     widths = [None] * 16 + [2 * LLAMA_7B.intermediate_size] * 16
     uneven, equal = (plan_for(it, Q4, 1 << 40) for it in (with_widths(LLAMA_7B, widths), LLAMA_7B))
     neurons = 16 * LLAMA_7B.intermediate_size
-    assert uneven.segment.total * uneven.segment.nbytes == pytest.approx(
-        1.5 * equal.segment.total * equal.segment.nbytes, rel=0.01
+    assert uneven.segment.bytes_of(uneven.segment.total) == pytest.approx(
+        1.5 * equal.segment.bytes_of(equal.segment.total), rel=0.01
     )
-    # Three checksums of each slice of 256 neurons.
-    assert uneven.weights_bytes == equal.weights_bytes + 3 * 4 * (neurons // 256)
+    # Two checksums of each slice of 256 neurons, one of each plane.
+    assert uneven.weights_bytes == equal.weights_bytes + 2 * 4 * (neurons // 256)
     relu = with_feed_forward(LLAMA_7B, FeedForwardSpec("relu"))
     exact = [
         plan_memory(CpuMemory(it, Q4, RuntimeConfig(sparsity="exact")), budget_bytes=1 << 40, process_bytes=0)
@@ -323,7 +327,8 @@ def test_a_budget_below_the_minimum_names_the_one_that_works() -> None:
         require_fit(nearly, "llama-7b", fitting_context=64, fitting_options=["--kv-bits 8"], only_budget=True)
     enough = plan.with_budget(caught.value.required_bytes)
     require_fit(enough, "llama-7b")
-    assert enough.segments_for(enough.kv_cache_bytes) == 0
+    # The margin has room for one high plane.
+    assert enough.segments_for(enough.kv_cache_bytes) <= 1
     with pytest.raises(BudgetError):
         require_fit(plan.with_budget(enough.budget_bytes - REPEAT_MARGIN_BYTES - 1), "llama-7b")
 

@@ -10,8 +10,9 @@ import pytest
 
 from ondevice.bundle import digest, verify
 from ondevice.bundle.file_layouts import file_layout
-from ondevice.bundle.layout import DATA_OFFSET, RowLayout, TiledMatrix, expert_layout
+from ondevice.bundle.layout import DATA_OFFSET, expert_layout
 from ondevice.bundle.manifest import manifest_text, parse_manifest
+from ondevice.bundle.matrix_layout import RowLayout, TiledMatrix
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.writer import BundleWriter
 from ondevice.config import TILE_FORMATS, QuantConfig, RowFormat

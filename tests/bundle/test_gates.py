@@ -11,7 +11,12 @@ import pytest
 
 from ondevice.api import Model, load
 from ondevice.bundle.gates import GateDigest
-from ondevice.bundle.layout import DATA_OFFSET, gate_file_name, head_matrix, neuron_file_name
+from ondevice.bundle.layout import (
+    DATA_OFFSET,
+    gate_file_name,
+    head_matrix,
+    neuron_file_name,
+)
 from ondevice.bundle.reader import Bundle
 from ondevice.errors import BundleError, FlashReadError
 from tests.malformed.rules import manifest_of, overwrite, reseal, seal

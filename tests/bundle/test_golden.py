@@ -27,10 +27,10 @@ SHA256 = {
     "resident.safetensors": "f2c09e7fc02f2dba3c12bc140333077084b0703f1af0fe3de4e075958cd86244",
 }
 WITHOUT_GATES = {name: sha256 for name, sha256 in SHA256.items() if not name.startswith("gates-")} | {
-    "bundle.json": "e0ff719fd3f2b949554d5679401c0d029afb8016211592b1e8ab10d2633e15cc",
-    "checksums.bin": "b4081814d3d42da93945ba8b303fb093d9de97d88c8469526cbfe755e88587b3",
-    "neurons-00000.safetensors": "701fe1f039ac92e5e95558e8f6eafdf14a7e9e2ac90da705156bb0246f9ddc15",
-    "neurons-00001.safetensors": "9f692954881494c53de1bfb1d7ecb83c8bc07703b7ecc240da048e2e774d8699",
+    "bundle.json": "f8aff05b2569ef158d596b80bda0fc1c9f0aa4118c732a1141a16fcf75dddfbf",
+    "checksums.bin": "d935d8476775bb454273ef4644872cf9163289ebf698bb0be91fac338e374e42",
+    "neurons-00000.safetensors": "4df2f381aec8235181adccd5a2942cebde4d127b7f95caefeeaa76310fbca0d0",
+    "neurons-00001.safetensors": "8ef4877134b80e4118d568589f3417c04c23586495d62568a65c32c9ce87491f",
 }
 """Other feed-forwards, in slices, as its activation never makes a gate zero."""
 
@@ -62,6 +62,23 @@ def test_a_bundle_without_gates(tmp_path: Path) -> None:
 def test_golden_bundle_opens_and_verifies() -> None:
     assert Bundle.open(GOLDEN).config == Recipe().config
     assert verify(GOLDEN, crc32c).checksums == 1 + 4 + 2 * 96 * 2 + 2 * 96
+
+
+def test_a_code_of_a_slice_by_hand(tmp_path: Path) -> None:
+    """Row 21, column 13 of the gate of slice 1, from the specification's offsets alone."""
+    recipe = Recipe(config=golden_config(hidden_act="silu"))
+    fill(BundleWriter(tmp_path / "b", recipe.config, recipe.quant, crc32c, fingerprint="golden"), recipe)
+    data = (tmp_path / "b" / "neurons-00001.safetensors").read_bytes()
+    # 64 columns in a tile: 256 bytes of high bits, 16 scales and 16 biases; in the low plane 256 bytes.
+    high = data[4096 + 8192 + 320 :][:320]
+    low = data[4096 + 8192 + 4096 + 256 :][:256]
+    # Word 1 of row 5 has columns 8 to 15, and its byte 2 columns 12 and 13.
+    at = 4 * (16 * 1 + 5) + 2
+    code = (high[at] >> 4 & 3) << 2 | low[at] >> 4 & 3
+    scale, bias = (np.frombuffer(high[256 + which :], np.float16)[5] for which in (0, 32))
+    weights = bundle_weights(tmp_path / "b")
+    found = weights["model.layers.1.mlp.gate_proj.weight"][64 + 21, 13]
+    assert found == np.float32(scale) * code + np.float32(bias)
 
 
 def test_checksum_oracle() -> None:

@@ -16,7 +16,8 @@ from ondevice.bundle.file_layouts import (
     resident_header,
     resident_tensors,
 )
-from ondevice.bundle.layout import RecordLayout, RowLayout, embedding_layout, neuron_layout, padded
+from ondevice.bundle.layout import RecordLayout, SliceLayout, embedding_layout, neuron_layout
+from ondevice.bundle.matrix_layout import RowLayout, padded
 from ondevice.config import QuantConfig, RowFormat
 from ondevice.converters.architectures.common import llama_config
 from ondevice.model_config import FeedForwardSpec
@@ -79,11 +80,15 @@ def test_slices_of_a_7b_model() -> None:
     quant = QuantConfig(4, (("down", RowFormat(6, 32)),))
     layout = neuron_layout(LLAMA_7B, quant, 0)
     assert layout.neurons == 256
-    assert layout.row_bytes == (256 * 2304, 256 * 2304, 4096 * (256 * 6 // 8 + 256 // 32 * 4))
-    assert layout.part_bytes == (589824, 589824, 917504)
+    assert isinstance(layout, SliceLayout)
+    # Two bits of a code in the high plane, with the scales; in the low one two of gate and up, four of down.
+    high = (2 * 256 * (4096 // 4 + 64 * 4), 4096 * (256 // 4 + 256 // 32 * 4))
+    assert layout.part_bytes == (sum(high), 2 * 256 * 4096 // 4 + 4096 * 256 // 2) == (1048576, 1048576)
+    assert layout.places == ((0, 0), (327680, 262144), (655360, 524288))
+    assert layout.tiles.part_bytes == (589824, 589824, 917504)
     neurons = file_layout("neurons-00031.safetensors", LLAMA_7B, quant)
     assert neurons.nbytes == 4096 + 43 * layout.stride
-    assert neurons.crc_count(neurons.nbytes or 0) == 3 * 43
+    assert neurons.crc_count(neurons.nbytes or 0) == 2 * 43
 
 
 @pytest.mark.parametrize(

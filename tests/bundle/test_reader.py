@@ -245,7 +245,7 @@ def test_every_feed_forward_survives(tmp_path: Path, kind: str) -> None:
     assert bundle.config == config
     assert bundle.neuron_layouts[0].stride == sum(bundle.neuron_layouts[0].part_bytes)
     if config.is_sliced:
-        assert len(bundle.neuron_layouts[0].part_bytes) == (3 if config.feed_forward.gated else 2)
+        assert len(bundle.neuron_layouts[0].part_bytes) == 2
         assert verify(bundle.path, crc32c).checksums > 2 * config.num_layers
         return
     rows = [row for part in bundle.record_layout.parts for row in part]

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 from ondevice.bundle import digest, verify
 from ondevice.bundle.file_layouts import FileLayout
-from ondevice.bundle.layout import DATA_OFFSET, TILE_ROWS, HalfRange
+from ondevice.bundle.layout import DATA_OFFSET, SliceLayout
+from ondevice.bundle.matrix_layout import TILE_ROWS, HalfRange
 from ondevice.bundle.reader import Bundle
+from ondevice.bundle.writer import BundleWriter
 from ondevice.converters.convert import convert
 from ondevice.errors import BundleError, ModelNotFoundError
 from ondevice.kernels._native import crc32c
-from tests.golden.build import GOLDEN
+from tests.golden.build import GOLDEN, Recipe, fill, golden_config
 from tests.malformed.rules import overwrite, put, reseal
 from tests.support.mlx_folders import MXFP4, write_mlx_folder
 
@@ -157,6 +159,28 @@ def test_a_scale_of_mxfp4_that_is_too_large_is_found(tmp_path: Path, scale: int)
         overwrite(name, offset, bytes([scale]))(broken)
         reseal(broken, name)
         with pytest.raises(BundleError, match=f"{name}: the scale or weight at byte {offset} is not finite"):
+            verify.verify(broken, crc32c)
+
+
+def test_scales_and_padding_of_slices_are_checked(tmp_path: Path) -> None:
+    recipe = Recipe(config=golden_config(hidden_act="silu"))
+    fill(BundleWriter(tmp_path / "b", recipe.config, recipe.quant, crc32c), recipe)
+    layout, name = Bundle.open(tmp_path / "b").neuron_layouts[1], "neurons-00001.safetensors"
+    assert isinstance(layout, SliceLayout)
+    (stain, end), *_ = layout.padding
+    assert (stain, end, layout.high_bytes) == (3840, 4096, 4096)
+    second = DATA_OFFSET + layout.stride
+    # The last bias of the second matrix's last tile, in the high plane of slice 1.
+    scale = second + layout.places[2][0] - 2
+    for at, data, error in (
+        (scale, b"\x00\x7c", f"{name}: the scale or weight at byte {scale} is not finite"),
+        (second + stain, b"\x01", f"{name}: byte {second + stain} is padding and not zero"),
+    ):
+        broken = tmp_path / str(at)
+        shutil.copytree(tmp_path / "b", broken)
+        overwrite(name, at, data)(broken)
+        reseal(broken, name)
+        with pytest.raises(BundleError, match=error):
             verify.verify(broken, crc32c)
 
 

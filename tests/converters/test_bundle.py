@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from ondevice.bundle.file_layouts import resident_tensors
-from ondevice.bundle.layout import ExpertLayout, neuron_file_name
+from ondevice.bundle.layout import SliceLayout, neuron_file_name
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.tiles import StoredMatrix, untiled
+from ondevice.bundle.tiles import StoredMatrix, joined_slices, untiled
 from ondevice.bundle.verify import verify
 from ondevice.config import QuantConfig
 from ondevice.converters import reading
@@ -33,6 +33,7 @@ from tests.support.models import (
     to_bfloat16,
     write_checkpoint,
 )
+from tests.support.planes import in_planes
 from tests.support.stored_matrices import embedding_matrix, resident_matrix
 
 
@@ -90,14 +91,17 @@ def test_every_byte_is_the_definitions(
 def check_slices(bundle: Bundle, layer: int, rows: Callable[..., QuantizedRows], down: NDArray[Any]) -> None:
     """A layer's slices have rows of gate and up, and columns of down (D, F), with zeros behind them."""
     layout, neurons, bits = bundle.neuron_layouts[0], bundle.config.widths[layer], bundle.quant.bits
-    assert isinstance(layout, ExpertLayout)
+    assert isinstance(layout, SliceLayout)
+    tiles = layout.tiles
     names = [f"model.layers.{layer}.mlp.{which}_proj.weight" for which in ("gate", "up")]
-    for at, record in enumerate(load_file(bundle.path / neuron_file_name(layer))["records"]):
+    records = load_file(bundle.path / neuron_file_name(layer))["records"]
+    for at, record in enumerate(joined_slices(records, layout)):
+        assert in_planes(record, layout).tobytes() == records[at].tobytes()
         first = at * layout.neurons
         stop = min(first + layout.neurons, neurons)
         expected = [rows(name) for name in names] + [quantize_reference(down[:, first:stop], bits)]
         places = [slice(first, stop), slice(first, stop), slice(None)]
-        parts = zip(layout.part_offsets, layout.matrices, expected, places, strict=True)
+        parts = zip(tiles.part_offsets, tiles.matrices, expected, places, strict=True)
         for offset, matrix, whole, place in parts:
             found = untiled(record[offset : offset + matrix.nbytes], matrix)
             for field in ("codes", "scales", "biases"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ondevice.backends.reference import dequantise
-from ondevice.bundle.layout import TiledMatrix
+from ondevice.bundle.matrix_layout import TiledMatrix
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.tiles import untiled
 from ondevice.bundle.verify import verify

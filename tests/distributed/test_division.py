@@ -103,7 +103,7 @@ def test_a_faster_machine_gets_what_it_has_room_for(model: Bundle) -> None:
     found = divide(model, RUNTIME, [PLENTY, fast, PLENTY])
     assert [stop - first for first, stop in found.ranges] == [1, 9, 1]
     plan = found.shares[1].plan
-    tight = replace(fast, budget_bytes=plan.full_bytes - plan.segment.nbytes * plan.segment.total // 2)
+    tight = replace(fast, budget_bytes=plan.full_bytes - plan.segment.bytes_of(plan.segment.total) // 2)
     slow_flash = replace(tight, flash_bytes_per_second=1e6)
     less = divide(model, RUNTIME, [PLENTY, slow_flash, PLENTY])
     require_all_layers(less, 11)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ondevice.bundle.layout import HalfRange
+from ondevice.bundle.matrix_layout import HalfRange
 from ondevice.bundle.reader import CheckedFile
 from ondevice.errors import FlashReadError
 from ondevice.flash.reader import FlashReader

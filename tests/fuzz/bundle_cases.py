@@ -12,7 +12,12 @@ from typing import Any, cast
 import numpy as np
 
 from ondevice.bundle.file_layouts import file_layout
-from ondevice.bundle.layout import CHECKSUMS, DATA_OFFSET, EMBEDDING, RESIDENT
+from ondevice.bundle.layout import (
+    CHECKSUMS,
+    DATA_OFFSET,
+    EMBEDDING,
+    RESIDENT,
+)
 from ondevice.bundle.manifest import bundle_files, model_json
 from ondevice.bundle.reader import Bundle
 from ondevice.config import QuantConfig

@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 
 from ondevice.bundle.file_layouts import FileLayout, file_layout
-from ondevice.bundle.layout import CHECKSUMS, DATA_OFFSET, RESIDENT, gate_file_name, neuron_file_name
+from ondevice.bundle.layout import (
+    CHECKSUMS,
+    DATA_OFFSET,
+    RESIDENT,
+    gate_file_name,
+    neuron_file_name,
+)
 from ondevice.bundle.manifest import bundle_files, parse_manifest
 from ondevice.bundle.ngrams import PAGE_BYTES
 from ondevice.config import QuantConfig

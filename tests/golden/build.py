@@ -19,7 +19,7 @@ from ondevice.bundle.layout import (
     PER_LAYER,
     ExpertLayout,
     RecordLayout,
-    TiledMatrix,
+    SliceLayout,
     embedding_layout,
     expert_file_name,
     expert_layout,
@@ -30,12 +30,14 @@ from ondevice.bundle.layout import (
     per_layer_layout,
 )
 from ondevice.bundle.manifest import Provenance, TokenizerInfo
+from ondevice.bundle.matrix_layout import TiledMatrix
 from ondevice.bundle.tiles import lane_rows, tiles_of_lanes
 from ondevice.bundle.writer import BundleWriter
 from ondevice.config import QuantConfig
 from ondevice.converters.architectures.common import llama_config
 from ondevice.model_config import ModelConfig
 from tests.support.crc32c import crc32c
+from tests.support.planes import in_planes
 
 GOLDEN = Path(__file__).parent / "bundle-v3"
 
@@ -96,12 +98,12 @@ def _random(*key: int) -> np.random.RandomState:
 def records(recipe: Recipe, which: int) -> Iterator[np.ndarray]:
     """Random records of a layer, uint8 (n, stride), 40 at a time, or slices (stride,)."""
     layout = neuron_layout(recipe.config, recipe.quant, which)
-    if isinstance(layout, ExpertLayout):
+    if isinstance(layout, SliceLayout):
         neurons = recipe.config.records[which]
         count = layout.num_records(neurons)
-        for index, record in enumerate(_of_matrices(layout, count, _random(recipe.seed, 1, which + 1))):
-            _clear(record, layout, neurons - index * layout.neurons)
-            yield record
+        for index, record in enumerate(_of_matrices(layout.tiles, count, _random(recipe.seed, 1, which + 1))):
+            _clear(record, layout.tiles, neurons - index * layout.neurons)
+            yield in_planes(record, layout)
         return
     left = recipe.config.records[which]
     random = _random(recipe.seed, 1, which + 1)

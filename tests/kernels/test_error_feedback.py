@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ondevice.bundle.codes import pack
-from ondevice.bundle.layout import RowLayout
+from ondevice.bundle.matrix_layout import RowLayout
 from ondevice.config import RowFormat
 from ondevice.converters.quantize import QuantizedRows, dequantize, quantize, quantize_reference
 from ondevice.kernels import _native

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ondevice.backends.base import Float32
-from ondevice.bundle.layout import RowLayout, TiledMatrix
+from ondevice.bundle.matrix_layout import RowLayout, TiledMatrix
 from ondevice.bundle.tiles import untiled
 from ondevice.config import MXFP4, RowFormat
 from ondevice.kernels import _native

@@ -10,7 +10,7 @@ import pytest
 from ondevice.backends.base import Float32
 from ondevice.backends.reference import dequantise
 from ondevice.bundle.codes import E2M1, MAX_POWER, pack, unpack
-from ondevice.bundle.layout import RowLayout
+from ondevice.bundle.matrix_layout import RowLayout
 from ondevice.config import MXFP4, TILE_FORMATS, Bits, RowFormat, Scales
 from ondevice.converters.quantize import quantize, quantize_reference
 from ondevice.kernels import _native

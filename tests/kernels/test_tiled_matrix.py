@@ -9,7 +9,7 @@ import pytest
 
 from ondevice.backends.base import Float32
 from ondevice.backends.stored_rows import values_of
-from ondevice.bundle.layout import TILE_ROWS, RowLayout, TiledMatrix
+from ondevice.bundle.matrix_layout import TILE_ROWS, RowLayout, TiledMatrix
 from ondevice.bundle.tiles import lane_rows, tiles_of_lanes, untiled
 from ondevice.config import MXFP4, TILE_FORMATS, RowFormat
 from ondevice.kernels import _native

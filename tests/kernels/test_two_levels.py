@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import Bytes, Float32
 from ondevice.bundle.codes import TABLE, group_integers, pack, unpack
-from ondevice.bundle.layout import RowLayout, TiledMatrix
+from ondevice.bundle.matrix_layout import RowLayout, TiledMatrix
 from ondevice.bundle.tiles import untiled
 from ondevice.config import TILE_FORMATS, RowFormat
 from ondevice.kernels import _native

@@ -9,7 +9,8 @@ import pytest
 
 from ondevice.backends.base import Float32, HeadNorms, Norm
 from ondevice.backends.reference import activate, read_rows
-from ondevice.bundle.layout import RecordLayout, RowLayout
+from ondevice.bundle.layout import RecordLayout
+from ondevice.bundle.matrix_layout import RowLayout
 from ondevice.config import QuantConfig
 from ondevice.converters.architectures.common import score_scale
 from ondevice.kernels import _native

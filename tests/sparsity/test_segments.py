@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ondevice.backends.base import Bytes
+from ondevice.backends.base import Bytes, Float32
 from ondevice.backends.cpu import CpuBackend, make_runner
+from ondevice.backends.cpu_slices import CpuSlices
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.budget.sizes import buffer_shape, segment_shape
 from ondevice.bundle.reader import Bundle
@@ -31,17 +32,21 @@ from tests.support.engines import every_logits
 from tests.support.models import write_checkpoint
 
 TOKENS = [3, 17, 5, 9, 44, 2]
-# Four segments of at most 64 neurons in each of three layers, the last one 8 neurons short.
+# Four segments of at most 64 neurons in each of three layers, the last one 8 neurons short. At 4 bits each
+# counts twice: its high plane, and the low one that makes it whole.
 NEURONS, LAYERS, SEGMENT_NEURONS, PER_LAYER = 248, 3, 64, 4
 
 
 @pytest.fixture(scope="module", params=["q4", "f16"])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("segments")
+    return converted(tmp_path_factory.mktemp("segments"), request.param)
+
+
+def converted(folder: Path, quant: str) -> Path:
     source = write_checkpoint(
         folder / "hf", hidden_size=96, num_hidden_layers=LAYERS, intermediate_size=NEURONS, head_dim=24
     )
-    return convert(source, folder / "bundle", quant=request.param)
+    return convert(source, folder / "bundle", quant=quant)
 
 
 @contextmanager
@@ -69,12 +74,33 @@ def assert_settles(model: Transformer, pool: SegmentPool, quota: list[int], expe
     layers = model.backend.feed_forwards  # type: ignore[attr-defined]
     for _ in range(500):
         assert logits(model) == expected, quota
-        if [len(layer.segments) for layer in layers] == quota:
+        if list(map(held, layers)) == quota:
             # One more pass, so that nothing of the old schedule is still being read ahead.
             assert logits(model) == expected, quota
             return
         time.sleep(0.01)
     pytest.fail(f"still not filled: {quota}")
+
+
+def held(layer: CpuSlices) -> int:
+    """What a layer holds, as quotas count it."""
+    return len(layer.segments) * (2 if layer.high_bytes else 1) + len(layer.high_planes)
+
+
+def held_bytes(layer: CpuSlices) -> int:
+    """Bytes of a layer's segments and high planes."""
+    whole, high = len(layer.segments) * layer.slices.tiles.stride, len(layer.high_planes) * layer.high_bytes
+    return whole + high
+
+
+def slices_of(model: Transformer) -> list[CpuSlices]:
+    """The feed-forwards of all layers."""
+    return model.backend.feed_forwards  # type: ignore[attr-defined, no-any-return]
+
+
+def everything(model: Transformer) -> list[int]:
+    """The quota that holds every neuron."""
+    return [PER_LAYER * (2 if layer.high_bytes else 1) for layer in slices_of(model)]
 
 
 def logits(model: Transformer, passes: int = 2) -> bytes:
@@ -86,7 +112,10 @@ def logits(model: Transformer, passes: int = 2) -> bytes:
 def test_every_division_gives_the_same_logits(bundle: Path) -> None:
     with pooled(bundle) as (model, pool, _):
         expected = logits(model)
-        for quota in ([1, 1, 1], [4, 0, 2], [0, 0, 4], [4, 4, 4], [2, 3, 4], [0, 0, 0]):
+        quotas = [[1, 1, 1], [4, 0, 2], [0, 0, 4], everything(model), [2, 3, 4], [0, 0, 0]]
+        if slices_of(model)[0].high_bytes:
+            quotas += [[6, 3, 8], [5, 4, 7], [8, 6, 5], [3, 7, 6]]
+        for quota in quotas:
             assert_settles(model, pool, quota, expected)
 
 
@@ -105,16 +134,19 @@ def test_a_pass_over_resident_neurons_streams_nothing(bundle: Path) -> None:
 
 def test_bytes_read_are_what_is_not_resident(bundle: Path) -> None:
     with pooled(bundle) as (model, pool, reader):
-        source = model.backend.feed_forwards[0].source  # type: ignore[attr-defined]
-        assert_settles(model, pool, [2, 2, 2], logits(model))
-        layer_bytes = source.layout.nbytes(NEURONS - 2 * SEGMENT_NEURONS)
-        logits(model)
-        before = reader.stats.bytes_read
-        logits(model, passes=10)
-        read = reader.stats.bytes_read - before
-        # Embedding rows and what is read ahead at the end come on top.
-        assert 10 * LAYERS * layer_bytes <= read <= 14 * LAYERS * layer_bytes + 10 * len(TOKENS) * 4096
-        assert_settles(model, pool, [4, 4, 4], logits(model))
+        slices = slices_of(model)[0].slices
+        for quota in [[2, 2, 2], [6, 6, 6]][: 1 + bool(slices.low_bytes)]:
+            assert_settles(model, pool, quota, logits(model))
+            whole, high = len(slices_of(model)[0].segments), len(slices_of(model)[0].high_planes)
+            assert (whole, high) == ((2, 0) if not slices.low_bytes else (0, 2) if quota[0] == 2 else (2, 2))
+            layer_bytes = high * slices.low_bytes + (PER_LAYER - whole - high) * slices.stride
+            logits(model)
+            before = reader.stats.bytes_read
+            logits(model, passes=10)
+            read = reader.stats.bytes_read - before
+            # Embedding rows and what is read ahead at the end come on top.
+            assert 10 * LAYERS * layer_bytes <= read <= 14 * LAYERS * layer_bytes + 10 * len(TOKENS) * 4096
+        assert_settles(model, pool, everything(model), logits(model))
         before = reader.stats.bytes_read
         logits(model)
         # What is left are embedding rows, a page each.
@@ -123,23 +155,62 @@ def test_bytes_read_are_what_is_not_resident(bundle: Path) -> None:
 
 def test_memory_is_what_is_lent_and_goes_back(bundle: Path) -> None:
     with pooled(bundle) as (model, pool, _):
-        segment = segment_shape(model.config, Bundle.open(bundle).quant).nbytes
+        shape = segment_shape(model.config, Bundle.open(bundle).quant)
         assert pool.nbytes == 0
         expected = logits(model)
         assert_settles(model, pool, [1, 2, 3], expected)
-        assert pool.nbytes == 6 * segment
+        assert pool.nbytes == pool.filled_bytes == sum(map(held_bytes, slices_of(model))) > 0
+        assert pool.nbytes <= 6 * shape.nbytes
         pool.resize([0, 0, 1])
-        assert pool.nbytes == segment
-        pool.resize([4, 4, 4])
+        assert pool.nbytes == held_bytes(slices_of(model)[2]) > 0
+        pool.resize(everything(model))
         assert logits(model) == expected
-        assert segment <= pool.nbytes <= 12 * segment
+        assert 0 < pool.nbytes <= shape.bytes_of(shape.total)
+        assert_settles(model, pool, everything(model), expected)
+        assert pool.nbytes == shape.bytes_of(shape.total)
         pool.resize([0, 0, 0])
         assert pool.nbytes == 0
 
 
+def test_high_planes_go_when_the_segments_before_them_change(bundle: Path) -> None:
+    with pooled(bundle) as (model, pool, _):
+        layer = slices_of(model)[1]
+        if not layer.high_bytes:
+            pytest.skip("its codes aren't divided")
+        expected = logits(model)
+        assert_settles(model, pool, [0, 6, 0], expected)
+        kept = list(layer.segments)
+        pool.resize([0, 5, 0])
+        assert (len(layer.segments), len(layer.high_planes)) == (1, 0)
+        assert_settles(model, pool, [0, 5, 0], expected)
+        assert (len(layer.segments), len(layer.high_planes)) == (1, 3)
+        assert layer.segments[0] is kept[0]
+        pool.resize([0, 3, 0])
+        assert (len(layer.segments), len(layer.high_planes)) == (0, 0)
+        assert_settles(model, pool, [0, 3, 0], expected)
+        pool.resize([0, 2, 0])
+        assert (len(layer.segments), len(layer.high_planes)) == (0, 2)
+
+
+def test_drafts_have_every_neuron_whose_high_plane_is_in_memory(tmp_path: Path) -> None:
+    with pooled(converted(tmp_path, "q8")) as (model, pool, _):
+
+        def drafts() -> Float32:
+            batch = ForwardBatch(TOKENS, resident_only=True)
+            return np.array(model.run(batch, SequenceState(KVLayout(model.config))).hidden)
+
+        expected = logits(model)
+        assert_settles(model, pool, everything(model), expected)
+        exact, errors = drafts(), []
+        for quota in ([PER_LAYER] * LAYERS, [2, 2, 2], [0, 0, 0]):
+            assert_settles(model, pool, quota, expected)
+            errors.append(float(np.square(drafts() - exact).mean() / np.square(exact).mean()))
+        assert 0 < errors[0] < 0.1 < errors[1] < errors[2]
+
+
 def test_the_first_pass_already_allocates(bundle: Path) -> None:
     with pooled(bundle) as (model, pool, _):
-        pool.resize([4, 4, 4])
+        pool.resize(everything(model))
         first = logits(model, passes=1)
         assert pool.nbytes > 0
         assert logits(model, passes=1) == first
@@ -149,11 +220,11 @@ def test_a_layer_that_a_pass_comes_to_again_gives_no_neuron_twice(bundle: Path) 
     """As MLX does for the last row of a prompt; the first time has filled one of the layer's segments."""
     batch, last = ForwardBatch(TOKENS), LAYERS - 1
     with pooled(bundle) as (model, pool, _):
-        layer = model.backend.feed_forwards[last]  # type: ignore[attr-defined]
-        pool.resize([0, 0, 1])
+        layer = slices_of(model)[last]
+        pool.resize([0, 0, everything(model)[last] - PER_LAYER + 1])
         pool.begin_pass(batch)
-        (empty,) = (future for waiting in pool._empty.values() for future in waiting)
-        empty.result()
+        for future in [future for waiting in pool._empty.values() for future in waiting]:
+            future.result()
         counts = []
         for _ in range(2):
             resident = len(layer.segments)
@@ -170,16 +241,16 @@ def test_segments_that_wait_to_be_filled_go_back_too(bundle: Path, monkeypatch: 
         return allocate(nbytes, populated)
 
     with pooled(bundle) as (model, pool, _):
-        segment = segment_shape(model.config, Bundle.open(bundle).quant).nbytes
+        shape = segment_shape(model.config, Bundle.open(bundle).quant)
         expected = logits(model)
         monkeypatch.setattr(_native, "allocate", held_back)
         for kept in (0, 1, 3):
             pool.resize([4, 4, 4])
             assert logits(model) == expected
-            assert pool.nbytes == SEGMENTS_AHEAD * segment
+            assert pool.nbytes == SEGMENTS_AHEAD * (shape.high_bytes[0] or shape.nbytes)
             memory.set()
             pool.resize([kept, 0, 0])
-            assert pool.nbytes == kept * segment
+            assert pool.nbytes == kept * (shape.high_bytes[0] or shape.nbytes)
             assert_settles(model, pool, [kept, 0, 0], expected)
             pool.resize([0, 0, 0])
             memory.clear()
@@ -208,7 +279,7 @@ def test_a_damaged_record_is_a_typed_error_and_not_the_end(bundle: Path, tmp_pat
     at = len(good) - 700
     with pooled(damaged) as (model, pool, _):
         expected = logits(model)
-        for quota in ([0, 0, 0], [2, 2, 2], [4, 4, 4]):
+        for quota in ([0, 0, 0], [2, 2, 2], everything(model)):
             pool.resize([0, 0, 0])
             victim.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
             pool.resize(quota)
@@ -221,7 +292,7 @@ def test_a_damaged_record_is_a_typed_error_and_not_the_end(bundle: Path, tmp_pat
 
 def test_closing_gives_every_byte_back_without_the_collector(bundle: Path) -> None:
     with pooled(bundle) as (model, pool, _):
-        assert_settles(model, pool, [4, 4, 4], logits(model))
+        assert_settles(model, pool, everything(model), logits(model))
         layers = model.backend.feed_forwards  # type: ignore[attr-defined]
         watched = [weakref.ref(segment) for layer in layers for segment in layer.segments]
         assert len(watched) == 12

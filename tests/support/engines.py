@@ -20,9 +20,15 @@ from ondevice.backends.stored_rows import values_of
 from ondevice.budget.mlx_memory import MlxMemory
 from ondevice.budget.sizes import buffer_shape, expert_shape, segment_shape
 from ondevice.bundle.codes import E2M1
-from ondevice.bundle.layout import EMBEDDING, RESIDENT, ExpertLayout, RowLayout, TiledMatrix, neuron_file_name
+from ondevice.bundle.layout import (
+    EMBEDDING,
+    RESIDENT,
+    SliceLayout,
+    neuron_file_name,
+)
+from ondevice.bundle.matrix_layout import RowLayout, TiledMatrix
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.tiles import untiled
+from ondevice.bundle.tiles import joined_slices, untiled
 from ondevice.callbacks import IsCancelled
 from ondevice.config import RuntimeConfig
 from ondevice.flash.reader import FlashReader
@@ -165,7 +171,7 @@ def each_weight(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
         yield f"{layer}.post_attention_layernorm.weight", resident[f"layers.{i}.feed_forward_norm.weight"]
         records = load_file(folder / neuron_file_name(i))["records"]
         layout = bundle.neuron_layouts[i]
-        if isinstance(layout, ExpertLayout):
+        if isinstance(layout, SliceLayout):
             for name, matrix in _sliced(records, layout, config.widths[i]).items():
                 yield f"{layer}.mlp.{name}_proj.weight", matrix
             continue
@@ -176,11 +182,12 @@ def each_weight(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
             yield f"{layer}.mlp.{name}_proj.weight", matrix.T if name == "down" else matrix
 
 
-def _sliced(records: np.ndarray, layout: ExpertLayout, neurons: int) -> dict[str, np.ndarray]:
+def _sliced(records: np.ndarray, layout: SliceLayout, neurons: int) -> dict[str, np.ndarray]:
     """Gate and up (F, D) and down (D, F) of a layer's slices (n, stride)."""
     parts: dict[str, list[np.ndarray]] = {"gate": [], "up": [], "down": []}
-    for record in records:
-        for name, offset, matrix in zip(parts, layout.part_offsets, layout.matrices, strict=True):
+    tiles = layout.tiles
+    for record in joined_slices(records, layout):
+        for name, offset, matrix in zip(parts, tiles.part_offsets, tiles.matrices, strict=True):
             parts[name].append(_of_tiles(record[offset : offset + matrix.nbytes], matrix))
     down = np.concatenate(parts["down"], axis=1)[:, :neurons]
     return {name: np.concatenate(parts[name])[:neurons] for name in ("gate", "up")} | {"down": down}

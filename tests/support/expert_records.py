@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ondevice.backends.base import Bytes, Float32
-from ondevice.bundle.layout import ExpertLayout, RowLayout, TiledMatrix
+from ondevice.bundle.layout import ExpertLayout
+from ondevice.bundle.matrix_layout import RowLayout, TiledMatrix
 from ondevice.config import RowFormat
 from ondevice.kernels import _native
 from tests.support.sources import quantise_rows

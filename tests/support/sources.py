@@ -18,15 +18,13 @@ from ondevice.backends.neuron_source import NeuronSource
 from ondevice.backends.tiled_source import TileChunk
 from ondevice.bundle.codes import E2M1, pack, unpack, values_of_table, values_of_two_levels
 from ondevice.bundle.layout import (
-    TILE_ROWS,
-    ExpertLayout,
     RecordLayout,
-    RowLayout,
-    TiledMatrix,
+    SliceLayout,
     TileLayout,
     embedding_layout,
     neuron_layout,
 )
+from ondevice.bundle.matrix_layout import TILE_ROWS, RowLayout, TiledMatrix
 from ondevice.bundle.weight_shapes import model_weight_shapes
 from ondevice.config import Bits, MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures.common import llama_config
@@ -262,7 +260,7 @@ class ArrayFeedForward:
     gate: Float32
     up: Float32 | None
     down: Float32
-    layout: RecordLayout | ExpertLayout
+    layout: RecordLayout | SliceLayout
     file: int = 0
     experts: ExpertRecords | None = None
 
@@ -275,24 +273,26 @@ class ArrayFeedForward:
         return self.gate.shape[1]
 
     def read(self, first: int, count: int) -> Bytes:
-        if isinstance(self.layout, ExpertLayout):
+        if isinstance(self.layout, SliceLayout):
             starts = range(first, first + count, self.layout.neurons)
             return np.stack([self._slice(start, self.layout) for start in starts])
         rows = slice(first, first + count)
         second = [matrix[rows] for matrix in (self.up, self.down) if matrix is not None]
         return records(self.layout, [[self.gate[rows]], second])
 
-    def _slice(self, first: int, layout: ExpertLayout) -> Bytes:
+    def _slice(self, first: int, layout: SliceLayout) -> Bytes:
         """(stride,) the slice from neuron `first` on, with zeros behind the layer's last neuron."""
         # It imports this module.
         from tests.support.expert_records import expert_record
+        from tests.support.planes import in_planes
 
         size = layout.neurons
         matrices = [
             matrix[first : first + size] for matrix in (self.gate, self.up, self.down) if matrix is not None
         ]
         *by_rows, down = (np.pad(matrix, ((0, size - len(matrix)), (0, 0))) for matrix in matrices)
-        return expert_record(make_runner(1), layout, [*by_rows, np.ascontiguousarray(down.T)], [])
+        matrices = [*by_rows, np.ascontiguousarray(down.T)]
+        return in_planes(expert_record(make_runner(1), layout.tiles, matrices, []), layout)
 
     def check_gates(self, first: int, records: Bytes) -> None:
         """There is one copy of them."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ondevice.bundle.file_layouts import resident_tensors
-from ondevice.bundle.layout import DATA_OFFSET, EMBEDDING, TiledMatrix
+from ondevice.bundle.layout import DATA_OFFSET, EMBEDDING
+from ondevice.bundle.matrix_layout import TiledMatrix
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.tiles import StoredMatrix, untiled
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
 from ondevice.bundle.file_layouts import tensors_layout
-from ondevice.bundle.layout import RowLayout, padded
+from ondevice.bundle.matrix_layout import RowLayout, padded
 from ondevice.bundle.predictors import (
     PREDICTORS_SIDECAR,
     OperatingPoint,

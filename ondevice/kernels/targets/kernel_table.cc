@@ -11,6 +11,7 @@ const KernelTable kTable = {
     linear_quantized,
     linear_gathered,
     linear_half,
+    join_codes,
     activate,
     down_quantized,
     down_selected,

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from ondevice.backends.base import Float32
-from ondevice.bundle.layout import RowLayout
+from ondevice.bundle.matrix_layout import RowLayout
 from ondevice.bundle.reader import Bundle
 from ondevice.config import GROUP_SIZE
 from ondevice.converters.training.activations import Activations, gate_rows, record_activations

@@ -15,7 +15,8 @@ import numpy as np
 
 from ondevice.backends.base import Bytes, Float32
 from ondevice.backends.cpu import native_form
-from ondevice.bundle.layout import ExpertLayout, RecordLayout, RowLayout, TiledMatrix
+from ondevice.bundle.layout import ExpertLayout, RecordLayout
+from ondevice.bundle.matrix_layout import RowLayout, TiledMatrix
 from ondevice.kernels import _native
 from ondevice.model_config import FeedForwardSpec
 

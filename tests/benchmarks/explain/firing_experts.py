@@ -17,7 +17,8 @@ import numpy as np
 
 from ondevice.backends.base import Bytes, Float32
 from ondevice.backends.cpu import native_form
-from ondevice.bundle.layout import RecordLayout, RowLayout
+from ondevice.bundle.layout import RecordLayout
+from ondevice.bundle.matrix_layout import RowLayout
 from ondevice.kernels import _native
 from ondevice.model_config import FeedForwardSpec
 

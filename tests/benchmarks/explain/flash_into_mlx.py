@@ -23,7 +23,8 @@ from ondevice.backends.mlx import compute_type
 from ondevice.backends.mlx_memory import on_cuda
 from ondevice.backends.mlx_weights import RecordMemory
 from ondevice.budget.mlx_memory import MlxMemory
-from ondevice.bundle.layout import DATA_OFFSET, RowLayout
+from ondevice.bundle.layout import DATA_OFFSET
+from ondevice.bundle.matrix_layout import RowLayout
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig
 from ondevice.flash.read_ahead import Extent, ReadAhead

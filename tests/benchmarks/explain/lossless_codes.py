@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from ondevice.backends.cpu import make_runner
 from ondevice.bundle.codes import unpack
 from ondevice.bundle.file_layouts import resident_tensors
-from ondevice.bundle.layout import RecordLayout, RowLayout
+from ondevice.bundle.layout import RecordLayout
+from ondevice.bundle.matrix_layout import RowLayout
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.tiles import StoredMatrix
 from ondevice.converters.convert import convert

@@ -16,7 +16,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.bundle.layout import RowLayout, TiledMatrix
+from ondevice.bundle.matrix_layout import RowLayout, TiledMatrix
 from ondevice.config import MXFP4, RowFormat
 from ondevice.converters.checkpoints.gguf_codecs import TILE_FORMATS
 from ondevice.kernels import _native

@@ -19,10 +19,7 @@ from ondevice.bundle.about import ABOUT
 from ondevice.bundle.layout import (
     EMBEDDING,
     RESIDENT,
-    TILE_ROWS,
     RecordLayout,
-    RowLayout,
-    TiledMatrix,
     embedding_layout,
     gate_file_name,
     gate_layout,
@@ -30,6 +27,7 @@ from ondevice.bundle.layout import (
     neuron_layout,
 )
 from ondevice.bundle.manifest import Manifest, Provenance
+from ondevice.bundle.matrix_layout import TILE_ROWS, RowLayout, TiledMatrix
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.tiles import StoredMatrix
 from ondevice.bundle.writer import BundleWriter

@@ -1,0 +1,197 @@
+"""The place of every byte of a stored row and of a matrix in tiles.
+
+Pure arithmetic; `weights/README.md` is the specification.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ondevice.config import GROUP_SIZE, SUPER_SIZE, CodeBits, GroupSize, RowFormat, Scales
+
+TILE_ROWS = 16
+"""Rows of a matrix that lie interleaved, where it is stored as the kernels multiply it."""
+
+
+def padded(n: int, multiple: int) -> int:
+    """`n` rounded up to a multiple of `multiple`."""
+    return -(-n // multiple) * multiple
+
+
+class HalfRange(NamedTuple):
+    """Bytes [start, stop) that hold float16 values, and `times` - 1 ranges more, each `step` bytes behind the
+    one before it. mxfp4: they are scales of MXFP4 instead, a byte each.
+    """
+
+    start: int
+    stop: int
+    step: int = 0
+    times: int = 1
+    mxfp4: bool = False
+
+    def behind(self, offset: int) -> HalfRange:
+        """The ranges `offset` bytes further on."""
+        return self._replace(start=self.start + offset, stop=self.stop + offset)
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """One stored row of `cols` logical elements: [codes | scales | biases], or float16 values at 16 bits.
+
+    bits, group_size, scales: as in RowFormat; implied biases take no bytes. With two levels of scales, which
+    only rows of tiles have, the scales are the headers of every 256 columns.
+    """
+
+    cols: int
+    bits: CodeBits
+    group_size: GroupSize = 64
+    scales: Scales = "affine"
+
+    @property
+    def stored(self) -> RowFormat:
+        return RowFormat(self.bits, self.group_size, self.scales)
+
+    @property
+    def mxfp4(self) -> bool:
+        return self.stored.mxfp4
+
+    @property
+    def implied_bias(self) -> bool:
+        return self.stored.implied_bias
+
+    @property
+    def scale_type(self) -> np.dtype[np.generic]:
+        """The type of a scale and a bias: float16, or a byte in MXFP4 and of headers."""
+        return np.dtype(np.uint8 if self.mxfp4 or self.stored.two_levels else np.float16)
+
+    @property
+    def padded_cols(self) -> int:
+        return padded(self.cols, GROUP_SIZE)
+
+    @property
+    def groups(self) -> int:
+        return self.padded_cols // self.group_size
+
+    @property
+    def codes_bytes(self) -> int:
+        return self.padded_cols * self.bits // 8
+
+    @property
+    def scales_bytes(self) -> int:
+        """Bytes of the scales; 0 at 16 bits."""
+        if self.stored.two_levels:
+            return self.padded_cols // SUPER_SIZE * self.stored.header_bytes
+        return 0 if self.bits == 16 else self.scale_type.itemsize * self.groups
+
+    @property
+    def biases_bytes(self) -> int:
+        """Bytes of the float16 biases; 0 where none are stored."""
+        return self.scales_bytes if self.stored.has_biases else 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes_bytes + self.scales_bytes + self.biases_bytes
+
+    @property
+    def halves(self) -> HalfRange:
+        """Bytes of the row's float16 values: scales and biases, or everything at 16 bits."""
+        return HalfRange(0 if self.bits == 16 else self.codes_bytes, self.nbytes, mxfp4=self.mxfp4)
+
+
+@dataclass(frozen=True)
+class TiledMatrix:
+    """A matrix as the kernels multiply it: a tensor, or one part of an expert's record.
+
+    It is [tiles of 16 rows], or at 16 bits [rows], and then [biases], if it has any. row: one of its rows, as
+    it is stored elsewhere. has_bias: whether its products have a bias, a float32 for each row; records alone
+    have them.
+    """
+
+    rows: int
+    row: RowLayout
+    has_bias: bool = False
+
+    @property
+    def padded_rows(self) -> int:
+        return padded(self.rows, TILE_ROWS)
+
+    @property
+    def tiles(self) -> int:
+        return self.padded_rows // TILE_ROWS
+
+    @property
+    def tile_bytes(self) -> int:
+        return TILE_ROWS * self.row.nbytes
+
+    @property
+    def block_cols(self) -> int:
+        """Columns whose codes and scales lie together: 64, or 256 with two levels of scales."""
+        return SUPER_SIZE if self.row.stored.two_levels else GROUP_SIZE
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of 16 rows of `block_cols` columns: their codes, scales and biases. At 16 bits, of a tile."""
+        if self.row.bits == 16:
+            return self.tile_bytes
+        return TILE_ROWS * self.row.nbytes * self.block_cols // self.row.padded_cols
+
+    @property
+    def low_tile_bytes(self) -> int:
+        """Bytes of a tile's low plane; 0 where codes aren't divided."""
+        return TILE_ROWS * self.row.padded_cols * self.row.stored.low_bits // 8
+
+    @property
+    def high_tile_bytes(self) -> int:
+        """Bytes of a tile's high plane: of the whole tile, where codes aren't divided."""
+        return self.tile_bytes - self.low_tile_bytes
+
+    @property
+    def high_halves(self) -> HalfRange:
+        """The bytes of the high plane that hold float16 values, as `halves`."""
+        stored = self.row.stored
+        if not stored.low_bits:
+            return self.halves
+        low = TILE_ROWS * self.block_cols * stored.low_bits // 8
+        halves = self.halves
+        start = halves.start if stored.two_levels else halves.start - low
+        return halves._replace(start=start, stop=halves.stop - halves.start + start, step=halves.step - low)
+
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """What a block consists of, in order: (n, width) is n times 16 units of `width` bytes, a row's each.
+
+        At 16 bits a tile is one block.
+        """
+        stored = self.row.stored
+        if stored.bits == 16:
+            return ((1, self.row.nbytes),)
+        codes = self.block_cols * stored.bits // 32, 4
+        if stored.two_levels:
+            upper = stored.upper_bytes
+            return (upper // 2, 2), (stored.header_bytes - upper, 1), codes
+        width = self.row.scale_type.itemsize
+        scales = self.block_cols // stored.group_size, width
+        return (codes, scales, scales) if stored.has_biases else (codes, scales)
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of all rows, without the products' biases."""
+        return self.padded_rows * self.row.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows_bytes + 4 * self.padded_rows * self.has_bias
+
+    @property
+    def halves(self) -> HalfRange:
+        """The bytes that hold float16 values: scales and biases of each block, or all rows at 16 bits."""
+        if self.row.bits == 16:
+            return HalfRange(0, self.rows_bytes)
+        codes = TILE_ROWS * GROUP_SIZE * self.row.bits // 8
+        times = self.rows_bytes // self.block_bytes
+        if self.row.stored.two_levels:
+            return HalfRange(0, TILE_ROWS * self.row.stored.upper_bytes, self.block_bytes, times)
+        return HalfRange(codes, self.block_bytes, self.block_bytes, times, self.row.mxfp4)

@@ -1,0 +1,84 @@
+#include "planes.h"
+
+#include <algorithm>
+#include <array>
+
+namespace ondevice {
+namespace {
+
+constexpr int64_t kPlaneBytes = kTile * kGroup;  // at most, of a block's low plane
+
+using Middle = std::array<uint8_t, kPlaneBytes / 2>;
+
+// Low planes of a block whose neighbouring codes are just below and just above the middle, in turns: their
+// mean is the middle, which is no code.
+constexpr Middle middle_of(uint8_t even, uint8_t odd) {
+  Middle plane{};
+  for (size_t i = 0; i < plane.size(); ++i) plane[i] = i % 2 ? odd : even;
+  return plane;
+}
+constexpr Middle kTwoBits = middle_of(0x5a, 0x5a);  // 2 and 1 in the nibbles of both bytes that are joined
+constexpr Middle kNibbles = middle_of(0x87, 0x87);  // 7 and 8 in the nibbles of a byte
+constexpr Middle kOfBytes = middle_of(0x77, 0x88);  // 7 and 8 in neighbouring bytes
+
+const uint8_t* middle(int bits) { return (bits == 8 ? kOfBytes : bits == 6 ? kNibbles : kTwoBits).data(); }
+
+// The low two bits of each nibble of `bytes` bytes, those of both halves side by side, and the high two.
+void split_nibbles(const uint8_t* from, int64_t bytes, uint8_t* high, uint8_t* low) {
+  const int64_t half = bytes / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const unsigned first = from[i], second = from[i + half];
+    high[i] = static_cast<uint8_t>((first >> 2 & 0x33) | (second & 0xcc));
+    low[i] = static_cast<uint8_t>((first & 0x33) | (second & 0x33) << 2);
+  }
+}
+
+}  // namespace
+
+void split_codes(int bits, const uint8_t* codes, uint8_t* high, uint8_t* low) {
+  constexpr int64_t kCodes = kTile * kGroup;
+  if (bits == 4) return split_nibbles(codes, kCodes / 2, high, low);
+  if (bits == 8) {
+    for (int64_t i = 0; i < kCodes / 2; ++i) {
+      const unsigned first = codes[i], second = codes[i + kCodes / 2];
+      high[i] = static_cast<uint8_t>(first >> 4 | (second & 0xf0));
+      low[i] = static_cast<uint8_t>((first & 15) | (second & 15) << 4);
+    }
+    return;
+  }
+  // Half a block has its codes' low four bits and then the others.
+  constexpr int64_t kFour = kCodes / 4;
+  const int64_t above = kCodes / 2 * (bits - 4) / 8;
+  for (int half = 0; half < 2; ++half, codes += kFour + above) {
+    if (bits == 5) {
+      split_nibbles(codes, kFour, high, low);
+      high = std::copy_n(codes + kFour, above, high + kFour / 2);
+      low += kFour / 2;
+    } else {
+      low = std::copy_n(codes, kFour, low);
+      high = std::copy_n(codes + kFour, above, high);
+    }
+  }
+}
+
+void split_tile(const RowFormat& format, int64_t groups, const uint8_t* tile, uint8_t* high, uint8_t* low) {
+  each_block(
+      format, groups,
+      [&](int64_t from, int64_t to_high, int64_t to_low) {
+        split_codes(format.bits, tile + from, high + to_high, low + to_low);
+      },
+      [&](int64_t from, int64_t to, int64_t bytes) { std::copy_n(tile + from, bytes, high + to); });
+}
+
+void join_tile(const KernelTable& kernels, const RowFormat& format, int64_t groups, const uint8_t* high,
+               const uint8_t* low, uint8_t* tile) {
+  each_block(
+      format, groups,
+      [&](int64_t to, int64_t from_high, int64_t from_low) {
+        kernels.join_codes(format.bits, high + from_high, low ? low + from_low : middle(format.bits),
+                           tile + to);
+      },
+      [&](int64_t to, int64_t from, int64_t bytes) { std::copy_n(high + from, bytes, tile + to); });
+}
+
+}  // namespace ondevice

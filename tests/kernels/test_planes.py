@@ -1,0 +1,163 @@
+"""Slices in two planes: a product has the bits of that of their tiles."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ondevice.backends.base import Bytes, Float32
+from ondevice.bundle.layout import ExpertLayout, SliceLayout
+from ondevice.bundle.matrix_layout import RowLayout, TiledMatrix
+from ondevice.bundle.tiles import join_planes, joined_slices, untiled
+from ondevice.config import MXFP4, TILE_FORMATS, RowFormat
+from ondevice.kernels import _native
+from tests.kernels.test_kernels import RUNNERS, normal, on_every_target
+from tests.support.planes import in_planes, split_planes
+from tests.support.sources import form
+
+ONE_LEVEL = [
+    RowFormat(4),
+    RowFormat(4, 32),
+    RowFormat(4, 32, "symmetric"),
+    RowFormat(5, 32, "symmetric"),
+    RowFormat(5),
+    RowFormat(6, 32),
+    RowFormat(8, 32, "symmetric"),
+    MXFP4,
+]
+DIVIDED = [stored for stored in (*ONE_LEVEL, *TILE_FORMATS) if stored.low_bits]
+WHOLE = [RowFormat(16), *(stored for stored in TILE_FORMATS if not stored.low_bits)]
+PAIRS = [*zip(DIVIDED, reversed(DIVIDED), strict=True), *((stored, DIVIDED[0]) for stored in WHOLE)]
+HIDDEN, NEURONS, SLICES = 256, 512, 3
+
+
+def slice_layout(rows: RowFormat, down: RowFormat) -> SliceLayout:
+    by_rows = TiledMatrix(NEURONS, RowLayout(HIDDEN, *rows))
+    return SliceLayout(ExpertLayout((by_rows, by_rows, TiledMatrix(HIDDEN, RowLayout(NEURONS, *down)))))
+
+
+def native(layout: SliceLayout) -> _native.Expert:
+    gate, up, down = layout.tiles.places
+    return _native.Expert(HIDDEN, NEURONS, gate, up, down, layout.places)
+
+
+def random_slices(layout: SliceLayout) -> list[Bytes]:
+    """Records of tiles (stride,) whose codes are random bytes."""
+    random = np.random.default_rng(7)
+    slices = random.integers(0, 256, (SLICES, layout.tiles.stride), dtype=np.uint8)
+    for start, stop in layout.tiles.padding:
+        slices[:, start:stop] = 0
+    for halves in layout.tiles.halves:
+        for at in range(halves.start, halves.start + halves.step * halves.times, halves.step or 1):
+            scales = slices[:, at : at + halves.stop - halves.start]
+            if halves.mxfp4:
+                scales[:] = random.integers(120, 130, scales.shape)
+            else:
+                values = random.uniform(-0.01, 0.01, (SLICES, scales.shape[1] // 2)).astype(np.float16)
+                scales[:] = values.view(np.uint8)
+            if not halves.step:
+                break
+    return list(slices)
+
+
+def planes_of(record: Bytes, layout: SliceLayout) -> tuple[Bytes, Bytes]:
+    high, low = np.split(in_planes(record, layout), [layout.high_bytes])
+    return high, low
+
+
+@pytest.mark.parametrize("stored", DIVIDED)
+def test_tiles_are_divided_and_joined_byte_for_byte(stored: RowFormat) -> None:
+    layout = slice_layout(stored, stored)
+    records = random_slices(layout)
+    matrix = layout.tiles.matrices[0]
+    tiles = records[0][: matrix.rows_bytes].reshape(matrix.tiles, -1)
+    high, low = (
+        np.empty((matrix.tiles, n), np.uint8) for n in (matrix.high_tile_bytes, matrix.low_tile_bytes)
+    )
+    _native.split_tiles(stored, tiles, high, low)
+    expected = split_planes(tiles, matrix.row)
+    assert high.tobytes() == expected[0].tobytes()
+    assert low.tobytes() == expected[1].tobytes()
+    assert join_planes(high, low, matrix.row).tobytes() == tiles.tobytes()
+
+    stored_slices = np.stack([in_planes(record, layout) for record in records])
+    assert joined_slices(stored_slices, layout).tobytes() == np.stack(records).tobytes()
+    for runner in RUNNERS.values():
+        whole = np.zeros(layout.tiles.stride, dtype=np.uint8)
+        native(layout).join(runner, *planes_of(records[1], layout), whole)
+        assert whole.tobytes() == records[1].tobytes()
+
+
+@pytest.mark.parametrize(("rows", "down"), PAIRS)
+def test_a_product_of_planes_has_the_bits_of_tiles(rows: RowFormat, down: RowFormat) -> None:
+    layout = slice_layout(rows, down)
+    records = random_slices(layout)
+    planes = [planes_of(record, layout) for record in records]
+    for tokens in (1, 3, 40):
+        x = normal(tokens, HIDDEN, seed=5)
+
+        def run(runner: _native.Runner, in_tiles: int, x: Float32 = x) -> Float32:
+            out = np.full(x.shape, np.nan, dtype=np.float32)
+            forward = _native.SlicePass(runner, native(layout), x, form("silu"))
+            forward.add(records[:in_tiles], None, out)
+            forward.add_planes(planes[in_tiles:], None, out, out)
+            return out
+
+        expected = on_every_target(lambda runner: run(runner, SLICES))
+        for in_tiles in (0, 1):
+            assert on_every_target(lambda runner, n=in_tiles: run(runner, n)).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("stored", DIVIDED)
+def test_without_low_planes_codes_are_in_the_middle(stored: RowFormat) -> None:
+    """Of two neighbouring codes one is just below the mean of the low bits, and one just above."""
+    layout = slice_layout(stored, stored)
+    middle = {4: [0x5A], 5: [0x5A], 6: [0x87], 8: [0x77, 0x88]}[stored.bits]
+    low = np.resize(np.array(middle, dtype=np.uint8), layout.low_bytes)
+    planes = [planes_of(record, layout)[0] for record in random_slices(layout)]
+    x = normal(2, HIDDEN, seed=5)
+
+    def run(runner: _native.Runner, low: Bytes | None) -> Float32:
+        out = np.full(x.shape, np.nan, dtype=np.float32)
+        forward = _native.SlicePass(runner, native(layout), x, form("silu"))
+        forward.add_planes([(high, low) for high in planes], None, out)
+        return out
+
+    expected = on_every_target(lambda runner: run(runner, low))
+    assert on_every_target(lambda runner: run(runner, None)).tobytes() == expected.tobytes()
+
+    matrix = layout.tiles.matrices[0]
+    tiles = join_planes(
+        planes[0][: matrix.tiles * matrix.high_tile_bytes].reshape(matrix.tiles, -1),
+        low[: matrix.tiles * matrix.low_tile_bytes].reshape(matrix.tiles, -1),
+        matrix.row,
+    )
+    codes = untiled(tiles.reshape(-1), matrix).codes
+    places = np.unpackbits(codes, axis=1, bitorder="little").reshape(NEURONS, HIDDEN, stored.bits)
+    low_bits = places[:, :, : stored.low_bits] @ (1 << np.arange(stored.low_bits))
+    assert (low_bits[:, 0::2] + low_bits[:, 1::2] == (1 << stored.low_bits) - 1).all()
+
+
+def test_impossible_planes() -> None:
+    layout = slice_layout(RowFormat(4), RowFormat(4))
+    record = random_slices(layout)[0]
+    high, low = planes_of(record, layout)
+    x, out = normal(1, HIDDEN), np.empty((1, HIDDEN), np.float32)
+
+    def begun() -> _native.SlicePass:
+        return _native.SlicePass(RUNNERS["scalar", 1], native(layout), x, form("silu"))
+
+    for planes in ((high[:-4096], low), (high, low[:-4096])):
+        with pytest.raises(ValueError, match="its record's bytes"):
+            begun().add_planes([planes], None, out)
+    gate, up, down = layout.tiles.places
+    without = _native.Expert(HIDDEN, NEURONS, gate, up, down)
+    with pytest.raises(ValueError, match="its record's bytes"):
+        _native.SlicePass(RUNNERS["scalar", 1], without, x, form("silu")).add_planes([(high, low)], None, out)
+    with pytest.raises(ValueError, match="has a low plane where"):
+        _native.Expert(HIDDEN, NEURONS, gate, up, down, [(0, None)] * 3)
+    with pytest.raises(ValueError, match="gate, up and down"):
+        _native.Expert(HIDDEN, NEURONS, gate, up, down, layout.places[:2])
+    tiles = np.zeros((1, 2048), np.uint8)
+    with pytest.raises(ValueError, match="aren't divided"):
+        _native.split_tiles(RowFormat(2, 16, "two_level"), tiles, tiles, tiles)
