@@ -37,6 +37,12 @@ SEGMENTS_PER_SMALL_LAYER = 8
 STREAM_SLOT_BYTES = 2 << 20
 """Target size of one read of dense mode's records: from 1 MiB on, flash is at its full rate."""
 STREAM_SLOTS = 8
+SLICE_SLOTS = 12
+"""Slots for slices, or their low planes, which are read one by one by eight threads.
+
+With as many slots as threads, threads wait for the one whose read is the oldest. GB/s with 8, 12 and 16
+slots: 0.94, 1.47 and 1.66 of low planes of 0.4 MB, 1.48, 1.73 and 1.83 of slices of 0.8 MB (`python -m
+tests.benchmarks.explain.slice_reads`)."""
 STREAM_SHARE = 16
 """Divisor of the feed-forward weights that bounds the read-ahead's slots, which are two at least."""
 FETCH_NEURONS = 1024
@@ -322,7 +328,7 @@ def buffer_shape(
             sum(layout.nbytes(width) for layout, width in zip(layouts, widths, strict=True)) // STREAM_SHARE
         )
         stride = max(layout.stride for layout in layouts)
-        slots = min(STREAM_SLOTS, max(2, share // stride))
+        slots = min(SLICE_SLOTS, max(2, share // stride))
         return BufferShape(slice_neurons(config, quant), stride, slots, 0)
     stride = record_layout(config, quant).stride
     blocks = -(-max(widths) // GROUP_SIZE)
