@@ -24,8 +24,8 @@ void InputMemory::trim() {
 }
 
 void FeedForwardScratch::trim() {
-  for (MappedBuffer* buffer : {&hidden, &gate_up, &joined, &outputs, &bias_lanes, &ordered_lanes, &low_rank, &scores,
-                               &tile_columns, &tile_tokens, &expert_inputs, &expert_outputs})
+  for (MappedBuffer* buffer : {&hidden, &gate_up, &joined, &outputs, &bias_lanes, &ordered_lanes, &low_rank,
+                               &scores, &tile_columns, &tile_tokens, &expert_inputs, &expert_outputs})
     *buffer = MappedBuffer();
 }
 
