@@ -83,7 +83,7 @@ class Bench:
         plans: list[tuple[str, int | None, list[str], int]]
         plans = [("drafts-resident", None, drafters, size.draft_rounds)]
         if size.drafts_in_share:
-            plans.append((f"drafts-{DRAFT_SHARE}", DRAFT_SHARE, ["off", "auto"], 1))
+            plans.append((f"drafts-{DRAFT_SHARE}", DRAFT_SHARE, ["off", "auto", "resident"], 1))
         for case, share, arms, rounds in plans:
             for number in range(rounds):
                 for drafter in arms:
