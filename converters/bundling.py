@@ -78,8 +78,8 @@ def pack(
                 continue
             if isinstance(layout, SliceLayout):
                 matrix = layout.tiles.matrices[len(matrices)]
-                whole, fidelity = _slice_tiles(runner, block, matrix)
-                matrices.append(whole)
+                matrix_tiles, fidelity = _slice_tiles(runner, block, matrix)
+                matrices.append(matrix_tiles)
                 record = np.empty(0, dtype=np.uint8)
                 if len(matrices) == len(layout.tiles.matrices):
                     record, matrices = _in_planes(matrices, layout), []

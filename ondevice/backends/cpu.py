@@ -413,24 +413,32 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
     ) -> Float32:
         """`feed_forward` of a layer in slices, whose outputs are added up in their order.
 
-        Estimates, as of streams, have the resident slices alone.
+        Estimates, as of streams, have the slices in memory: whole ones, and the high planes of others.
         """
         out = self._buffer("feed_forward", x.shape) if added is None else added
         pieces = weight.neurons.offloaded(weight.index, batch)
-        form, bias = native_form(spec), weight.gate_bias
-        forward = _native.SlicePass(self.runner, weight.native, x, form, norm, bias)
-        forward.add(weight.segments, None, out, added)
-        if batch.resident_only:
-            forward.add_planes([(plane, None) for plane in weight.high_planes], None, out, out)
+        exact, form, at = batch.num_exact_rows, native_form(spec), weight.slices.high_bytes
+
+        def begin(rows: slice) -> _native.SlicePass:
+            forward = _native.SlicePass(self.runner, weight.native, x[rows], form, norm, weight.gate_bias)
+            forward.add(weight.segments, None, out[rows], None if added is None else added[rows])
+            return forward
+
+        rows = slice(None)
+        if weight.high_planes and exact < len(x):
+            estimates, rows = slice(exact, None), slice(exact)
+            planes = [(plane, None) for plane in weight.high_planes]
+            begin(estimates).add_planes(planes, None, out[estimates], out[estimates])
+        if rows.stop == 0:
+            return _with_bias(out, weight.output_bias)
+        forward = begin(rows)
         for piece in pieces:
             if isinstance(piece, Planes):
-                forward.add_planes([piece], batch.num_exact_rows, out, out)
+                forward.add_planes([piece], exact, out, out)
             elif piece.ndim == 1:
-                forward.add([piece], batch.num_exact_rows, out, out)
+                forward.add([piece], exact, out, out)
             else:
-                at = weight.slices.high_bytes
-                planes = [(record[:at], record[at:]) for record in piece]
-                forward.add_planes(planes, batch.num_exact_rows, out, out)
+                forward.add_planes([(record[:at], record[at:]) for record in piece], exact, out, out)
         return _with_bias(out, weight.output_bias)
 
     def _cut_off_gates(self, x: Float32, weight: CpuFeedForward, cutoff: float, norm: Norm | None) -> Float32:

@@ -33,7 +33,7 @@ class CpuSlices(FeedForwardLayer):
 
     @property
     def high_bytes(self) -> int:
-        return self.slices.high_bytes if self.slices.low_bytes else 0
+        return self.slices.partial_bytes
 
     def new_segment(self, high_plane: bool = False) -> Bytes:
         # Its pages are made on the thread that asks for it, not while a pass fills it.

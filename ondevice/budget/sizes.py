@@ -129,8 +129,8 @@ class SegmentShape:
 
     def _bytes_of(self, layer: int, low: bool) -> int:
         """Bytes of a high plane of the layer, or of what makes it whole; of a segment without planes."""
-        whole, high = self.layer_bytes[layer], self.high_bytes[layer]
-        return whole - high if low else high or whole
+        segment, high = self.layer_bytes[layer], self.high_bytes[layer]
+        return segment - high if low else high or segment
 
     @cached_property
     def _sums(self) -> list[int]:
@@ -214,7 +214,7 @@ def segment_shape(
             slice_neurons(config, quant),
             record_counts(config, quant),
             layer_bytes=tuple(padded(layout.tiles.stride, PAGE_BYTES) for layout in layouts),
-            high_bytes=tuple(layout.high_bytes if layout.low_bytes else 0 for layout in layouts),
+            high_bytes=tuple(layout.partial_bytes for layout in layouts),
         )
     unit = block_bytes or _block_bytes(config, quant)
     return _segments(config.widths, unit, aim_bytes, config.model_widths)

@@ -140,12 +140,12 @@ class RecordLayout(PartLayout):
     @cached_property
     def row_offsets(self) -> tuple[int, ...]:
         """First byte of each row, in order, from the start of the record."""
-        found = []
+        offsets = []
         for offset, part in zip(self.part_offsets, self.parts, strict=True):
             for row in part:
-                found.append(offset)
+                offsets.append(offset)
                 offset += row.nbytes
-        return tuple(found)
+        return tuple(offsets)
 
     @cached_property
     def halves(self) -> tuple[HalfRange, ...]:
@@ -241,22 +241,26 @@ class SliceLayout(PartLayout):
         return self.tiles.neurons
 
     @cached_property
+    def _planes(self) -> tuple[list[tuple[int, int]], ...]:
+        """Where each matrix begins and ends in the high plane, and in the low one, from the plane's start."""
+        high, low = list[tuple[int, int]](), list[tuple[int, int]]()
+        for matrix in self.tiles.matrices:
+            for plane, tile_bytes in ((high, matrix.high_tile_bytes), (low, matrix.low_tile_bytes)):
+                start = padded(plane[-1][1], PLANE_ALIGNMENT) if plane else 0
+                plane.append((start, start + matrix.tiles * tile_bytes))
+        return (high, low) if low[-1][1] else (high,)
+
+    @cached_property
     def places(self) -> tuple[tuple[int, int | None], ...]:
         """Each matrix's first byte in the high plane, and in the low one, or None if it has none."""
-        places, high, low = [], 0, 0
-        for matrix in self.tiles.matrices:
-            places.append((high, low if matrix.low_tile_bytes else None))
-            high += padded(matrix.tiles * matrix.high_tile_bytes, PLANE_ALIGNMENT)
-            low += padded(matrix.tiles * matrix.low_tile_bytes, PLANE_ALIGNMENT)
-        return tuple(places)
+        high, *low = self._planes
+        lower = [start if start < stop else None for start, stop in low[0]] if low else [None] * len(high)
+        return tuple((start, below) for (start, _), below in zip(high, lower, strict=True))
 
     @cached_property
     def row_bytes(self) -> tuple[int, ...]:
         """Unpadded bytes of the high plane, and of the low one, if there is one."""
-        matrices = self.tiles.matrices
-        high = sum(padded(it.tiles * it.high_tile_bytes, PLANE_ALIGNMENT) for it in matrices)
-        low = sum(padded(it.tiles * it.low_tile_bytes, PLANE_ALIGNMENT) for it in matrices)
-        return (high, low) if low else (high,)
+        return tuple(plane[-1][1] for plane in self._planes)
 
     @property
     def alignment(self) -> int:
@@ -273,18 +277,20 @@ class SliceLayout(PartLayout):
         """Bytes of the low plane, its padding included; 0 where there is none."""
         return self.stride - self.high_bytes
 
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes in memory of a slice whose high plane alone is there; 0 where there is no low one."""
+        return self.high_bytes if self.low_bytes else 0
+
     @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) byte ranges of a record that hold no data and must be zero."""
-        ends = []
-        for (high, low), matrix in zip(self.places, self.tiles.matrices, strict=True):
-            ends.append(high + matrix.tiles * matrix.high_tile_bytes)
-            if low is not None:
-                ends.append(self.high_bytes + low + matrix.tiles * matrix.low_tile_bytes)
-        starts = [at for at, _ in self.places[1:]] + [self.high_bytes]
-        starts += [self.high_bytes + at for _, at in self.places if at] + [self.stride] * bool(self.low_bytes)
-        ends, starts = sorted(ends), sorted(starts)
-        return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
+        gaps = []
+        for offset, nbytes, plane in zip(self.part_offsets, self.part_bytes, self._planes, strict=True):
+            starts = [*(start for start, _ in plane[1:]), nbytes]
+            for (_, stop), start in zip(plane, starts, strict=True):
+                gaps.append((offset + stop, offset + start))
+        return tuple((stop, start) for stop, start in gaps if stop < start)
 
     @cached_property
     def halves(self) -> tuple[HalfRange, ...]:

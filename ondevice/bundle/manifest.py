@@ -191,9 +191,9 @@ def parse_manifest(data: bytes) -> Manifest:
         )
     config = parse_model(root.section("model"))
     quant = parse_quantisation(root.section("quantisation"), config)
-    root.equal("neurons", _neurons_json(config, neuron_layouts(config, quant)))
+    _check_records(root, "neurons", _neurons_json(config, neuron_layouts(config, quant)), config)
     root.equal("embedding", _embedding_json(config, quant))
-    _check_gates(root, config, quant)
+    _check_records(root, "gates", _gates_json(config, quant), config)
     for key, value in _experts_json(config, quant).items():
         root.equal(key, value)
     if config.has_inputs_table:
@@ -253,13 +253,14 @@ def _neurons_json(config: ModelConfig, layouts: Sequence[PartLayout]) -> dict[st
     return _records_json(counts, layouts) | slices
 
 
-def _check_gates(root: Section, config: ModelConfig, quant: QuantConfig) -> None:
-    """Checks the key `gates`. The error has a remedy, as older converters made bundles without this key."""
+def _check_records(root: Section, key: str, expected: dict[str, Any] | None, config: ModelConfig) -> None:
+    """Checks the records of neurons or gates. Its error has a remedy: older converters made others."""
     try:
-        root.equal("gates", _gates_json(config, quant))
+        root.equal(key, expected)
     except BundleError as error:
         raise BundleError(
-            f"{error} (the activation is {config.activation!r}); convert the model again"
+            f"{error} (the activation is {config.activation!r}); convert the model again: "
+            "`ondevice convert --force` on its checkpoint"
         ) from error
 
 

@@ -67,17 +67,17 @@ def untiled(part: Bytes, matrix: TiledMatrix) -> StoredMatrix:
 
 def joined_slices(records: Bytes, layout: SliceLayout) -> Bytes:
     """The records of tiles (n, layout.tiles.stride) of slices as they lie on flash, (n, stride)."""
-    joined = layout.tiles
-    whole = np.zeros((len(records), joined.stride), dtype=np.uint8)
-    places = zip(layout.places, joined.matrices, joined.part_offsets, strict=True)
+    record = layout.tiles
+    joined = np.zeros((len(records), record.stride), dtype=np.uint8)
+    places = zip(layout.places, record.matrices, record.part_offsets, strict=True)
     for (high, low), matrix, offset in places:
         tiles = records[:, high : high + matrix.tiles * matrix.high_tile_bytes]
         if low is not None:
             start, count = layout.high_bytes + low, len(records) * matrix.tiles
             lower = records[:, start : start + matrix.tiles * matrix.low_tile_bytes]
             tiles = join_planes(tiles.reshape(count, -1), lower.reshape(count, -1), matrix.row)
-        whole[:, offset : offset + matrix.rows_bytes] = tiles.reshape(len(records), -1)
-    return whole
+        joined[:, offset : offset + matrix.rows_bytes] = tiles.reshape(len(records), -1)
+    return joined
 
 
 def join_planes(high: Bytes, low: Bytes, row: RowLayout) -> Bytes:

@@ -51,16 +51,18 @@ class Piece(NamedTuple):
 
 
 class LayerQuota(NamedTuple):
-    """Segments that a layer may hold: whole ones, and behind these high planes."""
+    """The numbers of segments, and of high planes behind them, that a layer may hold."""
 
-    whole: int
-    high: int
+    segments: int
+    high_planes: int
 
     @staticmethod
-    def of(layer: FeedForwardLayer, segments: int) -> LayerQuota:
-        """What so many segments are of a layer, as `SegmentShape` counts them."""
-        whole = max(0, segments - layer.num_segments) if layer.high_bytes else segments
-        return LayerQuota(whole, min(segments, layer.num_segments) - whole if layer.high_bytes else 0)
+    def of(layer: FeedForwardLayer, count: int) -> LayerQuota:
+        """The layer's part of a quota of `SegmentShape`, where each plane of a segment counts."""
+        if not layer.high_bytes:
+            return LayerQuota(count, 0)
+        segments = max(0, count - layer.num_segments)
+        return LayerQuota(segments, min(count, layer.num_segments) - segments)
 
 
 class SegmentPool(NeuronSource):
@@ -95,7 +97,7 @@ class SegmentPool(NeuronSource):
         self._allocator: ThreadPoolExecutor | None = None
         sizes = zip(layers, segment_bytes, strict=True)
         self._empty: dict[int, deque[Future[Segment]]] = {
-            nbytes: deque() for layer, whole in sizes for nbytes in (whole, layer.high_bytes) if nbytes
+            nbytes: deque() for layer, segment in sizes for nbytes in (segment, layer.high_bytes) if nbytes
         }
         """Segments that are allocated ahead of use, by their size."""
         self._ahead: ReadAhead | None = None
@@ -106,7 +108,7 @@ class SegmentPool(NeuronSource):
         self._pieces: list[list[Piece]] = []
         """The pieces of the schedule, by layer. Empty if residency has changed since then."""
         self._scheduled: list[tuple[int, int]] = []
-        """Of each layer, the segments and high planes that it held then."""
+        """`_held_segments` when the pieces were scheduled."""
         self._starts: list[int] = []
         self._complete = False
         """Whether every neuron is resident, as the last pass found. Stays true until the next `resize`."""
@@ -152,14 +154,14 @@ class SegmentPool(NeuronSource):
     def resize(self, quota: Sequence[int]) -> None:
         """Allow layer i quota[i] segments. Surplus ones are freed at once; passes fill missing ones.
 
-        So are high planes of a layer whose whole segments become more or fewer: they lie behind these.
+        Where a layer's number of segments changes, its high planes, which lie behind these, are freed too.
         """
         self._quota = [LayerQuota.of(layer, count) for layer, count in zip(self._layers, quota, strict=True)]
         self._complete = False
-        for layer, (whole, high) in zip(self._layers, self._quota, strict=True):
-            if len(layer.segments) != whole:
+        for layer, (segments, high_planes) in zip(self._layers, self._quota, strict=True):
+            if len(layer.segments) != segments:
                 layer.high_planes.clear()
-            del layer.segments[whole:], layer.high_planes[high:]
+            del layer.segments[segments:], layer.high_planes[high_planes:]
         for nbytes, empty in self._empty.items():
             while len(empty) > self._missing(nbytes):
                 _drop(empty.pop())
@@ -204,9 +206,9 @@ class SegmentPool(NeuronSource):
     def _missing(self, nbytes: int) -> int:
         """Number of segments of this size within the quota that don't hold neurons yet."""
         missing = 0
-        for layer, quota, whole in zip(self._layers, self._quota, self._segment_bytes, strict=True):
-            missing += (quota.whole - len(layer.segments)) * (whole == nbytes)
-            missing += (quota.high - len(layer.high_planes)) * (layer.high_bytes == nbytes)
+        for layer, quota, segment in zip(self._layers, self._quota, self._segment_bytes, strict=True):
+            missing += (quota.segments - len(layer.segments)) * (segment == nbytes)
+            missing += (quota.high_planes - len(layer.high_planes)) * (layer.high_bytes == nbytes)
         return missing
 
     def _allocate(self, nbytes: int, missing: int) -> None:
@@ -257,7 +259,7 @@ class SegmentPool(NeuronSource):
             self._pieces.append(pieces)
 
     def _held_segments(self) -> list[tuple[int, int]]:
-        """Of each layer, the segments and high planes that it holds."""
+        """The numbers of segments and of high planes in memory, layer by layer."""
         return [(len(layer.segments), len(layer.high_planes)) for layer in self._layers]
 
     def offloaded(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes | Segment]:
@@ -297,13 +299,13 @@ class SegmentPool(NeuronSource):
                 filling = self._take_empty(index, segment)
             if filling is not None and not _packed(layer, filling, segment, first, records):
                 filling = None
-            whole = segment < self._quota[index].whole
-            if filling is None or not whole:
+            high_plane = segment >= self._quota[index].segments
+            if filling is None or high_plane:
                 yield records
             self._let_go(ahead, self._memory.pieces_read)
             if filling is not None and stop == neurons.stop:
-                (layer.segments if whole else layer.high_planes).append(filling)
-                if whole:
+                (layer.high_planes if high_plane else layer.segments).append(filling)
+                if not high_plane:
                     yield filling
         self._position = end % (self._starts[-1] + len(self._pieces[-1]))
 
@@ -319,7 +321,7 @@ class SegmentPool(NeuronSource):
         layer, quota = self._layers[index], self._quota[index]
         if segment != len(layer.segments) + len(layer.high_planes) or segment >= sum(quota):
             return None
-        nbytes = self._segment_bytes[index] if segment < quota.whole else layer.high_bytes
+        nbytes = self._segment_bytes[index] if segment < quota.segments else layer.high_bytes
         empty = self._empty[nbytes]
         if not empty or not empty[0].done():
             return None

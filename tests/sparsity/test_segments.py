@@ -208,6 +208,32 @@ def test_drafts_have_every_neuron_whose_high_plane_is_in_memory(tmp_path: Path) 
         assert 0 < errors[0] < 0.1 < errors[1] < errors[2]
 
 
+def test_estimates_have_the_high_planes_beside_rows_that_have_everything(bundle: Path) -> None:
+    """As of streams, in a pass with tokens: each row has the bits that it has alone."""
+    with pooled(bundle) as (model, pool, _):
+        layer, spec = slices_of(model)[0], model.config.layers[0].feed_forward
+        x = np.random.default_rng(1).standard_normal((5, model.config.hidden_size)).astype(np.float32)
+        added = np.random.default_rng(2).standard_normal(x.shape).astype(np.float32)
+
+        def output(rows: slice, batch: ForwardBatch) -> bytes:
+            pool.begin_pass(batch)
+            return np.array(
+                model.backend.feed_forward(x[rows], layer, spec, batch, None, added[rows].copy())
+            ).tobytes()
+
+        expected = logits(model)
+        for quota in (
+            [0] * LAYERS,
+            [2, 2, 2],
+            [max(2, it - 1) for it in everything(model)],
+            everything(model),
+        ):
+            assert_settles(model, pool, quota, expected)
+            both = output(slice(None), ForwardBatch(TOKENS[:3], stream_rows=2))
+            tokens = output(slice(3), ForwardBatch(TOKENS[:3]))
+            assert both == tokens + output(slice(3, None), ForwardBatch(TOKENS[:2], resident_only=True))
+
+
 def test_the_first_pass_already_allocates(bundle: Path) -> None:
     with pooled(bundle) as (model, pool, _):
         pool.resize(everything(model))

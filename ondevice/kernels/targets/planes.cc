@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kCodes = kTile * kGroup;
 
-// `half` bytes of each plane with two bits of four nibbles each -> 2 * half bytes of nibbles.
+// HALF bytes of each plane, with two bits of four nibbles in each -> 2 * HALF bytes of nibbles.
 template <int64_t HALF>
 void join_nibbles(const uint8_t* high, const uint8_t* low, uint8_t* out) {
   for (int64_t i = 0; i < HALF; ++i) {

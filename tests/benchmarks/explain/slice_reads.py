@@ -26,14 +26,14 @@ SLOTS = (8, 12, 16)
 
 def extents(bundle: Bundle, whole: bool) -> list[Extent]:
     """Every slice, or its low plane, in the order in which a forward pass reads them."""
-    found = []
+    schedule = []
     for layer, layout in enumerate(bundle.neuron_layouts):
         assert isinstance(layout, SliceLayout)
         behind = 0 if whole else layout.high_bytes
         for record in range(layout.num_records(bundle.config.widths[layer])):
             start = DATA_OFFSET + record * layout.stride + behind
-            found.append(Extent(layer, start, layout.stride - behind))
-    return found
+            schedule.append(Extent(layer, start, layout.stride - behind))
+    return schedule
 
 
 def rate(reader: FlashReader, schedule: list[Extent], slots: int) -> float:
