@@ -234,6 +234,7 @@ class Engine(LoadedModel):
             self.transformer,
             widths.tree if widths.branches else 0,
             MultiStreamDrafting(streams=runtime.draft_streams, pruning_threshold=runtime.draft_pruning),
+            lambda: self.plan.offloads_weights and not self.plan.selects_neurons,
             second,
             datastore,
             state,

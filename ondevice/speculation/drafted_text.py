@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from ondevice.backends.base import Float32
@@ -96,6 +96,10 @@ class DraftedText:
         """Time of the drafter's proposals for its newest draft."""
         self.asked = 0
         """How often the drafter was asked for its newest draft."""
+        self.computing_seconds = 0.0
+        """Time of the drafter's forward passes while its newest draft grew."""
+        self.computed = 0
+        """Number of these passes."""
         self._prepared = False
         """Whether the drafter was asked to prepare the newest draft."""
         self._text: list[int] = []
@@ -137,8 +141,9 @@ class DraftedText:
     def plain(self, root: int, state: State, its: Round | None = None) -> None:
         """The newest draft is none. `disabled`: the drafter will begin anew with the whole text."""
         self.draft, self.prune, self.state, self.round = plain(root), None, state, its
-        self.preparing_seconds = self.proposing_seconds = self._learning_seconds = 0.0
-        self.asked, self._prepared = 0, False
+        self.preparing_seconds = self.proposing_seconds = self.computing_seconds = 0.0
+        self._learning_seconds = 0.0
+        self.asked, self.computed, self._prepared = 0, 0, False
         if state == "disabled":
             self.disable()
 
@@ -168,12 +173,22 @@ class DraftedText:
     def propose(self, path: Sequence[int]) -> Proposals:
         """What may follow the text and `path`. Raises what a drafter raises."""
         started = time.perf_counter()
-        if self._constrained is None:
-            found = list(self._ask(path))
-        else:
-            found = list(self._constrained.proposals(path, self._ask))
+        proposals = self._allowed(path, self._ask)
         self.proposing_seconds += time.perf_counter() - started
-        return found
+        return proposals
+
+    def compute(self, path: Sequence[int]) -> Proposals:
+        """What may follow the text and `path`, by a forward pass of the drafter's. Raises what it raises."""
+        started = time.perf_counter()
+        proposals = self._allowed(path, self.drafter.compute)
+        self.computing_seconds += time.perf_counter() - started
+        self.computed += 1
+        return proposals
+
+    def _allowed(self, path: Sequence[int], propose: Callable[[Sequence[int]], Proposals]) -> Proposals:
+        if self._constrained is None:
+            return list(propose(path))
+        return list(self._constrained.proposals(path, propose))
 
     def _ask(self, path: Sequence[int]) -> Proposals:
         self.asked += 1
@@ -206,7 +221,8 @@ class DraftedText:
             self._missed_output = outcome.output, outcome.path
         elif self.state == "listening":
             if its is not None and self._prepared:
-                self._count.add(outcome, len(self.draft), self.preparing_seconds, self.proposing_seconds)
+                computing = self.preparing_seconds + self.computing_seconds
+                self._count.add(outcome, len(self.draft), computing, self.proposing_seconds)
             self.drafter.end_pass(outcome.output, outcome.path)
         return its is not None and its.drew(self, outcome, self._learning_seconds)
 

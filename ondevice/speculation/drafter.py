@@ -24,6 +24,8 @@ class Drafter(ABC):
 
     Only `propose` is required; the other methods do nothing by default. A drafter affects how many tokens a
     forward pass gives, never which.
+
+    For a draft come `prepare`, then `propose` and `compute` as the draft grows, then `grown`.
     """
 
     def begin(  # noqa: B027
@@ -58,7 +60,7 @@ class Drafter(ABC):
 
         kv: the target's keys and values, which hold the text except its last token.
         max_nodes: most nodes of the draft, its root included.
-        cancelled: checked in every layer of a drafter's forward pass, here and in `propose`. Both raise
+        cancelled: checked in every layer of a drafter's forward pass, here and until `grown`. All raise
             Cancelled if it returns True.
         """
 
@@ -80,6 +82,18 @@ class Drafter(ABC):
 
         Called after `prepare`, and only while the draft has room.
         """
+
+    @property
+    def computed_chance(self) -> float:
+        """Expected chance of the likeliest token of `compute`; 0: there is nothing to compute."""
+        return 0.0
+
+    def compute(self, path: Sequence[int]) -> Proposals:
+        """Like `propose`, with a forward pass of its own: called where its chances are worth the time."""
+        return ()
+
+    def grown(self) -> None:  # noqa: B027
+        """The draft is complete. The target's keys and values must be as `prepare` got them."""
 
     def pruner(self, draft: Draft, row_share: float) -> Prune | None:
         """The callback that prunes `draft` before the stream layers of its pass. None: no pruning.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from ondevice.callbacks import Cancelled, IsCancelled, never_cancelled
@@ -213,9 +214,22 @@ class Drafting:
         its.drafted(sum(text.preparing_seconds for text in own))
         policy.prepared(its.drafting_seconds)
         started = time.perf_counter()
-        drafts = grow(roots, policy.is_worth_adding, limit, policy.is_worth_asking, self._branches)
+        try:
+            drafts = grow(
+                roots,
+                policy.is_worth_adding,
+                limit,
+                policy.is_worth_asking,
+                self._branches,
+                policy.is_worth_computing,
+            )
+        finally:
+            for text in own:
+                text.drafter.grown()
         growing_seconds = time.perf_counter() - started
-        policy.grown(growing_seconds, sum(text.asked for text in own))
+        computing_seconds = sum(text.computing_seconds for text in own)
+        policy.computed(computing_seconds, sum(text.computed for text in own))
+        policy.grown(growing_seconds - computing_seconds, sum(text.asked for text in own))
         its.drafted(growing_seconds)
         its.nodes = sum(map(len, drafts))
         its.timed = not gone
@@ -232,10 +246,9 @@ class Drafting:
         if text is None or nodes < 2 or asked.max_tokens < 2:
             return Root(asked.root, lambda path: (), 1, 0)
 
-        def propose(path: Sequence[int]) -> Proposals:
-            assert text is not None
+        def unless_gone(ask: Callable[[Sequence[int]], Proposals], path: Sequence[int]) -> Proposals:
             try:
-                return () if at in gone else text.propose(path)
+                return () if at in gone else ask(path)
             except Cancelled as error:
                 gone[at] = error
                 return ()
@@ -244,7 +257,14 @@ class Drafting:
             text.prepare(asked.kv, nodes, cancelled)
         except Cancelled as error:
             gone[at] = error
-        return Root(asked.root, propose, nodes, asked.max_tokens - 1)
+        return Root(
+            asked.root,
+            partial(unless_gone, text.propose),
+            nodes,
+            asked.max_tokens - 1,
+            partial(unless_gone, text.compute),
+            text.drafter.computed_chance,
+        )
 
     def _prunable(
         self, drafts: list[Draft | Cancelled], asked: Sequence[DraftRequest]

@@ -62,6 +62,8 @@ class TreePolicy:
         self._back_off = BackOff()
         self._propose_seconds = 0.0
         """Mean seconds of one question to the drafter."""
+        self._compute_seconds = 0.0
+        """Mean seconds of one forward pass of the drafter's."""
         self._drafting_mean = 0.0
         """Mean seconds of drafting in a pass."""
         self._gain = 1.0
@@ -168,10 +170,26 @@ class TreePolicy:
         self._drafting_seconds += self._propose_seconds
         return True
 
+    def is_worth_computing(self, nodes: int, chance: float) -> bool:
+        """Whether the drafter should run a forward pass for a token that is reached with `chance` more.
+
+        nodes: of the pass so far.
+        """
+        if not self._pays(nodes, chance, self._pass_time.node_seconds + self._compute_seconds):
+            return False
+        self._drafting_seconds += self._compute_seconds
+        return True
+
     def grown(self, seconds: float, asked: int) -> None:
         """Record that growing the prepared draft took `seconds`, with the drafter asked `asked` times."""
         if asked:
             self._propose_seconds += EMA_WEIGHT * (seconds / asked - self._propose_seconds)
+
+    def computed(self, seconds: float, passes: int) -> None:
+        """Record that the drafter ran `passes` forward passes for the draft, in `seconds`."""
+        if passes:
+            weight = EMA_WEIGHT if self._compute_seconds else 1.0
+            self._compute_seconds += weight * (seconds / passes - self._compute_seconds)
 
     def record(self, nodes: int, tokens: int, seconds: float, drafting_seconds: float = 0.0) -> None:
         """Record a pass over `nodes` nodes, which gave `tokens` tokens, of all texts.

@@ -43,13 +43,14 @@ class Target:
     """The model that drafts are for.
 
     max_rows: rows of a pass up to which the backend gives each the bits that it has alone, with streams; 0:
-    no draft's pass has streams.
+    no draft's pass has streams. is_partial: whether every token needs all weights, some of them from flash.
     """
 
     config: ModelConfig
     transformer: Transformer
     max_rows: int
     streams: MultiStreamDrafting
+    is_partial: Callable[[], bool]
     draft_model: DraftModel | None = None
     datastore: Datastore | None = None
     draft_layer: DraftLayerState | None = None
@@ -94,7 +95,7 @@ def _model_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
 
 MIN_PASS_SECONDS = 0.001
 """Seconds of a plain pass below which `auto` is disabled. Looking for draft tokens takes a tenth of that."""
-AUTOMATIC: tuple[str, ...] = ("lookup", "recycling")
+AUTOMATIC: tuple[str, ...] = ("lookup", "recycling", "resident")
 """Drafters that `auto` combines. It adds streams and n-grams of the model, and may add a draft layer."""
 
 
@@ -258,7 +259,8 @@ def make_drafter(name: str, target: Target) -> Drafter | None:
 
 
 def _automatic(target: Target) -> Drafter:
-    members = [DRAFTERS[name].make(target) for name in AUTOMATIC]
+    members: list[Drafter] = [DRAFTERS[name].make(target) for name in ("lookup", "recycling")]
+    members.append(ResidentDrafter(target.transformer, target.is_partial))
     if target.transformer.streams is not None:
         members.append(WhileRowsAreCheap(DRAFTERS["streams"].make(target)))
     if target.datastore is not None:

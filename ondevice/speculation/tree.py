@@ -14,8 +14,8 @@ from functools import cached_property
 from ondevice.backends.recurrent import AHEAD_TOKENS
 from ondevice.backends.token_tree import MAX_DEPTH, TokenTree
 
-_ASK = -1
-"""Rank of entries in `grow`'s queue that are questions to the drafter, not draft tokens."""
+_ASK, _COMPUTE = -1, -2
+"""Ranks of entries in `grow`'s queue that are questions to the drafter, not draft tokens."""
 DRAFT_NODES = AHEAD_TOKENS
 """Maximum nodes of a draft, its root included."""
 STREAM_ROWS = 16
@@ -93,13 +93,16 @@ class Root:
 
     token: the text's last token, which is decided. propose: returns tokens that may follow it and the draft
     tokens of a path; called for a path only once no likelier draft token is left, of any draft. max_nodes:
-    most nodes of its draft, itself included. max_depth: most draft tokens on a path.
+    most nodes of its draft, itself included. max_depth: most draft tokens on a path. compute: like propose,
+    and slow; called where computed_chance, the expected chance of its likeliest token, exceeds propose's.
     """
 
     token: int
     propose: Callable[[Sequence[int]], Proposals]
     max_nodes: int
     max_depth: int
+    compute: Callable[[Sequence[int]], Proposals] = lambda path: ()
+    computed_chance: float = 0.0
 
 
 class _Growing:
@@ -109,12 +112,18 @@ class _Growing:
         self.root = root
         self.tokens, self.parents, self.chances = [root.token], [-1], [1.0]
         self.paths: list[tuple[int, ...]] = [()]
+        self._places = set[tuple[int, int]]()
+
+    def has(self, token: int, parent: int) -> bool:
+        """Whether `token` is there after `parent`: two questions may give the same token."""
+        return (parent, token) in self._places
 
     def add(self, token: int, parent: int, chance: float) -> None:
         self.tokens.append(token)
         self.parents.append(parent)
         self.chances.append(chance)
         self.paths.append((*self.paths[parent], token))
+        self._places.add((parent, token))
 
     @property
     def may_go_on(self) -> bool:
@@ -128,6 +137,7 @@ def grow(
     max_nodes: int,
     is_worth_asking: Callable[[int, float], bool] = lambda nodes, chance: True,
     branches: bool = True,
+    is_worth_computing: Callable[[int, float], bool] = lambda nodes, chance: True,
 ) -> list[Draft]:
     """Grow the drafts of a pass, one from each root, by the likeliest nodes of all first.
 
@@ -139,6 +149,9 @@ def grow(
         is_worth_asking: takes the number of nodes of all drafts and a chance; returns whether to ask what
             follows a node that is reached with this chance.
         branches: whether a node may have several children.
+        is_worth_computing: takes the number of nodes of all drafts and a chance; returns whether to compute
+            what follows a node, as the text is expected to reach a computed token with that much more chance
+            than a proposed one.
     """
     growing = [_Growing(root) for root in roots]
     # Chance, negated, draft, parent, rank among its proposals, token. A node's own chance bounds its
@@ -150,12 +163,21 @@ def grow(
         one = growing[at]
         if len(one.tokens) >= one.root.max_nodes:
             continue
-        if rank == _ASK:
-            if is_worth_asking(nodes, -negated):
-                for place, (proposed, chance) in enumerate(one.root.propose(one.paths[parent])):
-                    heapq.heappush(queue, (negated * chance, at, parent, place, proposed))
+        if rank in (_ASK, _COMPUTE):
+            reached, gained = -one.chances[parent], one.root.computed_chance
+            if rank == _ASK and is_worth_asking(nodes, -negated):
+                answers = list(one.root.propose(one.paths[parent]))
+                gained -= max((chance for _, chance in answers), default=0.0)
+                if gained > 0:
+                    heapq.heappush(queue, (reached * gained, at, parent, _COMPUTE, token))
+            elif rank == _COMPUTE and is_worth_computing(nodes, -negated):
+                answers = list(one.root.compute(one.paths[parent]))
+            else:
+                continue
+            for place, (proposed, chance) in enumerate(answers):
+                heapq.heappush(queue, (reached * chance, at, parent, place, proposed))
             continue
-        if not branches and parent != len(one.tokens) - 1:
+        if one.has(token, parent) or (not branches and parent != len(one.tokens) - 1):
             continue
         if not is_worth_adding(nodes, -negated):
             break

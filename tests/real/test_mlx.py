@@ -18,7 +18,9 @@ pytestmark = [
     pytest.mark.usefixtures("mlx_on_cpu"),
 ]
 
-PROMPT = "The lighthouse stood at the end of the pier, and every evening its keeper climbed the stairs to"
+PROMPT = "The capital of France is Paris. The capital of Germany is Berlin. The capital of Italy is"
+"""Its first TOKENS tokens lead by 0.76 at least: far more than backends differ by."""
+TOKENS = 5
 NATS = 0.01
 """Most KL divergence between backends; measured: 0.0073, as `cpu` rounds activations to 8 bits."""
 LARGEST_SHARE = 1e-3
@@ -31,7 +33,7 @@ def test_logits_and_text(smollm2: Path) -> None:
         with load(smollm2, backend=backend, speculation="off") as model:
             tokens = model.tokenizer.encode(PROMPT)
             logits[backend] = model.logits(tokens)
-            texts[backend] = model.generate(tokens=tokens, max_tokens=6).tokens
+            texts[backend] = model.generate(tokens=tokens, max_tokens=TOKENS).tokens
             assert model.stats.backend == backend
     difference = np.abs(logits["mlx"] - logits["reference"]).max()
     assert difference <= LARGEST_SHARE * np.abs(logits["reference"]).max()

@@ -350,6 +350,22 @@ def test_a_drafter_hears_the_whole_text_in_order(monkeypatch: pytest.MonkeyPatch
     assert len(asked) > 50
 
 
+def test_a_drafter_computes_while_that_is_worth_its_time() -> None:
+    """A pass of 1 s; a computed token is right with 0.8, and worth a draft's pass of up to 0.8 s."""
+    for seconds, worth in ((0.05, [True, True, True]), (0.6, [True, False, False]), (0.9, [False] * 3)):
+        policy = TreePolicy(DRAFT_NODES)
+        for _ in range(FIRST_PLAIN):
+            policy.begin()
+            policy.record(1, 1, 1.0)
+        policy.computed(3 * seconds, 3)
+        policy.begin()
+        decided = []
+        for depth in range(3):
+            decided.append(policy.is_worth_computing(1 + depth, 0.8 ** (depth + 1)))
+            policy.is_worth_adding(1 + depth, 0.8 ** (depth + 1))
+        assert decided == worth, seconds
+
+
 def test_it_says_what_it_decided_and_why() -> None:
     simulation = Simulation()
     assert simulation.policy.decision == "no drafts: no pass was timed"

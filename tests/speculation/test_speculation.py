@@ -315,6 +315,32 @@ def test_a_draft_grows_where_acceptance_is_likeliest() -> None:
     assert (drafted.tokens, asked) == ((9, 1, 3, 2, 6, 4), [(), (1,), (1, 3)])
 
 
+def test_a_draft_computes_where_its_proposals_are_unlikely() -> None:
+    """Each pass is asked for at the gain over what is proposed; a token that both give is there once."""
+    proposed = {(): [(1, 0.9)], (1,): [(3, 0.1)], (1, 2): [(4, 0.8)]}
+    computed, paths = (
+        {(): [(7, 1.0)], (1,): [(2, 0.7), (3, 0.2)], (1, 2): [(4, 0.75)]},
+        list[tuple[int, ...]](),
+    )
+
+    def compute(path: Sequence[int]) -> list[tuple[int, float]]:
+        paths.append(tuple(path))
+        return computed.get(tuple(path), [])
+
+    def drafted(gain: float, chance: float = 0.8) -> Draft:
+        paths.clear()
+        root = Root(9, lambda path: proposed.get(tuple(path), []), 16, 8, compute, chance)
+        adding = lambda nodes, chance: chance > 0.15  # noqa: E731
+        return grow([root], adding, 16, is_worth_computing=lambda nodes, more: more > gain)[0]
+
+    # After 1, a computed token is expected to be reached with 0.9 * (0.8 - 0.1).
+    tree = drafted(gain=0.6)
+    assert (tree.tokens, tree.parents, paths) == ((9, 1, 2, 4, 3), (-1, 0, 1, 2, 1), [(1,)])
+    assert tree.chances == pytest.approx((1.0, 0.9, 0.63, 0.504, 0.18))
+    assert (drafted(gain=0.64).tokens, paths) == ((9, 1), [])
+    assert (drafted(gain=0.0, chance=0.0).tokens, paths) == ((9, 1), [])
+
+
 def test_lookup_says_what_followed_the_longest_run() -> None:
     lookup = Lookup()
     lookup.begin([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], SamplingConfig())

@@ -225,7 +225,7 @@ def always_draft(patch: pytest.MonkeyPatch, sizes: Iterable[int]) -> None:
     patch.setattr(ondevice.runtime.engine, "MIN_PASS_SECONDS", 0.0)
     patch.setattr(TreePolicy, "begin", lambda policy: next_size())
     patch.setattr(TreePolicy, "throttle", lambda policy: False)
-    for question in ("is_worth_adding", "is_worth_asking"):
+    for question in ("is_worth_adding", "is_worth_asking", "is_worth_computing"):
         patch.setattr(TreePolicy, question, lambda policy, nodes, chance: True)
     # Nor do drafters stop learning.
     patch.setattr(TreePolicy, "is_backing_off", False)

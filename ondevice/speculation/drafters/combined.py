@@ -73,6 +73,18 @@ class Combined(Drafter):
                     chances[token] = chance
         return sorted(chances.items(), key=lambda proposal: -proposal[1])[:MAX_PROPOSALS]
 
+    @property
+    def computed_chance(self) -> float:
+        return max(member.computed_chance for member in self.members)
+
+    def compute(self, path: Sequence[int]) -> Proposals:
+        """What the member computes that expects most of it; only one runs passes for a draft."""
+        return max(self.members, key=lambda member: member.computed_chance).compute(path)
+
+    def grown(self) -> None:
+        for member in self.members:
+            member.grown()
+
     def pruner(self, draft: Draft, row_share: float) -> Prune | None:
         """The pruner of the first member that has one; only one drafter uses the streams."""
         pruners = (member.pruner(draft, row_share) for member in self.members)

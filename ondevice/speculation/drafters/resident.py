@@ -1,76 +1,84 @@
-"""Self-drafting without reads: the model itself, restricted to the neurons that are in memory.
+"""Self-drafting without reads: the model itself, restricted to what of its weights is in memory.
 
-The draft is a chain. Each token comes from a forward pass over one token that multiplies only neurons in
-memory (ideas: Draft & Verify, arXiv 2309.08168; SWIFT, arXiv 2410.06916, which leave out layers instead). The
-chain ends when it becomes unlikely, as in SVIP (arXiv 2411.18462).
+That is the high plane of every neuron, where the budget holds these, or the neurons in memory (ideas: Draft &
+Verify, arXiv 2309.08168; SWIFT, arXiv 2410.06916, which leave out layers instead). Each pass continues a path
+of the draft behind the text's keys and values, and is made where its chance outweighs its time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ondevice.backends.base import Float32
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.callbacks import IsCancelled
+from ondevice.backends.recurrent import AHEAD_TOKENS
+from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import SamplingConfig
-from ondevice.model.sequence_state import SequenceState
+from ondevice.model.sequence_state import SequenceState, common_prefix
 from ondevice.model.transformer import Transformer
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.ranking import Ranking
 from ondevice.speculation.tree import Proposals
 
-MAX_CHAIN = 6
-"""Maximum draft tokens of the chain."""
-MIN_CHANCE = 0.4
-"""Smallest chance that the whole chain is right; below it, the chain ends."""
+PRIOR_CHANCE = 0.8
+"""Chance of the likeliest token before a text's first pass: two bits of four agree on 8 of 10 tokens."""
+CHANCE_WEIGHT = 0.1
+"""EMA weight of the newest pass in that chance."""
 
 
 class ResidentDrafter(Drafter):
-    """Drafts a chain, with the other candidates for each of its places."""
+    """Computes draft tokens behind the target's own keys and values, which are taken back afterwards."""
 
-    def __init__(self, transformer: Transformer) -> None:
+    def __init__(self, transformer: Transformer, is_partial: Callable[[], bool] = lambda: True) -> None:
+        """is_partial: whether some of the weights are on flash. Otherwise a draft's pass is a whole one."""
         self._transformer = transformer
+        self._is_partial = is_partial
         self._ranking = Ranking(tokens=transformer.draft_tokens)
         self._text: list[int] = []
-        self._chain: list[int] = []
-        self._proposals: list[list[tuple[int, float]]] = []
-        """Proposals by depth: those that follow the chain up to that depth."""
+        self._kv: SequenceState | None = None
+        """Holds the text but for its last token, and what the draft's passes added. None between drafts."""
+        self._start = self._most = 0
+        """Length of `_kv` without what the draft added, and most tokens that it may add."""
+        self._cancelled: IsCancelled = never_cancelled
+        self._chance = PRIOR_CHANCE
 
     def begin(self, text: list[int], sampling: SamplingConfig, prompt_tokens: int | None = None) -> None:
         self._text = list(text)
-        self._forget()
+        self._chance = PRIOR_CHANCE
         self._ranking.begin(sampling, len(text) if prompt_tokens is None else prompt_tokens)
 
     def observe(self, token: int, logits: Float32 | None) -> None:
         self._text.append(token)
 
     def beside(self) -> ResidentDrafter:
-        return ResidentDrafter(self._transformer)
+        return ResidentDrafter(self._transformer, self._is_partial)
 
     def prepare(self, kv: SequenceState, max_nodes: int, cancelled: IsCancelled) -> None:
-        self._forget()
-        start = kv.length
-        chance = 1.0
-        last = self._text[-1]
-        max_chain = min(max_nodes - 1, MAX_CHAIN, kv.room - start)
-        try:
-            while len(self._chain) < max_chain and chance >= MIN_CHANCE:
-                batch = ForwardBatch([last], resident_only=True)
-                output = self._transformer.run(batch, kv, cancelled)
-                logits = self._transformer.draft_logits(output.hidden)[0]
-                history = [*self._text, *self._chain]
-                self._proposals.append(self._ranking.rank(logits, len(history), history))
-                last, likeliest = self._proposals[-1][0]
-                self._chain.append(last)
-                chance *= likeliest
-        finally:
-            kv.truncate(start)
+        self._kv, self._start, self._cancelled = kv, kv.length, cancelled
+        self._most = min(kv.room - kv.length, AHEAD_TOKENS)
 
     def propose(self, path: Sequence[int]) -> Proposals:
-        depth = len(path)
-        on_chain = depth < len(self._proposals) and list(path) == self._chain[:depth]
-        return self._proposals[depth] if on_chain else []
+        return ()
 
-    def _forget(self) -> None:
-        self._chain = []
-        self._proposals = []
+    @property
+    def computed_chance(self) -> float:
+        return self._chance if self._is_partial() else 0.0
+
+    def compute(self, path: Sequence[int]) -> Proposals:
+        kv, tokens = self._kv, [self._text[-1], *path]
+        if kv is None or len(tokens) > self._most:
+            return ()
+        kept = common_prefix(kv.tokens[self._start :], tokens, len(tokens) - 1)
+        kv.truncate(self._start + kept)
+        batch = ForwardBatch(tokens[kept:], resident_only=True, last_only=True)
+        hidden = self._transformer.run(batch, kv, self._cancelled).hidden
+        logits = self._transformer.draft_logits(hidden)[0]
+        history = [*self._text, *path]
+        proposals = self._ranking.rank(logits, len(history), history)
+        self._chance += CHANCE_WEIGHT * (proposals[0][1] - self._chance)
+        return proposals
+
+    def grown(self) -> None:
+        if self._kv is not None:
+            self._kv.truncate(self._start)
+            self._kv = None
